@@ -1,0 +1,82 @@
+"""The KV arena: K (and V) of all layers in one tensor, so that any lane may hold any (layer, head)'s entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool
+from sglang.srt.runtime_context import get_server_args
+from torch import Tensor
+
+from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
+
+
+@dataclass(frozen=True)
+class Arena:
+    """K and V of a whole pool.
+
+    Attributes:
+        k: [num_layers, num_token_slots, num_kv_heads, head_dim], the pool's dtype; ``pool.k_buffer[l]`` is ``k[l]``.
+        v: likewise.
+    """
+
+    k: Tensor
+    v: Tensor
+
+
+def kvevict_is_selected() -> bool:
+    """Whether this server was started with ``--radix-cache-backend kvevict``."""
+    return get_server_args().radix_cache_backend == BACKEND_NAME
+
+
+def create_arena_buffers(pool: MHATokenToKVPool) -> None:
+    """Create ``k_buffer`` and ``v_buffer`` as views of one arena, inside the memory regions SGLang uses for KV.
+
+    Args:
+        pool: a pool under construction with the NHD layout (refused at start otherwise).
+    """
+    k_shape, v_shape = pool._kv_buffer_shapes()
+    mem_pool = torch.cuda.use_mem_pool(pool.custom_mem_pool) if pool.enable_custom_mem_pool else nullcontext()
+    with pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE), mem_pool:
+        k, v = (
+            torch.zeros((pool.layer_num, *shape), dtype=pool.store_dtype, device=pool.device)
+            for shape in (k_shape, v_shape)
+        )
+    pool.kvevict_arena = Arena(k, v)
+    pool.k_buffer = list(k.unbind(0))
+    pool.v_buffer = list(v.unbind(0))
+
+
+def arena_of(pool: KVCache) -> Arena | None:
+    """Return the arena behind a pool, or None if the pool's buffers are not ours."""
+    arena: Arena | None = getattr(pool, "kvevict_arena", None)
+    if arena is None or any(
+        buffer.data_ptr() != plane.data_ptr()
+        for buffers, planes in ((pool.k_buffer, arena.k), (pool.v_buffer, arena.v))
+        for buffer, plane in zip(buffers, planes, strict=True)
+    ):
+        return None
+    return arena
+
+
+class ArenaKVPool(MHATokenToKVPool):
+    """Stock pool whose buffers come from one arena (for platforms that may choose the pool class)."""
+
+    def _create_buffers_normal(self) -> None:
+        create_arena_buffers(self)
+
+
+def around_create_buffers(original: Callable[[MHATokenToKVPool], None], pool: MHATokenToKVPool) -> None:
+    """Hook around the stock pool's buffer creation: an arena when our backend serves and the layout allows it.
+
+    Pools of other classes (drafts of speculative decoding, quantised or hybrid pools) keep their own buffers; the
+    start-up check then refuses the setup.
+    """
+    if type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and kvevict_is_selected():
+        create_arena_buffers(pool)
+    else:
+        original(pool)

@@ -1,0 +1,75 @@
+"""What we rely on in SGLang: supported versions and the functions we hook."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from sgl_kvevict.errors import UnsupportedSetupError
+
+if TYPE_CHECKING:
+    from sglang.srt.plugins.hook_registry import HookType
+
+BACKEND_NAME = "kvevict"
+SUPPORTED_SGLANG = ("0.5.23",)
+"""Exact versions: SGLang renames cache methods between releases, so an upgrade is a change with its own tests."""
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One SGLang function that we wrap.
+
+    Attributes:
+        target: dotted path of the function (the only form SGLang resolves for functions and methods alike).
+        kind: name of the ``HookType``.
+        function: dotted path of our hook, loaded only when SGLang itself is.
+        why: what would be missing without it.
+    """
+
+    target: str
+    kind: str
+    function: str
+    why: str
+
+    def load(self) -> Callable[..., Any]:
+        """Return our hook function."""
+        hook: Callable[..., Any] = pkgutil.resolve_name(self.function)
+        return hook
+
+    def hook_type(self) -> HookType:
+        """Return SGLang's enum member for ``kind``."""
+        from sglang.srt.plugins.hook_registry import HookType
+
+        return HookType[self.kind]
+
+
+HOOKS = (
+    Hook(
+        target="sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal",
+        kind="AROUND",
+        function="sgl_kvevict.sglang_adapter.arena.around_create_buffers",
+        why="CUDA has no hook for the pool class: the stock pool gets its buffers from one arena",
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler_components.internal_state."
+        "SchedulerInternalStateController._add_env_vars",
+        kind="AFTER",
+        function="sgl_kvevict.sglang_adapter.introspection.add_state",
+        why="GET /server_info shows what the compressed cache holds",
+    ),
+)
+
+
+def require_supported_sglang() -> None:
+    """Refuse an SGLang that this release was not tested with.
+
+    Raises:
+        UnsupportedSetupError: names the installed and the supported versions.
+    """
+    installed = version("sglang")
+    if installed not in SUPPORTED_SGLANG:
+        supported = ", ".join(SUPPORTED_SGLANG)
+        raise UnsupportedSetupError([f"sglang {installed} is installed, but this release supports {supported}"])

@@ -1,0 +1,36 @@
+"""A CPU platform for stock SGLang: torch-native allocators and writers, no compiled SGLang kernels."""
+
+from __future__ import annotations
+
+from sglang.srt.platforms.cpu import CpuSRTPlatform
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities
+
+
+class KVEvictCpuPlatform(CpuSRTPlatform):
+    """Runs stock SGLang on any CPU; select it with ``SGLANG_PLATFORM=kvevict_cpu`` and ``--device cpu``.
+
+    SGLang's in-tree CPU path needs an AMX build of its kernels. As an out-of-tree platform SGLang takes its generic
+    torch code paths instead.
+    """
+
+    _enum = PlatformEnum.OOT
+    capabilities = PlatformCapabilities()
+
+    def get_dispatch_key_name(self) -> str:
+        """Return the kernel family of ``MultiPlatformOp``: plain torch."""
+        return "native"
+
+    def get_default_attention_backend(self) -> str:
+        """Return the stock backend that runs on any device."""
+        return "torch_native"
+
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        """Return the backend of ``torch.compile``: none."""
+        return "eager"
+
+    def get_kv_pool_cls(self, *, kind: KVPoolKind) -> type | None:
+        """Return the arena pool when our backend serves, else None (SGLang's own pool)."""
+        from sgl_kvevict.sglang_adapter.arena import ArenaKVPool, kvevict_is_selected
+
+        return ArenaKVPool if kind == "mha" and kvevict_is_selected() else None
