@@ -1,0 +1,80 @@
+"""Argument checks of the public kernel functions; every failure is a ValueError that names the argument."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes in which a KV cache row may be stored."""
+
+
+def check_tensor(
+    name: str,
+    x: object,
+    shape: Sequence[int | None],
+    dtype: torch.dtype | tuple[torch.dtype, ...],
+    device: torch.device | None = None,
+) -> None:
+    """Require a contiguous tensor of a given shape, dtype and device.
+
+    Args:
+        name: argument name, repeated in the message.
+        x: the argument.
+        shape: expected sizes; None stands for any size.
+        dtype: expected dtype, or the allowed ones.
+        device: expected device; None stands for any device.
+
+    Raises:
+        ValueError: names the argument, what was expected and what came.
+
+    Cost: host only, no device read.
+    """
+    allowed = dtype if isinstance(dtype, tuple) else (dtype,)
+    if not isinstance(x, torch.Tensor):
+        got = type(x).__name__
+        raise ValueError(f"{name}: expected a tensor {_show_shape(shape)}, got {got}")  # noqa: TRY004 - one error type
+    if x.dim() != len(shape) or any(
+        want not in (None, got) for want, got in zip(shape, x.shape, strict=True)
+    ):
+        raise ValueError(f"{name}: expected shape {_show_shape(shape)}, got {_show_shape(x.shape)}")
+    if x.dtype not in allowed:
+        wanted = " or ".join(str(d).removeprefix("torch.") for d in allowed)
+        raise ValueError(f"{name}: expected dtype {wanted}, got {str(x.dtype).removeprefix('torch.')}")
+    if device is not None and x.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {x.device}")
+    if not x.is_contiguous():
+        raise ValueError(
+            f"{name}: expected a contiguous tensor, got strides {x.stride()} for {_show_shape(x.shape)}"
+        )
+
+
+def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    """Require an int (not a bool) in ``[low, high]``.
+
+    Raises:
+        ValueError: names the argument, the allowed range and what came.
+    """
+    upper = "" if high is None else f" and <= {high}"
+    if (
+        not isinstance(value, int)
+        or isinstance(value, bool)
+        or value < low
+        or (high is not None and value > high)
+    ):
+        raise ValueError(f"{name}: expected an int >= {low}{upper}, got {value!r}")
+
+
+def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Require one of the allowed words.
+
+    Raises:
+        ValueError: names the argument, the allowed words and what came.
+    """
+    if value not in allowed:
+        raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
+
+
+def _show_shape(shape: Sequence[int | None]) -> str:
+    return "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
