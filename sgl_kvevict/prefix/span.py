@@ -1,0 +1,173 @@
+"""Spans (what a tree node holds) and segments (where their entries are stored).
+
+One compression writes one segment. Tree nodes hold spans: views of a segment's tokens ``[start, end)``. All spans
+of a segment lie on one path of the tree, so the one nearest the root, the *owner*, outlives the others: it carries
+the segment's token slots in the accounting, the other spans carry none.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.ragged import SpanRuns
+
+
+class Segment:
+    """The storage of the spans that were cut from one compressed range.
+
+    Attributes:
+        token_slots: [num_slots], int64, token slots held; nobody else may use them.
+        head_slots: [num_entries], int32, where each entry is stored, run after run in (layer, head) order.
+        positions: [num_entries], int32, logical position of each entry's token, ascending within a run.
+        indptr: [num_layers * num_kv_heads + 1], int32, where each run starts.
+        splittable: False if an entry may hold information of later tokens (merging in any direction), so that a
+            prefix of the segment's tokens is not a prefix of its information.
+        num_spans: live spans that read this segment.
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        *,
+        token_slots: Tensor,
+        head_slots: Tensor,
+        positions: Tensor,
+        indptr: Tensor,
+        splittable: bool = True,
+    ) -> None:
+        self.geometry = geometry
+        self.token_slots = token_slots
+        self.head_slots = head_slots
+        self.positions = positions
+        self.indptr = indptr
+        self.splittable = splittable
+        self.num_spans = 0
+
+    @property
+    def num_slots(self) -> int:
+        """Token slots held (physical length)."""
+        return self.token_slots.numel()
+
+    @property
+    def num_entries(self) -> int:
+        """Entries stored, dead ones included."""
+        return self.head_slots.numel()
+
+    def count_before(self, position: int) -> Tensor:
+        """Entries of each run whose token comes before ``position``, by binary search in every run at once.
+
+        Args:
+            position: logical position.
+
+        Returns:
+            [num_layers, num_kv_heads], int32.
+        """
+        low, high = self.indptr[:-1].long(), self.indptr[1:].long()
+        begin = low
+        if self.num_entries:
+            for _ in range(self.num_entries.bit_length()):
+                middle = (low + high) // 2
+                before = self.positions[middle.clamp(max=self.num_entries - 1)] < position
+                searching = low < high
+                low, high = (
+                    torch.where(searching & before, middle + 1, low),
+                    torch.where(searching & ~before, middle, high),
+                )
+        shape = (self.geometry.num_layers, self.geometry.num_kv_heads)
+        return (low - begin).to(torch.int32).view(shape)
+
+
+class Span:
+    """The compressed KV of the tokens ``[start, end)`` of a path, as one tree node holds it.
+
+    What a reader sees (entries and their order) never changes; a repack may move the entries to another segment,
+    after which :meth:`runs` returns a new object.
+
+    Attributes:
+        segment: where the entries are.
+        start: logical position of the first token.
+        end: logical position after the last token.
+        is_owner: this is the segment's topmost live span.
+    """
+
+    def __init__(self, segment: Segment, start: int, end: int, *, is_owner: bool) -> None:
+        self.segment = segment
+        self.start = start
+        self.end = end
+        self.is_owner = is_owner
+        self._runs: SpanRuns | None = None
+        segment.num_spans += 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the span stands for (logical length)."""
+        return self.end - self.start
+
+    @property
+    def charged_slots(self) -> int:
+        """Token slots that this span carries in the accounting: the segment's if it is the owner, else none."""
+        return self.segment.num_slots if self.is_owner else 0
+
+    def runs(self) -> SpanRuns:
+        """Return the entries of ``[start, end)``.
+
+        Computed at the first call, on the caller's stream: splitting stays pure host work, so it may happen while
+        a forward that reads the span is still running.
+        """
+        if self._runs is None:
+            first = self.segment.count_before(self.start)
+            self._runs = SpanRuns(
+                head_slots=self.segment.head_slots,
+                starts=self.segment.indptr[:-1].view_as(first) + first,
+                lens=self.segment.count_before(self.end) - first,
+                num_tokens=self.num_tokens,
+            )
+        return self._runs
+
+    def split(self, position: int) -> tuple[Span, Span]:
+        """Cut at a logical position; both halves are views of the same segment, nothing is copied.
+
+        Args:
+            position: logical position with ``start < position < end``.
+
+        Returns:
+            The half nearer the root, which inherits ownership, and the other half. This span is used up.
+
+        Raises:
+            InvariantError: the position is not inside the span, or the segment cannot be split.
+        """
+        if not self.start < position < self.end:
+            raise InvariantError(f"split position {position} is not inside the span [{self.start}, {self.end})")
+        if not self.segment.splittable:
+            raise InvariantError(f"the span [{self.start}, {self.end}) was merged in any direction and has no prefix")
+        self.segment.num_spans -= 1
+        upper = Span(self.segment, self.start, position, is_owner=self.is_owner)
+        return upper, Span(self.segment, position, self.end, is_owner=False)
+
+    def move_to(self, segment: Segment) -> None:
+        """Read from another segment that stores the same entries (repack)."""
+        self.segment.num_spans -= 1
+        segment.num_spans += 1
+        self.segment = segment
+        self._runs = None
+
+    def drop(self) -> Tensor | None:
+        """Forget the span when its node leaves the tree.
+
+        Returns:
+            [num_slots], int64, the token slots to release if this was the owner; None if they stay with the owner.
+
+        Raises:
+            InvariantError: the owner goes before the spans below it.
+        """
+        self.segment.num_spans -= 1
+        if not self.is_owner:
+            return None
+        if self.segment.num_spans:
+            raise InvariantError(
+                f"the owner of the span [{self.start}, {self.end}) was dropped before {self.segment.num_spans} others"
+            )
+        return self.segment.token_slots

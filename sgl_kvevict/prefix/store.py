@@ -1,0 +1,128 @@
+"""Writes segments into the KV arena: packing at compression, repacking when part of a segment is dead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from kvevict_kernels.alloc_head_slots import alloc_head_slots
+from kvevict_kernels.compact_kv import compact_kv
+from torch import Tensor
+
+from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.prefix.span import Segment, Span
+from sgl_kvevict.ragged import Merge, Selection
+
+
+class SpanStore:
+    """Packs entries into token slots of one arena.
+
+    Entries are laid out run after run in the segment's own index space (layer, then token slot, then lane), and any
+    lane may hold any (layer, head)'s entry: a segment of ``C`` entries takes ``ceil(C / (num_layers * num_kv_heads))``
+    token slots however uneven its runs are.
+
+    Args:
+        geometry: sizes of the arena.
+        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim].
+        v_arena: likewise.
+    """
+
+    def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> None:
+        self.geometry = geometry
+        self.k_arena = k_arena
+        self.v_arena = v_arena
+
+    def pack(
+        self,
+        token_slots: Tensor,
+        start: int,
+        selection: Selection,
+        *,
+        merge: Merge | None = None,
+    ) -> tuple[Segment, Tensor]:
+        """Move the selected entries of a range of uncompressed tokens into the first of the range's own slots.
+
+        Args:
+            token_slots: [num_tokens], int64, slots of the range's tokens in token order.
+            start: logical position of the first token.
+            selection: what to keep; with ``merge``, what each kept entry is made of.
+            merge: weighted sums of entries to store instead of the kept entries.
+
+        Returns:
+            The segment, and the slots of the range that are free now ([num_tokens - num_slots], int64).
+        """
+        geometry = self.geometry
+        num_slots = geometry.slots_for(selection.num_entries)
+        held, freed = token_slots[:num_slots], token_slots[num_slots:]
+        indptr, head_slots = alloc_head_slots(
+            selection.keep_lens, held, geometry.num_token_slots, selection.num_entries
+        )
+        if merge is None:
+            runs = torch.repeat_interleave(
+                torch.arange(geometry.heads_per_token, device=held.device),
+                selection.keep_lens.flatten().long(),
+                output_size=selection.num_entries,
+            )
+            compact_kv(
+                self.k_arena, self.v_arena, self._uncompressed(token_slots, runs, selection.indices), head_slots
+            )
+        else:
+            sources = self._uncompressed(token_slots, merge.runs, merge.indices)
+            compact_kv(
+                self.k_arena, self.v_arena, sources, head_slots, indptr=merge.indptr, weights=merge.weights
+            )
+        segment = Segment(
+            geometry,
+            token_slots=held.clone(),
+            head_slots=head_slots,
+            positions=selection.indices + start,
+            indptr=indptr,
+            splittable=merge is None or merge.is_causal,
+        )
+        return segment, freed
+
+    def repack(self, spans: Sequence[Span]) -> Tensor:
+        """Move what live spans still read into fewer slots and give the rest back.
+
+        Args:
+            spans: all live spans of one segment, in path order, the owner first.
+
+        Returns:
+            [num_freed], int64, token slots to release; empty if nothing could be saved.
+
+        Raises:
+            InvariantError: the spans are not all live spans of one segment.
+        """
+        old = spans[0].segment
+        if any(span.segment is not old for span in spans) or len(spans) != old.num_spans:
+            raise InvariantError(f"repack needs all {old.num_spans} spans of one segment, got {len(spans)}")
+        keep_lens = old.count_before(spans[-1].end)
+        num_entries = int(keep_lens.sum())  # sync: only when a node below another view of its segment is dropped
+        num_slots = self.geometry.slots_for(num_entries)
+        if num_slots == old.num_slots:
+            return old.token_slots[:0]
+        held, freed = old.token_slots[:num_slots].clone(), old.token_slots[num_slots:]
+        indptr, head_slots = alloc_head_slots(keep_lens, held, self.geometry.num_token_slots, num_entries)
+        lens = keep_lens.flatten().long()
+        shift = torch.repeat_interleave(old.indptr[:-1].long() - indptr[:-1].long(), lens, output_size=num_entries)
+        kept = torch.arange(num_entries, device=held.device) + shift
+        compact_kv(self.k_arena, self.v_arena, old.head_slots[kept], head_slots)
+        new = Segment(
+            self.geometry,
+            token_slots=held,
+            head_slots=head_slots,
+            positions=old.positions[kept],
+            indptr=indptr,
+            splittable=old.splittable,
+        )
+        for span in spans:
+            span.move_to(new)
+        return freed
+
+    def _uncompressed(self, token_slots: Tensor, runs: Tensor, indices: Tensor) -> Tensor:
+        """Head slots of uncompressed tokens: ``runs`` [M] as layer * num_kv_heads + head, ``indices`` [M] tokens."""
+        num_kv_heads = self.geometry.num_kv_heads
+        slots = token_slots[indices.long()]
+        layers, heads = runs // num_kv_heads, runs % num_kv_heads
+        return ((layers * self.geometry.num_token_slots + slots) * num_kv_heads + heads).to(torch.int32)

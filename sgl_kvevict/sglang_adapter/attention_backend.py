@@ -1,0 +1,161 @@
+"""SGLang's attention backend interface on top of our attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from torch import Tensor
+
+from sgl_kvevict.attention import AttentionBatch, CpuAttention
+from sgl_kvevict.compression import PromptObservation
+from sgl_kvevict.errors import UnsupportedSetupError
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.sglang_adapter.arena import arena_of, kvevict_is_selected
+from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
+from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class KVEvictAttentionBackend(AttentionBackend):
+    """Attention over the compressed spans of a request's path and its uncompressed suffix.
+
+    SGLang builds the backend before the tree; the tree's factory attaches it. Batches without request ids (warm-up)
+    read no spans.
+
+    Args:
+        model_runner: SGLang's model runner; its pools exist.
+
+    Raises:
+        UnsupportedSetupError: selected without the matching radix-cache backend, or on a device without a path.
+    """
+
+    def __init__(self, model_runner: ModelRunner) -> None:
+        super().__init__()
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        arena = arena_of(self.token_to_kv_pool)
+        reasons = []
+        if not kvevict_is_selected():
+            reasons.append(
+                f"--attention-backend {BACKEND_NAME} needs the matching --radix-cache-backend {BACKEND_NAME}"
+            )
+        elif arena is None:
+            reasons.append(f"the KV pool is a {type(self.token_to_kv_pool).__name__} whose buffers are not one arena")
+        if model_runner.device != "cpu":
+            reasons.append(f"the device is {model_runner.device!r}; only 'cpu' is supported so far")
+        if reasons:
+            raise UnsupportedSetupError(reasons)
+        assert arena is not None
+        num_layers, num_token_slots, num_kv_heads, head_dim = arena.k.shape
+        self.geometry = KVGeometry(
+            num_layers=num_layers,
+            num_qo_heads=model_runner.model_config.num_attention_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            num_token_slots=num_token_slots,
+        )
+        self.start_layer = self.token_to_kv_pool.start_layer
+        self.attention = CpuAttention(self.geometry, arena.k, arena.v)
+        self.tree: KVEvictTree | None = None
+        self._observed: list[tuple[slice, PromptObservation]] = []
+
+    def attach(self, tree: KVEvictTree) -> None:
+        """Connect the tree that resolves what each request reads."""
+        self.tree = tree
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Plan one forward: what each request reads, and which prompts are observed."""
+        if forward_batch.forward_mode.is_idle():
+            return
+        seq_lens = forward_batch.seq_lens_cpu.tolist()
+        is_decode = forward_batch.forward_mode.is_decode()
+        extend_lens = None if is_decode else list(forward_batch.extend_seq_lens_cpu)
+        rids = forward_batch.rids
+        if self.tree is None or rids is None:
+            paths: tuple[tuple[Any, ...], ...] = ((),) * len(seq_lens)
+        else:
+            paths = self.tree.read_paths(rids)
+        self.attention.plan(
+            AttentionBatch(
+                paths=paths,
+                waterlines=[sum(runs.num_tokens for runs in path) for path in paths],
+                seq_lens=seq_lens,
+                extend_lens=extend_lens,
+                req_pool_indices=forward_batch.req_pool_indices,
+                req_to_token=self.req_to_token_pool.req_to_token,
+            )
+        )
+        self._observed = [] if extend_lens is None else self._observed_rows(rids, seq_lens, extend_lens)
+
+    def _observed_rows(
+        self, rids: list[str] | None, seq_lens: list[int], extend_lens: list[int]
+    ) -> list[tuple[slice, PromptObservation]]:
+        if self.tree is None or rids is None:
+            return []
+        observed = []
+        first_row = 0
+        for rid, seq_len, extend_len in zip(rids, seq_lens, extend_lens, strict=True):
+            observation = self.tree.observe(rid, seq_len - extend_len, seq_len)
+            if observation is not None:
+                observed.append((slice(first_row, first_row + extend_len), observation))
+            first_row += extend_len
+        return observed
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attend with one new token per request; returns [num_tokens, num_qo_heads * head_dim]."""
+        return self._attend(q, k, v, layer, forward_batch, save_kv_cache)[0]
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attend with the new tokens of each request; returns [num_tokens, num_qo_heads * head_dim]."""
+        out, queries, lse = self._attend(q, k, v, layer, forward_batch, save_kv_cache)
+        for rows, observation in self._observed:
+            observation.record(layer.layer_id - self.start_layer, queries[rows], lse[rows])
+        return out
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if save_kv_cache and k is not None and v is not None:
+            location = KVWriteLoc(forward_batch.out_cache_loc, None)
+            self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+        queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out, lse = self.attention.run(layer.layer_id - self.start_layer, queries, layer.scaling)
+        return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim), queries, lse
+
+    def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
+        """Rows of ``req_to_token`` are read while planning only, but spans are read until the forward ends."""
+        return SharedReadEnds.UNKNOWN
+
+    def support_triton(self) -> bool:
+        """Return False: on CPU SGLang takes its torch writers."""
+        return False

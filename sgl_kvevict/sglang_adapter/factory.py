@@ -1,0 +1,79 @@
+"""Builds the tree, after checking that everything it needs is really in place."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from sgl_kvevict.compression import Compressor
+from sgl_kvevict.config import KVEvictConfig, load_config
+from sgl_kvevict.errors import UnsupportedSetupError
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.policies.registry import build_policy
+from sgl_kvevict.prefix import SpanStore
+from sgl_kvevict.sglang_adapter.arena import Arena, arena_of
+from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
+from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME, HOOKS, require_supported_sglang
+from sgl_kvevict.sglang_adapter.refusals import model_reasons, pool_reasons, server_reasons
+from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+logger = logging.getLogger(__name__)
+
+
+def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
+    """Build the compressed tree for one scheduler (SGLang's radix-cache factory ``kvevict``).
+
+    SGLang only logs a plugin part that failed to load, and goes on with its own. So everything is verified here.
+
+    Raises:
+        UnsupportedSetupError: lists every setting, model property and missing part at once.
+        ConfigError: the configuration is invalid.
+    """
+    require_supported_sglang()
+    config = load_config()
+    pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    backend = ctx.tp_worker.model_runner.attn_backend
+    arena = arena_of(pool)
+    reasons = server_reasons(ctx.server_args)
+    reasons += model_reasons(ctx.model_config, is_hybrid_ssm=ctx.is_hybrid_ssm)
+    reasons += pool_reasons(pool)
+    reasons += _missing_parts(backend, arena)
+    if reasons:
+        raise UnsupportedSetupError(reasons)
+    assert isinstance(backend, KVEvictAttentionBackend) and arena is not None
+    tree = _assemble(ctx, config, arena, backend.geometry)
+    backend.attach(tree)
+    logger.info("kvevict: %s", describe(config, backend.geometry))
+    return tree
+
+
+def describe(config: KVEvictConfig, geometry: KVGeometry) -> str:
+    """Return the resolved configuration in one line."""
+    fields = ", ".join(f"{name}={value!r}" for name, value in config.model_dump().items())
+    return (
+        f"{fields}; {geometry.num_token_slots - 1} token slots, "
+        f"{geometry.num_layers} layers x {geometry.num_kv_heads} KV heads"
+    )
+
+
+def _missing_parts(backend: Any, arena: Arena | None) -> list[str]:
+    reasons = []
+    if not isinstance(backend, KVEvictAttentionBackend):
+        reasons.append(
+            f"the attention backend is {type(backend).__name__}; start with --attention-backend {BACKEND_NAME}"
+        )
+    if arena is None:
+        reasons.append(f"the KV pool is not ours (the hook on {HOOKS[0].target} was not applied)")
+    return reasons
+
+
+def _assemble(
+    ctx: TreeCacheBuildContext, config: KVEvictConfig, arena: Arena, geometry: KVGeometry
+) -> KVEvictTree:
+    store = SpanStore(geometry, arena.k, arena.v)
+    policy = build_policy(config.policy, config.policy_options)
+    compressor = None if policy is None else Compressor(config, policy, store, ctx.model_config.scaling)
+    return KVEvictTree(ctx.params, store, compressor)

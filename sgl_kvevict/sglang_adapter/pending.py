@@ -1,0 +1,53 @@
+"""Ranges that are ready to be compressed but are still read by others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sglang.srt.mem_cache.radix_cache import TreeNode
+
+from sgl_kvevict.compression import PromptObservation
+
+
+@dataclass(frozen=True)
+class PendingRange:
+    """The uncompressed tokens above a node, and the observation to compress them with.
+
+    Attributes:
+        node: last node of the range; it ends at ``end``.
+        end: logical position after the range's last token.
+        observation: what the prefill left behind.
+        rid: the request that was observed; its own lock does not stand in the way.
+    """
+
+    node: TreeNode
+    end: int
+    observation: PromptObservation
+    rid: str
+
+
+class PendingRanges:
+    """At most one pending range per node, the newest one."""
+
+    def __init__(self) -> None:
+        self._by_node: dict[TreeNode, PendingRange] = {}
+
+    def add(self, pending: PendingRange) -> None:
+        """Keep a range until it is compressed or its node is dropped."""
+        self._by_node[pending.node] = pending
+
+    def discard(self, node: TreeNode) -> None:
+        """Forget the range that ends at a node, if there is one."""
+        self._by_node.pop(node, None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._by_node.clear()
+
+    def __iter__(self) -> Iterator[PendingRange]:
+        """Iterate over a snapshot, oldest first: compressing may remove ranges."""
+        return iter(tuple(self._by_node.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_node)

@@ -1,0 +1,103 @@
+"""Server settings and models that compressed prefixes do not support, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.configs.model_config import AttentionArch
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.server_args import ServerArgs
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class FlagRefusal:
+    """One server argument whose value must be ``allowed``.
+
+    Attributes:
+        field: attribute of SGLang's ``ServerArgs``.
+        allowed: the only value that works.
+        why: what would go wrong.
+    """
+
+    field: str
+    allowed: object
+    why: str
+
+    def reason(self, server_args: ServerArgs) -> str | None:
+        """Return the sentence for the user, or None if the setting is fine."""
+        value = getattr(server_args, self.field)
+        if value == self.allowed:
+            return None
+        return f"--{self.field.replace('_', '-')} is {value!r}, only {self.allowed!r} is supported: {self.why}"
+
+
+_SLOT_READERS = "it reads KV by token slot, and a compressed prefix has none"
+
+FLAGS = (
+    FlagRefusal("page_size", 1, "spans are packed into single token slots"),
+    FlagRefusal("disable_radix_cache", False, "there would be no prefixes to compress"),
+    FlagRefusal("enable_hierarchical_cache", False, _SLOT_READERS),
+    FlagRefusal("enable_lmcache", False, _SLOT_READERS),
+    FlagRefusal("enable_flexkv", False, _SLOT_READERS),
+    FlagRefusal("enable_hisparse", False, _SLOT_READERS),
+    FlagRefusal("enable_unified_cache_external_linker", False, _SLOT_READERS),
+    FlagRefusal("enable_return_routed_experts", False, _SLOT_READERS),
+    FlagRefusal("disaggregation_mode", "null", _SLOT_READERS),
+    FlagRefusal("speculative_algorithm", None, "draft and verification steps read uncompressed rows"),
+    FlagRefusal("dllm_algorithm", None, "diffusion decoding attends in both directions"),
+    FlagRefusal("tp_size", 1, "not tested with several ranks yet"),
+    FlagRefusal("pp_size", 1, "not tested with pipeline stages yet"),
+    FlagRefusal("attn_cp_size", 1, "not tested with context parallelism"),
+    FlagRefusal("dcp_size", 1, "not tested with context parallelism"),
+    FlagRefusal("enable_dp_attention", False, "not tested with idle ranks"),
+    FlagRefusal("enable_two_batch_overlap", False, "a step is planned before the previous result is processed"),
+    FlagRefusal("enable_pdmux", False, "prefill and decode run on streams of their own"),
+    FlagRefusal("enable_streaming_session", False, "sessions keep rows outside the tree"),
+    FlagRefusal("enable_session_radix_cache", False, "sessions need SGLang's unified tree"),
+    FlagRefusal("enable_unified_memory", False, "the KV pool has another layout"),
+    FlagRefusal("enable_page_major_kv_layout", False, "the KV pool has another layout"),
+    FlagRefusal("enable_kv_cache_sharding", False, "the KV pool has another layout"),
+    FlagRefusal("prefill_only_disable_kv_cache", False, "there would be no KV to compress"),
+    FlagRefusal("kv_canary", "none", "it patches the pool's buffers"),
+    FlagRefusal("enable_torch_compile", False, "the attention backend is not traceable"),
+    FlagRefusal("enable_deterministic_inference", False, "results depend on the batch"),
+)
+
+_MODEL_CHECKS: tuple[tuple[Callable[[ModelConfig], bool], str], ...] = (
+    (lambda m: m.attention_arch != AttentionArch.MHA, "the model uses latent attention (MLA); only MHA and GQA work"),
+    (lambda m: m.is_encoder_decoder, "the model is an encoder-decoder"),
+    (lambda m: bool(m.is_hybrid_swa or m.sliding_window_size), "the model has sliding-window attention layers"),
+    (lambda m: m.is_multimodal, "multimodal models are not tested"),
+    (lambda m: m.head_dim != m.v_head_dim, "the model's keys and values have different widths"),
+)
+
+
+def server_reasons(server_args: ServerArgs) -> list[str]:
+    """Return one sentence for every server argument that is not supported."""
+    return [reason for flag in FLAGS if (reason := flag.reason(server_args)) is not None]
+
+
+def model_reasons(model_config: ModelConfig, *, is_hybrid_ssm: bool) -> list[str]:
+    """Return one sentence for every property of the model that is not supported."""
+    reasons = [reason for applies, reason in _MODEL_CHECKS if applies(model_config)]
+    if is_hybrid_ssm:
+        reasons.append("the model has recurrent (mamba) layers")
+    return reasons
+
+
+def pool_reasons(pool: Any) -> list[str]:
+    """Return one sentence for every property of SGLang's KV pool that is not supported."""
+    reasons = []
+    if getattr(pool, "kv_cache_layout", "nhd") != "nhd":
+        reasons.append(f"the KV pool's layout is {pool.kv_cache_layout!r}; only 'nhd' works")
+    if pool.dtype not in DTYPES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        reasons.append(f"the KV pool's dtype is {pool.dtype}; allowed are {allowed} (quantised KV is not supported)")
+    return reasons

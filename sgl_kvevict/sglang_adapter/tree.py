@@ -1,0 +1,381 @@
+"""SGLang's radix tree with compressed nodes: same keys, same matching, fewer token slots.
+
+A compressed node keeps its key; its value is a filler of zeros (the padding slot), because nothing in SGLang reads
+the row of a cached prefix except attention, and ours reads spans. Lengths therefore stay logical everywhere in the
+stock code, and only the sizes that feed admission and the leak check are overridden: they count token slots held.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    DecLockRefParams,
+    DecLockRefResult,
+    EvictParams,
+    EvictResult,
+    IncLockRefResult,
+    MatchPrefixParams,
+    MatchResult,
+)
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+
+from sgl_kvevict.compression import Compressor, PromptObservation
+from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.prefix import Segment, Span, SpanStore
+from sgl_kvevict.ragged import SpanRuns
+from sgl_kvevict.sglang_adapter.pending import PendingRange, PendingRanges
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+
+class KVEvictTree(RadixCache):
+    """Radix tree whose nodes may hold spans.
+
+    Args:
+        params: SGLang's construction parameters.
+        store: writes and repacks segments.
+        compressor: compresses completed prompts; None (policy ``none``) leaves the tree as stock.
+    """
+
+    def __init__(self, params: CacheInitParams, store: SpanStore, compressor: Compressor | None) -> None:
+        self.store = store
+        self.compressor = compressor
+        self._spans: dict[TreeNode, Span] = {}
+        self._pending = PendingRanges()
+        self._requests: WeakValueDictionary[str, Req] = WeakValueDictionary()
+        self._observations: WeakKeyDictionary[Req, PromptObservation] = WeakKeyDictionary()
+        self._max_sharers = 0
+        super().__init__(params)
+
+    def reset(self) -> None:
+        """Forget everything; SGLang clears allocator and rows itself."""
+        self._spans.clear()
+        self._pending.clear()
+        self._observations.clear()
+        super().reset()
+
+    # ---- sizes in token slots -------------------------------------------------------------------------------
+
+    def node_slots(self, node: TreeNode) -> int:
+        """Token slots that a node carries in the accounting."""
+        span = self._spans.get(node)
+        return len(node.key) if span is None else span.charged_slots
+
+    def inc_lock_ref(self, node: TreeNode) -> IncLockRefResult:
+        """Lock the path to ``node``; as stock, in token slots."""
+        return IncLockRefResult(delta=self._lock_path(node, +1))
+
+    def dec_lock_ref(self, node: TreeNode, params: DecLockRefParams | None = None) -> DecLockRefResult:
+        """Unlock the path to ``node``; as stock, in token slots."""
+        return DecLockRefResult(delta=self._lock_path(node, -1))
+
+    def _lock_path(self, node: TreeNode, step: int) -> int:
+        if self.disable:
+            return 0
+        moved = 0
+        while node is not self.root_node:
+            if node.lock_ref + step < 0 or node.parent is None:
+                raise InvariantError(f"a lock was released twice, or belongs to another tree: {node.key}")
+            was_locked = node.lock_ref > 0
+            node.lock_ref += step
+            if was_locked != (node.lock_ref > 0):
+                moved -= step * self.node_slots(node)
+            self._update_leaf_status(node)
+            node = node.parent
+        self.evictable_size_ += moved
+        self.protected_size_ -= moved
+        return moved
+
+    def _charge(self, node: TreeNode, slots: int) -> None:
+        """Add ``slots`` (may be negative) to the side of the accounting on which ``node`` is."""
+        if node.lock_ref > 0:
+            self.protected_size_ += slots
+        else:
+            self.evictable_size_ += slots
+
+    def _total_size_helper(self) -> int:
+        return sum(self.node_slots(node) for node in self._nodes())
+
+    def _nodes(self) -> Iterator[TreeNode]:
+        stack = list(self.root_node.children.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            yield node
+
+    # ---- structure ------------------------------------------------------------------------------------------
+
+    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
+        upper: TreeNode = super()._split_node(key, child, split_len)
+        span = self._spans.get(child)
+        if span is not None:
+            self._spans[upper], self._spans[child] = span.split(span.start + split_len)
+        return upper
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """Match as stock; a request that matches (again) is about to be prefilled, so remember it by its id."""
+        if params.req is not None:
+            self._requests[params.req.rid] = params.req
+            if self.compressor is not None:
+                self._observations[params.req] = self.compressor.new_observation()
+        return super().match_prefix(params)
+
+    def _match_prefix_helper(self, node: TreeNode, key: RadixKey) -> tuple[list[torch.Tensor], TreeNode]:
+        blocked = self._blocking_node(key)
+        if blocked is not None:
+            key = key[: self._spans[blocked].start]
+            if len(key) == 0:
+                return [], node
+        return super()._match_prefix_helper(node, key)
+
+    def _blocking_node(self, key: RadixKey) -> TreeNode | None:
+        """Return the unsplittable node inside which ``key`` ends or diverges, if there is one."""
+        if self.compressor is None or self.compressor.policy.is_splittable:
+            return None
+        node, rest = self.root_node, key
+        while len(rest) and (child := node.children.get(rest.child_key(self.page_size))) is not None:
+            matched = child.key.match(rest, page_size=self.page_size)
+            if matched < len(child.key):
+                span = self._spans.get(child)
+                return child if span is not None and not span.segment.splittable else None
+            node, rest = child, rest[matched:]
+        return None
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Drop leaves in the order of the eviction policy until ``num_tokens`` token slots are released."""
+        if self.disable:
+            return EvictResult()
+        start_time = time.perf_counter()
+        heap = [(self.eviction_strategy.get_priority(node), node) for node in self.evictable_leaves]
+        heapq.heapify(heap)
+        released = 0
+        while released < params.num_tokens and heap:
+            _, node = heapq.heappop(heap)
+            parent = node.parent
+            released += self._drop(node)
+            if not parent.children and parent.lock_ref == 0:
+                heapq.heappush(heap, (self.eviction_strategy.get_priority(parent), parent))
+        self.update_eviction_metrics(released, start_time)
+        return EvictResult(num_tokens_evicted=released)
+
+    def _drop(self, node: TreeNode) -> int:
+        """Remove one leaf; return the token slots that came back."""
+        self._delete_leaf(node)
+        self._pending.discard(node)
+        self.kv_events.record_remove(node)
+        span = self._spans.pop(node, None)
+        slots = node.value if span is None else span.drop()
+        if slots is None:
+            assert span is not None
+            return self._repack(node.parent, span.segment)
+        self.token_to_kv_pool_allocator.free_segment(slots, start_pos=0)
+        return slots.numel()
+
+    def _delete_leaf(self, node: TreeNode) -> None:
+        # The stock method takes len(key) off the evictable size; a leaf that is dropped is never locked.
+        self.evictable_size_ += len(node.key) - self.node_slots(node)
+        super()._delete_leaf(node)
+
+    def _repack(self, lowest: TreeNode, segment: Segment) -> int:
+        """Shrink a segment whose lowest span was dropped; return the token slots that came back."""
+        nodes = []
+        node = lowest
+        while (span := self._spans.get(node)) is not None and span.segment is segment:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        freed = self.store.repack([self._spans[node] for node in nodes])
+        self._charge(nodes[0], -freed.numel())
+        self.token_to_kv_pool_allocator.free_segment(freed, start_pos=0)
+        return freed.numel()
+
+    # ---- life of a request ----------------------------------------------------------------------------------
+
+    def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
+        """Insert as stock, then compress what the completed prompt made compressible.
+
+        A prompt that ends or diverges inside an unsplittable span takes its place if nobody reads it, else the
+        prompt is not cached: its slots stay the request's own.
+        """
+        if self.disable or not self._make_way(req, up_to):
+            return
+        super().checkpoint(req, up_to=up_to)
+        observation = self._observations.get(req)
+        if observation is not None and observation.is_complete:
+            del self._observations[req]
+            self._compress_or_defer(req, observation)
+
+    def on_release(self, req: Req, *, checkpointed: bool) -> None:
+        """A request let go of its path: forget its state and compress ranges that waited for it."""
+        self._observations.pop(req, None)
+        self._requests.pop(req.rid, None)
+        for pending in self._pending:
+            self._try_compress(pending)
+
+    def _make_way(self, req: Req, up_to: int) -> bool:
+        tokens: array[int] = req.full_untruncated_fill_ids[:up_to]
+        blocking = self._blocking_node(RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt))
+        if blocking is None:
+            return True
+        if blocking.lock_ref > 0:
+            return False
+        subtree = [blocking]
+        for node in subtree:
+            subtree.extend(node.children.values())
+        for node in reversed(subtree):
+            self._drop(node)
+        return True
+
+    # ---- compression ----------------------------------------------------------------------------------------
+
+    def _compress_or_defer(self, req: Req, observation: PromptObservation) -> None:
+        assert self.compressor is not None
+        config = self.compressor.config
+        path = self._path(req.last_node)
+        waterline = self._waterline(path)
+        end = observation.end - config.tail_tokens
+        if end - waterline < config.min_prefix_tokens:
+            return
+        pending = PendingRange(self._node_ending_at(path, end), end, observation, req.rid)
+        if not self._try_compress(pending):
+            self._pending.add(pending)
+
+    def _try_compress(self, pending: PendingRange) -> bool:
+        """Compress a range unless somebody else reads it; return whether the range is done with."""
+        assert self.compressor is not None
+        path = self._path(pending.node)
+        waterline = self._waterline(path)
+        if pending.end - waterline < self.compressor.config.min_prefix_tokens:
+            self._pending.discard(pending.node)
+            return True
+        nodes = [node for node in path if node not in self._spans]
+        holder = self._holder(pending)
+        if nodes[0].lock_ref > (0 if holder is None else 1):
+            return False
+        self._pending.discard(pending.node)
+        groups = [nodes] if self.compressor.policy.is_splittable else [[node] for node in nodes]
+        for group in groups:
+            self._compress(group, waterline, pending.observation)
+            waterline += sum(len(node.key) for node in group)
+        if holder is not None:
+            self.req_to_token_pool.write((holder.kv.req_pool_idx, slice(0, pending.end)), 0)
+        return True
+
+    def _holder(self, pending: PendingRange) -> Req | None:
+        """Return the request that was observed if it still locks the range itself."""
+        req = self._requests.get(pending.rid)
+        if req is None or req.lock is None or pending.node not in self._path(req.lock.node):
+            return None
+        return req
+
+    def _compress(self, nodes: list[TreeNode], start: int, observation: PromptObservation) -> None:
+        """Replace the ordinary slots of consecutive nodes by spans of one new segment."""
+        assert self.compressor is not None
+        token_slots = torch.cat([node.value for node in nodes])
+        segment, freed = self.compressor.compress(token_slots, start, observation)
+        rest = Span(segment, start, start + token_slots.numel(), is_owner=True)
+        for node in nodes:
+            boundary = rest.start + len(node.key)
+            span, rest = rest.split(boundary) if boundary < rest.end else (rest, rest)
+            self._charge(node, span.charged_slots - len(node.key))
+            self._spans[node] = span
+            node.value = torch.zeros_like(node.value)
+        self.token_to_kv_pool_allocator.free_segment(freed, start_pos=0)
+
+    def _path(self, node: TreeNode) -> list[TreeNode]:
+        """Nodes from below the root to ``node``."""
+        path = []
+        while node is not self.root_node:
+            path.append(node)
+            node = node.parent
+        path.reverse()
+        return path
+
+    def _waterline(self, path: list[TreeNode]) -> int:
+        return sum(len(node.key) for node in path if node in self._spans)
+
+    def _node_ending_at(self, path: list[TreeNode], end: int) -> TreeNode:
+        """Return the node of the path that ends at ``end``, splitting one if needed."""
+        position = 0
+        for node in path:
+            position += len(node.key)
+            if position == end:
+                return node
+            if position > end:
+                return self._split_node(node.key, node, len(node.key) - (position - end))
+        raise InvariantError(f"the path has {position} tokens, expected at least {end}")
+
+    # ---- readers --------------------------------------------------------------------------------------------
+
+    def read_paths(self, rids: list[str]) -> tuple[tuple[SpanRuns, ...], ...]:
+        """Resolve what each request of a batch reads now: the spans on its path, root first.
+
+        Always from the tree, never remembered: other requests may have split nodes of the path since.
+
+        Args:
+            rids: ids of the batch's requests.
+        """
+        paths = []
+        for rid in rids:
+            spans = [self._spans[node] for node in self._path(self._requests[rid].last_node) if node in self._spans]
+            paths.append(tuple(span.runs() for span in spans))
+        readers = Counter(runs for path in paths for runs in path)
+        self._max_sharers = max(self._max_sharers, *readers.values(), 0)
+        return tuple(paths)
+
+    def observe(self, rid: str, start: int, end: int) -> PromptObservation | None:
+        """Return the observation that a prefill chunk ``[start, end)`` of a request adds to.
+
+        Returns:
+            None for rows that are not prefill (decode rows of a mixed batch), when the policy is ``none``, and for
+            prompts too short to compress.
+        """
+        req = self._requests[rid]
+        observation = self._observations.get(req)
+        if self.compressor is None or observation is None or observation.is_complete:
+            return None
+        prompt_len = len(req.full_untruncated_fill_ids)
+        config = self.compressor.config
+        if prompt_len < config.min_prefix_tokens + config.tail_tokens:
+            return None
+        observation.begin_chunk(start, end, is_last=end >= prompt_len)
+        return observation
+
+    def state(self) -> dict[str, Any]:
+        """Return what the cache holds, in plain numbers (shown by ``GET /server_info``)."""
+        allocator = self.token_to_kv_pool_allocator
+        owned = sum(
+            req.kv.kv_allocated_len - req.kv.cache_protected_len
+            for req in self._requests.values()
+            if req.kv.holds_kv
+        )
+        compressed_slots = sum(span.charged_slots for span in self._spans.values())
+        state: dict[str, Any] = {
+            "policy": "none",
+            "spans": len(self._spans),
+            "segments": sum(span.is_owner for span in self._spans.values()),
+            "compressed_tokens": sum(span.num_tokens for span in self._spans.values()),
+            "compressed_slots": compressed_slots,
+            "full_tokens": self.evictable_size_ + self.protected_size_ - compressed_slots,
+            "free_slots": allocator.available_size(),
+            "evictable_slots": self.evictable_size_,
+            "protected_slots": self.protected_size_,
+            "total_slots": allocator.size,
+            "max_sharers": self._max_sharers,
+            "pending_ranges": len(self._pending),
+        }
+        held = state["free_slots"] + state["evictable_slots"] + state["protected_slots"] + owned
+        state["leaked_slots"] = allocator.size - held
+        if self.compressor is not None:
+            state |= self.compressor.state()
+        return state
