@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -90,8 +89,8 @@ class KVEvictConfig(BaseModel):
             num_tokens: length of the range (tokens), >= 0.
 
         Returns:
-            ``ceil(budget * num_tokens)`` for a share, computed exactly from the decimal that was written (so 0.2 of
-            5 tokens is 1 slot, not 2), or ``min(budget, num_tokens)`` for entries per head.
+            ``ceil(budget * num_tokens)`` for a share, computed exactly from the decimal that was written (so
+            0.07 of 100 tokens is 7 slots, not 8), or ``min(budget, num_tokens)`` for entries per head.
 
         Raises:
             ValueError: ``num_tokens`` is negative.
@@ -173,14 +172,15 @@ def _decode(text: str, suffix: str, source: str) -> dict[str, Any]:
     if values is None and suffix != ".json":
         return {}  # an empty YAML file, or one with comments only
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise ConfigError(f"{source}: got {_show(values)}; allowed: an object whose names are configuration fields")
+        raise ConfigError(f"{source}: got {_show(values)}; allowed: an object of configuration fields")
     return values
 
 
 def _describe(name: str | int, values: Mapping[str, Any]) -> str:
     field = KVEvictConfig.model_fields.get(str(name))
     if field is None:
-        return f"{name}: unknown field (value {_show(values[str(name)])}); allowed: {', '.join(KVEvictConfig.model_fields)}"
+        known = ", ".join(KVEvictConfig.model_fields)
+        return f"{name}: unknown field (value {_show(values[str(name)])}); allowed: {known}"
     extra = field.json_schema_extra
     allowed = extra["allowed"] if isinstance(extra, dict) else ""
     return f"{name}: got {_show(values[str(name)])}; allowed: {allowed}"
