@@ -1,7 +1,7 @@
 """The configuration: one frozen model, read once from one environment variable.
 
-SGLang has no field for a plugin's settings, so they travel in ``SGL_KVEVICT_CONFIG``, which every process of a
-server inherits. Policy names and options are checked where policies are known (``policies.registry``).
+SGLang has no field for a plugin's settings, so they travel in ``SGL_KVEVICT_CONFIG``, which every process of
+a server inherits. Policy names and options are checked where policies are known (``policies.registry``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from sgl_kvevict.errors import ConfigError
 
 ENV_VAR = "SGL_KVEVICT_CONFIG"
 
-_POSITIVE = {"allowed": "an integer >= 1"}
 _CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
 
 
@@ -52,7 +51,7 @@ class KVEvictConfig(BaseModel):
         default=32,
         ge=1,
         description="last tokens of a prompt that stay uncompressed",
-        json_schema_extra=_POSITIVE,
+        json_schema_extra={"allowed": "an integer >= 1"},
     )
     sink_tokens: int = Field(
         default=4,
@@ -64,7 +63,7 @@ class KVEvictConfig(BaseModel):
         default=256,
         ge=1,
         description="a range shorter than this stays uncompressed until it has grown",
-        json_schema_extra=_POSITIVE,
+        json_schema_extra={"allowed": "an integer >= 1"},
     )
     policy_options: dict[str, Any] = Field(
         default_factory=dict,
@@ -124,8 +123,8 @@ def parse_config(values: Mapping[str, Any], source: str) -> KVEvictConfig:
 def load_config(environ: Mapping[str, str] | None = None) -> KVEvictConfig:
     """Read the configuration from ``SGL_KVEVICT_CONFIG``.
 
-    The variable holds a JSON object, or the path of a ``.json``, ``.yaml`` or ``.yml`` file. Unset or empty means
-    the defaults.
+    The variable holds a JSON object, or the path of a ``.json``, ``.yaml`` or ``.yml`` file. Unset or empty
+    means the defaults.
 
     Args:
         environ: environment to read; default: this process's.

@@ -1,0 +1,30 @@
+# Every target sets up what it needs (scripts/setup_env.sh; nothing to do when nothing changed).
+# After `make setup` nothing touches the network: models are local folders.
+BIN := .venv/bin
+ARGS ?=
+export HF_HUB_OFFLINE := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup model demo serve test lint
+
+help: ## show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+setup: ## create or update .venv (stock SGLang on CPU, this package, test tools)
+	@scripts/setup_env.sh
+
+model: setup ## download and convert the demo model, once
+	@$(BIN)/sgl-kvevict model >/dev/null
+
+demo: model ## compare stock SGLang and compressed prefixes on real programs
+	@$(BIN)/python examples/demo/run.py $(ARGS)
+
+serve: model ## serve the demo model with compressed prefixes (ARGS="--budget 0.1 -- --port 30001")
+	@$(BIN)/sgl-kvevict serve demo $(ARGS)
+
+test: model ## run the test suite (ARGS="tests/kernels -k compact")
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: setup ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy

@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# Create or update .venv: stock SGLang that runs without a GPU, this package (editable), tests and linters.
+# Returns at once when nothing that it installs from has changed. PYTHON=<interpreter> chooses the Python 3.11.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv=.venv
+python="$venv/bin/python"
+stamp="$venv/.setup-stamp"
+log=.setup/log
+
+fingerprint() { # of everything the environment is made from, and of its place: a venv cannot be moved
+    { pwd; cat requirements/*.txt pyproject.toml scripts/setup_env.sh; } | sha256sum | cut -d' ' -f1
+}
+
+is_current() { [[ -x $python && -f $stamp && "$(<"$stamp")" == "$(fingerprint)" ]]; }
+
+is_python_311() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; }
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3.11 python3 python}; do
+        if is_python_311 "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "setup: need Python 3.11 (requirements/sglang.txt says why), not found as: ${PYTHON:-python3.11 python3 python}" >&2
+    return 1
+}
+
+step() { # step LABEL COMMAND...: run quietly, show a sign of life every ten seconds, the end of the log on failure
+    local label=$1 started=$SECONDS pid
+    shift
+    echo "setup: $label"
+    "$@" >>"$log" 2>&1 &
+    pid=$!
+    while kill -0 "$pid" 2>/dev/null; do
+        sleep 0.5
+        if ((SECONDS - started >= 10 && (SECONDS - started) % 10 == 0 && SECONDS != ${last_sign:-0})); then
+            last_sign=$SECONDS
+            echo "setup:   $((SECONDS - started)) s: $(tail -n 1 "$log" | tr -d '\r' | cut -c 1-90)"
+        fi
+    done
+    if ! wait "$pid"; then
+        echo "setup: failed: $label (whole log: $log)" >&2
+        tail -n 30 "$log" >&2
+        exit 1
+    fi
+}
+
+pip() { "$python" -m pip --disable-pip-version-check install --no-input --progress-bar off "$@"; }
+
+if is_current; then exit 0; fi
+mkdir -p .setup
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+exec 9>.setup/lock
+if command -v flock >/dev/null && ! flock --nonblock 9; then
+    echo "setup: waiting for another setup of this folder"
+    flock 9
+fi
+if is_current; then exit 0; fi
+
+interpreter=$(find_python)
+: >"$log"
+rm -f "$stamp"
+if ! is_python_311 "$python"; then
+    step "1/6 virtual environment of $interpreter" "$interpreter" -m venv --clear "$venv"
+fi
+step "2/6 torch (CPU build where pip finds one)" pip -r requirements/torch.txt -c requirements/cpu.txt
+step "3/6 stock SGLang, without the CUDA packages it names" pip --no-deps -r requirements/sglang.txt
+step "4/6 what SGLang needs to run on a CPU (about 120 packages)" pip -r requirements/cpu.txt
+step "5/6 tests, linters, plots" pip -r requirements/dev.txt
+step "6/6 sgl-kvevict, editable" pip --no-deps --no-build-isolation -e .
+fingerprint >"$stamp"
+echo "setup: ready after $SECONDS s"
