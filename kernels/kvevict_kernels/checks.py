@@ -34,7 +34,7 @@ def check_tensor(
     allowed = dtype if isinstance(dtype, tuple) else (dtype,)
     if not isinstance(x, torch.Tensor):
         got = type(x).__name__
-        raise ValueError(f"{name}: expected a tensor {_show_shape(shape)}, got {got}")  # noqa: TRY004 - one error type
+        raise ValueError(f"{name}: expected a tensor {_show_shape(shape)}, got {got}")
     if x.dim() != len(shape) or any(
         want not in (None, got) for want, got in zip(shape, x.shape, strict=True)
     ):
@@ -74,6 +74,21 @@ def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     """
     if value not in allowed:
         raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
+
+
+def check_index_range(name: str, x: torch.Tensor, size: int) -> None:
+    """Require every element of an index tensor in ``[0, size)``, where looking at it is free: on the CPU.
+
+    On a device this does nothing: reading the elements would stall the stream.
+
+    Raises:
+        ValueError: names the argument, the allowed range and what came.
+    """
+    if x.device.type != "cpu" or x.numel() == 0:
+        return
+    low, high = (int(bound) for bound in torch.aminmax(x))
+    if low < 0 or high >= size:
+        raise ValueError(f"{name}: expected indices in [0, {size}), got {low} to {high}")
 
 
 def _show_shape(shape: Sequence[int | None]) -> str:

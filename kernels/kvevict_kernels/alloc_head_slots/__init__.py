@@ -1,0 +1,60 @@
+"""Where the entries of a new segment live: run starts and head-slot addresses from the run lengths alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvevict_kernels.alloc_head_slots.cpu import alloc_head_slots_cpu
+from kvevict_kernels.alloc_head_slots.reference import alloc_head_slots_reference
+from kvevict_kernels.checks import check_index_range, check_int, check_tensor
+from kvevict_kernels.dispatch import backend_for
+
+__all__ = ["alloc_head_slots", "alloc_head_slots_reference"]
+
+MAX_HEAD_SLOTS = 2**31 - 1024  # one block of headroom: int32 entry offsets in the kernel never wrap
+
+
+def alloc_head_slots(
+    keep_lens: Tensor, token_slots: Tensor, num_token_slots: int, num_entries: int
+) -> tuple[Tensor, Tensor]:
+    """Lay the runs of all (layer, KV head) pairs into the head slots of a few token slots.
+
+    The segment is a virtual index space ``[num_layers, S, num_kv_heads]``; entry ``e`` of the concatenated
+    runs takes index ``e`` of it, so any lane may hold any (layer, head)'s entry and nothing is padded::
+
+        layer, rest = divmod(e, S * num_kv_heads);  i, lane = divmod(rest, num_kv_heads)
+        head_slot = (layer * num_token_slots + token_slots[i]) * num_kv_heads + lane
+
+    Args:
+        keep_lens: [num_layers, num_kv_heads], int32, entries per run; may be 0.
+        token_slots: [S], int64, distinct token slots of the segment, in the order in which they are filled.
+        num_token_slots: rows of the arena per layer (token slots).
+        num_entries: ``keep_lens.sum()``, known on the host: it is never read from a device.
+
+    Returns:
+        indptr [num_layers * num_kv_heads + 1], int32, run starts (exclusive prefix sum in (layer, head)
+        order); head_slots [num_entries], int32, address of every entry.
+
+    Raises:
+        ValueError: wrong shape, dtype or device; ``num_entries`` beyond the segment's capacity; head-slot ids
+            beyond int32; on the CPU also ``num_entries`` different from the sum, a negative length, a token
+            slot outside the arena.
+
+    Differs: no paper; a scheme of this project.
+    Cost: O(num_entries); no host sync; deterministic.
+    """
+    check_tensor("keep_lens", keep_lens, (None, None), torch.int32)
+    num_layers, num_kv_heads = keep_lens.shape
+    check_tensor("token_slots", token_slots, (None,), torch.int64, keep_lens.device)
+    check_int("num_token_slots", num_token_slots, 1)
+    total = num_layers * num_token_slots * num_kv_heads
+    if total > MAX_HEAD_SLOTS:
+        raise ValueError(f"num_token_slots: expected at most {MAX_HEAD_SLOTS} head slots in all, got {total}")
+    check_int("num_entries", num_entries, 0, token_slots.numel() * num_layers * num_kv_heads)
+    check_index_range("token_slots", token_slots, num_token_slots)
+    if backend_for(keep_lens.device) == "cpu":
+        return alloc_head_slots_cpu(keep_lens, token_slots, num_token_slots, num_entries)
+    from kvevict_kernels.alloc_head_slots.triton_impl import alloc_head_slots_triton
+
+    return alloc_head_slots_triton(keep_lens, token_slots, num_token_slots, num_entries)

@@ -1,0 +1,71 @@
+"""alloc_head_slots on the device: one program scans the run lengths, one per block writes addresses."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SCAN_BLOCK = 1024
+ENTRY_BLOCK = 1024
+
+
+@triton.jit
+def _indptr_kernel(
+    lens_ptr,  # [num_runs] int32
+    indptr_ptr,  # [num_runs + 1] int32
+    num_runs,
+    BLOCK: tl.constexpr,
+):
+    """One program: inclusive sums in blocks with a carry; element 0 is written apart."""
+    tl.store(indptr_ptr, 0)
+    carry = 0
+    for start in range(0, num_runs, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        mask = offs < num_runs
+        lens = tl.load(lens_ptr + offs, mask=mask, other=0)
+        tl.store(indptr_ptr + 1 + offs, carry + tl.cumsum(lens, 0), mask=mask)
+        carry += tl.sum(lens, 0)
+
+
+@triton.jit
+def _head_slots_kernel(
+    token_slots_ptr,  # [S] int64
+    head_slots_ptr,  # [num_entries] int32
+    num_entries,
+    num_token_slots,
+    num_kv_heads,
+    entries_per_layer,  # S * num_kv_heads
+    BLOCK: tl.constexpr,
+):
+    """Every entry computes its own address: no program depends on another."""
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = entry < num_entries
+    layer = entry // entries_per_layer
+    rest = entry % entries_per_layer
+    slot = tl.load(token_slots_ptr + rest // num_kv_heads, mask=mask, other=0)
+    head_slot = (layer.to(tl.int64) * num_token_slots + slot) * num_kv_heads + rest % num_kv_heads
+    tl.store(head_slots_ptr + entry, head_slot.to(tl.int32), mask=mask)
+
+
+def alloc_head_slots_triton(
+    keep_lens: Tensor, token_slots: Tensor, num_token_slots: int, num_entries: int
+) -> tuple[Tensor, Tensor]:
+    """Device path of :func:`kvevict_kernels.alloc_head_slots.alloc_head_slots`: two launches."""
+    num_kv_heads = keep_lens.shape[1]
+    num_runs = keep_lens.numel()
+    indptr = torch.empty(num_runs + 1, dtype=torch.int32, device=keep_lens.device)
+    head_slots = torch.empty(num_entries, dtype=torch.int32, device=keep_lens.device)
+    _indptr_kernel[(1,)](keep_lens, indptr, num_runs, BLOCK=SCAN_BLOCK)
+    if num_entries:
+        _head_slots_kernel[(triton.cdiv(num_entries, ENTRY_BLOCK),)](
+            token_slots,
+            head_slots,
+            num_entries,
+            num_token_slots,
+            num_kv_heads,
+            token_slots.numel() * num_kv_heads,
+            BLOCK=ENTRY_BLOCK,
+        )
+    return indptr, head_slots

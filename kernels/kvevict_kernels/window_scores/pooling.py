@@ -1,0 +1,54 @@
+"""How scores are pooled along the keys; shared by the CPU and the device path of window_scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d
+
+from kvevict_kernels.checks import check_choice, check_int
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """The pooling arguments of window_scores.
+
+    Attributes:
+        kernel_size: odd window along the keys (tokens); 1 does not pool.
+        kind: "max" (pads -inf) or "avg" (pads zeros that count).
+        order: "pool-mean" or "mean-pool".
+
+    Raises:
+        ValueError: names the argument as the caller of window_scores knows it.
+    """
+
+    kernel_size: int
+    kind: Literal["max", "avg"]
+    order: Literal["pool-mean", "mean-pool"]
+
+    def __post_init__(self) -> None:
+        check_int("kernel_size", self.kernel_size, 1)
+        if self.kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size: expected an odd number, got {self.kernel_size}")
+        check_choice("pooling", self.kind, ("max", "avg"))
+        check_choice("order", self.order, ("pool-mean", "mean-pool"))
+
+    @property
+    def pools_rows(self) -> bool:
+        """Whether rows must be pooled one by one; if not, pooling the mean is the same."""
+        return self.kernel_size > 1 and self.kind == "max" and self.order == "pool-mean"
+
+    @property
+    def halo(self) -> int:
+        """Keys that one side of a pooling window reaches beyond its centre."""
+        return self.kernel_size // 2
+
+    def pool(self, x: Tensor) -> Tensor:
+        """Pool the last dimension of [rows, keys]. Returns a new float32 tensor of the same shape."""
+        if self.kernel_size == 1:
+            return x.clone()
+        if self.kind == "max":
+            return max_pool1d(x[None], self.kernel_size, stride=1, padding=self.halo)[0]
+        return avg_pool1d(x[None], self.kernel_size, stride=1, padding=self.halo, count_include_pad=True)[0]
