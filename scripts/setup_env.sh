@@ -39,7 +39,7 @@ step() { # step LABEL COMMAND...: run quietly, show a sign of life every ten sec
         sleep 0.5
         if ((SECONDS - started >= 10 && (SECONDS - started) % 10 == 0 && SECONDS != ${last_sign:-0})); then
             last_sign=$SECONDS
-            echo "setup:   $((SECONDS - started)) s: $(tail -n 1 "$log" | tr -d '\r' | cut -c 1-90)"
+            echo "setup:   $((SECONDS - started)) s: $(grep -v '^WARNING' "$log" | tail -n 1 | cut -c 1-90)"
         fi
     done
     if ! wait "$pid"; then

@@ -1,0 +1,130 @@
+"""The command ``sgl-kvevict``: serve a model, list policies, make the demo model.
+
+Exit codes: 0 success, 1 something failed on the way (a download, for example), 2 bad input.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sgl_kvevict.errors import ConfigError, KVEvictError
+
+app = typer.Typer(
+    name="sgl-kvevict",
+    help="Serve models with stock SGLang and compressed prefixes in its radix cache.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; ends in ``SystemExit``.
+
+    Args:
+        arguments: without the program's name; default: this process's.
+    """
+    try:
+        app(args=arguments)
+    except KVEvictError as error:
+        _say(f"error: {error}")
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="Model folder or hub name, or 'demo' for the demo model.")],
+    sglang_flags: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- SGLANG_FLAGS", help="SGLang's own flags, passed on unchanged."),
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help="Which entries to keep: 'sgl-kvevict policies'.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Share of entries to keep (0.2), or entries per KV head (256).")
+    ] = None,
+    tail_tokens: Annotated[int | None, typer.Option(help="Last tokens of a prompt, left as is.")] = None,
+    sink_tokens: Annotated[int | None, typer.Option(help="First tokens that every KV head keeps.")] = None,
+    min_prefix_tokens: Annotated[int | None, typer.Option(help="Shorter ranges stay uncompressed.")] = None,
+    policy_option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the policy; may be repeated.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="JSON or YAML file with the same fields; options above win.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
+) -> None:
+    """Start stock SGLang with compressed prefixes."""
+    from sgl_kvevict.cli.server_plan import parse_budget, parse_policy_options, plan_serve, resolve_config
+
+    given: dict[str, Any] = {
+        "policy": policy,
+        "budget": None if budget is None else parse_budget(budget),
+        "tail_tokens": tail_tokens,
+        "sink_tokens": sink_tokens,
+        "min_prefix_tokens": min_prefix_tokens,
+        "policy_options": parse_policy_options(policy_option) if policy_option else None,
+    }
+    resolved = resolve_config(config, {name: value for name, value in given.items() if value is not None})
+    plan = plan_serve(model, resolved, sglang_flags or [])
+    _say(plan.summary)
+    if dry_run:
+        typer.echo(plan.as_shell())
+    else:
+        plan.execute()
+
+
+@app.command()
+def policies(
+    name: Annotated[str | None, typer.Argument(help="Show the options of this policy.")] = None,
+) -> None:
+    """List the policies, or the options of one."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from sgl_kvevict.policies.registry import list_policies
+
+    known = {policy.name: policy for policy in list_policies()}
+    if name is None:
+        table = Table("policy", "keeps", box=None, pad_edge=False)
+        for policy in known.values():
+            table.add_row(policy.name, policy.summary)
+    elif name not in known:
+        raise ConfigError(f"policy: got {name!r}; allowed: {', '.join(known)}")
+    else:
+        table = Table("option", "default", "meaning", "allowed", box=None, pad_edge=False)
+        for option in known[name].options:
+            table.add_row(option.name, str(option.default), option.meaning, option.allowed)
+    Console().print(table)
+
+
+@app.command()
+def model(
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="Folder of models; default: the user's cache folder.")
+    ] = None,
+) -> None:
+    """Download and convert the demo model, once; print its folder."""
+    from sgl_kvevict.model import ensure_demo_model
+
+    typer.echo(ensure_demo_model(directory))
+
+
+@app.command("version")
+def show_version() -> None:
+    """Print the versions of this package and of SGLang."""
+    typer.echo(f"sgl-kvevict {version('sgl-kvevict')}")
+    try:
+        typer.echo(f"sglang {version('sglang')}")
+    except PackageNotFoundError:
+        typer.echo("sglang (not installed)")
+
+
+def _say(line: str) -> None:
+    typer.echo(f"sgl-kvevict: {line}", err=True)

@@ -1,0 +1,205 @@
+"""What ``sgl-kvevict serve`` runs: stock SGLang's server, with the flags and environment the plugin needs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sgl_kvevict.config import ENV_VAR, KVEvictConfig, load_config, parse_config, read_config_file
+from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.model import ensure_demo_model
+
+DEMO = "demo"
+BACKEND = "kvevict"
+CPU_PLATFORM = "kvevict_cpu"
+CPU_POOL_TOKENS = 32768
+"""Pool size on a CPU: SGLang would otherwise claim most of the machine's memory, and fill it with zeros."""
+
+_BACKEND_FLAGS = (
+    *("--radix-cache-backend", "--attention-backend"),
+    *("--prefill-attention-backend", "--decode-attention-backend"),
+)
+
+
+@dataclass(frozen=True)
+class ServePlan:
+    """A server ready to be started.
+
+    Attributes:
+        command: argument vector of the server process.
+        environ: variables to set for it, on top of this process's.
+        summary: one line that says what was resolved.
+    """
+
+    command: tuple[str, ...]
+    environ: Mapping[str, str]
+    summary: str
+
+    def as_shell(self) -> str:
+        """The same start as one line for a POSIX shell."""
+        settings = [f"{name}={shlex.quote(value)}" for name, value in self.environ.items()]
+        return " ".join([*settings, shlex.join(self.command)])
+
+    def execute(self) -> None:
+        """Replace this process by the server; does not return."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execve(self.command[0], self.command, {**os.environ, **self.environ})
+
+
+def parse_budget(text: str) -> float | int:
+    """Read a budget: digits only are entries per head, anything else a share ("0.2", "1.0").
+
+    Raises:
+        ConfigError: not a number. Its range is checked with the other fields.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError as error:
+        allowed = "a share like 0.2, or entries per head like 256"
+        raise ConfigError(f"budget: got {text!r}; allowed: {allowed}") from error
+
+
+def parse_policy_options(pairs: Sequence[str]) -> dict[str, Any]:
+    """Read ``key=value`` pairs; a value is JSON (numbers, true, false, null, lists), else plain text.
+
+    Raises:
+        ConfigError: a pair without ``=`` or without a key, or a key given twice; lists every such pair.
+    """
+    options: dict[str, Any] = {}
+    problems = []
+    for pair in pairs:
+        key, separator, text = pair.partition("=")
+        if not separator or not key:
+            problems.append(f"policy option: got {pair!r}; allowed: key=value")
+        elif key in options:
+            problems.append(f"policy option {key!r}: given twice; allowed: once")
+        else:
+            try:
+                options[key] = json.loads(text)
+            except json.JSONDecodeError:
+                options[key] = text
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return options
+
+
+def resolve_config(config_file: Path | None, given: Mapping[str, Any]) -> KVEvictConfig:
+    """Combine the configuration's sources and check the result, the policy's name and options included.
+
+    Args:
+        config_file: JSON or YAML file; None means ``SGL_KVEVICT_CONFIG``, or the defaults if that is unset.
+        given: fields given on the command line; they win.
+
+    Raises:
+        ConfigError: a field, the policy's name or an option of it is wrong.
+    """
+    if config_file is None:
+        base, source = load_config().model_dump(exclude_unset=True), "the command line"
+    else:
+        base, source = read_config_file(config_file), f"{config_file} and the command line"
+    config = parse_config({**base, **given}, source)
+    from sgl_kvevict.policies.registry import build_policy
+
+    if ":" in config.policy and "" not in sys.path:
+        sys.path.insert(0, "")  # a module of the current folder: the server, started with -m, finds it too
+    build_policy(config.policy, config.policy_options)
+    return config
+
+
+def plan_serve(
+    model: str,
+    config: KVEvictConfig,
+    sglang_flags: Sequence[str],
+    *,
+    cuda_is_available: Callable[[], bool] | None = None,
+) -> ServePlan:
+    """Work out how to start SGLang.
+
+    Args:
+        model: model folder or hub name, or ``demo``.
+        config: what to compress and how.
+        sglang_flags: the user's own SGLang flags, passed on unchanged.
+        cuda_is_available: asked only if the flags do not name a device; default: torch's answer.
+
+    Raises:
+        ConfigError: SGLang is missing, or flags contradict the plugin; lists all of them.
+    """
+    _check(model, sglang_flags)
+    device = flag_value(sglang_flags, "--device")
+    on_cpu = device == "cpu" if device else not (cuda_is_available or _torch_has_cuda)()
+    path = str(ensure_demo_model()) if model == DEMO else model
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", path]
+    wanted = {"--radix-cache-backend": BACKEND, "--attention-backend": BACKEND}
+    environ = {ENV_VAR: config.model_dump_json()}
+    if on_cpu:
+        wanted |= {"--device": "cpu", "--max-total-tokens": str(CPU_POOL_TOKENS)}
+        environ["SGLANG_PLATFORM"] = os.environ.get("SGLANG_PLATFORM") or CPU_PLATFORM
+    if Path(path).is_dir():
+        environ["HF_HUB_OFFLINE"] = "1"
+    for flag, value in wanted.items():
+        if flag_value(sglang_flags, flag) is None:
+            command += [flag, value]
+    command += sglang_flags
+    pool = flag_value(command, "--max-total-tokens")
+    place = ("cpu" if on_cpu else device or "cuda") + (f", pool of {pool} tokens" if pool else "")
+    return ServePlan(tuple(command), environ, f"{model} | {describe(config)} | {place}")
+
+
+def describe(config: KVEvictConfig) -> str:
+    """Policy and sizes of a configuration in a few words."""
+    options = "".join(f" {name}={value}" for name, value in config.policy_options.items())
+    unit = "entries per head" if isinstance(config.budget, int) else "of the entries"
+    return (
+        f"policy {config.policy}{options}, keeps {config.budget} {unit}, tail {config.tail_tokens}, "
+        f"sinks {config.sink_tokens}, compresses from {config.min_prefix_tokens} tokens on"
+    )
+
+
+def flag_value(flags: Sequence[str], name: str) -> str | None:
+    """The value of the last ``name VALUE`` or ``name=VALUE`` in ``flags``, or None if it is absent."""
+    value = None
+    for i, flag in enumerate(flags):
+        if flag == name:
+            value = flags[i + 1] if i + 1 < len(flags) else ""
+        elif flag.startswith(f"{name}="):
+            value = flag.partition("=")[2]
+    return value
+
+
+def _check(model: str, sglang_flags: Sequence[str]) -> None:
+    problems = []
+    if importlib.util.find_spec("sglang") is None:
+        problems.append("SGLang is not installed: pip install 'sgl-kvevict[gpu]', or `make setup` on a CPU")
+    if model.startswith((".", "/", "~")) and not Path(model).is_dir():
+        problems.append(f"model: got {model!r}, no such folder; allowed: a folder, a hub name, {DEMO!r}")
+    if sglang_flags and not sglang_flags[0].startswith("-"):
+        problems.append(f"got {sglang_flags[0]!r} after the model; allowed: -- and SGLang's own flags")
+    for flag in _BACKEND_FLAGS:
+        value = flag_value(sglang_flags, flag)
+        if value not in (None, BACKEND):
+            problems.append(f"{flag}: got {value!r}; allowed: {BACKEND} (or leave it out)")
+    for flag in ("--model-path", "--model"):
+        if flag_value(sglang_flags, flag) is not None:
+            problems.append(f"{flag}: give the model as the first argument instead")
+    if "--disable-radix-cache" in sglang_flags:
+        problems.append("--disable-radix-cache: compressed prefixes live in the radix cache; leave it out")
+    if problems:
+        raise ConfigError("invalid arguments:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def _torch_has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
