@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.tolerance import assert_same_bits
+from kvevict_kernels.alloc_head_slots import alloc_head_slots, alloc_head_slots_reference
+
+OP = "alloc_head_slots"
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+SHAPES = [(1, 1, 0), (1, 1, 1), (2, 3, 63), (5, 7, 100), (30, 3, 20), (3, 5, 1), (350, 3, 2)]
+
+
+def ragged_lens(num_layers: int, num_kv_heads: int, num_slots: int) -> torch.Tensor:
+    """Random run lengths with empty runs that fill all head slots of a segment but at most one token slot."""
+    num_runs = num_layers * num_kv_heads
+    total = max(0, num_slots * num_runs - int(torch.randint(num_runs, ())))
+    lens = torch.bincount(torch.randint(num_runs, (total,)) ** 2 // num_runs, minlength=num_runs)
+    return lens.view(num_layers, num_kv_heads).int()
+
+
+@pytest.mark.parametrize(("num_layers", "num_kv_heads", "num_slots"), SHAPES)
+def test_matches_reference(device: str, num_layers: int, num_kv_heads: int, num_slots: int) -> None:
+    lens = ragged_lens(num_layers, num_kv_heads, num_slots).to(device)
+    slots = torch.randperm(400, device=device)[:num_slots]
+    total = int(lens.sum())
+    indptr, head_slots = alloc_head_slots(lens, slots, 400, total)
+    want_indptr, want_head_slots = alloc_head_slots_reference(lens, slots, 400, total)
+    assert_same_bits("indptr", indptr, want_indptr)
+    assert_same_bits("head_slots", head_slots, want_head_slots)
+
+
+def test_worked_example(device: str) -> None:
+    """Two layers, two heads, runs 3 0 / 1 2 in token slots 5 and 2 of an arena of 10: six of eight places."""
+    lens = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32, device=device)
+    slots = torch.tensor([5, 2], device=device)
+    indptr, head_slots = alloc_head_slots(lens, slots, 10, 6)
+    assert indptr.tolist() == [0, 3, 3, 4, 6]
+    assert head_slots.tolist() == [10, 11, 4, 5, 30, 31]  # layer 0: slots 5, 2; layer 1 starts at 10 * 2
+
+
+def test_every_entry_has_its_own_place_inside_the_segment(device: str) -> None:
+    lens = ragged_lens(6, 5, 17).to(device)
+    slots = torch.randperm(50, device=device)[:17]
+    _, head_slots = alloc_head_slots(lens, slots, 50, int(lens.sum()))
+    assert head_slots.unique().numel() == head_slots.numel()
+    assert set((head_slots // 5 % 50).tolist()) <= set(slots.tolist())
+
+
+def test_ids_near_the_int32_limit_do_not_wrap(device: str) -> None:
+    num_token_slots = 2**31 // 256 - 1024
+    lens = torch.full((32, 8), 1, dtype=torch.int32, device=device)
+    slots = torch.tensor([num_token_slots - 1], device=device)
+    _, head_slots = alloc_head_slots(lens, slots, num_token_slots, 256)
+    assert int(head_slots[-1]) == 32 * num_token_slots * 8 - 1
+
+
+def test_two_calls_give_the_same_bits(device: str) -> None:
+    lens, slots = ragged_lens(6, 5, 17).to(device), torch.arange(17, device=device)
+    first, second = (alloc_head_slots(lens, slots, 50, int(lens.sum())) for _ in range(2))
+    assert_same_bits("indptr", first[0], second[0])
+    assert_same_bits("head_slots", first[1], second[1])
+
+
+LENS = torch.tensor([[2, 1]], dtype=torch.int32)
+SLOTS = torch.tensor([0, 3])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((LENS.long(), SLOTS, 9, 3), "keep_lens: expected dtype int32, got int64"),
+        ((LENS[0], SLOTS, 9, 3), r"keep_lens: expected shape \[any, any\], got \[2\]"),
+        ((LENS - 2, SLOTS, 9, 0), "keep_lens: expected lengths >= 0, got -1"),
+        ((LENS, SLOTS.int(), 9, 3), "token_slots: expected dtype int64, got int32"),
+        ((LENS, SLOTS, 3, 3), r"token_slots: expected indices in \[0, 3\), got 0 to 3"),
+        ((LENS, [0, 3], 9, 3), r"token_slots: expected a tensor \[any\], got list"),
+        ((LENS, SLOTS, 0, 3), "num_token_slots: expected an int >= 1, got 0"),
+        ((LENS, SLOTS, 2**30, 3), "num_token_slots: expected at most 2147482624 head slots in all"),
+        ((LENS, SLOTS, 9, 5), "num_entries: expected an int >= 0 and <= 4, got 5"),
+        ((LENS, SLOTS, 9, 2), r"num_entries: expected keep_lens.sum\(\) = 3, got 2"),
+        ((LENS, SLOTS, 9, True), "num_entries: expected an int"),
+    ],
+)
+def test_bad_arguments_are_named(args: tuple[object, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        alloc_head_slots(*args)  # type: ignore[arg-type]
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match="device: expected cuda or cpu, got meta"):
+        alloc_head_slots(LENS.to("meta"), SLOTS.to("meta"), 9, 3)

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.poison import poisoned
+from helpers.tolerance import assert_accurate, assert_same_bits, rounding_noise
+from kvevict_kernels.compact_kv import compact_kv, compact_kv_reference
+
+OP = "compact_kv"
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+# num_layers, num_token_slots, num_kv_heads, head_dim
+ARENAS = [(2, 40, 3, 64), (3, 30, 5, 16), (2, 25, 7, 80), (1, 200, 1, 128)]
+
+
+def arenas(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    return (torch.randn(shape, device=device).to(dtype), torch.randn(shape, device=device).to(dtype))
+
+
+def moves(kind: str, num_rows: int, count: int) -> tuple[Tensor, Tensor]:
+    """Sources and destinations that overlap in different ways."""
+    if kind == "permutation":
+        rows = torch.randperm(num_rows)[:count]
+        return rows.int(), rows[torch.randperm(count)].int()
+    if kind == "random":
+        return torch.randperm(num_rows)[:count].int(), torch.randperm(num_rows)[:count].int()
+    if kind == "fan-out":
+        return torch.full((count,), num_rows // 2).int(), torch.randperm(num_rows)[:count].int()
+    up = torch.arange(1, count + 1).int()
+    down = torch.arange(count).int()
+    return {"shift-down": (up, down), "shift-up": (down, up), "fixed": (up, up)}[kind]
+
+
+def ragged_runs(num_rows: int, num_out: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """src, dst, indptr, weights: runs of 0 to 4 sources, a long one, and overlapping rows."""
+    lens = torch.randint(0, 5, (num_out,))
+    if num_out > 3:
+        lens[0], lens[num_out // 2] = 0, 37
+    indptr = torch.cat([torch.zeros(1), lens.cumsum(0)]).int()
+    src = torch.randint(num_rows, (int(lens.sum()),)).int()
+    weights = torch.rand(src.numel()) / lens.clamp_min(1).repeat_interleave(lens)
+    dst = torch.randperm(num_rows)[:num_out].int()
+    return src.to(device), dst.to(device), indptr.to(device), weights.to(device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [0, 1, 63, 100])
+@pytest.mark.parametrize("shape", ARENAS, ids=str)
+def test_move_matches_reference(device: str, shape: tuple[int, ...], count: int, dtype: torch.dtype) -> None:
+    k, v = arenas(shape, dtype, device)
+    src, dst = (x.to(device) for x in moves("random", shape[0] * shape[1] * shape[2], count))
+    want_k, want_v = k.clone(), v.clone()
+    compact_kv_reference(want_k, want_v, src, dst)
+    compact_kv(k, v, src, dst)
+    assert_same_bits("k_arena", k, want_k)
+    assert_same_bits("v_arena", v, want_v)
+
+
+@pytest.mark.parametrize("kind", ["permutation", "random", "fan-out", "shift-down", "shift-up", "fixed"])
+def test_any_overlap_reads_old_rows(device: str, kind: str) -> None:
+    k, v = arenas((2, 50, 3, 64), torch.bfloat16, device)
+    src, dst = (x.to(device) for x in moves(kind, 300, 200))
+    want_k, want_v = k.clone(), v.clone()
+    want_k.view(300, 64)[dst.long()] = k.view(300, 64)[src.long()]
+    want_v.view(300, 64)[dst.long()] = v.view(300, 64)[src.long()]
+    compact_kv(k, v, src, dst)
+    assert_same_bits("k_arena", k, want_k)
+    assert_same_bits("v_arena", v, want_v)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_rows_that_take_no_part_are_neither_read_nor_written(device: str, weighted: bool) -> None:
+    """All rows are NaN but the sources: one stray read spoils a result, one stray write a NaN."""
+    rows = torch.randperm(240)
+    src, dst = rows[:70].int().to(device), rows[30:100].int().to(device)  # 40 rows are both
+    live = torch.randn(70, 64, device=device).bfloat16()
+    k = poisoned(2, 40, 3, 64, dtype=torch.bfloat16, device=device)
+    k.view(240, 64)[src.long()] = live
+    before = k.clone()
+    extra = {}
+    if weighted:
+        extra = {
+            "indptr": torch.arange(71, dtype=torch.int32, device=device),
+            "weights": torch.ones(70, device=device),
+        }
+    compact_kv(k, k.clone(), src, dst, **extra)
+    before.view(240, 64)[dst.long()] = live
+    assert_same_bits("k_arena", k, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_out", [0, 1, 63, 100])
+@pytest.mark.parametrize("shape", ARENAS[:3], ids=str)
+def test_weighted_sums_match_reference(
+    device: str, interpreted: bool, shape: tuple[int, ...], num_out: int, dtype: torch.dtype
+) -> None:
+    num_rows = shape[0] * shape[1] * shape[2]
+    k, v = arenas(shape, dtype, device)
+    src, dst, indptr, weights = ragged_runs(num_rows, num_out, device)
+    exact = [arena.float() for arena in (k, v)]
+    compact_kv_reference(*exact, src, dst, indptr=indptr, weights=weights)
+    baseline = [arena.clone() for arena in (k, v)]  # float32 sums, one rounding: the best a dtype can do
+    compact_kv_reference(*baseline, src, dst, indptr=indptr, weights=weights)
+    compact_kv(k, v, src, dst, indptr=indptr, weights=weights)
+    for name, got, want, base in zip(("k_arena", "v_arena"), (k, v), exact, baseline, strict=True):
+        assert_accurate(name, got, want, base, noise=rounding_noise(dtype, interpreted))
+        untouched = torch.ones(num_rows, dtype=torch.bool, device=device).index_fill_(0, dst.long(), False)
+        assert_same_bits(name, got.view(num_rows, -1)[untouched], base.view(num_rows, -1)[untouched])
+
+
+def test_empty_runs_write_zeros(device: str) -> None:
+    k, v = arenas((1, 4, 1, 16), torch.float16, device)
+    empty = torch.empty(0, dtype=torch.int32, device=device)
+    indptr = torch.zeros(3, dtype=torch.int32, device=device)
+    dst = torch.tensor([3, 1], dtype=torch.int32, device=device)
+    compact_kv(k, v, empty, dst, indptr=indptr, weights=empty.float())
+    assert not k[0, [1, 3]].any()
+    assert not v[0, [1, 3]].any()
+    assert k[0, [0, 2]].all()
+
+
+def test_worked_merge(device: str) -> None:
+    """Row 2 becomes 1 * row 2 + 0.5 * row 0, row 0 becomes the old row 2."""
+    k = torch.tensor([[2.0], [3.0], [5.0]], device=device).view(1, 3, 1, 1)
+    v = -k.clone()
+    src, dst = torch.tensor([2, 0, 2], device=device).int(), torch.tensor([2, 0], device=device).int()
+    weights = torch.tensor([1.0, 0.5, 1.0], device=device)
+    compact_kv(k, v, src, dst, indptr=torch.tensor([0, 2, 3], device=device).int(), weights=weights)
+    assert k.flatten().tolist() == [5.0, 3.0, 6.0]
+    assert v.flatten().tolist() == [-5.0, -3.0, -6.0]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_two_calls_give_the_same_bits(device: str, weighted: bool) -> None:
+    k, v = arenas((2, 40, 3, 64), torch.bfloat16, device)
+    src, dst, indptr, weights = ragged_runs(240, 100, device)
+    if not weighted:
+        src = src[:100]
+    extra = {"indptr": indptr, "weights": weights} if weighted else {}
+    results = []
+    for _ in range(2):
+        results.append((k.clone(), v.clone()))
+        compact_kv(*results[-1], src, dst, **extra)
+    assert_same_bits("k_arena", results[0][0], results[1][0])
+    assert_same_bits("v_arena", results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_column_groups_change_nothing(triton_device: str, weighted: bool, head_dim: int) -> None:
+    """A temporary that holds a part of each row gives the same bytes as one that holds whole rows."""
+    from kvevict_kernels.compact_kv.triton_impl import column_groups, compact_kv_triton
+
+    k, v = arenas((2, 40, 3, head_dim), torch.bfloat16, triton_device)
+    src, dst, indptr, weights = ragged_runs(240, 70, triton_device)
+    args = (src, dst, indptr, weights) if weighted else (src[:70], dst, None, None)
+    whole, parts = (k.clone(), v.clone()), (k.clone(), v.clone())
+    compact_kv_triton(*whole, *args)
+    limit = 70 * 64  # bytes: two sectors per row
+    assert column_groups(70, head_dim, 2, limit)[:2] == [(0, 32), (32, 32)]
+    assert sum(width for _, width in column_groups(70, head_dim, 2, limit)) == head_dim
+    compact_kv_triton(*parts, *args, staging_bytes=limit)
+    assert_same_bits("k_arena", parts[0], whole[0])
+    assert_same_bits("v_arena", parts[1], whole[1])
+
+
+K = torch.zeros(1, 4, 2, 8)
+I2 = torch.tensor([1, 2], dtype=torch.int32)
+PTR = torch.tensor([0, 1, 2], dtype=torch.int32)
+W2 = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("args", "extra", "message"),
+    [
+        ((K[0], K[0], I2, I2), {}, r"k_arena: expected shape \[any, any, any, any\], got \[4, 2, 8\]"),
+        ((K.int(), K, I2, I2), {}, "k_arena: expected dtype bfloat16 or float16 or float32, got int32"),
+        ((K.transpose(1, 2), K, I2, I2), {}, "k_arena: expected a contiguous tensor"),
+        ((K, K[..., :4], I2, I2), {}, r"v_arena: expected shape \[1, 4, 2, 8\]"),
+        ((K, K.half(), I2, I2), {}, "v_arena: expected dtype float32"),
+        ((K, K, I2.long(), I2), {}, "src: expected dtype int32"),
+        ((K, K, I2 + 6, I2), {}, r"src: expected indices in \[0, 8\), got 7 to 8"),
+        ((K, K, I2, I2[:1]), {}, r"dst: expected shape \[2\], got \[1\]"),
+        ((K, K, I2, I2 - 2), {}, r"dst: expected indices in \[0, 8\), got -1 to 0"),
+        ((K, K, I2, I2 // 2 * 0), {}, "dst: expected head slots that are all different"),
+        ((K, K, I2, I2), {"indptr": PTR}, "expected both or neither, got indptr only"),
+        ((K, K, I2, I2), {"weights": W2}, "expected both or neither, got weights only"),
+        ((K, K, I2, I2), {"indptr": PTR[:2], "weights": W2}, r"indptr: expected shape \[3\]"),
+        ((K, K, I2, I2), {"indptr": PTR, "weights": W2.half()}, "weights: expected dtype float32"),
+        ((K, K, I2, I2), {"indptr": PTR + 1, "weights": W2}, "indptr: expected to ascend from 0 to 2, got 1"),
+        ((K, K, I2, I2), {"indptr": PTR * 3 % 5, "weights": W2}, "indptr: expected to ascend from 0 to 2"),
+    ],
+)
+def test_bad_arguments_are_named(args: tuple[Tensor, ...], extra: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compact_kv(*args, **extra)
