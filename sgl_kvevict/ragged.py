@@ -23,26 +23,26 @@ class Selection:
     num_entries: int
 
 
-@dataclass(frozen=True)
-class Merge:
-    """What each kept entry is made of when a policy merges evicted entries into kept ones.
+@dataclass(frozen=True, eq=False)
+class MergePlan:
+    """Which rows each kept entry becomes the weighted sum of; the same weights for keys and values.
 
-    Kept entry ``e`` (in the order of ``Selection.indices``) becomes the weighted sum of the uncompressed entries
-    ``indptr[e] : indptr[e + 1]``, itself included; K and V share the weights.
+    Entry ``e`` of the selection is the sum over ``j`` in ``indptr[e]:indptr[e + 1]`` of ``weights[j]`` times the
+    row of token ``indices[j]`` (relative to the range) in ``layers[j]``, ``heads[j]``. Its own row comes first.
 
     Attributes:
         indptr: [num_entries + 1], int32.
-        runs: [num_sources], int64, run of each source as ``layer * num_kv_heads + head``.
-        indices: [num_sources], int32, token index of each source relative to the start of the range.
-        weights: [num_sources], float32.
-        is_causal: every source's token is at or before its kept entry's token.
+        layers: [num_sources], int64.
+        heads: [num_sources], int64.
+        indices: [num_sources], int64.
+        weights: [num_sources], float32; each entry's weights sum to 1.
     """
 
     indptr: Tensor
-    runs: Tensor
+    layers: Tensor
+    heads: Tensor
     indices: Tensor
     weights: Tensor
-    is_causal: bool
 
 
 @dataclass(frozen=True, eq=False)

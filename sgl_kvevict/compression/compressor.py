@@ -9,7 +9,9 @@ from torch import Tensor
 
 from sgl_kvevict.compression.observation import PromptObservation
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.policies.base import LayerObservation, Policy
+from sgl_kvevict.policies.observation import LayerObservation
+from sgl_kvevict.policies.parts import PolicyState
+from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.prefix import Segment, SpanStore
 
 
@@ -37,21 +39,21 @@ class Compressor:
         config: budget and protected tokens.
         policy: what to keep.
         store: where segments are written.
-        sm_scale: softmax scale of the model's attention.
     """
 
-    def __init__(self, config: KVEvictConfig, policy: Policy, store: SpanStore, sm_scale: float) -> None:
+    def __init__(self, config: KVEvictConfig, policy: Policy, store: SpanStore) -> None:
         self.config = config
         self.policy = policy
         self.store = store
-        self.sm_scale = sm_scale
         self.stats = CompressionStats()
 
     def new_observation(self) -> PromptObservation:
         """Return an empty observation of the kind the policy needs."""
         return PromptObservation(self.store.geometry.num_layers, self.policy.window_size)
 
-    def compress(self, token_slots: Tensor, start: int, observation: PromptObservation) -> tuple[Segment, Tensor]:
+    def compress(
+        self, token_slots: Tensor, start: int, observation: PromptObservation, parent: Segment | None = None
+    ) -> tuple[Segment, Tensor]:
         """Write the segment of one range.
 
         The number of slots follows from the budget alone, so nothing is read from the device.
@@ -60,6 +62,7 @@ class Compressor:
             token_slots: [num_tokens], int64, slots of the range in token order, all owned by the caller.
             start: logical position of the range's first token.
             observation: what the prefill left behind.
+            parent: segment of the path right before the range; its policy state carries on.
 
         Returns:
             The segment (in the first of the range's slots) and the slots that are free now.
@@ -76,15 +79,21 @@ class Compressor:
                 k_buffer=self.store.k_arena[layer],
                 v_buffer=self.store.v_arena[layer],
                 token_slots=token_slots,
-                sm_scale=self.sm_scale,
+                sm_scale=observation.sm_scale(layer),
                 window=observation.window(layer),
+                num_prompt_tokens=observation.end,
             )
 
         protected = min(max(self.config.sink_tokens - start, 0), num_slots)
-        selection, merge = self.policy.select(
-            observe, geometry, num_slots * geometry.heads_per_token, protected
+        state = None if parent is None else parent.policy_state
+        assert state is None or isinstance(state, PolicyState)
+        decision = self.policy.select(
+            observe, geometry, num_slots * geometry.heads_per_token, protected, state
         )
-        segment, freed = self.store.pack(token_slots, start, selection, merge=merge)
+        segment, freed = self.store.pack(
+            token_slots, start, decision.selection, merge=decision.merge, splittable=self.policy.splittable
+        )
+        segment.policy_state = decision.state
         self.stats.compressions += 1
         self.stats.compressed_tokens += num_tokens
         self.stats.released_slots += freed.numel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sgl_kvevict.policies.base import QueryWindow
+from sgl_kvevict.policies.observation import QueryWindow
 
 
 class PromptObservation:
@@ -30,6 +30,7 @@ class PromptObservation:
         self.is_complete = False
         self._queries: list[Tensor | None] = [None] * num_layers
         self._lse: list[Tensor | None] = [None] * num_layers
+        self._sm_scales = [0.0] * num_layers
 
     def begin_chunk(self, start: int, end: int, *, is_last: bool) -> None:
         """Announce that queries ``[start, end)`` follow, for every layer.
@@ -45,14 +46,16 @@ class PromptObservation:
         self.end = end
         self.is_complete = is_last
 
-    def record(self, layer: int, queries: Tensor, lse: Tensor) -> None:
+    def record(self, layer: int, queries: Tensor, lse: Tensor, sm_scale: float) -> None:
         """Keep the chunk's last queries of one layer.
 
         Args:
             layer: layer index.
             queries: [num_tokens, num_qo_heads, head_dim], after RoPE; copied.
             lse: [num_tokens, num_qo_heads], float32, natural log-sum-exp over all keys each query saw; copied.
+            sm_scale: softmax scale of the layer.
         """
+        self._sm_scales[layer] = sm_scale
         self._queries[layer] = self._last(self._queries[layer], queries)
         self._lse[layer] = self._last(self._lse[layer], lse)
 
@@ -62,6 +65,10 @@ class PromptObservation:
         if queries is None or lse is None:
             return None
         return QueryWindow(queries=queries, lse=lse, start=self.end - queries.shape[0])
+
+    def sm_scale(self, layer: int) -> float:
+        """Return the softmax scale that a layer was recorded with."""
+        return self._sm_scales[layer]
 
     def _last(self, earlier: Tensor | None, rows: Tensor) -> Tensor:
         missing = self.window_size - rows.shape[0]

@@ -25,6 +25,7 @@ class Segment:
         indptr: [num_layers * num_kv_heads + 1], int32, where each run starts.
         splittable: False if an entry may hold information of later tokens (merging in any direction), so that a
             prefix of the segment's tokens is not a prefix of its information.
+        policy_state: what the policy wants to know at the path's next compression; opaque here.
         num_spans: live spans that read this segment.
     """
 
@@ -44,6 +45,7 @@ class Segment:
         self.positions = positions
         self.indptr = indptr
         self.splittable = splittable
+        self.policy_state: object | None = None
         self.num_spans = 0
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.prefix.span import Segment, Span
-from sgl_kvevict.ragged import Merge, Selection
+from sgl_kvevict.ragged import MergePlan, Selection
 
 
 class SpanStore:
@@ -39,7 +39,8 @@ class SpanStore:
         start: int,
         selection: Selection,
         *,
-        merge: Merge | None = None,
+        merge: MergePlan | None = None,
+        splittable: bool = True,
     ) -> tuple[Segment, Tensor]:
         """Move the selected entries of a range of uncompressed tokens into the first of the range's own slots.
 
@@ -48,6 +49,7 @@ class SpanStore:
             start: logical position of the first token.
             selection: what to keep; with ``merge``, what each kept entry is made of.
             merge: weighted sums of entries to store instead of the kept entries.
+            splittable: False if a stored entry may hold information of tokens after its own.
 
         Returns:
             The segment, and the slots of the range that are free now ([num_tokens - num_slots], int64).
@@ -64,11 +66,11 @@ class SpanStore:
                 selection.keep_lens.flatten().long(),
                 output_size=selection.num_entries,
             )
-            compact_kv(
-                self.k_arena, self.v_arena, self._uncompressed(token_slots, runs, selection.indices), head_slots
-            )
+            layers, heads = runs // geometry.num_kv_heads, runs % geometry.num_kv_heads
+            sources = self._head_slots(layers, token_slots[selection.indices.long()], heads)
+            compact_kv(self.k_arena, self.v_arena, sources, head_slots)
         else:
-            sources = self._uncompressed(token_slots, merge.runs, merge.indices)
+            sources = self._head_slots(merge.layers, token_slots[merge.indices], merge.heads)
             compact_kv(
                 self.k_arena, self.v_arena, sources, head_slots, indptr=merge.indptr, weights=merge.weights
             )
@@ -78,7 +80,7 @@ class SpanStore:
             head_slots=head_slots,
             positions=selection.indices + start,
             indptr=indptr,
-            splittable=merge is None or merge.is_causal,
+            splittable=splittable,
         )
         return segment, freed
 
@@ -116,13 +118,12 @@ class SpanStore:
             indptr=indptr,
             splittable=old.splittable,
         )
+        new.policy_state = old.policy_state
         for span in spans:
             span.move_to(new)
         return freed
 
-    def _uncompressed(self, token_slots: Tensor, runs: Tensor, indices: Tensor) -> Tensor:
-        """Head slots of uncompressed tokens: ``runs`` [M] as layer * num_kv_heads + head, ``indices`` [M] tokens."""
-        num_kv_heads = self.geometry.num_kv_heads
-        slots = token_slots[indices.long()]
-        layers, heads = runs // num_kv_heads, runs % num_kv_heads
-        return ((layers * self.geometry.num_token_slots + slots) * num_kv_heads + heads).to(torch.int32)
+    def _head_slots(self, layers: Tensor, slots: Tensor, heads: Tensor) -> Tensor:
+        """Head slots of uncompressed entries; all [M]: layer, token slot and KV head of each."""
+        geometry = self.geometry
+        return ((layers * geometry.num_token_slots + slots) * geometry.num_kv_heads + heads).to(torch.int32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
+from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
@@ -118,6 +119,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         **kwargs: Any,
     ) -> Tensor:
         """Attend with one new token per request; returns [num_tokens, num_qo_heads * head_dim]."""
+        _require_plain_attention(layer, kwargs)
         return self._attend(q, k, v, layer, forward_batch, save_kv_cache)[0]
 
     def forward_extend(
@@ -131,9 +133,10 @@ class KVEvictAttentionBackend(AttentionBackend):
         **kwargs: Any,
     ) -> Tensor:
         """Attend with the new tokens of each request; returns [num_tokens, num_qo_heads * head_dim]."""
+        _require_plain_attention(layer, kwargs)
         out, queries, lse = self._attend(q, k, v, layer, forward_batch, save_kv_cache)
         for rows, observation in self._observed:
-            observation.record(layer.layer_id - self.start_layer, queries[rows], lse[rows])
+            observation.record(layer.layer_id - self.start_layer, queries[rows], lse[rows], layer.scaling)
         return out
 
     def _attend(
@@ -159,3 +162,16 @@ class KVEvictAttentionBackend(AttentionBackend):
     def support_triton(self) -> bool:
         """Return False: on CPU SGLang takes its torch writers."""
         return False
+
+
+def _require_plain_attention(layer: RadixAttention, kwargs: dict[str, Any]) -> None:
+    """Refuse variants of attention that only a layer knows; the warm-up forward meets every layer at start."""
+    reasons = [f"a layer passes {name!r} to attention" for name, value in kwargs.items() if value is not None]
+    if layer.logit_cap:
+        reasons.append("a layer caps its attention logits")
+    if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
+        reasons.append("a layer's attention is not causal self-attention")
+    if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
+        reasons.append("a layer's attention has a sliding window")
+    if reasons:
+        raise UnsupportedSetupError(reasons)

@@ -75,5 +75,5 @@ def _assemble(
 ) -> KVEvictTree:
     store = SpanStore(geometry, arena.k, arena.v)
     policy = build_policy(config.policy, config.policy_options)
-    compressor = None if policy is None else Compressor(config, policy, store, ctx.model_config.scaling)
+    compressor = None if policy is None else Compressor(config, policy, store)
     return KVEvictTree(ctx.params, store, compressor)

@@ -74,6 +74,10 @@ _MODEL_CHECKS: tuple[tuple[Callable[[ModelConfig], bool], str], ...] = (
     (lambda m: m.attention_arch != AttentionArch.MHA, "the model uses latent attention (MLA); only MHA and GQA work"),
     (lambda m: m.is_encoder_decoder, "the model is an encoder-decoder"),
     (lambda m: bool(m.is_hybrid_swa or m.sliding_window_size), "the model has sliding-window attention layers"),
+    (
+        lambda m: bool(getattr(m.hf_text_config, "attn_logit_softcapping", None)),
+        "the model caps its attention logits",
+    ),
     (lambda m: m.is_multimodal, "multimodal models are not tested"),
     (lambda m: m.head_dim != m.v_head_dim, "the model's keys and values have different widths"),
 )

@@ -140,7 +140,7 @@ class KVEvictTree(RadixCache):
 
     def _blocking_node(self, key: RadixKey) -> TreeNode | None:
         """Return the unsplittable node inside which ``key`` ends or diverges, if there is one."""
-        if self.compressor is None or self.compressor.policy.is_splittable:
+        if self.compressor is None or self.compressor.policy.splittable:
             return None
         node, rest = self.root_node, key
         while len(rest) and (child := node.children.get(rest.child_key(self.page_size))) is not None:
@@ -262,8 +262,7 @@ class KVEvictTree(RadixCache):
         holder = self._holder(pending)
         if nodes[0].lock_ref > (0 if holder is None else 1):
             return False
-        self._pending.discard(pending.node)
-        groups = [nodes] if self.compressor.policy.is_splittable else [[node] for node in nodes]
+        groups = [nodes] if self.compressor.policy.splittable else [[node] for node in nodes]
         for group in groups:
             self._compress(group, waterline, pending.observation)
             waterline += sum(len(node.key) for node in group)
@@ -282,13 +281,16 @@ class KVEvictTree(RadixCache):
         """Replace the ordinary slots of consecutive nodes by spans of one new segment."""
         assert self.compressor is not None
         token_slots = torch.cat([node.value for node in nodes])
-        segment, freed = self.compressor.compress(token_slots, start, observation)
+        above = self._spans.get(nodes[0].parent)
+        parent = None if above is None else above.segment
+        segment, freed = self.compressor.compress(token_slots, start, observation, parent)
         rest = Span(segment, start, start + token_slots.numel(), is_owner=True)
         for node in nodes:
             boundary = rest.start + len(node.key)
             span, rest = rest.split(boundary) if boundary < rest.end else (rest, rest)
             self._charge(node, span.charged_slots - len(node.key))
             self._spans[node] = span
+            self._pending.discard(node)
             node.value = torch.zeros_like(node.value)
         self.token_to_kv_pool_allocator.free_segment(freed, start_pos=0)
 

@@ -1,0 +1,331 @@
+"""Drives the real tree, pools and requests of SGLang without a model, and checks contents and conservation.
+
+K and V of every token are filled with numbers that encode its whole prefix, its layer and its head. So any mix-up of
+tokens, layers, heads, namespaces or slots shows when a request's view of the cache is read back.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.runtime_context import publish
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+
+from sgl_kvevict.compression import Compressor
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.prefix import SpanStore
+from sgl_kvevict.policies.parts import Decision
+from sgl_kvevict.ragged import MergePlan, Selection
+from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+
+TINY_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "float32",
+}
+
+
+def publish_server_args(folder: Path) -> None:
+    """Install the process-wide configuration that SGLang's request life cycle reads."""
+    (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
+    publish(ServerArgs(model_path=str(folder), device="cpu", radix_cache_backend="kvevict"), role="scheduler")
+
+
+@dataclass(frozen=True)
+class PseudoRandomPolicy:
+    """Keeps a deterministic pseudo-random set with very uneven runs; needs no signal."""
+
+    name: str = "pseudo-random"
+    window_size: int = 0
+    splittable: bool = True
+
+    def select(self, observe, geometry, total, protected, state=None):  # noqa: ANN001, ANN201
+        observation = observe(0)
+        tokens = observation.num_tokens
+        generator = torch.Generator().manual_seed(observation.start * 1009 + tokens)
+        runs = geometry.heads_per_token
+        score = torch.rand(runs, tokens, generator=generator) * torch.rand(runs, 1, generator=generator)
+        score[:, :protected] = 2.0
+        kept = torch.zeros(runs * tokens, dtype=torch.bool)
+        kept[score.flatten().topk(total).indices] = True
+        kept = kept.view(runs, tokens)
+        keep_lens = kept.sum(1).to(torch.int32).view(geometry.num_layers, geometry.num_kv_heads)
+        selection = Selection(keep_lens, kept.nonzero()[:, 1].to(torch.int32), total)
+        if self.splittable:
+            return Decision(selection)
+        runs, tokens_kept = kept.nonzero().unbind(1)
+        layers, heads = runs // geometry.num_kv_heads, runs % geometry.num_kv_heads
+        indptr = torch.arange(total + 1, dtype=torch.int32)
+        return Decision(selection, MergePlan(indptr, layers, heads, tokens_kept, torch.ones(total)))
+
+
+@dataclass
+class Harness:
+    """A scheduler in miniature: admits, prefills in chunks, decodes, finishes, retracts and flushes requests."""
+
+    num_slots: int = 120
+    num_rows: int = 8
+    config: KVEvictConfig = field(
+        default_factory=lambda: KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6)
+    )
+    policy: PseudoRandomPolicy | None = field(default_factory=PseudoRandomPolicy)
+    geometry: KVGeometry = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.geometry = KVGeometry(2, 4, 2, 2, self.num_slots + 1)
+        shape = (self.geometry.num_layers, self.num_slots + 1, self.geometry.num_kv_heads, 2)
+        self.k = torch.full(shape, float("nan"))
+        self.v = torch.full(shape, float("nan"))
+        self.rows = ReqToTokenPool(self.num_rows, 512, "cpu", False)
+        self.allocator = TokenToKVPoolAllocator(self.num_slots, torch.float32, "cpu", None, False)
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.rows,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=1,
+        )
+        store = SpanStore(self.geometry, self.k, self.v)
+        compressor = None if self.policy is None else Compressor(self.config, self.policy, store)
+        self.tree = KVEvictTree(params, store, compressor)
+        self.live: list[Req] = []
+        self._count = 0
+
+    # ---- what a scheduler does ------------------------------------------------------------------------------
+
+    def request(self, tokens: list[int], extra_key: str | None = None) -> Req:
+        """Create a request."""
+        self._count += 1
+        sampling = SamplingParams(max_new_tokens=8, temperature=0)
+        return Req(f"r{self._count}", "", array("q", tokens), sampling, extra_key=extra_key)
+
+    def admit(self, req: Req) -> bool:
+        """Match and lock a request; False if no row is free."""
+        if self.rows.available_size() == 0:
+            return False
+        req.init_next_round_input(self.tree)
+        req.lock = self.tree.lock(req.last_node)
+        self.live.append(req)
+        return True
+
+    def prefill(self, req: Req, end: int | None = None) -> bool:
+        """Run one prefill chunk up to ``end``; False (and the request released) if slots are short."""
+        total = len(req.full_untruncated_fill_ids)
+        end = total if end is None else min(end, total)
+        slots = self._alloc(end - req.prefix_len)
+        if slots is None:
+            self._cancel(req)
+            return False
+        if not req.kv.holds_kv:
+            prefix = self.tree.prefix_device_indices(req) if req.prefix_len else None
+            self.rows.alloc([req])
+            if prefix is not None:
+                self.rows.write((req.kv.req_pool_idx, slice(0, req.prefix_len)), prefix.to(torch.int32))
+        start = req.prefix_len
+        self.rows.write((req.kv.req_pool_idx, slice(start, end)), slots.to(torch.int32))
+        req.kv.kv_committed_len = req.kv.kv_allocated_len = end
+        req.extend_end = end
+        self._write_tokens(req, start, end, slots)
+        self._forward(req, end)
+        observation = self.tree.observe(req.rid, start, end)
+        if observation is not None:
+            queries = torch.zeros(end - start, self.geometry.num_qo_heads, self.geometry.head_dim)
+            for layer in range(self.geometry.num_layers):
+                observation.record(layer, queries, torch.zeros(end - start, self.geometry.num_qo_heads), 1.0)
+        if end < total:
+            checkpoint_kv_cache(req, self.tree)
+        else:
+            self._finish_prefill(req)
+        self.check()
+        return True
+
+    def _finish_prefill(self, req: Req) -> None:
+        req.output_ids.append(self._next_token(req))
+        if len(req.output_ids) >= req.sampling_params.max_new_tokens:
+            self.finish(req)
+        else:
+            checkpoint_kv_cache(req, self.tree)
+
+    def run(self, tokens: list[int], extra_key: str | None = None, chunk: int | None = None) -> Req | None:
+        """Admit and prefill a whole prompt; None if resources are short."""
+        req = self.request(tokens, extra_key)
+        if not self.admit(req):
+            return None
+        end = req.prefix_len
+        while True:
+            end = len(tokens) if chunk is None else end + chunk
+            if not self.prefill(req, end):
+                return None
+            if end >= len(tokens):
+                return req
+
+    def decode(self, req: Req) -> bool:
+        """Run one decode step; False (and the request retracted) if slots are short."""
+        slots = self._alloc(1)
+        if slots is None:
+            self.retract(req)
+            return False
+        req.refresh_fill_ids()
+        position = req.kv.kv_allocated_len
+        self.rows.write((req.kv.req_pool_idx, slice(position, position + 1)), slots.to(torch.int32))
+        req.kv.kv_committed_len = req.kv.kv_allocated_len = position + 1
+        self._write_tokens(req, position, position + 1, slots)
+        self._forward(req, position + 1)
+        req.output_ids.append(self._next_token(req))
+        self.check()
+        return True
+
+    def finish(self, req: Req) -> None:
+        """Finish a request and let the tree keep what it computed."""
+        req.finished_reason = FINISH_LENGTH(len(req.output_ids))
+        req.finished_len = len(req.output_ids)
+        release_kv_cache(req, self.tree, checkpoint=True)
+        self.live.remove(req)
+        self.check()
+
+    def retract(self, req: Req) -> None:
+        """Release a request without keeping its outputs, as SGLang does under pressure."""
+        release_kv_cache(req, self.tree, checkpoint=False)
+        req.reset_for_retract()
+        self.live.remove(req)
+        self.check()
+
+    def flush(self) -> None:
+        """Forget everything; only when nothing runs."""
+        assert not self.live
+        self.tree.reset()
+        self.rows.free_slots = list(range(1, self.num_rows + 1))
+        self.allocator.clear()
+        self.check()
+
+    def evict(self, num_slots: int) -> int:
+        """Drop leaves; return what came back, checked against the allocator."""
+        before = self.allocator.available_size()
+        released = self.tree.evict(EvictParams(num_tokens=num_slots)).num_tokens_evicted
+        assert self.allocator.available_size() - before == released
+        self.check()
+        return released
+
+    def _alloc(self, count: int) -> torch.Tensor | None:
+        short = count - self.allocator.available_size()
+        if short > 0:
+            self.evict(short)
+        slots = self.allocator.alloc(count)
+        if slots is not None:
+            rows = slots.long()
+            self.k[:, rows] = float("nan")
+            self.v[:, rows] = float("nan")
+        return slots
+
+    def _cancel(self, req: Req) -> None:
+        if req.kv.holds_kv:
+            self.retract(req)
+            return
+        self.tree.unlock(req.lock)
+        req.lock = None
+        self.live.remove(req)
+        self.check()
+
+    # ---- contents -------------------------------------------------------------------------------------------
+
+    def _next_token(self, req: Req) -> int:
+        return (len(req.origin_input_ids) + len(req.output_ids)) % 3
+
+    def _codes(self, req: Req, end: int) -> list[float]:
+        """One number per position that identifies the namespace and all tokens up to it."""
+        tokens = list(req.origin_input_ids) + list(req.output_ids)
+        code = zlib.crc32(repr(req.extra_key).encode())
+        codes = []
+        for token in tokens[:end]:
+            code = zlib.crc32(bytes([token]), code)
+            codes.append(float(code % (1 << 23)))
+        return codes
+
+    def _write_tokens(self, req: Req, start: int, end: int, slots: torch.Tensor) -> None:
+        codes = torch.tensor(self._codes(req, end)[start:end])
+        rows = slots.long()
+        runs = torch.arange(self.geometry.heads_per_token, dtype=torch.float32)
+        runs = runs.view(self.geometry.num_layers, 1, self.geometry.num_kv_heads)
+        for arena, sign in ((self.k, 1.0), (self.v, -1.0)):
+            arena[:, rows, :, 0] = sign * codes.view(1, -1, 1).expand(self.geometry.num_layers, -1, 2)
+            arena[:, rows, :, 1] = sign * runs.expand(-1, len(codes), -1)
+
+    def _forward(self, req: Req, seq_len: int) -> None:
+        """Read everything a forward of this request would read, and check every entry."""
+        codes = self._codes(req, seq_len)
+        assert len(codes) == seq_len
+        row = self.rows.req_to_token[req.kv.req_pool_idx]
+        waterline = 0
+        (path,) = self.tree.read_paths([req.rid])
+        for runs in path:
+            expected = {
+                code: waterline + i for i, code in enumerate(codes[waterline : waterline + runs.num_tokens])
+            }
+            for run, (begin, length) in enumerate(
+                zip(runs.starts.flatten().tolist(), runs.lens.flatten().tolist(), strict=True)
+            ):
+                slots = runs.head_slots[begin : begin + length].long()
+                entries = self.k.view(-1, 2)[slots]
+                assert torch.equal(entries, -self.v.view(-1, 2)[slots])
+                assert entries[:, 1].tolist() == [run] * length
+                positions = [expected[code] for code in entries[:, 0].tolist()]
+                assert positions == sorted(set(positions))
+            waterline += runs.num_tokens
+        assert row[:waterline].eq(0).all()
+        suffix = row[waterline:seq_len].long()
+        assert suffix.ne(0).all()
+        want = torch.tensor(codes[waterline:]).view(1, -1, 1)
+        assert torch.equal(self.k[:, suffix, :, 0], want.expand(2, -1, 2))
+        assert torch.equal(self.v[:, suffix, :, 0], -want.expand(2, -1, 2))
+
+    # ---- conservation ---------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Every slot has exactly one owner, and the tree's sizes are what a walk of the tree says."""
+        held = Counter(self.allocator.free_pages.tolist())
+        sizes = {True: 0, False: 0}
+        segments = {}
+        for node in self.tree._nodes():
+            sizes[node.lock_ref > 0] += self.tree.node_slots(node)
+            span = self.tree._spans.get(node)
+            if span is None:
+                held.update(node.value.tolist())
+            else:
+                assert node.value.eq(0).all() and span.num_tokens == len(node.key)
+                parent = node.parent
+                assert parent is self.tree.root_node or parent in self.tree._spans, "waterline broken"
+                segments.setdefault(span.segment, []).append(span)
+        assert len(self.tree._spans) == sum(len(spans) for spans in segments.values())
+        for segment, spans in segments.items():
+            held.update(segment.token_slots.tolist())
+            assert segment.num_spans == len(spans)
+            assert [span.is_owner for span in sorted(spans, key=lambda s: s.start)] == [True] + [False] * (
+                len(spans) - 1
+            )
+        for req in self.live:
+            if req.kv.holds_kv:
+                row = self.rows.req_to_token[req.kv.req_pool_idx]
+                held.update(row[req.kv.cache_protected_len : req.kv.kv_allocated_len].tolist())
+        assert held == Counter(range(1, self.num_slots + 1))
+        assert (self.tree.protected_size(), self.tree.evictable_size()) == (sizes[True], sizes[False])
+        assert self.tree.state()["leaked_slots"] == 0

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.policies import Decision, LayerObservation, Policy, QueryWindow, RangeScores
+from sgl_kvevict.policies.reference import accumulated_attention, dense_attention
+
+
+class Prompt:
+    """Keys, values and queries of a small model over a whole prompt, observed as a server would."""
+
+    def __init__(
+        self, keys: list[Tensor], queries: list[Tensor], *, tail: int, window: int, start: int = 0
+    ) -> None:
+        """keys[l] [n, H, D]; queries[l] [m, Hq, D] of the last m positions; the range is [start, n - tail)."""
+        self.keys, self.queries = keys, queries
+        self.num_layers, self.window = len(keys), window
+        self.length, self.num_heads, self.head_dim = keys[0].shape
+        self.start, self.end = start, self.length - tail
+        generator = torch.Generator().manual_seed(5)
+        self.slots = 1 + torch.randperm(self.length, generator=generator)
+        self.values = [torch.randn(k.shape, generator=generator) for k in keys]
+        self.observed: list[int] = []
+
+    @property
+    def geometry(self) -> KVGeometry:
+        return KVGeometry(
+            self.num_layers, self.queries[0].shape[1], self.num_heads, self.head_dim, self.length + 1
+        )
+
+    def weights(self, layer: int) -> tuple[Tensor, Tensor]:
+        queries = self.queries[layer]
+        return dense_attention(
+            queries,
+            self.keys[layer],
+            sm_scale=self.head_dim**-0.5,
+            query_start=self.length - queries.shape[0],
+        )
+
+    def observe(self, layer: int) -> LayerObservation:
+        self.observed.append(layer)
+        buffers = torch.full((2, self.length + 1, self.num_heads, self.head_dim), torch.nan)
+        buffers[0, self.slots], buffers[1, self.slots] = self.keys[layer], self.values[layer]
+        weights, lse = self.weights(layer)
+        queries = self.queries[layer]
+        first = max(queries.shape[0] - self.window, 0)
+        window = QueryWindow(queries[first:], lse[first:].float(), self.length - queries.shape[0] + first)
+        return LayerObservation(
+            layer=layer,
+            start=self.start,
+            k_buffer=buffers[0],
+            v_buffer=buffers[1],
+            token_slots=self.slots[self.start : self.end],
+            sm_scale=self.head_dim**-0.5,
+            window=window if self.window else None,
+            accumulated=accumulated_attention(weights, self.num_heads)[:, self.start : self.end],
+            num_prompt_tokens=self.length,
+        )
+
+    def run(self, policy: Policy, total: int, protected: int = 0, **kwargs: object) -> Decision:
+        return policy.select(self.observe, self.geometry, total, protected, **kwargs)
+
+
+def kept_lists(decision: Decision) -> list[list[list[int]]]:
+    """Kept positions per layer and head."""
+    selection = decision.selection
+    lens = selection.keep_lens.flatten().tolist()
+    runs = [run.tolist() for run in selection.indices.split(lens)]
+    num_heads = selection.keep_lens.shape[1]
+    return [runs[i : i + num_heads] for i in range(0, len(runs), num_heads)]
+
+
+@pytest.fixture
+def random_prompt() -> Callable[..., Prompt]:
+    def make(
+        seed: int = 0,
+        *,
+        num_layers: int = 3,
+        num_heads: int = 3,
+        group: int = 2,
+        length: int = 80,
+        tail: int = 8,
+        window: int = 8,
+        num_queries: int | None = None,
+        start: int = 0,
+    ) -> Prompt:
+        generator = torch.Generator().manual_seed(seed)
+        num_queries = length if num_queries is None else num_queries
+        keys = [2 * torch.randn(length, num_heads, 8, generator=generator) for _ in range(num_layers)]
+        queries = [
+            2 * torch.randn(num_queries, num_heads * group, 8, generator=generator) for _ in range(num_layers)
+        ]
+        return Prompt(keys, queries, tail=tail, window=window, start=start)
+
+    return make
+
+
+@pytest.fixture
+def make_prompt() -> type[Prompt]:
+    return Prompt
+
+
+@pytest.fixture
+def kept() -> Callable[[Decision], list[list[list[int]]]]:
+    return kept_lists
+
+
+@pytest.fixture
+def range_scores() -> Callable[..., RangeScores]:
+    """Scores of one or more layers given as numbers, all tokens competing unless pinned."""
+
+    def make(values: object, tie_break: object = None, first: int = 0, last: int = 0) -> RangeScores:
+        tensor = torch.as_tensor(values, dtype=torch.float32)
+        tensor = tensor if tensor.ndim == 3 else tensor[None]
+        ties = None if tie_break is None else torch.as_tensor(tie_break, dtype=torch.float32).view_as(tensor)
+        return RangeScores(tensor, ties, None, first, last)
+
+    return make

@@ -1,0 +1,231 @@
+"""The compressed tree on SGLang's real pools and requests, scenario by scenario."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sgl_kvevict.config import KVEvictConfig
+
+DOCUMENT = [i * 7 % 11 for i in range(60)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_args(tmp_path_factory):
+    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+
+
+def spans(harness):
+    return sorted(((s.start, s.end) for s in harness.tree._spans.values()))
+
+
+def test_prompt_is_compressed_up_to_its_tail_and_takes_exactly_its_budget():
+    harness = Harness()
+    req = harness.run(DOCUMENT)
+    assert spans(harness) == [(0, 56)]
+    assert harness.tree.state()["compressed_slots"] == 17  # ceil(0.3 * 56)
+    assert harness.tree.protected_size() == 17 + 4
+    harness.decode(req)
+    harness.finish(req)
+    assert harness.tree.evictable_size() == harness.num_slots - harness.allocator.available_size()
+
+
+def test_sharers_read_one_copy():
+    harness = Harness()
+    first = harness.run(DOCUMENT + [1, 2, 3, 4])
+    slots = harness.tree.state()["compressed_slots"]
+    others = [harness.run(DOCUMENT + [5, i, i, i]) for i in range(4)]
+    for req in [first, *others]:
+        harness.decode(req)
+    assert harness.tree.state()["compressed_slots"] == slots
+    harness.tree.read_paths([req.rid for req in [first, *others]])
+    assert harness.tree.state()["max_sharers"] == 5
+
+
+def test_first_position_after_a_compressed_prefix_is_logical():
+    harness = Harness()
+    harness.finish(harness.run(DOCUMENT))
+    req = harness.request([*DOCUMENT, 3])
+    harness.admit(req)
+    assert req.prefix_len == 60
+
+
+def test_divergence_inside_a_span_splits_it_without_copying():
+    harness = Harness()
+    harness.finish(harness.run(DOCUMENT))
+    free = harness.allocator.available_size()
+    other = harness.run(DOCUMENT[:2] + [9] * 30)
+    assert spans(harness) == [(0, 2), (2, 28), (2, 56)]
+    assert harness.tree.state()["segments"] == 2
+    harness.finish(other)
+    again = harness.run([*DOCUMENT, 4])
+    assert again is not None and free > 0
+    harness.finish(again)
+
+
+def test_dropping_the_lower_half_gives_its_slots_back():
+    harness = Harness()
+    harness.finish(harness.run(DOCUMENT))
+    header = harness.run(DOCUMENT[:10] + [9] * 3)
+    before = harness.allocator.available_size()
+    released = harness.evict(1)  # the uncompressed tail is the least recently used leaf
+    while released and len(harness.tree._spans) == 2:
+        released = harness.evict(1)
+    assert spans(harness) == [(0, 10)]
+    assert harness.tree.state()["compressed_slots"] <= 10
+    assert harness.allocator.available_size() > before
+    harness.decode(header)  # still reads the same contents after the repack
+
+
+def test_range_read_by_others_is_compressed_when_the_last_lets_go():
+    harness = Harness(num_slots=240)
+    twins = [harness.request(DOCUMENT + [i]) for i in range(3)]
+    for req in twins:
+        harness.admit(req)
+    for req in twins[:-1]:
+        harness.prefill(req, 30)
+    for req in twins:
+        harness.prefill(req)
+    # All three matched nothing and prefilled on their own; the first to complete compressed its range alone, or had
+    # to wait for those that already locked the shared part.
+    for req in twins:
+        harness.decode(req)
+    for req in twins:
+        harness.finish(req)
+    assert harness.tree.state()["pending_ranges"] == 0
+    assert spans(harness)[0][0] == 0 and max(end for _, end in spans(harness)) >= 56
+
+
+def test_lock_of_another_reader_defers_compression():
+    harness = Harness(num_slots=240)
+    first = harness.request(DOCUMENT)
+    harness.admit(first)
+    harness.prefill(first, 30)
+    second = harness.run([*DOCUMENT[:30], 8, 8])  # locks the 30 tokens that the first has inserted so far
+    harness.prefill(first)
+    assert spans(harness) == [] and harness.tree.state()["pending_ranges"] == 2  # each waits for the other
+    harness.decode(first)
+    harness.finish(second)
+    assert spans(harness) == [(0, 28), (28, 30), (30, 56)]
+    assert harness.tree.state() | {"segments": 1, "pending_ranges": 0} == harness.tree.state()
+    harness.decode(first)
+
+
+def test_chunked_prefill_compresses_once_at_the_end():
+    harness = Harness()
+    req = harness.run(DOCUMENT, chunk=13)
+    assert harness.tree.compressor.stats.compressions == 1
+    assert [span.is_owner for span in sorted(harness.tree._spans.values(), key=lambda s: s.start)][0]
+    harness.decode(req)
+
+
+def test_max_new_tokens_zero_still_compresses():
+    harness = Harness()
+    req = harness.request(DOCUMENT)
+    req.sampling_params.max_new_tokens = 1
+    harness.admit(req)
+    harness.prefill(req)
+    assert not harness.live and spans(harness) == [(0, 56)]
+
+
+def test_next_turn_compresses_the_answer_of_the_last():
+    harness = Harness()
+    first = harness.run(DOCUMENT)
+    for _ in range(5):
+        harness.decode(first)
+    answer = list(first.output_ids)
+    harness.finish(first)
+    second = harness.run(DOCUMENT + answer[:-1] + [9] * 10)
+    assert max(end for _, end in spans(harness)) == 60 + 5 + 10 - 4
+    harness.decode(second)
+
+
+def test_short_ranges_stay_uncompressed():
+    harness = Harness()
+    harness.finish(harness.run(DOCUMENT))
+    compressions = harness.tree.compressor.stats.compressions
+    harness.finish(harness.run([*DOCUMENT, 1]))
+    harness.finish(harness.run(DOCUMENT[:5]))
+    assert harness.tree.compressor.stats.compressions == compressions
+
+
+def test_namespaces_never_share():
+    harness = Harness(num_slots=240)
+    a = harness.run(DOCUMENT, extra_key="tenant-a")
+    b = harness.run(DOCUMENT, extra_key="tenant-b")
+    assert b is not None and harness.tree.state()["segments"] == 2
+    for req in (a, b):
+        harness.decode(req)
+
+
+def test_retraction_before_and_after_compression():
+    harness = Harness()
+    req = harness.request(DOCUMENT)
+    harness.admit(req)
+    harness.prefill(req, 20)
+    harness.retract(req)
+    harness.admit(req)
+    harness.prefill(req)
+    harness.decode(req)
+    harness.retract(req)
+    harness.admit(req)
+    assert req.prefix_len == 60
+    harness.prefill(req)
+    harness.decode(req)
+    harness.finish(req)
+
+
+def test_flush_leaves_nothing():
+    harness = Harness()
+    harness.finish(harness.run(DOCUMENT))
+    harness.flush()
+    assert harness.tree.state()["spans"] == 0 and harness.allocator.available_size() == harness.num_slots
+
+
+def test_policy_none_is_stock():
+    harness = Harness(policy=None)
+    harness.finish(harness.run(DOCUMENT))
+    assert harness.tree.evictable_size() == 60 and harness.tree.state()["spans"] == 0
+
+
+def test_budget_one_keeps_everything():
+    harness = Harness(config=KVEvictConfig(budget=1.0, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6))
+    req = harness.run(DOCUMENT)
+    assert harness.tree.state()["compressed_slots"] == 56
+    (path,) = harness.tree.read_paths([req.rid])
+    assert path[0].lens.eq(56).all()
+
+
+class TestUnsplittable:
+    @pytest.fixture
+    def harness(self):
+        return Harness(num_slots=240, policy=PseudoRandomPolicy(splittable=False))
+
+    def test_whole_span_is_shared(self, harness):
+        harness.finish(harness.run(DOCUMENT))
+        req = harness.request([*DOCUMENT, 7])
+        harness.admit(req)
+        assert req.prefix_len == 60
+
+    def test_match_stops_before_a_divergence(self, harness):
+        harness.finish(harness.run(DOCUMENT))
+        key = RadixKey(harness.request(DOCUMENT[:20]).origin_input_ids)
+        assert harness.tree.match_prefix(MatchPrefixParams(key=key)).device_prefix_len == 0
+        assert spans(harness) == [(0, 56)]
+
+    def test_unread_span_gives_way(self, harness):
+        harness.finish(harness.run(DOCUMENT))
+        req = harness.run(DOCUMENT[:20] + [9] * 20)
+        assert spans(harness) == [(0, 36)]
+        harness.finish(req)
+
+    def test_prompt_is_not_cached_while_the_span_is_read(self, harness):
+        reader = harness.run(DOCUMENT)
+        req = harness.run(DOCUMENT[:20] + [9] * 20)
+        assert spans(harness) == [(0, 56)] and req.kv.cache_protected_len == 0
+        harness.decode(req)
+        harness.finish(req)
+        harness.finish(reader)
+        assert spans(harness) == [(0, 56)]

@@ -1,0 +1,152 @@
+"""Random sequences of everything a scheduler does, checked against what each request's tokens must read.
+
+The harness verifies contents at every forward and conservation after every operation; the machine only has to reach
+interesting states: prompts that share prefixes of all lengths, a pool small enough to force drops and retractions,
+deep chains of turns, ranges that wait for other readers, both splittable and unsplittable spans.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+BASES = ([i * 7 % 11 for i in range(48)], [i * 5 % 7 for i in range(48)])
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Drives one cache; subclasses choose the policy."""
+
+    policy: PseudoRandomPolicy | None = PseudoRandomPolicy()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.harness = Harness(num_slots=130, num_rows=6, policy=self.policy)
+        self.prefilling = []
+        self.decoding = []
+        self.finished_texts = []
+
+    def _settle(self) -> None:
+        """Forget requests that the harness released on its own (slots were short, or they finished at prefill)."""
+        self.prefilling = [req for req in self.prefilling if req in self.harness.live]
+        self.decoding = [req for req in self.decoding if req in self.harness.live]
+
+    @rule(
+        base=st.sampled_from(BASES),
+        shared=st.integers(0, 48),
+        suffix=st.lists(st.integers(0, 10), min_size=1, max_size=14),
+        extra_key=st.sampled_from([None, None, None, "tenant"]),
+        max_new_tokens=st.sampled_from([1, 8, 8]),
+    )
+    def submit(self, base, shared, suffix, extra_key, max_new_tokens):
+        req = self.harness.request(base[:shared] + suffix, extra_key)
+        req.sampling_params.max_new_tokens = max_new_tokens
+        if self.harness.admit(req):
+            self.prefilling.append(req)
+
+    @precondition(lambda self: self.finished_texts)
+    @rule(data=st.data(), message=st.lists(st.integers(0, 10), min_size=1, max_size=14))
+    def next_turn(self, data, message):
+        tokens, extra_key = data.draw(st.sampled_from(self.finished_texts))
+        if len(tokens) > 90:
+            return
+        req = self.harness.request(tokens + message, extra_key)
+        if self.harness.admit(req):
+            self.prefilling.append(req)
+
+    @precondition(lambda self: self.prefilling)
+    @rule(data=st.data(), chunk=st.integers(1, 40))
+    def prefill(self, data, chunk):
+        req = data.draw(st.sampled_from(self.prefilling))
+        if self.harness.prefill(req, req.prefix_len + chunk) and req.output_ids and req in self.harness.live:
+            self.prefilling.remove(req)
+            self.decoding.append(req)
+        self._settle()
+
+    @precondition(lambda self: self.decoding)
+    @rule(data=st.data())
+    def decode(self, data):
+        req = data.draw(st.sampled_from(self.decoding))
+        self.harness.decode(req)
+        self._settle()
+
+    @precondition(lambda self: self.decoding)
+    @rule(data=st.data())
+    def finish(self, data):
+        req = data.draw(st.sampled_from(self.decoding))
+        self.finished_texts.append((list(req.origin_input_ids) + list(req.output_ids), req.extra_key))
+        self.harness.finish(req)
+        self._settle()
+
+    @precondition(lambda self: self.decoding or any(req.kv.holds_kv for req in self.prefilling))
+    @rule(data=st.data(), resubmit=st.booleans())
+    def retract(self, data, resubmit):
+        holding = self.decoding + [req for req in self.prefilling if req.kv.holds_kv]
+        req = data.draw(st.sampled_from(holding))
+        self.harness.retract(req)
+        self._settle()
+        if resubmit and self.harness.admit(req):
+            self.prefilling.append(req)
+
+    @rule(count=st.integers(1, 60))
+    def evict(self, count):
+        self.harness.evict(count)
+
+    @precondition(lambda self: not self.harness.live)
+    @rule()
+    def flush(self):
+        self.harness.flush()
+
+    @invariant()
+    def conserved(self):
+        self.harness.check()
+
+    def teardown(self):
+        for req in list(self.harness.live):
+            if req.kv.holds_kv:
+                self.harness.retract(req)
+            else:
+                self.harness._cancel(req)
+        assert self.harness.tree.protected_size() == 0
+        self.harness.evict(self.harness.num_slots)
+        assert self.harness.allocator.available_size() == self.harness.num_slots
+
+
+class UnsplittableMachine(CacheMachine):
+    """Spans that cannot be cut: a divergence inside one takes its place or is not cached."""
+
+    policy = PseudoRandomPolicy(splittable=False)
+
+
+class StockMachine(CacheMachine):
+    """Policy ``none``: the same accounting without any compression."""
+
+    policy = None
+
+
+SETTINGS = settings(
+    max_examples=120,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_args():
+    with tempfile.TemporaryDirectory() as folder:
+        publish_server_args(Path(folder))
+        yield
+
+
+@pytest.mark.parametrize("machine", [CacheMachine, UnsplittableMachine, StockMachine])
+def test_random_sequences(machine):
+    case = machine.TestCase
+    case.settings = SETTINGS
+    case("runTest").runTest()
