@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import json
+from decimal import ROUND_CEILING, Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from sgl_kvevict.config import ENV_VAR, KVEvictConfig, load_config, parse_config, read_config_file
+from sgl_kvevict.errors import ConfigError
+
+
+def load(text: str) -> KVEvictConfig:
+    return load_config({ENV_VAR: text})
+
+
+@pytest.mark.parametrize("environ", [{}, {ENV_VAR: ""}, {ENV_VAR: "  "}, {ENV_VAR: "{}"}])
+def test_defaults(environ: dict[str, str]) -> None:
+    config = load_config(environ)
+    assert config == KVEvictConfig()
+    assert (config.policy, config.budget, config.tail_tokens) == ("ada-snapkv", 0.2, 32)
+    assert (config.sink_tokens, config.min_prefix_tokens, config.policy_options) == (4, 256, {})
+
+
+@pytest.mark.parametrize("suffix", ["json", "yaml", "yml"])
+def test_inline_json_and_files_give_the_same(tmp_path: Path, suffix: str) -> None:
+    values = {"policy": "snapkv", "budget": 0.1, "tail_tokens": 8, "policy_options": {"window_size": 16}}
+    path = tmp_path / f"config.{suffix}"
+    path.write_text(json.dumps(values))  # JSON is YAML
+    assert load(json.dumps(values)) == load(str(path)) == KVEvictConfig(**values)
+
+
+def test_yaml_with_comments(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("# how much to keep\nbudget: 512\npolicy_options:\n  pooling: avg\n")
+    config = load(str(path))
+    assert config.budget == 512 and isinstance(config.budget, int)
+    assert config.policy_options == {"pooling": "avg"}
+
+
+def test_an_empty_yaml_file_means_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("# nothing yet\n")
+    assert load(str(path)) == KVEvictConfig()
+
+
+def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_VAR, '{"budget": 0.5}')
+    assert load_config().budget == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"), [("1", int), ("1.0", float), ("256", int), ("0.05", float), ("1e-3", float)]
+)
+def test_an_integer_budget_counts_entries_and_a_float_is_a_share(text: str, kind: type) -> None:
+    assert type(load(f'{{"budget": {text}}}').budget) is kind
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("budget", 0, "(0, 1]"),
+        ("budget", 0.0, "(0, 1]"),
+        ("budget", 1.5, "(0, 1]"),
+        ("budget", -0.2, "(0, 1]"),
+        ("budget", -3, "(0, 1]"),
+        ("budget", float("nan"), "(0, 1]"),
+        ("budget", float("inf"), "(0, 1]"),
+        ("budget", True, "(0, 1]"),
+        ("budget", "0.2", "(0, 1]"),
+        ("budget", None, "(0, 1]"),
+        ("tail_tokens", 0, "an integer >= 1"),
+        ("tail_tokens", 32.0, "an integer >= 1"),
+        ("tail_tokens", "32", "an integer >= 1"),
+        ("sink_tokens", -1, "an integer >= 0"),
+        ("sink_tokens", False, "an integer >= 0"),
+        ("min_prefix_tokens", 0, "an integer >= 1"),
+        ("policy", "", "the name of a policy"),
+        ("policy", 3, "the name of a policy"),
+        ("policy_options", [1], "an object of options"),
+    ],
+)
+def test_an_error_names_field_value_and_what_is_allowed(field: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(json.dumps({field: value}))
+    message = str(caught.value)
+    assert f"{field}: got {value!r}; allowed: " in message
+    assert allowed in message
+    assert ENV_VAR in message
+
+
+def test_all_bad_fields_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load('{"budget": 2.0, "tail_tokens": 0, "sink_tokens": -1, "buget": 0.1, "policy": "snapkv"}')
+    message = str(caught.value)
+    assert len(message.splitlines()) == 5
+    for part in ("budget: got 2.0", "tail_tokens: got 0", "sink_tokens: got -1"):
+        assert part in message
+    assert "buget: unknown field (value 0.1)" in message
+    assert ", ".join(KVEvictConfig.model_fields) in message
+
+
+@pytest.mark.parametrize("text", ["[1]", "snapkv", "config.toml", '"x"'])
+def test_neither_json_nor_a_known_file_type(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"JSON object or the path of a \.json, \.yaml or \.yml file"):
+        load(text)
+
+
+def test_broken_json_inline() -> None:
+    with pytest.raises(ConfigError, match="is not valid JSON"):
+        load('{"budget": }')
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("config.json", "{", "is not valid JSON"),
+        ("config.yaml", "a: [", "is not valid YAML"),
+        ("config.yaml", "- 1\n- 2\n", "allowed: an object"),
+        ("config.json", "null", "allowed: an object"),
+        ("config.yaml", "1: 2\n", "allowed: an object"),
+        ("config.yaml", "budget: 7.5\n", "budget: got 7.5"),
+    ],
+)
+def test_bad_files_name_the_file(tmp_path: Path, name: str, content: str, problem: str) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        load(str(path))
+    assert problem in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere.json"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(str(missing))
+    binary = tmp_path / "config.json"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(str(binary))
+    with pytest.raises(ConfigError, match=r"allowed: a \.json, \.yaml or \.yml file"):
+        read_config_file(tmp_path / "config.ini")
+
+
+def test_parse_config_names_its_source() -> None:
+    with pytest.raises(ConfigError, match="in the command line"):
+        parse_config({"budget": 3.5}, "the command line")
+
+
+def test_a_configuration_is_frozen() -> None:
+    with pytest.raises(ValidationError):
+        KVEvictConfig().budget = 0.5  # type: ignore[misc]
+
+
+def test_every_field_says_what_it_means_and_allows() -> None:
+    for name, field in KVEvictConfig.model_fields.items():
+        assert field.description, name
+        assert isinstance(field.json_schema_extra, dict) and field.json_schema_extra["allowed"], name
+
+
+@pytest.mark.parametrize(
+    ("budget", "num_tokens", "num_slots"),
+    [
+        (0.2, 2827, 566),
+        (0.2, 5, 1),
+        (0.2, 6, 2),
+        (0.07, 100, 7),  # in floats 0.07 * 100 is 7.000000000000001
+        (0.3, 10, 3),
+        (1e-5, 1, 1),
+        (1.0, 77, 77),
+        (0.2, 0, 0),
+        (256, 1000, 256),
+        (256, 100, 100),
+        (1, 100, 1),
+        (1, 0, 0),
+    ],
+)
+def test_num_slots(budget: float | int, num_tokens: int, num_slots: int) -> None:
+    assert KVEvictConfig(budget=budget).num_slots(num_tokens) == num_slots
+
+
+@given(
+    percent_of_percent=st.integers(min_value=1, max_value=10_000),
+    num_tokens=st.integers(min_value=0, max_value=200_000),
+)
+def test_a_share_is_exact_decimal_arithmetic(percent_of_percent: int, num_tokens: int) -> None:
+    budget = percent_of_percent / 10_000
+    exact = Decimal(percent_of_percent) * num_tokens / 10_000
+    assert KVEvictConfig(budget=budget).num_slots(num_tokens) == exact.to_integral_value(ROUND_CEILING)
+
+
+def test_a_negative_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_tokens must be >= 0, got -1"):
+        KVEvictConfig().num_slots(-1)

@@ -1,0 +1,143 @@
+"""A file imports only from lower layers, and a third-party package only where it belongs (docs/design.md)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = {"sgl_kvevict": ROOT / "sgl_kvevict", "kvevict_kernels": ROOT / "kernels" / "kvevict_kernels"}
+
+KERNELS = "kvevict_kernels"
+BASE = {"errors", "geometry", "ragged", "config"}
+TOP = {"cli", "events", "launcher", "model"}
+BELOW_TOP = {KERNELS, "policies", "attention", "prefix", "compression", "sglang_adapter"} | BASE
+# Part of the project -> other parts that it may import. A new module or package needs a row here.
+MAY_IMPORT = {
+    KERNELS: set(),
+    **dict.fromkeys(BASE, BASE),
+    "policies": {KERNELS} | BASE,
+    "attention": {KERNELS} | BASE,
+    "prefix": {KERNELS} | BASE,
+    "compression": {KERNELS, "policies", "attention", "prefix"} | BASE,
+    "sglang_adapter": {KERNELS, "policies", "attention", "prefix", "compression"} | BASE,
+    **dict.fromkeys(TOP, BELOW_TOP | TOP),
+}
+# Third-party package -> the only places (path prefixes below a source folder) that may import it.
+ONLY_IN = {
+    "sglang": ("sgl_kvevict/sglang_adapter/",),
+    "flashinfer": ("sgl_kvevict/attention/flashinfer",),
+    "pydantic": ("sgl_kvevict/config.py",),
+    "yaml": ("sgl_kvevict/config.py",),
+    "transformers": ("sgl_kvevict/model.py",),
+    "tokenizers": ("sgl_kvevict/model.py",),
+    "typer": ("sgl_kvevict/cli/",),
+    "rich": ("sgl_kvevict/cli/", "sgl_kvevict/events"),
+    "zmq": ("sgl_kvevict/events",),
+}
+NEVER = {"tests", "helpers", "benchmarks", "examples", "pytest", "hypothesis", "matplotlib"}
+
+
+def imported_modules(tree: ast.AST, package: str) -> Iterator[str]:
+    """Absolute names of all modules imported in ``tree``; blocks of ``TYPE_CHECKING`` do not count."""
+    if isinstance(tree, ast.If) and ast.unparse(tree.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+        for node in tree.orelse:
+            yield from imported_modules(node, package)
+        return
+    if isinstance(tree, ast.Import):
+        yield from (alias.name for alias in tree.names)
+    elif isinstance(tree, ast.ImportFrom):
+        parents = package.split(".")[: len(package.split(".")) - tree.level + 1] if tree.level else []
+        module = ".".join([*parents, *([tree.module] if tree.module else [])])
+        # `from package import module` may name a module: both readings are checked.
+        yield from (f"{module}.{alias.name}" for alias in tree.names)
+    for child in ast.iter_child_nodes(tree):
+        yield from imported_modules(child, package)
+
+
+def part_of(module: str) -> str | None:
+    """The part of the project that a module belongs to; None for other packages, and for the top one."""
+    names = module.split(".")
+    if names[0] == KERNELS:
+        return KERNELS
+    return names[1] if names[0] == "sgl_kvevict" and len(names) > 1 else None
+
+
+def violations(relative: str, source: str) -> list[str]:
+    """What breaks the rules in a file at ``relative`` ("sgl_kvevict/prefix/span.py")."""
+    path = Path(relative)
+    names = [*path.parts[:-1], *([path.stem] if path.stem != "__init__" else [])]
+    package = ".".join(path.parts[:-1])
+    own = part_of(".".join(names))
+    if own is not None and own not in MAY_IMPORT:
+        return [f"{relative}: {own} has no layer; add it to MAY_IMPORT"]
+    problems = []
+    for module in imported_modules(ast.parse(source), package):
+        top, part = module.split(".")[0], part_of(module)
+        if part in MAY_IMPORT and part != own and part not in MAY_IMPORT.get(own or KERNELS, set()):
+            problems.append(f"{relative}: {own or 'the top package'} may not import {part}")
+        if top == "triton" and not (own == KERNELS and path.name == "triton_impl.py"):
+            problems.append(f"{relative}: triton belongs in triton_impl.py")
+        if top in ONLY_IN and not relative.startswith(ONLY_IN[top]):
+            problems.append(f"{relative}: {top} belongs in {' or '.join(ONLY_IN[top])}")
+        if top in NEVER:
+            problems.append(f"{relative}: {top} is not for the product")
+        if module.startswith("sgl_kvevict") and own == KERNELS:
+            problems.append(f"{relative}: kernels know nothing of the plugin")
+    return list(dict.fromkeys(problems))
+
+
+def test_every_file_keeps_the_rules() -> None:
+    problems: list[str] = []
+    num_files = 0
+    for name, folder in SOURCES.items():
+        for path in sorted(folder.rglob("*.py")):
+            num_files += 1
+            problems += violations(f"{name}/{path.relative_to(folder).as_posix()}", path.read_text())
+    assert num_files > 20
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize(
+    ("relative", "source"),
+    [
+        ("sgl_kvevict/prefix/span.py", "from sgl_kvevict.policies.registry import build_policy"),
+        ("sgl_kvevict/prefix/span.py", "from sgl_kvevict import attention"),
+        ("sgl_kvevict/prefix/span.py", "from ..policies import registry"),
+        ("sgl_kvevict/policies/registry.py", "from sgl_kvevict.attention.cpu import CpuAttention"),
+        ("sgl_kvevict/attention/cpu.py", "import sgl_kvevict.policies.registry"),
+        ("sgl_kvevict/attention/cpu.py", "def f():\n    import flashinfer"),
+        ("sgl_kvevict/compression/compressor.py", "import sglang.srt.mem_cache"),
+        ("sgl_kvevict/compression/compressor.py", "from sgl_kvevict.sglang_adapter import tree"),
+        ("sgl_kvevict/cli/__init__.py", "from sglang.srt import server_args"),
+        ("sgl_kvevict/geometry.py", "from kvevict_kernels.compact_kv import compact_kv"),
+        ("sgl_kvevict/ragged.py", "import triton"),
+        ("sgl_kvevict/unheard_of.py", ""),
+        ("sgl_kvevict/__init__.py", "from sgl_kvevict.cli import main"),
+        ("kvevict_kernels/compact_kv/__init__.py", "import triton"),
+        ("kvevict_kernels/compact_kv/__init__.py", "from sgl_kvevict import geometry"),
+        ("kvevict_kernels/compact_kv/__init__.py", "from sgl_kvevict.errors import KVEvictError"),
+        ("sgl_kvevict/model.py", "from helpers.tolerance import check"),
+    ],
+)
+def test_a_breach_is_found(relative: str, source: str) -> None:
+    assert len(violations(relative, source)) >= 1
+
+
+@pytest.mark.parametrize(
+    ("relative", "source"),
+    [
+        ("sgl_kvevict/prefix/span.py", "from sgl_kvevict.ragged import Selection\nfrom .store import x"),
+        ("sgl_kvevict/attention/flashinfer_spans.py", "def f():\n    import flashinfer"),
+        ("sgl_kvevict/config.py", "from sgl_kvevict.errors import ConfigError\nimport pydantic"),
+        ("sgl_kvevict/policies/parts.py", "if TYPE_CHECKING:\n    from sgl_kvevict.attention import x"),
+        ("kvevict_kernels/compact_kv/triton_impl.py", "import triton.language as tl"),
+        ("sgl_kvevict/sglang_adapter/tree.py", "from sglang.srt.mem_cache.radix_cache import RadixCache"),
+        ("sgl_kvevict/cli/__init__.py", "from sgl_kvevict.policies.registry import list_policies"),
+    ],
+)
+def test_a_legal_import_passes(relative: str, source: str) -> None:
+    assert violations(relative, source) == []
