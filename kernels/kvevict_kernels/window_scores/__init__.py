@@ -51,7 +51,7 @@ def window_scores(
         sm_scale: softmax scale.
         key_start: logical position of the range's first key (tokens).
         query_start: logical position of ``queries[0]`` (tokens).
-        kernel_size: pooling window, odd; 1 does not pool (tokens).
+        kernel_size: pooling window, odd, up to 127; 1 does not pool (tokens).
         pooling: "max" or "avg".
         order: "pool-mean" pools every query's row and averages then (Ada-KV's Algorithm 2); "mean-pool" pools
             the average (the authors' code, SnapKV).
@@ -61,8 +61,8 @@ def window_scores(
         tensors.
 
     Raises:
-        ValueError: wrong shape, dtype, device or choice; W == 0; an even ``kernel_size``; query heads that
-            are not a multiple of the KV heads; on the CPU also a token slot outside the buffer.
+        ValueError: wrong shape, dtype, device or choice; W == 0; an even or too large ``kernel_size``; query
+            heads that are not a multiple of the KV heads; on the CPU also a token slot outside the buffer.
 
     Source: Ada-KV, arXiv 2407.11550, Algorithm 2 lines 3-4; SnapKV, arXiv 2404.14469.
     Differs: lines 3-4 say softmax over the keys outside the window; this is the softmax over all keys, then

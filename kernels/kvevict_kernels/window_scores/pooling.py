@@ -10,13 +10,16 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kvevict_kernels.checks import check_choice, check_int
 
+MAX_KERNEL_SIZE = 127
+"""A tile of keys on the device must hold a whole pooling window."""
+
 
 @dataclass(frozen=True)
 class Pooling:
     """The pooling arguments of window_scores.
 
     Attributes:
-        kernel_size: odd window along the keys (tokens); 1 does not pool.
+        kernel_size: odd window along the keys, up to 127 (tokens); 1 does not pool.
         kind: "max" (pads -inf) or "avg" (pads zeros that count).
         order: "pool-mean" or "mean-pool".
 
@@ -29,7 +32,7 @@ class Pooling:
     order: Literal["pool-mean", "mean-pool"]
 
     def __post_init__(self) -> None:
-        check_int("kernel_size", self.kernel_size, 1)
+        check_int("kernel_size", self.kernel_size, 1, MAX_KERNEL_SIZE)
         if self.kernel_size % 2 == 0:
             raise ValueError(f"kernel_size: expected an odd number, got {self.kernel_size}")
         check_choice("pooling", self.kind, ("max", "avg"))

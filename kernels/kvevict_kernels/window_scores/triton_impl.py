@@ -15,6 +15,8 @@ from kvevict_kernels.window_scores.pooling import Pooling
 
 ROW_BLOCK = 32
 KEY_BLOCK = 128
+MIN_VALID_KEYS = 32
+"""Keys of a tile that are not halo, at least; tiles are powers of two."""
 
 
 @triton.jit(do_not_specialize=["num_keys", "first_key", "W"])
@@ -101,7 +103,7 @@ def window_scores_triton(
     num_kv_heads = k_buffer.shape[1]
     num_keys = token_slots.numel()
     kernel_size = pooling.kernel_size if pooling.pools_rows else 1
-    key_block = max(KEY_BLOCK, triton.next_power_of_2(2 * kernel_size))
+    key_block = max(KEY_BLOCK, triton.next_power_of_2(kernel_size + MIN_VALID_KEYS))
     mean = torch.empty(num_kv_heads, num_keys, dtype=torch.float32, device=queries.device)
     pooled = torch.empty_like(mean)
     grid = (triton.cdiv(num_keys, key_block - (kernel_size - 1)), num_kv_heads)
