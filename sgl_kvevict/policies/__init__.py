@@ -1,0 +1,38 @@
+"""Which entries of a prefix to keep: policies composed of scorer, budget allocator, selector and merger."""
+
+from sgl_kvevict.policies.observation import LayerObservation, QueryWindow, Signal
+from sgl_kvevict.policies.parts import (
+    BudgetAllocator,
+    Decision,
+    Merger,
+    PolicyState,
+    RangeScores,
+    Scorer,
+    Selector,
+    TokenScores,
+    Trait,
+)
+from sgl_kvevict.policies.policy import Policy
+from sgl_kvevict.policies.query_moments import QueryMoments, Rotary
+from sgl_kvevict.policies.registry import PolicyInfo, build_policy, list_policies
+
+__all__ = [
+    "BudgetAllocator",
+    "Decision",
+    "LayerObservation",
+    "Merger",
+    "Policy",
+    "PolicyInfo",
+    "PolicyState",
+    "QueryMoments",
+    "QueryWindow",
+    "RangeScores",
+    "Rotary",
+    "Scorer",
+    "Selector",
+    "Signal",
+    "TokenScores",
+    "Trait",
+    "build_policy",
+    "list_policies",
+]

@@ -12,12 +12,12 @@ from sgl_kvevict.policies.reference import accumulated_attention, dense_attentio
 
 
 class Prompt:
-    """Keys, values and queries of a small model over a whole prompt, observed as a server would."""
+    """Keys, values and queries of a small model over a prompt, observed as a server would."""
 
     def __init__(
         self, keys: list[Tensor], queries: list[Tensor], *, tail: int, window: int, start: int = 0
     ) -> None:
-        """keys[l] [n, H, D]; queries[l] [m, Hq, D] of the last m positions; the range is [start, n - tail)."""
+        """keys[l] [n, H, D]; queries[l] [m, Hq, D] of the last m positions; range [start, n - tail)."""
         self.keys, self.queries = keys, queries
         self.num_layers, self.window = len(keys), window
         self.length, self.num_heads, self.head_dim = keys[0].shape
@@ -47,6 +47,7 @@ class Prompt:
         buffers = torch.full((2, self.length + 1, self.num_heads, self.head_dim), torch.nan)
         buffers[0, self.slots], buffers[1, self.slots] = self.keys[layer], self.values[layer]
         weights, lse = self.weights(layer)
+        lse = lse.contiguous()
         queries = self.queries[layer]
         first = max(queries.shape[0] - self.window, 0)
         window = QueryWindow(queries[first:], lse[first:].float(), self.length - queries.shape[0] + first)

@@ -1,0 +1,121 @@
+"""What a policy may look at: one layer's keys, values, and the signals of the forward pass it asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from sgl_kvevict.policies.query_moments import QueryMoments
+
+
+class Signal(Enum):
+    """What a scorer needs from the forward pass; the adapter refuses at start-up what it cannot provide."""
+
+    WINDOW_QUERIES = "window_queries"
+    """The last ``window_size`` queries of the prompt, after RoPE, with their log-sum-exp."""
+    ACCUMULATED_ATTENTION = "accumulated_attention"
+    """Per key, the attention of all queries that saw it, summed; mean over the query heads of a group."""
+    QUERY_MOMENTS = "query_moments"
+    """Per query head, mean and covariance of all queries before RoPE: the same size for any length."""
+    KEYS = "keys"
+    VALUES = "values"
+
+
+@dataclass(frozen=True)
+class QueryWindow:
+    """The last queries of a prompt in one layer.
+
+    Attributes:
+        queries: [window, num_qo_heads, head_dim], after RoPE.
+        lse: [window, num_qo_heads], float32, natural log-sum-exp over all keys each query saw.
+        start: logical position of ``queries[0]``.
+    """
+
+    queries: Tensor
+    lse: Tensor
+    start: int
+
+    @property
+    def end(self) -> int:
+        """Logical position after the last query."""
+        return self.start + self.queries.shape[0]
+
+    def last(self, count: int) -> QueryWindow:
+        """The last ``count`` queries (all of them when there are fewer)."""
+        skip = max(self.queries.shape[0] - count, 0)
+        return QueryWindow(self.queries[skip:], self.lse[skip:], self.start + skip)
+
+
+@dataclass(frozen=True)
+class LayerObservation:
+    """What one layer shows to a policy about the tokens ``[start, start + num_tokens)`` of a path.
+
+    Attributes:
+        layer: layer index.
+        start: logical position of the range's first token.
+        k_buffer: [num_token_slots, num_kv_heads, head_dim], the layer's keys, after RoPE.
+        v_buffer: [num_token_slots, num_kv_heads, head_dim].
+        token_slots: [num_tokens], int64, the range's rows in the buffers.
+        sm_scale: factor of the attention logits.
+        window: the last queries of the prompt, if the policy needs them.
+        accumulated: [num_kv_heads, num_tokens], float32, see :attr:`Signal.ACCUMULATED_ATTENTION`.
+        moments: see :attr:`Signal.QUERY_MOMENTS`.
+        num_prompt_tokens: logical length of the prompt whose queries were observed; None if unknown.
+    """
+
+    layer: int
+    start: int
+    k_buffer: Tensor
+    v_buffer: Tensor
+    token_slots: Tensor
+    sm_scale: float
+    window: QueryWindow | None = None
+    accumulated: Tensor | None = None
+    moments: QueryMoments | None = None
+    num_prompt_tokens: int | None = None
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """[num_tokens, num_kv_heads, head_dim], gathered once on first use."""
+        return torch.index_select(self.k_buffer, 0, self.token_slots)
+
+    @cached_property
+    def values(self) -> Tensor:
+        """[num_tokens, num_kv_heads, head_dim], gathered once on first use."""
+        return torch.index_select(self.v_buffer, 0, self.token_slots)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the range."""
+        return self.token_slots.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of the layer."""
+        return self.k_buffer.shape[1]
+
+    def require_window(self, who: str) -> QueryWindow:
+        """The query window.
+
+        Raises:
+            ValueError: the forward pass did not provide it.
+        """
+        if self.window is None:
+            raise ValueError(f"{who} needs the window queries of layer {self.layer}, got none")
+        return self.window
+
+    def require_accumulated(self, who: str) -> Tensor:
+        """The accumulated attention.
+
+        Raises:
+            ValueError: the forward pass did not provide it, or its shape is wrong.
+        """
+        expected = (self.num_kv_heads, self.num_tokens)
+        if self.accumulated is None or tuple(self.accumulated.shape) != expected:
+            got = None if self.accumulated is None else tuple(self.accumulated.shape)
+            raise ValueError(f"{who} needs accumulated attention {expected} of layer {self.layer}, got {got}")
+        return self.accumulated

@@ -1,0 +1,198 @@
+"""The four parts of a policy and what passes between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sgl_kvevict.policies.observation import LayerObservation, Signal
+from sgl_kvevict.policies.ranking import order_keys
+from sgl_kvevict.ragged import MergePlan, Selection
+
+
+class Trait(Enum):
+    """What a scorer's numbers mean, so that parts which do not fit are refused when a policy is built."""
+
+    COMPARABLE = "comparable across heads"
+    """Scores of different heads and layers are on one scale, so entries may compete across them."""
+    ATTENTION_SUMS = "attention summed over all queries"
+    """Scores are column sums of attention over all queries, whose variance measures a layer's density."""
+    IMPORTANCE = "given with a layer's importance of each token"
+    """The scorer also gives one importance per token of a layer."""
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """One layer's scores.
+
+    Attributes:
+        values: [num_kv_heads, num_tokens], float32, higher = keep.
+        tie_break: same shape, float32; decides between equal values. None: the lower position wins.
+        importance: [num_tokens], float32, the layer's view of each token (trait IMPORTANCE).
+    """
+
+    values: Tensor
+    tie_break: Tensor | None = None
+    importance: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RangeScores:
+    """All that the scorer said about one range, and which tokens do not compete because they are kept anyway.
+
+    Row ``s`` stands for the ``s``-th *scored* layer; with layer reuse there are fewer rows than layers.
+
+    Attributes:
+        values: [num_scored_layers, num_kv_heads, num_tokens], float32.
+        tie_break: same shape, or None.
+        importance: [num_scored_layers, num_tokens], or None.
+        num_first: tokens at the start of the range kept in every head (sinks).
+        num_last: tokens at the end of the range kept in every head (part of the observation window).
+    """
+
+    values: Tensor
+    tie_break: Tensor | None
+    importance: Tensor | None
+    num_first: int
+    num_last: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the range."""
+        return self.values.shape[-1]
+
+    @property
+    def num_pinned(self) -> int:
+        """Tokens kept in every head without competing."""
+        return self.num_first + self.num_last
+
+    @property
+    def num_candidates(self) -> int:
+        """Tokens that compete."""
+        return self.num_tokens - self.num_pinned
+
+    def candidates(self, per_token: Tensor) -> Tensor:
+        """The competing tokens' part of a tensor whose last dimension is the range."""
+        return per_token[..., self.num_first : self.num_tokens - self.num_last]
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """[num_scored_layers, num_kv_heads, num_candidates], integers in the order of the scores."""
+        tie_break = None if self.tie_break is None else self.candidates(self.tie_break)
+        return order_keys(self.candidates(self.values), tie_break)
+
+    def with_pinned(self, kept: Tensor) -> Tensor:
+        """Extend a mask over candidates to the whole range, pinned tokens kept."""
+        return torch.nn.functional.pad(kept, (self.num_first, self.num_last), value=True)
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyState:
+    """What a policy remembers of a path from one compression to the next. Immutable; None for most policies.
+
+    Attributes:
+        threshold: [num_layers, num_kv_heads], float32, D2O's moving similarity threshold; NaN before a head's
+            first eviction.
+    """
+
+    threshold: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """The outcome of one compression.
+
+    Attributes:
+        selection: the kept entries.
+        merge: how evicted rows live on in kept ones, or None.
+        state: to be handed to the path's next compression, or None.
+    """
+
+    selection: Selection
+    merge: MergePlan | None = None
+    state: PolicyState | None = None
+
+
+class Scorer(Protocol):
+    """How important each token is to each head of a layer. Frozen, pure."""
+
+    @property
+    def needs(self) -> frozenset[Signal]:
+        """Signals the scorer reads."""
+
+    @property
+    def traits(self) -> frozenset[Trait]:
+        """What its scores mean."""
+
+    @property
+    def window_size(self) -> int:
+        """Queries the scorer looks at; 0 if none."""
+
+    @property
+    def kept_window(self) -> int:
+        """Last tokens of the prompt that are kept in every head without competing; 0 if they compete."""
+
+    def score(self, observation: LayerObservation) -> TokenScores:
+        """Score one layer."""
+
+
+class BudgetAllocator(Protocol):
+    """How many entries each (layer, head) keeps. Frozen, pure."""
+
+    @property
+    def requires(self) -> frozenset[Trait]:
+        """Traits the scores must have."""
+
+    @property
+    def equal_layers(self) -> bool:
+        """Every layer gets the same total, so one layer's kept positions fit another."""
+
+    def allocate(self, scores: RangeScores, total: int) -> Tensor:
+        """Split ``total`` entries over the candidates of all rows and heads.
+
+        Returns:
+            [num_scored_layers, num_kv_heads], int64, each in ``[0, num_candidates]``; sums to ``total``.
+        """
+
+
+class Selector(Protocol):
+    """Which tokens each (layer, head) keeps. Frozen, pure."""
+
+    @property
+    def requires(self) -> frozenset[Trait]:
+        """Traits the scores must have."""
+
+    def select(self, scores: RangeScores, keep_lens: Tensor) -> Tensor:
+        """Choose ``keep_lens`` candidates of each row and head.
+
+        Returns:
+            [num_scored_layers, num_kv_heads, num_tokens], bool, pinned tokens included.
+        """
+
+
+class Merger(Protocol):
+    """What evicted rows leave behind in kept ones. Frozen, pure."""
+
+    @property
+    def needs(self) -> frozenset[Signal]:
+        """Signals the merger reads."""
+
+    @property
+    def splittable(self) -> bool:
+        """No kept entry holds information of a later token, so its span may be cut at any token."""
+
+    def merge(
+        self, observations: list[LayerObservation], kept: Tensor, state: PolicyState | None
+    ) -> tuple[MergePlan, PolicyState]:
+        """Plan the merge.
+
+        Args:
+            observations: one per layer.
+            kept: [num_layers, num_kv_heads, num_tokens], bool.
+            state: of the path's previous compression.
+        """

@@ -1,0 +1,184 @@
+"""A policy: four parts that fit together, run once per compression."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sgl_kvevict.errors import ConfigError, InvariantError
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.policies.observation import LayerObservation, Signal
+from sgl_kvevict.policies.parts import (
+    BudgetAllocator,
+    Decision,
+    Merger,
+    PolicyState,
+    RangeScores,
+    Scorer,
+    Selector,
+    TokenScores,
+)
+from sgl_kvevict.ragged import Selection
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Scorer + budget allocator + selector (+ merger). Frozen and stateless: one object serves all requests.
+
+    Tokens kept without competing (the caller's protected ones, the method's own sinks, and those tokens of
+    the observation window that lie inside the range) are taken out of the budget first, as the papers do with
+    the window. Normally the window *is* the uncompressed tail behind the range, so nothing is taken out for
+    it.
+
+    Attributes:
+        name: as users select it.
+        scorer: importance of each token.
+        allocator: entries per (layer, head).
+        selector: which tokens.
+        merger: what evicted tokens leave behind; None = nothing.
+        num_sink_tokens: first tokens of a *path* that the method itself keeps in every head.
+        reuse_layers: layers that share the positions chosen by the first of them; the others are not
+            observed.
+
+    Raises:
+        ConfigError: parts that do not fit together, with the reason.
+    """
+
+    name: str
+    scorer: Scorer
+    allocator: BudgetAllocator
+    selector: Selector
+    merger: Merger | None = None
+    num_sink_tokens: int = 0
+    reuse_layers: int = 1
+
+    def __post_init__(self) -> None:
+        have = self.scorer.traits
+        for part in (self.allocator, self.selector):
+            missing = part.requires - have
+            if missing:
+                wanted = ", ".join(sorted(trait.value for trait in missing))
+                raise ConfigError(
+                    f"policy {self.name!r}: {part} needs scores that are {wanted}; those of "
+                    f"{type(self.scorer).__name__} are not"
+                )
+        if self.reuse_layers > 1 and not self.allocator.equal_layers:
+            raise ConfigError(
+                f"policy {self.name!r}: reuse_layers={self.reuse_layers} needs the same budget in every "
+                f"layer, which {type(self.allocator).__name__} does not give; use reuse_layers=1 or "
+                "budget_rule='uniform'"
+            )
+        if self.reuse_layers > 1 and self.merger is not None:
+            raise ConfigError(f"policy {self.name!r}: merging needs every layer, so reuse_layers must be 1")
+
+    @property
+    def needs(self) -> frozenset[Signal]:
+        """Signals the forward pass must provide."""
+        return self.scorer.needs | (frozenset() if self.merger is None else self.merger.needs)
+
+    @property
+    def window_size(self) -> int:
+        """Last queries of the prompt to keep per layer; 0 = none."""
+        return self.scorer.window_size
+
+    @property
+    def splittable(self) -> bool:
+        """A span made by this policy may be cut at any token."""
+        return self.merger is None or self.merger.splittable
+
+    def select(
+        self,
+        observe: Callable[[int], LayerObservation],
+        geometry: KVGeometry,
+        total: int,
+        protected: int,
+        state: PolicyState | None = None,
+    ) -> Decision:
+        """Decide what a range keeps.
+
+        Args:
+            observe: gives a layer's observation; called in ascending order, once for each layer that is
+                scored.
+            geometry: sizes of the model.
+            total: entries to keep over all layers and heads.
+            protected: first tokens of the range kept in every head.
+            state: of the same path's previous compression, if there was one.
+
+        Returns:
+            Exactly ``total`` entries, ascending within a run. With room for everything, everything.
+
+        Raises:
+            ValueError: ``total`` does not fit the range, or is too small for the protected tokens.
+        """
+        observations = [observe(0)]
+        num_tokens = observations[0].num_tokens
+        runs = geometry.heads_per_token
+        if not 0 <= protected <= total // runs or total > num_tokens * runs:
+            raise ValueError(
+                f"total must be between protected * {runs} = {protected * runs} and {num_tokens * runs} "
+                f"entries ({num_tokens} tokens), got {total}"
+            )
+        if total == num_tokens * runs:
+            shape = (geometry.num_layers, geometry.num_kv_heads, num_tokens)
+            kept = torch.ones(shape, dtype=torch.bool, device=observations[0].token_slots.device)
+            return Decision(_selection(kept, total), state=state)
+        observations += [
+            observe(layer) for layer in range(self.reuse_layers, geometry.num_layers, self.reuse_layers)
+        ]
+        scores = self._score(observations, total // runs, protected)
+        kept = self._keep(scores, geometry, total)
+        selection = _selection(kept, total)
+        if self.merger is None:
+            return Decision(selection)
+        merge, state = self.merger.merge(observations, kept, state)
+        return Decision(selection, merge, state)
+
+    def _score(self, observations: list[LayerObservation], per_head: int, protected: int) -> RangeScores:
+        parts = [self.scorer.score(observation) for observation in observations]
+        first = observations[0]
+        num_first = min(max(protected, self.num_sink_tokens - first.start), per_head, first.num_tokens)
+        num_last = min(self._window_in_range(first), per_head - num_first)
+        return RangeScores(
+            torch.stack([part.values for part in parts]),
+            _stack_optional(parts, "tie_break"),
+            _stack_optional(parts, "importance"),
+            num_first,
+            num_last,
+        )
+
+    def _window_in_range(self, observation: LayerObservation) -> int:
+        """Tokens of the kept window that lie inside the range: 0 when the tail covers the window."""
+        if not self.scorer.kept_window:
+            return 0
+        window = observation.require_window(self.name).last(self.scorer.kept_window)
+        return max(observation.start + observation.num_tokens - window.start, 0)
+
+    def _keep(self, scores: RangeScores, geometry: KVGeometry, total: int) -> Tensor:
+        """[num_layers, num_kv_heads, num_tokens], bool."""
+        net = total - geometry.heads_per_token * scores.num_pinned
+        if self.reuse_layers > 1:
+            if net % geometry.num_layers:
+                raise ValueError(f"with layer reuse, total must be a multiple of the layers, got {total}")
+            net = net // geometry.num_layers * scores.values.shape[0]
+        keep_lens = self.allocator.allocate(scores, net)
+        kept = self.selector.select(scores, keep_lens)
+        if self.reuse_layers == 1:
+            return kept
+        return kept.repeat_interleave(self.reuse_layers, dim=0)[: geometry.num_layers]
+
+
+def _stack_optional(parts: list[TokenScores], field: str) -> Tensor | None:
+    tensors = [getattr(part, field) for part in parts]
+    return None if tensors[0] is None else torch.stack(tensors)
+
+
+def _selection(kept: Tensor, total: int) -> Selection:
+    """Kept positions of a mask [num_layers, num_kv_heads, num_tokens], run after run."""
+    keep_lens = kept.sum(-1, dtype=torch.int32)
+    if kept.device.type == "cpu" and int(keep_lens.sum()) != total:
+        raise InvariantError(f"policy kept {int(keep_lens.sum())} entries instead of {total}")
+    flat = torch.nonzero_static(kept.flatten(), size=total).squeeze(-1)
+    return Selection(keep_lens, (flat % kept.shape[-1]).int(), total)

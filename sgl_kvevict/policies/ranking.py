@@ -1,0 +1,107 @@
+"""Deterministic ranking: scores to integer keys, and exact top-k whose ties go to the lower position.
+
+``torch.topk`` may return any of several equal elements. Here only its *threshold* is used, which is unique;
+ties at the threshold are then filled from the left. Nothing reads the device from the host.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_DROPPED_BITS = 3
+"""Low mantissa bits ignored when a second score breaks ties: scores within about 5e-7 are equal."""
+
+
+def order_keys(values: Tensor, tie_break: Tensor | None = None) -> Tensor:
+    """Integers in the order of the scores.
+
+    Args:
+        values: float32, no NaN.
+        tie_break: same shape, float32; decides between values that are equal up to rounding noise.
+
+    Returns:
+        Same shape; int32, or int64 with ``tie_break``.
+
+    Source: Ada-KV leaves ties open; pooling makes them the normal case. Order used: pooled score (rounded),
+        then unpooled score, then head, then position.
+    """
+    primary = _ordered_bits(values)
+    if tie_break is None:
+        return primary
+    rounded = ((primary.long() + (1 << (_DROPPED_BITS - 1))) >> _DROPPED_BITS) << _DROPPED_BITS
+    return (rounded << 32) + (_ordered_bits(tie_break).long() + 2**31)
+
+
+def _ordered_bits(values: Tensor) -> Tensor:
+    bits = (values.float() + 0.0).contiguous().view(torch.int32)  # + 0.0: one zero, not two
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def key_max(keys: Tensor) -> int:
+    """The largest key: forces an element to the front of the order."""
+    return torch.iinfo(keys.dtype).max
+
+
+def top_mask(keys: Tensor, counts: int | Tensor) -> Tensor:
+    """Mark the ``counts`` largest keys of each row; ties to the lower position.
+
+    Args:
+        keys: [..., num_tokens], integer.
+        counts: how many; one number, or [...] int64 on the device, each in ``[0, num_tokens]``.
+
+    Returns:
+        [..., num_tokens], bool.
+
+    Cost: O(num_tokens) a row for a host number, a sort of each row for a tensor; no host sync.
+    """
+    if isinstance(counts, int) and counts == 0:
+        return torch.zeros_like(keys, dtype=torch.bool)
+    threshold = _kth_largest(keys, counts).unsqueeze(-1)
+    above = keys > threshold
+    ties = keys == threshold
+    missing = (counts - above.sum(-1)).unsqueeze(-1)
+    return above | (ties & (ties.cumsum(-1) <= missing))
+
+
+def top_counts(keys: Tensor, totals: int | Tensor) -> Tensor:
+    """How many of a group's largest keys each of its rows holds; ties to the lower row, then position.
+
+    Args:
+        keys: [groups, rows, num_tokens], integer.
+        totals: size of each group's top set; one number, or [groups] int64.
+
+    Returns:
+        [groups, rows], int64; sums to ``totals``.
+
+    Source: Ada-KV (arXiv 2407.11550), Alg. 1.
+    """
+    if isinstance(totals, int) and totals == 0:
+        return torch.zeros(keys.shape[:2], dtype=torch.int64, device=keys.device)
+    threshold = _kth_largest(keys.flatten(1), totals)[:, None, None]
+    above = (keys > threshold).sum(-1)
+    ties = (keys == threshold).sum(-1)
+    missing = (totals - above.sum(-1)).unsqueeze(-1)
+    return above + fill_in_order(ties, missing)
+
+
+def fill_in_order(capacities: Tensor, amount: Tensor | int) -> Tensor:
+    """Take ``amount`` from the capacities, the first ones first.
+
+    Args:
+        capacities: [..., n], int64.
+        amount: [..., 1], int64, or one number.
+
+    Returns:
+        [..., n], int64.
+    """
+    before = capacities.cumsum(-1) - capacities
+    return torch.minimum((amount - before).clamp(min=0), capacities)
+
+
+def _kth_largest(keys: Tensor, counts: int | Tensor) -> Tensor:
+    """The ``counts``-th largest key of each row; [...] (of any key when the count is 0)."""
+    if isinstance(counts, int):
+        return keys.kthvalue(keys.shape[-1] - counts + 1, dim=-1).values
+    ascending = keys.sort(dim=-1).values
+    return ascending.gather(-1, (keys.shape[-1] - counts.clamp(min=1)).unsqueeze(-1)).squeeze(-1)

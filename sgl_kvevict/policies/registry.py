@@ -1,0 +1,101 @@
+"""Policies by name, and users' own by dotted path."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.policies.options import OptionInfo, describe_options, parse_options
+from sgl_kvevict.policies.policy import Policy
+from sgl_kvevict.policies.presets import ENTRIES
+
+NO_POLICY = "none"
+
+
+@dataclass(frozen=True)
+class PolicyInfo:
+    """What ``sgl-kvevict policies`` prints of one policy.
+
+    Attributes:
+        name: as users select it.
+        summary: the idea in one line.
+        options: its options with defaults.
+    """
+
+    name: str
+    summary: str
+    options: tuple[OptionInfo, ...]
+
+
+def list_policies() -> tuple[PolicyInfo, ...]:
+    """All policies, ``none`` first."""
+    none = PolicyInfo(NO_POLICY, "compress nothing: SGLang's own behaviour", ())
+    return (none, *(PolicyInfo(e.name, e.summary, describe_options(e.options_type)) for e in ENTRIES))
+
+
+def build_policy(name: str, options: Mapping[str, Any]) -> Policy | None:
+    """Make the policy a configuration asks for.
+
+    Args:
+        name: a name of :func:`list_policies`, or "package.module:factory" for a user's own; the factory is
+            called with the options as keyword arguments and returns a :class:`Policy`.
+        options: the policy's options; missing ones take their defaults.
+
+    Returns:
+        The policy; None for "none".
+
+    Raises:
+        ConfigError: unknown name or option, bad value, parts that do not fit, or a user's policy that cannot
+            be loaded.
+    """
+    if ":" in name:
+        return _load_user_policy(name, options)
+    if name == NO_POLICY:
+        if options:
+            raise ConfigError(f"policy_options: policy 'none' has no options, got {', '.join(options)}")
+        return None
+    for entry in ENTRIES:
+        if entry.name == name:
+            return _build(name, entry.build, parse_options(name, entry.options_type, options))
+    known = ", ".join(info.name for info in list_policies())
+    raise ConfigError(f"policy: got {name!r}; allowed: {known}, or 'package.module:factory' for your own")
+
+
+def _build(name: str, build: Callable[[Any], Policy], options: Any) -> Policy:
+    try:
+        return build(options)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"policy_options: policy {name!r}: {error}") from error
+
+
+def _load_user_policy(path: str, options: Mapping[str, Any]) -> Policy:
+    module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute:
+        raise ConfigError(f"policy: got {path!r}; allowed: 'package.module:factory'")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"policy: module {module_name!r} of {path!r} cannot be imported: {error}"
+        ) from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        public = ", ".join(key for key in vars(module) if not key.startswith("_"))
+        raise ConfigError(f"policy: {path!r} names no callable; module {module_name!r} has: {public}")
+    try:
+        inspect.signature(factory).bind(**options)
+    except TypeError as error:
+        allowed = inspect.signature(factory)
+        raise ConfigError(f"policy_options: {error} in policy {path!r}; allowed: {allowed}") from error
+    policy = factory(**options)
+    if not isinstance(policy, Policy):
+        raise ConfigError(
+            f"policy: {path!r} returned {type(policy).__name__}; allowed: sgl_kvevict.policies.Policy"
+        )
+    return policy

@@ -1,0 +1,59 @@
+"""Integer shares that add up exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+
+def even_split(total: int, parts: int) -> list[int]:
+    """``total`` in ``parts`` near-equal integers; the first ones get the remainder."""
+    share, extra = divmod(total, parts)
+    return [share + (part < extra) for part in range(parts)]
+
+
+def exact_fraction(value: float) -> Fraction:
+    """The decimal a user typed: 0.2 is 1/5, not the nearest double."""
+    return Fraction(str(value)).limit_denominator(1_000_000)
+
+
+def round_shares(shares: Sequence[Fraction], total: int) -> list[int]:
+    """Round non-negative shares that sum to ``total`` by largest remainder; ties to the lower index."""
+    floors = [int(share) for share in shares]
+    order = sorted(range(len(shares)), key=lambda i: (floors[i] - shares[i], i))
+    for i in order[: total - sum(floors)]:
+        floors[i] += 1
+    return floors
+
+
+def largest_remainder(numerators: Tensor, denominator: int, totals: Tensor) -> Tensor:
+    """Round the fractions ``numerators / denominator`` of each row to integers with the given sums.
+
+    Args:
+        numerators: [rows, parts], int64, non-negative.
+        denominator: positive.
+        totals: [rows], int64; each the exact sum of its row's fractions.
+
+    Returns:
+        [rows, parts], int64; ties go to the lower index.
+
+    Source: Ada-KV leaves rounding open (its code rounds each head alone, which loses entries).
+    """
+    floors = numerators.div(denominator, rounding_mode="floor")
+    return _add_missing(floors, numerators - floors * denominator, totals)
+
+
+def largest_remainder_float(shares: Tensor, totals: Tensor) -> Tensor:
+    """As :func:`largest_remainder` for float64 shares [rows, parts] whose sums may be off by noise."""
+    floors = shares.floor()
+    return _add_missing(floors.long(), shares - floors, totals)
+
+
+def _add_missing(floors: Tensor, remainders: Tensor, totals: Tensor) -> Tensor:
+    order = remainders.sort(dim=-1, descending=True, stable=True).indices
+    missing = (totals - floors.sum(-1)).unsqueeze(-1)
+    bonus = (torch.arange(floors.shape[-1], device=floors.device) < missing).to(floors.dtype)
+    return floors.scatter_add(-1, order, bonus.expand_as(floors).contiguous())

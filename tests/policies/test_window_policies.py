@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sgl_kvevict.policies import Decision, Policy, RangeScores, build_policy
+from sgl_kvevict.policies.selectors import TopKSelector
+
+Run = Callable[..., Any]
+
+
+def policy(name: str, **options: Any) -> Policy:
+    built = build_policy(name, options)
+    assert built is not None
+    return built
+
+
+def golden_prompt(make_prompt: Run, tail: int = 4) -> Any:
+    """specs/ada_kv.md 9.17: h=3, n=24, d_h=4; queries of all positions (only the last 4 are used)."""
+    head = torch.arange(3.0)[None, :, None]
+    token = torch.arange(24.0)[:, None, None]
+    channel = torch.arange(4.0)[None, None, :]
+    phase = (token + 1) * (channel + 1) * (head + 1)
+    keys = torch.sin(phase.double() * 0.37) * (1 + head)
+    queries = torch.cos(phase.double() * 0.21) * (1 + 0.5 * head)
+    return make_prompt([keys.float()], [queries.float()], tail=tail, window=4)
+
+
+POOL_MEAN = [[4, 5, 12, 13, 14], [3, 4, 5, 6, 12, 13], [2, 3, 4, 13, 16, 17, 18]]
+MEAN_POOL = [[4, 5, 12, 13, 14], [3, 4, 5, 6, 12, 13], [2, 3, 4, 11, 12, 13, 17]]
+
+
+@pytest.mark.parametrize(("order", "expected"), [("pool-mean", POOL_MEAN), ("mean-pool", MEAN_POOL)])
+def test_golden_run_of_algorithm_2(
+    make_prompt: Run, kept: Run, order: str, expected: list[list[int]]
+) -> None:
+    prompt = golden_prompt(make_prompt)
+    ada = policy("ada-snapkv", window_size=4, kernel_size=3, order=order, safeguard="paper")
+    decision = prompt.run(ada, 18)
+    assert decision.selection.keep_lens.tolist() == [[5, 6, 7]]
+    assert kept(decision) == [expected]
+    assert decision.merge is None and decision.state is None
+
+
+@pytest.mark.parametrize("order", ["pool-mean", "mean-pool"])
+def test_golden_run_of_the_other_safeguards(make_prompt: Run, order: str) -> None:
+    prompt = golden_prompt(make_prompt)
+    options = {"window_size": 4, "kernel_size": 3, "order": order}
+    assert prompt.run(policy("ada-snapkv", **options), 18).selection.keep_lens.tolist() == [[1, 7, 10]]
+    free = policy("snapkv", budget_rule="all-heads", **options)
+    assert prompt.run(free, 18).selection.keep_lens.tolist() == [[0, 7, 11]]
+    assert prompt.run(policy("snapkv", **options), 18).selection.keep_lens.tolist() == [[6, 6, 6]]
+
+
+def test_window_inside_the_range_is_kept_and_paid_for(make_prompt: Run, kept: Run) -> None:
+    """specs/ada_kv.md 9.18: with no tail the total is B = 30 and every head holds the window."""
+    prompt = golden_prompt(make_prompt, tail=0)
+    ada = policy("ada-snapkv", window_size=4, kernel_size=3, safeguard="paper")
+    decision = prompt.run(ada, 30)
+    assert decision.selection.keep_lens.tolist() == [[9, 10, 11]]
+    assert kept(decision) == [[[*run, 20, 21, 22, 23] for run in POOL_MEAN]]
+    partly = golden_prompt(make_prompt, tail=2).run(ada, 24)
+    assert all(run[-2:] == [20, 21] for run in kept(partly)[0])
+    loose = policy("snapkv", window_size=4, kernel_size=1, keep_window=False)
+    assert any(run[-4:] != [20, 21, 22, 23] for run in kept(prompt.run(loose, 15))[0])
+
+
+def window_prompt(make_prompt: Run, weights: list[list[list[float]]]) -> Any:
+    """A prompt whose last queries attend to its past with exactly these weights [head][query][key].
+
+    The mass missing from a row lies on the window, which is the tail.
+    """
+    past = torch.tensor(weights, dtype=torch.float64)  # [H, W, N]
+    num_heads, window, num_past = past.shape
+    rows = torch.cat([past, torch.zeros(num_heads, window, window, dtype=torch.float64)], dim=-1)
+    for query in range(window):
+        rows[:, query, num_past + query] = 1 - past[:, query].sum(-1)
+    width = num_past + window
+    logits = rows.clamp(min=1e-12).log() * width**0.5
+    keys = torch.eye(width)[:, None].expand(width, num_heads, width)
+    return make_prompt(
+        [keys.contiguous()], [logits.transpose(0, 1).float().contiguous()], tail=window, window=window
+    )
+
+
+def test_pooling_order(make_prompt: Run, kept: Run) -> None:
+    """specs/ada_kv.md 9.14."""
+    rows = [
+        [[0.10, 0.40, 0.10, 0.10, 0.10], [0.10, 0.10, 0.10, 0.40, 0.10]],
+        [[0.05, 0.05, 0.05, 0.05, 0.60], [0.05, 0.05, 0.05, 0.05, 0.50]],
+    ]
+    prompt = window_prompt(make_prompt, rows)
+    expected = {"pool-mean": [0.25, 0.25, 0.40, 0.25, 0.25], "mean-pool": [0.25] * 5}
+    for order, head_0 in expected.items():
+        options = {"window_size": 2, "kernel_size": 3, "order": order, "budget_rule": "all-heads"}
+        chosen = policy("snapkv", **options)
+        scores = chosen.scorer.score(prompt.observe(0))
+        torch.testing.assert_close(scores.values[0], torch.tensor(head_0))
+        torch.testing.assert_close(scores.values[1], torch.tensor([0.05, 0.05, 0.05, 0.55, 0.55]))
+        decision = prompt.run(chosen, 6)
+        assert decision.selection.keep_lens.tolist() == [[4, 2]]
+        assert (
+            2 in kept(prompt.run(policy("snapkv", **{**options, "budget_rule": "uniform"}), 2))[0][0]
+        ) == (order == "pool-mean")
+
+
+def test_softmax_covers_the_window_too(make_prompt: Run) -> None:
+    """specs/ada_kv.md 9.15: a head that looks at the window mostly has little past mass and gets nothing."""
+    prompt = window_prompt(make_prompt, [[[0.02] * 5], [[0.50, 0.20, 0.10, 0.06, 0.04]]])
+    decision = prompt.run(policy("snapkv", window_size=1, kernel_size=1, budget_rule="all-heads"), 4)
+    assert decision.selection.keep_lens.tolist() == [[0, 4]]
+
+
+def test_the_peak_of_a_plateau_is_kept(make_prompt: Run, kept: Run) -> None:
+    """specs/ada_kv.md 9.16: ties of the pooled score go to the unpooled one, so the spike survives."""
+    row = [0.01] * 20
+    row[10] = 0.5
+    prompt = window_prompt(make_prompt, [[row]])
+    snapkv = policy("snapkv", window_size=1, kernel_size=7)
+    assert kept(prompt.run(snapkv, 1)) == [[[10]]]
+    assert kept(prompt.run(snapkv, 3)) == [[[7, 8, 10]]]
+
+
+def test_pooled_ties_without_the_rule_would_evict_the_spike(range_scores: Callable[..., RangeScores]) -> None:
+    pooled = torch.full((1, 1, 20), 0.01)
+    pooled[..., 7:14] = 0.5
+    scores = range_scores(pooled)
+    kept = TopKSelector().select(scores, torch.tensor([[3]]))
+    assert kept[0, 0].nonzero().flatten().tolist() == [7, 8, 9]
+
+
+def test_group_mean_of_query_heads(random_prompt: Run) -> None:
+    """A KV head's score is the mean over its query heads of the true attention weights."""
+    prompt = random_prompt(num_layers=1, group=3)
+    scores = policy("snapkv", window_size=8, kernel_size=1).scorer.score(prompt.observe(0))
+    weights = prompt.weights(0)[0][:, -8:, : prompt.end]
+    torch.testing.assert_close(
+        scores.values, weights.mean(1).unflatten(0, (3, 3)).mean(1), rtol=1e-4, atol=1e-6
+    )
+
+
+def oracle(weights: Tensor, num_heads: int, total: int, protected: int) -> list[list[int]]:
+    """Ada-SnapKV without pool in plain Python: sinks aside, mix 0.8, largest remainder, low position wins."""
+    scores = weights.mean(1).unflatten(0, (num_heads, -1)).mean(1)[:, protected:].tolist()
+    width, net = len(scores[0]), total - num_heads * protected
+    order = sorted((-scores[h][i], h, i) for h in range(num_heads) for i in range(width))
+    hits = [sum(h == head for _, h, _ in order[:net]) for head in range(num_heads)]
+    shares = [(4 * hit * num_heads + net) for hit in hits]  # times 5 * num_heads
+    budgets = [share // (5 * num_heads) for share in shares]
+    by_rest = sorted(range(num_heads), key=lambda h: (-(shares[h] % (5 * num_heads)), h))
+    for head in by_rest[: net - sum(budgets)]:
+        budgets[head] += 1
+    best = [sorted(range(width), key=lambda i, row=row: (-row[i], i)) for row in scores]
+    return [
+        list(range(protected)) + sorted(i + protected for i in best[h][: budgets[h]])
+        for h in range(num_heads)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ada_snapkv_equals_a_plain_oracle(random_prompt: Run, kept: Run, seed: int) -> None:
+    prompt = random_prompt(seed, num_layers=2)
+    decision = prompt.run(policy("ada-snapkv", window_size=8, kernel_size=1), 2 * 3 * 20, protected=4)
+    expected = [oracle(prompt.weights(layer)[0][:, -8:, : prompt.end], 3, 60, 4) for layer in range(2)]
+    assert kept(decision) == expected
+    assert prompt.observed == [0, 1]
+
+
+@pytest.mark.parametrize("rule", ["uniform", "adaptive", "all-heads", "all-layers"])
+def test_every_rule_keeps_exactly_the_total(random_prompt: Run, kept: Run, rule: str) -> None:
+    prompt = random_prompt()
+    for slots in (4, 5, 17, 50, 71):
+        for extra in (0, 1, 5):
+            total = slots * 9 + extra
+            decision = prompt.run(policy("snapkv", budget_rule=rule, window_size=8), total, protected=4)
+            runs = [run for layer in kept(decision) for run in layer]
+            assert sum(map(len, runs)) == total == decision.selection.num_entries
+            assert all(run == sorted(set(run)) and run[:4] == [0, 1, 2, 3] for run in runs)
+            assert decision.selection.indices.dtype == torch.int32
+
+
+def test_room_for_everything_keeps_everything(random_prompt: Run) -> None:
+    """specs/ada_kv.md 9.19."""
+    prompt = random_prompt()
+    decision = prompt.run(policy("ada-snapkv"), 72 * 9)
+    assert torch.equal(decision.selection.indices, torch.arange(72, dtype=torch.int32).repeat(9))
+    assert prompt.observed == [0]
+
+
+@pytest.mark.parametrize(("total", "protected"), [(72 * 9 + 1, 0), (35, 4), (-9, 0)])
+def test_impossible_totals_are_refused(random_prompt: Run, total: int, protected: int) -> None:
+    with pytest.raises(ValueError, match="total must be between"):
+        random_prompt().run(policy("snapkv"), total, protected)
+
+
+def test_missing_signal_is_refused(random_prompt: Run) -> None:
+    with pytest.raises(ValueError, match="WindowAttentionScorer needs the window queries of layer 0"):
+        random_prompt(window=0).run(policy("snapkv"), 90)
+
+
+def test_same_input_same_selection(random_prompt: Run) -> None:
+    def run() -> Decision:
+        return random_prompt(3).run(policy("ada-snapkv", window_size=8), 9 * 20, protected=4)
+
+    first, second = run().selection, run().selection
+    assert torch.equal(first.indices, second.indices) and torch.equal(first.keep_lens, second.keep_lens)
+
+
+def test_h2o_bias_that_motivates_a_window() -> None:
+    """specs/ada_kv.md 9.24: column sums of uniform causal attention fall with the position."""
+    attention = torch.tril(torch.ones(6, 6)) / torch.arange(1, 7)[:, None]
+    expected = torch.tensor([2.45, 1.45, 0.95, 0.6167, 0.3667, 0.1667])
+    torch.testing.assert_close(attention.sum(0), expected, atol=1e-4, rtol=0)
