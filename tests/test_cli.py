@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from sgl_kvevict.cli import main, server_plan
+from sgl_kvevict.cli.server_plan import (
+    CPU_POOL_TOKENS,
+    flag_value,
+    parse_budget,
+    parse_policy_options,
+    plan_serve,
+    resolve_config,
+)
+from sgl_kvevict.config import ENV_VAR, KVEvictConfig
+from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.model import DEMO_MODEL_NAME, demo_model_path
+from sgl_kvevict.policies.registry import list_policies
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (ENV_VAR, "SGLANG_PLATFORM", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> str:
+    folder = tmp_path / "a model"
+    folder.mkdir()
+    return str(folder)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of one command line."""
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    captured = capsys.readouterr()
+    assert isinstance(caught.value.code, int)
+    return caught.value.code, captured.out, captured.err
+
+
+def split_shell(line: str) -> tuple[dict[str, str], list[str]]:
+    """Variables and argument vector of a shell line."""
+    words = shlex.split(line)
+    num_settings = words.index(sys.executable)
+    return dict(word.split("=", 1) for word in words[:num_settings]), words[num_settings:]
+
+
+# ---- serve ----------------------------------------------------------------------------------------------
+
+
+def test_serve_on_a_cpu(
+    capsys: pytest.CaptureFixture[str], model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_plan, "_torch_has_cuda", lambda: False)
+    arguments = ["--policy", "snapkv", "--policy-option", "window_size=16"]
+    arguments += ["--budget", "0.1", "--tail-tokens", "16"]
+    code, out, err = run(capsys, "serve", model_folder, *arguments, "--dry-run", "--", "--port", "31000")
+    assert code == 0
+    environ, command = split_shell(out)
+    assert command[1:5] == ["-m", "sglang.launch_server", "--model-path", model_folder]
+    assert flag_value(command, "--radix-cache-backend") == "kvevict"
+    assert flag_value(command, "--attention-backend") == "kvevict"
+    assert flag_value(command, "--device") == "cpu"
+    assert flag_value(command, "--max-total-tokens") == str(CPU_POOL_TOKENS)
+    assert command[-2:] == ["--port", "31000"]
+    assert environ["SGLANG_PLATFORM"] == "kvevict_cpu"
+    assert environ["HF_HUB_OFFLINE"] == "1"
+    values = json.loads(environ[ENV_VAR])
+    assert values["policy"] == "snapkv" and values["budget"] == 0.1 and values["tail_tokens"] == 16
+    assert values["policy_options"] == {"window_size": 16}
+    assert len(err.splitlines()) == 1
+    for part in (model_folder, "policy snapkv", "window_size=16", "keeps 0.1 of the entries", "cpu"):
+        assert part in err
+
+
+def test_serve_on_a_gpu_leaves_device_and_pool_to_sglang(model_folder: str) -> None:
+    plan = plan_serve(model_folder, KVEvictConfig(), [], cuda_is_available=lambda: True)
+    assert flag_value(plan.command, "--device") is None
+    assert flag_value(plan.command, "--max-total-tokens") is None
+    assert "SGLANG_PLATFORM" not in plan.environ
+    assert plan.summary.endswith("cuda")
+
+
+def test_the_users_flags_win_over_the_defaults(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PLATFORM", "another")
+    flags = ["--device=cpu", "--max-total-tokens", "4000", "--attention-backend", "kvevict"]
+    plan = plan_serve(model_folder, KVEvictConfig(), flags, cuda_is_available=lambda: True)
+    assert plan.command[-len(flags) :] == tuple(flags)
+    assert plan.command.count("--max-total-tokens") == plan.command.count("--attention-backend") == 1
+    assert "--device" not in plan.command
+    assert plan.environ["SGLANG_PLATFORM"] == "another"
+    assert "pool of 4000 tokens" in plan.summary
+
+
+def test_a_hub_name_may_be_looked_up(model_folder: str) -> None:
+    plan = plan_serve("organisation/model", KVEvictConfig(), [], cuda_is_available=lambda: False)
+    assert "HF_HUB_OFFLINE" not in plan.environ
+    assert flag_value(plan.command, "--model-path") == "organisation/model"
+
+
+def test_the_demo_model_is_made_and_served(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_plan, "ensure_demo_model", lambda: Path(model_folder))
+    plan = plan_serve("demo", KVEvictConfig(), [], cuda_is_available=lambda: False)
+    assert flag_value(plan.command, "--model-path") == model_folder
+
+
+def test_the_server_replaces_the_process(
+    capsys: pytest.CaptureFixture[str], model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: dict[str, object] = {}
+
+    def execve(path: str, command: tuple[str, ...], environ: dict[str, str]) -> None:
+        started.update(path=path, command=command, environ=environ)
+
+    monkeypatch.setattr(os, "execve", execve)
+    code, out, _ = run(capsys, "serve", model_folder, "--", "--device", "cpu")
+    assert (code, out) == (0, "")
+    assert started["path"] == sys.executable
+    environ = started["environ"]
+    assert isinstance(environ, dict) and environ["PATH"] == os.environ["PATH"] and ENV_VAR in environ
+
+
+def test_every_contradicting_flag_is_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--radix-cache-backend", "other", "--attention-backend=triton", "--disable-radix-cache"]
+    flags += ["--decode-attention-backend", "flashinfer", "--model-path", "x"]
+    code, out, err = run(capsys, "serve", "./no/such/model", "--", *flags)
+    assert (code, out) == (2, "")
+    for part in (
+        "--radix-cache-backend: got 'other'; allowed: kvevict",
+        "--attention-backend: got 'triton'; allowed: kvevict",
+        "--decode-attention-backend: got 'flashinfer'; allowed: kvevict",
+        "--disable-radix-cache",
+        "--model-path: give the model as the first argument",
+        "got './no/such/model', no such folder",
+    ):
+        assert part in err
+
+
+def test_a_second_word_is_not_taken_for_a_flag(capsys: pytest.CaptureFixture[str], model_folder: str) -> None:
+    code, _, err = run(capsys, "serve", model_folder, "0.2")
+    assert code == 2 and "got '0.2' after the model; allowed: -- and SGLang's own flags" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--budget", "20%"], "budget: got '20%'"),
+        (["--budget", "1.5"], "budget: got 1.5; allowed: a float in (0, 1]"),
+        (["--budget", "0"], "budget: got 0; allowed: a float in (0, 1]"),
+        (["--tail-tokens", "0"], "tail_tokens: got 0; allowed: an integer >= 1"),
+        (["--tail-tokens", "x"], "tail-tokens"),
+        (["--policy", "nope"], "'nope'"),
+        (["--policy-option", "window_sizes=3"], "window_sizes"),
+        (["--policy-option", "window_size"], "got 'window_size'; allowed: key=value"),
+        (["--config", "nowhere.json"], "'nowhere.json' cannot be read"),
+        (["--tp-size", "2"], "--tp-size"),
+    ],
+)
+def test_bad_input_ends_with_code_2(
+    capsys: pytest.CaptureFixture[str], model_folder: str, arguments: list[str], message: str
+) -> None:
+    code, out, err = run(capsys, "serve", model_folder, *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+# ---- where the configuration comes from -------------------------------------------------------------------
+
+
+def test_options_win_over_the_file_and_the_file_over_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENV_VAR, '{"budget": 0.5, "sink_tokens": 1, "tail_tokens": 7}')
+    assert resolve_config(None, {"tail_tokens": 9}).model_dump(include={"budget", "tail_tokens"}) == {
+        "budget": 0.5,
+        "tail_tokens": 9,
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text("budget: 0.3\npolicy: snapkv\n")
+    config = resolve_config(path, {"budget": 64})
+    assert (config.budget, config.policy, config.sink_tokens) == (64, "snapkv", KVEvictConfig().sink_tokens)
+
+
+def test_errors_name_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("budgets: 0.3\n")
+    with pytest.raises(ConfigError, match=r"config\.yaml and the command line:\n  - budgets: unknown field"):
+        resolve_config(path, {})
+
+
+def test_a_policy_in_the_current_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_policies.py").write_text(
+        "from sgl_kvevict.policies.registry import build_policy\n"
+        "def short_window(size):\n"
+        "    return build_policy('snapkv', {'window_size': size})\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    given = {"policy": "my_policies:short_window", "policy_options": {"size": 8}}
+    assert resolve_config(None, given).policy == "my_policies:short_window"
+    sys.modules.pop("my_policies")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("0.2", 0.2), ("1.0", 1.0), ("256", 256), ("1", 1), ("1e-2", 0.01), ("-3", -3)]
+)
+def test_parse_budget(text: str, value: float | int) -> None:
+    parsed = parse_budget(text)
+    assert parsed == value and type(parsed) is type(value)
+
+
+def test_parse_policy_options() -> None:
+    pairs = ["size=7", "ratio=0.5", "on=true", "kind=max", "name=a=b", "empty=", "list=[1, 2]"]
+    assert parse_policy_options(pairs) == {
+        "size": 7,
+        "ratio": 0.5,
+        "on": True,
+        "kind": "max",
+        "name": "a=b",
+        "empty": "",
+        "list": [1, 2],
+    }
+    with pytest.raises(ConfigError) as caught:
+        parse_policy_options(["size", "=3", "a=1", "a=2"])
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_flag_value() -> None:
+    flags = ["--a", "1", "--b=2", "--a=3", "--c"]
+    assert [flag_value(flags, name) for name in ("--a", "--b", "--c", "--d")] == ["3", "2", "", None]
+
+
+# ---- the other commands -----------------------------------------------------------------------------------
+
+
+def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "policies")
+    assert code == 0
+    for policy in list_policies():
+        assert policy.name in out
+
+
+def test_the_options_of_one_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "policies", "snapkv")
+    assert code == 0 and "window_size" in out
+    code, _, err = run(capsys, "policies", "nope")
+    assert code == 2 and "got 'nope'; allowed: none, " in err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "version")
+    assert code == 0 and out.startswith("sgl-kvevict 0.") and "\nsglang " in out
+
+
+def test_model_prints_the_folder_of_a_made_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / DEMO_MODEL_NAME
+    folder.mkdir()
+    code, out, err = run(capsys, "model", "--dir", str(tmp_path))
+    assert (code, out) == (1, "") and "lacks config.json" in err
+    for name in ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json"):
+        (folder / name).touch()
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).touch()
+    assert run(capsys, "model", "--dir", str(tmp_path)) == (0, f"{folder}\n", "")
+    assert demo_model_path(tmp_path) == folder
+
+
+def test_without_arguments_the_commands_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys)
+    assert code == 2
+    for command in ("serve", "policies", "model", "version"):
+        assert command in out + err

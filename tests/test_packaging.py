@@ -1,0 +1,131 @@
+"""What an installed package must have, and what the requirement files must say."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+REQUIREMENTS = ("torch", "sglang", "cpu", "dev")
+PIN = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^\s;#]+)$")
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def requirement_lines(name: str) -> list[str]:
+    lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def pins() -> dict[str, str]:
+    """Version of every package of the CPU profile, by normalised name."""
+    matches = [PIN.match(line) for name in REQUIREMENTS for line in requirement_lines(name)]
+    return {normalised(match["name"]): match["version"] for match in matches if match}
+
+
+def normalised(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def python(code: str, cwd: Path) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_folders_that_share_a_name_with_a_package_have_no_init() -> None:
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def test_kernels_is_the_installed_package_even_in_the_repository_root() -> None:
+    # SGLang depends on PyPI's `kernels`; a package of ours by that name would hide it from python here.
+    file = python("import kernels; print(kernels.__file__)", ROOT)
+    assert Path(file).parent.parent.name == "site-packages"
+
+
+def test_our_packages_import_from_anywhere_without_sglang(tmp_path: Path) -> None:
+    code = "import sgl_kvevict.cli, kvevict_kernels, sys; print({'sglang', 'torch'} & set(sys.modules))"
+    assert python(code, tmp_path) == "set()"
+
+
+@pytest.mark.parametrize("group", ["sglang.srt.plugins", "sglang.srt.platforms", "console_scripts"])
+def test_entry_points_resolve_as_declared(project: dict[str, Any], group: str) -> None:
+    declared = project["project"]["scripts"] if group == "console_scripts" else None
+    declared = declared or project["project"]["entry-points"][group]
+    installed = {entry.name: entry for entry in entry_points(group=group)}
+    for name, target in declared.items():
+        assert installed[name].value == target
+        assert callable(installed[name].load())
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_both_packages_and_nothing_else(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for folder in ("sgl_kvevict", "kernels", "tests"):
+        shutil.copytree(ROOT / folder, source / folder, ignore=ignore)
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source / file)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps"]
+    command += ["--no-index", "--wheel-dir", str(tmp_path), str(source)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
+    for folder, package in ((ROOT, "sgl_kvevict"), (ROOT / "kernels", "kvevict_kernels")):
+        modules = [path.relative_to(folder).as_posix() for path in (folder / package).rglob("*.py")]
+        assert set(modules) <= set(names)
+        assert f"{package}/py.typed" in names
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"sgl_kvevict", "kvevict_kernels"}
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_requirement_files_are_exact_pins_without_addresses() -> None:
+    seen: set[str] = set()
+    for name in REQUIREMENTS:
+        for line in requirement_lines(name):
+            match = PIN.match(line)
+            assert match, f"requirements/{name}.txt: {line!r} is not an exact pin"
+            assert normalised(match["name"]) not in seen, f"requirements/{name}.txt: {line!r} is pinned twice"
+            seen.add(normalised(match["name"]))
+    everything = "".join(path.read_text() for path in (ROOT / "requirements").iterdir())
+    assert "://" not in everything
+
+
+def test_one_sglang_version_everywhere(project: dict[str, Any]) -> None:
+    from sgl_kvevict.sglang_adapter.compat import SUPPORTED_SGLANG
+
+    version = pins()["sglang"]
+    assert version in SUPPORTED_SGLANG
+    assert f"sglang=={version}" in project["project"]["optional-dependencies"]["gpu"]
+
+
+def test_the_cpu_profile_pins_all_that_the_project_file_names(project: dict[str, Any]) -> None:
+    groups = [project["project"]["dependencies"], *project["project"]["optional-dependencies"].values()]
+    wanted = {normalised(re.split(r"[\[<>=]", requirement)[0]) for group in groups for requirement in group}
+    assert wanted - {"sgl-kvevict"} <= set(pins())
+
+
+def test_scripts_can_be_run() -> None:
+    for script in (".ci/run", "scripts/setup_env.sh"):
+        assert os.access(ROOT / script, os.X_OK), script
+        subprocess.run(["bash", "-n", str(ROOT / script)], check=True)
+
+
+def test_the_license_is_the_one_declared(project: dict[str, Any]) -> None:
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text and "Version 2.0" in text and "END OF TERMS AND CONDITIONS" in text
+    assert project["project"]["license"] == "Apache-2.0"
