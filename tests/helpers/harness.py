@@ -121,7 +121,7 @@ class Harness:
 
     def admit(self, req: Req) -> bool:
         """Match and lock a request; False if no row is free."""
-        if self.rows.available_size() == 0:
+        if len(self.live) == self.num_rows:
             return False
         req.init_next_round_input(self.tree)
         req.lock = self.tree.lock(req.last_node)

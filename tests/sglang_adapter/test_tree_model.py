@@ -42,38 +42,44 @@ class CacheMachine(RuleBasedStateMachine):
         suffix=st.lists(st.integers(0, 10), min_size=1, max_size=14),
         extra_key=st.sampled_from([None, None, None, "tenant"]),
         max_new_tokens=st.sampled_from([1, 8, 8]),
+        first_chunk=st.sampled_from([0, 5, 20, 200, 200, 200]),
     )
-    def submit(self, base, shared, suffix, extra_key, max_new_tokens):
+    def submit(self, base, shared, suffix, extra_key, max_new_tokens, first_chunk):
         req = self.harness.request(base[:shared] + suffix, extra_key)
         req.sampling_params.max_new_tokens = max_new_tokens
+        self._admit(req, first_chunk)
+
+    def _admit(self, req, first_chunk):
         if self.harness.admit(req):
             self.prefilling.append(req)
+            if first_chunk:
+                self._prefill(req, first_chunk)
 
-    @precondition(lambda self: self.finished_texts)
-    @rule(data=st.data(), message=st.lists(st.integers(0, 10), min_size=1, max_size=14))
-    def next_turn(self, data, message):
-        tokens, extra_key = data.draw(st.sampled_from(self.finished_texts))
-        if len(tokens) > 90:
-            return
-        req = self.harness.request(tokens + message, extra_key)
-        if self.harness.admit(req):
-            self.prefilling.append(req)
-
-    @precondition(lambda self: self.prefilling)
-    @rule(data=st.data(), chunk=st.integers(1, 40))
-    def prefill(self, data, chunk):
-        req = data.draw(st.sampled_from(self.prefilling))
+    def _prefill(self, req, chunk):
         if self.harness.prefill(req, req.prefix_len + chunk) and req.output_ids and req in self.harness.live:
             self.prefilling.remove(req)
             self.decoding.append(req)
         self._settle()
 
+    @precondition(lambda self: self.finished_texts)
+    @rule(data=st.data(), message=st.lists(st.integers(0, 10), min_size=1, max_size=9))
+    def next_turn(self, data, message):
+        tokens, extra_key = data.draw(st.sampled_from(self.finished_texts))
+        if len(tokens) <= 90:
+            self._admit(self.harness.request(tokens + message, extra_key), 200)
+
+    @precondition(lambda self: self.prefilling)
+    @rule(data=st.data(), chunk=st.integers(1, 40))
+    def prefill(self, data, chunk):
+        self._prefill(data.draw(st.sampled_from(self.prefilling)), chunk)
+
     @precondition(lambda self: self.decoding)
-    @rule(data=st.data())
-    def decode(self, data):
-        req = data.draw(st.sampled_from(self.decoding))
-        self.harness.decode(req)
-        self._settle()
+    @rule(steps=st.integers(1, 5))
+    def decode(self, steps):
+        for _ in range(steps):
+            for req in list(self.decoding):
+                self.harness.decode(req)
+                self._settle()
 
     @precondition(lambda self: self.decoding)
     @rule(data=st.data())
@@ -90,17 +96,18 @@ class CacheMachine(RuleBasedStateMachine):
         req = data.draw(st.sampled_from(holding))
         self.harness.retract(req)
         self._settle()
-        if resubmit and self.harness.admit(req):
-            self.prefilling.append(req)
+        if resubmit:
+            self._admit(req, 200)
 
     @rule(count=st.integers(1, 60))
     def evict(self, count):
         self.harness.evict(count)
 
-    @precondition(lambda self: not self.harness.live)
+    @precondition(lambda self: not self.harness.live and len(self.finished_texts) > 3)
     @rule()
     def flush(self):
         self.harness.flush()
+        self.finished_texts.clear()
 
     @invariant()
     def conserved(self):
@@ -133,6 +140,7 @@ SETTINGS = settings(
     max_examples=120,
     stateful_step_count=40,
     deadline=None,
+    report_multiple_bugs=False,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
