@@ -1,0 +1,187 @@
+"""What we rely on in the installed SGLang: names, signatures and defaults. An upgrade that breaks one fails here."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+from helpers.harness import TINY_LLAMA
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
+from sglang.srt.mem_cache.base_prefix_cache import (
+    BasePrefixCache,
+    EvictParams,
+    EvictResult,
+    MatchPrefixParams,
+    TreeLock,
+)
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.server_args import ServerArgs
+
+from sgl_kvevict.errors import UnsupportedSetupError
+from sgl_kvevict.sglang_adapter import compat
+from sgl_kvevict.sglang_adapter.refusals import FLAGS
+from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+
+SIGNATURES = {
+    "RadixCache.__init__": (RadixCache.__init__, ["self", "params"]),
+    "RadixCache.reset": (RadixCache.reset, ["self"]),
+    "RadixCache.checkpoint": (RadixCache.checkpoint, ["self", "req", "up_to"]),
+    "RadixCache.match_prefix": (RadixCache.match_prefix, ["self", "params"]),
+    "RadixCache.evict": (RadixCache.evict, ["self", "params"]),
+    "RadixCache.inc_lock_ref": (RadixCache.inc_lock_ref, ["self", "node"]),
+    "RadixCache.dec_lock_ref": (RadixCache.dec_lock_ref, ["self", "node", "params"]),
+    "RadixCache._split_node": (RadixCache._split_node, ["self", "key", "child", "split_len"]),
+    "RadixCache._match_prefix_helper": (RadixCache._match_prefix_helper, ["self", "node", "key"]),
+    "RadixCache._delete_leaf": (RadixCache._delete_leaf, ["self", "node"]),
+    "RadixCache._update_leaf_status": (RadixCache._update_leaf_status, ["self", "node"]),
+    "RadixCache._total_size_helper": (RadixCache._total_size_helper, ["self"]),
+    "BasePrefixCache.on_release": (BasePrefixCache.on_release, ["self", "req", "checkpointed"]),
+    "BasePrefixCache.update_eviction_metrics": (
+        BasePrefixCache.update_eviction_metrics,
+        ["self", "num_evicted", "start_time"],
+    ),
+    "RadixKey.match": (RadixKey.match, ["self", "other", "page_size"]),
+    "RadixKey.child_key": (RadixKey.child_key, ["self", "page_size"]),
+    "ReqToTokenPool.write": (ReqToTokenPool.write, ["self", "indices", "values"]),
+    "MHATokenToKVPool._create_buffers_normal": (MHATokenToKVPool._create_buffers_normal, ["self"]),
+    "MHATokenToKVPool._kv_buffer_shapes": (MHATokenToKVPool._kv_buffer_shapes, ["self"]),
+    "AttentionBackend.init_forward_metadata": (
+        AttentionBackend.init_forward_metadata,
+        ["self", "forward_batch"],
+    ),
+    "AttentionBackend.forward_decode": (
+        AttentionBackend.forward_decode,
+        ["self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "kwargs"],
+    ),
+    "AttentionBackend.forward_extend": (
+        AttentionBackend.forward_extend,
+        ["self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "kwargs"],
+    ),
+}
+
+FIELDS = {
+    ForwardBatch: ("forward_mode", "seq_lens_cpu", "extend_seq_lens_cpu", "rids", "req_pool_indices", "out_cache_loc"),
+    MatchPrefixParams: ("key", "req"),
+    EvictParams: ("num_tokens",),
+    EvictResult: ("num_tokens_evicted",),
+    TreeLock: ("node",),
+    ReqKvInfo: ("req_pool_idx", "cache_protected_len", "kv_allocated_len", "holds_kv"),
+}
+
+SOURCES = {
+    TreeNode.__init__: ("children", "parent", "key", "value", "lock_ref"),
+    RadixCache.reset: ("evictable_size_", "protected_size_", "evictable_leaves", "root_node"),
+    RadixCache.__init__: (
+        "token_to_kv_pool_allocator",
+        "req_to_token_pool",
+        "eviction_strategy",
+        "kv_events",
+        "page_size",
+    ),
+    Req.__init__: ("rid", "full_untruncated_fill_ids", "extra_key", "cache_salt", "last_node", "lock", "kv"),
+    RadixAttention.__init__: (
+        "tp_q_head_num",
+        "qk_head_dim",
+        "v_head_dim",
+        "scaling",
+        "layer_id",
+        "logit_cap",
+        "sliding_window_size",
+        "is_cross_attention",
+        "attn_type",
+    ),
+    ModelConfig: ("attention_arch", "is_encoder_decoder", "is_hybrid_swa", "is_multimodal", "v_head_dim", "head_dim"),
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name):
+    function, parameters = SIGNATURES[name]
+    assert list(inspect.signature(function).parameters) == parameters
+
+
+@pytest.mark.parametrize("owner", FIELDS, ids=lambda owner: owner.__name__)
+def test_fields(owner):
+    names = {field.name for field in dataclasses.fields(owner)} | set(dir(owner))
+    assert set(FIELDS[owner]) <= names
+
+
+@pytest.mark.parametrize("where", SOURCES, ids=lambda where: where.__qualname__)
+def test_attributes_are_assigned(where):
+    source = inspect.getsource(where)
+    assert [name for name in SOURCES[where] if f"self.{name}" not in source] == []
+
+
+def test_stock_checkpoint_inserts_before_it_relocks():
+    """Our checkpoint runs the stock one and then compresses below the lock that it has just taken."""
+    source = inspect.getsource(RadixCache.checkpoint)
+    assert source.index("self._insert_cache(") < source.index("req.lock = self.lock(") < source.index("req.last_node")
+
+
+def test_overrides_exist_upstream():
+    """A method that upstream renamed would silently stop being an override."""
+    ours = {
+        name
+        for name, value in vars(KVEvictTree).items()
+        if inspect.isfunction(value) and not name.startswith("__")
+    }
+    own = {
+        "node_slots",
+        "read_paths",
+        "observe",
+        "state",
+    }
+    public = {name for name in ours if not name.startswith("_")}
+    assert {name for name in public if not hasattr(RadixCache, name)} == own
+
+
+@pytest.fixture(scope="module")
+def default_args(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
+    return ServerArgs(model_path=str(folder), device="cpu")
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.field)
+def test_refused_arguments_exist_and_their_default_is_allowed(flag, default_args):
+    assert flag.reason(default_args) is None or getattr(default_args, flag.field) is None
+
+
+@pytest.mark.parametrize("hook", compat.HOOKS, ids=lambda hook: hook.target.rsplit(".", 1)[1])
+def test_hook_targets_resolve(hook):
+    assert callable(pkgutil.resolve_name(hook.target)) and callable(hook.load())
+    assert hook.hook_type().name == hook.kind
+
+
+def test_unsupported_version_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(compat, "version", lambda name: "0.5.99")
+    with pytest.raises(UnsupportedSetupError, match=r"sglang 0\.5\.99 is installed.*supports 0\.5\.23"):
+        compat.require_supported_sglang()
+
+
+def test_stock_loader_finds_and_applies_the_plugin():
+    code = """
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.mem_cache.registry import registered_radix_cache_backends
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.platforms import current_platform
+from sgl_kvevict.sglang_adapter.plugin import register
+register()
+print("kvevict" in registered_radix_cache_backends(), "kvevict" in ATTENTION_BACKENDS,
+      hasattr(MHATokenToKVPool._create_buffers_normal, "__wrapped__"), type(current_platform).__name__)
+"""
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["True", "True", "True", "KVEvictCpuPlatform"]
