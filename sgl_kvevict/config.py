@@ -1,6 +1,6 @@
 """The configuration: one frozen model, read once from one environment variable.
 
-SGLang has no field for a plugin's settings, so they travel in ``SGL_KVEVICT_CONFIG``, which every process of
+SGLang has no field for a plugin's settings, so they travel in ``KVEVICT_CONFIG``, which every process of
 a server inherits. Policy names and options are checked where policies are known (``policies.registry``).
 """
 
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from sgl_kvevict.errors import ConfigError
 
-ENV_VAR = "SGL_KVEVICT_CONFIG"
+ENV_VAR = "KVEVICT_CONFIG"
 
 _CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
 
@@ -121,7 +121,7 @@ def parse_config(values: Mapping[str, Any], source: str) -> KVEvictConfig:
 
 
 def load_config(environ: Mapping[str, str] | None = None) -> KVEvictConfig:
-    """Read the configuration from ``SGL_KVEVICT_CONFIG``.
+    """Read the configuration from ``KVEVICT_CONFIG``.
 
     The variable holds a JSON object, or the path of a ``.json``, ``.yaml`` or ``.yml`` file. Unset or empty
     means the defaults.

@@ -48,7 +48,7 @@ class LaunchError(KVEvictError, RuntimeError):
 
 def config_env(config: Mapping[str, Any]) -> dict[str, str]:
     """The environment variable that carries ``config`` (fields of ``KVEvictConfig``) to the server."""
-    return {"SGL_KVEVICT_CONFIG": json.dumps(dict(config))}
+    return {"KVEVICT_CONFIG": json.dumps(dict(config))}
 
 
 def free_port() -> int:

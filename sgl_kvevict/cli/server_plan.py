@@ -99,7 +99,7 @@ def resolve_config(config_file: Path | None, given: Mapping[str, Any]) -> KVEvic
     """Combine the configuration's sources and check the result, the policy's name and options included.
 
     Args:
-        config_file: JSON or YAML file; None means ``SGL_KVEVICT_CONFIG``, or the defaults if that is unset.
+        config_file: JSON or YAML file; None means ``KVEVICT_CONFIG``, or the defaults if that is unset.
         given: fields given on the command line; they win.
 
     Raises:

@@ -41,7 +41,6 @@ class FlagRefusal:
 _SLOT_READERS = "it reads KV by token slot, and a compressed prefix has none"
 
 FLAGS = (
-    FlagRefusal("page_size", 1, "spans are packed into single token slots"),
     FlagRefusal("disable_radix_cache", False, "there would be no prefixes to compress"),
     FlagRefusal("enable_hierarchical_cache", False, _SLOT_READERS),
     FlagRefusal("enable_lmcache", False, _SLOT_READERS),
@@ -99,6 +98,8 @@ def model_reasons(model_config: ModelConfig, *, is_hybrid_ssm: bool) -> list[str
 def pool_reasons(pool: Any) -> list[str]:
     """Return one sentence for every property of SGLang's KV pool that is not supported."""
     reasons = []
+    if pool.page_size != 1:  # resolved; the argument itself may be unset
+        reasons.append(f"--page-size is {pool.page_size}, only 1 is supported: spans are packed into single token slots")
     if getattr(pool, "kv_cache_layout", "nhd") != "nhd":
         reasons.append(f"the KV pool's layout is {pool.kv_cache_layout!r}; only 'nhd' works")
     if pool.dtype not in DTYPES:
