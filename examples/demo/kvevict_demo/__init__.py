@@ -1,0 +1,1 @@
+"""The demo in parts: programs, measurements, systems under test, table, picture."""

@@ -1,0 +1,117 @@
+"""Measurements over HTTP that work alike on stock SGLang and on ours."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.request
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_kvevict.launcher import RunningServer
+
+_GAUGE = re.compile(r"^sglang:(\w+)\{[^}]*\} (\S+)$", re.MULTILINE)
+_POOL_GAUGES = ("max_total_num_tokens", "kv_available_tokens", "kv_evictable_tokens", "num_running_reqs")
+#: A short prompt that shares not even its first token with any other prompt of the demo.
+_PROBE_IDS = (28, 30, 31)
+_PROBE_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class PoolGauges:
+    """SGLang's own gauges of its KV pool, in token slots."""
+
+    total: int
+    available: int
+    evictable: int
+    running: int
+
+    @property
+    def missing(self) -> int:
+        """Slots that are neither free nor evictable; 0 when no request runs and nothing leaked."""
+        return self.total - self.available - self.evictable
+
+
+@dataclass(frozen=True)
+class StreamTiming:
+    """How fast one streamed request went.
+
+    Attributes:
+        prompt_tokens, cached_tokens: as the server reported them.
+        ttft_s: seconds until the first token.
+        decode_tokens_per_s: tokens after the first, over the time between first and last; 0.0 for one token.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_s: float
+    decode_tokens_per_s: float
+
+
+def parse_gauges(text: str) -> PoolGauges:
+    """Read the pool gauges out of the text of ``GET /metrics``.
+
+    Raises:
+        ValueError: a gauge is not there (the server runs without ``--enable-metrics``).
+    """
+    found = {name: float(value) for name, value in _GAUGE.findall(text)}
+    missing = [name for name in _POOL_GAUGES if name not in found]
+    if missing:
+        raise ValueError(f"/metrics lacks {', '.join(missing)}; is --enable-metrics set?")
+    total, available, evictable, running = (int(found[name]) for name in _POOL_GAUGES)
+    return PoolGauges(total=total, available=available, evictable=evictable, running=running)
+
+
+def idle_gauges(server: RunningServer, timeout_s: float = 30.0) -> PoolGauges:
+    """Gauges of the idle server, after a short request: SGLang refreshes them when it gets idle again."""
+    sampling = {"temperature": 0, "max_new_tokens": _PROBE_TOKENS, "ignore_eos": True}
+    server.post("/generate", {"input_ids": list(_PROBE_IDS), "sampling_params": sampling})
+    deadline = time.monotonic() + timeout_s
+    previous = None
+    while time.monotonic() < deadline:
+        gauges = parse_gauges(server.get_text("/metrics"))
+        if gauges.running == 0 and gauges == previous:
+            return gauges
+        previous = gauges
+        time.sleep(0.2)
+    raise TimeoutError(f"the server did not get idle within {timeout_s:.0f} s: {previous}")
+
+
+def flush(server: RunningServer) -> None:
+    """Empty the cache; waits until the server is idle."""
+    server.post("/flush_cache?timeout=60")
+
+
+def time_stream(server: RunningServer, text: str, max_new_tokens: int) -> StreamTiming:
+    """Generate exactly ``max_new_tokens`` greedily and time the stream on this side of the connection."""
+    body = {
+        "text": text,
+        "stream": True,
+        "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True},
+    }
+    request = urllib.request.Request(
+        f"{server.url}/generate", data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+    )
+    arrivals: list[tuple[float, int]] = []
+    meta: dict[str, Any] = {}
+    started = time.perf_counter()
+    with urllib.request.urlopen(request, timeout=600) as response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                meta = json.loads(line[len(b"data: ") :])["meta_info"]
+                arrivals.append((time.perf_counter(), int(meta["completion_tokens"])))
+    first, last = arrivals[0], arrivals[-1]
+    tokens, seconds = last[1] - first[1], last[0] - first[0]
+    return StreamTiming(
+        prompt_tokens=int(meta["prompt_tokens"]),
+        cached_tokens=int(meta["cached_tokens"]),
+        ttft_s=first[0] - started,
+        decode_tokens_per_s=tokens / seconds if tokens else 0.0,
+    )
+
+
+def plugin_state(server: RunningServer) -> dict[str, Any] | None:
+    """What our plugin tells about itself at ``GET /server_info``; None on stock SGLang."""
+    state: dict[str, Any] | None = server.get_json("/server_info")["internal_states"][0].get("kvevict")
+    return state

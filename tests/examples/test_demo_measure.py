@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import cast
+
+import pytest
+from kvevict_demo.measure import PoolGauges, parse_gauges, time_stream
+
+from sgl_kvevict.launcher import RunningServer
+
+METRICS = """# HELP sglang:kv_available_tokens free
+sglang:max_total_num_tokens{engine_type="unified",tp_rank="0"} 6000.0
+sglang:kv_available_tokens{engine_type="unified",tp_rank="0"} 3171.0
+sglang:kv_evictable_tokens{engine_type="unified",tp_rank="0"} 2829.0
+sglang:num_running_reqs{engine_type="unified",tp_rank="0"} 0.0
+"""
+
+
+def test_gauges_are_read_from_the_metrics_text() -> None:
+    gauges = parse_gauges(METRICS)
+    assert gauges == PoolGauges(total=6000, available=3171, evictable=2829, running=0)
+    assert gauges.missing == 0
+
+
+def test_slots_that_are_neither_free_nor_evictable_are_missing() -> None:
+    assert PoolGauges(total=100, available=60, evictable=33, running=0).missing == 7
+
+
+def test_an_absent_gauge_is_named() -> None:
+    with pytest.raises(ValueError, match=r"kv_evictable_tokens.*--enable-metrics"):
+        parse_gauges(METRICS.replace("kv_evictable_tokens", "other"))
+
+
+class _Stream(BaseHTTPRequestHandler):
+    """Answers like ``/generate``: a first token late, then one token every 20 ms."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.end_headers()
+        time.sleep(0.1)
+        for n in range(1, body["sampling_params"]["max_new_tokens"] + 1):
+            meta = {"prompt_tokens": 9, "cached_tokens": 4, "completion_tokens": n}
+            self.wfile.write(b"data: " + json.dumps({"text": "x" * n, "meta_info": meta}).encode() + b"\n\n")
+            self.wfile.flush()
+            time.sleep(0.02)
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def stream_server() -> Iterator[RunningServer]:
+    http = ThreadingHTTPServer(("127.0.0.1", 0), _Stream)
+    Thread(target=http.serve_forever, daemon=True).start()
+    fake = type("Fake", (), {"url": f"http://127.0.0.1:{http.server_port}"})()
+    yield cast(RunningServer, fake)
+    http.shutdown()
+    http.server_close()
+
+
+def test_stream_timing_separates_first_token_from_decode_rate(stream_server: RunningServer) -> None:
+    timing = time_stream(stream_server, "text", max_new_tokens=11)
+    assert (timing.prompt_tokens, timing.cached_tokens) == (9, 4)
+    assert timing.ttft_s >= 0.1
+    assert 5 < timing.decode_tokens_per_s <= 50  # ten tokens, at least 20 ms each
+
+
+def test_one_token_has_no_decode_rate(stream_server: RunningServer) -> None:
+    assert time_stream(stream_server, "text", max_new_tokens=1).decode_tokens_per_s == 0.0

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+from kvevict_demo.questions import (
+    BRANCH_QUESTIONS,
+    CHAT_QUESTIONS,
+    DOCUMENT,
+    Question,
+    system_prompt,
+)
+
+ALL = (*BRANCH_QUESTIONS, *CHAT_QUESTIONS)
+
+
+@pytest.mark.parametrize("question", ALL, ids=lambda q: q.text)
+def test_expected_answers_are_in_the_document_but_not_in_what_is_asked(question: Question) -> None:
+    document = " ".join(DOCUMENT.read_text(encoding="utf-8").split()).lower()
+    asked = f"{question.text} {question.lead}".lower()
+    for piece in question.expected:
+        assert piece.lower() in document
+        assert piece.lower() not in asked
+
+
+def test_an_answer_is_right_when_it_holds_any_expected_piece_in_any_case() -> None:
+    question = Question("Where is it?", ("clay pot", "rosemary"))
+    assert question.is_right("Under the CLAY POT.")
+    assert question.is_right("near the rosemary")
+    assert not question.is_right("under a pot made of clay")
+
+
+def test_system_prompt_ends_with_the_whole_document() -> None:
+    document = DOCUMENT.read_text(encoding="utf-8").strip()
+    assert system_prompt().endswith(document)
+    assert 2000 < len(document.split()) < 2600

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from sgl_kvevict.launcher import LaunchError, config_env, launch
+
+#: Stands in for ``sglang.launch_server``: starts a helper process, then answers ``/health`` like SGLang.
+FAKE_SERVER = """
+import http.server, os, subprocess, sys, urllib.parse
+port = int(sys.argv[sys.argv.index("--port") + 1])
+helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("helper", helper.pid, "config", os.environ.get("KVEVICT_CONFIG"), flush=True)
+if "--fail" in sys.argv:
+    print("refused: two reasons", flush=True)
+    sys.exit(3)
+if "--leak" in sys.argv:
+    print("ValueError: pool memory leak detected! [full] total=10", flush=True)
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    asked = 0
+
+    def do_GET(self):
+        Handler.asked += 1
+        ready = Handler.asked > 1 and "--never" not in sys.argv
+        self.send_response(200 if ready else 503)
+        self.end_headers()
+        self.wfile.write(b'{"path": "%s"}' % self.path.encode())
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def fake_env(tmp_path: Path) -> dict[str, str]:
+    package = tmp_path / "site" / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "launch_server.py").write_text(FAKE_SERVER)
+    return {"PYTHONPATH": str(package.parent)}
+
+
+def helper_pid(log: str) -> int:
+    return int(log.split("helper ")[1].split()[0])
+
+
+def is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def wait_gone(pid: int) -> bool:
+    deadline = time.monotonic() + 5
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not is_running(pid)
+
+
+needs_proc = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
+
+
+@needs_proc
+def test_a_server_answers_and_stops_with_its_children(tmp_path: Path, fake_env: dict[str, str]) -> None:
+    env = {**fake_env, **config_env({"budget": 1.0})}
+    with launch("some/model", flags=["--x"], env=env, log_path=tmp_path / "logs" / "s.log") as server:
+        assert server.alive
+        assert server.get_json("/server_info") == {"path": "/server_info"}
+        assert server.post("/generate", {"text": "hello"}) == b'{"text": "hello"}'
+        assert '{"budget": 1.0}' in server.log()
+        assert server.leak_messages() == []
+        pid = helper_pid(server.log())
+        assert is_running(pid)
+    assert not server.alive
+    assert wait_gone(pid)
+    server.stop()  # a second time is harmless
+    with pytest.raises(LaunchError, match="exited with code"):
+        server.check_alive()
+
+
+@needs_proc
+def test_a_server_that_exits_is_an_error_with_its_last_words(tmp_path: Path, fake_env: dict[str, str]) -> None:
+    log_path = tmp_path / "s.log"
+    with pytest.raises(LaunchError, match=r"code 3\n[^$]*refused: two reasons"):
+        launch("m", flags=["--fail"], env=fake_env, log_path=log_path)
+    assert wait_gone(helper_pid(log_path.read_text()))
+
+
+@needs_proc
+def test_a_server_that_never_gets_healthy_is_stopped(tmp_path: Path, fake_env: dict[str, str]) -> None:
+    log_path = tmp_path / "s.log"
+    with pytest.raises(LaunchError, match="no answer within 3 s"):
+        launch("m", flags=["--never"], env=fake_env, log_path=log_path, timeout_s=3)
+    assert wait_gone(helper_pid(log_path.read_text()))
+
+
+def test_complaints_of_the_memory_checker_are_found(tmp_path: Path, fake_env: dict[str, str]) -> None:
+    with launch("m", flags=["--leak"], env=fake_env, log_path=tmp_path / "s.log") as server:
+        assert server.leak_messages() == ["ValueError: pool memory leak detected! [full] total=10"]
