@@ -1,0 +1,8 @@
+"""Attention of new tokens over compressed spans and the uncompressed rest."""
+
+from __future__ import annotations
+
+from sgl_kvevict.attention.batch import AttentionBatch
+from sgl_kvevict.attention.cpu import CpuAttention
+
+__all__ = ["AttentionBatch", "CpuAttention"]

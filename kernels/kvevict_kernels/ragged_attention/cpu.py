@@ -1,0 +1,173 @@
+"""ragged_attention on the CPU: blocks of the work list go through PyTorch's fused attention, then are merged.
+
+The fused operation returns the log-sum-exp beside the output, keeps scores and softmax in float32, and works on
+strided views. It cannot take sizes of 0 (it stops the process), and it returns 0 instead of -inf as the
+log-sum-exp of a fully masked row: callers here never give it either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvevict_kernels.ragged_attention.tiles import Tiles, build_tiles, choose_block, merge_table
+
+PASS_BYTES = 64 * 2**20
+"""Gathered K and V rows of one call stay below this."""
+
+fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""(q [B, heads, M, D], k [B, heads, N, D], v, 0.0, is_causal, attn_mask=, scale=) -> (out, natural lse)."""
+
+
+@dataclass(frozen=True)
+class CpuPlan:
+    """Work list of one call of ragged_attention, reusable while its index lists stay the same.
+
+    Attributes:
+        tiles: units with similar numbers of q rows share one element.
+        table: [num_rows, width], int64, partials of each q row, see :func:`merge_table`.
+        bias: [num_rows, width], float32, -inf where ``table`` only fills up; None if it never does.
+        is_idle: [num_rows], bool, q rows that attend to nothing; None if there are none.
+    """
+
+    tiles: tuple[Tiles, ...]
+    table: Tensor
+    bias: Tensor | None
+    is_idle: Tensor | None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of ``q`` that the plan is for."""
+        return self.table.shape[0]
+
+
+def plan_cpu(
+    qo_indptr: Tensor, qo_indices: Tensor, kv_indptr: Tensor, kv_indices: Tensor, num_rows: int
+) -> CpuPlan:
+    """Build the work list; arguments as in :func:`kvevict_kernels.ragged_attention.ragged_attention`."""
+    qo_indptr, kv_indptr = qo_indptr.long(), kv_indptr.long()
+    qo_lens, kv_lens = qo_indptr.diff(), kv_indptr.diff()
+    # Units of 1, 2-4, 5-16, ... q rows are padded to the largest of their class: at most 4 times.
+    size_class = torch.ceil(torch.log2(qo_lens.clamp(min=1)) / 2)
+    tiles = []
+    for value in size_class[(qo_lens > 0) & (kv_lens > 0)].unique().tolist():
+        units = ((size_class == value) & (qo_lens > 0) & (kv_lens > 0)).nonzero().view(-1)
+        lens = qo_lens[units, None]
+        column = torch.arange(int(lens.max()))
+        entry = qo_indptr[units, None] + torch.minimum(column, lens - 1)
+        q_table = torch.where(column < lens, qo_indices.long()[entry], -1)
+        block = choose_block(kv_lens[None, units])
+        tiles.append(build_tiles(q_table, kv_indptr[units], kv_lens[units], kv_indices, block=block)[0])
+    owners = torch.cat([torch.empty(0, dtype=torch.int32), *(t.owners.view(-1) for t in tiles)])
+    table, counts = merge_table(owners, num_rows)
+    return CpuPlan(
+        tiles=tuple(tiles),
+        table=table,
+        bias=fill_bias(counts, table.shape[1]),
+        is_idle=counts.eq(0) if bool(counts.eq(0).any()) else None,
+    )
+
+
+def run_cpu(plan: CpuPlan, q: Tensor, k_rows: Tensor, v_rows: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
+    """Attend as planned; returns out [num_rows, head_dim], dtype of ``q``, and lse [num_rows], float32."""
+    if plan.table.shape[1] == 0:
+        return torch.zeros_like(q), q.new_full(q.shape[:1], float("-inf"), dtype=torch.float32)
+    partials = [part for tiles in plan.tiles for part in attend_tiles(tiles, q, k_rows, v_rows, sm_scale)]
+    out, lse = merge_partials(partials, plan.table, plan.bias)
+    if plan.is_idle is not None:
+        out = out.masked_fill(plan.is_idle[:, None], 0.0)
+        lse = lse.masked_fill(plan.is_idle, float("-inf"))
+    return out, lse
+
+
+def attend_tiles(
+    tiles: Tiles, q: Tensor, k_rows: Tensor, v_rows: Tensor, sm_scale: float
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Partial results of tiles, in passes of bounded memory; see :func:`attend_blocks` for what is returned."""
+    _, block, lanes = tiles.kv_rows.shape
+    for part in tile_passes(tiles.num_tiles, 2 * block * lanes * q.shape[1] * k_rows.element_size()):
+        shape = (-1, block, lanes, q.shape[1])
+        now = tiles[part]
+        yield attend_blocks(
+            q.index_select(0, now.q_rows.view(-1)).view(-1, *now.q_rows.shape[1:], q.shape[1]),
+            k_rows.index_select(0, now.kv_rows.view(-1)).view(shape),
+            v_rows.index_select(0, now.kv_rows.view(-1)).view(shape),
+            now.mask,
+            sm_scale,
+        )
+
+
+def attend_blocks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sm_scale: float
+) -> tuple[Tensor, Tensor]:
+    """One fused call over gathered tiles.
+
+    Args:
+        q: [num_tiles, rows, lanes, head_dim].
+        k: [num_tiles, block, lanes, head_dim], any KV dtype.
+        v: like ``k``.
+        mask: [num_tiles, lanes or 1, 1, block], float32, added to the scores.
+        sm_scale: softmax scale.
+
+    Returns:
+        out [num_partials, head_dim], dtype of ``q``, and lse [num_partials], float32, natural log;
+        partials in the order [num_tiles, rows, lanes].
+    """
+    if k.dtype != q.dtype:
+        k, v = k.to(q.dtype), v.to(q.dtype)
+    out, lse = fused_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, False, attn_mask=mask, scale=sm_scale
+    )
+    return out.transpose(1, 2).reshape(-1, q.shape[-1]), lse.transpose(1, 2).reshape(-1)
+
+
+def merge_partials(
+    partials: list[tuple[Tensor, Tensor]], table: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Combine partial softmaxes in float32, with one rounding.
+
+    The weights of the partials are the softmax of their log-sum-exps, so this is attention once more: scores
+    given by the mask, partial outputs as values.
+
+    Args:
+        partials: (out [n, head_dim], lse [n]) pairs, numbered through.
+        table: [num_rows, width], int, partials of each row; width >= 1.
+        bias: [num_rows, width], float32, -inf where ``table`` only fills up, or None.
+
+    Returns:
+        out [num_rows, head_dim], dtype of the partials, and lse [num_rows], float32.
+    """
+    out, lse = partials[0]
+    if len(partials) > 1:
+        out, lse = torch.cat([part[0] for part in partials]), torch.cat([part[1] for part in partials])
+    num_rows, width = table.shape
+    head_dim = out.shape[1]
+    values = out.index_select(0, table.view(-1))
+    scores = lse.index_select(0, table.view(-1))
+    if width == 1:
+        return values, scores
+    scores = scores.view(num_rows, 1, 1, width)
+    if bias is not None:
+        scores = scores + bias.view(num_rows, 1, 1, width)
+    values = values.view(num_rows, 1, width, head_dim).float()
+    no_query = values.new_zeros(1, 1, 1, head_dim).expand(num_rows, 1, 1, head_dim)
+    merged, total = fused_attention(no_query, values, values, 0.0, False, attn_mask=scores, scale=1.0)
+    return merged.reshape(num_rows, head_dim).to(out.dtype), total.reshape(num_rows)
+
+
+def fill_bias(counts: Tensor, width: int) -> Tensor | None:
+    """Additive mask [num_rows, width] that hides what fills up a merge table; None if nothing does.
+
+    Rows without any partial show their first column: their result is meaningless, but not NaN.
+    """
+    is_filler = torch.arange(width) >= counts.clamp(min=1)[:, None]
+    return torch.where(is_filler, float("-inf"), 0.0) if bool(is_filler.any()) else None
+
+
+def tile_passes(num_tiles: int, tile_bytes: int) -> list[slice]:
+    """Ranges of tiles whose gathered rows stay below ``PASS_BYTES``."""
+    step = max(1, PASS_BYTES // tile_bytes)
+    return [slice(start, min(start + step, num_tiles)) for start in range(0, num_tiles, step)]

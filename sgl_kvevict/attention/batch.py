@@ -1,0 +1,61 @@
+"""What one forward reads, per request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.ragged import SpanRuns
+
+Path = tuple[SpanRuns, ...]
+"""Spans that a request reads, root first; () if nothing of it is compressed."""
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """The requests of one forward.
+
+    The logical tokens of a request are ``[0, waterline)``: stood for by its path, ``[waterline, seq_len)``: one
+    token slot each, in its row of ``req_to_token``. The last ``extend_len`` of them are new. A row's positions
+    below the waterline are fillers that nobody may read.
+
+    Attributes:
+        paths: per request, the spans on its path.
+        waterlines: per request, tokens that its path stands for.
+        seq_lens: per request, logical tokens including the new ones.
+        extend_lens: per request, new tokens; None: a decode step, one new token each.
+        req_pool_indices: [num_requests], int, rows of ``req_to_token``.
+        req_to_token: [num_rows, max_context_len], int32, token slots.
+
+    Raises:
+        InvariantError: lengths that contradict each other, for example a waterline above the first new token.
+    """
+
+    paths: tuple[Path, ...]
+    waterlines: list[int]
+    seq_lens: list[int]
+    extend_lens: list[int] | None
+    req_pool_indices: Tensor
+    req_to_token: Tensor
+
+    def __post_init__(self) -> None:
+        num_requests = len(self.seq_lens)
+        new_lens = self.new_lens
+        counts = (len(self.paths), len(self.waterlines), len(new_lens), self.req_pool_indices.numel())
+        if any(count != num_requests for count in counts):
+            raise InvariantError(
+                f"paths, waterlines, extend_lens, req_pool_indices: expected {num_requests} of each, got {counts}"
+            )
+        for i, (waterline, seq_len, new) in enumerate(zip(self.waterlines, self.seq_lens, new_lens, strict=True)):
+            if not 0 <= waterline <= seq_len - new <= seq_len <= self.req_to_token.shape[1]:
+                raise InvariantError(
+                    f"request {i}: waterline {waterline}, {new} new of {seq_len} tokens, "
+                    f"rows of {self.req_to_token.shape[1]}: expected waterline <= first new token <= row length"
+                )
+
+    @property
+    def new_lens(self) -> list[int]:
+        """New tokens per request."""
+        return [1] * len(self.seq_lens) if self.extend_lens is None else self.extend_lens

@@ -1,0 +1,105 @@
+"""The CPU attention backend: plan once per forward, run once per layer."""
+
+from __future__ import annotations
+
+import torch
+from kvevict_kernels.checks import KV_DTYPES, check_tensor
+from torch import Tensor
+
+from sgl_kvevict.attention.batch import AttentionBatch
+from sgl_kvevict.attention.decode import DecodeStep
+from sgl_kvevict.attention.decode_plan import DecodePlanner, locate_suffixes
+from sgl_kvevict.attention.extend import ExtendAttention, ExtendRequest, RunBounds, plan_extend
+from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.geometry import KVGeometry
+
+
+class CpuAttention:
+    """Attention of new tokens over compressed spans (other keys per KV head) and uncompressed token slots.
+
+    Requests with one new token go through the batched decode path, also inside of a prefill step; spans that
+    several of them share are read once for all.
+
+    Args:
+        geometry: sizes.
+        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous.
+        v_arena: like ``k_arena``.
+
+    Raises:
+        ValueError: wrong shape, dtype or device of an arena.
+    """
+
+    def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> None:
+        shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
+        check_tensor("k_arena", k_arena, shape, KV_DTYPES, torch.device("cpu"))
+        check_tensor("v_arena", v_arena, shape, k_arena.dtype, torch.device("cpu"))
+        self.geometry = geometry
+        self.k_arena = k_arena
+        self.v_arena = v_arena
+        self._planner = DecodePlanner(geometry)
+        self._extend = ExtendAttention(k_arena, v_arena, RunBounds())
+        self._decode_step: DecodeStep | None = None
+        self._decode_rows: Tensor | None = None
+        self._extending: list[ExtendRequest] = []
+        self._num_new = -1
+
+    def plan(self, batch: AttentionBatch) -> None:
+        """Prepare the layers of one forward.
+
+        What concerns spans is kept over forwards, until other requests or other spans are read; a step adds the
+        look-up of the suffixes' token slots.
+
+        Args:
+            batch: the requests of the forward.
+        """
+        new_lens = batch.new_lens
+        self._num_new = sum(new_lens)
+        self._extending = plan_extend(batch, [i for i, new in enumerate(new_lens) if new > 1])
+        single = [i for i, new in enumerate(new_lens) if new == 1]
+        self._decode_step = self._plan_decode(batch, single) if single else None
+        self._decode_rows = None
+        if self._decode_step is not None and self._extending:
+            ends = torch.tensor(new_lens).cumsum(0)
+            self._decode_rows = ends[single] - 1
+
+    def run(self, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
+        """Attend as planned. K and V of the new tokens are in the arena.
+
+        Args:
+            layer: layer index.
+            q: [num_new_tokens, num_qo_heads, head_dim], request after request.
+            sm_scale: softmax scale.
+
+        Returns:
+            out [num_new_tokens, num_qo_heads, head_dim], dtype of ``q``, and lse [num_new_tokens, num_qo_heads],
+            float32, natural log-sum-exp of the scaled scores over everything that a query saw.
+
+        Raises:
+            InvariantError: other new tokens than planned.
+        """
+        shape = (self._num_new, self.geometry.num_qo_heads, self.geometry.head_dim)
+        if tuple(q.shape) != shape:
+            raise InvariantError(f"q: planned {list(shape)}, got {list(q.shape)}")
+        if self._decode_step is not None and self._decode_rows is None:
+            return self._decode_step.run(layer, q, sm_scale)
+        if len(self._extending) == 1 and self._decode_step is None:
+            return self._extend.run(self._extending[0], layer, q, sm_scale)
+        out = torch.empty_like(q)
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        for request in self._extending:
+            out[request.rows], lse[request.rows] = self._extend.run(request, layer, q[request.rows], sm_scale)
+        if self._decode_step is not None and self._decode_rows is not None:
+            rows = self._decode_rows
+            out[rows], lse[rows] = self._decode_step.run(layer, q[rows], sm_scale)
+        return out, lse
+
+    def _plan_decode(self, batch: AttentionBatch, requests: list[int]) -> DecodeStep:
+        pool_rows = batch.req_pool_indices
+        if len(requests) < len(batch.seq_lens):
+            pool_rows = pool_rows[requests]
+        waterlines = [batch.waterlines[i] for i in requests]
+        seq_lens = [batch.seq_lens[i] for i in requests]
+        composition = self._planner.composition(tuple(batch.paths[i] for i in requests))
+        layout = composition.layout_for([end - start for start, end in zip(waterlines, seq_lens, strict=True)])
+        suffix = locate_suffixes(layout, waterlines, seq_lens, pool_rows, batch.req_to_token)
+        return DecodeStep(self.k_arena, self.v_arena, layout, suffix)

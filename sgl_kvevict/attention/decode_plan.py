@@ -1,0 +1,244 @@
+"""What a decode step reads, split by how often it changes.
+
+- :class:`Composition`: the spans of a batch, until requests come or go or their paths change.
+- :class:`Layout`: how spans and suffixes are cut into tiles and merged, until a suffix grows into a new block.
+- :class:`SuffixSlots`: the token slots of the suffixes, every step.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from kvevict_kernels.ragged_attention.tiles import Tiles, choose_block, merge_table
+from torch import Tensor
+
+from sgl_kvevict.attention.batch import Path
+from sgl_kvevict.attention.span_tiles import UnitLists, group_spans, join_units, sharer_class
+from sgl_kvevict.geometry import KVGeometry
+
+MAX_COMPOSITIONS = 2
+"""A server alternates between at most two: decode steps, and decode rows inside of prefill steps."""
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """One layer's share of a layout.
+
+    Partials are numbered: suffix tiles, ``own``, then ``shared`` in order; in each [num_tiles, rows, lanes].
+
+    Attributes:
+        q_rows: [num_suffix_tiles + own.num_tiles, group_size, num_kv_heads], int32.
+        own: tiles of spans that one request reads alone; the same block size as the suffix tiles.
+        shared: tiles of spans that several requests read.
+        table: [num_q_rows, width], int64, partials of each q row.
+        bias: [num_q_rows, width], float32, -inf where ``table`` only fills up; None if no layer needs it.
+    """
+
+    q_rows: Tensor
+    own: Tiles | None
+    shared: tuple[Tiles, ...]
+    table: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tiles and merge tables for given numbers of suffix blocks.
+
+    Attributes:
+        block: KV rows per block of suffix tiles and of tiles of unshared spans (tokens).
+        suffix_blocks: per request, blocks of its suffix.
+        tile_request: [num_suffix_tiles], int64, place in the batch.
+        tile_offset: [num_suffix_tiles], int64, first token relative to the waterline.
+        layers: one per layer.
+    """
+
+    block: int
+    suffix_blocks: list[int]
+    tile_request: Tensor
+    tile_offset: Tensor
+    layers: list[LayerWork]
+
+
+@dataclass(frozen=True)
+class SuffixSlots:
+    """Token slots of one step's suffixes.
+
+    Attributes:
+        token_slots: [num_suffix_tiles * block], int32; fillers repeat the newest token's slot.
+        mask: [num_suffix_tiles, 1, 1, block], float32, 0 or -inf.
+    """
+
+    token_slots: Tensor
+    mask: Tensor
+
+
+class Composition:
+    """The spans that a batch reads, as units; builds layouts.
+
+    Args:
+        paths: per request, the spans on its path.
+        geometry: sizes.
+    """
+
+    def __init__(self, paths: Sequence[Path], geometry: KVGeometry) -> None:
+        self.geometry = geometry
+        self.num_requests = len(paths)
+        self.layout: Layout | None = None
+        self._own: UnitLists | None = None
+        self._shared: list[list[Tiles]] = []
+        self._own_tiles: tuple[int, list[Tiles]] | None = None
+        groups = group_spans(paths)
+        for number in sorted({sharer_class(len(group.members)) for group in groups}):
+            units = join_units([g for g in groups if sharer_class(len(g.members)) == number], geometry)
+            if number == 0:
+                self._own = units
+            else:
+                block = choose_block(units.kv_lens.view(geometry.num_layers, -1))
+                self._shared.append(units.tiles(geometry, block))
+
+    def layout_for(self, suffix_lens: list[int]) -> Layout:
+        """Return the layout for suffixes of these lengths; the last one, if it fits.
+
+        Args:
+            suffix_lens: per request, tokens from the waterline on; each >= 1.
+        """
+        if self.layout is not None:
+            block = self.layout.block
+            if self.layout.suffix_blocks == [-(-length // block) for length in suffix_lens]:
+                return self.layout
+        block = self._choose_block(suffix_lens)
+        blocks = [-(-length // block) for length in suffix_lens]
+        tile_request = torch.arange(self.num_requests).repeat_interleave(torch.tensor(blocks))
+        first_tile = torch.tensor(blocks).cumsum(0) - torch.tensor(blocks)
+        self.layout = Layout(
+            block=block,
+            suffix_blocks=blocks,
+            tile_request=tile_request,
+            tile_offset=(torch.arange(sum(blocks)) - first_tile[tile_request]) * block,
+            layers=self._layer_work(tile_request, self._tiles_of_own(block)),
+        )
+        return self.layout
+
+    def _choose_block(self, suffix_lens: list[int]) -> int:
+        heads = self.geometry.num_kv_heads
+        lens = torch.tensor(suffix_lens).repeat_interleave(heads)[None]
+        if self._own is not None:
+            own = self._own.kv_lens.view(self.geometry.num_layers, -1)
+            lens = torch.cat([lens.expand(self.geometry.num_layers, -1), own], dim=1)
+        return choose_block(lens)
+
+    def _tiles_of_own(self, block: int) -> list[Tiles] | None:
+        if self._own is None:
+            return None
+        if self._own_tiles is None or self._own_tiles[0] != block:
+            self._own_tiles = (block, self._own.tiles(self.geometry, block))
+        return self._own_tiles[1]
+
+    def _layer_work(self, tile_request: Tensor, own: list[Tiles] | None) -> list[LayerWork]:
+        suffix_rows = self._suffix_q_rows(tile_request)
+        span_tiles = ([] if own is None else [own]) + self._shared
+        table, bias = self._merge_tables(suffix_rows, span_tiles)
+        layers = []
+        for layer in range(self.geometry.num_layers):
+            q_rows = suffix_rows if own is None else torch.cat([suffix_rows, own[layer].q_rows])
+            layers.append(
+                LayerWork(
+                    q_rows=q_rows,
+                    own=own[layer] if own is not None and own[layer].num_tiles else None,
+                    shared=tuple(tiles[layer] for tiles in self._shared if tiles[layer].num_tiles),
+                    table=table[layer],
+                    bias=None if bias is None else bias[layer],
+                )
+            )
+        return layers
+
+    def _suffix_q_rows(self, tile_request: Tensor) -> Tensor:
+        heads = self._q_heads
+        return (tile_request.view(-1, 1, 1) * self.geometry.num_qo_heads + heads).int().contiguous()
+
+    @cached_property
+    def _q_heads(self) -> Tensor:
+        """Q head of each (row, lane) of a suffix tile; [group_size, num_kv_heads]."""
+        geometry = self.geometry
+        return torch.arange(geometry.num_qo_heads).view(geometry.num_kv_heads, geometry.group_size).t()
+
+    def _merge_tables(self, suffix_rows: Tensor, span_tiles: list[list[Tiles]]) -> tuple[Tensor, Tensor | None]:
+        """Table and bias of all layers, [num_layers, num_q_rows, width]."""
+        num_layers = self.geometry.num_layers
+        num_rows = self.num_requests * self.geometry.num_qo_heads
+        table, counts = merge_table(suffix_rows.view(-1), num_rows)
+        is_filler = torch.arange(table.shape[1]) >= counts[:, None]
+        table = table.expand(num_layers, -1, -1)
+        is_filler = is_filler.expand(num_layers, -1, -1)
+        if span_tiles:
+            span_table, span_counts = _span_merge_table(span_tiles, num_rows)
+            span_table = torch.where(span_counts > 0, span_table + suffix_rows.numel(), table[..., :1])
+            span_filler = torch.arange(span_table.shape[2]) >= span_counts
+            table = torch.cat([table, span_table], dim=2)
+            is_filler = torch.cat([is_filler, span_filler], dim=2)
+        if not bool(is_filler.any()):
+            return table, None
+        return table, torch.where(is_filler, float("-inf"), 0.0)
+
+
+class DecodePlanner:
+    """Keeps the last compositions.
+
+    Args:
+        geometry: sizes.
+    """
+
+    def __init__(self, geometry: KVGeometry) -> None:
+        self.geometry = geometry
+        self._compositions: OrderedDict[tuple[Path, ...], Composition] = OrderedDict()
+
+    def composition(self, paths: tuple[Path, ...]) -> Composition:
+        """Return the composition for these paths: built once, while it stays among the last ones used."""
+        found = self._compositions.pop(paths, None) or Composition(paths, self.geometry)
+        self._compositions[paths] = found
+        if len(self._compositions) > MAX_COMPOSITIONS:
+            self._compositions.popitem(last=False)
+        return found
+
+
+def locate_suffixes(
+    layout: Layout, waterlines: list[int], seq_lens: list[int], rows: Tensor, req_to_token: Tensor
+) -> SuffixSlots:
+    """Look up the token slots ``[waterline, seq_len)`` of each request.
+
+    Args:
+        layout: tiles of the suffixes.
+        waterlines: per request, first position to read.
+        seq_lens: per request, end of the range.
+        rows: [num_requests], int, rows of ``req_to_token``.
+        req_to_token: [num_rows, max_context_len], int32.
+    """
+    bounds = torch.tensor([waterlines, seq_lens])[:, layout.tile_request]
+    position = (bounds[0] + layout.tile_offset)[:, None] + torch.arange(layout.block)
+    last = bounds[1, :, None] - 1
+    place = rows[layout.tile_request].long()[:, None] * req_to_token.shape[1] + torch.minimum(position, last)
+    return SuffixSlots(
+        token_slots=req_to_token.reshape(-1).index_select(0, place.view(-1)),
+        mask=torch.where(position > last, float("-inf"), 0.0)[:, None, None],
+    )
+
+
+def _span_merge_table(span_tiles: list[list[Tiles]], num_rows: int) -> tuple[Tensor, Tensor]:
+    """Merge table of every layer, [num_layers, num_rows, width], partials numbered from 0 in each layer, and
+    the number of partials per row, [num_layers, num_rows, 1]."""
+    num_layers = len(span_tiles[0])
+    owners, first_partial, total = [], [], 0
+    for layer in range(num_layers):
+        first_partial.append(total)
+        for tiles in span_tiles:
+            flat = tiles[layer].owners.view(-1)
+            owners.append(torch.where(flat < 0, -1, flat + layer * num_rows))
+            total += flat.numel()
+    table, counts = merge_table(torch.cat(owners), num_layers * num_rows)
+    table = table.view(num_layers, num_rows, -1) - torch.tensor(first_partial).view(-1, 1, 1)
+    return table, counts.view(num_layers, num_rows, 1)

@@ -1,0 +1,172 @@
+"""Several new tokens of one request: everything before them without a mask, then themselves causally.
+
+Two fused calls and a merge replace one call with a dense mask. (Causal alignment of the fused operation is top-left,
+so a single causal call cannot have keys before the first query.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+from kvevict_kernels.ragged_attention.cpu import fused_attention
+from torch import Tensor
+
+from sgl_kvevict.attention.batch import AttentionBatch, Path
+from sgl_kvevict.ragged import SpanRuns
+
+STACKED_TOKENS = 16
+"""Up to so many new tokens, the q heads of a group are stacked into one: fewer, larger products."""
+
+
+@dataclass
+class RunBounds:
+    """Starts and lengths of runs on the host, read once per span."""
+
+    _known: WeakKeyDictionary[SpanRuns, tuple[list[list[int]], list[list[int]]]] = field(
+        default_factory=WeakKeyDictionary
+    )
+
+    def run(self, span: SpanRuns, layer: int, head: int) -> Tensor:
+        """Head slots of one run (a view)."""
+        bounds = self._known.get(span)
+        if bounds is None:
+            bounds = self._known[span] = (span.starts.tolist(), span.lens.tolist())
+        start, length = bounds[0][layer][head], bounds[1][layer][head]
+        return span.head_slots[start : start + length]
+
+
+@dataclass(frozen=True)
+class ExtendRequest:
+    """One request with more than one new token.
+
+    Attributes:
+        rows: its new tokens in the forward.
+        path: spans on its path.
+        cached_slots: [num_cached], int32, token slots of ``[waterline, first new token)``.
+        new_slots: [num_new], int32, token slots of the new tokens.
+    """
+
+    rows: slice
+    path: Path
+    cached_slots: Tensor
+    new_slots: Tensor
+
+
+def plan_extend(batch: AttentionBatch, requests: list[int]) -> list[ExtendRequest]:
+    """Look up the token slots of some requests of a batch."""
+    ends = torch.tensor(batch.new_lens).cumsum(0).tolist()
+    pool_rows = batch.req_pool_indices.tolist()
+    plans = []
+    for i in requests:
+        new, seq_len = batch.new_lens[i], batch.seq_lens[i]
+        row = batch.req_to_token[pool_rows[i]]
+        plans.append(
+            ExtendRequest(
+                rows=slice(ends[i] - new, ends[i]),
+                path=batch.paths[i],
+                cached_slots=row[batch.waterlines[i] : seq_len - new].clone(),
+                new_slots=row[seq_len - new : seq_len].clone(),
+            )
+        )
+    return plans
+
+
+@dataclass(frozen=True)
+class ExtendAttention:
+    """Runs the layers of extending requests.
+
+    Attributes:
+        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim].
+        v_arena: like ``k_arena``.
+        bounds: host copies of run bounds.
+    """
+
+    k_arena: Tensor
+    v_arena: Tensor
+    bounds: RunBounds
+
+    def run(self, request: ExtendRequest, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
+        """Attend with the new tokens of one request.
+
+        Args:
+            request: what it reads.
+            layer: layer index.
+            q: [num_new, num_qo_heads, head_dim].
+            sm_scale: softmax scale.
+
+        Returns:
+            out [num_new, num_qo_heads, head_dim], dtype of ``q``, and lse [num_new, num_qo_heads], float32.
+        """
+        new = self._attend_tokens(layer, request.new_slots, q, sm_scale, is_causal=True)
+        if not request.path:
+            if not request.cached_slots.numel():
+                return new
+            cached = self._attend_tokens(layer, request.cached_slots, q, sm_scale, is_causal=False)
+            return _merge(cached, new)
+        return _merge(self._attend_runs(request, layer, q, sm_scale), new)
+
+    def _attend_tokens(
+        self, layer: int, slots: Tensor, q: Tensor, sm_scale: float, *, is_causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to token slots, the same ones for all heads."""
+        k = self.k_arena[layer].flatten(1).index_select(0, slots).view(-1, *self.k_arena.shape[2:])
+        v = self.v_arena[layer].flatten(1).index_select(0, slots).view(-1, *self.v_arena.shape[2:])
+        return _attend(q, k, v, sm_scale, is_causal=is_causal)
+
+    def _attend_runs(
+        self, request: ExtendRequest, layer: int, q: Tensor, sm_scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to the path and the cached tokens, head by head: each has its own run, none is padded."""
+        num_token_slots, num_heads, head_dim = self.k_arena.shape[1:]
+        group = q.shape[1] // num_heads
+        k_rows, v_rows = self.k_arena.view(-1, 1, head_dim), self.v_arena.view(-1, 1, head_dim)
+        cached = (request.cached_slots + layer * num_token_slots) * num_heads
+        out = torch.zeros_like(q)
+        lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
+        for head in range(num_heads):
+            runs = [self.bounds.run(span, layer, head) for span in request.path]
+            head_slots = torch.cat([*runs, cached + head])
+            if head_slots.numel():
+                heads = slice(head * group, (head + 1) * group)
+                k, v = k_rows.index_select(0, head_slots), v_rows.index_select(0, head_slots)
+                out[:, heads], lse[:, heads] = _attend(q[:, heads], k, v, sm_scale, is_causal=False)
+        return out, lse
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, *, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """One fused call.
+
+    Args:
+        q: [num_new, num_qo_heads, head_dim].
+        k: [num_keys, num_kv_heads, head_dim].
+        v: like ``k``.
+        sm_scale: softmax scale.
+        is_causal: key ``j`` is visible from query ``j`` on.
+
+    Returns:
+        out [num_new, num_qo_heads, head_dim] and lse [num_new, num_qo_heads].
+    """
+    if k.dtype != q.dtype:
+        k, v = k.to(q.dtype), v.to(q.dtype)
+    num_new, num_qo_heads, head_dim = q.shape
+    num_keys, num_kv_heads, _ = k.shape
+    group = num_qo_heads // num_kv_heads
+    grouped = q.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)
+    k, v = k.transpose(0, 1)[:, None], v.transpose(0, 1)[:, None]
+    if num_new <= STACKED_TOKENS and not is_causal:
+        stacked = grouped.reshape(num_kv_heads, 1, group * num_new, head_dim)
+        out, lse = fused_attention(stacked, k, v, 0.0, False, scale=sm_scale)
+        out, lse = out.view(grouped.shape), lse.reshape(grouped.shape[:3])
+    else:
+        shape = (num_kv_heads, group, num_keys, head_dim)
+        out, lse = fused_attention(grouped, k.expand(shape), v.expand(shape), 0.0, is_causal, scale=sm_scale)
+    return out.permute(2, 0, 1, 3).reshape(q.shape), lse.permute(2, 0, 1).reshape(q.shape[:2])
+
+
+def _merge(before: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Combine two partial softmaxes in float32, with one rounding; ``before`` may be empty (0, -inf)."""
+    weight = torch.sigmoid(before[1] - new[1])[..., None]
+    out = torch.lerp(new[0].float(), before[0].float(), weight)
+    return out.to(new[0].dtype), torch.logaddexp(before[1], new[1])
