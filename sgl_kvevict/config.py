@@ -70,6 +70,11 @@ class KVEvictConfig(BaseModel):
         description="options of the policy by name",
         json_schema_extra={"allowed": "an object of options that the policy knows"},
     )
+    expose_kept: bool = Field(
+        default=False,
+        description="GET /server_info also shows which tokens of the largest span each head kept (reads the device)",
+        json_schema_extra={"allowed": "true or false"},
+    )
 
     @field_validator("budget", mode="plain")
     @classmethod

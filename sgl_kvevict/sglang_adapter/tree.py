@@ -31,6 +31,7 @@ from sgl_kvevict.compression import Compressor, PromptObservation
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.prefix import Segment, Span, SpanStore
 from sgl_kvevict.ragged import SpanRuns
+from sgl_kvevict.sglang_adapter.introspection import cache_state
 from sgl_kvevict.sglang_adapter.pending import PendingRange, PendingRanges
 
 if TYPE_CHECKING:
@@ -50,17 +51,17 @@ class KVEvictTree(RadixCache):
     def __init__(self, params: CacheInitParams, store: SpanStore, compressor: Compressor | None) -> None:
         self.store = store
         self.compressor = compressor
-        self._spans: dict[TreeNode, Span] = {}
-        self._pending = PendingRanges()
-        self._requests: WeakValueDictionary[str, Req] = WeakValueDictionary()
+        self.spans: dict[TreeNode, Span] = {}
+        self.pending = PendingRanges()
+        self.requests: WeakValueDictionary[str, Req] = WeakValueDictionary()
         self._observations: WeakKeyDictionary[Req, PromptObservation] = WeakKeyDictionary()
-        self._max_sharers = 0
+        self.max_sharers = 0
         super().__init__(params)
 
     def reset(self) -> None:
         """Forget everything; SGLang clears allocator and rows itself."""
-        self._spans.clear()
-        self._pending.clear()
+        self.spans.clear()
+        self.pending.clear()
         self._observations.clear()
         super().reset()
 
@@ -68,7 +69,7 @@ class KVEvictTree(RadixCache):
 
     def node_slots(self, node: TreeNode) -> int:
         """Token slots that a node carries in the accounting."""
-        span = self._spans.get(node)
+        span = self.spans.get(node)
         return len(node.key) if span is None else span.charged_slots
 
     def inc_lock_ref(self, node: TreeNode) -> IncLockRefResult:
@@ -104,9 +105,10 @@ class KVEvictTree(RadixCache):
             self.evictable_size_ += slots
 
     def _total_size_helper(self) -> int:
-        return sum(self.node_slots(node) for node in self._nodes())
+        return sum(self.node_slots(node) for node in self.nodes())
 
-    def _nodes(self) -> Iterator[TreeNode]:
+    def nodes(self) -> Iterator[TreeNode]:
+        """All nodes below the root, in no particular order."""
         stack = list(self.root_node.children.values())
         while stack:
             node = stack.pop()
@@ -117,15 +119,15 @@ class KVEvictTree(RadixCache):
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         upper: TreeNode = super()._split_node(key, child, split_len)
-        span = self._spans.get(child)
+        span = self.spans.get(child)
         if span is not None:
-            self._spans[upper], self._spans[child] = span.split(span.start + split_len)
+            self.spans[upper], self.spans[child] = span.split(span.start + split_len)
         return upper
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """Match as stock; a request that matches (again) is about to be prefilled, so remember it by its id."""
         if params.req is not None:
-            self._requests[params.req.rid] = params.req
+            self.requests[params.req.rid] = params.req
             if self.compressor is not None:
                 self._observations[params.req] = self.compressor.new_observation()
         return super().match_prefix(params)
@@ -133,7 +135,7 @@ class KVEvictTree(RadixCache):
     def _match_prefix_helper(self, node: TreeNode, key: RadixKey) -> tuple[list[torch.Tensor], TreeNode]:
         blocked = self._blocking_node(key)
         if blocked is not None:
-            key = key[: self._spans[blocked].start]
+            key = key[: self.spans[blocked].start]
             if len(key) == 0:
                 return [], node
         return super()._match_prefix_helper(node, key)
@@ -146,7 +148,7 @@ class KVEvictTree(RadixCache):
         while len(rest) and (child := node.children.get(rest.child_key(self.page_size))) is not None:
             matched = child.key.match(rest, page_size=self.page_size)
             if matched < len(child.key):
-                span = self._spans.get(child)
+                span = self.spans.get(child)
                 return child if span is not None and not span.segment.splittable else None
             node, rest = child, rest[matched:]
         return None
@@ -171,9 +173,9 @@ class KVEvictTree(RadixCache):
     def _drop(self, node: TreeNode) -> int:
         """Remove one leaf; return the token slots that came back."""
         self._delete_leaf(node)
-        self._pending.discard(node)
+        self.pending.discard(node)
         self.kv_events.record_remove(node)
-        span = self._spans.pop(node, None)
+        span = self.spans.pop(node, None)
         slots = node.value if span is None else span.drop()
         if slots is None:
             assert span is not None
@@ -190,11 +192,11 @@ class KVEvictTree(RadixCache):
         """Shrink a segment whose lowest span was dropped; return the token slots that came back."""
         nodes = []
         node = lowest
-        while (span := self._spans.get(node)) is not None and span.segment is segment:
+        while (span := self.spans.get(node)) is not None and span.segment is segment:
             nodes.append(node)
             node = node.parent
         nodes.reverse()
-        freed = self.store.repack([self._spans[node] for node in nodes])
+        freed = self.store.repack([self.spans[node] for node in nodes])
         self._charge(nodes[0], -freed.numel())
         self.token_to_kv_pool_allocator.free_segment(freed, start_pos=0)
         return freed.numel()
@@ -218,8 +220,8 @@ class KVEvictTree(RadixCache):
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
         """A request let go of its path: forget its state and compress ranges that waited for it."""
         self._observations.pop(req, None)
-        self._requests.pop(req.rid, None)
-        for pending in self._pending:
+        self.requests.pop(req.rid, None)
+        for pending in self.pending:
             self._try_compress(pending)
 
     def _make_way(self, req: Req, up_to: int) -> bool:
@@ -248,7 +250,7 @@ class KVEvictTree(RadixCache):
             return
         pending = PendingRange(self._node_ending_at(path, end), end, observation, req.rid)
         if not self._try_compress(pending):
-            self._pending.add(pending)
+            self.pending.add(pending)
 
     def _try_compress(self, pending: PendingRange) -> bool:
         """Compress a range unless somebody else reads it; return whether the range is done with."""
@@ -256,9 +258,9 @@ class KVEvictTree(RadixCache):
         path = self._path(pending.node)
         waterline = self._waterline(path)
         if pending.end - waterline < self.compressor.config.min_prefix_tokens:
-            self._pending.discard(pending.node)
+            self.pending.discard(pending.node)
             return True
-        nodes = [node for node in path if node not in self._spans]
+        nodes = [node for node in path if node not in self.spans]
         holder = self._holder(pending)
         if nodes[0].lock_ref > (0 if holder is None else 1):
             return False
@@ -272,7 +274,7 @@ class KVEvictTree(RadixCache):
 
     def _holder(self, pending: PendingRange) -> Req | None:
         """Return the request that was observed if it still locks the range itself."""
-        req = self._requests.get(pending.rid)
+        req = self.requests.get(pending.rid)
         if req is None or req.lock is None or pending.node not in self._path(req.lock.node):
             return None
         return req
@@ -281,7 +283,7 @@ class KVEvictTree(RadixCache):
         """Replace the ordinary slots of consecutive nodes by spans of one new segment."""
         assert self.compressor is not None
         token_slots = torch.cat([node.value for node in nodes])
-        above = self._spans.get(nodes[0].parent)
+        above = self.spans.get(nodes[0].parent)
         parent = None if above is None else above.segment
         segment, freed = self.compressor.compress(token_slots, start, observation, parent)
         rest = Span(segment, start, start + token_slots.numel(), is_owner=True)
@@ -289,8 +291,8 @@ class KVEvictTree(RadixCache):
             boundary = rest.start + len(node.key)
             span, rest = rest.split(boundary) if boundary < rest.end else (rest, rest)
             self._charge(node, span.charged_slots - len(node.key))
-            self._spans[node] = span
-            self._pending.discard(node)
+            self.spans[node] = span
+            self.pending.discard(node)
             node.value = torch.zeros_like(node.value)
         self.token_to_kv_pool_allocator.free_segment(freed, start_pos=0)
 
@@ -304,7 +306,7 @@ class KVEvictTree(RadixCache):
         return path
 
     def _waterline(self, path: list[TreeNode]) -> int:
-        return sum(len(node.key) for node in path if node in self._spans)
+        return sum(len(node.key) for node in path if node in self.spans)
 
     def _node_ending_at(self, path: list[TreeNode], end: int) -> TreeNode:
         """Return the node of the path that ends at ``end``, splitting one if needed."""
@@ -329,10 +331,10 @@ class KVEvictTree(RadixCache):
         """
         paths = []
         for rid in rids:
-            spans = [self._spans[node] for node in self._path(self._requests[rid].last_node) if node in self._spans]
+            spans = [self.spans[node] for node in self._path(self.requests[rid].last_node) if node in self.spans]
             paths.append(tuple(span.runs() for span in spans))
         readers = Counter(runs for path in paths for runs in path)
-        self._max_sharers = max(self._max_sharers, *readers.values(), 0)
+        self.max_sharers = max(self.max_sharers, *readers.values(), 0)
         return tuple(paths)
 
     def observe(self, rid: str, start: int, end: int) -> PromptObservation | None:
@@ -342,7 +344,7 @@ class KVEvictTree(RadixCache):
             None for rows that are not prefill (decode rows of a mixed batch), when the policy is ``none``, and for
             prompts too short to compress.
         """
-        req = self._requests[rid]
+        req = self.requests[rid]
         observation = self._observations.get(req)
         if self.compressor is None or observation is None or observation.is_complete:
             return None
@@ -355,29 +357,4 @@ class KVEvictTree(RadixCache):
 
     def state(self) -> dict[str, Any]:
         """Return what the cache holds, in plain numbers (shown by ``GET /server_info``)."""
-        allocator = self.token_to_kv_pool_allocator
-        owned = sum(
-            req.kv.kv_allocated_len - req.kv.cache_protected_len
-            for req in self._requests.values()
-            if req.kv.holds_kv
-        )
-        compressed_slots = sum(span.charged_slots for span in self._spans.values())
-        state: dict[str, Any] = {
-            "policy": "none",
-            "spans": len(self._spans),
-            "segments": sum(span.is_owner for span in self._spans.values()),
-            "compressed_tokens": sum(span.num_tokens for span in self._spans.values()),
-            "compressed_slots": compressed_slots,
-            "full_tokens": self.evictable_size_ + self.protected_size_ - compressed_slots,
-            "free_slots": allocator.available_size(),
-            "evictable_slots": self.evictable_size_,
-            "protected_slots": self.protected_size_,
-            "total_slots": allocator.size,
-            "max_sharers": self._max_sharers,
-            "pending_ranges": len(self._pending),
-        }
-        held = state["free_slots"] + state["evictable_slots"] + state["protected_slots"] + owned
-        state["leaked_slots"] = allocator.size - held
-        if self.compressor is not None:
-            state |= self.compressor.state()
-        return state
+        return cache_state(self)

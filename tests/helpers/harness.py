@@ -305,17 +305,17 @@ class Harness:
         held = Counter(self.allocator.free_pages.tolist())
         sizes = {True: 0, False: 0}
         segments = {}
-        for node in self.tree._nodes():
+        for node in self.tree.nodes():
             sizes[node.lock_ref > 0] += self.tree.node_slots(node)
-            span = self.tree._spans.get(node)
+            span = self.tree.spans.get(node)
             if span is None:
                 held.update(node.value.tolist())
             else:
                 assert node.value.eq(0).all() and span.num_tokens == len(node.key)
                 parent = node.parent
-                assert parent is self.tree.root_node or parent in self.tree._spans, "waterline broken"
+                assert parent is self.tree.root_node or parent in self.tree.spans, "waterline broken"
                 segments.setdefault(span.segment, []).append(span)
-        assert len(self.tree._spans) == sum(len(spans) for spans in segments.values())
+        assert len(self.tree.spans) == sum(len(spans) for spans in segments.values())
         for segment, spans in segments.items():
             held.update(segment.token_slots.tolist())
             assert segment.num_spans == len(spans)

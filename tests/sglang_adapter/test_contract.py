@@ -138,6 +138,7 @@ def test_overrides_exist_upstream():
     own = {
         "node_slots",
         "read_paths",
+        "nodes",
         "observe",
         "state",
     }

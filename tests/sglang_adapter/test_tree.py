@@ -18,7 +18,7 @@ def server_args(tmp_path_factory):
 
 
 def spans(harness):
-    return sorted(((s.start, s.end) for s in harness.tree._spans.values()))
+    return sorted(((s.start, s.end) for s in harness.tree.spans.values()))
 
 
 def test_prompt_is_compressed_up_to_its_tail_and_takes_exactly_its_budget():
@@ -71,7 +71,7 @@ def test_dropping_the_lower_half_gives_its_slots_back():
     header = harness.run(DOCUMENT[:10] + [9] * 3)
     before = harness.allocator.available_size()
     released = harness.evict(1)  # the uncompressed tail is the least recently used leaf
-    while released and len(harness.tree._spans) == 2:
+    while released and len(harness.tree.spans) == 2:
         released = harness.evict(1)
     assert spans(harness) == [(0, 10)]
     assert harness.tree.state()["compressed_slots"] <= 10
@@ -117,7 +117,7 @@ def test_chunked_prefill_compresses_once_at_the_end():
     harness = Harness()
     req = harness.run(DOCUMENT, chunk=13)
     assert harness.tree.compressor.stats.compressions == 1
-    assert [span.is_owner for span in sorted(harness.tree._spans.values(), key=lambda s: s.start)][0]
+    assert [span.is_owner for span in sorted(harness.tree.spans.values(), key=lambda s: s.start)][0]
     harness.decode(req)
 
 

@@ -75,11 +75,11 @@ def systems(policy: str, budget: float | int, pool_slots: int) -> tuple[System, 
     env = {**CPU_ENV, **STRICT_CHECK_ENV}
 
     def ours(name: str, share: float | int) -> System:
-        config = config_env({"policy": policy, "budget": share})
+        config = config_env({"policy": policy, "budget": share, "expose_kept": True})
         return System(
             name=name,
             flags=(*KVEVICT_CPU_FLAGS, *common),
-            env={**env, **config, "KVEVICT_EXPOSE_KEPT": "1"},
+            env={**env, **config},
         )
 
     return (

@@ -1,0 +1,36 @@
+"""Which tokens of a span each (layer, KV head) kept: numbers for pictures."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sgl_kvevict.prefix.span import Span
+
+
+def kept_share(span: Span, num_bins: int) -> Tensor:
+    """Share of the tokens that each head kept, over equal stretches of a span.
+
+    Args:
+        span: a live span.
+        num_bins: stretches to divide the span's tokens into, 1 <= num_bins <= num_tokens.
+
+    Returns:
+        [num_layers * num_kv_heads, num_bins], float32, on the span's device, in [0, 1]; token ``t`` of the span
+        counts in bin ``t * num_bins // num_tokens``.
+
+    Raises:
+        ValueError: ``num_bins`` is out of range.
+    """
+    if not 1 <= num_bins <= span.num_tokens:
+        raise ValueError(f"num_bins must be between 1 and the span's {span.num_tokens} tokens, got {num_bins}")
+    runs, segment = span.runs(), span.segment
+    lens = runs.lens.flatten().long()
+    first = runs.starts.flatten().long() - (lens.cumsum(0) - lens)
+    run_of_entry = torch.repeat_interleave(lens)
+    entries = torch.arange(len(run_of_entry), device=lens.device) + first[run_of_entry]
+    tokens = segment.positions[entries].long() - span.start
+    cells = run_of_entry * num_bins + tokens * num_bins // span.num_tokens
+    kept = torch.bincount(cells, minlength=len(lens) * num_bins).view(len(lens), num_bins)
+    bin_of_token = torch.arange(span.num_tokens, device=lens.device) * num_bins // span.num_tokens
+    return kept / torch.bincount(bin_of_token, minlength=num_bins).float()
