@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -78,14 +77,14 @@ class LayerObservation:
     moments: QueryMoments | None = None
     num_prompt_tokens: int | None = None
 
-    @cached_property
+    @property
     def keys(self) -> Tensor:
-        """[num_tokens, num_kv_heads, head_dim], gathered once on first use."""
+        """[num_tokens, num_kv_heads, head_dim], copied at each use, so that a pass holds one layer at a time."""
         return torch.index_select(self.k_buffer, 0, self.token_slots)
 
-    @cached_property
+    @property
     def values(self) -> Tensor:
-        """[num_tokens, num_kv_heads, head_dim], gathered once on first use."""
+        """[num_tokens, num_kv_heads, head_dim], copied at each use, so that a pass holds one layer at a time."""
         return torch.index_select(self.v_buffer, 0, self.token_slots)
 
     @property
@@ -107,6 +106,26 @@ class LayerObservation:
         if self.window is None:
             raise ValueError(f"{who} needs the window queries of layer {self.layer}, got none")
         return self.window
+
+    def require_moments(self, who: str) -> QueryMoments:
+        """The query moments.
+
+        Raises:
+            ValueError: the forward pass did not provide them.
+        """
+        if self.moments is None:
+            raise ValueError(f"{who} needs the query moments of layer {self.layer}, got none")
+        return self.moments
+
+    def require_prompt_length(self, who: str) -> int:
+        """The logical length of the observed prompt.
+
+        Raises:
+            ValueError: it is unknown.
+        """
+        if self.num_prompt_tokens is None:
+            raise ValueError(f"{who} needs the length of the prompt (num_prompt_tokens), got none")
+        return self.num_prompt_tokens
 
     def require_accumulated(self, who: str) -> Tensor:
         """The accumulated attention.

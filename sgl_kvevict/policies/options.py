@@ -83,8 +83,7 @@ def parse_options(policy: str, options_type: type[OptionsT], given: Mapping[str,
 def describe_options(options_type: type[Any]) -> tuple[OptionInfo, ...]:
     """All options of a policy, in order."""
     return tuple(
-        OptionInfo(spec.name, spec.default, spec.metadata["meaning"], _allowed(spec))
-        for spec in fields(options_type)
+        OptionInfo(spec.name, spec.default, spec.metadata["meaning"], _allowed(spec)) for spec in fields(options_type)
     )
 
 
@@ -102,9 +101,7 @@ def _checked(policy: str, spec: Field[Any], value: Any) -> Any:
         )
         good = good and not (limits["odd"] and value % 2 == 0)
     if not good:
-        raise ConfigError(
-            f"policy_options.{spec.name}: got {value!r} for policy {policy!r}; allowed: {_allowed(spec)}"
-        )
+        raise ConfigError(f"policy_options.{spec.name}: got {value!r} for policy {policy!r}; allowed: {_allowed(spec)}")
     return value
 
 

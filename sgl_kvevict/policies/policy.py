@@ -125,9 +125,7 @@ class Policy:
             shape = (geometry.num_layers, geometry.num_kv_heads, num_tokens)
             kept = torch.ones(shape, dtype=torch.bool, device=observations[0].token_slots.device)
             return Decision(_selection(kept, total), state=state)
-        observations += [
-            observe(layer) for layer in range(self.reuse_layers, geometry.num_layers, self.reuse_layers)
-        ]
+        observations += [observe(layer) for layer in range(self.reuse_layers, geometry.num_layers, self.reuse_layers)]
         scores = self._score(observations, total // runs, protected)
         kept = self._keep(scores, geometry, total)
         selection = _selection(kept, total)

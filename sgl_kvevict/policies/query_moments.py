@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -69,32 +69,35 @@ class QueryMoments:
         total: [num_qo_heads, head_dim], float32, sum of the queries.
         outer: [num_qo_heads, head_dim, head_dim], float32, sum of their outer products.
         rotary: the model's rotary embedding.
+        num_skipped: first positions of a prompt that are not counted: their queries are outliers.
     """
 
     count: int
     total: Tensor
     outer: Tensor
     rotary: Rotary
+    num_skipped: int = 4
 
     @staticmethod
-    def empty(num_qo_heads: int, head_dim: int, rotary: Rotary) -> QueryMoments:
+    def empty(num_qo_heads: int, head_dim: int, rotary: Rotary, num_skipped: int = 4) -> QueryMoments:
         """Moments of no query."""
         device = rotary.cos_sin.device
         total = torch.zeros(num_qo_heads, head_dim, device=device)
-        return QueryMoments(0, total, torch.zeros(num_qo_heads, head_dim, head_dim, device=device), rotary)
+        outer = torch.zeros(num_qo_heads, head_dim, head_dim, device=device)
+        return QueryMoments(0, total, outer, rotary, num_skipped)
 
-    def add(self, queries: Tensor, positions: Tensor) -> QueryMoments:
-        """Moments with more queries counted in.
+    def add(self, queries: Tensor, start: int) -> QueryMoments:
+        """Moments with the queries of one chunk of one prompt counted in.
 
         Args:
-            queries: [num_tokens, num_qo_heads, head_dim], after RoPE.
-            positions: [num_tokens], int64, their logical positions.
+            queries: [num_tokens, num_qo_heads, head_dim], after RoPE, of consecutive positions.
+            start: logical position of the first one.
         """
-        plain = self.rotary.apply(queries, positions, inverse=True)
-        outer = torch.einsum("nhd,nhe->hde", plain, plain)
-        return QueryMoments(
-            self.count + queries.shape[0], self.total + plain.sum(0), self.outer + outer, self.rotary
-        )
+        skip = min(max(self.num_skipped - start, 0), queries.shape[0])
+        positions = torch.arange(start + skip, start + queries.shape[0], device=queries.device)
+        plain = self.rotary.apply(queries[skip:], positions, inverse=True).transpose(0, 1)
+        outer = self.outer + plain.transpose(1, 2) @ plain
+        return replace(self, count=self.count + plain.shape[1], total=self.total + plain.sum(1), outer=outer)
 
     @property
     def mean(self) -> Tensor:

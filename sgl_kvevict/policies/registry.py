@@ -81,9 +81,7 @@ def _load_user_policy(path: str, options: Mapping[str, Any]) -> Policy:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigError(
-            f"policy: module {module_name!r} of {path!r} cannot be imported: {error}"
-        ) from error
+        raise ConfigError(f"policy: module {module_name!r} of {path!r} cannot be imported: {error}") from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
         public = ", ".join(key for key in vars(module) if not key.startswith("_"))
@@ -95,7 +93,5 @@ def _load_user_policy(path: str, options: Mapping[str, Any]) -> Policy:
         raise ConfigError(f"policy_options: {error} in policy {path!r}; allowed: {allowed}") from error
     policy = factory(**options)
     if not isinstance(policy, Policy):
-        raise ConfigError(
-            f"policy: {path!r} returned {type(policy).__name__}; allowed: sgl_kvevict.policies.Policy"
-        )
+        raise ConfigError(f"policy: {path!r} returned {type(policy).__name__}; allowed: sgl_kvevict.policies.Policy")
     return policy

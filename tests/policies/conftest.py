@@ -14,9 +14,7 @@ from sgl_kvevict.policies.reference import accumulated_attention, dense_attentio
 class Prompt:
     """Keys, values and queries of a small model over a prompt, observed as a server would."""
 
-    def __init__(
-        self, keys: list[Tensor], queries: list[Tensor], *, tail: int, window: int, start: int = 0
-    ) -> None:
+    def __init__(self, keys: list[Tensor], queries: list[Tensor], *, tail: int, window: int, start: int = 0) -> None:
         """keys[l] [n, H, D]; queries[l] [m, Hq, D] of the last m positions; range [start, n - tail)."""
         self.keys, self.queries = keys, queries
         self.num_layers, self.window = len(keys), window
@@ -29,9 +27,7 @@ class Prompt:
 
     @property
     def geometry(self) -> KVGeometry:
-        return KVGeometry(
-            self.num_layers, self.queries[0].shape[1], self.num_heads, self.head_dim, self.length + 1
-        )
+        return KVGeometry(self.num_layers, self.queries[0].shape[1], self.num_heads, self.head_dim, self.length + 1)
 
     def weights(self, layer: int) -> tuple[Tensor, Tensor]:
         queries = self.queries[layer]
@@ -93,12 +89,26 @@ def random_prompt() -> Callable[..., Prompt]:
         generator = torch.Generator().manual_seed(seed)
         num_queries = length if num_queries is None else num_queries
         keys = [2 * torch.randn(length, num_heads, 8, generator=generator) for _ in range(num_layers)]
-        queries = [
-            2 * torch.randn(num_queries, num_heads * group, 8, generator=generator) for _ in range(num_layers)
-        ]
+        queries = [2 * torch.randn(num_queries, num_heads * group, 8, generator=generator) for _ in range(num_layers)]
         return Prompt(keys, queries, tail=tail, window=window, start=start)
 
     return make
+
+
+def prompt_from_weights(layers: list[Tensor], *, tail: int, window: int | None = None) -> Prompt:
+    """A prompt whose last queries have exactly these attention weights.
+
+    layers[l] [num_heads, num_queries, num_tokens] float64; rows sum to 1; zeros after the query.
+    """
+    num_heads, num_queries, length = layers[0].shape
+    keys = torch.eye(length)[:, None].expand(length, num_heads, length).contiguous()
+    queries = [(rows.clamp(min=1e-30).log() * length**0.5).transpose(0, 1).float().contiguous() for rows in layers]
+    return Prompt([keys] * len(layers), queries, tail=tail, window=num_queries if window is None else window)
+
+
+@pytest.fixture
+def from_weights() -> Callable[..., Prompt]:
+    return prompt_from_weights
 
 
 @pytest.fixture

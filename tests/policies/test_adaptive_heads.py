@@ -37,9 +37,7 @@ def test_algorithm_1_on_the_worked_example(range_scores: Make) -> None:
     assert retained(scores, hits) == pytest.approx(2.55, abs=1e-6)
     assert retained(scores, uniform) == pytest.approx(2.41, abs=1e-6)
     assert 2 * 3 - 2 * retained(scores, hits) == pytest.approx(0.90, abs=1e-5)
-    best = max(
-        retained(scores, torch.tensor([split])) for split in product(range(6), repeat=3) if sum(split) == 6
-    )
+    best = max(retained(scores, torch.tensor([split])) for split in product(range(6), repeat=3) if sum(split) == 6)
     assert best == pytest.approx(2.55, abs=1e-6)
 
 
@@ -53,9 +51,7 @@ def test_conservation_and_limits(range_scores: Make) -> None:
     assert adaptive().allocate(range_scores(values), 36).tolist() == [[9] * 4]
     same = values[:, :1].expand(1, 4, 9).contiguous()
     assert adaptive().allocate(range_scores(same), 12).tolist() == [[3] * 4]
-    assert torch.equal(
-        adaptive().allocate(range_scores(values), 13), adaptive().allocate(range_scores(values * 4), 13)
-    )
+    assert torch.equal(adaptive().allocate(range_scores(values), 13), adaptive().allocate(range_scores(values * 4), 13))
     louder = values.clone()
     louder[0, 2] *= 2
     before, after = (adaptive().allocate(range_scores(v), 13)[0, 2] for v in (values, louder))
@@ -78,9 +74,7 @@ def test_sparse_against_dispersed(range_scores: Make) -> None:
 @pytest.mark.parametrize(("safeguard", "share"), [("paper", 0.8), ("authors_code", 0.2), ("kvpress", 0.2)])
 def test_safeguard_floor(range_scores: Make, safeguard: str, share: float) -> None:
     """specs/ada_kv.md 9.8: the poorest head keeps its floor of the uniform share."""
-    values = (
-        torch.rand(1, 4, 50, generator=torch.Generator().manual_seed(3)) + torch.tensor([0, 5, 6, 7])[:, None]
-    )
+    values = torch.rand(1, 4, 50, generator=torch.Generator().manual_seed(3)) + torch.tensor([0, 5, 6, 7])[:, None]
     hits = adaptive(safeguard).allocate(range_scores(values), 80)
     assert int(hits.sum()) == 80 and int(hits.min()) >= int(share * 20)
 

@@ -87,7 +87,5 @@ def mix_with_uniform(hits: Tensor, totals: Tensor, weight: Fraction) -> Tensor:
     Source: Ada-KV (arXiv 2407.11550), Alg. 2, line 8.
     """
     num_heads = hits.shape[-1]
-    numerators = hits * (weight.numerator * num_heads) + totals.unsqueeze(-1) * (
-        weight.denominator - weight.numerator
-    )
+    numerators = hits * (weight.numerator * num_heads) + totals.unsqueeze(-1) * (weight.denominator - weight.numerator)
     return largest_remainder(numerators, weight.denominator * num_heads, totals)

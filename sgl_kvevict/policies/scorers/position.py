@@ -26,7 +26,5 @@ class PositionScorer:
 
     def score(self, observation: LayerObservation) -> TokenScores:
         """Score one layer: the token's index in the range."""
-        index = torch.arange(
-            observation.num_tokens, dtype=torch.float32, device=observation.token_slots.device
-        )
+        index = torch.arange(observation.num_tokens, dtype=torch.float32, device=observation.token_slots.device)
         return TokenScores(index.expand(observation.num_kv_heads, -1))

@@ -1,0 +1,47 @@
+"""The nearest kept token of every token, in blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+_BLOCK_ELEMENTS = 1 << 22
+"""Similarities computed at a time (16 MiB of float32)."""
+
+
+def nearest_kept(rows: Tensor, kept: Tensor, width: int, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Best cosine similarity of each token with a kept token of its head, and which one.
+
+    Args:
+        rows: [num_heads, num_tokens, head_dim], any float dtype.
+        kept: [num_heads, num_tokens], bool.
+        width: most kept tokens of a head.
+        causal: only kept tokens after the token count.
+
+    Returns:
+        similarity [num_heads, num_tokens], float32, -inf where no kept token counts; index [num_heads,
+        num_tokens], int64, the kept token's position (the lowest of equal ones). Values at kept tokens are
+        meaningless.
+
+    Source: D2O, Eq. 9.
+    Cost: num_tokens * width * head_dim per head; memory bounded by blocks.
+    """
+    num_heads, num_tokens, head_dim = rows.shape
+    unit = normalize(rows.float(), dim=-1)
+    position = (~kept).sort(dim=-1, stable=True).indices[:, :width]  # kept positions, ascending, first
+    valid = kept.gather(-1, position)
+    conserved = unit.gather(1, position.unsqueeze(-1).expand(-1, -1, head_dim)).transpose(1, 2)
+    block = max(_BLOCK_ELEMENTS // max(num_heads * width, 1), 1)
+    best, index = [], []
+    for begin in range(0, num_tokens, block):
+        similarity = unit[:, begin : begin + block] @ conserved
+        allowed = valid.unsqueeze(1)
+        if causal:
+            here = torch.arange(begin, begin + similarity.shape[1], device=rows.device)
+            allowed = allowed & (position.unsqueeze(1) > here[:, None])
+        similarity.masked_fill_(~allowed, -torch.inf)
+        top = similarity.max(dim=-1)
+        best.append(top.values)
+        index.append(position.gather(-1, top.indices))
+    return torch.cat(best, dim=-1), torch.cat(index, dim=-1)

@@ -1,0 +1,274 @@
+"""specs/chunkkv.md section 11."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.policies import Policy, RangeScores, build_policy
+from sgl_kvevict.policies.selectors import ChunkSelector
+
+Run = Callable[..., Any]
+TOKENS = [5, 0, 0, 0, 1, 1, 1, 1, 0, 0, 3, 0, 2, 2, 2, 0, 3, 3, 3, 3]
+
+
+def choose(tokens: Any, window: int, chunk: int, budget: int, mode: str = "exact", **options: Any) -> list[int]:
+    """Kept positions of one head: the window inside the range and paid for, as in the paper."""
+    values = torch.as_tensor(np.asarray(tokens), dtype=torch.float32)[None, None]
+    if budget >= values.shape[-1]:
+        return list(range(values.shape[-1]))
+    scores = RangeScores(values, None, None, 0, window)
+    kept = ChunkSelector(chunk, mode, **options).select(scores, torch.tensor([[budget - window]]))
+    return kept[0, 0].nonzero().flatten().tolist()
+
+
+def ranges(*pairs: tuple[int, int]) -> list[int]:
+    return [i for first, last in pairs for i in range(first, last + 1)]
+
+
+def paper_mode(tokens: np.ndarray, window: int, chunk: int, budget: int) -> list[int]:
+    """Algorithm 1 as printed, duplicates and all."""
+    length = len(tokens)
+    sums = np.array([tokens[i : i + chunk].sum() for i in range(0, length, chunk)])
+    best = sorted(np.argsort(-sums, kind="stable")[: budget // chunk].tolist())
+    chosen = [t for i in best for t in range(i * chunk, min((i + 1) * chunk, length))]
+    return chosen[: budget - window] + list(range(length - window, length))
+
+
+@pytest.mark.parametrize(
+    ("budget", "chunk", "expected"),
+    [
+        (8, 4, ranges((12, 19))),
+        (10, 4, ranges((0, 1), (12, 19))),
+        (12, 4, ranges((0, 3), (12, 19))),
+        (14, 4, ranges((0, 5), (12, 19))),
+        (16, 4, ranges((0, 7), (12, 19))),
+        (20, 4, ranges((0, 19))),
+        (14, 3, [0, 1, 2, 3, *ranges((9, 14), (16, 19))]),
+        (14, 2, [0, 1, 4, 5, 6, 7, *ranges((10, 13), (16, 19))]),
+    ],
+)
+def test_worked_selection(budget: int, chunk: int, expected: list[int]) -> None:
+    """T1, exact mode."""
+    assert choose(TOKENS, 4, chunk, budget) == expected
+
+
+@pytest.mark.parametrize("budget", [8, 10, 12, 14, 16])
+def test_paper_mode_holds_its_distinct_tokens_and_fills_the_gaps(budget: int) -> None:
+    """T1, paper mode: the printed set without duplicates; freed entries go to the next best chunks."""
+    printed = set(paper_mode(np.array(TOKENS), 4, 4, budget))
+    ours = choose(TOKENS, 4, 4, budget, "paper")
+    assert printed <= set(ours) and len(ours) == budget
+    if len(printed) == budget:
+        assert set(ours) == printed
+
+
+def one_head(from_weights: Run, keys: list[float], window: int) -> Any:
+    """T2 and T3: one-dimensional keys and queries of 1; every query sees all keys but the causal ones."""
+    length = len(keys)
+    rows = torch.zeros(1, window, length, dtype=torch.float64)
+    for query in range(window):
+        seen = length - window + query + 1
+        rows[0, query, :seen] = torch.tensor(keys[:seen], dtype=torch.float64).softmax(-1)
+    return from_weights([rows], tail=0)
+
+
+def chunkkv(**options: Any) -> Policy:
+    policy = build_policy("chunkkv", options)
+    assert policy is not None
+    return policy
+
+
+def test_softmax_scores(from_weights: Run, kept: Run) -> None:
+    """T2."""
+    prompt = one_head(from_weights, [math.log(m) for m in (4, 1, 1, 2, 1, 1, 2, 12)], 2)
+    policy = chunkkv(window_size=2, chunk_length=2)
+    scores = policy.scorer.score(prompt.observe(0)).values * 2  # a sum in the paper, a mean here
+    expected = torch.tensor([[4 / 12, 1 / 12, 1 / 12, 2 / 12, 1 / 12, 1 / 12, 2 / 12, 0.0]])
+    expected = expected + torch.tensor([[4.0, 1, 1, 2, 1, 1, 2, 12]]) / 24
+    torch.testing.assert_close(scores, expected)
+    assert float(scores.sum()) == pytest.approx(2, abs=1e-5)
+    assert kept(prompt.run(policy, 4)) == [[[0, 1, 6, 7]]]
+    assert kept(prompt.run(policy, 5)) == [[[0, 1, 2, 6, 7]]]
+
+
+@pytest.mark.parametrize(("score", "expected"), [("softmax", [0, 1, 4]), ("raw", [2, 3, 4])])
+def test_raw_against_softmax(make_prompt: Run, kept: Run, score: str, expected: list[int]) -> None:
+    """T3: raw sums punish a chunk for one very negative logit."""
+    keys = torch.tensor([5.0, -10, 0, 0, 1]).view(5, 1, 1)
+    prompt = make_prompt([keys], [torch.ones(1, 1, 1)], tail=0, window=1)
+    assert kept(prompt.run(chunkkv(window_size=1, chunk_length=2, score=score), 3)) == [[expected]]
+
+
+@pytest.mark.parametrize(
+    ("length", "budget", "window", "chunk", "entries", "unique"),
+    [
+        (1000, 128, 32, 10, 128, 120),
+        (1005, 128, 32, 10, 128, 115),
+        (1000, 128, 8, 10, 128, 120),
+        (1000, 128, 4, 10, 124, 120),
+        (8192, 819, 32, 10, 819, 802),
+    ],
+)
+def test_printed_algorithm_stores_duplicates_ours_does_not(
+    length: int, budget: int, window: int, chunk: int, entries: int, unique: int
+) -> None:
+    """T4."""
+    tokens = np.random.default_rng(0).random(length) * 1e-3
+    tokens[-window:] = 1
+    printed = paper_mode(tokens, window, chunk, budget)
+    assert (len(printed), len(set(printed))) == (entries, unique)
+    for mode in ("exact", "paper"):
+        ours = choose(tokens, window, chunk, budget, mode)
+        assert len(set(ours)) == budget and ours == sorted(ours)
+    assert set(printed) <= set(choose(tokens, window, chunk, budget, "paper"))
+
+
+def test_cold_window_tells_the_modes_apart() -> None:
+    """T4: the positional cut drops the latest chunks, exact mode the weakest."""
+    tokens = np.random.default_rng(1).random(320)
+    tokens[-32:] = 0
+    exact, paper = (choose(tokens, 32, 8, 128, mode) for mode in ("exact", "paper"))
+    assert paper == sorted(paper_mode(tokens, 32, 8, 128))
+    assert (exact[-33], paper[-33]) == (239, 191)
+    assert len(set(exact) & set(paper)) == 104
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 10])
+def test_structure(chunk: int) -> None:
+    """T5: exact sizes, ascending, window present, one partial chunk at most (its leading part), nested sets."""
+    tokens = np.random.default_rng(2).random(500)
+    smaller: set[int] = set()
+    for budget in range(33, 500, 41):
+        kept = choose(tokens, 32, chunk, budget)
+        assert len(kept) == budget and kept == sorted(set(kept)) and kept[-32:] == list(range(468, 500))
+        assert smaller <= set(kept)
+        smaller = set(kept)
+        partial = 0
+        for begin in range(0, 468, chunk):
+            inside = [t for t in kept if begin <= t < min(begin + chunk, 468)]
+            assert inside == list(range(begin, begin + len(inside)))
+            partial += 0 < len(inside) < min(chunk, 468 - begin)
+        assert partial <= 1
+
+
+def test_chunks_of_one_are_top_k_and_one_chunk_is_a_prefix() -> None:
+    """T6."""
+    tokens = np.random.default_rng(3).random(60)
+    best = np.argsort(-tokens[:52].astype(np.float32), kind="stable")[:12]
+    assert choose(tokens, 8, 1, 20) == sorted(best.tolist()) + list(range(52, 60))
+    assert choose(tokens, 8, 52, 20) == list(range(12)) + list(range(52, 60))
+
+
+def test_invariances(random_prompt: Run, kept: Run) -> None:
+    """T8: scale of a head's scores; order of heads; nothing but scores matters."""
+    values = torch.rand(1, 3, 40, generator=torch.Generator().manual_seed(0))
+    lens = torch.full((1, 3), 17)
+    chosen = ChunkSelector(4).select(RangeScores(values, None, None, 0, 0), lens)
+    scaled = values * torch.tensor([4.0, 0.25, 1.0])[:, None]
+    assert torch.equal(ChunkSelector(4).select(RangeScores(scaled, None, None, 0, 0), lens), chosen)
+    order = [2, 0, 1]
+    permuted = ChunkSelector(4).select(RangeScores(values[:, order], None, None, 0, 0), lens)
+    assert torch.equal(permuted, chosen[:, order])
+
+
+def test_tail_chunk_and_ties() -> None:
+    """T9: a short last chunk is at a disadvantage as a sum, not as a mean; ties are kept from the left."""
+    assert choose(np.full(103, 1 / 103), 3, 10, 43) == ranges((0, 39), (100, 102))
+    tokens = np.full(108, 1.0)
+    tokens[100:105] = 1.5
+    assert 100 not in choose(tokens, 3, 10, 53)
+    assert 100 in choose(tokens, 3, 10, 53, chunk_score="mean")
+
+
+@pytest.mark.parametrize(
+    ("budget", "window", "chunk", "full", "rest"),
+    [(128, 32, 10, 9, 6), (128, 16, 10, 11, 2), (128, 8, 10, 12, 0), (96, 32, 10, 6, 4), (819, 32, 10, 78, 7)],
+)
+def test_chunk_counts(budget: int, window: int, chunk: int, full: int, rest: int) -> None:
+    """T10."""
+    kept = choose(np.random.default_rng(4).random(1000 + window), window, chunk, budget)[:-window]
+    counts = np.bincount(np.array(kept) // chunk)
+    assert (counts == chunk).sum() == full and sorted(counts[(counts > 0) & (counts < chunk)]) == [rest] * (rest > 0)
+
+
+def test_shared_heads(random_prompt: Run, kept: Run) -> None:
+    """The kvpress variant: one list of chunks for a layer."""
+    decision = random_prompt().run(chunkkv(share_heads=True, window_size=8, chunk_length=5), 9 * 22)
+    for layer in kept(decision):
+        assert layer[0] == layer[1] == layer[2]
+
+
+@pytest.mark.parametrize(("num_layers", "reuse", "scored"), [(32, 2, 16), (32, 5, 7), (32, 32, 1), (28, 3, 10)])
+def test_reused_layers_are_not_observed(
+    random_prompt: Run, kept: Run, num_layers: int, reuse: int, scored: int
+) -> None:
+    """T11."""
+    prompt = random_prompt(num_layers=num_layers, length=40)
+    options = {"window_size": 8, "chunk_length": 3}
+    reused = kept(prompt.run(chunkkv(reuse_layers=reuse, **options), num_layers * 3 * 11, protected=2))
+    assert prompt.observed == [layer for layer in range(num_layers) if layer % reuse == 0]
+    assert len(prompt.observed) == scored
+    plain = kept(prompt.run(chunkkv(**options), num_layers * 3 * 11, protected=2))
+    assert all(reused[layer] == plain[layer // reuse * reuse] for layer in range(num_layers))
+
+
+def test_reuse_needs_equal_layers(random_prompt: Run) -> None:
+    assert chunkkv(reuse_layers=2, budget_rule="adaptive").reuse_layers == 2
+    for rule in ("pyramid", "adaptive-pyramid", "all-layers"):
+        with pytest.raises(ConfigError, match="reuse_layers=2 needs the same budget in every layer"):
+            chunkkv(reuse_layers=2, budget_rule=rule)
+    with pytest.raises(ValueError, match="multiple of the layers"):
+        random_prompt().run(chunkkv(reuse_layers=2), 100)
+
+
+def test_chunks_with_adaptive_budgets(random_prompt: Run, kept: Run) -> None:
+    decision = random_prompt().run(chunkkv(budget_rule="adaptive", window_size=8, chunk_length=4), 9 * 20, protected=3)
+    lens = decision.selection.keep_lens
+    assert lens.sum(1).tolist() == [60] * 3 and lens[0].unique().numel() > 1
+    assert all(run[:3] == [0, 1, 2] for layer in kept(decision) for run in layer)
+
+
+def jaccard(a: set[int], b: set[int]) -> float:
+    return len(a & b) / len(a | b)
+
+
+@pytest.mark.parametrize(
+    ("smooth", "expected"),
+    [(1, [0.199, 0.175, 0.155, 0.128]), (10, [0.194, 0.339, 0.396, 0.403]), (30, [0.175, 0.311, 0.401, 0.459])],
+)
+def test_chunks_make_layers_alike_only_if_importance_is_local(smooth: int, expected: list[float]) -> None:
+    """T13, T14: mean Jaccard similarity of adjacent layers, window excluded."""
+    measured = []
+    for chunk in (1, 5, 10, 20):
+        values = []
+        for seed in range(3):
+            rng = np.random.default_rng(seed)
+            base = np.convolve(rng.standard_normal(2000 + smooth - 1), np.ones(smooth) / np.sqrt(smooth), "valid")
+            layers = [np.exp(base + rng.standard_normal(2000)) for _ in range(8)]
+            kept = [set(choose(tokens, 32, chunk, 232)[:200]) for tokens in layers]
+            values += [jaccard(a, b) for a, b in pairwise(kept)]
+        measured.append(float(np.mean(values)))
+    assert measured == pytest.approx(expected, abs=0.002)
+
+
+def reference_attention_output(values: Tensor, positions: list[int]) -> float:
+    weights = torch.tensor([4.0, 1, 1, 2, 1, 1, 2, 12])[positions]
+    return float((weights / weights.sum()) @ values[positions])
+
+
+def test_effect_on_the_output() -> None:
+    """T4: values are positions; the last query sees all keys."""
+    values = torch.arange(8.0)
+    assert reference_attention_output(values, list(range(8))) == pytest.approx(4.75)
+    assert reference_attention_output(values, [0, 1, 6, 7]) == pytest.approx(5.1053, abs=1e-4)
+    assert reference_attention_output(values, [0, 6, 7]) == pytest.approx(5.3333, abs=1e-4)
+    assert reference_attention_output(values, [6, 6, 7]) == pytest.approx(6.75)
