@@ -23,6 +23,67 @@ ENV_VAR = "KVEVICT_CONFIG"
 _CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
 
 
+_ENDPOINT = r"^(tcp://(\*|[A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}|ipc://.+)$"
+_ENDPOINT_ALLOWED = "null (off), or an address to bind: tcp://HOST:PORT or ipc://PATH"
+
+
+class EventsConfig(BaseModel):
+    """Where the scheduler process publishes what happens to its cache, and answers questions about it.
+
+    Every address is bound, on loopback unless another host is named. With several data-parallel schedulers each
+    adds its rank to the ports.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    endpoint: str | None = Field(
+        default="tcp://127.0.0.1:5657",
+        pattern=_ENDPOINT,
+        description="PUB socket of the event stream",
+        json_schema_extra={"allowed": _ENDPOINT_ALLOWED},
+    )
+    replay_endpoint: str | None = Field(
+        default="tcp://127.0.0.1:5658",
+        pattern=_ENDPOINT,
+        description="ROUTER socket that sends past event batches again",
+        json_schema_extra={"allowed": _ENDPOINT_ALLOWED},
+    )
+    inspect_endpoint: str | None = Field(
+        default="tcp://127.0.0.1:5659",
+        pattern=_ENDPOINT,
+        description="ROUTER socket that answers 'sgl-kvevict top' and 'sgl-kvevict inspect'",
+        json_schema_extra={"allowed": _ENDPOINT_ALLOWED},
+    )
+    topic: str = Field(
+        default="kvevict",
+        description="first frame of every event message",
+        json_schema_extra={"allowed": "a string"},
+    )
+    buffer_steps: int = Field(
+        default=10_000,
+        ge=1,
+        description="event batches kept for replay",
+        json_schema_extra={"allowed": "an integer >= 1"},
+    )
+    hwm: int = Field(
+        default=100_000,
+        ge=1,
+        description="messages that wait for one slow subscriber before it loses some",
+        json_schema_extra={"allowed": "an integer >= 1"},
+    )
+    max_queue_size: int = Field(
+        default=100_000,
+        ge=1,
+        description="events that wait for the publishing thread before some are dropped (and counted)",
+        json_schema_extra={"allowed": "an integer >= 1"},
+    )
+    expose_tokens: bool = Field(
+        default=False,
+        description="let token ids and namespaces leave the process through these sockets",
+        json_schema_extra={"allowed": "true or false"},
+    )
+
+
 class KVEvictConfig(BaseModel):
     """What to keep of a prefix, and where compression applies.
 
@@ -76,6 +137,12 @@ class KVEvictConfig(BaseModel):
         json_schema_extra={"allowed": "true or false"},
     )
 
+    events: EventsConfig | None = Field(
+        default=None,
+        description="event stream and inspection sockets; {} switches them on, on loopback",
+        json_schema_extra={"allowed": f"null (off), or an object with any of: {', '.join(EventsConfig.model_fields)}"},
+    )
+
     @field_validator("budget", mode="plain")
     @classmethod
     def _check_budget(cls, value: object) -> float | int:
@@ -120,7 +187,7 @@ def parse_config(values: Mapping[str, Any], source: str) -> KVEvictConfig:
     try:
         return KVEvictConfig.model_validate(dict(values))
     except ValidationError as error:
-        problems = [_describe(problem["loc"][0], values) for problem in error.errors()]
+        problems = [_describe(problem["loc"], values) for problem in error.errors()]
         lines = "\n".join(f"  - {problem}" for problem in dict.fromkeys(problems))
         raise ConfigError(f"invalid configuration in {source}:\n{lines}") from error
 
@@ -180,14 +247,20 @@ def _decode(text: str, suffix: str, source: str) -> dict[str, Any]:
     return values
 
 
-def _describe(name: str | int, values: Mapping[str, Any]) -> str:
-    field = KVEvictConfig.model_fields.get(str(name))
+def _describe(location: tuple[str | int, ...], values: Mapping[str, Any]) -> str:
+    model: type[BaseModel] = KVEvictConfig
+    if location[0] == "events" and len(location) > 1:
+        model, values, location = EventsConfig, values["events"], location[1:]
+        prefix = "events."
+    else:
+        prefix = ""
+    name = str(location[0])
+    field = model.model_fields.get(name)
     if field is None:
-        known = ", ".join(KVEvictConfig.model_fields)
-        return f"{name}: unknown field (value {_show(values[str(name)])}); allowed: {known}"
+        return f"{prefix}{name}: unknown field (value {_show(values[name])}); allowed: {', '.join(model.model_fields)}"
     extra = field.json_schema_extra
     allowed = extra["allowed"] if isinstance(extra, dict) else ""
-    return f"{name}: got {_show(values[str(name)])}; allowed: {allowed}"
+    return f"{prefix}{name}: got {_show(values[name])}; allowed: {allowed}"
 
 
 def _show(value: object) -> str:
