@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -70,6 +70,15 @@ def kept_lists(decision: Decision) -> list[list[list[int]]]:
     runs = [run.tolist() for run in selection.indices.split(lens)]
     num_heads = selection.keep_lens.shape[1]
     return [runs[i : i + num_heads] for i in range(0, len(runs), num_heads)]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors: threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -1,0 +1,240 @@
+"""specs/kvec.md section 9."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.policies import Policy, build_policy
+
+Run = Callable[..., Any]
+Array = NDArray[np.float64]
+
+FIXTURE = np.array(
+    [
+        [[0.30, 0.10, 0.15, 0.10, 0.10, 0.15, 0.10, 0], [0.40, 0.05, 0.10, 0.05, 0.20, 0.05, 0.05, 0.10]],
+        [[0.01, 0.02, 0.03, 0.30, 0.04, 0.25, 0.35, 0], [0.15, 0.12, 0.13, 0.11, 0.14, 0.12, 0.11, 0.12]],
+    ]
+)
+SMALL = {"base_window": 1, "extended_window": 2, "num_rescored_heads": 1, "protected_share": 0.5}
+
+
+def k_vec(**options: Any) -> Policy:
+    policy = build_policy("k-vec", options)
+    assert policy is not None
+    return policy
+
+
+def observe(from_weights: Run, layers: list[Array]) -> Any:
+    return from_weights([torch.from_numpy(rows) for rows in layers], tail=0)
+
+
+def best(values: Array, count: int) -> list[int]:
+    return np.argsort(-np.asarray(values), kind="stable")[:count].tolist()
+
+
+def oracle_layer(
+    rows: Array, times_kept: Array, layer: int, budget: int, base: int = 16, longer: int = 32, delta: int = 3,
+    bonus: float = 1.0, share: float = 0.25, literal: bool = True,
+) -> list[list[int]]:  # fmt: skip
+    """One layer of Algorithm 1 in numpy; updates ``times_kept``."""
+    num_heads, num_rows, length = rows.shape
+    cand, net = (length, budget) if literal else (length - base, budget - base)
+    scores = rows[:, -base:, :cand].mean(1)
+    flattest = np.argsort(scores.std(1), kind="stable")[:delta]
+    scores[flattest] = rows[flattest][:, -min(longer, num_rows) :, :cand].mean(1)
+    importance = rows[:, -base:, :cand].max(0).mean(0)
+    total = scores + bonus * importance * (1 - times_kept[:cand] / (layer + 1))
+    kept = []
+    for head in range(num_heads):
+        total[head, best(scores[head], min(int(share * budget), net))] = np.inf
+        window = [] if literal else list(range(cand, length))
+        kept.append(sorted(best(total[head], net)) + window)
+    times_kept[sorted(set().union(*map(set, kept)))] += 1
+    return kept
+
+
+def oracle(layers: list[Array], budget: int, **options: Any) -> list[list[list[int]]]:
+    times_kept = np.zeros(layers[0].shape[-1])
+    return [oracle_layer(rows, times_kept, i, budget, **options) for i, rows in enumerate(layers)]
+
+
+def coverage(kept: list[list[list[int]]]) -> int:
+    return len({token for layer in kept for head in layer for token in head})
+
+
+@pytest.mark.parametrize(
+    ("options", "expected", "covered"),
+    [
+        ({}, [[[0, 4], [0, 6]], [[0, 4], [3, 6]]], 4),
+        ({"num_rescored_heads": 0, "bonus": 0.0}, [[[0, 4], [0, 4]], [[0, 4], [0, 4]]], 2),
+        ({"num_rescored_heads": 0}, [[[0, 4], [0, 4]], [[0, 4], [0, 2]]], 3),
+        ({"bonus": 0.0}, [[[0, 4], [3, 6]], [[0, 4], [3, 6]]], 4),
+        ({"bonus": 2.0}, [[[0, 4], [0, 6]], [[0, 4], [0, 6]]], 3),
+        ({"protected_share": 0.0}, [[[0, 4], [0, 6]], [[0, 4], [3, 5]]], 5),
+        ({"protected_share": 1.0}, [[[0, 4], [3, 6]], [[0, 4], [3, 6]]], 4),
+        ({"extended_window": 1}, [[[0, 4], [0, 4]], [[0, 4], [0, 2]]], 3),
+    ],
+)
+def test_readings_told_apart(
+    from_weights: Run, kept: Run, options: dict[str, Any], expected: list[list[list[int]]], covered: int
+) -> None:
+    """T2 (and T3: what switches a module off)."""
+    prompt = observe(from_weights, [FIXTURE] * 2)
+    got = kept(prompt.run(k_vec(keep_window=False, **{**SMALL, **options}), 2 * 2 * 2))
+    assert got == expected and coverage(got) == covered
+
+
+def test_three_layers_by_hand(from_weights: Run, kept: Run) -> None:
+    """T1."""
+    prompt = observe(from_weights, [FIXTURE] * 3)
+    policy = k_vec(keep_window=False, **SMALL)
+    scores = policy.scorer.score(prompt.observe(0))
+    torch.testing.assert_close(
+        scores.values[1], torch.tensor([0.08, 0.07, 0.08, 0.205, 0.09, 0.185, 0.23, 0.06]), rtol=1e-5, atol=1e-6
+    )
+    torch.testing.assert_close(
+        scores.importance, torch.tensor([0.40, 0.12, 0.13, 0.11, 0.20, 0.12, 0.11, 0.12]), rtol=1e-5, atol=1e-6
+    )
+    got = kept(prompt.run(policy, 3 * 2 * 2))
+    assert got == [[[0, 4], [0, 6]], [[0, 4], [3, 6]], [[0, 4], [5, 6]]] and coverage(got) == 5
+
+
+def test_window_inside_the_range(from_weights: Run, kept: Run) -> None:
+    """T2, SnapKV mode with B = 3: the last token is kept, the others compete."""
+    prompt = observe(from_weights, [FIXTURE] * 2)
+    got = kept(prompt.run(k_vec(**SMALL), 2 * 2 * 3))
+    assert got == [[[0, 4, 7], [0, 6, 7]], [[0, 4, 7], [3, 6, 7]]] and coverage(got) == 5
+    plain = kept(prompt.run(k_vec(**{**SMALL, "num_rescored_heads": 0, "bonus": 0.0}), 2 * 2 * 3))
+    assert coverage(plain) == 3
+
+
+def test_protected_tokens_come_first_whatever_the_bonus(from_weights: Run, kept: Run) -> None:
+    """T5: with the printed override of 1.0 head 0 would keep {3, 4}."""
+    rows = np.array([[0.30, 0.25, 0.20, 0.15, 0.10], [0.01, 0.01, 0.01, 0.96, 0.01], [0.01, 0.01, 0.01, 0.01, 0.96]])
+    prompt = observe(from_weights, [rows[:, None]])
+    options = {"base_window": 1, "extended_window": 1, "num_rescored_heads": 0, "protected_share": 0.5}
+    assert kept(prompt.run(k_vec(keep_window=False, **options), 6)) == [[[0, 3], [3, 4], [3, 4]]]
+
+
+def synth(seed: int, lay: float, spread: float, noise: float, low: float, high: float, drift: float) -> list[Array]:
+    """The generator of T10: 8 layers of 8 heads, 32 rows, 256 tokens."""
+    rng = np.random.default_rng(seed)
+    base = 3 * np.arange(256) / 256 + 1.0 * rng.standard_normal(256)
+    layers, early = [], rng.standard_normal(256)
+    for _ in range(8):
+        layer_base = lay * rng.standard_normal(256)
+        rows = np.zeros((8, 32, 256))
+        for head in range(8):
+            head_base = spread * rng.standard_normal(256)
+            scale = rng.uniform(low, high)
+            for i in range(32):
+                query = 256 - 32 + i
+                logits = scale * (base + layer_base + head_base) + noise * rng.standard_normal(256)
+                if i < 16:
+                    logits = logits + drift * early
+                logits[query + 1 :] = -np.inf
+                weights = np.exp(logits - logits[: query + 1].max())
+                rows[head, i] = weights / weights.sum()
+        layers.append(rows)
+    return layers
+
+
+REGIMES = {
+    "identical": (0, 0, 0, 1, 1, 0),
+    "near-identical": (0.02, 0.02, 0.05, 0.8, 1.2, 0),
+    "drifting": (0.02, 0.02, 0.05, 0.8, 1.2, 1),
+    "moderate": (0.1, 0.1, 0.3, 0.5, 1.5, 0),
+    "independent": (0.3, 0.5, 1, 0.2, 2, 0),
+}
+COVERED = {
+    "identical": [(32, 33, 45, 47), (32, 36, 41, 48)],
+    "near-identical": [(36, 38, 52, 51), (32, 37, 54, 58)],
+    "drifting": [(36, 44, 52, 63), (32, 43, 54, 66)],
+    "moderate": [(51, 50, 70, 69), (50, 53, 74, 78)],
+    "independent": [(141, 136, 122, 119), (153, 141, 134, 126)],
+}
+OFF = [{"num_rescored_heads": 0, "bonus": 0.0}, {"bonus": 0.0}, {"num_rescored_heads": 0}, {}]
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_coverage_grows_only_where_heads_and_layers_agree(from_weights: Run, kept: Run, regime: str, seed: int) -> None:
+    """T10: base, cross-head, cross-layer, both; the last regime is the negative control."""
+    prompt = observe(from_weights, synth(seed, *REGIMES[regime]))
+    runs = [kept(prompt.run(k_vec(keep_window=False, **off), 8 * 8 * 32)) for off in OFF]
+    covered = tuple(coverage(run) for run in runs)
+    assert covered == pytest.approx(COVERED[regime][seed], abs=1)  # float32 here, float64 there
+    assert (covered[3] >= 1.3 * covered[0]) == (regime != "independent")
+    assert all(32 <= count <= 256 for count in covered)
+
+
+@pytest.mark.parametrize("literal", [True, False])
+def test_equals_the_oracle(from_weights: Run, kept: Run, literal: bool) -> None:
+    layers = synth(3, 0.2, 0.3, 0.5, 0.5, 1.5, 0.5)
+    got = kept(observe(from_weights, layers).run(k_vec(keep_window=not literal), 8 * 8 * 40))
+    assert got == oracle(layers, 40, literal=literal)
+    assert all(len(run) == 40 for layer in got for run in layer)  # T6
+
+
+def test_order_matters_for_layers_not_for_heads(from_weights: Run, kept: Run) -> None:
+    """T9."""
+    layers = synth(4, 0.2, 0.3, 0.5, 0.5, 1.5, 0.5)[:3]
+    policy = k_vec(keep_window=False)
+    got = kept(observe(from_weights, layers).run(policy, 3 * 8 * 32))
+    permuted = kept(observe(from_weights, [rows[::-1].copy() for rows in layers]).run(policy, 3 * 8 * 32))
+    assert [layer[::-1] for layer in permuted] == got
+    swapped = kept(observe(from_weights, layers[::-1]).run(policy, 3 * 8 * 32))
+    assert swapped[::-1] != got
+    assert kept(observe(from_weights, layers).run(policy, 3 * 8 * 32)) == got  # nothing is left behind
+
+
+def test_ranges(from_weights: Run) -> None:
+    """T4: probabilities stay probabilities, importance bounds every head scored with the base window."""
+    layers = synth(5, 0.2, 0.3, 0.5, 0.5, 1.5, 0.5)[:1]
+    scores = k_vec(keep_window=False).scorer.score(observe(from_weights, layers).observe(0))
+    torch.testing.assert_close(scores.values.sum(-1), torch.ones(8), rtol=1e-4, atol=0)
+    assert scores.importance is not None and 1 <= float(scores.importance.sum()) <= 8
+    base = k_vec(keep_window=False, num_rescored_heads=0).scorer.score(observe(from_weights, layers).observe(0))
+    assert bool((scores.importance >= base.values - 1e-6).all())
+    every = k_vec(keep_window=False, num_rescored_heads=99).scorer.score(observe(from_weights, layers).observe(0))
+    torch.testing.assert_close(every.values, torch.from_numpy(layers[0].mean(1)).float(), rtol=1e-4, atol=1e-6)
+
+
+def test_query_heads_are_grouped_first(make_prompt: Run) -> None:
+    """T8: importance is the maximum over KV heads of the group means, the spread that of the group means."""
+    weights = torch.tensor([[0.6, 0.2, 0.1, 0.1], [0, 0.2, 0.4, 0.4], [0.25] * 4, [0.1, 0.1, 0.1, 0.7]])
+    keys = torch.eye(4)[:, None].expand(4, 2, 4).contiguous()
+    queries = weights.clamp(min=1e-30).log()[None] * 2
+    prompt = make_prompt([keys], [queries], tail=0, window=1)
+    options = {"base_window": 1, "extended_window": 1, "num_rescored_heads": 1, "keep_window": False}
+    scores = k_vec(**options).scorer.score(prompt.observe(0))
+    torch.testing.assert_close(
+        scores.values, torch.tensor([[0.3, 0.2, 0.25, 0.25], [0.175, 0.175, 0.175, 0.475]]), rtol=1e-5, atol=1e-6
+    )
+    torch.testing.assert_close(scores.importance, torch.tensor([0.3, 0.2, 0.25, 0.475]), rtol=1e-5, atol=1e-6)
+    assert scores.values.std(-1, correction=0).tolist() == pytest.approx([0.03536, 0.12990], abs=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["pyramid", "adaptive", "all-layers"])
+def test_other_budgets(random_prompt: Run, kept: Run, rule: str) -> None:
+    policy = k_vec(budget_rule=rule, base_window=4, extended_window=8, kernel_size=3)
+    decision = random_prompt().run(policy, 9 * 20, protected=2)
+    assert sum(len(run) for layer in kept(decision) for run in layer) == 180
+
+
+def test_extended_window_must_extend() -> None:
+    with pytest.raises(ConfigError, match="extended_window: got 8 for policy 'k-vec'; allowed: an integer >= base"):
+        k_vec(extended_window=8)
+
+
+def test_window_sizes() -> None:
+    policy = k_vec()
+    assert policy.window_size == 32 and policy.scorer.kept_window == 16
+    assert k_vec(keep_window=False).scorer.kept_window == 0
