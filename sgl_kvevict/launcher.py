@@ -92,8 +92,13 @@ class RunningServer:
         """Log lines in which SGLang's own memory checker complains; empty when it was silent."""
         return [line for line in self.log().splitlines() if any(m in line.lower() for m in _LEAK_MARKS)]
 
-    def check_alive(self) -> None:
-        """Raise ``LaunchError`` with the tail of the log if the server is gone."""
+    def check_alive(self, settle_s: float = 0.0) -> None:
+        """Raise ``LaunchError`` with the tail of the log if the server is gone, or goes within ``settle_s``.
+
+        SGLang's main process outlives a failed child by some seconds.
+        """
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(settle_s)
         if not self.alive:
             raise LaunchError(f"server exited with code {self.process.returncode}\n{self.log_tail()}")
 

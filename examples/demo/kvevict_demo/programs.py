@@ -57,11 +57,14 @@ def run_branches(url: str, prompt: str, questions: Sequence[Question], on_cached
         s += sgl.system(system)
         s.sync()  # fork looks at the text at once, and caches it only if it is already there
         forks = s.fork(len(questions))
-        on_cached()
-        for fork, question in zip(forks, questions, strict=True):
-            fork += sgl.user(question.text)
-            fork += sgl.assistant(question.lead + sgl.gen("answer", max_tokens=BRANCH_TOKENS, temperature=0))
-        return [(fork["answer"], fork.get_meta_info("answer")) for fork in forks]
+        try:
+            on_cached()
+            for fork, question in zip(forks, questions, strict=True):
+                fork += sgl.user(question.text)
+                fork += sgl.assistant(question.lead + sgl.gen("answer", max_tokens=BRANCH_TOKENS, temperature=0))
+            return [_branch_result(fork) for fork in forks]
+        finally:
+            forks.join()  # ends the threads of the branches; without it the interpreter never exits
 
     sgl.set_default_backend(sgl.RuntimeEndpoint(url, chat_template_name=CHAT_TEMPLATE))
     results = ask_handbook.run(system=prompt).ret_value
@@ -74,6 +77,13 @@ def _import_frontend() -> Any:
         warnings.simplefilter("ignore")
         import sglang
     return sglang
+
+
+def _branch_result(fork: Any) -> tuple[str, dict[str, Any]]:
+    error = fork.error()  # waits for the branch; the frontend keeps a failure instead of raising it
+    if error is not None:
+        raise error
+    return fork["answer"], fork.get_meta_info("answer")
 
 
 def _branch_answer(question: Question, text: str, meta: dict[str, Any]) -> Answer:

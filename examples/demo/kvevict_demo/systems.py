@@ -100,8 +100,8 @@ def run_system(system: System, model: Path, log_path: Path, progress: Progress) 
     with launch(model, flags=system.flags, env=system.env, log_path=log_path) as server:
         try:
             return _exercise(server, system, progress, started)
-        except OSError:
-            server.check_alive()  # a dead server explains a lost connection better than the connection does
+        except Exception:
+            server.check_alive(settle_s=10.0)  # a dead server explains a lost connection best
             raise
 
 
