@@ -1,0 +1,206 @@
+"""The watching side: asynchronous clients of the event stream and of the inspection socket."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import NamedTuple, Self, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from sgl_kvevict.errors import ConfigError, KVEvictError
+from sgl_kvevict.events.questions import AnyReply, AnyRequest, Failure, Reply
+from sgl_kvevict.events.types import END_OF_REPLAY, EventBatch
+
+ReplyT = TypeVar("ReplyT", bound=Reply)
+
+_TCP = re.compile(r"^tcp://(?P<host>\[[^\]]*\]|[^:]+):(?P<port>[0-9]+)$")
+_WILDCARDS = ("*", "0.0.0.0", "[::]")
+
+
+class ServerSilentError(KVEvictError):
+    """Nobody answered in time: the server is down, busy for long, or listens elsewhere."""
+
+
+class RequestFailedError(KVEvictError):
+    """The server answered that it cannot answer."""
+
+
+def reachable(bound: str, asked: str) -> str:
+    """Return the address under which a socket bound to ``bound`` is reached by whoever reaches ``asked``.
+
+    A server may bind all interfaces, or loopback behind a forwarded port: what we reached it by names the host.
+    """
+    there, here = _TCP.match(bound), _TCP.match(asked)
+    if there is None or here is None or there["host"] not in (*_WILDCARDS, "127.0.0.1", "localhost", "[::1]"):
+        return bound
+    return f"tcp://{here['host']}:{there['port']}"
+
+
+def check_endpoint(endpoint: str) -> str:
+    """Return an address to connect to; a bare ``HOST:PORT`` is taken as TCP.
+
+    Raises:
+        ConfigError: not an address.
+    """
+    address = endpoint if "://" in endpoint else f"tcp://{endpoint}"
+    if not _TCP.match(address) and not address.startswith("ipc://"):
+        raise ConfigError(f"endpoint: got {endpoint!r}; allowed: tcp://HOST:PORT, HOST:PORT or ipc://PATH")
+    return address
+
+
+class InspectClient:
+    """Asks one scheduler about its cache; an asynchronous context manager.
+
+    Args:
+        endpoint: the server's ``events.inspect_endpoint``.
+        timeout_s: how long to wait for an answer.
+    """
+
+    def __init__(self, endpoint: str, timeout_s: float = 5.0) -> None:
+        self.endpoint = endpoint
+        self.timeout_s = timeout_s
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.REQ)
+        # After a question without an answer the next one may be asked at once; late answers are ignored.
+        self._socket.setsockopt(zmq.REQ_RELAXED, 1)
+        self._socket.setsockopt(zmq.REQ_CORRELATE, 1)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(endpoint)
+        self._decoder: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._context.destroy(linger=0)
+
+    async def ask(self, request: AnyRequest, answer: type[ReplyT]) -> ReplyT:
+        """Ask and wait.
+
+        Args:
+            request: the question.
+            answer: the kind of reply that it has.
+
+        Raises:
+            ServerSilentError: no answer in time.
+            RequestFailedError: the server refused, or answered nonsense.
+        """
+        await self._socket.send(msgspec.msgpack.encode(request))
+        try:
+            payload = await asyncio.wait_for(self._socket.recv(), self.timeout_s)
+        except TimeoutError:
+            message = f"no answer from {self.endpoint} within {self.timeout_s:g} s"
+            raise ServerSilentError(message) from None
+        try:
+            reply = self._decoder.decode(payload)
+        except msgspec.MsgspecError as error:
+            raise RequestFailedError(f"{self.endpoint} does not speak our protocol: {error}") from error
+        if isinstance(reply, Failure):
+            raise RequestFailedError(reply.error)
+        if not isinstance(reply, answer):
+            raise RequestFailedError(f"expected {answer.__name__}, got {type(reply).__name__}")
+        return reply
+
+
+class Received(NamedTuple):
+    """One batch of the stream.
+
+    Attributes:
+        seq: its sequence number.
+        batch: the events.
+        missed: batches before it that are gone (the server restarted, or its replay buffer was too short).
+    """
+
+    seq: int
+    batch: EventBatch
+    missed: int
+
+
+class EventStream:
+    """Subscribes to the events of one scheduler and fills gaps from its replay socket.
+
+    Reconnects by itself: after a restart the sequence starts afresh, and so does the stream.
+
+    Args:
+        endpoint: the PUB socket.
+        replay_endpoint: the replay socket, if there is one.
+        topic: what to subscribe to.
+        replay_timeout_s: how long to wait for a replay.
+    """
+
+    def __init__(
+        self, endpoint: str, replay_endpoint: str | None = None, topic: str = "", replay_timeout_s: float = 5.0
+    ) -> None:
+        self._context = zmq.asyncio.Context()
+        self._replay_endpoint = replay_endpoint
+        self._replay_timeout_s = replay_timeout_s
+        self._decoder = msgspec.msgpack.Decoder(EventBatch)
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
+        self._socket.set_hwm(100_000)
+        self._socket.connect(endpoint)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._context.destroy(linger=0)
+
+    async def batches(self, start: int | None = None) -> AsyncIterator[Received]:
+        """Iterate over batches, in order and without repeats, for ever.
+
+        Args:
+            start: sequence number to begin with, as far as the server still has it; default: what comes next.
+        """
+        expected, newest = start, 0.0
+        if start is not None:
+            async for received in self._replayed(start, None):
+                yield received
+                expected, newest = received.seq + 1, received.batch.ts
+        while True:
+            _, seq_bytes, payload = await self._socket.recv_multipart()
+            seq, batch = int.from_bytes(seq_bytes, "big"), self._decoder.decode(payload)
+            if expected is not None and seq < expected:
+                if batch.ts <= newest:
+                    continue  # it came with the replay already
+                expected = None  # the server restarted
+            missed = 0
+            if expected is not None and seq > expected:
+                missed = seq - expected
+                async for received in self._replayed(expected, seq):
+                    yield received
+                    missed -= 1
+            yield Received(seq, batch, missed)
+            expected, newest = seq + 1, batch.ts
+
+    async def _replayed(self, start: int, stop: int | None) -> AsyncIterator[Received]:
+        """Batches with ``start <= seq < stop`` that the server still has; none if it does not answer."""
+        if self._replay_endpoint is None:
+            return
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.set_hwm(0)
+        socket.connect(self._replay_endpoint)
+        try:
+            await socket.send_multipart((b"", start.to_bytes(8, "big")))
+            while True:
+                frames = await asyncio.wait_for(socket.recv_multipart(), self._replay_timeout_s)
+                seq_bytes, payload = frames[-2:]
+                if seq_bytes == END_OF_REPLAY:
+                    return
+                seq = int.from_bytes(seq_bytes, "big")
+                if stop is None or seq < stop:
+                    yield Received(seq, self._decoder.decode(payload), 0)
+        except TimeoutError:
+            return
+        finally:
+            socket.close()

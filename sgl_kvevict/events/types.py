@@ -1,0 +1,149 @@
+"""What is published about the cache.
+
+Events follow SGLang's KV-cache events: tagged msgpack maps (key ``type``), in batches ``[ts, events, attn_dp_rank]``.
+Node ids are the tree's own; they never repeat while a server lives. Token ids leave the process only with
+``expose_tokens``.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+"""Sequence number of the message that ends a replay, as in SGLang."""
+
+
+class Event(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """Something that happened to the cache."""
+
+
+class Compressed(Event):
+    """A range of tokens was compressed into one segment.
+
+    Attributes:
+        nodes: ids of the nodes that hold it, root side first.
+        start: logical position of the first token.
+        end: logical position after the last token.
+        slots: token slots that the segment takes.
+        released_slots: token slots that were given back.
+        kept_entries: entries stored, over all layers and heads.
+        evicted_entries: entries dropped.
+        merged_entries: entries folded into stored ones.
+        seconds: host time (on a GPU: launching only).
+        policy: name of the policy.
+        token_ids: the range's tokens, with ``expose_tokens`` only.
+    """
+
+    nodes: list[int]
+    start: int
+    end: int
+    slots: int
+    released_slots: int
+    kept_entries: int
+    evicted_entries: int
+    merged_entries: int
+    seconds: float
+    policy: str
+    token_ids: list[int] | None = None
+
+
+class Split(Event):
+    """A compressed node was cut in two; nothing was copied.
+
+    Attributes:
+        upper: id of the new node, the half nearer the root.
+        lower: id of the other half, the node's id until now.
+        position: logical position of the cut.
+    """
+
+    upper: int
+    lower: int
+    position: int
+
+
+class Dropped(Event):
+    """A node left the tree.
+
+    Attributes:
+        node: its id.
+        tokens: tokens it stood for.
+        slots: token slots that came back at once (0 for a view of a segment that lives on).
+        compressed: it held a span.
+    """
+
+    node: int
+    tokens: int
+    slots: int
+    compressed: bool
+
+
+class Repacked(Event):
+    """A segment that had lost its lowest span was moved into fewer token slots.
+
+    Attributes:
+        node: id of the segment's topmost node.
+        slots: token slots it takes now.
+        released_slots: token slots that were given back.
+    """
+
+    node: int
+    slots: int
+    released_slots: int
+
+
+class ScoringPass(Event):
+    """Extra forwards were run to score a range.
+
+    Attributes:
+        start: logical position of the first token scored.
+        end: logical position after the last one.
+        seconds: from the first forward's start to the last result.
+    """
+
+    start: int
+    end: int
+    seconds: float
+
+
+class Refused(Event):
+    """Something could not be compressed or cached.
+
+    Attributes:
+        reason: ``in-use``: others read the range, it waits for them; ``not-cached``: the prompt diverges inside an
+            unsplittable span that others read, so it is served but not cached.
+        tokens: tokens concerned.
+    """
+
+    reason: str
+    tokens: int
+
+
+class Cleared(Event):
+    """The whole cache was flushed."""
+
+
+class EventsLost(Event):
+    """Events came faster than they could be published.
+
+    Attributes:
+        count: events that were dropped here.
+    """
+
+    count: int
+
+
+AnyEvent = Compressed | Split | Dropped | Repacked | ScoringPass | Refused | Cleared | EventsLost
+
+
+class EventBatch(msgspec.Struct, array_like=True, gc=False):
+    """One published message.
+
+    Attributes:
+        ts: when it was published (seconds since the epoch).
+        events: oldest first.
+        attn_dp_rank: data-parallel rank of the scheduler.
+    """
+
+    ts: float
+    events: list[AnyEvent]
+    attn_dp_rank: int | None = None
