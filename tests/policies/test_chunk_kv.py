@@ -92,8 +92,7 @@ def test_softmax_scores(from_weights: Run, kept: Run) -> None:
     prompt = one_head(from_weights, [math.log(m) for m in (4, 1, 1, 2, 1, 1, 2, 12)], 2)
     policy = chunkkv(window_size=2, chunk_length=2)
     scores = policy.scorer.score(prompt.observe(0)).values * 2  # a sum in the paper, a mean here
-    expected = torch.tensor([[4 / 12, 1 / 12, 1 / 12, 2 / 12, 1 / 12, 1 / 12, 2 / 12, 0.0]])
-    expected = expected + torch.tensor([[4.0, 1, 1, 2, 1, 1, 2, 12]]) / 24
+    expected = torch.tensor([[0.5, 0.125, 0.125, 0.25, 0.125, 0.125, 0.25, 0.5]])
     torch.testing.assert_close(scores, expected)
     assert float(scores.sum()) == pytest.approx(2, abs=1e-5)
     assert kept(prompt.run(policy, 4)) == [[[0, 1, 6, 7]]]

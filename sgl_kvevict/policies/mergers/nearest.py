@@ -29,6 +29,7 @@ def nearest_kept(rows: Tensor, kept: Tensor, width: int, *, causal: bool) -> tup
     """
     num_heads, num_tokens, head_dim = rows.shape
     unit = normalize(rows.float(), dim=-1)
+    width = max(width, 1)  # with nothing kept, one column that is masked
     position = (~kept).sort(dim=-1, stable=True).indices[:, :width]  # kept positions, ascending, first
     valid = kept.gather(-1, position)
     conserved = unit.gather(1, position.unsqueeze(-1).expand(-1, -1, head_dim)).transpose(1, 2)

@@ -1,0 +1,148 @@
+"""What every policy guarantees, whatever it is composed of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.policies import LayerObservation, Policy, QueryMoments, Rotary, Signal, build_policy, list_policies
+from sgl_kvevict.policies.presets.budget import RULES
+
+Run = Callable[..., Any]
+NAMES = [info.name for info in list_policies() if info.name != "none"]
+WINDOWS = {
+    "k-vec": {"base_window": 4, "extended_window": 8},
+    **{name: {"window_size": 8} for name in ("snapkv", "pyramidkv", "ada-snapkv", "ada-pyramidkv", "chunkkv")},
+}
+
+
+def combinations() -> list[tuple[str, str]]:
+    found = []
+    for name in NAMES:
+        for rule in RULES:
+            try:
+                build_policy(name, {"budget_rule": rule})
+            except ConfigError:
+                continue
+            found.append((name, rule))
+    return found
+
+
+def observer(prompt: Any) -> Callable[[int], LayerObservation]:
+    table = Rotary(torch.randn(200, 8, generator=torch.Generator().manual_seed(0)), True)
+
+    def observe(layer: int) -> LayerObservation:
+        moments = QueryMoments.empty(6, 8, table).add(prompt.queries[layer], 0)
+        return replace(prompt.observe(layer), moments=moments)
+
+    return observe
+
+
+def build(name: str, rule: str | None = None) -> Policy:
+    options = dict(WINDOWS.get(name, {}))
+    policy = build_policy(name, options if rule is None else {**options, "budget_rule": rule})
+    assert policy is not None
+    return policy
+
+
+def test_what_combines_and_what_is_refused() -> None:
+    combined = combinations()
+    rules = {name: {rule for other, rule in combined if other == name} for name in NAMES}
+    density = {"density", "adaptive-density"}
+    everything = set(RULES)
+    expected = dict.fromkeys(NAMES, everything - density)
+    expected["h2o"] = expected["d2o"] = everything
+    expected["streaming-llm"] = expected["knorm"] = {"uniform", "pyramid"}
+    assert rules == expected
+
+
+@pytest.mark.parametrize(("name", "rule"), combinations())
+@pytest.mark.parametrize("tail", [8, 3, 0])
+def test_exact_total_ascending_protected(random_prompt: Run, kept: Run, name: str, rule: str, tail: int) -> None:
+    prompt = random_prompt(length=60, tail=tail, start=0)
+    policy = build(name, rule)
+    for slots, protected in ((3, 3), (13, 4), (41, 0), (51 - tail + 8, 2)):
+        decision = policy.select(observer(prompt), prompt.geometry, slots * 9, protected)
+        runs = [run for layer in kept(decision) for run in layer]
+        assert sum(map(len, runs)) == slots * 9 == decision.selection.num_entries
+        for run in runs:
+            assert run == sorted(set(run)) and run[:protected] == list(range(protected))
+            assert not run or run[-1] < 60 - tail
+        assert decision.selection.keep_lens.dtype == decision.selection.indices.dtype == torch.int32
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_larger_budgets_keep_more_of_the_same(random_prompt: Run, kept: Run, name: str) -> None:
+    """Not a law for merging or coverage, whose choices depend on the budget; sizes grow for all."""
+    prompt = random_prompt(length=60)
+    small, large = (build(name).select(observer(prompt), prompt.geometry, 9 * n, 2) for n in (12, 30))
+    assert bool((large.selection.keep_lens >= small.selection.keep_lens).all())
+    if name in ("snapkv", "knorm", "keydiff", "random", "streaming-llm", "chunkkv", "expected-attention"):
+        pairs = zip(kept(small), kept(large), strict=True)
+        assert all(set(a) <= set(b) for fewer, more in pairs for a, b in zip(fewer, more, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_declared_signals_are_read(random_prompt: Run, name: str) -> None:
+    policy = build(name)
+    prompt = random_prompt(length=60)
+    observe = observer(prompt)
+
+    def stripped(layer: int) -> LayerObservation:
+        seen = observe(layer)
+        poison = torch.full_like(seen.k_buffer, torch.nan)
+        return replace(
+            seen,
+            window=seen.window if Signal.WINDOW_QUERIES in policy.needs else None,
+            accumulated=seen.accumulated if Signal.ACCUMULATED_ATTENTION in policy.needs else None,
+            moments=seen.moments if Signal.QUERY_MOMENTS in policy.needs else None,
+            k_buffer=seen.k_buffer if Signal.KEYS in policy.needs else poison,
+            v_buffer=seen.v_buffer if Signal.VALUES in policy.needs else poison,
+        )
+
+    full = policy.select(observe, prompt.geometry, 9 * 20, 2)
+    bare = policy.select(stripped, prompt.geometry, 9 * 20, 2)
+    assert torch.equal(full.selection.indices, bare.selection.indices)
+    assert (policy.window_size > 0) == (Signal.WINDOW_QUERIES in policy.needs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_are_observed_once_in_ascending_order(random_prompt: Run, name: str) -> None:
+    prompt = random_prompt(length=60)
+    build(name).select(observer(prompt), prompt.geometry, 9 * 20, 2)
+    assert prompt.observed == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_half_precision_arenas(random_prompt: Run, name: str) -> None:
+    prompt = random_prompt(length=60)
+    observe = observer(prompt)
+
+    def half(layer: int) -> LayerObservation:
+        seen = observe(layer)
+        window = None if seen.window is None else replace(seen.window, queries=seen.window.queries.bfloat16())
+        return replace(seen, k_buffer=seen.k_buffer.bfloat16(), v_buffer=seen.v_buffer.bfloat16(), window=window)
+
+    decision = build(name).select(half, prompt.geometry, 9 * 20, 2)
+    assert int(decision.selection.keep_lens.sum()) == 180
+    assert decision.merge is None or decision.merge.weights.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_token_and_one_head(random_prompt: Run, kept: Run, name: str) -> None:
+    prompt = random_prompt(num_layers=1, num_heads=1, group=6, length=9, tail=7)
+    decision = build(name).select(observer(prompt), prompt.geometry, 1, 0)
+    assert [len(run) for run in kept(decision)[0]] == [1]
+    nothing = build(name).select(observer(prompt), prompt.geometry, 0, 0)
+    assert nothing.selection.indices.numel() == 0
+
+
+def test_only_any_direction_merges_cannot_be_split() -> None:
+    assert all(build(name).splittable for name in NAMES)
+    unsplittable = build_policy("d2o", {"direction": "any"})
+    assert unsplittable is not None and not unsplittable.splittable

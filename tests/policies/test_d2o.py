@@ -1,0 +1,321 @@
+"""specs/d2o.md section 10, eviction and merging."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.policies import Decision, LayerObservation, Policy, PolicyState, build_policy
+from sgl_kvevict.policies.mergers import NearestKeyMerger
+from sgl_kvevict.policies.mergers.nearest import nearest_kept
+from sgl_kvevict.ragged import MergePlan
+
+Run = Callable[..., Any]
+
+
+def observation(keys: Tensor, values: Tensor | None = None, sums: Tensor | None = None) -> LayerObservation:
+    """One layer whose range is all of keys [N, H, D]."""
+    return LayerObservation(
+        layer=0,
+        start=0,
+        k_buffer=keys,
+        v_buffer=keys if values is None else values,
+        token_slots=torch.arange(keys.shape[0]),
+        sm_scale=1.0,
+        accumulated=sums,
+    )
+
+
+def merge(
+    keys: list[list[float]], kept: list[int], state: PolicyState | None = None, **options: Any
+) -> tuple[MergePlan, PolicyState]:
+    tensor = torch.tensor(keys)[:, None]
+    mask = torch.zeros(1, 1, len(keys), dtype=torch.bool)
+    mask[0, 0, kept] = True
+    return NearestKeyMerger(**{"direction": "any", **options}).merge([observation(tensor)], mask, state)
+
+
+def sources(plan: MergePlan) -> list[dict[int, float]]:
+    """Per kept entry: token index -> weight."""
+    bounds = plan.indptr.tolist()
+    return [dict(zip(plan.indices[a:b].tolist(), plan.weights[a:b].tolist(), strict=True)) for a, b in pairwise(bounds)]
+
+
+def apply(plan: MergePlan, rows: Tensor) -> Tensor:
+    """Merged rows [entries, D] of rows [N, D] (one layer, one head)."""
+    bounds = plan.indptr.tolist()
+    return torch.stack([plan.weights[a:b] @ rows[plan.indices[a:b]] for a, b in pairwise(bounds)])
+
+
+def unit(cosine: float) -> list[float]:
+    return [cosine, math.sqrt(1 - cosine**2)]
+
+
+GOLDEN_KEYS = [[1.0, 0], [0.8, 0.6], [0, 1.0], [-0.28, 0.96], [-1.0, 0], [0.6, -0.8]]
+GOLDEN_SUMS = [3.0, 0.4, 1.2, 0.3, 0.8, 0.3]
+
+
+def golden(direction: str) -> tuple[Decision, Policy, Tensor]:
+    """10.18, prefill: T = 1, N = 2, M = 1, beta = 0.7, v_j = j."""
+    options = {"num_sink_tokens": 1, "recent_ratio": 0.34, "direction": direction}
+    policy = build_policy("d2o", options)
+    assert policy is not None
+    keys = torch.tensor(GOLDEN_KEYS)[:, None]
+    values = torch.arange(6.0)[:, None, None].expand(6, 1, 2).contiguous()
+    seen = observation(keys, values, torch.tensor([GOLDEN_SUMS]))
+    return policy.select(lambda _: seen, KVGeometry(1, 1, 1, 2, 6), 4, 0), policy, keys[:, 0]
+
+
+def test_golden_trace() -> None:
+    decision, policy, keys = golden("any")
+    assert not policy.splittable and policy.num_sink_tokens == 1
+    assert decision.selection.indices.tolist() == [0, 2, 4, 5]
+    assert decision.merge is not None and decision.state is not None
+    assert float(decision.state.threshold) == pytest.approx(0.88)
+    assert sources(decision.merge) == [
+        {0: 1.0},
+        {2: pytest.approx(0.509999, abs=1e-6), 3: pytest.approx(0.490001, abs=1e-6)},
+        {4: 1.0},
+        {5: 1.0},
+    ]
+    torch.testing.assert_close(apply(decision.merge, keys)[1], torch.tensor([-0.1372, 0.9804]), atol=1e-5, rtol=0)
+    assert float(apply(decision.merge, torch.arange(6.0)[:, None])[1]) == pytest.approx(2.490001, abs=1e-6)
+
+
+def test_causal_merges_go_to_later_tokens_only() -> None:
+    """The same prompt: 1 may join {2, 4, 5}, 3 may join {4, 5}."""
+    decision, policy, _ = golden("causal")
+    assert policy.splittable and decision.merge is not None and decision.state is not None
+    # best later cosines: 1 -> 2: 0.6; 3 -> 4: 0.28; threshold 0.44
+    assert float(decision.state.threshold) == pytest.approx(0.44, abs=1e-6)
+    assert [sorted(entry) for entry in sources(decision.merge)] == [[0], [1, 2], [4], [5]]
+
+
+def test_threshold_of_the_first_event_is_the_mean_and_equality_recalls() -> None:
+    """10.9, 10.10: maxima .9, .5, .7 -> tau .7; tokens 1 and 3 merge."""
+    plan, state = merge([[1.0, 0], unit(0.9), unit(0.5), unit(0.7)], [0])
+    assert float(state.threshold) == pytest.approx(0.7)
+    assert sorted(sources(plan)[0]) == [0, 1, 3]
+    same, _ = merge([[1.0, 0], unit(0.6), unit(0.6)], [0])
+    assert sorted(sources(same)[0]) == [0, 1, 2]  # all equal: all recalled
+
+
+@pytest.mark.parametrize(("cosine", "before", "after", "merges"), [
+    (0.8, 0.7, 0.77, True), (0.6, 0.77, 0.651, False), (0.95, 0.651, 0.8603, True),
+])  # fmt: skip
+def test_threshold_moves_over_a_path(cosine: float, before: float, after: float, merges: bool) -> None:
+    """10.9: the three decode events."""
+    plan, state = merge([[1.0, 0], unit(cosine)], [0], PolicyState(torch.tensor([[before]])))
+    assert float(state.threshold) == pytest.approx(after, abs=1e-6)
+    assert (1 in sources(plan)[0]) == merges
+
+
+def test_threshold_extremes() -> None:
+    """10.19, 10.22."""
+    state = PolicyState(torch.tensor([[0.7]]))
+    frozen, after = merge([[1.0, 0], unit(0.6)], [0], state, beta=0.0)
+    assert float(after.threshold) == pytest.approx(0.7) and 1 not in sources(frozen)[0]
+    always, after = merge([[1.0, 0], unit(0.6)], [0], state, beta=1.0)
+    assert float(after.threshold) == pytest.approx(0.6) and 1 in sources(always)[0]
+    everything, _ = merge([[1.0, 0], unit(0.9), unit(-0.5)], [0], threshold="none")
+    assert sorted(sources(everything)[0]) == [0, 1, 2]
+    nothing, after = merge([[1.0, 0], unit(0.6)], [0, 1], state)
+    assert after.threshold.tolist() == state.threshold.tolist() and len(nothing.indices) == 2
+
+
+def test_threshold_is_undefined_until_something_is_evicted() -> None:
+    plan, state = merge([[1.0, 0], unit(0.6)], [0, 1])
+    assert bool(state.threshold.isnan().all()) and plan.weights.tolist() == [1.0, 1.0]
+    plan, state = merge([[1.0, 0], unit(0.6)], [0], state)
+    assert float(state.threshold) == pytest.approx(0.6) and 1 in sources(plan)[0]
+
+
+@pytest.mark.parametrize(
+    ("cosine", "own", "other"),
+    [(1.0, 0.5, 0.5), (0.6, 0.598688, 0.401312), (0.0, 0.731059, 0.268941), (-1.0, 0.880797, 0.119203)],
+)
+def test_pair_weights(cosine: float, own: float, other: float) -> None:
+    """10.11."""
+    plan, _ = merge([[1.0, 0], unit(cosine)], [0])
+    assert plan.weights.tolist() == pytest.approx([own, other], abs=1e-6)
+
+
+def test_pair_rows() -> None:
+    """10.12."""
+    rows = torch.tensor([[1.0, 0], [0.6, 0.8]])
+    plan, _ = merge(rows.tolist(), [0])
+    torch.testing.assert_close(apply(plan, rows)[0], torch.tensor([0.839475, 0.321050]), atol=1e-6, rtol=0)
+    values = torch.tensor([[2.0, 0], [0, 4.0]])
+    torch.testing.assert_close(apply(plan, values)[0], torch.tensor([1.197375, 1.605249]), atol=2e-6, rtol=0)
+    average, _ = merge(rows.tolist(), [0], weighting="average")
+    torch.testing.assert_close(apply(average, rows)[0], torch.tensor([0.8, 0.4]))
+
+
+def test_two_into_one() -> None:
+    """10.13, with the corrected Eq. 12."""
+    rows = torch.tensor([[1.0, 0], [0.6, 0.8], [0.8, 0.6]])
+    plan, _ = merge(rows.tolist(), [0], threshold="none")
+    assert plan.weights.tolist() == pytest.approx([0.401760, 0.269307, 0.328933], abs=1e-6)
+    torch.testing.assert_close(apply(plan, rows)[0], torch.tensor([0.826490, 0.412806]), atol=1e-6, rtol=0)
+
+
+def test_identical_tokens_share_evenly() -> None:
+    """10.14."""
+    rows = torch.tensor([[0.6, 0.8]] * 4)
+    plan, _ = merge(rows.tolist(), [0])
+    assert plan.weights.tolist() == pytest.approx([0.25] * 4)
+    torch.testing.assert_close(apply(plan, rows)[0], rows[0])
+
+
+def test_merging_loses_softmax_mass() -> None:
+    """10.20."""
+    keys, values = torch.tensor([[1.0, 0], [1, 0], [0, 1]]), torch.tensor([1.0, 3, 0])
+    query = torch.tensor([1.0, 0]) / math.sqrt(2)
+    plan, _ = merge(keys.tolist(), [0, 2])
+    merged = (apply(plan, keys) @ query).softmax(0) @ apply(plan, values[:, None])[:, 0]
+    assert float((keys @ query).softmax(0) @ values) == pytest.approx(1.604448, abs=1e-6)
+    assert float(merged) == pytest.approx(1.339523, abs=1e-6)
+
+
+def test_cosine_ignores_the_length_of_keys() -> None:
+    """10.21; a zero key has cosine 0 with everything, not NaN."""
+    base, state = merge([[1.0, 0], unit(0.9), unit(0.5), unit(0.7)], [0])
+    scaled = [[3.0, 0], [0.5 * x for x in unit(0.9)], [7 * x for x in unit(0.5)], unit(0.7)]
+    other, other_state = merge(scaled, [0])
+    assert sources(other) == [pytest.approx(entry) for entry in sources(base)]
+    torch.testing.assert_close(other_state.threshold, state.threshold)
+    zero, _ = merge([[1.0, 0], [0.0, 0.0]], [0])
+    assert bool(zero.weights.isfinite().all())
+
+
+def test_values_follow_keys(random_prompt: Run) -> None:
+    """10.17: values change nothing, unless they are to be matched."""
+    prompt = random_prompt()
+    first = prompt.run(build_policy("d2o", {}), 9 * 20).merge
+    on_values = prompt.run(build_policy("d2o", {"match_on": "values"}), 9 * 20).merge
+    prompt.values = [value.flip(0) for value in prompt.values]
+    second = prompt.run(build_policy("d2o", {}), 9 * 20).merge
+    assert all(torch.equal(getattr(first, f), getattr(second, f)) for f in ("indptr", "indices", "weights"))
+    assert not torch.equal(first.indptr, on_values.indptr)
+
+
+def plain_merge(
+    prompt: Any, decision: Decision, layer: int, head: int, causal: bool
+) -> tuple[float, dict[int, dict[int, float]]]:
+    """D2O of one head in plain Python: threshold, and sources of every kept token."""
+    lens = decision.selection.keep_lens.flatten().tolist()
+    run = layer * 3 + head
+    kept = decision.selection.indices.split(lens)[run].tolist()
+    keys = prompt.keys[layer][: prompt.end, head].double()
+    keys = keys / keys.norm(dim=-1, keepdim=True)
+    found = {}
+    for token in sorted(set(range(prompt.end)) - set(kept)):
+        allowed = [k for k in kept if k > token or not causal]
+        if allowed:
+            similarity = [float(keys[token] @ keys[k]) for k in allowed]
+            best = max(range(len(allowed)), key=lambda i, s=similarity: (s[i], -i))
+            found[token] = (similarity[best], allowed[best])
+    threshold = sum(u for u, _ in found.values()) / len(found)
+    raw = {k: {k: math.e} for k in kept}
+    for token, (similarity, target) in found.items():
+        if similarity >= threshold - 1e-6:
+            raw[target][token] = math.exp(similarity)
+    return threshold, {k: {t: w / sum(entry.values()) for t, w in entry.items()} for k, entry in raw.items()}
+
+
+@pytest.mark.parametrize("direction", ["causal", "any"])
+def test_equals_a_plain_oracle(random_prompt: Run, kept: Run, direction: str) -> None:
+    prompt = random_prompt(7)
+    decision = prompt.run(build_policy("d2o", {"direction": direction}), 9 * 24, protected=4)
+    runs = kept(decision)
+    entries = iter(sources(decision.merge))
+    bounds = decision.merge.indptr.tolist()
+    assert len(bounds) == 9 * 24 + 1
+    for layer in range(3):
+        for head in range(3):
+            threshold, expected = plain_merge(prompt, decision, layer, head, direction == "causal")
+            assert float(decision.state.threshold[layer, head]) == pytest.approx(threshold, abs=1e-5)
+            for token in runs[layer][head]:
+                entry = next(entries)
+                assert entry == pytest.approx(expected[token], abs=1e-5)
+                assert next(iter(entry)) == token and list(entry)[1:] == sorted(list(entry)[1:])
+                if direction == "causal":
+                    assert max(entry) == token
+    flat = [(layer, head) for layer in range(3) for head in range(3) for _ in runs[layer][head]]
+    owners = [flat[e] for e in range(len(flat)) for _ in range(bounds[e + 1] - bounds[e])]
+    assert owners == list(zip(decision.merge.layers.tolist(), decision.merge.heads.tolist(), strict=True))
+
+
+def test_sizes_sinks_and_recent(random_prompt: Run, kept: Run) -> None:
+    """10.16: S_l per head in every layer, sinks and the last M always there."""
+    decision = random_prompt().run(build_policy("d2o", {}), 9 * 24)
+    lens = decision.selection.keep_lens
+    assert bool((lens == lens[:, :1]).all()) and int(lens.sum()) == 9 * 24
+    for layer in kept(decision):
+        for run in layer:
+            recent = (len(run) - 4) // 4
+            assert run[:4] == [0, 1, 2, 3] and run[len(run) - recent :] == list(range(72 - recent, 72))
+
+
+def test_ablations_equal_h2o_with_sinks(random_prompt: Run) -> None:
+    """10.22: uniform layers keep what H2O keeps with the same ratio."""
+    d2o = build_policy("d2o", {"budget_rule": "uniform", "num_sink_tokens": 0})
+    h2o = build_policy("h2o", {"recent_ratio": 0.25})
+    prompt = random_prompt()
+    first, second = (prompt.run(policy, 9 * 24, protected=4).selection for policy in (d2o, h2o))
+    assert torch.equal(first.indices, second.indices)
+
+
+def test_room_for_everything_merges_nothing(random_prompt: Run) -> None:
+    """10.19; the path's state carries on."""
+    state = PolicyState(torch.full((3, 3), 0.4))
+    decision = random_prompt().run(build_policy("d2o", {}), 9 * 72, state=state)
+    assert decision.merge is None and decision.state is state
+
+
+def test_state_is_an_explicit_value(random_prompt: Run) -> None:
+    policy, prompt = build_policy("d2o", {}), random_prompt()
+    first = prompt.run(policy, 9 * 20)
+    again = prompt.run(policy, 9 * 20)
+    assert torch.equal(first.state.threshold, again.state.threshold)  # nothing is remembered in between
+    moved = prompt.run(policy, 9 * 20, state=PolicyState(torch.zeros(3, 3)))
+    torch.testing.assert_close(moved.state.threshold, 0.7 * first.state.threshold)
+
+
+def test_threshold_per_layer(random_prompt: Run) -> None:
+    state = random_prompt().run(build_policy("d2o", {"threshold_scope": "layer"}), 9 * 20).state
+    assert bool((state.threshold == state.threshold[:, :1]).all())
+
+
+def test_unequal_heads_merge_too(random_prompt: Run, kept: Run) -> None:
+    decision = random_prompt().run(build_policy("d2o", {"budget_rule": "adaptive-density"}), 9 * 20)
+    assert len(decision.merge.indptr) == 9 * 20 + 1
+    sums = torch.segment_reduce(decision.merge.weights, "sum", offsets=decision.merge.indptr.long())
+    torch.testing.assert_close(sums, torch.ones(180))
+
+
+def test_blocks_do_not_change_the_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(8)
+    rows = torch.randn(2, 50, 4, generator=generator)
+    kept = torch.rand(2, 50, generator=generator) < 0.3
+    kept[0, :20] = False
+    width = int(kept.sum(-1).max())
+    whole = nearest_kept(rows, kept, width, causal=True)
+    monkeypatch.setattr("sgl_kvevict.policies.mergers.nearest._BLOCK_ELEMENTS", 7 * 2 * width)
+    blocked = nearest_kept(rows, kept, width, causal=True)
+    torch.testing.assert_close(blocked[0], whole[0])
+    found = whole[0].isfinite()
+    assert torch.equal(blocked[1][found], whole[1][found])
+
+
+def test_equal_similarities_go_to_the_lower_position() -> None:
+    """A11."""
+    plan, _ = merge([[1.0, 0], [1.0, 0], [0.6, 0.8], [1.0, 0]], [0, 1, 3])
+    assert [sorted(entry) for entry in sources(plan)] == [[0, 2], [1], [3]]

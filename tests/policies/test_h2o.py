@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_kvevict.policies import RangeScores, Signal, build_policy
+from sgl_kvevict.policies.reference import accumulated_attention
+from sgl_kvevict.policies.selectors import HeavyHitterSelector
+
+Run = Callable[..., Any]
+
+
+def test_accumulated_attention_sums_to_the_prompt_length(random_prompt: Run) -> None:
+    prompt = random_prompt(tail=0)
+    sums = prompt.observe(0).accumulated
+    torch.testing.assert_close(sums.sum(-1), torch.full((3,), 80.0), rtol=1e-5, atol=0)
+
+
+def test_blocks_of_queries_add_up(random_prompt: Run) -> None:
+    """The sums can be made chunk by chunk: what a forward pass in chunks must add."""
+    weights, _ = random_prompt().weights(0)
+    whole = accumulated_attention(weights, 3)
+    parts = sum(accumulated_attention(weights[:, begin : begin + 13], 3) for begin in range(0, 80, 13))
+    torch.testing.assert_close(parts, whole)
+
+
+@pytest.mark.parametrize(
+    ("budget", "ratio", "recent"), [(256, 0.25, 64), (252, 0.25, 63), (196, 0.25, 49), (10, 0.5, 5), (7, 0.0, 0)]
+)
+def test_split_into_heavy_hitters_and_recent(budget: int, ratio: float, recent: int) -> None:
+    """specs/d2o.md 4: S_l 256, T 4 gives N 189, M 63; here the sinks are already taken out."""
+    values = torch.linspace(2, 1, 600)[None, None]  # falling: all heavy hitters are at the start
+    kept = HeavyHitterSelector(ratio).select(RangeScores(values, None, None, 0, 0), torch.tensor([[budget]]))
+    positions = kept[0, 0].nonzero().flatten().tolist()
+    assert positions == list(range(budget - recent)) + list(range(600 - recent, 600))
+
+
+def test_policy_keeps_heavy_hitters_and_recent(random_prompt: Run, kept: Run) -> None:
+    policy = build_policy("h2o", {})
+    assert policy is not None and policy.needs == {Signal.ACCUMULATED_ATTENTION} and policy.window_size == 0
+    prompt = random_prompt()
+    for layer, runs in enumerate(kept(prompt.run(policy, 9 * 20))):
+        for sums, run in zip(prompt.observe(layer).accumulated, runs, strict=True):
+            heavy = sorted(range(62), key=lambda i, sums=sums: (-float(sums[i]), i))[:10]
+            assert run == sorted(heavy) + list(range(62, 72))
+
+
+def test_normalised_by_the_queries_that_saw_a_token(random_prompt: Run) -> None:
+    """kvpress' ObservedAttention: sums divided by n, n - 1, ..., here for a range that starts later."""
+    prompt = random_prompt(start=10)
+    policy = build_policy("h2o", {"normalize": "queries", "recent_ratio": 0.0})
+    assert policy is not None
+    scores = policy.scorer.score(prompt.observe(0)).values
+    torch.testing.assert_close(scores, prompt.observe(0).accumulated / torch.arange(70, 8, -1))
+
+
+def test_missing_sums_are_refused(random_prompt: Run) -> None:
+    policy = build_policy("h2o", {})
+    prompt = random_prompt()
+
+    def observe(layer: int) -> Any:
+        observation = prompt.observe(layer)
+        object.__setattr__(observation, "accumulated", None)
+        return observation
+
+    assert policy is not None
+    with pytest.raises(ValueError, match=r"needs accumulated attention \(3, 72\) of layer 0, got None"):
+        policy.select(observe, prompt.geometry, 90, 0)
