@@ -1,6 +1,6 @@
 """From an observed prompt to a published segment: observe, budget, score, select, merge, pack."""
 
-from sgl_kvevict.compression.compressor import Compressor
+from sgl_kvevict.compression.compressor import Compression, Compressor
 from sgl_kvevict.compression.observation import PromptObservation
 
-__all__ = ["Compressor", "PromptObservation"]
+__all__ = ["Compression", "Compressor", "PromptObservation"]

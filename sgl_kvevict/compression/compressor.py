@@ -32,6 +32,27 @@ class CompressionStats:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Compression:
+    """One compression that was done.
+
+    Attributes:
+        segment: what was written, in the first of the range's slots.
+        freed: [num_freed], int64, slots of the range that are free now.
+        start: logical position of the range's first token.
+        num_tokens: length of the range.
+        merged_entries: entries folded into stored ones; those neither stored nor merged are evicted.
+        seconds: host time spent (on a GPU: launching only).
+    """
+
+    segment: Segment
+    freed: Tensor
+    start: int
+    num_tokens: int
+    merged_entries: int
+    seconds: float
+
+
 class Compressor:
     """Applies one policy and one budget to ranges of the arena.
 
@@ -53,7 +74,7 @@ class Compressor:
 
     def compress(
         self, token_slots: Tensor, start: int, observation: PromptObservation, parent: Segment | None = None
-    ) -> tuple[Segment, Tensor]:
+    ) -> Compression:
         """Write the segment of one range.
 
         The number of slots follows from the budget alone, so nothing is read from the device.
@@ -63,9 +84,6 @@ class Compressor:
             start: logical position of the range's first token.
             observation: what the prefill left behind.
             parent: segment of the path right before the range; its policy state carries on.
-
-        Returns:
-            The segment (in the first of the range's slots) and the slots that are free now.
         """
         begin = time.perf_counter()
         num_tokens = token_slots.numel()
@@ -97,8 +115,10 @@ class Compressor:
         self.stats.compressions += 1
         self.stats.compressed_tokens += num_tokens
         self.stats.released_slots += freed.numel()
-        self.stats.seconds += time.perf_counter() - begin
-        return segment, freed
+        seconds = time.perf_counter() - begin
+        self.stats.seconds += seconds
+        merged = 0 if decision.merge is None else decision.merge.indices.numel() - segment.num_entries
+        return Compression(segment, freed, start, num_tokens, merged, seconds)
 
     def state(self) -> dict[str, str | int | float]:
         """Return policy, budget and counters in plain values."""

@@ -27,6 +27,7 @@ class Segment:
             prefix of the segment's tokens is not a prefix of its information.
         policy_state: what the policy wants to know at the path's next compression; opaque here.
         num_spans: live spans that read this segment.
+        num_live_entries: entries that a live span reads; the others are dead.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Segment:
         self.splittable = splittable
         self.policy_state: object | None = None
         self.num_spans = 0
+        self.num_live_entries = head_slots.numel()
 
     @property
     def num_slots(self) -> int:

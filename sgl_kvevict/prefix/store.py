@@ -103,6 +103,7 @@ class SpanStore:
         num_entries = int(keep_lens.sum())  # sync: only when a node below another view of its segment is dropped
         num_slots = self.geometry.slots_for(num_entries)
         if num_slots == old.num_slots:
+            old.num_live_entries = num_entries
             return old.token_slots[:0]
         held, freed = old.token_slots[:num_slots].clone(), old.token_slots[num_slots:]
         indptr, head_slots = alloc_head_slots(keep_lens, held, self.geometry.num_token_slots, num_entries)

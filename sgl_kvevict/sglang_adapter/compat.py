@@ -60,6 +60,12 @@ HOOKS = (
         function="sgl_kvevict.sglang_adapter.introspection.add_state",
         why="GET /server_info shows what the compressed cache holds",
     ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.ingest_requests",
+        kind="AFTER",
+        function="sgl_kvevict.sglang_adapter.observers.after_ingest",
+        why="metrics are refreshed and questions about the cache answered between two steps",
+    ),
 )
 
 

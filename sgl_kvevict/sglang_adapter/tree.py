@@ -32,6 +32,7 @@ from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.prefix import Segment, Span, SpanStore
 from sgl_kvevict.ragged import SpanRuns
 from sgl_kvevict.sglang_adapter.introspection import cache_state
+from sgl_kvevict.sglang_adapter.observers import REFUSED_IN_USE, REFUSED_NOT_CACHED, CacheObserver
 from sgl_kvevict.sglang_adapter.pending import PendingRange, PendingRanges
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ class KVEvictTree(RadixCache):
         params: SGLang's construction parameters.
         store: writes and repacks segments.
         compressor: compresses completed prompts; None (policy ``none``) leaves the tree as stock.
+
+    Attributes:
+        observer: told of every change; does nothing unless events or metrics are on.
     """
 
     def __init__(self, params: CacheInitParams, store: SpanStore, compressor: Compressor | None) -> None:
@@ -56,6 +60,7 @@ class KVEvictTree(RadixCache):
         self.requests: WeakValueDictionary[str, Req] = WeakValueDictionary()
         self._observations: WeakKeyDictionary[Req, PromptObservation] = WeakKeyDictionary()
         self.max_sharers = 0
+        self.observer = CacheObserver()
         super().__init__(params)
 
     def reset(self) -> None:
@@ -64,6 +69,7 @@ class KVEvictTree(RadixCache):
         self.pending.clear()
         self._observations.clear()
         super().reset()
+        self.observer.cleared()
 
     # ---- sizes in token slots -------------------------------------------------------------------------------
 
@@ -122,6 +128,7 @@ class KVEvictTree(RadixCache):
         span = self.spans.get(child)
         if span is not None:
             self.spans[upper], self.spans[child] = span.split(span.start + split_len)
+            self.observer.split(upper, child, self.spans[child].start)
         return upper
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
@@ -177,6 +184,7 @@ class KVEvictTree(RadixCache):
         self.kv_events.record_remove(node)
         span = self.spans.pop(node, None)
         slots = node.value if span is None else span.drop()
+        self.observer.dropped(node, span, 0 if slots is None else slots.numel())
         if slots is None:
             assert span is not None
             return self._repack(node.parent, span.segment)
@@ -199,6 +207,7 @@ class KVEvictTree(RadixCache):
         freed = self.store.repack([self.spans[node] for node in nodes])
         self._charge(nodes[0], -freed.numel())
         self.token_to_kv_pool_allocator.free_segment(freed, start_pos=0)
+        self.observer.repacked(nodes[0], self.spans[nodes[0]].segment, freed.numel())
         return freed.numel()
 
     # ---- life of a request ----------------------------------------------------------------------------------
@@ -230,6 +239,7 @@ class KVEvictTree(RadixCache):
         if blocking is None:
             return True
         if blocking.lock_ref > 0:
+            self.observer.refused(REFUSED_NOT_CACHED, len(tokens))
             return False
         subtree = [blocking]
         for node in subtree:
@@ -251,6 +261,7 @@ class KVEvictTree(RadixCache):
         pending = PendingRange(self._node_ending_at(path, end), end, observation, req.rid)
         if not self._try_compress(pending):
             self.pending.add(pending)
+            self.observer.refused(REFUSED_IN_USE, end - waterline)
 
     def _try_compress(self, pending: PendingRange) -> bool:
         """Compress a range unless somebody else reads it; return whether the range is done with."""
@@ -285,8 +296,8 @@ class KVEvictTree(RadixCache):
         token_slots = torch.cat([node.value for node in nodes])
         above = self.spans.get(nodes[0].parent)
         parent = None if above is None else above.segment
-        segment, freed = self.compressor.compress(token_slots, start, observation, parent)
-        rest = Span(segment, start, start + token_slots.numel(), is_owner=True)
+        done = self.compressor.compress(token_slots, start, observation, parent)
+        rest = Span(done.segment, start, start + token_slots.numel(), is_owner=True)
         for node in nodes:
             boundary = rest.start + len(node.key)
             span, rest = rest.split(boundary) if boundary < rest.end else (rest, rest)
@@ -294,7 +305,8 @@ class KVEvictTree(RadixCache):
             self.spans[node] = span
             self.pending.discard(node)
             node.value = torch.zeros_like(node.value)
-        self.token_to_kv_pool_allocator.free_segment(freed, start_pos=0)
+        self.token_to_kv_pool_allocator.free_segment(done.freed, start_pos=0)
+        self.observer.compressed(nodes, done)
 
     def _path(self, node: TreeNode) -> list[TreeNode]:
         """Nodes from below the root to ``node``."""

@@ -1,0 +1,203 @@
+# ruff: noqa: D102 - the base class describes the methods
+"""Who is told when the cache changes. The tree knows this interface only; without observers its calls do nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sgl_kvevict.compression import Compression
+from sgl_kvevict.events.questions import Totals
+from sgl_kvevict.events.service import EventService
+from sgl_kvevict.events.types import Cleared, Compressed, Dropped, Refused, Repacked, ScoringPass, Split
+from sgl_kvevict.prefix import Segment, Span
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.radix_cache import TreeNode
+
+    from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+
+REFUSED_IN_USE = "in-use"
+REFUSED_NOT_CACHED = "not-cached"
+
+
+class CacheObserver:
+    """Told of every change, on the scheduler's thread, right after it. This one does nothing with it."""
+
+    def compressed(self, nodes: Sequence[TreeNode], compression: Compression) -> None:
+        """Consecutive nodes, root side first, now hold spans of one new segment."""
+
+    def split(self, upper: TreeNode, lower: TreeNode, position: int) -> None:
+        """A span was cut at a logical position; ``lower`` is the node that held it."""
+
+    def dropped(self, node: TreeNode, span: Span | None, slots: int) -> None:
+        """A node left the tree and ``slots`` token slots came back at once; ``span`` is what it held."""
+
+    def repacked(self, owner: TreeNode, segment: Segment, released: int) -> None:
+        """The segment of ``owner`` gave ``released`` token slots back."""
+
+    def scored(self, start: int, end: int, seconds: float) -> None:
+        """Extra forwards scored the tokens ``[start, end)``."""
+
+    def refused(self, reason: str, num_tokens: int) -> None:
+        """Tokens could not be compressed (``in-use``) or not be cached (``not-cached``)."""
+
+    def cleared(self) -> None:
+        """The whole cache was flushed."""
+
+    def between_steps(self, tree: KVEvictTree) -> None:
+        """The scheduler is between two steps; called at every turn of its loop, so it must be cheap."""
+
+
+class ObserverGroup(CacheObserver):
+    """Tells several observers, in order.
+
+    Args:
+        observers: whom to tell.
+    """
+
+    def __init__(self, observers: Sequence[CacheObserver]) -> None:
+        self.observers = tuple(observers)
+
+    def compressed(self, nodes: Sequence[TreeNode], compression: Compression) -> None:
+        for observer in self.observers:
+            observer.compressed(nodes, compression)
+
+    def split(self, upper: TreeNode, lower: TreeNode, position: int) -> None:
+        for observer in self.observers:
+            observer.split(upper, lower, position)
+
+    def dropped(self, node: TreeNode, span: Span | None, slots: int) -> None:
+        for observer in self.observers:
+            observer.dropped(node, span, slots)
+
+    def repacked(self, owner: TreeNode, segment: Segment, released: int) -> None:
+        for observer in self.observers:
+            observer.repacked(owner, segment, released)
+
+    def scored(self, start: int, end: int, seconds: float) -> None:
+        for observer in self.observers:
+            observer.scored(start, end, seconds)
+
+    def refused(self, reason: str, num_tokens: int) -> None:
+        for observer in self.observers:
+            observer.refused(reason, num_tokens)
+
+    def cleared(self) -> None:
+        for observer in self.observers:
+            observer.cleared()
+
+    def between_steps(self, tree: KVEvictTree) -> None:
+        for observer in self.observers:
+            observer.between_steps(tree)
+
+
+class CountingObserver(CacheObserver):
+    """Keeps totals since the server started.
+
+    Args:
+        heads_per_token: entries of one uncompressed token.
+    """
+
+    def __init__(self, heads_per_token: int) -> None:
+        self.totals = Totals()
+        self._heads_per_token = heads_per_token
+
+    def compressed(self, nodes: Sequence[TreeNode], compression: Compression) -> None:
+        totals = self.totals
+        totals.compressions += 1
+        totals.compressed_tokens += compression.num_tokens
+        totals.compression_seconds += compression.seconds
+        totals.released_slots += compression.freed.numel()
+        totals.kept_entries += compression.segment.num_entries
+        totals.evicted_entries += evicted_entries(compression, self._heads_per_token)
+        totals.merged_entries += compression.merged_entries
+
+    def split(self, upper: TreeNode, lower: TreeNode, position: int) -> None:
+        self.totals.splits += 1
+
+    def dropped(self, node: TreeNode, span: Span | None, slots: int) -> None:
+        self.totals.dropped_nodes += 1
+        self.totals.dropped_spans += span is not None
+        self.totals.dropped_slots += slots
+
+    def repacked(self, owner: TreeNode, segment: Segment, released: int) -> None:
+        self.totals.repacks += released > 0
+
+    def scored(self, start: int, end: int, seconds: float) -> None:
+        self.totals.scoring_passes += 1
+
+    def refused(self, reason: str, num_tokens: int) -> None:
+        if reason == REFUSED_IN_USE:
+            self.totals.refused_in_use += 1
+        else:
+            self.totals.refused_not_cached += 1
+
+    def cleared(self) -> None:
+        self.totals.clears += 1
+
+
+class PublishingObserver(CacheObserver):
+    """Publishes every change on the event stream.
+
+    Args:
+        service: where to publish.
+        policy: name of the policy.
+        heads_per_token: entries of one uncompressed token.
+    """
+
+    def __init__(self, service: EventService, policy: str, heads_per_token: int) -> None:
+        self._publish = service.publish
+        self._exposes_tokens = service.config.expose_tokens
+        self._policy = policy
+        self._heads_per_token = heads_per_token
+
+    def compressed(self, nodes: Sequence[TreeNode], compression: Compression) -> None:
+        self._publish(
+            Compressed(
+                nodes=[node.id for node in nodes],
+                start=compression.start,
+                end=compression.start + compression.num_tokens,
+                slots=compression.segment.num_slots,
+                released_slots=compression.freed.numel(),
+                kept_entries=compression.segment.num_entries,
+                evicted_entries=evicted_entries(compression, self._heads_per_token),
+                merged_entries=compression.merged_entries,
+                seconds=compression.seconds,
+                policy=self._policy,
+                token_ids=[token for node in nodes for token in node.key] if self._exposes_tokens else None,
+            )
+        )
+
+    def split(self, upper: TreeNode, lower: TreeNode, position: int) -> None:
+        self._publish(Split(upper.id, lower.id, position))
+
+    def dropped(self, node: TreeNode, span: Span | None, slots: int) -> None:
+        self._publish(Dropped(node.id, len(node.key), slots, span is not None))
+
+    def repacked(self, owner: TreeNode, segment: Segment, released: int) -> None:
+        if released:
+            self._publish(Repacked(owner.id, segment.num_slots, released))
+
+    def scored(self, start: int, end: int, seconds: float) -> None:
+        self._publish(ScoringPass(start, end, seconds))
+
+    def refused(self, reason: str, num_tokens: int) -> None:
+        self._publish(Refused(reason, num_tokens))
+
+    def cleared(self) -> None:
+        self._publish(Cleared())
+
+
+def evicted_entries(compression: Compression, heads_per_token: int) -> int:
+    """Entries of the range that are neither stored nor merged into stored ones."""
+    all_entries = compression.num_tokens * heads_per_token
+    return all_entries - compression.segment.num_entries - compression.merged_entries
+
+
+def after_ingest(_result: object, scheduler: Scheduler, *_args: object, **_kwargs: object) -> None:
+    """Hook after SGLang took in new requests, the one place of every turn of its loop: between two steps."""
+    observer = getattr(scheduler.tree_cache, "observer", None)
+    if observer is not None:
+        observer.between_steps(scheduler.tree_cache)
