@@ -83,8 +83,12 @@ class RangeScores:
     @cached_property
     def keys(self) -> Tensor:
         """[num_scored_layers, num_kv_heads, num_candidates], integers in the order of the scores."""
-        tie_break = None if self.tie_break is None else self.candidates(self.tie_break)
-        return order_keys(self.candidates(self.values), tie_break)
+        values = self.candidates(self.values)
+        ties = None if self.tie_break is None else self.candidates(self.tie_break)
+        keys = torch.empty(values.shape, dtype=torch.int32 if ties is None else torch.int64, device=values.device)
+        for layer in range(values.shape[0]):  # layer by layer: the intermediate integers are as large again
+            keys[layer] = order_keys(values[layer], None if ties is None else ties[layer])
+        return keys
 
     def with_pinned(self, kept: Tensor) -> Tensor:
         """Extend a mask over candidates to the whole range, pinned tokens kept."""

@@ -19,7 +19,6 @@ from sgl_kvevict.policies.parts import (
     RangeScores,
     Scorer,
     Selector,
-    TokenScores,
 )
 from sgl_kvevict.ragged import Selection
 
@@ -135,17 +134,22 @@ class Policy:
         return Decision(selection, merge, state)
 
     def _score(self, observations: list[LayerObservation], per_head: int, protected: int) -> RangeScores:
-        parts = [self.scorer.score(observation) for observation in observations]
         first = observations[0]
         num_first = min(max(protected, self.num_sink_tokens - first.start), per_head, first.num_tokens)
         num_last = min(self._window_in_range(first), per_head - num_first)
-        return RangeScores(
-            torch.stack([part.values for part in parts]),
-            _stack_optional(parts, "tie_break"),
-            _stack_optional(parts, "importance"),
-            num_first,
-            num_last,
-        )
+        stacks: list[Tensor | None] = []
+        for row, observation in enumerate(observations):
+            scores = self.scorer.score(observation)
+            parts = (scores.values, scores.tie_break, scores.importance)
+            if not stacks:
+                stacks = [None if part is None else part.new_empty(len(observations), *part.shape) for part in parts]
+            for stack, part in zip(stacks, parts, strict=True):
+                if stack is not None and part is not None:
+                    stack[row] = part
+        values, tie_break, importance = stacks
+        if values is None:
+            raise InvariantError(f"policy {self.name!r}: no layer was scored")
+        return RangeScores(values, tie_break, importance, num_first, num_last)
 
     def _window_in_range(self, observation: LayerObservation) -> int:
         """Tokens of the kept window that lie inside the range: 0 when the tail covers the window."""
@@ -166,11 +170,6 @@ class Policy:
         if self.reuse_layers == 1:
             return kept
         return kept.repeat_interleave(self.reuse_layers, dim=0)[: geometry.num_layers]
-
-
-def _stack_optional(parts: list[TokenScores], field: str) -> Tensor | None:
-    tensors = [getattr(part, field) for part in parts]
-    return None if tensors[0] is None else torch.stack(tensors)
 
 
 def _selection(kept: Tensor, total: int) -> Selection:

@@ -53,8 +53,12 @@ def top_mask(keys: Tensor, counts: int | Tensor) -> Tensor:
     Returns:
         [..., num_tokens], bool.
 
-    Cost: O(num_tokens) a row for a host number, a sort of each row for a tensor; no host sync.
+    Cost: O(num_tokens) a row for a host number, a sort of each row for a tensor; works on one layer at a time to
+        bound memory; no host sync.
     """
+    if keys.ndim > 2:
+        per_layer = [counts] * keys.shape[0] if isinstance(counts, int) else list(counts)
+        return torch.stack([top_mask(row, count) for row, count in zip(keys, per_layer, strict=True)])
     if isinstance(counts, int) and counts == 0:
         return torch.zeros_like(keys, dtype=torch.bool)
     threshold = _kth_largest(keys, counts).unsqueeze(-1)
@@ -76,13 +80,17 @@ def top_counts(keys: Tensor, totals: int | Tensor) -> Tensor:
 
     Source: Ada-KV (arXiv 2407.11550), Alg. 1.
     """
-    if isinstance(totals, int) and totals == 0:
-        return torch.zeros(keys.shape[:2], dtype=torch.int64, device=keys.device)
-    threshold = _kth_largest(keys.flatten(1), totals)[:, None, None]
+    per_group = [totals] * keys.shape[0] if isinstance(totals, int) else list(totals)
+    return torch.stack([_top_counts(group, total) for group, total in zip(keys, per_group, strict=True)])
+
+
+def _top_counts(keys: Tensor, total: int | Tensor) -> Tensor:
+    if isinstance(total, int) and total == 0:
+        return torch.zeros(keys.shape[:1], dtype=torch.int64, device=keys.device)
+    threshold = _kth_largest(keys.flatten(), total)
     above = (keys > threshold).sum(-1)
     ties = (keys == threshold).sum(-1)
-    missing = (totals - above.sum(-1)).unsqueeze(-1)
-    return above + fill_in_order(ties, missing)
+    return above + fill_in_order(ties, total - above.sum())
 
 
 def fill_in_order(capacities: Tensor, amount: Tensor | int) -> Tensor:
@@ -90,7 +98,7 @@ def fill_in_order(capacities: Tensor, amount: Tensor | int) -> Tensor:
 
     Args:
         capacities: [..., n], int64.
-        amount: [..., 1], int64, or one number.
+        amount: [..., 1] or scalar, int64, or one number.
 
     Returns:
         [..., n], int64.

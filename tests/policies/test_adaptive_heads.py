@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -137,3 +137,41 @@ def test_group_mean_minimises_the_query_head_bound(range_scores: Make) -> None:
         rival = torch.zeros(24, dtype=torch.bool)
         rival[torch.randperm(24, generator=generator)[:9]] = True
         assert float((attention * rival.view(3, 1, 8)).sum()) <= best + 1e-6
+
+
+def loss_and_bound(kept: torch.Tensor, attention: torch.Tensor, outputs: torch.Tensor) -> tuple[float, float]:
+    """L1 change of the attention output of one query, and its bound (Ada-KV, Eq. 8 and 9).
+
+    attention [heads, tokens]; outputs [heads, tokens, hidden] = V W^O.
+    """
+    masked = attention * kept
+    after = masked / masked.sum(-1, keepdim=True)
+    loss = ((attention - after).unsqueeze(-1) * outputs).sum((0, 1)).abs().sum()
+    largest_row = outputs.abs().sum(-1).max()
+    return float(loss), float(2 * largest_row * (attention.shape[0] - masked.sum()))
+
+
+def test_the_bound_holds(range_scores: Make) -> None:
+    """specs/ada_kv.md 9.11, with its case of equality."""
+    generator = torch.Generator().manual_seed(8)
+    for _ in range(300):
+        attention = torch.randn(3, 6, generator=generator, dtype=torch.float64).mul(2).softmax(-1)
+        outputs = torch.randn(3, 6, 4, generator=generator, dtype=torch.float64)
+        scores = range_scores(attention)
+        lens = 1 + adaptive().allocate(scores, 5)
+        loss, bound = loss_and_bound(top_mask(scores.keys, lens)[0], attention, outputs)
+        assert loss <= bound + 1e-12
+    equal = torch.tensor([[0.75, 0.25]]), torch.tensor([[[2.0], [-2.0]]])
+    assert loss_and_bound(torch.tensor([[True, False]]), *equal) == (1.0, 1.0)
+
+
+def test_top_k_is_the_best_set_of_given_sizes(range_scores: Make) -> None:
+    """specs/ada_kv.md 9.12: brute force over all sets of the same sizes."""
+    attention = torch.rand(2, 5, generator=torch.Generator().manual_seed(9)).softmax(-1)
+    scores = range_scores(attention)
+    for sizes in ((1, 4), (2, 3), (3, 0)):
+        best = retained(scores, torch.tensor([sizes]))
+        for first in combinations(range(5), sizes[0]):
+            for second in combinations(range(5), sizes[1]):
+                rival = float(attention[0, list(first)].sum() + attention[1, list(second)].sum())
+                assert rival <= best + 1e-6

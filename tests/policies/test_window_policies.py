@@ -186,7 +186,7 @@ def test_impossible_totals_are_refused(random_prompt: Run, total: int, protected
 
 
 def test_missing_signal_is_refused(random_prompt: Run) -> None:
-    with pytest.raises(ValueError, match="WindowAttentionScorer needs the window queries of layer 0"):
+    with pytest.raises(ValueError, match="snapkv needs the window queries of layer 0"):
         random_prompt(window=0).run(policy("snapkv"), 90)
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
-_BLOCK_ELEMENTS = 1 << 22
-"""Similarities computed at a time (16 MiB of float32)."""
+_BLOCK_ELEMENTS = 1 << 19
+"""Similarities computed at a time (2 MiB of float32)."""
 
 
 def nearest_kept(rows: Tensor, kept: Tensor, width: int, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -28,7 +27,8 @@ def nearest_kept(rows: Tensor, kept: Tensor, width: int, *, causal: bool) -> tup
     Cost: num_tokens * width * head_dim per head; memory bounded by blocks.
     """
     num_heads, num_tokens, head_dim = rows.shape
-    unit = normalize(rows.float(), dim=-1)
+    unit = rows.float().contiguous()
+    unit = unit / unit.norm(dim=-1, keepdim=True).clamp(min=1e-12)
     width = max(width, 1)  # with nothing kept, one column that is masked
     position = (~kept).sort(dim=-1, stable=True).indices[:, :width]  # kept positions, ascending, first
     valid = kept.gather(-1, position)
@@ -37,11 +37,10 @@ def nearest_kept(rows: Tensor, kept: Tensor, width: int, *, causal: bool) -> tup
     best, index = [], []
     for begin in range(0, num_tokens, block):
         similarity = unit[:, begin : begin + block] @ conserved
-        allowed = valid.unsqueeze(1)
+        similarity.masked_fill_(~valid.unsqueeze(1), -torch.inf)
         if causal:
             here = torch.arange(begin, begin + similarity.shape[1], device=rows.device)
-            allowed = allowed & (position.unsqueeze(1) > here[:, None])
-        similarity.masked_fill_(~allowed, -torch.inf)
+            similarity.masked_fill_(position.unsqueeze(1) <= here[:, None], -torch.inf)
         top = similarity.max(dim=-1)
         best.append(top.values)
         index.append(position.gather(-1, top.indices))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sgl_kvevict.policies.mergers.nearest import nearest_kept
+from sgl_kvevict.policies.mergers.plan import merge_plan
 from sgl_kvevict.policies.observation import LayerObservation, Signal
 from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.ragged import MergePlan
@@ -59,26 +60,25 @@ class NearestKeyMerger:
         self, observations: list[LayerObservation], kept: Tensor, state: PolicyState | None
     ) -> tuple[MergePlan, PolicyState]:
         """Plan the merge; see :class:`Merger`."""
-        # sync: the similarity blocks are sized by the longest run; once per compression, on the host's clock
+        # sync: similarity blocks are sized by the longest run; once per compression
         longest = kept.sum(-1).amax(-1).tolist()
-        similarity, target = [], []
-        for observation, layer_kept, width in zip(observations, kept, longest, strict=True):
+        similarity = torch.empty(kept.shape, dtype=torch.float32, device=kept.device)
+        target = torch.empty(kept.shape, dtype=torch.int32, device=kept.device)
+        for row, observation in enumerate(observations):
             rows = observation.keys if self.match_on == "keys" else observation.values
-            best = nearest_kept(rows.transpose(0, 1), layer_kept, width, causal=self.splittable)
-            similarity.append(best[0])
-            target.append(best[1])
-        best_similarity = torch.stack(similarity)
-        candidates = ~kept & best_similarity.isfinite()
-        threshold = self._threshold(best_similarity, candidates, state)
+            similarity[row], target[row] = nearest_kept(
+                rows.transpose(0, 1), kept[row], longest[row], causal=self.splittable
+            )
+        candidates = ~kept & similarity.isfinite()
+        threshold = self._threshold(similarity, candidates, state)
         merged = candidates
         if self.threshold == "ema":
-            merged = candidates & (best_similarity >= threshold.unsqueeze(-1) - _SLACK)
-        plan = merge_plan(kept, merged, best_similarity, torch.stack(target), self.weighting)
-        return plan, PolicyState(threshold)
+            merged = candidates & (similarity >= threshold.unsqueeze(-1) - _SLACK)
+        return merge_plan(kept, merged, similarity, target, self.weighting), PolicyState(threshold)
 
     def _threshold(self, similarity: Tensor, candidates: Tensor, state: PolicyState | None) -> Tensor:
         """[num_layers, num_kv_heads], float32: the threshold after this event; NaN before a first one."""
-        total = torch.where(candidates, similarity, 0.0).double().sum(-1)
+        total = torch.where(candidates, similarity, 0.0).sum(-1, dtype=torch.float64)
         count = candidates.sum(-1)
         if self.threshold_scope == "layer":
             total = total.sum(-1, keepdim=True).expand_as(total)
@@ -88,44 +88,3 @@ class NearestKeyMerger:
             return mean
         moved = self.beta * mean + (1 - self.beta) * state.threshold
         return torch.where(mean.isnan(), state.threshold, torch.where(state.threshold.isnan(), mean, moved))
-
-
-def merge_plan(
-    kept: Tensor,
-    merged: Tensor,
-    similarity: Tensor,
-    target: Tensor,
-    weighting: Literal["similarity", "average"],
-) -> MergePlan:
-    """Weights of every kept entry's sources.
-
-    Args:
-        kept: [num_layers, num_kv_heads, num_tokens], bool.
-        merged: same shape, bool; evicted tokens that live on.
-        similarity: same shape, float32, of each evicted token with its target.
-        target: same shape, int64, token index of the target in the same run.
-        weighting: see :class:`NearestKeyMerger`.
-
-    Returns:
-        The plan; within an entry its own row first, then merged tokens by position.
-
-    Source: D2O, Eq. 11 and 12 with the numerator ``exp(u_ij) m_ij``.
-    """
-    shape = kept.shape
-    entry_of = kept.flatten().cumsum(0).view(shape) - 1
-    own = torch.arange(shape[-1], device=kept.device).expand(shape)
-    entry = entry_of.gather(-1, torch.where(merged, target, own))
-    # sync: how many tokens pass the threshold is data; the plan's length cannot be known before
-    source = (kept | merged).flatten().nonzero().squeeze(-1)
-    is_merged = merged.flatten()[source]
-    order = (2 * entry.flatten()[source] + is_merged).sort(stable=True).indices
-    source, is_merged = source[order], is_merged[order]
-    cosine = torch.where(is_merged, similarity.flatten()[source], 1.0)
-    raw = cosine.exp() if weighting == "similarity" else torch.ones_like(cosine)
-    entry_sorted = entry.flatten()[source]
-    counts = torch.bincount(entry_sorted)
-    indptr = torch.zeros(counts.numel() + 1, dtype=torch.int64, device=kept.device)
-    indptr[1:] = counts.cumsum(0)
-    norm = torch.segment_reduce(raw, "sum", offsets=indptr)
-    run = source // shape[-1]
-    return MergePlan(indptr.int(), run // shape[1], run % shape[1], source % shape[-1], raw / norm[entry_sorted])

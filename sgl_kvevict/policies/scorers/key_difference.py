@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch.nn.functional import cosine_similarity, normalize
+import torch
+from torch.nn.functional import normalize
 
 from sgl_kvevict.policies.observation import LayerObservation, Signal
 from sgl_kvevict.policies.parts import TokenScores, Trait
@@ -26,6 +27,6 @@ class KeyDifferenceScorer:
 
     def score(self, observation: LayerObservation) -> TokenScores:
         """Score one layer."""
-        keys = observation.keys.float()
-        anchor = normalize(keys, dim=-1).mean(0, keepdim=True)
-        return TokenScores(-cosine_similarity(keys, anchor, dim=-1).T)
+        directions = normalize(observation.keys.float(), dim=-1)
+        anchor = normalize(directions.mean(0), dim=-1)
+        return TokenScores(-torch.einsum("nhd,hd->hn", directions, anchor))

@@ -31,4 +31,4 @@ class RandomScorer:
             (self.seed * 1_000_003 + observation.layer) * 1_000_003 + observation.start
         )
         shape = (observation.num_kv_heads, observation.num_tokens)
-        return TokenScores(torch.rand(shape, generator=generator).to(observation.token_slots.device))
+        return TokenScores(torch.rand(shape, generator=generator).to(observation.token_slots.device, non_blocking=True))

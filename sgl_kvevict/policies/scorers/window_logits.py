@@ -41,4 +41,4 @@ class WindowLogitsScorer:
             ValueError: the observation has no query window.
         """
         window = observation.require_window(type(self).__name__).last(self.window_size)
-        return TokenScores(window_logits(observation, window).mean(1).sum(1))
+        return TokenScores(window_logits(observation, window))
