@@ -25,7 +25,7 @@ class Describe(Request):
 
 
 class Status(Request):
-    """Totals and the largest prefixes.
+    """What the cache holds, totals, and the largest prefixes.
 
     Attributes:
         limit: rows wanted.
@@ -137,6 +137,34 @@ class Pool(msgspec.Struct):
     private: int
 
 
+class Gauges(msgspec.Struct, frozen=True):
+    """What the cache holds now.
+
+    Attributes:
+        pool: token slots by holder.
+        logical_tokens: tokens that the tree holds.
+        span_tokens: those of them that are compressed.
+        spans: compressed nodes.
+        segments: segments they are stored in.
+        dead_entries: entries stored that no span reads.
+        pending_ranges: ranges that wait for their readers.
+        shared_spans: spans that two or more running requests read.
+        readers: running requests that read a span, summed over spans.
+        max_readers: most running requests on one span.
+    """
+
+    pool: Pool
+    logical_tokens: int
+    span_tokens: int
+    spans: int
+    segments: int
+    dead_entries: int
+    pending_ranges: int
+    shared_spans: int
+    readers: int
+    max_readers: int
+
+
 class Totals(msgspec.Struct):
     """Counters since the server started; names as in the events."""
 
@@ -181,20 +209,12 @@ class Prefix(msgspec.Struct):
 
 
 class StatusReport(Reply):
-    """Totals and the largest prefixes.
+    """What the cache holds, totals, and the largest prefixes.
 
     Attributes:
         ts: when it was taken (seconds since the epoch).
         started: see :class:`Description`.
-        pool: token slots by holder.
-        logical_tokens: tokens that the tree holds.
-        span_tokens: those of them that are compressed.
-        spans: compressed nodes.
-        segments: segments they are stored in.
-        dead_entries: entries stored that no span reads.
-        pending_ranges: ranges that wait for their readers.
-        shared_spans: spans that two or more running requests read.
-        max_readers: most running requests on one span now.
+        gauges: what the cache holds.
         lost_events: events dropped because they came too fast.
         totals: counters.
         prefixes: the rows asked for.
@@ -202,15 +222,7 @@ class StatusReport(Reply):
 
     ts: float
     started: float
-    pool: Pool
-    logical_tokens: int
-    span_tokens: int
-    spans: int
-    segments: int
-    dead_entries: int
-    pending_ranges: int
-    shared_spans: int
-    max_readers: int
+    gauges: Gauges
     lost_events: int
     totals: Totals
     prefixes: list[Prefix]

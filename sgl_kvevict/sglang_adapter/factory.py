@@ -14,6 +14,7 @@ from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.sglang_adapter.arena import Arena, arena_of
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME, HOOKS, require_supported_sglang
+from sgl_kvevict.sglang_adapter.monitor import watch
 from sgl_kvevict.sglang_adapter.refusals import model_reasons, pool_reasons, server_reasons
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
@@ -46,6 +47,7 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     assert isinstance(backend, KVEvictAttentionBackend) and arena is not None
     tree = _assemble(ctx, config, arena, backend.geometry)
     backend.attach(tree)
+    watch(tree, config, ctx.server_args, enable_metrics=ctx.params.enable_metrics)
     logger.info("kvevict: %s", describe(config, backend.geometry))
     return tree
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sgl_kvevict.events.questions import Gauges, Pool
 from sgl_kvevict.prefix import Span
 from sgl_kvevict.prefix.kept import kept_share
 
@@ -33,30 +34,57 @@ def add_state(_result: None, controller: SchedulerInternalStateController, state
         state["kvevict"]["kept"] = kept_map(largest, NUM_KEPT_BINS)
 
 
+def read_gauges(tree: KVEvictTree) -> Gauges:
+    """Return what the cache holds now; a walk over the spans on the host, nothing is read from the device."""
+    allocator = tree.token_to_kv_pool_allocator
+    free = allocator.available_size()
+    held = tree.evictable_size_ + tree.protected_size_
+    span_tokens = compressed_slots = segments = dead_entries = shared = readers = max_readers = 0
+    for node, span in tree.spans.items():
+        span_tokens += span.num_tokens
+        if span.is_owner:
+            segments += 1
+            compressed_slots += span.segment.num_slots
+            dead_entries += span.segment.num_entries - span.segment.num_live_entries
+        shared += node.lock_ref > 1
+        readers += node.lock_ref
+        max_readers = max(max_readers, node.lock_ref)
+    full = held - compressed_slots
+    return Gauges(
+        pool=Pool(allocator.size, free, compressed_slots, full, allocator.size - free - held),
+        logical_tokens=full + span_tokens,
+        span_tokens=span_tokens,
+        spans=len(tree.spans),
+        segments=segments,
+        dead_entries=dead_entries,
+        pending_ranges=len(tree.pending),
+        shared_spans=shared,
+        readers=readers,
+        max_readers=max_readers,
+    )
+
+
 def cache_state(tree: KVEvictTree) -> dict[str, Any]:
     """Return what the cache holds, in plain numbers."""
-    allocator = tree.token_to_kv_pool_allocator
-    spans = tree.spans.values()
+    gauges = read_gauges(tree)
     owned = sum(
         req.kv.kv_allocated_len - req.kv.cache_protected_len for req in tree.requests.values() if req.kv.holds_kv
     )
-    compressed_slots = sum(span.charged_slots for span in spans)
     state: dict[str, Any] = {
         "policy": "none",
-        "spans": len(spans),
-        "segments": sum(span.is_owner for span in spans),
-        "compressed_tokens": sum(span.num_tokens for span in spans),
-        "compressed_slots": compressed_slots,
-        "full_tokens": tree.evictable_size_ + tree.protected_size_ - compressed_slots,
-        "free_slots": allocator.available_size(),
+        "spans": gauges.spans,
+        "segments": gauges.segments,
+        "compressed_tokens": gauges.span_tokens,
+        "compressed_slots": gauges.pool.compressed,
+        "full_tokens": gauges.pool.full,
+        "free_slots": gauges.pool.free,
         "evictable_slots": tree.evictable_size_,
         "protected_slots": tree.protected_size_,
-        "total_slots": allocator.size,
+        "total_slots": gauges.pool.total,
         "max_sharers": tree.max_sharers,
-        "pending_ranges": len(tree.pending),
+        "pending_ranges": gauges.pending_ranges,
+        "leaked_slots": gauges.pool.private - owned,
     }
-    held = state["free_slots"] + state["evictable_slots"] + state["protected_slots"] + owned
-    state["leaked_slots"] = allocator.size - held
     if tree.compressor is not None:
         state |= tree.compressor.state()
     return state
