@@ -125,8 +125,7 @@ class Policy:
             kept = torch.ones(shape, dtype=torch.bool, device=observations[0].token_slots.device)
             return Decision(_selection(kept, total), state=state)
         observations += [observe(layer) for layer in range(self.reuse_layers, geometry.num_layers, self.reuse_layers)]
-        scores = self._score(observations, total // runs, protected)
-        kept = self._keep(scores, geometry, total)
+        kept = self._keep(self._score(observations, total // runs, protected), geometry, total)
         selection = _selection(kept, total)
         if self.merger is None:
             return Decision(selection)
