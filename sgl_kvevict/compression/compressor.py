@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sgl_kvevict.compression.observation import PromptObservation
+from sgl_kvevict.compression.observation import ObservationSpec, PromptObservation
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies.observation import LayerObservation
 from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.policies.policy import Policy
+from sgl_kvevict.policies.query_moments import Rotary
 from sgl_kvevict.prefix import Segment, SpanStore
 
 
@@ -60,17 +61,19 @@ class Compressor:
         config: budget and protected tokens.
         policy: what to keep.
         store: where segments are written.
+        rotary: the model's rotary embedding; needed by policies that look at queries before RoPE.
     """
 
-    def __init__(self, config: KVEvictConfig, policy: Policy, store: SpanStore) -> None:
+    def __init__(self, config: KVEvictConfig, policy: Policy, store: SpanStore, rotary: Rotary | None = None) -> None:
         self.config = config
         self.policy = policy
         self.store = store
+        self.observes = ObservationSpec(store.geometry, policy.needs, policy.window_size, rotary)
         self.stats = CompressionStats()
 
     def new_observation(self) -> PromptObservation:
         """Return an empty observation of the kind the policy needs."""
-        return PromptObservation(self.store.geometry.num_layers, self.policy.window_size)
+        return PromptObservation(self.observes)
 
     def compress(
         self, token_slots: Tensor, start: int, observation: PromptObservation, parent: Segment | None = None
@@ -91,23 +94,12 @@ class Compressor:
         geometry = self.store.geometry
 
         def observe(layer: int) -> LayerObservation:
-            return LayerObservation(
-                layer=layer,
-                start=start,
-                k_buffer=self.store.k_arena[layer],
-                v_buffer=self.store.v_arena[layer],
-                token_slots=token_slots,
-                sm_scale=observation.sm_scale(layer),
-                window=observation.window(layer),
-                num_prompt_tokens=observation.end,
-            )
+            return observation.show(layer, start, self.store.k_arena[layer], self.store.v_arena[layer], token_slots)
 
         protected = min(max(self.config.sink_tokens - start, 0), num_slots)
         state = None if parent is None else parent.policy_state
         assert state is None or isinstance(state, PolicyState)
-        decision = self.policy.select(
-            observe, geometry, num_slots * geometry.heads_per_token, protected, state
-        )
+        decision = self.policy.select(observe, geometry, num_slots * geometry.heads_per_token, protected, state)
         segment, freed = self.store.pack(
             token_slots, start, decision.selection, merge=decision.merge, splittable=self.policy.splittable
         )

@@ -2,76 +2,169 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from sgl_kvevict.policies.observation import QueryWindow
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.policies.observation import LayerObservation, QueryWindow, Signal
+from sgl_kvevict.policies.query_moments import QueryMoments, Rotary
+
+
+@dataclass(frozen=True)
+class ObservationSpec:
+    """What the policy wants to know of a prefill.
+
+    Attributes:
+        geometry: sizes of the model.
+        signals: what to collect.
+        window_size: queries to keep for :attr:`Signal.WINDOW_QUERIES`, at most.
+        rotary: the model's rotary embedding, for :attr:`Signal.QUERY_MOMENTS`.
+    """
+
+    geometry: KVGeometry
+    signals: frozenset[Signal]
+    window_size: int = 0
+    rotary: Rotary | None = None
+
+
+@dataclass
+class _Layer:
+    """What was collected in one layer."""
+
+    sm_scale: float = 0.0
+    queries: Tensor | None = None
+    lse: Tensor | None = None
+    accumulated: Tensor | None = None
+    moments: QueryMoments | None = None
 
 
 class PromptObservation:
-    """The last queries of one prompt, layer by layer, gathered while its prefill runs (over any number of chunks).
+    """What was seen of one prompt, layer by layer, while its prefill ran over any number of chunks.
 
-    The window's queries are kept instead of its scores: they are a constant few rows per layer, they can still be
+    The window's queries are kept instead of their scores: they are a constant few rows per layer, they can still be
     scored when the range to compress is known (it may have shrunk since, or may be compressed much later), and the
     log-sum-exp that the forward computed anyway makes the scores true attention weights in one pass over the keys.
+    Statistics over all queries are summed up as the chunks pass. Only queries that this prefill computed count: those
+    of tokens that were found in the cache are gone.
 
     Args:
-        num_layers: layers of the model (of this rank).
-        window_size: queries to keep, at most.
+        spec: what to collect.
 
     Attributes:
         end: logical position after the last query seen.
         is_complete: the whole prompt was seen.
     """
 
-    def __init__(self, num_layers: int, window_size: int) -> None:
-        self.window_size = window_size
+    def __init__(self, spec: ObservationSpec) -> None:
+        self.spec = spec
         self.end = 0
         self.is_complete = False
-        self._queries: list[Tensor | None] = [None] * num_layers
-        self._lse: list[Tensor | None] = [None] * num_layers
-        self._sm_scales = [0.0] * num_layers
+        self._chunk_start = 0
+        self._key_start = 0
+        self._token_slots: Tensor | None = None
+        self._layers: list[_Layer] = []
 
-    def begin_chunk(self, start: int, end: int, *, is_last: bool) -> None:
+    @property
+    def needs_slots(self) -> bool:
+        """Whether :meth:`begin_chunk` needs the token slots of the keys."""
+        return Signal.ACCUMULATED_ATTENTION in self.spec.signals
+
+    def begin_chunk(
+        self, start: int, end: int, *, is_last: bool, key_start: int = 0, token_slots: Tensor | None = None
+    ) -> None:
         """Announce that queries ``[start, end)`` follow, for every layer.
 
         Args:
             start: logical position of the chunk's first token; not where the last chunk ended: start afresh.
             end: logical position after the chunk's last token.
             is_last: the prompt ends here.
+            key_start: waterline; keys from here on are in ordinary slots.
+            token_slots: [end - key_start], int64, slots of the tokens ``[key_start, end)``; only if needed.
         """
-        if start != self.end:
-            self._queries = [None] * len(self._queries)
-            self._lse = [None] * len(self._lse)
+        if start != self.end or key_start != self._key_start or not self._layers:
+            self._layers = [_Layer() for _ in range(self.spec.geometry.num_layers)]
+            self._key_start = key_start
+        self._chunk_start = start
+        self._token_slots = token_slots
         self.end = end
         self.is_complete = is_last
 
-    def record(self, layer: int, queries: Tensor, lse: Tensor, sm_scale: float) -> None:
-        """Keep the chunk's last queries of one layer.
+    def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float) -> None:
+        """Collect from one layer of the chunk.
 
         Args:
             layer: layer index.
-            queries: [num_tokens, num_qo_heads, head_dim], after RoPE; copied.
-            lse: [num_tokens, num_qo_heads], float32, natural log-sum-exp over all keys each query saw; copied.
+            queries: [num_tokens, num_qo_heads, head_dim], after RoPE.
+            lse: [num_tokens, num_qo_heads], float32, natural log-sum-exp over all keys each query saw.
+            k_buffer: [num_token_slots, num_kv_heads, head_dim], the layer's keys, the chunk's included.
             sm_scale: softmax scale of the layer.
         """
-        self._sm_scales[layer] = sm_scale
-        self._queries[layer] = self._last(self._queries[layer], queries)
-        self._lse[layer] = self._last(self._lse[layer], lse)
+        seen = self._layers[layer]
+        seen.sm_scale = sm_scale
+        if Signal.WINDOW_QUERIES in self.spec.signals:
+            seen.queries = self._last(seen.queries, queries)
+            seen.lse = self._last(seen.lse, lse)
+        if self.needs_slots:
+            seen.accumulated = self._accumulate(seen.accumulated, queries, lse, k_buffer, sm_scale)
+        if Signal.QUERY_MOMENTS in self.spec.signals:
+            assert self.spec.rotary is not None
+            _, num_qo_heads, head_dim = queries.shape
+            moments = seen.moments or QueryMoments.empty(num_qo_heads, head_dim, self.spec.rotary)
+            seen.moments = moments.add(queries, self._chunk_start)
 
-    def window(self, layer: int) -> QueryWindow | None:
-        """Return the window's queries of one layer, or None if none were recorded (the policy needs none)."""
-        queries, lse = self._queries[layer], self._lse[layer]
-        if queries is None or lse is None:
-            return None
-        return QueryWindow(queries=queries, lse=lse, start=self.end - queries.shape[0])
+    def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerObservation:
+        """Return what a policy sees of a range in one layer.
 
-    def sm_scale(self, layer: int) -> float:
-        """Return the softmax scale that a layer was recorded with."""
-        return self._sm_scales[layer]
+        Args:
+            layer: layer index.
+            start: logical position of the range's first token.
+            k_buffer: [num_token_slots, num_kv_heads, head_dim].
+            v_buffer: likewise.
+            token_slots: [num_tokens], int64, slots of the range.
+        """
+        seen = self._layers[layer]
+        window = accumulated = None
+        if seen.queries is not None and seen.lse is not None:
+            window = QueryWindow(seen.queries, seen.lse, self.end - seen.queries.shape[0])
+        if seen.accumulated is not None:
+            first = start - self._key_start
+            accumulated = seen.accumulated[:, first : first + token_slots.numel()]
+        return LayerObservation(
+            layer=layer,
+            start=start,
+            k_buffer=k_buffer,
+            v_buffer=v_buffer,
+            token_slots=token_slots,
+            sm_scale=seen.sm_scale,
+            window=window,
+            accumulated=accumulated,
+            moments=seen.moments,
+            num_prompt_tokens=self.end,
+        )
 
     def _last(self, earlier: Tensor | None, rows: Tensor) -> Tensor:
-        missing = self.window_size - rows.shape[0]
+        missing = self.spec.window_size - rows.shape[0]
         if earlier is None or missing <= 0:
-            return rows[-self.window_size :].clone()
+            return rows[-self.spec.window_size :].clone()
         return torch.cat([earlier[-missing:], rows])
+
+    def _accumulate(
+        self, earlier: Tensor | None, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float
+    ) -> Tensor:
+        from kvevict_kernels.accumulated_attention import accumulated_attention
+
+        assert self._token_slots is not None
+        total = accumulated_attention(
+            queries.contiguous(),
+            lse.contiguous(),
+            k_buffer,
+            self._token_slots,
+            sm_scale=sm_scale,
+            key_start=self._key_start,
+            query_start=self._chunk_start,
+        )
+        if earlier is not None:
+            total[:, : earlier.shape[1]] += earlier
+        return total

@@ -62,6 +62,7 @@ class KVEvictAttentionBackend(AttentionBackend):
             num_token_slots=num_token_slots,
         )
         self.start_layer = self.token_to_kv_pool.start_layer
+        self.arena = arena
         self.attention = CpuAttention(self.geometry, arena.k, arena.v)
         self.tree: KVEvictTree | None = None
         self._observed: list[tuple[slice, PromptObservation]] = []
@@ -135,8 +136,9 @@ class KVEvictAttentionBackend(AttentionBackend):
         """Attend with the new tokens of each request; returns [num_tokens, num_qo_heads * head_dim]."""
         _require_plain_attention(layer, kwargs)
         out, queries, lse = self._attend(q, k, v, layer, forward_batch, save_kv_cache)
+        index = layer.layer_id - self.start_layer
         for rows, observation in self._observed:
-            observation.record(layer.layer_id - self.start_layer, queries[rows], lse[rows], layer.scaling)
+            observation.record(index, queries[rows], lse[rows], self.arena.k[index], layer.scaling)
         return out
 
     def _attend(

@@ -54,8 +54,7 @@ HOOKS = (
         why="CUDA has no hook for the pool class: the stock pool gets its buffers from one arena",
     ),
     Hook(
-        target="sglang.srt.managers.scheduler_components.internal_state."
-        "SchedulerInternalStateController._add_env_vars",
+        target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_env_vars",
         kind="AFTER",
         function="sgl_kvevict.sglang_adapter.introspection.add_state",
         why="GET /server_info shows what the compressed cache holds",

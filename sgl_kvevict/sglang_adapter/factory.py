@@ -9,6 +9,7 @@ from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig, load_config
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.policies.observation import Signal
 from sgl_kvevict.policies.registry import build_policy
 from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.sglang_adapter.arena import Arena, arena_of
@@ -16,6 +17,7 @@ from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME, HOOKS, require_supported_sglang
 from sgl_kvevict.sglang_adapter.monitor import watch
 from sgl_kvevict.sglang_adapter.refusals import model_reasons, pool_reasons, server_reasons
+from sgl_kvevict.sglang_adapter.rotary import find_rotary
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
@@ -72,10 +74,11 @@ def _missing_parts(backend: Any, arena: Arena | None) -> list[str]:
     return reasons
 
 
-def _assemble(
-    ctx: TreeCacheBuildContext, config: KVEvictConfig, arena: Arena, geometry: KVGeometry
-) -> KVEvictTree:
+def _assemble(ctx: TreeCacheBuildContext, config: KVEvictConfig, arena: Arena, geometry: KVGeometry) -> KVEvictTree:
     store = SpanStore(geometry, arena.k, arena.v)
     policy = build_policy(config.policy, config.policy_options)
-    compressor = None if policy is None else Compressor(config, policy, store)
-    return KVEvictTree(ctx.params, store, compressor)
+    if policy is None:
+        return KVEvictTree(ctx.params, store, None)
+    needs_rotary = Signal.QUERY_MOMENTS in policy.needs
+    rotary = find_rotary(ctx.tp_worker.model_runner.model) if needs_rotary else None
+    return KVEvictTree(ctx.params, store, Compressor(config, policy, store, rotary))

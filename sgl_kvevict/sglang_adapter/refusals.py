@@ -99,7 +99,9 @@ def pool_reasons(pool: Any) -> list[str]:
     """Return one sentence for every property of SGLang's KV pool that is not supported."""
     reasons = []
     if pool.page_size != 1:  # resolved; the argument itself may be unset
-        reasons.append(f"--page-size is {pool.page_size}, only 1 is supported: spans are packed into single token slots")
+        reasons.append(
+            f"--page-size is {pool.page_size}, only 1 is supported: spans are packed into single token slots"
+        )
     if getattr(pool, "kv_cache_layout", "nhd") != "nhd":
         reasons.append(f"the KV pool's layout is {pool.kv_cache_layout!r}; only 'nhd' works")
     if pool.dtype not in DTYPES:

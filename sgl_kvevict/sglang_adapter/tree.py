@@ -364,7 +364,11 @@ class KVEvictTree(RadixCache):
         config = self.compressor.config
         if prompt_len < config.min_prefix_tokens + config.tail_tokens:
             return None
-        observation.begin_chunk(start, end, is_last=end >= prompt_len)
+        waterline = self._waterline(self._path(req.last_node))
+        slots = None
+        if observation.needs_slots:
+            slots = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, waterline:end].long()
+        observation.begin_chunk(start, end, is_last=end >= prompt_len, key_start=waterline, token_slots=slots)
         return observation
 
     def state(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.prefix import SpanStore
+from sgl_kvevict.policies.observation import Signal
 from sgl_kvevict.policies.parts import Decision
 from sgl_kvevict.ragged import MergePlan, Selection
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
@@ -58,6 +59,7 @@ class PseudoRandomPolicy:
 
     name: str = "pseudo-random"
     window_size: int = 0
+    needs: frozenset[Signal] = frozenset()
     splittable: bool = True
 
     def select(self, observe, geometry, total, protected, state=None):  # noqa: ANN001, ANN201
@@ -151,7 +153,8 @@ class Harness:
         if observation is not None:
             queries = torch.zeros(end - start, self.geometry.num_qo_heads, self.geometry.head_dim)
             for layer in range(self.geometry.num_layers):
-                observation.record(layer, queries, torch.zeros(end - start, self.geometry.num_qo_heads), 1.0)
+                lse = torch.zeros(end - start, self.geometry.num_qo_heads)
+                observation.record(layer, queries, lse, self.k[layer], 1.0)
         if end < total:
             checkpoint_kv_cache(req, self.tree)
         else:
@@ -278,9 +281,7 @@ class Harness:
         waterline = 0
         (path,) = self.tree.read_paths([req.rid])
         for runs in path:
-            expected = {
-                code: waterline + i for i, code in enumerate(codes[waterline : waterline + runs.num_tokens])
-            }
+            expected = {code: waterline + i for i, code in enumerate(codes[waterline : waterline + runs.num_tokens])}
             for run, (begin, length) in enumerate(
                 zip(runs.starts.flatten().tolist(), runs.lens.flatten().tolist(), strict=True)
             ):

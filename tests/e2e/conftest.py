@@ -1,0 +1,52 @@
+"""Real servers, started once per module and only when a test asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from helpers.tiny_model import save_tiny_llama
+
+from sgl_kvevict.launcher import (
+    CPU_ENV,
+    KVEVICT_CPU_FLAGS,
+    STOCK_CPU_FLAGS,
+    STRICT_CHECK_ENV,
+    RunningServer,
+    config_env,
+    launch,
+)
+from sgl_kvevict.model import ensure_demo_model
+
+ENV = {**CPU_ENV, **STRICT_CHECK_ENV, "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1", "TRITON_INTERPRET": "0"}
+
+Start = Callable[..., RunningServer]
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    return ensure_demo_model()
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory) -> Iterator[Start]:
+    """Start servers; all are stopped at the end of the module."""
+    with ExitStack() as stack:
+
+        def start_server(
+            model: Path, *flags: str, config: dict | None = None, env: dict | None = None
+        ) -> RunningServer:
+            """Stock SGLang, or ours if there is a configuration."""
+            base = STOCK_CPU_FLAGS if config is None else KVEVICT_CPU_FLAGS
+            variables = ENV | (env or {}) | ({} if config is None else config_env(config))
+            log = tmp_path_factory.mktemp("server") / "server.log"
+            return stack.enter_context(launch(str(model), flags=[*base, *flags], env=variables, log_path=log))
+
+        yield start_server

@@ -1,0 +1,103 @@
+"""Stock SGLang and ours at budget 1.0, the same real model, the same prompts: the same greedy answers.
+
+In float32, where the two attention implementations differ by less than any margin between two tokens that matters;
+in bfloat16 either implementation rounds differently from run to run of a different batch, stock's own included.
+"""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from helpers.traffic import generate, idle_state
+from transformers import AutoTokenizer
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+HANDBOOK = Path(__file__).parents[2] / "examples" / "data" / "station_handbook.txt"
+FLAGS = ("--dtype", "float32", "--max-total-tokens", "14000", "--chunked-prefill-size", "1500")
+CONFIG = {"policy": "ada-snapkv", "budget": 1.0}
+QUESTIONS = ("How far away is the nearest town?", "Where does the boat land?", "What grows on the island?")
+
+
+@pytest.fixture(scope="module")
+def prompts(demo_model):
+    """20 prompts of 8 to 4,000 tokens; many share a prefix with others, some only the first tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    text = HANDBOOK.read_text(encoding="utf-8")
+    words = text.split()
+
+    def chat(content):
+        turns = [{"role": "user", "content": content}]
+        return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
+
+    def plain(content, limit):
+        return list(tokenizer(content).input_ids[:limit])
+
+    chats = [chat(f"{text}\n\n{question}") for question in QUESTIONS]  # about 3,000 shared tokens
+    chats += [chat(" ".join(words[:300]) + "\n\n" + question) for question in QUESTIONS]
+    chats += [chat(question) for question in QUESTIONS]
+    texts = [plain(text, limit) for limit in (8, 100, 333, 334, 900, 1700)]
+    texts += [plain(" ".join(words[start:]) + text, limit) for start, limit in ((200, 700), (500, 1200), (900, 4000))]
+    texts += [[*texts[3], *plain(question, 12)] for question in QUESTIONS[:2]]
+    assert len(chats + texts) == 20 and max(map(len, texts)) == 4000
+    return chats + texts
+
+
+def answers(server, prompts, concurrency):
+    with ThreadPoolExecutor(concurrency) as pool:
+        results = list(pool.map(lambda prompt: generate(server, prompt, 16), prompts))
+    return [result["output_ids"] for result in results]
+
+
+def test_greedy_outputs_equal_stock_single_and_concurrent(start, demo_model, prompts):
+    stock = start(demo_model, *FLAGS)
+    expected = answers(stock, prompts, 1)
+    stock.stop()
+    server = start(demo_model, *FLAGS, config=CONFIG)
+    assert answers(server, prompts, 1) == expected
+    state = idle_state(server)
+    assert state["compressions"] >= 8 and state["spans"] > state["segments"]  # some were split by later prompts
+    assert answers(server, prompts, 4) == expected  # now from the compressed tree
+    server.post("/flush_cache")
+    assert answers(server, prompts, 4) == expected  # all at once on an empty tree
+    state = idle_state(server)
+    assert state["leaked_slots"] == 0 and server.leak_messages() == []
+
+
+def test_one_compressed_copy_serves_eight_requests(start, demo_model, prompts):
+    """At budget 0.2: the slots of a prefix are exactly ceil(0.2 * range), however many requests read it."""
+    server = start(demo_model, "--max-total-tokens", "6000", config={"policy": "ada-snapkv", "budget": 0.2})
+    document = prompts[0][:2900]
+    generate(server, document, 0)  # how the frontend language caches a shared prefix
+    state = idle_state(server)
+    assert state["compressed_tokens"] == 2900 - 32
+    assert state["compressed_slots"] == 574  # ceil(0.2 * 2868)
+    suffixes = [prompts[6][-20 - i :] for i in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda suffix: generate(server, document + suffix, 24), suffixes))
+    assert [result["meta_info"]["cached_tokens"] for result in results] == [2900] * 8
+    state = idle_state(server)
+    assert state["max_sharers"] == 8
+    assert (state["compressed_slots"], state["segments"]) == (574, 1)
+    assert state["leaked_slots"] == 0 and server.leak_messages() == []
+
+
+def test_max_new_tokens_zero_prompt_logprobs_see_full_positions(start, demo_model, prompts):
+    """The first token after a compressed prefix has its logical position: log-probabilities at budget 1.0 agree."""
+    body = {"sampling_params": {"temperature": 0, "max_new_tokens": 4}, "return_logprob": True}
+    body |= {"input_ids": prompts[0], "logprob_start_len": len(prompts[0]) - 8}
+
+    def logprobs(server):
+        generate(server, prompts[0][:-8], 0)
+        info = json.loads(server.post("/generate", body))["meta_info"]
+        assert info["cached_tokens"] == len(prompts[0]) - 8
+        return [entry[0] for entry in info["input_token_logprobs"][1:] + info["output_token_logprobs"]]
+
+    stock = start(demo_model, *FLAGS)
+    expected = logprobs(stock)
+    stock.stop()
+    server = start(demo_model, *FLAGS, config=CONFIG)
+    assert logprobs(server) == pytest.approx(expected, abs=2e-3)

@@ -1,0 +1,90 @@
+"""Random traffic against a server: shared prefixes, turns, aborts, all lengths."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_kvevict.launcher import RunningServer
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request.
+
+    Attributes:
+        rid: its id.
+        input_ids: prompt.
+        max_new_tokens: may be 0 (cache the prompt only).
+        abort_after_s: abort it after this long; None: let it finish.
+    """
+
+    rid: str
+    input_ids: list[int]
+    max_new_tokens: int
+    abort_after_s: float | None = None
+
+
+def random_jobs(count: int, *, seed: int, vocab_size: int, longest: int = 400, aborts: bool = True) -> list[Job]:
+    """Prompts that share prefixes of random lengths with a few documents and with each other."""
+    rng = random.Random(seed)
+    documents = [[rng.randrange(3, vocab_size) for _ in range(longest)] for _ in range(6)]
+    jobs = []
+    for i in range(count):
+        document = rng.choice(documents)
+        shared = rng.choice([0, 3, 40, longest // 2, longest * 3 // 4, longest])
+        suffix = [rng.randrange(3, vocab_size) for _ in range(rng.choice([1, 2, 10, 60]))]
+        if jobs and rng.random() < 0.2:
+            document, shared = rng.choice(jobs).input_ids, longest
+        jobs.append(
+            Job(
+                rid=f"job-{seed}-{i}",
+                input_ids=(document[:shared] + suffix)[: longest + 60],
+                max_new_tokens=rng.choice([0, 1, 2, 8, 16, 40]),
+                abort_after_s=rng.uniform(0, 0.3) if aborts and rng.random() < 0.15 else None,
+            )
+        )
+    return jobs
+
+
+def generate(
+    server: RunningServer, input_ids: list[int], max_new_tokens: int, rid: str | None = None
+) -> dict[str, Any]:
+    """Run one greedy request to its end (or its abort)."""
+    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+    body = {"input_ids": input_ids, "sampling_params": sampling} | ({} if rid is None else {"rid": rid})
+    return json.loads(server.post("/generate", body))
+
+
+def run_jobs(server: RunningServer, jobs: list[Job], concurrency: int) -> dict[str, list[int]]:
+    """Run all jobs; return the output ids of those that were not aborted."""
+
+    def run(job: Job) -> tuple[str, list[int]]:
+        return job.rid, generate(server, job.input_ids, job.max_new_tokens, job.rid)["output_ids"]
+
+    def abort(job: Job) -> None:
+        time.sleep(job.abort_after_s or 0)
+        server.post("/abort_request", {"rid": job.rid})
+
+    with ThreadPoolExecutor(concurrency) as pool, ThreadPoolExecutor(4) as aborter:
+        futures = []
+        for job in jobs:
+            futures.append(pool.submit(run, job))
+            if job.abort_after_s is not None:
+                aborter.submit(abort, job)
+        outputs = dict(future.result() for future in futures)
+    return {job.rid: outputs[job.rid] for job in jobs if job.abort_after_s is None}
+
+
+def idle_state(server: RunningServer) -> dict[str, Any]:
+    """Wait until nothing runs and return what the compressed cache holds."""
+    for _ in range(100):
+        state = server.get_json("/server_info")["internal_states"][0]["kvevict"]
+        if state["protected_slots"] == 0:
+            return state
+        time.sleep(0.1)
+    raise AssertionError(f"the server did not become idle: {state}")
