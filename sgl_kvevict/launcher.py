@@ -24,8 +24,13 @@ from typing import Any
 
 from .errors import KVEvictError
 
-#: Environment of every server on a machine without a GPU (our platform plugin; models are local folders).
-CPU_ENV: Mapping[str, str] = {"SGLANG_PLATFORM": "kvevict_cpu", "HF_HUB_OFFLINE": "1"}
+#: Environment of every server on a machine without a GPU: our platform plugin, models from local folders, and
+#: OpenMP threads that sleep while they wait (spinning ones take the cores from SGLang's other processes).
+CPU_ENV: Mapping[str, str] = {
+    "SGLANG_PLATFORM": "kvevict_cpu",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_WAIT_POLICY": "passive",
+}
 #: SGLang's own leak checks: raise (and so end the server) when idle and between any two batches.
 STRICT_CHECK_ENV: Mapping[str, str] = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
