@@ -65,10 +65,8 @@ class InspectClient:
         self.endpoint = endpoint
         self.timeout_s = timeout_s
         self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.REQ)
-        # After a question without an answer the next one may be asked at once; late answers are ignored.
-        self._socket.setsockopt(zmq.REQ_RELAXED, 1)
-        self._socket.setsockopt(zmq.REQ_CORRELATE, 1)
+        self._socket = self._context.socket(zmq.DEALER)
+        self._num_asked = 0
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(endpoint)
         self._decoder: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
@@ -92,9 +90,11 @@ class InspectClient:
             ServerSilentError: no answer in time.
             RequestFailedError: the server refused, or answered nonsense.
         """
-        await self._socket.send(msgspec.msgpack.encode(request))
+        self._num_asked += 1
+        ticket = self._num_asked.to_bytes(8, "big")
+        await self._socket.send_multipart((ticket, b"", msgspec.msgpack.encode(request)))
         try:
-            payload = await asyncio.wait_for(self._socket.recv(), self.timeout_s)
+            payload = await asyncio.wait_for(self._receive(ticket), self.timeout_s)
         except TimeoutError:
             message = f"no answer from {self.endpoint} within {self.timeout_s:g} s"
             raise ServerSilentError(message) from None
@@ -107,6 +107,13 @@ class InspectClient:
         if not isinstance(reply, answer):
             raise RequestFailedError(f"expected {answer.__name__}, got {type(reply).__name__}")
         return reply
+
+    async def _receive(self, ticket: bytes) -> bytes:
+        """The answer to one question; late answers to earlier ones are passed over."""
+        while True:
+            frames: list[bytes] = await self._socket.recv_multipart()
+            if frames[0] == ticket:
+                return frames[-1]
 
 
 class Received(NamedTuple):
@@ -124,7 +131,7 @@ class Received(NamedTuple):
 
 
 class EventStream:
-    """Subscribes to the events of one scheduler and fills gaps from its replay socket.
+    """Subscribes to the events of one scheduler and fills gaps from its replay socket; an asynchronous context manager.
 
     Reconnects by itself: after a restart the sequence starts afresh, and so does the stream.
 
@@ -145,9 +152,10 @@ class EventStream:
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
         self._socket.set_hwm(100_000)
-        self._socket.connect(endpoint)
+        self._endpoint = endpoint
 
     async def __aenter__(self) -> Self:
+        self._socket.connect(self._endpoint)
         return self
 
     async def __aexit__(

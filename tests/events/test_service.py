@@ -1,0 +1,331 @@
+"""The publishing thread and its sockets, without a tree."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import pytest
+import zmq
+
+from helpers.event_sockets import description_of, ipc_config, wait_until
+from sgl_kvevict.config import EventsConfig
+from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.events.client import (
+    EventStream,
+    InspectClient,
+    RequestFailedError,
+    ServerSilentError,
+    check_endpoint,
+    reachable,
+)
+from sgl_kvevict.events.questions import Describe, Description, Failure, Status, Tokens, TokensReport
+from sgl_kvevict.events.service import MAX_BATCH_EVENTS, MAX_WAITING_QUESTIONS, EventService
+from sgl_kvevict.events.types import Cleared, Dropped, EventBatch, EventsLost, Split
+from sgl_kvevict.launcher import free_port
+
+
+@pytest.fixture
+def config(tmp_path):
+    return ipc_config(tmp_path)
+
+
+@pytest.fixture
+def service(config):
+    service = EventService(config, description_of(config))
+    yield service
+    service.close()
+
+
+def subscription(stream: EventStream) -> Callable[[], Awaitable[None]]:
+    """What waits until a stream, not entered yet, is subscribed (once more)."""
+    monitor = stream._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+
+    async def wait() -> None:
+        await monitor.recv_multipart()
+        await asyncio.sleep(0.2)  # the subscription follows the handshake
+
+    return wait
+
+
+def collect(config: EventsConfig, count: int, start: int | None = None, ready=lambda: None) -> list:
+    """Run a stream until it has delivered ``count`` events; returns what it received."""
+
+    async def run() -> list:
+        received = []
+        stream = EventStream(config.endpoint, config.replay_endpoint, config.topic)
+        subscribed = subscription(stream)
+        async with stream:
+            await subscribed()
+            ready()
+            async for item in stream.batches(start):
+                received.append(item)
+                if sum(len(item.batch.events) for item in received) >= count:
+                    return received
+        raise AssertionError
+
+    return asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def events_of(received: list) -> list:
+    return [event for item in received for event in item.batch.events]
+
+
+def test_events_arrive_in_order_in_numbered_batches(config, service):
+    events = [Split(i, i + 1, 7) for i in range(50)]
+
+    def publish() -> None:
+        for i, event in enumerate(events):
+            service.publish(event)
+            if i % 10 == 0:
+                time.sleep(0.06)
+
+    received = collect(config, 50, ready=publish)
+    assert events_of(received) == events
+    assert [item.seq for item in received] == list(range(received[0].seq, received[-1].seq + 1))
+    assert all(item.missed == 0 and item.batch.attn_dp_rank == 0 for item in received)
+
+
+def test_the_wire_format_is_that_of_sglangs_kv_events(config, service):
+    context = zmq.Context()
+    sub = context.socket(zmq.SUB)
+    sub.subscribe(b"")
+    sub.connect(config.endpoint)
+    time.sleep(0.1)
+    service.publish(Dropped(3, 4, 5, True))
+    topic, seq, payload = sub.recv_multipart()
+    assert (topic, seq) == (b"kvevict", bytes(8))
+    ts, events, rank = msgspec.msgpack.decode(payload)
+    assert events == [{"type": "Dropped", "node": 3, "tokens": 4, "slots": 5, "compressed": True}]
+    assert rank == 0 and abs(ts - time.time()) < 5
+    context.destroy(linger=0)
+
+
+def test_a_late_subscriber_gets_the_past_from_the_replay_socket(config, service):
+    for i in range(3):
+        service.publish(Split(i, i, i))
+        wait_until(lambda i=i: service._next_seq == i + 1)
+    received = collect(config, 3, start=1, ready=lambda: service.publish(Cleared()))
+    assert events_of(received) == [Split(1, 1, 1), Split(2, 2, 2), Cleared()]
+    assert [item.seq for item in received] == [1, 2, 3]
+
+
+def test_a_gap_is_filled_by_replay_and_reported_when_it_cannot_be(config):
+    small = config.model_copy(update={"buffer_steps": 2})
+    service = EventService(small, description_of(small))
+    context = zmq.Context()
+
+    async def run() -> list:
+        received = []
+        stream = EventStream(small.endpoint, small.replay_endpoint)
+        subscribed = subscription(stream)
+        async with stream:
+            await subscribed()
+            service.publish(Split(0, 0, 0))
+            async for item in stream.batches():
+                received.append(item)
+                if len(received) == 1:  # the subscriber sleeps through five batches: nothing reads its socket
+                    service._next_seq += 5
+                    service.publish(Cleared())
+                else:
+                    return received
+        raise AssertionError
+
+    received = asyncio.run(asyncio.wait_for(run(), 20))
+    assert [item.seq for item in received] == [0, 6] and received[1].missed == 5
+    service.close()
+    context.destroy()
+
+
+def test_a_restarted_server_is_followed(config):
+    first = EventService(config, description_of(config))
+    seen = []
+
+    async def run() -> None:
+        stream = EventStream(config.endpoint, config.replay_endpoint)
+        subscribed = subscription(stream)
+        async with stream:
+            await subscribed()
+            for i in range(5):
+                first.publish(Split(i, i, i))
+                await asyncio.sleep(0.07)
+            async for item in stream.batches():
+                seen.extend(item.batch.events)
+                if len(seen) == 5:
+                    first.close()
+                    second = EventService(config, description_of(config))
+                    await subscribed()
+                    second.publish(Cleared())
+                if seen[-1] == Cleared():
+                    second.close()
+                    return
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+    assert seen == [Split(i, i, i) for i in range(5)] + [Cleared()]
+
+
+def test_a_full_queue_drops_counts_and_says_so(config):
+    tiny = config.model_copy(update={"max_queue_size": 3})
+    service = EventService(tiny, description_of(tiny))
+
+    def burst() -> None:
+        for i in range(200_000):
+            service.publish(Split(i, i, i))
+
+    received = collect(tiny, 4, ready=burst)
+    events = events_of(received)
+    assert events[0] == Split(0, 0, 0) and any(isinstance(event, EventsLost) for event in events)
+    assert service.lost_events > 0
+    service.close()
+
+
+def test_a_burst_is_cut_into_messages_of_bounded_size(config, service):
+    num_events = 2 * MAX_BATCH_EVENTS + 5
+
+    def burst() -> None:
+        for i in range(num_events):
+            service.publish(Split(i, i, i))
+
+    received = collect(config, num_events, ready=burst)
+    assert max(len(item.batch.events) for item in received) <= MAX_BATCH_EVENTS
+    assert [event.upper for event in events_of(received)] == list(range(num_events))
+
+
+def test_publishing_does_not_wait_for_a_subscriber_that_does_not_read(config):
+    narrow = config.model_copy(update={"hwm": 1, "buffer_steps": 1})
+    service = EventService(narrow, description_of(narrow))
+    context = zmq.Context()
+    sub = context.socket(zmq.SUB)
+    sub.set_hwm(1)
+    sub.subscribe(b"")
+    sub.connect(narrow.endpoint)
+    time.sleep(0.1)
+    worst = 0.0
+    for _ in range(20):
+        for i in range(1000):
+            begin = time.perf_counter()
+            service.publish(Split(i, i, i))
+            worst = max(worst, time.perf_counter() - begin)
+        time.sleep(0.06)
+    assert worst < 0.1 and service.lost_events == 0
+    context.destroy(linger=0)
+    service.close()
+
+
+def test_what_is_queued_at_shutdown_still_goes_out(config):
+    service = EventService(config, description_of(config))
+
+    def publish_and_close() -> None:
+        service.publish(Cleared())
+        service.close()
+        service.close()
+
+    assert events_of(collect(config, 1, ready=publish_and_close)) == [Cleared()]
+
+
+def test_description_is_answered_without_the_scheduler(config, service):
+    async def run() -> Description:
+        async with InspectClient(config.inspect_endpoint, timeout_s=5) as client:
+            return await client.ask(Describe(), Description)
+
+    service.publish(Cleared())
+    time.sleep(0.2)
+    assert asyncio.run(run()) == msgspec.structs.replace(description_of(config), next_seq=1)
+
+
+def test_questions_reach_the_scheduler_and_answers_the_asker(config, service):
+    async def run() -> list:
+        async with InspectClient(config.inspect_endpoint) as a, InspectClient(config.inspect_endpoint) as b:
+            asked = asyncio.gather(a.ask(Tokens(1), TokensReport), b.ask(Tokens(2), TokensReport))
+            while not asked.done():
+                await asyncio.sleep(0.001)
+                for question in service.take_questions():
+                    service.answer(question, TokensReport(question.request.node, [question.request.node] * 3))
+            return asked.result()
+
+    assert asyncio.run(run()) == [TokensReport(1, [1, 1, 1]), TokensReport(2, [2, 2, 2])]
+
+
+def test_a_silent_scheduler_is_an_error_and_its_late_answer_is_not_mistaken(config, service):
+    async def run() -> TokensReport:
+        async with InspectClient(config.inspect_endpoint, timeout_s=0.3) as client:
+            with pytest.raises(ServerSilentError, match=r"no answer from ipc://.* within 0\.3 s"):
+                await client.ask(Tokens(1), TokensReport)
+            late = list(service.take_questions())
+            task = asyncio.ensure_future(client.ask(Tokens(2), TokensReport))
+            await asyncio.sleep(0.05)
+            for question in (*late, *service.take_questions()):
+                service.answer(question, TokensReport(question.request.node, []))
+            return await task
+
+    assert asyncio.run(run()).node == 2
+
+
+def test_a_failure_and_a_foreign_answer_are_errors(config, service):
+    async def ask(reply) -> None:
+        async with InspectClient(config.inspect_endpoint, timeout_s=5) as client:
+            task = asyncio.ensure_future(client.ask(Status(), TokensReport))
+            while not service.has_questions:
+                await asyncio.sleep(0.001)
+            for question in service.take_questions():
+                service.answer(question, reply)
+            await task
+
+    with pytest.raises(RequestFailedError, match="no such thing"):
+        asyncio.run(ask(Failure("no such thing")))
+    with pytest.raises(RequestFailedError, match="expected TokensReport, got Description"):
+        asyncio.run(ask(description_of(config)))
+
+
+def test_too_many_waiting_questions_are_turned_away(config, service):
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(config.inspect_endpoint)
+    for _ in range(MAX_WAITING_QUESTIONS + 3):
+        dealer.send_multipart([b"", msgspec.msgpack.encode(Status())])
+    for _ in range(3):
+        reply = msgspec.msgpack.decode(dealer.recv_multipart()[-1], type=Failure)
+        assert reply.error == f"busy: {MAX_WAITING_QUESTIONS} questions wait already"
+    assert len(list(service.take_questions())) == MAX_WAITING_QUESTIONS
+    context.destroy(linger=0)
+
+
+def test_addresses_in_use_are_refused_at_start_all_at_once():
+    port = free_port()
+    config = EventsConfig(
+        endpoint=f"tcp://127.0.0.1:{port}", replay_endpoint=None, inspect_endpoint=f"tcp://127.0.0.1:{free_port()}"
+    )
+    service = EventService(config, description_of(config))
+    with pytest.raises(ConfigError, match=r"events\.endpoint: .* cannot be bound(.|\n)*events\.inspect_endpoint: "):
+        EventService(config, description_of(config))
+    service.close()
+    EventService(config, description_of(config)).close()
+
+
+@pytest.mark.parametrize(
+    ("bound", "asked", "expected"),
+    [
+        ("tcp://*:1", "tcp://10.0.0.7:3", "tcp://10.0.0.7:1"),
+        ("tcp://0.0.0.0:1", "tcp://gpu-7:3", "tcp://gpu-7:1"),
+        ("tcp://[::]:1", "tcp://[fe80::1]:3", "tcp://[fe80::1]:1"),
+        ("tcp://127.0.0.1:1", "tcp://localhost:3", "tcp://localhost:1"),
+        ("tcp://10.0.0.9:1", "tcp://10.0.0.7:3", "tcp://10.0.0.9:1"),
+        ("ipc:///tmp/a", "tcp://10.0.0.7:3", "ipc:///tmp/a"),
+    ],
+)
+def test_the_stream_is_found_on_the_host_that_was_asked(bound, asked, expected):
+    assert reachable(bound, asked) == expected
+
+
+def test_endpoints_of_the_command_line():
+    assert check_endpoint("localhost:5659") == "tcp://localhost:5659"
+    assert check_endpoint("ipc:///tmp/x") == "ipc:///tmp/x"
+    with pytest.raises(ConfigError, match="got 'http://x:1'; allowed: tcp://HOST:PORT"):
+        check_endpoint("http://x:1")
+
+
+def test_batches_decode_to_typed_events():
+    batch = EventBatch(1.0, [Cleared(), Split(1, 2, 3)], 0)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=EventBatch) == batch

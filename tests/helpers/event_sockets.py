@@ -1,0 +1,41 @@
+"""Event sockets for tests that need no SGLang."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from sgl_kvevict.config import EventsConfig
+from sgl_kvevict.events.questions import Description
+
+
+def ipc_config(folder: Path, **fields: object) -> EventsConfig:
+    """Sockets in a folder."""
+    names = ("endpoint", "replay_endpoint", "inspect_endpoint")
+    return EventsConfig(**{**{name: f"ipc://{folder}/{name}" for name in names}, **fields})
+
+
+def description_of(config: EventsConfig, *, started: float = 1.0) -> Description:
+    return Description(
+        started=started,
+        version="0",
+        policy="pseudo-random",
+        budget=0.3,
+        num_layers=2,
+        num_kv_heads=2,
+        model="tiny",
+        tokenizer="tiny",
+        endpoint=config.endpoint,
+        replay_endpoint=config.replay_endpoint,
+        topic=config.topic,
+        next_seq=0,
+        expose_tokens=config.expose_tokens,
+    )
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.005)
