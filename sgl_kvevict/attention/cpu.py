@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-from kvevict_kernels.checks import KV_DTYPES, check_tensor
 from torch import Tensor
 
+from kvevict_kernels.checks import KV_DTYPES, check_tensor
+from kvevict_kernels.ragged_attention.cpu import Scratch
 from sgl_kvevict.attention.batch import AttentionBatch
-from sgl_kvevict.attention.decode import DecodeStep
+from sgl_kvevict.attention.decode import ArenaViews, DecodeStep
 from sgl_kvevict.attention.decode_plan import DecodePlanner, locate_suffixes
 from sgl_kvevict.attention.extend import ExtendAttention, ExtendRequest, RunBounds, plan_extend
 from sgl_kvevict.errors import InvariantError
@@ -36,6 +37,8 @@ class CpuAttention:
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena
+        self._views = ArenaViews(k_arena, v_arena)
+        self._scratch = Scratch()
         self._planner = DecodePlanner(geometry)
         self._extend = ExtendAttention(k_arena, v_arena, RunBounds())
         self._decode_step: DecodeStep | None = None
@@ -102,4 +105,4 @@ class CpuAttention:
         composition = self._planner.composition(tuple(batch.paths[i] for i in requests))
         layout = composition.layout_for([end - start for start, end in zip(waterlines, seq_lens, strict=True)])
         suffix = locate_suffixes(layout, waterlines, seq_lens, pool_rows, batch.req_to_token)
-        return DecodeStep(self.k_arena, self.v_arena, layout, suffix)
+        return DecodeStep(self._views, layout, suffix, self._scratch)

@@ -5,15 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from kvevict_kernels.ragged_attention.cpu import (
-    attend_blocks,
-    attend_tiles,
-    merge_partials,
-    tile_passes,
-)
 from torch import Tensor
 
-from sgl_kvevict.attention.decode_plan import LayerWork, Layout, SuffixSlots
+from kvevict_kernels.ragged_attention.cpu import Scratch, attend_blocks, attend_tiles, merge_partials
+from sgl_kvevict.attention.decode_plan import Layout, Pass, SuffixSlots
+
+
+class ArenaViews:
+    """Views of the arenas, made once: what a view costs adds up over the layers of a step.
+
+    Attributes:
+        k_rows: [num_head_slots, head_dim].
+        v_rows: like ``k_rows``.
+        k_tokens: per layer, [num_token_slots, num_kv_heads * head_dim].
+        v_tokens: like ``k_tokens``.
+    """
+
+    def __init__(self, k_arena: Tensor, v_arena: Tensor) -> None:
+        self.k_rows = k_arena.view(-1, k_arena.shape[-1])
+        self.v_rows = v_arena.view(-1, v_arena.shape[-1])
+        self.k_tokens = list(k_arena.flatten(2).unbind())
+        self.v_tokens = list(v_arena.flatten(2).unbind())
 
 
 @dataclass(frozen=True)
@@ -24,16 +36,16 @@ class DecodeStep:
     gathered token row is a row of all lanes as it stands.
 
     Attributes:
-        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim].
-        v_arena: like ``k_arena``.
+        arenas: where K and V are.
         layout: tiles and merge tables.
         suffix: token slots of the suffixes.
+        scratch: buffers, reused by all layers and steps.
     """
 
-    k_arena: Tensor
-    v_arena: Tensor
+    arenas: ArenaViews
     layout: Layout
     suffix: SuffixSlots
+    scratch: Scratch
 
     def run(self, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
         """Attend.
@@ -48,51 +60,25 @@ class DecodeStep:
             float32, natural.
         """
         work = self.layout.layers[layer]
-        head_dim = q.shape[2]
-        q_rows = q.reshape(-1, head_dim)
-        partials = []
-        num_tiles, _, lanes = work.q_rows.shape
-        tile_bytes = 2 * self.layout.block * lanes * head_dim * self.k_arena.element_size()
-        for tiles in tile_passes(num_tiles, tile_bytes):
-            q_tiles = q_rows.index_select(0, work.q_rows[tiles].view(-1))
-            partials.append(
-                attend_blocks(
-                    q_tiles.view(-1, *work.q_rows.shape[1:], head_dim),
-                    self._gather(self.k_arena, layer, work, tiles),
-                    self._gather(self.v_arena, layer, work, tiles),
-                    self._mask(work, tiles),
-                    sm_scale,
-                )
-            )
-        if work.shared:
-            k_rows, v_rows = self.k_arena.view(-1, head_dim), self.v_arena.view(-1, head_dim)
-            for shared in work.shared:
-                partials.extend(attend_tiles(shared, q_rows, k_rows, v_rows, sm_scale))
+        arenas = self.arenas
+        q_rows = q.reshape(-1, q.shape[2]).float()
+        partials = [self._run_pass(now, layer, q_rows, sm_scale) for now in work.passes]
+        for shared in work.shared:
+            partials.extend(attend_tiles(shared, q_rows, arenas.k_rows, arenas.v_rows, sm_scale, self.scratch))
         out, lse = merge_partials(partials, work.table, work.bias)
-        return out.view(q.shape), lse.view(q.shape[:2])
+        return out.view(q.shape).to(q.dtype), lse.view(q.shape[:2])
 
-    def _gather(self, arena: Tensor, layer: int, work: LayerWork, tiles: slice) -> Tensor:
-        """KV rows of a range of suffix and unshared tiles, [num_tiles, block, num_kv_heads, head_dim]."""
-        _, num_token_slots, lanes, head_dim = arena.shape
-        block = self.layout.block
-        num_suffix = self.layout.tile_request.numel()
-        begin, end = min(tiles.start, num_suffix), min(tiles.stop, num_suffix)
-        slots = self.suffix.token_slots[begin * block : end * block]
-        tokens = arena[layer].view(num_token_slots, lanes * head_dim)
-        if work.own is None or tiles.stop <= num_suffix:
-            return tokens.index_select(0, slots).view(-1, block, lanes, head_dim)
-        rows = arena.new_empty(tiles.stop - tiles.start, block, lanes, head_dim)
-        own = work.own.kv_rows[max(tiles.start - num_suffix, 0) : tiles.stop - num_suffix]
-        torch.index_select(tokens, 0, slots, out=rows[: end - begin].view(-1, lanes * head_dim))
-        torch.index_select(
-            arena.view(-1, head_dim), 0, own.reshape(-1), out=rows[end - begin :].view(-1, head_dim)
-        )
-        return rows
-
-    def _mask(self, work: LayerWork, tiles: slice) -> Tensor:
-        num_suffix = self.layout.tile_request.numel()
-        suffix = self.suffix.mask[tiles.start : tiles.stop]
-        if work.own is None or tiles.stop <= num_suffix:
-            return suffix
-        own = work.own.mask[max(tiles.start - num_suffix, 0) : tiles.stop - num_suffix]
-        return torch.cat([suffix.expand(-1, own.shape[1], -1, -1), own])
+    def _run_pass(self, now: Pass, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
+        arenas = self.arenas
+        num_tiles, block, lanes, head_dim = now.shape
+        sources = []
+        mask = self.suffix.mask[now.suffix]
+        if now.suffix.start < now.suffix.stop:
+            slots = self.suffix.token_slots[now.suffix.start * block : now.suffix.stop * block]
+            sources.append((arenas.k_tokens[layer], arenas.v_tokens[layer], slots))
+        if now.own_rows is not None and now.own_mask is not None:
+            sources.append((arenas.k_rows, arenas.v_rows, now.own_rows))
+            mask = torch.cat([mask.expand(-1, lanes, -1, -1), now.own_mask]) if sources[1:] else now.own_mask
+        q_tiles = q.index_select(0, now.q_rows).view(num_tiles, -1, lanes, head_dim)
+        k, v = self.scratch.gather(now.shape, sources)
+        return attend_blocks(q_tiles, k, v, mask, sm_scale)

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from kvevict_kernels.ragged_attention.tiles import Tiles, choose_block, merge_table
 from torch import Tensor
 
+from kvevict_kernels.ragged_attention.cpu import tile_passes
+from kvevict_kernels.ragged_attention.tiles import Tiles, choose_block, merge_table
 from sgl_kvevict.attention.batch import Path
 from sgl_kvevict.attention.span_tiles import UnitLists, group_spans, join_units, sharer_class
 from sgl_kvevict.geometry import KVGeometry
@@ -25,21 +26,38 @@ MAX_COMPOSITIONS = 2
 
 
 @dataclass(frozen=True)
+class Pass:
+    """One fused call of a layer: some suffix tiles, then some tiles of spans that one request reads alone.
+
+    Attributes:
+        suffix: range of suffix tiles; may be empty.
+        q_rows: [num_tiles * group_size * num_kv_heads], int32, q rows in tile order.
+        shape: of the gathered K: (num_tiles, block, num_kv_heads, head_dim).
+        own_rows: head slots of the unshared tiles, flat; None without any.
+        own_mask: [num_own_tiles, num_kv_heads, 1, block], float32; None without any.
+    """
+
+    suffix: slice
+    q_rows: Tensor
+    shape: tuple[int, int, int, int]
+    own_rows: Tensor | None
+    own_mask: Tensor | None
+
+
+@dataclass(frozen=True)
 class LayerWork:
     """One layer's share of a layout.
 
-    Partials are numbered: suffix tiles, ``own``, then ``shared`` in order; in each [num_tiles, rows, lanes].
+    Partials are numbered through: passes in order, then ``shared`` in order; in each [num_tiles, rows, lanes].
 
     Attributes:
-        q_rows: [num_suffix_tiles + own.num_tiles, group_size, num_kv_heads], int32.
-        own: tiles of spans that one request reads alone; the same block size as the suffix tiles.
+        passes: suffix tiles and tiles of unshared spans.
         shared: tiles of spans that several requests read.
         table: [num_q_rows, width], int64, partials of each q row.
         bias: [num_q_rows, width], float32, -inf where ``table`` only fills up; None if no layer needs it.
     """
 
-    q_rows: Tensor
-    own: Tiles | None
+    passes: list[Pass]
     shared: tuple[Tiles, ...]
     table: Tensor
     bias: Tensor | None
@@ -120,7 +138,7 @@ class Composition:
             suffix_blocks=blocks,
             tile_request=tile_request,
             tile_offset=(torch.arange(sum(blocks)) - first_tile[tile_request]) * block,
-            layers=self._layer_work(tile_request, self._tiles_of_own(block)),
+            layers=self._layer_work(block, tile_request),
         )
         return self.layout
 
@@ -130,7 +148,7 @@ class Composition:
         if self._own is not None:
             own = self._own.kv_lens.view(self.geometry.num_layers, -1)
             lens = torch.cat([lens.expand(self.geometry.num_layers, -1), own], dim=1)
-        return choose_block(lens)
+        return choose_block(lens, is_merged_anyway=self._own is not None or bool(self._shared))
 
     def _tiles_of_own(self, block: int) -> list[Tiles] | None:
         if self._own is None:
@@ -139,23 +157,40 @@ class Composition:
             self._own_tiles = (block, self._own.tiles(self.geometry, block))
         return self._own_tiles[1]
 
-    def _layer_work(self, tile_request: Tensor, own: list[Tiles] | None) -> list[LayerWork]:
+    def _layer_work(self, block: int, tile_request: Tensor) -> list[LayerWork]:
         suffix_rows = self._suffix_q_rows(tile_request)
+        own = self._tiles_of_own(block)
         span_tiles = ([] if own is None else [own]) + self._shared
         table, bias = self._merge_tables(suffix_rows, span_tiles)
-        layers = []
-        for layer in range(self.geometry.num_layers):
-            q_rows = suffix_rows if own is None else torch.cat([suffix_rows, own[layer].q_rows])
-            layers.append(
-                LayerWork(
-                    q_rows=q_rows,
-                    own=own[layer] if own is not None and own[layer].num_tiles else None,
-                    shared=tuple(tiles[layer] for tiles in self._shared if tiles[layer].num_tiles),
-                    table=table[layer],
-                    bias=None if bias is None else bias[layer],
+        return [
+            LayerWork(
+                passes=self._passes(block, suffix_rows, None if own is None else own[layer]),
+                shared=tuple(tiles[layer] for tiles in self._shared if tiles[layer].num_tiles),
+                table=table[layer],
+                bias=None if bias is None else bias[layer],
+            )
+            for layer in range(self.geometry.num_layers)
+        ]
+
+    def _passes(self, block: int, suffix_rows: Tensor, own: Tiles | None) -> list[Pass]:
+        lanes, head_dim = self.geometry.num_kv_heads, self.geometry.head_dim
+        num_suffix = suffix_rows.shape[0]
+        q_rows = suffix_rows if own is None else torch.cat([suffix_rows, own.q_rows])
+        passes = []
+        for tiles in tile_passes(q_rows.shape[0], block * lanes * head_dim):
+            own_tiles = None
+            if own is not None and tiles.stop > num_suffix:
+                own_tiles = own[max(tiles.start - num_suffix, 0) : tiles.stop - num_suffix]
+            passes.append(
+                Pass(
+                    suffix=slice(tiles.start, min(tiles.stop, num_suffix)),
+                    q_rows=q_rows[tiles].reshape(-1),
+                    shape=(tiles.stop - tiles.start, block, lanes, head_dim),
+                    own_rows=None if own_tiles is None else own_tiles.kv_rows.reshape(-1),
+                    own_mask=None if own_tiles is None else own_tiles.mask,
                 )
             )
-        return layers
+        return passes
 
     def _suffix_q_rows(self, tile_request: Tensor) -> Tensor:
         heads = self._q_heads
@@ -229,8 +264,12 @@ def locate_suffixes(
 
 
 def _span_merge_table(span_tiles: list[list[Tiles]], num_rows: int) -> tuple[Tensor, Tensor]:
-    """Merge table of every layer, [num_layers, num_rows, width], partials numbered from 0 in each layer, and
-    the number of partials per row, [num_layers, num_rows, 1]."""
+    """Merge table of every layer; partials are numbered from 0 in each.
+
+    Returns:
+        table [num_layers, num_rows, width] (meaningless for a row without partials), and the number of partials
+        per row [num_layers, num_rows, 1].
+    """
     num_layers = len(span_tiles[0])
     owners, first_partial, total = [], [], 0
     for layer in range(num_layers):

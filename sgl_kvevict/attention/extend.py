@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch
-from kvevict_kernels.ragged_attention.cpu import fused_attention
 from torch import Tensor
 
+from kvevict_kernels.ragged_attention.cpu import fused_attention
 from sgl_kvevict.attention.batch import AttentionBatch, Path
 from sgl_kvevict.ragged import SpanRuns
 
@@ -115,9 +115,7 @@ class ExtendAttention:
         v = self.v_arena[layer].flatten(1).index_select(0, slots).view(-1, *self.v_arena.shape[2:])
         return _attend(q, k, v, sm_scale, is_causal=is_causal)
 
-    def _attend_runs(
-        self, request: ExtendRequest, layer: int, q: Tensor, sm_scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def _attend_runs(self, request: ExtendRequest, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
         """Attend to the path and the cached tokens, head by head: each has its own run, none is padded."""
         num_token_slots, num_heads, head_dim = self.k_arena.shape[1:]
         group = q.shape[1] // num_heads
@@ -153,7 +151,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, *, is_causal: bool
     num_new, num_qo_heads, head_dim = q.shape
     num_keys, num_kv_heads, _ = k.shape
     group = num_qo_heads // num_kv_heads
-    grouped = q.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)
+    grouped = q.view(num_new, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     k, v = k.transpose(0, 1)[:, None], v.transpose(0, 1)[:, None]
     if num_new <= STACKED_TOKENS and not is_causal:
         stacked = grouped.reshape(num_kv_heads, 1, group * num_new, head_dim)

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from kvevict_kernels.ragged_attention.tiles import Tiles, build_tiles
 from torch import Tensor
 
+from kvevict_kernels.ragged_attention.tiles import Tiles, build_tiles
 from sgl_kvevict.attention.batch import Path
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.ragged import SpanRuns
@@ -84,7 +84,7 @@ def sharer_class(num_members: int) -> int:
 
 def join_units(groups: Sequence[SpanGroup], geometry: KVGeometry) -> UnitLists:
     """List the runs of groups unit by unit, in (layer, group, KV head) order."""
-    num_layers, num_heads = geometry.num_layers, geometry.num_kv_heads
+    num_layers = geometry.num_layers
     pool, offsets = _pool_head_slots([span for group in groups for span in group.spans])
     starts, lens, unit_lens = [], [], []
     for group in groups:
@@ -114,8 +114,10 @@ def _pool_head_slots(spans: Sequence[SpanRuns]) -> tuple[Tensor, dict[int, int]]
 
 def _gather_runs(pool: Tensor, starts: Tensor, lens: Tensor) -> Tensor:
     """Concatenate ``pool[start : start + len]`` of all runs."""
-    first = lens.cumsum(0) - lens
-    return pool[torch.repeat_interleave(starts - first, lens) + torch.arange(int(lens.sum()))]
+    shift = (starts - (lens.cumsum(0) - lens)).int()
+    total = int(lens.sum())
+    places = torch.repeat_interleave(shift, lens, output_size=total).add_(torch.arange(total, dtype=torch.int32))
+    return pool.index_select(0, places)
 
 
 def _q_table(groups: Sequence[SpanGroup], geometry: KVGeometry) -> Tensor:

@@ -7,7 +7,8 @@ log-sum-exp of a fully masked row: callers here never give it either.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,11 +16,54 @@ from torch import Tensor
 
 from kvevict_kernels.ragged_attention.tiles import Tiles, build_tiles, choose_block, merge_table
 
-PASS_BYTES = 64 * 2**20
-"""Gathered K and V rows of one call stay below this."""
+PASS_BYTES = 4 * 2**20
+"""Gathered K and V rows of one call stay below this, in float32: they are read again out of the caches."""
 
 fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """(q [B, heads, M, D], k [B, heads, N, D], v, 0.0, is_causal, attn_mask=, scale=) -> (out, natural lse)."""
+
+
+class Scratch:
+    """Buffers that gathered rows land in: fresh ones would be given back to the system, and page-faulted, every time.
+
+    A result is valid until the next call.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def gather(self, shape: tuple[int, ...], sources: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Gather K and V rows as float32, source after source.
+
+        Args:
+            shape: shape of the results.
+            sources: (K rows [rows, width], V rows [rows, width], indices [n]); widths may differ, dtypes not.
+
+        Returns:
+            K and V, float32.
+        """
+        numel = math.prod(shape)
+        gathered = self._take("gathered", sources[0][0].dtype, numel)
+        begin = 0
+        places = []
+        for k_rows, _, indices in sources:
+            end = begin + indices.numel() * k_rows.shape[1]
+            places.append(gathered[begin:end].view(-1, k_rows.shape[1]))
+            begin = end
+        k, v = self._take("k", torch.float32, numel), self._take("v", torch.float32, numel)
+        for (rows, _, indices), place in zip(sources, places, strict=True):
+            torch.index_select(rows, 0, indices, out=place)
+        k.copy_(gathered)
+        for (_, rows, indices), place in zip(sources, places, strict=True):
+            torch.index_select(rows, 0, indices, out=place)
+        v.copy_(gathered)
+        return k.view(shape), v.view(shape)
+
+    def _take(self, name: str, dtype: torch.dtype, numel: int) -> Tensor:
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None or buffer.numel() < numel:
+            buffer = self._buffers[name, dtype] = torch.empty(numel, dtype=dtype)
+        return buffer[:numel]
 
 
 @dataclass(frozen=True)
@@ -44,17 +88,16 @@ class CpuPlan:
         return self.table.shape[0]
 
 
-def plan_cpu(
-    qo_indptr: Tensor, qo_indices: Tensor, kv_indptr: Tensor, kv_indices: Tensor, num_rows: int
-) -> CpuPlan:
+def plan_cpu(qo_indptr: Tensor, qo_indices: Tensor, kv_indptr: Tensor, kv_indices: Tensor, num_rows: int) -> CpuPlan:
     """Build the work list; arguments as in :func:`kvevict_kernels.ragged_attention.ragged_attention`."""
     qo_indptr, kv_indptr = qo_indptr.long(), kv_indptr.long()
     qo_lens, kv_lens = qo_indptr.diff(), kv_indptr.diff()
     # Units of 1, 2-4, 5-16, ... q rows are padded to the largest of their class: at most 4 times.
     size_class = torch.ceil(torch.log2(qo_lens.clamp(min=1)) / 2)
     tiles = []
-    for value in size_class[(qo_lens > 0) & (kv_lens > 0)].unique().tolist():
-        units = ((size_class == value) & (qo_lens > 0) & (kv_lens > 0)).nonzero().view(-1)
+    size_class[(qo_lens == 0) | (kv_lens == 0)] = -1  # nothing to do
+    for value in sorted(set(size_class.tolist()) - {-1}):
+        units = size_class.eq(value).nonzero().view(-1)
         lens = qo_lens[units, None]
         column = torch.arange(int(lens.max()))
         entry = qo_indptr[units, None] + torch.minimum(column, lens - 1)
@@ -75,8 +118,10 @@ def run_cpu(plan: CpuPlan, q: Tensor, k_rows: Tensor, v_rows: Tensor, sm_scale: 
     """Attend as planned; returns out [num_rows, head_dim], dtype of ``q``, and lse [num_rows], float32."""
     if plan.table.shape[1] == 0:
         return torch.zeros_like(q), q.new_full(q.shape[:1], float("-inf"), dtype=torch.float32)
-    partials = [part for tiles in plan.tiles for part in attend_tiles(tiles, q, k_rows, v_rows, sm_scale)]
+    q_rows, scratch = q.float(), Scratch()
+    partials = [part for tiles in plan.tiles for part in attend_tiles(tiles, q_rows, k_rows, v_rows, sm_scale, scratch)]
     out, lse = merge_partials(partials, plan.table, plan.bias)
+    out = out.to(q.dtype)
     if plan.is_idle is not None:
         out = out.masked_fill(plan.is_idle[:, None], 0.0)
         lse = lse.masked_fill(plan.is_idle, float("-inf"))
@@ -84,61 +129,53 @@ def run_cpu(plan: CpuPlan, q: Tensor, k_rows: Tensor, v_rows: Tensor, sm_scale: 
 
 
 def attend_tiles(
-    tiles: Tiles, q: Tensor, k_rows: Tensor, v_rows: Tensor, sm_scale: float
+    tiles: Tiles, q: Tensor, k_rows: Tensor, v_rows: Tensor, sm_scale: float, scratch: Scratch
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Partial results of tiles, in passes of bounded memory; see :func:`attend_blocks` for what is returned."""
+    head_dim = q.shape[1]
     _, block, lanes = tiles.kv_rows.shape
-    for part in tile_passes(tiles.num_tiles, 2 * block * lanes * q.shape[1] * k_rows.element_size()):
-        shape = (-1, block, lanes, q.shape[1])
+    for part in tile_passes(tiles.num_tiles, block * lanes * head_dim):
         now = tiles[part]
-        yield attend_blocks(
-            q.index_select(0, now.q_rows.view(-1)).view(-1, *now.q_rows.shape[1:], q.shape[1]),
-            k_rows.index_select(0, now.kv_rows.view(-1)).view(shape),
-            v_rows.index_select(0, now.kv_rows.view(-1)).view(shape),
-            now.mask,
-            sm_scale,
-        )
+        kv_indices = now.kv_rows.view(-1)
+        shape = (now.num_tiles, block, lanes, head_dim)
+        q_tiles = q.index_select(0, now.q_rows.view(-1)).view(*now.q_rows.shape, head_dim)
+        k, v = scratch.gather(shape, [(k_rows, v_rows, kv_indices)])
+        yield attend_blocks(q_tiles, k, v, now.mask, sm_scale)
 
 
-def attend_blocks(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sm_scale: float
-) -> tuple[Tensor, Tensor]:
+def attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
     """One fused call over gathered tiles.
 
     Args:
-        q: [num_tiles, rows, lanes, head_dim].
-        k: [num_tiles, block, lanes, head_dim], any KV dtype.
+        q: [num_tiles, rows, lanes, head_dim], float32.
+        k: [num_tiles, block, lanes, head_dim], float32.
         v: like ``k``.
         mask: [num_tiles, lanes or 1, 1, block], float32, added to the scores.
         sm_scale: softmax scale.
 
     Returns:
-        out [num_partials, head_dim], dtype of ``q``, and lse [num_partials], float32, natural log;
-        partials in the order [num_tiles, rows, lanes].
+        out [num_partials, head_dim] and lse [num_partials], float32, natural log; partials in the order
+        [num_tiles, rows, lanes].
     """
-    if k.dtype != q.dtype:
-        k, v = k.to(q.dtype), v.to(q.dtype)
     out, lse = fused_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, False, attn_mask=mask, scale=sm_scale
     )
     return out.transpose(1, 2).reshape(-1, q.shape[-1]), lse.transpose(1, 2).reshape(-1)
 
 
-def merge_partials(
-    partials: list[tuple[Tensor, Tensor]], table: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Combine partial softmaxes in float32, with one rounding.
+def merge_partials(partials: list[tuple[Tensor, Tensor]], table: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Combine partial softmaxes.
 
     The weights of the partials are the softmax of their log-sum-exps, so this is attention once more: scores
     given by the mask, partial outputs as values.
 
     Args:
-        partials: (out [n, head_dim], lse [n]) pairs, numbered through.
+        partials: (out [n, head_dim], lse [n]) pairs, float32, numbered through.
         table: [num_rows, width], int, partials of each row; width >= 1.
         bias: [num_rows, width], float32, -inf where ``table`` only fills up, or None.
 
     Returns:
-        out [num_rows, head_dim], dtype of the partials, and lse [num_rows], float32.
+        out [num_rows, head_dim] and lse [num_rows], float32.
     """
     out, lse = partials[0]
     if len(partials) > 1:
@@ -152,10 +189,10 @@ def merge_partials(
     scores = scores.view(num_rows, 1, 1, width)
     if bias is not None:
         scores = scores + bias.view(num_rows, 1, 1, width)
-    values = values.view(num_rows, 1, width, head_dim).float()
+    values = values.view(num_rows, 1, width, head_dim)
     no_query = values.new_zeros(1, 1, 1, head_dim).expand(num_rows, 1, 1, head_dim)
     merged, total = fused_attention(no_query, values, values, 0.0, False, attn_mask=scores, scale=1.0)
-    return merged.reshape(num_rows, head_dim).to(out.dtype), total.reshape(num_rows)
+    return merged.reshape(num_rows, head_dim), total.reshape(num_rows)
 
 
 def fill_bias(counts: Tensor, width: int) -> Tensor | None:
@@ -167,7 +204,7 @@ def fill_bias(counts: Tensor, width: int) -> Tensor | None:
     return torch.where(is_filler, float("-inf"), 0.0) if bool(is_filler.any()) else None
 
 
-def tile_passes(num_tiles: int, tile_bytes: int) -> list[slice]:
-    """Ranges of tiles whose gathered rows stay below ``PASS_BYTES``."""
-    step = max(1, PASS_BYTES // tile_bytes)
+def tile_passes(num_tiles: int, tile_elements: int) -> list[slice]:
+    """Ranges of tiles whose gathered rows, with ``tile_elements`` each of K and V, stay below ``PASS_BYTES``."""
+    step = max(1, PASS_BYTES // (8 * tile_elements))
     return [slice(start, min(start + step, num_tiles)) for start in range(0, num_tiles, step)]

@@ -103,9 +103,7 @@ def _partial_kernel(
             b_out = b_out * decay[:, None] + tl.dot(p.to(b_v.dtype), b_v, input_precision="ieee")
             b_max = new_max
         partial = first_partial + o_m
-        tl.store(
-            out_ptr + partial[:, None] * D + o_d[None, :], b_out / b_sum[:, None], mask=m_m[:, None] & m_d
-        )
+        tl.store(out_ptr + partial[:, None] * D + o_d[None, :], b_out / b_sum[:, None], mask=m_m[:, None] & m_d)
         tl.store(lse_ptr + partial, b_max + tl.log2(b_sum), mask=m_m)
 
 
