@@ -7,20 +7,17 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from helpers.tiny_model import save_tiny_llama
 
+from helpers.e2e_env import ENV
+from helpers.tiny_model import save_tiny_llama
 from sgl_kvevict.launcher import (
-    CPU_ENV,
     KVEVICT_CPU_FLAGS,
     STOCK_CPU_FLAGS,
-    STRICT_CHECK_ENV,
     RunningServer,
     config_env,
     launch,
 )
 from sgl_kvevict.model import ensure_demo_model
-
-ENV = {**CPU_ENV, **STRICT_CHECK_ENV, "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1", "TRITON_INTERPRET": "0"}
 
 Start = Callable[..., RunningServer]
 

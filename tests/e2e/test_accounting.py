@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import idle_state, random_jobs, run_jobs
 

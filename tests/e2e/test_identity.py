@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from helpers.traffic import generate, idle_state
 from transformers import AutoTokenizer
+
+from helpers.traffic import generate, idle_state
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -48,7 +49,7 @@ def prompts(demo_model):
 
 def answers(server, prompts, concurrency):
     with ThreadPoolExecutor(concurrency) as pool:
-        results = list(pool.map(lambda prompt: generate(server, prompt, 16), prompts))
+        results = list(pool.map(lambda prompt: generate(server, prompt, 8), prompts))
     return [result["output_ids"] for result in results]
 
 

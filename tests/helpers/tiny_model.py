@@ -1,4 +1,4 @@
-"""A tiny random llama for tests of everything but the model: real servers that start fast and decode in microseconds."""
+"""A tiny random llama: real servers that start fast, for tests of everything but the model."""
 
 from __future__ import annotations
 
