@@ -1,0 +1,267 @@
+"""What a live tree publishes and answers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.event_sockets import ipc_config
+from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.watched import DOCUMENT, WatchedHarness
+from sgl_kvevict.config import EventsConfig
+from sgl_kvevict.events.client import InspectClient, RequestFailedError
+from sgl_kvevict.events.questions import (
+    Kept,
+    KeptReport,
+    Status,
+    StatusReport,
+    Tokens,
+    TokensReport,
+    Tree,
+    TreeReport,
+)
+from sgl_kvevict.events.types import Cleared, Compressed, Dropped, Refused, Repacked, Split
+from sgl_kvevict.prefix.kept import kept_share
+from sgl_kvevict.sglang_adapter.monitor import events_of_rank
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_args(tmp_path_factory):
+    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture
+def watched(tmp_path):
+    with WatchedHarness(ipc_config(tmp_path)) as watched:
+        yield watched
+
+
+def ask(watched: WatchedHarness, request, answer):
+    """Ask over the socket while the scheduler's loop turns."""
+
+    async def run():
+        async with InspectClient(watched.service.config.inspect_endpoint) as client:
+            asked = asyncio.ensure_future(client.ask(request, answer))
+            while not asked.done():
+                watched.turn()
+                await asyncio.sleep(0.001)
+            return asked.result()
+
+    return asyncio.run(run())
+
+
+def published(watched: WatchedHarness) -> list:
+    """Events queued since the last call; the thread must not have taken them: it is stopped."""
+    events = list(watched.service._events)
+    watched.service._events.clear()
+    return events
+
+
+@pytest.fixture
+def silent(tmp_path):
+    """Watched, but nothing is sent: events stay where they were queued."""
+    with WatchedHarness(ipc_config(tmp_path)) as watched:
+        watched.service.close()
+        yield watched
+
+
+def test_a_compression_is_published_with_its_sizes(silent):
+    harness = silent.harness
+    harness.finish(harness.run(DOCUMENT))
+    (node,) = harness.tree.spans
+    (event,) = published(silent)
+    assert event.seconds > 0
+    assert event == Compressed([node.id], 0, 56, 17, 39, 17 * 4, 56 * 4 - 17 * 4, 0, event.seconds, "pseudo-random")
+
+
+def test_split_drop_repack_and_flush_are_published(silent):
+    harness = silent.harness
+    harness.finish(harness.run(DOCUMENT))
+    (node,) = harness.tree.spans
+    published(silent)
+    harness.finish(harness.run(DOCUMENT[:10] + [9] * 3))
+    split, *rest = published(silent)
+    assert (split.lower, split.position, rest) == (node.id, 10, [])
+    upper = node.parent.id
+    assert split == Split(upper, node.id, 10)
+    while node in harness.tree.spans:
+        harness.evict(1)
+    events = published(silent)
+    assert [type(event) for event in events if not isinstance(event, Dropped)] == [Repacked]
+    dropped = {event.node: event for event in events if isinstance(event, Dropped)}
+    assert dropped[node.id] == Dropped(node.id, 46, 0, True)
+    repacked = next(event for event in events if isinstance(event, Repacked))
+    assert repacked.node == upper and repacked.slots + repacked.released_slots == 17
+    harness.flush()
+    assert published(silent) == [Cleared()]
+
+
+def test_what_could_not_be_done_is_published_with_its_reason(silent, tmp_path):
+    harness = silent.harness
+    first = harness.request(DOCUMENT)
+    harness.admit(first)
+    harness.prefill(first, 30)
+    harness.run([*DOCUMENT[:30], 8, 8])
+    harness.prefill(first)
+    assert published(silent) == [Refused("in-use", 28), Refused("in-use", 56)]
+
+    folder = tmp_path / "unsplittable"
+    folder.mkdir()
+    unsplittable = Harness(num_slots=240, policy=PseudoRandomPolicy(splittable=False))
+    with WatchedHarness(ipc_config(folder), unsplittable) as other:
+        other.service.close()
+        other.harness.run(DOCUMENT)
+        published(other)
+        other.harness.run(DOCUMENT[:20] + [9] * 20)
+        assert published(other) == [Refused("not-cached", 40)]
+
+
+def test_totals_are_the_sums_of_the_events(silent):
+    rng = random.Random(1)
+    for _ in range(80):
+        silent.one_request(rng)
+    events, totals = published(silent), silent.counting.totals
+    compressed = [event for event in events if isinstance(event, Compressed)]
+    dropped = [event for event in events if isinstance(event, Dropped)]
+    assert totals.compressions == len(compressed) > 10
+    for name in ("released_slots", "kept_entries", "evicted_entries", "merged_entries"):
+        assert getattr(totals, name) == sum(getattr(event, name) for event in compressed)
+    assert totals.compressed_tokens == sum(event.end - event.start for event in compressed)
+    assert totals.splits == sum(isinstance(event, Split) for event in events) > 0
+    assert (totals.dropped_nodes, totals.dropped_slots) == (len(dropped), sum(event.slots for event in dropped))
+    assert totals.dropped_spans == sum(event.compressed for event in dropped) > 0
+    assert totals.repacks == sum(isinstance(event, Repacked) for event in events)
+
+
+def test_status_adds_up_and_sorts(watched):
+    harness = watched.harness
+    readers = [harness.run([*DOCUMENT, i]) for i in range(3)]
+    harness.finish(harness.run([9] * 20 + DOCUMENT[:10]))
+    report = ask(watched, Status(sort="readers"), StatusReport)
+    pool = report.gauges.pool
+    assert pool.free + pool.compressed + pool.full + pool.private == pool.total == 240
+    assert report.gauges.logical_tokens == sum(len(node.key) for node in harness.tree.nodes())
+    assert (report.gauges.shared_spans, report.gauges.max_readers) == (1, 3)
+    assert [(row.tokens, row.slots, row.readers) for row in report.prefixes] == [(57, 18, 3), (26, 8, 0)]
+    assert report.totals.compressions == 2 and report.lost_events == 0
+    assert [row.slots for row in ask(watched, Status(limit=1, sort="tokens"), StatusReport).prefixes] == [18]
+    assert ask(watched, Status(sort="age"), StatusReport).prefixes[0].tokens == 57
+    for req in readers:
+        harness.finish(req)
+
+
+def test_tree_has_every_node_and_its_slots_sum_to_what_is_held(watched):
+    harness = watched.harness
+    harness.finish(harness.run(DOCUMENT))
+    harness.finish(harness.run(DOCUMENT[:10] + [9] * 12))
+    report = ask(watched, Tree(), TreeReport)
+    nodes = {node.id: node for node in report.nodes}
+    live = {node.id: node for node in harness.tree.nodes()}
+    assert nodes.keys() == live.keys() and report.omitted == 0
+    held = report.pool.compressed + report.pool.full
+    assert sum(node.slots for node in report.nodes) == pytest.approx(held)
+    for node in report.nodes:
+        assert node.tokens == len(live[node.id].key) and node.namespace is None
+        if node.parent:
+            assert nodes[node.parent].start + nodes[node.parent].tokens == node.start
+        span = harness.tree.spans.get(live[node.id])
+        assert node.compressed == (span is not None)
+        if span is not None:
+            assert node.kept == pytest.approx(span.runs().lens.sum().item() / (span.num_tokens * 4))
+    assert report.nodes[0].parent == 0
+    few = ask(watched, Tree(limit=2), TreeReport)
+    assert [node.id for node in few.nodes] == [node.id for node in report.nodes][:2]
+    assert few.omitted == len(report.nodes) - 2
+
+
+def test_kept_map_is_the_kept_set(watched):
+    harness = watched.harness
+    req = harness.run(DOCUMENT)
+    (node, span), *_ = harness.tree.spans.items()
+    report = ask(watched, Kept(node.id), KeptReport)
+    share = np.frombuffer(report.share, np.uint8).reshape(report.num_rows, report.num_bins)
+    assert (report.start, report.end, report.num_bins, report.num_rows) == (0, 56, 56, 4)
+    indptr, positions = span.segment.indptr.tolist(), span.segment.positions.tolist()
+    for row in range(4):
+        assert np.flatnonzero(share[row]).tolist() == positions[indptr[row] : indptr[row + 1]]
+    assert set(np.unique(share)) == {0, 255}
+    coarse = ask(watched, Kept(node.id, bins=5), KeptReport)
+    assert coarse.num_bins == 5 and len(coarse.share) == 20
+    harness.finish(req)
+
+
+def test_kept_map_of_a_view_in_the_middle_of_a_segment():
+    harness = Harness()
+    harness.finish(harness.run(DOCUMENT))
+    harness.finish(harness.run(DOCUMENT[:30] + [9] * 3))
+    harness.finish(harness.run(DOCUMENT[:13] + [9] * 3))
+    span = next(span for span in harness.tree.spans.values() if span.start == 13)
+    assert (span.end, span.segment.num_spans) == (30, 3)
+    runs, exact = span.runs(), kept_share(span, 17)
+    for row, (begin, length) in enumerate(zip(runs.starts.flatten(), runs.lens.flatten(), strict=True)):
+        positions = span.segment.positions[begin : begin + length]
+        assert torch.equal(exact[row].nonzero().flatten() + 13, positions.long())
+    assert torch.allclose(kept_share(span, 1).flatten(), exact.mean(1))
+    with pytest.raises(ValueError, match="between 1 and the span's 17 tokens, got 18"):
+        kept_share(span, 18)
+
+
+def test_token_ids_need_the_explicit_flag(watched, tmp_path):
+    harness = watched.harness
+    harness.finish(harness.run(DOCUMENT, extra_key="tenant"))
+    node = next(iter(harness.tree.nodes()))
+    with pytest.raises(RequestFailedError, match="expose_tokens=false"):
+        ask(watched, Tokens(node.id), TokensReport)
+    folder = tmp_path / "exposed"
+    folder.mkdir()
+    with WatchedHarness(ipc_config(folder, expose_tokens=True)) as exposed:
+        exposed.harness.finish(exposed.harness.run(DOCUMENT, extra_key="tenant"))
+        nodes = ask(exposed, Tree(), TreeReport).nodes
+        assert {node.namespace for node in nodes} == {"tenant"}
+        tokens = [ask(exposed, Tokens(node.id), TokensReport).token_ids for node in nodes]
+        assert tokens == [DOCUMENT[:56], DOCUMENT[56:]]
+        exposed.service.close()
+        exposed.harness.finish(exposed.harness.run(DOCUMENT[::-1], extra_key="tenant"))
+        assert [event.token_ids for event in published(exposed)] == [DOCUMENT[:3:-1]]
+
+
+def test_nodes_that_are_gone_and_bugs_are_failures_not_crashes(watched, monkeypatch, caplog):
+    for request in (Kept(10**9), Tokens(10**9), Kept(-1)):
+        with pytest.raises(RequestFailedError):
+            ask(watched, request, KeptReport)
+    monkeypatch.setattr("sgl_kvevict.sglang_adapter.inspection.tree_report", lambda *_, **__: 1 / 0)
+    with pytest.raises(RequestFailedError, match="internal error"):
+        ask(watched, Tree(), TreeReport)
+    assert "ZeroDivisionError" in caplog.text
+    assert ask(watched, Status(), StatusReport).gauges.spans == 0
+
+
+@pytest.mark.parametrize("cut", [50, 53, 54, 55])
+def test_dead_entries_are_those_that_no_span_reads(watched, cut):
+    harness = watched.harness
+    harness.finish(harness.run(DOCUMENT))
+    (lower,) = harness.tree.spans
+    harness.run(DOCUMENT[:cut] + [9] * 3)
+    assert ask(watched, Status(), StatusReport).gauges.dead_entries == 0
+    while lower in harness.tree.spans:
+        harness.evict(1)
+    ((upper, span),) = harness.tree.spans.items()
+    live = int(span.runs().lens.sum())
+    assert ask(watched, Status(), StatusReport).gauges.dead_entries == span.segment.num_entries - live < 4
+    (row,) = [row for row in ask(watched, Tree(), TreeReport).nodes if row.id == upper.id]
+    assert (row.slots, row.kept) == (span.segment.num_slots, live / (span.num_tokens * 4))
+
+
+def test_ranks_get_addresses_of_their_own():
+    config = EventsConfig(endpoint="tcp://127.0.0.1:7000", replay_endpoint="ipc:///tmp/x", inspect_endpoint=None)
+    assert events_of_rank(config, 0) == config
+    third = events_of_rank(config, 3)
+    assert (third.endpoint, third.replay_endpoint, third.inspect_endpoint) == (
+        "tcp://127.0.0.1:7003",
+        "ipc:///tmp/x_dp3",
+        None,
+    )
