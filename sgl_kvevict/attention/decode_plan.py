@@ -117,7 +117,7 @@ class Composition:
                 self._own = units
             else:
                 block = choose_block(units.kv_lens.view(geometry.num_layers, -1))
-                self._shared.append(units.tiles(geometry, block))
+                self._shared.append(units.tiles(geometry.num_layers, block, lanes=1))
 
     def layout_for(self, suffix_lens: list[int]) -> Layout:
         """Return the layout for suffixes of these lengths; the last one, if it fits.
@@ -154,7 +154,8 @@ class Composition:
         if self._own is None:
             return None
         if self._own_tiles is None or self._own_tiles[0] != block:
-            self._own_tiles = (block, self._own.tiles(self.geometry, block))
+            tiles = self._own.tiles(self.geometry.num_layers, block, lanes=self.geometry.num_kv_heads)
+            self._own_tiles = (block, tiles)
         return self._own_tiles[1]
 
     def _layer_work(self, block: int, tile_request: Tensor) -> list[LayerWork]:

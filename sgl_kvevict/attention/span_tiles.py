@@ -50,7 +50,7 @@ class UnitLists:
     kv_lens: Tensor
     kv_indices: Tensor
 
-    def tiles(self, geometry: KVGeometry, block: int) -> list[Tiles]:
+    def tiles(self, num_layers: int, block: int, lanes: int) -> list[Tiles]:
         """Cut into blocks; the tiles of each layer."""
         tiles, counts = build_tiles(
             self.q_table,
@@ -58,8 +58,8 @@ class UnitLists:
             self.kv_lens,
             self.kv_indices,
             block=block,
-            lanes=geometry.num_kv_heads,
-            num_groups=geometry.num_layers,
+            lanes=lanes,
+            num_groups=num_layers,
         )
         ends = torch.tensor(counts).cumsum(0).tolist()
         return [tiles[end - count : end] for end, count in zip(ends, counts, strict=True)]

@@ -1,0 +1,196 @@
+"""CPU attention beside SGLang's torch_native algorithm, per layer, on the shapes of SmolLM2-135M.
+
+Run: OMP_NUM_THREADS=2 python benchmarks/kernels/bench_cpu_attention.py [--repeats N]
+
+Ours and the baseline alternate call by call, every call on another layer, and the lower quartile of each is printed:
+on a shared machine the median shows the neighbours. The results of both are compared first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvevict_kernels.alloc_head_slots import alloc_head_slots
+from sgl_kvevict.attention import AttentionBatch, CpuAttention
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.ragged import SpanRuns
+
+GEOMETRY = KVGeometry(num_layers=30, num_qo_heads=9, num_kv_heads=3, head_dim=64, num_token_slots=32768)
+SM_SCALE = GEOMETRY.head_dim**-0.5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch of equal requests.
+
+    Attributes:
+        name: what the row is called.
+        num_requests: requests.
+        span_entries: entries per KV head of the compressed prefix, on average; 0: nothing is compressed.
+        is_shared: all requests read the same span.
+        cached: uncompressed tokens before the new ones, per request.
+        new: new tokens per request; 0: a decode step (one new token).
+        full_tokens: tokens that the baseline reads before the new ones: the prefix before compression.
+    """
+
+    name: str
+    num_requests: int
+    span_entries: int
+    is_shared: bool
+    cached: int
+    new: int
+    full_tokens: int
+
+
+CASES = [
+    Case("decode, span 600/head + 80", 1, 600, False, 79, 0, 3079),
+    Case("decode, span 300/head + 80", 1, 300, False, 79, 0, 3079),
+    Case("decode, 3000 uncompressed", 1, 0, False, 2999, 0, 2999),
+    Case("decode, 300 uncompressed", 1, 0, False, 299, 0, 299),
+    Case("decode, 8 x (shared span 600/head + 80)", 8, 600, True, 79, 0, 3079),
+    Case("decode, 8 x (own span 600/head + 80)", 8, 600, False, 79, 0, 3079),
+    Case("decode, 8 x 3000 uncompressed", 8, 0, False, 2999, 0, 2999),
+    Case("extend, 3000 new", 1, 0, False, 0, 3000, 0),
+    Case("extend, 1000 uncompressed + 1000 new", 1, 0, False, 1000, 1000, 1000),
+    Case("extend, span 600/head + 40 new", 1, 600, False, 0, 40, 3000),
+    Case("extend, 4 x (shared span 600/head + 40 new)", 4, 600, True, 0, 40, 3000),
+]
+
+
+def uneven_span(num_entries: int, token_slots: Tensor, generator: torch.Generator) -> SpanRuns:
+    """A span whose heads keep between a third and five thirds of the average, packed into token slots."""
+    shape = (GEOMETRY.num_layers, GEOMETRY.num_kv_heads)
+    keep_lens = (num_entries * (torch.rand(shape, generator=generator) * 4 / 3 + 1 / 3)).int()
+    used = int(keep_lens.sum())
+    held = token_slots[: GEOMETRY.slots_for(used)].long()
+    indptr, head_slots = alloc_head_slots(keep_lens, held, GEOMETRY.num_token_slots, used)
+    return SpanRuns(head_slots, indptr[:-1].view(shape), keep_lens, num_tokens=3000)
+
+
+def torch_native(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, req_to_token: Tensor, seq_lens: list[int], new_lens: list[int]
+) -> Tensor:
+    """SGLang's torch_native backend: per request, gather its cache rows, then one call.
+
+    A prefill fills up the queries to the length of the keys (rows that nobody reads) to get the causal alignment.
+    """
+    out = torch.empty_like(q)
+    queries = q.movedim(0, 1)
+    first = 0
+    for i, (seq_len, new) in enumerate(zip(seq_lens, new_lens, strict=True)):
+        slots = req_to_token[i, :seq_len]
+        keys, values = k_cache[slots].movedim(0, 1), v_cache[slots].movedim(0, 1)
+        now = queries[:, first : first + new]
+        if new > 1:
+            filled = torch.empty(now.shape[0], seq_len, now.shape[2], dtype=now.dtype)
+            filled[:, seq_len - new :] = now
+            now = filled
+        result = scaled_dot_product_attention(
+            now[None], keys[None], values[None], scale=SM_SCALE, is_causal=new > 1, enable_gqa=True
+        )
+        out[first : first + new] = result[0].movedim(1, 0)[-new:]
+        first += new
+    return out
+
+
+class Setup:
+    """Arenas, requests and both implementations of one case.
+
+    Token slots are consecutive, as in a fresh server, or scattered, as after hours.
+    """
+
+    def __init__(self, case: Case, *, is_scattered: bool) -> None:
+        self.generator = torch.Generator().manual_seed(42)
+        shape = (GEOMETRY.num_layers, GEOMETRY.num_token_slots, GEOMETRY.num_kv_heads, GEOMETRY.head_dim)
+        self.k = torch.randn(shape, generator=self.generator).bfloat16()
+        self.v = torch.randn(shape, generator=self.generator).bfloat16()
+        self.attention = CpuAttention(GEOMETRY, self.k, self.v)
+        count, new = case.num_requests, max(case.new, 1)
+        waterline = 3000 if case.span_entries else 0
+        total = waterline + case.cached + new
+        baseline_total = case.full_tokens + new
+        width = max(total, baseline_total)
+        slots = 1 + torch.arange(count * width)
+        if is_scattered:
+            slots = torch.randperm(GEOMETRY.num_token_slots, generator=self.generator)[: count * width]
+        self.req_to_token = slots.int().view(count, width).contiguous()
+        spans = []
+        if case.span_entries:
+            for row in self.req_to_token[: 1 if case.is_shared else count]:
+                spans.append(uneven_span(case.span_entries, row, self.generator))
+        self.batch = AttentionBatch(
+            paths=tuple((spans[i % len(spans)],) if case.span_entries else () for i in range(count)),
+            waterlines=[waterline] * count,
+            seq_lens=[total] * count,
+            extend_lens=[new] * count if case.new else None,
+            req_pool_indices=torch.arange(count),
+            req_to_token=self.req_to_token,
+        )
+        self.baseline_lens = ([baseline_total] * count, [new] * count)
+        self.q = torch.randn(30, new * count, GEOMETRY.num_qo_heads, GEOMETRY.head_dim, generator=self.generator)
+        self.q = self.q.bfloat16()
+        self.attention.plan(self.batch)
+
+    def ours(self, layer: int) -> Tensor:
+        """One layer, ours."""
+        return self.attention.run(layer, self.q[layer], SM_SCALE)[0]
+
+    def baseline(self, layer: int) -> Tensor:
+        """One layer, torch_native on the uncompressed prefix."""
+        return torch_native(self.q[layer], self.k[layer], self.v[layer], self.req_to_token, *self.baseline_lens)
+
+    def plan_cold(self, layer: int) -> None:
+        """Plan for a batch that has not been seen before."""
+        CpuAttention(GEOMETRY, self.k, self.v).plan(self.batch)
+
+    def plan_warm(self, layer: int) -> None:
+        """Plan for the batch of the step before."""
+        self.attention.plan(self.batch)
+
+
+def lower_quartile_us(calls: list[Callable[[int], object]], repeats: int) -> list[float]:
+    """Time calls alternately; microseconds."""
+    times: list[list[float]] = [[] for _ in calls]
+    for i in range(repeats + 3):
+        for call, samples in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            call(i % GEOMETRY.num_layers)
+            samples.append(time.perf_counter() - start)
+    return [sorted(samples[3:])[repeats // 4] * 1e6 for samples in times]
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=0, help="calls per row; default: 300 decode, 12 extend")
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--scatter", action="store_true", help="random token slots instead of consecutive ones")
+    args = parser.parse_args()
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; microseconds per layer, lower quartile")
+    print("| case | ours | torch_native, uncompressed | ratio | plan, same batch | plan, new batch |")
+    print("|---|--:|--:|--:|--:|--:|")
+    for case in CASES:
+        if args.only not in case.name:
+            continue
+        setup = Setup(case, is_scattered=args.scatter)
+        if not case.span_entries:
+            error = (setup.ours(3).float() - setup.baseline(3).float()).abs().max()
+            if float(error) > 0.05:
+                raise SystemExit(f"{case.name}: results differ by {float(error)}")
+        repeats = args.repeats or (12 if case.new else 300)
+        ours, theirs = lower_quartile_us([setup.ours, setup.baseline], repeats)
+        warm, cold = lower_quartile_us([setup.plan_warm, setup.plan_cold], 12)
+        print(
+            f"| {case.name} | {ours:.0f} | {theirs:.0f} | {theirs / ours:.1f} | {warm:.0f} | {cold:.0f} |", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()

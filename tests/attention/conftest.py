@@ -1,0 +1,161 @@
+"""A small arena with compressed spans and suffixes in it, and the attention that its index lists spell out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from sgl_kvevict.attention import AttentionBatch, CpuAttention
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.ragged import SpanRuns
+
+CONTEXT = 1500
+
+
+class World:
+    """Requests on one arena. Every row that nobody owns is NaN, and so are the rows of deleted requests.
+
+    Token slots and head slots are handed out in random order. Slot 0 stays NaN: a filler must not be read.
+    """
+
+    def __init__(self, geometry: KVGeometry, dtype: torch.dtype) -> None:
+        self.geometry = geometry
+        self.dtype = dtype
+        self.sm_scale = geometry.head_dim**-0.5
+        shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
+        self.k = torch.full(shape, torch.nan, dtype=dtype)
+        self.v = torch.full(shape, torch.nan, dtype=dtype)
+        self.free = (torch.randperm(geometry.num_token_slots - 1) + 1).tolist()
+        self.req_to_token = torch.zeros(32, CONTEXT, dtype=torch.int32)
+        self.free_rows = torch.randperm(32).tolist()
+        self.paths: list[tuple[SpanRuns, ...]] = []
+        self.waterlines: list[int] = []
+        self.seq_lens: list[int] = []
+        self.rows: list[int] = []
+        self.attention = CpuAttention(geometry, self.k, self.v)
+
+    def span(self, lens: Tensor, num_tokens: int) -> SpanRuns:
+        """Pack runs of these lengths, [num_layers, num_kv_heads], into token slots of all layers, in any order."""
+        geometry = self.geometry
+        num_entries = int(lens.sum())
+        slots = torch.tensor([self.free.pop() for _ in range(geometry.slots_for(num_entries))], dtype=torch.int64)
+        layers = torch.arange(geometry.num_layers).view(-1, 1, 1)
+        held = (layers * geometry.num_token_slots + slots.view(-1, 1)) * geometry.num_kv_heads
+        held = (held + torch.arange(geometry.num_kv_heads)).flatten()
+        head_slots = held[torch.randperm(held.numel())[:num_entries]]
+        for arena in (self.k, self.v):
+            arena.view(-1, geometry.head_dim)[head_slots] = torch.randn(num_entries, geometry.head_dim).to(self.dtype)
+        starts = (lens.flatten().cumsum(0) - lens.flatten()).view(lens.shape)
+        return SpanRuns(head_slots.int(), starts.int(), lens.int(), num_tokens)
+
+    def uneven_span(self, longest: int) -> SpanRuns:
+        """A span with runs of 0 to ``longest`` entries."""
+        shape = (self.geometry.num_layers, self.geometry.num_kv_heads)
+        return self.span(torch.randint(0, longest + 1, shape), num_tokens=longest + 3)
+
+    def add(self, path: tuple[SpanRuns, ...], num_uncompressed: int) -> None:
+        """Add a request with this path and so many tokens after it."""
+        self.paths.append(path)
+        self.waterlines.append(sum(span.num_tokens for span in path))
+        self.seq_lens.append(self.waterlines[-1])
+        self.rows.append(self.free_rows.pop())
+        self.grow(len(self.paths) - 1, num_uncompressed)
+
+    def grow(self, i: int, num_tokens: int) -> None:
+        """Append tokens to a request."""
+        for _ in range(num_tokens):
+            slot = self.free.pop()
+            self.req_to_token[self.rows[i], self.seq_lens[i]] = slot
+            for arena in (self.k, self.v):
+                arena[:, slot] = torch.randn(arena[:, slot].shape).to(self.dtype)
+            self.seq_lens[i] += 1
+
+    def remove(self, i: int) -> None:
+        """Delete a request and poison what it owned."""
+        row = self.req_to_token[self.rows[i]]
+        slots = row[self.waterlines[i] : self.seq_lens[i]].long()
+        self.k[:, slots] = self.v[:, slots] = torch.nan
+        self.free.extend(slots.tolist())
+        row.zero_()
+        for per_request in (self.paths, self.waterlines, self.seq_lens, self.rows):
+            del per_request[i]
+
+    def batch(self, extend_lens: list[int] | None = None) -> AttentionBatch:
+        """All requests; the last tokens of each are the new ones."""
+        return AttentionBatch(
+            paths=tuple(self.paths),
+            waterlines=list(self.waterlines),
+            seq_lens=list(self.seq_lens),
+            extend_lens=extend_lens,
+            req_pool_indices=torch.tensor(self.rows),
+            req_to_token=self.req_to_token,
+        )
+
+    def queries(self, extend_lens: list[int] | None = None) -> Tensor:
+        """Random queries for the new tokens."""
+        num_new = len(self.paths) if extend_lens is None else sum(extend_lens)
+        return torch.randn(num_new, self.geometry.num_qo_heads, self.geometry.head_dim).to(self.dtype)
+
+    def expected(self, layer: int, q: Tensor, extend_lens: list[int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Dense attention, request by request and head by head: out and lse in float32, out as torch has it."""
+        outs, lses, baselines = [], [], []
+        extend_lens = [1] * len(self.paths) if extend_lens is None else extend_lens
+        first = 0
+        for i, new in enumerate(extend_lens):
+            for q_head in range(self.geometry.num_qo_heads):
+                k, v = self._seen(i, layer, q_head // self.geometry.group_size)
+                now = q[first : first + new, q_head]
+                mask = torch.ones(new, len(k), dtype=torch.bool).tril(len(k) - new)
+                scores = (now.float() @ k.float().T * self.sm_scale).masked_fill(~mask, -torch.inf)
+                outs.append(scores.softmax(-1) @ v.float())
+                lses.append(scores.logsumexp(-1))
+                plain = scaled_dot_product_attention(
+                    now[None, None], *(x[None, None].to(now.dtype) for x in (k, v)), attn_mask=mask, scale=self.sm_scale
+                )
+                baselines.append(plain[0, 0])
+            first += new
+        return self._rows(outs, extend_lens), self._rows(lses, extend_lens), self._rows(baselines, extend_lens)
+
+    def _seen(self, i: int, layer: int, head: int) -> tuple[Tensor, Tensor]:
+        """K and V of one request, layer and head: its path's runs, then its own tokens."""
+        runs = [span.head_slots[span.starts[layer, head] :][: span.lens[layer, head]].long() for span in self.paths[i]]
+        slots = self.req_to_token[self.rows[i], self.waterlines[i] : self.seq_lens[i]].long()
+        own = (layer * self.geometry.num_token_slots + slots) * self.geometry.num_kv_heads + head
+        entries = torch.cat([*runs, own])
+        head_dim = self.geometry.head_dim
+        return self.k.view(-1, head_dim)[entries], self.v.view(-1, head_dim)[entries]
+
+    def _rows(self, parts: list[Tensor], extend_lens: list[int]) -> Tensor:
+        """[num_new_tokens, num_qo_heads, ...] from one part per (request, q head)."""
+        heads = self.geometry.num_qo_heads
+        return torch.cat([torch.stack(parts[i * heads : (i + 1) * heads], dim=1) for i in range(len(extend_lens))])
+
+
+MakeWorld = Callable[..., World]
+
+
+@pytest.fixture
+def make_world() -> MakeWorld:
+    """Factory: sizes as keywords, dtype."""
+
+    def make(
+        num_kv_heads: int = 3,
+        group_size: int = 3,
+        head_dim: int = 64,
+        dtype: torch.dtype = torch.bfloat16,
+        num_layers: int = 2,
+        num_token_slots: int = 4000,
+    ) -> World:
+        geometry = KVGeometry(num_layers, num_kv_heads * group_size, num_kv_heads, head_dim, num_token_slots)
+        return World(geometry, dtype)
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(42)
