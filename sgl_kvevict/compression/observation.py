@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from kvevict_kernels.accumulated_attention import accumulated_attention
 from torch import Tensor
 
 from sgl_kvevict.geometry import KVGeometry
@@ -153,8 +154,6 @@ class PromptObservation:
     def _accumulate(
         self, earlier: Tensor | None, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float
     ) -> Tensor:
-        from kvevict_kernels.accumulated_attention import accumulated_attention
-
         assert self._token_slots is not None
         total = accumulated_attention(
             queries.contiguous(),

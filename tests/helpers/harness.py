@@ -27,9 +27,9 @@ from sglang.srt.server_args import ServerArgs
 from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.policies.observation import Signal
 from sgl_kvevict.policies.parts import Decision
+from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.ragged import MergePlan, Selection
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
@@ -62,7 +62,7 @@ class PseudoRandomPolicy:
     needs: frozenset[Signal] = frozenset()
     splittable: bool = True
 
-    def select(self, observe, geometry, total, protected, state=None):  # noqa: ANN001, ANN201
+    def select(self, observe, geometry, total, protected, state=None):
         observation = observe(0)
         tokens = observation.num_tokens
         generator = torch.Generator().manual_seed(observation.start * 1009 + tokens)

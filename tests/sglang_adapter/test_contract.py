@@ -131,9 +131,7 @@ def test_stock_checkpoint_inserts_before_it_relocks():
 def test_overrides_exist_upstream():
     """A method that upstream renamed would silently stop being an override."""
     ours = {
-        name
-        for name, value in vars(KVEvictTree).items()
-        if inspect.isfunction(value) and not name.startswith("__")
+        name for name, value in vars(KVEvictTree).items() if inspect.isfunction(value) and not name.startswith("__")
     }
     own = {
         "node_slots",

@@ -1,0 +1,78 @@
+"""How much attention all queries of a prompt pay to every key: the signal of H2O and D2O."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvevict_kernels.accumulated_attention.cpu import accumulated_attention_cpu
+from kvevict_kernels.accumulated_attention.reference import accumulated_attention_reference
+from kvevict_kernels.checks import KV_DTYPES, check_index_range, check_int, check_tensor
+from kvevict_kernels.dispatch import backend_for
+
+__all__ = ["accumulated_attention", "accumulated_attention_reference"]
+
+
+def accumulated_attention(
+    queries: Tensor,
+    lse: Tensor,
+    k_buffer: Tensor,
+    token_slots: Tensor,
+    *,
+    sm_scale: float,
+    key_start: int,
+    query_start: int,
+) -> Tensor:
+    """Sum attention weights over queries, averaged over the query heads of each KV head, per key.
+
+    ``p[i, hq, j] = exp(sm_scale * q[i, hq] . k[j, hq // group_size] - lse[i, hq])``, or 0 where key position
+    ``key_start + j`` > query position ``query_start + i``; the result is the sum over all ``i`` and the mean over the
+    query heads of a group. Because ``lse`` covers every key that the query saw, ``p`` is the true attention weight:
+    what falls on keys outside the range is missing, not renormalised. So calls may split the queries (chunks of a
+    prefill) or the keys, and their results add up.
+
+    Args:
+        queries: [n, num_qo_heads, head_dim], bfloat16, float16 or float32, after RoPE; n may be 0.
+        lse: [n, num_qo_heads], float32, natural log-sum-exp of each query's scaled scores over all its keys.
+        k_buffer: [num_token_slots, num_kv_heads, head_dim], dtype of ``queries``: keys of one layer, after RoPE.
+        token_slots: [N], int64, slots of the keys in order of position; N may be 0.
+        sm_scale: softmax scale.
+        key_start: logical position of the first key (tokens).
+        query_start: logical position of ``queries[0]`` (tokens).
+
+    Returns:
+        [num_kv_heads, N], float32; 0 for keys after the last query.
+
+    Raises:
+        ValueError: wrong shape, dtype or device; query heads that are not a multiple of the KV heads; on the CPU
+            also a token slot outside the buffer.
+
+    Source: H2O, arXiv 2306.14048, Sec. 4; D2O, arXiv 2406.13035, Eq. 4 and 6.
+    Differs: the sources accumulate while they generate; this is the sum over the prompt.
+    Cost: O(num_qo_heads * head_dim) per pair of a query and a key that it sees, none for the other pairs; float32
+        sums; never an n x N matrix; no host sync on a device; deterministic, no atomics.
+    """
+    check_tensor("queries", queries, (None, None, None), KV_DTYPES)
+    num_queries, num_qo_heads, head_dim = queries.shape
+    device = queries.device
+    check_tensor("lse", lse, (num_queries, num_qo_heads), torch.float32, device)
+    check_tensor("k_buffer", k_buffer, (None, None, head_dim), queries.dtype, device)
+    check_tensor("token_slots", token_slots, (None,), torch.int64, device)
+    num_kv_heads = k_buffer.shape[1]
+    if num_kv_heads == 0 or num_qo_heads == 0 or num_qo_heads % num_kv_heads:
+        raise ValueError(f"queries: expected a multiple of {num_kv_heads} KV heads, got {num_qo_heads} heads")
+    if not math.isfinite(sm_scale) or sm_scale <= 0:
+        raise ValueError(f"sm_scale: expected a finite number > 0, got {sm_scale!r}")
+    check_int("key_start", key_start, 0)
+    check_int("query_start", query_start, 0)
+    check_index_range("token_slots", token_slots, k_buffer.shape[0])
+    first_key = key_start - query_start
+    if min(token_slots.numel(), num_queries, num_queries - first_key) <= 0:
+        return torch.zeros(num_kv_heads, token_slots.numel(), dtype=torch.float32, device=device)
+    if backend_for(device) == "cpu":
+        return accumulated_attention_cpu(queries, lse, k_buffer, token_slots, sm_scale, first_key)
+    from kvevict_kernels.accumulated_attention.triton_impl import accumulated_attention_triton
+
+    return accumulated_attention_triton(queries, lse, k_buffer, token_slots, sm_scale, first_key)
