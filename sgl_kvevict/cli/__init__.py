@@ -1,4 +1,4 @@
-"""The command ``sgl-kvevict``: serve a model, list policies, make the demo model.
+"""The command ``sgl-kvevict``: serve a model, watch its cache, list policies, make the demo model.
 
 Exit codes: 0 success, 1 something failed on the way (a download, for example), 2 bad input.
 """
@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sgl_kvevict.cli import operate
 from sgl_kvevict.errors import ConfigError, KVEvictError
 
 app = typer.Typer(
@@ -124,6 +125,9 @@ def show_version() -> None:
         typer.echo(f"sglang {version('sglang')}")
     except PackageNotFoundError:
         typer.echo("sglang (not installed)")
+
+
+operate.register(app)
 
 
 def _say(line: str) -> None:

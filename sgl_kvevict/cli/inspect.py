@@ -1,0 +1,193 @@
+"""``sgl-kvevict inspect``: one look at a server's tree, as text, JSON or a self-contained page."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+
+import msgspec
+import uvloop
+from rich.text import Text
+from rich.tree import Tree as TextTree
+
+from sgl_kvevict.events.client import InspectClient, RequestFailedError, check_endpoint
+from sgl_kvevict.events.questions import (
+    Describe,
+    Description,
+    Kept,
+    KeptReport,
+    Node,
+    Tokens,
+    TokensReport,
+    Tree,
+    TreeReport,
+)
+
+Decode = Callable[[Sequence[int]], list[str]]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one look brought.
+
+    Attributes:
+        endpoint: whom we asked.
+        about: what runs there.
+        tree: its nodes.
+        maps: what heads kept, by node id.
+        tokens: token ids by node id; empty unless the server exposes them.
+    """
+
+    endpoint: str
+    about: Description
+    tree: TreeReport
+    maps: Mapping[int, KeptReport] = field(default_factory=dict)
+    tokens: Mapping[int, Sequence[int]] = field(default_factory=dict)
+
+
+def take_snapshot(
+    endpoint: str, *, limit: int, num_maps: int = 0, bins: int = 256, with_tokens: bool = False, timeout_s: float = 10.0
+) -> Snapshot:
+    """Ask a server about its tree.
+
+    One question a node: the server answers each between two of its steps, so that it never stands still for long.
+    A node that goes away meanwhile is left out.
+
+    Args:
+        endpoint: the server's inspection socket.
+        limit: nodes at most.
+        num_maps: how many of the largest compressed nodes to ask what their heads kept.
+        bins: resolution of these maps.
+        with_tokens: ask for token ids if the server exposes them.
+        timeout_s: how long to wait for each answer.
+
+    Raises:
+        ConfigError: the endpoint is not an address.
+        ServerSilentError: no answer.
+    """
+
+    async def ask_all() -> Snapshot:
+        address = check_endpoint(endpoint)
+        async with InspectClient(address, timeout_s) as client:
+            about = await client.ask(Describe(), Description)
+            tree = await client.ask(Tree(limit), TreeReport)
+            compressed = sorted((node for node in tree.nodes if node.compressed), key=lambda node: -node.slots)
+            maps, tokens = {}, {}
+            for node in compressed[:num_maps]:
+                try:
+                    maps[node.id] = await client.ask(Kept(node.id, bins), KeptReport)
+                except RequestFailedError:
+                    continue
+            if with_tokens and about.expose_tokens:
+                for node in tree.nodes:
+                    try:
+                        tokens[node.id] = (await client.ask(Tokens(node.id), TokensReport)).token_ids
+                    except RequestFailedError:
+                        continue
+            return Snapshot(address, about, tree, maps, tokens)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(ask_all())
+
+
+def as_text(snapshot: Snapshot) -> TextTree:
+    """Draw the tree for a terminal."""
+    tree, about = snapshot.tree, snapshot.about
+    pool = tree.pool
+    held = pool.compressed + pool.full
+    tokens = sum(node.tokens for node in tree.nodes)
+    title = f"{about.model}, policy {about.policy}: {tokens:,} tokens in {held:,} of {pool.total:,} token slots"
+    top = TextTree(Text(title, style="bold"))
+    branches = {0: top}
+    for node in tree.nodes:
+        branches[node.id] = branches[node.parent].add(_line(node))
+    if tree.omitted:
+        top.add(f"... and {tree.omitted:,} deeper nodes (--limit)")
+    return top
+
+
+def _line(node: Node) -> Text:
+    text = Text(f"{node.start:,}-{node.start + node.tokens:,}", style="green" if node.compressed else "blue")
+    text.append(f"  {node.tokens:,} tokens -> {node.slots:,.1f} slots", style="default")
+    if node.compressed:
+        text.append(f" ({node.kept:.0%} kept)", style="default")
+    if node.readers:
+        text.append(f"  {node.readers} reading", style="yellow")
+    if node.namespace:
+        text.append(f"  namespace {node.namespace}", style="magenta")
+    return text.append(f"  node {node.id}", style="bright_black")
+
+
+def as_json(snapshot: Snapshot) -> str:
+    """The snapshot as one JSON object, without maps."""
+    tree = msgspec.to_builtins(snapshot.tree)
+    content = {"endpoint": snapshot.endpoint, "about": snapshot.about, **tree}
+    if snapshot.tokens:
+        content["tokens"] = {str(node): list(ids) for node, ids in snapshot.tokens.items()}
+    return msgspec.json.encode(content).decode()
+
+
+def as_page(snapshot: Snapshot, decode: Decode | None) -> str:
+    """The snapshot as one HTML page that needs nothing else.
+
+    Args:
+        snapshot: with maps.
+        decode: turns token ids into their texts; None shows ids.
+    """
+    about = msgspec.to_builtins(snapshot.about) | {"endpoint": snapshot.endpoint}
+    content = {
+        "about": about,
+        "ts": snapshot.tree.ts,
+        "pool": snapshot.tree.pool,
+        "nodes": snapshot.tree.nodes,
+        "omitted": snapshot.tree.omitted,
+        "maps": {str(node): _map(report) for node, report in snapshot.maps.items()},
+        "tokens": {str(node): (decode or _as_numbers)(ids) for node, ids in snapshot.tokens.items()},
+    }
+    # Inside a script element only "<" could end the data early; as an escape it stays the same JSON.
+    data = msgspec.json.encode(content).decode().replace("<", "\\u003c")
+    template = files("sgl_kvevict.cli").joinpath("inspect_page.html").read_text(encoding="utf-8")
+    return template.replace("@DATA@", data)
+
+
+def _map(report: KeptReport) -> dict[str, object]:
+    return {
+        "start": report.start,
+        "end": report.end,
+        "num_bins": report.num_bins,
+        "num_rows": report.num_rows,
+        "share": base64.b64encode(report.share).decode(),
+    }
+
+
+def _as_numbers(ids: Sequence[int]) -> list[str]:
+    return [f"[{token}]" for token in ids]
+
+
+def load_decoder(path: str) -> Decode | None:
+    """Return what turns single token ids into their texts, or None if there is no such tokenizer here.
+
+    Args:
+        path: folder or hub name of the tokenizer.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of optional parts of transformers that a tokenizer does not need
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError):  # no such folder or hub name, or nothing in it that reads as a tokenizer
+            return None
+    cache: dict[int, str] = defaultdict(str)
+
+    def decode(ids: Sequence[int]) -> list[str]:
+        new = [token for token in set(ids) if token not in cache]
+        cache.update(zip(new, tokenizer.batch_decode([[token] for token in new]), strict=True))
+        return [cache[token] for token in ids]
+
+    return decode

@@ -1,0 +1,121 @@
+"""The commands that watch a running server (``top``, ``inspect``) and the one that plans for it (``size``)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from sgl_kvevict.errors import ConfigError
+
+Endpoint = Annotated[
+    str, typer.Argument(metavar="ENDPOINT", help="The server's inspection socket (events.inspect_endpoint), HOST:PORT.")
+]
+
+
+def top(
+    endpoint: Endpoint = "127.0.0.1:5659",
+    interval: Annotated[float, typer.Option(min=0.05, help="Seconds between reports.")] = 1.0,
+    sort: Annotated[
+        Literal["slots", "tokens", "readers", "age"], typer.Option(help="What the largest prefixes are sorted by.")
+    ] = "slots",
+    rows: Annotated[int, typer.Option(min=0, max=1000, help="Prefixes wanted.")] = 50,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a report.")] = False,
+    count: Annotated[int, typer.Option(min=0, help="Stop after so many reports; 0: never.")] = 0,
+    timeout: Annotated[float, typer.Option(min=0.05, help="Seconds to wait for an answer.")] = 5.0,
+) -> None:
+    """Watch the cache of a running server."""
+    from sgl_kvevict.cli.top import TopOptions, run_top
+
+    options = TopOptions(endpoint, interval, rows, sort, timeout, count)
+    run_top(options, as_json=as_json)
+
+
+def inspect(
+    endpoint: Endpoint = "127.0.0.1:5659",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the tree as JSON.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a self-contained page with pictures to this file.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=20_000, help="Nodes at most, root side first.")] = 5000,
+    maps: Annotated[int, typer.Option(min=0, help="Page: nodes, largest first, whose kept tokens are shown.")] = 100,
+    bins: Annotated[int, typer.Option(min=1, max=1024, help="Page: resolution of these pictures.")] = 256,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Page: tokenizer of the token texts; default: the server's own.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.05, help="Seconds to wait for each answer.")] = 10.0,
+) -> None:
+    """Take one look at the tree of a running server."""
+    from sgl_kvevict.cli import inspect as inspection
+
+    if as_json and html is not None:
+        raise ConfigError("--json and --html: give one of them")
+    snapshot = inspection.take_snapshot(
+        endpoint,
+        limit=limit,
+        num_maps=0 if html is None else maps,
+        bins=bins,
+        with_tokens=as_json or html is not None,
+        timeout_s=timeout,
+    )
+    if as_json:
+        typer.echo(inspection.as_json(snapshot))
+    elif html is None:
+        from rich.console import Console
+
+        Console().print(inspection.as_text(snapshot), highlight=False, soft_wrap=True)
+    else:
+        decode = inspection.load_decoder(tokenizer or snapshot.about.tokenizer) if snapshot.tokens else None
+        if snapshot.tokens and decode is None:
+            typer.echo("sgl-kvevict: no tokenizer found, the page shows token ids (--tokenizer)", err=True)
+        html.write_text(inspection.as_page(snapshot, decode), encoding="utf-8")
+        typer.echo(f"{html}: {len(snapshot.tree.nodes):,} nodes, {len(snapshot.maps):,} pictures")
+
+
+def size(
+    model: Annotated[str, typer.Option(help="Model folder or hub name, or 'demo' for the demo model.")],
+    prefix_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one prefix.")],
+    budget: Annotated[str, typer.Option(help="Share of entries to keep (0.2), or entries per KV head (256).")] = "0.2",
+    pool_tokens: Annotated[int | None, typer.Option(min=1, help="Token slots of the pool.")] = None,
+    kv_memory: Annotated[str | None, typer.Option(help="Or the memory of the pool: 40GB, 512MiB.")] = None,
+    reserve_tokens: Annotated[int, typer.Option(min=0, help="Slots left to running requests.")] = 0,
+    tail_tokens: Annotated[int | None, typer.Option(min=1, help="As of 'serve'.")] = None,
+    min_prefix_tokens: Annotated[int | None, typer.Option(min=1, help="As of 'serve'.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Work out how many prefixes fit into a KV pool."""
+    from sgl_kvevict.cli import size as sizing
+    from sgl_kvevict.cli.server_plan import parse_budget
+    from sgl_kvevict.config import parse_config
+
+    if (pool_tokens is None) == (kv_memory is None):
+        raise ConfigError("--pool-tokens and --kv-memory: give one of them")
+    given = {"budget": parse_budget(budget), "tail_tokens": tail_tokens, "min_prefix_tokens": min_prefix_tokens}
+    config = parse_config({name: value for name, value in given.items() if value is not None}, "the command line")
+    sizes = sizing.read_model_sizes(model)
+    pool_slots = pool_tokens or sizing.parse_bytes(kv_memory or "") // sizes.slot_bytes
+    rows = sizing.fits(config, sizes, prefix_tokens, pool_slots, reserve_tokens)
+    if as_json:
+        typer.echo(json.dumps(sizing.as_builtins(sizes, pool_slots, rows)))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    heads = f"{sizes.num_layers} layers x {sizes.num_kv_heads} KV heads x {sizes.head_dim}"
+    typer.echo(f"{model}: {heads}, {sizing.show_bytes(sizes.slot_bytes)} a token slot")
+    memory = sizing.show_bytes(pool_slots * sizes.slot_bytes)
+    typer.echo(f"pool: {pool_slots:,} token slots ({memory}), {reserve_tokens:,} of them left to running requests")
+    table = Table("budget", "slots a prefix", "memory a prefix", "tokens a slot", "prefixes that fit", box=None)
+    for row in rows:
+        memory = sizing.show_bytes(row.prefix_bytes)
+        table.add_row(
+            str(row.budget), f"{row.prefix_slots:,}", memory, f"{row.tokens_per_slot:.2f}", f"{row.prefixes:,}"
+        )
+    Console().print(table)
+    typer.echo(f"A prefix needs all its {prefix_tokens:,} slots while it is prefilled; that room is counted.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    for command in (top, inspect, size):
+        app.command()(command)

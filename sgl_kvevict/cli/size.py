@@ -1,0 +1,166 @@
+"""``sgl-kvevict size``: how many prefixes of a model fit into a KV pool, at which budget."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.errors import ConfigError
+
+COMMON_BUDGETS = (1.0, 0.5, 0.2, 0.1)
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What the KV of one token of a model takes.
+
+    Attributes:
+        num_layers: layers with attention.
+        num_kv_heads: KV heads a layer.
+        head_dim: elements of one K (or V) row.
+        dtype_bytes: bytes of one element.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one token slot: K and V of all layers and heads."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How many prefixes fit at one budget.
+
+    Attributes:
+        budget: share of entries, or entries per head.
+        prefix_slots: token slots of one cached prefix (its compressed part, and its tail).
+        prefix_bytes: their bytes.
+        prefixes: how many fit while the next one is prefilled, which needs all its tokens' slots.
+        tokens_per_slot: tokens of a prefix divided by its slots.
+    """
+
+    budget: float | int
+    prefix_slots: int
+    prefix_bytes: int
+    prefixes: int
+    tokens_per_slot: float
+
+
+def read_model_sizes(model: str) -> ModelSizes:
+    """Read the sizes from a model's configuration.
+
+    Args:
+        model: model folder or hub name, or ``demo``.
+
+    Raises:
+        ConfigError: no such model, or not one with plain attention.
+    """
+    if model == "demo":
+        from sgl_kvevict.model import ensure_demo_model
+
+        model = str(ensure_demo_model())
+    allowed = "a folder with a config.json, or a hub name that can be reached from here"
+    path = Path(model).expanduser()
+    if model.startswith((".", "/", "~")) and not path.is_dir():
+        raise ConfigError(f"model: got {model!r}, no such folder; allowed: {allowed}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of optional parts of transformers that a configuration does not need
+        from transformers import PretrainedConfig
+
+        try:
+            values, _ = PretrainedConfig.get_config_dict(str(path) if path.is_dir() else model)
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"model: got {model!r} ({reason}); allowed: {allowed}") from error
+    values = values.get("text_config", values)
+    missing = [name for name in ("num_hidden_layers", "num_attention_heads", "hidden_size") if name not in values]
+    if missing:
+        raise ConfigError(f"model: got {model!r}, whose configuration lacks {', '.join(missing)}")
+    num_heads = values["num_attention_heads"]
+    dtype = values.get("dtype") or values.get("torch_dtype") or "bfloat16"
+    return ModelSizes(
+        num_layers=values["num_hidden_layers"],
+        num_kv_heads=values.get("num_key_value_heads") or num_heads,
+        head_dim=values.get("head_dim") or values["hidden_size"] // num_heads,
+        dtype_bytes=4 if dtype == "float32" else 2,
+    )
+
+
+def parse_bytes(text: str) -> int:
+    """Read an amount of memory: ``40GB``, ``512MiB`` or a plain number of bytes.
+
+    Raises:
+        ConfigError: not such an amount.
+    """
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1, "": 1}
+    digits = text.strip().rstrip("BKMGIbkmgi ")
+    unit = text.strip()[len(digits) :].strip().upper()
+    try:
+        amount = int(float(digits) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        amount = 0
+    if amount <= 0:
+        raise ConfigError(f"kv memory: got {text!r}; allowed: an amount like 40GB, 512MiB or a number of bytes")
+    return amount
+
+
+def prefix_slots(config: KVEvictConfig, num_tokens: int) -> int:
+    """Token slots of one cached prefix: what is compressed, and the tail that is not."""
+    compressed = num_tokens - config.tail_tokens
+    if config.policy == "none" or compressed < config.min_prefix_tokens:
+        return num_tokens
+    return config.num_slots(compressed) + config.tail_tokens
+
+
+def fits(
+    config: KVEvictConfig, sizes: ModelSizes, num_tokens: int, pool_slots: int, reserved_slots: int = 0
+) -> list[Fit]:
+    """Work out how many prefixes fit, for the configured budget and a few common ones.
+
+    Args:
+        config: budget, tail and smallest range.
+        sizes: of the model.
+        num_tokens: tokens of one prefix.
+        pool_slots: token slots of the pool.
+        reserved_slots: of these, slots left to running requests (their questions and answers).
+
+    Returns:
+        One row a budget, the configured one first.
+    """
+    budgets: Sequence[float | int] = (config.budget, *(b for b in COMMON_BUDGETS if b != config.budget))
+    rows = []
+    for budget in budgets:
+        slots = prefix_slots(config.model_copy(update={"budget": budget}), num_tokens)
+        room = pool_slots - reserved_slots - num_tokens
+        rows.append(
+            Fit(
+                budget=budget,
+                prefix_slots=slots,
+                prefix_bytes=slots * sizes.slot_bytes,
+                prefixes=room // slots + 1 if room >= 0 else 0,
+                tokens_per_slot=num_tokens / slots,
+            )
+        )
+    return rows
+
+
+def as_builtins(sizes: ModelSizes, pool_slots: int, rows: Sequence[Fit]) -> dict[str, object]:
+    """All figures for scripts."""
+    model = asdict(sizes) | {"slot_bytes": sizes.slot_bytes}
+    return {"model": model, "pool_slots": pool_slots, "budgets": [asdict(row) for row in rows]}
+
+
+def show_bytes(amount: float) -> str:
+    """An amount of memory in a readable unit."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if amount >= size:
+            return f"{amount / size:.1f} {unit}"
+    return f"{amount:.0f} B"

@@ -1,0 +1,182 @@
+"""``sgl-kvevict top``: watch a server's cache live, on the terminal or as JSON lines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import termios
+import tty
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+import uvloop
+from rich.console import Console
+from rich.live import Live
+
+from sgl_kvevict.cli.top_view import SORT_KEYS, TopState, render
+from sgl_kvevict.events.client import (
+    EventStream,
+    InspectClient,
+    RequestFailedError,
+    ServerSilentError,
+    check_endpoint,
+    reachable,
+)
+from sgl_kvevict.events.questions import Describe, Description, Status, StatusReport
+
+_PAST_BATCHES = 20
+
+
+@dataclass(frozen=True)
+class TopOptions:
+    """How to watch.
+
+    Attributes:
+        endpoint: the server's inspection socket.
+        interval_s: seconds between reports.
+        rows: prefixes wanted.
+        sort: what they are sorted by.
+        timeout_s: how long to wait for an answer.
+        count: stop after so many reports; 0: never.
+    """
+
+    endpoint: str
+    interval_s: float = 1.0
+    rows: int = 50
+    sort: str = "slots"
+    timeout_s: float = 5.0
+    count: int = 0
+
+
+def run_top(options: TopOptions, *, as_json: bool) -> None:
+    """Watch until told to stop.
+
+    Raises:
+        ServerSilentError: in JSON mode with a count, no report came at all.
+        ConfigError: the endpoint is not an address.
+    """
+    watcher = _Watcher(options)
+    with contextlib.suppress(KeyboardInterrupt):
+        uvloop.run(watcher.print_json() if as_json else watcher.draw())
+
+
+class _Watcher:
+    """Asks for reports, follows the events, and shows both."""
+
+    def __init__(self, options: TopOptions) -> None:
+        self.options = options
+        self.state = TopState(check_endpoint(options.endpoint), options.sort)
+        self._changed = asyncio.Event()
+        self._quit = asyncio.Event()
+        self._stream: asyncio.Task[None] | None = None
+
+    async def draw(self) -> None:
+        """Draw on the terminal until ``q``."""
+        console = Console()
+        with _keys(self._press), Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+            async for _ in self._reports():
+                live.update(render(self.state, console.width, console.height), refresh=True)
+
+    async def print_json(self) -> None:
+        """Print one JSON object a report."""
+        answered = False
+        async for _ in self._reports():
+            state = self.state
+            line: dict[str, object] = {"endpoint": state.endpoint, "connected": state.silent is None}
+            if state.silent is None:
+                answered = True
+                line["status"] = state.status
+                line["events"] = [{"ts": ts, "event": event} for ts, event in state.events]
+                line["missed_batches"] = state.missed
+            else:
+                line["error"] = state.silent
+            state.events.clear()
+            sys.stdout.write(msgspec.json.encode(line).decode() + "\n")
+            sys.stdout.flush()
+        if not answered:
+            raise ServerSilentError(f"no answer from {self.state.endpoint}")
+
+    async def _reports(self) -> AsyncIterator[None]:
+        """Report after report, and whenever a key asks for another one; ends with the count or with ``q``."""
+        num_reports = 0
+        async with InspectClient(self.state.endpoint, self.options.timeout_s) as client:
+            try:
+                while not self._quit.is_set():
+                    self._changed.clear()
+                    await self._ask(client)
+                    yield
+                    num_reports += 1
+                    if num_reports == self.options.count:
+                        return
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._changed.wait(), self.options.interval_s)
+            finally:
+                if self._stream is not None:
+                    self._stream.cancel()
+
+    async def _ask(self, client: InspectClient) -> None:
+        state = self.state
+        request = msgspec.convert({"op": "status", "limit": self.options.rows, "sort": state.sort}, Status)
+        try:
+            status = await client.ask(request, StatusReport)
+            if state.description is None or state.description.started != status.started:
+                await self._follow(await client.ask(Describe(), Description))
+            state.update(status)
+        except (ServerSilentError, RequestFailedError) as error:
+            state.silent = str(error)
+
+    async def _follow(self, description: Description) -> None:
+        """A server we have not seen yet: read its event stream from a little before now."""
+        self.state.description = description
+        if self._stream is not None:
+            self._stream.cancel()
+            self._stream = None
+        if description.endpoint is not None:
+            self._stream = asyncio.create_task(self._read_events(description))
+
+    async def _read_events(self, description: Description) -> None:
+        assert description.endpoint is not None
+        endpoint, replay = (
+            None if address is None else reachable(address, self.state.endpoint)
+            for address in (description.endpoint, description.replay_endpoint)
+        )
+        assert endpoint is not None
+        async with EventStream(endpoint, replay, description.topic) as stream:
+            async for received in stream.batches(max(description.next_seq - _PAST_BATCHES, 0)):
+                self.state.missed += received.missed
+                self.state.events.extend((received.batch.ts, event) for event in received.batch.events)
+
+    def _press(self, key: str) -> None:
+        if key in ("q", "\x03", "\x04"):
+            self._quit.set()
+        elif key in SORT_KEYS:
+            self.state.sort = SORT_KEYS[key]
+        else:
+            return
+        self._changed.set()
+
+
+@contextlib.contextmanager
+def _keys(press: Callable[[str], None]) -> Iterator[None]:
+    """Call ``press`` with every key typed, one by one; nothing if there is no terminal to type on."""
+
+    def read_keys() -> None:
+        for key in os.read(stdin, 64).decode(errors="replace"):
+            press(key)
+
+    if not sys.stdin.isatty():
+        yield
+        return
+    stdin = sys.stdin.fileno()
+    before = termios.tcgetattr(stdin)
+    loop = asyncio.get_running_loop()
+    tty.setcbreak(stdin)
+    loop.add_reader(stdin, read_keys)
+    try:
+        yield
+    finally:
+        loop.remove_reader(stdin)
+        termios.tcsetattr(stdin, termios.TCSADRAIN, before)

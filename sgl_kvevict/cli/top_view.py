@@ -1,0 +1,235 @@
+"""What ``sgl-kvevict top`` draws: state in, rich renderables out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from sgl_kvevict.events.questions import Description, Pool, StatusReport, Totals
+from sgl_kvevict.events.types import (
+    AnyEvent,
+    Cleared,
+    Compressed,
+    Dropped,
+    EventsLost,
+    Refused,
+    Repacked,
+    ScoringPass,
+    Split,
+)
+
+SORT_KEYS = {"s": "slots", "t": "tokens", "r": "readers", "a": "age"}
+RATE_WINDOW_S = 10.0
+NUM_EVENTS = 8
+
+# What of the pool, its glyph (so that it reads without colours) and its colour.
+_POOL_PARTS = (
+    ("compressed", "█", "green"),
+    ("full", "▓", "blue"),
+    ("private", "▒", "yellow"),
+    ("free", "░", "bright_black"),
+)
+_RATES = (
+    ("compressions", "compressions"),
+    ("compressed_tokens", "tokens compressed"),
+    ("released_slots", "slots released"),
+    ("evicted_entries", "entries evicted"),
+    ("merged_entries", "entries merged"),
+    ("scoring_passes", "scoring passes"),
+    ("dropped_nodes", "nodes dropped"),
+)
+
+
+@dataclass
+class TopState:
+    """Everything on the screen.
+
+    Attributes:
+        endpoint: whom we watch.
+        sort: what the largest prefixes are sorted by.
+        description: what runs there, once known.
+        status: the newest report, if any came.
+        silent: why there is no newer one; None while the server answers.
+        events: when and what, newest last.
+        missed: event batches that were lost on the way.
+    """
+
+    endpoint: str
+    sort: str = "slots"
+    description: Description | None = None
+    status: StatusReport | None = None
+    silent: str | None = None
+    events: deque[tuple[float, AnyEvent]] = field(default_factory=lambda: deque(maxlen=200))
+    missed: int = 0
+    _history: deque[tuple[float, Totals]] = field(default_factory=deque)
+
+    def update(self, status: StatusReport) -> None:
+        """Take in a report; totals of another server run do not count for rates."""
+        if self.status is not None and status.started != self.status.started:
+            self._history.clear()
+        self.status = status
+        self.silent = None
+        self._history.append((status.ts, status.totals))
+        while len(self._history) > 2 and status.ts - self._history[0][0] > RATE_WINDOW_S:
+            self._history.popleft()
+
+    def rate(self, name: str) -> float:
+        """How fast a total grew over the last seconds, per second."""
+        if len(self._history) < 2:
+            return 0.0
+        (then, before), (now, after) = self._history[0], self._history[-1]
+        return float(getattr(after, name) - getattr(before, name)) / max(now - then, 1e-9)
+
+
+def render(state: TopState, width: int, height: int) -> RenderableType:
+    """Draw the whole screen."""
+    parts: list[RenderableType] = [_header(state)]
+    if state.status is None:
+        parts.append(Text(state.silent or "waiting for the first answer ...", style="yellow"))
+        return Group(*parts, _footer(state))
+    parts += [_pool_bar(state.status.gauges.pool, width), _gauges(state.status), _rates(state)]
+    num_rows = max(height - NUM_EVENTS - 13, 3)
+    parts += [_prefixes(state, num_rows), _events(state), _footer(state)]
+    return Group(*parts)
+
+
+def _header(state: TopState) -> Text:
+    text = Text(f"sgl-kvevict top  {state.endpoint}", style="bold")
+    if state.description is not None:
+        about = state.description
+        text.append(f"  {about.model}  policy {about.policy}, keeps {about.budget}", style="default not bold")
+    if state.status is not None:
+        text.append(f"  up {_duration(state.status.ts - state.status.started)}", style="default not bold")
+        if state.silent is not None:
+            text.append(f"  NO ANSWER: {state.silent}", style="bold red")
+    return text
+
+
+def _pool_bar(pool: Pool, width: int) -> Text:
+    bar, legend = Text(), Text()
+    used = 0
+    counted = 0
+    for name, glyph, colour in _POOL_PARTS:
+        slots = getattr(pool, name)
+        counted += slots
+        cells = round(width * counted / max(pool.total, 1)) - used
+        used += cells
+        bar.append(glyph * cells, style=colour)
+        label = {"full": "uncompressed", "private": "in requests"}.get(name, name)
+        legend.append(glyph, style=colour)
+        legend.append(f" {label} {slots:,}   ")
+    legend.append(f"of {pool.total:,} token slots")
+    return Text("\n").join([bar, legend])
+
+
+def _gauges(status: StatusReport) -> Text:
+    gauges = status.gauges
+    held = gauges.pool.compressed + gauges.pool.full
+    per_slot = gauges.logical_tokens / held if held else 1.0
+    text = Text.assemble((f"{gauges.logical_tokens:,} tokens held in {held:,} slots", "bold"))
+    text.append(f" ({per_slot:.2f} a slot)   {gauges.spans:,} spans in {gauges.segments:,} segments")
+    text.append(f", {gauges.shared_spans:,} shared (most readers {gauges.max_readers})")
+    text.append(f"   {gauges.pending_ranges:,} ranges waiting   {gauges.dead_entries:,} dead entries")
+    return text
+
+
+def _rates(state: TopState) -> Text:
+    assert state.status is not None
+    rates = [f"{label} {_number(state.rate(name))}/s" for name, label in _RATES]
+    totals = state.status.totals
+    rates.append(f"refused {totals.refused_in_use + totals.refused_not_cached:,}")
+    lost = state.status.lost_events
+    if lost or state.missed:
+        rates.append(f"events lost {lost:,}, batches missed {state.missed:,}")
+    return Text("   ".join(rates), style="cyan")
+
+
+def _prefixes(state: TopState, num_rows: int) -> Table:
+    assert state.status is not None
+    table = Table(expand=True, box=None, pad_edge=False, header_style="bold", title_justify="left")
+    for name in ("node", "start", "tokens", "slots", "kept", "readers", "spans", "unused for"):
+        sorted_by = {"unused for": "age"}.get(name, name) == state.sort
+        table.add_column(f"{name} ▼" if sorted_by else name, justify="right")
+    for row in state.status.prefixes[:num_rows]:
+        table.add_row(
+            str(row.node),
+            f"{row.start:,}",
+            f"{row.tokens:,}",
+            f"{row.slots:,}",
+            f"{row.slots / max(row.tokens, 1):.0%}",
+            str(row.readers),
+            str(row.spans),
+            _duration(row.age_s),
+        )
+    return table
+
+
+def _events(state: TopState) -> Panel:
+    assert state.status is not None
+    now = state.status.ts
+    lines = [f"{_duration(max(now - ts, 0)):>7} ago  {what}" for ts, what in summarise(state.events)]
+    return Panel(Text("\n".join(lines[-NUM_EVENTS:])), title="events", title_align="left", height=NUM_EVENTS + 2)
+
+
+def summarise(events: Iterable[tuple[float, AnyEvent]]) -> Iterator[tuple[float, str]]:
+    """When and what; nodes dropped one after the other count as one line."""
+    for is_drop, group in groupby(events, lambda item: isinstance(item[1], Dropped)):
+        items = list(group)
+        drops = [event for _, event in items if isinstance(event, Dropped)]
+        if is_drop and len(drops) > 1:
+            num_spans = sum(event.compressed for event in drops)
+            tokens, slots = sum(event.tokens for event in drops), sum(event.slots for event in drops)
+            what = f"dropped {len(drops):,} nodes, {num_spans:,} of them compressed"
+            yield items[-1][0], f"{what}: {tokens:,} tokens, {slots:,} slots released"
+        else:
+            yield from ((ts, describe(event)) for ts, event in items)
+
+
+def _footer(state: TopState) -> Text:
+    keys = "   ".join(f"[{key}] by {name}" for key, name in SORT_KEYS.items())
+    return Text(f"{keys}   [q] quit", style="bright_black")
+
+
+def describe(event: AnyEvent) -> str:
+    """One event in a few words."""
+    match event:
+        case Compressed():
+            what = f"compressed tokens {event.start:,}-{event.end:,} into {event.slots:,} slots"
+            merged = f", {event.merged_entries:,} entries merged" if event.merged_entries else ""
+            where = f"{event.seconds * 1000:.1f} ms, node {event.nodes[-1]}"
+            return f"{what}, {event.released_slots:,} released{merged} ({where})"
+        case Split():
+            return f"split node {event.lower} at {event.position:,}; the upper half is node {event.upper}"
+        case Dropped():
+            kind = "compressed" if event.compressed else "uncompressed"
+            return f"dropped {kind} node {event.node}: {event.tokens:,} tokens, {event.slots:,} slots released"
+        case Repacked():
+            return f"repacked node {event.node} into {event.slots:,} slots, {event.released_slots:,} released"
+        case ScoringPass():
+            return f"scored tokens {event.start:,}-{event.end:,} ({event.seconds * 1000:.1f} ms)"
+        case Refused():
+            why = {"in-use": "others read them", "not-cached": "not cached"}.get(event.reason, event.reason)
+            return f"left {event.tokens:,} tokens as they are: {why}"
+        case Cleared():
+            return "flushed the whole cache"
+        case EventsLost():
+            return f"{event.count:,} events were lost"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{seconds // 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 or value == 0 else f"{value:.1f}"

@@ -1,0 +1,106 @@
+"""``sgl-kvevict size``: the arithmetic of a pool."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sgl_kvevict.cli import main
+from sgl_kvevict.cli.size import ModelSizes, fits, parse_bytes, prefix_slots, read_model_sizes
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.errors import ConfigError
+
+LLAMA_8B = ModelSizes(num_layers=32, num_kv_heads=8, head_dim=128, dtype_bytes=2)
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(["size", *arguments])
+    captured = capsys.readouterr()
+    return caught.value.code, captured.out, captured.err
+
+
+def test_bytes_of_a_slot():
+    assert LLAMA_8B.slot_bytes == 2 * 32 * 8 * 128 * 2 == 131072
+
+
+def test_slots_of_a_prefix_are_its_compressed_part_and_its_tail():
+    assert prefix_slots(KVEvictConfig(budget=0.2), 2032) == 400 + 32
+    assert prefix_slots(KVEvictConfig(budget=256), 2032) == 256 + 32
+    assert prefix_slots(KVEvictConfig(budget=0.2), 200) == 200  # too short to be compressed
+    assert prefix_slots(KVEvictConfig(budget=0.2, policy="none"), 2032) == 2032
+
+
+def test_the_last_prefix_is_prefilled_in_full():
+    rows = {row.budget: row for row in fits(KVEvictConfig(budget=0.2), LLAMA_8B, 2032, 10_000, 1_000)}
+    for row in rows.values():
+        in_use = (row.prefixes - 1) * row.prefix_slots
+        assert in_use + 2032 <= 9_000 < in_use + row.prefix_slots + 2032
+    assert (rows[0.2].prefixes, rows[1.0].prefixes) == (17, 4)
+    assert rows[0.2].prefix_bytes == 432 * 131072
+    assert all(row.prefixes == 0 for row in fits(KVEvictConfig(), LLAMA_8B, 2032, 2_000))
+
+
+@pytest.mark.parametrize(("text", "amount"), [("40GB", 40 * 10**9), ("1.5 GiB", 3 * 2**29), ("1000", 1000)])
+def test_amounts_of_memory(text, amount):
+    assert parse_bytes(text) == amount
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "1TBB", "many"])
+def test_bad_amounts_of_memory(text):
+    with pytest.raises(ConfigError, match="kv memory: got "):
+        parse_bytes(text)
+
+
+@pytest.fixture
+def model(tmp_path):
+    values = {
+        "model_type": "llama",
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "hidden_size": 4096,
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    return str(tmp_path)
+
+
+def test_sizes_come_from_the_configuration(model, tmp_path):
+    assert read_model_sizes(model) == LLAMA_8B
+    nested = {"text_config": {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 8, "head_dim": 5}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "dtype": "float32", **nested}))
+    assert read_model_sizes(model) == ModelSizes(2, 4, 5, 2)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="lacks num_hidden_layers, num_attention_heads, hidden_size"):
+        read_model_sizes(model)
+
+
+def test_command(capsys, model):
+    code, out, _ = run(capsys, "--model", model, "--prefix-tokens", "4128", "--kv-memory", "16GiB")
+    assert code == 0
+    assert "131.1 KB a token slot" in out and "131,072 token slots" in out and "852" in out
+    arguments = ("--model", model, "--prefix-tokens", "4128", "--pool-tokens", "131072", "--budget", "512", "--json")
+    figures = json.loads(run(capsys, *arguments)[1])
+    assert figures["model"]["slot_bytes"] == 131072 and figures["pool_slots"] == 131072
+    assert figures["budgets"][0] == {
+        "budget": 512,
+        "prefix_slots": 544,
+        "prefix_bytes": 544 * 131072,
+        "prefixes": (131072 - 4128) // 544 + 1,
+        "tokens_per_slot": pytest.approx(4128 / 544),
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prefix-tokens", "9"], "--pool-tokens and --kv-memory: give one of them"),
+        (["--prefix-tokens", "9", "--pool-tokens", "9", "--budget", "2.5"], "budget: got 2.5; allowed: a float"),
+        (["--prefix-tokens", "9", "--pool-tokens", "9", "--model", "./nowhere"], "no such folder"),
+    ],
+)
+def test_bad_input(capsys, model, arguments, message):
+    code, _, error = run(capsys, "--model", model, *arguments)
+    assert code == 2 and message in error

@@ -1,0 +1,204 @@
+"""``sgl-kvevict top`` against a watched tree."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections import deque
+
+import pytest
+from rich.console import Console
+
+from helpers.event_sockets import description_of, ipc_config, wait_until
+from helpers.harness import publish_server_args
+from helpers.watched import WatchedHarness
+from sgl_kvevict.cli import main
+from sgl_kvevict.cli.top import TopOptions, run_top
+from sgl_kvevict.cli.top_view import TopState, describe, render, summarise
+from sgl_kvevict.config import EventsConfig
+from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.events.client import ServerSilentError
+from sgl_kvevict.events.questions import Gauges, Pool, Prefix, StatusReport, Totals
+from sgl_kvevict.events.types import (
+    Cleared,
+    Compressed,
+    Dropped,
+    EventsLost,
+    Refused,
+    Repacked,
+    ScoringPass,
+    Split,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_args(tmp_path_factory):
+    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+
+
+def report(ts: float = 100.0, compressions: int = 4, started: float = 40.0) -> StatusReport:
+    return StatusReport(
+        ts=ts,
+        started=started,
+        gauges=Gauges(Pool(1000, 400, 300, 200, 100), 1700, 1500, 3, 2, 5, 1, 1, 4, 3),
+        lost_events=0,
+        totals=Totals(compressions=compressions, compressed_tokens=100 * compressions),
+        prefixes=[Prefix(7, 0, 1200, 240, 2, 3, 1.5), Prefix(9, 1200, 300, 60, 1, 0, 4000.0)],
+    )
+
+
+def drawn(state: TopState, width: int = 100) -> str:
+    console = Console(width=width, height=40, file=io.StringIO(), color_system=None)
+    console.print(render(state, width, 40))
+    return console.file.getvalue()
+
+
+def test_the_screen_shows_pool_prefixes_rates_and_events():
+    config = EventsConfig()
+    state = TopState("tcp://here:1", description=description_of(config))
+    state.update(report(100.0, 4))
+    state.update(report(102.0, 10))
+    state.events.append((101.0, Split(1, 2, 60)))
+    text = drawn(state)
+    bar = next(line for line in text.splitlines() if line.startswith("█"))
+    assert [bar.count(glyph) for glyph in "█▓▒░"] == [30, 20, 10, 40]
+    assert "compressed 300" in text and "uncompressed 200" in text and "in requests 100" in text
+    assert "1,700 tokens held in 500 slots (3.40 a slot)" in text
+    assert "compressions 3.0/s" in text and "tokens compressed 300/s" in text
+    assert "7 0 1,200 240 20% 3 2 2 s" in " ".join(text.split())
+    assert "slots ▼" in text and "1.1 h" in text
+    assert "split node 2 at 60" in text and "[q] quit" in text
+    assert "up 1 min" in text
+
+
+def test_a_server_that_does_not_answer_is_said_so_and_the_last_report_stays():
+    state = TopState("tcp://here:1", silent="no answer from tcp://here:1 within 5 s")
+    assert "no answer from tcp://here:1" in drawn(state)
+    state.update(report())
+    assert state.silent is None
+    state.silent = "no answer within 5 s"
+    assert "NO ANSWER: no answer within 5 s" in drawn(state) and "1,700 tokens" in drawn(state)
+
+
+def test_rates_are_of_the_last_seconds_and_of_one_server_run():
+    state = TopState("x")
+    assert state.rate("compressions") == 0
+    for second in range(30):
+        state.update(report(100.0 + second, 2 * second))
+    assert state.rate("compressions") == pytest.approx(2)
+    state.update(report(200.0, 1, started=150.0))
+    assert state.rate("compressions") == 0
+    state.update(report(201.0, 6, started=150.0))
+    assert state.rate("compressions") == pytest.approx(5)
+
+
+@pytest.mark.parametrize(
+    ("event", "text"),
+    [
+        (
+            Compressed([3, 4], 0, 2000, 400, 1600, 1, 2, 0, 0.0123, "p"),
+            "compressed tokens 0-2,000 into 400 slots, 1,600 released (12.3 ms, node 4)",
+        ),
+        (Dropped(3, 50, 10, True), "dropped compressed node 3: 50 tokens, 10 slots released"),
+        (Repacked(3, 7, 3), "repacked node 3 into 7 slots, 3 released"),
+        (ScoringPass(0, 512, 0.25), "scored tokens 0-512 (250.0 ms)"),
+        (Refused("in-use", 900), "left 900 tokens as they are: others read them"),
+        (Refused("not-cached", 900), "left 900 tokens as they are: not cached"),
+        (Cleared(), "flushed the whole cache"),
+        (EventsLost(12), "12 events were lost"),
+    ],
+)
+def test_events_in_words(event, text):
+    assert describe(event) == text
+
+
+def test_nodes_dropped_in_a_row_are_one_line():
+    events = deque([(1.0, Cleared()), *((2.0 + i, Dropped(i, 10, 2, i == 0)) for i in range(3)), (9.0, Cleared())])
+    assert [what for _, what in summarise(events)] == [
+        "flushed the whole cache",
+        "dropped 3 nodes, 1 of them compressed: 30 tokens, 6 slots released",
+        "flushed the whole cache",
+    ]
+
+
+def test_json_lines_carry_reports_and_events(tmp_path, capsys):
+    with WatchedHarness(ipc_config(tmp_path)) as watched:
+        watched.keep_turning(with_traffic=True)
+        with pytest.raises(SystemExit) as caught:
+            main(["top", f"ipc://{tmp_path}/inspect_endpoint", "--json", "--count", "4", "--interval", "0.3"])
+    assert caught.value.code == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) == 4 and all(line["connected"] for line in lines)
+    pool = lines[-1]["status"]["gauges"]["pool"]
+    assert sum(pool[name] for name in ("free", "compressed", "full", "private")) == pool["total"] == 240
+    assert {event["event"]["type"] for line in lines for event in line["events"]} >= {"Compressed", "Dropped"}
+
+
+def test_a_restarted_server_is_found_again(tmp_path, capsys):
+    config = ipc_config(tmp_path)
+    options = TopOptions(config.inspect_endpoint, interval_s=0.1, timeout_s=0.4, count=60)
+    lines: list[dict] = []
+
+    def seen(condition) -> None:
+        def check() -> bool:
+            lines.extend(json.loads(line) for line in capsys.readouterr().out.splitlines())
+            return any(condition(line) for line in lines)
+
+        wait_until(check, 30)
+
+    first = WatchedHarness(config, started=1.0)
+    first.keep_turning()
+    watching = threading.Thread(target=run_top, args=(options,), kwargs={"as_json": True})
+    watching.start()
+    seen(lambda line: line["connected"] and line["status"]["started"] == 1.0)
+    first.close()
+    seen(lambda line: not line["connected"] and "no answer" in line["error"])
+    with WatchedHarness(config, started=2.0) as second:
+        second.keep_turning(with_traffic=True)
+        seen(lambda line: line["connected"] and line["status"]["started"] == 2.0)
+        seen(lambda line: line["connected"] and line["events"])
+        watching.join()
+
+
+def test_nobody_there(tmp_path):
+    with pytest.raises(ServerSilentError, match="no answer from ipc://"):
+        run_top(TopOptions(f"ipc://{tmp_path}/nobody", timeout_s=0.2, interval_s=0.05, count=2), as_json=True)
+    with pytest.raises(ConfigError, match="endpoint: got 'nowhere'"):
+        run_top(TopOptions("nowhere"), as_json=True)
+
+
+def test_keys_sort_and_quit_on_a_terminal(tmp_path):
+    with WatchedHarness(ipc_config(tmp_path)) as watched:
+        watched.keep_turning(with_traffic=True)
+        code = "from sgl_kvevict.cli import main; main()"
+        command = [sys.executable, "-c", code, "top", f"ipc://{tmp_path}/inspect_endpoint"]
+        terminal, inner = pty.openpty()
+        fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+        environ = {**os.environ, "TERM": "xterm-256color"}
+        process = subprocess.Popen(command, stdin=inner, stdout=inner, stderr=inner, env=environ)
+        os.close(inner)
+        screen = ""
+        deadline = time.monotonic() + 60
+        for expected, key in (("slots ▼", "t"), ("tokens ▼", "r"), ("readers ▼", "x"), ("quit", "q")):
+            while expected not in screen:
+                assert time.monotonic() < deadline, screen[-3000:]
+                if select.select([terminal], [], [], 0.2)[0]:
+                    screen += os.read(terminal, 65536).decode(errors="replace")
+            screen = ""
+            os.write(terminal, key.encode())
+        with contextlib.suppress(OSError):  # raised at the end: the process closed its side
+            while os.read(terminal, 65536):
+                pass
+        os.close(terminal)
+        assert process.wait(10) == 0
