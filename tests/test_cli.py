@@ -55,9 +55,7 @@ def split_shell(line: str) -> tuple[dict[str, str], list[str]]:
 # ---- serve ----------------------------------------------------------------------------------------------
 
 
-def test_serve_on_a_cpu(
-    capsys: pytest.CaptureFixture[str], model_folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_serve_on_a_cpu(capsys: pytest.CaptureFixture[str], model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_plan, "_torch_has_cuda", lambda: False)
     arguments = ["--policy", "snapkv", "--policy-option", "window_size=16"]
     arguments += ["--budget", "0.1", "--tail-tokens", "16"]

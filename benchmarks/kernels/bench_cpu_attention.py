@@ -3,7 +3,8 @@
 Run: OMP_NUM_THREADS=2 python benchmarks/kernels/bench_cpu_attention.py [--repeats N]
 
 Ours and the baseline alternate call by call, every call on another layer, and the lower quartile of each is printed:
-on a shared machine the median shows the neighbours. The results of both are compared first.
+on a shared machine the median shows the neighbours. On a busy one take --cpu-time: with more than one thread, threads
+wait for one that is not running. The results of both are compared first.
 """
 
 from __future__ import annotations
@@ -155,14 +156,14 @@ class Setup:
         self.attention.plan(self.batch)
 
 
-def lower_quartile_us(calls: list[Callable[[int], object]], repeats: int) -> list[float]:
+def lower_quartile_us(calls: list[Callable[[int], object]], repeats: int, clock: Callable[[], float]) -> list[float]:
     """Time calls alternately; microseconds."""
     times: list[list[float]] = [[] for _ in calls]
     for i in range(repeats + 3):
         for call, samples in zip(calls, times, strict=True):
-            start = time.perf_counter()
+            start = clock()
             call(i % GEOMETRY.num_layers)
-            samples.append(time.perf_counter() - start)
+            samples.append(clock() - start)
     return [sorted(samples[3:])[repeats // 4] * 1e6 for samples in times]
 
 
@@ -172,7 +173,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=0, help="calls per row; default: 300 decode, 12 extend")
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--scatter", action="store_true", help="random token slots instead of consecutive ones")
+    parser.add_argument("--cpu-time", action="store_true", help="CPU time of a single thread instead of time")
     args = parser.parse_args()
+    if args.cpu_time:
+        torch.set_num_threads(1)
+    clock = time.thread_time if args.cpu_time else time.perf_counter
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; microseconds per layer, lower quartile")
     print("| case | ours | torch_native, uncompressed | ratio | plan, same batch | plan, new batch |")
     print("|---|--:|--:|--:|--:|--:|")
@@ -185,8 +190,8 @@ def main() -> None:
             if float(error) > 0.05:
                 raise SystemExit(f"{case.name}: results differ by {float(error)}")
         repeats = args.repeats or (12 if case.new else 300)
-        ours, theirs = lower_quartile_us([setup.ours, setup.baseline], repeats)
-        warm, cold = lower_quartile_us([setup.plan_warm, setup.plan_cold], 12)
+        ours, theirs = lower_quartile_us([setup.ours, setup.baseline], repeats, clock)
+        warm, cold = lower_quartile_us([setup.plan_warm, setup.plan_cold], 12, clock)
         print(
             f"| {case.name} | {ours:.0f} | {theirs:.0f} | {theirs / ours:.1f} | {warm:.0f} | {cold:.0f} |", flush=True
         )

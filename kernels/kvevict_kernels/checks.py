@@ -35,9 +35,7 @@ def check_tensor(
     if not isinstance(x, torch.Tensor):
         got = type(x).__name__
         raise ValueError(f"{name}: expected a tensor {_show_shape(shape)}, got {got}")
-    if x.dim() != len(shape) or any(
-        want not in (None, got) for want, got in zip(shape, x.shape, strict=True)
-    ):
+    if x.dim() != len(shape) or any(want not in (None, got) for want, got in zip(shape, x.shape, strict=True)):
         raise ValueError(f"{name}: expected shape {_show_shape(shape)}, got {_show_shape(x.shape)}")
     if x.dtype not in allowed:
         wanted = " or ".join(str(d).removeprefix("torch.") for d in allowed)
@@ -45,9 +43,7 @@ def check_tensor(
     if device is not None and x.device != device:
         raise ValueError(f"{name}: expected device {device}, got {x.device}")
     if not x.is_contiguous():
-        raise ValueError(
-            f"{name}: expected a contiguous tensor, got strides {x.stride()} for {_show_shape(x.shape)}"
-        )
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {x.stride()} for {_show_shape(x.shape)}")
 
 
 def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
@@ -57,12 +53,7 @@ def check_int(name: str, value: object, low: int, high: int | None = None) -> No
         ValueError: names the argument, the allowed range and what came.
     """
     upper = "" if high is None else f" and <= {high}"
-    if (
-        not isinstance(value, int)
-        or isinstance(value, bool)
-        or value < low
-        or (high is not None and value > high)
-    ):
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
         raise ValueError(f"{name}: expected an int >= {low}{upper}, got {value!r}")
 
 

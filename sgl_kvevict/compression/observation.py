@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from kvevict_kernels.accumulated_attention import accumulated_attention
 from torch import Tensor
 
+from kvevict_kernels.accumulated_attention import accumulated_attention
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.observation import LayerObservation, QueryWindow, Signal
 from sgl_kvevict.policies.query_moments import QueryMoments, Rotary

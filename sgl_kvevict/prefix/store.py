@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from kvevict_kernels.alloc_head_slots import alloc_head_slots
-from kvevict_kernels.compact_kv import compact_kv
 from torch import Tensor
 
+from kvevict_kernels.alloc_head_slots import alloc_head_slots
+from kvevict_kernels.compact_kv import compact_kv
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.prefix.span import Segment, Span
@@ -71,9 +71,7 @@ class SpanStore:
             compact_kv(self.k_arena, self.v_arena, sources, head_slots)
         else:
             sources = self._head_slots(merge.layers, token_slots[merge.indices], merge.heads)
-            compact_kv(
-                self.k_arena, self.v_arena, sources, head_slots, indptr=merge.indptr, weights=merge.weights
-            )
+            compact_kv(self.k_arena, self.v_arena, sources, head_slots, indptr=merge.indptr, weights=merge.weights)
         segment = Segment(
             geometry,
             token_slots=held.clone(),

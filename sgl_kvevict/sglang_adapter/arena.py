@@ -30,7 +30,7 @@ class Arena:
 
 def kvevict_is_selected() -> bool:
     """Whether this server was started with ``--radix-cache-backend kvevict``."""
-    return get_server_args().radix_cache_backend == BACKEND_NAME
+    return bool(get_server_args().radix_cache_backend == BACKEND_NAME)
 
 
 def create_arena_buffers(pool: MHATokenToKVPool) -> None:

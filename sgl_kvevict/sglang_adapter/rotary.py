@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
+
+from torch import Tensor, nn
 
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.policies.query_moments import Rotary
@@ -14,11 +16,11 @@ def find_rotary(model: nn.Module) -> Rotary:
     Raises:
         UnsupportedSetupError: the model has none, or layers with different ones.
     """
-    tables = {
-        module.cos_sin_cache.data_ptr(): module
-        for module in model.modules()
-        if hasattr(module, "cos_sin_cache") and hasattr(module, "is_neox_style")
-    }
+    tables: dict[int, Any] = {}
+    for module in model.modules():
+        table = getattr(module, "cos_sin_cache", None)
+        if isinstance(table, Tensor) and hasattr(module, "is_neox_style"):
+            tables[table.data_ptr()] = module
     if len(tables) != 1:
         raise UnsupportedSetupError(
             [f"the policy looks at queries before RoPE, which needs one rotary embedding; the model has {len(tables)}"]

@@ -145,7 +145,8 @@ class KVEvictTree(RadixCache):
             key = key[: self.spans[blocked].start]
             if len(key) == 0:
                 return [], node
-        return super()._match_prefix_helper(node, key)
+        values, last = super()._match_prefix_helper(node, key)
+        return values, last
 
     def _blocking_node(self, key: RadixKey) -> TreeNode | None:
         """Return the unsplittable node inside which ``key`` ends or diverges, if there is one."""

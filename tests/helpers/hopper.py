@@ -54,11 +54,7 @@ def _compile(spec: dict[str, Any]) -> str:
         fn=kernel,
         signature={arg: value if isinstance(value, str) else "constexpr" for arg, value in args.items()},
         constexprs={(kernel.arg_names.index(arg),): v for arg, v in args.items() if not isinstance(v, str)},
-        attrs={
-            (i,): [["tt.divisibility", 16]]
-            for i, value in enumerate(args.values())
-            if str(value).startswith("*")
-        },
+        attrs={(i,): [["tt.divisibility", 16]] for i, value in enumerate(args.values()) if str(value).startswith("*")},
     )
     ptx: str = compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
     return ptx

@@ -26,9 +26,7 @@ def assert_same_bits(name: str, got: Tensor, expected: Tensor) -> None:
     different = _bits(got) != _bits(expected.to(got.device))
     if bool(different.any()):
         where = different.nonzero()[:4].tolist()
-        raise AssertionError(
-            f"{name}: {int(different.sum())} of {got.numel()} elements differ, first at {where}"
-        )
+        raise AssertionError(f"{name}: {int(different.sum())} of {got.numel()} elements differ, first at {where}")
 
 
 def assert_accurate(name: str, got: Tensor, reference: Tensor, baseline: Tensor, *, noise: float) -> None:
@@ -41,9 +39,7 @@ def assert_accurate(name: str, got: Tensor, reference: Tensor, baseline: Tensor,
         baseline: a plain computation in the dtype of the inputs, rounded where an honest user would round.
         noise: measured difference of two honest summation orders, relative to the largest value.
     """
-    assert got.shape == reference.shape, (
-        f"{name}: shape {tuple(got.shape)}, expected {tuple(reference.shape)}"
-    )
+    assert got.shape == reference.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(reference.shape)}"
     if got.numel() == 0:
         return
     reference = reference.double().cpu()
@@ -52,9 +48,7 @@ def assert_accurate(name: str, got: Tensor, reference: Tensor, baseline: Tensor,
     allowed += noise * float(reference.abs().max())
     worst = float(error.max())
     ratio = float(error.pow(2).mean().sqrt() / reference.pow(2).mean().sqrt().clamp_min(1e-30))
-    assert worst <= allowed, (
-        f"{name}: error {worst:.3e}, allowed {allowed:.3e}, RMS ratio {ratio:.3e}"
-    )  # NaN fails too
+    assert worst <= allowed, f"{name}: error {worst:.3e}, allowed {allowed:.3e}, RMS ratio {ratio:.3e}"  # NaN fails too
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -133,9 +133,7 @@ def test_worked_pooling_orders(device: str) -> None:
     close(first.cpu(), torch.tensor([[0.25, 0.25, 0.40, 0.25, 0.25], head_1]))
     close(last.cpu(), torch.tensor([[0.25, 0.25, 0.25, 0.25, 0.25], head_1]))
     close(mean.cpu(), p.mean(0))
-    close(
-        average[0].cpu(), torch.tensor([0.35, 0.45, 0.60, 0.45, 0.35]) / 3
-    )  # padding counts: always a third
+    close(average[0].cpu(), torch.tensor([0.35, 0.45, 0.60, 0.45, 0.35]) / 3)  # padding counts: always a third
 
 
 def test_empty_range(device: str) -> None:

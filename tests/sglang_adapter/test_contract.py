@@ -10,7 +10,6 @@ import subprocess
 import sys
 
 import pytest
-from helpers.harness import TINY_LLAMA
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -27,6 +26,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.server_args import ServerArgs
 
+from helpers.harness import TINY_LLAMA
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.sglang_adapter import compat
 from sgl_kvevict.sglang_adapter.refusals import FLAGS

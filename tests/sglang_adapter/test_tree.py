@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from sgl_kvevict.config import KVEvictConfig
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
@@ -18,7 +18,7 @@ def server_args(tmp_path_factory):
 
 
 def spans(harness):
-    return sorted(((s.start, s.end) for s in harness.tree.spans.values()))
+    return sorted((s.start, s.end) for s in harness.tree.spans.values())
 
 
 def test_prompt_is_compressed_up_to_its_tail_and_takes_exactly_its_budget():
@@ -34,9 +34,9 @@ def test_prompt_is_compressed_up_to_its_tail_and_takes_exactly_its_budget():
 
 def test_sharers_read_one_copy():
     harness = Harness()
-    first = harness.run(DOCUMENT + [1, 2, 3, 4])
+    first = harness.run([*DOCUMENT, 1, 2, 3, 4])
     slots = harness.tree.state()["compressed_slots"]
-    others = [harness.run(DOCUMENT + [5, i, i, i]) for i in range(4)]
+    others = [harness.run([*DOCUMENT, 5, i, i, i]) for i in range(4)]
     for req in [first, *others]:
         harness.decode(req)
     assert harness.tree.state()["compressed_slots"] == slots
@@ -81,7 +81,7 @@ def test_dropping_the_lower_half_gives_its_slots_back():
 
 def test_range_read_by_others_is_compressed_when_the_last_lets_go():
     harness = Harness(num_slots=240)
-    twins = [harness.request(DOCUMENT + [i]) for i in range(3)]
+    twins = [harness.request([*DOCUMENT, i]) for i in range(3)]
     for req in twins:
         harness.admit(req)
     for req in twins[:-1]:
@@ -117,7 +117,7 @@ def test_chunked_prefill_compresses_once_at_the_end():
     harness = Harness()
     req = harness.run(DOCUMENT, chunk=13)
     assert harness.tree.compressor.stats.compressions == 1
-    assert [span.is_owner for span in sorted(harness.tree.spans.values(), key=lambda s: s.start)][0]
+    assert min(harness.tree.spans.values(), key=lambda span: span.start).is_owner
     harness.decode(req)
 
 

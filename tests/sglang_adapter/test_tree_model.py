@@ -12,9 +12,10 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
-from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 
 BASES = ([i * 7 % 11 for i in range(48)], [i * 5 % 7 for i in range(48)])
 

@@ -21,9 +21,7 @@ def compact_kv_cpu(
     if indptr is not None:
         ends = (int(indptr[0]), int(indptr[-1]))
         if ends != (0, src.numel()) or bool((indptr[1:] < indptr[:-1]).any()):
-            raise ValueError(
-                f"indptr: expected to ascend from 0 to {src.numel()}, got {ends[0]} to {ends[1]}"
-            )
+            raise ValueError(f"indptr: expected to ascend from 0 to {src.numel()}, got {ends[0]} to {ends[1]}")
     head_dim = k_arena.shape[-1]
     targets = dst.long()
     for arena in (k_arena, v_arena):

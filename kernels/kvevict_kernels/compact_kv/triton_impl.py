@@ -35,9 +35,7 @@ def _gather_kernel(
     m_out = i_out < num_out
     mask = m_out[:, None] & (o_col < WIDTH)[None, :]
     src = tl.load(src_ptr + i_out, mask=m_out, other=0).to(tl.int64)
-    b_rows = tl.load(
-        rows_ptr + src[:, None] * HEAD_DIM + first_column + o_col[None, :], mask=mask
-    )  # [BLOCK, BLOCK_D]
+    b_rows = tl.load(rows_ptr + src[:, None] * HEAD_DIM + first_column + o_col[None, :], mask=mask)  # [BLOCK, BLOCK_D]
     tl.store(staging_ptr + i_out[:, None] * WIDTH + o_col[None, :], b_rows, mask=mask)
 
 
