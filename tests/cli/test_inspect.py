@@ -1,0 +1,218 @@
+"""``sgl-kvevict inspect``: text, JSON, and the page in a real browser."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from importlib.resources import files
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from rich.console import Console
+
+from helpers.event_sockets import description_of, ipc_config
+from helpers.harness import publish_server_args
+from helpers.watched import DOCUMENT, WatchedHarness
+from sgl_kvevict.cli import inspect as inspection
+from sgl_kvevict.cli import main
+from sgl_kvevict.config import EventsConfig
+from sgl_kvevict.events.questions import KeptReport, Node, Pool, TreeReport
+from sgl_kvevict.model import demo_model_path
+
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian package chromium)")
+
+EVIL = "</script><script>document.title='taken over'</script><b>&amp;\u2028"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_args(tmp_path_factory):
+    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture
+def served(tmp_path):
+    """The address of a watched tree: one compressed document with two branches, one of them being read."""
+    with WatchedHarness(ipc_config(tmp_path, expose_tokens=True)) as watched:
+        harness = watched.harness
+        harness.finish(harness.run(DOCUMENT))
+        harness.finish(harness.run(DOCUMENT[:20] + [9] * 30))
+        harness.run([*DOCUMENT, 1, 2, 3])
+        watched.keep_turning()
+        yield watched.service.config.inspect_endpoint
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(["inspect", *arguments])
+    captured = capsys.readouterr()
+    return caught.value.code, captured.out, captured.err
+
+
+def test_text(capsys, served):
+    code, out, _ = run(capsys, served)
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].startswith("tiny, policy pseudo-random: ")
+    assert re.search(r"0-20  20 tokens -> [\d.]+ slots \(\d+% kept\)  1 reading  node \d+$", lines[1])
+    assert re.search(r"    .*56-60  4 tokens -> 4\.0 slots  1 reading", out)
+
+
+def test_json(capsys, served):
+    tree = json.loads(run(capsys, served, "--json")[1])
+    assert tree["about"]["policy"] == "pseudo-random" and tree["omitted"] == 0
+    by_id = {node["id"]: node for node in tree["nodes"]}
+    leaf = next(node for node in tree["nodes"] if node["start"] + node["tokens"] == 63)
+    tokens: list[int] = []
+    while leaf is not None:
+        tokens = tree["tokens"][str(leaf["id"])] + tokens
+        leaf = by_id.get(leaf["parent"])
+    assert tokens == [*DOCUMENT, 1, 2, 3]
+
+
+def test_limit_and_bad_options(capsys, served, tmp_path):
+    out = run(capsys, served, "--limit", "2")[1]
+    assert re.search(r"\.\.\. and \d+ deeper nodes", out)
+    code, _, error = run(capsys, served, "--json", "--html", str(tmp_path / "x.html"))
+    assert code == 2 and "give one of them" in error
+    code, _, error = run(capsys, f"ipc://{tmp_path}/nobody", "--timeout", "0.2")
+    assert code == 1 and "no answer from" in error
+
+
+def test_html_without_a_tokenizer_shows_ids(capsys, served, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    page = tmp_path / "cache.html"
+    code, out, error = run(capsys, served, "--html", str(page), "--tokenizer", str(tmp_path))
+    assert code == 0 and "nodes, 3 pictures" in out and "no tokenizer found" in error
+    assert "[10]" in page.read_text()
+
+
+def test_the_template_needs_nothing_from_elsewhere():
+    template = files("sgl_kvevict.cli").joinpath("inspect_page.html").read_text()
+    assert not re.search(r"https?://|//cdn|<link|@import|src=|fetch\(|XMLHttpRequest|innerHTML", template)
+    assert template.count("@DATA@") == 1
+
+
+def test_token_texts_are_those_of_the_tokenizer():
+    path = demo_model_path()
+    if path is None:
+        pytest.skip("needs the demo model (make model)")
+    decode = inspection.load_decoder(str(path))
+    assert decode is not None
+    assert decode([1, 1, 504]) == ["<|im_start|>", "<|im_start|>", "The"]
+    assert inspection.load_decoder("/nowhere/at/all") is None
+
+
+def snapshot() -> inspection.Snapshot:
+    """Two branches below a compressed root; head 1 of layer 0 keeps the root's tokens 10 to 19 and nothing else."""
+    kept = np.zeros((4, 50), np.uint8)
+    kept[1, 10:20] = 255
+    kept[2, 40:] = 128
+    nodes = [
+        Node(5, 0, 0, 50, 10.0, 0.2, True, 2, 3.0),
+        Node(6, 5, 50, 30, 30.0, 1.0, False, 1, 3.0, EVIL),
+        Node(7, 5, 50, 20, 4.0, 0.2, True, 0, 99.0),
+    ]
+    return inspection.Snapshot(
+        endpoint="tcp://127.0.0.1:1",
+        about=msgspec.structs.replace(description_of(EventsConfig()), model=EVIL),
+        tree=TreeReport(1.8e9, Pool(100, 50, 14, 30, 6), nodes, 3),
+        maps={5: KeptReport(5, 0, 50, 50, 4, kept.tobytes())},
+        tokens={5: list(range(50)), 6: list(range(30))},
+    )
+
+
+PROBE = """
+<script>
+const result = {}, at = (element, x, y) => element.dispatchEvent(new MouseEvent("mousemove", {bubbles: true,
+  clientX: element.getBoundingClientRect().left + x, clientY: element.getBoundingClientRect().top + y}));
+const buttons = [...document.querySelectorAll("#icicle button")];
+result.title = document.title;
+result.model = $("model").textContent;
+result.nodes = buttons.map((b) => [+b.dataset.node, b.offsetLeft, b.offsetTop, b.offsetWidth, b.style.background]);
+result.width = $("icicle").clientWidth;
+result.selected = $("title").textContent;
+at($("map"), map.left + 12.5 * map.cellWidth, map.y(1) + 1);
+result.hover = $("tip").textContent;
+at($("map"), map.left + 12.5 * map.cellWidth, 20);
+result.column = $("tip").textContent;
+at($("map"), map.left + 45 * map.cellWidth, map.y(2) + 1);
+result.half = $("tip").textContent;
+const pixel = (row, bin) => [...$("map").getContext("2d").getImageData(
+  map.left + bin * map.cellWidth, map.y(row), 1, 1).data].slice(0, 3);
+result.pixels = [pixel(1, 12), pixel(0, 12), pixel(1, 20), pixel(2, 45)];
+buttons.find((b) => b.dataset.node === "6").click();
+result.clicked = [$("title").textContent, $("facts").textContent, $("text").textContent, $("heat-note").textContent];
+buttons.find((b) => b.dataset.node === "7").click();
+result.unmapped = $("heat-note").textContent;
+$("zoom").click();
+result.zoomed = [...document.querySelectorAll("#icicle button")].map((b) => [+b.dataset.node, b.offsetWidth]);
+$("all").click();
+result.all = document.querySelectorAll("#icicle button").length;
+const out = document.createElement("pre");
+out.id = "result";
+out.textContent = JSON.stringify(result);
+document.body.append(out);
+</script>
+"""
+
+
+def browse(page: Path, profile: Path) -> str:
+    """The document after its scripts ran."""
+    assert CHROMIUM is not None
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+    flags += ["--disable-background-networking", "--disable-component-update", f"--user-data-dir={profile}"]
+    command = [CHROMIUM, *flags, "--window-size=1200,900", "--dump-dom", page.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_the_page_in_a_browser(tmp_path):
+    page = tmp_path / "cache.html"
+    text = inspection.as_page(snapshot(), lambda ids: [EVIL if token == 12 else f"w{token} " for token in ids])
+    page.write_text(text.replace("</body>", f"{PROBE}</body>"), encoding="utf-8")
+    dom = browse(page, tmp_path / "profile")
+    found = re.search(r'<pre id="result">(.*?)</pre>', dom, re.DOTALL)
+    assert found, dom[-2000:]
+    result = json.loads(html.unescape(found[1]))
+    assert result["title"] == "sgl-kvevict: the cache" and result["model"] == EVIL
+
+    nodes = {node: (left, top, width) for node, left, top, width, _ in result["nodes"]}
+    scale = result["width"] / 44  # slots: 10 + 30 + 4
+    assert nodes[5] == (0, 0, pytest.approx(44 * scale, abs=1))
+    assert nodes[6] == (0, 26, pytest.approx(30 * scale, abs=1))  # the wider child first
+    assert nodes[7] == (pytest.approx(30 * scale, abs=1), 26, pytest.approx(4 * scale, abs=1))
+    colours = {node: colour for node, *_, colour in result["nodes"]}
+    assert colours[6] == "rgb(8, 48, 107)" and colours[5] == colours[7] != colours[6]
+
+    assert result["selected"] == "Node 5"
+    assert result["hover"] == f"layer 0, head 1: 100 % kept\ntoken 12\n{EVIL}"
+    assert result["column"] == f"all heads: 25 % kept\ntoken 12\n{EVIL}"
+    assert result["half"].startswith("layer 1, head 0: 50.2 % kept\ntoken 45\nw45")
+    dark, white, after, half = result["pixels"]
+    assert (dark, white, after) == ([8, 48, 107], [255, 255, 255], [255, 255, 255]) and half not in (dark, white)
+
+    title, facts, tokens, note = result["clicked"]
+    assert title == "Node 6" and "everything (uncompressed)" in facts and EVIL in facts
+    assert tokens.startswith("w0 w1 ") and EVIL in tokens and "keeps everything" in note
+    assert "No map was taken" in result["unmapped"]
+    assert result["zoomed"] == [[7, result["width"]]] and result["all"] == 3
+    assert (
+        "taken over" not in re.sub(r"<pre.*?</pre>", "", dom, flags=re.DOTALL).split("<title>")[1].split("</title>")[0]
+    )
+
+
+def test_the_text_tree_of_a_snapshot():
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(inspection.as_text(snapshot()), highlight=False)
+    assert "50-80  30 tokens -> 30.0 slots  1 reading  namespace" in capture.get()
+    assert "... and 3 deeper nodes" in capture.get()
