@@ -5,10 +5,10 @@ ARGS ?=
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve test lint
+.PHONY: help setup model demo serve test test-peers lint
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
 setup: ## create or update .venv (stock SGLang on CPU, this package, test tools)
 	@scripts/setup_env.sh
@@ -24,6 +24,13 @@ serve: model ## serve the demo model with compressed prefixes (ARGS="--budget 0.
 
 test: model ## run the test suite (ARGS="tests/kernels -k compact")
 	@$(BIN)/python -m pytest $(ARGS)
+
+# Threads that wait asleep: several times faster where cores are shared.
+test-peers: export OMP_WAIT_POLICY := passive
+test-peers: model ## compare kept positions with kvpress, in an environment of its own
+	@scripts/setup_peers.sh
+	@PYTHONPATH=tests .venv-peers/bin/python -m peers.record_kvpress "$$($(BIN)/sgl-kvevict model)"
+	@$(BIN)/python -m pytest tests/peers/check_kvpress.py $(ARGS)
 
 lint: setup ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -1,0 +1,156 @@
+"""Run our policies on the tensors of a recording and compare kept positions with the press's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peers.cases import Case
+from peers.records import kept_key, record_path, scores_key
+from safetensors import safe_open
+from torch import Tensor
+
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.policies import LayerObservation, QueryMoments, QueryWindow, Rotary, Signal, build_policy
+
+ROUNDING = 1e-5
+"""Relative distance of a press's score from its threshold below which two float32 sums may swap tokens."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One case on one prompt at one budget.
+
+    Attributes:
+        case: what was compared.
+        prompt: its name.
+        num_tokens: of the prompt.
+        kept_share: budget.
+        num_entries: entries kept over all layers and heads, the same on both sides.
+        num_heads: layers times KV heads.
+        num_equal: heads whose kept sets are equal.
+        num_rounding: other heads that differ only in tokens whose scores are equal up to rounding.
+        overlap: share of the kept entries that both sides keep.
+        worst_overlap: smallest share of a head (of the larger of its two sets).
+    """
+
+    case: Case
+    prompt: str
+    num_tokens: int
+    kept_share: float
+    num_entries: int
+    num_heads: int
+    num_equal: int
+    num_rounding: int
+    overlap: float
+    worst_overlap: float
+
+
+class Recording:
+    """One prompt's model run, shown to policies as a server would."""
+
+    def __init__(self, prompt_name: str) -> None:
+        self._file: Any = safe_open(record_path(prompt_name), framework="pt")
+        self.metadata: dict[str, str] = self._file.metadata()
+        self.keys = self._file.get_tensor("keys")
+        self.values = self._file.get_tensor("values")
+        self.queries = self._file.get_tensor("queries")
+        self.lse = self._file.get_tensor("lse")
+        self.accumulated = self._file.get_tensor("accumulated")
+        self.rotary = Rotary(self._file.get_tensor("cos_sin"), is_neox=True)
+        num_layers, self.num_tokens, num_kv_heads, head_dim = self.keys.shape
+        self.geometry = KVGeometry(num_layers, self.queries.shape[2], num_kv_heads, head_dim, self.num_tokens + 1)
+        # Slots in no order, like an arena's; slot 0 is padding.
+        self.slots = 1 + torch.randperm(self.num_tokens, generator=torch.Generator().manual_seed(0))
+
+    def kept(self, kept_share: float, case: Case) -> Tensor:
+        """What the press kept, [L, H, N] bool."""
+        kept: Tensor = self._file.get_tensor(kept_key(kept_share, case.name))
+        return kept
+
+    def scores(self, kept_share: float, case: Case) -> Tensor:
+        """The press's scores, [L, H, N]."""
+        scores: Tensor = self._file.get_tensor(scores_key(kept_share, case.name))
+        return scores
+
+    def observe(self, layer: int, tail: int, window_size: int, needs: frozenset[Signal]) -> LayerObservation:
+        """The layer as a policy sees it whose range is all but the last ``tail`` tokens."""
+        buffers = torch.full((2, self.num_tokens + 1, *self.keys.shape[2:]), torch.nan)
+        buffers[0, self.slots], buffers[1, self.slots] = self.keys[layer], self.values[layer]
+        end = self.num_tokens - tail
+        window = moments = None
+        if window_size:
+            start = self.num_tokens - window_size
+            window = QueryWindow(self.queries[layer, start:], self.lse[layer, start:].contiguous(), start)
+        if Signal.QUERY_MOMENTS in needs:
+            empty = QueryMoments.empty(self.geometry.num_qo_heads, self.geometry.head_dim, self.rotary)
+            moments = empty.add(self.queries[layer], 0)
+        return LayerObservation(
+            layer=layer,
+            start=0,
+            k_buffer=buffers[0],
+            v_buffer=buffers[1],
+            token_slots=self.slots[:end],
+            sm_scale=self.geometry.head_dim**-0.5,
+            window=window,
+            accumulated=self.accumulated[layer, :, :end] if Signal.ACCUMULATED_ATTENTION in needs else None,
+            moments=moments,
+            num_prompt_tokens=self.num_tokens,
+        )
+
+    def keep(self, case: Case, num_entries: int) -> Tensor:
+        """What our policy keeps of the prompt, the tail included, [L, H, N] bool."""
+        policy = build_policy(case.policy, case.options)
+        if policy is None:
+            raise ValueError(f"case {case.name}: policy {case.policy!r} keeps everything")
+        needs, window_size = policy.needs, policy.window_size
+        total = num_entries - case.tail * self.geometry.heads_per_token
+        decision = policy.select(
+            lambda layer: self.observe(layer, case.tail, window_size, needs), self.geometry, total, case.protected
+        )
+        lens = decision.selection.keep_lens.flatten().long()
+        runs = torch.arange(lens.numel()).repeat_interleave(lens)
+        kept = torch.zeros(lens.numel(), self.num_tokens, dtype=torch.bool)
+        kept[runs, decision.selection.indices.long()] = True
+        kept[:, self.num_tokens - case.tail :] = True
+        return kept.view_as(self.accumulated)
+
+
+def compare(recording: Recording, prompt_name: str, kept_share: float, case: Case) -> Comparison:
+    """Run one case."""
+    theirs = recording.kept(kept_share, case)
+    num_entries = int(theirs.sum())
+    ours = recording.keep(case, num_entries)
+    if int(ours.sum()) != num_entries:
+        raise ValueError(f"case {case.name}: {int(ours.sum())} entries instead of {num_entries}")
+    differs = (ours != theirs).any(-1)
+    rounding = differs & only_rounding(recording.scores(kept_share, case), ours, theirs)
+    common = (ours & theirs).sum(-1)
+    larger = torch.maximum(ours.sum(-1), theirs.sum(-1))
+    return Comparison(
+        case,
+        prompt_name,
+        recording.num_tokens,
+        kept_share,
+        num_entries,
+        num_heads=differs.numel(),
+        num_equal=int((~differs).sum()),
+        num_rounding=int(rounding.sum()),
+        overlap=int(common.sum()) / num_entries,
+        worst_overlap=float((common / larger).min()),
+    )
+
+
+def only_rounding(scores: Tensor, ours: Tensor, theirs: Tensor) -> Tensor:
+    """Heads [L, H] that differ by an exchange of tokens whose press scores are equal up to rounding.
+
+    The exchange is within a head, or (AdaKV) among the heads of a layer.
+    """
+    swapped = ours ^ theirs
+    high, low = scores.masked_fill(~swapped, -torch.inf), scores.masked_fill(~swapped, torch.inf)
+    in_head = (high.amax(-1) - low.amin(-1)) <= ROUNDING * high.abs().masked_fill(~swapped, 0).amax(-1)
+    in_head &= ours.sum(-1) == theirs.sum(-1)
+    in_layer = high.amax((1, 2)) - low.amin((1, 2)) <= ROUNDING * high.abs().masked_fill(~swapped, 0).amax((1, 2))
+    in_layer &= ours.sum((1, 2)) == theirs.sum((1, 2))
+    return in_head | in_layer[:, None]
