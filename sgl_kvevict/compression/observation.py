@@ -148,8 +148,8 @@ class PromptObservation:
     def _last(self, earlier: Tensor | None, rows: Tensor) -> Tensor:
         missing = self.spec.window_size - rows.shape[0]
         if earlier is None or missing <= 0:
-            return rows[-self.spec.window_size :].clone()
-        return torch.cat([earlier[-missing:], rows])
+            return rows[-self.spec.window_size :].clone(memory_format=torch.contiguous_format)
+        return torch.cat([earlier[-missing:], rows]).contiguous()
 
     def _accumulate(
         self, earlier: Tensor | None, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float
