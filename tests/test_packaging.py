@@ -89,6 +89,7 @@ def test_the_wheel_holds_both_packages_and_nothing_else(tmp_path: Path) -> None:
         modules = [path.relative_to(folder).as_posix() for path in (folder / package).rglob("*.py")]
         assert set(modules) <= set(names)
         assert f"{package}/py.typed" in names
+    assert "sgl_kvevict/cli/inspect_page.html" in names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"sgl_kvevict", "kvevict_kernels"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 

@@ -59,10 +59,14 @@ def serve(
     config: Annotated[
         Path | None, typer.Option(help="JSON or YAML file with the same fields; options above win.")
     ] = None,
+    events: Annotated[
+        bool, typer.Option("--events", help="Open the sockets of 'top' and 'inspect' on this machine.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
 ) -> None:
     """Start stock SGLang with compressed prefixes."""
     from sgl_kvevict.cli.server_plan import parse_budget, parse_policy_options, plan_serve, resolve_config
+    from sgl_kvevict.config import EventsConfig
 
     given: dict[str, Any] = {
         "policy": policy,
@@ -73,6 +77,8 @@ def serve(
         "policy_options": parse_policy_options(policy_option) if policy_option else None,
     }
     resolved = resolve_config(config, {name: value for name, value in given.items() if value is not None})
+    if events and resolved.events is None:
+        resolved = resolved.model_copy(update={"events": EventsConfig()})
     plan = plan_serve(model, resolved, sglang_flags or [])
     _say(plan.summary)
     if dry_run:

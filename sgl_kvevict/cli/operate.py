@@ -63,7 +63,9 @@ def inspect(
     elif html is None:
         from rich.console import Console
 
-        Console().print(inspection.as_text(snapshot), highlight=False, soft_wrap=True)
+        console = Console()
+        width = None if console.is_terminal else 1000  # a file or a pipe takes lines as long as they are
+        console.print(inspection.as_text(snapshot), highlight=False, width=width)
     else:
         decode = inspection.load_decoder(tokenizer or snapshot.about.tokenizer) if snapshot.tokens else None
         if snapshot.tokens and decode is None:

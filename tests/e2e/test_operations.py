@@ -1,0 +1,234 @@
+"""One real server, watched in every way there is, under random traffic on a pool that is too small."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import socket
+import time
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+
+from helpers.tiny_model import VOCAB_SIZE
+from helpers.traffic import generate, idle_state, random_jobs, run_jobs
+from sgl_kvevict.cli import main
+from sgl_kvevict.cli.inspect import take_snapshot
+from sgl_kvevict.events.client import EventStream, InspectClient
+from sgl_kvevict.events.questions import Status, StatusReport
+from sgl_kvevict.events.types import END_OF_REPLAY, Compressed, Dropped, Repacked, Split
+from sgl_kvevict.launcher import free_port
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+MONITORING = Path(__file__).resolve().parents[2] / "examples" / "monitoring"
+EVENTS = {name: f"tcp://127.0.0.1:{free_port()}" for name in ("endpoint", "replay_endpoint", "inspect_endpoint")}
+KV_EVENTS = {
+    "publisher": "zmq",
+    "endpoint": f"tcp://*:{free_port()}",
+    "replay_endpoint": f"tcp://*:{free_port()}",
+    "buffer_steps": 100_000,
+}
+CONFIG = {
+    "budget": 0.2,
+    "min_prefix_tokens": 48,
+    "tail_tokens": 16,
+    "policy_options": {"window_size": 16},
+    "events": {**EVENTS, "expose_tokens": True},
+}
+FLAGS = (
+    *("--skip-tokenizer-init", "--max-total-tokens", "2000", "--context-length", "1024"),
+    *("--enable-metrics", "--kv-events-config", json.dumps(KV_EVENTS)),
+)
+
+
+@pytest.fixture(scope="module")
+def server(start, tiny_llama):
+    server = start(tiny_llama, *FLAGS, config=CONFIG)
+    run_jobs(server, random_jobs(150, seed=7, vocab_size=VOCAB_SIZE), concurrency=16)
+    idle_state(server)
+    time.sleep(1.5)  # metrics are refreshed once a second
+    return server
+
+
+@pytest.fixture(autouse=True)
+def server_is_well(server):
+    yield
+    server.check_alive()
+    assert server.leak_messages() == []
+    assert idle_state(server)["leaked_slots"] == 0
+
+
+def ask(request, answer):
+    async def run():
+        async with InspectClient(EVENTS["inspect_endpoint"], timeout_s=20) as client:
+            return await client.ask(request, answer)
+
+    return asyncio.run(run())
+
+
+def replay(endpoint: str) -> list[tuple[int, bytes]]:
+    """All messages of a replay socket, asked as SGLang's subscribers do."""
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.RCVTIMEO, 20_000)
+    dealer.connect(endpoint.replace("*", "127.0.0.1"))
+    dealer.send_multipart([b"", bytes(8)])
+    messages = []
+    while True:
+        _, _, seq, payload = dealer.recv_multipart()
+        if seq == END_OF_REPLAY:
+            context.destroy(linger=0)
+            return messages
+        messages.append((int.from_bytes(seq, "big"), payload))
+
+
+def test_a_kv_event_subscriber_knows_exactly_what_is_cached(server):
+    messages = replay(KV_EVENTS["replay_endpoint"])
+    assert [seq for seq, _ in messages] == list(range(len(messages)))
+    blocks: dict[int, tuple[int, ...]] = {}
+    kinds: Counter = Counter()
+    for _, payload in messages:
+        for event in msgspec.msgpack.decode(payload, type=KVEventBatch).events:
+            kinds[type(event)] += 1
+            if isinstance(event, AllBlocksCleared):
+                blocks.clear()
+            elif isinstance(event, BlockRemoved):
+                for block in event.block_hashes:
+                    del blocks[block]
+            else:
+                before = () if event.parent_block_hash is None else blocks[event.parent_block_hash]
+                for block, token in zip(event.block_hashes, event.token_ids, strict=True):
+                    before = (*before, token)
+                    blocks[block] = before
+    assert kinds[BlockStored] > 20 and kinds[BlockRemoved] > 20
+
+    snapshot = take_snapshot(EVENTS["inspect_endpoint"], limit=20_000, with_tokens=True)
+    assert any(node.compressed for node in snapshot.tree.nodes)
+    cached = []
+    path: dict[int, tuple[int, ...]] = {0: ()}
+    for node in snapshot.tree.nodes:
+        before = path[node.parent]
+        for token in snapshot.tokens[node.id]:
+            before = (*before, token)
+            cached.append(before)
+        path[node.id] = before
+    assert sorted(blocks.values()) == sorted(cached)
+
+
+def test_our_events_tell_the_whole_story(server):
+    events = []
+
+    async def read() -> None:
+        async with EventStream(EVENTS["endpoint"], EVENTS["replay_endpoint"], "kvevict") as stream:
+            expected = 0
+            async for received in stream.batches(0):
+                assert received.seq == expected and received.missed == 0
+                expected += 1
+                events.extend(received.batch.events)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(read(), 3))
+    report = ask(Status(limit=1000), StatusReport)
+    totals, gauges = report.totals, report.gauges
+    compressed = [event for event in events if isinstance(event, Compressed)]
+    dropped = [event for event in events if isinstance(event, Dropped)]
+    assert totals.compressions == len(compressed) > 10
+    assert totals.kept_entries == sum(event.kept_entries for event in compressed)
+    assert totals.evicted_entries == sum(event.evicted_entries for event in compressed) > 0
+    assert totals.dropped_nodes == len(dropped) > 10
+    assert totals.splits == sum(isinstance(event, Split) for event in events)
+    assert report.lost_events == 0
+    assert all(len(event.token_ids) == event.end - event.start for event in compressed)
+    # Spans and slots that are left follow from the events alone.
+    num_spans = sum(len(event.nodes) for event in compressed) + totals.splits - totals.dropped_spans
+    assert gauges.spans == num_spans > 0
+    slots = sum(event.slots for event in compressed)
+    slots -= sum(event.released_slots for event in events if isinstance(event, Repacked))
+    slots -= sum(event.slots for event in dropped if event.compressed)
+    assert gauges.pool.compressed == slots == sum(row.slots for row in report.prefixes)
+
+
+def scrape(server) -> dict[str, float]:
+    """Series by name, without labels, summed."""
+    series: Counter = Counter()
+    for line in server.get_text("/metrics").splitlines():
+        if found := re.match(r"([A-Za-z_:][\w:]*)(?:\{[^}]*\})? (\S+)", line):
+            series[found[1]] += float(found[2])
+    return dict(series)
+
+
+def test_metrics_equal_the_report(server):
+    series, report = scrape(server), ask(Status(limit=0), StatusReport)
+    gauges, totals = report.gauges, report.totals
+    assert {name: series[f"kvevict:{name}"] for name in ("spans", "segments", "dead_entries", "logical_tokens")} == {
+        "spans": gauges.spans,
+        "segments": gauges.segments,
+        "dead_entries": gauges.dead_entries,
+        "logical_tokens": gauges.logical_tokens,
+    }
+    assert series["kvevict:pool_slots"] == gauges.pool.total == 2000
+    assert series["kvevict:held_slots"] == gauges.pool.compressed + gauges.pool.full
+    assert series["kvevict:held_slots"] + gauges.pool.free == series["sglang:kv_evictable_tokens"] + gauges.pool.free
+    assert series["kvevict:tokens_per_slot"] == pytest.approx(gauges.logical_tokens / series["kvevict:held_slots"])
+    for name in ("compressions", "evicted_entries", "released_slots", "splits", "dropped_nodes", "dropped_spans"):
+        assert series[f"kvevict:{name}_total"] == getattr(totals, name), name
+    assert series["kvevict:compression_seconds_count"] == totals.compressions
+    assert series["kvevict:compression_seconds_sum"] == pytest.approx(totals.compression_seconds)
+    labels = re.search(r"^kvevict:spans\{([^}]*)\}", server.get_text("/metrics"), re.MULTILINE)
+    stock_labels = re.search(r"^sglang:evicted_tokens_total\{([^}]*)\}", server.get_text("/metrics"), re.MULTILINE)
+    assert labels and stock_labels and labels[1] == stock_labels[1]
+
+
+@pytest.mark.parametrize("name", ["grafana-dashboard.json", "alerts.yml"])
+def test_every_series_named_in_the_examples_exists(server, name):
+    wanted = set(re.findall(r"\b(?:kvevict|sglang):\w+", (MONITORING / name).read_text()))
+    assert len(wanted) > 4
+    assert wanted - scrape(server).keys() == set()
+
+
+def test_server_info_and_the_commands(server, capsys, tmp_path):
+    endpoint = EVENTS["inspect_endpoint"]
+    for arguments in (
+        ["top", endpoint, "--json", "--count", "2", "--interval", "0.2"],
+        ["inspect", endpoint],
+        ["inspect", endpoint, "--json"],
+        ["inspect", endpoint, "--html", str(tmp_path / "cache.html"), "--tokenizer", str(tmp_path)],
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 0
+        assert capsys.readouterr().out
+    assert (tmp_path / "cache.html").stat().st_size > 20_000
+    state = server.get_json("/server_info")["internal_states"][0]["kvevict"]
+    assert state["spans"] == ask(Status(), StatusReport).gauges.spans
+    assert "kept" not in state  # needs expose_kept
+
+
+def test_malformed_input_does_not_disturb_a_busy_server(server):
+    jobs = random_jobs(40, seed=8, vocab_size=VOCAB_SIZE)
+    context = zmq.Context()
+    clients = [context.socket(kind) for kind in (zmq.XSUB, zmq.DEALER, zmq.DEALER)]
+    for client, endpoint in zip(clients, EVENTS.values(), strict=True):
+        client.connect(endpoint)
+    unknown_node = msgspec.msgpack.encode({"op": "kept", "node": 2**63 - 1})
+    junk = [b"", b"\xff" * 50, b"\x91" * 5000, unknown_node, bytes(70_000)]
+    for i in range(200):
+        for client, endpoint in zip(clients, EVENTS.values(), strict=True):
+            with contextlib.suppress(zmq.Again):  # the server hung up on the last one, and we are not back yet
+                client.send_multipart([b"", junk[i % len(junk)]], zmq.NOBLOCK)
+            if i % 20 == 0:
+                port = int(endpoint.rsplit(":", 1)[1])
+                with socket.create_connection(("127.0.0.1", port)) as connection:
+                    connection.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(range(256)))
+    outputs = run_jobs(server, jobs, concurrency=8)
+    assert all(output is not None for output in outputs.values())
+    context.destroy(linger=0)
+    assert len(generate(server, jobs[0].input_ids, 5)["output_ids"]) == 5
+    assert ask(Status(), StatusReport).gauges.pool.total == 2000

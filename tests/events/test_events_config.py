@@ -1,0 +1,73 @@
+"""The configuration of the event sockets, and the way it takes through the command line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sgl_kvevict.cli import main
+from sgl_kvevict.config import ENV_VAR, EventsConfig, KVEvictConfig, load_config, parse_config
+from sgl_kvevict.errors import ConfigError
+
+
+def test_off_unless_asked_for_and_then_on_loopback():
+    assert KVEvictConfig().events is None
+    events = load_config({ENV_VAR: '{"events": {}}'}).events
+    assert events == EventsConfig() and not events.expose_tokens
+    addresses = (events.endpoint, events.replay_endpoint, events.inspect_endpoint)
+    assert [address.rsplit(":", 1)[0] for address in addresses] == ["tcp://127.0.0.1"] * 3
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://0.0.0.0:1", "tcp://*:5657", "tcp://[::1]:5657", "tcp://gpu-7.local:80", "ipc:///tmp/x", None]
+)
+def test_addresses(address):
+    assert parse_config({"events": {"endpoint": address}}, "test").events.endpoint == address
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("endpoint", "tcp://127.0.0.1"),
+        ("endpoint", "127.0.0.1:5657"),
+        ("endpoint", "tcp://a b:1"),
+        ("inspect_endpoint", 5657),
+        ("hwm", 0),
+        ("buffer_steps", True),
+        ("max_queue_size", 1.5),
+        ("expose_tokens", "yes"),
+        ("topic", 3),
+        ("unknown", 1),
+    ],
+)
+def test_bad_fields_are_named_with_value_and_what_is_allowed(field, value):
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"events": {field: value}, "budget": 7.5}, "test")
+    message = str(caught.value)
+    assert f"events.{field}: " in message and repr(value) in message and "allowed: " in message
+    assert "budget: got 7.5" in message  # all at once
+
+
+def test_events_must_be_an_object():
+    with pytest.raises(ConfigError, match=r"events: got True; allowed: null \(off\), or an object"):
+        parse_config({"events": True}, "test")
+
+
+def served_events(capsys, *arguments: str) -> dict | None:
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", "some/model", "--dry-run", *arguments, "--", "--device", "cpu"])
+    assert caught.value.code == 0
+    line = capsys.readouterr().out
+    return json.loads(line.split(f"{ENV_VAR}='")[1].split("'")[0])["events"]
+
+
+def test_serve_passes_them_on(capsys, tmp_path, monkeypatch):
+    monkeypatch.delenv(ENV_VAR, raising=False)
+    assert served_events(capsys) is None
+    assert served_events(capsys, "--events") == EventsConfig().model_dump()
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"events": {"endpoint": None}}))
+    expected = EventsConfig(endpoint=None).model_dump()
+    assert served_events(capsys, "--config", str(file)) == expected
+    assert served_events(capsys, "--config", str(file), "--events") == expected  # the file's details stay

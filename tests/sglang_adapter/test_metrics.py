@@ -1,0 +1,92 @@
+"""Metrics of a tree, written to prometheus_client's own registry."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client import REGISTRY
+
+from helpers.harness import Harness, publish_server_args
+from helpers.watched import DOCUMENT
+from sgl_kvevict.sglang_adapter.introspection import read_gauges
+from sgl_kvevict.sglang_adapter.metrics import MetricsObserver
+from sgl_kvevict.sglang_adapter.observers import CountingObserver, ObserverGroup
+
+ROOT = Path(__file__).resolve().parents[2]
+LABELS = {"cache_type": "KVEvictTree", "tp_rank": "0"}
+
+
+@pytest.fixture(scope="module")
+def harness(tmp_path_factory):
+    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+    harness = Harness(num_slots=200)
+    counting = CountingObserver(harness.geometry.heads_per_token)
+    harness.metrics = MetricsObserver(counting.totals, LABELS, lambda: 5)
+    harness.counting = counting
+    harness.tree.observer = ObserverGroup([counting, harness.metrics])
+    return harness
+
+
+def value(name: str, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(f"kvevict:{name}", LABELS | labels)
+
+
+def test_an_empty_cache_has_all_series_at_zero(harness):
+    harness.tree.observer.between_steps(harness.tree)
+    assert (value("spans"), value("tokens_per_slot"), value("compressions_total")) == (0, 1, 0)
+    assert value("refusals_total", reason="not-cached") == 0
+    assert value("pool_slots", holder="free") == value("pool_slots", holder="compressed") + 200
+
+
+def test_series_follow_the_cache(harness):
+    rng = random.Random(0)
+    readers = []
+    for _ in range(60):
+        req = harness.run(DOCUMENT[: rng.choice([20, 40, 60])] + [rng.randrange(11) for _ in range(12)])
+        if req is not None:
+            readers.append(req)
+        if len(readers) > 3:
+            harness.finish(readers.pop(0))
+    harness.metrics.refresh(harness.tree)
+    gauges, totals = read_gauges(harness.tree), harness.counting.totals
+    assert gauges.spans > 0 and totals.dropped_spans > 0 and gauges.max_readers > 0
+    assert value("spans") == gauges.spans and value("segments") == gauges.segments
+    assert value("logical_tokens") == sum(len(node.key) for node in harness.tree.nodes())
+    assert value("held_slots") == harness.tree.total_size()
+    assert value("tokens_per_slot") == pytest.approx(gauges.logical_tokens / harness.tree.total_size())
+    assert value("max_readers_per_span") == gauges.max_readers
+    assert value("readers_per_span") == pytest.approx(gauges.readers / gauges.spans)
+    assert sum(value("pool_slots", holder=holder) for holder in ("free", "compressed", "full", "private")) == 200
+    assert value("compressions_total") == totals.compressions == value("compression_seconds_count")
+    assert value("compression_seconds_sum") == pytest.approx(totals.compression_seconds)
+    assert value("evicted_entries_total") == totals.evicted_entries > 0
+    assert value("dropped_spans_total") == totals.dropped_spans
+    assert value("lost_events_total") == 5
+    for req in readers:
+        harness.finish(req)
+
+
+def test_counters_are_written_at_most_once_a_second(harness, monkeypatch):
+    monkeypatch.setattr("sgl_kvevict.sglang_adapter.metrics.time.monotonic", lambda: 1e9)
+    harness.tree.observer.between_steps(harness.tree)
+    before = value("dropped_nodes_total")
+    harness.evict(10)
+    harness.tree.observer.between_steps(harness.tree)
+    assert value("dropped_nodes_total") == before
+    monkeypatch.setattr("sgl_kvevict.sglang_adapter.metrics.time.monotonic", lambda: 1e9 + 1)
+    harness.tree.observer.between_steps(harness.tree)
+    assert value("dropped_nodes_total") > before
+
+
+def test_the_manual_names_exactly_the_series_there_are(harness):
+    ours = {
+        re.sub(r"_(bucket|sum|count)$", "", sample.name)
+        for family in REGISTRY.collect()
+        for sample in family.samples
+        if sample.name.startswith("kvevict:") and not sample.name.endswith("_created")
+    }
+    documented = set(re.findall(r"^\| `(kvevict:\w+)`", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE))
+    assert documented == ours
