@@ -49,7 +49,19 @@ FLAGS = (
 
 
 @pytest.fixture(scope="module")
-def server(start, tiny_llama):
+def kv_subscriber():
+    """A subscriber of SGLang's KV events, there before any traffic."""
+    context = zmq.Context()
+    subscriber = context.socket(zmq.SUB)
+    subscriber.set_hwm(0)
+    subscriber.subscribe(b"")
+    subscriber.connect(KV_EVENTS["endpoint"].replace("*", "127.0.0.1"))
+    yield subscriber
+    context.destroy(linger=0)
+
+
+@pytest.fixture(scope="module")
+def server(start, tiny_llama, kv_subscriber):
     server = start(tiny_llama, *FLAGS, config=CONFIG)
     run_jobs(server, random_jobs(150, seed=7, vocab_size=VOCAB_SIZE), concurrency=16)
     idle_state(server)
@@ -89,9 +101,14 @@ def replay(endpoint: str) -> list[tuple[int, bytes]]:
         messages.append((int.from_bytes(seq, "big"), payload))
 
 
-def test_a_kv_event_subscriber_knows_exactly_what_is_cached(server):
+def test_a_kv_event_subscriber_knows_exactly_what_is_cached(server, kv_subscriber):
     messages = replay(KV_EVENTS["replay_endpoint"])
     assert [seq for seq, _ in messages] == list(range(len(messages)))
+    live = []
+    while kv_subscriber.poll(200):
+        _, seq, payload = kv_subscriber.recv_multipart()
+        live.append((int.from_bytes(seq, "big"), payload))
+    assert live == messages[live[0][0] :] and len(live) > len(messages) - 10  # but for those before it had connected
     blocks: dict[int, tuple[int, ...]] = {}
     kinds: Counter = Counter()
     for _, payload in messages:
