@@ -34,7 +34,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for logs and the picture.")] = Path("out/demo"),
 ) -> None:
     """Run the comparison; see the module's description."""
-    progress = Console(stderr=True)
+    progress = Console(stderr=True, soft_wrap=True)
     share = _budget(budget)
     folder = model or ensure_demo_model(report=progress.print)
     num_layers = int(json.loads((folder / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from helpers.tiny_model import VOCAB_SIZE
@@ -44,16 +46,31 @@ def test_random_requests_on_a_pool_that_is_too_small(start, tiny_llama, flags, c
     server.stop()
 
 
+def margin(server, input_ids):
+    """Difference between the log-probabilities of the two best next tokens."""
+    body = {"input_ids": input_ids, "return_logprob": True, "top_logprobs_num": 2}
+    body |= {"sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}}
+    best, second = json.loads(server.post("/generate", body))["meta_info"]["output_top_logprobs"][0]
+    return best[0] - second[0]
+
+
 def test_outputs_equal_stock_at_budget_one_under_pressure(start, tiny_llama):
-    """With everything kept, any mix-up of slots, layers, heads, positions or requests changes an output."""
+    """With everything kept, any mix-up of slots, layers, heads, positions or requests changes an output.
+
+    An output may leave stock's only where stock's two best tokens are as good as equal: there the order of additions
+    decides, also between two runs of stock itself.
+    """
     jobs = random_jobs(200, seed=2, vocab_size=VOCAB_SIZE, aborts=False)
     stock = start(tiny_llama, "--skip-tokenizer-init", "--max-total-tokens", "60000", "--context-length", "1024")
     expected = run_jobs(stock, jobs, concurrency=4)
-    stock.stop()
     server = start(
         tiny_llama, *SMALL_POOL, "--chunked-prefill-size", "128", config={**CONFIG, "budget": 1.0}, env=RETRACT
     )
     outputs = run_jobs(server, jobs, concurrency=24)
-    wrong = [rid for rid in expected if expected[rid] != outputs[rid]]
-    assert wrong == []
+    different = [job for job in jobs if expected[job.rid] != outputs[job.rid]]
+    assert len(different) < len(jobs) // 10
+    for job in different:
+        pairs = zip(expected[job.rid], outputs[job.rid], strict=True)
+        same = next(i for i, (ours, theirs) in enumerate(pairs) if ours != theirs)
+        assert margin(stock, job.input_ids + expected[job.rid][:same]) < 0.02
     assert assert_all_slots_are_back(server)["compressions"] > 5
