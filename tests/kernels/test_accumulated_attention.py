@@ -93,6 +93,33 @@ def test_dtypes_and_causal_mask(device: str, dtype: torch.dtype, ahead: int) -> 
     assert not got[:, max(0, ahead + 100) :].any()
 
 
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("ahead", [-3, 0, 70, 500])
+def test_maxima(device: str, sizes: tuple[int, int, int, int, int], ahead: int) -> None:
+    args, options = prompt(sizes, torch.bfloat16, device, ahead)
+    got = accumulated_attention(*args, **options, reduction="max")
+    want = accumulated_attention_reference(*args, **options, reduction="max")
+    assert_accurate("maxima", got, want, want, noise=4 * FLOAT32_NOISE)
+    assert not got[:, max(0, ahead + sizes[0]) :].any()
+
+
+def test_maxima_of_chunks_combine(device: str) -> None:
+    args, options = prompt((100, 6, 3, 64, 100), torch.float32, device, ahead=5)
+    queries, lse, k_buffer, slots = args
+    whole = accumulated_attention(*args, **options, reduction="max")
+    first = accumulated_attention(queries[:37], lse[:37], k_buffer, slots, **options, reduction="max")
+    rest = options | {"query_start": options["query_start"] + 37}
+    second = accumulated_attention(queries[37:], lse[37:], k_buffer, slots, **rest, reduction="max")
+    combined = torch.maximum(first, second)
+    assert_accurate("maxima", combined, whole, whole, noise=4 * FLOAT32_NOISE)
+
+
+def test_an_unknown_reduction_is_named() -> None:
+    args, options = prompt(SIZES[0], torch.float32, "cpu")
+    with pytest.raises(ValueError, match=r"reduction: got 'mean'; allowed: 'sum', 'max'"):
+        accumulated_attention(*args, **options, reduction="mean")
+
+
 @pytest.mark.parametrize("ahead", [-150, -1, 0, 1, 129])
 @pytest.mark.parametrize("tiles", [(17, 2000), (64, 2**14), (128, 2**30)], ids=str)
 def test_tiles_of_the_cpu_path_do_not_show(tiles: tuple[int, int], ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,12 +211,14 @@ def test_two_calls_give_the_same_bits(device: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-def test_kernel_compiles_for_gpu(tmp_path: Path) -> None:
-    pointers = {"q_ptr": "*bf16", "lse_ptr": "*fp32", "k_ptr": "*bf16", "token_slots_ptr": "*i64", "sums_ptr": "*fp32"}
+@pytest.mark.parametrize("is_sum", [True, False])
+def test_kernel_compiles_for_gpu(tmp_path: Path, is_sum: bool) -> None:
+    pointers = {"q_ptr": "*bf16", "lse_ptr": "*fp32", "k_ptr": "*bf16", "token_slots_ptr": "*i64", "out_ptr": "*fp32"}
     scalars = {"num_keys": "i32", "first_key": "i32", "sm_scale": "fp32", "num_queries": "i32"}
     sizes = {"H": 8, "G": 4, "D": 128, "LOG2_E": 1.4426950408889634, "BLOCK_R": 64, "BLOCK_N": 64, "BLOCK_D": 128}
     name = "kvevict_kernels.accumulated_attention.triton_impl:_accumulated_attention_kernel"
-    (code,) = ptx_of([{"kernel": name, "args": {**pointers, **scalars, **sizes, "UPCAST": False}}], str(tmp_path))
+    flags = {"IS_SUM": is_sum, "UPCAST": False}
+    (code,) = ptx_of([{"kernel": name, "args": {**pointers, **scalars, **sizes, **flags}}], str(tmp_path))
     assert "mma" in code
     assert "atom" not in code
 

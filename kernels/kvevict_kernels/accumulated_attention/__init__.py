@@ -1,8 +1,9 @@
-"""How much attention all queries of a prompt pay to every key: the signal of H2O and D2O."""
+"""How much attention many queries pay to every key, summed (H2O, D2O) or at most (context reconstruction)."""
 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,14 +25,15 @@ def accumulated_attention(
     sm_scale: float,
     key_start: int,
     query_start: int,
+    reduction: Literal["sum", "max"] = "sum",
 ) -> Tensor:
-    """Sum attention weights over queries, averaged over the query heads of each KV head, per key.
+    """Reduce attention weights over queries and over the query heads of each KV head, per key.
 
     ``p[i, hq, j] = exp(sm_scale * q[i, hq] . k[j, hq // group_size] - lse[i, hq])``, or 0 where key position
     ``key_start + j`` > query position ``query_start + i``; the result is the sum over all ``i`` and the mean over the
-    query heads of a group. Because ``lse`` covers every key that the query saw, ``p`` is the true attention weight:
+    query heads of a group, or the maximum over both. Because ``lse`` covers every key that the query saw, ``p`` is the true attention weight:
     what falls on keys outside the range is missing, not renormalised. So calls may split the queries (chunks of a
-    prefill) or the keys, and their results add up.
+    prefill) or the keys, and their results add up (their maxima combine).
 
     Args:
         queries: [n, num_qo_heads, head_dim], bfloat16, float16 or float32, after RoPE; n may be 0.
@@ -41,6 +43,7 @@ def accumulated_attention(
         sm_scale: softmax scale.
         key_start: logical position of the first key (tokens).
         query_start: logical position of ``queries[0]`` (tokens).
+        reduction: "sum" over queries, mean over a group; or "max" over both.
 
     Returns:
         [num_kv_heads, N], float32; 0 for keys after the last query.
@@ -49,8 +52,10 @@ def accumulated_attention(
         ValueError: wrong shape, dtype or device; query heads that are not a multiple of the KV heads; on the CPU
             also a token slot outside the buffer.
 
-    Source: H2O, arXiv 2306.14048, Sec. 4; D2O, arXiv 2406.13035, Eq. 4 and 6.
-    Differs: the sources accumulate while they generate; this is the sum over the prompt.
+    Source: sums: H2O, arXiv 2306.14048, Sec. 4; D2O, arXiv 2406.13035, Eq. 4 and 6. Maxima: KVzip,
+        arXiv 2505.23416, Sec. 3.
+    Differs: H2O and D2O accumulate while they generate; this is the sum over the prompt. KVzip renormalises over the
+        keys that it looks at.
     Cost: O(num_qo_heads * head_dim) per pair of a query and a key that it sees, none for the other pairs; float32
         sums; never an n x N matrix; no host sync on a device; deterministic, no atomics.
     """
@@ -67,12 +72,14 @@ def accumulated_attention(
         raise ValueError(f"sm_scale: expected a finite number > 0, got {sm_scale!r}")
     check_int("key_start", key_start, 0)
     check_int("query_start", query_start, 0)
+    if reduction not in ("sum", "max"):
+        raise ValueError(f"reduction: got {reduction!r}; allowed: 'sum', 'max'")
     check_index_range("token_slots", token_slots, k_buffer.shape[0])
     first_key = key_start - query_start
     if min(token_slots.numel(), num_queries, num_queries - first_key) <= 0:
         return torch.zeros(num_kv_heads, token_slots.numel(), dtype=torch.float32, device=device)
     if backend_for(device) == "cpu":
-        return accumulated_attention_cpu(queries, lse, k_buffer, token_slots, sm_scale, first_key)
+        return accumulated_attention_cpu(queries, lse, k_buffer, token_slots, sm_scale, first_key, reduction)
     from kvevict_kernels.accumulated_attention.triton_impl import accumulated_attention_triton
 
-    return accumulated_attention_triton(queries, lse, k_buffer, token_slots, sm_scale, first_key)
+    return accumulated_attention_triton(queries, lse, k_buffer, token_slots, sm_scale, first_key, reduction)

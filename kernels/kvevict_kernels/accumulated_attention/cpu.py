@@ -8,6 +8,7 @@ because PyTorch's exp2 is four times as fast as its exp where MKL computes the l
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,21 +22,29 @@ LSE_COLUMNS = 2
 
 
 def accumulated_attention_cpu(
-    queries: Tensor, lse: Tensor, k_buffer: Tensor, token_slots: Tensor, sm_scale: float, first_key: int
+    queries: Tensor,
+    lse: Tensor,
+    k_buffer: Tensor,
+    token_slots: Tensor,
+    sm_scale: float,
+    first_key: int,
+    reduction: Literal["sum", "max"],
 ) -> Tensor:
     """CPU path of :func:`kvevict_kernels.accumulated_attention.accumulated_attention`.
 
     Where the processor multiplies bfloat16, bfloat16 inputs are multiplied as they are, which rounds the exponents
     (not the scores) to 8 bits: weights near 1 are exact, a weight of 2**-10 is off by up to 2.2 %, to either side.
-    Their sums are float32. Queries before a tile's first key are left out, keys after a tile's last query as well.
+    Their sums are float32. Maxima are exact and multiplied in float32: rounded exponents would make ties of what a
+    selection must order. Queries before a tile's first key are left out, keys after a tile's last query as well.
     ``first_key`` is the position of the first key relative to the first query.
     """
     num_queries, num_qo_heads, _ = queries.shape
     num_kv_heads = k_buffer.shape[1]
     group_size = num_qo_heads // num_kv_heads
     num_seen = min(token_slots.numel(), max(0, num_queries - first_key))
-    sums = torch.zeros(num_kv_heads, 1, token_slots.numel())
-    dtype = _product_dtype(queries.dtype)
+    is_sum = reduction == "sum"
+    out = torch.full((num_kv_heads, 1, token_slots.numel()), 0.0 if is_sum else float("-inf"))
+    dtype = _product_dtype(queries.dtype) if is_sum else torch.float32
     keys = [
         _key_columns(k_buffer[token_slots[start : min(start + KEYS_PER_TILE, num_seen)]], dtype)
         for start in range(0, num_seen, KEYS_PER_TILE)
@@ -52,13 +61,19 @@ def accumulated_attention_cpu(
             seeing = rows[:, max(0, ahead) * group_size :]
             if seeing.shape[1] == 0:
                 break
-            p = _weights(seeing, columns, sm_scale, group_size, min(0, ahead), buffer)
-            sums[..., start : start + p.shape[2]].baddbmm_(ones[..., : p.shape[1]], p)
-    return sums[:, 0].div_(group_size)
+            exponents = _exponents(seeing, columns, sm_scale, group_size, min(0, ahead), buffer)
+            part = out[..., start : start + exponents.shape[2]]
+            if is_sum:
+                part.baddbmm_(ones[..., : exponents.shape[1]], exponents.exp2_())
+            else:
+                torch.maximum(part, exponents.amax(1, keepdim=True), out=part)
+    return out[:, 0].div_(group_size) if is_sum else out[:, 0].exp2_()
 
 
-def _weights(rows: Tensor, columns: Tensor, sm_scale: float, group_size: int, first_key: int, buffer: Tensor) -> Tensor:
-    """Attention weights of a tile, [num_kv_heads, rows, keys], float32, in ``buffer``.
+def _exponents(
+    rows: Tensor, columns: Tensor, sm_scale: float, group_size: int, first_key: int, buffer: Tensor
+) -> Tensor:
+    """Base-2 logarithms of the attention weights of a tile, [num_kv_heads, rows, keys], float32, in ``buffer``.
 
     Args:
         rows: [num_kv_heads, num_queries * group_size, width], see :func:`_query_rows`.
@@ -80,7 +95,7 @@ def _weights(rows: Tensor, columns: Tensor, sm_scale: float, group_size: int, fi
         future = torch.full((masked, 1, num_keys), float("-inf"))
         future[:, 0].triu_(1 - first_key)
         p.view(num_kv_heads, -1, group_size, num_keys)[:, :masked] += future
-    return p.exp2_()
+    return p
 
 
 def _query_rows(queries: Tensor, bias: Tensor, num_kv_heads: int, dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -15,12 +17,13 @@ def accumulated_attention_reference(
     sm_scale: float,
     key_start: int,
     query_start: int,
+    reduction: Literal["sum", "max"] = "sum",
 ) -> Tensor:
     """Same contract as :func:`kvevict_kernels.accumulated_attention.accumulated_attention`, slow and obvious."""
     num_queries, num_qo_heads, _ = queries.shape
     num_keys, num_kv_heads = token_slots.numel(), k_buffer.shape[1]
     group_size = num_qo_heads // num_kv_heads
-    sums = torch.zeros(num_kv_heads, num_keys, dtype=torch.float32, device=queries.device)
+    out = torch.zeros(num_kv_heads, num_keys, dtype=torch.float32, device=queries.device)
     for qo_head in range(num_qo_heads):
         kv_head = qo_head // group_size
         keys = k_buffer[token_slots, kv_head].float()  # [N, head_dim]
@@ -28,5 +31,5 @@ def accumulated_attention_reference(
             row = torch.exp(sm_scale * (keys @ queries[i, qo_head].float()) - lse[i, qo_head])
             num_seen = max(0, query_start + i + 1 - key_start)  # keys up to the query's own position
             row[num_seen:] = 0.0
-            sums[kv_head] += row / group_size
-    return sums
+            out[kv_head] = out[kv_head] + row / group_size if reduction == "sum" else torch.maximum(out[kv_head], row)
+    return out

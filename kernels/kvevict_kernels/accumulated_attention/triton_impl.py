@@ -1,12 +1,13 @@
 """accumulated_attention on the device: a program owns a tile of keys of one KV head and walks over the query rows.
 
-It begins at the first query that sees one of its keys. The attention weights never reach memory, and every sum is
-taken by one program in one order.
+It begins at the first query that sees one of its keys. The attention weights never reach memory, and every sum or
+maximum is taken by one program in one order.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 import triton
@@ -24,7 +25,7 @@ def _accumulated_attention_kernel(
     lse_ptr,  # [num_queries, HQ] float32
     k_ptr,  # [T, H, D]
     token_slots_ptr,  # [N] int64
-    sums_ptr,  # [H, N] float32
+    out_ptr,  # [H, N] float32
     num_keys,
     first_key,  # position of key 0 relative to query 0
     sm_scale,
@@ -36,6 +37,7 @@ def _accumulated_attention_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    IS_SUM: tl.constexpr,  # else maximum
     UPCAST: tl.constexpr,  # float32 products: the interpreter cannot multiply bfloat16
 ):
     i_h = tl.program_id(1)
@@ -48,7 +50,7 @@ def _accumulated_attention_kernel(
     b_k = tl.load(p_k, mask=m_n[None, :] & (o_d < D)[:, None], other=0.0)  # [BLOCK_D, BLOCK_N]
     if UPCAST:
         b_k = b_k.to(tl.float32)
-    sums = tl.zeros([BLOCK_N], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_N], dtype=tl.float32)
     first_query = tl.maximum(first_key + begin, 0)
     for start in range(first_query * G, num_queries * G, BLOCK_R):
         row = start + tl.arange(0, BLOCK_R)
@@ -66,12 +68,18 @@ def _accumulated_attention_kernel(
         s = sm_scale * tl.dot(b_q, b_k, input_precision="ieee") - b_lse[:, None]
         seen = m_r[:, None] & m_n[None, :] & (first_key + n[None, :] <= i[:, None])
         p = tl.exp2(tl.where(seen, s * LOG2_E, float("-inf")))  # [BLOCK_R, BLOCK_N]
-        sums += tl.sum(p, 0)
-    tl.store(sums_ptr + i_h.to(tl.int64) * num_keys + n, sums / G, mask=m_n)
+        acc = acc + tl.sum(p, 0) if IS_SUM else tl.maximum(acc, tl.max(p, 0))
+    tl.store(out_ptr + i_h.to(tl.int64) * num_keys + n, acc / G if IS_SUM else acc, mask=m_n)
 
 
 def accumulated_attention_triton(
-    queries: Tensor, lse: Tensor, k_buffer: Tensor, token_slots: Tensor, sm_scale: float, first_key: int
+    queries: Tensor,
+    lse: Tensor,
+    k_buffer: Tensor,
+    token_slots: Tensor,
+    sm_scale: float,
+    first_key: int,
+    reduction: Literal["sum", "max"],
 ) -> Tensor:
     """Device path of :func:`kvevict_kernels.accumulated_attention.accumulated_attention`: one launch, K read once.
 
@@ -80,14 +88,14 @@ def accumulated_attention_triton(
     num_queries, num_qo_heads, head_dim = queries.shape
     num_kv_heads = k_buffer.shape[1]
     num_keys = token_slots.numel()
-    sums = torch.empty(num_kv_heads, num_keys, dtype=torch.float32, device=queries.device)
+    out = torch.empty(num_kv_heads, num_keys, dtype=torch.float32, device=queries.device)
     grid = (triton.cdiv(num_keys, KEY_BLOCK), num_kv_heads)
     _accumulated_attention_kernel[grid](
         queries,
         lse,
         k_buffer,
         token_slots,
-        sums,
+        out,
         num_keys,
         first_key,
         sm_scale,
@@ -99,6 +107,7 @@ def accumulated_attention_triton(
         BLOCK_R=ROW_BLOCK,
         BLOCK_N=KEY_BLOCK,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        IS_SUM=reduction == "sum",
         UPCAST=not queries.is_cuda,
     )
-    return sums
+    return out
