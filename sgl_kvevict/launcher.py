@@ -18,6 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -54,6 +55,27 @@ class LaunchError(KVEvictError, RuntimeError):
 def config_env(config: Mapping[str, Any]) -> dict[str, str]:
     """The environment variable that carries ``config`` (fields of ``KVEvictConfig``) to the server."""
     return {"KVEVICT_CONFIG": json.dumps(dict(config))}
+
+
+@dataclass(frozen=True)
+class System:
+    """One way to start a server: a name for tables, flags, and variables added to the environment."""
+
+    name: str
+    flags: Sequence[str]
+    env: Mapping[str, str]
+
+
+def stock_system(name: str, flags: Sequence[str] = (), env: Mapping[str, str] | None = None) -> System:
+    """Stock SGLang on a CPU, its radix cache on; ``flags`` and ``env`` come on top of what every server gets."""
+    return System(name, (*STOCK_CPU_FLAGS, *flags), {**CPU_ENV, **(env or {})})
+
+
+def kvevict_system(
+    name: str, config: Mapping[str, Any], flags: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> System:
+    """SGLang with this plugin on a CPU, configured by ``config``; otherwise the same as ``stock_system``."""
+    return System(name, (*KVEVICT_CPU_FLAGS, *flags), {**CPU_ENV, **(env or {}), **config_env(config)})
 
 
 def free_port() -> int:

@@ -13,7 +13,7 @@ SOURCES = {"sgl_kvevict": ROOT / "sgl_kvevict", "kvevict_kernels": ROOT / "kerne
 
 KERNELS = "kvevict_kernels"
 BASE = {"errors", "geometry", "ragged", "config"}
-TOP = {"cli", "launcher", "model"}
+TOP = {"cli", "launcher", "measure", "model"}
 BELOW_TOP = {KERNELS, "events", "policies", "attention", "prefix", "compression", "sglang_adapter"} | BASE
 # Part of the project -> other parts that it may import. A new module or package needs a row here.
 MAY_IMPORT = {

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sgl_kvevict.launcher import (
-    CPU_ENV,
-    KVEVICT_CPU_FLAGS,
-    STOCK_CPU_FLAGS,
-    STRICT_CHECK_ENV,
-    RunningServer,
-    config_env,
-    launch,
-)
+from sgl_kvevict.launcher import STRICT_CHECK_ENV, RunningServer, System, kvevict_system, launch, stock_system
+from sgl_kvevict.measure import flush, idle_gauges, plugin_state, time_stream
 
-from .measure import flush, idle_gauges, plugin_state, time_stream
 from .programs import Answer, max_overlap, run_branches, run_chat
 from .questions import BRANCH_QUESTIONS, CHAT_QUESTIONS, system_prompt
 
@@ -29,15 +21,6 @@ DECODE_TOKENS = 48
 _DECODE_QUESTION = "Describe a day at the station."
 
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class System:
-    """One way to start a server."""
-
-    name: str
-    flags: Sequence[str]
-    env: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -68,22 +51,17 @@ class Figures:
 
 def systems(policy: str, budget: float | int, pool_slots: int) -> tuple[System, System, System]:
     """Stock, ours keeping everything, ours at ``budget``: same model, same pool of ``pool_slots``."""
-    common = (
+    flags = (
         *("--max-total-tokens", str(pool_slots), "--random-seed", "42"),
         *("--enable-metrics", "--decode-log-interval", "1", "--enable-cache-report"),
     )
-    env = {**CPU_ENV, **STRICT_CHECK_ENV}
 
     def ours(name: str, share: float | int) -> System:
-        config = config_env({"policy": policy, "budget": share, "expose_kept": True})
-        return System(
-            name=name,
-            flags=(*KVEVICT_CPU_FLAGS, *common),
-            env={**env, **config},
-        )
+        config = {"policy": policy, "budget": share, "expose_kept": True}
+        return kvevict_system(name, config, flags, STRICT_CHECK_ENV)
 
     return (
-        System("stock", (*STOCK_CPU_FLAGS, *common), env),
+        stock_system("stock", flags, STRICT_CHECK_ENV),
         ours("budget 1.0", 1.0),
         ours(f"budget {budget}", budget),
     )

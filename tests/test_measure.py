@@ -8,9 +8,9 @@ from threading import Thread
 from typing import cast
 
 import pytest
-from kvevict_demo.measure import PoolGauges, parse_gauges, time_stream
 
 from sgl_kvevict.launcher import RunningServer
+from sgl_kvevict.measure import PoolGauges, parse_gauges, time_stream
 
 METRICS = """# HELP sglang:kv_available_tokens free
 sglang:max_total_num_tokens{engine_type="unified",tp_rank="0"} 6000.0

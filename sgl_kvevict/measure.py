@@ -1,4 +1,4 @@
-"""Measurements over HTTP that work alike on stock SGLang and on ours."""
+"""Measurements over HTTP that work alike on stock SGLang and on ours; for the demo, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_kvevict.launcher import RunningServer
+from .launcher import RunningServer
 
 _GAUGE = re.compile(r"^sglang:(\w+)\{[^}]*\} (\S+)$", re.MULTILINE)
 _POOL_GAUGES = ("max_total_num_tokens", "kv_available_tokens", "kv_evictable_tokens", "num_running_reqs")
