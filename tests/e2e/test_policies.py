@@ -1,0 +1,125 @@
+"""Policies in real servers: sharing, splits, turns, accounting.
+
+A few policies with a tiny model in the routine suite. ``make test-policies`` serves all of them, at two budgets, with the
+demo model and the demo's programs, and writes a table: it sets ``KVEVICT_ALL_POLICIES`` to the file's path.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from helpers.policy_serving import CONFIG, ENV, FLAGS, Served, assert_nothing_is_lost, serve_everything
+from helpers.tiny_model import VOCAB_SIZE
+from sgl_kvevict.policies import build_policy, list_policies
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TABLE = os.environ.get("KVEVICT_ALL_POLICIES")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A policy with options, served at a budget."""
+
+    policy: str
+    budget: float
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        options = [f"{name}={value}" for name, value in self.options.items()]
+        return " ".join([self.policy, *options])
+
+    @property
+    def splittable(self) -> bool:
+        policy = build_policy(self.policy, self.options)
+        assert policy is not None
+        return policy.splittable
+
+
+ROUTINE = [
+    Case("h2o", 0.5),
+    Case("d2o", 0.2),
+    Case("chunkkv", 0.2, {"reuse_layers": 2}),
+    Case("k-vec", 0.2),
+]
+
+
+def needs_readers(name: str) -> bool:
+    """Scored by requests that are sent for that purpose; tested where those requests are."""
+    policy = build_policy(name, {})
+    return policy is not None and any(signal.name == "PEAK_ATTENTION" for signal in policy.needs)
+
+
+def all_cases() -> list[Case]:
+    """Every policy of the registry, and variants that take another way through the server."""
+    names = [info.name for info in list_policies() if info.name != "none" and not needs_readers(info.name)]
+    cases = [Case(name, budget) for name in names for budget in (0.5, 0.2)]
+    variants: list[tuple[str, dict[str, Any]]] = [
+        ("chunkkv", {"reuse_layers": 2}),
+        ("d2o", {"direction": "any"}),
+        ("h2o", {"budget_rule": "all-layers"}),
+    ]
+    return cases + [Case(name, 0.2, options) for name, options in variants]
+
+
+@pytest.mark.skipif(TABLE is not None, reason="all policies are served instead")
+@pytest.mark.parametrize("case", ROUTINE, ids=str)
+def test_policy_serves_a_tiny_model(start, tiny_llama, case):
+    rng = random.Random(0)
+    document = [rng.randrange(3, VOCAB_SIZE) for _ in range(400)]
+    flags = ("--skip-tokenizer-init", "--max-total-tokens", "2500", "--context-length", "1024")
+    config = {**CONFIG, "policy": case.policy, "budget": case.budget, "policy_options": case.options}
+    server = start(tiny_llama, *flags, *FLAGS, config=config, env=ENV)
+    served = serve_everything(
+        server, str(case), case.budget, document, splittable=case.splittable, vocab_size=VOCAB_SIZE
+    )
+    server.stop()
+    assert served.leaked == 0
+
+
+@pytest.mark.skipif(TABLE is None, reason="half an hour: make test-policies")
+@pytest.mark.parametrize("case", all_cases(), ids=lambda case: f"{case}-{case.budget}")
+def test_policy_serves_the_demo(start, demo_model, monkeypatch, case):
+    monkeypatch.syspath_prepend(str(EXAMPLES / "demo"))
+    from kvevict_demo.programs import run_branches, run_chat
+    from kvevict_demo.questions import BRANCH_QUESTIONS, CHAT_QUESTIONS, system_prompt
+
+    prompt = system_prompt()[:4000]
+    document = AutoTokenizer.from_pretrained(demo_model)(prompt).input_ids[:400]
+    flags = ("--max-total-tokens", "4000", "--context-length", "2048", "--enable-cache-report")
+    config = {**CONFIG, "policy": case.policy, "budget": case.budget, "policy_options": case.options}
+    server = start(demo_model, *flags, *FLAGS, config=config, env=ENV)
+    branches = run_branches(server.url, prompt, BRANCH_QUESTIONS, lambda: None)
+    assert all(answer.text and answer.cached_tokens > 500 for answer in branches)
+    turns = run_chat(server.url, prompt, CHAT_QUESTIONS[:3])
+    assert all(answer.text and answer.cached_tokens > 500 for answer in turns)
+    assert_nothing_is_lost(server)
+    server.post("/flush_cache")
+    served = serve_everything(
+        server, str(case), case.budget, document, splittable=case.splittable, vocab_size=40_000
+    )
+    server.stop()
+    assert served.leaked == 0
+    add_row(served)
+
+
+def add_row(served: Served) -> None:
+    """Append to the table, whose heading comes first."""
+    assert TABLE is not None
+    path = Path(TABLE)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(served.row())
+
+
+def test_every_policy_is_served_or_left_out_for_a_reason():
+    names = {info.name for info in list_policies()}
+    left_out = {name for name in names if needs_readers(name)} | {"none"}
+    assert {case.policy for case in all_cases()} == names - left_out
