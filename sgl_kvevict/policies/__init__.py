@@ -1,6 +1,6 @@
 """Which entries of a prefix to keep: policies composed of scorer, budget allocator, selector and merger."""
 
-from sgl_kvevict.policies.observation import LayerObservation, QueryWindow, Signal
+from sgl_kvevict.policies.observation import LayerObservation, QueryWindow, Readers, Signal
 from sgl_kvevict.policies.parts import (
     BudgetAllocator,
     Decision,
@@ -27,6 +27,7 @@ __all__ = [
     "QueryMoments",
     "QueryWindow",
     "RangeScores",
+    "Readers",
     "Rotary",
     "Scorer",
     "Selector",

@@ -20,8 +20,19 @@ class Signal(Enum):
     """Per key, the attention of all queries that saw it, summed; mean over the query heads of a group."""
     QUERY_MOMENTS = "query_moments"
     """Per query head, mean and covariance of all queries before RoPE: the same size for any length."""
+    PEAK_ATTENTION = "peak_attention"
+    """Per key, the largest attention that any query of its readers paid it; who reads, :class:`Readers` says."""
     KEYS = "keys"
     VALUES = "values"
+
+
+class Readers(Enum):
+    """Whose queries make :attr:`Signal.PEAK_ATTENTION`. They come after the range, so it is compressed later."""
+
+    REPETITION = "repetition"
+    """Extra passes in which the model repeats the prefix."""
+    QUESTIONS = "questions"
+    """Requests that extend the prefix, as they come; or questions given with the prefix."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,7 @@ class LayerObservation:
         window: the last queries of the prompt, if the policy needs them.
         accumulated: [num_kv_heads, num_tokens], float32, see :attr:`Signal.ACCUMULATED_ATTENTION`.
         moments: see :attr:`Signal.QUERY_MOMENTS`.
+        peaks: [num_kv_heads, num_tokens], float32, see :attr:`Signal.PEAK_ATTENTION`.
         num_prompt_tokens: logical length of the prompt whose queries were observed; None if unknown.
     """
 
@@ -75,6 +87,7 @@ class LayerObservation:
     window: QueryWindow | None = None
     accumulated: Tensor | None = None
     moments: QueryMoments | None = None
+    peaks: Tensor | None = None
     num_prompt_tokens: int | None = None
 
     @property
@@ -133,8 +146,19 @@ class LayerObservation:
         Raises:
             ValueError: the forward pass did not provide it, or its shape is wrong.
         """
+        return self._per_token(self.accumulated, f"{who} needs accumulated attention")
+
+    def require_peaks(self, who: str) -> Tensor:
+        """The peak attention.
+
+        Raises:
+            ValueError: no reader provided it, or its shape is wrong.
+        """
+        return self._per_token(self.peaks, f"{who} needs peak attention")
+
+    def _per_token(self, signal: Tensor | None, need: str) -> Tensor:
         expected = (self.num_kv_heads, self.num_tokens)
-        if self.accumulated is None or tuple(self.accumulated.shape) != expected:
-            got = None if self.accumulated is None else tuple(self.accumulated.shape)
-            raise ValueError(f"{who} needs accumulated attention {expected} of layer {self.layer}, got {got}")
-        return self.accumulated
+        if signal is None or tuple(signal.shape) != expected:
+            got = None if signal is None else tuple(signal.shape)
+            raise ValueError(f"{need} {expected} of layer {self.layer}, got {got}")
+        return signal

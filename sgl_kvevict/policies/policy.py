@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sgl_kvevict.errors import ConfigError, InvariantError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies.observation import LayerObservation, Signal
+from sgl_kvevict.policies.observation import LayerObservation, Readers, Signal
 from sgl_kvevict.policies.parts import (
     BudgetAllocator,
     Decision,
@@ -41,6 +41,8 @@ class Policy:
         num_sink_tokens: first tokens of a *path* that the method itself keeps in every head.
         reuse_layers: layers that share the positions chosen by the first of them; the others are not
             observed.
+        readers: whose queries provide the peak attention that the scorer needs; None if it needs none. A range is
+            then compressed when it was read, not when its prompt is complete.
 
     Raises:
         ConfigError: parts that do not fit together, with the reason.
@@ -53,6 +55,7 @@ class Policy:
     merger: Merger | None = None
     num_sink_tokens: int = 0
     reuse_layers: int = 1
+    readers: Readers | None = None
 
     def __post_init__(self) -> None:
         have = self.scorer.traits
@@ -72,6 +75,11 @@ class Policy:
             )
         if self.reuse_layers > 1 and self.merger is not None:
             raise ConfigError(f"policy {self.name!r}: merging needs every layer, so reuse_layers must be 1")
+        if (self.readers is None) == (Signal.PEAK_ATTENTION in self.needs):
+            raise ConfigError(
+                f"policy {self.name!r}: readers={self.readers} and a scorer that needs "
+                f"{sorted(signal.value for signal in self.needs)}; peak attention and readers go together"
+            )
 
     @property
     def needs(self) -> frozenset[Signal]:

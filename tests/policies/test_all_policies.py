@@ -100,6 +100,7 @@ def test_only_declared_signals_are_read(random_prompt: Run, name: str) -> None:
             seen,
             window=seen.window if Signal.WINDOW_QUERIES in policy.needs else None,
             accumulated=seen.accumulated if Signal.ACCUMULATED_ATTENTION in policy.needs else None,
+            peaks=seen.peaks if Signal.PEAK_ATTENTION in policy.needs else None,
             moments=seen.moments if Signal.QUERY_MOMENTS in policy.needs else None,
             k_buffer=seen.k_buffer if Signal.KEYS in policy.needs else poison,
             v_buffer=seen.v_buffer if Signal.VALUES in policy.needs else poison,

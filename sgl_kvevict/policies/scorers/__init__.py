@@ -5,6 +5,7 @@ from sgl_kvevict.policies.scorers.cross_head import CrossHeadScorer
 from sgl_kvevict.policies.scorers.expected_attention import ExpectedAttentionScorer
 from sgl_kvevict.policies.scorers.key_difference import KeyDifferenceScorer
 from sgl_kvevict.policies.scorers.key_norm import KeyNormScorer
+from sgl_kvevict.policies.scorers.peak_attention import PeakAttentionScorer
 from sgl_kvevict.policies.scorers.position import PositionScorer
 from sgl_kvevict.policies.scorers.random import RandomScorer
 from sgl_kvevict.policies.scorers.window_attention import WindowAttentionScorer
@@ -16,6 +17,7 @@ __all__ = [
     "ExpectedAttentionScorer",
     "KeyDifferenceScorer",
     "KeyNormScorer",
+    "PeakAttentionScorer",
     "PositionScorer",
     "RandomScorer",
     "WindowAttentionScorer",
