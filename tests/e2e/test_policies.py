@@ -1,7 +1,7 @@
 """Policies in real servers: sharing, splits, turns, accounting.
 
-A few policies with a tiny model in the routine suite. ``make test-policies`` serves all of them, at two budgets, with the
-demo model and the demo's programs, and writes a table: it sets ``KVEVICT_ALL_POLICIES`` to the file's path.
+A few policies with a tiny model in the routine suite. ``make test-policies`` serves all of them, at two budgets, with
+the demo model and the demo's programs, and writes a table: it sets ``KVEVICT_ALL_POLICIES`` to the file's path.
 """
 
 from __future__ import annotations

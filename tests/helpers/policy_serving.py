@@ -30,7 +30,7 @@ class Served:
         prefix: tokens of the shared prefix that were compressed, and the token slots they take.
         sharers: most requests that read one span at once.
         split: tokens found in the cache by a prompt that leaves the compressed prefix halfway.
-        turns: tokens found in the cache by each later turn of a conversation.
+        turns: tokens found in the cache by each turn of a conversation.
         compressions: segments written in all.
         requests: requests served in all.
         leaked: token slots that nobody owns at the end, plus complaints of SGLang's checkers.
@@ -90,7 +90,7 @@ def serve_everything(
         split=split,
         turns=", ".join(map(str, turns)),
         compressions=compressions,
-        requests=1 + NUM_QUESTIONS + 2 + 1 + len(turns) + len(jobs),
+        requests=1 + NUM_QUESTIONS + 2 + len(turns) + len(jobs),
         leaked=flushed["leaked_slots"] + len(server.leak_messages()),
     )
 
@@ -148,13 +148,13 @@ def leave_halfway(server: RunningServer, document: list[int], *, splittable: boo
 def converse(server: RunningServer, document: list[int]) -> list[int]:
     """Each turn finds all of the turn before and is compressed itself."""
     prompt = [*document, *document[5:25]]
-    cached = []
+    cached: list[int] = []
+    known = len(document)
     before = idle_state(server)["compressions"]
     for turn in range(3):
         result = generate(server, prompt, ANSWER_TOKENS)
-        if turn:
-            cached.append(result["meta_info"]["cached_tokens"])
-            assert cached[-1] >= known
+        cached.append(result["meta_info"]["cached_tokens"])
+        assert cached[-1] >= known
         known = len(prompt) + ANSWER_TOKENS - 1
         prompt = prompt + result["output_ids"] + document[7 * turn : 7 * turn + 60]
     assert idle_state(server)["compressions"] >= before + 2
