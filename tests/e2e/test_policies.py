@@ -94,7 +94,7 @@ def test_policy_serves_the_demo(start, demo_model, monkeypatch, case):
 
     prompt = system_prompt()[:4000]
     document = AutoTokenizer.from_pretrained(demo_model)(prompt).input_ids[:400]
-    flags = ("--max-total-tokens", "4000", "--context-length", "2048", "--enable-cache-report")
+    flags = ("--max-total-tokens", "4000", "--context-length", "2048", "--enable-cache-report", "--enable-metrics")
     config = {**CONFIG, "policy": case.policy, "budget": case.budget, "policy_options": case.options}
     server = start(demo_model, *flags, *FLAGS, config=config, env=ENV)
     branches = run_branches(server.url, prompt, BRANCH_QUESTIONS, lambda: None)
