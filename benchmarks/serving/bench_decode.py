@@ -1,0 +1,96 @@
+"""Decode speed over batch, length of a shared prefix, and budget; stock and ours in turn.
+
+All requests of a batch share one prefix and ask different short questions. Tokens per second are counted while all of
+them generate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serving_bench.fleet import Fleet, compared_systems, flush_all, running
+from serving_bench.options import LOGS, Recorder, in_turn, parse_options
+from serving_bench.page import Page, Table
+from serving_bench.streams import decode_figures, stream_all
+from serving_bench.texts import document, question
+
+POOL_SLOTS = 10_000
+BUDGETS = (1.0, 0.5, 0.2, 0.1)
+"""Budgets of the compressed systems."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One shared prefix length and one batch size; stock generates fewer tokens, because it is slow."""
+
+    prefix: int
+    batch: int
+    tokens: int
+    stock_tokens: int
+
+    @property
+    def name(self) -> str:
+        """As shown in tables."""
+        return f"prefix {self.prefix}, batch {self.batch}"
+
+
+POINTS = (
+    Point(1024, 1, 48, 24),
+    Point(1024, 8, 32, 16),
+    Point(3000, 1, 48, 16),
+    Point(4096, 1, 48, 12),
+    Point(4096, 8, 24, 8),
+    Point(4096, 16, 16, 6),
+    Point(7000, 1, 32, 8),
+)
+QUICK = (Point(3000, 1, 24, 12),)
+
+PAGE = Page(
+    name="decode",
+    command="python benchmarks/serving/bench_decode.py",
+    summary=(
+        "Decode speed of a batch that shares one cached prefix. Budget 1.0 is our attention backend without "
+        "compression; what smaller budgets gain beyond it is compression's."
+    ),
+    tables=(
+        Table("decode_tokens_per_s", "Decode, tokens/s of the whole batch", digits=1),
+        Table("inter_token_ms", "Between two tokens of one request, median ms", digits=1),
+        Table("ttft_s", "First token, prefix cached, median s"),
+    ),
+)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    options = parse_options(__doc__ or "")
+    points = {point.name: point for point in (QUICK if options.quick else POINTS)}
+    recorder = Recorder(PAGE, options, list(points))
+    budgets = (0.2,) if options.quick else BUDGETS
+    systems = compared_systems(options.policy, budgets, POOL_SLOTS)
+    with running(systems, options.model, LOGS / PAGE.name, recorder.progress) as fleet:
+        for name in options.chosen(list(points)):
+            measure(fleet, points[name], recorder)
+    recorder.close()
+
+
+def measure(fleet: Fleet, point: Point, recorder: Recorder) -> None:
+    """One point on all servers."""
+    model, repeats = recorder.options.model, recorder.options.repeats
+    prefix = document(model, point.prefix, point.prefix)
+    flush_all(fleet)
+    for name, server in fleet.items():
+        recorder.progress(f"{point.name}: caching the prefix on {name}")
+        stream_all(server.url, [prefix], 1)
+        stream_all(server.url, [prefix + question(model, 0)], 2)
+
+    def one(name: str, repetition: int) -> None:
+        prompts = [prefix + question(model, repetition * 100 + i) for i in range(point.batch)]
+        tokens = point.stock_tokens if name == "stock" else point.tokens
+        streams = stream_all(fleet[name].url, prompts, tokens)
+        recorder.add(point.name, name, repetition, decode_figures(streams))
+
+    in_turn(list(fleet), repeats, one)
+
+
+if __name__ == "__main__":
+    main()

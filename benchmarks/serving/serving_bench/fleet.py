@@ -1,0 +1,56 @@
+"""Stock and ours side by side: all servers run at once, idle ones sleep, measurements go round in turn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from sgl_kvevict.launcher import RunningServer, System, kvevict_system, launch, stock_system
+from sgl_kvevict.measure import flush
+
+#: The same for every server: figures for the tables, and no busy waiting while another server is measured.
+COMMON_FLAGS = ("--random-seed", "42", "--enable-metrics", "--enable-cache-report", "--sleep-on-idle")
+
+Progress = Callable[[str], None]
+Fleet = dict[str, RunningServer]
+
+
+def compared_systems(policy: str, budgets: Sequence[float], pool_slots: int, has_none: bool = False) -> list[System]:
+    """Stock, ours with policy ``none`` if wanted, and ours at each budget: same flags, same pool of token slots."""
+    flags = ("--max-total-tokens", str(pool_slots), *COMMON_FLAGS)
+    found = [stock_system("stock", flags)]
+    if has_none:
+        found.append(kvevict_system("none", {"policy": "none"}, flags))
+    found += [kvevict_system(f"budget {b:g}", {"policy": policy, "budget": b}, flags) for b in budgets]
+    return found
+
+
+@contextmanager
+def running(systems: Sequence[System], model: Path, logs: Path, progress: Progress) -> Iterator[Fleet]:
+    """Start all systems, two at a time, and stop them in the end."""
+    progress(f"starting {len(systems)} servers: {', '.join(system.name for system in systems)}")
+    with ExitStack() as stack:
+
+        def start(system: System) -> RunningServer:
+            log = logs / f"{system.name.replace(' ', '-')}.log"
+            return stack.enter_context(launch(model, flags=system.flags, env=system.env, log_path=log, timeout_s=400.0))
+
+        with ThreadPoolExecutor(2) as pool:
+            servers = list(pool.map(start, systems))
+        yield {system.name: server for system, server in zip(systems, servers, strict=True)}
+        for server in servers:
+            server.check_alive()
+
+
+def flush_all(fleet: Fleet) -> None:
+    """Empty the caches of all servers."""
+    for server in fleet.values():
+        flush(server)
+
+
+def context_length(model: Path) -> int:
+    """Tokens that a request may have."""
+    return int(json.loads((model / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"])

@@ -1,0 +1,100 @@
+"""The command line that all serving benchmarks share."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from serving_bench.page import Page, write_page
+from serving_bench.results import RESULTS, ROOT, Row, origin, read_rows, replace_points, write_rows
+from sgl_kvevict.model import ensure_demo_model
+
+LOGS = ROOT / "out" / "serving"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Parsed options; ``only`` selects points whose name contains it."""
+
+    policy: str
+    repeats: int
+    quick: bool
+    only: str
+    model: Path
+    out: Path
+
+    def chosen(self, points: Sequence[str]) -> list[str]:
+        """The points to measure."""
+        found = [point for point in points if self.only in point]
+        if not found:
+            raise SystemExit(f"--only {self.only!r}: no such point; there are {', '.join(points)}")
+        return found
+
+    @property
+    def text(self) -> str:
+        """What a reader must know to repeat the run."""
+        return f"policy {self.policy}, {self.repeats} repetitions" + (", quick" if self.quick else "")
+
+
+def parse_options(description: str, repeats: int = 3) -> Options:
+    """Read the command line; prepares the demo model where none is given."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", default="ada-snapkv", help="policy of the compressed systems")
+    parser.add_argument("--repeats", type=int, default=repeats, help="repetitions; ratios show their spread")
+    parser.add_argument("--quick", action="store_true", help="few small points; results go to out/, not to docs/")
+    parser.add_argument("--only", default="", help="points whose name contains this; others keep their rows")
+    parser.add_argument("--model", type=Path, default=None, help="model folder; default: the demo model")
+    parser.add_argument("--out", type=Path, default=None, help="folder of CSV, plot and page")
+    args = parser.parse_args()
+    out = args.out or (LOGS if args.quick else RESULTS)
+    model = args.model or ensure_demo_model(report=lambda text: print(text, file=sys.stderr))
+    return Options(args.policy, args.repeats, args.quick, args.only, model, out)
+
+
+class Recorder:
+    """Collects rows, tells progress, and writes CSV, plot and page.
+
+    Args:
+        page: what the page looks like.
+        options: of the run.
+        points: all points that the benchmark has, in their order.
+    """
+
+    def __init__(self, page: Page, options: Options, points: Sequence[str]) -> None:
+        self.page = page
+        self.options = options
+        self.points = points
+        self.rows: list[Row] = []
+        self._origin = origin(options.text)
+        self._started = time.monotonic()
+
+    def progress(self, text: str) -> None:
+        """Tell what happens, on stderr."""
+        print(f"{time.monotonic() - self._started:6.0f} s  {self.page.name}: {text}", file=sys.stderr, flush=True)
+
+    def add(self, point: str, system: str, repetition: int, metrics: dict[str, float]) -> None:
+        """Record one measurement."""
+        self.rows.append(Row(point, system, repetition, metrics, self._origin))
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        self.progress(f"{point}, {system}, repetition {repetition}: {shown}")
+
+    def close(self) -> list[Row]:
+        """Write what was measured, beside what is there of other points; returns all rows."""
+        path = self.options.out / f"{self.page.name}.csv"
+        rows = replace_points(read_rows(path), self.rows, self.points)
+        write_rows(path, rows)
+        print(write_page(self.page, rows, self.options.out).read_text(encoding="utf-8"))
+        self.progress(f"wrote {path}")
+        return rows
+
+
+def in_turn(systems: Sequence[str], repeats: int, measure: Callable[[str, int], None]) -> None:
+    """Measure system after system, repetition after repetition, so that a slow minute meets all of them."""
+    for repetition in range(1, repeats + 1):
+        order = systems if repetition % 2 else list(reversed(systems))
+        for system in order:
+            measure(system, repetition)

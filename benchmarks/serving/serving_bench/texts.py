@@ -1,0 +1,39 @@
+"""Prompts as token ids, from real prose."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from serving_bench.results import ROOT
+
+_PROSE = ROOT / "examples" / "data" / "station_handbook.txt"
+_TURN = "<|im_end|>\n<|im_start|>user\nQuestion {number}: describe the station.<|im_end|>\n<|im_start|>assistant\n"
+
+
+@cache
+def _tokenizer(model: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(model / "tokenizer.json"))
+
+
+@cache
+def _prose(model: Path) -> tuple[int, ...]:
+    return tuple(_tokenizer(model).encode(_PROSE.read_text(encoding="utf-8")).ids)
+
+
+def document(model: Path, number: int, num_tokens: int) -> list[int]:
+    """Exactly ``num_tokens`` tokens of prose; documents of different numbers differ from the first words on."""
+    ids = _tokenizer(model).encode(f"Document {number}. ").ids
+    prose = _prose(model)
+    start = (number * 997) % len(prose)
+    while len(ids) < num_tokens:
+        ids.extend(prose[start:])
+        start = 0
+    return ids[:num_tokens]
+
+
+def question(model: Path, number: int) -> list[int]:
+    """A short question as a chat turn; about 25 tokens."""
+    return _tokenizer(model).encode(_TURN.format(number=number)).ids
