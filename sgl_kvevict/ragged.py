@@ -32,9 +32,9 @@ class MergePlan:
 
     Attributes:
         indptr: [num_entries + 1], int32.
-        layers: [num_sources], int64.
-        heads: [num_sources], int64.
-        indices: [num_sources], int64.
+        layers: [num_sources], int32.
+        heads: [num_sources], int32.
+        indices: [num_sources], int32.
         weights: [num_sources], float32; each entry's weights sum to 1.
     """
 

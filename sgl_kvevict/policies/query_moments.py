@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+QUERIES_PER_BLOCK = 512
+"""Bounds the memory of float32 copies while moments are added up."""
+
 
 @dataclass(frozen=True)
 class Rotary:
@@ -94,10 +97,14 @@ class QueryMoments:
             start: logical position of the first one.
         """
         skip = min(max(self.num_skipped - start, 0), queries.shape[0])
-        positions = torch.arange(start + skip, start + queries.shape[0], device=queries.device)
-        plain = self.rotary.apply(queries[skip:], positions, inverse=True).transpose(0, 1)
-        outer = self.outer + plain.transpose(1, 2) @ plain
-        return replace(self, count=self.count + plain.shape[1], total=self.total + plain.sum(1), outer=outer)
+        total, outer = self.total.clone(), self.outer.clone()
+        for begin in range(skip, queries.shape[0], QUERIES_PER_BLOCK):
+            block = queries[begin : begin + QUERIES_PER_BLOCK]
+            positions = torch.arange(start + begin, start + begin + block.shape[0], device=queries.device)
+            plain = self.rotary.apply(block, positions, inverse=True).transpose(0, 1)
+            total += plain.sum(1)
+            outer.baddbmm_(plain.transpose(1, 2), plain)
+        return replace(self, count=self.count + queries.shape[0] - skip, total=total, outer=outer)
 
     @property
     def mean(self) -> Tensor:

@@ -1,10 +1,13 @@
-"""compact_kv in vectorised torch: gather all, then scatter all."""
+"""compact_kv in vectorised torch: gather all rows, then scatter all, a group of columns at a time."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
+
+TEMPORARY_BYTES = 2**21
+"""Bounds the rows in flight: columns never mix, so groups of them move one after the other."""
 
 
 def compact_kv_cpu(
@@ -26,11 +29,20 @@ def compact_kv_cpu(
     targets = dst.long()
     for arena in (k_arena, v_arena):
         rows = arena.view(-1, head_dim)
-        if indptr is None or weights is None:
-            words = _as_words(rows)
-            words.index_copy_(0, targets, words.index_select(0, src))
-        else:
-            rows.index_copy_(0, targets, _weighted_rows(rows, src, indptr, weights))
+        if indptr is None:
+            rows = _as_words(rows)
+        for columns in rows.split(_columns_at_once(rows, dst.numel()), dim=1):
+            if indptr is None or weights is None:
+                columns.index_copy_(0, targets, columns.index_select(0, src))
+            else:
+                columns.index_copy_(0, targets, _weighted_rows(columns, src, indptr, weights))
+
+
+def _columns_at_once(rows: Tensor, num_moves: int) -> int:
+    """Columns of a group: groups of 8 bytes at least, about as wide as each other."""
+    row_bytes = rows.shape[1] * rows.element_size()
+    num_groups = min(-(-num_moves * row_bytes // TEMPORARY_BYTES), max(row_bytes // 8, 1))
+    return -(-rows.shape[1] // max(num_groups, 1))
 
 
 def _as_words(rows: Tensor) -> Tensor:
@@ -41,10 +53,18 @@ def _as_words(rows: Tensor) -> Tensor:
 
 
 def _weighted_rows(rows: Tensor, src: Tensor, indptr: Tensor, weights: Tensor) -> Tensor:
-    """Sum every run of gathered rows in float32. Returns [C, head_dim] in the dtype of ``rows``."""
-    gathered = rows.index_select(0, src).float()  # [M, head_dim]
-    if gathered.shape[0] == 0:
-        return rows.new_zeros(indptr.numel() - 1, rows.shape[1])
-    order = torch.arange(gathered.shape[0])
-    sums = embedding_bag(order, gathered, indptr[:-1].long(), mode="sum", per_sample_weights=weights)
-    return sums.to(rows.dtype)
+    """Sum every run of gathered rows in float32. Returns [C, width] in the dtype of ``rows``."""
+    num_runs, width = indptr.numel() - 1, rows.shape[1]
+    sums = rows.new_zeros(num_runs, width)
+    runs_at_once = max(TEMPORARY_BYTES // (4 * width) * num_runs // max(src.numel(), 1), 1)
+    for begin in range(0, num_runs, runs_at_once):
+        bounds = indptr[begin : begin + runs_at_once + 1].long()
+        first, last = int(bounds[0]), int(bounds[-1])
+        if first == last:
+            continue
+        gathered = rows.index_select(0, src[first:last]).float()
+        order = torch.arange(last - first)
+        part = weights[first:last]
+        block = embedding_bag(order, gathered, bounds[:-1] - first, mode="sum", per_sample_weights=part)
+        sums[begin : begin + runs_at_once] = block
+    return sums

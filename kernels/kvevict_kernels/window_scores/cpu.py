@@ -7,8 +7,8 @@ from torch import Tensor
 
 from kvevict_kernels.window_scores.pooling import Pooling
 
-KEYS_PER_CHUNK = 4096
-"""Bounds the memory of the attention weights, [num_qo_heads * W, keys] float32."""
+KEYS_PER_CHUNK = 1024
+"""Bounds the memory of the attention weights, [num_qo_heads * W, keys] float32, to what caches hold."""
 
 
 def window_scores_cpu(

@@ -27,21 +27,43 @@ def nearest_kept(rows: Tensor, kept: Tensor, width: int, *, causal: bool) -> tup
     Cost: num_tokens * width * head_dim per head; memory bounded by blocks.
     """
     num_heads, num_tokens, head_dim = rows.shape
-    unit = rows.float().contiguous()
-    unit = unit / unit.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+    norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32).clamp_(min=1e-12)
+    unit = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
+    torch.div(rows, norms, out=unit)
     width = max(width, 1)  # with nothing kept, one column that is masked
     position = (~kept).sort(dim=-1, stable=True).indices[:, :width]  # kept positions, ascending, first
     valid = kept.gather(-1, position)
     conserved = unit.gather(1, position.unsqueeze(-1).expand(-1, -1, head_dim)).transpose(1, 2)
-    block = max(_BLOCK_ELEMENTS // max(num_heads * width, 1), 1)
-    best, index = [], []
-    for begin in range(0, num_tokens, block):
-        similarity = unit[:, begin : begin + block] @ conserved
-        similarity.masked_fill_(~valid.unsqueeze(1), -torch.inf)
+    block = max(_BLOCK_ELEMENTS // (num_heads * width), 1)
+    first, last, fewest = _column_bounds(kept, block)
+    best = torch.empty(num_heads, num_tokens, device=rows.device)
+    index = torch.empty(num_heads, num_tokens, dtype=torch.int64, device=rows.device)
+    for i, begin in enumerate(range(0, num_tokens, block)):
+        end = min(begin + block, num_tokens)
+        low = min(first[i], width - 1) if causal else 0  # columns before lie before the whole block
+        similarity = unit[:, begin:end] @ conserved[..., low:]
+        if fewest < width:
+            similarity.masked_fill_(~valid[:, None, low:], -torch.inf)
         if causal:
-            here = torch.arange(begin, begin + similarity.shape[1], device=rows.device)
-            similarity.masked_fill_(position.unsqueeze(1) <= here[:, None], -torch.inf)
-        top = similarity.max(dim=-1)
-        best.append(top.values)
-        index.append(position.gather(-1, top.indices))
-    return torch.cat(best, dim=-1), torch.cat(index, dim=-1)
+            here = torch.arange(begin, end, device=rows.device)
+            near = position[:, None, low : max(last[i], low + 1)] <= here[:, None]
+            similarity[..., : near.shape[-1]].masked_fill_(near, -torch.inf)
+        best[:, begin:end], columns = similarity.max(dim=-1)
+        index[:, begin:end] = position.gather(-1, columns + low)
+    return best, index
+
+
+def _column_bounds(kept: Tensor, block: int) -> tuple[list[int], list[int], int]:
+    """Which kept tokens lie before each block of tokens, and which may lie inside it.
+
+    Returns:
+        Kept tokens at or before each block's first token, in the head with the fewest; those up to its last token, in
+        the head with the most; all of the head with the fewest.
+    """
+    count = kept.cumsum(-1)
+    ends = torch.arange(block, kept.shape[-1] + block, block, device=kept.device).clamp_(max=kept.shape[-1]) - 1
+    bounds = torch.cat((count[:, ::block].amin(0), count[:, ends].amax(0), count[:, -1].amin(0, keepdim=True)))
+    # sync: blocks multiply only the columns that may count; once per layer
+    numbers = bounds.tolist()
+    half = len(numbers) // 2
+    return numbers[:half], numbers[half:-1], numbers[-1]

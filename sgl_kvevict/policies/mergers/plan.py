@@ -35,7 +35,7 @@ def merge_plan(
     sizes = (kept | merged).flatten(1).sum(-1).tolist()
     device, num_layers = kept.device, len(sizes)
     counts = []
-    layer_of, heads, indices = torch.empty(3, sum(sizes), dtype=torch.int64, device=device)
+    layer_of, heads, indices = torch.empty(3, sum(sizes), dtype=torch.int32, device=device)
     weights = torch.empty(sum(sizes), dtype=torch.float32, device=device)
     end = 0
     for layer in range(num_layers):
