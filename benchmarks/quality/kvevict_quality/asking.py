@@ -1,0 +1,82 @@
+"""Prepare contexts on a running server and ask their questions."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from kvevict_quality.sample import Prompts, Question, Sample
+from sgl_kvevict.client import warm
+from sgl_kvevict.launcher import RunningServer
+from sgl_kvevict.measure import flush, plugin_state
+
+CONCURRENCY = 8
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A context in the server's cache.
+
+    Attributes:
+        tokens: logical.
+        slots: token slots held.
+        seconds: until it was there, compressed.
+    """
+
+    tokens: int
+    slots: int
+    seconds: float
+
+
+def prepare(server: RunningServer, context_ids: Sequence[int], questions: Sequence[str] = ()) -> Prepared:
+    """Empty the cache, then send a context alone and wait until it is compressed.
+
+    Args:
+        server: stock, or with this plugin.
+        context_ids: token ids.
+        questions: sample questions for the policies that want them.
+
+    Raises:
+        RuntimeError: the plugin did not compress it, although its budget is below 1.
+    """
+    flush(server)
+    begin = time.perf_counter()
+    warmed = warm(server.url, input_ids=context_ids, questions=questions, timeout=_TIMEOUT_S)
+    seconds = time.perf_counter() - begin
+    state = plugin_state(server)
+    if state is None:
+        return Prepared(len(context_ids), len(context_ids), seconds)
+    if state["policy"] != "none" and not state["spans"]:
+        raise RuntimeError(f"a context of {len(context_ids)} tokens was not compressed: {warmed.outcome}, {state}")
+    return Prepared(len(context_ids), int(state["evictable_slots"]), seconds)
+
+
+def ask_all(server: RunningServer, prompts: Prompts, sample: Sample, context_ids: list[int]) -> list[str]:
+    """The answers to all questions of a sample, several conversations at a time."""
+
+    def converse(questions: Sequence[Question]) -> list[str]:
+        ids, answers = list(context_ids), []
+        for turn, question in enumerate(questions):
+            ids += prompts.question_ids(sample, question, turn)
+            output = generate(server, ids, question.max_new_tokens)
+            answers.append(prompts.decode(output))
+            ids += output
+        return answers
+
+    with ThreadPoolExecutor(CONCURRENCY) as pool:
+        return [answer for answers in pool.map(converse, sample.conversations) for answer in answers]
+
+
+def generate(server: RunningServer, ids: Sequence[int], max_new_tokens: int) -> list[int]:
+    """Greedy continuation, without the token that ended it."""
+    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens}
+    reply = json.loads(server.post("/generate", {"input_ids": list(ids), "sampling_params": sampling}, _TIMEOUT_S))
+    output = [int(token) for token in reply["output_ids"]]
+    return output[:-1] if reply["meta_info"]["finish_reason"]["type"] == "stop" else output
+
+
+Progress = Callable[[str], None]

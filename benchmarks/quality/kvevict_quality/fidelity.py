@@ -1,0 +1,78 @@
+"""Fidelity to the full cache on real text: next-token distributions over a continuation that is given.
+
+The server lists the ``TOP`` most probable tokens of each position. The divergence is taken over the tokens that both
+sides list, with everything else as one more outcome: merging outcomes can only lower it, so it is a lower bound.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvevict_quality.corpus import prose
+from kvevict_quality.sample import Prompts, Sample
+from sgl_kvevict.launcher import RunningServer
+
+TOP = 64
+CONTINUATION = 128
+PASSAGES = 6
+TASK = "fidelity"
+_TINY = 1e-9
+
+Distribution = dict[int, float]
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A piece of real text.
+
+    Attributes:
+        context_ids: compressed alone, the beginning of a user's message.
+        continuation_ids: what follows in the text; at most half of ``min_prefix_tokens``, so it stays uncompressed.
+    """
+
+    context_ids: list[int]
+    continuation_ids: list[int]
+
+
+def make_passage(prompts: Prompts, tokens: int, index: int) -> Passage:
+    """The ``index``-th piece of the prose, which repeats when it ends; pieces overlap if they are long."""
+    blocks = prose()
+    first = index * 5 % len(blocks)
+    text = "\n\n".join(blocks[first:] + blocks)
+    ids = prompts.context_ids(Sample(text, ()))[: tokens + CONTINUATION]
+    return Passage(ids[:tokens], ids[tokens:])
+
+
+def distributions(server: RunningServer, passage: Passage) -> list[Distribution]:
+    """For each position of the continuation but the first, the most probable tokens with their log-probabilities."""
+    body = {
+        "input_ids": [*passage.context_ids, *passage.continuation_ids],
+        "sampling_params": {"temperature": 0, "max_new_tokens": 0},
+        "return_logprob": True,
+        "logprob_start_len": len(passage.context_ids),
+        "top_logprobs_num": TOP,
+    }
+    info = json.loads(server.post("/generate", body, 600.0))["meta_info"]
+    listed = [entry for entry in info["input_top_logprobs"] if entry]
+    if len(listed) != len(passage.continuation_ids) - 1:
+        raise RuntimeError(
+            f"{len(listed)} positions have log-probabilities, {len(passage.continuation_ids) - 1} expected"
+        )
+    return [{int(token): float(logprob) for logprob, token, *_ in entry} for entry in listed]
+
+
+def divergence(full: Distribution, other: Distribution) -> float:
+    """Kullback-Leibler divergence of ``other`` from ``full`` over the common tokens and the rest, in nats."""
+    common = full.keys() & other.keys()
+    pairs = [(math.exp(full[token]), math.exp(other[token])) for token in common]
+    pairs.append((1 - sum(p for p, _ in pairs), 1 - sum(q for _, q in pairs)))
+    return sum(p * math.log(p / max(q, _TINY)) for p, q in pairs if p > _TINY)
+
+
+def agreement(full: Sequence[Distribution], other: Sequence[Distribution]) -> float:
+    """Share of the positions at which both find the same token most probable."""
+    same = (max(a, key=a.__getitem__) == max(b, key=b.__getitem__) for a, b in zip(full, other, strict=True))
+    return sum(same) / len(full)

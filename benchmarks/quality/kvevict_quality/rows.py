@@ -1,0 +1,102 @@
+"""Results: one row for each (system, budget, task, length), in one CSV file that later runs add to."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+RESULTS = ROOT / "docs" / "results" / "quality" / "results.csv"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement.
+
+    Attributes:
+        engine: "stock", "kvevict" (the server with this plugin) or "kvpress".
+        policy: a policy's or a press's name; "full" keeps everything.
+        options: of the policy, "name=value" with spaces between them; may be empty.
+        budget: as configured (kvpress: the share that was asked for); 1.0 for "full".
+        task: a task's name, or "fidelity".
+        tokens: nominal length of a context.
+        contexts, questions: how many were measured (fidelity: questions are positions).
+        score: mean over the questions of the share of right values; fidelity: top-1 agreement.
+        kl: fidelity only: mean Kullback-Leibler divergence from the full cache, nats; else empty.
+        context_tokens, slots: means over the contexts: logical tokens, and token slots held for them (all entries
+            of all layers and heads count, the uncompressed tail too).
+        prepare_s, answer_s: seconds per context until it was compressed, and for all its questions.
+        model, dtype, seed: of the run.
+        versions: of the engine.
+        commit: of this repository.
+    """
+
+    engine: str
+    policy: str
+    options: str
+    budget: float
+    task: str
+    tokens: int
+    contexts: int
+    questions: int
+    score: float
+    kl: float | None
+    context_tokens: float
+    slots: float
+    prepare_s: float
+    answer_s: float
+    model: str
+    dtype: str
+    seed: int
+    versions: str
+    commit: str
+
+    @property
+    def key(self) -> tuple[str, str, str, float, str, int, str, int]:
+        """What identifies a measurement; another one with the same key takes its place."""
+        return self.engine, self.policy, self.options, self.budget, self.task, self.tokens, self.model, self.seed
+
+    @property
+    def kept_share(self) -> float:
+        """Token slots held over logical tokens."""
+        return self.slots / self.context_tokens
+
+    @property
+    def label(self) -> str:
+        """Policy with its options, for tables."""
+        return f"{self.policy} {self.options}".strip()
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All rows of a file; none if it does not exist."""
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return [_parse(line) for line in csv.DictReader(file)]
+
+
+def _parse(line: dict[str, str]) -> Row:
+    casts = {"int": int, "float": float, "str": str, "float | None": lambda text: float(text) if text else None}
+    return Row(**{field.name: casts[str(field.type)](line[field.name]) for field in fields(Row)})
+
+
+def merge_rows(path: Path, new: Sequence[Row]) -> None:
+    """Add rows to a file, in one rename; a row takes the place of one with the same key."""
+    rows = {row.key: row for row in (*read_rows(path), *new)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(f".{os.getpid()}.part")
+    with scratch.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in sorted(rows.values(), key=lambda row: row.key))
+    scratch.rename(path)
+
+
+def commit() -> str:
+    """Commit of this repository, short."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

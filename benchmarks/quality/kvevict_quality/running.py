@@ -1,0 +1,172 @@
+"""Measure one setup: start its server, run the tasks, one row each."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from kvevict_quality import fidelity
+from kvevict_quality.asking import Prepared, ask_all, prepare
+from kvevict_quality.rows import Row, commit, merge_rows, read_rows
+from kvevict_quality.sample import Prompts
+from kvevict_quality.systems import FULL, Setup
+from kvevict_quality.tasks import make_sample
+from sgl_kvevict.launcher import RunningServer, launch
+
+Progress = Callable[[str], None]
+#: Index of the context whose questions serve as samples; no measured context has it.
+SAMPLES_INDEX = 1_000_000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        model: folder.
+        prompts: of its tokenizer.
+        tasks: names.
+        lengths: nominal tokens of the contexts.
+        num_questions: at least so many per task; or
+        num_contexts: so many contexts per task.
+        seed: of the contexts.
+        results: the CSV file.
+        work: folder for logs and the full cache's distributions.
+    """
+
+    model: Path
+    prompts: Prompts
+    tasks: Sequence[str]
+    lengths: Sequence[int]
+    num_questions: int
+    num_contexts: int | None
+    seed: int
+    results: Path
+    work: Path
+
+    def contexts(self, task: str, tokens: int) -> int:
+        """Contexts that hold enough questions."""
+        if self.num_contexts is not None:
+            return self.num_contexts
+        if task == fidelity.TASK:
+            return fidelity.PASSAGES
+        per_context = len(make_sample(task, tokens, self.seed, 0, self.prompts.count).questions)
+        return -(-self.num_questions // per_context)
+
+    def missing(self, setup: Setup) -> list[tuple[str, int]]:
+        """(task, tokens) that have no row with enough contexts yet."""
+        done = {row.key: row.contexts for row in read_rows(self.results)}
+
+        def is_missing(task: str, tokens: int) -> bool:
+            key = (
+                setup.engine,
+                setup.policy,
+                setup.options_text,
+                setup.budget,
+                task,
+                tokens,
+                self.model.name,
+                self.seed,
+            )
+            return done.get(key, 0) < self.contexts(task, tokens)
+
+        return [(task, tokens) for tokens in self.lengths for task in self.tasks if is_missing(task, tokens)]
+
+
+@dataclass
+class _Sums:
+    """What is added up over the contexts of a task."""
+
+    scores: list[float]
+    divergences: list[float]
+    prepared: list[Prepared]
+    answer_s: float = 0.0
+
+
+def run_setup(plan: Plan, setup: Setup, progress: Progress) -> None:
+    """Measure everything that is missing for one setup; each finished task is written at once."""
+    missing = plan.missing(setup)
+    if not missing:
+        return
+    progress(f"{setup.name}: starting the server for {len(missing)} tasks")
+    system = setup.system()
+    with launch(plan.model, flags=system.flags, env=system.env, log_path=plan.work / f"{setup.name}.log") as server:
+        for task, tokens in missing:
+            begin = time.monotonic()
+            measure = _fidelity if task == fidelity.TASK else _task
+            sums = measure(plan, setup, server, task, tokens)
+            row = _row(plan, setup, task, tokens, sums)
+            merge_rows(plan.results, [row])
+            kl = "" if row.kl is None else f", KL {row.kl:.4f}"
+            progress(
+                f"{setup.name}: {task} at {tokens}: {row.score:.3f}{kl} over {row.questions}, kept "
+                f"{row.kept_share:.3f}, {time.monotonic() - begin:.0f} s"
+            )
+
+
+def _task(plan: Plan, setup: Setup, server: RunningServer, task: str, tokens: int) -> _Sums:
+    sums = _Sums([], [], [])
+    for index in range(plan.contexts(task, tokens)):
+        sample = make_sample(task, tokens, plan.seed, index, plan.prompts.count)
+        ids = plan.prompts.context_ids(sample)
+        sums.prepared.append(prepare(server, ids, _sample_questions(plan, setup, task, tokens)))
+        begin = time.perf_counter()
+        answers = ask_all(server, plan.prompts, sample, ids)
+        sums.answer_s += time.perf_counter() - begin
+        sums.scores += [q.score(answer) for q, answer in zip(sample.questions, answers, strict=True)]
+    return sums
+
+
+def _sample_questions(plan: Plan, setup: Setup, task: str, tokens: int) -> list[str]:
+    """For the policy that wants questions: some of the same kind, about things of another context."""
+    if setup.policy != "questions":
+        return []
+    sample = make_sample(task, tokens, plan.seed, SAMPLES_INDEX, plan.prompts.count)
+    return [plan.prompts.question_text(sample, question) for question in sample.questions]
+
+
+def _fidelity(plan: Plan, setup: Setup, server: RunningServer, task: str, tokens: int) -> _Sums:
+    sums = _Sums([], [], [])
+    for index in range(plan.contexts(task, tokens)):
+        passage = fidelity.make_passage(plan.prompts, tokens, index)
+        sums.prepared.append(prepare(server, passage.context_ids))
+        begin = time.perf_counter()
+        found = fidelity.distributions(server, passage)
+        sums.answer_s += time.perf_counter() - begin
+        stored = plan.work / "full" / f"{plan.model.name}-{tokens}-{index}.json"
+        if setup.policy == FULL:
+            stored.parent.mkdir(parents=True, exist_ok=True)
+            stored.write_text(json.dumps([list(entry.items()) for entry in found]), encoding="utf-8")
+        full = [dict(entry) for entry in json.loads(stored.read_text(encoding="utf-8"))]
+        sums.divergences += [fidelity.divergence(a, b) for a, b in zip(full, found, strict=True)]
+        sums.scores.append(fidelity.agreement(full, found))
+    return sums
+
+
+def _row(plan: Plan, setup: Setup, task: str, tokens: int, sums: _Sums) -> Row:
+    num = len(sums.prepared)
+    return Row(
+        engine=setup.engine,
+        policy=setup.policy,
+        options=setup.options_text,
+        budget=setup.budget,
+        task=task,
+        tokens=tokens,
+        contexts=num,
+        questions=len(sums.divergences) or len(sums.scores),
+        score=round(sum(sums.scores) / len(sums.scores), 4),
+        kl=round(sum(sums.divergences) / len(sums.divergences), 5) if sums.divergences else None,
+        context_tokens=round(sum(p.tokens for p in sums.prepared) / num, 1),
+        slots=round(sum(p.slots for p in sums.prepared) / num, 1),
+        prepare_s=round(sum(p.seconds for p in sums.prepared) / num, 2),
+        answer_s=round(sums.answer_s / num, 2),
+        model=plan.model.name,
+        dtype=str(json.loads((plan.model / "config.json").read_text(encoding="utf-8"))["dtype"]),
+        seed=plan.seed,
+        versions=f"sglang {version('sglang')}, sgl-kvevict {version('sgl-kvevict')}",
+        commit=commit(),
+    )

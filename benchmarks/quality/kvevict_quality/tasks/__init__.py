@@ -1,0 +1,62 @@
+"""The tasks by name."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+
+from kvevict_quality.corpus import CountTokens
+from kvevict_quality.sample import Sample
+from kvevict_quality.tasks import chat, lookup, needles, words
+
+Make = Callable[[random.Random, int, CountTokens], Sample]
+
+NEEDLE_TASKS: Mapping[str, Make] = {
+    "needle-single": needles.single,
+    "needle-multi-key": needles.multi_key,
+    "needle-multi-value": needles.multi_value,
+    "needle-multi-query": needles.multi_query,
+}
+TASKS: Mapping[str, Make] = {
+    **NEEDLE_TASKS,
+    "variable-tracking": needles.variable_tracking,
+    "common-words": words.common_words,
+    "frequent-words": words.frequent_words,
+    "key-value": lookup.key_value,
+    "code": lookup.code,
+    "multi-turn": chat.recall,
+}
+GROUPS: Mapping[str, tuple[str, ...]] = {"needles": tuple(NEEDLE_TASKS), "all": tuple(TASKS)}
+#: Tasks that are no generated ones.
+OTHER_TASKS = ("fidelity",)
+#: Room that is left in a context for the chat template.
+TEMPLATE_TOKENS = 48
+
+
+def make_sample(task: str, tokens: int, seed: int, index: int, count: CountTokens) -> Sample:
+    """The ``index``-th context of a task; the same for the same arguments.
+
+    Args:
+        task: a name of ``TASKS``.
+        tokens: length that the context has at most, chat template included.
+        seed: of the whole run.
+        index: 0, 1, ...
+        count: tokens of a text.
+    """
+    rng = random.Random(zlib.crc32(f"{task}/{tokens}/{seed}/{index}".encode()))
+    return TASKS[task](rng, tokens - TEMPLATE_TOKENS, count)
+
+
+def select_tasks(names: Sequence[str]) -> tuple[str, ...]:
+    """Task names, groups resolved.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    allowed = (*TASKS, *OTHER_TASKS)
+    selected = dict.fromkeys(name for given in names for name in GROUPS.get(given, (given,)))
+    for name in selected:
+        if name not in allowed:
+            raise ValueError(f"task: got {name!r}; allowed: {', '.join((*GROUPS, *allowed))}")
+    return tuple(selected)

@@ -1,0 +1,166 @@
+"""The same contexts and questions with the presses of kvpress, one row each in the same results file.
+
+Run by `make bench-peers` in kvpress' own environment: python benchmarks/quality/peers.py MODEL_FOLDER
+
+A press compresses the context alone; questions follow at their true positions. It keeps as many entries as our
+server's policy `random` held token slots for the same contexts at this budget, uncompressed tail included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+from kvevict_quality.presses import PRESSES
+from kvevict_quality.rows import RESULTS, Row, commit, merge_rows, read_rows
+from kvevict_quality.sample import Prompts, Sample
+from kvevict_quality.tasks import make_sample, select_tasks
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.utils import logging as transformers_logging
+
+FULL, CONTROL = "full", "random"
+
+
+@dataclass
+class Peer:
+    """A model in transformers, its prompts, and how answers end."""
+
+    model: Any
+    prompts: Prompts
+    seconds_to_prepare: float = 0.0
+    seconds_to_answer: float = 0.0
+
+    @torch.inference_mode()
+    def answers(self, sample: Sample, ids: list[int], press: Any | None) -> list[str]:
+        """Compress the context, then ask every question of it."""
+        begin = time.perf_counter()
+        cache = DynamicCache()
+        with press(self.model) if press is not None else nullcontext():
+            self.model.model(torch.tensor([ids]), past_key_values=cache)
+        prepared = time.perf_counter()
+        held = [layer.keys.shape[2] for layer in cache.layers]
+        answers = []
+        for conversation in sample.conversations:
+            _crop(cache, held)
+            position = len(ids)
+            for turn, question in enumerate(conversation):
+                asked = self.prompts.question_ids(sample, question, turn)
+                output, position = self._generate(asked, cache, position, question.max_new_tokens)
+                answers.append(self.prompts.decode(output))
+        self.seconds_to_prepare += prepared - begin
+        self.seconds_to_answer += time.perf_counter() - prepared
+        return answers
+
+    def _generate(self, ids: list[int], cache: Any, position: int, max_new_tokens: int) -> tuple[list[int], int]:
+        """Greedy continuation without the token that ended it, all of it in the cache; the position after it."""
+        eos, output, step = self.model.generation_config.eos_token_id, list[int](), ids
+        while True:
+            positions = torch.arange(position, position + len(step))[None]
+            logits = self.model(torch.tensor([step]), past_key_values=cache, position_ids=positions, logits_to_keep=1)
+            position += len(step)
+            token = int(logits.logits[0, -1].argmax())
+            if len(output) == max_new_tokens or token == eos:
+                return output, position
+            output.append(token)
+            step = [token]
+
+
+def _crop(cache: Any, held: list[int]) -> None:
+    """Back to the compressed context, as kvpress' pipeline does after each answer."""
+    for layer, length in zip(cache.layers, held, strict=True):
+        layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+
+
+def measure(peer: Peer, task: str, control: Row, name: str, seed: int, model: Path) -> Row:
+    """One press (or ``FULL``) on the contexts that the control's row stands for."""
+    peer.seconds_to_prepare = peer.seconds_to_answer = 0.0
+    scores: list[float] = []
+    torch.manual_seed(seed)
+    share = 1.0 if name == FULL else control.kept_share
+    press = None if name == FULL else PRESSES[name](1 - share)
+    for index in range(control.contexts):
+        sample = make_sample(task, control.tokens, seed, index, peer.prompts.count)
+        ids = peer.prompts.context_ids(sample)
+        found = peer.answers(sample, ids, press)
+        scores += [q.score(answer) for q, answer in zip(sample.questions, found, strict=True)]
+    return Row(
+        engine="kvpress",
+        policy=name,
+        options="",
+        budget=1.0 if name == FULL else control.budget,
+        task=task,
+        tokens=control.tokens,
+        contexts=control.contexts,
+        questions=len(scores),
+        score=round(sum(scores) / len(scores), 4),
+        kl=None,
+        context_tokens=control.context_tokens,
+        slots=round(share * control.context_tokens, 1),
+        prepare_s=round(peer.seconds_to_prepare / control.contexts, 2),
+        answer_s=round(peer.seconds_to_answer / control.contexts, 2),
+        model=model.name,
+        dtype="float32",
+        seed=seed,
+        versions=", ".join(f"{package} {version(package)}" for package in ("kvpress", "transformers", "torch")),
+        commit=commit(),
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="model folder")
+    parser.add_argument("--presses", nargs="*", default=list(PRESSES), help=f"of {', '.join(PRESSES)}")
+    parser.add_argument("--budgets", nargs="*", type=float, default=[0.2, 0.1])
+    parser.add_argument("--tasks", nargs="*", default=["needles"])
+    parser.add_argument("--lengths", nargs="*", type=int, default=[1024])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure every press that has no row yet for what the control was measured on."""
+    args = parse_arguments()
+    transformers_logging.disable_progress_bar()
+    started = time.monotonic()
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="sdpa").eval()
+    peer = Peer(model, Prompts(AutoTokenizer.from_pretrained(args.model)))
+    tasks = select_tasks(args.tasks)
+    rows = read_rows(args.results)
+    controls = [
+        row
+        for row in rows
+        if (row.engine, row.policy, row.seed, row.model) == ("kvevict", CONTROL, args.seed, args.model.name)
+        and row.task in tasks and row.tokens in args.lengths and row.budget in args.budgets
+    ]  # fmt: skip
+    done = {row.key: row.contexts for row in rows}
+    if not controls:
+        raise SystemExit(f"no rows of policy {CONTROL!r} for these tasks and budgets: run benchmarks/quality/run.py")
+    for control in controls:
+        for name in (FULL, *args.presses):
+            budget = 1.0 if name == FULL else control.budget
+            key = ("kvpress", name, "", budget, control.task, control.tokens, control.model, control.seed)
+            if done.get(key, 0) >= control.contexts:
+                continue
+            row = measure(peer, control.task, control, name, args.seed, args.model)
+            merge_rows(args.results, [row])
+            done[row.key] = row.contexts
+            print(
+                f"{time.monotonic() - started:6.0f} s  {name} {budget:g}: {row.task} at {row.tokens}: {row.score:.3f} "
+                f"over {row.questions}, kept {row.kept_share:.3f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Draw score over kept share, all policies and peers in one plot, and write the tables of docs/quality.md.
+
+Run: python benchmarks/quality/plot.py [--results FILE]; writes curves.png and tables.md beside the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from kvevict_quality.curves import draw
+from kvevict_quality.rows import RESULTS, read_rows
+from kvevict_quality.tables import full_table, plain_table, policy_table
+
+
+def main() -> None:
+    """Write both files and print the plain table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--tokens", type=int, default=1024, help="length of the contexts in plot and policy table")
+    args = parser.parse_args()
+    rows = read_rows(args.results)
+    at_length = [row for row in rows if row.tokens == args.tokens]
+    sections = (
+        ("Full cache", full_table(rows)),
+        (f"Policies and peers at {args.tokens} tokens", policy_table(at_length)),
+        ("Kept share, quality, memory, speed", plain_table(at_length)),
+    )
+    text = "\n".join(f"## {title}\n\n{table}" for title, table in sections)
+    (args.results.parent / "tables.md").write_text(text, encoding="utf-8")
+    draw(at_length, args.results.parent / "curves.png")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Measure what answers are worth after compression, against real servers; adds to docs/results/quality/results.csv.
+
+Run: python benchmarks/quality/run.py --policies random snapkv reconstruction --budgets 0.2 0.1 --tasks needles
+
+Every context is sent alone and compressed before its questions are asked. The full cache (stock SGLang) and the
+policy `random` are always measured beside what is asked for. Rows that exist are not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from kvevict_quality import fidelity
+from kvevict_quality.rows import RESULTS, ROOT
+from kvevict_quality.running import Plan, run_setup
+from kvevict_quality.sample import Prompts
+from kvevict_quality.systems import FULL, Setup, parse_policy
+from kvevict_quality.tasks import select_tasks
+
+from sgl_kvevict.model import ensure_demo_model
+
+CONTROL = "random"
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policies", nargs="*", default=[], help="name or name:option=value,...")
+    parser.add_argument("--budgets", nargs="*", type=float, default=[0.2, 0.1], help="shares in (0, 1)")
+    parser.add_argument("--tasks", nargs="*", default=["all"], help=f"names, 'needles', 'all' or '{fidelity.TASK}'")
+    parser.add_argument("--lengths", nargs="*", type=int, default=[1024], help="tokens of a context")
+    parser.add_argument("--questions", type=int, default=100, help="at least so many per task")
+    parser.add_argument("--contexts", type=int, help="so many per task instead")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", type=Path, help="model folder; default: the demo model")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure what is missing."""
+    from transformers import AutoTokenizer
+
+    args = parse_arguments()
+    started = time.monotonic()
+
+    def progress(text: str) -> None:
+        print(f"{time.monotonic() - started:6.0f} s  {text}", flush=True)
+
+    model = args.model or ensure_demo_model(report=progress)
+    plan = Plan(
+        model=model,
+        prompts=Prompts(AutoTokenizer.from_pretrained(model)),
+        tasks=select_tasks(args.tasks),
+        lengths=args.lengths,
+        num_questions=args.questions,
+        num_contexts=args.contexts,
+        seed=args.seed,
+        results=args.results,
+        work=ROOT / "out" / "quality",
+    )
+    run_setup(plan, Setup(FULL, 1.0), progress)
+    for budget in args.budgets:
+        for name, options in _policies(args.policies):
+            run_setup(plan, Setup(name, budget, options), progress)
+
+
+def _policies(texts: list[str]) -> list[tuple[str, dict[str, object]]]:
+    """The control first, then the others."""
+    return [parse_policy(text) for text in dict.fromkeys([CONTROL, *texts])]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture
+def question():
+    from kvevict_quality.sample import Question
+
+    return Question("What colour is it?", "It is", ("deep red",), 4)
+
+
+def test_context_and_question_together_are_the_chat_template(prompts, question):
+    from kvevict_quality.sample import Sample
+
+    sample = Sample("The door is deep red.", (question,))
+    text = prompts.decode(prompts.context_ids(sample) + prompts.question_ids(sample, question))
+    expected = "<system> Be brief. <end> <user> The door is deep red. \n \n What colour is it? <end> <assistant> It is"
+    assert text == expected
+
+
+def test_a_history_is_a_prefix_without_the_last_question(prompts, question):
+    from kvevict_quality.sample import Sample
+
+    sample = Sample("", (question,), (("The door is deep red.", "Noted."),), turns=1)
+    text = prompts.decode(prompts.context_ids(sample))
+    assert text.endswith("<user> The door is deep red. <end> <assistant> Noted. <end> <user>")
+
+
+def test_later_turns_follow_the_answer_before(prompts, question):
+    from kvevict_quality.sample import Sample
+
+    sample = Sample("The door is deep red.", (question, question), turns=2)
+    follow_up = prompts.decode(prompts.question_ids(sample, question, turn=1))
+    assert follow_up == "<end> <user> What colour is it? <end> <assistant> It is"
+    assert sample.conversations == [(question, question)]
+
+
+def test_scores_are_shares_of_contained_values_in_any_case():
+    from kvevict_quality.sample import Question
+
+    question = Question("", "", ("123", "Rome"), 4)
+    assert [question.score(text) for text in ("", " 1234", "in ROME: 123")] == [0.0, 0.5, 1.0]

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+ROW = {
+    "engine": "kvevict",
+    "policy": "snapkv",
+    "options": "",
+    "budget": 0.2,
+    "task": "needle-single",
+    "tokens": 1024,
+    "contexts": 5,
+    "questions": 30,
+    "score": 0.4,
+    "kl": None,
+    "context_tokens": 1000.0,
+    "slots": 226.0,
+    "prepare_s": 2.5,
+    "answer_s": 1.5,
+    "model": "m",
+    "dtype": "bfloat16",
+    "seed": 0,
+    "versions": "v",
+    "commit": "c",
+}
+
+
+def row(**changes):
+    from kvevict_quality.rows import Row
+
+    return Row(**{**ROW, **changes})
+
+
+def full(task, score, engine="stock"):
+    return row(engine=engine, policy="full", budget=1.0, task=task, score=score, slots=1000.0)
+
+
+def test_rows_survive_the_file_and_replace_each_other(tmp_path):
+    from kvevict_quality.rows import merge_rows, read_rows
+
+    path = tmp_path / "sub" / "results.csv"
+    assert read_rows(path) == []
+    merge_rows(path, [row(), row(task="fidelity", kl=0.25)])
+    merge_rows(path, [row(score=0.5), row(budget=0.1)])
+    assert {(r.task, r.budget, r.score, r.kl) for r in read_rows(path)} == {
+        ("needle-single", 0.2, 0.5, None),
+        ("needle-single", 0.1, 0.4, None),
+        ("fidelity", 0.2, 0.4, 0.25),
+    }
+    assert read_rows(path)[0].kept_share == pytest.approx(0.226)
+
+
+def test_relative_score_counts_tasks_that_the_full_cache_solves():
+    from kvevict_quality.tables import relative
+
+    fulls = [full("needle-single", 0.8), full("needle-multi-key", 0.7), full("needle-multi-query", 0.3)]
+    scores = [row(score=0.6), row(task="needle-multi-key", score=0.3), row(task="needle-multi-query", score=0.3)]
+    assert relative(scores, fulls) == pytest.approx(0.9 / 1.5)
+    assert relative(scores[:1], fulls) is None
+    assert relative(scores, []) is None
+
+
+def test_tables_and_plot_are_made_of_all_rows(tmp_path):
+    from kvevict_quality.curves import curves, draw
+    from kvevict_quality.tables import full_table, plain_table, policy_table
+
+    peer = row(engine="kvpress", policy="SnapKVPress", score=0.2)
+    rows = [
+        full("needle-single", 0.8),
+        full("needle-single", 0.9, "kvpress"),
+        row(),
+        row(task="fidelity", kl=0.3),
+        peer,
+    ]
+    assert "| needle-single | 0.80 (30) |" in full_table(rows)
+    table = policy_table(rows)
+    assert "| 0.2 | kvevict | snapkv | 0.226 | 50 % | 0.40 | 0.400 | 0.300 |" in table
+    assert "| 0.2 | kvpress | SnapKVPress | 0.226 | 22 % |" in table
+    assert "| 0.226 | snapkv | 50 % | 226 | 2.5 | 1.5 |" in plain_table(rows)
+    assert curves(rows) == {
+        ("kvevict", "snapkv"): [(pytest.approx(0.226), pytest.approx(0.5))],
+        ("kvpress", "SnapKVPress"): [(pytest.approx(0.226), pytest.approx(0.2 / 0.9))],
+    }
+    draw(rows, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_divergence_of_truncated_distributions():
+    from kvevict_quality.fidelity import agreement, divergence
+
+    half = {0: math.log(0.5), 1: math.log(0.25)}
+    other = {0: math.log(0.25), 2: math.log(0.5)}
+    assert divergence(half, half) == pytest.approx(0.0)
+    expected = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)  # token 0, and everything else as one outcome
+    assert divergence(half, other) == pytest.approx(expected)
+    assert agreement([half, half], [half, other]) == 0.5
+
+
+def test_policies_on_the_command_line():
+    from kvevict_quality.systems import Setup, parse_policy
+
+    assert parse_policy("snapkv") == ("snapkv", {})
+    name, options = parse_policy("ada-snapkv:budget_rule=all-layers,window_size=16")
+    assert (name, options) == ("ada-snapkv", {"budget_rule": "all-layers", "window_size": 16})
+    setup = Setup(name, 0.1, options)
+    assert setup.options_text == "budget_rule=all-layers window_size=16"
+    assert '"budget": 0.1' in setup.system().env["KVEVICT_CONFIG"]
+    with pytest.raises(ValueError, match="'window_size'"):
+        parse_policy("snapkv:window_size")

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+
+def count(text: str) -> int:
+    return len(re.findall(r"\w+|[^\w\s]", text))
+
+
+def samples(task, tokens, seed=0, num=3):
+    from kvevict_quality.tasks import make_sample
+
+    return [make_sample(task, tokens, seed, index, count) for index in range(num)]
+
+
+def all_tasks():
+    from kvevict_quality.tasks import TASKS
+
+    return list(TASKS)
+
+
+@pytest.mark.parametrize("tokens", [1024, 2048, 4096])
+def test_contexts_are_long_hold_all_answers_and_fit(tokens):
+    for task in all_tasks():
+        for sample in samples(task, tokens):
+            text = sample.context + " ".join(part for exchange in sample.history for part in exchange)
+            assert 0.8 * tokens < count(text) <= tokens, task
+            for question in sample.questions:
+                assert all(answer in text for answer in question.answers), task
+                assert not any(answer in question.text + question.lead for answer in question.answers if len(answer) > 3
+                               and answer.isdigit()), task  # fmt: skip
+
+
+def test_contexts_repeat_for_a_seed_and_differ_between_contexts_and_seeds():
+    for task in all_tasks():
+        assert samples(task, 1024) == samples(task, 1024)
+        contexts = samples(task, 1024) + samples(task, 1024, seed=1)
+        assert len({(s.context, s.history) for s in contexts}) == len(contexts), task
+
+
+def test_questions_of_a_context_are_several_and_different():
+    for task in all_tasks():
+        for sample in samples(task, 1024):
+            assert len({q.text for q in sample.questions}) == len(sample.questions) >= 4, task
+
+
+def test_variable_chains_stay_in_order():
+    (sample,) = samples("variable-tracking", 1024, num=1)
+    for question in sample.questions:
+        first, second, third = question.answers
+        places = [sample.context.index(text) for text in (f"VAR {first} = ", f"VAR {second} = VAR {first}.",
+                                                          f"VAR {third} = VAR {second}.")]  # fmt: skip
+        assert places == sorted(places)
+
+
+def test_common_words_are_the_most_common():
+    (sample,) = samples("common-words", 1024, num=1)
+    for part, question in zip(sample.context.split("\n\n"), sample.questions, strict=True):
+        words = part.split(": ")[1].rstrip(".").split(", ")
+        ranked = sorted(set(words), key=words.count, reverse=True)
+        assert set(ranked[:3]) == set(question.answers)
+        assert words.count(ranked[3]) < words.count(ranked[2])
+
+
+def test_needles_that_do_not_fit_are_refused():
+    from kvevict_quality.corpus import haystack
+
+    with pytest.raises(ValueError, match="num_tokens: got 5"):
+        haystack(random.Random(0), ["A needle that is far too long for this."], 5, count)
+
+
+def test_groups_of_tasks():
+    from kvevict_quality.tasks import NEEDLE_TASKS, select_tasks
+
+    assert select_tasks(["code", "needles", "code"]) == ("code", *NEEDLE_TASKS)
+    with pytest.raises(ValueError, match="'nedles'"):
+        select_tasks(["nedles"])
