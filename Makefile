@@ -5,7 +5,7 @@ ARGS ?=
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve test test-peers lint
+.PHONY: help setup model demo serve test test-peers bench-quality bench-peers lint
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -31,6 +31,16 @@ test-peers: model ## compare kept positions with kvpress, in an environment of i
 	@scripts/setup_peers.sh
 	@PYTHONPATH=tests .venv-peers/bin/python -m peers.record_kvpress "$$($(BIN)/sgl-kvevict model)"
 	@$(BIN)/python -m pytest tests/peers/check_kvpress.py $(ARGS)
+
+bench-quality: model ## what answers are worth after compression (ARGS="--policies reconstruction --budgets 0.2 0.1")
+	@$(BIN)/python benchmarks/quality/run.py $(ARGS)
+	@$(BIN)/python benchmarks/quality/plot.py
+
+bench-peers: export OMP_WAIT_POLICY := passive
+bench-peers: model ## the same contexts and questions with kvpress, in an environment of its own
+	@scripts/setup_peers.sh
+	@.venv-peers/bin/python benchmarks/quality/peers.py "$$($(BIN)/sgl-kvevict model)" $(ARGS)
+	@$(BIN)/python benchmarks/quality/plot.py
 
 lint: setup ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -42,8 +42,8 @@ def single(rng: random.Random, num_tokens: int, count: CountTokens) -> Sample:
 
 
 def multi_key(rng: random.Random, num_tokens: int, count: CountTokens) -> Sample:
-    """Eight keys of one kind, each with its value; every one is asked for, the others distract."""
-    values = _values(rng, 8)
+    """Six keys of one kind, each with its value; every one is asked for, the others distract."""
+    values = _values(rng, 6)
     text = haystack(rng, [_needle(*item) for item in values.items()], num_tokens, count)
     questions = (
         Question(f"What is the telephone number of {key}?", f"The telephone number of {key} is", (value,), 8)
@@ -66,8 +66,8 @@ def multi_value(rng: random.Random, num_tokens: int, count: CountTokens) -> Samp
 
 
 def multi_query(rng: random.Random, num_tokens: int, count: CountTokens) -> Sample:
-    """Six keys; a question asks for two of them at once."""
-    values = _values(rng, 6)
+    """Four keys; a question asks for two of them at once."""
+    values = _values(rng, 4)
     keys = list(values)
     text = haystack(rng, [_needle(*item) for item in values.items()], num_tokens, count)
     questions = []
