@@ -1,0 +1,252 @@
+"""Cost of tree operations with 10,000 compressed prefixes, and of compressing one; no model, no server.
+
+The same prompts go through SGLang's `RadixCache` and through our tree, on SGLang's real pools and request objects. Each
+operation is counted in function calls (Python and C; the same on every machine) and in CPU time of its thread.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
+import torch
+from serving_bench.options import Options, Recorder, parse_options
+from serving_bench.page import Page, Table
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+
+from helpers.harness import Harness, publish_server_args
+from sgl_kvevict.compression import Compressor
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.policies.registry import build_policy
+from sgl_kvevict.prefix import SpanStore
+
+SYSTEMS = ("stock RadixCache", "compressed")
+PROMPT_TOKENS = 32
+BRANCH_AT = 28
+"""Where the compressed range of a prompt ends (tail of 4 tokens)."""
+PATH_LENGTHS = (1, 10, 100)
+COMPRESSED_TOKENS = (1024, 3000, 7000)
+TURN_TOKENS = 12
+
+PAGE = Page(
+    name="insertion",
+    command="python benchmarks/serving/bench_insertion.py",
+    summary=(
+        "What the tree's operations cost with 10,000 compressed prefixes of 32 tokens, each with its tail, beside "
+        "the same prompts in SGLang's `RadixCache`; and how they grow with the number of nodes on a path. `compress` "
+        "is one compression at the sizes of SmolLM2-135M (30 layers, 3 KV heads), from the checkpoint to the slots "
+        "freed."
+    ),
+    tables=(
+        Table("calls", "Function calls per operation", digits=0),
+        Table("cpu_us", "CPU time per operation, us", digits=1),
+    ),
+    baseline=SYSTEMS[0],
+)
+
+
+class Driver(Harness):
+    """The scheduler in miniature of the tests, without its checks and without contents of K and V."""
+
+    def __post_init__(self) -> None:
+        """Build pools; rows are longer than the tests need."""
+        super().__post_init__()
+        self.rows = ReqToTokenPool(self.num_rows, 4096, "cpu", False)
+        self.tree.req_to_token_pool = self.rows
+
+    def check(self) -> None:
+        """Nothing: every operation would look at all slots."""
+
+    def _forward(self, req: object, seq_len: int) -> None:
+        """Nothing is read."""
+
+    def _write_tokens(self, req: object, start: int, end: int, slots: torch.Tensor) -> None:
+        """Nothing is written."""
+
+
+class StockDriver(Driver):
+    """The same on SGLang's own tree."""
+
+    def __post_init__(self) -> None:
+        """Replace the tree."""
+        super().__post_init__()
+        params = CacheInitParams(
+            disable=False, req_to_token_pool=self.rows, token_to_kv_pool_allocator=self.allocator, page_size=1
+        )
+        self.tree = RadixCache(params)
+        self.tree.observe = lambda *_: ()
+
+
+def build(system: str, num_slots: int) -> Driver:
+    """An empty system."""
+    return (StockDriver if system == SYSTEMS[0] else Driver)(num_slots=num_slots)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one operation costs on average."""
+
+    calls: float
+    cpu_us: float
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """As recorded."""
+        return {"calls": self.calls, "cpu_us": self.cpu_us}
+
+
+def cost_of(operations: Sequence[Callable[[], object]]) -> Cost:
+    """Run half of the operations timed, the other half counted."""
+    half = len(operations) // 2
+    begin = time.thread_time()
+    for operation in operations[:half]:
+        operation()
+    seconds = time.thread_time() - begin
+    calls = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        for operation in operations[half:]:
+            operation()
+    finally:
+        sys.setprofile(None)
+    return Cost(calls / (len(operations) - half), 1e6 * seconds / half)
+
+
+def prompt(number: int) -> list[int]:
+    """A prompt that shares nothing with others."""
+    return [number * 64 + i for i in range(PROMPT_TOKENS)]
+
+
+def match(driver: Driver, tokens: Sequence[int]) -> object:
+    """Match a prefix."""
+    return driver.tree.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens), None)))
+
+
+def lock_and_unlock(driver: Driver, node: object) -> None:
+    """Lock a path and let go."""
+    driver.tree.inc_lock_ref(node)
+    driver.tree.dec_lock_ref(node)
+
+
+def insert_branch(driver: Driver, tokens: Sequence[int], slots: torch.Tensor) -> None:
+    """Insert a new end below a prefix that is there."""
+    value = torch.cat([torch.zeros(len(tokens) - slots.numel(), dtype=torch.int64), slots])
+    driver.tree.insert(InsertParams(key=RadixKey(array("q", tokens), None), value=value))
+
+
+def measure_operations(system: str, num_prompts: int, sample: int, seed: int) -> dict[str, Cost]:
+    """All operations on a tree of ``num_prompts`` prompts, ``sample`` times each."""
+    driver = build(system, num_prompts * (PROMPT_TOKENS + 2) + 4000)
+    inserts = [lambda i=i: driver.finish(driver.run(prompt(i))) for i in range(num_prompts)]
+    for operation in inserts[:-sample]:
+        operation()
+    costs = {"request with a new prompt": cost_of(inserts[-sample:])}
+    chosen = random.Random(seed).sample(range(num_prompts), 4 * sample)
+    some, others, more = chosen[:sample], chosen[sample : 2 * sample], chosen[2 * sample : 3 * sample]
+    costs["match, hit"] = cost_of([lambda i=i: match(driver, prompt(i)) for i in some])
+    costs["match, miss"] = cost_of([lambda i=i: match(driver, [-i - 1, 5, 6]) for i in some])
+    nodes = [match(driver, prompt(i)).last_device_node for i in some]
+    costs["lock and unlock"] = cost_of([lambda n=n: lock_and_unlock(driver, n) for n in nodes])
+    slots = driver.allocator.alloc(4 * sample).view(sample, 4)
+    branches = [([*prompt(i)[:BRANCH_AT], -1, -2, -3, -4], slots[j]) for j, i in enumerate(others)]
+    costs["insert a branch"] = cost_of([lambda t=t, s=s: insert_branch(driver, t, s) for t, s in branches])
+    costs["match that splits a node"] = cost_of([lambda i=i: match(driver, prompt(i)[:13]) for i in more])
+    costs["evict one leaf"] = cost_of([lambda: driver.tree.evict(EvictParams(num_tokens=1))] * 6)
+    return costs
+
+
+def measure_path(system: str, num_nodes: int, sample: int) -> dict[str, Cost]:
+    """Match and split on a path of so many turns, each a node of its own."""
+    driver = build(system, 4000 + num_nodes * TURN_TOKENS * 2)
+    tokens = [i % 251 for i in range(num_nodes * TURN_TOKENS)]
+    for turn in range(1, num_nodes + 1):
+        driver.finish(driver.run(tokens[: turn * TURN_TOKENS]))
+    last = (num_nodes - 1) * TURN_TOKENS
+    costs = {f"match, path of {num_nodes} turns": cost_of([lambda: match(driver, tokens)] * sample)}
+    cuts = [tokens[: last + 1 + i] for i in range(6)]
+    costs[f"split at the end of {num_nodes} turns"] = cost_of([lambda c=c: match(driver, c) for c in cuts])
+    return costs
+
+
+def compression_cost(policy: str, num_tokens: int) -> dict[str, float]:
+    """Milliseconds from the checkpoint to the slots freed, at the sizes of the demo model."""
+    geometry = KVGeometry(30, 9, 3, 64, num_tokens + 1)
+    generator = torch.Generator().manual_seed(1)
+    k = torch.randn(30, num_tokens + 1, 3, 64, generator=generator).bfloat16()
+    config = KVEvictConfig(policy=policy, budget=0.2)
+    built = build_policy(policy, {})
+    assert built is not None
+    compressor = Compressor(config, built, SpanStore(geometry, k, k.clone()))
+    observation = compressor.new_observation()
+    window = max(built.window_size, 1)
+    observation.begin_chunk(num_tokens - window, num_tokens, is_last=True)
+    for layer in range(30):
+        queries = torch.randn(window, 9, 64, generator=generator).bfloat16()
+        observation.record(layer, queries, torch.full((window, 9), 8.0), k[layer], 64**-0.5)
+    slots = 1 + torch.arange(num_tokens - config.tail_tokens)
+    begin = time.perf_counter()
+    compressor.compress(slots, 0, observation)
+    return {"wall_ms": 1e3 * (time.perf_counter() - begin)}
+
+
+def main() -> None:
+    """Run the benchmark."""
+    options = parse_options(__doc__ or "")
+    page = Page(
+        PAGE.name,
+        PAGE.command,
+        PAGE.summary,
+        (*PAGE.tables, Table("wall_ms", "Compression, ms", has_ratio=False, digits=1)),
+        PAGE.baseline,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        publish_server_args(Path(folder))
+    num_prompts, sample = (2_000, 100) if options.quick else (10_000, 500)
+    recorder = Recorder(page, options, all_points())
+    for repetition in range(1, options.repeats + 1):
+        for system in SYSTEMS:
+            costs = measure_operations(system, num_prompts, sample, repetition)
+            for length in PATH_LENGTHS:
+                costs |= measure_path(system, length, 40)
+            for point, cost in costs.items():
+                recorder.add(point, system, repetition, cost.metrics)
+        measure_compressions(recorder, options, repetition)
+    recorder.close()
+
+
+def measure_compressions(recorder: Recorder, options: Options, repetition: int) -> None:
+    """One compression of each size; a first one warms up."""
+    for num_tokens in COMPRESSED_TOKENS:
+        if repetition == 1:
+            compression_cost(options.policy, num_tokens)
+        cost = compression_cost(options.policy, num_tokens)
+        recorder.add(f"compress {num_tokens} tokens", SYSTEMS[1], repetition, cost)
+
+
+def all_points() -> list[str]:
+    """Points in the order of the tables."""
+    operations = ["match, hit", "match, miss", "lock and unlock", "match that splits a node", "insert a branch"]
+    operations += ["evict one leaf", "request with a new prompt"]
+    paths = [text for n in PATH_LENGTHS for text in (f"match, path of {n} turns", f"split at the end of {n} turns")]
+    return operations + paths + [f"compress {n} tokens" for n in COMPRESSED_TOKENS]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Shared prefixes beside a pool that holds all of them, or not: SGLang's own client and generator.
+
+The working set (prefixes x tokens) is a multiple of the KV pool. Every system is shown each prefix once; then each
+repetition sends new questions on prefixes drawn at random. Stock and ours take turns.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from serving_bench.fleet import Fleet, compared_systems, flush_all, running
+from serving_bench.options import LOGS, Options, Recorder, in_turn, parse_options
+from serving_bench.page import Page, Table
+from serving_bench.sglang_client import Workload, run_client
+
+from sgl_kvevict.launcher import RunningServer
+from sgl_kvevict.measure import idle_gauges
+
+POOL_SLOTS = 6144
+QUESTION_TOKENS = 32
+OUTPUT_TOKENS = 8
+CONCURRENCY = 2
+
+
+@dataclass(frozen=True)
+class Point:
+    """A working set.
+
+    Attributes:
+        name: as shown in tables.
+        num_prefixes: prefixes of ``prefix_tokens`` each.
+        prefix_tokens: tokens of one prefix.
+        requests: requests of one repetition.
+        output_tokens: generated tokens of one request.
+    """
+
+    name: str
+    num_prefixes: int
+    prefix_tokens: int = 1024
+    requests: int = 12
+    output_tokens: int = OUTPUT_TOKENS
+
+
+POINTS = (
+    Point("0.5x the pool", 3),
+    Point("1x the pool", 6),
+    Point("2x the pool", 12),
+    Point("4x the pool", 24),
+    Point("8x the pool", 48),
+    Point("0.5x, one prefix of 3072, 32 new tokens", 1, 3072, 4, 32),
+)
+QUICK = (Point("4x the pool", 24, requests=8),)
+
+PAGE = Page(
+    name="shared-prefix",
+    command="python benchmarks/serving/bench_shared_prefix.py",
+    summary=(
+        f"SGLang's `bench_serving` client, requests of its `generated-shared-prefix` generator: prefixes of 1,024 "
+        f"random tokens, questions of {QUESTION_TOKENS}, {OUTPUT_TOKENS} generated tokens, {CONCURRENCY} requests at a "
+        f"time, a pool of {POOL_SLOTS:,} token slots. Each prefix was sent once before; questions are always new."
+    ),
+    tables=(
+        Table("requests_per_s", "Requests/s"),
+        Table("ttft_ms", "First token, median ms", digits=0),
+        Table("inter_token_ms", "Between two tokens, median ms", digits=0),
+        Table("hit_rate_pct", "Prompt tokens found in the cache, %", has_ratio=False, digits=0),
+        Table("held_slots", "Token slots held when idle", has_ratio=False, digits=0),
+    ),
+)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    options = parse_options(__doc__ or "")
+    points = {point.name: point for point in (QUICK if options.quick else POINTS)}
+    recorder = Recorder(PAGE, options, list(points))
+    budgets = (0.2,) if options.quick else (1.0, 0.2)
+    systems = compared_systems(options.policy, budgets, POOL_SLOTS, has_none=not options.quick)
+    chosen = options.chosen(list(points))
+    if not any(name.startswith("0.5x") for name in chosen):
+        systems = [system for system in systems if system.name in ("stock", "budget 0.2")]
+    with running(systems, options.model, LOGS / PAGE.name, recorder.progress) as fleet:
+        for name in chosen:
+            measure(fleet, points[name], recorder)
+    recorder.close()
+
+
+def requests_of(point: Point, options: Options) -> tuple[list[Any], list[list[Any]]]:
+    """One request per prefix to begin with, and the requests of each repetition: other questions, random prefixes."""
+    rounds = options.repeats + 1
+    per_group = 1 + options.repeats * max(1, -(-point.requests // point.num_prefixes))
+    per_group = max(per_group, rounds)
+    rows = Workload(point.num_prefixes, per_group, point.prefix_tokens, QUESTION_TOKENS, point.output_tokens).rows(
+        options.model
+    )
+    groups = [rows[i * per_group : (i + 1) * per_group] for i in range(point.num_prefixes)]
+    first = [group.pop() for group in groups]
+    chooser = random.Random(7)
+    draws = []
+    for _ in range(options.repeats):
+        order: list[int] = []
+        while len(order) < point.requests:
+            order += chooser.sample(range(point.num_prefixes), point.num_prefixes)
+        draws.append([groups[i].pop() for i in order[: point.requests]])
+    return first, draws
+
+
+def measure(fleet: Fleet, point: Point, recorder: Recorder) -> None:
+    """One working set on all servers."""
+    options = recorder.options
+    first, draws = requests_of(point, options)
+    flush_all(fleet)
+    for name, server in fleet.items():
+        recorder.progress(f"{point.name}: showing {len(first)} prefixes to {name}")
+        run_client(server.url, options.model, first, CONCURRENCY)
+
+    def one(name: str, repetition: int) -> None:
+        server = fleet[name]
+        figures = run_client(server.url, options.model, draws[repetition - 1], CONCURRENCY)
+        recorder.add(point.name, name, repetition, figures | {"held_slots": held_slots(server)})
+
+    in_turn(list(fleet), options.repeats, one)
+
+
+def held_slots(server: RunningServer) -> float:
+    """Token slots that the idle server's cache holds."""
+    return float(idle_gauges(server).evictable)
+
+
+if __name__ == "__main__":
+    main()
