@@ -126,6 +126,19 @@ class KVEvictConfig(BaseModel):
         description="a range shorter than this stays uncompressed until it has grown",
         json_schema_extra={"allowed": "an integer >= 1"},
     )
+    score_after_matches: int | None = Field(
+        default=1,
+        ge=1,
+        description="policies that learn from readers: requests that must have found a prefix in the cache before "
+        "it is scored (questions: that must have extended it); null: only when asked to (warm)",
+        json_schema_extra={"allowed": "an integer >= 1, or null"},
+    )
+    scoring_pass_tokens: int = Field(
+        default=512,
+        ge=16,
+        description="tokens of the prefix that one extra pass repeats: what a scoring pass may delay others by",
+        json_schema_extra={"allowed": "an integer >= 16"},
+    )
     policy_options: dict[str, Any] = Field(
         default_factory=dict,
         description="options of the policy by name",

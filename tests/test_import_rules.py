@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = {"sgl_kvevict": ROOT / "sgl_kvevict", "kvevict_kernels": ROOT / "kernels" / "kvevict_kernels"}
 
 KERNELS = "kvevict_kernels"
-BASE = {"errors", "geometry", "ragged", "config"}
-TOP = {"cli", "launcher", "measure", "model"}
+BASE = {"errors", "geometry", "ragged", "config", "request"}
+TOP = {"cli", "client", "launcher", "measure", "model"}
 BELOW_TOP = {KERNELS, "events", "policies", "attention", "prefix", "compression", "sglang_adapter"} | BASE
 # Part of the project -> other parts that it may import. A new module or package needs a row here.
 MAY_IMPORT = {
@@ -31,7 +31,7 @@ MAY_IMPORT = {
 ONLY_IN = {
     "sglang": ("sgl_kvevict/sglang_adapter/",),
     "flashinfer": ("sgl_kvevict/attention/flashinfer",),
-    "pydantic": ("sgl_kvevict/config.py",),
+    "pydantic": ("sgl_kvevict/config.py", "sgl_kvevict/request.py"),
     "yaml": ("sgl_kvevict/config.py",),
     "transformers": ("sgl_kvevict/model.py", "sgl_kvevict/cli/inspect", "sgl_kvevict/cli/size"),
     "tokenizers": ("sgl_kvevict/model.py",),

@@ -144,7 +144,8 @@ def _rates(state: TopState) -> Text:
     assert state.status is not None
     rates = [f"{label} {_number(state.rate(name))}/s" for name, label in _RATES]
     totals = state.status.totals
-    rates.append(f"refused {totals.refused_in_use + totals.refused_not_cached:,}")
+    refused = totals.refused_in_use + totals.refused_not_cached + totals.refused_no_room
+    rates.append(f"refused {refused:,}")
     lost = state.status.lost_events
     if lost or state.missed:
         rates.append(f"events lost {lost:,}, batches missed {state.missed:,}")

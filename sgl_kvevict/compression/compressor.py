@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sgl_kvevict.compression.observation import ObservationSpec, PromptObservation
+from sgl_kvevict.compression.reader_observation import ReaderObservation
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies.observation import LayerObservation
 from sgl_kvevict.policies.parts import PolicyState
@@ -75,8 +76,16 @@ class Compressor:
         """Return an empty observation of the kind the policy needs."""
         return PromptObservation(self.observes)
 
+    def new_reader_observation(self, start: int, end: int) -> ReaderObservation:
+        """Return an empty observation of what the readers of ``[start, end)`` attend to."""
+        return ReaderObservation(self.store.geometry, start, end)
+
     def compress(
-        self, token_slots: Tensor, start: int, observation: PromptObservation, parent: Segment | None = None
+        self,
+        token_slots: Tensor,
+        start: int,
+        observation: PromptObservation | ReaderObservation,
+        parent: Segment | None = None,
     ) -> Compression:
         """Write the segment of one range.
 
@@ -85,7 +94,7 @@ class Compressor:
         Args:
             token_slots: [num_tokens], int64, slots of the range in token order, all owned by the caller.
             start: logical position of the range's first token.
-            observation: what the prefill left behind.
+            observation: what the prefill, or the range's readers, left behind.
             parent: segment of the path right before the range; its policy state carries on.
         """
         begin = time.perf_counter()

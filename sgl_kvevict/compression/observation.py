@@ -12,6 +12,8 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.observation import LayerObservation, QueryWindow, Signal
 from sgl_kvevict.policies.query_moments import QueryMoments, Rotary
 
+_COLLECTED = {Signal.WINDOW_QUERIES, Signal.ACCUMULATED_ATTENTION, Signal.QUERY_MOMENTS}
+
 
 @dataclass(frozen=True)
 class ObservationSpec:
@@ -54,12 +56,14 @@ class PromptObservation:
         spec: what to collect.
 
     Attributes:
+        first_query: logical position of the first query seen: what is before it was found in the cache.
         end: logical position after the last query seen.
         is_complete: the whole prompt was seen.
     """
 
     def __init__(self, spec: ObservationSpec) -> None:
         self.spec = spec
+        self.first_query = 0
         self.end = 0
         self.is_complete = False
         self._chunk_start = 0
@@ -71,6 +75,11 @@ class PromptObservation:
     def needs_slots(self) -> bool:
         """Whether :meth:`begin_chunk` needs the token slots of the keys."""
         return Signal.ACCUMULATED_ATTENTION in self.spec.signals
+
+    @property
+    def records(self) -> bool:
+        """Whether :meth:`record` collects anything."""
+        return bool(self.spec.signals & _COLLECTED)
 
     def begin_chunk(
         self, start: int, end: int, *, is_last: bool, key_start: int = 0, token_slots: Tensor | None = None
@@ -87,6 +96,7 @@ class PromptObservation:
         if start != self.end or key_start != self._key_start or not self._layers:
             self._layers = [_Layer() for _ in range(self.spec.geometry.num_layers)]
             self._key_start = key_start
+            self.first_query = start
         self._chunk_start = start
         self._token_slots = token_slots
         self.end = end

@@ -183,6 +183,7 @@ class Totals(msgspec.Struct):
     dropped_slots: int = 0
     refused_in_use: int = 0
     refused_not_cached: int = 0
+    refused_no_room: int = 0
     clears: int = 0
 
 

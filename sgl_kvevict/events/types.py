@@ -110,7 +110,8 @@ class Refused(Event):
 
     Attributes:
         reason: ``in-use``: others read the range, it waits for them; ``not-cached``: the prompt diverges inside an
-            unsplittable span that others read, so it is served but not cached.
+            unsplittable span that others read, so it is served but not cached; ``no-room``: prefix and scoring
+            pass together exceed the model's context or the pool, so the prefix stays uncompressed.
         tokens: tokens concerned.
     """
 

@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
 from sgl_kvevict.attention import AttentionBatch, CpuAttention
-from sgl_kvevict.compression import PromptObservation
+from sgl_kvevict.compression import PromptObservation, ReaderObservation
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.sglang_adapter.arena import arena_of, kvevict_is_selected
@@ -65,7 +65,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         self.arena = arena
         self.attention = CpuAttention(self.geometry, arena.k, arena.v)
         self.tree: KVEvictTree | None = None
-        self._observed: list[tuple[slice, PromptObservation]] = []
+        self._observed: list[tuple[slice, PromptObservation | ReaderObservation]] = []
 
     def attach(self, tree: KVEvictTree) -> None:
         """Connect the tree that resolves what each request reads."""
@@ -97,15 +97,14 @@ class KVEvictAttentionBackend(AttentionBackend):
 
     def _observed_rows(
         self, rids: list[str] | None, seq_lens: list[int], extend_lens: list[int]
-    ) -> list[tuple[slice, PromptObservation]]:
+    ) -> list[tuple[slice, PromptObservation | ReaderObservation]]:
         if self.tree is None or rids is None:
             return []
-        observed = []
+        observed: list[tuple[slice, PromptObservation | ReaderObservation]] = []
         first_row = 0
         for rid, seq_len, extend_len in zip(rids, seq_lens, extend_lens, strict=True):
-            observation = self.tree.observe(rid, seq_len - extend_len, seq_len)
-            if observation is not None:
-                observed.append((slice(first_row, first_row + extend_len), observation))
+            rows = slice(first_row, first_row + extend_len)
+            observed.extend((rows, seen) for seen in self.tree.observe(rid, seq_len - extend_len, seq_len))
             first_row += extend_len
         return observed
 

@@ -63,7 +63,13 @@ HOOKS = (
         target="sglang.srt.managers.scheduler.Scheduler.ingest_requests",
         kind="AFTER",
         function="sgl_kvevict.sglang_adapter.observers.after_ingest",
-        why="metrics are refreshed and questions about the cache answered between two steps",
+        why="between two steps, scoring passes are queued, metrics refreshed and questions about the cache answered",
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler._add_request_to_queue",
+        kind="BEFORE",
+        function="sgl_kvevict.sglang_adapter.request_check.before_queueing",
+        why="a request with options that make no sense is refused instead of served without them",
     ),
 )
 

@@ -87,6 +87,8 @@ def cache_state(tree: KVEvictTree) -> dict[str, Any]:
     }
     if tree.compressor is not None:
         state |= tree.compressor.state()
+    if tree.scoring is not None:
+        state |= {"scoring_jobs": tree.scoring.num_jobs, "warm_outcomes": dict(tree.scoring.outcomes)}
     return state
 
 

@@ -61,6 +61,7 @@ COUNTERS: Mapping[str, tuple[str, Callable[[Totals], float]]] = {
 REFUSALS: Mapping[str, Callable[[Totals], int]] = {
     "in-use": lambda t: t.refused_in_use,
     "not-cached": lambda t: t.refused_not_cached,
+    "no-room": lambda t: t.refused_no_room,
 }
 COMPRESSION_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 

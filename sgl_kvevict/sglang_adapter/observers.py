@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 REFUSED_IN_USE = "in-use"
 REFUSED_NOT_CACHED = "not-cached"
+REFUSED_NO_ROOM = "no-room"
 
 
 class CacheObserver:
@@ -41,7 +42,7 @@ class CacheObserver:
         """Extra forwards scored the tokens ``[start, end)``."""
 
     def refused(self, reason: str, num_tokens: int) -> None:
-        """Tokens could not be compressed (``in-use``) or not be cached (``not-cached``)."""
+        """Tokens could not be compressed (``in-use``), cached (``not-cached``) or scored (``no-room``)."""
 
     def cleared(self) -> None:
         """The whole cache was flushed."""
@@ -131,6 +132,8 @@ class CountingObserver(CacheObserver):
     def refused(self, reason: str, num_tokens: int) -> None:
         if reason == REFUSED_IN_USE:
             self.totals.refused_in_use += 1
+        elif reason == REFUSED_NO_ROOM:
+            self.totals.refused_no_room += 1
         else:
             self.totals.refused_not_cached += 1
 
@@ -198,6 +201,10 @@ def evicted_entries(compression: Compression, heads_per_token: int) -> int:
 
 def after_ingest(_result: object, scheduler: Scheduler, *_args: object, **_kwargs: object) -> None:
     """Hook after SGLang took in new requests, the one place of every turn of its loop: between two steps."""
-    observer = getattr(scheduler.tree_cache, "observer", None)
-    if observer is not None:
-        observer.between_steps(scheduler.tree_cache)
+    tree = scheduler.tree_cache
+    observer = getattr(tree, "observer", None)
+    if observer is None:
+        return
+    if tree.scoring is not None:
+        tree.scoring.turn(scheduler)
+    observer.between_steps(tree)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
-from sgl_kvevict.compression import PromptObservation
+from sgl_kvevict.compression import PromptObservation, ReaderObservation
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class PendingRange:
 
     node: TreeNode
     end: int
-    observation: PromptObservation
+    observation: PromptObservation | ReaderObservation
     rid: str
 
 

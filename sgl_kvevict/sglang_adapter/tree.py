@@ -27,13 +27,14 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
-from sgl_kvevict.compression import Compressor, PromptObservation
+from sgl_kvevict.compression import Compressor, PromptObservation, ReaderObservation
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.prefix import Segment, Span, SpanStore
 from sgl_kvevict.ragged import SpanRuns
 from sgl_kvevict.sglang_adapter.introspection import cache_state
 from sgl_kvevict.sglang_adapter.observers import REFUSED_IN_USE, REFUSED_NOT_CACHED, CacheObserver
 from sgl_kvevict.sglang_adapter.pending import PendingRange, PendingRanges
+from sgl_kvevict.sglang_adapter.scoring import PrefixScoring
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -50,6 +51,7 @@ class KVEvictTree(RadixCache):
 
     Attributes:
         observer: told of every change; does nothing unless events or metrics are on.
+        scoring: has prefixes read before they are compressed; None for policies that need no readers.
     """
 
     def __init__(self, params: CacheInitParams, store: SpanStore, compressor: Compressor | None) -> None:
@@ -61,6 +63,8 @@ class KVEvictTree(RadixCache):
         self._observations: WeakKeyDictionary[Req, PromptObservation] = WeakKeyDictionary()
         self.max_sharers = 0
         self.observer = CacheObserver()
+        readers = None if compressor is None else compressor.policy.readers
+        self.scoring = None if readers is None else PrefixScoring(self, readers)
         super().__init__(params)
 
     def reset(self) -> None:
@@ -68,6 +72,8 @@ class KVEvictTree(RadixCache):
         self.spans.clear()
         self.pending.clear()
         self._observations.clear()
+        if self.scoring is not None:
+            self.scoring.clear()
         super().reset()
         self.observer.cleared()
 
@@ -125,6 +131,8 @@ class KVEvictTree(RadixCache):
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         upper: TreeNode = super()._split_node(key, child, split_len)
+        if self.scoring is not None:
+            self.scoring.split(upper, child)
         span = self.spans.get(child)
         if span is not None:
             self.spans[upper], self.spans[child] = span.split(span.start + split_len)
@@ -182,6 +190,8 @@ class KVEvictTree(RadixCache):
         """Remove one leaf; return the token slots that came back."""
         self._delete_leaf(node)
         self.pending.discard(node)
+        if self.scoring is not None:
+            self.scoring.discard(node)
         self.kv_events.record_remove(node)
         span = self.spans.pop(node, None)
         slots = node.value if span is None else span.drop()
@@ -225,12 +235,17 @@ class KVEvictTree(RadixCache):
         observation = self._observations.get(req)
         if observation is not None and observation.is_complete:
             del self._observations[req]
-            self._compress_or_defer(req, observation)
+            if self.scoring is not None:
+                self.scoring.prompt_complete(req, observation)
+            else:
+                self.compress_up_to(req.last_node, observation.end - self._tail_tokens, observation, req.rid)
 
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
         """A request let go of its path: forget its state and compress ranges that waited for it."""
         self._observations.pop(req, None)
         self.requests.pop(req.rid, None)
+        if self.scoring is not None:
+            self.scoring.released(req)
         for pending in self.pending:
             self._try_compress(pending)
 
@@ -251,24 +266,42 @@ class KVEvictTree(RadixCache):
 
     # ---- compression ----------------------------------------------------------------------------------------
 
-    def _compress_or_defer(self, req: Req, observation: PromptObservation) -> None:
+    @property
+    def _tail_tokens(self) -> int:
         assert self.compressor is not None
-        config = self.compressor.config
-        path = self._path(req.last_node)
-        waterline = self._waterline(path)
-        end = observation.end - config.tail_tokens
-        if end - waterline < config.min_prefix_tokens:
-            return
-        pending = PendingRange(self._node_ending_at(path, end), end, observation, req.rid)
-        if not self._try_compress(pending):
-            self.pending.add(pending)
-            self.observer.refused(REFUSED_IN_USE, end - waterline)
+        return self.compressor.config.tail_tokens
+
+    def compress_up_to(
+        self, node: TreeNode, end: int, observation: PromptObservation | ReaderObservation, rid: str
+    ) -> bool:
+        """Compress what is uncompressed of the path to a node, or remember to, once nobody else reads it.
+
+        Args:
+            node: the path's last node.
+            end: logical position up to which to compress.
+            observation: what to compress with.
+            rid: the request that was observed; its own lock does not stand in the way.
+
+        Returns:
+            Whether the range is done with (it may also have been too short).
+        """
+        assert self.compressor is not None
+        path = self.path(node)
+        num_tokens = end - self.waterline(path)
+        if num_tokens < self.compressor.config.min_prefix_tokens:
+            return True
+        pending = PendingRange(self.node_ending_at(path, end), end, observation, rid)
+        if self._try_compress(pending):
+            return True
+        self.pending.add(pending)
+        self.observer.refused(REFUSED_IN_USE, num_tokens)
+        return False
 
     def _try_compress(self, pending: PendingRange) -> bool:
         """Compress a range unless somebody else reads it; return whether the range is done with."""
         assert self.compressor is not None
-        path = self._path(pending.node)
-        waterline = self._waterline(path)
+        path = self.path(pending.node)
+        waterline = self.waterline(path)
         if pending.end - waterline < self.compressor.config.min_prefix_tokens:
             self.pending.discard(pending.node)
             return True
@@ -287,11 +320,13 @@ class KVEvictTree(RadixCache):
     def _holder(self, pending: PendingRange) -> Req | None:
         """Return the request that was observed if it still locks the range itself."""
         req = self.requests.get(pending.rid)
-        if req is None or req.lock is None or pending.node not in self._path(req.lock.node):
+        if req is None or req.lock is None or pending.node not in self.path(req.lock.node):
             return None
         return req
 
-    def _compress(self, nodes: list[TreeNode], start: int, observation: PromptObservation) -> None:
+    def _compress(
+        self, nodes: list[TreeNode], start: int, observation: PromptObservation | ReaderObservation
+    ) -> None:
         """Replace the ordinary slots of consecutive nodes by spans of one new segment."""
         assert self.compressor is not None
         token_slots = torch.cat([node.value for node in nodes])
@@ -309,7 +344,7 @@ class KVEvictTree(RadixCache):
         self.token_to_kv_pool_allocator.free_segment(done.freed, start_pos=0)
         self.observer.compressed(nodes, done)
 
-    def _path(self, node: TreeNode) -> list[TreeNode]:
+    def path(self, node: TreeNode) -> list[TreeNode]:
         """Nodes from below the root to ``node``."""
         path = []
         while node is not self.root_node:
@@ -318,10 +353,11 @@ class KVEvictTree(RadixCache):
         path.reverse()
         return path
 
-    def _waterline(self, path: list[TreeNode]) -> int:
+    def waterline(self, path: list[TreeNode]) -> int:
+        """Tokens of a path that its spans stand for."""
         return sum(len(node.key) for node in path if node in self.spans)
 
-    def _node_ending_at(self, path: list[TreeNode], end: int) -> TreeNode:
+    def node_ending_at(self, path: list[TreeNode], end: int) -> TreeNode:
         """Return the node of the path that ends at ``end``, splitting one if needed."""
         position = 0
         for node in path:
@@ -344,33 +380,35 @@ class KVEvictTree(RadixCache):
         """
         paths = []
         for rid in rids:
-            spans = [self.spans[node] for node in self._path(self.requests[rid].last_node) if node in self.spans]
+            spans = [self.spans[node] for node in self.path(self.requests[rid].last_node) if node in self.spans]
             paths.append(tuple(span.runs() for span in spans))
         readers = Counter(runs for path in paths for runs in path)
         self.max_sharers = max(self.max_sharers, *readers.values(), 0)
         return tuple(paths)
 
-    def observe(self, rid: str, start: int, end: int) -> PromptObservation | None:
-        """Return the observation that a prefill chunk ``[start, end)`` of a request adds to.
+    def observe(self, rid: str, start: int, end: int) -> list[PromptObservation | ReaderObservation]:
+        """Return the observations that a prefill chunk ``[start, end)`` of a request adds to.
 
         Returns:
-            None for rows that are not prefill (decode rows of a mixed batch), when the policy is ``none``, and for
-            prompts too short to compress.
+            None of them for rows that are not prefill (decode rows of a mixed batch), when the policy is ``none``,
+            and for prompts too short to compress.
         """
         req = self.requests[rid]
         observation = self._observations.get(req)
         if self.compressor is None or observation is None or observation.is_complete:
-            return None
+            return []
         prompt_len = len(req.full_untruncated_fill_ids)
         config = self.compressor.config
-        if prompt_len < config.min_prefix_tokens + config.tail_tokens:
-            return None
-        waterline = self._waterline(self._path(req.last_node))
+        if self.scoring is None and prompt_len < config.min_prefix_tokens + config.tail_tokens:
+            return []
+        waterline = self.waterline(self.path(req.last_node))
         slots = None
         if observation.needs_slots:
             slots = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, waterline:end].long()
         observation.begin_chunk(start, end, is_last=end >= prompt_len, key_start=waterline, token_slots=slots)
-        return observation
+        if self.scoring is not None and (reader := self.scoring.observe(req, start)) is not None:
+            return [reader]
+        return [observation] if observation.records else []
 
     def state(self) -> dict[str, Any]:
         """Return what the cache holds, in plain numbers (shown by ``GET /server_info``)."""

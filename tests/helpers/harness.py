@@ -27,7 +27,7 @@ from sglang.srt.server_args import ServerArgs
 from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies.observation import Signal
+from sgl_kvevict.policies.observation import Readers, Signal
 from sgl_kvevict.policies.parts import Decision
 from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.ragged import MergePlan, Selection
@@ -61,6 +61,7 @@ class PseudoRandomPolicy:
     window_size: int = 0
     needs: frozenset[Signal] = frozenset()
     splittable: bool = True
+    readers: Readers | None = None
 
     def select(self, observe, geometry, total, protected, state=None):
         observation = observe(0)
@@ -115,10 +116,11 @@ class Harness:
 
     # ---- what a scheduler does ------------------------------------------------------------------------------
 
-    def request(self, tokens: list[int], extra_key: str | None = None) -> Req:
-        """Create a request."""
+    def request(self, tokens: list[int], extra_key: str | None = None, options: dict | None = None) -> Req:
+        """Create a request; ``options`` are those for the plugin."""
         self._count += 1
-        sampling = SamplingParams(max_new_tokens=8, temperature=0)
+        custom_params = None if options is None else {"kvevict": options}
+        sampling = SamplingParams(max_new_tokens=8, temperature=0, custom_params=custom_params)
         return Req(f"r{self._count}", "", array("q", tokens), sampling, extra_key=extra_key)
 
     def admit(self, req: Req) -> bool:
@@ -149,8 +151,7 @@ class Harness:
         req.extend_end = end
         self._write_tokens(req, start, end, slots)
         self._forward(req, end)
-        observation = self.tree.observe(req.rid, start, end)
-        if observation is not None:
+        for observation in self.tree.observe(req.rid, start, end):
             queries = torch.zeros(end - start, self.geometry.num_qo_heads, self.geometry.head_dim)
             for layer in range(self.geometry.num_layers):
                 lse = torch.zeros(end - start, self.geometry.num_qo_heads)
@@ -169,9 +170,15 @@ class Harness:
         else:
             checkpoint_kv_cache(req, self.tree)
 
-    def run(self, tokens: list[int], extra_key: str | None = None, chunk: int | None = None) -> Req | None:
+    def run(
+        self,
+        tokens: list[int],
+        extra_key: str | None = None,
+        chunk: int | None = None,
+        options: dict | None = None,
+    ) -> Req | None:
         """Admit and prefill a whole prompt; None if resources are short."""
-        req = self.request(tokens, extra_key)
+        req = self.request(tokens, extra_key, options)
         if not self.admit(req):
             return None
         end = req.prefix_len

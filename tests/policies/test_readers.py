@@ -26,7 +26,9 @@ def weights_with_one_peak(layer: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["reconstruction", "questions"])
-def test_one_query_is_enough_to_keep_a_token(from_weights: Callable[..., Any], kept: Callable[..., Any], name: str) -> None:
+def test_one_query_is_enough_to_keep_a_token(
+    from_weights: Callable[..., Any], kept: Callable[..., Any], name: str
+) -> None:
     prompt = from_weights([weights_with_one_peak(layer) for layer in range(3)], tail=3)
     policy = build_policy(name, {"budget_rule": "uniform"})
     assert policy is not None

@@ -14,6 +14,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
     EvictParams,
@@ -52,6 +53,9 @@ SIGNATURES = {
     ),
     "RadixKey.match": (RadixKey.match, ["self", "other", "page_size"]),
     "RadixKey.child_key": (RadixKey.child_key, ["self", "page_size"]),
+    "Req.set_finish_with_abort": (Req.set_finish_with_abort, ["self", "error_msg", "status_code", "err_type"]),
+    "Scheduler.init_req_max_new_tokens": (Scheduler.init_req_max_new_tokens, ["self", "req"]),
+    "Scheduler._add_request_to_queue": (Scheduler._add_request_to_queue, ["self", "req", "is_retracted"]),
     "ReqToTokenPool.write": (ReqToTokenPool.write, ["self", "indices", "values"]),
     "MHATokenToKVPool._create_buffers_normal": (MHATokenToKVPool._create_buffers_normal, ["self"]),
     "MHATokenToKVPool._kv_buffer_shapes": (MHATokenToKVPool._kv_buffer_shapes, ["self"]),
@@ -88,7 +92,22 @@ SOURCES = {
         "kv_events",
         "page_size",
     ),
-    Req.__init__: ("rid", "full_untruncated_fill_ids", "extra_key", "cache_salt", "last_node", "lock", "kv"),
+    Req.__init__: (
+        "rid",
+        "full_untruncated_fill_ids",
+        "extra_key",
+        "cache_salt",
+        "last_node",
+        "lock",
+        "kv",
+        "skip_radix_cache_insert",
+        "finished_output",
+        "finished_reason",
+        "logprob_start_len",
+        "time_stats",
+        "tokenizer",
+    ),
+    Scheduler: ("waiting_queue", "max_req_input_len", "tokenizer", "model_config", "tree_cache"),
     RadixAttention.__init__: (
         "tp_q_head_num",
         "qk_head_dim",
@@ -134,11 +153,15 @@ def test_overrides_exist_upstream():
         name for name, value in vars(KVEvictTree).items() if inspect.isfunction(value) and not name.startswith("__")
     }
     own = {
+        "compress_up_to",
+        "node_ending_at",
         "node_slots",
+        "path",
         "read_paths",
         "nodes",
         "observe",
         "state",
+        "waterline",
     }
     public = {name for name in ours if not name.startswith("_")}
     assert {name for name in public if not hasattr(RadixCache, name)} == own

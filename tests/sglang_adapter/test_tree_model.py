@@ -16,6 +16,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.passes import MiniScheduler
+from sgl_kvevict.policies.observation import Readers
 
 BASES = ([i * 7 % 11 for i in range(48)], [i * 5 % 7 for i in range(48)])
 
@@ -24,10 +26,11 @@ class CacheMachine(RuleBasedStateMachine):
     """Drives one cache; subclasses choose the policy."""
 
     policy: PseudoRandomPolicy | None = PseudoRandomPolicy()
+    num_slots = 130
 
     def __init__(self) -> None:
         super().__init__()
-        self.harness = Harness(num_slots=130, num_rows=6, policy=self.policy)
+        self.harness = Harness(num_slots=self.num_slots, num_rows=6, policy=self.policy)
         self.prefilling = []
         self.decoding = []
         self.finished_texts = []
@@ -131,6 +134,36 @@ class UnsplittableMachine(CacheMachine):
     policy = PseudoRandomPolicy(splittable=False)
 
 
+class PassesMachine(CacheMachine):
+    """Prefixes are scored by passes of our own, which compete with everything else for slots."""
+
+    policy = PseudoRandomPolicy(readers=Readers.REPETITION)
+    num_slots = 260
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = MiniScheduler(self.harness)
+
+    @precondition(lambda self: self.harness.tree.scoring.num_jobs)
+    @rule(chunk=st.sampled_from([None, 7]))
+    def run_pass(self, chunk):
+        self.scheduler.run_pass(chunk)
+
+    @rule()
+    def start_pass(self):
+        self.scheduler.turn()
+
+    @rule()
+    def abort_pass(self):
+        self.scheduler.waiting_queue.clear()
+
+
+class VotesMachine(CacheMachine):
+    """Prefixes are scored by the requests that extend them."""
+
+    policy = PseudoRandomPolicy(readers=Readers.QUESTIONS)
+
+
 class StockMachine(CacheMachine):
     """Policy ``none``: the same accounting without any compression."""
 
@@ -154,7 +187,7 @@ def server_args():
         yield
 
 
-@pytest.mark.parametrize("machine", [CacheMachine, UnsplittableMachine, StockMachine])
+@pytest.mark.parametrize("machine", [CacheMachine, UnsplittableMachine, PassesMachine, VotesMachine, StockMachine])
 def test_random_sequences(machine):
     case = machine.TestCase
     case.settings = SETTINGS

@@ -1,0 +1,108 @@
+"""Prepare prefixes on a running server: prefill, score and compress them before they are asked about."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_kvevict.errors import KVEvictError
+from sgl_kvevict.request import REQUEST_KEY
+
+POLL_SECONDS = 0.1
+_UNDER_WAY = "queued"
+
+
+class WarmError(KVEvictError):
+    """The server refused the request, could not be reached, or did not finish in time."""
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """A prefix that is in the server's cache.
+
+    Attributes:
+        tokens: length of the prompt (tokens).
+        outcome: "compressed"; "in-use": scored, and compressed as soon as nobody reads it; "too-short" to compress;
+            "no-room" for a scoring pass beside it; "dropped" or "aborted" on the way; "cached": the server's policy
+            needs no extra passes, so the prompt was treated like any other.
+        seconds: from the request to the outcome.
+    """
+
+    tokens: int
+    outcome: str
+    seconds: float
+
+
+def warm(
+    url: str,
+    *,
+    text: str | None = None,
+    input_ids: Sequence[int] | None = None,
+    messages: Sequence[dict[str, str]] | None = None,
+    questions: Sequence[str] = (),
+    timeout: float = 600.0,
+) -> Warmed:
+    """Prefill a prefix, have it scored, and return when it is compressed.
+
+    Args:
+        url: of the server, for example ``http://127.0.0.1:30000``.
+        text: the prefix as raw text; or
+        input_ids: as token ids; or
+        messages: as the beginning of a chat ({"role": ..., "content": ...}), with the server's chat template.
+        questions: texts that will follow the prefix; entries that they attend to are kept. () leaves it to the
+            server's policy.
+        timeout: seconds to wait.
+
+    Raises:
+        ValueError: not exactly one of ``text``, ``input_ids`` and ``messages``.
+        WarmError: refused, unreachable, or not done in time.
+    """
+    if sum(given is not None for given in (text, input_ids, messages)) != 1:
+        raise ValueError("give exactly one of text, input_ids and messages")
+    rid = f"warm-{uuid.uuid4().hex}"
+    options: dict[str, Any] = {"warm": True, **({"questions": list(questions)} if questions else {})}
+    deadline = time.monotonic() + timeout
+    begin = time.monotonic()
+    custom_params = {REQUEST_KEY: options}
+    if messages is not None:
+        body = {"model": "default", "messages": list(messages), "max_tokens": 1, "temperature": 0}
+        reply = _call(url, "/v1/chat/completions", body | {"rid": rid, "custom_params": custom_params}, deadline)
+        tokens = reply["usage"]["prompt_tokens"]
+    else:
+        prompt = {"text": text} if text is not None else {"input_ids": list(input_ids or ())}
+        sampling = {"max_new_tokens": 0, "temperature": 0, "custom_params": custom_params}
+        reply = _call(url, "/generate", {**prompt, "rid": rid, "sampling_params": sampling}, deadline)
+        tokens = reply["meta_info"]["prompt_tokens"]
+    outcome = _UNDER_WAY
+    while (outcome := _outcome(url, rid, deadline)) == _UNDER_WAY:
+        if time.monotonic() > deadline:
+            raise WarmError(f"{url}: the prefix is still being scored after {timeout:g} s")
+        time.sleep(POLL_SECONDS)
+    return Warmed(tokens, outcome, time.monotonic() - begin)
+
+
+def _outcome(url: str, rid: str, deadline: float) -> str:
+    for state in _call(url, "/server_info", None, deadline)["internal_states"]:
+        outcomes = state.get("kvevict", {}).get("warm_outcomes", {})
+        if rid in outcomes:
+            return str(outcomes[rid])
+    return "cached"
+
+
+def _call(url: str, path: str, body: dict[str, Any] | None, deadline: float) -> dict[str, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url.rstrip("/") + path, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=max(deadline - time.monotonic(), 1.0)) as reply:
+            values: dict[str, Any] = json.load(reply)
+            return values
+    except urllib.error.HTTPError as error:
+        raise WarmError(f"{url}{path}: status {error.code}: {error.read().decode(errors='replace')}") from error
+    except OSError as error:
+        raise WarmError(f"{url}{path}: {error}") from error

@@ -1,0 +1,63 @@
+"""The part of SGLang's scheduler that scoring passes go through, around the harness."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+
+from helpers.harness import Harness
+
+
+class Letters:
+    """A tokenizer of one token a character, without a chat template."""
+
+    chat_template = None
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [ord(letter) % 50 + 12 for letter in text]
+
+
+class MiniScheduler:
+    """Lets the tree start passes, and runs them."""
+
+    def __init__(self, harness: Harness) -> None:
+        self.harness = harness
+        self.waiting_queue: list[object] = []
+        self.tokenizer = Letters()
+        self.model_config = SimpleNamespace(hf_eos_token_id={0}, vocab_size=64)
+        self.max_req_input_len = 500
+        self.passes: list[Req] = []
+
+    def init_req_max_new_tokens(self, req: Req) -> None:
+        assert req.sampling_params.max_new_tokens == 0
+
+    def turn(self) -> None:
+        """One turn of the loop, in which nothing is run."""
+        assert self.harness.tree.scoring is not None
+        self.harness.tree.scoring.turn(self)
+
+    def run_pass(self, chunk: int | None = None) -> bool:
+        """Admit and run the waiting pass, as far as slots last; False if there is none."""
+        self.turn()
+        mine = [req for req in self.waiting_queue if isinstance(req, Req)]
+        if not mine or not self.harness.admit(mine[0]):
+            return False
+        (req,) = mine
+        self.passes.append(req)
+        self.waiting_queue.remove(req)
+        total = len(req.full_untruncated_fill_ids)
+        while req in self.harness.live:
+            if not self.harness.prefill(req, total if chunk is None else req.prefix_len + chunk):
+                req.finished_reason = FINISH_ABORT("slots are short")
+                self.harness.tree.on_release(req, checkpointed=False)
+        self.harness.check()
+        return True
+
+    def run_all(self, chunk: int | None = None) -> int:
+        """Run passes until none is left; return how many there were."""
+        before = len(self.passes)
+        while self.run_pass(chunk):
+            pass
+        return len(self.passes) - before

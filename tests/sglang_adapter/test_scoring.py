@@ -1,0 +1,247 @@
+"""Prefixes that are read before they are compressed: by passes of our own, or by the requests that extend them."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.passes import Letters, MiniScheduler
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.sglang_adapter.probes import NUM_CUE_TOKENS, REPEAT, REPEAT_FROM, repetition_probes
+from sgl_kvevict.sglang_adapter.request_check import before_queueing
+from sgl_kvevict.sglang_adapter.scoring import PATIENCE
+
+DOCUMENT = [i * 7 % 11 for i in range(60)]
+WARM = {"warm": True}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_args(tmp_path_factory):
+    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+
+
+def cache(readers=Readers.REPETITION, num_slots=400, **fields) -> tuple[Harness, MiniScheduler]:
+    values = {"budget": 0.3, "tail_tokens": 4, "sink_tokens": 2, "min_prefix_tokens": 6, "scoring_pass_tokens": 20}
+    config = KVEvictConfig(**(values | fields))
+    harness = Harness(num_slots=num_slots, config=config, policy=PseudoRandomPolicy(readers=readers))
+    return harness, MiniScheduler(harness)
+
+
+def spans(harness):
+    return sorted((s.start, s.end) for s in harness.tree.spans.values())
+
+
+def ask(harness, *suffix, extra_key=None):
+    harness.finish(harness.run([*DOCUMENT, *suffix], extra_key))
+
+
+def test_a_prefix_is_scored_once_it_was_found_by_somebody():
+    harness, scheduler = cache()
+    ask(harness, 1, 2, 3)
+    assert scheduler.run_all() == 0 and spans(harness) == []
+    ask(harness, 4, 5, 6)
+    assert scheduler.run_all() == 3  # 56 tokens to repeat, 20 a pass
+    assert spans(harness) == [(0, 56)]
+    ask(harness, 7, 8, 9)
+    assert scheduler.run_all() == 0
+
+
+def test_number_of_matches_is_configurable_and_null_means_only_when_asked():
+    harness, scheduler = cache(score_after_matches=2)
+    ask(harness, 1, 2, 3)
+    ask(harness, 4, 5, 6)
+    assert scheduler.run_all() == 0
+    ask(harness, 7, 8, 9)
+    assert scheduler.run_all() == 3
+    harness, scheduler = cache(score_after_matches=None)
+    for i in range(5):
+        ask(harness, i, 2, 3)
+    assert scheduler.run_all() == 0
+    harness.finish(harness.run(DOCUMENT, options=WARM))
+    assert scheduler.run_all() == 3 and spans(harness) == [(0, 56)]
+
+
+def test_passes_insert_nothing_leak_nothing_and_answer_no_one():
+    harness, scheduler = cache()
+    req = harness.request(DOCUMENT, options=WARM)
+    req.sampling_params.max_new_tokens = 1
+    assert harness.admit(req) and harness.prefill(req)
+    nodes = len(list(harness.tree.nodes()))
+    assert scheduler.run_all(chunk=7) == 3
+    assert all(probe.finished_output and probe.skip_radix_cache_insert for probe in scheduler.passes)
+    assert len(list(harness.tree.nodes())) == nodes + 1  # the tail was cut off
+    assert harness.tree.state()["warm_outcomes"] == {req.rid: "compressed"}
+    assert harness.allocator.available_size() + harness.tree.evictable_size() == harness.num_slots
+
+
+def test_a_prompt_without_output_is_taken_for_a_prefix():
+    harness, scheduler = cache()
+    req = harness.request(DOCUMENT)
+    req.sampling_params.max_new_tokens = 0
+    assert harness.admit(req) and harness.prefill(req)
+    assert scheduler.run_all() == 3 and spans(harness) == [(0, 56)]
+
+
+def test_what_is_still_read_is_compressed_when_the_last_reader_leaves():
+    harness, scheduler = cache()
+    reader = harness.run([*DOCUMENT, 1, 2, 3], options=WARM)
+    assert scheduler.run_all() == 3
+    assert spans(harness) == [] and harness.tree.state()["warm_outcomes"] == {reader.rid: "in-use"}
+    harness.decode(reader)
+    harness.finish(reader)
+    assert spans(harness) == [(0, 59)]
+
+
+def test_users_go_first_but_not_forever():
+    harness, scheduler = cache()
+    harness.finish(harness.run(DOCUMENT, options=WARM))
+    scheduler.waiting_queue.append("a user's request")
+    for _ in range(PATIENCE):
+        scheduler.turn()
+    assert scheduler.waiting_queue == ["a user's request"]
+    scheduler.turn()
+    assert len(scheduler.waiting_queue) == 2
+    scheduler.turn()
+    assert len(scheduler.waiting_queue) == 2  # one pass at a time
+
+
+def test_questions_given_with_a_prefix_replace_its_repetition():
+    harness, scheduler = cache()
+    harness.finish(harness.run(DOCUMENT, options={"warm": True, "questions": ["who", "where"]}))
+    assert scheduler.run_all() == 2
+    tail = [list(req.origin_input_ids)[60:] for req in scheduler.passes]
+    encode = Letters().encode
+    assert tail == [encode("who\n\n", False), encode("where\n\n", False)]
+
+
+def test_requests_that_extend_a_prefix_vote():
+    harness, scheduler = cache(Readers.QUESTIONS, score_after_matches=2)
+    ask(harness, 1, 2, 3)
+    ask(harness, 4, 5, 6)
+    assert spans(harness) == []
+    voter = harness.run([*DOCUMENT, 7, 8, 9])
+    assert spans(harness) == [(0, 56)]
+    harness.decode(voter)
+    harness.finish(voter)
+    assert scheduler.run_all() == 0
+
+
+def test_a_voter_that_others_read_with_is_compressed_later():
+    harness, _ = cache(Readers.QUESTIONS)
+    reader = harness.run([*DOCUMENT, 1, 2, 3])
+    voter = harness.run([*DOCUMENT, 4, 5, 6])
+    assert spans(harness) == []
+    harness.finish(reader)
+    assert spans(harness) == [(0, 56)]
+    harness.decode(voter)
+    harness.finish(voter)
+
+
+def test_namespaces_are_scored_apart():
+    harness, scheduler = cache()
+    ask(harness, 1, 2, 3, extra_key="a")
+    ask(harness, 4, 5, 6, extra_key="b")
+    assert scheduler.run_all() == 0
+    ask(harness, 7, 8, 9, extra_key="b")
+    assert scheduler.run_all() == 3
+    assert {req.extra_key for req in scheduler.passes} == {"b"} and spans(harness) == [(0, 56)]
+
+
+def test_a_job_ends_with_its_prefix():
+    harness, scheduler = cache()
+    req = harness.run(DOCUMENT, options=WARM)
+    harness.finish(req)
+    assert scheduler.run_pass()
+    harness.tree.evict(EvictParams(num_tokens=harness.num_slots))
+    assert scheduler.run_all() == 0
+    assert harness.tree.state()["warm_outcomes"] == {req.rid: "dropped"}
+
+
+def test_an_aborted_pass_ends_its_job():
+    harness, scheduler = cache()
+    req = harness.run(DOCUMENT, options=WARM)
+    harness.finish(req)
+    scheduler.turn()
+    scheduler.waiting_queue.clear()
+    scheduler.turn()
+    assert harness.tree.state()["warm_outcomes"] == {req.rid: "aborted"}
+    harness.finish(harness.run([*DOCUMENT, 1], options=WARM))
+    assert scheduler.run_all() == 3
+
+
+def test_no_room_for_a_pass_is_said():
+    harness, scheduler = cache()
+    scheduler.max_req_input_len = 90
+    req = harness.run(DOCUMENT, options=WARM)
+    harness.finish(req)
+    assert scheduler.run_all() == 0 and harness.tree.state()["warm_outcomes"] == {req.rid: "no-room"}
+
+
+def test_what_is_too_short_is_said():
+    harness, scheduler = cache()
+    req = harness.run(DOCUMENT[:9], options=WARM)
+    harness.finish(req)
+    assert scheduler.run_all() == 0 and spans(harness) == []
+    assert harness.tree.state()["warm_outcomes"] == {req.rid: "too-short"}
+
+
+def test_flush_forgets_jobs():
+    harness, scheduler = cache()
+    harness.finish(harness.run(DOCUMENT, options=WARM))
+    harness.flush()
+    assert harness.tree.state()["scoring_jobs"] == 0 and scheduler.run_all() == 0
+
+
+def test_probes_repeat_every_token_once_and_say_where_to_go_on():
+    tokens = list(range(100, 150))
+    encode = Letters().encode
+    probes = list(repetition_probes(Letters(), tokens, 20))
+    turn = encode("\n\n", False)
+    first, second, third = encode(REPEAT, False), encode(REPEAT_FROM, False), encode(REPEAT_FROM, False)
+    assert probes == [
+        [*first, *turn, *tokens[:20]],
+        [*second, *tokens[20 - NUM_CUE_TOKENS : 20], *turn, *tokens[20:40]],
+        [*third, *tokens[40 - NUM_CUE_TOKENS : 40], *turn, *tokens[40:]],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("readers", "options", "message"),
+    [
+        (Readers.REPETITION, {"warm": 1}, r"custom_params.kvevict.warm: got 1; allowed: an object with 'warm'"),
+        (Readers.REPETITION, {"worm": True}, r"custom_params.kvevict.worm: got True"),
+        (Readers.REPETITION, "warm", r"custom_params.kvevict: got 'warm'"),
+        (Readers.REPETITION, {"questions": ["a"]}, r"custom_params.kvevict.questions: got \['a'\]; .*only with warm"),
+        (Readers.QUESTIONS, WARM, r"questions: got none; allowed: at least one"),
+        (None, {"warm": True, "questions": ["a"]}, "questions: got 1 questions; allowed: none"),
+    ],
+)
+def test_impossible_wishes_are_refused_with_a_reason(readers, options, message):
+    scoring = None if readers is None else cache(readers)[0].tree.scoring
+    refused = []
+    sampling = SimpleNamespace(custom_params={"kvevict": options})
+    req = SimpleNamespace(sampling_params=sampling, set_finish_with_abort=refused.append)
+    before_queueing(SimpleNamespace(tree_cache=SimpleNamespace(scoring=scoring)), req)
+    (reason,) = refused
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(reason)
+
+
+@pytest.mark.parametrize("custom_params", [None, {}, {"other": 1}, {"kvevict": WARM}])
+def test_other_requests_pass(custom_params):
+    req = SimpleNamespace(sampling_params=SimpleNamespace(custom_params=custom_params))
+    before_queueing(SimpleNamespace(tree_cache=cache()[0].tree), req)
+
+
+def test_a_pass_does_not_count_as_a_reader_of_other_prefixes():
+    harness, scheduler = cache()
+    harness.finish(harness.run(DOCUMENT, options=WARM))
+    scheduler.run_all()
+    longer = array("q", [*DOCUMENT, *range(11, 40)])
+    harness.finish(harness.run(list(longer)))
+    assert scheduler.run_all() == 0
