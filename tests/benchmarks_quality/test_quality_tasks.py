@@ -44,7 +44,7 @@ def test_contexts_repeat_for_a_seed_and_differ_between_contexts_and_seeds():
 def test_questions_of_a_context_are_several_and_different():
     for task in all_tasks():
         for sample in samples(task, 1024):
-            assert len({q.text for q in sample.questions}) == len(sample.questions) >= 4, task
+            assert len({q.text for q in sample.questions}) == len(sample.questions) >= 3, task
 
 
 def test_variable_chains_stay_in_order():

@@ -66,11 +66,14 @@ class Prompts:
         self._next_turn = rest.split(answer)[1]
 
     def context_ids(self, sample: Sample) -> list[int]:
+        """Token ids of ``context_text``."""
+        return self.encode(self.context_text(sample))
+
+    def context_text(self, sample: Sample) -> str:
         """Everything before the question."""
         mark = _MARK.format("question")
         messages = [m for user, answer in sample.history for m in (("user", user), ("assistant", answer))]
-        text = self._render([*messages, ("user", sample.context + mark)])
-        return self.encode(text.split(mark)[0])
+        return self._render([*messages, ("user", sample.context + mark)]).split(mark)[0]
 
     def question_text(self, sample: Sample, question: Question, turn: int = 0) -> str:
         """The question and the beginning of the answer, to follow the context (turn 0) or the previous answer."""

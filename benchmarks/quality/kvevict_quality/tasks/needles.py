@@ -66,8 +66,8 @@ def multi_value(rng: random.Random, num_tokens: int, count: CountTokens) -> Samp
 
 
 def multi_query(rng: random.Random, num_tokens: int, count: CountTokens) -> Sample:
-    """Four keys; a question asks for two of them at once."""
-    values = _values(rng, 4)
+    """Three keys; a question asks for two of them at once."""
+    values = _values(rng, 3)
     keys = list(values)
     text = haystack(rng, [_needle(*item) for item in values.items()], num_tokens, count)
     questions = []
