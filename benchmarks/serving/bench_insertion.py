@@ -18,14 +18,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
+from serving_bench.driver import Driver, build, publish_server_args
 from serving_bench.options import Options, Recorder, parse_options
 from serving_bench.page import Page, Table
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from helpers.harness import Harness, publish_server_args
 from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
@@ -55,43 +53,6 @@ PAGE = Page(
     ),
     baseline=SYSTEMS[0],
 )
-
-
-class Driver(Harness):
-    """The scheduler in miniature of the tests, without its checks and without contents of K and V."""
-
-    def __post_init__(self) -> None:
-        """Build pools; rows are longer than the tests need."""
-        super().__post_init__()
-        self.rows = ReqToTokenPool(self.num_rows, 4096, "cpu", False)
-        self.tree.req_to_token_pool = self.rows
-
-    def check(self) -> None:
-        """Nothing: every operation would look at all slots."""
-
-    def _forward(self, req: object, seq_len: int) -> None:
-        """Nothing is read."""
-
-    def _write_tokens(self, req: object, start: int, end: int, slots: torch.Tensor) -> None:
-        """Nothing is written."""
-
-
-class StockDriver(Driver):
-    """The same on SGLang's own tree."""
-
-    def __post_init__(self) -> None:
-        """Replace the tree."""
-        super().__post_init__()
-        params = CacheInitParams(
-            disable=False, req_to_token_pool=self.rows, token_to_kv_pool_allocator=self.allocator, page_size=1
-        )
-        self.tree = RadixCache(params)
-        self.tree.observe = lambda *_: ()
-
-
-def build(system: str, num_slots: int) -> Driver:
-    """An empty system."""
-    return (StockDriver if system == SYSTEMS[0] else Driver)(num_slots=num_slots)
 
 
 @dataclass(frozen=True)
@@ -153,7 +114,7 @@ def insert_branch(driver: Driver, tokens: Sequence[int], slots: torch.Tensor) ->
 
 def measure_operations(system: str, num_prompts: int, sample: int, seed: int) -> dict[str, Cost]:
     """All operations on a tree of ``num_prompts`` prompts, ``sample`` times each."""
-    driver = build(system, num_prompts * (PROMPT_TOKENS + 2) + 4000)
+    driver = build(system == SYSTEMS[0], num_prompts * (PROMPT_TOKENS + 2) + 4000)
     inserts = [lambda i=i: driver.finish(driver.run(prompt(i))) for i in range(num_prompts)]
     for operation in inserts[:-sample]:
         operation()
@@ -174,7 +135,7 @@ def measure_operations(system: str, num_prompts: int, sample: int, seed: int) ->
 
 def measure_path(system: str, num_nodes: int, sample: int) -> dict[str, Cost]:
     """Match and split on a path of so many turns, each a node of its own."""
-    driver = build(system, 4000 + num_nodes * TURN_TOKENS * 2)
+    driver = build(system == SYSTEMS[0], 4000 + num_nodes * TURN_TOKENS * 2)
     tokens = [i % 251 for i in range(num_nodes * TURN_TOKENS)]
     for turn in range(1, num_nodes + 1):
         driver.finish(driver.run(tokens[: turn * TURN_TOKENS]))

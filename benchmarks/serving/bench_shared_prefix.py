@@ -13,10 +13,7 @@ from typing import Any
 from serving_bench.fleet import Fleet, compared_systems, flush_all, running
 from serving_bench.options import LOGS, Options, Recorder, in_turn, parse_options
 from serving_bench.page import Page, Table
-from serving_bench.sglang_client import Workload, run_client
-
-from sgl_kvevict.launcher import RunningServer
-from sgl_kvevict.measure import idle_gauges
+from serving_bench.sglang_client import Workload, held_slots, run_client
 
 POOL_SLOTS = 6144
 QUESTION_TOKENS = 32
@@ -122,11 +119,6 @@ def measure(fleet: Fleet, point: Point, recorder: Recorder) -> None:
         recorder.add(point.name, name, repetition, figures | {"held_slots": held_slots(server)})
 
     in_turn(list(fleet), options.repeats, one)
-
-
-def held_slots(server: RunningServer) -> float:
-    """Token slots that the idle server's cache holds."""
-    return float(idle_gauges(server).evictable)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from sgl_kvevict.launcher import RunningServer
+from sgl_kvevict.measure import idle_gauges
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from sglang.benchmark import serving
@@ -97,6 +100,11 @@ def run_client(url: str, model: Path, rows: Sequence[Any], max_concurrency: int)
         "inter_token_ms": result["median_itl_ms"],
         "hit_rate_pct": result["cache_report"]["cache_hit_rate_pct"],
     }
+
+
+def held_slots(server: RunningServer) -> float:
+    """Token slots that the idle server's cache holds."""
+    return float(idle_gauges(server).evictable)
 
 
 def _arguments() -> Namespace:
