@@ -15,7 +15,7 @@ from serving_bench.options import LOGS, Options, Recorder, in_turn, parse_option
 from serving_bench.page import Page, Table
 from serving_bench.sglang_client import Workload, held_slots, run_client
 
-POOL_SLOTS = 6144
+POOL_SLOTS = 8192
 QUESTION_TOKENS = 32
 OUTPUT_TOKENS = 8
 CONCURRENCY = 2
@@ -41,14 +41,14 @@ class Point:
 
 
 POINTS = (
-    Point("0.5x the pool", 3),
-    Point("1x the pool", 6),
-    Point("2x the pool", 12),
-    Point("4x the pool", 24),
-    Point("8x the pool", 48),
+    Point("0.5x the pool", 4),
+    Point("1x the pool", 8),
+    Point("2x the pool", 16),
+    Point("4x the pool", 32),
+    Point("8x the pool", 64),
     Point("0.5x, one prefix of 3072, 32 new tokens", 1, 3072, 4, 32),
 )
-QUICK = (Point("4x the pool", 24, requests=8),)
+QUICK = (Point("4x the pool", 32, requests=8),)
 
 PAGE = Page(
     name="shared-prefix",
@@ -56,7 +56,8 @@ PAGE = Page(
     summary=(
         f"SGLang's `bench_serving` client, requests of its `generated-shared-prefix` generator: prefixes of 1,024 "
         f"random tokens, questions of {QUESTION_TOKENS}, {OUTPUT_TOKENS} generated tokens, {CONCURRENCY} requests at a "
-        f"time, a pool of {POOL_SLOTS:,} token slots. Each prefix was sent once before; questions are always new."
+        f"time, a pool of {POOL_SLOTS:,} token slots. Each prefix was sent once before, one at a time; questions are "
+        "always new."
     ),
     tables=(
         Table("requests_per_s", "Requests/s"),
@@ -111,7 +112,7 @@ def measure(fleet: Fleet, point: Point, recorder: Recorder) -> None:
     flush_all(fleet)
     for name, server in fleet.items():
         recorder.progress(f"{point.name}: showing {len(first)} prefixes to {name}")
-        run_client(server.url, options.model, first, CONCURRENCY)
+        run_client(server.url, options.model, first, max_concurrency=1)
 
     def one(name: str, repetition: int) -> None:
         server = fleet[name]

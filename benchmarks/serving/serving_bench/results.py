@@ -43,7 +43,7 @@ def origin(options: str) -> dict[str, str]:
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
         "commit": _commit(),
-        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
+        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, load {os.getloadavg()[1]:.1f} at the start",
         "versions": ", ".join(f"{name} {version(name)}" for name in _PACKAGES),
         "options": options,
     }
