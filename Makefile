@@ -5,7 +5,7 @@ ARGS ?=
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve test test-peers bench-quality bench-peers lint
+.PHONY: help setup model demo serve test test-peers test-policies bench-policies bench-quality bench-peers lint
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -24,6 +24,15 @@ serve: model ## serve the demo model with compressed prefixes (ARGS="--budget 0.
 
 test: model ## run the test suite (ARGS="tests/kernels -k compact")
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-policies: model ## every policy in a real server with the demo's programs, two budgets; half an hour
+	@rm -f docs/results/policies-served.md
+	@KVEVICT_ALL_POLICIES=docs/results/policies-served.md $(BIN)/python -m pytest tests/e2e/test_policies.py $(ARGS)
+
+bench-policies: model ## what each policy costs and what it keeps; writes docs/results/policies-* and docs/policies.md
+	@$(BIN)/python benchmarks/policies/run.py $(ARGS)
+	@$(BIN)/python benchmarks/policies/draw_kept.py
+	@$(BIN)/python benchmarks/policies/write_tables.py
 
 # Threads that wait asleep: several times faster where cores are shared.
 test-peers: export OMP_WAIT_POLICY := passive
