@@ -243,6 +243,8 @@ def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     for policy in list_policies():
         assert policy.name in out
+    assert "reuse_layers=1" in out  # options of one policy with their defaults
+    assert "budget_rule" in out and "'sgl-kvevict policies NAME'" in out  # those of all, and where they are explained
 
 
 def test_the_options_of_one_policy(capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,13 +95,20 @@ def policies(
     from rich.console import Console
     from rich.table import Table
 
-    from sgl_kvevict.policies.registry import list_policies
+    from sgl_kvevict.policies.registry import budget_option_names, list_policies
 
     known = {policy.name: policy for policy in list_policies()}
     if name is None:
-        table = Table("policy", "keeps", box=None, pad_edge=False)
+        table = Table("policy", "keeps", "own options", box=None, pad_edge=False)
+        common = budget_option_names()
         for policy in known.values():
-            table.add_row(policy.name, policy.summary)
+            own = [f"{option.name}={option.default}" for option in policy.options if option.name not in common]
+            table.add_row(policy.name, policy.summary, " ".join(own))
+        table.caption = (
+            f"All but none also take {', '.join(common)}.\n"
+            "'sgl-kvevict policies NAME' explains the options of one; 'package.module:factory' loads your own."
+        )
+        table.caption_justify = "left"
     elif name not in known:
         raise ConfigError(f"policy: got {name!r}; allowed: {', '.join(known)}")
     else:

@@ -12,6 +12,7 @@ from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies.options import OptionInfo, describe_options, parse_options
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.presets import ENTRIES
+from sgl_kvevict.policies.presets.budget import BudgetOptions
 
 NO_POLICY = "none"
 
@@ -35,6 +36,11 @@ def list_policies() -> tuple[PolicyInfo, ...]:
     """All policies, ``none`` first."""
     none = PolicyInfo(NO_POLICY, "compress nothing: SGLang's own behaviour", ())
     return (none, *(PolicyInfo(e.name, e.summary, describe_options(e.options_type)) for e in ENTRIES))
+
+
+def budget_option_names() -> tuple[str, ...]:
+    """Options that every policy but ``none`` has: how its budget is split."""
+    return tuple(option.name for option in describe_options(BudgetOptions))
 
 
 def build_policy(name: str, options: Mapping[str, Any]) -> Policy | None:
