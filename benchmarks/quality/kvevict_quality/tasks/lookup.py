@@ -1,59 +1,56 @@
-"""Look-ups in structured text: keys and values, and constants in code."""
+"""Look-ups in structured text: keys and values in JSON, and constants in code."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
-from kvevict_quality.corpus import CountTokens
+from kvevict_quality.corpus import CountTokens, sentences
 from kvevict_quality.sample import Question, Sample
 from kvevict_quality.tasks.needles import number
-from kvevict_quality.tasks.wordlists import CITIES, NOUNS, VERBS
+from kvevict_quality.tasks.wordlists import NOUNS
 
 _ASKED = 8
 
 
+def _records(
+    rng: random.Random, num_tokens: int, count: CountTokens, form: Callable[[str, str, str], str]
+) -> tuple[str, dict[str, str]]:
+    """Eight records in the given form, made of (key, value, prose); the prose fills the room. And key to value."""
+    values = {key: number(rng, 5) for key in rng.sample(NOUNS, _ASKED)}
+    pool, place = sentences(), rng.randrange(len(sentences()))
+    parts: list[str] = []
+    room = num_tokens
+    for left, (key, value) in zip(range(_ASKED, 0, -1), values.items(), strict=True):
+        prose, share = "", room // left
+        while True:
+            longer = f"{prose} {pool[place % len(pool)]}".strip().replace('"', "'")
+            if count(form(key, value, longer)) + 2 > share:
+                break
+            prose, place = longer, place + 1
+        parts.append(form(key, value, prose))
+        room -= count(parts[-1]) + 2
+    return "\n".join(parts), values
+
+
 def key_value(rng: random.Random, num_tokens: int, count: CountTokens) -> Sample:
-    """Nothing but keys and values; eight of them are asked for."""
-    records = {f"{rng.choice(CITIES)}-{number(rng, 3)}": number(rng, 5) for _ in range(num_tokens)}
-    lines, room = [], num_tokens - 20
-    for key, value in records.items():
-        line = f'"{key}": "{value}"'
-        room -= count(f"{line},\n")
-        if room < 0:
-            break
-        lines.append(line)
-    keys = rng.sample(list(records)[: len(lines)], _ASKED)
-    body = ",\n".join(lines)
-    questions = (Question(f'What is the value of the key "{key}"?', f'"{key}": "', (records[key],), 7) for key in keys)
-    return Sample(f"JSON data:\n{{\n{body}\n}}", tuple(questions))
+    """Lines of JSON, each with a key, its value and a note; every value is asked for."""
+    text, values = _records(rng, num_tokens, count, lambda k, v, prose: f'{{"note": "{prose}", "{k}": "{v}"}}')
+    questions = (
+        Question(f'What is the value of the key "{key}"?', f'"{key}": "', (value,), 6) for key, value in values.items()
+    )
+    return Sample(text, tuple(questions))
 
 
 def code(rng: random.Random, num_tokens: int, count: CountTokens) -> Sample:
-    """A module of small functions; what eight of them return is asked for."""
-    names = [f"{verb}_{noun}" for verb in VERBS for noun in NOUNS]
-    rng.shuffle(names)
-    functions: dict[str, str] = {}
-    parts, room = [], num_tokens - 20
-    for name in names:
-        argument, value = rng.choice(NOUNS), number(rng, 5)
-        body = rng.choice(
-            (f"    {argument}.update()\n", f"    assert {argument} is not None\n", f"    log({argument})\n")
-        )
-        text = f"def {name}({argument}):\n{body}    return {value}\n"
-        room -= count(f"{text}\n")
-        if room < 0:
-            break
-        parts.append(text)
-        functions[name] = value
-    asked = rng.sample(list(functions), _ASKED)
+    """A module of functions that return numbers, with comments; what each returns is asked for."""
+
+    def form(key: str, value: str, prose: str) -> str:
+        return f"# {prose}\ndef {key}_limit():\n    return {value}\n"
+
+    text, values = _records(rng, num_tokens - 8, count, form)
     questions = (
-        Question(
-            f"What number does the function {name} return?",
-            f"The function {name} returns the number",
-            (functions[name],),
-            7,
-        )
-        for name in asked
+        Question(f"What does {key}_limit() return?", f"```python\ndef {key}_limit():\n    return", (value,), 6)
+        for key, value in values.items()
     )
-    module = "\n".join(parts)
-    return Sample(f"This is a Python module:\n\n```python\n{module}```", tuple(questions))
+    return Sample(f"```python\n{text}```", tuple(questions))

@@ -34,9 +34,6 @@ PLACES = _phrases(
     "the music school, the post office, the steel factory, the apple orchard"
 )
 THINGS = _words("bicycle suitcase garage office laptop boat studio cabin piano safe")
-VERBS = _words(
-    "load save read write open close parse send build check count draw fetch merge print reset sort split trim wrap"
-)
 NOUNS = _words(
     "anchor basket bottle bridge button candle carpet engine folder garden hammer island jacket kettle ladder mirror "
     "needle orchard packet ribbon"
