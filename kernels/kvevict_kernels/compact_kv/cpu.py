@@ -31,7 +31,7 @@ def compact_kv_cpu(
         rows = arena.view(-1, head_dim)
         if indptr is None:
             rows = _as_words(rows)
-        for columns in rows.split(_columns_at_once(rows, dst.numel()), dim=1):
+        for columns in torch.split(rows, _columns_at_once(rows, dst.numel()), dim=1):
             if indptr is None or weights is None:
                 columns.index_copy_(0, targets, columns.index_select(0, src))
             else:
