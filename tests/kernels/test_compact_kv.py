@@ -71,6 +71,24 @@ def test_any_overlap_reads_old_rows(device: str, kind: str) -> None:
     assert_same_bits("v_arena", v, want_v)
 
 
+@pytest.mark.parametrize("limit", [1, 200, 3000])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_groups_of_the_cpu_path_do_not_show(monkeypatch: pytest.MonkeyPatch, weighted: bool, limit: int) -> None:
+    """Column by column and run by run as well: bit for bit what whole rows give."""
+    k, v = arenas((2, 50, 3, 64), torch.bfloat16, "cpu")
+    if weighted:
+        src, dst, indptr, weights = ragged_runs(300, 90, "cpu")
+        extra = {"indptr": indptr, "weights": weights}
+    else:
+        (src, dst), extra = moves("random", 300, 200), {}
+    want_k, want_v = k.clone(), v.clone()
+    compact_kv(want_k, want_v, src, dst, **extra)
+    monkeypatch.setattr("kvevict_kernels.compact_kv.cpu.TEMPORARY_BYTES", limit)
+    compact_kv(k, v, src, dst, **extra)
+    assert_same_bits("k_arena", k, want_k)
+    assert_same_bits("v_arena", v, want_v)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_rows_that_take_no_part_are_neither_read_nor_written(device: str, weighted: bool) -> None:
     """All rows are NaN but the sources: one stray read spoils a result, one stray write a NaN."""

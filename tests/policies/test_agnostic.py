@@ -92,7 +92,9 @@ def test_rotary_table_ends() -> None:
     torch.testing.assert_close(table.mean_rotation(30, 5, 8), table.mean_rotation(19, 1, 8))
 
 
-def test_moments_add_up_over_chunks() -> None:
+@pytest.mark.parametrize("block", [1, 4, 512])
+def test_moments_add_up_over_chunks(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr("sgl_kvevict.policies.query_moments.QUERIES_PER_BLOCK", block)
     table = rotary()
     plain = torch.randn(30, 4, 8, generator=torch.Generator().manual_seed(2))
     turned = table.apply(plain, torch.arange(30))
