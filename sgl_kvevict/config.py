@@ -95,7 +95,7 @@ class KVEvictConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     policy: str = Field(
-        default="ada-snapkv",
+        default="reconstruction",
         min_length=1,
         description="which entries to keep; 'none' compresses nothing",
         json_schema_extra={"allowed": "the name of a policy ('sgl-kvevict policies' lists them)"},

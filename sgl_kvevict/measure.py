@@ -63,6 +63,16 @@ def parse_gauges(text: str) -> PoolGauges:
     return PoolGauges(total=total, available=available, evictable=evictable, running=running)
 
 
+def wait_until_scored(server: RunningServer, timeout_s: float = 300.0) -> float:
+    """Wait until no prefix waits for scoring passes; return the seconds. Returns at once on stock SGLang."""
+    begin = time.monotonic()
+    while (plugin_state(server) or {}).get("scoring_jobs", 0):
+        if time.monotonic() - begin > timeout_s:
+            raise TimeoutError(f"prefixes still wait to be scored after {timeout_s:.0f} s")
+        time.sleep(0.1)
+    return time.monotonic() - begin
+
+
 def idle_gauges(server: RunningServer, timeout_s: float = 30.0) -> PoolGauges:
     """Gauges of the idle server, after a short request: SGLang refreshes them when it gets idle again."""
     sampling = {"temperature": 0, "max_new_tokens": _PROBE_TOKENS, "ignore_eos": True}

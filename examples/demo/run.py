@@ -28,7 +28,7 @@ def _budget(text: str) -> float | int:
 
 def main(
     model: Annotated[Path | None, typer.Option(help="Model folder; default: the demo model.")] = None,
-    policy: Annotated[str, typer.Option(help="Policy of the compressed run.")] = "ada-snapkv",
+    policy: Annotated[str, typer.Option(help="Policy of the compressed run.")] = "reconstruction",
     budget: Annotated[str, typer.Option(help="Share in (0, 1], or entries per head.")] = "0.2",
     pool_slots: Annotated[int, typer.Option(help="KV pool of every server, in token slots.")] = POOL_SLOTS,
     out: Annotated[Path, typer.Option(help="Folder for logs and the picture.")] = Path("out/demo"),

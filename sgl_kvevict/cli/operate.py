@@ -1,4 +1,4 @@
-"""The commands that watch a running server (``top``, ``inspect``) and the one that plans for it (``size``)."""
+"""Commands for a running server (``top``, ``inspect``, ``warm``) and the one that plans for it (``size``)."""
 
 from __future__ import annotations
 
@@ -74,6 +74,55 @@ def inspect(
         typer.echo(f"{html}: {len(snapshot.tree.nodes):,} nodes, {len(snapshot.maps):,} pictures")
 
 
+def warm(
+    url: Annotated[str, typer.Argument(help="Address of the server, http://HOST:PORT.")],
+    text_file: Annotated[Path | None, typer.Option(help="The prefix, exactly as prompts will begin.")] = None,
+    messages_file: Annotated[
+        Path | None, typer.Option(help="Or the beginning of a chat: a JSON list of messages.")
+    ] = None,
+    questions_file: Annotated[
+        Path | None, typer.Option(help="Questions that will follow, one a line: keep what they attend to.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait.")] = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Prefill, score and compress a prefix before it is asked about."""
+    from dataclasses import asdict
+
+    from sgl_kvevict import client
+
+    if (text_file is None) == (messages_file is None):
+        raise ConfigError("--text-file and --messages-file: give one of them")
+    warmed = client.warm(
+        url,
+        text=None if text_file is None else _read(text_file),
+        messages=None if messages_file is None else _read_messages(messages_file),
+        questions=[] if questions_file is None else [line for line in _read(questions_file).splitlines() if line],
+        timeout=timeout,
+    )
+    if as_json:
+        typer.echo(json.dumps(asdict(warmed)))
+    else:
+        typer.echo(f"{warmed.tokens:,} tokens: {warmed.outcome} after {warmed.seconds:.1f} s")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def _read_messages(path: Path) -> list[dict[str, str]]:
+    try:
+        messages = json.loads(_read(path))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ConfigError(f"{path}: got {str(messages)[:80]!r}; allowed: a list of messages with role and content")
+    return messages
+
+
 def size(
     model: Annotated[str, typer.Option(help="Model folder or hub name, or 'demo' for the demo model.")],
     prefix_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one prefix.")],
@@ -119,5 +168,5 @@ def size(
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    for command in (top, inspect, size):
+    for command in (top, inspect, warm, size):
         app.command()(command)

@@ -10,6 +10,7 @@ from sgl_kvevict.config import KVEvictConfig, load_config
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.observation import Signal
+from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.registry import build_policy
 from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.sglang_adapter.arena import Arena, arena_of
@@ -37,6 +38,7 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     """
     require_supported_sglang()
     config = load_config()
+    policy = build_policy(config.policy, config.policy_options)
     pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     backend = ctx.tp_worker.model_runner.attn_backend
     arena = arena_of(pool)
@@ -47,10 +49,12 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     if reasons:
         raise UnsupportedSetupError(reasons)
     assert isinstance(backend, KVEvictAttentionBackend) and arena is not None
-    tree = _assemble(ctx, config, arena, backend.geometry)
+    tree = _assemble(ctx, config, policy, arena, backend.geometry)
     backend.attach(tree)
     watch(tree, config, ctx.server_args, enable_metrics=ctx.params.enable_metrics)
     logger.info("kvevict: %s", describe(config, backend.geometry))
+    if tree.scoring is not None and ctx.server_args.skip_tokenizer_init:
+        logger.warning("kvevict: no tokenizer (--skip-tokenizer-init): scoring passes repeat a prefix without words")
     return tree
 
 
@@ -74,9 +78,10 @@ def _missing_parts(backend: Any, arena: Arena | None) -> list[str]:
     return reasons
 
 
-def _assemble(ctx: TreeCacheBuildContext, config: KVEvictConfig, arena: Arena, geometry: KVGeometry) -> KVEvictTree:
+def _assemble(
+    ctx: TreeCacheBuildContext, config: KVEvictConfig, policy: Policy | None, arena: Arena, geometry: KVGeometry
+) -> KVEvictTree:
     store = SpanStore(geometry, arena.k, arena.v)
-    policy = build_policy(config.policy, config.policy_options)
     if policy is None:
         return KVEvictTree(ctx.params, store, None)
     needs_rotary = Signal.QUERY_MOMENTS in policy.needs

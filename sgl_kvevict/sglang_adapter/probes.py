@@ -17,7 +17,7 @@ _MARK = "\x00"
 
 
 def repetition_probes(
-    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], pass_tokens: int
+    tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int], pass_tokens: int
 ) -> Iterator[list[int]]:
     """Ask for the tokens to be repeated, and give the answer away, part by part.
 
@@ -25,10 +25,13 @@ def repetition_probes(
     Differs: parts of ``pass_tokens``, by default shorter than KVzip's 2,000, because others wait for a pass.
 
     Args:
-        tokenizer: the model's.
+        tokenizer: the model's; None on a server without one: the tokens follow the prefix without any words.
         tokens: of the prefix.
         pass_tokens: tokens of the prefix in one probe.
     """
+    if tokenizer is None:
+        yield from (list(tokens[start : start + pass_tokens]) for start in range(0, len(tokens), pass_tokens))
+        return
     turn = tokenizer.encode(assistant_turn(tokenizer), add_special_tokens=False)
     for start in range(0, len(tokens), pass_tokens):
         ask = tokenizer.encode(REPEAT_FROM if start else REPEAT, add_special_tokens=False)

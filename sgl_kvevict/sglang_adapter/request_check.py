@@ -23,6 +23,11 @@ def before_queueing(scheduler: Scheduler, req: Req, *_args: object, **_kwargs: o
                 f"custom_params.{REQUEST_KEY}.questions: got {len(options.questions)} questions; allowed: none, "
                 "because the server's policy does not learn from readers"
             )
+        if options is not None and options.questions and scheduler.tokenizer is None:
+            raise ConfigError(
+                f"custom_params.{REQUEST_KEY}.questions: got {len(options.questions)} questions; allowed: none, "
+                "because the server runs without a tokenizer (--skip-tokenizer-init)"
+            )
         asks = scoring is not None and scoring.readers is Readers.QUESTIONS
         if options is not None and options.warm and asks and not options.questions:
             raise ConfigError(

@@ -36,6 +36,7 @@ def figures(name: str, **changes: object) -> Figures:
         decode_tokens_per_s=5.0,
         ttft_cold_s=4.0,
         ttft_cached_s=0.5,
+        scoring_s=3.0,
         branches_s=20.0,
         branch_answers=answers(len(BRANCH_QUESTIONS), 7),
         chat_answers=answers(len(CHAT_QUESTIONS), 3),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvevict.launcher import STRICT_CHECK_ENV, RunningServer, System, kvevict_system, launch, stock_system
-from sgl_kvevict.measure import flush, idle_gauges, plugin_state, time_stream
+from sgl_kvevict.measure import flush, idle_gauges, plugin_state, time_stream, wait_until_scored
 
 from .programs import Answer, max_overlap, run_branches, run_chat
 from .questions import BRANCH_QUESTIONS, CHAT_QUESTIONS, system_prompt
@@ -35,6 +35,7 @@ class Figures:
     decode_tokens_per_s: float
     ttft_cold_s: float
     ttft_cached_s: float
+    scoring_s: float
     branches_s: float
     branch_answers: tuple[Answer, ...]
     chat_answers: tuple[Answer, ...]
@@ -93,6 +94,7 @@ def _exercise(server: RunningServer, system: System, progress: Progress, started
     at_fork: dict[str, Any] = {}
 
     def look_at_pool() -> None:
+        at_fork["scoring_s"] = wait_until_scored(server)
         at_fork["slots"] = idle_gauges(server).evictable - empty.evictable
         at_fork["state"] = plugin_state(server) or {}
         at_fork["time"] = time.monotonic()
@@ -114,6 +116,7 @@ def _exercise(server: RunningServer, system: System, progress: Progress, started
         decode_tokens_per_s=decode,
         ttft_cold_s=ttft_cold_s,
         ttft_cached_s=statistics.median(answer.ttft_s or 0.0 for answer in chat_answers),
+        scoring_s=at_fork["scoring_s"],
         branches_s=branches_s,
         branch_answers=tuple(branch_answers),
         chat_answers=tuple(chat_answers),
