@@ -35,4 +35,5 @@ def before_queueing(scheduler: Scheduler, req: Req, *_args: object, **_kwargs: o
                 "because the server's policy is 'questions'"
             )
     except ConfigError as error:
+        req.sampling_params.custom_params = None  # SGLang still runs one token of a refused request
         req.set_finish_with_abort(str(error))

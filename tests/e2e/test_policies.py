@@ -6,18 +6,24 @@ the demo model and the demo's programs, and writes a table: it sets ``KVEVICT_AL
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
 
-from helpers.policy_serving import CONFIG, ENV, FLAGS, Served, assert_nothing_is_lost, serve_everything
+from helpers.policy_serving import CONFIG, ENV, FLAGS, TAIL_TOKENS, Served, assert_nothing_is_lost, serve_everything
 from helpers.tiny_model import VOCAB_SIZE
-from sgl_kvevict.policies import Signal, build_policy, list_policies
+from helpers.traffic import generate
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.policies import LayerObservation, Signal, build_policy, list_policies
+from sgl_kvevict.policies.reference import accumulated_attention
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -93,13 +99,43 @@ def test_policy_serves_a_tiny_model(start, tiny_llama, monkeypatch, case):
     document = [rng.randrange(3, VOCAB_SIZE) for _ in range(400)]
     flags = ("--skip-tokenizer-init", "--max-total-tokens", "2500", "--context-length", "1024")
     config = {**CONFIG, "policy": case.policy, "budget": case.budget, "policy_options": case.options}
+    config["expose_kept"] = True
     env = {**ENV, "PYTHONPATH": str(EXAMPLES / "policies")}
     server = start(tiny_llama, *flags, *FLAGS, config=config, env=env)
     served = serve_everything(
         server, str(case), case.budget, document, splittable=case.splittable, vocab_size=VOCAB_SIZE
     )
-    server.stop()
     assert served.leaked == 0
+    if case.policy in ("h2o", "d2o"):
+        generate(server, document, 0)
+        kept = server.get_json("/server_info")["internal_states"][0]["kvevict"]["kept"]
+        served_share = torch.tensor(kept["share"])
+        share = dense_share(tiny_llama, case, document, kept["num_bins"])
+        assert (served_share - share).abs().gt(0.01).float().mean() < 0.01
+    server.stop()
+
+
+def dense_share(model: Path, case: Case, document: list[int], num_bins: int) -> torch.Tensor:
+    """What a policy of accumulated attention keeps when it sees the attention matrix of another implementation."""
+    llama = LlamaForCausalLM.from_pretrained(model, attn_implementation="eager")
+    with torch.inference_mode():
+        weights = llama(torch.tensor([document]), output_attentions=True).attentions
+        keys = torch.randn(len(document) + 1, 4, 16)
+    num_tokens = len(document) - TAIL_TOKENS
+
+    def observe(layer: int) -> LayerObservation:
+        sums = accumulated_attention(weights[layer][0], 4)[:, :num_tokens]
+        slots = torch.arange(1, num_tokens + 1)
+        return LayerObservation(layer, 0, keys, keys, slots, 0.25, accumulated=sums, num_prompt_tokens=len(document))
+
+    policy = build_policy(case.policy, case.options)
+    assert policy is not None
+    total = math.ceil(Fraction(str(case.budget)) * num_tokens) * 12
+    selection = policy.select(observe, KVGeometry(3, 8, 4, 16, len(document) + 1), total, 4).selection
+    runs = torch.repeat_interleave(selection.keep_lens.flatten().long())
+    cells = runs * num_bins + selection.indices.long() * num_bins // num_tokens
+    counts = torch.bincount(cells, minlength=12 * num_bins).view(12, num_bins)
+    return counts / torch.bincount(torch.arange(num_tokens) * num_bins // num_tokens)
 
 
 @pytest.mark.skipif(TABLE is None, reason="half an hour: make test-policies")
