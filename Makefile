@@ -5,7 +5,7 @@ ARGS ?=
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve test test-peers test-policies bench-policies bench-quality bench-peers lint
+.PHONY: help setup model demo serve test test-peers test-policies bench-policies bench-quality bench-peers lint bench-serving bench-smoke
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -50,6 +50,12 @@ bench-peers: model ## the same contexts and questions with kvpress, in an enviro
 	@scripts/setup_peers.sh
 	@.venv-peers/bin/python benchmarks/quality/peers.py "$$($(BIN)/sgl-kvevict model)" $(ARGS)
 	@$(BIN)/python benchmarks/quality/plot.py
+
+bench-serving: model ## a serving benchmark (ARGS="decode"; also shared_prefix, multi_turn, rag, prefill, insertion, scale)
+	@$(BIN)/python -W ignore benchmarks/serving/bench_$(firstword $(ARGS)).py $(wordlist 2,99,$(ARGS))
+
+bench-smoke: model ## a few ratios to stock beside the committed ones; fails below 80 % of them, under 3 minutes
+	@$(BIN)/python -W ignore benchmarks/serving/smoke.py $(ARGS)
 
 lint: setup ## ruff and mypy
 	@$(BIN)/ruff check .

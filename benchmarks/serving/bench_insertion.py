@@ -35,7 +35,7 @@ PROMPT_TOKENS = 32
 BRANCH_AT = 28
 """Where the compressed range of a prompt ends (tail of 4 tokens)."""
 PATH_LENGTHS = (1, 10, 100)
-COMPRESSED_TOKENS = (1024, 3000, 7000)
+COMPRESSED_TOKENS = (1024, 3000)
 TURN_TOKENS = 12
 
 PAGE = Page(

@@ -69,6 +69,7 @@ class Recorder:
         self.options = options
         self.points = points
         self.rows: list[Row] = []
+        self._path = options.out / f"{page.name}.csv"
         self._origin = origin(options.text)
         self._started = time.monotonic()
 
@@ -81,14 +82,18 @@ class Recorder:
         self.rows.append(Row(point, system, repetition, metrics, self._origin))
         shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         self.progress(f"{point}, {system}, repetition {repetition}: {shown}")
+        self._save()
 
     def close(self) -> list[Row]:
         """Write what was measured, beside what is there of other points; returns all rows."""
-        path = self.options.out / f"{self.page.name}.csv"
-        rows = replace_points(read_rows(path), self.rows, self.points)
-        write_rows(path, rows)
+        rows = self._save()
         print(write_page(self.page, rows, self.options.out).read_text(encoding="utf-8"))
-        self.progress(f"wrote {path}")
+        self.progress(f"wrote {self._path}")
+        return rows
+
+    def _save(self) -> list[Row]:
+        rows = replace_points(read_rows(self._path), self.rows, self.points)
+        write_rows(self._path, rows)
         return rows
 
 

@@ -87,7 +87,8 @@ def _cell(page: Page, table: Table, rows: Sequence[Row], point: str, system: str
     found = ratio(rows, point, system, table.metric, page.baseline)
     if not table.has_ratio or system == page.baseline or found is None:
         return text
-    return f"{text} = **{found.median:.2f}x** ({found.low:.2f}-{found.high:.2f})"
+    spread = f" ({found.low:.2f}-{found.high:.2f})" if found.low < found.high else ""
+    return f"{text} = **{found.median:.2f}x**{spread}"
 
 
 def _origin_markdown(page: Page, rows: Sequence[Row]) -> str:
