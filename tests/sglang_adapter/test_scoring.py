@@ -12,6 +12,7 @@ from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import Letters, MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.sglang_adapter.observers import CountingObserver
 from sgl_kvevict.sglang_adapter.probes import NUM_CUE_TOKENS, REPEAT, REPEAT_FROM, repetition_probes
 from sgl_kvevict.sglang_adapter.request_check import before_queueing
 from sgl_kvevict.sglang_adapter.scoring import PATIENCE
@@ -95,6 +96,18 @@ def test_what_is_still_read_is_compressed_when_the_last_reader_leaves():
     harness.decode(reader)
     harness.finish(reader)
     assert spans(harness) == [(0, 59)]
+
+
+def test_observers_are_told_of_every_pass():
+    harness, scheduler = cache()
+    harness.tree.observer = counting = CountingObserver(harness.geometry.heads_per_token)
+    harness.finish(harness.run(DOCUMENT, options=WARM))
+    scheduler.run_all()
+    assert (counting.totals.scoring_passes, counting.totals.compressions) == (3, 1)
+    scheduler.max_req_input_len = 90
+    harness.finish(harness.run([9, *DOCUMENT], options=WARM))
+    scheduler.run_all()
+    assert counting.totals.refused_no_room == 1
 
 
 def test_users_go_first_but_not_forever():
