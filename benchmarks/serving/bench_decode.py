@@ -14,6 +14,8 @@ from serving_bench.page import Page, Table
 from serving_bench.streams import decode_figures, stream_all
 from serving_bench.texts import document, question
 
+from sgl_kvevict.launcher import RunningServer
+
 POOL_SLOTS = 10_000
 BUDGETS = (1.0, 0.5, 0.2, 0.1)
 """Budgets of the compressed systems."""
@@ -43,6 +45,8 @@ POINTS = (
     Point(4096, 16, 16, 6),
     Point(7000, 1, 32, 8),
 )
+UNGROUPED = POINTS[4]
+"""Where the shared read is compared with one read per request."""
 QUICK = (Point(3000, 1, 24, 12),)
 
 PAGE = Page(
@@ -50,7 +54,8 @@ PAGE = Page(
     command="python benchmarks/serving/bench_decode.py",
     summary=(
         "Decode speed of a batch that shares one cached prefix. Budget 1.0 is our attention backend without "
-        "compression; what smaller budgets gain beyond it is compression's."
+        "compression; what smaller budgets gain beyond it is compression's. `ungrouped` is the same batch with the "
+        "prefix cached once for each request: nothing is read for several of them at once."
     ),
     tables=(
         Table("decode_tokens_per_s", "Decode, tokens/s of the whole batch", digits=1),
@@ -90,6 +95,20 @@ def measure(fleet: Fleet, point: Point, recorder: Recorder) -> None:
         recorder.add(point.name, name, repetition, decode_figures(streams))
 
     in_turn(list(fleet), repeats, one)
+    if point == UNGROUPED:
+        measure_ungrouped(fleet["budget 0.2"], point, prefix, recorder)
+
+
+def measure_ungrouped(server: RunningServer, point: Point, prefix: list[int], recorder: Recorder) -> None:
+    """The same batch with the prefix cached once for each request, so that no two of them read the same span."""
+    model, name = recorder.options.model, "budget 0.2, ungrouped"
+    keys = [f"user {i}" for i in range(point.batch)]
+    recorder.progress(f"{point.name}: caching the prefix {point.batch} times")
+    for key in keys:
+        stream_all(server.url, [prefix], 1, [key])
+    for repetition in range(1, recorder.options.repeats + 1):
+        prompts = [prefix + question(model, repetition * 100 + i) for i in range(point.batch)]
+        recorder.add(point.name, name, repetition, decode_figures(stream_all(server.url, prompts, point.tokens, keys)))
 
 
 if __name__ == "__main__":

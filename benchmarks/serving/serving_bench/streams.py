@@ -42,10 +42,18 @@ class Stream:
         return [b[0] - a[0] for a, b in zip(self.arrivals, self.arrivals[1:], strict=False) if b[1] == a[1] + 1]
 
 
-async def stream(session: aiohttp.ClientSession, url: str, input_ids: Sequence[int], max_new_tokens: int) -> Stream:
-    """Generate greedily, exactly ``max_new_tokens``."""
+async def stream(
+    session: aiohttp.ClientSession,
+    url: str,
+    input_ids: Sequence[int],
+    max_new_tokens: int,
+    extra_key: str | None = None,
+) -> Stream:
+    """Generate greedily, exactly ``max_new_tokens``; requests of different ``extra_key`` share nothing."""
     sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
     body = {"input_ids": list(input_ids), "stream": True, "sampling_params": sampling}
+    if extra_key is not None:
+        body["extra_key"] = extra_key
     arrivals = []
     last: dict[str, Any] = {}
     sent = time.perf_counter()
@@ -61,13 +69,17 @@ async def stream(session: aiohttp.ClientSession, url: str, input_ids: Sequence[i
     )
 
 
-def stream_all(url: str, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Stream]:
-    """Send all prompts at once and wait for all answers."""
+def stream_all(
+    url: str, prompts: Sequence[Sequence[int]], max_new_tokens: int, extra_keys: Sequence[str] | None = None
+) -> list[Stream]:
+    """Send all prompts at once, each in a namespace of its own if wanted, and wait for all answers."""
+    keys = extra_keys or [None] * len(prompts)
 
     async def send() -> list[Stream]:
         timeout = aiohttp.ClientTimeout(total=900)
         async with aiohttp.ClientSession(timeout=timeout, read_bufsize=2**20) as session:
-            return await asyncio.gather(*(stream(session, url, p, max_new_tokens) for p in prompts))
+            pairs = zip(prompts, keys, strict=True)
+            return await asyncio.gather(*(stream(session, url, p, max_new_tokens, key) for p, key in pairs))
 
     return asyncio.run(send())
 
