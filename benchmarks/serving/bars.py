@@ -1,0 +1,96 @@
+"""The bars that the serving benchmarks are held to, beside what the committed rows show; writes bars.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serving_bench.compare import Ratio, median, ratio
+from serving_bench.results import RESULTS, read_rows
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One demand on ours relative to the baseline.
+
+    Attributes:
+        benchmark: name of the CSV file.
+        point: a point of it.
+        system: whose figures.
+        metric: which.
+        limit: the bar.
+        is_cost: the ratio must be at most ``limit``, not at least.
+        is_absolute: the median itself, not the ratio to the baseline.
+        baseline: whom the ratio refers to.
+    """
+
+    benchmark: str
+    point: str
+    system: str
+    metric: str
+    limit: float
+    is_cost: bool = False
+    is_absolute: bool = False
+    baseline: str = "stock"
+
+    @property
+    def demand(self) -> str:
+        """``<= 0.30x``."""
+        return ("<= " if self.is_cost else ">= ") + (f"{self.limit:g}" if self.is_absolute else f"{self.limit:.2f}x")
+
+    def is_met(self, value: float) -> bool:
+        """Whether a ratio, or a median, is on the right side."""
+        return value <= self.limit if self.is_cost else value >= self.limit
+
+
+FOUR = "4x the pool"
+LONG = "0.5x, one prefix of 3072, 32 new tokens"
+TREE = ("match, hit", "match, miss", "lock and unlock", "match that splits a node", "insert a branch", "evict one leaf")
+BARS = (
+    Bar("shared-prefix", FOUR, "budget 0.2", "requests_per_s", 4.0),
+    Bar("shared-prefix", FOUR, "budget 0.2", "ttft_ms", 0.3, is_cost=True),
+    Bar("shared-prefix", FOUR, "budget 0.2", "hit_rate_pct", 90, is_absolute=True),
+    Bar("multi-turn", FOUR, "budget 0.2", "requests_per_s", 2.5),
+    Bar("shared-prefix", "0.5x the pool", "none", "requests_per_s", 0.97),
+    Bar("shared-prefix", "0.5x the pool", "budget 1", "requests_per_s", 0.97),
+    Bar("shared-prefix", LONG, "budget 0.2", "requests_per_s", 1.5),
+    Bar("decode", "prefix 4096, batch 8", "budget 0.2", "decode_tokens_per_s", 4.0),
+    Bar("decode", "prefix 3000, batch 1", "budget 0.2", "decode_tokens_per_s", 2.5),
+    Bar("decode", "prefix 3000, batch 1", "budget 1", "decode_tokens_per_s", 1.0),
+    Bar("prefill", "3 prompts of 1024", "budget 0.2", "prompt_tokens_per_s", 0.95),
+    Bar("prefill", "2 prompts of 3000", "budget 0.2", "prompt_tokens_per_s", 0.95),
+    *(Bar("insertion", point, "compressed", "calls", 2.0, is_cost=True, baseline="stock RadixCache") for point in TREE),
+)
+
+
+def measured(bar: Bar) -> tuple[float, str] | None:
+    """The figure to compare, and how it is shown; None if it was not measured."""
+    rows = read_rows(RESULTS / f"{bar.benchmark}.csv")
+    if bar.is_absolute:
+        value = median(rows, bar.point, bar.system, bar.metric)
+        return None if value is None else (value, f"{value:.1f}")
+    found: Ratio | None = ratio(rows, bar.point, bar.system, bar.metric, bar.baseline)
+    return None if found is None else (found.median, str(found))
+
+
+def table() -> str:
+    """All bars as Markdown."""
+    lines = ["| benchmark | point | system | metric | bar | measured | |", "|---|---|---|---|--:|--:|---|"]
+    for bar in BARS:
+        found = measured(bar)
+        shown, verdict = "not measured yet", ""
+        if found is not None:
+            shown, verdict = found[1], "met" if bar.is_met(found[0]) else "**missed**"
+        cells = (bar.benchmark, bar.point, bar.system, f"`{bar.metric}`", bar.demand, shown, verdict)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Write and print the table."""
+    text = f"# Bars\n\nOurs to stock; median (lowest-highest) of the repetitions.\n\n{table()}\n"
+    (RESULTS / "bars.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
