@@ -31,9 +31,9 @@ def accumulated_attention(
 
     ``p[i, hq, j] = exp(sm_scale * q[i, hq] . k[j, hq // group_size] - lse[i, hq])``, or 0 where key position
     ``key_start + j`` > query position ``query_start + i``; the result is the sum over all ``i`` and the mean over the
-    query heads of a group, or the maximum over both. Because ``lse`` covers every key that the query saw, ``p`` is the true attention weight:
-    what falls on keys outside the range is missing, not renormalised. So calls may split the queries (chunks of a
-    prefill) or the keys, and their results add up (their maxima combine).
+    query heads of a group, or the maximum over both. Because ``lse`` covers every key that the query saw, ``p`` is the
+    true attention weight: what falls on keys outside the range is missing, not renormalised. So calls may split the
+    queries (chunks of a prefill) or the keys, and their results add up (their maxima combine).
 
     Args:
         queries: [n, num_qo_heads, head_dim], bfloat16, float16 or float32, after RoPE; n may be 0.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvevict_kernels.window_scores.pooling import Pooling
 
-KEYS_PER_CHUNK = 1024
+KEYS_PER_CHUNK = 512
 """Bounds the memory of the attention weights, [num_qo_heads * W, keys] float32, to what caches hold."""
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_BLOCK_ELEMENTS = 1 << 19
-"""Similarities computed at a time (2 MiB of float32)."""
+_BLOCK_ELEMENTS = 1 << 18
+"""Similarities computed at a time (1 MiB of float32)."""
 
 
 def nearest_kept(rows: Tensor, kept: Tensor, width: int, *, causal: bool) -> tuple[Tensor, Tensor]:

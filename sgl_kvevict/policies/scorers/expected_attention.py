@@ -62,7 +62,7 @@ class ExpectedAttentionScorer:
         if self.use_covariance:
             spread = turn @ moments.covariance @ turn.T
             for member, one in enumerate(spread.view(num_heads, -1, head_dim, head_dim).unbind(1)):
-                logits[:, member] += ((keys @ one) * keys).sum(-1) * (observation.sm_scale**2 / 2)
+                logits[:, member] += (keys @ one).mul_(keys).sum(-1) * (observation.sm_scale**2 / 2)
         num_sinks = min(max(self.num_sink_tokens - observation.start, 0), observation.num_tokens - 1)
         logits[..., :num_sinks] = -torch.inf
         scores = logits.softmax(-1).mean(1)
