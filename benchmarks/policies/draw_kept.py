@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the servers
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as the servers
 
 import torch
 from policy_bench.measure import PolicyRun

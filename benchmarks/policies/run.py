@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the memory profiler's own messages
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the servers
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as the servers
 
 import torch
 from policy_bench.measure import Cost, PolicyRun, measure
