@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from sgl_kvevict.attention import AttentionBatch, CpuAttention
@@ -56,7 +57,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         num_layers, num_token_slots, num_kv_heads, head_dim = arena.k.shape
         self.geometry = KVGeometry(
             num_layers=num_layers,
-            num_qo_heads=model_runner.model_config.num_attention_heads,
+            num_qo_heads=model_runner.model_config.num_attention_heads // get_parallel().attn_tp_size,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             num_token_slots=num_token_slots,
