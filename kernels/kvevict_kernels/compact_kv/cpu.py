@@ -56,7 +56,8 @@ def _weighted_rows(rows: Tensor, src: Tensor, indptr: Tensor, weights: Tensor) -
     """Sum every run of gathered rows in float32. Returns [C, width] in the dtype of ``rows``."""
     num_runs, width = indptr.numel() - 1, rows.shape[1]
     sums = rows.new_zeros(num_runs, width)
-    runs_at_once = max(TEMPORARY_BYTES // (4 * width) * num_runs // max(src.numel(), 1), 1)
+    # A gathered row, its float32 copy and what embedding_bag makes of it: 16 bytes for each element.
+    runs_at_once = max(TEMPORARY_BYTES // (16 * width) * num_runs // max(src.numel(), 1), 1)
     for begin in range(0, num_runs, runs_at_once):
         bounds = indptr[begin : begin + runs_at_once + 1].long()
         first, last = int(bounds[0]), int(bounds[-1])

@@ -54,18 +54,22 @@ class ExpectedAttentionScorer:
         """
         moments = observation.require_moments(type(self).__name__)
         length = observation.require_prompt_length(type(self).__name__)
-        keys = observation.keys.float().transpose(0, 1)  # [H, N, D]
-        num_heads, _, head_dim = keys.shape
+        head_dim = observation.k_buffer.shape[-1]
         turn = moments.rotary.mean_rotation(length, self.num_future_positions, head_dim)
-        mean = (moments.mean @ turn.T).view(num_heads, -1, head_dim)
-        logits = mean @ keys.transpose(1, 2) * observation.sm_scale  # [H, G, N]
-        if self.use_covariance:
-            spread = turn @ moments.covariance @ turn.T
-            for member, one in enumerate(spread.view(num_heads, -1, head_dim, head_dim).unbind(1)):
-                logits[:, member] += (keys @ one).mul_(keys).sum(-1) * (observation.sm_scale**2 / 2)
+        by_head = (observation.num_kv_heads, -1, head_dim)
+        mean = (moments.mean @ turn.T).view(by_head)
+        spread = (turn @ moments.covariance @ turn.T).view(*by_head, head_dim) if self.use_covariance else None
         num_sinks = min(max(self.num_sink_tokens - observation.start, 0), observation.num_tokens - 1)
-        logits[..., :num_sinks] = -torch.inf
-        scores = logits.softmax(-1).mean(1)
+        keys = observation.keys
+        scores = torch.empty(observation.num_kv_heads, observation.num_tokens, device=keys.device)
+        for head in range(observation.num_kv_heads):  # float32 copies are as large as the keys: one head at a time
+            rows = keys[:, head].float()
+            logits = mean[head] @ rows.T * observation.sm_scale  # [G, N]
+            if spread is not None:
+                for member, one in enumerate(spread[head]):
+                    logits[member] += (rows @ one).mul_(rows).sum(-1) * (observation.sm_scale**2 / 2)
+            logits[:, :num_sinks] = -torch.inf
+            scores[head] = logits.softmax(-1).mean(0)
         if self.use_value_norm:
-            scores = (scores + self.epsilon) * observation.values.float().norm(dim=-1).T
+            scores = (scores + self.epsilon) * observation.values.norm(dim=-1, dtype=torch.float32).T
         return TokenScores(scores)

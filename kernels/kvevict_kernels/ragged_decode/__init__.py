@@ -1,0 +1,163 @@
+"""Attention of few new tokens per request over compressed spans and uncompressed suffixes, in the same launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvevict_kernels.checks import check_int, check_tensor
+from kvevict_kernels.dispatch import backend_for
+from kvevict_kernels.ragged_decode.checks import check_run
+from kvevict_kernels.ragged_decode.reference import ragged_attention_over_paths_reference
+from kvevict_kernels.ragged_decode.tables import RunLists, Step, Tables, build_step, build_tables
+
+__all__ = [
+    "plan_ragged_decode",
+    "ragged_attention_over_paths_reference",
+    "run_ragged_decode",
+    "start_step",
+]
+
+
+def plan_ragged_decode(
+    paths: Sequence[Sequence[RunLists]],
+    new_lens: Sequence[int],
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    group_size: int,
+    device: torch.device,
+) -> Tables:
+    """Lay out what a batch reads, for all layers; valid until requests come or go or a path changes.
+
+    Args:
+        paths: per request, the spans that it reads, root first; () for none.
+        new_lens: per request, new tokens, >= 1.
+        num_layers: layers.
+        num_kv_heads: KV heads.
+        group_size: q heads per KV head.
+        device: where spans and arenas are.
+
+    Raises:
+        ValueError: different numbers of requests, no new token, a span of another shape, dtype or device.
+
+    Cost: a fixed number of small operations and one copy to the device; no host sync; a few bytes per 512 entries.
+    """
+    if len(paths) != len(new_lens):
+        raise ValueError(f"new_lens: expected one for each of {len(paths)} paths, got {len(new_lens)}")
+    for name, value in (("num_layers", num_layers), ("num_kv_heads", num_kv_heads), ("group_size", group_size)):
+        check_int(name, value, 1)
+    for new in new_lens:
+        check_int("new_lens", new, 1)
+    for span in {id(span): span for path in paths for span in path}.values():
+        check_tensor("head_slots", span.head_slots, (None,), torch.int32, device)
+        check_tensor("starts", span.starts, (num_layers, num_kv_heads), torch.int32, device)
+        check_tensor("lens", span.lens, (num_layers, num_kv_heads), torch.int32, device)
+    return build_tables(
+        paths,
+        new_lens,
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        group_size=group_size,
+        device=device,
+    )
+
+
+def start_step(
+    tables: Tables, *, req_to_token: Tensor, pool_rows: Tensor, seq_lens: Tensor, previous: Step | None = None
+) -> Step:
+    """Take the lengths of one forward; every layer of it uses the result.
+
+    Args:
+        tables: from :func:`plan_ragged_decode`.
+        req_to_token: [num_rows, max_context_len], int32, token slots.
+        pool_rows: [num_requests], int64, each request's row of it.
+        seq_lens: [num_requests], int32, logical tokens with the new ones: at least waterline + new tokens.
+        previous: the step before with the same tables: its buffers are used again.
+
+    Raises:
+        ValueError: wrong shape, dtype or device.
+    """
+    num_requests = len(tables.new_lens)
+    device = tables.waterlines.device
+    check_tensor("req_to_token", req_to_token, (None, None), torch.int32, device)
+    check_tensor("pool_rows", pool_rows, (num_requests,), torch.int64, device)
+    check_tensor("seq_lens", seq_lens, (num_requests,), torch.int32, device)
+    step = build_step(tables, req_to_token, pool_rows, seq_lens, previous)
+    if backend_for(device) == "triton":
+        from kvevict_kernels.ragged_decode.triton_impl import advance
+
+        advance(tables, step)
+    return step
+
+
+def run_ragged_decode(
+    tables: Tables,
+    step: Step,
+    layer: int,
+    q: Tensor,
+    k_arena: Tensor,
+    v_arena: Tensor,
+    *,
+    sm_scale: float,
+    partials: tuple[Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Attend with the new tokens of all requests but those that ``ragged_extend`` takes (more than 128 q rows a head).
+
+    A new token sees the spans of its request's path, all of them, and the request's own tokens up to itself, in
+    one softmax. A span that several requests read is read once for all of them.
+
+    Args:
+        tables: from :func:`plan_ragged_decode`.
+        step: from :func:`start_step`.
+        layer: layer index.
+        q: [num_new_tokens, num_qo_heads, head_dim], bfloat16, float16 or float32, request after request.
+        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], dtype of ``q``.
+        v_arena: like ``k_arena``.
+        sm_scale: softmax scale.
+        partials: scratch, [>= tables.num_partials, head_dim] and [>= tables.num_partials], float32.
+        out: like ``q``; rows of the requests that it attends for are written.
+        lse: [num_new_tokens, num_qo_heads], float32, natural log-sum-exp of the scaled scores; likewise.
+
+    Raises:
+        ValueError: wrong shape, dtype or device.
+
+    Source: split-KV decoding (Flash-Decoding) over runs per head, as FlashInfer's variable block sparse attention.
+    Cost: every KV row is read once per 64 q rows of its unit; float32 sums; one launch per class and a merge; no host
+        sync, no atomics.
+    """
+    check_run(tables, layer, q, k_arena, v_arena, sm_scale, out, lse)
+    check_tensor("partials", partials[0], (None, q.shape[2]), torch.float32, q.device)
+    check_tensor("partials", partials[1], (partials[0].shape[0],), torch.float32, q.device)
+    if partials[0].shape[0] < tables.num_partials:
+        raise ValueError(f"partials: expected at least {tables.num_partials} rows, got {partials[0].shape[0]}")
+    if not tables.merge_request.numel():
+        return
+    if backend_for(q.device) == "cpu":
+        _run_reference(tables, step, layer, q, k_arena, v_arena, sm_scale, out, lse)
+        return
+    from kvevict_kernels.ragged_decode.triton_impl import run_split
+
+    run_split(tables, step, layer, q, k_arena, v_arena, sm_scale, partials, out, lse)
+
+
+def _run_reference(
+    tables: Tables,
+    step: Step,
+    layer: int,
+    q: Tensor,
+    k_arena: Tensor,
+    v_arena: Tensor,
+    sm_scale: float,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """What CPU tensors get: nobody serves with this, CpuAttention is for that."""
+    want_out, want_lse = ragged_attention_over_paths_reference(tables, step, layer, q, k_arena, v_arena, sm_scale)
+    first = tables.request_members[tables.merge_request.long()] + tables.merge_token
+    rows = tables.members[first.long()].long()
+    out[rows], lse[rows] = want_out[rows], want_lse[rows]

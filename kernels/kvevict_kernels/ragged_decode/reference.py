@@ -1,0 +1,40 @@
+"""ragged attention over spans and suffixes, token by token and head by head, in float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvevict_kernels.ragged_decode.tables import Step, Tables
+
+
+def ragged_attention_over_paths_reference(
+    tables: Tables, step: Step, layer: int, q: Tensor, k_arena: Tensor, v_arena: Tensor, sm_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend with every new token: its path's runs, then its request's own tokens up to itself.
+
+    Arguments and result as in :func:`kvevict_kernels.ragged_decode.run_ragged_decode`, for all requests.
+    """
+    num_token_slots, num_kv_heads, head_dim = k_arena.shape[1:]
+    k_rows, v_rows = (arena.reshape(-1, head_dim).float() for arena in (k_arena, v_arena))
+    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    lse = torch.full(q.shape[:2], float("-inf"), device=q.device)
+    row = 0
+    for i, (path, new) in enumerate(zip(tables.paths, tables.new_lens, strict=True)):
+        waterline, seq_len = int(tables.waterlines[i]), int(step.seq_lens[i])
+        slots = step.req_to_token[int(step.pool_rows[i]), waterline:seq_len].long()
+        for token in range(new):
+            own = slots[: len(slots) - (new - 1 - token)]
+            for q_head in range(q.shape[1]):
+                head = q_head // tables.group_size
+                runs = [
+                    span.head_slots[int(span.starts[layer, head]) :][: int(span.lens[layer, head])].long()
+                    for span in path
+                ]
+                rows = torch.cat([*runs, (layer * num_token_slots + own) * num_kv_heads + head])
+                if rows.numel():
+                    scores = k_rows[rows] @ q[row, q_head].float() * sm_scale
+                    out[row, q_head] = scores.softmax(0) @ v_rows[rows]
+                    lse[row, q_head] = scores.logsumexp(0)
+            row += 1
+    return out.to(q.dtype), lse

@@ -1,0 +1,423 @@
+"""ragged_decode on the device: split-KV over a work list of spans and suffixes, then one merge.
+
+A work item is one chunk of a unit's keys times one tile of its q rows. Programs walk over the items of a layer with a
+stride, so uneven runs balance; how many there are is read on the device. Chunks have fixed sizes: what a row gets
+depends neither on the grid nor on other requests. Partials are float32, their log-sum-exps have base 2.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvevict_kernels.ragged_decode.tables import MAX_SPLITS, ClassTables, Step, Tables
+
+KEY_BLOCK = 64
+MERGE_BLOCK = 16
+PROGRAMS_PER_SM = 4
+INTERPRETER_PROGRAMS = 3
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def suffix_chunk(length, chunk, MAX_SPLITS: tl.constexpr):
+    """KV rows per chunk of a suffix: depends on nothing but its own length."""
+    return chunk * tl.maximum(tl.cdiv(length, chunk * MAX_SPLITS), 1)
+
+
+@triton.jit
+def attend_block(
+    b_q,  # [BLOCK_M, BLOCK_D]
+    b_max,  # [BLOCK_M] base 2
+    b_sum,  # [BLOCK_M]
+    b_out,  # [BLOCK_M, BLOCK_D] float32
+    k_ptr,  # [X, D]
+    v_ptr,  # [X, D]
+    head_slot,  # [BLOCK_N] int64
+    m_n,  # [BLOCK_N] real keys
+    seen,  # [BLOCK_M, BLOCK_N]
+    o_d,
+    scale_log2,
+    D: tl.constexpr,
+    UPCAST: tl.constexpr,  # float32 products: the interpreter cannot multiply bfloat16
+):
+    """One block of keys, online softmax; a row may see none of them."""
+    p_kv = head_slot[:, None] * D + o_d[None, :]
+    m_kv = m_n[:, None] & (o_d < D)[None, :]
+    b_k = tl.load(k_ptr + p_kv, mask=m_kv, other=0.0)
+    b_v = tl.load(v_ptr + p_kv, mask=m_kv, other=0.0)
+    if UPCAST:
+        b_k = b_k.to(tl.float32)
+        b_v = b_v.to(tl.float32)
+    s = scale_log2 * tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    s = tl.where(seen, s, float("-inf"))
+    new_max = tl.maximum(b_max, tl.max(s, 1))
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(s - base[:, None])
+    decay = tl.exp2(b_max - base)
+    b_sum = b_sum * decay + tl.sum(p, 1)
+    b_out = b_out * decay[:, None] + tl.dot(p.to(b_v.dtype), b_v, input_precision="ieee")
+    return new_max, b_sum, b_out
+
+
+@triton.jit(do_not_specialize=["num_requests"])
+def _suffix_work_kernel(
+    requests_ptr,  # [num_requests] int32, of the class
+    new_lens_ptr,  # [B] int32
+    waterlines_ptr,  # [B] int32
+    seq_lens_ptr,  # [B] int32
+    work_ptr,  # [bound] int32
+    work_start_ptr,  # [num_requests + 1] int32
+    num_requests,
+    CHUNK: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    BLOCK: tl.constexpr,  # >= num_requests
+    FILL: tl.constexpr,
+):
+    """Every program counts the items of all requests before its own, then writes its own."""
+    mine = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    mask = i < num_requests
+    request = tl.load(requests_ptr + i, mask=mask, other=0)
+    length = tl.load(seq_lens_ptr + request, mask=mask, other=0) - tl.load(waterlines_ptr + request, mask=mask, other=0)
+    tiles = tl.cdiv(tl.load(new_lens_ptr + request, mask=mask, other=0) * G, ROW_TILE)
+    items = tl.where(mask, tl.cdiv(length, suffix_chunk(length, CHUNK, MAX_SPLITS)) * tiles * H, 0)
+    start = tl.sum(tl.where(i < mine, items, 0), 0)
+    count = tl.sum(tl.where(i == mine, items, 0), 0)
+    tl.store(work_start_ptr + mine, start)
+    if mine == num_requests - 1:
+        tl.store(work_start_ptr + num_requests, start + count)
+    for begin in range(0, count, FILL):
+        o = begin + tl.arange(0, FILL)
+        tl.store(work_ptr + start + o, o * 0 + mine, mask=o < count)
+
+
+@triton.jit(do_not_specialize=["layer", "num_requests", "row_stride", "req_to_token"])
+def _split_kernel(
+    q_ptr,  # [N, H * G, D]
+    k_ptr,  # [L, T, H, D]
+    v_ptr,
+    partial_out_ptr,  # [num_partials, D] float32
+    partial_lse_ptr,  # [num_partials] float32, base 2
+    layer_start_ptr,
+    work_unit_ptr,
+    item_start_ptr,
+    run_address_ptr,
+    run_lens_ptr,
+    partial_start_ptr,
+    span_members_ptr,
+    span_member_start_ptr,
+    members_ptr,
+    requests_ptr,
+    suffix_work_ptr,
+    suffix_work_start_ptr,
+    request_members_ptr,
+    new_lens_ptr,
+    waterlines_ptr,
+    seq_lens_ptr,
+    pool_rows_ptr,
+    suffix_partial_ptr,
+    layer,
+    num_spans,
+    num_requests,  # of the class
+    req_to_token,  # address
+    row_stride,
+    num_token_slots,
+    scale_log2,
+    CHUNK: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    o_d = tl.arange(0, BLOCK_D)
+    o_m = tl.arange(0, BLOCK_M)
+    m_d = o_d < D
+    first_item = tl.load(layer_start_ptr + layer)
+    num_span_items = (tl.load(layer_start_ptr + layer + 1) - first_item).to(tl.int32)
+    num_items = num_span_items + tl.load(suffix_work_start_ptr + num_requests)
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        if item < num_span_items:
+            unit = tl.load(work_unit_ptr + first_item + item)
+            span = unit // H - layer * num_spans
+            head = unit % H
+            count = tl.load(span_members_ptr + span)
+            member = tl.load(span_member_start_ptr + span)
+            local = (first_item + item - tl.load(item_start_ptr + unit)).to(tl.int32)
+            tiles = tl.cdiv(count * G, BLOCK_M)
+            tile = local % tiles
+            length = tl.load(run_lens_ptr + unit)
+            begin = local // tiles * CHUNK
+            num_kv = tl.minimum(length - begin, CHUNK)
+            index_address = tl.load(run_address_ptr + unit) + begin.to(tl.int64) * 4
+            partial = tl.load(partial_start_ptr + unit) + (local // tiles).to(tl.int64) * (count * G)
+        else:
+            place = tl.load(suffix_work_ptr + item - num_span_items)
+            request = tl.load(requests_ptr + place)
+            local = item - num_span_items - tl.load(suffix_work_start_ptr + place)
+            head = local % H
+            count = tl.load(new_lens_ptr + request)
+            member = tl.load(request_members_ptr + request)
+            tiles = tl.cdiv(count * G, BLOCK_M)
+            tile = local // H % tiles
+            waterline = tl.load(waterlines_ptr + request)
+            length = tl.load(seq_lens_ptr + request) - waterline
+            chunk = suffix_chunk(length, CHUNK, MAX_SPLITS)
+            split = local // (H * tiles)
+            begin = split * chunk
+            num_kv = tl.minimum(length - begin, chunk)
+            row = tl.load(pool_rows_ptr + request)
+            index_address = req_to_token + (row * row_stride + waterline + begin) * 4
+            partial = tl.load(suffix_partial_ptr + request) + (split * H + head).to(tl.int64) * (count * G)
+        # Runs hold head slots; suffixes hold token slots, and their new tokens do not see each other's future.
+        is_suffix = (item >= num_span_items).to(tl.int32)
+        slot_scale = 1 + is_suffix * (H - 1)
+        slot_shift = is_suffix * (layer.to(tl.int64) * num_token_slots * H + head)
+        i_row = tile * BLOCK_M + o_m
+        m_m = i_row < count * G
+        token = i_row // G
+        q_row = tl.load(members_ptr + member + token, mask=m_m, other=0).to(tl.int64) * (H * G) + head * G + i_row % G
+        b_q = tl.load(q_ptr + q_row[:, None] * D + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
+        if UPCAST:
+            b_q = b_q.to(tl.float32)
+        limit = tl.minimum(length - begin - is_suffix * (count - 1 - token), num_kv)
+        index_ptr = index_address.to(tl.pointer_type(tl.int32))
+        b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+        b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+        b_out = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+        for start in range(0, num_kv, BLOCK_N):
+            n = start + tl.arange(0, BLOCK_N)
+            m_n = n < num_kv
+            head_slot = tl.load(index_ptr + n, mask=m_n, other=0).to(tl.int64) * slot_scale + slot_shift
+            b_max, b_sum, b_out = attend_block(
+                b_q, b_max, b_sum, b_out, k_ptr, v_ptr, head_slot, m_n, n[None, :] < limit[:, None], o_d, scale_log2,
+                D=D, UPCAST=UPCAST,
+            )  # fmt: skip
+        p_row = partial + i_row
+        divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
+        tl.store(partial_out_ptr + p_row[:, None] * D + o_d[None, :], b_out / divisor[:, None], mask=m_m[:, None] & m_d)
+        tl.store(partial_lse_ptr + p_row, b_max + tl.log2(divisor), mask=m_m)
+
+
+@triton.jit
+def _fold(b_max, b_sum, b_out, out_ptr, lse_ptr, first, num, stride, o_d, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Add ``num`` partials, ``stride`` rows apart, to a running softmax; blocks of them at once, in a fixed order."""
+    for begin in range(0, num, BLOCK):
+        o = begin + tl.arange(0, BLOCK)
+        mask = o < num
+        row = first + o.to(tl.int64) * stride
+        b_lse = tl.load(lse_ptr + row, mask=mask, other=float("-inf"))
+        b_part = tl.load(out_ptr + row[:, None] * D + o_d[None, :], mask=mask[:, None] & (o_d < D)[None, :], other=0.0)
+        new_max = tl.maximum(b_max, tl.max(b_lse, 0))
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weight = tl.exp2(b_lse - base)
+        decay = tl.exp2(b_max - base)
+        b_sum = b_sum * decay + tl.sum(weight, 0)
+        b_out = b_out * decay + tl.sum(b_part * weight[:, None], 0)
+        b_max = new_max
+    return b_max, b_sum, b_out
+
+
+@triton.jit(do_not_specialize=["layer", "num_spans"])
+def _merge_kernel(
+    partial_out_ptr,
+    partial_lse_ptr,
+    out_ptr,  # [N, H * G, D]
+    lse_ptr,  # [N, H * G] float32, natural
+    merge_request_ptr,
+    merge_token_ptr,
+    members_ptr,
+    request_members_ptr,
+    new_lens_ptr,
+    waterlines_ptr,
+    seq_lens_ptr,
+    request_chunk_ptr,
+    suffix_partial_ptr,
+    path_start_ptr,
+    path_span_ptr,
+    path_member_ptr,
+    span_members_ptr,
+    span_chunk_ptr,
+    run_lens_ptr,
+    partial_start_ptr,
+    layer,
+    num_spans,
+    MAX_SPLITS: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per (new token, q head): its path from the root on, then its suffix."""
+    request = tl.load(merge_request_ptr + tl.program_id(0))
+    token = tl.load(merge_token_ptr + tl.program_id(0))
+    q_head = tl.program_id(1)
+    head = q_head // G
+    o_d = tl.arange(0, BLOCK_D)
+    b_max = tl.full([], float("-inf"), dtype=tl.float32)
+    b_sum = tl.zeros([], dtype=tl.float32)
+    b_out = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for j in range(tl.load(path_start_ptr + request), tl.load(path_start_ptr + request + 1)):
+        span = tl.load(path_span_ptr + j)
+        rows = tl.load(span_members_ptr + span) * G
+        unit = (layer * num_spans + span) * H + head
+        num = tl.cdiv(tl.load(run_lens_ptr + unit), tl.load(span_chunk_ptr + span))
+        first = tl.load(partial_start_ptr + unit) + (tl.load(path_member_ptr + j) + token) * G + q_head % G
+        b_max, b_sum, b_out = _fold(
+            b_max, b_sum, b_out, partial_out_ptr, partial_lse_ptr, first, num, rows, o_d, D=D, BLOCK=BLOCK
+        )
+    rows = tl.load(new_lens_ptr + request) * G
+    length = tl.load(seq_lens_ptr + request) - tl.load(waterlines_ptr + request)
+    num = tl.cdiv(length, suffix_chunk(length, tl.load(request_chunk_ptr + request), MAX_SPLITS))
+    first = tl.load(suffix_partial_ptr + request) + head * rows + token * G + q_head % G
+    b_max, b_sum, b_out = _fold(
+        b_max, b_sum, b_out, partial_out_ptr, partial_lse_ptr, first, num, rows * H, o_d, D=D, BLOCK=BLOCK
+    )
+    row = tl.load(members_ptr + tl.load(request_members_ptr + request) + token).to(tl.int64) * (H * G) + q_head
+    divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
+    tl.store(out_ptr + row * D + o_d, b_out / divisor, mask=o_d < D)
+    tl.store(lse_ptr + row, (b_max + tl.log2(divisor)) * 0.6931471805599453)
+
+
+def advance(tables: Tables, step: Step) -> None:
+    """Number the work items of the suffixes for the lengths of this step: one small launch per class."""
+    for now, work, work_start in zip(tables.classes, step.work, step.work_start, strict=True):
+        if not now.num_requests:
+            work_start.zero_()
+            continue
+        _suffix_work_kernel[(now.num_requests,)](
+            now.requests,
+            tables.new_lens_device,
+            tables.waterlines,
+            step.seq_lens,
+            work,
+            work_start,
+            now.num_requests,
+            CHUNK=now.chunk,
+            ROW_TILE=now.row_tile,
+            MAX_SPLITS=MAX_SPLITS,
+            H=tables.num_kv_heads,
+            G=tables.group_size,
+            BLOCK=triton.next_power_of_2(now.num_requests),
+            FILL=128,
+        )
+
+
+def run_split(
+    tables: Tables,
+    step: Step,
+    layer: int,
+    q: Tensor,
+    k_arena: Tensor,
+    v_arena: Tensor,
+    sm_scale: float,
+    partials: tuple[Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Device path of :func:`kvevict_kernels.ragged_decode.run_ragged_decode`: one launch per class, and the merge."""
+    for now, work, work_start in zip(tables.classes, step.work, step.work_start, strict=True):
+        if now.max_items + now.max_suffix_items:
+            _launch_split(tables, step, now, (work, work_start), layer, q, k_arena, v_arena, sm_scale, partials)
+    head_dim = q.shape[2]
+    _merge_kernel[(tables.merge_request.numel(), q.shape[1])](
+        *partials,
+        out,
+        lse,
+        tables.merge_request,
+        tables.merge_token,
+        tables.members,
+        tables.request_members,
+        tables.new_lens_device,
+        tables.waterlines,
+        step.seq_lens,
+        tables.request_chunk,
+        tables.suffix_partial,
+        tables.path_start,
+        tables.path_span,
+        tables.path_member,
+        tables.span_members,
+        tables.span_chunk,
+        tables.run_lens,
+        tables.partial_start,
+        layer,
+        tables.num_spans,
+        MAX_SPLITS=MAX_SPLITS,
+        H=tables.num_kv_heads,
+        G=tables.group_size,
+        D=head_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK=MERGE_BLOCK,
+    )
+
+
+def _launch_split(
+    tables: Tables,
+    step: Step,
+    now: ClassTables,
+    suffix: tuple[Tensor, Tensor],
+    layer: int,
+    q: Tensor,
+    k_arena: Tensor,
+    v_arena: Tensor,
+    sm_scale: float,
+    partials: tuple[Tensor, Tensor],
+) -> None:
+    head_dim = q.shape[2]
+    num_programs = min(now.max_items + now.max_suffix_items, num_programs_on(q.device))
+    _split_kernel[(num_programs,)](
+        q,
+        k_arena,
+        v_arena,
+        *partials,
+        now.layer_start,
+        now.work_unit,
+        now.item_start,
+        tables.run_address,
+        tables.run_lens,
+        tables.partial_start,
+        tables.span_members,
+        tables.span_member_start,
+        tables.members,
+        now.requests,
+        *suffix,
+        tables.request_members,
+        tables.new_lens_device,
+        tables.waterlines,
+        step.seq_lens,
+        step.pool_rows,
+        tables.suffix_partial,
+        layer,
+        tables.num_spans,
+        now.num_requests,
+        step.req_to_token.data_ptr(),
+        step.req_to_token.stride(0),
+        k_arena.shape[1],
+        sm_scale * LOG2_E,
+        CHUNK=now.chunk,
+        MAX_SPLITS=MAX_SPLITS,
+        H=tables.num_kv_heads,
+        G=tables.group_size,
+        D=head_dim,
+        BLOCK_M=now.row_tile,
+        BLOCK_N=KEY_BLOCK,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        UPCAST=not q.is_cuda,
+    )
+
+
+def num_programs_on(device: torch.device) -> int:
+    """Programs of a persistent launch: a constant of the device, never of the batch."""
+    if device.type != "cuda":
+        return INTERPRETER_PROGRAMS
+    return PROGRAMS_PER_SM * int(torch.cuda.get_device_properties(device).multi_processor_count)
