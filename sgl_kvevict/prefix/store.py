@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +14,18 @@ from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.prefix.span import Segment, Span
 from sgl_kvevict.ragged import MergePlan, Selection
+
+
+class LargestOfRanks(Protocol):
+    """Asks all tensor-parallel ranks for a number."""
+
+    def __call__(self, value: int, *same: int) -> int:
+        """Return the largest ``value`` of all ranks; ``same`` must be equal on all of them."""
+
+
+def only_rank(value: int, *same: int) -> int:
+    """:class:`LargestOfRanks` of one rank."""
+    return value
 
 
 class SpanStore:
@@ -62,15 +75,15 @@ class SpanStore:
         )
         if merge is None:
             runs = torch.repeat_interleave(
-                torch.arange(geometry.heads_per_token, device=held.device),
+                torch.arange(geometry.heads_per_token, dtype=torch.int32, device=held.device),
                 selection.keep_lens.flatten().long(),
                 output_size=selection.num_entries,
             )
             layers, heads = runs // geometry.num_kv_heads, runs % geometry.num_kv_heads
-            sources = self._head_slots(layers, token_slots[selection.indices.long()], heads)
+            sources = self._head_slots(layers, token_slots.int()[selection.indices], heads)
             compact_kv(self.k_arena, self.v_arena, sources, head_slots)
         else:
-            sources = self._head_slots(merge.layers, token_slots[merge.indices], merge.heads)
+            sources = self._head_slots(merge.layers, token_slots.int()[merge.indices], merge.heads)
             compact_kv(self.k_arena, self.v_arena, sources, head_slots, indptr=merge.indptr, weights=merge.weights)
         segment = Segment(
             geometry,
@@ -82,11 +95,15 @@ class SpanStore:
         )
         return segment, freed
 
-    def repack(self, spans: Sequence[Span]) -> Tensor:
+    def repack(self, spans: Sequence[Span], largest: LargestOfRanks = only_rank) -> Tensor:
         """Move what live spans still read into fewer slots and give the rest back.
+
+        The heads of each tensor-parallel rank kept other tokens, so ranks may need different numbers of slots. All
+        take as many as the one that needs most; the others leave some lanes unused.
 
         Args:
             spans: all live spans of one segment, in path order, the owner first.
+            largest: asks the other ranks, which repack the same spans now.
 
         Returns:
             [num_freed], int64, token slots to release; empty if nothing could be saved.
@@ -99,7 +116,7 @@ class SpanStore:
             raise InvariantError(f"repack needs all {old.num_spans} spans of one segment, got {len(spans)}")
         keep_lens = old.count_before(spans[-1].end)
         num_entries = int(keep_lens.sum())  # sync: only when a node below another view of its segment is dropped
-        num_slots = self.geometry.slots_for(num_entries)
+        num_slots = largest(self.geometry.slots_for(num_entries), spans[0].start, spans[-1].end, old.num_slots)
         if num_slots == old.num_slots:
             old.num_live_entries = num_entries
             return old.token_slots[:0]
@@ -123,6 +140,6 @@ class SpanStore:
         return freed
 
     def _head_slots(self, layers: Tensor, slots: Tensor, heads: Tensor) -> Tensor:
-        """Head slots of uncompressed entries; all [M]: layer, token slot and KV head of each."""
-        geometry = self.geometry
-        return ((layers * geometry.num_token_slots + slots) * geometry.num_kv_heads + heads).to(torch.int32)
+        """Head slots of uncompressed entries; all [M], int32: layer, token slot and KV head of each."""
+        result = layers.int() * self.geometry.num_token_slots  # head slots fit 32 bits, so these steps do
+        return result.add_(slots).mul_(self.geometry.num_kv_heads).add_(heads)

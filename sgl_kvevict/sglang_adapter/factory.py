@@ -51,19 +51,22 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     assert isinstance(backend, KVEvictAttentionBackend) and arena is not None
     tree = _assemble(ctx, config, policy, arena, backend.geometry)
     backend.attach(tree)
-    watch(tree, config, ctx.server_args, enable_metrics=ctx.params.enable_metrics)
-    logger.info("kvevict: %s", describe(config, backend.geometry))
+    watch(tree, config, ctx.server_args, enable_metrics=ctx.params.enable_metrics and tree.ranks.is_first)
+    if not tree.ranks.is_first:
+        return tree
+    logger.info("kvevict: %s", describe(config, backend.geometry, tree.ranks.size))
     if tree.scoring is not None and ctx.server_args.skip_tokenizer_init:
         logger.warning("kvevict: no tokenizer (--skip-tokenizer-init): scoring passes repeat a prefix without words")
     return tree
 
 
-def describe(config: KVEvictConfig, geometry: KVGeometry) -> str:
+def describe(config: KVEvictConfig, geometry: KVGeometry, num_ranks: int) -> str:
     """Return the resolved configuration in one line."""
     fields = ", ".join(f"{name}={value!r}" for name, value in config.model_dump().items())
     return (
         f"{fields}; {geometry.num_token_slots - 1} token slots, "
         f"{geometry.num_layers} layers x {geometry.num_kv_heads} KV heads"
+        f"{f' on each of {num_ranks} ranks' if num_ranks > 1 else ''}"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 from sgl_kvevict.events.questions import Gauges, Pool
 from sgl_kvevict.prefix import Span
@@ -29,6 +30,8 @@ def add_state(_result: None, controller: SchedulerInternalStateController, state
     if not isinstance(tree, KVEvictTree):
         return
     state["kvevict"] = cache_state(tree)
+    if tree.ranks.size > 1:
+        state["kvevict"]["ranks"] = rank_states(tree)
     if tree.compressor is not None and tree.compressor.config.expose_kept and tree.spans:
         largest = max(tree.spans.values(), key=lambda span: span.num_tokens)
         state["kvevict"]["kept"] = kept_map(largest, NUM_KEPT_BINS)
@@ -90,6 +93,24 @@ def cache_state(tree: KVEvictTree) -> dict[str, Any]:
     if tree.scoring is not None:
         state |= {"scoring_jobs": tree.scoring.num_jobs, "warm_outcomes": dict(tree.scoring.outcomes)}
     return state
+
+
+def rank_states(tree: KVEvictTree) -> list[dict[str, int]]:
+    """Return what must be equal on all tensor-parallel ranks, by rank; SGLang calls all of them at the same point.
+
+    Returns:
+        Token slots by who holds them, the number of nodes, and a checksum of their tokens, slots and locks.
+    """
+    allocator = tree.token_to_kv_pool_allocator
+    shape = [(len(node.key), tree.node_slots(node), node.lock_ref) for node in tree.nodes()]
+    numbers = {
+        "free_slots": allocator.available_size(),
+        "evictable_slots": tree.evictable_size_,
+        "protected_slots": tree.protected_size_,
+        "nodes": len(shape),
+        "tree": crc32(repr(shape).encode()),
+    }
+    return [dict(zip(numbers, values, strict=True)) for values in tree.ranks.gather(list(numbers.values()))]
 
 
 def kept_map(span: Span, num_bins: int) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from sgl_kvevict.ragged import SpanRuns
 from sgl_kvevict.sglang_adapter.introspection import cache_state
 from sgl_kvevict.sglang_adapter.observers import REFUSED_IN_USE, REFUSED_NOT_CACHED, CacheObserver
 from sgl_kvevict.sglang_adapter.pending import PendingRange, PendingRanges
+from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.scoring import PrefixScoring
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class KVEvictTree(RadixCache):
     Attributes:
         observer: told of every change; does nothing unless events or metrics are on.
         scoring: has prefixes read before they are compressed; None for policies that need no readers.
+        ranks: the tensor-parallel ranks that hold the same tree.
     """
 
     def __init__(self, params: CacheInitParams, store: SpanStore, compressor: Compressor | None) -> None:
@@ -62,6 +64,7 @@ class KVEvictTree(RadixCache):
         self.requests: WeakValueDictionary[str, Req] = WeakValueDictionary()
         self._observations: WeakKeyDictionary[Req, PromptObservation] = WeakKeyDictionary()
         self.max_sharers = 0
+        self.ranks = TensorRanks(params.attn_tp_cache_group)
         self.observer = CacheObserver()
         readers = None if compressor is None else compressor.policy.readers
         self.scoring = None if readers is None else PrefixScoring(self, readers)
@@ -215,7 +218,7 @@ class KVEvictTree(RadixCache):
             nodes.append(node)
             node = node.parent
         nodes.reverse()
-        freed = self.store.repack([self.spans[node] for node in nodes])
+        freed = self.store.repack([self.spans[node] for node in nodes], self.ranks.largest)
         self._charge(nodes[0], -freed.numel())
         self.token_to_kv_pool_allocator.free_segment(freed, start_pos=0)
         self.observer.repacked(nodes[0], self.spans[nodes[0]].segment, freed.numel())

@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.runtime_context import publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
+from torch.distributed import ProcessGroup
 
 from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
@@ -55,18 +56,19 @@ def publish_server_args(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class PseudoRandomPolicy:
-    """Keeps a deterministic pseudo-random set with very uneven runs; needs no signal."""
+    """Keeps a deterministic pseudo-random set with very uneven runs, another one on each rank; needs no signal."""
 
     name: str = "pseudo-random"
     window_size: int = 0
     needs: frozenset[Signal] = frozenset()
     splittable: bool = True
     readers: Readers | None = None
+    rank: int = 0
 
     def select(self, observe, geometry, total, protected, state=None):
         observation = observe(0)
         tokens = observation.num_tokens
-        generator = torch.Generator().manual_seed(observation.start * 1009 + tokens)
+        generator = torch.Generator().manual_seed(observation.start * 1009 + tokens + self.rank * 7919)
         runs = geometry.heads_per_token
         score = torch.rand(runs, tokens, generator=generator) * torch.rand(runs, 1, generator=generator)
         score[:, :protected] = 2.0
@@ -93,6 +95,7 @@ class Harness:
         default_factory=lambda: KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6)
     )
     policy: PseudoRandomPolicy | None = field(default_factory=PseudoRandomPolicy)
+    group: ProcessGroup | None = None
     geometry: KVGeometry = field(init=False)
 
     def __post_init__(self) -> None:
@@ -107,6 +110,7 @@ class Harness:
             req_to_token_pool=self.rows,
             token_to_kv_pool_allocator=self.allocator,
             page_size=1,
+            attn_tp_cache_group=self.group,
         )
         store = SpanStore(self.geometry, self.k, self.v)
         compressor = None if self.policy is None else Compressor(self.config, self.policy, store)

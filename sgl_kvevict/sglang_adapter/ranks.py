@@ -1,0 +1,65 @@
+"""Tensor parallelism: schedulers that hold the same tree, each with the KV of its own share of the heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed
+
+from sgl_kvevict.errors import InvariantError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class TensorRanks:
+    """What the ranks tell each other.
+
+    Every rank takes the same decisions in the same order, because they follow from tree and queue alone. Only numbers
+    that follow from what a rank's own heads kept have to be agreed on. All ranks must call a method at the same point.
+
+    Args:
+        group: the ranks, on a backend that moves CPU tensors; None: there is only one.
+
+    Attributes:
+        size: number of ranks.
+        is_first: this rank does what is to be done once (sockets, metrics, log lines).
+    """
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        self._group = group
+        self.size = 1 if group is None else group.size()
+        self.is_first = group is None or group.rank() == 0
+
+    def largest(self, value: int, *same: int) -> int:
+        """Largest ``value`` of all ranks.
+
+        Args:
+            value: this rank's number.
+            same: numbers that must be equal on all ranks, as many on each: a check that their trees are.
+
+        Raises:
+            InvariantError: the ranks differ in one of ``same``; to go on would corrupt answers.
+        """
+        if self.size == 1:
+            return value
+        numbers = torch.tensor([value, *same, *(-number for number in same)])
+        distributed.all_reduce(numbers, distributed.ReduceOp.MAX, group=self._group)
+        result, *bounds = numbers.tolist()
+        highest, lowest = bounds[: len(same)], [-number for number in bounds[len(same) :]]
+        if highest != lowest:
+            raise InvariantError(
+                f"the tensor-parallel ranks' trees differ: this rank has {list(same)}, all have {lowest} to {highest}"
+            )
+        return int(result)
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return every rank's numbers, by rank; as many on each."""
+        if self.size == 1:
+            return [list(numbers)]
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        distributed.all_gather(parts, mine, group=self._group)
+        return [part.tolist() for part in parts]

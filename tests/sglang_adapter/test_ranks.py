@@ -1,0 +1,152 @@
+"""Two tensor-parallel ranks: each keeps other entries of every prefix, and yet their trees and slots stay equal.
+
+The ranks are threads with a real process group (gloo) between them, each with its own tree, pools and requests.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch import distributed
+
+from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.passes import MiniScheduler
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.sglang_adapter.introspection import rank_states
+from sgl_kvevict.sglang_adapter.observers import CountingObserver
+from sgl_kvevict.sglang_adapter.ranks import TensorRanks
+
+DOCUMENTS = ([i * 7 % 11 for i in range(70)], [i * 5 % 7 for i in range(70)])
+CONFIG = KVEvictConfig(
+    budget=0.4, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, score_after_matches=1, scoring_pass_tokens=20
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_args(tmp_path_factory):
+    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+
+
+def on_two_ranks(run: Callable[[int, distributed.ProcessGroup], Any]) -> list[Any]:
+    """Run a function as two ranks; return what they return."""
+    store = distributed.HashStore()
+
+    def rank(number: int) -> Any:
+        group = distributed.ProcessGroupGloo(store, number, 2, timedelta(seconds=30))
+        return run(number, group)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(rank, range(2)))
+
+
+class Recorded(TensorRanks):
+    """Remembers the numbers that this rank had to offer."""
+
+    def __init__(self, group: distributed.ProcessGroup) -> None:
+        super().__init__(group)
+        self.offered: list[int] = []
+
+    def largest(self, value: int, *same: int) -> int:
+        self.offered.append(value)
+        return super().largest(value, *same)
+
+
+def cache_of_rank(rank: int, group: distributed.ProcessGroup, **policy: Any) -> Harness:
+    harness = Harness(
+        num_slots=200, num_rows=6, config=CONFIG, policy=PseudoRandomPolicy(rank=rank, **policy), group=group
+    )
+    harness.tree.ranks = Recorded(group)
+    harness.tree.observer = CountingObserver(harness.geometry.heads_per_token)
+    return harness
+
+
+def traffic(harness: Harness, scheduler: MiniScheduler | None, seed: int, steps: int) -> list[Any]:
+    """Random operations; returns what the cache looked like after each. The harness checks contents all the time."""
+    rng = random.Random(seed)
+    looks = []
+    for _ in range(steps):
+        action = rng.choice(["submit"] * 6 + ["decode"] * 3 + ["finish"] * 4 + ["retract", "drop", "drop"])
+        decoding = [req for req in harness.live if req.output_ids]
+        if action == "submit":
+            prompt = rng.choice(DOCUMENTS)[: rng.choice([9, 20, 35, 50, 70])] + [rng.randrange(11) for _ in range(5)]
+            harness.run(prompt, chunk=rng.choice([None, None, 13]))
+        elif action == "drop":
+            harness.evict(rng.choice([5, 20, 60]))
+        elif decoding and action in ("decode", "finish", "retract"):
+            getattr(harness, action)(rng.choice(decoding))
+        if scheduler is not None:
+            scheduler.run_pass()
+        shape = [(len(node.key), harness.tree.node_slots(node), node.lock_ref) for node in harness.tree.nodes()]
+        looks.append((action, shape, harness.allocator.free_pages.tolist()))
+    return looks
+
+
+@pytest.mark.parametrize(
+    ("policy", "seed"),
+    [({}, 1), ({}, 2), ({"splittable": False}, 1), ({"readers": Readers.REPETITION}, 2)],
+    ids=["at-once", "at-once-2", "unsplittable", "passes"],
+)
+def test_trees_and_slots_stay_equal(policy, seed):
+    def run(rank, group):
+        harness = cache_of_rank(rank, group, **policy)
+        scheduler = MiniScheduler(harness) if "readers" in policy else None
+        looks = traffic(harness, scheduler, seed, steps=400)
+        return looks, harness.tree.ranks.offered, harness.tree.observer.totals, rank_states(harness.tree)
+
+    (looks, offered, totals, states), (others_looks, others_offered, others_totals, others_states) = on_two_ranks(run)
+    for look, others in zip(looks, others_looks, strict=True):
+        assert look == others
+    assert states == others_states and states[0] == states[1]
+    assert totals.compressions == others_totals.compressions > 5
+    assert (totals.kept_entries, totals.repacks) == (others_totals.kept_entries, others_totals.repacks)
+    if policy.get("splittable", True):
+        assert totals.splits > 4 and totals.repacks > 2
+        assert offered != others_offered  # without agreement, the ranks would have gone apart
+
+
+def test_a_repack_takes_what_the_rank_with_most_entries_needs():
+    def run(rank, group):
+        harness = cache_of_rank(rank, group)
+        document = DOCUMENTS[0]
+        harness.finish(harness.run([*document, 1, 2, 3]))
+        harness.finish(harness.run([*document[:30], 9, 9, 9]))  # splits the document at 30
+        while len(harness.tree.spans) > 1:
+            harness.evict(1)  # in the end the document's lower part, which only the first prompt found
+        (segment,) = {span.segment for span in harness.tree.spans.values() if span.start == 0}
+        return segment.num_slots, segment.num_entries, harness.tree.ranks.offered
+
+    results = on_two_ranks(run)
+    heads_per_token = 4
+    slots = {num_slots for num_slots, _, _ in results}
+    assert len(slots) == 1
+    assert max(-(-entries // heads_per_token) for _, entries, _ in results) in slots
+    assert results[0][1] != results[1][1]
+
+
+def test_numbers_go_round():
+    def run(rank, group):
+        ranks = TensorRanks(group)
+        return ranks.size, ranks.is_first, ranks.largest(5 - rank, 7, -1), ranks.gather([rank, 8])
+
+    assert on_two_ranks(run) == [(2, True, 5, [[0, 8], [1, 8]]), (2, False, 5, [[0, 8], [1, 8]])]
+
+
+def test_one_rank_asks_nobody():
+    ranks = TensorRanks()
+    assert (ranks.size, ranks.is_first, ranks.largest(3, 4), ranks.gather([1, 2])) == (1, True, 3, [[1, 2]])
+
+
+def test_ranks_whose_trees_differ_stop():
+    def run(rank, group):
+        with pytest.raises(InvariantError, match=rf"this rank has \[6, {rank}\], all have \[6, 0\] to \[6, 1\]"):
+            TensorRanks(group).largest(3, 6, rank)
+        return True
+
+    assert all(on_two_ranks(run))
