@@ -28,6 +28,7 @@ class AttentionBatch:
         extend_lens: per request, new tokens; None: a decode step, one new token each.
         req_pool_indices: [num_requests], int, rows of ``req_to_token``.
         req_to_token: [num_rows, max_context_len], int32, token slots.
+        device_seq_lens: [num_requests], int, ``seq_lens`` on the arenas' device, if it is there already.
 
     Raises:
         InvariantError: lengths that contradict each other, for example a waterline above the first new token.
@@ -39,6 +40,7 @@ class AttentionBatch:
     extend_lens: list[int] | None
     req_pool_indices: Tensor
     req_to_token: Tensor
+    device_seq_lens: Tensor | None = None
 
     def __post_init__(self) -> None:
         num_requests = len(self.seq_lens)

@@ -229,13 +229,15 @@ def build_step(
     """Put together what changes every step; the work lists are filled in by the split kernel's launcher."""
     if previous is not None:
         return Step(req_to_token, pool_rows, seq_lens, previous.work, previous.work_start)
-    new = {"dtype": torch.int32, "device": seq_lens.device}
+    device = seq_lens.device
     return Step(
         req_to_token=req_to_token,
         pool_rows=pool_rows,
         seq_lens=seq_lens,
-        work=tuple(torch.empty(max(1, now.max_suffix_items), **new) for now in tables.classes),
-        work_start=tuple(torch.empty(now.num_requests + 1, **new) for now in tables.classes),
+        work=tuple(
+            torch.empty(max(1, now.max_suffix_items), dtype=torch.int32, device=device) for now in tables.classes
+        ),
+        work_start=tuple(torch.empty(now.num_requests + 1, dtype=torch.int32, device=device) for now in tables.classes),
     )
 
 
@@ -406,5 +408,5 @@ def _send(lists: dict[str, list[int]], device: torch.device) -> dict[str, Tensor
     flat = torch.tensor([x for values in lists.values() for x in values], dtype=torch.int64)
     if device.type == "cuda":
         flat = flat.pin_memory()  # the allocator keeps the page until the copy is done
-    pieces = flat.to(device, non_blocking=True).split([len(values) for values in lists.values()])
+    pieces = torch.split(flat.to(device, non_blocking=True), [len(values) for values in lists.values()])
     return dict(zip(lists, pieces, strict=True))

@@ -1,0 +1,111 @@
+"""The interface of attention, and the choice among its implementations."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from sgl_kvevict.attention.batch import AttentionBatch
+from sgl_kvevict.errors import UnsupportedSetupError
+from sgl_kvevict.geometry import KVGeometry
+
+AUTO = {"cpu": "torch", "cuda": "triton"}
+"""What ``auto`` stands for on each device."""
+
+
+class Attention(Protocol):
+    """Attention of new tokens over compressed spans (other keys per KV head) and uncompressed token slots."""
+
+    @property
+    def geometry(self) -> KVGeometry:
+        """Sizes."""
+
+    def plan(self, batch: AttentionBatch) -> None:
+        """Prepare the layers of one forward.
+
+        Args:
+            batch: the requests of the forward.
+        """
+
+    def run(self, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
+        """Attend as planned. K and V of the new tokens are in the arena.
+
+        Args:
+            layer: layer index.
+            q: [num_new_tokens, num_qo_heads, head_dim], request after request.
+            sm_scale: softmax scale.
+
+        Returns:
+            out [num_new_tokens, num_qo_heads, head_dim], dtype of ``q``, and lse [num_new_tokens, num_qo_heads],
+            float32, natural log-sum-exp of the scaled scores over everything that a query saw.
+
+        Raises:
+            InvariantError: other new tokens than planned.
+        """
+
+
+def resolve_attention(name: str, device: str) -> str:
+    """Resolve the configured name for a device.
+
+    Args:
+        name: ``auto``, ``torch``, ``triton`` or ``flashinfer``.
+        device: "cpu" or "cuda".
+
+    Raises:
+        UnsupportedSetupError: the implementation does not run there, or its package is missing.
+    """
+    if device not in AUTO:
+        raise UnsupportedSetupError([f"the device is {device!r}; attention runs on 'cpu' and 'cuda'"])
+    chosen = AUTO[device] if name == "auto" else name
+    if (chosen == "torch") != (device == "cpu"):
+        where = "the CPU" if chosen == "torch" else "a CUDA device"
+        allowed = "'auto', 'torch'" if device == "cpu" else "'auto', 'triton', 'flashinfer'"
+        raise UnsupportedSetupError(
+            [f"attention is {name!r}, which runs on {where} only; the device is {device!r} (allowed: {allowed})"]
+        )
+    if chosen != "torch" and importlib.util.find_spec(chosen) is None:
+        raise UnsupportedSetupError([f"attention is {name!r}, but the package {chosen} is not installed"])
+    return chosen
+
+
+def build_attention(name: str, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> Attention:
+    """Build what the configuration asks for, on the arenas' device.
+
+    Args:
+        name: ``auto``, ``torch``, ``triton`` or ``flashinfer``.
+        geometry: sizes.
+        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous.
+        v_arena: like ``k_arena``.
+
+    Raises:
+        UnsupportedSetupError: see :func:`resolve_attention`.
+    """
+    return _BUILDERS[resolve_attention(name, k_arena.device.type)](geometry, k_arena, v_arena)
+
+
+def _build_torch(geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> Attention:
+    from sgl_kvevict.attention.cpu import CpuAttention
+
+    return CpuAttention(geometry, k_arena, v_arena)
+
+
+def _build_triton(geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> Attention:
+    from sgl_kvevict.attention.triton_attention import TritonAttention
+
+    return TritonAttention(geometry, k_arena, v_arena)
+
+
+def _build_flashinfer(geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> Attention:
+    from sgl_kvevict.attention.flashinfer_attention import FlashInferAttention
+
+    return FlashInferAttention(geometry, k_arena, v_arena)
+
+
+_BUILDERS: dict[str, Callable[[KVGeometry, Tensor, Tensor], Attention]] = {
+    "torch": _build_torch,
+    "triton": _build_triton,
+    "flashinfer": _build_flashinfer,
+}

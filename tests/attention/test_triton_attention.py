@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.poison import poisoned_allocations
+from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits, rounding_noise
+from kvevict_kernels.ragged_decode.tables import SPLIT_ROWS
+from sgl_kvevict.attention import Attention, AttentionBatch, CpuAttention
+from sgl_kvevict.attention.triton_attention import TritonAttention
+from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.ragged import SpanRuns
+
+if TYPE_CHECKING:
+    from conftest import MakeWorld, World
+
+NOISE = 4 * FLOAT32_NOISE
+"""Two float32 softmaxes over a few hundred keys, in chunks or not."""
+
+
+class Runner:
+    """Attention on the test's device over copies of a world's arena, spans and rows."""
+
+    def __init__(self, world: World, device: str) -> None:
+        self.world = world
+        self.device = device
+        self.attention = TritonAttention(world.geometry, world.k.to(device), world.v.to(device))
+        self.copies: dict[SpanRuns, SpanRuns] = {}
+
+    def batch(self, extend_lens: list[int] | None = None) -> AttentionBatch:
+        """The world's batch, on the device; a span keeps its copy."""
+        batch = self.world.batch(extend_lens)
+        return replace(
+            batch,
+            paths=tuple(tuple(self._copy(span) for span in path) for path in batch.paths),
+            req_pool_indices=batch.req_pool_indices.to(self.device),
+            req_to_token=batch.req_to_token.to(self.device),
+        )
+
+    def attend(self, layer: int, q: Tensor, extend_lens: list[int] | None = None) -> tuple[Tensor, Tensor]:
+        """Plan and run one layer; fresh allocations are NaN."""
+        self.attention.k_arena.copy_(self.world.k)
+        self.attention.v_arena.copy_(self.world.v)
+        with poisoned_allocations():
+            self.attention.plan(self.batch(extend_lens))
+            out, lse = self.attention.run(layer, q.to(self.device), self.world.sm_scale)
+        return out.cpu(), lse.cpu()
+
+    def _copy(self, span: SpanRuns) -> SpanRuns:
+        if span not in self.copies:
+            tensors = (x.to(self.device) for x in (span.head_slots, span.starts, span.lens))
+            self.copies[span] = SpanRuns(*tensors, span.num_tokens)
+        return self.copies[span]
+
+
+@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Device of the tensors."""
+    if request.param == "interpreter":
+        if torch.cuda.is_available():
+            pytest.skip("Triton compiles for the device here; the cuda case covers it")
+        for op in ("ragged_decode", "ragged_extend"):
+            monkeypatch.setattr(f"kvevict_kernels.{op}.backend_for", lambda device: "triton")
+        return "cpu"
+    return str(request.param)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks per run, without runs that are slow in the interpreter."""
+    monkeypatch.setattr("kvevict_kernels.ragged_decode.tables.CHUNKS", (16, 32))
+    monkeypatch.setattr("kvevict_kernels.ragged_decode.triton_impl.KEY_BLOCK", 16)
+
+
+def check(runner: Runner, extend_lens: list[int] | None = None, layer: int = 1) -> None:
+    """Compare a layer with dense attention in float32, and with CpuAttention."""
+    world = runner.world
+    q = world.queries(extend_lens)
+    out, lse = runner.attend(layer, q, extend_lens)
+    want_out, want_lse, baseline = world.expected(layer, q, extend_lens)
+    noise = max(NOISE, rounding_noise(q.dtype, interpreted=runner.device == "cpu"))
+    assert out.dtype == q.dtype
+    assert_accurate("out", out, want_out, baseline, noise=noise)
+    assert_accurate("lse", lse, want_lse, want_lse, noise=NOISE)
+    world.attention.plan(world.batch(extend_lens))
+    on_cpu = world.attention.run(layer, q, world.sm_scale)[0]
+    assert_accurate("out beside the CPU's", out, on_cpu.float(), baseline, noise=4 * noise)
+
+
+def mixed_batch(world: World) -> None:
+    """Nothing compressed; one span; spans shared by some; only empty runs; a suffix of one."""
+    shared, deep = world.uneven_span(40), world.uneven_span(21)
+    empty = world.span(torch.zeros(2, world.geometry.num_kv_heads, dtype=torch.int32), num_tokens=1)
+    world.add((), 50)
+    world.add((world.uneven_span(70),), 17)
+    world.add((shared, deep), 1)
+    world.add((empty, world.uneven_span(5), shared), 33)
+    world.add((deep, shared), 7)
+    world.add((empty,), 1)
+
+
+@pytest.mark.parametrize("sizes", [(3, 3, 16), (2, 4, 32), (1, 8, 16), (2, 5, 80)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.usefixtures("small_chunks")
+def test_decode(make_world: MakeWorld, device: str, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """GQA of 3, 4, 5 and 8 q heads; uneven layers and heads."""
+    world = make_world(*sizes, dtype=dtype, num_token_slots=500)
+    mixed_batch(world)
+    check(Runner(world, device))
+
+
+def test_decode_with_the_real_chunks(make_world: MakeWorld, device: str) -> None:
+    world = make_world(1, 4, 16, num_token_slots=2200)
+    span = world.span(torch.tensor([[30], [700]], dtype=torch.int32), num_tokens=800)
+    world.add((span,), 600)
+    check(Runner(world, device))
+
+
+@pytest.mark.parametrize("sharers", [4, 9])
+@pytest.mark.usefixtures("small_chunks")
+def test_sharers_read_a_span_once(make_world: MakeWorld, device: str, sharers: int) -> None:
+    """Work items of a shared span do not grow with its sharers while their q rows fit one tile."""
+    world = make_world(2, 4, 16, num_token_slots=300)
+    span = world.uneven_span(60)
+    for i in range(sharers):
+        world.add((span,), 1 + i)
+    runner = Runner(world, device)
+    check(runner)
+    assert runner.attention._now is not None
+    tables = runner.attention._now.tables
+    which = int(sharers * 4 > 16)
+    chunk = tables.classes[which].chunk
+    items = tables.classes[which].layer_start.diff().tolist()
+    assert items == ((span.lens + chunk - 1) // chunk).sum(1).tolist()
+    assert tables.classes[1 - which].layer_start.tolist() == [0, 0, 0]
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_extends_short_and_long_and_decode_rows(make_world: MakeWorld, device: str) -> None:
+    """Short ones are split over their keys, long ones are not; a span is read by rows of all three kinds."""
+    world = make_world(2, 4, 16, num_token_slots=600)
+    shared = world.uneven_span(40)
+    num_long = SPLIT_ROWS // 4 + 5
+    world.add((shared,), 9)
+    world.add((world.uneven_span(20), shared), 11 + 7)
+    world.add((shared,), 20 + num_long)
+    world.add((), 33)
+    world.add((), 3)
+    check(Runner(world, device), [1, 7, num_long, 33, 2])
+
+
+def test_extend_longer_than_a_tile(make_world: MakeWorld, device: str) -> None:
+    world = make_world(1, 3, 16, num_token_slots=400, dtype=torch.float32)
+    world.add((world.uneven_span(70),), 30 + 100)
+    check(Runner(world, device), [100])
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_row_does_not_depend_on_its_batch(
+    make_world: MakeWorld, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits alone, in another batch, beside another reader of its span, and on another grid."""
+    world = make_world(2, 4, 16, num_token_slots=500)
+    mixed_batch(world)
+    runner = Runner(world, device)
+    q = world.queries()
+    out, lse = runner.attend(1, q)
+    monkeypatch.setattr("kvevict_kernels.ragged_decode.triton_impl.num_programs_on", lambda device: 7)
+    for i in (4, 3, 0):
+        for per_request in (world.paths, world.waterlines, world.seq_lens, world.rows):
+            del per_request[i]
+    kept = [1, 2, 5]
+    again = runner.attend(1, q[kept])
+    assert_same_bits("out", again[0], out[kept])
+    assert_same_bits("lse", again[1], lse[kept])
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_step_keeps_the_tables(make_world: MakeWorld, device: str) -> None:
+    """Suffixes grow over chunk borders, then a request leaves; lengths may come from the device."""
+    world = make_world(1, 3, 16, num_token_slots=300)
+    shared = world.uneven_span(30)
+    world.add((shared,), 15)
+    world.add((shared,), 2)
+    runner = Runner(world, device)
+    for _ in range(3):
+        check(runner)
+        world.grow(0, 1)
+        world.grow(1, 9)
+    assert runner.attention.num_compositions_built == 1
+    q = world.queries()
+    want = runner.attend(0, q)
+    wrong_on_host = replace(runner.batch(), device_seq_lens=torch.tensor(world.seq_lens, device=device))
+    runner.attention.plan(wrong_on_host)
+    got = runner.attention.run(0, q.to(device), world.sm_scale)
+    assert_same_bits("out", got[0].cpu(), want[0])
+    world.remove(0)
+    check(runner)
+    assert runner.attention.num_compositions_built == 2
+
+
+def test_cpu_tensors_get_the_reference(make_world: MakeWorld) -> None:
+    world = make_world(2, 4, 16, num_token_slots=400)
+    world.add((world.uneven_span(40),), 9)
+    world.add((), 50)
+    check(Runner(world, "cpu"), [1, 40])
+
+
+def test_other_queries_than_planned(make_world: MakeWorld) -> None:
+    world = make_world(num_token_slots=50)
+    attention: Attention = TritonAttention(world.geometry, world.k, world.v)
+    with pytest.raises(InvariantError, match=r"q: planned \[0, 9, 64\], got \[1, 9, 64\]"):
+        attention.run(0, torch.zeros(1, 9, 64), 0.1)
+    attention = CpuAttention(world.geometry, world.k, world.v)
+    assert attention.geometry is world.geometry
