@@ -84,6 +84,21 @@ def sharer_class(num_members: int) -> int:
 
 def join_units(groups: Sequence[SpanGroup], geometry: KVGeometry) -> UnitLists:
     """List the runs of groups unit by unit, in (layer, group, KV head) order."""
+    kv_lens, kv_indices = join_runs(groups, geometry)
+    return UnitLists(
+        q_table=_q_table(groups, geometry).repeat(geometry.num_layers, 1),
+        kv_starts=kv_lens.cumsum(0) - kv_lens,
+        kv_lens=kv_lens,
+        kv_indices=kv_indices,
+    )
+
+
+def join_runs(groups: Sequence[SpanGroup], geometry: KVGeometry) -> tuple[Tensor, Tensor]:
+    """Copy the runs of each (layer, group, KV head) one after the other; reads one total back from a device.
+
+    Returns:
+        lengths [num_layers * num_groups * num_kv_heads], int64, and head slots [their sum], int32.
+    """
     num_layers = geometry.num_layers
     pool, offsets = _pool_head_slots([span for group in groups for span in group.spans])
     starts, lens, unit_lens = [], [], []
@@ -93,13 +108,8 @@ def join_units(groups: Sequence[SpanGroup], geometry: KVGeometry) -> UnitLists:
         starts.append(torch.stack(begins, dim=2).view(num_layers, -1))
         lens.append(group_lens.view(num_layers, -1))
         unit_lens.append(group_lens.sum(2))
-    kv_lens = torch.cat(unit_lens, dim=1).view(-1)
-    return UnitLists(
-        q_table=_q_table(groups, geometry).repeat(num_layers, 1),
-        kv_starts=kv_lens.cumsum(0) - kv_lens,
-        kv_lens=kv_lens,
-        kv_indices=_gather_runs(pool, torch.cat(starts, dim=1).view(-1), torch.cat(lens, dim=1).view(-1)),
-    )
+    kv_indices = _gather_runs(pool, torch.cat(starts, dim=1).view(-1), torch.cat(lens, dim=1).view(-1))
+    return torch.cat(unit_lens, dim=1).view(-1), kv_indices
 
 
 def _pool_head_slots(spans: Sequence[SpanRuns]) -> tuple[Tensor, dict[int, int]]:
@@ -116,7 +126,9 @@ def _gather_runs(pool: Tensor, starts: Tensor, lens: Tensor) -> Tensor:
     """Concatenate ``pool[start : start + len]`` of all runs."""
     shift = (starts - (lens.cumsum(0) - lens)).int()
     total = int(lens.sum())
-    places = torch.repeat_interleave(shift, lens, output_size=total).add_(torch.arange(total, dtype=torch.int32))
+    places = torch.repeat_interleave(shift, lens, output_size=total).add_(
+        torch.arange(total, dtype=torch.int32, device=lens.device)
+    )
     return pool.index_select(0, places)
 
 

@@ -1,0 +1,155 @@
+"""What FlashInfer is given, by contract: the fake does with it what FlashInfer's documentation says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from helpers.fake_flashinfer import FakePagedWrapper
+from helpers.poison import poisoned_allocations
+from helpers.tolerance import FLOAT32_NOISE, assert_accurate
+from sgl_kvevict.attention.flashinfer_attention import FlashInferAttention
+from sgl_kvevict.attention.flashinfer_lists import build_span_lists
+from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
+
+if TYPE_CHECKING:
+    from conftest import MakeWorld, World
+
+ROUNDINGS = 2.0**-8
+"""Spans and suffix are rounded to bfloat16 before they are merged, half a unit in the last place each."""
+
+
+def make(world: World) -> FlashInferAttention:
+    return FlashInferAttention(world.geometry, world.k, world.v, FakePagedWrapper)
+
+
+def check(world: World, attention: FlashInferAttention, extend_lens: list[int] | None = None) -> None:
+    """Compare every layer with dense attention in float32; fresh allocations are NaN."""
+    with poisoned_allocations():
+        attention.plan(world.batch(extend_lens))
+    world.attention.plan(world.batch(extend_lens))
+    for layer in range(world.geometry.num_layers):
+        q = world.queries(extend_lens)
+        with poisoned_allocations():
+            out, lse = attention.run(layer, q, world.sm_scale)
+        want_out, want_lse, baseline = world.expected(layer, q, extend_lens)
+        assert_accurate("out", out, want_out, baseline, noise=ROUNDINGS)
+        assert_accurate("lse", lse, want_lse, want_lse, noise=8 * FLOAT32_NOISE)
+        on_cpu = world.attention.run(layer, q, world.sm_scale)[0]
+        assert_accurate("out beside the CPU's", out, on_cpu.float(), baseline, noise=2 * ROUNDINGS)
+
+
+def many_kinds(world: World) -> None:
+    shared, deep = world.uneven_span(60), world.uneven_span(31)
+    empty = world.span(torch.zeros(2, world.geometry.num_kv_heads, dtype=torch.int32), num_tokens=1)
+    world.add((), 50)
+    world.add((world.uneven_span(70),), 40)
+    world.add((shared, deep), 22)
+    world.add((empty, world.uneven_span(5), shared), 33)
+    world.add((deep, shared), 27)
+    world.add((empty,), 21)
+
+
+@pytest.mark.parametrize("sizes", [(3, 3, 64), (2, 4, 64), (1, 8, 128), (2, 7, 64)], ids=str)
+def test_decode(make_world: MakeWorld, sizes: tuple[int, int, int]) -> None:
+    world = make_world(*sizes)
+    many_kinds(world)
+    check(world, make(world))
+
+
+def test_extend_and_decode_rows(make_world: MakeWorld) -> None:
+    world = make_world(2, 4, 64)
+    many_kinds(world)
+    check(world, make(world), [40, 1, 22, 5, 1, 2])
+
+
+def test_long_runs_are_cut_into_parts(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sgl_kvevict.attention.flashinfer_lists.PART_ENTRIES", 8)
+    world = make_world(2, 4, 64)
+    many_kinds(world)
+    attention = make(world)
+    check(world, attention)
+    lists = attention._spans.lists
+    assert lists is not None
+    assert lists.num_rows > 2 * len(world.paths) * world.geometry.num_kv_heads
+    # Parts tile the list of head slots: every entry of every layer belongs to exactly one row.
+    assert int(lists.kv_indptr[0, 0]) == 0
+    assert torch.equal(lists.kv_indptr[1:, 0], lists.kv_indptr[:-1, -1])
+    assert int(lists.kv_indptr[-1, -1]) == lists.kv_indices.numel()
+    assert bool((lists.kv_indptr.diff(dim=1) >= 0).all())
+
+
+def test_shared_spans_are_listed_once(make_world: MakeWorld) -> None:
+    world = make_world(2, 4, 64)
+    span = world.uneven_span(90)
+    for _ in range(8):
+        world.add((span,), 3)
+    batch = world.batch()
+    lists = build_span_lists(batch.paths, batch.new_lens, world.geometry, torch.device("cpu"))
+    assert lists is not None
+    assert lists.num_rows == world.geometry.num_kv_heads
+    assert lists.qo_indptr.tolist() == [0, 8, 16]
+    assert lists.kv_indices.numel() == int(span.lens.sum())
+
+
+def test_spans_are_planned_once_per_composition(make_world: MakeWorld) -> None:
+    """Steps plan the suffixes only; wrappers of old compositions are used again."""
+    world = make_world(2, 4, 64)
+    shared = world.uneven_span(40)
+    world.add((shared,), 9)
+    world.add((shared, world.uneven_span(20)), 3)
+    attention = make(world)
+    for _ in range(4):
+        check(world, attention)
+        world.grow(0, 1)
+        world.grow(1, 1)
+    assert attention.num_span_plans == 1
+    for _ in range(3):
+        world.add((shared,), 5)
+        check(world, attention)
+    assert attention.num_span_plans == 4
+    suffix_plans = [planned.wrapper.num_plans for planned in attention._suffix_wrappers]
+    assert sum(suffix_plans) == 7
+    assert max(suffix_plans) == 3
+
+
+def test_nothing_compressed(make_world: MakeWorld) -> None:
+    world = make_world(2, 4, 64)
+    world.add((), 40)
+    world.add((), 1)
+    attention = make(world)
+    check(world, attention)
+    assert attention.num_span_plans == 0
+
+
+def test_what_flashinfer_cannot_do_is_refused(make_world: MakeWorld) -> None:
+    world = make_world(2, 4, 80, dtype=torch.float32)
+    with pytest.raises(UnsupportedSetupError) as refused:
+        make(world)
+    assert "head_dim of 64, 128 or 256; the model's is 80" in str(refused.value)
+    assert "the pool's dtype is torch.float32" in str(refused.value)
+
+
+def test_other_queries_than_planned(make_world: MakeWorld) -> None:
+    world = make_world(2, 4, 64)
+    world.add((), 4)
+    attention = make(world)
+    attention.plan(world.batch())
+    with pytest.raises(InvariantError, match=r"q: planned \[1, 8, 64\], got \[2, 8, 64\]"):
+        attention.run(0, torch.zeros(2, 8, 64), 0.1)
+
+
+def test_the_installed_flashinfer_takes_these_arguments() -> None:
+    """Names that the fake took over; runs where FlashInfer is installed."""
+    import inspect
+
+    prefill = pytest.importorskip("flashinfer.prefill")
+    wrapper = prefill.BatchPrefillWithPagedKVCacheWrapper
+    plan = inspect.signature(wrapper.plan).parameters
+    wanted = list(inspect.signature(FakePagedWrapper.plan).parameters)
+    assert list(plan)[:9] == wanted[:9]
+    assert set(wanted) <= set(plan)
+    assert set(inspect.signature(FakePagedWrapper.run).parameters) <= set(inspect.signature(wrapper.run).parameters)
+    assert "_paged_kv_indptr_buf" in inspect.getsource(wrapper.run)
