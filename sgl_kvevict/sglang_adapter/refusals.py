@@ -51,7 +51,6 @@ FLAGS = (
     FlagRefusal("disaggregation_mode", "null", _SLOT_READERS),
     FlagRefusal("speculative_algorithm", None, "draft and verification steps read uncompressed rows"),
     FlagRefusal("dllm_algorithm", None, "diffusion decoding attends in both directions"),
-    FlagRefusal("tp_size", 1, "not tested with several ranks yet"),
     FlagRefusal("pp_size", 1, "not tested with pipeline stages yet"),
     FlagRefusal("attn_cp_size", 1, "not tested with context parallelism"),
     FlagRefusal("dcp_size", 1, "not tested with context parallelism"),

@@ -11,7 +11,6 @@ import heapq
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -25,7 +24,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchPrefixParams,
     MatchResult,
 )
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from sgl_kvevict.compression import Compressor, PromptObservation, ReaderObservation
 from sgl_kvevict.errors import InvariantError
@@ -36,13 +35,14 @@ from sgl_kvevict.sglang_adapter.observers import REFUSED_IN_USE, REFUSED_NOT_CAC
 from sgl_kvevict.sglang_adapter.pending import PendingRange, PendingRanges
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.scoring import PrefixScoring
+from sgl_kvevict.sglang_adapter.walk import WalkableTree
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
 
-class KVEvictTree(RadixCache):
+class KVEvictTree(WalkableTree):
     """Radix tree whose nodes may hold spans.
 
     Args:
@@ -121,14 +121,6 @@ class KVEvictTree(RadixCache):
 
     def _total_size_helper(self) -> int:
         return sum(self.node_slots(node) for node in self.nodes())
-
-    def nodes(self) -> Iterator[TreeNode]:
-        """All nodes below the root, in no particular order."""
-        stack = list(self.root_node.children.values())
-        while stack:
-            node = stack.pop()
-            stack.extend(node.children.values())
-            yield node
 
     # ---- structure ------------------------------------------------------------------------------------------
 
@@ -346,30 +338,6 @@ class KVEvictTree(RadixCache):
             node.value = torch.zeros_like(node.value)
         self.token_to_kv_pool_allocator.free_segment(done.freed, start_pos=0)
         self.observer.compressed(nodes, done)
-
-    def path(self, node: TreeNode) -> list[TreeNode]:
-        """Nodes from below the root to ``node``."""
-        path = []
-        while node is not self.root_node:
-            path.append(node)
-            node = node.parent
-        path.reverse()
-        return path
-
-    def waterline(self, path: list[TreeNode]) -> int:
-        """Tokens of a path that its spans stand for."""
-        return sum(len(node.key) for node in path if node in self.spans)
-
-    def node_ending_at(self, path: list[TreeNode], end: int) -> TreeNode:
-        """Return the node of the path that ends at ``end``, splitting one if needed."""
-        position = 0
-        for node in path:
-            position += len(node.key)
-            if position == end:
-                return node
-            if position > end:
-                return self._split_node(node.key, node, len(node.key) - (position - end))
-        raise InvariantError(f"the path has {position} tokens, expected at least {end}")
 
     # ---- readers --------------------------------------------------------------------------------------------
 

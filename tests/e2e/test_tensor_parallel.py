@@ -1,0 +1,125 @@
+"""Two tensor-parallel ranks on a CPU: the answers of the whole model, and the same slots on both ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from helpers.tiny_model import VOCAB_SIZE
+from helpers.traffic import generate, idle_state, random_jobs, run_jobs
+from sgl_kvevict.events.client import InspectClient
+from sgl_kvevict.events.questions import Status, StatusReport
+from sgl_kvevict.measure import wait_until_scored
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+FLAGS = (
+    *("--tp-size", "2", "--dtype", "float32", "--skip-tokenizer-init"),
+    *("--max-total-tokens", "2000", "--context-length", "1024"),
+)
+ENV = {
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # one list of cores a rank
+    "SGLANG_TEST_RETRACT": "1",
+    "SGLANG_TEST_RETRACT_INTERVAL": "15",
+}
+CONFIG = {"min_prefix_tokens": 48, "tail_tokens": 16}
+TIE = 1e-3
+"""Difference between two logits that the order of additions decides; the logits here span about 60."""
+
+
+def assert_same_ranks(state):
+    first, second = state["ranks"]
+    assert first == second
+
+
+def assert_all_slots_are_back(server):
+    server.check_alive()
+    state = idle_state(server)
+    assert_same_ranks(state)
+    assert state["leaked_slots"] == 0
+    assert state["free_slots"] + state["evictable_slots"] == state["total_slots"]
+    assert server.leak_messages() == []
+    return state
+
+
+@torch.inference_mode()
+def lags(model, job, output):
+    """How much lower than the best token's each output token's logit is, given the tokens before it."""
+    logits = model(torch.tensor([job.input_ids + output])).logits[0, len(job.input_ids) - 1 : -1]
+    return logits.max(-1).values - logits.gather(1, torch.tensor(output)[:, None])[:, 0]
+
+
+def test_outputs_are_those_of_the_whole_model_at_budget_one(start, tiny_llama):
+    """Greedy tokens of one process that holds all heads (transformers, float32), under pressure on the slots."""
+    config = {**CONFIG, "policy": "ada-snapkv", "policy_options": {"window_size": 16}, "budget": 1.0}
+    server = start(tiny_llama, *FLAGS, "--chunked-prefill-size", "128", config=config, env=ENV)
+    jobs = random_jobs(60, seed=3, vocab_size=VOCAB_SIZE, aborts=False)
+    outputs = run_jobs(server, jobs, concurrency=24)
+    state = assert_all_slots_are_back(server)
+    server.stop()
+    assert state["compressions"] > 5 and state["max_sharers"] > 1
+    model = LlamaForCausalLM.from_pretrained(tiny_llama)
+    worst = [lags(model, job, outputs[job.rid]).max() for job in jobs if job.max_new_tokens]
+    assert max(worst) < TIE
+
+
+def totals_of(endpoint):
+    async def ask():
+        async with InspectClient(endpoint, timeout_s=20) as client:
+            return (await client.ask(Status(), StatusReport)).totals
+
+    return asyncio.run(ask())
+
+
+def split_and_drop(server, num_documents):
+    """Have documents compressed, cut each, drop the lower halves: what is left has another size on each rank."""
+    rng = random.Random(0)
+
+    def tokens(count):
+        return [rng.randrange(3, VOCAB_SIZE) for _ in range(count)]
+
+    for _ in range(num_documents):
+        document = tokens(400)
+        generate(server, document, 0)
+        wait_until_scored(server)
+        generate(server, document[:150] + tokens(20), 1)
+    for _ in range(5):  # as many slots as the pool has
+        generate(server, tokens(400), 1)
+        assert_same_ranks(idle_state(server))
+
+
+def test_slots_stay_equal_and_come_back(start, tiny_llama, tmp_path):
+    """Scoring passes, splits, drops, repacks, aborts and retractions at budget 0.2, watched all the time."""
+    endpoints = {name: f"ipc://{tmp_path}/{name}" for name in ("endpoint", "replay_endpoint", "inspect_endpoint")}
+    config = {**CONFIG, "policy": "reconstruction", "scoring_pass_tokens": 64, "budget": 0.2, "events": endpoints}
+    server = start(tiny_llama, *FLAGS, "--enable-metrics", config=config, env=ENV)
+    split_and_drop(server, num_documents=3)
+    totals = totals_of(endpoints["inspect_endpoint"])
+    assert min(totals.compressions, totals.splits, totals.repacks) >= 3
+    jobs = random_jobs(120, seed=1, vocab_size=VOCAB_SIZE)
+    num_looks = 0
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run_jobs, server, jobs, 16)
+        while not running.done():
+            assert_same_ranks(server.get_json("/server_info")["internal_states"][0]["kvevict"])
+            num_looks += 1
+            time.sleep(0.2)
+    running.result()
+    assert num_looks > 5
+    assert_all_slots_are_back(server)
+    totals = totals_of(endpoints["inspect_endpoint"])
+    assert "#retracted_reqs" in server.log()
+    assert server.log().count("kvevict: policy='reconstruction'") == 1
+    server.post("/flush_cache")
+    state = assert_all_slots_are_back(server)
+    assert state["free_slots"] == state["total_slots"] and state["spans"] == 0
+    time.sleep(1.5)  # metrics are refreshed once a second
+    written = re.findall(r"^kvevict:compressions_total\{.*\} (\S+)$", server.get_text("/metrics"), re.MULTILINE)
+    assert list(map(float, written)) == [totals.compressions]
