@@ -9,7 +9,7 @@ from torch import Tensor
 
 from helpers.poison import poisoned_allocations
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits, rounding_noise
-from kvevict_kernels.ragged_decode.tables import SPLIT_ROWS
+from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
 from sgl_kvevict.attention import Attention, AttentionBatch, CpuAttention
 from sgl_kvevict.attention.triton_attention import TritonAttention
 from sgl_kvevict.errors import InvariantError
@@ -72,6 +72,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks per run, without runs that are slow in the interpreter."""
+    monkeypatch.setattr("kvevict_kernels.ragged_decode.host_lists.CHUNKS", (16, 32))
     monkeypatch.setattr("kvevict_kernels.ragged_decode.tables.CHUNKS", (16, 32))
     monkeypatch.setattr("kvevict_kernels.ragged_decode.triton_impl.KEY_BLOCK", 16)
 

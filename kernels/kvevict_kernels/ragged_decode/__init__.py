@@ -10,8 +10,9 @@ from torch import Tensor
 from kvevict_kernels.checks import check_int, check_tensor
 from kvevict_kernels.dispatch import backend_for
 from kvevict_kernels.ragged_decode.checks import check_run
+from kvevict_kernels.ragged_decode.host_lists import RunLists
 from kvevict_kernels.ragged_decode.reference import ragged_attention_over_paths_reference
-from kvevict_kernels.ragged_decode.tables import RunLists, Step, Tables, build_step, build_tables
+from kvevict_kernels.ragged_decode.tables import Step, Tables, build_step, build_tables
 
 __all__ = [
     "plan_ragged_decode",

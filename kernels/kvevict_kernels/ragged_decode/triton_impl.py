@@ -12,19 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvevict_kernels.ragged_decode.tables import MAX_SPLITS, ClassTables, Step, Tables
+from kvevict_kernels.ragged_decode.host_lists import MAX_SPLITS
+from kvevict_kernels.ragged_decode.merge.triton_impl import run_merge, suffix_chunk
+from kvevict_kernels.ragged_decode.tables import ClassTables, Step, Tables
 
 KEY_BLOCK = 64
-MERGE_BLOCK = 16
 PROGRAMS_PER_SM = 4
 INTERPRETER_PROGRAMS = 3
 LOG2_E = 1.4426950408889634
-
-
-@triton.jit
-def suffix_chunk(length, chunk, MAX_SPLITS: tl.constexpr):
-    """KV rows per chunk of a suffix: depends on nothing but its own length."""
-    return chunk * tl.maximum(tl.cdiv(length, chunk * MAX_SPLITS), 1)
 
 
 @triton.jit
@@ -97,6 +92,60 @@ def _suffix_work_kernel(
         tl.store(work_ptr + start + o, o * 0 + mine, mask=o < count)
 
 
+@triton.jit
+def _span_item(
+    work, first_span, work_unit_ptr, item_start_ptr, run_address_ptr, run_lens_ptr,
+    partial_start_ptr, span_members_ptr, span_member_start_ptr,
+    CHUNK: tl.constexpr, H: tl.constexpr, G: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One chunk of a run, for one tile of its readers' q rows."""
+    unit = tl.load(work_unit_ptr + work)
+    span = unit // H - first_span
+    count = tl.load(span_members_ptr + span)
+    local = (work - tl.load(item_start_ptr + unit)).to(tl.int32)
+    tiles = tl.cdiv(count * G, BLOCK_M)
+    length = tl.load(run_lens_ptr + unit)
+    begin = local // tiles * CHUNK
+    index_address = tl.load(run_address_ptr + unit) + begin.to(tl.int64) * 4
+    partial = tl.load(partial_start_ptr + unit) + (local // tiles).to(tl.int64) * (count * G)
+    member = tl.load(span_member_start_ptr + span)
+    return (
+        unit % H,
+        count,
+        member,
+        local % tiles,
+        length,
+        begin,
+        tl.minimum(length - begin, CHUNK),
+        index_address,
+        partial,
+    )
+
+
+@triton.jit
+def _suffix_item(
+    item, requests_ptr, suffix_work_ptr, suffix_work_start_ptr, request_members_ptr,
+    new_lens_ptr, waterlines_ptr, seq_lens_ptr, pool_rows_ptr, suffix_partial_ptr, req_to_token, row_stride,
+    CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, H: tl.constexpr, G: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One chunk of a suffix, for one tile of one head's q rows; heads first: a token's rows lie side by side."""
+    place = tl.load(suffix_work_ptr + item)
+    request = tl.load(requests_ptr + place)
+    local = item - tl.load(suffix_work_start_ptr + place)
+    count = tl.load(new_lens_ptr + request)
+    tiles = tl.cdiv(count * G, BLOCK_M)
+    waterline = tl.load(waterlines_ptr + request)
+    length = tl.load(seq_lens_ptr + request) - waterline
+    chunk = suffix_chunk(length, CHUNK, MAX_SPLITS)
+    split = local // (H * tiles)
+    begin = split * chunk
+    index_address = req_to_token + (tl.load(pool_rows_ptr + request) * row_stride + waterline + begin) * 4
+    partial = tl.load(suffix_partial_ptr + request) + (split * H + local % H).to(tl.int64) * (count * G)
+    member = tl.load(request_members_ptr + request)
+    tile = local // H % tiles
+    return local % H, count, member, tile, length, begin, tl.minimum(length - begin, chunk), index_address, partial
+
+
 @triton.jit(do_not_specialize=["layer", "num_requests", "row_stride", "req_to_token"])
 def _split_kernel(
     q_ptr,  # [N, H * G, D]
@@ -147,37 +196,17 @@ def _split_kernel(
     num_items = num_span_items + tl.load(suffix_work_start_ptr + num_requests)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         if item < num_span_items:
-            unit = tl.load(work_unit_ptr + first_item + item)
-            span = unit // H - layer * num_spans
-            head = unit % H
-            count = tl.load(span_members_ptr + span)
-            member = tl.load(span_member_start_ptr + span)
-            local = (first_item + item - tl.load(item_start_ptr + unit)).to(tl.int32)
-            tiles = tl.cdiv(count * G, BLOCK_M)
-            tile = local % tiles
-            length = tl.load(run_lens_ptr + unit)
-            begin = local // tiles * CHUNK
-            num_kv = tl.minimum(length - begin, CHUNK)
-            index_address = tl.load(run_address_ptr + unit) + begin.to(tl.int64) * 4
-            partial = tl.load(partial_start_ptr + unit) + (local // tiles).to(tl.int64) * (count * G)
+            head, count, member, tile, length, begin, num_kv, index_address, partial = _span_item(
+                first_item + item, layer * num_spans, work_unit_ptr, item_start_ptr, run_address_ptr, run_lens_ptr,
+                partial_start_ptr, span_members_ptr, span_member_start_ptr,
+                CHUNK=CHUNK, H=H, G=G, BLOCK_M=BLOCK_M,
+            )  # fmt: skip
         else:
-            place = tl.load(suffix_work_ptr + item - num_span_items)
-            request = tl.load(requests_ptr + place)
-            local = item - num_span_items - tl.load(suffix_work_start_ptr + place)
-            head = local % H
-            count = tl.load(new_lens_ptr + request)
-            member = tl.load(request_members_ptr + request)
-            tiles = tl.cdiv(count * G, BLOCK_M)
-            tile = local // H % tiles
-            waterline = tl.load(waterlines_ptr + request)
-            length = tl.load(seq_lens_ptr + request) - waterline
-            chunk = suffix_chunk(length, CHUNK, MAX_SPLITS)
-            split = local // (H * tiles)
-            begin = split * chunk
-            num_kv = tl.minimum(length - begin, chunk)
-            row = tl.load(pool_rows_ptr + request)
-            index_address = req_to_token + (row * row_stride + waterline + begin) * 4
-            partial = tl.load(suffix_partial_ptr + request) + (split * H + head).to(tl.int64) * (count * G)
+            head, count, member, tile, length, begin, num_kv, index_address, partial = _suffix_item(
+                item - num_span_items, requests_ptr, suffix_work_ptr, suffix_work_start_ptr, request_members_ptr,
+                new_lens_ptr, waterlines_ptr, seq_lens_ptr, pool_rows_ptr, suffix_partial_ptr, req_to_token, row_stride,
+                CHUNK=CHUNK, MAX_SPLITS=MAX_SPLITS, H=H, G=G, BLOCK_M=BLOCK_M,
+            )  # fmt: skip
         # Runs hold head slots; suffixes hold token slots, and their new tokens do not see each other's future.
         is_suffix = (item >= num_span_items).to(tl.int32)
         slot_scale = 1 + is_suffix * (H - 1)
@@ -206,87 +235,6 @@ def _split_kernel(
         divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
         tl.store(partial_out_ptr + p_row[:, None] * D + o_d[None, :], b_out / divisor[:, None], mask=m_m[:, None] & m_d)
         tl.store(partial_lse_ptr + p_row, b_max + tl.log2(divisor), mask=m_m)
-
-
-@triton.jit
-def _fold(b_max, b_sum, b_out, out_ptr, lse_ptr, first, num, stride, o_d, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Add ``num`` partials, ``stride`` rows apart, to a running softmax; blocks of them at once, in a fixed order."""
-    for begin in range(0, num, BLOCK):
-        o = begin + tl.arange(0, BLOCK)
-        mask = o < num
-        row = first + o.to(tl.int64) * stride
-        b_lse = tl.load(lse_ptr + row, mask=mask, other=float("-inf"))
-        b_part = tl.load(out_ptr + row[:, None] * D + o_d[None, :], mask=mask[:, None] & (o_d < D)[None, :], other=0.0)
-        new_max = tl.maximum(b_max, tl.max(b_lse, 0))
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weight = tl.exp2(b_lse - base)
-        decay = tl.exp2(b_max - base)
-        b_sum = b_sum * decay + tl.sum(weight, 0)
-        b_out = b_out * decay + tl.sum(b_part * weight[:, None], 0)
-        b_max = new_max
-    return b_max, b_sum, b_out
-
-
-@triton.jit(do_not_specialize=["layer", "num_spans"])
-def _merge_kernel(
-    partial_out_ptr,
-    partial_lse_ptr,
-    out_ptr,  # [N, H * G, D]
-    lse_ptr,  # [N, H * G] float32, natural
-    merge_request_ptr,
-    merge_token_ptr,
-    members_ptr,
-    request_members_ptr,
-    new_lens_ptr,
-    waterlines_ptr,
-    seq_lens_ptr,
-    request_chunk_ptr,
-    suffix_partial_ptr,
-    path_start_ptr,
-    path_span_ptr,
-    path_member_ptr,
-    span_members_ptr,
-    span_chunk_ptr,
-    run_lens_ptr,
-    partial_start_ptr,
-    layer,
-    num_spans,
-    MAX_SPLITS: tl.constexpr,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One program per (new token, q head): its path from the root on, then its suffix."""
-    request = tl.load(merge_request_ptr + tl.program_id(0))
-    token = tl.load(merge_token_ptr + tl.program_id(0))
-    q_head = tl.program_id(1)
-    head = q_head // G
-    o_d = tl.arange(0, BLOCK_D)
-    b_max = tl.full([], float("-inf"), dtype=tl.float32)
-    b_sum = tl.zeros([], dtype=tl.float32)
-    b_out = tl.zeros([BLOCK_D], dtype=tl.float32)
-    for j in range(tl.load(path_start_ptr + request), tl.load(path_start_ptr + request + 1)):
-        span = tl.load(path_span_ptr + j)
-        rows = tl.load(span_members_ptr + span) * G
-        unit = (layer * num_spans + span) * H + head
-        num = tl.cdiv(tl.load(run_lens_ptr + unit), tl.load(span_chunk_ptr + span))
-        first = tl.load(partial_start_ptr + unit) + (tl.load(path_member_ptr + j) + token) * G + q_head % G
-        b_max, b_sum, b_out = _fold(
-            b_max, b_sum, b_out, partial_out_ptr, partial_lse_ptr, first, num, rows, o_d, D=D, BLOCK=BLOCK
-        )
-    rows = tl.load(new_lens_ptr + request) * G
-    length = tl.load(seq_lens_ptr + request) - tl.load(waterlines_ptr + request)
-    num = tl.cdiv(length, suffix_chunk(length, tl.load(request_chunk_ptr + request), MAX_SPLITS))
-    first = tl.load(suffix_partial_ptr + request) + head * rows + token * G + q_head % G
-    b_max, b_sum, b_out = _fold(
-        b_max, b_sum, b_out, partial_out_ptr, partial_lse_ptr, first, num, rows * H, o_d, D=D, BLOCK=BLOCK
-    )
-    row = tl.load(members_ptr + tl.load(request_members_ptr + request) + token).to(tl.int64) * (H * G) + q_head
-    divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
-    tl.store(out_ptr + row * D + o_d, b_out / divisor, mask=o_d < D)
-    tl.store(lse_ptr + row, (b_max + tl.log2(divisor)) * 0.6931471805599453)
 
 
 def advance(tables: Tables, step: Step) -> None:
@@ -329,36 +277,7 @@ def run_split(
     for now, work, work_start in zip(tables.classes, step.work, step.work_start, strict=True):
         if now.max_items + now.max_suffix_items:
             _launch_split(tables, step, now, (work, work_start), layer, q, k_arena, v_arena, sm_scale, partials)
-    head_dim = q.shape[2]
-    _merge_kernel[(tables.merge_request.numel(), q.shape[1])](
-        *partials,
-        out,
-        lse,
-        tables.merge_request,
-        tables.merge_token,
-        tables.members,
-        tables.request_members,
-        tables.new_lens_device,
-        tables.waterlines,
-        step.seq_lens,
-        tables.request_chunk,
-        tables.suffix_partial,
-        tables.path_start,
-        tables.path_span,
-        tables.path_member,
-        tables.span_members,
-        tables.span_chunk,
-        tables.run_lens,
-        tables.partial_start,
-        layer,
-        tables.num_spans,
-        MAX_SPLITS=MAX_SPLITS,
-        H=tables.num_kv_heads,
-        G=tables.group_size,
-        D=head_dim,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK=MERGE_BLOCK,
-    )
+    run_merge(tables, step, layer, partials, out, lse)
 
 
 def _launch_split(

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from kvevict_kernels.dispatch import backend_for
 from kvevict_kernels.ragged_decode.checks import check_run
+from kvevict_kernels.ragged_decode.host_lists import uses_split
 from kvevict_kernels.ragged_decode.reference import ragged_attention_over_paths_reference
-from kvevict_kernels.ragged_decode.tables import Step, Tables, uses_split
+from kvevict_kernels.ragged_decode.tables import Step, Tables
 
 __all__ = ["run_ragged_extend"]
 

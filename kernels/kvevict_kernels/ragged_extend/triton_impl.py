@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvevict_kernels.ragged_decode.tables import EXTEND_TILE, Step, Tables
+from kvevict_kernels.ragged_decode.host_lists import EXTEND_TILE
+from kvevict_kernels.ragged_decode.tables import Step, Tables
 from kvevict_kernels.ragged_decode.triton_impl import LOG2_E, attend_block
 
 KEY_BLOCK = 64

@@ -1,0 +1,1 @@
+"""Second launch of ``ragged_decode``."""
