@@ -27,7 +27,8 @@ from .errors import KVEvictError
 
 #: Environment of every server on a machine without a GPU: our platform plugin, models from local folders, and
 #: OpenMP threads that wait awake for some microseconds only. Asleep, every operation of a decode step pays for waking
-#: them (it is 1.7 times slower); awake for as long as is the default, they take the cores from SGLang's other processes.
+#: them (it is 1.7 times slower); awake for as long as is the default, they take the cores from SGLang's other
+#: processes.
 CPU_ENV: Mapping[str, str] = {
     "SGLANG_PLATFORM": "kvevict_cpu",
     "HF_HUB_OFFLINE": "1",

@@ -13,7 +13,7 @@ from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies.observation import LayerObservation
 from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.query_moments import Rotary
+from sgl_kvevict.policies.rotary import Rotary
 from sgl_kvevict.prefix import Segment, SpanStore
 
 
@@ -62,14 +62,23 @@ class Compressor:
         config: budget and protected tokens.
         policy: what to keep.
         store: where segments are written.
-        rotary: the model's rotary embedding; needed by policies that look at queries before RoPE.
+        rotary: the model's rotary embedding; needed by policies that turn queries.
+        output_grams: of each layer's output projection, see :attr:`ObservationSpec.output_grams`; needed by policies
+            that weigh values.
     """
 
-    def __init__(self, config: KVEvictConfig, policy: Policy, store: SpanStore, rotary: Rotary | None = None) -> None:
+    def __init__(
+        self,
+        config: KVEvictConfig,
+        policy: Policy,
+        store: SpanStore,
+        rotary: Rotary | None = None,
+        output_grams: Tensor | None = None,
+    ) -> None:
         self.config = config
         self.policy = policy
         self.store = store
-        self.observes = ObservationSpec(store.geometry, policy.needs, policy.window_size, rotary)
+        self.observes = ObservationSpec(store.geometry, policy.needs, policy.window_size, rotary, output_grams)
         self.stats = CompressionStats()
 
     def new_observation(self) -> PromptObservation:

@@ -9,10 +9,13 @@ from torch import Tensor
 
 from kvevict_kernels.accumulated_attention import accumulated_attention
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.policies.echo import echo_attention
 from sgl_kvevict.policies.observation import LayerObservation, QueryWindow, Signal
-from sgl_kvevict.policies.query_moments import QueryMoments, Rotary
+from sgl_kvevict.policies.query_moments import QueryMoments
+from sgl_kvevict.policies.rotary import Rotary
 
-_COLLECTED = {Signal.WINDOW_QUERIES, Signal.ACCUMULATED_ATTENTION, Signal.QUERY_MOMENTS}
+_PER_KEY = {Signal.ACCUMULATED_ATTENTION, Signal.ECHO_ATTENTION}
+_COLLECTED = {Signal.WINDOW_QUERIES, Signal.QUERY_MOMENTS} | _PER_KEY
 
 
 @dataclass(frozen=True)
@@ -23,13 +26,15 @@ class ObservationSpec:
         geometry: sizes of the model.
         signals: what to collect.
         window_size: queries to keep for :attr:`Signal.WINDOW_QUERIES`, at most.
-        rotary: the model's rotary embedding, for :attr:`Signal.QUERY_MOMENTS`.
+        rotary: the model's rotary embedding, for :attr:`Signal.QUERY_MOMENTS` and :attr:`Signal.ECHO_ATTENTION`.
+        output_grams: [num_layers, num_kv_heads, head_dim, head_dim], float32, for :attr:`Signal.OUTPUT_GRAM`.
     """
 
     geometry: KVGeometry
     signals: frozenset[Signal]
     window_size: int = 0
     rotary: Rotary | None = None
+    output_grams: Tensor | None = None
 
 
 @dataclass
@@ -40,6 +45,7 @@ class _Layer:
     queries: Tensor | None = None
     lse: Tensor | None = None
     accumulated: Tensor | None = None
+    echo: Tensor | None = None
     moments: QueryMoments | None = None
 
 
@@ -74,7 +80,7 @@ class PromptObservation:
     @property
     def needs_slots(self) -> bool:
         """Whether :meth:`begin_chunk` needs the token slots of the keys."""
-        return Signal.ACCUMULATED_ATTENTION in self.spec.signals
+        return bool(self.spec.signals & _PER_KEY)
 
     @property
     def records(self) -> bool:
@@ -117,8 +123,10 @@ class PromptObservation:
         if Signal.WINDOW_QUERIES in self.spec.signals:
             seen.queries = self._last(seen.queries, queries)
             seen.lse = self._last(seen.lse, lse)
-        if self.needs_slots:
+        if Signal.ACCUMULATED_ATTENTION in self.spec.signals:
             seen.accumulated = self._accumulate(seen.accumulated, queries, lse, k_buffer, sm_scale)
+        if Signal.ECHO_ATTENTION in self.spec.signals:
+            seen.echo = self._echo(seen.echo, queries, k_buffer, sm_scale)
         if Signal.QUERY_MOMENTS in self.spec.signals:
             assert self.spec.rotary is not None
             _, num_qo_heads, head_dim = queries.shape
@@ -136,12 +144,14 @@ class PromptObservation:
             token_slots: [num_tokens], int64, slots of the range.
         """
         seen = self._layers[layer]
-        window = accumulated = None
+        window = None
         if seen.queries is not None and seen.lse is not None:
             window = QueryWindow(seen.queries, seen.lse, self.end - seen.queries.shape[0])
-        if seen.accumulated is not None:
-            first = start - self._key_start
-            accumulated = seen.accumulated[:, first : first + token_slots.numel()]
+        first = start - self._key_start
+        accumulated, echo = (
+            None if signal is None else signal[:, first : first + token_slots.numel()]
+            for signal in (seen.accumulated, seen.echo)
+        )
         return LayerObservation(
             layer=layer,
             start=start,
@@ -151,6 +161,8 @@ class PromptObservation:
             sm_scale=seen.sm_scale,
             window=window,
             accumulated=accumulated,
+            echo=echo,
+            output_gram=None if self.spec.output_grams is None else self.spec.output_grams[layer],
             moments=seen.moments,
             num_prompt_tokens=self.end,
         )
@@ -177,3 +189,19 @@ class PromptObservation:
         if earlier is not None:
             total[:, : earlier.shape[1]] += earlier
         return total
+
+    def _echo(self, earlier: Tensor | None, queries: Tensor, k_buffer: Tensor, sm_scale: float) -> Tensor:
+        assert self._token_slots is not None and self.spec.rotary is not None
+        peaks = echo_attention(
+            queries,
+            k_buffer,
+            self._token_slots,
+            sm_scale=sm_scale,
+            key_start=self._key_start,
+            query_start=self._chunk_start,
+            rotary=self.spec.rotary,
+        )
+        if earlier is not None:
+            seen = peaks[:, : earlier.shape[1]]
+            torch.maximum(seen, earlier, out=seen)
+        return peaks

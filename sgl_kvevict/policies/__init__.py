@@ -13,8 +13,9 @@ from sgl_kvevict.policies.parts import (
     Trait,
 )
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.query_moments import QueryMoments, Rotary
+from sgl_kvevict.policies.query_moments import QueryMoments
 from sgl_kvevict.policies.registry import PolicyInfo, build_policy, list_policies
+from sgl_kvevict.policies.rotary import Rotary
 
 __all__ = [
     "BudgetAllocator",

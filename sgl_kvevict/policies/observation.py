@@ -22,6 +22,10 @@ class Signal(Enum):
     """Per query head, mean and covariance of all queries before RoPE: the same size for any length."""
     PEAK_ATTENTION = "peak_attention"
     """Per key, the largest attention that any query of its readers paid it; who reads, :class:`Readers` says."""
+    ECHO_ATTENTION = "echo_attention"
+    """Per key, the largest attention that the prompt's own queries would pay it, moved behind it."""
+    OUTPUT_GRAM = "output_gram"
+    """Per KV head, the product of the output projection with itself: gives norms of values as the layer adds them."""
     KEYS = "keys"
     VALUES = "values"
 
@@ -75,6 +79,8 @@ class LayerObservation:
         accumulated: [num_kv_heads, num_tokens], float32, see :attr:`Signal.ACCUMULATED_ATTENTION`.
         moments: see :attr:`Signal.QUERY_MOMENTS`.
         peaks: [num_kv_heads, num_tokens], float32, see :attr:`Signal.PEAK_ATTENTION`.
+        echo: [num_kv_heads, num_tokens], float32, see :attr:`Signal.ECHO_ATTENTION`.
+        output_gram: [num_kv_heads, head_dim, head_dim], float32, see :attr:`Signal.OUTPUT_GRAM`.
         num_prompt_tokens: logical length of the prompt whose queries were observed; None if unknown.
     """
 
@@ -88,6 +94,8 @@ class LayerObservation:
     accumulated: Tensor | None = None
     moments: QueryMoments | None = None
     peaks: Tensor | None = None
+    echo: Tensor | None = None
+    output_gram: Tensor | None = None
     num_prompt_tokens: int | None = None
 
     @property
@@ -155,6 +163,24 @@ class LayerObservation:
             ValueError: no reader provided it, or its shape is wrong.
         """
         return self._per_token(self.peaks, f"{who} needs peak attention")
+
+    def require_echo(self, who: str) -> Tensor:
+        """The echo attention.
+
+        Raises:
+            ValueError: the forward pass did not provide it, or its shape is wrong.
+        """
+        return self._per_token(self.echo, f"{who} needs echo attention")
+
+    def require_output_gram(self, who: str) -> Tensor:
+        """The output projection's product with itself.
+
+        Raises:
+            ValueError: it is unknown.
+        """
+        if self.output_gram is None:
+            raise ValueError(f"{who} needs the output projection of layer {self.layer} (output_gram), got none")
+        return self.output_gram
 
     def _per_token(self, signal: Tensor | None, need: str) -> Tensor:
         expected = (self.num_kv_heads, self.num_tokens)

@@ -16,9 +16,9 @@ from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.sglang_adapter.arena import Arena, arena_of
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME, HOOKS, require_supported_sglang
+from sgl_kvevict.sglang_adapter.model_parts import find_output_grams, find_rotary
 from sgl_kvevict.sglang_adapter.monitor import watch
 from sgl_kvevict.sglang_adapter.refusals import model_reasons, pool_reasons, server_reasons
-from sgl_kvevict.sglang_adapter.rotary import find_rotary
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
@@ -87,6 +87,8 @@ def _assemble(
     store = SpanStore(geometry, arena.k, arena.v)
     if policy is None:
         return KVEvictTree(ctx.params, store, None)
-    needs_rotary = Signal.QUERY_MOMENTS in policy.needs
-    rotary = find_rotary(ctx.tp_worker.model_runner.model) if needs_rotary else None
-    return KVEvictTree(ctx.params, store, Compressor(config, policy, store, rotary))
+    model = ctx.tp_worker.model_runner.model
+    turns_queries = bool({Signal.QUERY_MOMENTS, Signal.ECHO_ATTENTION} & policy.needs)
+    rotary = find_rotary(model) if turns_queries else None
+    output_grams = find_output_grams(model, geometry) if Signal.OUTPUT_GRAM in policy.needs else None
+    return KVEvictTree(ctx.params, store, Compressor(config, policy, store, rotary, output_grams))

@@ -11,13 +11,14 @@ import torch
 
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies import LayerObservation, Policy, QueryMoments, Rotary, Signal, build_policy, list_policies
+from sgl_kvevict.policies.echo import echo_attention
 from sgl_kvevict.policies.presets.budget import RULES
 
 Run = Callable[..., Any]
 NAMES = [info.name for info in list_policies() if info.name != "none"]
 WINDOWS = {
     "k-vec": {"base_window": 4, "extended_window": 8},
-    **{name: {"window_size": 8} for name in ("snapkv", "pyramidkv", "ada-snapkv", "ada-pyramidkv", "chunkkv")},
+    **{name: {"window_size": 8} for name in ("snapkv", "pyramidkv", "ada-snapkv", "ada-pyramidkv", "chunkkv", "defensive")},
 }
 
 
@@ -38,7 +39,18 @@ def observer(prompt: Any) -> Callable[[int], LayerObservation]:
 
     def observe(layer: int) -> LayerObservation:
         moments = QueryMoments.empty(6, 8, table).add(prompt.queries[layer], 0)
-        return replace(prompt.observe(layer), moments=moments)
+        gram = torch.randn(prompt.num_heads, 8, 8, generator=torch.Generator().manual_seed(layer))
+        seen = prompt.observe(layer)
+        echo = echo_attention(
+            prompt.queries[layer],
+            seen.k_buffer,
+            prompt.slots,
+            sm_scale=seen.sm_scale,
+            key_start=0,
+            query_start=prompt.length - prompt.queries[layer].shape[0],
+            rotary=table,
+        )[:, prompt.start : prompt.end]
+        return replace(seen, moments=moments, echo=echo, output_gram=gram @ gram.transpose(1, 2))
 
     return observe
 
@@ -101,6 +113,8 @@ def test_only_declared_signals_are_read(random_prompt: Run, name: str) -> None:
             window=seen.window if Signal.WINDOW_QUERIES in policy.needs else None,
             accumulated=seen.accumulated if Signal.ACCUMULATED_ATTENTION in policy.needs else None,
             peaks=seen.peaks if Signal.PEAK_ATTENTION in policy.needs else None,
+            echo=seen.echo if Signal.ECHO_ATTENTION in policy.needs else None,
+            output_gram=seen.output_gram if Signal.OUTPUT_GRAM in policy.needs else None,
             moments=seen.moments if Signal.QUERY_MOMENTS in policy.needs else None,
             k_buffer=seen.k_buffer if Signal.KEYS in policy.needs else poison,
             v_buffer=seen.v_buffer if Signal.VALUES in policy.needs else poison,

@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from sgl_kvevict.attention.extend import ExtendAttention, ExtendRequest, RunBounds
 from sgl_kvevict.compression.observation import ObservationSpec, PromptObservation
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies.query_moments import Rotary
+from sgl_kvevict.policies.rotary import Rotary
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "examples" / "data" / "station_handbook.txt"
 CHUNK_TOKENS = 4096

@@ -1,0 +1,76 @@
+"""A model's rotary position embedding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """A model's rotary embedding, as SGLang caches it.
+
+    Attributes:
+        cos_sin: [num_positions, rotary_dim], cosines in the first half of the columns, sines in the second.
+        is_neox: rotation pairs dimension i with i + rotary_dim / 2; otherwise 2i with 2i + 1.
+    """
+
+    cos_sin: Tensor
+    is_neox: bool
+
+    def apply(self, x: Tensor, positions: Tensor, *, inverse: bool = False) -> Tensor:
+        """Rotate rows to their positions, or back.
+
+        Args:
+            x: [num_tokens, num_heads, head_dim].
+            positions: [num_tokens], int64.
+            inverse: rotate by the negative angle.
+
+        Returns:
+            [num_tokens, num_heads, head_dim], float32; dimensions past ``rotary_dim`` unchanged.
+        """
+        cos, sin = self.cos_sin[positions].float().chunk(2, dim=-1)
+        return self._rotate(x.float(), cos[:, None], -sin[:, None] if inverse else sin[:, None])
+
+    def advance(self, x: Tensor, distance: int) -> Tensor:
+        """Rotate rows that are rotated to their positions on to positions ``distance`` further.
+
+        Rotations add up, so the positions themselves do not matter.
+
+        Args:
+            x: [num_tokens, num_heads, head_dim], after RoPE.
+            distance: positions; the last row of the table stands for larger ones.
+
+        Returns:
+            [num_tokens, num_heads, head_dim], float32.
+        """
+        rows = self.cos_sin[[0, min(distance, self.cos_sin.shape[0] - 1)]].float()
+        cos, sin = (rows[1] / rows[0, 0]).chunk(2)  # position 0 has cosine 1, times the table's own scale
+        return self._rotate(x.float(), cos, sin)
+
+    def mean_rotation(self, start: int, count: int, head_dim: int) -> Tensor:
+        """Average of the rotation matrices of positions ``[start, start + count)``.
+
+        Returns:
+            [head_dim, head_dim], float32; ``matrix @ q`` rotates a column ``q``. Positions past the cached
+            table are left out (at least its last row is used).
+        """
+        limit = self.cos_sin.shape[0]
+        start = min(start, limit - 1)
+        rows = self.cos_sin[start : min(start + count, limit)].float().mean(0)
+        cos, sin = rows.chunk(2)
+        eye = torch.eye(head_dim, device=rows.device)
+        return self._rotate(eye[:, None], cos[None, None], sin[None, None])[:, 0].T
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        width = 2 * cos.shape[-1]
+        rotated, rest = x[..., :width], x[..., width:]
+        if self.is_neox:
+            a, b = rotated.chunk(2, dim=-1)
+            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        else:
+            a, b = rotated[..., ::2], rotated[..., 1::2]
+            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+        return torch.cat((turned, rest), dim=-1)

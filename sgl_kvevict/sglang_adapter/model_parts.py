@@ -1,0 +1,67 @@
+"""Finds what policies need to know of the model: its rotary embedding, its output projections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.linear import RowParallelLinear
+from sglang.srt.layers.radix_attention import RadixAttention
+from torch import Tensor, nn
+
+from sgl_kvevict.errors import UnsupportedSetupError
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.policies.rotary import Rotary
+
+
+def find_rotary(model: nn.Module) -> Rotary:
+    """Return the one rotary embedding that all layers of a model share.
+
+    Raises:
+        UnsupportedSetupError: the model has none, or layers with different ones.
+    """
+    tables: dict[int, Any] = {}
+    for module in model.modules():
+        table = getattr(module, "cos_sin_cache", None)
+        if isinstance(table, Tensor) and hasattr(module, "is_neox_style"):
+            tables[table.data_ptr()] = module
+    if len(tables) != 1:
+        raise UnsupportedSetupError(
+            [f"the policy turns queries, which needs one rotary embedding; the model has {len(tables)}"]
+        )
+    (module,) = tables.values()
+    return Rotary(module.cos_sin_cache, module.is_neox_style)
+
+
+def find_output_grams(model: nn.Module, geometry: KVGeometry) -> Tensor:
+    """Return, per layer and KV head, the product of the output projection with itself, summed over the head's group.
+
+    ``v @ gram @ v`` is the squared length of what a value adds to the residual stream, over the query heads that read
+    it.
+
+    Args:
+        model: SGLang's model.
+        geometry: sizes of this rank.
+
+    Returns:
+        [num_layers, num_kv_heads, head_dim, head_dim], float32.
+
+    Raises:
+        UnsupportedSetupError: attention layers without one output projection of plain weights beside them.
+    """
+    grams: dict[int, Tensor] = {}
+    for module in model.modules():
+        children = list(module.children())
+        layers = [child for child in children if isinstance(child, RadixAttention)]
+        outputs = [child for child in children if isinstance(child, RowParallelLinear)]
+        if len(layers) == 1 and len(outputs) == 1 and outputs[0].weight.is_floating_point():
+            by_head = outputs[0].weight.detach().float().t().reshape(geometry.num_kv_heads, -1, geometry.head_dim, -1)
+            grams[layers[0].layer_id] = torch.einsum("hgdo,hgeo->hde", by_head, by_head)
+    if len(grams) != geometry.num_layers:
+        raise UnsupportedSetupError(
+            [
+                "the policy weighs values, which needs one unquantised output projection beside each attention; "
+                f"found {len(grams)} in {geometry.num_layers} layers"
+            ]
+        )
+    return torch.stack([grams[layer] for layer in sorted(grams)])
