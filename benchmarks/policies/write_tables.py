@@ -25,7 +25,7 @@ SOURCES: dict[str, tuple[str, str]] = {
     "reconstruction": ("KVzip (arXiv 2505.23416)", "shared prefixes whose questions are unknown"),
     "questions": ("this project", "shared prefixes whose typical questions are known"),
     "echo": ("this project, after KVzip", "questions are unknown and a second reading costs too much"),
-    "defensive": ("DefensiveKV; CriticalKV (arXiv 2502.03805), Sec. 4", "a peer; the question is near the prefix's end"),
+    "defensive": ("DefensiveKV; CriticalKV (arXiv 2502.03805), Sec. 4", "a peer; the question ends the prompt"),
     "streaming-llm": ("StreamingLLM (arXiv 2309.17453), Sec. 3", "a cheap baseline; chats where only the end counts"),
     "snapkv": ("SnapKV (arXiv 2404.14469); Ada-KV (arXiv 2407.11550), Alg. 2", "the question ends the prompt"),
     "pyramidkv": ("PyramidKV (arXiv 2406.02069), Sec. 4.2", "the same, small budgets"),

@@ -29,8 +29,8 @@ def echo_attention(
 
     While a prompt is prefilled, a token is seen by what happens to follow it, never by a question about it. Its own
     queries know better: moved behind the keys, a token's query looks for what continues it, as it would if the model
-    repeated the text. So queries are rotated ``NUM_BLOCKS * BLOCK`` positions further and attend to the blocks around them
-    without a causal mask. Nothing depends on the length of the prompt, and the cost grows linearly with it.
+    repeated the text. So queries are rotated ``NUM_BLOCKS * BLOCK`` positions further and attend to the blocks around
+    them without a causal mask. Nothing depends on the length of the prompt, and the cost grows linearly with it.
 
     Args:
         queries: [n, num_qo_heads, head_dim], after RoPE, of consecutive tokens.
