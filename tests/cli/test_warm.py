@@ -1,0 +1,126 @@
+"""``sgl-kvevict warm`` and the client function behind it, against a server that answers as SGLang does."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_kvevict.cli import main
+from sgl_kvevict.client import WarmError, warm
+
+
+class FakeServer(ThreadingHTTPServer):
+    """Records requests; the scoring of a prefix takes ``polls`` looks at the state."""
+
+    polls = 2
+    outcome: str | None = "compressed"
+    refusal: str | None = None
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.seen: list[tuple[str, Any]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def state(self) -> dict[str, Any]:
+        """``/server_info``: outcomes by request, queued at first."""
+        rid = self.seen[0][1]["rid"]
+        self.polls -= 1
+        outcomes = {} if self.outcome is None else {rid: "queued" if self.polls > 0 else self.outcome}
+        return {"internal_states": [{"kvevict": {"warm_outcomes": outcomes}}]}
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: FakeServer
+
+    def do_GET(self) -> None:
+        self._answer(self.server.state())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.seen.append((self.path, body))
+        if self.server.refusal is not None:
+            self._answer({"error": self.server.refusal}, 400)
+        elif self.path == "/generate":
+            self._answer({"text": "", "meta_info": {"prompt_tokens": 1234}})
+        else:
+            self._answer({"usage": {"prompt_tokens": 77}})
+
+    def _answer(self, value: dict[str, Any], status: int = 200) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(value).encode())
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer() as fake:
+        thread = threading.Thread(target=fake.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield fake
+        fake.shutdown()
+        thread.join()
+
+
+def test_a_text_is_cached_and_awaited(server: FakeServer) -> None:
+    warmed = warm(server.url, text="a long prefix")
+    assert (warmed.tokens, warmed.outcome) == (1234, "compressed")
+    ((path, body),) = server.seen
+    assert path == "/generate" and body["text"] == "a long prefix"
+    assert body["sampling_params"]["max_new_tokens"] == 0
+    assert body["sampling_params"]["custom_params"] == {"kvevict": {"warm": True}}
+
+
+def test_messages_go_through_the_chat_template_and_questions_along(server: FakeServer) -> None:
+    messages = [{"role": "system", "content": "x"}]
+    assert warm(server.url, messages=messages, questions=["who?", "why?"]).tokens == 77
+    ((path, body),) = server.seen
+    assert path == "/v1/chat/completions" and body["messages"] == messages
+    assert body["custom_params"] == {"kvevict": {"warm": True, "questions": ["who?", "why?"]}}
+
+
+def test_a_policy_without_passes_has_nothing_to_wait_for(server: FakeServer) -> None:
+    server.outcome = None
+    assert warm(server.url, input_ids=[1, 2, 3]).outcome == "cached"
+
+
+def test_refusals_silence_and_patience_are_named(server: FakeServer) -> None:
+    with pytest.raises(ValueError, match="exactly one of text, input_ids and messages"):
+        warm(server.url, text="a", input_ids=[1])
+    server.polls = 10**9
+    with pytest.raises(WarmError, match=r"still being scored after 0\.2 s"):
+        warm(server.url, text="a", timeout=0.2)
+    server.refusal = "custom_params['kvevict']: unknown field 'wram'"
+    with pytest.raises(WarmError, match=r"status 400.*wram"):
+        warm(server.url, text="a")
+    with pytest.raises(WarmError, match=r"http://127\.0\.0\.1:1/generate"):
+        warm("http://127.0.0.1:1", text="a")
+
+
+def test_command_line(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, questions = tmp_path / "prefix.txt", tmp_path / "questions.txt"
+    text.write_text("a long prefix")
+    questions.write_text("who?\n\nwhy?\n")
+    arguments = ["warm", server.url, "--text-file", str(text), "--questions-file", str(questions), "--json"]
+    with pytest.raises(SystemExit, match="0"):
+        main(arguments)
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["tokens"] == 1234 and printed["outcome"] == "compressed"
+    assert server.seen[0][1]["sampling_params"]["custom_params"]["kvevict"]["questions"] == ["who?", "why?"]
+
+
+def test_command_line_wants_one_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["warm", "http://127.0.0.1:1"])
+    assert "--text-file and --messages-file: give one of them" in capsys.readouterr().err
