@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -143,6 +143,11 @@ class KVEvictConfig(BaseModel):
         default_factory=dict,
         description="options of the policy by name",
         json_schema_extra={"allowed": "an object of options that the policy knows"},
+    )
+    attention: Literal["auto", "flashinfer", "triton", "torch"] = Field(
+        default="auto",
+        description="what computes attention; auto: torch on a CPU, triton on a GPU",
+        json_schema_extra={"allowed": "'auto', 'torch' (CPU), 'triton' or 'flashinfer' (GPU)"},
     )
     expose_kept: bool = Field(
         default=False,

@@ -83,7 +83,9 @@ def test_serve_on_a_gpu_leaves_device_and_pool_to_sglang(model_folder: str) -> N
     assert flag_value(plan.command, "--device") is None
     assert flag_value(plan.command, "--max-total-tokens") is None
     assert "SGLANG_PLATFORM" not in plan.environ
-    assert plan.summary.endswith("cuda")
+    assert plan.summary.endswith("cuda without CUDA graphs")
+    assert flag_value(plan.command, "--cuda-graph-backend-decode") == "disabled"
+    assert flag_value(plan.command, "--cuda-graph-backend-prefill") == "disabled"
 
 
 def test_the_users_flags_win_over_the_defaults(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

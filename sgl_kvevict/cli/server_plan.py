@@ -22,6 +22,9 @@ CPU_PLATFORM = "kvevict_cpu"
 CPU_POOL_TOKENS = 32768
 """Pool size on a CPU: SGLang would otherwise claim most of the machine's memory, and fill it with zeros."""
 
+GRAPH_FLAGS = ("--cuda-graph-backend-decode", "--cuda-graph-backend-prefill")
+"""CUDA graphs, which the plugin refuses; see docs/gpu.md."""
+
 _BACKEND_FLAGS = (
     *("--radix-cache-backend", "--attention-backend"),
     *("--prefill-attention-backend", "--decode-attention-backend"),
@@ -146,6 +149,8 @@ def plan_serve(
     if on_cpu:
         wanted |= {"--device": "cpu", "--max-total-tokens": str(CPU_POOL_TOKENS)}
         environ["SGLANG_PLATFORM"] = os.environ.get("SGLANG_PLATFORM") or CPU_PLATFORM
+    else:
+        wanted |= dict.fromkeys(GRAPH_FLAGS, "disabled")
     if Path(path).is_dir():
         environ["HF_HUB_OFFLINE"] = "1"
     for flag, value in wanted.items():
@@ -153,7 +158,8 @@ def plan_serve(
             command += [flag, value]
     command += sglang_flags
     pool = flag_value(command, "--max-total-tokens")
-    place = ("cpu" if on_cpu else device or "cuda") + (f", pool of {pool} tokens" if pool else "")
+    place = "cpu" if on_cpu else f"{device or 'cuda'} without CUDA graphs"
+    place += f", pool of {pool} tokens" if pool else ""
     return ServePlan(tuple(command), environ, f"{model} | {describe(config)} | {place}")
 
 

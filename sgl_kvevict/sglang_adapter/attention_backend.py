@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
-from sgl_kvevict.attention import AttentionBatch, CpuAttention
+from sgl_kvevict.attention import AttentionBatch, build_attention, resolve_attention
 from sgl_kvevict.compression import PromptObservation, ReaderObservation
+from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.sglang_adapter.arena import arena_of, kvevict_is_selected
@@ -34,7 +37,9 @@ class KVEvictAttentionBackend(AttentionBackend):
         model_runner: SGLang's model runner; its pools exist.
 
     Raises:
-        UnsupportedSetupError: selected without the matching radix-cache backend, or on a device without a path.
+        UnsupportedSetupError: selected without the matching radix-cache backend, on a device that the configured
+            attention does not run on, or with CUDA graphs.
+        ConfigError: the configuration is invalid.
     """
 
     def __init__(self, model_runner: ModelRunner) -> None:
@@ -49,8 +54,9 @@ class KVEvictAttentionBackend(AttentionBackend):
             )
         elif arena is None:
             reasons.append(f"the KV pool is a {type(self.token_to_kv_pool).__name__} whose buffers are not one arena")
-        if model_runner.device != "cpu":
-            reasons.append(f"the device is {model_runner.device!r}; only 'cpu' is supported so far")
+        config = load_config()
+        device = torch.device(model_runner.device).type
+        reasons += device_reasons(config.attention, device)
         if reasons:
             raise UnsupportedSetupError(reasons)
         assert arena is not None
@@ -64,7 +70,8 @@ class KVEvictAttentionBackend(AttentionBackend):
         )
         self.start_layer = self.token_to_kv_pool.start_layer
         self.arena = arena
-        self.attention = CpuAttention(self.geometry, arena.k, arena.v)
+        self.attention = build_attention(config.attention, self.geometry, arena.k, arena.v)
+        self._on_gpu: bool = device == "cuda"
         self.tree: KVEvictTree | None = None
         self._observed: list[tuple[slice, PromptObservation | ReaderObservation]] = []
 
@@ -92,6 +99,7 @@ class KVEvictAttentionBackend(AttentionBackend):
                 extend_lens=extend_lens,
                 req_pool_indices=forward_batch.req_pool_indices,
                 req_to_token=self.req_to_token_pool.req_to_token,
+                device_seq_lens=forward_batch.seq_lens if self._on_gpu else None,
             )
         )
         self._observed = [] if extend_lens is None else self._observed_rows(rids, seq_lens, extend_lens)
@@ -158,12 +166,36 @@ class KVEvictAttentionBackend(AttentionBackend):
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim), queries, lse
 
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
-        """Rows of ``req_to_token`` are read while planning only, but spans are read until the forward ends."""
+        """Spans, and on a GPU rows of ``req_to_token``, are read until the forward ends.
+
+        So SGLang lets its scheduler's stream wait for the whole forward. Compaction and releases run on that stream,
+        and the next forward waits for it: nothing is moved or overwritten under a reader.
+        """
         return SharedReadEnds.UNKNOWN
 
     def support_triton(self) -> bool:
-        """Return False: on CPU SGLang takes its torch writers."""
-        return False
+        """Return whether SGLang may use its Triton writers: not on CPU."""
+        return self._on_gpu
+
+
+def device_reasons(attention: str, device: str) -> list[str]:
+    """Return one sentence for everything about the device that is not supported.
+
+    Args:
+        attention: the configured implementation.
+        device: "cpu" or "cuda".
+    """
+    reasons: list[str] = []
+    try:
+        resolve_attention(attention, device)
+    except UnsupportedSetupError as error:
+        reasons += error.reasons
+    if device == "cuda" and not cuda_graph_fully_disabled():
+        reasons.append(
+            "CUDA graphs are on, and a captured step cannot follow requests to other spans yet: start with "
+            "--cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled"
+        )
+    return reasons
 
 
 def _require_plain_attention(layer: RadixAttention, kwargs: dict[str, Any]) -> None:

@@ -16,12 +16,16 @@ EXTEND = "kvevict_kernels.ragged_extend.triton_impl:"
 ROWS = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16")
 SIZES: dict[str, Any] = {"H": 8, "G": 4, "D": 128, "BLOCK_D": 128}
 INT32 = (
-    "work_unit_ptr run_lens_ptr span_members_ptr span_member_start_ptr members_ptr requests_ptr suffix_work_ptr "
-    "suffix_work_start_ptr request_members_ptr new_lens_ptr waterlines_ptr seq_lens_ptr request_chunk_ptr path_start_ptr "
-    "path_span_ptr path_member_ptr span_chunk_ptr merge_request_ptr merge_token_ptr tile_request_ptr tile_index_ptr "
-    "req_to_token_ptr work_ptr work_start_ptr"
-).split()
-INT64 = ("layer_start_ptr item_start_ptr run_address_ptr partial_start_ptr pool_rows_ptr suffix_partial_ptr").split()
+    *("work_unit_ptr", "run_lens_ptr", "span_members_ptr", "span_member_start_ptr", "members_ptr", "requests_ptr"),
+    *("suffix_work_ptr", "suffix_work_start_ptr", "request_members_ptr", "new_lens_ptr", "waterlines_ptr"),
+    *("seq_lens_ptr", "request_chunk_ptr", "path_start_ptr", "path_span_ptr", "path_member_ptr", "span_chunk_ptr"),
+    *("merge_request_ptr", "merge_token_ptr", "tile_request_ptr", "tile_index_ptr", "req_to_token_ptr"),
+    *("work_ptr", "work_start_ptr"),
+)
+INT64 = (
+    *("layer_start_ptr", "item_start_ptr", "run_address_ptr", "partial_start_ptr"),
+    *("pool_rows_ptr", "suffix_partial_ptr"),
+)
 SCALARS = {"layer": "i32", "num_spans": "i32", "num_requests": "i32", "req_to_token": "i64", "row_stride": "i32"}
 SCALARS |= {"num_token_slots": "i32", "scale_log2": "fp32"}
 POINTERS = dict.fromkeys(INT32, "*i32") | dict.fromkeys(INT64, "*i64") | ROWS | SCALARS

@@ -8,10 +8,11 @@ import json
 import pkgutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
 from sglang.srt.managers.scheduler import Scheduler
@@ -24,12 +25,17 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor import cuda_graph_config
+from sglang.srt.model_executor.cuda_graph_config import Backend as GraphBackend
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.server_args import ServerArgs
 
 from helpers.harness import TINY_LLAMA
+from sgl_kvevict.cli.server_plan import GRAPH_FLAGS
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.sglang_adapter import compat
+from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend, device_reasons
 from sgl_kvevict.sglang_adapter.refusals import FLAGS
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
@@ -74,7 +80,15 @@ SIGNATURES = {
 }
 
 FIELDS = {
-    ForwardBatch: ("forward_mode", "seq_lens_cpu", "extend_seq_lens_cpu", "rids", "req_pool_indices", "out_cache_loc"),
+    ForwardBatch: (
+        "forward_mode",
+        "seq_lens",
+        "seq_lens_cpu",
+        "extend_seq_lens_cpu",
+        "rids",
+        "req_pool_indices",
+        "out_cache_loc",
+    ),
     MatchPrefixParams: ("key", "req"),
     EvictParams: ("num_tokens",),
     EvictResult: ("num_tokens_evicted",),
@@ -207,3 +221,53 @@ print("kvevict" in registered_radix_cache_backends(), "kvevict" in ATTENTION_BAC
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == ["True", "True", "True", "KVEvictCpuPlatform"]
+
+
+def test_the_scheduler_waits_for_whole_forwards():
+    """Compaction runs on the scheduler's stream: ordered after the readers only by this fence."""
+    backend = object.__new__(KVEvictAttentionBackend)
+    for mode in (ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED):
+        assert backend.shared_read_ends(mode) is SharedReadEnds.UNKNOWN
+    barrier = inspect.getsource(Scheduler._apply_war_barrier)
+    assert "self.schedule_stream.wait_stream(self.forward_stream)" in barrier
+    loop = inspect.getsource(Scheduler.event_loop_overlap)
+    assert loop.index("self.run_batch(batch)") < loop.index("self._apply_war_barrier()")
+    assert "self.forward_stream.wait_stream(self.schedule_stream)" in inspect.getsource(Scheduler.run_batch)
+
+
+def use_graphs(monkeypatch, config):
+    context = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=config))
+    monkeypatch.setattr(cuda_graph_config, "get_exec", lambda: context)
+
+
+@pytest.mark.parametrize("phases", [(), ("decode",), ("prefill",)])
+def test_cuda_graphs_are_refused_unless_both_phases_are_off(phases, monkeypatch):
+    off = {phase: PhaseConfig(backend=GraphBackend.DISABLED) for phase in phases}
+    on = {phase: PhaseConfig(backend=GraphBackend.FULL) for phase in ("decode", "prefill") if phase not in phases}
+    graphs = CudaGraphConfig(**off, **on)
+    monkeypatch.setattr(
+        cuda_graph_config, "get_exec", lambda: SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs))
+    )
+    reasons = device_reasons("auto", "cuda")
+    assert len(reasons) == 1
+    for phase in ("decode", "prefill"):
+        assert f"--cuda-graph-backend-{phase} disabled" in reasons[0]
+
+
+def test_a_gpu_without_cuda_graphs_is_served(monkeypatch):
+    off = PhaseConfig(backend=GraphBackend.DISABLED)
+    graphs = CudaGraphConfig(decode=off, prefill=off)
+    monkeypatch.setattr(
+        cuda_graph_config, "get_exec", lambda: SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs))
+    )
+    assert device_reasons("auto", "cuda") == []
+    assert "runs on the CPU only" in device_reasons("torch", "cuda")[0]
+    assert "runs on a CUDA device only" in device_reasons("triton", "cpu")[0]
+
+
+def test_the_flags_that_turn_graphs_off_exist(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
+    off = {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
+    args = ServerArgs(model_path=str(tmp_path), device="cpu", **off)
+    assert [flag.lstrip("-").replace("-", "_") for flag in GRAPH_FLAGS] == list(off)
+    assert [args.cuda_graph_backend_decode, args.cuda_graph_backend_prefill] == ["disabled", "disabled"]

@@ -1,0 +1,106 @@
+"""Requests on compressed prefixes in an arena, as a server would hold them."""
+
+from __future__ import annotations
+
+import torch
+from gpu_bench.setting import Setting
+from torch import Tensor
+
+from kvevict_kernels.alloc_head_slots import alloc_head_slots
+from sgl_kvevict.attention import AttentionBatch
+from sgl_kvevict.attention.triton_attention import TritonAttention
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.ragged import SpanRuns
+
+
+class Requests:
+    """A batch on an arena of its own.
+
+    Runs keep between a third and five thirds of the average, so heads and layers are uneven.
+
+    Args:
+        setting: sizes.
+        count: requests.
+        is_shared: all read one prefix; else each has its own.
+        is_scattered: token slots in random order; else consecutive.
+        suffix_tokens: uncompressed tokens per request.
+    """
+
+    def __init__(
+        self, setting: Setting, count: int, *, is_shared: bool, is_scattered: bool, suffix_tokens: int
+    ) -> None:
+        torch.manual_seed(42)
+        self.setting = setting
+        num_spans = 1 if is_shared else count
+        # A run may be longer than the average; its span's slots are counted over all runs.
+        span_slots = setting.kept_tokens + 1
+        num_slots = 1 + num_spans * span_slots + count * (suffix_tokens + 8)
+        heads = setting.num_kv_heads
+        layers = setting.decode_layers
+        self.geometry = KVGeometry(layers, heads * setting.group_size, heads, setting.head_dim, num_slots)
+        shape = (layers, num_slots, heads, setting.head_dim)
+        self.k, self.v = (
+            torch.empty(shape, dtype=torch.bfloat16, device=setting.device).normal_() for _ in range(2)
+        )
+        order = torch.randperm(num_slots - 1) if is_scattered else torch.arange(num_slots - 1)
+        free = list((order + 1).to(setting.device).split([span_slots] * num_spans + [suffix_tokens + 8] * count))
+        self.spans = [self.span(free.pop(0)) for _ in range(num_spans)]
+        self.req_to_token = torch.zeros(
+            count, setting.prefix_tokens + suffix_tokens + 8, dtype=torch.int32, device=setting.device
+        )
+        for row in self.req_to_token:
+            row[setting.prefix_tokens :] = free.pop(0).int()
+        self.paths = tuple((self.spans[i % num_spans],) for i in range(count))
+        self.suffix_tokens = suffix_tokens
+        self.attention = TritonAttention(self.geometry, self.k, self.v)
+        q_shape = (count, self.geometry.num_qo_heads, setting.head_dim)
+        self.q = torch.empty(q_shape, dtype=torch.bfloat16, device=setting.device).normal_()
+        self.device_seq_lens = torch.tensor(self.seq_lens(0), dtype=torch.int32, device=setting.device)
+
+    def span(self, token_slots: Tensor) -> SpanRuns:
+        """A prefix whose runs are packed into these token slots."""
+        setting, geometry = self.setting, self.geometry
+        average = setting.kept_tokens
+        lens = average * (torch.rand(geometry.num_layers, geometry.num_kv_heads) * 4 / 3 + 1 / 3)
+        lens = (lens * (average * lens.numel() / float(lens.sum()))).int().clamp(max=setting.prefix_tokens)
+        used = int(lens.sum())
+        held = token_slots[: geometry.slots_for(used)].long()
+        indptr, head_slots = alloc_head_slots(
+            lens.to(setting.device), held, geometry.num_token_slots, used
+        )
+        return SpanRuns(head_slots, indptr[:-1].view(lens.shape), lens.to(setting.device), setting.prefix_tokens)
+
+    def seq_lens(self, grown: int) -> list[int]:
+        """Logical lengths after so many more tokens."""
+        return [self.setting.prefix_tokens + self.suffix_tokens + grown] * len(self.paths)
+
+    def batch(self, grown: int = 0) -> AttentionBatch:
+        """A decode step, lengths on the device as a server has them."""
+        return AttentionBatch(
+            paths=self.paths,
+            waterlines=[self.setting.prefix_tokens] * len(self.paths),
+            seq_lens=self.seq_lens(grown),
+            extend_lens=None,
+            req_pool_indices=torch.arange(len(self.paths), device=self.setting.device),
+            req_to_token=self.req_to_token,
+            device_seq_lens=self.device_seq_lens,
+        )
+
+    def bytes_per_layer(self) -> float:
+        """K, V and index bytes that one layer has to read, on average; a shared prefix once."""
+        entries = sum(span.head_slots.numel() for span in self.spans) / self.geometry.num_layers
+        own = len(self.paths) * self.suffix_tokens * self.geometry.num_kv_heads
+        return (entries + own) * (self.setting.entry_bytes + 4)
+
+    def run(self, i: int) -> tuple[Tensor, Tensor]:
+        """One layer of the planned step."""
+        return self.attention.run(i % self.geometry.num_layers, self.q, self.setting.sm_scale)
+
+    def seen(self, request: int, layer: int, head: int) -> Tensor:
+        """Head slots that one head of a request attends to."""
+        span = self.paths[request][0]
+        start, length = int(span.starts[layer, head]), int(span.lens[layer, head])
+        first = self.setting.prefix_tokens
+        slots = self.req_to_token[request, first : first + self.suffix_tokens].long()
+        own = (layer * self.geometry.num_token_slots + slots) * self.geometry.num_kv_heads + head
+        return torch.cat([span.head_slots[start : start + length].long(), own])

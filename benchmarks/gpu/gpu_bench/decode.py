@@ -1,0 +1,155 @@
+"""Decode over spans: bandwidth, sharers, error, planning, and a captured graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from gpu_bench.batches import Requests
+from gpu_bench.setting import Setting, copy_bandwidth, host_seconds, median_seconds, synchronize
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def bandwidth(setting: Setting) -> list[dict[str, Any]]:
+    """Unshared prefixes: time per layer beside the time of a copy of as many bytes."""
+    copied = copy_bandwidth(setting)
+    rows = []
+    for count in setting.batches:
+        for is_scattered in (False, True):
+            requests = Requests(
+                setting, count, is_shared=False, is_scattered=is_scattered, suffix_tokens=setting.suffix_tokens
+            )
+            requests.attention.plan(requests.batch())
+            seconds = median_seconds(setting, requests.run)
+            read = requests.bytes_per_layer()
+            rows.append(
+                {
+                    "requests": count,
+                    "token slots": "scattered" if is_scattered else "consecutive",
+                    "MB per layer": read / 1e6,
+                    "us per layer": seconds * 1e6,
+                    "GB/s": read / seconds / 1e9,
+                    "share of copy": read / seconds / copied,
+                }
+            )
+            del requests
+    return rows
+
+
+def sharers(setting: Setting) -> list[dict[str, Any]]:
+    """One prefix, more and more requests on it."""
+    rows: list[dict[str, Any]] = []
+    for count in setting.sharers:
+        requests = Requests(setting, count, is_shared=True, is_scattered=False, suffix_tokens=16)
+        requests.attention.plan(requests.batch())
+        seconds = median_seconds(setting, requests.run)
+        first = rows[0]["us per layer"] if rows else seconds * 1e6
+        rows.append({"sharers": count, "us per layer": seconds * 1e6, "times one": seconds * 1e6 / first})
+    return rows
+
+
+def error(setting: Setting) -> list[dict[str, Any]]:
+    """Error against float32, beside torch's own attention in bfloat16 over the same entries."""
+    requests = Requests(setting, 2, is_shared=True, is_scattered=True, suffix_tokens=setting.suffix_tokens)
+    requests.attention.plan(requests.batch())
+    worst = {"ours": 0.0, "torch": 0.0, "lse": 0.0}
+    head_dim = setting.head_dim
+    k_rows, v_rows = requests.k.view(-1, head_dim), requests.v.view(-1, head_dim)
+    for layer in range(min(2, setting.decode_layers)):
+        out, lse = requests.run(layer)
+        for request in range(2):
+            for q_head in range(requests.geometry.num_qo_heads):
+                entries = requests.seen(request, layer, q_head // setting.group_size)
+                k, v, q = k_rows[entries], v_rows[entries], requests.q[request, q_head]
+                scores = k.float() @ q.float() * setting.sm_scale
+                want = scores.softmax(0) @ v.float()
+                plain = scaled_dot_product_attention(q[None, None, None], k[None, None], v[None, None])[0, 0, 0]
+                worst["ours"] = max(worst["ours"], float((out[request, q_head].float() - want).abs().max()))
+                worst["torch"] = max(worst["torch"], float((plain.float() - want).abs().max()))
+                worst["lse"] = max(worst["lse"], abs(float(lse[request, q_head] - scores.logsumexp(0))))
+    row = {"ours": worst["ours"], "torch bf16": worst["torch"], "ratio": worst["ours"] / worst["torch"]}
+    return [row | {"log-sum-exp": worst["lse"]}]
+
+
+def planning(setting: Setting) -> list[dict[str, Any]]:
+    """Host time of a step's plan, and proof that neither it nor a layer waits for the device."""
+    rows = []
+    for count in setting.batches:
+        requests = Requests(setting, count, is_shared=False, is_scattered=False, suffix_tokens=setting.suffix_tokens)
+        requests.attention.plan(requests.batch())
+        requests.run(0)
+        synchronize(setting)
+        with _syncs_raise(setting):
+            requests.attention.plan(requests.batch())
+            requests.run(0)
+        same = host_seconds(setting, lambda now=requests: now.attention.plan(now.batch()))
+        new = host_seconds(setting, lambda now=requests: _plan_anew(now))
+        launch = host_seconds(setting, lambda now=requests: now.run(0))
+        layer = median_seconds(setting, requests.run)
+        step = max(layer, launch) * setting.model_layers
+        rows.append(
+            {
+                "requests": count,
+                "us, same batch": same * 1e6,
+                "us, new batch": new * 1e6,
+                "host us per layer": launch * 1e6,
+                "device us per layer": layer * 1e6,
+                "plan / step": same / step,
+            }
+        )
+    return rows
+
+
+def graph(setting: Setting) -> list[dict[str, Any]]:
+    """A captured step: lengths grow in place, the replay follows them; and what launching costs without."""
+    if setting.device != "cuda":
+        return []
+    rows = []
+    for count in setting.batches:
+        requests = Requests(setting, count, is_shared=False, is_scattered=False, suffix_tokens=setting.suffix_tokens)
+        batch = requests.batch()
+
+        def step(now: Requests = requests, planned: Any = batch) -> list[Any]:
+            now.attention.plan(planned)
+            return [now.run(layer) for layer in range(setting.decode_layers)]
+
+        step()
+        synchronize(setting)
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            results = step()
+        is_equal = True
+        for _ in range(3):
+            requests.device_seq_lens += 1
+            captured.replay()
+            replayed = [tuple(x.clone() for x in result) for result in results]
+            for (out, lse), (want_out, want_lse) in zip(replayed, step(), strict=True):
+                is_equal &= torch.equal(out, want_out) and torch.equal(lse, want_lse)
+        eager = median_seconds(setting, lambda i, call=step: call())
+        replay = median_seconds(setting, lambda i, run=captured: run.replay())
+        rows.append(
+            {
+                "requests": count,
+                "layers": setting.decode_layers,
+                "eager us": eager * 1e6,
+                "graph us": replay * 1e6,
+                "same bits after growth": is_equal,
+            }
+        )
+    return rows
+
+
+def _plan_anew(requests: Requests) -> None:
+    requests.attention._compositions.clear()
+    requests.attention.plan(requests.batch())
+
+
+@contextlib.contextmanager
+def _syncs_raise(setting: Setting) -> Iterator[None]:
+    if setting.device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    yield
+    if setting.device == "cuda":
+        torch.cuda.set_sync_debug_mode("default")
