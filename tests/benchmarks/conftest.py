@@ -4,4 +4,5 @@ import sys
 from pathlib import Path
 
 # The benchmarks are scripts with a package beside them, not an installed package.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "serving"))
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path[:0] = [str(BENCHMARKS / "serving"), str(BENCHMARKS / "gpu")]

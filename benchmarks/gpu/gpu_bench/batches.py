@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from gpu_bench.setting import Setting
 from torch import Tensor
 
+from gpu_bench.setting import Setting
 from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from sgl_kvevict.attention import AttentionBatch
 from sgl_kvevict.attention.triton_attention import TritonAttention
@@ -39,9 +39,7 @@ class Requests:
         layers = setting.decode_layers
         self.geometry = KVGeometry(layers, heads * setting.group_size, heads, setting.head_dim, num_slots)
         shape = (layers, num_slots, heads, setting.head_dim)
-        self.k, self.v = (
-            torch.empty(shape, dtype=torch.bfloat16, device=setting.device).normal_() for _ in range(2)
-        )
+        self.k, self.v = (torch.empty(shape, dtype=torch.bfloat16, device=setting.device).normal_() for _ in range(2))
         order = torch.randperm(num_slots - 1) if is_scattered else torch.arange(num_slots - 1)
         free = list((order + 1).to(setting.device).split([span_slots] * num_spans + [suffix_tokens + 8] * count))
         self.spans = [self.span(free.pop(0)) for _ in range(num_spans)]
@@ -65,9 +63,7 @@ class Requests:
         lens = (lens * (average * lens.numel() / float(lens.sum()))).int().clamp(max=setting.prefix_tokens)
         used = int(lens.sum())
         held = token_slots[: geometry.slots_for(used)].long()
-        indptr, head_slots = alloc_head_slots(
-            lens.to(setting.device), held, geometry.num_token_slots, used
-        )
+        indptr, head_slots = alloc_head_slots(lens.to(setting.device), held, geometry.num_token_slots, used)
         return SpanRuns(head_slots, indptr[:-1].view(lens.shape), lens.to(setting.device), setting.prefix_tokens)
 
     def seq_lens(self, grown: int) -> list[int]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from gpu_bench.setting import Setting
 from torch import Tensor
 
+from gpu_bench.setting import Setting
 from kvevict_kernels.accumulated_attention import accumulated_attention, accumulated_attention_reference
 from kvevict_kernels.alloc_head_slots import alloc_head_slots, alloc_head_slots_reference
 from kvevict_kernels.compact_kv import compact_kv, compact_kv_reference
@@ -118,7 +118,7 @@ def _paths(setting: Setting, new_lens: list[int]) -> tuple[tuple[Tensor, Tensor]
     layers, heads, slots = 2, setting.num_kv_heads, 400
     shared, own = (_span(setting, layers, heads, slots, longest) for longest in (90, 50))
     k, v = (_normal(setting, layers, slots, heads, setting.head_dim) for _ in range(2))
-    device = torch.device(setting.device)
+    device = k.device
     table = plan_ragged_decode(
         [(), (shared,), (shared, own)],
         new_lens,
@@ -133,10 +133,10 @@ def _paths(setting: Setting, new_lens: list[int]) -> tuple[tuple[Tensor, Tensor]
     step = start_step(table, req_to_token=req_to_token, pool_rows=rows, seq_lens=seq_lens)
     q = _normal(setting, sum(new_lens), heads * setting.group_size, setting.head_dim)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
-    partials = tuple(torch.empty(shape, device=device) for shape in ((table.num_partials, q.shape[2]), (table.num_partials,)))
-    run_ragged_decode(
-        table, step, 1, q, k, v, sm_scale=setting.sm_scale, partials=(partials[0], partials[1]), out=out, lse=lse
+    partials = tuple(
+        torch.empty(shape, device=device) for shape in ((table.num_partials, q.shape[2]), (table.num_partials,))
     )
+    run_ragged_decode(table, step, 1, q, k, v, sm_scale=setting.sm_scale, partials=partials, out=out, lse=lse)
     run_ragged_extend(table, step, 1, q, k, v, sm_scale=setting.sm_scale, out=out, lse=lse)
     want = ragged_attention_over_paths_reference(table, step, 1, q.float(), k.float(), v.float(), setting.sm_scale)
     return (out, lse), want

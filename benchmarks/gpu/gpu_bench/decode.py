@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
+
 from gpu_bench.batches import Requests
 from gpu_bench.setting import Setting, copy_bandwidth, host_seconds, median_seconds, synchronize
-from torch.nn.functional import scaled_dot_product_attention
 
 
 def bandwidth(setting: Setting) -> list[dict[str, Any]]:
@@ -84,6 +85,7 @@ def planning(setting: Setting) -> list[dict[str, Any]]:
         with _syncs_raise(setting):
             requests.attention.plan(requests.batch())
             requests.run(0)
+            _plan_anew(requests)
         same = host_seconds(setting, lambda now=requests: now.attention.plan(now.batch()))
         new = host_seconds(setting, lambda now=requests: _plan_anew(now))
         launch = host_seconds(setting, lambda now=requests: now.run(0))

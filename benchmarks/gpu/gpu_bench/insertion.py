@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from gpu_bench.setting import Setting, copy_bandwidth, median_seconds
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
+from gpu_bench.setting import Setting, copy_bandwidth, median_seconds
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.observation import LayerObservation, QueryWindow
 from sgl_kvevict.policies.policy import Policy

@@ -8,15 +8,17 @@ poison: that this is seen shows that the check can fail.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import torch
-from gpu_bench.batches import Requests
-from gpu_bench.setting import Setting, synchronize
 from torch import Tensor
 
+from gpu_bench.batches import Requests
+from gpu_bench.setting import Setting, synchronize
 from kvevict_kernels.compact_kv import compact_kv
 from sgl_kvevict.attention import AttentionBatch
+from sgl_kvevict.attention.triton_attention import TritonAttention
 from sgl_kvevict.ragged import SpanRuns
 
 ROUNDS = 20
@@ -25,13 +27,14 @@ ROUNDS = 20
 def poisoned_slots(setting: Setting) -> list[dict[str, Any]]:
     """One row with the fence, one without."""
     rows = []
+    forwards = ROUNDS if setting.device == "cuda" else 2
     for is_fenced in (True, False) if setting.device == "cuda" else (True,):
-        wrong = _rounds(setting, is_fenced=is_fenced)
-        rows.append({"fence": is_fenced, "forwards": ROUNDS if setting.device == "cuda" else 2, "wrong forwards": wrong})
+        wrong = _rounds(setting, forwards, is_fenced=is_fenced)
+        rows.append({"fence": is_fenced, "forwards": forwards, "wrong forwards": wrong})
     return rows
 
 
-def _rounds(setting: Setting, *, is_fenced: bool) -> int:
+def _rounds(setting: Setting, forwards: int, *, is_fenced: bool) -> int:
     """Forwards whose results differ from those of the first."""
     requests = Requests(setting, 4, is_shared=True, is_scattered=False, suffix_tokens=8)
     heads, slots = requests.geometry.num_kv_heads, requests.geometry.num_token_slots
@@ -47,7 +50,7 @@ def _rounds(setting: Setting, *, is_fenced: bool) -> int:
     synchronize(setting)
     wrong: list[Tensor] = []
     first: list[Tensor] = []
-    for i in range(ROUNDS if setting.device == "cuda" else 2):
+    for i in range(forwards):
         here, there = homes[i % 2], homes[(i + 1) % 2]
         with _on(streams, 0):
             if streams:
@@ -67,18 +70,12 @@ def _rounds(setting: Setting, *, is_fenced: bool) -> int:
     return int(torch.stack(wrong).sum())
 
 
-def _attention(requests: Requests) -> Any:
-    from dataclasses import replace
-
-    from sgl_kvevict.attention.triton_attention import TritonAttention
-
+def _attention(requests: Requests) -> TritonAttention:
     geometry = replace(requests.geometry, num_token_slots=requests.k.shape[1])
     return TritonAttention(geometry, requests.k, requests.v)
 
 
 def _batch(requests: Requests, span: SpanRuns) -> AttentionBatch:
-    from dataclasses import replace
-
     return replace(requests.batch(), paths=((span,),) * len(requests.paths))
 
 

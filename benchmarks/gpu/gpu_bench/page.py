@@ -1,0 +1,70 @@
+"""JSON and Markdown of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+TITLES = {
+    "correctness": "Kernels against their float32 references",
+    "error": "Decode over a long prefix: largest error against float32",
+    "bandwidth": "Decode over unshared prefixes",
+    "sharers": "Decode, many requests on one prefix",
+    "planning": "Host work of a decode step",
+    "graph": "A captured decode step (attention only; the plugin does not capture yet)",
+    "compaction": "Compaction of one prefix",
+    "compression": "Whole compression of one prefix: scores, selection, packing",
+    "flashinfer": "FlashInfer beside our kernels",
+    "ordering": "Moving and poisoning slots beside running forwards",
+}
+NOTES = {
+    "bandwidth": "Copy: bytes read and written by a large device copy. A layer's bytes: K, V and index of all entries.",
+    "planning": "While planning and running, torch raises at anything that waits for the device.",
+    "compaction": "Rows go through a temporary, so that every byte is read and written twice.",
+    "compression": "Stand-in: one llama-8B layer's matrix products and causal attention, times the layers; a real "
+    "prefill takes longer.",
+    "ordering": "Without the fence, wrong forwards show that the check can fail.",
+}
+
+
+def write(results: dict[str, Any], folder: Path) -> list[Path]:
+    """Write ``<name>.json`` and ``<name>.md``; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"{results['date'][:10]}-{results['device'].lower().replace(' ', '-')}"
+    paths = [folder / f"{name}.json", folder / f"{name}.md"]
+    paths[0].write_text(json.dumps(results, indent=1) + "\n")
+    paths[1].write_text(markdown(results))
+    return paths
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The page."""
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    sizes = ", ".join(f"{name} {value}" for name, value in results["setting"].items())
+    lines = [f"# {results['device']}, {results['date']}", "", f"{versions}.", "", f"Sizes: {sizes}.", ""]
+    if "GB/s of a copy" in results:
+        lines += [f"A device copy reads and writes {results['GB/s of a copy']:.0f} GB/s.", ""]
+    for section, rows in results["sections"].items():
+        lines += [f"## {TITLES[section]}", ""]
+        if section in NOTES:
+            lines += [NOTES[section], ""]
+        lines += _table(rows) if rows else ["Not measured here."]
+        lines.append("")
+    for section, message in results["failures"].items():
+        lines += [f"## Failed: {section}", "", "```", message, "```", ""]
+    return "\n".join(lines)
+
+
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    names = list(rows[0])
+    body = [f"| {' | '.join(_show(row[name]) for name in names)} |" for row in rows]
+    return [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}", *body]
+
+
+def _show(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "**no**"
+    if isinstance(value, float):
+        return f"{value:.1f}" if abs(value) >= 100 else f"{value:.3g}"
+    return str(value)

@@ -1,0 +1,141 @@
+"""Check and measure the GPU path on a machine that has torch and triton, and nothing else of what we need.
+
+Run on a GPU machine, from the repository root: python benchmarks/gpu/run_all.py [--out FOLDER]
+Without a GPU, to see that it works: python benchmarks/gpu/run_all.py --smoke --out FOLDER (tiny, interpreted)
+
+Every section runs in a process of its own, so that one that fails takes no other along; all together have --limit
+seconds. Writes one JSON file and one Markdown page; exits with 1 if a section failed or a kernel is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SECTIONS = (
+    *("correctness", "error", "bandwidth", "sharers", "planning", "graph"),
+    *("compaction", "compression", "flashinfer", "ordering"),
+)
+
+
+def run_section(section: str, *, is_smoke: bool) -> dict[str, Any]:
+    """Measure one section in this process."""
+    import torch
+    from gpu_bench import checks, decode, flashinfer, insertion, ordering
+    from gpu_bench.setting import FULL, SMOKE, copy_bandwidth
+
+    setting = SMOKE if is_smoke else FULL
+    if is_smoke:
+        _interpret()
+    functions = {
+        "correctness": checks.correctness,
+        "error": decode.error,
+        "bandwidth": decode.bandwidth,
+        "sharers": decode.sharers,
+        "planning": decode.planning,
+        "graph": decode.graph,
+        "compaction": insertion.compaction,
+        "compression": insertion.compression,
+        "flashinfer": flashinfer.side_by_side,
+        "ordering": ordering.poisoned_slots,
+    }
+    result: dict[str, Any] = {"rows": functions[section](setting)}
+    if section == "bandwidth":
+        result["GB/s of a copy"] = copy_bandwidth(setting) / 1e9
+    name = torch.cuda.get_device_name() if setting.device == "cuda" else "CPU (smoke run)"
+    return result | {"device": name, "setting": dataclasses.asdict(setting)}
+
+
+def _interpret() -> None:
+    """Send CPU tensors to the Triton kernels, as tests do."""
+    import importlib
+
+    for op in (
+        *("alloc_head_slots", "compact_kv", "window_scores", "accumulated_attention"),
+        *("ragged_attention", "ragged_decode", "ragged_extend"),
+    ):
+        module: Any = importlib.import_module(f"kvevict_kernels.{op}")
+        module.backend_for = lambda device: "triton"
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes."""
+    found = {"python": sys.version.split()[0]}
+    for package in ("torch", "triton", "flashinfer-python"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def run_all(sections: list[str], *, is_smoke: bool, limit: float) -> dict[str, Any]:
+    """Run sections one after the other, each in a process; results and failures."""
+    results: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
+        "device": "unknown",
+        "versions": versions(),
+        "setting": {},
+        "sections": {},
+        "failures": {},
+    }
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    if is_smoke:
+        env["TRITON_INTERPRET"] = "1"
+    end = time.monotonic() + limit
+    for section in sections:
+        command = [sys.executable, __file__, "--section", section, *(["--smoke"] if is_smoke else [])]
+        try:
+            run = subprocess.run(
+                command, env=env, capture_output=True, text=True, timeout=max(0.1, end - time.monotonic()), check=False
+            )
+        except subprocess.TimeoutExpired:
+            results["failures"][section] = "out of time"
+            continue
+        if run.returncode:
+            results["failures"][section] = run.stderr[-2000:]
+            continue
+        measured = json.loads(run.stdout.splitlines()[-1])
+        results["sections"][section] = measured.pop("rows")
+        results |= measured
+        print(f"{section}: {len(results['sections'][section])} rows", flush=True)
+    return results
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "gpu")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU, in Triton's interpreter")
+    parser.add_argument("--only", nargs="*", default=list(SECTIONS), choices=SECTIONS, help="some sections only")
+    parser.add_argument("--limit", type=float, default=500.0, help="seconds for all sections")
+    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.section:
+        print(json.dumps(run_section(args.section, is_smoke=args.smoke)))
+        return 0
+    from gpu_bench import page
+
+    results = run_all(args.only, is_smoke=args.smoke, limit=args.limit)
+    for path in page.write(results, args.out):
+        print(path)
+    wrong = [row["kernel"] for row in results["sections"].get("correctness", []) if not row["right"]]
+    for section, message in results["failures"].items():
+        print(f"{section} failed:\n{message}", file=sys.stderr)
+    if wrong:
+        print(f"wrong: {', '.join(wrong)}", file=sys.stderr)
+    return 1 if wrong or results["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

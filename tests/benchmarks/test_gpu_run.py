@@ -1,0 +1,91 @@
+"""The GPU benchmark works, as far as a machine without a GPU can tell: tiny sizes in Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN_ALL = ROOT / "benchmarks" / "gpu" / "run_all.py"
+OPS = (
+    *("alloc_head_slots", "compact_kv", "window_scores", "accumulated_attention"),
+    *("ragged_attention", "ragged_decode", "ragged_extend"),
+)
+
+
+@pytest.fixture
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("Triton compiles for the device here: run the benchmark itself")
+    for op in OPS:
+        monkeypatch.setattr(f"kvevict_kernels.{op}.backend_for", lambda device: "triton")
+
+
+@pytest.mark.usefixtures("_interpreted")
+def test_every_kernel_is_right() -> None:
+    from gpu_bench.checks import correctness
+    from gpu_bench.setting import SMOKE
+
+    rows = correctness(SMOKE)
+    assert len(rows) == 11
+    assert [row["kernel"] for row in rows if not row["right"]] == []
+
+
+@pytest.mark.usefixtures("_interpreted")
+def test_errors_and_ordering() -> None:
+    from gpu_bench.decode import error
+    from gpu_bench.ordering import poisoned_slots
+    from gpu_bench.setting import SMOKE
+
+    assert error(SMOKE)[0]["ratio"] < 2
+    assert poisoned_slots(SMOKE) == [{"fence": True, "forwards": 2, "wrong forwards": 0}]
+
+
+@pytest.mark.usefixtures("_interpreted")
+def test_what_is_timed_runs() -> None:
+    from dataclasses import replace
+
+    from gpu_bench import decode, insertion
+    from gpu_bench.setting import SMOKE
+
+    tiny = replace(SMOKE, batches=(2,), sharers=(2,), prefix_tokens=64)
+    assert decode.bandwidth(tiny)[1]["token slots"] == "scattered"
+    assert decode.sharers(tiny)[0]["sharers"] == 2
+    assert decode.planning(tiny)[0]["us, new batch"] > 0
+    assert insertion.compaction(tiny)[0]["MB read and written once"] > 0
+    assert [row["policy"] for row in insertion.compression(tiny)] == list(insertion.POLICIES)
+
+
+def test_a_run_writes_json_and_a_page(tmp_path: Path) -> None:
+    command = [sys.executable, str(RUN_ALL), "--smoke", "--only", "graph", "--out", str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    assert run.returncode == 0, run.stderr
+    results = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert results["sections"] == {"graph": []}
+    assert results["failures"] == {}
+    page = next(tmp_path.glob("*.md")).read_text()
+    assert page.startswith("# CPU (smoke run), ")
+    assert page.count("Not measured here.") == 1
+    assert f"torch {torch.__version__}" in page
+
+
+def test_a_section_out_of_time_is_named(tmp_path: Path) -> None:
+    command = [sys.executable, str(RUN_ALL), "--smoke", "--only", "graph", "--limit", "-1", "--out", str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    assert run.returncode == 1
+    assert "graph failed:\nout of time" in run.stderr
+    assert "## Failed: graph" in next(tmp_path.glob("*.md")).read_text()
+
+
+def test_wrong_results_stand_out_on_the_page() -> None:
+    from gpu_bench.page import markdown
+
+    row = {"kernel": "k", "relative error": 0.5, "allowed": 0.016, "right": False}
+    head = {"device": "D", "date": "2026-01-01", "versions": {}, "setting": {}, "failures": {}}
+    assert "| k | 0.5 | 0.016 | **no** |" in markdown(head | {"sections": {"correctness": [row]}})
