@@ -173,6 +173,10 @@ class KVEvictAttentionBackend(AttentionBackend):
         """
         return SharedReadEnds.UNKNOWN
 
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Return the length of SGLang's dummy requests; its warm-up on a GPU asks for it, graphs or not."""
+        return 1
+
     def support_triton(self) -> bool:
         """Return whether SGLang may use its Triton writers: not on CPU."""
         return self._on_gpu

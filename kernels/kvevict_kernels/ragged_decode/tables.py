@@ -181,7 +181,7 @@ def build_tables(
         run_address=run_address,
         run_lens=run_lens,
         partial_start=(flat.cumsum(1) - flat).view(shape),
-        suffix_partial=sent["suffix_partial"],
+        suffix_partial=sent["suffix_partial"].clone(),  # aligned whatever is beside it: one compiled variant
         classes=tuple(_class_tables(host, which, chunks, int32, device) for which in range(len(ROW_TILES))),
         num_partials=host.num_partials,
         **{name: int32[name] for name in _INT32_FIELDS},

@@ -146,7 +146,7 @@ def _suffix_item(
     return local % H, count, member, tile, length, begin, tl.minimum(length - begin, chunk), index_address, partial
 
 
-@triton.jit(do_not_specialize=["layer", "num_requests", "row_stride", "req_to_token"])
+@triton.jit(do_not_specialize=["layer", "num_spans", "num_requests", "row_stride", "req_to_token"])
 def _split_kernel(
     q_ptr,  # [N, H * G, D]
     k_ptr,  # [L, T, H, D]
