@@ -29,6 +29,7 @@ from sglang.srt.model_executor import cuda_graph_config
 from sglang.srt.model_executor.cuda_graph_config import Backend as GraphBackend
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.runner.base_runner import BaseRunner
 from sglang.srt.server_args import ServerArgs
 
 from helpers.harness import TINY_LLAMA
@@ -233,6 +234,20 @@ def test_the_scheduler_waits_for_whole_forwards():
     loop = inspect.getsource(Scheduler.event_loop_overlap)
     assert loop.index("self.run_batch(batch)") < loop.index("self._apply_war_barrier()")
     assert "self.forward_stream.wait_stream(self.schedule_stream)" in inspect.getsource(Scheduler.run_batch)
+
+
+def test_what_sglang_asks_the_backend_on_a_gpu_is_answered():
+    """The base class raises for these; the rest belongs to what is refused."""
+    asked = inspect.getsource(BaseRunner._dummy_run) + inspect.getsource(BaseRunner._alloc_dummy_decode_buffers)
+    assert "attn_backend.get_cuda_graph_seq_len_fill_value()" in asked
+    assert object.__new__(KVEvictAttentionBackend).get_cuda_graph_seq_len_fill_value() == 1
+    unanswered = {
+        name
+        for name, method in inspect.getmembers(AttentionBackend, inspect.isfunction)
+        if "raise NotImplementedError" in inspect.getsource(method) and name not in vars(KVEvictAttentionBackend)
+    }
+    of_graphs = {name for name in unanswered if "cuda_graph" in name}
+    assert unanswered - of_graphs == {"forward_mixed", "update_verify_buffers_to_fill_after_draft"}  # NPU; speculative
 
 
 def use_graphs(monkeypatch, config):
