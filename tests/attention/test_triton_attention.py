@@ -170,7 +170,7 @@ def test_a_row_does_not_depend_on_its_batch(
     runner = Runner(world, device)
     q = world.queries()
     out, lse = runner.attend(1, q)
-    monkeypatch.setattr("kvevict_kernels.ragged_decode.triton_impl.num_programs_on", lambda device: 7)
+    monkeypatch.setattr("kvevict_kernels.ragged_decode.triton_impl.num_programs_on", lambda device, row_tile: 7)
     for i in (4, 3, 0):
         for per_request in (world.paths, world.waterlines, world.seq_lens, world.rows):
             del per_request[i]

@@ -19,7 +19,7 @@ INT32 = (
     *("work_unit_ptr", "run_lens_ptr", "span_members_ptr", "span_member_start_ptr", "members_ptr", "requests_ptr"),
     *("suffix_work_ptr", "suffix_work_start_ptr", "request_members_ptr", "new_lens_ptr", "waterlines_ptr"),
     *("seq_lens_ptr", "request_chunk_ptr", "path_start_ptr", "path_span_ptr", "path_member_ptr", "span_chunk_ptr"),
-    *("merge_request_ptr", "merge_token_ptr", "tile_request_ptr", "tile_index_ptr", "req_to_token_ptr"),
+    *("merge_request_ptr", "merge_token_ptr", "tile_request_ptr", "tile_index_ptr"),
     *("work_ptr", "work_start_ptr"),
 )
 INT64 = (

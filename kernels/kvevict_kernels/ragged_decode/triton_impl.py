@@ -17,7 +17,8 @@ from kvevict_kernels.ragged_decode.merge.triton_impl import run_merge, suffix_ch
 from kvevict_kernels.ragged_decode.tables import ClassTables, Step, Tables
 
 KEY_BLOCK = 64
-PROGRAMS_PER_SM = 4
+PROGRAMS_PER_SM = {16: 3, 64: 2}
+"""By q rows per tile: what fits, going by the registers that the compiler uses for sm_90 (168 and 230 a thread)."""
 INTERPRETER_PROGRAMS = 3
 LOG2_E = 1.4426950408889634
 
@@ -53,7 +54,7 @@ def attend_block(
     p = tl.exp2(s - base[:, None])
     decay = tl.exp2(b_max - base)
     b_sum = b_sum * decay + tl.sum(p, 1)
-    b_out = b_out * decay[:, None] + tl.dot(p.to(b_v.dtype), b_v, input_precision="ieee")
+    b_out = tl.dot(p.to(b_v.dtype), b_v, b_out * decay[:, None], input_precision="ieee")
     return new_max, b_sum, b_out
 
 
@@ -293,7 +294,7 @@ def _launch_split(
     partials: tuple[Tensor, Tensor],
 ) -> None:
     head_dim = q.shape[2]
-    num_programs = min(now.max_items + now.max_suffix_items, num_programs_on(q.device))
+    num_programs = min(now.max_items + now.max_suffix_items, num_programs_on(q.device, now.row_tile))
     _split_kernel[(num_programs,)](
         q,
         k_arena,
@@ -335,8 +336,8 @@ def _launch_split(
     )
 
 
-def num_programs_on(device: torch.device) -> int:
+def num_programs_on(device: torch.device, row_tile: int) -> int:
     """Programs of a persistent launch: a constant of the device, never of the batch."""
     if device.type != "cuda":
         return INTERPRETER_PROGRAMS
-    return PROGRAMS_PER_SM * int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return PROGRAMS_PER_SM[row_tile] * int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,4 +1,7 @@
-"""ragged_extend on the device: a program owns one tile of q rows of one KV head and walks over all its keys."""
+"""ragged_extend on the device: a program owns one tile of q rows of one KV head and walks over all its keys.
+
+Spans and own tokens go through one loop nest: with two, ptxas serialises the tensor-core instructions of both.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ KEY_BLOCK = 64
 NUM_WARPS = 8
 
 
-@triton.jit(do_not_specialize=["layer", "num_spans", "row_stride"])
+@triton.jit(do_not_specialize=["layer", "num_spans", "row_stride", "req_to_token"])
 def _extend_kernel(
     q_ptr,  # [N, H * G, D]
     k_ptr,  # [L, T, H, D]
@@ -33,7 +36,7 @@ def _extend_kernel(
     waterlines_ptr,
     seq_lens_ptr,
     pool_rows_ptr,
-    req_to_token_ptr,  # [rows, row_stride] int32
+    req_to_token,  # address of [rows, row_stride] int32
     layer,
     num_spans,
     row_stride,
@@ -64,34 +67,33 @@ def _extend_kernel(
     b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     b_out = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
 
-    for j in range(tl.load(path_start_ptr + request), tl.load(path_start_ptr + request + 1)):
-        unit = (layer * num_spans + tl.load(path_span_ptr + j)) * H + head
-        length = tl.load(run_lens_ptr + unit)
-        index_ptr = tl.load(run_address_ptr + unit).to(tl.pointer_type(tl.int32))
-        for start in range(0, length, BLOCK_N):
-            n = start + tl.arange(0, BLOCK_N)
-            m_n = n < length
-            head_slot = tl.load(index_ptr + n, mask=m_n, other=0).to(tl.int64)
-            b_max, b_sum, b_out = attend_block(
-                b_q, b_max, b_sum, b_out, k_ptr, v_ptr, head_slot, m_n, m_n[None, :] & m_m[:, None], o_d, scale_log2,
-                D=D, UPCAST=UPCAST,
-            )  # fmt: skip
-
     waterline = tl.load(waterlines_ptr + request)
     # Keys before the first new token, and those of the tile's last one.
     num_before = tl.load(seq_lens_ptr + request) - waterline - count
-    limit = num_before + token + 1
-    num_kv = num_before + tl.minimum(tl.max(token, 0) + 1, count)
-    slots_ptr = req_to_token_ptr + tl.load(pool_rows_ptr + request) * row_stride + waterline
-    slot_shift = layer.to(tl.int64) * num_token_slots * H + head
-    for start in range(0, num_kv, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        m_n = n < num_kv
-        head_slot = tl.load(slots_ptr + n, mask=m_n, other=0).to(tl.int64) * H + slot_shift
-        b_max, b_sum, b_out = attend_block(
-            b_q, b_max, b_sum, b_out, k_ptr, v_ptr, head_slot, m_n, m_n[None, :] & (n[None, :] < limit[:, None]), o_d,
-            scale_log2, D=D, UPCAST=UPCAST,
-        )  # fmt: skip
+    num_own = num_before + tl.minimum(tl.max(token, 0) + 1, count)
+    own_address = req_to_token + (tl.load(pool_rows_ptr + request) * row_stride + waterline) * 4
+    path_end = tl.load(path_start_ptr + request + 1)
+    for j in range(tl.load(path_start_ptr + request), path_end + 1):  # spans, then the own tokens
+        if j < path_end:
+            unit = (layer * num_spans + tl.load(path_span_ptr + j)) * H + head
+            num_kv = tl.load(run_lens_ptr + unit)
+            address = tl.load(run_address_ptr + unit)
+        else:
+            num_kv = num_own
+            address = own_address
+        is_own = (j >= path_end).to(tl.int32)
+        slot_scale = 1 + is_own * (H - 1)
+        slot_shift = is_own * (layer.to(tl.int64) * num_token_slots * H + head)
+        limit = tl.where(is_own > 0, num_before + token + 1, num_kv)
+        index_ptr = address.to(tl.pointer_type(tl.int32))
+        for start in range(0, num_kv, BLOCK_N):
+            n = start + tl.arange(0, BLOCK_N)
+            m_n = n < num_kv
+            head_slot = tl.load(index_ptr + n, mask=m_n, other=0).to(tl.int64) * slot_scale + slot_shift
+            seen = m_n[None, :] & (n[None, :] < limit[:, None])
+            b_max, b_sum, b_out = attend_block(
+                b_q, b_max, b_sum, b_out, k_ptr, v_ptr, head_slot, m_n, seen, o_d, scale_log2, D=D, UPCAST=UPCAST
+            )
 
     divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
     tl.store(out_ptr + q_row[:, None] * D + o_d[None, :], b_out / divisor[:, None], mask=m_qo)
@@ -129,7 +131,7 @@ def run_extend(
         tables.waterlines,
         step.seq_lens,
         step.pool_rows,
-        step.req_to_token,
+        step.req_to_token.data_ptr(),
         layer,
         tables.num_spans,
         step.req_to_token.stride(0),
