@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 from torch import Tensor
@@ -128,7 +129,7 @@ class HostLists:
         """Everything that goes to the device."""
         members = [row for rows in self.span_rows for row in rows]
         num_rows = [len(rows) for rows in self.span_rows]
-        starts = [sum(num_rows[:i]) for i in range(len(num_rows))]
+        starts = list(accumulate(num_rows, initial=0))[:-1]
         tiles = [
             (request, tile)
             for request, new in enumerate(self.new_lens)
