@@ -39,6 +39,7 @@ from sgl_kvevict.sglang_adapter import compat
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend, device_reasons
 from sgl_kvevict.sglang_adapter.refusals import FLAGS
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+from sgl_kvevict.sglang_adapter.walk import WalkableTree
 
 SIGNATURES = {
     "RadixCache.__init__": (RadixCache.__init__, ["self", "params"]),
@@ -164,9 +165,8 @@ def test_stock_checkpoint_inserts_before_it_relocks():
 
 def test_overrides_exist_upstream():
     """A method that upstream renamed would silently stop being an override."""
-    ours = {
-        name for name, value in vars(KVEvictTree).items() if inspect.isfunction(value) and not name.startswith("__")
-    }
+    methods = {**vars(WalkableTree), **vars(KVEvictTree)}
+    ours = {name for name, value in methods.items() if inspect.isfunction(value) and not name.startswith("__")}
     own = {
         "compress_up_to",
         "node_ending_at",
