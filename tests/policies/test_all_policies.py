@@ -16,9 +16,10 @@ from sgl_kvevict.policies.presets.budget import RULES
 
 Run = Callable[..., Any]
 NAMES = [info.name for info in list_policies() if info.name != "none"]
+WITH_WINDOW = ("snapkv", "pyramidkv", "ada-snapkv", "ada-pyramidkv", "chunkkv", "defensive")
 WINDOWS = {
     "k-vec": {"base_window": 4, "extended_window": 8},
-    **{name: {"window_size": 8} for name in ("snapkv", "pyramidkv", "ada-snapkv", "ada-pyramidkv", "chunkkv", "defensive")},
+    **{name: {"window_size": 8} for name in WITH_WINDOW},
 }
 
 
