@@ -52,6 +52,7 @@ def echo_attention(
     num_kv_heads, num_keys = k_buffer.shape[1], token_slots.numel()
     group = num_qo_heads // num_kv_heads
     peaks = torch.zeros(num_kv_heads, num_keys, device=queries.device)
+    heads_at_once = 1 if queries.device.type == "cpu" else num_kv_heads  # what fits the caches; what is one launch
     query_end, reach = query_start + num_queries, NUM_BLOCKS * BLOCK
     for block in range(query_start - query_start % BLOCK, query_end, BLOCK):
         rows = queries[max(block - query_start, 0) : block + BLOCK - query_start]
@@ -60,7 +61,8 @@ def echo_attention(
         keys = k_buffer[torch.cat([token_slots[:num_sinks], token_slots[low:high]])].float()
         moved = rotary.advance(rows, reach).view(-1, num_kv_heads, group, head_dim)
         moved = moved.transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
-        weights = torch.bmm(moved.mul_(sm_scale), keys.permute(1, 2, 0)).softmax(-1).amax(1)
+        pairs = zip(moved.mul_(sm_scale).split(heads_at_once), keys.permute(1, 2, 0).split(heads_at_once), strict=True)
+        weights = torch.cat([torch.bmm(some, columns).softmax(-1).amax(1) for some, columns in pairs])
         for place, part in ((slice(0, num_sinks), slice(0, num_sinks)), (slice(low, high), slice(num_sinks, None))):
             peaks[:, place] = torch.maximum(peaks[:, place], weights[:, part])
     return peaks

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.rotary import Rotary
+from sgl_kvevict.policies.scorers.robust_attention import output_gram
 
 
 def find_rotary(model: nn.Module) -> Rotary:
@@ -34,10 +35,7 @@ def find_rotary(model: nn.Module) -> Rotary:
 
 
 def find_output_grams(model: nn.Module, geometry: KVGeometry) -> Tensor:
-    """Return, per layer and KV head, the product of the output projection with itself, summed over the head's group.
-
-    ``v @ gram @ v`` is the squared length of what a value adds to the residual stream, over the query heads that read
-    it.
+    """Return the :func:`output_gram` of every layer.
 
     Args:
         model: SGLang's model.
@@ -55,8 +53,7 @@ def find_output_grams(model: nn.Module, geometry: KVGeometry) -> Tensor:
         layers = [child for child in children if isinstance(child, RadixAttention)]
         outputs = [child for child in children if isinstance(child, RowParallelLinear)]
         if len(layers) == 1 and len(outputs) == 1 and outputs[0].weight.is_floating_point():
-            by_head = outputs[0].weight.detach().float().t().reshape(geometry.num_kv_heads, -1, geometry.head_dim, -1)
-            grams[layers[0].layer_id] = torch.einsum("hgdo,hgeo->hde", by_head, by_head)
+            grams[layers[0].layer_id] = output_gram(outputs[0].weight, geometry.num_kv_heads, geometry.head_dim)
     if len(grams) != geometry.num_layers:
         raise UnsupportedSetupError(
             [

@@ -13,6 +13,7 @@ from torch import Tensor
 from sgl_kvevict.policies import Policy, Rotary, Signal, build_policy, echo
 from sgl_kvevict.policies.echo import echo_attention
 from sgl_kvevict.policies.scorers import RobustAttentionScorer
+from sgl_kvevict.policies.scorers.robust_attention import output_gram
 
 HEAD_DIM, NUM_HEADS, GROUP, LENGTH = 8, 2, 3, 50
 
@@ -111,7 +112,7 @@ def test_defensive_takes_the_largest_attention_floored_by_its_mean(from_weights:
 def test_defensive_weighs_by_what_a_value_adds(random_prompt: Callable[..., Any]) -> None:
     prompt = random_prompt(length=30)
     projection = torch.randn(3, 2, 8, 20, generator=torch.Generator().manual_seed(3))  # [KV head, group, head_dim, out]
-    gram = torch.einsum("hgdo,hgeo->hde", projection, projection)
+    gram = output_gram(projection.reshape(6 * 8, 20).t(), 3, 8)
     scores = robust_scores(prompt, RobustAttentionScorer(), gram)
     plain = robust_scores(prompt, RobustAttentionScorer(use_value_norm=False), gram)
     added = torch.einsum("nhd,hgdo->hngo", prompt.values[0][prompt.start : prompt.end], projection)

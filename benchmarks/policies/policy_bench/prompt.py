@@ -16,6 +16,7 @@ from sgl_kvevict.attention.extend import ExtendAttention, ExtendRequest, RunBoun
 from sgl_kvevict.compression.observation import ObservationSpec, PromptObservation
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.rotary import Rotary
+from sgl_kvevict.policies.scorers.robust_attention import output_gram
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "examples" / "data" / "station_handbook.txt"
 CHUNK_TOKENS = 4096
@@ -36,6 +37,7 @@ class PrefilledPrompt:
         queries: [num_layers, num_tokens, num_qo_heads, head_dim], after RoPE.
         lse: [num_layers, num_tokens, num_qo_heads], float32.
         rotary: the model's rotary embedding.
+        output_grams: [num_layers, num_kv_heads, head_dim, head_dim], float32, of the output projections.
         sm_scale: softmax scale.
         seconds: CPU time of the prefill (the model's layers, no logits).
     """
@@ -46,6 +48,7 @@ class PrefilledPrompt:
     queries: Tensor
     lse: Tensor
     rotary: Rotary
+    output_grams: Tensor
     sm_scale: float
     seconds: float
 
@@ -129,7 +132,8 @@ class DemoModel:
             self.model.model(token_ids[:, positions[0]], position_ids=positions, use_cache=False)
         seconds = CLOCK() - begin
         scale = self.head_dim**-0.5
-        return PrefilledPrompt(geometry, arena[0], arena[1], queries, lse, self._rotary(num_tokens), scale, seconds)
+        rotary, grams = self._rotary(num_tokens), self._output_grams(geometry)
+        return PrefilledPrompt(geometry, arena[0], arena[1], queries, lse, rotary, grams, scale, seconds)
 
     def _attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **_: Any
@@ -145,6 +149,10 @@ class DemoModel:
         out, lse = state["attention"].run(request, layer, rows, scaling)
         state["queries"][layer, start:end], state["lse"][layer, start:end] = rows, lse
         return out[None], None
+
+    def _output_grams(self, geometry: KVGeometry) -> Tensor:
+        weights = [layer.self_attn.o_proj.weight for layer in self.model.model.layers]
+        return torch.stack([output_gram(weight, geometry.num_kv_heads, self.head_dim) for weight in weights])
 
     def _rotary(self, num_tokens: int) -> Rotary:
         positions = torch.arange(num_tokens + 1024)[None]

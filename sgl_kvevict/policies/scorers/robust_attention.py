@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from kvevict_kernels.accumulated_attention import accumulated_attention
@@ -69,6 +70,23 @@ class RobustAttentionScorer:
         if self.use_value_norm:
             peaks = peaks * _output_norms(observation, type(self).__name__)
         return TokenScores(peaks)
+
+
+def output_gram(weight: Tensor, num_kv_heads: int, head_dim: int) -> Tensor:
+    """Product of an output projection with itself, summed over the query heads that read a KV head.
+
+    ``v @ gram @ v`` is the squared length of what a value adds to the residual stream.
+
+    Args:
+        weight: [hidden_size, num_qo_heads * head_dim], any float dtype.
+        num_kv_heads: KV heads.
+        head_dim: width of a head.
+
+    Returns:
+        [num_kv_heads, head_dim, head_dim], float32.
+    """
+    by_head = weight.detach().float().t().reshape(num_kv_heads, -1, head_dim, weight.shape[0])
+    return torch.einsum("hgdo,hgeo->hde", by_head, by_head)
 
 
 def _output_norms(observation: LayerObservation, who: str) -> Tensor:
