@@ -62,7 +62,7 @@ def echo_attention(
         moved = rotary.advance(rows, reach).view(-1, num_kv_heads, group, head_dim)
         moved = moved.transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
         parts = (torch.split(x, heads_at_once) for x in (moved.mul_(sm_scale), keys.permute(1, 2, 0)))
-        weights = torch.cat([torch.bmm(some, columns).softmax(-1).amax(1) for some, columns in zip(*parts, strict=True)])
+        weights = torch.cat([torch.bmm(x, y).softmax(-1).amax(1) for x, y in zip(*parts, strict=True)])
         for place, part in ((slice(0, num_sinks), slice(0, num_sinks)), (slice(low, high), slice(num_sinks, None))):
             peaks[:, place] = torch.maximum(peaks[:, place], weights[:, part])
     return peaks
