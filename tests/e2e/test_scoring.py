@@ -50,7 +50,7 @@ def test_a_warmed_prefix_is_compressed_and_still_answers(server):
 
 
 def test_a_prefix_found_by_a_second_request_is_scored_by_itself(server):
-    server.post("/flush_cache")
+    server.post("/flush_cache?timeout=60")
     for suffix in ("\n\nWho?", "\n\nWhere?"):
         ask(server, document(0) + suffix)
     wait_until_scored(server)

@@ -117,7 +117,7 @@ def test_slots_stay_equal_and_come_back(start, tiny_llama, tmp_path):
     totals = totals_of(endpoints["inspect_endpoint"])
     assert "#retracted_reqs" in server.log()
     assert server.log().count("kvevict: policy='reconstruction'") == 1
-    server.post("/flush_cache")
+    server.post("/flush_cache?timeout=60")
     state = assert_all_slots_are_back(server)
     assert state["free_slots"] == state["total_slots"] and state["spans"] == 0
     time.sleep(1.5)  # metrics are refreshed once a second
