@@ -33,7 +33,7 @@ def assert_all_slots_are_back(server):
         pytest.param(CONFIG, ("--disable-overlap-schedule",), 150, id="no-overlap"),
         pytest.param(CONFIG, ("--enable-mixed-chunk", "--chunked-prefill-size", "64"), 150, id="mixed-chunk"),
         pytest.param(CONFIG, ("--schedule-policy", "lpm", "--chunked-prefill-size", "100"), 150, id="lpm"),
-        pytest.param({**READ_FIRST, "policy": "reconstruction"}, (), 500, id="passes"),
+        pytest.param({**READ_FIRST, "policy": "reconstruction"}, (), 200, id="passes"),
         pytest.param(
             {**READ_FIRST, "policy": "reconstruction"},
             ("--disable-overlap-schedule", "--enable-mixed-chunk", "--chunked-prefill-size", "50"),
