@@ -3,6 +3,8 @@
 BIN := .venv/bin
 ARGS ?=
 export HF_HUB_OFFLINE := 1
+# OpenMP threads wait awake for microseconds only: see CPU_ENV in sgl_kvevict/launcher.py.
+export GOMP_SPINCOUNT := 10000
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model demo serve test test-peers test-policies bench-policies bench-quality bench-peers lint bench-serving bench-smoke
