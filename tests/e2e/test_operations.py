@@ -36,6 +36,7 @@ KV_EVENTS = {
     "buffer_steps": 100_000,
 }
 CONFIG = {
+    "policy": "ada-snapkv",
     "budget": 0.2,
     "min_prefix_tokens": 48,
     "tail_tokens": 16,
