@@ -27,8 +27,7 @@ from .errors import KVEvictError
 
 #: Environment of every server on a machine without a GPU: our platform plugin, models from local folders, and
 #: OpenMP threads that wait awake for some microseconds only. Asleep, every operation of a decode step pays for waking
-#: them (it is 1.7 times slower); awake for as long as is the default, they take the cores from SGLang's other
-#: processes.
+#: them; awake for as long as is the default, they take the cores from SGLang's other processes.
 CPU_ENV: Mapping[str, str] = {
     "SGLANG_PLATFORM": "kvevict_cpu",
     "HF_HUB_OFFLINE": "1",
@@ -47,6 +46,8 @@ KVEVICT_CPU_FLAGS: Sequence[str] = (
 )
 
 _LOG_TAIL_LINES = 40
+#: Seconds that a server gets to die after a failure: SGLang's main process outlives a failed child.
+_DEATH_SETTLE_S = 10.0
 _LEAK_MARKS = ("memory leak detected", "mem leak detected", "kv double free")
 
 
@@ -88,7 +89,11 @@ def free_port() -> int:
 
 
 class RunningServer:
-    """A server started by ``launch``. Leaving the ``with`` block, or the interpreter's exit, stops it."""
+    """A server started by ``launch``. Leaving the ``with`` block, or the interpreter's exit, stops it.
+
+    A ``with`` block that fails because the server died raises ``LaunchError`` with the end of its log: that explains a
+    lost connection best.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], url: str, log_path: Path) -> None:
         self.process = process
@@ -102,7 +107,11 @@ class RunningServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        try:
+            if isinstance(error, Exception):
+                self.check_alive(settle_s=_DEATH_SETTLE_S)
+        finally:
+            self.stop()
 
     @property
     def alive(self) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from sgl_kvevict import launcher
 from sgl_kvevict.launcher import LaunchError, config_env, launch
 
 #: Stands in for ``sglang.launch_server``: starts a helper process, then answers ``/health`` like SGLang.
@@ -92,6 +93,25 @@ def test_a_server_that_exits_is_an_error_with_its_last_words(tmp_path: Path, fak
     with pytest.raises(LaunchError, match=r"code 3\n[^$]*refused: two reasons"):
         launch("m", flags=["--fail"], env=fake_env, log_path=log_path)
     assert wait_gone(helper_pid(log_path.read_text()))
+
+
+@needs_proc
+def test_a_failure_is_explained_by_a_server_that_died(
+    tmp_path: Path, fake_env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "_DEATH_SETTLE_S", 0.5)
+
+    def fail(kill: bool) -> None:
+        with launch("m", env=fake_env, log_path=tmp_path / "s.log") as server:
+            if kill:
+                server.process.kill()
+            raise ConnectionResetError("reset by peer")
+
+    with pytest.raises(LaunchError, match="exited with code -9") as caught:
+        fail(kill=True)
+    assert isinstance(caught.value.__context__, ConnectionResetError)
+    with pytest.raises(ConnectionResetError):
+        fail(kill=False)
 
 
 @needs_proc

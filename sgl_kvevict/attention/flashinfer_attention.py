@@ -116,11 +116,7 @@ class FlashInferAttention:
         self._spans = _Spans(None, None)
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Prepare the layers of one forward.
-
-        Args:
-            batch: the requests of the forward.
-        """
+        """Prepare the layers of one forward; see :meth:`sgl_kvevict.attention.backend.Attention.plan`."""
         self._num_new = sum(batch.new_lens)
         self._spans = self._composition(batch)
         lists = build_suffix_lists(batch)
@@ -139,20 +135,7 @@ class FlashInferAttention:
         )
 
     def run(self, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
-        """Attend as planned. K and V of the new tokens are in the arena.
-
-        Args:
-            layer: layer index.
-            q: [num_new_tokens, num_qo_heads, head_dim], request after request.
-            sm_scale: softmax scale.
-
-        Returns:
-            out [num_new_tokens, num_qo_heads, head_dim], dtype of ``q``, and lse [num_new_tokens, num_qo_heads],
-            float32, natural log-sum-exp of the scaled scores over everything that a query saw.
-
-        Raises:
-            InvariantError: other new tokens than planned.
-        """
+        """Attend as planned; see :meth:`sgl_kvevict.attention.backend.Attention.run`."""
         geometry = self.geometry
         shape = (self._num_new, geometry.num_qo_heads, geometry.head_dim)
         if tuple(q.shape) != shape:

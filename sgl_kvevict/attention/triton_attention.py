@@ -79,20 +79,7 @@ class TritonAttention:
         self._reserve_partials(now.tables.num_partials)
 
     def run(self, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
-        """Attend as planned. K and V of the new tokens are in the arena.
-
-        Args:
-            layer: layer index.
-            q: [num_new_tokens, num_qo_heads, head_dim], request after request.
-            sm_scale: softmax scale.
-
-        Returns:
-            out [num_new_tokens, num_qo_heads, head_dim], dtype of ``q``, and lse [num_new_tokens, num_qo_heads],
-            float32, natural log-sum-exp of the scaled scores over everything that a query saw.
-
-        Raises:
-            InvariantError: other new tokens than planned.
-        """
+        """Attend as planned; see :meth:`sgl_kvevict.attention.backend.Attention.run`."""
         now = self._now
         num_new = 0 if now is None else now.tables.num_new
         shape = (num_new, self.geometry.num_qo_heads, self.geometry.head_dim)

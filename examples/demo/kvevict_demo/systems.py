@@ -77,11 +77,7 @@ def run_system(system: System, model: Path, log_path: Path, progress: Progress) 
     started = time.monotonic()
     progress("starting the server")
     with launch(model, flags=system.flags, env=system.env, log_path=log_path) as server:
-        try:
-            return _exercise(server, system, progress, started)
-        except Exception:
-            server.check_alive(settle_s=10.0)  # a dead server explains a lost connection best
-            raise
+        return _exercise(server, system, progress, started)
 
 
 def _exercise(server: RunningServer, system: System, progress: Progress, started: float) -> Figures:
