@@ -11,7 +11,6 @@ from gpu_bench.setting import Setting
 from kvevict_kernels.accumulated_attention import accumulated_attention, accumulated_attention_reference
 from kvevict_kernels.alloc_head_slots import alloc_head_slots, alloc_head_slots_reference
 from kvevict_kernels.compact_kv import compact_kv, compact_kv_reference
-from kvevict_kernels.ragged_attention import ragged_attention, ragged_attention_reference
 from kvevict_kernels.ragged_decode import (
     plan_ragged_decode,
     ragged_attention_over_paths_reference,
@@ -36,7 +35,6 @@ def correctness(setting: Setting) -> list[dict[str, Any]]:
         _row("window_scores", "float32", *_window(setting)),
         _row("accumulated_attention, sum", "float32", *_accumulated(setting, "sum")),
         _row("accumulated_attention, max", "float32", *_accumulated(setting, "max")),
-        _row("ragged_attention", "bfloat16", *_units(setting)),
     ]
     for name, new_lens in (("ragged_decode, decode", [1, 1, 1]), ("ragged_decode and ragged_extend", [1, 9, 40])):
         (out, lse), (want_out, want_lse) = _paths(setting, new_lens)
@@ -98,19 +96,6 @@ def _accumulated(setting: Setting, reduction: Any) -> tuple[Tensor, Tensor]:
     options: dict[str, Any] = {"sm_scale": setting.sm_scale, "key_start": 0, "query_start": 100, "reduction": reduction}
     got = accumulated_attention(queries, lse, keys, slots, **options)
     return got, accumulated_attention_reference(queries.float(), lse, keys.float(), slots, **options)
-
-
-def _units(setting: Setting) -> tuple[Tensor, Tensor]:
-    q, k, v = (_normal(setting, n, setting.head_dim) for n in (30, 500, 500))
-    lists = {
-        "qo_indptr": torch.tensor([0, 20, 25]),
-        "qo_indices": torch.arange(25),
-        "kv_indptr": torch.tensor([0, 300, 410]),
-        "kv_indices": torch.randperm(500)[:410],
-    }
-    index = {name: x.int().to(setting.device) for name, x in lists.items()}
-    got = ragged_attention(q, k, v, **index, sm_scale=setting.sm_scale)[0]
-    return got, ragged_attention_reference(q.float(), k.float(), v.float(), **index, sm_scale=setting.sm_scale)[0]
 
 
 def _paths(setting: Setting, new_lens: list[int]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
