@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +11,10 @@ from kvevict_kernels.checks import KV_DTYPES, check_tensor
 from kvevict_kernels.ragged_decode import plan_ragged_decode, run_ragged_decode, start_step
 from kvevict_kernels.ragged_decode.tables import Step, Tables
 from kvevict_kernels.ragged_extend import run_ragged_extend
-from sgl_kvevict.attention.batch import AttentionBatch, Path
+from sgl_kvevict.attention.batch import AttentionBatch, CompositionKey
+from sgl_kvevict.attention.recent_compositions import RecentCompositions
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
-
-MAX_COMPOSITIONS = 2
-"""A server alternates between at most two that come again: decode steps, and decode rows inside of prefill steps."""
 
 
 @dataclass
@@ -51,7 +48,7 @@ class TritonAttention:
         self.k_arena = k_arena
         self.v_arena = v_arena
         self.num_compositions_built = 0
-        self._compositions: OrderedDict[tuple[tuple[Path, ...], tuple[int, ...]], _Composition] = OrderedDict()
+        self._compositions: RecentCompositions[CompositionKey, _Composition] = RecentCompositions()
         self._now: _Composition | None = None
         self._partials: tuple[Tensor, Tensor] | None = None
 
@@ -63,7 +60,7 @@ class TritonAttention:
                 the composition stays the same.
         """
         device = self.k_arena.device
-        now = self._composition(batch)
+        now = self._compositions.get(batch.composition, lambda: self._build(batch))
         seq_lens = batch.device_seq_lens
         if seq_lens is None:
             host_lens = torch.tensor(batch.seq_lens, dtype=torch.int32)
@@ -104,26 +101,18 @@ class TritonAttention:
         run_ragged_extend(now.tables, now.step, layer, queries, *arenas, sm_scale=sm_scale, out=out, lse=lse)
         return out.to(q.dtype), lse
 
-    def _composition(self, batch: AttentionBatch) -> _Composition:
-        key = (batch.paths, tuple(batch.new_lens))
-        found = self._compositions.pop(key, None)
-        if found is None:
-            geometry = self.geometry
-            found = _Composition(
-                plan_ragged_decode(
-                    batch.paths,
-                    batch.new_lens,
-                    num_layers=geometry.num_layers,
-                    num_kv_heads=geometry.num_kv_heads,
-                    group_size=geometry.group_size,
-                    device=self.k_arena.device,
-                )
-            )
-            self.num_compositions_built += 1
-        self._compositions[key] = found
-        if len(self._compositions) > MAX_COMPOSITIONS:
-            self._compositions.popitem(last=False)
-        return found
+    def _build(self, batch: AttentionBatch) -> _Composition:
+        self.num_compositions_built += 1
+        geometry = self.geometry
+        tables = plan_ragged_decode(
+            batch.paths,
+            batch.new_lens,
+            num_layers=geometry.num_layers,
+            num_kv_heads=geometry.num_kv_heads,
+            group_size=geometry.group_size,
+            device=self.k_arena.device,
+        )
+        return _Composition(tables)
 
     def _reserve_partials(self, num_rows: int) -> None:
         """Grow the scratch; all layers and forwards use it one after the other, on one stream."""

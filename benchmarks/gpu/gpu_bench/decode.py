@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_bench.batches import Requests
 from gpu_bench.setting import Setting, copy_bandwidth, host_seconds, median_seconds, synchronize
+from sgl_kvevict.attention.recent_compositions import RecentCompositions
 
 
 def bandwidth(setting: Setting) -> list[dict[str, Any]]:
@@ -144,7 +145,7 @@ def graph(setting: Setting) -> list[dict[str, Any]]:
 
 
 def _plan_anew(requests: Requests) -> None:
-    requests.attention._compositions.clear()
+    requests.attention._compositions = RecentCompositions()
     requests.attention.plan(requests.batch())
 
 
