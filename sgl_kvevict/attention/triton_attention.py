@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvevict_kernels.checks import KV_DTYPES, check_tensor
 from kvevict_kernels.ragged_decode import plan_ragged_decode, run_ragged_decode, start_step
-from kvevict_kernels.ragged_decode.tables import Step, Tables
+from kvevict_kernels.ragged_decode.tables import LayerInputs, Step, Tables
 from kvevict_kernels.ragged_extend import run_ragged_extend
 from sgl_kvevict.attention.batch import AttentionBatch, CompositionKey
 from sgl_kvevict.attention.recent_compositions import RecentCompositions
@@ -82,23 +82,12 @@ class TritonAttention:
         shape = (num_new, self.geometry.num_qo_heads, self.geometry.head_dim)
         if now is None or now.step is None or self._partials is None or tuple(q.shape) != shape:
             raise InvariantError(f"q: planned {list(shape)}, got {list(q.shape)}")
-        q = q.contiguous()
-        queries = q.to(self.k_arena.dtype)
+        queries = q.contiguous().to(self.k_arena.dtype)
         out = torch.empty_like(queries)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        arenas = (self.k_arena, self.v_arena)
-        run_ragged_decode(
-            now.tables,
-            now.step,
-            layer,
-            queries,
-            *arenas,
-            sm_scale=sm_scale,
-            partials=self._partials,
-            out=out,
-            lse=lse,
-        )
-        run_ragged_extend(now.tables, now.step, layer, queries, *arenas, sm_scale=sm_scale, out=out, lse=lse)
+        inputs = LayerInputs(layer, queries, self.k_arena, self.v_arena, sm_scale)
+        run_ragged_decode(now.tables, now.step, inputs, partials=self._partials, out=out, lse=lse)
+        run_ragged_extend(now.tables, now.step, inputs, out=out, lse=lse)
         return out.to(q.dtype), lse
 
     def _build(self, batch: AttentionBatch) -> _Composition:

@@ -17,6 +17,7 @@ from kvevict_kernels.ragged_decode import (
     run_ragged_decode,
     start_step,
 )
+from kvevict_kernels.ragged_decode.tables import LayerInputs
 from kvevict_kernels.ragged_extend import run_ragged_extend
 from kvevict_kernels.window_scores import window_scores, window_scores_reference
 from sgl_kvevict.ragged import SpanRuns
@@ -121,10 +122,11 @@ def _paths(setting: Setting, new_lens: list[int]) -> tuple[tuple[Tensor, Tensor]
     partials = tuple(
         torch.empty(shape, device=device) for shape in ((table.num_partials, q.shape[2]), (table.num_partials,))
     )
-    run_ragged_decode(table, step, 1, q, k, v, sm_scale=setting.sm_scale, partials=partials, out=out, lse=lse)
-    run_ragged_extend(table, step, 1, q, k, v, sm_scale=setting.sm_scale, out=out, lse=lse)
-    want = ragged_attention_over_paths_reference(table, step, 1, q.float(), k.float(), v.float(), setting.sm_scale)
-    return (out, lse), want
+    inputs = LayerInputs(1, q, k, v, setting.sm_scale)
+    run_ragged_decode(table, step, inputs, partials=partials, out=out, lse=lse)
+    run_ragged_extend(table, step, inputs, out=out, lse=lse)
+    exact = LayerInputs(1, q.float(), k.float(), v.float(), setting.sm_scale)
+    return (out, lse), ragged_attention_over_paths_reference(table, step, exact)
 
 
 def _span(setting: Setting, layers: int, heads: int, slots: int, longest: int) -> SpanRuns:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvevict_kernels.ragged_decode.host_lists import MAX_SPLITS
 from kvevict_kernels.ragged_decode.merge.triton_impl import run_merge, suffix_chunk
-from kvevict_kernels.ragged_decode.tables import ClassTables, Step, Tables
+from kvevict_kernels.ragged_decode.tables import ClassTables, LayerInputs, Step, Tables
 
 KEY_BLOCK = 64
 PROGRAMS_PER_SM = {16: 3, 64: 2}
@@ -263,22 +263,13 @@ def advance(tables: Tables, step: Step) -> None:
 
 
 def run_split(
-    tables: Tables,
-    step: Step,
-    layer: int,
-    q: Tensor,
-    k_arena: Tensor,
-    v_arena: Tensor,
-    sm_scale: float,
-    partials: tuple[Tensor, Tensor],
-    out: Tensor,
-    lse: Tensor,
+    tables: Tables, step: Step, inputs: LayerInputs, partials: tuple[Tensor, Tensor], out: Tensor, lse: Tensor
 ) -> None:
     """Device path of :func:`kvevict_kernels.ragged_decode.run_ragged_decode`: one launch per class, and the merge."""
     for now, work, work_start in zip(tables.classes, step.work, step.work_start, strict=True):
         if now.max_items + now.max_suffix_items:
-            _launch_split(tables, step, now, (work, work_start), layer, q, k_arena, v_arena, sm_scale, partials)
-    run_merge(tables, step, layer, partials, out, lse)
+            _launch_split(tables, step, now, (work, work_start), inputs, partials)
+    run_merge(tables, step, inputs.layer, partials, out, lse)
 
 
 def _launch_split(
@@ -286,19 +277,15 @@ def _launch_split(
     step: Step,
     now: ClassTables,
     suffix: tuple[Tensor, Tensor],
-    layer: int,
-    q: Tensor,
-    k_arena: Tensor,
-    v_arena: Tensor,
-    sm_scale: float,
+    inputs: LayerInputs,
     partials: tuple[Tensor, Tensor],
 ) -> None:
-    head_dim = q.shape[2]
+    q, head_dim = inputs.q, inputs.q.shape[2]
     num_programs = min(now.max_items + now.max_suffix_items, num_programs_on(q.device, now.row_tile))
     _split_kernel[(num_programs,)](
         q,
-        k_arena,
-        v_arena,
+        inputs.k_arena,
+        inputs.v_arena,
         *partials,
         now.layer_start,
         now.work_unit,
@@ -317,13 +304,13 @@ def _launch_split(
         step.seq_lens,
         step.pool_rows,
         tables.suffix_partial,
-        layer,
+        inputs.layer,
         tables.num_spans,
         now.num_requests,
         step.req_to_token.data_ptr(),
         step.req_to_token.stride(0),
-        k_arena.shape[1],
-        sm_scale * LOG2_E,
+        inputs.k_arena.shape[1],
+        inputs.sm_scale * LOG2_E,
         CHUNK=now.chunk,
         MAX_SPLITS=MAX_SPLITS,
         H=tables.num_kv_heads,
