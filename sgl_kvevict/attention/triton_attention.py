@@ -49,7 +49,7 @@ class TritonAttention:
         self.v_arena = v_arena
         self.num_compositions_built = 0
         self._compositions: RecentCompositions[CompositionKey, _Composition] = RecentCompositions()
-        self._now: _Composition | None = None
+        self._composition: _Composition | None = None
         self._partials: tuple[Tensor, Tensor] | None = None
 
     def plan(self, batch: AttentionBatch) -> None:
@@ -60,34 +60,34 @@ class TritonAttention:
                 the composition stays the same.
         """
         device = self.k_arena.device
-        now = self._compositions.get(batch.composition, lambda: self._build(batch))
+        composition = self._compositions.get(batch.composition, lambda: self._build(batch))
         seq_lens = batch.device_seq_lens
         if seq_lens is None:
             host_lens = torch.tensor(batch.seq_lens, dtype=torch.int32)
             seq_lens = (host_lens.pin_memory() if device.type == "cuda" else host_lens).to(device, non_blocking=True)
-        now.step = start_step(
-            now.tables,
+        composition.step = start_step(
+            composition.tables,
             req_to_token=batch.req_to_token,
             pool_rows=batch.req_pool_indices.long(),
             seq_lens=seq_lens.int(),
-            previous=now.step,
+            previous=composition.step,
         )
-        self._now = now
-        self._reserve_partials(now.tables.num_partials)
+        self._composition = composition
+        self._reserve_partials(composition.tables.num_partials)
 
     def run(self, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
         """Attend as planned; see :meth:`sgl_kvevict.attention.backend.Attention.run`."""
-        now = self._now
-        num_new = 0 if now is None else now.tables.num_new
+        composition = self._composition
+        num_new = 0 if composition is None else composition.tables.num_new
         shape = (num_new, self.geometry.num_qo_heads, self.geometry.head_dim)
-        if now is None or now.step is None or self._partials is None or tuple(q.shape) != shape:
+        if composition is None or composition.step is None or self._partials is None or tuple(q.shape) != shape:
             raise InvariantError(f"q: planned {list(shape)}, got {list(q.shape)}")
         queries = q.contiguous().to(self.k_arena.dtype)
         out = torch.empty_like(queries)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         inputs = LayerInputs(layer, queries, self.k_arena, self.v_arena, sm_scale)
-        run_ragged_decode(now.tables, now.step, inputs, partials=self._partials, out=out, lse=lse)
-        run_ragged_extend(now.tables, now.step, inputs, out=out, lse=lse)
+        run_ragged_decode(composition.tables, composition.step, inputs, partials=self._partials, out=out, lse=lse)
+        run_ragged_extend(composition.tables, composition.step, inputs, out=out, lse=lse)
         return out.to(q.dtype), lse
 
     def _build(self, batch: AttentionBatch) -> _Composition:

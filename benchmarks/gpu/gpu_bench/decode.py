@@ -87,9 +87,9 @@ def planning(setting: Setting) -> list[dict[str, Any]]:
             requests.attention.plan(requests.batch())
             requests.run(0)
             _plan_anew(requests)
-        same = host_seconds(setting, lambda now=requests: now.attention.plan(now.batch()))
-        new = host_seconds(setting, lambda now=requests: _plan_anew(now))
-        launch = host_seconds(setting, lambda now=requests: now.run(0))
+        same = host_seconds(setting, lambda these=requests: these.attention.plan(these.batch()))
+        new = host_seconds(setting, lambda these=requests: _plan_anew(these))
+        launch = host_seconds(setting, lambda these=requests: these.run(0))
         layer = median_seconds(setting, requests.run)
         step = max(layer, launch) * setting.model_layers
         rows.append(
@@ -114,9 +114,9 @@ def graph(setting: Setting) -> list[dict[str, Any]]:
         requests = Requests(setting, count, is_shared=False, is_scattered=False, suffix_tokens=setting.suffix_tokens)
         batch = requests.batch()
 
-        def step(now: Requests = requests, planned: Any = batch) -> list[Any]:
-            now.attention.plan(planned)
-            return [now.run(layer) for layer in range(setting.decode_layers)]
+        def step(these: Requests = requests, planned: Any = batch) -> list[Any]:
+            these.attention.plan(planned)
+            return [these.run(layer) for layer in range(setting.decode_layers)]
 
         step()
         synchronize(setting)

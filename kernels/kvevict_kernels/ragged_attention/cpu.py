@@ -71,13 +71,13 @@ def attend_tiles(
     """Partial results of tiles, in passes of bounded memory; see :func:`attend_blocks` for what is returned."""
     head_dim = q.shape[1]
     _, block, lanes = tiles.kv_rows.shape
-    for part in tile_passes(tiles.num_tiles, block * lanes * head_dim):
-        now = tiles[part]
-        kv_indices = now.kv_rows.view(-1)
-        shape = (now.num_tiles, block, lanes, head_dim)
-        q_tiles = q.index_select(0, now.q_rows.view(-1)).view(*now.q_rows.shape, head_dim)
+    for chosen in tile_passes(tiles.num_tiles, block * lanes * head_dim):
+        part = tiles[chosen]
+        kv_indices = part.kv_rows.view(-1)
+        shape = (part.num_tiles, block, lanes, head_dim)
+        q_tiles = q.index_select(0, part.q_rows.view(-1)).view(*part.q_rows.shape, head_dim)
         k, v = scratch.gather(shape, [(k_rows, v_rows, kv_indices)])
-        yield attend_blocks(q_tiles, k, v, now.mask, sm_scale)
+        yield attend_blocks(q_tiles, k, v, part.mask, sm_scale)
 
 
 def attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:

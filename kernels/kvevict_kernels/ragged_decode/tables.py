@@ -221,9 +221,13 @@ def build_step(
         pool_rows=pool_rows,
         seq_lens=seq_lens,
         work=tuple(
-            torch.empty(max(1, now.max_suffix_items), dtype=torch.int32, device=device) for now in tables.classes
+            torch.empty(max(1, class_tables.max_suffix_items), dtype=torch.int32, device=device)
+            for class_tables in tables.classes
         ),
-        work_start=tuple(torch.empty(now.num_requests + 1, dtype=torch.int32, device=device) for now in tables.classes),
+        work_start=tuple(
+            torch.empty(class_tables.num_requests + 1, dtype=torch.int32, device=device)
+            for class_tables in tables.classes
+        ),
     )
 
 
