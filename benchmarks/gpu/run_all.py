@@ -62,7 +62,7 @@ def _interpret() -> None:
 
     for op in (
         *("alloc_head_slots", "compact_kv", "window_scores", "accumulated_attention"),
-        *("ragged_attention", "ragged_decode", "ragged_extend"),
+        *("ragged_decode", "ragged_extend"),
     ):
         module: Any = importlib.import_module(f"kvevict_kernels.{op}")
         module.backend_for = lambda device: "triton"

@@ -88,13 +88,13 @@ def torch_native(
     for i, (seq_len, new) in enumerate(zip(seq_lens, new_lens, strict=True)):
         slots = req_to_token[i, :seq_len]
         keys, values = k_cache[slots].movedim(0, 1), v_cache[slots].movedim(0, 1)
-        now = queries[:, first : first + new]
+        mine = queries[:, first : first + new]
         if new > 1:
-            filled = torch.empty(now.shape[0], seq_len, now.shape[2], dtype=now.dtype)
-            filled[:, seq_len - new :] = now
-            now = filled
+            filled = torch.empty(mine.shape[0], seq_len, mine.shape[2], dtype=mine.dtype)
+            filled[:, seq_len - new :] = mine
+            mine = filled
         result = scaled_dot_product_attention(
-            now[None], keys[None], values[None], scale=SM_SCALE, is_causal=new > 1, enable_gqa=True
+            mine[None], keys[None], values[None], scale=SM_SCALE, is_causal=new > 1, enable_gqa=True
         )
         out[first : first + new] = result[0].movedim(1, 0)[-new:]
         first += new

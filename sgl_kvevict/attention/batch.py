@@ -11,6 +11,8 @@ from sgl_kvevict.ragged import SpanRuns
 
 Path = tuple[SpanRuns, ...]
 """Spans that a request reads, root first; () if nothing of it is compressed."""
+CompositionKey = tuple[tuple[Path, ...], tuple[int, ...]]
+"""Paths and numbers of new tokens of a batch: what stays the same over decode steps, until requests come or go."""
 
 
 @dataclass(frozen=True)
@@ -61,3 +63,8 @@ class AttentionBatch:
     def new_lens(self) -> list[int]:
         """New tokens per request."""
         return [1] * len(self.seq_lens) if self.extend_lens is None else self.extend_lens
+
+    @property
+    def composition(self) -> CompositionKey:
+        """What the batch shares with other steps of the same requests."""
+        return self.paths, tuple(self.new_lens)

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from kvevict_kernels.checks import KV_DTYPES, check_tensor
 from kvevict_kernels.ragged_attention.cpu import Scratch
-from sgl_kvevict.attention.batch import AttentionBatch
+from sgl_kvevict.attention.batch import AttentionBatch, Path
 from sgl_kvevict.attention.decode import ArenaViews, DecodeStep
-from sgl_kvevict.attention.decode_plan import DecodePlanner, locate_suffixes
+from sgl_kvevict.attention.decode_plan import Composition, locate_suffixes
 from sgl_kvevict.attention.extend import ExtendAttention, ExtendRequest, RunBounds, plan_extend
+from sgl_kvevict.attention.recent_compositions import RecentCompositions
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 
@@ -39,7 +40,7 @@ class CpuAttention:
         self.v_arena = v_arena
         self._views = ArenaViews(k_arena, v_arena)
         self._scratch = Scratch()
-        self._planner = DecodePlanner(geometry)
+        self._compositions: RecentCompositions[tuple[Path, ...], Composition] = RecentCompositions()
         self._extend = ExtendAttention(k_arena, v_arena, RunBounds())
         self._decode_step: DecodeStep | None = None
         self._decode_rows: Tensor | None = None
@@ -89,7 +90,8 @@ class CpuAttention:
             pool_rows = pool_rows[requests]
         waterlines = [batch.waterlines[i] for i in requests]
         seq_lens = [batch.seq_lens[i] for i in requests]
-        composition = self._planner.composition(tuple(batch.paths[i] for i in requests))
+        paths = tuple(batch.paths[i] for i in requests)
+        composition = self._compositions.get(paths, lambda: Composition(paths, self.geometry))
         layout = composition.layout_for([end - start for start, end in zip(waterlines, seq_lens, strict=True)])
         suffix = locate_suffixes(layout, waterlines, seq_lens, pool_rows, batch.req_to_token)
         return DecodeStep(self._views, layout, suffix, self._scratch)

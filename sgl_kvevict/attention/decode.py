@@ -62,23 +62,23 @@ class DecodeStep:
         work = self.layout.layers[layer]
         arenas = self.arenas
         q_rows = q.reshape(-1, q.shape[2]).float()
-        partials = [self._run_pass(now, layer, q_rows, sm_scale) for now in work.passes]
+        partials = [self._run_pass(call, layer, q_rows, sm_scale) for call in work.passes]
         for shared in work.shared:
             partials.extend(attend_tiles(shared, q_rows, arenas.k_rows, arenas.v_rows, sm_scale, self.scratch))
         out, lse = merge_partials(partials, work.table, work.bias)
         return out.view(q.shape).to(q.dtype), lse.view(q.shape[:2])
 
-    def _run_pass(self, now: Pass, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
+    def _run_pass(self, call: Pass, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
         arenas = self.arenas
-        num_tiles, block, lanes, head_dim = now.shape
+        num_tiles, block, lanes, head_dim = call.shape
         sources = []
-        mask = self.suffix.mask[now.suffix]
-        if now.suffix.start < now.suffix.stop:
-            slots = self.suffix.token_slots[now.suffix.start * block : now.suffix.stop * block]
+        mask = self.suffix.mask[call.suffix]
+        if call.suffix.start < call.suffix.stop:
+            slots = self.suffix.token_slots[call.suffix.start * block : call.suffix.stop * block]
             sources.append((arenas.k_tokens[layer], arenas.v_tokens[layer], slots))
-        if now.own_rows is not None and now.own_mask is not None:
-            sources.append((arenas.k_rows, arenas.v_rows, now.own_rows))
-            mask = torch.cat([mask.expand(-1, lanes, -1, -1), now.own_mask]) if sources[1:] else now.own_mask
-        q_tiles = q.index_select(0, now.q_rows).view(num_tiles, -1, lanes, head_dim)
-        k, v = self.scratch.gather(now.shape, sources)
+        if call.own_rows is not None and call.own_mask is not None:
+            sources.append((arenas.k_rows, arenas.v_rows, call.own_rows))
+            mask = torch.cat([mask.expand(-1, lanes, -1, -1), call.own_mask]) if sources[1:] else call.own_mask
+        q_tiles = q.index_select(0, call.q_rows).view(num_tiles, -1, lanes, head_dim)
+        k, v = self.scratch.gather(call.shape, sources)
         return attend_blocks(q_tiles, k, v, mask, sm_scale)

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,9 +19,6 @@ from kvevict_kernels.ragged_attention.tiles import Tiles, choose_block, merge_ta
 from sgl_kvevict.attention.batch import Path
 from sgl_kvevict.attention.span_tiles import UnitLists, group_spans, join_units, sharer_class
 from sgl_kvevict.geometry import KVGeometry
-
-MAX_COMPOSITIONS = 2
-"""A server alternates between at most two: decode steps, and decode rows inside of prefill steps."""
 
 
 @dataclass(frozen=True)
@@ -220,26 +216,6 @@ class Composition:
         if not bool(is_filler.any()):
             return table, None
         return table, torch.where(is_filler, float("-inf"), 0.0)
-
-
-class DecodePlanner:
-    """Keeps the last compositions.
-
-    Args:
-        geometry: sizes.
-    """
-
-    def __init__(self, geometry: KVGeometry) -> None:
-        self.geometry = geometry
-        self._compositions: OrderedDict[tuple[Path, ...], Composition] = OrderedDict()
-
-    def composition(self, paths: tuple[Path, ...]) -> Composition:
-        """Return the composition for these paths: built once, while it stays among the last ones used."""
-        found = self._compositions.pop(paths, None) or Composition(paths, self.geometry)
-        self._compositions[paths] = found
-        if len(self._compositions) > MAX_COMPOSITIONS:
-            self._compositions.popitem(last=False)
-        return found
 
 
 def locate_suffixes(

@@ -6,7 +6,6 @@ FlashInfer's log-sum-exps have base 2; what leaves this module is natural.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,15 +14,15 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.checks import check_tensor
-from sgl_kvevict.attention.batch import AttentionBatch, Path
+from sgl_kvevict.attention.batch import AttentionBatch, CompositionKey
 from sgl_kvevict.attention.flashinfer_lists import SpanLists, build_span_lists, build_suffix_lists, merge_base2
+from sgl_kvevict.attention.recent_compositions import MAX_COMPOSITIONS, RecentCompositions
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 WORKSPACE_BYTES = 256 * 2**20
-MAX_COMPOSITIONS = 2
 SUFFIX_WRAPPERS = 3
 _INDPTR_ATTRIBUTE = "_paged_kv_indptr_buf"
 """Where the wrapper of FlashInfer 0.7.2 keeps the row bounds that it hands to the kernel."""
@@ -111,14 +110,14 @@ class FlashInferAttention:
         make = make_wrapper or flashinfer_wrappers(k_arena.device)
         self._span_wrappers = [_Planned(make(), k_arena.device) for _ in range(MAX_COMPOSITIONS)]
         self._suffix_wrappers = [_Planned(make(), k_arena.device) for _ in range(SUFFIX_WRAPPERS)]
-        self._compositions: OrderedDict[tuple[tuple[Path, ...], tuple[int, ...]], _Spans] = OrderedDict()
+        self._compositions: RecentCompositions[CompositionKey, _Spans] = RecentCompositions(self._take_back_wrapper)
         self._num_new = -1
         self._spans = _Spans(None, None)
 
     def plan(self, batch: AttentionBatch) -> None:
         """Prepare the layers of one forward; see :meth:`sgl_kvevict.attention.backend.Attention.plan`."""
         self._num_new = sum(batch.new_lens)
-        self._spans = self._composition(batch)
+        self._spans = self._compositions.get(batch.composition, lambda: self._plan_spans(batch))
         lists = build_suffix_lists(batch)
         self._suffix_wrappers.append(self._suffix_wrappers.pop(0))
         self._suffix_wrappers[-1].plan(
@@ -154,17 +153,9 @@ class FlashInferAttention:
             out, lse = merge_base2(lists, span_out, span_lse, out, lse)
         return out.to(q.dtype), lse * math.log(2.0)
 
-    def _composition(self, batch: AttentionBatch) -> _Spans:
-        key = (batch.paths, tuple(batch.new_lens))
-        found = self._compositions.pop(key, None)
-        if found is None:
-            if len(self._compositions) == MAX_COMPOSITIONS:
-                _, oldest = self._compositions.popitem(last=False)
-                if oldest.planned is not None:
-                    self._span_wrappers.append(oldest.planned)
-            found = self._plan_spans(batch)
-        self._compositions[key] = found
-        return found
+    def _take_back_wrapper(self, dropped: _Spans) -> None:
+        if dropped.planned is not None:
+            self._span_wrappers.append(dropped.planned)
 
     def _plan_spans(self, batch: AttentionBatch) -> _Spans:
         lists = build_span_lists(batch.paths, batch.new_lens, self.geometry, self.k_arena.device)

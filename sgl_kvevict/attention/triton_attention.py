@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -10,14 +9,12 @@ from torch import Tensor
 
 from kvevict_kernels.checks import KV_DTYPES, check_tensor
 from kvevict_kernels.ragged_decode import plan_ragged_decode, run_ragged_decode, start_step
-from kvevict_kernels.ragged_decode.tables import Step, Tables
+from kvevict_kernels.ragged_decode.tables import LayerInputs, Step, Tables
 from kvevict_kernels.ragged_extend import run_ragged_extend
-from sgl_kvevict.attention.batch import AttentionBatch, Path
+from sgl_kvevict.attention.batch import AttentionBatch, CompositionKey
+from sgl_kvevict.attention.recent_compositions import RecentCompositions
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
-
-MAX_COMPOSITIONS = 2
-"""A server alternates between at most two that come again: decode steps, and decode rows inside of prefill steps."""
 
 
 @dataclass
@@ -51,8 +48,8 @@ class TritonAttention:
         self.k_arena = k_arena
         self.v_arena = v_arena
         self.num_compositions_built = 0
-        self._compositions: OrderedDict[tuple[tuple[Path, ...], tuple[int, ...]], _Composition] = OrderedDict()
-        self._now: _Composition | None = None
+        self._compositions: RecentCompositions[CompositionKey, _Composition] = RecentCompositions()
+        self._composition: _Composition | None = None
         self._partials: tuple[Tensor, Tensor] | None = None
 
     def plan(self, batch: AttentionBatch) -> None:
@@ -63,67 +60,48 @@ class TritonAttention:
                 the composition stays the same.
         """
         device = self.k_arena.device
-        now = self._composition(batch)
+        composition = self._compositions.get(batch.composition, lambda: self._build(batch))
         seq_lens = batch.device_seq_lens
         if seq_lens is None:
             host_lens = torch.tensor(batch.seq_lens, dtype=torch.int32)
             seq_lens = (host_lens.pin_memory() if device.type == "cuda" else host_lens).to(device, non_blocking=True)
-        now.step = start_step(
-            now.tables,
+        composition.step = start_step(
+            composition.tables,
             req_to_token=batch.req_to_token,
             pool_rows=batch.req_pool_indices.long(),
             seq_lens=seq_lens.int(),
-            previous=now.step,
+            previous=composition.step,
         )
-        self._now = now
-        self._reserve_partials(now.tables.num_partials)
+        self._composition = composition
+        self._reserve_partials(composition.tables.num_partials)
 
     def run(self, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
         """Attend as planned; see :meth:`sgl_kvevict.attention.backend.Attention.run`."""
-        now = self._now
-        num_new = 0 if now is None else now.tables.num_new
+        composition = self._composition
+        num_new = 0 if composition is None else composition.tables.num_new
         shape = (num_new, self.geometry.num_qo_heads, self.geometry.head_dim)
-        if now is None or now.step is None or self._partials is None or tuple(q.shape) != shape:
+        if composition is None or composition.step is None or self._partials is None or tuple(q.shape) != shape:
             raise InvariantError(f"q: planned {list(shape)}, got {list(q.shape)}")
-        q = q.contiguous()
-        queries = q.to(self.k_arena.dtype)
+        queries = q.contiguous().to(self.k_arena.dtype)
         out = torch.empty_like(queries)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        arenas = (self.k_arena, self.v_arena)
-        run_ragged_decode(
-            now.tables,
-            now.step,
-            layer,
-            queries,
-            *arenas,
-            sm_scale=sm_scale,
-            partials=self._partials,
-            out=out,
-            lse=lse,
-        )
-        run_ragged_extend(now.tables, now.step, layer, queries, *arenas, sm_scale=sm_scale, out=out, lse=lse)
+        inputs = LayerInputs(layer, queries, self.k_arena, self.v_arena, sm_scale)
+        run_ragged_decode(composition.tables, composition.step, inputs, partials=self._partials, out=out, lse=lse)
+        run_ragged_extend(composition.tables, composition.step, inputs, out=out, lse=lse)
         return out.to(q.dtype), lse
 
-    def _composition(self, batch: AttentionBatch) -> _Composition:
-        key = (batch.paths, tuple(batch.new_lens))
-        found = self._compositions.pop(key, None)
-        if found is None:
-            geometry = self.geometry
-            found = _Composition(
-                plan_ragged_decode(
-                    batch.paths,
-                    batch.new_lens,
-                    num_layers=geometry.num_layers,
-                    num_kv_heads=geometry.num_kv_heads,
-                    group_size=geometry.group_size,
-                    device=self.k_arena.device,
-                )
-            )
-            self.num_compositions_built += 1
-        self._compositions[key] = found
-        if len(self._compositions) > MAX_COMPOSITIONS:
-            self._compositions.popitem(last=False)
-        return found
+    def _build(self, batch: AttentionBatch) -> _Composition:
+        self.num_compositions_built += 1
+        geometry = self.geometry
+        tables = plan_ragged_decode(
+            batch.paths,
+            batch.new_lens,
+            num_layers=geometry.num_layers,
+            num_kv_heads=geometry.num_kv_heads,
+            group_size=geometry.group_size,
+            device=self.k_arena.device,
+        )
+        return _Composition(tables)
 
     def _reserve_partials(self, num_rows: int) -> None:
         """Grow the scratch; all layers and forwards use it one after the other, on one stream."""

@@ -108,14 +108,13 @@ class World:
         for i, new in enumerate(extend_lens):
             for q_head in range(self.geometry.num_qo_heads):
                 k, v = self._seen(i, layer, q_head // self.geometry.group_size)
-                now = q[first : first + new, q_head]
+                mine = q[first : first + new, q_head]
                 mask = torch.ones(new, len(k), dtype=torch.bool).tril(len(k) - new)
-                scores = (now.float() @ k.float().T * self.sm_scale).masked_fill(~mask, -torch.inf)
+                scores = (mine.float() @ k.float().T * self.sm_scale).masked_fill(~mask, -torch.inf)
                 outs.append(scores.softmax(-1) @ v.float())
                 lses.append(scores.logsumexp(-1))
-                plain = scaled_dot_product_attention(
-                    now[None, None], *(x[None, None].to(now.dtype) for x in (k, v)), attn_mask=mask, scale=self.sm_scale
-                )
+                kv = (x[None, None].to(mine.dtype) for x in (k, v))
+                plain = scaled_dot_product_attention(mine[None, None], *kv, attn_mask=mask, scale=self.sm_scale)
                 baselines.append(plain[0, 0])
             first += new
         return self._rows(outs, extend_lens), self._rows(lses, extend_lens), self._rows(baselines, extend_lens)

@@ -113,7 +113,7 @@ def test_steps_and_changing_batches(make_world: MakeWorld) -> None:
         if step == 7:
             world.remove(0)
         check(world)
-    assert len(world.attention._planner._compositions) <= 2
+    assert len(world.attention._compositions) <= 2
 
 
 def test_the_span_part_of_a_plan_is_kept(make_world: MakeWorld) -> None:

@@ -131,8 +131,8 @@ def test_sharers_read_a_span_once(make_world: MakeWorld, device: str, sharers: i
         world.add((span,), 1 + i)
     runner = Runner(world, device)
     check(runner)
-    assert runner.attention._now is not None
-    tables = runner.attention._now.tables
+    assert runner.attention._composition is not None
+    tables = runner.attention._composition.tables
     which = int(sharers * 4 > 16)
     chunk = tables.classes[which].chunk
     items = tables.classes[which].layer_start.diff().tolist()

@@ -11,13 +11,13 @@ from gpu_bench.setting import Setting
 from kvevict_kernels.accumulated_attention import accumulated_attention, accumulated_attention_reference
 from kvevict_kernels.alloc_head_slots import alloc_head_slots, alloc_head_slots_reference
 from kvevict_kernels.compact_kv import compact_kv, compact_kv_reference
-from kvevict_kernels.ragged_attention import ragged_attention, ragged_attention_reference
 from kvevict_kernels.ragged_decode import (
     plan_ragged_decode,
     ragged_attention_over_paths_reference,
     run_ragged_decode,
     start_step,
 )
+from kvevict_kernels.ragged_decode.tables import LayerInputs
 from kvevict_kernels.ragged_extend import run_ragged_extend
 from kvevict_kernels.window_scores import window_scores, window_scores_reference
 from sgl_kvevict.ragged import SpanRuns
@@ -36,7 +36,6 @@ def correctness(setting: Setting) -> list[dict[str, Any]]:
         _row("window_scores", "float32", *_window(setting)),
         _row("accumulated_attention, sum", "float32", *_accumulated(setting, "sum")),
         _row("accumulated_attention, max", "float32", *_accumulated(setting, "max")),
-        _row("ragged_attention", "bfloat16", *_units(setting)),
     ]
     for name, new_lens in (("ragged_decode, decode", [1, 1, 1]), ("ragged_decode and ragged_extend", [1, 9, 40])):
         (out, lse), (want_out, want_lse) = _paths(setting, new_lens)
@@ -100,19 +99,6 @@ def _accumulated(setting: Setting, reduction: Any) -> tuple[Tensor, Tensor]:
     return got, accumulated_attention_reference(queries.float(), lse, keys.float(), slots, **options)
 
 
-def _units(setting: Setting) -> tuple[Tensor, Tensor]:
-    q, k, v = (_normal(setting, n, setting.head_dim) for n in (30, 500, 500))
-    lists = {
-        "qo_indptr": torch.tensor([0, 20, 25]),
-        "qo_indices": torch.arange(25),
-        "kv_indptr": torch.tensor([0, 300, 410]),
-        "kv_indices": torch.randperm(500)[:410],
-    }
-    index = {name: x.int().to(setting.device) for name, x in lists.items()}
-    got = ragged_attention(q, k, v, **index, sm_scale=setting.sm_scale)[0]
-    return got, ragged_attention_reference(q.float(), k.float(), v.float(), **index, sm_scale=setting.sm_scale)[0]
-
-
 def _paths(setting: Setting, new_lens: list[int]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Three requests, the last two on one span, one of them on another span too."""
     layers, heads, slots = 2, setting.num_kv_heads, 400
@@ -136,10 +122,11 @@ def _paths(setting: Setting, new_lens: list[int]) -> tuple[tuple[Tensor, Tensor]
     partials = tuple(
         torch.empty(shape, device=device) for shape in ((table.num_partials, q.shape[2]), (table.num_partials,))
     )
-    run_ragged_decode(table, step, 1, q, k, v, sm_scale=setting.sm_scale, partials=partials, out=out, lse=lse)
-    run_ragged_extend(table, step, 1, q, k, v, sm_scale=setting.sm_scale, out=out, lse=lse)
-    want = ragged_attention_over_paths_reference(table, step, 1, q.float(), k.float(), v.float(), setting.sm_scale)
-    return (out, lse), want
+    inputs = LayerInputs(1, q, k, v, setting.sm_scale)
+    run_ragged_decode(table, step, inputs, partials=partials, out=out, lse=lse)
+    run_ragged_extend(table, step, inputs, out=out, lse=lse)
+    exact = LayerInputs(1, q.float(), k.float(), v.float(), setting.sm_scale)
+    return (out, lse), ragged_attention_over_paths_reference(table, step, exact)
 
 
 def _span(setting: Setting, layers: int, heads: int, slots: int, longest: int) -> SpanRuns:

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_bench.batches import Requests
 from gpu_bench.setting import Setting, copy_bandwidth, host_seconds, median_seconds, synchronize
+from sgl_kvevict.attention.recent_compositions import RecentCompositions
 
 
 def bandwidth(setting: Setting) -> list[dict[str, Any]]:
@@ -86,9 +87,9 @@ def planning(setting: Setting) -> list[dict[str, Any]]:
             requests.attention.plan(requests.batch())
             requests.run(0)
             _plan_anew(requests)
-        same = host_seconds(setting, lambda now=requests: now.attention.plan(now.batch()))
-        new = host_seconds(setting, lambda now=requests: _plan_anew(now))
-        launch = host_seconds(setting, lambda now=requests: now.run(0))
+        same = host_seconds(setting, lambda these=requests: these.attention.plan(these.batch()))
+        new = host_seconds(setting, lambda these=requests: _plan_anew(these))
+        launch = host_seconds(setting, lambda these=requests: these.run(0))
         layer = median_seconds(setting, requests.run)
         step = max(layer, launch) * setting.model_layers
         rows.append(
@@ -113,9 +114,9 @@ def graph(setting: Setting) -> list[dict[str, Any]]:
         requests = Requests(setting, count, is_shared=False, is_scattered=False, suffix_tokens=setting.suffix_tokens)
         batch = requests.batch()
 
-        def step(now: Requests = requests, planned: Any = batch) -> list[Any]:
-            now.attention.plan(planned)
-            return [now.run(layer) for layer in range(setting.decode_layers)]
+        def step(these: Requests = requests, planned: Any = batch) -> list[Any]:
+            these.attention.plan(planned)
+            return [these.run(layer) for layer in range(setting.decode_layers)]
 
         step()
         synchronize(setting)
@@ -144,7 +145,7 @@ def graph(setting: Setting) -> list[dict[str, Any]]:
 
 
 def _plan_anew(requests: Requests) -> None:
-    requests.attention._compositions.clear()
+    requests.attention._compositions = RecentCompositions()
     requests.attention.plan(requests.batch())
 
 

@@ -42,8 +42,8 @@ def _rounds(setting: Setting, forwards: int, *, is_fenced: bool) -> int:
     # A second home for the entries: an arena twice as large, whose upper half is free.
     arenas = [torch.cat([arena, torch.full_like(arena, float("nan"))], dim=1) for arena in (requests.k, requests.v)]
     requests.k, requests.v = arenas
-    layer = span.head_slots.long() // (slots * heads)
-    low = (span.head_slots.long() + layer * slots * heads).int()
+    entry_layers = span.head_slots.long() // (slots * heads)
+    low = (span.head_slots.long() + entry_layers * slots * heads).int()
     homes = [SpanRuns(place, span.starts, span.lens, span.num_tokens) for place in (low, low + slots * heads)]
     attention = _attention(requests)
     streams = [torch.cuda.Stream() for _ in range(2)] if setting.device == "cuda" else []
@@ -57,7 +57,7 @@ def _rounds(setting: Setting, forwards: int, *, is_fenced: bool) -> int:
                 streams[0].wait_stream(streams[1])
             attention.plan(_batch(requests, here))
             layers = range(setting.decode_layers)
-            outs = [attention.run(now, requests.q, setting.sm_scale)[0] for now in layers for _ in range(3)]
+            outs = [attention.run(layer, requests.q, setting.sm_scale)[0] for layer in layers for _ in range(3)]
             first = first or outs
             wrong.append(torch.stack([(a != b).any() for a, b in zip(outs, first, strict=True)]).any())
         with _on(streams, 1):

@@ -1,4 +1,4 @@
-"""ragged_attention on the CPU: blocks of the work list go through PyTorch's fused attention, then are merged.
+"""Blocks of ragged runs go through PyTorch's fused attention, then their partial results are merged.
 
 The fused operation returns the log-sum-exp beside the output, keeps scores and softmax in float32, and works on
 strided views. It cannot take sizes of 0 (it stops the process), and it returns 0 instead of -inf as the
@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvevict_kernels.ragged_attention.tiles import Tiles, build_tiles, choose_block, merge_table
+from kvevict_kernels.ragged_attention.tiles import Tiles
 
 PASS_BYTES = 4 * 2**20
 """Gathered K and V rows of one call stay below this, in float32: they are read again out of the caches."""
@@ -66,81 +65,19 @@ class Scratch:
         return buffer[:numel]
 
 
-@dataclass(frozen=True)
-class CpuPlan:
-    """Work list of one call of ragged_attention, reusable while its index lists stay the same.
-
-    Attributes:
-        tiles: units with similar numbers of q rows share one element.
-        table: [num_rows, width], int64, partials of each q row, see :func:`merge_table`.
-        bias: [num_rows, width], float32, -inf where ``table`` only fills up; None if it never does.
-        is_idle: [num_rows], bool, q rows that attend to nothing; None if there are none.
-    """
-
-    tiles: tuple[Tiles, ...]
-    table: Tensor
-    bias: Tensor | None
-    is_idle: Tensor | None
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of ``q`` that the plan is for."""
-        return self.table.shape[0]
-
-
-def plan_cpu(qo_indptr: Tensor, qo_indices: Tensor, kv_indptr: Tensor, kv_indices: Tensor, num_rows: int) -> CpuPlan:
-    """Build the work list; arguments as in :func:`kvevict_kernels.ragged_attention.ragged_attention`."""
-    qo_indptr, kv_indptr = qo_indptr.long(), kv_indptr.long()
-    qo_lens, kv_lens = qo_indptr.diff(), kv_indptr.diff()
-    # Units of 1, 2-4, 5-16, ... q rows are padded to the largest of their class: at most 4 times.
-    size_class = torch.ceil(torch.log2(qo_lens.clamp(min=1)) / 2)
-    tiles = []
-    size_class[(qo_lens == 0) | (kv_lens == 0)] = -1  # nothing to do
-    for value in sorted(set(size_class.tolist()) - {-1}):
-        units = size_class.eq(value).nonzero().view(-1)
-        lens = qo_lens[units, None]
-        column = torch.arange(int(lens.max()))
-        entry = qo_indptr[units, None] + torch.minimum(column, lens - 1)
-        q_table = torch.where(column < lens, qo_indices.long()[entry], -1)
-        block = choose_block(kv_lens[None, units])
-        tiles.append(build_tiles(q_table, kv_indptr[units], kv_lens[units], kv_indices, block=block)[0])
-    owners = torch.cat([torch.empty(0, dtype=torch.int32), *(t.owners.view(-1) for t in tiles)])
-    table, counts = merge_table(owners, num_rows)
-    return CpuPlan(
-        tiles=tuple(tiles),
-        table=table,
-        bias=fill_bias(counts, table.shape[1]),
-        is_idle=counts.eq(0) if bool(counts.eq(0).any()) else None,
-    )
-
-
-def run_cpu(plan: CpuPlan, q: Tensor, k_rows: Tensor, v_rows: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
-    """Attend as planned; returns out [num_rows, head_dim], dtype of ``q``, and lse [num_rows], float32."""
-    if plan.table.shape[1] == 0:
-        return torch.zeros_like(q), q.new_full(q.shape[:1], float("-inf"), dtype=torch.float32)
-    q_rows, scratch = q.float(), Scratch()
-    partials = [part for tiles in plan.tiles for part in attend_tiles(tiles, q_rows, k_rows, v_rows, sm_scale, scratch)]
-    out, lse = merge_partials(partials, plan.table, plan.bias)
-    out = out.to(q.dtype)
-    if plan.is_idle is not None:
-        out = out.masked_fill(plan.is_idle[:, None], 0.0)
-        lse = lse.masked_fill(plan.is_idle, float("-inf"))
-    return out, lse
-
-
 def attend_tiles(
     tiles: Tiles, q: Tensor, k_rows: Tensor, v_rows: Tensor, sm_scale: float, scratch: Scratch
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Partial results of tiles, in passes of bounded memory; see :func:`attend_blocks` for what is returned."""
     head_dim = q.shape[1]
     _, block, lanes = tiles.kv_rows.shape
-    for part in tile_passes(tiles.num_tiles, block * lanes * head_dim):
-        now = tiles[part]
-        kv_indices = now.kv_rows.view(-1)
-        shape = (now.num_tiles, block, lanes, head_dim)
-        q_tiles = q.index_select(0, now.q_rows.view(-1)).view(*now.q_rows.shape, head_dim)
+    for chosen in tile_passes(tiles.num_tiles, block * lanes * head_dim):
+        part = tiles[chosen]
+        kv_indices = part.kv_rows.view(-1)
+        shape = (part.num_tiles, block, lanes, head_dim)
+        q_tiles = q.index_select(0, part.q_rows.view(-1)).view(*part.q_rows.shape, head_dim)
         k, v = scratch.gather(shape, [(k_rows, v_rows, kv_indices)])
-        yield attend_blocks(q_tiles, k, v, now.mask, sm_scale)
+        yield attend_blocks(q_tiles, k, v, part.mask, sm_scale)
 
 
 def attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
@@ -193,15 +130,6 @@ def merge_partials(partials: list[tuple[Tensor, Tensor]], table: Tensor, bias: T
     no_query = values.new_zeros(1, 1, 1, head_dim).expand(num_rows, 1, 1, head_dim)
     merged, total = fused_attention(no_query, values, values, 0.0, False, attn_mask=scores, scale=1.0)
     return merged.reshape(num_rows, head_dim), total.reshape(num_rows)
-
-
-def fill_bias(counts: Tensor, width: int) -> Tensor | None:
-    """Additive mask [num_rows, width] that hides what fills up a merge table; None if nothing does.
-
-    Rows without any partial show their first column: their result is meaningless, but not NaN.
-    """
-    is_filler = torch.arange(width) >= counts.clamp(min=1)[:, None]
-    return torch.where(is_filler, float("-inf"), 0.0) if bool(is_filler.any()) else None
 
 
 def tile_passes(num_tiles: int, tile_elements: int) -> list[slice]:

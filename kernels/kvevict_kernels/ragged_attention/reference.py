@@ -1,4 +1,4 @@
-"""ragged_attention as its definition says it: one softmax per q row over the union of what its units list."""
+"""The definition: one softmax per q row over the union of what its units list."""
 
 from __future__ import annotations
 
@@ -17,7 +17,26 @@ def ragged_attention_reference(
     kv_indices: Tensor,
     sm_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Reference of :func:`kvevict_kernels.ragged_attention.ragged_attention`: float32, loops, no work list."""
+    """Let the q rows of each work unit attend, without a mask, to the KV rows of that unit; float32, loops, no tiles.
+
+    Unit ``u`` pairs every q row in ``qo_indices[qo_indptr[u]:qo_indptr[u+1]]`` with every KV row in
+    ``kv_indices[kv_indptr[u]:kv_indptr[u+1]]``. A q row in several units attends to the union of their KV rows
+    in one softmax (a KV row listed twice counts twice).
+
+    Args:
+        q: [num_rows, head_dim].
+        k_rows: [num_kv_rows, head_dim]: the arena seen as head slots.
+        v_rows: like ``k_rows``.
+        qo_indptr: [num_units + 1], ascending from 0.
+        qo_indices: [qo_indptr[-1]].
+        kv_indptr: [num_units + 1], ascending from 0.
+        kv_indices: [kv_indptr[-1]].
+        sm_scale: softmax scale.
+
+    Returns:
+        out [num_rows, head_dim], dtype of ``q``, and lse [num_rows], float32, natural log-sum-exp of the scaled
+        scores. Rows that attend to nothing: 0 and -inf.
+    """
     seen: list[list[int]] = [[] for _ in range(q.shape[0])]
     for unit in range(qo_indptr.numel() - 1):
         keys = kv_indices[int(kv_indptr[unit]) : int(kv_indptr[unit + 1])].tolist()

@@ -12,7 +12,7 @@ from kvevict_kernels.dispatch import backend_for
 from kvevict_kernels.ragged_decode.checks import check_run
 from kvevict_kernels.ragged_decode.host_lists import RunLists
 from kvevict_kernels.ragged_decode.reference import ragged_attention_over_paths_reference
-from kvevict_kernels.ragged_decode.tables import Step, Tables, build_step, build_tables
+from kvevict_kernels.ragged_decode.tables import LayerInputs, Step, Tables, build_step, build_tables
 
 __all__ = [
     "plan_ragged_decode",
@@ -95,17 +95,7 @@ def start_step(
 
 
 def run_ragged_decode(
-    tables: Tables,
-    step: Step,
-    layer: int,
-    q: Tensor,
-    k_arena: Tensor,
-    v_arena: Tensor,
-    *,
-    sm_scale: float,
-    partials: tuple[Tensor, Tensor],
-    out: Tensor,
-    lse: Tensor,
+    tables: Tables, step: Step, inputs: LayerInputs, *, partials: tuple[Tensor, Tensor], out: Tensor, lse: Tensor
 ) -> None:
     """Attend with the new tokens of all requests but those that ``ragged_extend`` takes (more than 128 q rows a head).
 
@@ -115,13 +105,9 @@ def run_ragged_decode(
     Args:
         tables: from :func:`plan_ragged_decode`.
         step: from :func:`start_step`.
-        layer: layer index.
-        q: [num_new_tokens, num_qo_heads, head_dim], bfloat16, float16 or float32, request after request.
-        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], dtype of ``q``.
-        v_arena: like ``k_arena``.
-        sm_scale: softmax scale.
+        inputs: the layer's queries, and where K and V are.
         partials: scratch, [>= tables.num_partials, head_dim] and [>= tables.num_partials], float32.
-        out: like ``q``; rows of the requests that it attends for are written.
+        out: like ``inputs.q``; rows of the requests that it attends for are written.
         lse: [num_new_tokens, num_qo_heads], float32, natural log-sum-exp of the scaled scores; likewise.
 
     Raises:
@@ -131,34 +117,25 @@ def run_ragged_decode(
     Cost: every KV row is read once per 64 q rows of its unit; float32 sums; one launch per class and a merge; no host
         sync, no atomics.
     """
-    check_run(tables, layer, q, k_arena, v_arena, sm_scale, out, lse)
-    check_tensor("partials", partials[0], (None, q.shape[2]), torch.float32, q.device)
-    check_tensor("partials", partials[1], (partials[0].shape[0],), torch.float32, q.device)
+    check_run(tables, inputs, out, lse)
+    device, head_dim = inputs.q.device, inputs.q.shape[2]
+    check_tensor("partials", partials[0], (None, head_dim), torch.float32, device)
+    check_tensor("partials", partials[1], (partials[0].shape[0],), torch.float32, device)
     if partials[0].shape[0] < tables.num_partials:
         raise ValueError(f"partials: expected at least {tables.num_partials} rows, got {partials[0].shape[0]}")
     if not tables.merge_request.numel():
         return
-    if backend_for(q.device) == "cpu":
-        _run_reference(tables, step, layer, q, k_arena, v_arena, sm_scale, out, lse)
+    if backend_for(device) == "cpu":
+        _run_reference(tables, step, inputs, out, lse)
         return
     from kvevict_kernels.ragged_decode.triton_impl import run_split
 
-    run_split(tables, step, layer, q, k_arena, v_arena, sm_scale, partials, out, lse)
+    run_split(tables, step, inputs, partials, out, lse)
 
 
-def _run_reference(
-    tables: Tables,
-    step: Step,
-    layer: int,
-    q: Tensor,
-    k_arena: Tensor,
-    v_arena: Tensor,
-    sm_scale: float,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
+def _run_reference(tables: Tables, step: Step, inputs: LayerInputs, out: Tensor, lse: Tensor) -> None:
     """What CPU tensors get: nobody serves with this, CpuAttention is for that."""
-    want_out, want_lse = ragged_attention_over_paths_reference(tables, step, layer, q, k_arena, v_arena, sm_scale)
+    want_out, want_lse = ragged_attention_over_paths_reference(tables, step, inputs)
     first = tables.request_members[tables.merge_request.long()] + tables.merge_token
     rows = tables.members[first.long()].long()
     out[rows], lse[rows] = want_out[rows], want_lse[rows]

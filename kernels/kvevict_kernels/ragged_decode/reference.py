@@ -5,18 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvevict_kernels.ragged_decode.tables import Step, Tables
+from kvevict_kernels.ragged_decode.tables import LayerInputs, Step, Tables
 
 
-def ragged_attention_over_paths_reference(
-    tables: Tables, step: Step, layer: int, q: Tensor, k_arena: Tensor, v_arena: Tensor, sm_scale: float
-) -> tuple[Tensor, Tensor]:
+def ragged_attention_over_paths_reference(tables: Tables, step: Step, inputs: LayerInputs) -> tuple[Tensor, Tensor]:
     """Attend with every new token: its path's runs, then its request's own tokens up to itself.
 
     Arguments and result as in :func:`kvevict_kernels.ragged_decode.run_ragged_decode`, for all requests.
     """
-    num_token_slots, num_kv_heads, head_dim = k_arena.shape[1:]
-    k_rows, v_rows = (arena.reshape(-1, head_dim).float() for arena in (k_arena, v_arena))
+    q, layer = inputs.q, inputs.layer
+    num_token_slots, num_kv_heads, head_dim = inputs.k_arena.shape[1:]
+    k_rows, v_rows = (arena.reshape(-1, head_dim).float() for arena in (inputs.k_arena, inputs.v_arena))
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     lse = torch.full(q.shape[:2], float("-inf"), device=q.device)
     row = 0
@@ -33,7 +32,7 @@ def ragged_attention_over_paths_reference(
                 ]
                 rows = torch.cat([*runs, (layer * num_token_slots + own) * num_kv_heads + head])
                 if rows.numel():
-                    scores = k_rows[rows] @ q[row, q_head].float() * sm_scale
+                    scores = k_rows[rows] @ q[row, q_head].float() * inputs.sm_scale
                     out[row, q_head] = scores.softmax(0) @ v_rows[rows]
                     lse[row, q_head] = scores.logsumexp(0)
             row += 1

@@ -1,4 +1,6 @@
-"""What the kernels read, split by how often it changes: :class:`Tables` with the batch, :class:`Step` every step.
+"""What the kernels read, split by how often it changes.
+
+:class:`Tables` change with the batch, :class:`Step` every step, :class:`LayerInputs` every layer.
 
 Spans of a batch are units, one per (span, KV head): a run of head slots, and the rows of all new tokens that read it.
 Nothing of a span is copied: a run is an address and a length, and the addresses stay valid as long as the tables live.
@@ -138,6 +140,25 @@ class Step:
     work_start: tuple[Tensor, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class LayerInputs:
+    """What one layer attends with.
+
+    Attributes:
+        layer: layer index.
+        q: [num_new_tokens, num_qo_heads, head_dim], bfloat16, float16 or float32, request after request.
+        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], dtype of ``q``.
+        v_arena: like ``k_arena``.
+        sm_scale: softmax scale.
+    """
+
+    layer: int
+    q: Tensor
+    k_arena: Tensor
+    v_arena: Tensor
+    sm_scale: float
+
+
 def build_tables(
     paths: Sequence[Sequence[RunLists]],
     new_lens: Sequence[int],
@@ -200,9 +221,13 @@ def build_step(
         pool_rows=pool_rows,
         seq_lens=seq_lens,
         work=tuple(
-            torch.empty(max(1, now.max_suffix_items), dtype=torch.int32, device=device) for now in tables.classes
+            torch.empty(max(1, class_tables.max_suffix_items), dtype=torch.int32, device=device)
+            for class_tables in tables.classes
         ),
-        work_start=tuple(torch.empty(now.num_requests + 1, dtype=torch.int32, device=device) for now in tables.classes),
+        work_start=tuple(
+            torch.empty(class_tables.num_requests + 1, dtype=torch.int32, device=device)
+            for class_tables in tables.classes
+        ),
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvevict_kernels.ragged_decode.host_lists import MAX_SPLITS
 from kvevict_kernels.ragged_decode.merge.triton_impl import run_merge, suffix_chunk
-from kvevict_kernels.ragged_decode.tables import ClassTables, Step, Tables
+from kvevict_kernels.ragged_decode.tables import ClassTables, LayerInputs, Step, Tables
 
 KEY_BLOCK = 64
 PROGRAMS_PER_SM = {16: 3, 64: 2}
@@ -240,76 +240,64 @@ def _split_kernel(
 
 def advance(tables: Tables, step: Step) -> None:
     """Number the work items of the suffixes for the lengths of this step: one small launch per class."""
-    for now, work, work_start in zip(tables.classes, step.work, step.work_start, strict=True):
-        if not now.num_requests:
+    for class_tables, work, work_start in zip(tables.classes, step.work, step.work_start, strict=True):
+        if not class_tables.num_requests:
             work_start.zero_()
             continue
-        _suffix_work_kernel[(now.num_requests,)](
-            now.requests,
+        _suffix_work_kernel[(class_tables.num_requests,)](
+            class_tables.requests,
             tables.new_lens_device,
             tables.waterlines,
             step.seq_lens,
             work,
             work_start,
-            now.num_requests,
-            CHUNK=now.chunk,
-            ROW_TILE=now.row_tile,
+            class_tables.num_requests,
+            CHUNK=class_tables.chunk,
+            ROW_TILE=class_tables.row_tile,
             MAX_SPLITS=MAX_SPLITS,
             H=tables.num_kv_heads,
             G=tables.group_size,
-            BLOCK=triton.next_power_of_2(now.num_requests),
+            BLOCK=triton.next_power_of_2(class_tables.num_requests),
             FILL=128,
         )
 
 
 def run_split(
-    tables: Tables,
-    step: Step,
-    layer: int,
-    q: Tensor,
-    k_arena: Tensor,
-    v_arena: Tensor,
-    sm_scale: float,
-    partials: tuple[Tensor, Tensor],
-    out: Tensor,
-    lse: Tensor,
+    tables: Tables, step: Step, inputs: LayerInputs, partials: tuple[Tensor, Tensor], out: Tensor, lse: Tensor
 ) -> None:
     """Device path of :func:`kvevict_kernels.ragged_decode.run_ragged_decode`: one launch per class, and the merge."""
-    for now, work, work_start in zip(tables.classes, step.work, step.work_start, strict=True):
-        if now.max_items + now.max_suffix_items:
-            _launch_split(tables, step, now, (work, work_start), layer, q, k_arena, v_arena, sm_scale, partials)
-    run_merge(tables, step, layer, partials, out, lse)
+    for class_tables, work, work_start in zip(tables.classes, step.work, step.work_start, strict=True):
+        if class_tables.max_items + class_tables.max_suffix_items:
+            _launch_split(tables, step, class_tables, (work, work_start), inputs, partials)
+    run_merge(tables, step, inputs.layer, partials, out, lse)
 
 
 def _launch_split(
     tables: Tables,
     step: Step,
-    now: ClassTables,
+    class_tables: ClassTables,
     suffix: tuple[Tensor, Tensor],
-    layer: int,
-    q: Tensor,
-    k_arena: Tensor,
-    v_arena: Tensor,
-    sm_scale: float,
+    inputs: LayerInputs,
     partials: tuple[Tensor, Tensor],
 ) -> None:
-    head_dim = q.shape[2]
-    num_programs = min(now.max_items + now.max_suffix_items, num_programs_on(q.device, now.row_tile))
+    q, head_dim = inputs.q, inputs.q.shape[2]
+    max_items = class_tables.max_items + class_tables.max_suffix_items
+    num_programs = min(max_items, num_programs_on(q.device, class_tables.row_tile))
     _split_kernel[(num_programs,)](
         q,
-        k_arena,
-        v_arena,
+        inputs.k_arena,
+        inputs.v_arena,
         *partials,
-        now.layer_start,
-        now.work_unit,
-        now.item_start,
+        class_tables.layer_start,
+        class_tables.work_unit,
+        class_tables.item_start,
         tables.run_address,
         tables.run_lens,
         tables.partial_start,
         tables.span_members,
         tables.span_member_start,
         tables.members,
-        now.requests,
+        class_tables.requests,
         *suffix,
         tables.request_members,
         tables.new_lens_device,
@@ -317,19 +305,19 @@ def _launch_split(
         step.seq_lens,
         step.pool_rows,
         tables.suffix_partial,
-        layer,
+        inputs.layer,
         tables.num_spans,
-        now.num_requests,
+        class_tables.num_requests,
         step.req_to_token.data_ptr(),
         step.req_to_token.stride(0),
-        k_arena.shape[1],
-        sm_scale * LOG2_E,
-        CHUNK=now.chunk,
+        inputs.k_arena.shape[1],
+        inputs.sm_scale * LOG2_E,
+        CHUNK=class_tables.chunk,
         MAX_SPLITS=MAX_SPLITS,
         H=tables.num_kv_heads,
         G=tables.group_size,
         D=head_dim,
-        BLOCK_M=now.row_tile,
+        BLOCK_M=class_tables.row_tile,
         BLOCK_N=KEY_BLOCK,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         UPCAST=not q.is_cuda,

@@ -8,23 +8,12 @@ from kvevict_kernels.dispatch import backend_for
 from kvevict_kernels.ragged_decode.checks import check_run
 from kvevict_kernels.ragged_decode.host_lists import uses_split
 from kvevict_kernels.ragged_decode.reference import ragged_attention_over_paths_reference
-from kvevict_kernels.ragged_decode.tables import Step, Tables
+from kvevict_kernels.ragged_decode.tables import LayerInputs, Step, Tables
 
 __all__ = ["run_ragged_extend"]
 
 
-def run_ragged_extend(
-    tables: Tables,
-    step: Step,
-    layer: int,
-    q: Tensor,
-    k_arena: Tensor,
-    v_arena: Tensor,
-    *,
-    sm_scale: float,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
+def run_ragged_extend(tables: Tables, step: Step, inputs: LayerInputs, *, out: Tensor, lse: Tensor) -> None:
     """Attend with the new tokens of the requests that ``run_ragged_decode`` leaves out (more than 128 q rows a head).
 
     Arguments, results and errors as there. A new token sees its request's spans without a mask and its own tokens
@@ -33,11 +22,11 @@ def run_ragged_extend(
     Source: FlashAttention-2's loop, over gathered rows.
     Cost: keys are read once per 128 q rows of a KV head; float32 sums; no host sync, no atomics.
     """
-    check_run(tables, layer, q, k_arena, v_arena, sm_scale, out, lse)
+    check_run(tables, inputs, out, lse)
     if not tables.tile_request.numel():
         return
-    if backend_for(q.device) == "cpu":
-        want_out, want_lse = ragged_attention_over_paths_reference(tables, step, layer, q, k_arena, v_arena, sm_scale)
+    if backend_for(inputs.q.device) == "cpu":
+        want_out, want_lse = ragged_attention_over_paths_reference(tables, step, inputs)
         first = 0
         for new in tables.new_lens:
             if not uses_split(new, tables.group_size):
@@ -47,4 +36,4 @@ def run_ragged_extend(
         return
     from kvevict_kernels.ragged_extend.triton_impl import run_extend
 
-    run_extend(tables, step, layer, q, k_arena, v_arena, sm_scale, out, lse)
+    run_extend(tables, step, inputs, out, lse)

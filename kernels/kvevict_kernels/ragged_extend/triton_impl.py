@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvevict_kernels.ragged_decode.host_lists import EXTEND_TILE
-from kvevict_kernels.ragged_decode.tables import Step, Tables
+from kvevict_kernels.ragged_decode.tables import LayerInputs, Step, Tables
 from kvevict_kernels.ragged_decode.triton_impl import LOG2_E, attend_block
 
 KEY_BLOCK = 64
@@ -100,23 +100,13 @@ def _extend_kernel(
     tl.store(lse_ptr + q_row, (b_max + tl.log2(divisor)) * 0.6931471805599453, mask=m_m)
 
 
-def run_extend(
-    tables: Tables,
-    step: Step,
-    layer: int,
-    q: Tensor,
-    k_arena: Tensor,
-    v_arena: Tensor,
-    sm_scale: float,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
+def run_extend(tables: Tables, step: Step, inputs: LayerInputs, out: Tensor, lse: Tensor) -> None:
     """Device path of :func:`kvevict_kernels.ragged_extend.run_ragged_extend`: one launch."""
-    head_dim = q.shape[2]
+    q, head_dim = inputs.q, inputs.q.shape[2]
     _extend_kernel[(tables.tile_request.numel(), tables.num_kv_heads)](
         q,
-        k_arena,
-        v_arena,
+        inputs.k_arena,
+        inputs.v_arena,
         out,
         lse,
         tables.tile_request,
@@ -132,11 +122,11 @@ def run_extend(
         step.seq_lens,
         step.pool_rows,
         step.req_to_token.data_ptr(),
-        layer,
+        inputs.layer,
         tables.num_spans,
         step.req_to_token.stride(0),
-        k_arena.shape[1],
-        sm_scale * LOG2_E,
+        inputs.k_arena.shape[1],
+        inputs.sm_scale * LOG2_E,
         H=tables.num_kv_heads,
         G=tables.group_size,
         D=head_dim,
