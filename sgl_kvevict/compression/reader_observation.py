@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -12,11 +14,16 @@ from sgl_kvevict.policies.observation import LayerObservation
 from sgl_kvevict.policies.rotary import Rotary
 
 
+@dataclass(frozen=True)
+class Repetition:
+    """From ``position`` on, a reader repeats the tokens of the range from ``source`` on (logical positions)."""
+
+    position: int
+    source: int
+
+
 class ReaderObservation:
     """The largest attention that any query of any reader paid each token of ``[start, end)``.
-
-    Readers come behind the range, or read a part of it once more by itself: the queries of the second kind are like the
-    prompt's own and leave their echo (:func:`sgl_kvevict.policies.echo.echo_attention`).
 
     Maxima combine in any order and do not mind being taken twice, so readers may come in chunks, be retracted and run
     again.
@@ -25,7 +32,9 @@ class ReaderObservation:
         geometry: sizes of the model.
         start: logical position of the range's first token.
         end: logical position after its last one.
-        rotary: the model's rotary embedding; needed for readers of the second kind.
+        rotary: the model's rotary embedding, if readers that repeat the range are to leave their echo too: what their
+            queries would attend to from right behind the tokens they repeat, see
+            :func:`sgl_kvevict.policies.echo.echo_attention`.
 
     Attributes:
         num_readers: readers seen to their end.
@@ -41,20 +50,19 @@ class ReaderObservation:
         self._sm_scales = [0.0] * geometry.num_layers
         self._query_start = end
         self._token_slots: Tensor | None = None
-        self._reads_from: int | None = None
+        self._repetition: Repetition | None = None
 
-    def begin_chunk(self, query_start: int, token_slots: Tensor, reads_from: int | None = None) -> None:
+    def begin_chunk(self, query_start: int, token_slots: Tensor, repetition: Repetition | None = None) -> None:
         """Announce queries of a reader, for every layer.
 
         Args:
-            query_start: position of the chunk's first token in what the reader reads; at or after ``end`` for a reader
-                that comes behind the range.
+            query_start: logical position of the chunk's first token, at or after ``end``.
             token_slots: [end - start], int64, slots of the range.
-            reads_from: logical position of the chunk's first token in the range, for a reader that reads a part of it.
+            repetition: where the reader repeats the range, if it does.
         """
         self._query_start = query_start
         self._token_slots = token_slots
-        self._reads_from = reads_from
+        self._repetition = repetition
 
     def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float) -> None:
         """Collect from one layer of the chunk.
@@ -68,28 +76,30 @@ class ReaderObservation:
         """
         assert self._token_slots is not None
         self._sm_scales[layer] = sm_scale
-        if self._reads_from is None:
-            peaks = accumulated_attention(
-                queries.contiguous(),
-                lse.contiguous(),
-                k_buffer,
-                self._token_slots,
-                sm_scale=sm_scale,
-                key_start=self.start,
-                query_start=self._query_start,
-                reduction="max",
-            )
-            self._peaks.add(layer, peaks)
-        else:
-            assert self._rotary is not None
+        peaks = accumulated_attention(
+            queries.contiguous(),
+            lse.contiguous(),
+            k_buffer,
+            self._token_slots,
+            sm_scale=sm_scale,
+            key_start=self.start,
+            query_start=self._query_start,
+            reduction="max",
+        )
+        self._peaks.add(layer, peaks)
+        if self._rotary is None or self._repetition is None:
+            return
+        before = self._repetition.position - self._query_start  # the chunk's tokens that repeat nothing yet
+        repeating = queries[max(before, 0) :]
+        if repeating.shape[0]:
             echo = echo_attention(
-                queries,
+                repeating,
                 k_buffer,
                 self._token_slots,
                 sm_scale=sm_scale,
                 key_start=self.start,
-                query_start=self._reads_from,
-                position=self._query_start,
+                query_start=self._repetition.source + max(-before, 0),
+                position=self._query_start + max(before, 0),
                 rotary=self._rotary,
             )
             self._echo.add(layer, echo)

@@ -41,7 +41,7 @@ def echo_attention(
         key_start: logical position of the first key (tokens).
         query_start: logical position of the first query (tokens).
         rotary: the model's rotary embedding.
-        position: to which position the first query is rotated, if the tokens were read elsewhere; default:
+        position: where the first query stands, if the queries are of another reading of the same tokens; default:
             ``query_start``.
 
     Returns:

@@ -19,16 +19,17 @@ _MARK = "\x00"
 
 @dataclass(frozen=True)
 class Probe:
-    """What one pass reads.
+    """What follows the prefix in one pass.
 
     Attributes:
         tokens: token ids.
-        source: None: they follow the prefix. Otherwise they are tokens of the range from this index on, read without
-            what stands before them.
+        answer: index of the first token that repeats the prefix; None if none does.
+        source: index in the prefix of the token that it repeats.
     """
 
     tokens: list[int]
-    source: int | None = None
+    answer: int | None = None
+    source: int = 0
 
 
 def repetition_probes(
@@ -46,24 +47,14 @@ def repetition_probes(
     """
     if tokenizer is None:
         for start in range(0, len(tokens), pass_tokens):
-            yield Probe(list(tokens[start : start + pass_tokens]))
+            yield Probe(list(tokens[start : start + pass_tokens]), 0, start)
         return
     turn = tokenizer.encode(assistant_turn(tokenizer), add_special_tokens=False)
     for start in range(0, len(tokens), pass_tokens):
         ask = tokenizer.encode(REPEAT_FROM if start else REPEAT, add_special_tokens=False)
         cue = list(tokens[max(start - NUM_CUE_TOKENS, 0) : start])
-        yield Probe([*ask, *cue, *turn, *tokens[start : start + pass_tokens]])
-
-
-def reading_probes(tokens: Sequence[int], pass_tokens: int) -> Iterator[Probe]:
-    """Read the tokens of a range once more, part by part, each by itself.
-
-    Args:
-        tokens: of the range.
-        pass_tokens: tokens of the range in one probe.
-    """
-    for start in range(0, len(tokens), pass_tokens):
-        yield Probe(list(tokens[start : start + pass_tokens]), start)
+        words = [*ask, *cue, *turn]
+        yield Probe([*words, *tokens[start : start + pass_tokens]], len(words), start)
 
 
 def question_probes(tokenizer: PreTrainedTokenizerBase, questions: Sequence[str]) -> Iterator[Probe]:

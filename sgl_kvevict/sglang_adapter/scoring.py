@@ -8,20 +8,18 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sgl_kvevict.compression import PromptObservation, ReaderObservation
-from sgl_kvevict.policies.observation import Readers, Signal
+from sgl_kvevict.compression import PromptObservation, ReaderObservation, Repetition
+from sgl_kvevict.policies.observation import Readers
 from sgl_kvevict.request import parse_request_options
 from sgl_kvevict.sglang_adapter.observers import REFUSED_NO_ROOM
-from sgl_kvevict.sglang_adapter.probes import Probe, question_probes, reading_probes, repetition_probes
+from sgl_kvevict.sglang_adapter.probes import Probe, question_probes, repetition_probes
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.mem_cache.radix_cache import TreeNode
-    from torch import Tensor
+    from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
     from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
@@ -41,7 +39,7 @@ class ScoringJob:
         questions: texts to read it with; () for the policy's own way.
         rid: request that asked for it, "" if none did.
         observation: what the passes have seen; None before the first.
-        probes: what is still to be read, one a pass.
+        probes: what is still to follow the prefix, one a pass.
         started: when the pass that runs was handed to the scheduler (seconds, monotonic).
     """
 
@@ -56,9 +54,9 @@ class ScoringJob:
 class PrefixScoring:
     """Counts who finds which prefix, and has prefixes read: one pass at a time, when no user's request waits.
 
-    A pass is a request of our own, answered to no one and inserted nowhere: the cached prefix and a probe after it, or
-    a part of the prefix by itself. It locks what it found in the cache while it runs, like any request; otherwise and
-    between passes nothing is held, so a prefix may be dropped, and its job with it.
+    A pass is a request of our own: the cached prefix and a probe after it, answered to no one and inserted nowhere.
+    It locks the prefix while it runs, like any request; between passes nothing is held, so a prefix may be dropped,
+    and its job with it.
 
     Args:
         tree: whose prefixes.
@@ -109,12 +107,14 @@ class PrefixScoring:
 
     def observe(self, req: Req, start: int) -> ReaderObservation | None:
         """Return what new tokens from ``start`` on of a request are to be recorded in, if anything."""
-        if self._is_pass(req):
-            return self._observe_pass(req, start)
-        vote = self._vote(req, start)
-        if vote is not None:
-            vote.begin_chunk(start, self._token_slots(req.last_node, vote))
-        return vote
+        is_pass = self._is_pass(req)
+        observation = self._observation_of_pass(req) if is_pass else self._vote(req, start)
+        if observation is None:
+            return None
+        row = self.tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        repetition = self._repetition(req) if is_pass else None
+        observation.begin_chunk(start, row[observation.start : observation.end].long(), repetition)
+        return observation
 
     def prompt_complete(self, req: Req, observation: PromptObservation) -> None:
         """A user's prompt is in the tree: count what it found there, and queue what is to be scored."""
@@ -211,10 +211,8 @@ class PrefixScoring:
         if job.questions:
             job.probes = list(question_probes(scheduler.tokenizer, job.questions))
         else:
-            part, pass_tokens = tokens[slice(*bounds)], self.config.scoring_pass_tokens
-            job.probes = list(repetition_probes(scheduler.tokenizer, part, pass_tokens))
-            if Signal.ECHO_ATTENTION in self.compressor.policy.needs:
-                job.probes += reading_probes(part, pass_tokens)
+            part = tokens[slice(*bounds)]
+            job.probes = list(repetition_probes(scheduler.tokenizer, part, self.config.scoring_pass_tokens))
         room = min(scheduler.max_req_input_len, self.tree.token_to_kv_pool_allocator.size)
         if len(tokens) + max(len(probe.tokens) for probe in job.probes) >= room:
             self.tree.observer.refused(REFUSED_NO_ROOM, len(tokens))
@@ -230,17 +228,15 @@ class PrefixScoring:
         sampling = SamplingParams(max_new_tokens=0, temperature=0)
         sampling.normalize(None)
         self._num_passes += 1
-        rid = f"{RID_PREFIX}{self._num_passes}"
-        probe, key = job.probes[0], job.node.key
-        follows = probe.source is None
+        key: RadixKey = job.node.key
         req = Req(
-            rid,
+            f"{RID_PREFIX}{self._num_passes}",
             "",
-            array("q", [*(self._tokens(job.node) if follows else ()), *probe.tokens]),
+            array("q", [*self._tokens(job.node), *job.probes[0].tokens]),
             sampling,
             eos_token_ids=scheduler.model_config.hf_eos_token_id,
             vocab_size=scheduler.model_config.vocab_size,
-            extra_key=key.extra_key if follows else rid,  # nothing in the cache has this key
+            extra_key=key.extra_key,
             cache_salt=key.cache_salt,
         )
         req.tokenizer = scheduler.tokenizer
@@ -270,19 +266,17 @@ class PrefixScoring:
     def _is_pass(self, req: Req) -> bool:
         return str(req.rid).startswith(RID_PREFIX) and req.skip_radix_cache_insert
 
-    def _observe_pass(self, req: Req, start: int) -> ReaderObservation | None:
-        job = self._job
-        if req is not self._pass or job is None or job.observation is None:
-            return None
-        seen, source = job.observation, job.probes[0].source
-        reads_from = None if source is None else seen.start + source + start
-        seen.begin_chunk(start, self._token_slots(job.node, seen), reads_from)
-        return seen
+    def _observation_of_pass(self, req: Req) -> ReaderObservation | None:
+        return self._job.observation if req is self._pass and self._job is not None else None
 
-    def _token_slots(self, node: TreeNode, observation: ReaderObservation) -> Tensor:
-        """Slots of the observed range on the path to a node."""
-        slots = torch.cat([step.value for step in self.tree.path(node)])
-        return slots[observation.start : observation.end]
+    def _repetition(self, req: Req) -> Repetition | None:
+        """Where the pass repeats the range, if it does."""
+        assert self._job is not None and self._job.observation is not None
+        probe = self._job.probes[0]
+        if probe.answer is None:
+            return None
+        prefix_len = len(req.origin_input_ids) - len(probe.tokens)
+        return Repetition(prefix_len + probe.answer, self._job.observation.start + probe.source)
 
     # ---- votes ------------------------------------------------------------------------------------------------
 

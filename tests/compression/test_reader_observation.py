@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from sgl_kvevict.compression import Compressor, ReaderObservation
+from sgl_kvevict.compression import Compressor, ReaderObservation, Repetition
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import Rotary, build_policy, echo
@@ -18,8 +18,9 @@ from sgl_kvevict.prefix import SpanStore
 GEOMETRY = KVGeometry(num_layers=1, num_qo_heads=4, num_kv_heads=2, head_dim=8, num_token_slots=128)
 START, END = 3, 43
 """The range; the path is 50 tokens long."""
-SOURCE, NUM_READ = 16, 20
-"""A reader that reads 20 tokens of the range once more, from 16 on."""
+ASK, SOURCE, NUM_REPEATED = 5, 16, 20
+"""A reader: 5 tokens that ask, then 20 tokens of the range from 16 on once more."""
+ANSWER = 50 + ASK
 SM_SCALE = 0.3
 
 
@@ -37,52 +38,53 @@ def rotary() -> Rotary:
 
 
 @pytest.fixture
-def text(rotary):
-    """Queries of the part that is read again, before RoPE; a key buffer; the slots of the path."""
+def reader(rotary):
+    """Queries before and after RoPE, their lse, a key buffer, and the slots of the path and the reader."""
     generator = torch.Generator().manual_seed(0)
-    slots = torch.randperm(127, generator=generator)[:50] + 1
+    length = ANSWER + NUM_REPEATED
+    slots = torch.randperm(127, generator=generator)[:length] + 1
     keys = torch.full((128, 2, 8), torch.nan)
-    keys[slots] = rotary.apply(2 * torch.randn(50, 2, 8, generator=generator), torch.arange(50))
-    return 2 * torch.randn(NUM_READ, 4, 8, generator=generator), keys, slots
+    positions = torch.arange(length)
+    keys[slots] = rotary.apply(2 * torch.randn(length, 2, 8, generator=generator), positions)
+    plain = 2 * torch.randn(length - 50, 4, 8, generator=generator)
+    queries = rotary.apply(plain, positions[50:])
+    lse = dense_attention(queries, keys[slots], sm_scale=SM_SCALE, query_start=50)[1]
+    return plain, queries, lse, keys, slots
 
 
-def read_again(text, rotary, cuts=()):
-    plain, keys, slots = text
-    queries = rotary.apply(plain, torch.arange(NUM_READ))
+def observe(reader, rotary, cuts=(), repetition=Repetition(ANSWER, SOURCE)):  # noqa: B008 - frozen
+    _, queries, lse, keys, slots = reader
     observation = ReaderObservation(GEOMETRY, START, END, rotary)
-    for begin, end in pairwise([0, *cuts, NUM_READ]):
-        observation.begin_chunk(begin, slots[START:END], SOURCE + begin)
-        observation.record(0, queries[begin:end], torch.zeros(end - begin, 4), keys, SM_SCALE)
+    bounds = [0, *cuts, queries.shape[0]]
+    for begin, end in pairwise(bounds):
+        observation.begin_chunk(50 + begin, slots[START:END], repetition)
+        observation.record(0, queries[begin:end], lse[begin:end], keys, SM_SCALE)
     return observation.show(0, START, keys, keys, slots[START:END])
 
 
-def test_tokens_read_alone_echo_as_they_do_where_they_stand(text, rotary):
-    plain, keys, slots = text
-    own = rotary.apply(plain, torch.arange(SOURCE, SOURCE + NUM_READ))
+def test_echo_is_that_of_the_tokens_read_where_they_stand(reader, rotary):
+    """Moved to where the repeated tokens stand, the reader's queries are the prompt's own."""
+    plain, _, _, keys, slots = reader
+    own = rotary.apply(plain[ASK:], torch.arange(SOURCE, SOURCE + NUM_REPEATED))
     expected = echo_attention(
         own, keys, slots[START:END], sm_scale=SM_SCALE, key_start=START, query_start=SOURCE, rotary=rotary
     )
-    found = read_again(text, rotary)
-    assert bool((expected > 0).any()) and found.peaks is None
+    found = observe(reader, rotary)
+    assert bool((expected > 0).any())
     torch.testing.assert_close(found.echo, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("cuts", [(3,), (5,), (6, 7), (2, 12, 19)])
-def test_chunks_change_nothing(text, rotary, cuts):
-    torch.testing.assert_close(read_again(text, rotary, cuts).echo, read_again(text, rotary).echo)
+@pytest.mark.parametrize("cuts", [(3,), (5,), (6, 7), (2, 12, 20), (24,)])
+def test_chunks_change_nothing(reader, rotary, cuts):
+    whole, cut = observe(reader, rotary), observe(reader, rotary, cuts)
+    torch.testing.assert_close(cut.echo, whole.echo, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(cut.peaks, whole.peaks)
 
 
-def test_readers_behind_the_range_leave_peaks_alone(text, rotary):
-    plain, keys, slots = text
-    lse = dense_attention(plain, keys[slots], sm_scale=SM_SCALE, query_start=50)[1]
-    observation = ReaderObservation(GEOMETRY, START, END, rotary)
-    observation.begin_chunk(50, slots[START:END])
-    observation.record(0, plain, lse, keys, SM_SCALE)
-    found = observation.show(0, START + 7, keys, keys, slots[START + 7 : END])
-    weights = (torch.einsum("qgd,kd->gqk", plain[:, :2], keys[slots[START + 7 : END], 0]) * SM_SCALE).exp()
-    weights = weights / lse[:, :2].T.exp()[..., None]
-    assert found.echo is None
-    torch.testing.assert_close(found.peaks[0], weights.amax((0, 1)))
+def test_readers_that_repeat_nothing_leave_no_echo(reader, rotary):
+    assert observe(reader, rotary, repetition=None).echo is None
+    without = observe(reader, None)
+    assert without.echo is None and torch.equal(without.peaks, observe(reader, rotary).peaks)
 
 
 @pytest.mark.parametrize(("name", "options"), [("reconstruction", {}), ("reconstruction", {"use_echo": False})])

@@ -30,7 +30,6 @@ from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.observation import Readers, Signal
 from sgl_kvevict.policies.parts import Decision
-from sgl_kvevict.policies.rotary import Rotary
 from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.ragged import MergePlan, Selection
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
@@ -114,8 +113,7 @@ class Harness:
             attn_tp_cache_group=self.group,
         )
         store = SpanStore(self.geometry, self.k, self.v)
-        rotary = Rotary(torch.tensor([[1.0, 0.0]]), True)  # turns nothing
-        compressor = None if self.policy is None else Compressor(self.config, self.policy, store, rotary)
+        compressor = None if self.policy is None else Compressor(self.config, self.policy, store)
         self.tree = KVEvictTree(params, store, compressor)
         self.live: list[Req] = []
         self._count = 0

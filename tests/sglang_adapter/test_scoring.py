@@ -10,18 +10,11 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import Letters, MiniScheduler
-from sgl_kvevict.compression import ReaderObservation
+from sgl_kvevict.compression import ReaderObservation, Repetition
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.policies.observation import Readers, Signal
+from sgl_kvevict.policies.observation import Readers
 from sgl_kvevict.sglang_adapter.observers import CountingObserver
-from sgl_kvevict.sglang_adapter.probes import (
-    NUM_CUE_TOKENS,
-    REPEAT,
-    REPEAT_FROM,
-    Probe,
-    reading_probes,
-    repetition_probes,
-)
+from sgl_kvevict.sglang_adapter.probes import NUM_CUE_TOKENS, REPEAT, REPEAT_FROM, Probe, repetition_probes
 from sgl_kvevict.sglang_adapter.request_check import before_queueing
 from sgl_kvevict.sglang_adapter.scoring import PATIENCE
 
@@ -34,10 +27,10 @@ def server_args(tmp_path_factory):
     publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
-def cache(readers=Readers.REPETITION, num_slots=400, needs=frozenset(), **fields) -> tuple[Harness, MiniScheduler]:
+def cache(readers=Readers.REPETITION, num_slots=400, **fields) -> tuple[Harness, MiniScheduler]:
     values = {"budget": 0.3, "tail_tokens": 4, "sink_tokens": 2, "min_prefix_tokens": 6, "scoring_pass_tokens": 20}
     config = KVEvictConfig(**(values | fields))
-    harness = Harness(num_slots=num_slots, config=config, policy=PseudoRandomPolicy(readers=readers, needs=needs))
+    harness = Harness(num_slots=num_slots, config=config, policy=PseudoRandomPolicy(readers=readers))
     return harness, MiniScheduler(harness)
 
 
@@ -229,51 +222,47 @@ def test_probes_repeat_every_token_once_and_say_where_to_go_on():
         [*second, *tokens[20 - NUM_CUE_TOKENS : 20], *turn, *tokens[20:40]],
         [*third, *tokens[40 - NUM_CUE_TOKENS : 40], *turn, *tokens[40:]],
     ]
-    assert {probe.source for probe in probes} == {None}
+    assert [tokens[probe.source :][:20] for probe in probes] == [probe.tokens[probe.answer :] for probe in probes]
 
 
 def test_without_a_tokenizer_a_prefix_is_repeated_without_words():
     assert list(repetition_probes(None, list(range(50)), 20)) == [
-        Probe(list(range(20))),
-        Probe(list(range(20, 40))),
-        Probe(list(range(40, 50))),
+        Probe(list(range(20)), 0, 0),
+        Probe(list(range(20, 40)), 0, 20),
+        Probe(list(range(40, 50)), 0, 40),
     ]
 
 
-def test_a_range_is_read_once_more_part_by_part():
-    tokens = list(range(100, 150))
-    assert list(reading_probes(tokens, 20)) == [Probe(tokens[i : i + 20], i) for i in (0, 20, 40)]
-
-
-@pytest.mark.parametrize("chunk", [None, 7])
-def test_an_echo_takes_passes_without_the_prefix(monkeypatch, chunk):
-    announced = []
+@pytest.fixture
+def announced(monkeypatch) -> list[Repetition | None]:
+    """What observations of readers were told that the readers repeat."""
+    repetitions = []
     begin_chunk = ReaderObservation.begin_chunk
 
-    def tap(observation, query_start, token_slots, reads_from=None):
-        announced.append((query_start, token_slots.tolist(), reads_from))
-        begin_chunk(observation, query_start, token_slots, reads_from)
+    def tap(observation, query_start, token_slots, repetition=None):
+        repetitions.append(repetition)
+        begin_chunk(observation, query_start, token_slots, repetition)
 
     monkeypatch.setattr(ReaderObservation, "begin_chunk", tap)
-    harness, scheduler = cache(needs=frozenset({Signal.PEAK_ATTENTION, Signal.ECHO_ATTENTION}))
+    return repetitions
+
+
+def test_the_observation_knows_what_a_pass_repeats(announced):
+    harness, scheduler = cache()
     harness.finish(harness.run(DOCUMENT, options=WARM))
-    (leaf,) = harness.tree.root_node.children.values()
-    slots = leaf.value[:56].tolist()
-    assert scheduler.run_all(chunk) == 6 and spans(harness) == [(0, 56)]
-    alone = scheduler.passes[3:]
-    assert [list(req.origin_input_ids) for req in alone] == [DOCUMENT[0:20], DOCUMENT[20:40], DOCUMENT[40:56]]
-    assert len({req.extra_key for req in alone}) == 3
-    assert all(seen == slots for _, seen, _ in announced)
-    read = [(query_start, reads_from) for query_start, _, reads_from in announced if reads_from is not None]
-    assert [reads_from - query_start for query_start, reads_from in read if query_start == 0] == [0, 20, 40]
-    assert {reads_from - query_start for query_start, reads_from in read} == {0, 20, 40}
-    assert all(query_start >= 60 for query_start, _, reads_from in announced if reads_from is None)
+    scheduler.run_all(chunk=7)
+    passes = [list(req.origin_input_ids) for req in scheduler.passes]
+    found = list(dict.fromkeys(announced))
+    assert [repetition.source for repetition in found] == [0, 20, 40]
+    for repetition, tokens in zip(found, passes, strict=True):
+        assert tokens[repetition.position :] == DOCUMENT[repetition.source : 56][:20]
 
 
-def test_questions_take_no_other_passes():
-    harness, scheduler = cache(needs=frozenset({Signal.PEAK_ATTENTION, Signal.ECHO_ATTENTION}))
+def test_questions_repeat_nothing(announced):
+    harness, scheduler = cache()
     harness.finish(harness.run(DOCUMENT, options={"warm": True, "questions": ["who"]}))
-    assert scheduler.run_all() == 1
+    scheduler.run_all()
+    assert announced == [None]
 
 
 @pytest.mark.parametrize(

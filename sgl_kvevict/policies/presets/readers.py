@@ -18,7 +18,7 @@ class ReconstructionOptions(BudgetOptions):
     """Options of ``reconstruction``."""
 
     budget_rule: str = budget_rule("all-layers")
-    use_echo: bool = option(True, "score by what the prefix's own queries look for from behind it; twice the passes")
+    use_echo: bool = option(True, "score by what the passes' queries see from right behind a token, too")
 
 
 @dataclass(frozen=True)

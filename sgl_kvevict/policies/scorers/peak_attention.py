@@ -16,8 +16,9 @@ class PeakAttentionScorer:
     The maximum, not the mean: a token that one question out of a hundred needs is as dear as one that all need.
 
     Attributes:
-        use_echo: take the geometric mean with the echo, where readers left one. What both want is kept: the model that
-            repeats a text looks for the next word, a text that is read once more looks for what it is about.
+        use_echo: take the geometric mean with the readers' echo, where they left one. A reader far behind the prefix
+            sees all of it at once, and what it finds is one of many; from right behind a token its query sees the
+            neighbourhood alone. What is needed in both is what the model looks up.
 
     Source: KVzip (arXiv 2505.23416), Sec. 3, Eq. 3; the echo is a scheme of this project.
     Differs: attention weights over everything the query sees, instead of a softmax over one chunk's keys; a chunk's
@@ -35,7 +36,7 @@ class PeakAttentionScorer:
         return frozenset({Signal.PEAK_ATTENTION, *({Signal.ECHO_ATTENTION} if self.use_echo else ())})
 
     def score(self, observation: LayerObservation) -> TokenScores:
-        """Score one layer; questions that were given with the prefix leave peaks only.
+        """Score one layer; readers that repeated nothing (questions given with the prefix) left peaks only.
 
         Raises:
             ValueError: the observation has no peak attention.
