@@ -2,6 +2,6 @@
 
 from sgl_kvevict.compression.compressor import Compression, Compressor
 from sgl_kvevict.compression.observation import PromptObservation
-from sgl_kvevict.compression.reader_observation import ReaderObservation, Repetition
+from sgl_kvevict.compression.reader_observation import ReaderObservation
 
-__all__ = ["Compression", "Compressor", "PromptObservation", "ReaderObservation", "Repetition"]
+__all__ = ["Compression", "Compressor", "PromptObservation", "ReaderObservation"]

@@ -10,7 +10,7 @@ from torch import Tensor
 from sgl_kvevict.compression.observation import ObservationSpec, PromptObservation
 from sgl_kvevict.compression.reader_observation import ReaderObservation
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.policies.observation import LayerObservation, Signal
+from sgl_kvevict.policies.observation import LayerObservation
 from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.rotary import Rotary
@@ -78,8 +78,7 @@ class Compressor:
         self.config = config
         self.policy = policy
         self.store = store
-        of_prompts = policy.needs if policy.readers is None else frozenset[Signal]()
-        self.observes = ObservationSpec(store.geometry, of_prompts, policy.window_size, rotary, output_grams)
+        self.observes = ObservationSpec(store.geometry, policy.needs, policy.window_size, rotary, output_grams)
         self.stats = CompressionStats()
 
     def new_observation(self) -> PromptObservation:
@@ -88,8 +87,7 @@ class Compressor:
 
     def new_reader_observation(self, start: int, end: int) -> ReaderObservation:
         """Return an empty observation of what the readers of ``[start, end)`` attend to."""
-        rotary = self.observes.rotary if Signal.ECHO_ATTENTION in self.policy.needs else None
-        return ReaderObservation(self.store.geometry, start, end, rotary)
+        return ReaderObservation(self.store.geometry, start, end)
 
     def compress(
         self,

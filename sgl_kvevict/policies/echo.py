@@ -24,7 +24,6 @@ def echo_attention(
     key_start: int,
     query_start: int,
     rotary: Rotary,
-    position: int | None = None,
 ) -> Tensor:
     """Largest attention that each key would get from its neighbourhood, read a second time.
 
@@ -41,8 +40,6 @@ def echo_attention(
         key_start: logical position of the first key (tokens).
         query_start: logical position of the first query (tokens).
         rotary: the model's rotary embedding.
-        position: where the first query stands, if the queries are of another reading of the same tokens; default:
-            ``query_start``.
 
     Returns:
         [num_kv_heads, num_keys], float32, the maximum over queries and over the query heads of a group; 0 for keys
@@ -57,13 +54,12 @@ def echo_attention(
     peaks = torch.zeros(num_kv_heads, num_keys, device=queries.device)
     heads_at_once = 1 if queries.device.type == "cpu" else num_kv_heads  # what fits the caches; what is one launch
     query_end, reach = query_start + num_queries, NUM_BLOCKS * BLOCK
-    distance = reach if position is None else query_start + reach - position
     for block in range(query_start - query_start % BLOCK, query_end, BLOCK):
         rows = queries[max(block - query_start, 0) : block + BLOCK - query_start]
         low, high = max(block + BLOCK - reach - key_start, 0), min(block + BLOCK - key_start, num_keys)
         num_sinks = min(NUM_SINKS, low)
         keys = k_buffer[torch.cat([token_slots[:num_sinks], token_slots[low:high]])].float()
-        moved = rotary.advance(rows, distance).view(-1, num_kv_heads, group, head_dim)
+        moved = rotary.advance(rows, reach).view(-1, num_kv_heads, group, head_dim)
         moved = moved.transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
         parts = (torch.split(x, heads_at_once) for x in (moved.mul_(sm_scale), keys.permute(1, 2, 0)))
         weights = torch.cat([torch.bmm(x, y).softmax(-1).amax(1) for x, y in zip(*parts, strict=True)])

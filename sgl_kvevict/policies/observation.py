@@ -23,8 +23,7 @@ class Signal(Enum):
     PEAK_ATTENTION = "peak_attention"
     """Per key, the largest attention that any query of its readers paid it; who reads, :class:`Readers` says."""
     ECHO_ATTENTION = "echo_attention"
-    """Per key, the largest attention that queries would pay it from right behind it: the prompt's own, or those of
-    readers that repeat it."""
+    """Per key, the largest attention that the prompt's own queries would pay it, moved behind it."""
     OUTPUT_GRAM = "output_gram"
     """Per KV head, the product of the output projection with itself: gives norms of values as the layer adds them."""
     KEYS = "keys"

@@ -41,14 +41,14 @@ class Rotary:
 
         Args:
             x: [num_tokens, num_heads, head_dim], after RoPE.
-            distance: positions, negative for back; the last row of the table stands for larger ones.
+            distance: positions; the last row of the table stands for larger ones.
 
         Returns:
             [num_tokens, num_heads, head_dim], float32.
         """
-        rows = self.cos_sin[[0, min(abs(distance), self.cos_sin.shape[0] - 1)]].float()
+        rows = self.cos_sin[[0, min(distance, self.cos_sin.shape[0] - 1)]].float()
         cos, sin = (rows[1] / rows[0, 0]).chunk(2)  # position 0 has cosine 1, times the table's own scale
-        return self._rotate(x.float(), cos, -sin if distance < 0 else sin)
+        return self._rotate(x.float(), cos, sin)
 
     def mean_rotation(self, start: int, count: int, head_dim: int) -> Tensor:
         """Average of the rotation matrices of positions ``[start, start + count)``.

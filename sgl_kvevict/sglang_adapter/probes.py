@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,24 +16,9 @@ NUM_CUE_TOKENS = 8
 _MARK = "\x00"
 
 
-@dataclass(frozen=True)
-class Probe:
-    """What follows the prefix in one pass.
-
-    Attributes:
-        tokens: token ids.
-        answer: index of the first token that repeats the prefix; None if none does.
-        source: index in the prefix of the token that it repeats.
-    """
-
-    tokens: list[int]
-    answer: int | None = None
-    source: int = 0
-
-
 def repetition_probes(
     tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int], pass_tokens: int
-) -> Iterator[Probe]:
+) -> Iterator[list[int]]:
     """Ask for the tokens to be repeated, and give the answer away, part by part.
 
     Source: KVzip (arXiv 2505.23416), Sec. 3.2 and its released prompts.
@@ -46,18 +30,16 @@ def repetition_probes(
         pass_tokens: tokens of the prefix in one probe.
     """
     if tokenizer is None:
-        for start in range(0, len(tokens), pass_tokens):
-            yield Probe(list(tokens[start : start + pass_tokens]), 0, start)
+        yield from (list(tokens[start : start + pass_tokens]) for start in range(0, len(tokens), pass_tokens))
         return
     turn = tokenizer.encode(assistant_turn(tokenizer), add_special_tokens=False)
     for start in range(0, len(tokens), pass_tokens):
         ask = tokenizer.encode(REPEAT_FROM if start else REPEAT, add_special_tokens=False)
         cue = list(tokens[max(start - NUM_CUE_TOKENS, 0) : start])
-        words = [*ask, *cue, *turn]
-        yield Probe([*words, *tokens[start : start + pass_tokens]], len(words), start)
+        yield [*ask, *cue, *turn, *tokens[start : start + pass_tokens]]
 
 
-def question_probes(tokenizer: PreTrainedTokenizerBase, questions: Sequence[str]) -> Iterator[Probe]:
+def question_probes(tokenizer: PreTrainedTokenizerBase, questions: Sequence[str]) -> Iterator[list[int]]:
     """Questions as they will follow the prefix, each up to where the answer begins.
 
     Args:
@@ -66,7 +48,7 @@ def question_probes(tokenizer: PreTrainedTokenizerBase, questions: Sequence[str]
     """
     turn = assistant_turn(tokenizer)
     for question in questions:
-        yield Probe(tokenizer.encode(question + turn, add_special_tokens=False))
+        yield tokenizer.encode(question + turn, add_special_tokens=False)
 
 
 def assistant_turn(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sgl_kvevict.compression import PromptObservation, ReaderObservation, Repetition
+from sgl_kvevict.compression import PromptObservation, ReaderObservation
 from sgl_kvevict.policies.observation import Readers
 from sgl_kvevict.request import parse_request_options
 from sgl_kvevict.sglang_adapter.observers import REFUSED_NO_ROOM
-from sgl_kvevict.sglang_adapter.probes import Probe, question_probes, repetition_probes
+from sgl_kvevict.sglang_adapter.probes import question_probes, repetition_probes
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -39,7 +39,7 @@ class ScoringJob:
         questions: texts to read it with; () for the policy's own way.
         rid: request that asked for it, "" if none did.
         observation: what the passes have seen; None before the first.
-        probes: what is still to follow the prefix, one a pass.
+        probes: token ids still to be appended to the prefix, one list a pass.
         started: when the pass that runs was handed to the scheduler (seconds, monotonic).
     """
 
@@ -47,7 +47,7 @@ class ScoringJob:
     questions: tuple[str, ...]
     rid: str
     observation: ReaderObservation | None = None
-    probes: list[Probe] = field(default_factory=list)
+    probes: list[list[int]] = field(default_factory=list)
     started: float = 0.0
 
 
@@ -107,13 +107,11 @@ class PrefixScoring:
 
     def observe(self, req: Req, start: int) -> ReaderObservation | None:
         """Return what new tokens from ``start`` on of a request are to be recorded in, if anything."""
-        is_pass = self._is_pass(req)
-        observation = self._observation_of_pass(req) if is_pass else self._vote(req, start)
+        observation = self._observation_of_pass(req) if self._is_pass(req) else self._vote(req, start)
         if observation is None:
             return None
         row = self.tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
-        repetition = self._repetition(req) if is_pass else None
-        observation.begin_chunk(start, row[observation.start : observation.end].long(), repetition)
+        observation.begin_chunk(start, row[observation.start : observation.end].long())
         return observation
 
     def prompt_complete(self, req: Req, observation: PromptObservation) -> None:
@@ -214,7 +212,7 @@ class PrefixScoring:
             part = tokens[slice(*bounds)]
             job.probes = list(repetition_probes(scheduler.tokenizer, part, self.config.scoring_pass_tokens))
         room = min(scheduler.max_req_input_len, self.tree.token_to_kv_pool_allocator.size)
-        if len(tokens) + max(len(probe.tokens) for probe in job.probes) >= room:
+        if len(tokens) + max(map(len, job.probes)) >= room:
             self.tree.observer.refused(REFUSED_NO_ROOM, len(tokens))
             self._end(job, "no-room")
             return False
@@ -232,7 +230,7 @@ class PrefixScoring:
         req = Req(
             f"{RID_PREFIX}{self._num_passes}",
             "",
-            array("q", [*self._tokens(job.node), *job.probes[0].tokens]),
+            array("q", [*self._tokens(job.node), *job.probes[0]]),
             sampling,
             eos_token_ids=scheduler.model_config.hf_eos_token_id,
             vocab_size=scheduler.model_config.vocab_size,
@@ -268,15 +266,6 @@ class PrefixScoring:
 
     def _observation_of_pass(self, req: Req) -> ReaderObservation | None:
         return self._job.observation if req is self._pass and self._job is not None else None
-
-    def _repetition(self, req: Req) -> Repetition | None:
-        """Where the pass repeats the range, if it does."""
-        assert self._job is not None and self._job.observation is not None
-        probe = self._job.probes[0]
-        if probe.answer is None:
-            return None
-        prefix_len = len(req.origin_input_ids) - len(probe.tokens)
-        return Repetition(prefix_len + probe.answer, self._job.observation.start + probe.source)
 
     # ---- votes ------------------------------------------------------------------------------------------------
 

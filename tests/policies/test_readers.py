@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.policies import Policy, Readers, Signal, build_policy
+from sgl_kvevict.policies import Policy, Readers, build_policy
 from sgl_kvevict.policies.budgets import AllLayersBudget
 from sgl_kvevict.policies.scorers import PeakAttentionScorer, RandomScorer
 from sgl_kvevict.policies.selectors import TopKSelector
@@ -50,23 +49,6 @@ def test_all_layers_compete_by_default(from_weights: Callable[..., Any], kept: C
     with_floor = build_policy("reconstruction", {"floor_share": 1.0})
     assert with_floor is not None
     assert [len(layer[0]) for layer in kept(prompt.run(with_floor, 6))] == [2, 2, 2]
-
-
-def test_what_both_peaks_and_echo_want_is_kept(random_prompt: Callable[..., Any]) -> None:
-    prompt = random_prompt(length=30)
-    seen = prompt.observe(0)
-    generator = torch.Generator().manual_seed(0)
-    peaks, echo = (torch.rand(seen.num_kv_heads, seen.num_tokens, generator=generator) for _ in range(2))
-    both = replace(seen, peaks=peaks, echo=echo)
-    torch.testing.assert_close(PeakAttentionScorer(use_echo=True).score(both).values, (peaks * echo).sqrt())
-    assert torch.equal(PeakAttentionScorer().score(both).values, peaks)
-    assert torch.equal(PeakAttentionScorer(use_echo=True).score(replace(both, echo=None)).values, peaks)
-
-
-def test_echo_is_an_option_of_reconstruction() -> None:
-    policies = [build_policy("reconstruction", {"use_echo": use_echo}) for use_echo in (True, False)]
-    needs = [policy.needs for policy in policies if policy is not None]
-    assert needs == [{Signal.PEAK_ATTENTION, Signal.ECHO_ATTENTION}, {Signal.PEAK_ATTENTION}]
 
 
 @pytest.mark.parametrize(("scorer", "readers"), [(PeakAttentionScorer(), None), (RandomScorer(0), Readers.QUESTIONS)])

@@ -10,11 +10,10 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import Letters, MiniScheduler
-from sgl_kvevict.compression import ReaderObservation, Repetition
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies.observation import Readers
 from sgl_kvevict.sglang_adapter.observers import CountingObserver
-from sgl_kvevict.sglang_adapter.probes import NUM_CUE_TOKENS, REPEAT, REPEAT_FROM, Probe, repetition_probes
+from sgl_kvevict.sglang_adapter.probes import NUM_CUE_TOKENS, REPEAT, REPEAT_FROM, repetition_probes
 from sgl_kvevict.sglang_adapter.request_check import before_queueing
 from sgl_kvevict.sglang_adapter.scoring import PATIENCE
 
@@ -217,52 +216,19 @@ def test_probes_repeat_every_token_once_and_say_where_to_go_on():
     probes = list(repetition_probes(Letters(), tokens, 20))
     turn = encode("\n\n", False)
     first, second, third = encode(REPEAT, False), encode(REPEAT_FROM, False), encode(REPEAT_FROM, False)
-    assert [probe.tokens for probe in probes] == [
+    assert probes == [
         [*first, *turn, *tokens[:20]],
         [*second, *tokens[20 - NUM_CUE_TOKENS : 20], *turn, *tokens[20:40]],
         [*third, *tokens[40 - NUM_CUE_TOKENS : 40], *turn, *tokens[40:]],
     ]
-    assert [tokens[probe.source :][:20] for probe in probes] == [probe.tokens[probe.answer :] for probe in probes]
 
 
 def test_without_a_tokenizer_a_prefix_is_repeated_without_words():
     assert list(repetition_probes(None, list(range(50)), 20)) == [
-        Probe(list(range(20)), 0, 0),
-        Probe(list(range(20, 40)), 0, 20),
-        Probe(list(range(40, 50)), 0, 40),
+        list(range(20)),
+        list(range(20, 40)),
+        list(range(40, 50)),
     ]
-
-
-@pytest.fixture
-def announced(monkeypatch) -> list[Repetition | None]:
-    """What observations of readers were told that the readers repeat."""
-    repetitions = []
-    begin_chunk = ReaderObservation.begin_chunk
-
-    def tap(observation, query_start, token_slots, repetition=None):
-        repetitions.append(repetition)
-        begin_chunk(observation, query_start, token_slots, repetition)
-
-    monkeypatch.setattr(ReaderObservation, "begin_chunk", tap)
-    return repetitions
-
-
-def test_the_observation_knows_what_a_pass_repeats(announced):
-    harness, scheduler = cache()
-    harness.finish(harness.run(DOCUMENT, options=WARM))
-    scheduler.run_all(chunk=7)
-    passes = [list(req.origin_input_ids) for req in scheduler.passes]
-    found = list(dict.fromkeys(announced))
-    assert [repetition.source for repetition in found] == [0, 20, 40]
-    for repetition, tokens in zip(found, passes, strict=True):
-        assert tokens[repetition.position :] == DOCUMENT[repetition.source : 56][:20]
-
-
-def test_questions_repeat_nothing(announced):
-    harness, scheduler = cache()
-    harness.finish(harness.run(DOCUMENT, options={"warm": True, "questions": ["who"]}))
-    scheduler.run_all()
-    assert announced == [None]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sgl_kvevict.policies.observation import Readers
-from sgl_kvevict.policies.options import option
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.presets.budget import BudgetOptions, budget_rule
 from sgl_kvevict.policies.presets.entry import PolicyEntry
@@ -14,39 +13,33 @@ from sgl_kvevict.policies.selectors import TopKSelector
 
 
 @dataclass(frozen=True)
-class ReconstructionOptions(BudgetOptions):
-    """Options of ``reconstruction``."""
-
-    budget_rule: str = budget_rule("all-layers")
-    use_echo: bool = option(True, "score by what the passes' queries see from right behind a token, too")
-
-
-@dataclass(frozen=True)
-class QuestionsOptions(BudgetOptions):
-    """Options of ``questions``."""
+class ReaderOptions(BudgetOptions):
+    """Options of ``reconstruction`` and ``questions``."""
 
     budget_rule: str = budget_rule("all-layers")
 
 
-def _reconstruction(options: ReconstructionOptions) -> Policy:
-    scorer = PeakAttentionScorer(options.use_echo)
-    return Policy("reconstruction", scorer, options.allocator(), TopKSelector(), readers=Readers.REPETITION)
+def _policy(name: str, readers: Readers, options: ReaderOptions) -> Policy:
+    return Policy(name, PeakAttentionScorer(), options.allocator(), TopKSelector(), readers=readers)
 
 
-def _questions(options: QuestionsOptions) -> Policy:
-    scorer = PeakAttentionScorer()
-    return Policy("questions", scorer, options.allocator(), TopKSelector(), readers=Readers.QUESTIONS)
+def _reconstruction(options: ReaderOptions) -> Policy:
+    return _policy("reconstruction", Readers.REPETITION, options)
+
+
+def _questions(options: ReaderOptions) -> Policy:
+    return _policy("questions", Readers.QUESTIONS, options)
 
 
 RECONSTRUCTION = PolicyEntry(
     "reconstruction",
     "entries that the model needs to repeat the prefix, found out in extra passes; one budget for all layers",
-    ReconstructionOptions,
+    ReaderOptions,
     _reconstruction,
 )
 QUESTIONS = PolicyEntry(
     "questions",
     "entries that questions about the prefix attended to: those seen so far, or given with it",
-    QuestionsOptions,
+    ReaderOptions,
     _questions,
 )
