@@ -73,7 +73,8 @@ def serve_everything(
     prefix = cache_document(server, document, budget)
     sharers = ask_questions(server, document, vocab_size)
     split = leave_halfway(server, document, splittable=splittable)
-    turns = converse(server, document)
+    # An unsplittable span is gone once prompts left it halfway: they took its place.
+    turns = converse(server, document, known=len(document) if splittable else 0)
     jobs = random_jobs(60, seed=3, vocab_size=vocab_size, longest=160)
     run_jobs(server, jobs, concurrency=16)
     state = assert_nothing_is_lost(server)
@@ -145,11 +146,10 @@ def leave_halfway(server: RunningServer, document: list[int], *, splittable: boo
     return int(cached[0])
 
 
-def converse(server: RunningServer, document: list[int]) -> list[int]:
-    """Each turn finds all of the turn before and is compressed itself."""
+def converse(server: RunningServer, document: list[int], known: int) -> list[int]:
+    """The first turn finds ``known`` tokens, each later one all of the turn before; all are compressed themselves."""
     prompt = [*document, *document[5:25]]
     cached: list[int] = []
-    known = len(document)
     before = idle_state(server)["compressions"]
     for turn in range(3):
         result = generate(server, prompt, ANSWER_TOKENS)
