@@ -18,6 +18,9 @@ from sgl_kvevict.ragged import SpanRuns
 class Segment:
     """The storage of the spans that were cut from one compressed range.
 
+    Args:
+        num_tokens: tokens that the segment stands for.
+
     Attributes:
         token_slots: [num_slots], int64, token slots held; nobody else may use them.
         head_slots: [num_entries], int32, where each entry is stored, run after run in (layer, head) order.
@@ -25,6 +28,7 @@ class Segment:
         indptr: [num_layers * num_kv_heads + 1], int32, where each run starts.
         splittable: False if an entry may hold information of later tokens (merging in any direction), so that a
             prefix of the segment's tokens is not a prefix of its information.
+        tokens_per_slot: what one of its slots saves (tokens).
         policy_state: what the policy wants to know at the path's next compression; opaque here.
         num_spans: live spans that read this segment.
         num_live_entries: entries that a live span reads; the others are dead.
@@ -38,6 +42,7 @@ class Segment:
         head_slots: Tensor,
         positions: Tensor,
         indptr: Tensor,
+        num_tokens: int,
         splittable: bool = True,
     ) -> None:
         self.geometry = geometry
@@ -46,6 +51,7 @@ class Segment:
         self.positions = positions
         self.indptr = indptr
         self.splittable = splittable
+        self.tokens_per_slot = num_tokens / max(token_slots.numel(), 1)
         self.policy_state: object | None = None
         self.num_spans = 0
         self.num_live_entries = head_slots.numel()

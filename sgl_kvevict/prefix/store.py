@@ -91,6 +91,7 @@ class SpanStore:
             head_slots=head_slots,
             positions=selection.indices + start,
             indptr=indptr,
+            num_tokens=token_slots.numel(),
             splittable=splittable,
         )
         return segment, freed
@@ -132,6 +133,7 @@ class SpanStore:
             head_slots=head_slots,
             positions=old.positions[kept],
             indptr=indptr,
+            num_tokens=spans[-1].end - spans[0].start,
             splittable=old.splittable,
         )
         new.policy_state = old.policy_state

@@ -30,6 +30,7 @@ from sgl_kvevict.compression import Compressor, PromptObservation, ReaderObserva
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.prefix import Segment, Span, SpanStore
 from sgl_kvevict.ragged import SpanRuns
+from sgl_kvevict.sglang_adapter.eviction import CostAwareRecency
 from sgl_kvevict.sglang_adapter.introspection import cache_state
 from sgl_kvevict.sglang_adapter.observers import REFUSED_IN_USE, REFUSED_NOT_CACHED, CacheObserver
 from sgl_kvevict.sglang_adapter.pending import PendingRange, PendingRanges
@@ -68,6 +69,8 @@ class KVEvictTree(WalkableTree):
         self.observer = CacheObserver()
         readers = None if compressor is None else compressor.policy.readers
         self.scoring = None if readers is None else PrefixScoring(self, readers)
+        # SGLang's default follows recency alone; any other policy that a user chose is followed as it is.
+        self._recency = CostAwareRecency() if params.eviction_policy.lower() == "lru" else None
         super().__init__(params)
 
     def reset(self) -> None:
@@ -169,17 +172,25 @@ class KVEvictTree(WalkableTree):
         if self.disable:
             return EvictResult()
         start_time = time.perf_counter()
-        heap = [(self.eviction_strategy.get_priority(node), node) for node in self.evictable_leaves]
+        heap = self._ranked(list(self.evictable_leaves))
         heapq.heapify(heap)
         released = 0
         while released < params.num_tokens and heap:
-            _, node = heapq.heappop(heap)
+            priority, node = heapq.heappop(heap)
             parent = node.parent
             released += self._drop(node)
+            if self._recency is not None:
+                self._recency.dropped(priority)
             if not parent.children and parent.lock_ref == 0:
-                heapq.heappush(heap, (self.eviction_strategy.get_priority(parent), parent))
+                heapq.heappush(heap, *self._ranked([parent]))
         self.update_eviction_metrics(released, start_time)
         return EvictResult(num_tokens_evicted=released)
+
+    def _ranked(self, leaves: list[TreeNode]) -> list[tuple[Any, TreeNode]]:
+        """Pairs of priority and leaf; the smallest goes first."""
+        if self._recency is None:
+            return [(self.eviction_strategy.get_priority(node), node) for node in leaves]
+        return list(zip(self._recency.priorities(leaves, self.spans), leaves, strict=True))
 
     def _drop(self, node: TreeNode) -> int:
         """Remove one leaf; return the token slots that came back."""

@@ -96,6 +96,7 @@ class Harness:
     )
     policy: PseudoRandomPolicy | None = field(default_factory=PseudoRandomPolicy)
     group: ProcessGroup | None = None
+    eviction_policy: str = "lru"
     geometry: KVGeometry = field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,6 +112,7 @@ class Harness:
             token_to_kv_pool_allocator=self.allocator,
             page_size=1,
             attn_tp_cache_group=self.group,
+            eviction_policy=self.eviction_policy,
         )
         store = SpanStore(self.geometry, self.k, self.v)
         compressor = None if self.policy is None else Compressor(self.config, self.policy, store)

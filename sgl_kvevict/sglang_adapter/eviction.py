@@ -1,0 +1,60 @@
+"""Which leaf goes first when token slots are short."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from sgl_kvevict.prefix import Span
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.radix_cache import TreeNode
+
+MAX_LEVELS = 1024
+"""Levels that are remembered; nodes that were used before the first of them count as used then."""
+
+Priority = tuple[float, float]
+"""(credit, time of the last access); the smallest goes first."""
+
+
+class CostAwareRecency:
+    """Recency, weighed by what a token slot saves: the tokens of prefill that dropping it would cost.
+
+    A compressed prefix of 1,000 tokens in 200 slots saves five tokens a slot, the last question below it one. Plain
+    recency drops the prefix to keep questions that nobody asks again. Here a leaf's credit is the level at its last
+    access plus the tokens per slot that it saves, and the level rises to the credit of what was dropped last: what
+    saves little goes first, and what saves much goes too once it was left alone for long enough. Where all leaves save
+    the same (a budget of 1.0) this is plain recency.
+
+    Source: GreedyDual-Size (Cao and Irani, USENIX Symposium on Internet Technologies and Systems 1997), Sec. 4.
+    """
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+        self._levels: list[float] = [0.0]
+
+    def priorities(self, nodes: Sequence[TreeNode], spans: Mapping[TreeNode, Span]) -> list[Priority]:
+        """Rank leaves; no call per leaf, for there may be many.
+
+        Args:
+            nodes: leaves.
+            spans: what compressed nodes hold.
+        """
+        accessed = [node.last_access_time for node in nodes]
+        times = torch.tensor(self._times, dtype=torch.float64)
+        places = torch.searchsorted(times, torch.tensor(accessed, dtype=torch.float64), right=True).tolist()
+        levels = self._levels
+        saved = [spans[node].segment.tokens_per_slot if node in spans else 1.0 for node in nodes]
+        return [(levels[place] + more, when) for place, more, when in zip(places, saved, accessed, strict=True)]
+
+    def dropped(self, priority: Priority) -> None:
+        """A leaf of this priority went: raise the level to its credit."""
+        if priority[0] <= self._levels[-1]:
+            return
+        self._times.append(time.monotonic())
+        self._levels.append(priority[0])
+        if len(self._times) > MAX_LEVELS:
+            del self._times[0], self._levels[0]

@@ -1,0 +1,136 @@
+"""Which leaf goes first: what saves little, and what was left alone."""
+
+from __future__ import annotations
+
+import random
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from helpers.harness import Harness, publish_server_args
+from sgl_kvevict.sglang_adapter import eviction
+from sgl_kvevict.sglang_adapter.eviction import CostAwareRecency
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_args(tmp_path_factory):
+    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """Every reading is later than the one before: what happens at once has an order."""
+    ticks = iter(range(10**9))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(ticks)))
+
+
+def document(number: int) -> list[int]:
+    return [number * 100 + i for i in range(40)]
+
+
+def ask(harness, number, *question):
+    harness.finish(harness.run([*document(number), *question]))
+
+
+def held(harness) -> set[int]:
+    """Documents whose compressed prefix is in the cache."""
+    return {node.key.token_ids[0] // 100 for node in harness.tree.spans}
+
+
+@pytest.fixture
+def harness():
+    """Three documents, compressed to 0.3, each with a question below it."""
+    harness = Harness(num_slots=400)
+    for number in range(3):
+        ask(harness, number, 1, 2, 3, 4, 5)
+    assert held(harness) == {0, 1, 2}
+    return harness
+
+
+def test_questions_go_before_the_compressed_prefixes_they_hang_off(harness):
+    leaves = len(harness.tree.evictable_leaves)
+    assert leaves == 3
+    for _ in range(leaves):
+        harness.evict(1)
+    assert held(harness) == {0, 1, 2} and all(node in harness.tree.spans for node in harness.tree.evictable_leaves)
+    harness.check()
+
+
+def test_plain_recency_would_drop_a_prefix_first(harness):
+    """What the test above is about: two leaves of the first document's branch are older than the last questions."""
+    for number in (0, 1, 2):
+        ask(harness, number, 6, 7, 8, 9)
+    fifo = Harness(num_slots=400, eviction_policy="fifo")
+    for number in range(3):
+        ask(fifo, number, 1, 2, 3, 4, 5)
+    for tree in (harness, fifo):
+        for _ in range(2):
+            tree.evict(1)
+    assert held(harness) == {0, 1, 2} and held(fifo) == {1, 2}
+
+
+def test_a_prefix_that_is_left_alone_goes_in_the_end(harness):
+    rounds = 0
+    while 2 in held(harness):
+        rounds += 1
+        assert rounds < 20
+        for number in (0, 1):
+            ask(harness, number, 50 + rounds, 7, 8, 9)
+        while any(node not in harness.tree.spans for node in harness.tree.evictable_leaves):
+            harness.evict(1)
+    assert held(harness) == {0, 1} and rounds >= 2
+    harness.check()
+
+
+def drop_all(nodes, spans, recency):
+    """Drop one leaf at a time, in order; other leaves are used in between."""
+    chooser, order = random.Random(0), []
+    while nodes:
+        priority, _, node = min(
+            (priority, i, node)
+            for i, (priority, node) in enumerate(zip(recency.priorities(nodes, spans), nodes, strict=True))
+        )
+        recency.dropped(priority)
+        nodes.remove(node)
+        order.append(node.name)
+        if nodes and chooser.random() < 0.5:
+            chooser.choice(nodes).last_access_time = time.monotonic()
+    return order
+
+
+def leaves(count: int) -> list[SimpleNamespace]:
+    class Leaf(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    return [Leaf(name=i, last_access_time=time.monotonic()) for i in range(count)]
+
+
+class PlainRecency(CostAwareRecency):
+    def priorities(self, nodes, spans):
+        return [(0.0, node.last_access_time) for node in nodes]
+
+
+@pytest.mark.parametrize("max_levels", [1024, 3])
+def test_leaves_that_save_the_same_go_in_order_of_recency(monkeypatch, max_levels):
+    monkeypatch.setattr(eviction, "MAX_LEVELS", max_levels)
+    assert drop_all(leaves(60), {}, CostAwareRecency()) == drop_all(leaves(60), {}, PlainRecency())
+
+
+def test_credit_is_the_level_at_the_last_access_and_what_a_slot_saves():
+    recency, nodes = CostAwareRecency(), leaves(2)
+    spans = {nodes[1]: SimpleNamespace(segment=SimpleNamespace(tokens_per_slot=5.0))}
+    assert [credit for credit, _ in recency.priorities(nodes, spans)] == [1.0, 5.0]
+    recency.dropped((1.0, 0.0))
+    nodes += leaves(1)
+    assert [credit for credit, _ in recency.priorities(nodes, spans)] == [1.0, 5.0, 2.0]
+    recency.dropped((0.5, 0.0))
+    assert [credit for credit, _ in recency.priorities(leaves(1), {})] == [2.0]
+
+
+def test_the_levels_do_not_grow_without_bound(monkeypatch):
+    monkeypatch.setattr(eviction, "MAX_LEVELS", 4)
+    recency, old = CostAwareRecency(), leaves(1)
+    for level in range(1, 20):
+        recency.dropped((float(level), 0.0))
+    assert [credit for credit, _ in recency.priorities([*old, *leaves(1)], {})] == [16.0, 20.0]
