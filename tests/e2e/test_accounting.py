@@ -68,20 +68,20 @@ def margin(server, input_ids):
 def test_outputs_equal_stock_at_budget_one_under_pressure(start, tiny_llama):
     """With everything kept, any mix-up of slots, layers, heads, positions or requests changes an output.
 
-    An output may leave stock's only where stock's two best tokens are as good as equal: there the order of additions
-    decides, also between two runs of stock itself.
+    In float32, an output may leave stock's only where stock's two best tokens are as good as equal: there the order of
+    additions decides, also between two runs of stock itself.
     """
     jobs = random_jobs(200, seed=2, vocab_size=VOCAB_SIZE, aborts=False)
-    stock = start(tiny_llama, "--skip-tokenizer-init", "--max-total-tokens", "60000", "--context-length", "1024")
+    exact = ("--skip-tokenizer-init", "--context-length", "1024", "--dtype", "float32")
+    stock = start(tiny_llama, *exact, "--max-total-tokens", "60000")
     expected = run_jobs(stock, jobs, concurrency=4)
-    server = start(
-        tiny_llama, *SMALL_POOL, "--chunked-prefill-size", "128", config={**CONFIG, "budget": 1.0}, env=RETRACT
-    )
+    small_pool = ("--max-total-tokens", "2000", "--chunked-prefill-size", "128")
+    server = start(tiny_llama, *exact, *small_pool, config={**CONFIG, "budget": 1.0}, env=RETRACT)
     outputs = run_jobs(server, jobs, concurrency=24)
     different = [job for job in jobs if expected[job.rid] != outputs[job.rid]]
-    assert len(different) < len(jobs) // 10
+    assert len(different) < len(jobs) // 50
     for job in different:
         pairs = zip(expected[job.rid], outputs[job.rid], strict=True)
         same = next(i for i, (ours, theirs) in enumerate(pairs) if ours != theirs)
-        assert margin(stock, job.input_ids + expected[job.rid][:same]) < 0.02
+        assert margin(stock, job.input_ids + expected[job.rid][:same]) < 1e-4
     assert assert_all_slots_are_back(server)["compressions"] > 5
