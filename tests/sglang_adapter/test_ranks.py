@@ -97,7 +97,7 @@ def test_trees_and_slots_stay_equal(policy, seed):
     def run(rank, group):
         harness = cache_of_rank(rank, group, **policy)
         scheduler = MiniScheduler(harness) if "readers" in policy else None
-        looks = traffic(harness, scheduler, seed, steps=400)
+        looks = traffic(harness, scheduler, seed, steps=900)
         return looks, harness.tree.ranks.offered, harness.tree.observer.totals, rank_states(harness.tree)
 
     (looks, offered, totals, states), (others_looks, others_offered, others_totals, others_states) = on_two_ranks(run)
