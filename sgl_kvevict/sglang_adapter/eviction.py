@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
+from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 
 from sgl_kvevict.prefix import Span
 
@@ -20,7 +21,7 @@ Priority = tuple[float, float]
 """(credit, time of the last access); the smallest goes first."""
 
 
-class CostAwareRecency:
+class CostAwareRecency(EvictionStrategy):
     """Recency, weighed by what a token slot saves: the tokens of prefill that dropping it would cost.
 
     A compressed prefix of 1,000 tokens in 200 slots saves five tokens a slot, the last question below it one. Plain
@@ -30,25 +31,22 @@ class CostAwareRecency:
     the same (a budget of 1.0) this is plain recency.
 
     Source: GreedyDual-Size (Cao and Irani, USENIX Symposium on Internet Technologies and Systems 1997), Sec. 4.
+
+    Args:
+        spans: what compressed nodes hold; the tree's own table.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spans: Mapping[TreeNode, Span]) -> None:
+        self._spans = spans
         self._times: list[float] = []
         self._levels: list[float] = [0.0]
 
-    def priorities(self, nodes: Sequence[TreeNode], spans: Mapping[TreeNode, Span]) -> list[Priority]:
-        """Rank leaves; no call per leaf, for there may be many.
-
-        Args:
-            nodes: leaves.
-            spans: what compressed nodes hold.
-        """
-        accessed = [node.last_access_time for node in nodes]
-        times = torch.tensor(self._times, dtype=torch.float64)
-        places = torch.searchsorted(times, torch.tensor(accessed, dtype=torch.float64), right=True).tolist()
-        levels = self._levels
-        saved = [spans[node].segment.tokens_per_slot if node in spans else 1.0 for node in nodes]
-        return [(levels[place] + more, when) for place, more, when in zip(places, saved, accessed, strict=True)]
+    def get_priority(self, node: TreeNode) -> Priority:
+        """Priority of a leaf; asked for every leaf of the tree at each eviction."""
+        accessed = node.last_access_time
+        spans = self._spans
+        saved = spans[node].segment.tokens_per_slot if node in spans else 1.0
+        return self._levels[bisect_right(self._times, accessed)] + saved, accessed
 
     def dropped(self, priority: Priority) -> None:
         """A leaf of this priority went: raise the level to its credit."""

@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchPrefixParams,
     MatchResult,
 )
+from sglang.srt.mem_cache.evict_policy import EvictionStrategy, LRUStrategy
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from sgl_kvevict.compression import Compressor, PromptObservation, ReaderObservation
@@ -57,6 +58,8 @@ class KVEvictTree(WalkableTree):
         ranks: the tensor-parallel ranks that hold the same tree.
     """
 
+    eviction_strategy: EvictionStrategy
+
     def __init__(self, params: CacheInitParams, store: SpanStore, compressor: Compressor | None) -> None:
         self.store = store
         self.compressor = compressor
@@ -69,9 +72,9 @@ class KVEvictTree(WalkableTree):
         self.observer = CacheObserver()
         readers = None if compressor is None else compressor.policy.readers
         self.scoring = None if readers is None else PrefixScoring(self, readers)
-        # SGLang's default follows recency alone; any other policy that a user chose is followed as it is.
-        self._recency = CostAwareRecency() if params.eviction_policy.lower() == "lru" else None
         super().__init__(params)
+        if isinstance(self.eviction_strategy, LRUStrategy):  # any other policy that a user chose is followed as it is
+            self.eviction_strategy = CostAwareRecency(self.spans)
 
     def reset(self) -> None:
         """Forget everything; SGLang clears allocator and rows itself."""
@@ -172,25 +175,20 @@ class KVEvictTree(WalkableTree):
         if self.disable:
             return EvictResult()
         start_time = time.perf_counter()
-        heap = self._ranked(list(self.evictable_leaves))
+        strategy = self.eviction_strategy
+        heap = [(strategy.get_priority(node), node) for node in self.evictable_leaves]
         heapq.heapify(heap)
         released = 0
         while released < params.num_tokens and heap:
             priority, node = heapq.heappop(heap)
             parent = node.parent
             released += self._drop(node)
-            if self._recency is not None:
-                self._recency.dropped(priority)
+            if isinstance(strategy, CostAwareRecency):
+                strategy.dropped(priority)
             if not parent.children and parent.lock_ref == 0:
-                heapq.heappush(heap, *self._ranked([parent]))
+                heapq.heappush(heap, (strategy.get_priority(parent), parent))
         self.update_eviction_metrics(released, start_time)
         return EvictResult(num_tokens_evicted=released)
-
-    def _ranked(self, leaves: list[TreeNode]) -> list[tuple[Any, TreeNode]]:
-        """Pairs of priority and leaf; the smallest goes first."""
-        if self._recency is None:
-            return [(self.eviction_strategy.get_priority(node), node) for node in leaves]
-        return list(zip(self._recency.priorities(leaves, self.spans), leaves, strict=True))
 
     def _drop(self, node: TreeNode) -> int:
         """Remove one leaf; return the token slots that came back."""
@@ -330,9 +328,7 @@ class KVEvictTree(WalkableTree):
             return None
         return req
 
-    def _compress(
-        self, nodes: list[TreeNode], start: int, observation: PromptObservation | ReaderObservation
-    ) -> None:
+    def _compress(self, nodes: list[TreeNode], start: int, observation: PromptObservation | ReaderObservation) -> None:
         """Replace the ordinary slots of consecutive nodes by spans of one new segment."""
         assert self.compressor is not None
         token_slots = torch.cat([node.value for node in nodes])

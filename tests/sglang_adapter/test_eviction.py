@@ -7,6 +7,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.mem_cache.evict_policy import LRUStrategy
 
 from helpers.harness import Harness, publish_server_args
 from sgl_kvevict.sglang_adapter import eviction
@@ -83,15 +84,13 @@ def test_a_prefix_that_is_left_alone_goes_in_the_end(harness):
     harness.check()
 
 
-def drop_all(nodes, spans, recency):
+def drop_all(nodes, strategy):
     """Drop one leaf at a time, in order; other leaves are used in between."""
     chooser, order = random.Random(0), []
     while nodes:
-        priority, _, node = min(
-            (priority, i, node)
-            for i, (priority, node) in enumerate(zip(recency.priorities(nodes, spans), nodes, strict=True))
-        )
-        recency.dropped(priority)
+        node = min(nodes, key=strategy.get_priority)
+        if isinstance(strategy, CostAwareRecency):
+            strategy.dropped(strategy.get_priority(node))
         nodes.remove(node)
         order.append(node.name)
         if nodes and chooser.random() < 0.5:
@@ -106,31 +105,30 @@ def leaves(count: int) -> list[SimpleNamespace]:
     return [Leaf(name=i, last_access_time=time.monotonic()) for i in range(count)]
 
 
-class PlainRecency(CostAwareRecency):
-    def priorities(self, nodes, spans):
-        return [(0.0, node.last_access_time) for node in nodes]
+def credits(strategy, nodes):
+    return [strategy.get_priority(node)[0] for node in nodes]
 
 
 @pytest.mark.parametrize("max_levels", [1024, 3])
 def test_leaves_that_save_the_same_go_in_order_of_recency(monkeypatch, max_levels):
     monkeypatch.setattr(eviction, "MAX_LEVELS", max_levels)
-    assert drop_all(leaves(60), {}, CostAwareRecency()) == drop_all(leaves(60), {}, PlainRecency())
+    assert drop_all(leaves(60), CostAwareRecency({})) == drop_all(leaves(60), LRUStrategy())
 
 
 def test_credit_is_the_level_at_the_last_access_and_what_a_slot_saves():
-    recency, nodes = CostAwareRecency(), leaves(2)
-    spans = {nodes[1]: SimpleNamespace(segment=SimpleNamespace(tokens_per_slot=5.0))}
-    assert [credit for credit, _ in recency.priorities(nodes, spans)] == [1.0, 5.0]
+    nodes = leaves(2)
+    recency = CostAwareRecency({nodes[1]: SimpleNamespace(segment=SimpleNamespace(tokens_per_slot=5.0))})
+    assert credits(recency, nodes) == [1.0, 5.0]
     recency.dropped((1.0, 0.0))
     nodes += leaves(1)
-    assert [credit for credit, _ in recency.priorities(nodes, spans)] == [1.0, 5.0, 2.0]
+    assert credits(recency, nodes) == [1.0, 5.0, 2.0]
     recency.dropped((0.5, 0.0))
-    assert [credit for credit, _ in recency.priorities(leaves(1), {})] == [2.0]
+    assert credits(recency, leaves(1)) == [2.0]
 
 
 def test_the_levels_do_not_grow_without_bound(monkeypatch):
     monkeypatch.setattr(eviction, "MAX_LEVELS", 4)
-    recency, old = CostAwareRecency(), leaves(1)
+    recency, old = CostAwareRecency({}), leaves(1)
     for level in range(1, 20):
         recency.dropped((float(level), 0.0))
-    assert [credit for credit, _ in recency.priorities([*old, *leaves(1)], {})] == [16.0, 20.0]
+    assert credits(recency, [*old, *leaves(1)]) == [16.0, 20.0]
