@@ -1,0 +1,197 @@
+"""Where the time of a decode step and of a prefill goes, and what the floor of each cost is.
+
+The scheduler's stack is sampled while it works (py-spy); every sample is sorted by what it works on. The shares of the
+samples are multiplied with the time of a step that was not sampled. Floors are the bytes that must be read over the
+bandwidth of this machine, or the operations over its speed, both measured in the run.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from serving_bench.fleet import compared_systems, flush_all, running
+from serving_bench.options import LOGS, Recorder, parse_options
+from serving_bench.page import Page, Table
+from serving_bench.sampling import COSTS, OTHER, WAITING, sampled
+from serving_bench.streams import decode_figures, stream_all
+from serving_bench.texts import document, question
+
+from sgl_kvevict.launcher import RunningServer
+from sgl_kvevict.measure import flush
+
+POOL_SLOTS = 10_000
+BUDGETS = (1.0, 0.2)
+SHOWN = (*(cost for cost, _ in COSTS if cost != WAITING), OTHER)
+WHOLE = "all"
+FLOOR = "floor at budget 0.2"
+DTYPE_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests that do one thing most of the time.
+
+    Attributes:
+        prefix: tokens of the shared prefix; for a prefill, of each prompt.
+        batch: requests at a time.
+        tokens: that each request generates; 1 for a prefill.
+    """
+
+    prefix: int
+    batch: int
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        """As shown in tables."""
+        if self.tokens == 1:
+            return f"prefill of {self.prefix}"
+        return f"decode, prefix {self.prefix}, batch {self.batch}"
+
+    @property
+    def sampled_runs(self) -> int:
+        """How often the requests are sampled: a prefill is short."""
+        return 4 if self.tokens == 1 else 1
+
+
+WORKLOADS = (Workload(3000, 1, 250), Workload(4096, 8, 60), Workload(3000, 1, 1))
+QUICK = (Workload(3000, 1, 40),)
+
+PAGE = Page(
+    name="profile",
+    command="python benchmarks/serving/bench_profile.py",
+    summary=(
+        "Where the scheduler is when its stack is sampled: shares of the samples, times what one decode step, or one "
+        "prefill, takes when nobody samples. The floor of linear layers and of attention is, in a decode step, the "
+        "bytes that have to be read over the measured bandwidth of this machine's memory; in a prefill, the operations "
+        "over the measured speed of a large bfloat16 matrix product. The other costs move a few kB a layer: their "
+        "floor is next to nothing, and what they take is calls."
+    ),
+    tables=(Table("ms", "Time by cost, ms", has_ratio=False, digits=1),),
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this machine can do: bytes read and operations, both per second."""
+
+    bandwidth: float
+    flops: float
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a model that floors follow from; ``weights`` are the parameters that every token is multiplied with."""
+
+    layers: int
+    qo_heads: int
+    kv_heads: int
+    head_dim: int
+    weights: int
+
+    def kv_bytes(self, tokens: float) -> float:
+        """Bytes of K and V of so many tokens."""
+        return tokens * self.layers * self.kv_heads * self.head_dim * 2 * DTYPE_BYTES
+
+
+def main() -> None:
+    """Run the benchmark."""
+    options = parse_options(__doc__ or "", repeats=1)
+    workloads = QUICK if options.quick else WORKLOADS
+    names = [workload.name for workload in workloads]
+    recorder = Recorder(PAGE, options, [f"{name}: {cost}" for name in names for cost in (*SHOWN, WHOLE)])
+    machine, model = measure_machine(), read_model(options.model)
+    recorder.progress(f"{machine.bandwidth / 1e9:.1f} GB/s read, {machine.flops / 1e9:.0f} GFLOP/s in bfloat16")
+    systems = compared_systems(options.policy, BUDGETS, POOL_SLOTS)
+    with running(systems, options.model, LOGS / PAGE.name, recorder.progress) as fleet:
+        for workload in workloads:
+            if workload.name not in options.chosen(names):
+                continue
+            flush_all(fleet)
+            for name, server in fleet.items():
+                for repetition in range(1, options.repeats + 1):
+                    for cost, ms in profile(server, workload, options.model, repetition).items():
+                        recorder.add(f"{workload.name}: {cost}", name, repetition, {"ms": ms})
+            for cost, seconds in floors(workload, model, machine, budget=0.2).items():
+                recorder.add(f"{workload.name}: {cost}", FLOOR, 1, {"ms": 1e3 * seconds})
+    recorder.close()
+
+
+def profile(server: RunningServer, workload: Workload, model: Path, repetition: int) -> dict[str, float]:
+    """Milliseconds of one step by cost."""
+    prefix = document(model, workload.prefix, workload.prefix + repetition)
+    if workload.tokens > 1:
+        stream_all(server.url, [prefix], 1)
+        stream_all(server.url, [prefix + question(model, 0)], 2)
+    is_prefill = workload.tokens == 1
+
+    def run(first_question: int) -> float:
+        """Milliseconds of a step."""
+        asked = [prefix + question(model, first_question + i) for i in range(workload.batch)]
+        if is_prefill:
+            flush(server)
+            return 1e3 * stream_all(server.url, asked, 1)[0].ttft_s
+        return decode_figures(stream_all(server.url, asked, workload.tokens))["inter_token_ms"]
+
+    step_ms = run(100 * repetition)
+    with sampled(server, "prefill" if is_prefill else "decode") as counts:
+        for again in range(workload.sampled_runs):
+            run(100 * repetition + 10 * (again + 1))
+    total = sum(counts[cost] for cost in SHOWN)
+    return {cost: step_ms * counts[cost] / total for cost in SHOWN} | {WHOLE: step_ms}
+
+
+def floors(workload: Workload, model: Model, machine: Machine, budget: float) -> dict[str, float]:
+    """Least seconds of a step for the costs that bytes or operations bound."""
+    if workload.tokens > 1:
+        kept = budget * workload.prefix + workload.batch * workload.tokens / 2
+        return {
+            "linear layers": model.weights * DTYPE_BYTES / machine.bandwidth,
+            "attention": model.kv_bytes(kept) / machine.bandwidth,
+        }
+    pairs = workload.prefix**2 / 2
+    return {
+        "linear layers": 2 * model.weights * workload.prefix / machine.flops,
+        "attention": 4 * pairs * model.layers * model.qo_heads * model.head_dim / machine.flops,
+        "compression": model.kv_bytes(workload.prefix * (0.5 + budget)) / machine.bandwidth,
+    }
+
+
+def measure_machine() -> Machine:
+    """Best of a few runs of reading 512 MiB, and of a product of two matrices of 2,048 squared in bfloat16."""
+    numbers = torch.ones(2**27)
+    matrix = torch.ones(2048, 2048, dtype=torch.bfloat16)
+    read_s = best_seconds(lambda: numbers.sum())
+    product_s = best_seconds(lambda: matrix @ matrix)
+    return Machine(numbers.numel() * 4 / read_s, 2 * 2048**3 / product_s)
+
+
+def best_seconds(work: Callable[[], object], runs: int = 5) -> float:
+    """Shortest of a few runs, after one that does not count."""
+    found = []
+    for _ in range(runs + 1):
+        begin = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - begin)
+    return min(found[1:])
+
+
+def read_model(folder: Path) -> Model:
+    """Sizes from ``config.json`` of a Llama model; the embedding table counts once, as the output layer."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    qo_heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = hidden // qo_heads
+    attention = 2 * hidden * qo_heads * head_dim + 2 * hidden * kv_heads * head_dim
+    mlp = 3 * hidden * config["intermediate_size"]
+    weights = layers * (attention + mlp) + hidden * config["vocab_size"]
+    return Model(layers, qo_heads, kv_heads, head_dim, weights)
+
+
+if __name__ == "__main__":
+    main()
