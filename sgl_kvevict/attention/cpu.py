@@ -11,6 +11,7 @@ from sgl_kvevict.attention.batch import AttentionBatch, Path
 from sgl_kvevict.attention.decode import ArenaViews, DecodeStep
 from sgl_kvevict.attention.decode_plan import Composition, locate_suffixes
 from sgl_kvevict.attention.extend import ExtendAttention, ExtendRequest, RunBounds, plan_extend
+from sgl_kvevict.attention.joined import JoinedStep
 from sgl_kvevict.attention.recent_compositions import RecentCompositions
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
@@ -42,7 +43,7 @@ class CpuAttention:
         self._scratch = Scratch()
         self._compositions: RecentCompositions[tuple[Path, ...], Composition] = RecentCompositions()
         self._extend = ExtendAttention(k_arena, v_arena, RunBounds())
-        self._decode_step: DecodeStep | None = None
+        self._decode_step: DecodeStep | JoinedStep | None = None
         self._decode_rows: Tensor | None = None
         self._extending: list[ExtendRequest] = []
         self._num_new = -1
@@ -84,7 +85,7 @@ class CpuAttention:
             out[rows], lse[rows] = self._decode_step.run(layer, q[rows], sm_scale)
         return out, lse
 
-    def _plan_decode(self, batch: AttentionBatch, requests: list[int]) -> DecodeStep:
+    def _plan_decode(self, batch: AttentionBatch, requests: list[int]) -> DecodeStep | JoinedStep:
         pool_rows = batch.req_pool_indices
         if len(requests) < len(batch.seq_lens):
             pool_rows = pool_rows[requests]
@@ -92,6 +93,10 @@ class CpuAttention:
         seq_lens = [batch.seq_lens[i] for i in requests]
         paths = tuple(batch.paths[i] for i in requests)
         composition = self._compositions.get(paths, lambda: Composition(paths, self.geometry))
-        layout = composition.layout_for([end - start for start, end in zip(waterlines, seq_lens, strict=True)])
+        suffix_lens = [end - start for start, end in zip(waterlines, seq_lens, strict=True)]
+        if (joined := composition.joined_for(suffix_lens, self._views.k_rows, self._views.v_rows)) is not None:
+            joined.locate(waterlines, seq_lens, pool_rows, batch.req_to_token)
+            return joined
+        layout = composition.layout_for(suffix_lens)
         suffix = locate_suffixes(layout, waterlines, seq_lens, pool_rows, batch.req_to_token)
         return DecodeStep(self._views, layout, suffix, self._scratch)

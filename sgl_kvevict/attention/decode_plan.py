@@ -3,6 +3,8 @@
 - :class:`Composition`: the spans of a batch, until requests come or go or their paths change.
 - :class:`Layout`: how spans and suffixes are cut into tiles and merged, until a suffix grows into a new block.
 - :class:`SuffixSlots`: the token slots of the suffixes, every step.
+
+Small batches that share nothing are not cut: :class:`JoinedStep`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from torch import Tensor
 from kvevict_kernels.ragged_attention.cpu import tile_passes
 from kvevict_kernels.ragged_attention.tiles import Tiles, choose_block, merge_table
 from sgl_kvevict.attention.batch import Path
-from sgl_kvevict.attention.span_tiles import UnitLists, group_spans, join_units, sharer_class
+from sgl_kvevict.attention.joined import JoinedStep, fits_one_pass, room_for
+from sgl_kvevict.attention.span_tiles import SpanGroup, UnitLists, group_spans, join_units, sharer_class
 from sgl_kvevict.geometry import KVGeometry
 
 
@@ -103,17 +106,39 @@ class Composition:
         self.geometry = geometry
         self.num_requests = len(paths)
         self.layout: Layout | None = None
+        self.joined: JoinedStep | None = None
         self._own: UnitLists | None = None
+        self._own_groups: list[SpanGroup] = []
         self._shared: list[list[Tiles]] = []
         self._own_tiles: tuple[int, list[Tiles]] | None = None
         groups = group_spans(paths)
         for number in sorted({sharer_class(len(group.members)) for group in groups}):
-            units = join_units([g for g in groups if sharer_class(len(g.members)) == number], geometry)
+            chosen = [group for group in groups if sharer_class(len(group.members)) == number]
+            units = join_units(chosen, geometry)
             if number == 0:
-                self._own = units
+                self._own, self._own_groups = units, chosen
             else:
                 block = choose_block(units.kv_lens.view(geometry.num_layers, -1))
                 self._shared.append(units.tiles(geometry.num_layers, block, lanes=1))
+
+    def joined_for(self, suffix_lens: list[int], k_rows: Tensor, v_rows: Tensor) -> JoinedStep | None:
+        """Return blocks that need no merge; None where spans are shared, or too much is read.
+
+        Args:
+            suffix_lens: per request, tokens from the waterline on; each >= 1.
+            k_rows: [num_head_slots, head_dim], the arena.
+            v_rows: like ``k_rows``.
+        """
+        room = room_for(suffix_lens)
+        if self.joined is not None and self.joined.room == room:
+            return self.joined
+        self.joined = None
+        own = self._own
+        if own is None or own.kv_indices.numel() == 0 or self._shared:
+            return None
+        if fits_one_pass(own, self.num_requests, room, self.geometry):
+            self.joined = JoinedStep(self._own_groups, own, self.num_requests, room, self.geometry, k_rows, v_rows)
+        return self.joined
 
     def layout_for(self, suffix_lens: list[int]) -> Layout:
         """Return the layout for suffixes of these lengths; the last one, if it fits.

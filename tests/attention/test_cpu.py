@@ -8,6 +8,8 @@ import torch
 from helpers.poison import poisoned_allocations
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
 from sgl_kvevict.attention import AttentionBatch, CpuAttention
+from sgl_kvevict.attention.decode import DecodeStep
+from sgl_kvevict.attention.joined import JoinedStep
 from sgl_kvevict.errors import InvariantError
 
 if TYPE_CHECKING:
@@ -89,7 +91,7 @@ def test_a_shared_span_is_read_once_for_all(make_world: MakeWorld) -> None:
         world.add((span,), 10)
     world.attention.plan(world.batch())
     step = world.attention._decode_step
-    assert step is not None
+    assert isinstance(step, DecodeStep)
     for layer, work in enumerate(step.layout.layers):
         assert all(one_pass.own_rows is None for one_pass in work.passes)
         read = torch.cat([tiles.kv_rows[:, :, 0][tiles.mask[:, 0, 0].isfinite()] for tiles in work.shared])
@@ -116,15 +118,56 @@ def test_steps_and_changing_batches(make_world: MakeWorld) -> None:
     assert len(world.attention._compositions) <= 2
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_decode_of_small_batches_that_share_nothing(
+    make_world: MakeWorld, sizes: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """Spans, none, several on one path, runs without entries; suffixes that grow out of their room."""
+    world = make_world(*sizes, dtype=dtype)
+    some_empty = torch.tensor([[7] + [0] * (sizes[0] - 1), [0] * sizes[0]], dtype=torch.int32)
+    world.add((world.uneven_span(100), world.uneven_span(20)), 62)
+    world.add((), 1)
+    world.add((world.span(some_empty, num_tokens=9),), 30)
+    for _ in range(5):
+        check(world)
+        assert isinstance(world.attention._decode_step, JoinedStep)
+        world.grow(0, 1)
+        world.grow(2, 40)
+    world.remove(0)
+    check(world)
+
+
+def test_blocks_without_a_merge_are_kept_until_a_suffix_outgrows_its_room(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.add((world.uneven_span(90),), 62)
+    steps = []
+    for _ in range(4):
+        world.attention.plan(world.batch())
+        steps.append(world.attention._decode_step)
+        world.grow(0, 1)
+    assert steps[0] is steps[1] is steps[2]
+    assert steps[3] is not steps[2]
+
+
+def test_what_does_not_fit_one_pass_is_cut_into_tiles(make_world: MakeWorld) -> None:
+    world = make_world(num_layers=1)
+    for _ in range(6):
+        world.add((world.uneven_span(900),), 200)
+    check(world)
+    assert isinstance(world.attention._decode_step, DecodeStep)
+
+
 def test_the_span_part_of_a_plan_is_kept(make_world: MakeWorld) -> None:
     world = make_world()
-    world.add((world.uneven_span(90),), 10)
-    world.add((), 5)
+    shared = world.uneven_span(90)
+    world.add((shared,), 10)
+    world.add((shared,), 5)
     layouts = []
     for _ in range(3):
         world.attention.plan(world.batch())
         step = world.attention._decode_step
-        assert step is not None
+        assert isinstance(step, DecodeStep)
         layouts.append(step.layout)
         world.grow(0, 1)
         world.grow(1, 1)
@@ -163,12 +206,12 @@ def test_mixed_steps_reuse_the_decode_plan(make_world: MakeWorld) -> None:
     world.add((), 30)
     world.add((shared,), 9)
     check(world, [1, 30, 1])
-    layout = world.attention._decode_step
+    mixed = world.attention._decode_step
     world.remove(1)
     check(world)
-    assert layout is not None
-    assert world.attention._decode_step is not None
-    assert world.attention._decode_step.layout is layout.layout
+    alone = world.attention._decode_step
+    assert isinstance(mixed, DecodeStep) and isinstance(alone, DecodeStep)
+    assert alone.layout is mixed.layout
 
 
 def test_passes_do_not_show(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
