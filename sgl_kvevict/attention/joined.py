@@ -22,7 +22,7 @@ SUFFIX_ROOM = 64
 class JoinedStep:
     """One block per (request, KV head): room for the request's suffix, then the entries of its spans.
 
-    The block is as wide as the longest one of all layers; what is left over repeats an entry behind a mask.
+    The blocks of a layer are as wide as its longest one; what is left over repeats an entry behind a mask.
 
     Args:
         groups: spans that one request reads alone, at most one group per request.
@@ -57,19 +57,23 @@ class JoinedStep:
         # A run without entries takes another one of the batch's as filler: rows that hold numbers.
         own_rows = units.kv_indices[entry.clamp_(max=units.kv_indices.numel() - 1)]
         own_mask = torch.where(offset < lens[..., None], 0.0, float("-inf"))
+        # One storage for all layers, so that a step writes the suffixes of all of them at once.
         width = room + offset.numel()
-        self._kv_rows = torch.zeros(num_layers, num_requests, width, lanes, dtype=torch.int32)
-        self._kv_rows[:, :, room:] = own_rows.transpose(2, 3)
+        self._kv_rows = torch.zeros(num_layers, width, num_requests, lanes, dtype=torch.int32)
+        self._kv_rows[:, room:] = own_rows.permute(0, 3, 1, 2)
         self._mask = torch.zeros(num_layers, num_requests, lanes, 1, width)
         self._mask[..., 0, room:] = own_mask
         self._first_rows = (
             torch.arange(num_layers).view(-1, 1, 1, 1) * (geometry.num_token_slots * lanes) + torch.arange(lanes)
         ).int()
-        self._layers = list(zip(self._kv_rows.view(num_layers, -1).unbind(), self._mask.unbind(), strict=True))
         self._query_shape = (num_requests, lanes, geometry.group_size, geometry.head_dim)
-        shape = (num_requests, width, lanes, geometry.head_dim)
-        self._gathered = torch.empty(num_requests * width * lanes, geometry.head_dim, dtype=k_rows.dtype)
-        self._k, self._v = torch.empty(shape), torch.empty(shape)
+        gathered = torch.empty(width, num_requests, lanes, geometry.head_dim, dtype=k_rows.dtype)
+        k, v = torch.empty_like(gathered, dtype=torch.float32), torch.empty_like(gathered, dtype=torch.float32)
+        widths = (room + lens.amax((1, 2))).tolist()
+        self._layers = [
+            _LayerBlocks(rows[:w].view(-1), mask[..., :w], gathered[:w], k[:w], v[:w])
+            for rows, mask, w in zip(self._kv_rows.unbind(), self._mask.unbind(), widths, strict=True)
+        ]
 
     def locate(self, waterlines: list[int], seq_lens: list[int], rows: Tensor, req_to_token: Tensor) -> None:
         """Look up the token slots ``[waterline, seq_len)`` of each request, for all layers.
@@ -85,27 +89,31 @@ class JoinedStep:
         last = bounds[1, :, None] - 1
         place = rows.long()[:, None] * req_to_token.shape[1] + torch.minimum(position, last)
         slots = req_to_token.reshape(-1)[place]
-        torch.add(self._first_rows, slots[..., None] * self._kv_rows.shape[3], out=self._kv_rows[:, :, : self.room])
+        lanes = self._kv_rows.shape[3]
+        torch.add(self._first_rows, slots.t()[..., None] * lanes, out=self._kv_rows[:, : self.room])
         self._mask[..., : self.room] = torch.where(position > last, float("-inf"), 0.0)[:, None, None]
 
     def run(self, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
         """Attend; see :meth:`sgl_kvevict.attention.decode.DecodeStep.run`."""
-        rows, mask = self._layers[layer]
-        gathered, k, v = self._gathered, self._k, self._v
-        torch.index_select(self._k_rows, 0, rows, out=gathered)
-        k.copy_(gathered.view(k.shape))
-        torch.index_select(self._v_rows, 0, rows, out=gathered)
-        v.copy_(gathered.view(v.shape))
-        out, lse = fused_attention(
-            q.reshape(self._query_shape).float(),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            0.0,
-            False,
-            attn_mask=mask,
-            scale=sm_scale,
-        )
+        work = self._layers[layer]
+        torch.index_select(self._k_rows, 0, work.kv_rows, out=work.gathered_rows)
+        work.k.copy_(work.gathered)
+        torch.index_select(self._v_rows, 0, work.kv_rows, out=work.gathered_rows)
+        work.v.copy_(work.gathered)
+        queries = q.reshape(self._query_shape).float()
+        out, lse = fused_attention(queries, work.k_heads, work.v_heads, 0.0, False, attn_mask=work.mask, scale=sm_scale)
         return out.reshape(q.shape).to(q.dtype), lse.reshape(q.shape[:2])
+
+
+class _LayerBlocks:
+    """One layer's blocks, and buffers for what is gathered; views made once, because they add up over a step."""
+
+    def __init__(self, kv_rows: Tensor, mask: Tensor, gathered: Tensor, k: Tensor, v: Tensor) -> None:
+        self.kv_rows = kv_rows
+        self.mask = mask
+        self.gathered, self.gathered_rows = gathered, gathered.view(-1, gathered.shape[-1])
+        self.k, self.v = k, v
+        self.k_heads, self.v_heads = k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
 
 
 def room_for(suffix_lens: Sequence[int]) -> int:
