@@ -45,7 +45,7 @@ class Peer:
         begin = time.perf_counter()
         cache = DynamicCache()
         with press(self.model) if press is not None else nullcontext():
-            self.model.model(torch.tensor([ids]), past_key_values=cache)
+            self.model.model(input_ids=torch.tensor([ids]), past_key_values=cache)
         prepared = time.perf_counter()
         held = [layer.keys.shape[2] for layer in cache.layers]
         answers = []
