@@ -47,16 +47,21 @@ class Workload:
     tokens: int
 
     @property
+    def is_prefill(self) -> bool:
+        """Nothing is cached and one token is generated."""
+        return self.tokens == 1
+
+    @property
     def name(self) -> str:
         """As shown in tables."""
-        if self.tokens == 1:
+        if self.is_prefill:
             return f"prefill of {self.prefix}"
         return f"decode, prefix {self.prefix}, batch {self.batch}"
 
     @property
     def sampled_runs(self) -> int:
         """How often the requests are sampled: a prefill is short."""
-        return 4 if self.tokens == 1 else 1
+        return 4 if self.is_prefill else 1
 
 
 WORKLOADS = (Workload(3000, 1, 250), Workload(4096, 8, 60), Workload(3000, 1, 1))
@@ -86,13 +91,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a model that floors follow from; ``weights`` are the parameters that every token is multiplied with."""
+    """Sizes of a model that floors follow from; ``weights`` of all layers, ``output_weights`` of the output layer."""
 
     layers: int
     qo_heads: int
     kv_heads: int
     head_dim: int
     weights: int
+    output_weights: int
 
     def kv_bytes(self, tokens: float) -> float:
         """Bytes of K and V of so many tokens."""
@@ -125,21 +131,20 @@ def main() -> None:
 def profile(server: RunningServer, workload: Workload, model: Path, repetition: int) -> dict[str, float]:
     """Milliseconds of one step by cost."""
     prefix = document(model, workload.prefix, workload.prefix + repetition)
-    if workload.tokens > 1:
+    if not workload.is_prefill:
         stream_all(server.url, [prefix], 1)
         stream_all(server.url, [prefix + question(model, 0)], 2)
-    is_prefill = workload.tokens == 1
 
     def run(first_question: int) -> float:
         """Milliseconds of a step."""
         asked = [prefix + question(model, first_question + i) for i in range(workload.batch)]
-        if is_prefill:
+        if workload.is_prefill:
             flush(server)
             return 1e3 * stream_all(server.url, asked, 1)[0].ttft_s
         return decode_figures(stream_all(server.url, asked, workload.tokens))["inter_token_ms"]
 
     step_ms = run(100 * repetition)
-    with sampled(server, "prefill" if is_prefill else "decode") as counts:
+    with sampled(server, "prefill" if workload.is_prefill else "decode") as counts:
         for again in range(workload.sampled_runs):
             run(100 * repetition + 10 * (again + 1))
     total = sum(counts[cost] for cost in SHOWN)
@@ -148,10 +153,10 @@ def profile(server: RunningServer, workload: Workload, model: Path, repetition: 
 
 def floors(workload: Workload, model: Model, machine: Machine, budget: float) -> dict[str, float]:
     """Least seconds of a step for the costs that bytes or operations bound."""
-    if workload.tokens > 1:
+    if not workload.is_prefill:
         kept = budget * workload.prefix + workload.batch * workload.tokens / 2
         return {
-            "linear layers": model.weights * DTYPE_BYTES / machine.bandwidth,
+            "linear layers": (model.weights + model.output_weights) * DTYPE_BYTES / machine.bandwidth,
             "attention": model.kv_bytes(kept) / machine.bandwidth,
         }
     pairs = workload.prefix**2 / 2
@@ -182,15 +187,14 @@ def best_seconds(work: Callable[[], object], runs: int = 5) -> float:
 
 
 def read_model(folder: Path) -> Model:
-    """Sizes from ``config.json`` of a Llama model; the embedding table counts once, as the output layer."""
+    """Sizes from ``config.json`` of a Llama model."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     qo_heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = hidden // qo_heads
     attention = 2 * hidden * qo_heads * head_dim + 2 * hidden * kv_heads * head_dim
     mlp = 3 * hidden * config["intermediate_size"]
-    weights = layers * (attention + mlp) + hidden * config["vocab_size"]
-    return Model(layers, qo_heads, kv_heads, head_dim, weights)
+    return Model(layers, qo_heads, kv_heads, head_dim, layers * (attention + mlp), hidden * config["vocab_size"])
 
 
 if __name__ == "__main__":

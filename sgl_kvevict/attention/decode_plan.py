@@ -21,6 +21,7 @@ from kvevict_kernels.ragged_attention.tiles import Tiles, choose_block, merge_ta
 from sgl_kvevict.attention.batch import Path
 from sgl_kvevict.attention.joined import JoinedStep, fits_one_pass, room_for
 from sgl_kvevict.attention.span_tiles import SpanGroup, UnitLists, group_spans, join_units, sharer_class
+from sgl_kvevict.attention.suffix_slots import look_up_slots
 from sgl_kvevict.geometry import KVGeometry
 
 
@@ -256,13 +257,9 @@ def locate_suffixes(
         req_to_token: [num_rows, max_context_len], int32.
     """
     bounds = torch.tensor([waterlines, seq_lens])[:, layout.tile_request]
-    position = (bounds[0] + layout.tile_offset)[:, None] + torch.arange(layout.block)
-    last = bounds[1, :, None] - 1
-    place = rows[layout.tile_request].long()[:, None] * req_to_token.shape[1] + torch.minimum(position, last)
-    return SuffixSlots(
-        token_slots=req_to_token.reshape(-1).index_select(0, place.view(-1)),
-        mask=torch.where(position > last, float("-inf"), 0.0)[:, None, None],
-    )
+    begins = bounds[0] + layout.tile_offset
+    slots, mask = look_up_slots(begins, bounds[1], layout.block, rows[layout.tile_request], req_to_token)
+    return SuffixSlots(token_slots=slots.view(-1), mask=mask[:, None, None])
 
 
 def _span_merge_table(span_tiles: list[list[Tiles]], num_rows: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Decode without a merge: all that a request reads is one block per KV head.
 
 Cutting into tiles (:mod:`sgl_kvevict.attention.decode_plan`) keeps filler small and reads shared spans once, but costs
-some thirty more calls a layer. Where nothing is shared and the batch is small, the calls are what a step costs.
+about twice the calls. Where nothing is shared and the batch is small, the calls are what a step costs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvevict_kernels.ragged_attention.cpu import PASS_BYTES, fused_attention
 from sgl_kvevict.attention.span_tiles import SpanGroup, UnitLists
+from sgl_kvevict.attention.suffix_slots import look_up_slots
 from sgl_kvevict.geometry import KVGeometry
 
 SUFFIX_ROOM = 64
@@ -85,13 +86,10 @@ class JoinedStep:
             req_to_token: [num_rows, max_context_len], int32.
         """
         bounds = torch.tensor([waterlines, seq_lens])
-        position = bounds[0, :, None] + torch.arange(self.room)
-        last = bounds[1, :, None] - 1
-        place = rows.long()[:, None] * req_to_token.shape[1] + torch.minimum(position, last)
-        slots = req_to_token.reshape(-1)[place]
+        slots, mask = look_up_slots(bounds[0], bounds[1], self.room, rows, req_to_token)
         lanes = self._kv_rows.shape[3]
         torch.add(self._first_rows, slots.t()[..., None] * lanes, out=self._kv_rows[:, : self.room])
-        self._mask[..., : self.room] = torch.where(position > last, float("-inf"), 0.0)[:, None, None]
+        self._mask[..., : self.room] = mask[:, None, None]
 
     def run(self, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
         """Attend; see :meth:`sgl_kvevict.attention.decode.DecodeStep.run`."""
