@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -45,6 +46,8 @@ KVEVICT_CPU_FLAGS: Sequence[str] = (
     *("--device", "cpu", "--radix-cache-backend", "kvevict", "--attention-backend", "kvevict"),
 )
 
+_PORTS = range(20_000, 32_000)
+_ports_given: set[int] = set()
 _LOG_TAIL_LINES = 40
 #: Seconds that a server gets to die after a failure: SGLang's main process outlives a failed child.
 _DEATH_SETTLE_S = 10.0
@@ -82,10 +85,28 @@ def kvevict_system(
 
 
 def free_port() -> int:
-    """A TCP port on localhost that nothing listened on a moment ago."""
+    """A TCP port that nothing listens on, another one at each call.
+
+    It lies below the range from which systems take ports for outgoing connections: one that the system chose itself
+    may belong to somebody's connection by the time that a server has loaded its model and binds it.
+
+    Raises:
+        LaunchError: none is free.
+    """
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        if port not in _ports_given and _can_bind(port):
+            _ports_given.add(port)
+            return port
+    raise LaunchError(f"no free TCP port from {_PORTS.start} to {_PORTS.stop - 1}")
+
+
+def _can_bind(port: int) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
 
 
 class RunningServer:

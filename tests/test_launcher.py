@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from pathlib import Path
 
 import pytest
 
 from sgl_kvevict import launcher
-from sgl_kvevict.launcher import LaunchError, config_env, launch
+from sgl_kvevict.launcher import LaunchError, config_env, free_port, launch
 
 #: Stands in for ``sglang.launch_server``: starts a helper process, then answers ``/health`` like SGLang.
 FAKE_SERVER = """
@@ -125,3 +126,19 @@ def test_a_server_that_never_gets_healthy_is_stopped(tmp_path: Path, fake_env: d
 def test_complaints_of_the_memory_checker_are_found(tmp_path: Path, fake_env: dict[str, str]) -> None:
     with launch("m", flags=["--leak"], env=fake_env, log_path=tmp_path / "s.log") as server:
         assert server.leak_messages() == ["ValueError: pool memory leak detected! [full] total=10"]
+
+
+def test_a_port_is_given_once_and_only_when_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = free_port()
+    with socket.create_server(("127.0.0.1", first)):
+        monkeypatch.setattr(launcher, "_ports_given", set())
+        monkeypatch.setattr(launcher, "_PORTS", range(first, first + 3))
+        ports = {free_port() for _ in range(2)}
+        assert ports == {first + 1, first + 2}
+        with pytest.raises(LaunchError, match=f"no free TCP port from {first} to {first + 2}"):
+            free_port()
+
+
+def test_ports_lie_below_those_of_outgoing_connections() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        assert free_port() < min(client.getsockname()[1], server.getsockname()[1])
