@@ -19,7 +19,7 @@ from torch import Tensor
 from kvevict_kernels.ragged_attention.cpu import tile_passes
 from kvevict_kernels.ragged_attention.tiles import Tiles, choose_block, merge_table
 from sgl_kvevict.attention.batch import Path
-from sgl_kvevict.attention.joined import JoinedStep, fits_one_pass, room_for
+from sgl_kvevict.attention.joined import JoinedStep, arrange_rows, fits_one_pass, room_for, runs_of_requests
 from sgl_kvevict.attention.span_tiles import SpanGroup, UnitLists, group_spans, join_units, sharer_class
 from sgl_kvevict.attention.suffix_slots import look_up_slots
 from sgl_kvevict.geometry import KVGeometry
@@ -123,7 +123,7 @@ class Composition:
                 self._shared.append(units.tiles(geometry.num_layers, block, lanes=1))
 
     def joined_for(self, suffix_lens: list[int], k_rows: Tensor, v_rows: Tensor) -> JoinedStep | None:
-        """Return blocks that need no merge; None where spans are shared, or too much is read.
+        """Return rows that need no merge; None where spans are shared, or too much is read.
 
         Args:
             suffix_lens: per request, tokens from the waterline on; each >= 1.
@@ -137,8 +137,10 @@ class Composition:
         own = self._own
         if own is None or own.kv_indices.numel() == 0 or self._shared:
             return None
-        if fits_one_pass(own, self.num_requests, room, self.geometry):
-            self.joined = JoinedStep(self._own_groups, own, self.num_requests, room, self.geometry, k_rows, v_rows)
+        runs = runs_of_requests(self._own_groups, own, self.num_requests, self.geometry)
+        rows = arrange_rows(runs.lens, room, torch.get_num_threads())
+        if fits_one_pass(rows, self.geometry):
+            self.joined = JoinedStep(runs, rows, room, self.geometry, k_rows, v_rows)
         return self.joined
 
     def layout_for(self, suffix_lens: list[int]) -> Layout:

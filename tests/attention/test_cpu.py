@@ -119,11 +119,17 @@ def test_steps_and_changing_batches(make_world: MakeWorld) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_threads", [1, 64])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_decode_of_small_batches_that_share_nothing(
-    make_world: MakeWorld, sizes: tuple[int, int, int], dtype: torch.dtype
+    make_world: MakeWorld,
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: tuple[int, int, int],
+    num_threads: int,
+    dtype: torch.dtype,
 ) -> None:
     """Spans, none, several on one path, runs without entries; suffixes that grow out of their room."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)  # one: two heads to a row; many: one
     world = make_world(*sizes, dtype=dtype)
     some_empty = torch.tensor([[7] + [0] * (sizes[0] - 1), [0] * sizes[0]], dtype=torch.int32)
     world.add((world.uneven_span(100), world.uneven_span(20)), 62)
@@ -138,7 +144,7 @@ def test_decode_of_small_batches_that_share_nothing(
     check(world)
 
 
-def test_blocks_without_a_merge_are_kept_until_a_suffix_outgrows_its_room(make_world: MakeWorld) -> None:
+def test_rows_without_a_merge_are_kept_until_a_suffix_outgrows_its_room(make_world: MakeWorld) -> None:
     world = make_world()
     world.add((world.uneven_span(90),), 62)
     steps = []
