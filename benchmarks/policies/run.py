@@ -36,7 +36,7 @@ def cases() -> list[tuple[str, dict[str, Any]]]:
     found: list[tuple[str, dict[str, Any]]] = []
     for info in list_policies():
         policy = build_policy(info.name, {})
-        if policy is not None and Signal.PEAK_ATTENTION not in policy.needs:
+        if policy is not None and Signal.READER_ATTENTION not in policy.needs:
             found.append((info.name, {}))
     return found + [("chunkkv", {"reuse_layers": layers}) for layers in REUSE]
 

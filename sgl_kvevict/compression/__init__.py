@@ -2,6 +2,6 @@
 
 from sgl_kvevict.compression.compressor import Compression, Compressor
 from sgl_kvevict.compression.observation import PromptObservation
-from sgl_kvevict.compression.reader_observation import ReaderObservation
+from sgl_kvevict.compression.reader_observation import ReaderChunk, ReaderObservation
 
-__all__ = ["Compression", "Compressor", "PromptObservation", "ReaderObservation"]
+__all__ = ["Compression", "Compressor", "PromptObservation", "ReaderChunk", "ReaderObservation"]

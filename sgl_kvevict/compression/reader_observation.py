@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from kvevict_kernels.accumulated_attention import accumulated_attention
@@ -11,10 +12,10 @@ from sgl_kvevict.policies.observation import LayerObservation
 
 
 class ReaderObservation:
-    """The largest attention that any query of any reader paid each token of ``[start, end)``.
+    """The attention that the queries of all readers paid each token of ``[start, end)``, squared and summed.
 
-    Maxima combine in any order and do not mind being taken twice, so readers may come in chunks, be retracted and run
-    again.
+    Readers may come in chunks, several in one batch, and be retracted and run again: what a reader asked before is
+    not counted twice.
 
     Args:
         geometry: sizes of the model.
@@ -30,23 +31,74 @@ class ReaderObservation:
         self.end = end
         self.num_readers = 0
         self._geometry = geometry
-        self._peaks: Tensor | None = None
+        self._counted: dict[str, int] = {}
+        self._squares: Tensor | None = None
         self._sm_scales = [0.0] * geometry.num_layers
-        self._query_start = end
-        self._token_slots: Tensor | None = None
 
-    def begin_chunk(self, query_start: int, token_slots: Tensor) -> None:
+    def begin_chunk(self, reader: str, query_start: int, query_end: int, token_slots: Tensor) -> ReaderChunk:
         """Announce queries of a reader, for every layer.
 
         Args:
+            reader: the request's id.
             query_start: logical position of the chunk's first token, at or after ``end``.
+            query_end: logical position after its last one.
             token_slots: [end - start], int64, slots of the range.
         """
-        self._query_start = query_start
-        self._token_slots = token_slots
+        counted = self._counted.get(reader, query_start)
+        self._counted[reader] = max(counted, query_end)
+        num_counted = min(max(counted - query_start, 0), query_end - query_start)
+        return ReaderChunk(self, query_start + num_counted, num_counted, token_slots)
+
+    def end_reader(self, reader: str) -> None:
+        """A reader was seen to its end."""
+        self._counted.pop(reader, None)
+        self.num_readers += 1
+
+    def add(self, layer: int, squares: Tensor, sm_scale: float) -> None:
+        """Add to one layer.
+
+        Args:
+            layer: layer index.
+            squares: [num_kv_heads, end - start], float32.
+            sm_scale: softmax scale of the layer.
+        """
+        if self._squares is None:
+            self._squares = squares.new_zeros(self._geometry.num_layers, *squares.shape)
+        self._squares[layer] += squares
+        self._sm_scales[layer] = sm_scale
+
+    def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerObservation:
+        """Return what a policy sees of a part of the range in one layer; see :meth:`PromptObservation.show`."""
+        part = slice(start - self.start, start - self.start + token_slots.numel())
+        return LayerObservation(
+            layer=layer,
+            start=start,
+            k_buffer=k_buffer,
+            v_buffer=v_buffer,
+            token_slots=token_slots,
+            sm_scale=self._sm_scales[layer],
+            reader_attention=None if self._squares is None else self._squares[layer, :, part].sqrt(),
+        )
+
+
+@dataclass(frozen=True)
+class ReaderChunk:
+    """Queries of one reader in one forward.
+
+    Attributes:
+        observation: what they are added to.
+        query_start: logical position of the first query that counts.
+        num_counted: queries before it, counted when the reader ran before.
+        token_slots: [end - start], int64, slots of the observed range.
+    """
+
+    observation: ReaderObservation
+    query_start: int
+    num_counted: int
+    token_slots: Tensor
 
     def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float) -> None:
-        """Collect from one layer of the chunk.
+        """Collect from one layer.
 
         Args:
             layer: layer index.
@@ -55,33 +107,14 @@ class ReaderObservation:
             k_buffer: [num_token_slots, num_kv_heads, head_dim], the layer's keys.
             sm_scale: softmax scale of the layer.
         """
-        assert self._token_slots is not None
-        if self._peaks is None:
-            shape = (self._geometry.num_layers, self._geometry.num_kv_heads, self.end - self.start)
-            self._peaks = torch.zeros(shape, device=k_buffer.device)
-        peaks = accumulated_attention(
-            queries.contiguous(),
-            lse.contiguous(),
+        squares = accumulated_attention(
+            queries[self.num_counted :].contiguous(),
+            lse[self.num_counted :].contiguous(),
             k_buffer,
-            self._token_slots,
+            self.token_slots,
             sm_scale=sm_scale,
-            key_start=self.start,
-            query_start=self._query_start,
-            reduction="max",
+            key_start=self.observation.start,
+            query_start=self.query_start,
+            reduction="squares",
         )
-        torch.maximum(self._peaks[layer], peaks, out=self._peaks[layer])
-        self._sm_scales[layer] = sm_scale
-
-    def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerObservation:
-        """Return what a policy sees of a part of the range in one layer; see :meth:`PromptObservation.show`."""
-        first = start - self.start
-        peaks = None if self._peaks is None else self._peaks[layer, :, first : first + token_slots.numel()]
-        return LayerObservation(
-            layer=layer,
-            start=start,
-            k_buffer=k_buffer,
-            v_buffer=v_buffer,
-            token_slots=token_slots,
-            sm_scale=self._sm_scales[layer],
-            peaks=peaks,
-        )
+        self.observation.add(layer, squares, sm_scale)

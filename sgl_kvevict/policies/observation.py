@@ -20,8 +20,9 @@ class Signal(Enum):
     """Per key, the attention of all queries that saw it, summed; mean over the query heads of a group."""
     QUERY_MOMENTS = "query_moments"
     """Per query head, mean and covariance of all queries before RoPE: the same size for any length."""
-    PEAK_ATTENTION = "peak_attention"
-    """Per key, the largest attention that any query of its readers paid it; who reads, :class:`Readers` says."""
+    READER_ATTENTION = "reader_attention"
+    """Per key, the root of the summed squares of the attention that its readers' queries paid it, over the query heads
+    of a group too; who reads, :class:`Readers` says."""
     ECHO_ATTENTION = "echo_attention"
     """Per key, the largest attention that the prompt's own queries would pay it, moved behind it."""
     OUTPUT_GRAM = "output_gram"
@@ -31,7 +32,7 @@ class Signal(Enum):
 
 
 class Readers(Enum):
-    """Whose queries make :attr:`Signal.PEAK_ATTENTION`. They come after the range, so it is compressed later."""
+    """Whose queries make :attr:`Signal.READER_ATTENTION`. They come after the range, so it is compressed later."""
 
     REPETITION = "repetition"
     """Extra passes in which the model repeats the prefix."""
@@ -78,7 +79,7 @@ class LayerObservation:
         window: the last queries of the prompt, if the policy needs them.
         accumulated: [num_kv_heads, num_tokens], float32, see :attr:`Signal.ACCUMULATED_ATTENTION`.
         moments: see :attr:`Signal.QUERY_MOMENTS`.
-        peaks: [num_kv_heads, num_tokens], float32, see :attr:`Signal.PEAK_ATTENTION`.
+        reader_attention: [num_kv_heads, num_tokens], float32, see :attr:`Signal.READER_ATTENTION`.
         echo: [num_kv_heads, num_tokens], float32, see :attr:`Signal.ECHO_ATTENTION`.
         output_gram: [num_kv_heads, head_dim, head_dim], float32, see :attr:`Signal.OUTPUT_GRAM`.
         num_prompt_tokens: logical length of the prompt whose queries were observed; None if unknown.
@@ -93,7 +94,7 @@ class LayerObservation:
     window: QueryWindow | None = None
     accumulated: Tensor | None = None
     moments: QueryMoments | None = None
-    peaks: Tensor | None = None
+    reader_attention: Tensor | None = None
     echo: Tensor | None = None
     output_gram: Tensor | None = None
     num_prompt_tokens: int | None = None
@@ -156,13 +157,13 @@ class LayerObservation:
         """
         return self._per_token(self.accumulated, f"{who} needs accumulated attention")
 
-    def require_peaks(self, who: str) -> Tensor:
-        """The peak attention.
+    def require_reader_attention(self, who: str) -> Tensor:
+        """What readers attended to.
 
         Raises:
             ValueError: no reader provided it, or its shape is wrong.
         """
-        return self._per_token(self.peaks, f"{who} needs peak attention")
+        return self._per_token(self.reader_attention, f"{who} needs reader attention")
 
     def require_echo(self, who: str) -> Tensor:
         """The echo attention.

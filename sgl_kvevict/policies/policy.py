@@ -41,7 +41,7 @@ class Policy:
         num_sink_tokens: first tokens of a *path* that the method itself keeps in every head.
         reuse_layers: layers that share the positions chosen by the first of them; the others are not
             observed.
-        readers: whose queries provide the peak attention that the scorer needs; None if it needs none. A range is
+        readers: whose queries provide the reader attention that the scorer needs; None if it needs none. A range is
             then compressed when it was read, not when its prompt is complete.
 
     Raises:
@@ -75,10 +75,10 @@ class Policy:
             )
         if self.reuse_layers > 1 and self.merger is not None:
             raise ConfigError(f"policy {self.name!r}: merging needs every layer, so reuse_layers must be 1")
-        if (self.readers is None) == (Signal.PEAK_ATTENTION in self.needs):
+        if (self.readers is None) == (Signal.READER_ATTENTION in self.needs):
             raise ConfigError(
                 f"policy {self.name!r}: readers={self.readers} and a scorer that needs "
-                f"{sorted(signal.value for signal in self.needs)}; peak attention and readers go together"
+                f"{sorted(signal.value for signal in self.needs)}; reader attention and readers go together"
             )
 
     @property

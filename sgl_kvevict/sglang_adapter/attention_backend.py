@@ -13,7 +13,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from sgl_kvevict.attention import AttentionBatch, build_attention, resolve_attention
-from sgl_kvevict.compression import PromptObservation, ReaderObservation
+from sgl_kvevict.compression import PromptObservation, ReaderChunk
 from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
@@ -73,7 +73,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         self.attention = build_attention(config.attention, self.geometry, arena.k, arena.v)
         self._on_gpu: bool = device == "cuda"
         self.tree: KVEvictTree | None = None
-        self._observed: list[tuple[slice, PromptObservation | ReaderObservation]] = []
+        self._observed: list[tuple[slice, PromptObservation | ReaderChunk]] = []
 
     def attach(self, tree: KVEvictTree) -> None:
         """Connect the tree that resolves what each request reads."""
@@ -106,10 +106,10 @@ class KVEvictAttentionBackend(AttentionBackend):
 
     def _observed_rows(
         self, rids: list[str] | None, seq_lens: list[int], extend_lens: list[int]
-    ) -> list[tuple[slice, PromptObservation | ReaderObservation]]:
+    ) -> list[tuple[slice, PromptObservation | ReaderChunk]]:
         if self.tree is None or rids is None:
             return []
-        observed: list[tuple[slice, PromptObservation | ReaderObservation]] = []
+        observed: list[tuple[slice, PromptObservation | ReaderChunk]] = []
         first_row = 0
         for rid, seq_len, extend_len in zip(rids, seq_lens, extend_lens, strict=True):
             rows = slice(first_row, first_row + extend_len)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sgl_kvevict.compression import PromptObservation, ReaderObservation
+from sgl_kvevict.compression import PromptObservation, ReaderChunk, ReaderObservation
 from sgl_kvevict.policies.observation import Readers
 from sgl_kvevict.request import parse_request_options
 from sgl_kvevict.sglang_adapter.observers import REFUSED_NO_ROOM
@@ -105,14 +105,13 @@ class PrefixScoring:
         if node in self._jobs:
             self._end(self._jobs[node], "dropped")
 
-    def observe(self, req: Req, start: int) -> ReaderObservation | None:
-        """Return what new tokens from ``start`` on of a request are to be recorded in, if anything."""
+    def observe(self, req: Req, start: int, end: int) -> ReaderChunk | None:
+        """Return what new tokens ``[start, end)`` of a request are to be recorded in, if anything."""
         observation = self._observation_of_pass(req) if self._is_pass(req) else self._vote(req, start)
         if observation is None:
             return None
         row = self.tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
-        observation.begin_chunk(start, row[observation.start : observation.end].long())
-        return observation
+        return observation.begin_chunk(str(req.rid), start, end, row[observation.start : observation.end].long())
 
     def prompt_complete(self, req: Req, observation: PromptObservation) -> None:
         """A user's prompt is in the tree: count what it found there, and queue what is to be scored."""
@@ -148,7 +147,7 @@ class PrefixScoring:
             return
         assert job.observation is not None
         self.tree.observer.scored(job.observation.start, job.observation.end, time.perf_counter() - job.started)
-        job.observation.num_readers += 1
+        job.observation.end_reader(str(req.rid))
         job.probes.pop(0)
         if not job.probes:
             done = self.tree.compress_up_to(job.node, job.observation.end, job.observation, req.rid)
@@ -290,7 +289,7 @@ class PrefixScoring:
             end += len(node.key)
             if end == first_query and node in self._votes:
                 vote = self._votes[node]
-                vote.num_readers += 1
+                vote.end_reader(str(req.rid))
                 if self._is_due(vote.num_readers):
                     del self._votes[node]
                     self.tree.compress_up_to(node, vote.end, vote, req.rid)

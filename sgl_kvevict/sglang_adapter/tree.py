@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy, LRUStrategy
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
-from sgl_kvevict.compression import Compressor, PromptObservation, ReaderObservation
+from sgl_kvevict.compression import Compressor, PromptObservation, ReaderChunk, ReaderObservation
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.prefix import Segment, Span, SpanStore
 from sgl_kvevict.ragged import SpanRuns
@@ -364,7 +364,7 @@ class KVEvictTree(WalkableTree):
         self.max_sharers = max(self.max_sharers, *readers.values(), 0)
         return tuple(paths)
 
-    def observe(self, rid: str, start: int, end: int) -> list[PromptObservation | ReaderObservation]:
+    def observe(self, rid: str, start: int, end: int) -> list[PromptObservation | ReaderChunk]:
         """Return the observations that a prefill chunk ``[start, end)`` of a request adds to.
 
         Returns:
@@ -384,7 +384,7 @@ class KVEvictTree(WalkableTree):
         if observation.needs_slots:
             slots = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, waterline:end].long()
         observation.begin_chunk(start, end, is_last=end >= prompt_len, key_start=waterline, token_slots=slots)
-        if self.scoring is not None and (reader := self.scoring.observe(req, start)) is not None:
+        if self.scoring is not None and (reader := self.scoring.observe(req, start, end)) is not None:
             return [reader]
         return [observation] if observation.records else []
 

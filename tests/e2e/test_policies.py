@@ -31,7 +31,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 READER_POLICIES = {
     info.name
     for info in list_policies()
-    if (policy := build_policy(info.name, {})) is not None and Signal.PEAK_ATTENTION in policy.needs
+    if (policy := build_policy(info.name, {})) is not None and Signal.READER_ATTENTION in policy.needs
 }
 TABLE = os.environ.get("KVEVICT_ALL_POLICIES")
 INTRODUCTION = f"""# Every policy in a real server

@@ -95,11 +95,12 @@ def test_dtypes_and_causal_mask(device: str, dtype: torch.dtype, ahead: int) -> 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("ahead", [-3, 0, 70, 500])
-def test_maxima(device: str, sizes: tuple[int, int, int, int, int], ahead: int) -> None:
+@pytest.mark.parametrize("reduction", ["squares", "max"])
+def test_squares_and_maxima(device: str, sizes: tuple[int, int, int, int, int], ahead: int, reduction: str) -> None:
     args, options = prompt(sizes, torch.bfloat16, device, ahead)
-    got = accumulated_attention(*args, **options, reduction="max")
-    want = accumulated_attention_reference(*args, **options, reduction="max")
-    assert_accurate("maxima", got, want, want, noise=4 * FLOAT32_NOISE)
+    got = accumulated_attention(*args, **options, reduction=reduction)
+    want = accumulated_attention_reference(*args, **options, reduction=reduction)
+    assert_accurate(reduction, got, want, want, noise=4 * FLOAT32_NOISE)
     assert not got[:, max(0, ahead + sizes[0]) :].any()
 
 
@@ -116,7 +117,7 @@ def test_maxima_of_chunks_combine(device: str) -> None:
 
 def test_an_unknown_reduction_is_named() -> None:
     args, options = prompt(SIZES[0], torch.float32, "cpu")
-    with pytest.raises(ValueError, match=r"reduction: got 'mean'; allowed: 'sum', 'max'"):
+    with pytest.raises(ValueError, match=r"reduction: got 'mean'; allowed: 'sum', 'squares', 'max'"):
         accumulated_attention(*args, **options, reduction="mean")
 
 
@@ -187,6 +188,9 @@ def test_worked_example(device: str) -> None:
     sums = accumulated_attention(*args, sm_scale=1.0, key_start=7, query_start=8)
     want = torch.tensor([[0.375 + 0.1875, 0.625 + 0.3125, 0.0 + 0.5]])
     torch.testing.assert_close(sums.cpu(), want)
+    squares = accumulated_attention(*args, sm_scale=1.0, key_start=7, query_start=8, reduction="squares")
+    want = torch.tensor([[0.25 + 0.0625 + 0.0625 + 0.015625, 0.25 + 0.5625 + 0.25 + 0.015625, 0.0625 + 0.5625]])
+    torch.testing.assert_close(squares.cpu(), want)
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(0, 5), (5, 0), (0, 0)])
@@ -211,13 +215,13 @@ def test_two_calls_give_the_same_bits(device: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_sum", [True, False])
-def test_kernel_compiles_for_gpu(tmp_path: Path, is_sum: bool) -> None:
+@pytest.mark.parametrize("power", [0, 1, 2])
+def test_kernel_compiles_for_gpu(tmp_path: Path, power: int) -> None:
     pointers = {"q_ptr": "*bf16", "lse_ptr": "*fp32", "k_ptr": "*bf16", "token_slots_ptr": "*i64", "out_ptr": "*fp32"}
     scalars = {"num_keys": "i32", "first_key": "i32", "sm_scale": "fp32", "num_queries": "i32"}
     sizes = {"H": 8, "G": 4, "D": 128, "LOG2_E": 1.4426950408889634, "BLOCK_R": 64, "BLOCK_N": 64, "BLOCK_D": 128}
     name = "kvevict_kernels.accumulated_attention.triton_impl:_accumulated_attention_kernel"
-    flags = {"IS_SUM": is_sum, "UPCAST": False}
+    flags = {"POWER": power, "UPCAST": False}
     (code,) = ptx_of([{"kernel": name, "args": {**pointers, **scalars, **sizes, **flags}}], str(tmp_path))
     assert "mma" in code
     assert "atom" not in code

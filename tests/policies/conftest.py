@@ -56,7 +56,7 @@ class Prompt:
             sm_scale=self.head_dim**-0.5,
             window=window if self.window else None,
             accumulated=accumulated_attention(weights, self.num_heads)[:, self.start : self.end],
-            peaks=weights.view(self.num_heads, -1, self.length).amax(1)[:, self.start : self.end],
+            reader_attention=weights.view(self.num_heads, -1, self.length).norm(dim=1)[:, self.start : self.end],
             num_prompt_tokens=self.length,
         )
 

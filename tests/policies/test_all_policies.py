@@ -113,7 +113,7 @@ def test_only_declared_signals_are_read(random_prompt: Run, name: str) -> None:
             seen,
             window=seen.window if Signal.WINDOW_QUERIES in policy.needs else None,
             accumulated=seen.accumulated if Signal.ACCUMULATED_ATTENTION in policy.needs else None,
-            peaks=seen.peaks if Signal.PEAK_ATTENTION in policy.needs else None,
+            reader_attention=seen.reader_attention if Signal.READER_ATTENTION in policy.needs else None,
             echo=seen.echo if Signal.ECHO_ATTENTION in policy.needs else None,
             output_gram=seen.output_gram if Signal.OUTPUT_GRAM in policy.needs else None,
             moments=seen.moments if Signal.QUERY_MOMENTS in policy.needs else None,

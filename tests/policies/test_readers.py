@@ -11,7 +11,7 @@ import torch
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies import Policy, Readers, build_policy
 from sgl_kvevict.policies.budgets import AllLayersBudget
-from sgl_kvevict.policies.scorers import PeakAttentionScorer, RandomScorer
+from sgl_kvevict.policies.scorers import RandomScorer, ReaderAttentionScorer
 from sgl_kvevict.policies.selectors import TopKSelector
 
 PEAK = 0.9
@@ -51,7 +51,7 @@ def test_all_layers_compete_by_default(from_weights: Callable[..., Any], kept: C
     assert [len(layer[0]) for layer in kept(prompt.run(with_floor, 6))] == [2, 2, 2]
 
 
-@pytest.mark.parametrize(("scorer", "readers"), [(PeakAttentionScorer(), None), (RandomScorer(0), Readers.QUESTIONS)])
-def test_readers_and_peak_attention_go_together(scorer: Any, readers: Readers | None) -> None:
-    with pytest.raises(ConfigError, match="peak attention and readers go together"):
+@pytest.mark.parametrize(("scorer", "readers"), [(ReaderAttentionScorer(), None), (RandomScorer(0), Readers.QUESTIONS)])
+def test_readers_and_reader_attention_go_together(scorer: Any, readers: Readers | None) -> None:
+    with pytest.raises(ConfigError, match="reader attention and readers go together"):
         Policy("own", scorer, AllLayersBudget(), TopKSelector(), readers=readers)

@@ -37,7 +37,7 @@ class Prefix:
         queries = (WINDOW, self.geometry.num_qo_heads, setting.head_dim)
         self.queries = torch.empty(queries, dtype=torch.bfloat16, device=setting.device).normal_()
         self.lse = torch.full(queries[:2], 12.0, device=setting.device)
-        self.peaks = torch.rand(heads, tokens, device=setting.device)
+        self.reader_attention = torch.rand(heads, tokens, device=setting.device)
         self.num_kept = setting.kept_tokens * self.geometry.heads_per_token
 
     def selection(self) -> Selection:
@@ -61,7 +61,7 @@ class Prefix:
             token_slots=self.token_slots,
             sm_scale=self.setting.sm_scale,
             window=QueryWindow(self.queries, self.lse, self.setting.prefix_tokens),
-            peaks=self.peaks,
+            reader_attention=self.reader_attention,
         )
 
     def compress(self, policy: Policy) -> None:

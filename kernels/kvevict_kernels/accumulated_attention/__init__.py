@@ -1,4 +1,4 @@
-"""How much attention many queries pay to every key, summed (H2O, D2O) or at most (context reconstruction)."""
+"""How much attention many queries pay to every key: summed (H2O, D2O), squared and summed (readers), or at most."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ def accumulated_attention(
     sm_scale: float,
     key_start: int,
     query_start: int,
-    reduction: Literal["sum", "max"] = "sum",
+    reduction: Literal["sum", "squares", "max"] = "sum",
 ) -> Tensor:
     """Reduce attention weights over queries and over the query heads of each KV head, per key.
 
     ``p[i, hq, j] = exp(sm_scale * q[i, hq] . k[j, hq // group_size] - lse[i, hq])``, or 0 where key position
     ``key_start + j`` > query position ``query_start + i``; the result is the sum over all ``i`` and the mean over the
-    query heads of a group, or the maximum over both. Because ``lse`` covers every key that the query saw, ``p`` is the
-    true attention weight: what falls on keys outside the range is missing, not renormalised. So calls may split the
-    queries (chunks of a prefill) or the keys, and their results add up (their maxima combine).
+    query heads of a group, or over both the sum of the squares or the maximum. Because ``lse`` covers every key that
+    the query saw, ``p`` is the true attention weight: what falls on keys outside the range is missing, not
+    renormalised. So calls may split the queries (chunks of a prefill) or the keys, and their results add up (maxima
+    combine).
 
     Args:
         queries: [n, num_qo_heads, head_dim], bfloat16, float16 or float32, after RoPE; n may be 0.
@@ -43,7 +44,7 @@ def accumulated_attention(
         sm_scale: softmax scale.
         key_start: logical position of the first key (tokens).
         query_start: logical position of ``queries[0]`` (tokens).
-        reduction: "sum" over queries, mean over a group; or "max" over both.
+        reduction: "sum" over queries, mean over a group; or "squares", summed over both; or "max" over both.
 
     Returns:
         [num_kv_heads, N], float32; 0 for keys after the last query.
@@ -53,7 +54,7 @@ def accumulated_attention(
             also a token slot outside the buffer.
 
     Source: sums: H2O, arXiv 2306.14048, Sec. 4; D2O, arXiv 2406.13035, Eq. 4 and 6. Maxima: KVzip,
-        arXiv 2505.23416, Sec. 3.
+        arXiv 2505.23416, Sec. 3. Squares: this project.
     Differs: H2O and D2O accumulate while they generate; this is the sum over the prompt. KVzip renormalises over the
         keys that it looks at.
     Cost: O(num_qo_heads * head_dim) per pair of a query and a key that it sees, none for the other pairs; float32
@@ -72,8 +73,8 @@ def accumulated_attention(
         raise ValueError(f"sm_scale: expected a finite number > 0, got {sm_scale!r}")
     check_int("key_start", key_start, 0)
     check_int("query_start", query_start, 0)
-    if reduction not in ("sum", "max"):
-        raise ValueError(f"reduction: got {reduction!r}; allowed: 'sum', 'max'")
+    if reduction not in ("sum", "squares", "max"):
+        raise ValueError(f"reduction: got {reduction!r}; allowed: 'sum', 'squares', 'max'")
     check_index_range("token_slots", token_slots, k_buffer.shape[0])
     first_key = key_start - query_start
     if min(token_slots.numel(), num_queries, num_queries - first_key) <= 0:

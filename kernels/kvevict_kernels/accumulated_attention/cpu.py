@@ -28,23 +28,23 @@ def accumulated_attention_cpu(
     token_slots: Tensor,
     sm_scale: float,
     first_key: int,
-    reduction: Literal["sum", "max"],
+    reduction: Literal["sum", "squares", "max"],
 ) -> Tensor:
     """CPU path of :func:`kvevict_kernels.accumulated_attention.accumulated_attention`.
 
     Where the processor multiplies bfloat16, bfloat16 inputs are multiplied as they are, which rounds the exponents
     (not the scores) to 8 bits: weights near 1 are exact, a weight of 2**-10 is off by up to 2.2 %, to either side.
-    Their sums are float32. Maxima are exact and multiplied in float32: rounded exponents would make ties of what a
-    selection must order. Queries before a tile's first key are left out, keys after a tile's last query as well.
-    ``first_key`` is the position of the first key relative to the first query.
+    Their sums are float32. Squares and maxima are multiplied in float32: few queries make them, and rounded exponents
+    would make ties of what a selection must order. Queries before a tile's first key are left out, keys after a
+    tile's last query as well. ``first_key`` is the position of the first key relative to the first query.
     """
     num_queries, num_qo_heads, _ = queries.shape
     num_kv_heads = k_buffer.shape[1]
     group_size = num_qo_heads // num_kv_heads
     num_seen = min(token_slots.numel(), max(0, num_queries - first_key))
-    is_sum = reduction == "sum"
-    out = torch.full((num_kv_heads, 1, token_slots.numel()), 0.0 if is_sum else float("-inf"))
-    dtype = _product_dtype(queries.dtype) if is_sum else torch.float32
+    is_max = reduction == "max"
+    out = torch.full((num_kv_heads, 1, token_slots.numel()), float("-inf") if is_max else 0.0)
+    dtype = _product_dtype(queries.dtype) if reduction == "sum" else torch.float32
     keys = [
         _key_columns(k_buffer[token_slots[start : min(start + KEYS_PER_TILE, num_seen)]], dtype)
         for start in range(0, num_seen, KEYS_PER_TILE)
@@ -63,11 +63,15 @@ def accumulated_attention_cpu(
                 break
             exponents = _exponents(seeing, columns, sm_scale, group_size, min(0, ahead), buffer)
             part = out[..., start : start + exponents.shape[2]]
-            if is_sum:
-                part.baddbmm_(ones[..., : exponents.shape[1]], exponents.exp2_())
-            else:
+            if is_max:
                 torch.maximum(part, exponents.amax(1, keepdim=True), out=part)
-    return out[:, 0].div_(group_size) if is_sum else out[:, 0].exp2_()
+                continue
+            if reduction == "squares":
+                exponents.mul_(2.0)
+            part.baddbmm_(ones[..., : exponents.shape[1]], exponents.exp2_())
+    if is_max:
+        return out[:, 0].exp2_()
+    return out[:, 0].div_(group_size) if reduction == "sum" else out[:, 0]
 
 
 def _exponents(

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+POWERS = {"sum": 1, "squares": 2, "max": 0}
 ROW_BLOCK = 64
 KEY_BLOCK = 64
 """Small tiles: a layer has few KV heads, and a prompt must give every processor of the device a program."""
@@ -37,7 +38,7 @@ def _accumulated_attention_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    IS_SUM: tl.constexpr,  # else maximum
+    POWER: tl.constexpr,  # of the weights that are summed, 1 or 2; 0 for their maximum
     UPCAST: tl.constexpr,  # float32 products: the interpreter cannot multiply bfloat16
 ):
     i_h = tl.program_id(1)
@@ -68,8 +69,15 @@ def _accumulated_attention_kernel(
         s = sm_scale * tl.dot(b_q, b_k, input_precision="ieee") - b_lse[:, None]
         seen = m_r[:, None] & m_n[None, :] & (first_key + n[None, :] <= i[:, None])
         p = tl.exp2(tl.where(seen, s * LOG2_E, float("-inf")))  # [BLOCK_R, BLOCK_N]
-        acc = acc + tl.sum(p, 0) if IS_SUM else tl.maximum(acc, tl.max(p, 0))
-    tl.store(out_ptr + i_h.to(tl.int64) * num_keys + n, acc / G if IS_SUM else acc, mask=m_n)
+        if POWER == 0:
+            acc = tl.maximum(acc, tl.max(p, 0))
+        elif POWER == 2:
+            acc += tl.sum(p * p, 0)
+        else:
+            acc += tl.sum(p, 0)
+    if POWER == 1:
+        acc = acc / G
+    tl.store(out_ptr + i_h.to(tl.int64) * num_keys + n, acc, mask=m_n)
 
 
 def accumulated_attention_triton(
@@ -79,7 +87,7 @@ def accumulated_attention_triton(
     token_slots: Tensor,
     sm_scale: float,
     first_key: int,
-    reduction: Literal["sum", "max"],
+    reduction: Literal["sum", "squares", "max"],
 ) -> Tensor:
     """Device path of :func:`kvevict_kernels.accumulated_attention.accumulated_attention`: one launch, K read once.
 
@@ -107,7 +115,7 @@ def accumulated_attention_triton(
         BLOCK_R=ROW_BLOCK,
         BLOCK_N=KEY_BLOCK,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        IS_SUM=reduction == "sum",
+        POWER=POWERS[reduction],
         UPCAST=not queries.is_cuda,
     )
     return out

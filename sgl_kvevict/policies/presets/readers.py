@@ -8,7 +8,7 @@ from sgl_kvevict.policies.observation import Readers
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.presets.budget import BudgetOptions, budget_rule
 from sgl_kvevict.policies.presets.entry import PolicyEntry
-from sgl_kvevict.policies.scorers import PeakAttentionScorer
+from sgl_kvevict.policies.scorers import ReaderAttentionScorer
 from sgl_kvevict.policies.selectors import TopKSelector
 
 
@@ -20,7 +20,7 @@ class ReaderOptions(BudgetOptions):
 
 
 def _policy(name: str, readers: Readers, options: ReaderOptions) -> Policy:
-    return Policy(name, PeakAttentionScorer(), options.allocator(), TopKSelector(), readers=readers)
+    return Policy(name, ReaderAttentionScorer(), options.allocator(), TopKSelector(), readers=readers)
 
 
 def _reconstruction(options: ReaderOptions) -> Policy:

@@ -6,9 +6,9 @@ from sgl_kvevict.policies.scorers.echo_attention import EchoAttentionScorer
 from sgl_kvevict.policies.scorers.expected_attention import ExpectedAttentionScorer
 from sgl_kvevict.policies.scorers.key_difference import KeyDifferenceScorer
 from sgl_kvevict.policies.scorers.key_norm import KeyNormScorer
-from sgl_kvevict.policies.scorers.peak_attention import PeakAttentionScorer
 from sgl_kvevict.policies.scorers.position import PositionScorer
 from sgl_kvevict.policies.scorers.random import RandomScorer
+from sgl_kvevict.policies.scorers.reader_attention import ReaderAttentionScorer
 from sgl_kvevict.policies.scorers.robust_attention import RobustAttentionScorer
 from sgl_kvevict.policies.scorers.window_attention import WindowAttentionScorer
 from sgl_kvevict.policies.scorers.window_logits import WindowLogitsScorer
@@ -20,9 +20,9 @@ __all__ = [
     "ExpectedAttentionScorer",
     "KeyDifferenceScorer",
     "KeyNormScorer",
-    "PeakAttentionScorer",
     "PositionScorer",
     "RandomScorer",
+    "ReaderAttentionScorer",
     "RobustAttentionScorer",
     "WindowAttentionScorer",
     "WindowLogitsScorer",
