@@ -13,10 +13,14 @@ class Letters:
     """A tokenizer of one token a character, without a chat template."""
 
     chat_template = None
+    FULL_STOP = 3
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         assert not add_special_tokens
         return [ord(letter) % 50 + 12 for letter in text]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join("." if token == self.FULL_STOP else "a" for token in tokens)
 
 
 class MiniScheduler:

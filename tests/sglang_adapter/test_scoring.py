@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -13,7 +15,13 @@ from helpers.passes import Letters, MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies.observation import Readers
 from sgl_kvevict.sglang_adapter.observers import CountingObserver
-from sgl_kvevict.sglang_adapter.probes import NUM_CUE_TOKENS, REPEAT, REPEAT_FROM, repetition_probes
+from sgl_kvevict.sglang_adapter.probes import (
+    MAX_SENTENCE_TOKENS,
+    MIN_SENTENCE_TOKENS,
+    REPEAT,
+    repetition_probes,
+    split_sentences,
+)
 from sgl_kvevict.sglang_adapter.request_check import before_queueing
 from sgl_kvevict.sglang_adapter.scoring import PATIENCE
 
@@ -210,17 +218,50 @@ def test_flush_forgets_jobs():
     assert harness.tree.state()["scoring_jobs"] == 0 and scheduler.run_all() == 0
 
 
-def test_probes_repeat_every_token_once_and_say_where_to_go_on():
-    tokens = list(range(100, 150))
-    encode = Letters().encode
-    probes = list(repetition_probes(Letters(), tokens, 20))
-    turn = encode("\n\n", False)
-    first, second, third = encode(REPEAT, False), encode(REPEAT_FROM, False), encode(REPEAT_FROM, False)
-    assert probes == [
-        [*first, *turn, *tokens[:20]],
-        [*second, *tokens[20 - NUM_CUE_TOKENS : 20], *turn, *tokens[20:40]],
-        [*third, *tokens[40 - NUM_CUE_TOKENS : 40], *turn, *tokens[40:]],
+def text(rng: random.Random, num_tokens: int) -> list[int]:
+    """Tokens of which some end a sentence."""
+    return [rng.randrange(12) for _ in range(num_tokens)]
+
+
+@pytest.mark.parametrize("pass_tokens", [16, 100, 1000])
+def test_probes_repeat_every_sentence_once_in_another_order(pass_tokens):
+    rng = random.Random(pass_tokens)
+    tokens = [rng.randrange(12) for _ in range(700)]
+    probes = list(repetition_probes(Letters(), tokens, pass_tokens))
+    ask = Letters().encode(REPEAT + "\n\n", False)
+    assert all(probe[: len(ask)] == ask for probe in probes)
+    assert [len(probe) - len(ask) for probe in probes[:-1]] == [pass_tokens] * ((len(tokens) - 1) // pass_tokens)
+    said = [token for probe in probes for token in probe[len(ask) :]]
+    assert said != tokens
+    rest = list(map(tuple, split_sentences(Letters(), tokens)))
+    while said:
+        sentence = next(s for s in sorted(rest, key=len, reverse=True) if tuple(said[: len(s)]) == s)
+        rest.remove(sentence)
+        said = said[len(sentence) :]
+    assert not rest
+    assert probes == list(repetition_probes(Letters(), tokens, pass_tokens))  # every rank asks the same
+
+
+def test_sentences_end_at_full_stops_and_are_neither_short_nor_endless():
+    stop = Letters.FULL_STOP
+    short = [1] * (MIN_SENTENCE_TOKENS - 2) + [stop]
+    whole = [2] * (MIN_SENTENCE_TOKENS - 1) + [stop]
+    endless = [4] * (2 * MAX_SENTENCE_TOKENS + 5)
+    assert split_sentences(Letters(), [*short, *whole, *whole, *endless, stop, 5]) == [
+        [*short, *whole],
+        whole,
+        endless[:MAX_SENTENCE_TOKENS],
+        endless[:MAX_SENTENCE_TOKENS],
+        [4] * 5 + [stop, 5],
     ]
+
+
+def test_a_real_tokenizer_s_sentences():
+    """Full stops, line ends and their like within tokens, in a tokenizer that has such tokens."""
+    tokenizer = Mock(decode=lambda ids: {1: ".\n", 2: "?", 3: "\u3002"}.get(ids[0], "word"))
+    words = [9] * (MIN_SENTENCE_TOKENS - 1)
+    for end in (1, 2, 3):
+        assert split_sentences(tokenizer, [*words, end, *words]) == [[*words, end], words]
 
 
 def test_without_a_tokenizer_a_prefix_is_repeated_without_words():
