@@ -13,25 +13,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from kvevict_quality.curves import draw
 from kvevict_quality.rows import RESULTS, read_rows
-from kvevict_quality.tables import full_table, plain_table, policy_table
+from kvevict_quality.tables import full_table, plain_table, policy_table, settings
 
 
 def main() -> None:
     """Write both files and print the plain table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--tokens", type=int, default=1024, help="length of the contexts in plot and policy table")
+    parser.add_argument("--tokens", type=int, default=1024, help="length of the contexts in the plot")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the contexts in the plot")
     args = parser.parse_args()
     rows = read_rows(args.results)
-    at_length = [row for row in rows if row.tokens == args.tokens]
+    drawn = [row for row in rows if (row.tokens, row.seed) == (args.tokens, args.seed)]
     sections = (
-        ("Full cache", full_table(rows)),
-        (f"Policies and peers at {args.tokens} tokens", policy_table(at_length)),
-        ("Kept share, quality, memory, speed", plain_table(at_length)),
+        ("Full cache", full_table([row for row in rows if row.seed == args.seed])),
+        *(
+            (f"Policies and peers at {tokens} tokens, seed {seed}", policy_table(group))
+            for (tokens, seed), group in settings(rows).items()
+        ),
+        (f"Kept share, quality, memory, speed at {args.tokens} tokens", plain_table(drawn)),
     )
     text = "\n".join(f"## {title}\n\n{table}" for title, table in sections)
     (args.results.parent / "tables.md").write_text(text, encoding="utf-8")
-    draw(at_length, args.results.parent / "curves.png")
+    draw(drawn, args.results.parent / "curves.png")
     print(text)
 
 

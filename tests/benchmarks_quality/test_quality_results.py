@@ -87,6 +87,13 @@ def test_tables_and_plot_are_made_of_all_rows(tmp_path):
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
+def test_only_the_same_contexts_are_compared():
+    from kvevict_quality.tables import settings
+
+    rows = [row(seed=1), row(), row(tokens=2048), row(policy="random")]
+    assert settings(rows) == {(1024, 0): [rows[1], rows[3]], (1024, 1): [rows[0]], (2048, 0): [rows[2]]}
+
+
 def test_divergence_of_truncated_distributions():
     from kvevict_quality.fidelity import agreement, divergence
 

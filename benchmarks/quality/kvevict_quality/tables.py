@@ -32,6 +32,14 @@ def full_rows(rows: Sequence[Row], engine: str) -> list[Row]:
     return [row for row in rows if row.policy == FULL and row.engine == own]
 
 
+def settings(rows: Sequence[Row]) -> dict[tuple[int, int], list[Row]]:
+    """Rows of each (length, seed): the same contexts and questions, so what may be compared."""
+    groups: dict[tuple[int, int], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (row.tokens, row.seed)):
+        groups.setdefault((row.tokens, row.seed), []).append(row)
+    return groups
+
+
 def systems(rows: Sequence[Row]) -> dict[tuple[str, str, float], list[Row]]:
     """Rows of each (engine, label, budget)."""
     groups: dict[tuple[str, str, float], list[Row]] = {}
