@@ -51,8 +51,12 @@ class ReaderObservation:
 
     def end_reader(self, reader: str) -> None:
         """A reader was seen to its end."""
-        self._counted.pop(reader, None)
+        self.forget_reader(reader)
         self.num_readers += 1
+
+    def forget_reader(self, reader: str) -> None:
+        """A reader will not go on; what it asked stays counted, and another one may bear its name."""
+        self._counted.pop(reader, None)
 
     def add(self, layer: int, squares: Tensor, sm_scale: float) -> None:
         """Add to one layer.

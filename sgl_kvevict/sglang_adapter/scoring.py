@@ -136,7 +136,11 @@ class PrefixScoring:
 
     def released(self, req: Req) -> None:
         """A request let go of its path; if it was our pass, go on from there."""
-        if self._pass is None or req is not self._pass or not req.finished():
+        if not req.finished():
+            return
+        for vote in self._votes.values():
+            vote.forget_reader(str(req.rid))  # aborted before its vote counted: the id may come again
+        if self._pass is None or req is not self._pass:
             return
         self._pass = None
         job = self._job

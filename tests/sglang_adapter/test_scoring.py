@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.common import release_kv_cache
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import Letters, MiniScheduler
@@ -150,6 +152,21 @@ def test_requests_that_extend_a_prefix_vote():
     harness.decode(voter)
     harness.finish(voter)
     assert scheduler.run_all() == 0
+
+
+def test_a_voter_that_comes_again_under_an_aborted_ones_id_counts_whole():
+    harness, _ = cache(Readers.QUESTIONS, score_after_matches=2)
+    ask(harness, 1, 2, 3)
+    aborted, again = (harness.request([*DOCUMENT, *suffix]) for suffix in ((4, 5, 6), (7, 8, 9)))
+    again.rid = aborted.rid
+    assert harness.admit(aborted) and harness.prefill(aborted, 62)
+    aborted.finished_reason = FINISH_ABORT("gone")
+    release_kv_cache(aborted, harness.tree, checkpoint=False)
+    harness.live.remove(aborted)
+    assert harness.admit(again)
+    assert harness.tree.scoring.observe(again, 60, 63).num_counted == 0
+    harness.prefill(again)
+    harness.finish(again)
 
 
 def test_a_voter_that_others_read_with_is_compressed_later():
