@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from kvevict_quality.curves import draw
 from kvevict_quality.rows import RESULTS, read_rows
-from kvevict_quality.tables import full_table, plain_table, policy_table, settings
+from kvevict_quality.tables import by_length, full_table, plain_table, policy_table
 
 
 def main() -> None:
@@ -21,16 +21,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--tokens", type=int, default=1024, help="length of the contexts in the plot")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the contexts in the plot")
     args = parser.parse_args()
     rows = read_rows(args.results)
-    drawn = [row for row in rows if (row.tokens, row.seed) == (args.tokens, args.seed)]
+    lengths = by_length(rows)
+    drawn = lengths[args.tokens]
     sections = (
-        ("Full cache", full_table([row for row in rows if row.seed == args.seed])),
-        *(
-            (f"Policies and peers at {tokens} tokens, seed {seed}", policy_table(group))
-            for (tokens, seed), group in settings(rows).items()
-        ),
+        ("Full cache", full_table(rows)),
+        *((f"Policies and peers at {tokens} tokens", policy_table(group)) for tokens, group in lengths.items()),
         (f"Kept share, quality, memory, speed at {args.tokens} tokens", plain_table(drawn)),
     )
     text = "\n".join(f"## {title}\n\n{table}" for title, table in sections)

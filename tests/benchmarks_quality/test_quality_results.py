@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -87,11 +88,17 @@ def test_tables_and_plot_are_made_of_all_rows(tmp_path):
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
-def test_only_the_same_contexts_are_compared():
-    from kvevict_quality.tables import settings
+def test_seeds_count_together_each_against_its_own_full_cache():
+    from kvevict_quality.tables import by_length, full_table, policy_table, relative
 
-    rows = [row(seed=1), row(), row(tokens=2048), row(policy="random")]
-    assert settings(rows) == {(1024, 0): [rows[1], rows[3]], (1024, 1): [rows[0]], (2048, 0): [rows[2]]}
+    fulls = [full("needle-single", 0.8), replace(full("needle-single", 1.0), seed=1)]
+    rows = [row(score=0.4), row(score=0.8, seed=1)]
+    assert relative(rows, fulls) == pytest.approx(1.2 / 1.8)
+    assert relative(rows[:1], fulls) == pytest.approx(0.4 / 0.8)
+    assert "| needle-single | 0.90 (60) |" in full_table(fulls)
+    assert "| 0.2 | kvevict | snapkv | 0.226 | 67 % (50, 80) | 0.60 |" in policy_table([*fulls, *rows])
+    longer = row(tokens=2048)
+    assert by_length([longer, *rows]) == {1024: rows, 2048: [longer]}
 
 
 def test_divergence_of_truncated_distributions():

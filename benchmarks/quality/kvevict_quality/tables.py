@@ -15,15 +15,22 @@ SOLVED = 0.6
 def relative(rows: Iterable[Row], full: Sequence[Row]) -> float | None:
     """Mean over the needle tasks that the full cache solves, as a share of its mean; None if one is missing.
 
+    Every seed that was measured counts, each against the full cache's answers to the same questions.
+
     Args:
         rows: of one system at one budget and one length.
         full: of the full cache of the same engine, or of stock for our server, at the same length.
     """
-    solved = {row.task: row.score for row in full if row.task in NEEDLE_TASKS and row.score >= SOLVED}
-    scores = {row.task: row.score for row in rows if row.task in solved}
-    if not solved or scores.keys() != solved.keys():
+    scores = {(row.seed, row.task): row.score for row in rows if row.task in NEEDLE_TASKS}
+    seeds = {seed for seed, _ in scores}
+    solved = {
+        (row.seed, row.task): row.score
+        for row in full
+        if row.seed in seeds and row.task in NEEDLE_TASKS and row.score >= SOLVED
+    }
+    if not solved or not solved.keys() <= scores.keys():
         return None
-    return sum(scores.values()) / sum(solved.values())
+    return sum(scores[key] for key in solved) / sum(solved.values())
 
 
 def full_rows(rows: Sequence[Row], engine: str) -> list[Row]:
@@ -32,12 +39,9 @@ def full_rows(rows: Sequence[Row], engine: str) -> list[Row]:
     return [row for row in rows if row.policy == FULL and row.engine == own]
 
 
-def settings(rows: Sequence[Row]) -> dict[tuple[int, int], list[Row]]:
-    """Rows of each (length, seed): the same contexts and questions, so what may be compared."""
-    groups: dict[tuple[int, int], list[Row]] = {}
-    for row in sorted(rows, key=lambda row: (row.tokens, row.seed)):
-        groups.setdefault((row.tokens, row.seed), []).append(row)
-    return groups
+def by_length(rows: Sequence[Row]) -> dict[int, list[Row]]:
+    """Rows of each length, shortest first."""
+    return {tokens: [row for row in rows if row.tokens == tokens] for tokens in sorted({row.tokens for row in rows})}
 
 
 def systems(rows: Sequence[Row]) -> dict[tuple[str, str, float], list[Row]]:
@@ -49,19 +53,25 @@ def systems(rows: Sequence[Row]) -> dict[tuple[str, str, float], list[Row]]:
 
 
 def full_table(rows: Sequence[Row]) -> str:
-    """Score of the full cache on every task and length."""
+    """Score of the full cache on every task and length, and the number of questions."""
     stock = [row for row in rows if row.engine == "stock" and row.policy == FULL and row.task in TASKS]
-    lengths = sorted({row.tokens for row in stock})
-    scores = {(row.task, row.tokens): row for row in stock}
+    lengths = by_length(stock)
     lines = [_line(["task", *(f"{tokens} tokens" for tokens in lengths)]), _line(["---"] * (len(lengths) + 1))]
     for task in TASKS:
-        found = [scores.get((task, tokens)) for tokens in lengths]
-        lines.append(_line([task, *(f"{row.score:.2f} ({row.questions})" if row else "" for row in found)]))
+        found = [[row for row in group if row.task == task] for group in lengths.values()]
+        cells = [f"{_mean(group):.2f} ({sum(row.questions for row in group)})" if group else "" for group in found]
+        lines.append(_line([task, *cells]))
     return "\n".join(lines) + "\n"
 
 
 def policy_table(rows: Sequence[Row]) -> str:
-    """One line per system and budget, best first within a budget: all tasks, and fidelity."""
+    """One line per system and budget, best first within a budget: all tasks, and fidelity.
+
+    Scores are means over the seeds that were measured; what several seeds give alone stands in brackets.
+
+    Args:
+        rows: of one length.
+    """
     names = [task for task in TASKS if any(row.task == task for row in rows)]
     lines = [_line(["budget", "engine", "policy", "kept", "needles, of full", *names, "top-1", "KL"])]
     lines.append(_line(["---"] * (len(names) + 7)))
@@ -70,14 +80,25 @@ def policy_table(rows: Sequence[Row]) -> str:
         share = relative(group, full_rows(rows, engine))
         order.append((-budget, -(share if share is not None else -1.0), engine, label, group, share))
     for budget, _, engine, label, group, share in sorted(order, key=lambda entry: entry[:4]):
-        by_task = {row.task: row for row in group}
         kept = sum(row.kept_share for row in group) / len(group)
-        cells = [f"{by_task[name].score:.2f}" if name in by_task else "" for name in names]
-        fidelity = by_task.get("fidelity")
+        by_task = [[row for row in group if row.task == name] for name in names]
+        cells = [f"{_mean(found):.2f}" if found else "" for found in by_task]
+        fidelity = next((row for row in group if row.task == "fidelity"), None)
         cells += [f"{fidelity.score:.3f}", f"{fidelity.kl:.3f}"] if fidelity else ["", ""]
-        of_full = "" if share is None else f"{100 * share:.0f} %"
+        of_full = "" if share is None else f"{100 * share:.0f} %{_by_seed(group, full_rows(rows, engine))}"
         lines.append(_line([f"{-budget:g}", engine, label, f"{kept:.3f}", of_full, *cells]))
     return "\n".join(lines) + "\n"
+
+
+def _mean(rows: Sequence[Row]) -> float:
+    return sum(row.score for row in rows) / len(rows)
+
+
+def _by_seed(rows: Sequence[Row], full: Sequence[Row]) -> str:
+    seeds = sorted({row.seed for row in rows})
+    shares = [relative([row for row in rows if row.seed == seed], full) for seed in seeds]
+    found = [f"{100 * share:.0f}" for share in shares if share is not None]
+    return f" ({', '.join(found)})" if len(found) > 1 else ""
 
 
 def plain_table(rows: Sequence[Row]) -> str:
