@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +13,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_bench.batches import Requests
 from gpu_bench.setting import Setting, copy_bandwidth, host_seconds, median_seconds, synchronize
-from sgl_kvevict.attention.recent_compositions import RecentCompositions
 
 
 def bandwidth(setting: Setting) -> list[dict[str, Any]]:
@@ -145,8 +146,11 @@ def graph(setting: Setting) -> list[dict[str, Any]]:
 
 
 def _plan_anew(requests: Requests) -> None:
-    requests.attention._compositions = RecentCompositions()
-    requests.attention.plan(requests.batch())
+    """Plan for spans that no batch had before, so that nothing is kept."""
+    fresh = {span: copy.copy(span) for span in requests.spans}
+    batch = requests.batch()
+    paths = tuple(tuple(fresh[span] for span in path) for path in batch.paths)
+    requests.attention.plan(dataclasses.replace(batch, paths=paths))
 
 
 @contextlib.contextmanager
