@@ -123,3 +123,11 @@ def test_policies_on_the_command_line():
     assert '"budget": 0.1' in setup.system().env["KVEVICT_CONFIG"]
     with pytest.raises(ValueError, match="'window_size'"):
         parse_policy("snapkv:window_size")
+
+
+def test_known_questions_are_asked_of_the_policy_questions():
+    from kvevict_quality.systems import KNOWN_QUESTIONS, Setup
+
+    setup = Setup(KNOWN_QUESTIONS, 0.2)
+    assert setup.name == "known-questions-0.2" and setup.engine == "kvevict"
+    assert '"policy": "questions"' in setup.system().env["KVEVICT_CONFIG"]

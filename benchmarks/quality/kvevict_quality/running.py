@@ -12,8 +12,8 @@ from pathlib import Path
 from kvevict_quality import fidelity
 from kvevict_quality.asking import Prepared, ask_all, prepare
 from kvevict_quality.rows import Row, commit, merge_rows, read_rows
-from kvevict_quality.sample import Prompts
-from kvevict_quality.systems import FULL, Setup
+from kvevict_quality.sample import Prompts, Sample
+from kvevict_quality.systems import FULL, KNOWN_QUESTIONS, Setup
 from kvevict_quality.tasks import make_sample
 from sgl_kvevict.launcher import RunningServer, launch
 
@@ -113,7 +113,7 @@ def _task(plan: Plan, setup: Setup, server: RunningServer, task: str, tokens: in
     for index in range(plan.contexts(task, tokens)):
         sample = make_sample(task, tokens, plan.seed, index, plan.prompts.count)
         ids = plan.prompts.context_ids(sample)
-        sums.prepared.append(prepare(server, ids, _sample_questions(plan, setup, task, tokens)))
+        sums.prepared.append(prepare(server, ids, _questions_to_read(plan, setup, task, tokens, sample)))
         begin = time.perf_counter()
         answers = ask_all(server, plan.prompts, sample, ids)
         sums.answer_s += time.perf_counter() - begin
@@ -121,11 +121,12 @@ def _task(plan: Plan, setup: Setup, server: RunningServer, task: str, tokens: in
     return sums
 
 
-def _sample_questions(plan: Plan, setup: Setup, task: str, tokens: int) -> list[str]:
-    """For the policy that wants questions: some of the same kind, about things of another context."""
-    if setup.policy != "questions":
+def _questions_to_read(plan: Plan, setup: Setup, task: str, tokens: int, sample: Sample) -> list[str]:
+    """For the policy that wants questions: some of the same kind about another context, or the sample's own."""
+    if setup.policy == "questions":
+        sample = make_sample(task, tokens, plan.seed, SAMPLES_INDEX, plan.prompts.count)
+    elif setup.policy != KNOWN_QUESTIONS:
         return []
-    sample = make_sample(task, tokens, plan.seed, SAMPLES_INDEX, plan.prompts.count)
     return [plan.prompts.question_text(sample, question) for question in sample.questions]
 
 

@@ -10,6 +10,9 @@ from typing import Any
 from sgl_kvevict.launcher import STRICT_CHECK_ENV, System, kvevict_system, stock_system
 
 FULL = "full"
+KNOWN_QUESTIONS = "known-questions"
+"""The policy ``questions``, given the very questions that will be asked: not to be had where a prefix is shared, but
+what a budget could hold."""
 POOL_SLOTS = 24_000
 
 
@@ -18,7 +21,7 @@ class Setup:
     """One server to start: the full cache of stock SGLang, or a policy with a budget.
 
     Attributes:
-        policy: a policy's name, or ``FULL``.
+        policy: a policy's name, ``FULL`` or ``KNOWN_QUESTIONS``.
         budget: share of the entries; 1.0 for ``FULL``.
         options: of the policy.
     """
@@ -47,7 +50,8 @@ class Setup:
         flags = ("--max-total-tokens", str(POOL_SLOTS), "--random-seed", "42")
         if self.policy == FULL:
             return stock_system(self.name, flags, STRICT_CHECK_ENV)
-        config = {"policy": self.policy, "budget": self.budget, "policy_options": dict(self.options)}
+        policy = "questions" if self.policy == KNOWN_QUESTIONS else self.policy
+        config = {"policy": policy, "budget": self.budget, "policy_options": dict(self.options)}
         return kvevict_system(self.name, config, flags, STRICT_CHECK_ENV)
 
 
