@@ -85,9 +85,9 @@ class Compressor:
         """Return an empty observation of the kind the policy needs."""
         return PromptObservation(self.observes)
 
-    def new_reader_observation(self, start: int, end: int) -> ReaderObservation:
-        """Return an empty observation of what the readers of ``[start, end)`` attend to."""
-        return ReaderObservation(self.store.geometry, start, end)
+    def new_reader_observation(self, start: int, end: int, reach: int = 0) -> ReaderObservation:
+        """Return an empty :class:`ReaderObservation` of what the readers of ``[start, end)`` attend to."""
+        return ReaderObservation(self.store.geometry, start, end, reach)
 
     def compress(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.nn.functional import avg_pool1d
 
 from kvevict_kernels.accumulated_attention import accumulated_attention
 from sgl_kvevict.geometry import KVGeometry
@@ -14,6 +15,10 @@ from sgl_kvevict.policies.observation import LayerObservation
 class ReaderObservation:
     """The attention that the queries of all readers paid each token of ``[start, end)``, squared and summed.
 
+    With a ``reach`` it is averaged over the tokens around each token: where only a question was read, its answer's own
+    queries, which would point from each token of the answer to the next, are not there (SnapKV, arXiv 2404.14469,
+    Sec. 4, pools for the same reason).
+
     Readers may come in chunks, several in one batch, and be retracted and run again: what a reader asked before is
     not counted twice.
 
@@ -21,14 +26,16 @@ class ReaderObservation:
         geometry: sizes of the model.
         start: logical position of the range's first token.
         end: logical position after its last one.
+        reach: how far around a token (tokens).
 
     Attributes:
         num_readers: readers seen to their end.
     """
 
-    def __init__(self, geometry: KVGeometry, start: int, end: int) -> None:
+    def __init__(self, geometry: KVGeometry, start: int, end: int, reach: int = 0) -> None:
         self.start = start
         self.end = end
+        self.reach = reach
         self.num_readers = 0
         self._geometry = geometry
         self._counted: dict[str, int] = {}
@@ -81,8 +88,13 @@ class ReaderObservation:
             v_buffer=v_buffer,
             token_slots=token_slots,
             sm_scale=self._sm_scales[layer],
-            reader_attention=None if self._squares is None else self._squares[layer, :, part].sqrt(),
+            reader_attention=None if self._squares is None else self._spread(self._squares[layer])[:, part].sqrt(),
         )
+
+    def _spread(self, squares: Tensor) -> Tensor:
+        width = 2 * self.reach + 1
+        spread: Tensor = avg_pool1d(squares, width, 1, self.reach, count_include_pad=False)
+        return spread
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 RID_PREFIX = "kvevict-pass-"
 PATIENCE = 8
 """Steps for which users' waiting requests go first; then one pass is let in, or a busy server never compressed."""
+ANSWER_REACH = 15
+"""Tokens around one that a question attends to that are kept for its answer."""
 MAX_REMEMBERED = 256
 """Outcomes of warm requests that are remembered for who asks."""
 
@@ -219,7 +221,7 @@ class PrefixScoring:
             self.tree.observer.refused(REFUSED_NO_ROOM, len(tokens))
             self._end(job, "no-room")
             return False
-        job.observation = self.compressor.new_reader_observation(*bounds)
+        job.observation = self.compressor.new_reader_observation(*bounds, ANSWER_REACH if job.questions else 0)
         return True
 
     def _tokens(self, node: TreeNode) -> list[int]:
@@ -284,7 +286,7 @@ class PrefixScoring:
             return None
         vote = self._votes.get(req.last_node)
         if vote is None or (vote.start, vote.end) != bounds:
-            vote = self._votes[req.last_node] = self.compressor.new_reader_observation(*bounds)
+            vote = self._votes[req.last_node] = self.compressor.new_reader_observation(*bounds, ANSWER_REACH)
         return vote
 
     def _count_vote(self, req: Req, first_query: int, path: list[TreeNode]) -> None:

@@ -86,6 +86,18 @@ def test_readers_are_counted_and_their_names_free_again() -> None:
     assert_saw(observation, reader, reader)
 
 
+def test_attention_counts_for_the_tokens_around_it() -> None:
+    observation = ReaderObservation(GEOMETRY, START, END, reach=3)
+    reader = Reader(1, 9)
+    forward(observation, (reader, 0, 9))
+    for layer in range(2):
+        squares = reader.squares(layer)
+        want = torch.stack([squares[:, max(i - 3, 0) : i + 4].mean(1) for i in range(END - START)], dim=1).sqrt()
+        # What is shown of a part knows what was attended to beside it.
+        seen = observation.show(layer, START + 5, KEYS[layer], KEYS[layer], SLOTS[5:9])
+        torch.testing.assert_close(seen.reader_attention, want[:, 5:9])
+
+
 def test_before_the_first_reader_nothing_is_shown() -> None:
     seen = ReaderObservation(GEOMETRY, START, END).show(0, START, KEYS[0], KEYS[0], SLOTS)
     assert seen.reader_attention is None
