@@ -6,8 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from kvevict_quality.rows import Row
 from kvevict_quality.tasks import NEEDLE_TASKS, TASKS
+from sgl_kvevict.config import KVEvictConfig
 
 FULL = "full"
+DEFAULT_POLICY = KVEvictConfig().policy
 #: Needle tasks count where the full cache reaches this.
 SOLVED = 0.6
 
@@ -102,19 +104,19 @@ def _by_seed(rows: Sequence[Row], full: Sequence[Row]) -> str:
 
 
 def plain_table(rows: Sequence[Row]) -> str:
-    """Kept share, quality, memory, speed: for each budget the policy of our server that keeps most."""
+    """Kept share, quality, memory, speed: the full cache, and the server's default policy at each budget."""
     lines = [
         _line(
             ["kept share", "policy", "needles, of full", "token slots per 1,000 tokens", "s to prepare", "s to answer"]
         )
     ]
     lines.append(_line(["---"] * 6))
-    best: dict[float, tuple[float, str, list[Row]]] = {}
+    shown: dict[float, tuple[float, str, list[Row]]] = {}
     for (engine, label, budget), group in systems(rows).items():
         share = relative(group, full_rows(rows, engine))
-        if engine != "kvpress" and share is not None and (budget not in best or share > best[budget][0]):
-            best[budget] = (share, label, [row for row in group if row.task in NEEDLE_TASKS])
-    for _, (share, label, group) in sorted(best.items(), reverse=True):
+        if engine != "kvpress" and share is not None and label in (FULL, DEFAULT_POLICY):
+            shown[budget] = (share, label, [row for row in group if row.task in NEEDLE_TASKS])
+    for _, (share, label, group) in sorted(shown.items(), reverse=True):
         kept = sum(row.slots for row in group) / sum(row.context_tokens for row in group)
         prepare, answer = (
             sum(values) / len(group) for values in zip(*((r.prepare_s, r.answer_s) for r in group), strict=True)
