@@ -27,7 +27,7 @@ RID_PREFIX = "kvevict-pass-"
 PATIENCE = 8
 """Steps for which users' waiting requests go first; then one pass is let in, or a busy server never compressed."""
 ANSWER_REACH = 15
-"""Tokens around one that a question attends to that are kept for its answer."""
+"""Tokens on each side of one that a question attends to that share its score: its answer may stand there."""
 MAX_REMEMBERED = 256
 """Outcomes of warm requests that are remembered for who asks."""
 

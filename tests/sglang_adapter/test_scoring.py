@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.common import release_kv_cache
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import Letters, MiniScheduler
+from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies.observation import Readers
 from sgl_kvevict.sglang_adapter.observers import CountingObserver
@@ -25,7 +26,7 @@ from sgl_kvevict.sglang_adapter.probes import (
     split_sentences,
 )
 from sgl_kvevict.sglang_adapter.request_check import before_queueing
-from sgl_kvevict.sglang_adapter.scoring import PATIENCE
+from sgl_kvevict.sglang_adapter.scoring import ANSWER_REACH, PATIENCE
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 WARM = {"warm": True}
@@ -167,6 +168,25 @@ def test_a_voter_that_comes_again_under_an_aborted_ones_id_counts_whole():
     assert harness.tree.scoring.observe(again, 60, 63).num_counted == 0
     harness.prefill(again)
     harness.finish(again)
+
+
+@pytest.mark.parametrize(
+    ("readers", "options", "reach"),
+    [
+        (Readers.REPETITION, WARM, 0),
+        (Readers.REPETITION, {"warm": True, "questions": ["who"]}, ANSWER_REACH),
+        (Readers.QUESTIONS, {"warm": True, "questions": ["who"]}, ANSWER_REACH),
+        (Readers.QUESTIONS, None, ANSWER_REACH),  # votes
+    ],
+)
+def test_what_questions_attend_to_reaches_around(monkeypatch, readers, options, reach):
+    harness, scheduler = cache(readers)
+    build, built = Compressor.new_reader_observation, []
+    monkeypatch.setattr(Compressor, "new_reader_observation", lambda *args: built.append(build(*args)) or built[-1])
+    harness.finish(harness.run(DOCUMENT, options=options))
+    scheduler.run_all()
+    ask(harness, 1, 2, 3)
+    assert [observation.reach for observation in built] == [reach] and spans(harness) == [(0, 56)]
 
 
 def test_a_voter_that_others_read_with_is_compressed_later():
