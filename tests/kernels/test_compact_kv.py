@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -180,9 +183,85 @@ def test_column_groups_change_nothing(triton_device: str, weighted: bool, head_d
     limit = 70 * 64  # bytes: two sectors per row
     assert column_groups(70, head_dim, 2, limit)[:2] == [(0, 32), (32, 32)]
     assert sum(width for _, width in column_groups(70, head_dim, 2, limit)) == head_dim
+    assert column_groups(70, 128, 2, 70 * 5 * 32) == [(0, 64), (64, 64)]  # even, not 80 and 48
     compact_kv_triton(*parts, *args, staging_bytes=limit)
     assert_same_bits("k_arena", parts[0], whole[0])
     assert_same_bits("v_arena", parts[1], whole[1])
+
+
+HELD = 10
+
+
+def packing(sources: str, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Fill 55 of the 60 rows of ten token slots of a [2, 50, 3, 64] arena, as packing a prefix does.
+
+    Rows from inside come from the next one, so a row that is written in the same launch may be what another one needs.
+
+    Returns:
+        src, dst, and [55], bool: which sources lie in the ten token slots.
+    """
+    rows = torch.arange(300).view(2, 50, 3)[:, torch.randperm(50)]
+    inside = rows[:, :HELD].flatten()
+    outside = rows[:, HELD:].flatten()[torch.randperm(240)[:60]]
+    from_inside = {"inside": torch.ones(55), "outside": torch.zeros(55), "both": torch.arange(55) % 2}[sources].bool()
+    src = torch.where(from_inside, inside.roll(-1)[:55], outside[:55])
+    return src.int().to(device), inside[:55].int().to(device), from_inside.to(device)
+
+
+@pytest.mark.parametrize("limit", [2**20, 55 * 64], ids=["whole rows", "column groups"])
+@pytest.mark.parametrize("row_block", [1, 16, 64])
+@pytest.mark.parametrize("order", ["forward", "backward", "shuffled"])
+@pytest.mark.parametrize("sources", ["inside", "outside", "both"])
+def test_order_of_programs_does_not_matter(
+    monkeypatch: pytest.MonkeyPatch, triton_device: str, sources: str, order: str, row_block: int, limit: int
+) -> None:
+    """The interpreter runs programs in order, so the rows are permuted instead."""
+    from kvevict_kernels.compact_kv import triton_impl
+
+    k, v = arenas((2, 50, 3, 64), torch.bfloat16, triton_device)
+    src, dst, _ = packing(sources, triton_device)
+    want_k, want_v = k.clone(), v.clone()
+    compact_kv_reference(want_k, want_v, src, dst)
+    count = torch.arange(55, device=triton_device)
+    at = {"forward": count, "backward": count.flip(0), "shuffled": count[torch.randperm(55)]}[order]
+    monkeypatch.setattr(triton_impl, "ROW_BLOCK", row_block)
+    triton_impl.compact_kv_triton(k, v, src[at], dst[at], None, None, staging_bytes=limit)
+    assert_same_bits("k_arena", k, want_k)
+    assert_same_bits("v_arena", v, want_v)
+
+
+@pytest.mark.parametrize("sources", ["inside", "outside", "both"])
+def test_only_rows_from_written_slots_go_through_the_temporary(
+    monkeypatch: pytest.MonkeyPatch, triton_device: str, sources: str
+) -> None:
+    """Poison between the launches: the second may read no row that it writes, and no unused part of the temporary."""
+    from kvevict_kernels.compact_kv import triton_impl
+
+    k, v = arenas((2, 50, 3, 64), torch.bfloat16, triton_device)
+    src, dst, from_inside = packing(sources, triton_device)
+    old, want = (k.clone(), v.clone()), (k.clone(), v.clone())
+    compact_kv_reference(*want, src, dst)
+    before_writing: list[tuple[Tensor, Tensor]] = []
+
+    class PoisonFirst:
+        kernel = triton_impl._write_kernel
+
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            def launch(rows: Tensor, staging: Tensor, *args: Any, **sizes: Any) -> None:
+                before_writing.append((rows.clone(), staging.view(55, 64).clone()))
+                rows.view(300, 64)[dst.long()] = torch.nan
+                self.kernel[grid](rows, staging, *args, **sizes)
+
+            return launch
+
+    monkeypatch.setattr(triton_impl, "_write_kernel", PoisonFirst())
+    triton_impl.compact_kv_triton(k, v, src, dst, None, None)
+    assert len(before_writing) == 2
+    for name, got, wanted, unwritten, (rows, staging) in zip("kv", (k, v), want, old, before_writing, strict=True):
+        assert_same_bits(f"{name}_arena", got, wanted)
+        assert_same_bits(f"{name}_arena after the gather launch", rows, unwritten)
+        staged = staging.isnan().logical_not()
+        assert torch.equal(staged, from_inside[:, None].expand(55, 64))
 
 
 K = torch.zeros(1, 4, 2, 8)

@@ -29,10 +29,10 @@ def compact_kv(
     ``j``, rounded once, the same weights for K and V; an empty run gives zeros. *Old* is the content before
     the call: ``src`` and ``dst`` may overlap in any way.
 
-    Every row is gathered into a temporary before any row is written, so no order of the moves can be wrong.
-    (Hole filling needs no temporary, but then entries could not lie in run order.) Columns never mix, so the
-    device path works through column groups, K then V, and its temporary stays within a limit however many
-    rows move.
+    A row whose source lies in a token slot that the call writes is first gathered into a temporary, and so is every
+    weighted sum; the other rows move directly. So no order of the moves can be wrong. (The CPU path gathers every
+    row. Hole filling needs no temporary, but then entries could not lie in run order.) Columns never mix, so both
+    paths work through column groups, K then V, and the temporary stays within a limit however many rows move.
 
     Args:
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], bfloat16, float16 or float32.
@@ -48,8 +48,8 @@ def compact_kv(
             head slot outside the arena, a repeated ``dst``, an ``indptr`` that does not ascend from 0 to M.
 
     Source: merging after D2O (arXiv 2406.13035); the moves themselves are a scheme of this project.
-    Cost: reads M and writes C rows of K and of V, and once more through the temporary; no host sync on a
-        device; deterministic, no atomics.
+    Cost: reads M and writes C rows of K and of V; on a device, rows that go through the temporary are written and
+        read once more, on the CPU all rows; no host sync on a device; deterministic, no atomics.
     """
     check_tensor("k_arena", k_arena, (None, None, None, None), KV_DTYPES)
     device = k_arena.device

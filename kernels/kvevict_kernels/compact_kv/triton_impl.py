@@ -1,7 +1,13 @@
-"""compact_kv on the device: a gather launch into a temporary, then a scatter launch, ordered by the stream.
+"""compact_kv on the device: a gather launch into a temporary, then a write launch, ordered by the stream.
+
+Let R be the token slots that the call writes in any layer. A row whose source lies outside R waits for the write
+launch and moves directly; only the others, and weighted sums, go through the temporary. The gather launch writes no
+row of the arena. The write launch writes only rows of R and reads only the temporary and rows outside R. So in neither
+does a program read what another one writes, and no order of programs, or of accesses within one, can be wrong.
 
 K and V, and groups of columns of a row, are independent of each other; the launcher takes them one after the
-other whenever a temporary for whole rows would be larger than ``STAGING_BYTES``.
+other whenever a temporary for whole rows would be larger than ``STAGING_BYTES``. The temporary has a place for every
+row: how many use theirs is known on the device only.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ def _gather_kernel(
     rows_ptr,  # [num_rows, HEAD_DIM]
     staging_ptr,  # [C, WIDTH]
     src_ptr,  # [C] int32
+    staged_ptr,  # [C] int8
     num_out,
     first_column,
     HEAD_DIM: tl.constexpr,
@@ -29,12 +36,12 @@ def _gather_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """staging[i] = rows[src[i], first_column : first_column + WIDTH], bits unchanged."""
+    """staging[i] = rows[src[i], first_column : first_column + WIDTH] where staged[i], bits unchanged."""
     i_out = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     o_col = tl.arange(0, BLOCK_D)
-    m_out = i_out < num_out
-    mask = m_out[:, None] & (o_col < WIDTH)[None, :]
-    src = tl.load(src_ptr + i_out, mask=m_out, other=0).to(tl.int64)
+    m_staged = tl.load(staged_ptr + i_out, mask=i_out < num_out, other=0) != 0
+    mask = m_staged[:, None] & (o_col < WIDTH)[None, :]
+    src = tl.load(src_ptr + i_out, mask=m_staged, other=0).to(tl.int64)
     b_rows = tl.load(rows_ptr + src[:, None] * HEAD_DIM + first_column + o_col[None, :], mask=mask)  # [BLOCK, BLOCK_D]
     tl.store(staging_ptr + i_out[:, None] * WIDTH + o_col[None, :], b_rows, mask=mask)
 
@@ -73,10 +80,12 @@ def _gather_sum_kernel(
 
 
 @triton.jit
-def _scatter_kernel(
+def _write_kernel(
     rows_ptr,  # [num_rows, HEAD_DIM]
     staging_ptr,  # [C, WIDTH]
+    src_ptr,  # [C] int32; read only where not staged
     dst_ptr,  # [C] int32
+    staged_ptr,  # [C] int8
     num_out,
     first_column,
     HEAD_DIM: tl.constexpr,
@@ -84,14 +93,19 @@ def _scatter_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """rows[dst[i], first_column : first_column + WIDTH] = staging[i], bits unchanged."""
+    """The columns of rows[dst[i]] = staging[i] where staged[i], else those of rows[src[i]]; bits unchanged."""
     i_out = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     o_col = tl.arange(0, BLOCK_D)
     m_out = i_out < num_out
     mask = m_out[:, None] & (o_col < WIDTH)[None, :]
+    m_staged = tl.load(staged_ptr + i_out, mask=m_out, other=0) != 0
+    src = tl.load(src_ptr + i_out, mask=m_out & ~m_staged, other=0).to(tl.int64)
     dst = tl.load(dst_ptr + i_out, mask=m_out, other=0).to(tl.int64)
-    b_rows = tl.load(staging_ptr + i_out[:, None] * WIDTH + o_col[None, :], mask=mask)  # [BLOCK, BLOCK_D]
-    tl.store(rows_ptr + dst[:, None] * HEAD_DIM + first_column + o_col[None, :], b_rows, mask=mask)
+    p_columns = rows_ptr + first_column + o_col[None, :]
+    p_staging = staging_ptr + i_out[:, None] * WIDTH + o_col[None, :]
+    p_from = tl.where(m_staged[:, None], p_staging, p_columns + src[:, None] * HEAD_DIM)
+    b_rows = tl.load(p_from, mask=mask)  # [BLOCK, BLOCK_D]
+    tl.store(p_columns + dst[:, None] * HEAD_DIM, b_rows, mask=mask)
 
 
 def column_groups(num_rows: int, head_dim: int, element_size: int, limit: int) -> list[tuple[int, int]]:
@@ -104,13 +118,36 @@ def column_groups(num_rows: int, head_dim: int, element_size: int, limit: int) -
         limit: bytes the temporary may take, unless one group of ``MIN_GROUP_BYTES`` already takes more.
 
     Returns:
-        (first column, width) of every group, in order; widths are multiples of ``MIN_GROUP_BYTES`` but the
-        last.
+        (first column, width) of every group, in order; widths are as even as multiples of ``MIN_GROUP_BYTES`` can
+        be, and the last is what remains.
     """
     unit = MIN_GROUP_BYTES // element_size
-    units = max(1, limit // (num_rows * MIN_GROUP_BYTES))
-    width = min(head_dim, units * unit)
+    units = triton.cdiv(head_dim, unit)
+    num_groups = triton.cdiv(units, max(1, limit // (num_rows * MIN_GROUP_BYTES)))
+    width = min(head_dim, triton.cdiv(units, num_groups) * unit)
     return [(first, min(width, head_dim - first)) for first in range(0, head_dim, width)]
+
+
+def rows_to_stage(src: Tensor, dst: Tensor, num_token_slots: int, num_kv_heads: int) -> Tensor:
+    """Find the moves whose source lies in a token slot that the same call writes, in whatever layer and lane.
+
+    Callers fill their token slots, so a flag for each slot tells as much as one for each row, which would take layers
+    times heads as much memory.
+
+    Args:
+        src: [C], int32, head slots to read.
+        dst: [C], int32, head slots to write.
+        num_token_slots: token slots of the arena.
+        num_kv_heads: head slots of a token slot in a layer.
+
+    Returns:
+        [C], int8: 1 where the row has to go through the temporary, else 0.
+
+    Cost: a few passes over C indices and one over the token slots; no host sync.
+    """
+    written = torch.zeros(num_token_slots, dtype=torch.int8, device=dst.device)
+    written.index_fill_(0, (dst // num_kv_heads % num_token_slots).long(), 1)
+    return written.index_select(0, src // num_kv_heads % num_token_slots)
 
 
 def compact_kv_triton(
@@ -125,10 +162,15 @@ def compact_kv_triton(
 ) -> None:
     """Device path of :func:`kvevict_kernels.compact_kv.compact_kv`: two launches per arena and column group.
 
-    Rows are moved in column groups where a temporary for whole rows would exceed ``staging_bytes``.
+    Rows are moved in column groups where a temporary for whole rows would exceed ``staging_bytes``. Weighted sums all
+    go through it: most runs of several sources have one where the call writes.
     """
-    head_dim = k_arena.shape[-1]
+    _, num_token_slots, num_kv_heads, head_dim = k_arena.shape
     num_out = dst.numel()
+    if indptr is None:
+        staged = rows_to_stage(src, dst, num_token_slots, num_kv_heads)
+    else:
+        staged = torch.ones(num_out, dtype=torch.int8, device=dst.device)
     grid = (triton.cdiv(num_out, ROW_BLOCK),)
     groups = column_groups(num_out, head_dim, k_arena.element_size(), staging_bytes)
     buffer = torch.empty(num_out * groups[0][1], dtype=k_arena.dtype, device=k_arena.device)
@@ -141,7 +183,7 @@ def compact_kv_triton(
                 "BLOCK": ROW_BLOCK,
             }
             if indptr is None:
-                _gather_kernel[grid](rows, buffer, src, num_out, first_column, **sizes)
+                _gather_kernel[grid](rows, buffer, src, staged, num_out, first_column, **sizes)
             else:
                 _gather_sum_kernel[grid](rows, buffer, src, indptr, weights, num_out, first_column, **sizes)
-            _scatter_kernel[grid](rows, buffer, dst, num_out, first_column, **sizes)
+            _write_kernel[grid](rows, buffer, src, dst, staged, num_out, first_column, **sizes)
