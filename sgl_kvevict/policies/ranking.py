@@ -1,13 +1,15 @@
 """Deterministic ranking: scores to integer keys, and exact top-k whose ties go to the lower position.
 
-``torch.topk`` may return any of several equal elements. Here only its *threshold* is used, which is unique;
-ties at the threshold are then filled from the left. Nothing reads the device from the host.
+``torch.topk`` may return any of several equal elements. Here a *threshold* decides, which is unique, and ties at the
+threshold are filled from the left (``kvevict_kernels.radix_select``). Nothing reads the device from the host.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from kvevict_kernels import radix_select
 
 _DROPPED_BITS = 3
 """Low mantissa bits ignored when a second score breaks ties: scores within about 5e-7 are equal."""
@@ -53,19 +55,12 @@ def top_mask(keys: Tensor, counts: int | Tensor) -> Tensor:
     Returns:
         [..., num_tokens], bool.
 
-    Cost: O(num_tokens) a row for a host number, a sort of each row for a tensor; works on one layer at a time to
-        bound memory; no host sync.
+    Cost: that of ``kvevict_kernels.radix_select.top_mask`` for all rows at once: on a device a few passes over the keys
+        and bounded memory besides the mask; no host sync.
     """
-    if keys.ndim > 2:
-        per_layer = [counts] * keys.shape[0] if isinstance(counts, int) else list(counts)
-        return torch.stack([top_mask(row, count) for row, count in zip(keys, per_layer, strict=True)])
-    if isinstance(counts, int) and counts == 0:
-        return torch.zeros_like(keys, dtype=torch.bool)
-    threshold = _kth_largest(keys, counts).unsqueeze(-1)
-    above = keys > threshold
-    ties = keys == threshold
-    missing = (counts - above.sum(-1)).unsqueeze(-1)
-    return above | (ties & (ties.cumsum(-1) <= missing))
+    rows = keys.reshape(keys.shape[:-1].numel(), keys.shape[-1]).contiguous()
+    per_row = counts if isinstance(counts, int) else counts.reshape(-1).contiguous()
+    return radix_select.top_mask(rows, per_row).view(keys.shape)
 
 
 def top_counts(keys: Tensor, totals: int | Tensor) -> Tensor:
@@ -79,18 +74,13 @@ def top_counts(keys: Tensor, totals: int | Tensor) -> Tensor:
         [groups, rows], int64; sums to ``totals``.
 
     Source: Ada-KV (arXiv 2407.11550), Alg. 1.
+    Cost: that of ``kvevict_kernels.radix_select.kth_largest`` for all groups at once, and a bool for every key; no host
+        sync.
     """
-    per_group = [totals] * keys.shape[0] if isinstance(totals, int) else list(totals)
-    return torch.stack([_top_counts(group, total) for group, total in zip(keys, per_group, strict=True)])
-
-
-def _top_counts(keys: Tensor, total: int | Tensor) -> Tensor:
-    if isinstance(total, int) and total == 0:
-        return torch.zeros(keys.shape[:1], dtype=torch.int64, device=keys.device)
-    threshold = _kth_largest(keys.flatten(), total)
+    threshold = radix_select.kth_largest(keys.flatten(1).contiguous(), totals)[:, None, None]
     above = (keys > threshold).sum(-1)
     ties = (keys == threshold).sum(-1)
-    return above + fill_in_order(ties, total - above.sum())
+    return above + fill_in_order(ties, (totals - above.sum(-1)).unsqueeze(-1))
 
 
 def fill_in_order(capacities: Tensor, amount: Tensor | int) -> Tensor:
@@ -105,11 +95,3 @@ def fill_in_order(capacities: Tensor, amount: Tensor | int) -> Tensor:
     """
     before = capacities.cumsum(-1) - capacities
     return torch.minimum((amount - before).clamp(min=0), capacities)
-
-
-def _kth_largest(keys: Tensor, counts: int | Tensor) -> Tensor:
-    """The ``counts``-th largest key of each row; [...] (of any key when the count is 0)."""
-    if isinstance(counts, int):
-        return keys.kthvalue(keys.shape[-1] - counts + 1, dim=-1).values
-    ascending = keys.sort(dim=-1).values
-    return ascending.gather(-1, (keys.shape[-1] - counts.clamp(min=1)).unsqueeze(-1)).squeeze(-1)

@@ -11,6 +11,7 @@ from helpers.hopper import ptx_of
 
 ALLOC = "kvevict_kernels.alloc_head_slots.triton_impl:"
 COMPACT = "kvevict_kernels.compact_kv.triton_impl:"
+SELECT = "kvevict_kernels.radix_select.triton_impl:"
 WINDOW = "kvevict_kernels.window_scores.triton_impl:"
 
 MOVE = {
@@ -19,6 +20,7 @@ MOVE = {
     "src_ptr": "*i32",
     "dst_ptr": "*i32",
     "indptr_ptr": "*i32",
+    "staged_ptr": "*i8",
 }
 MOVE |= {"weights_ptr": "*fp32", "num_out": "i32"}
 MOVE_SIZES: dict[str, Any] = {"first_column": 0, "HEAD_DIM": 128, "WIDTH": 128, "BLOCK_D": 128, "BLOCK": 64}
@@ -56,7 +58,7 @@ def test_kernels_compile_and_move_16_bytes_at_a_time(tmp_path: Path) -> None:
         scores(127, 256),
         *(
             {"kernel": COMPACT + name, "args": MOVE | MOVE_SIZES}
-            for name in ("_gather_kernel", "_gather_sum_kernel", "_scatter_kernel")
+            for name in ("_gather_kernel", "_gather_sum_kernel", "_write_kernel")
         ),
     ]
     codes = ptx_of(specs, str(tmp_path))
@@ -64,3 +66,25 @@ def test_kernels_compile_and_move_16_bytes_at_a_time(tmp_path: Path) -> None:
     for code in codes[-3:]:
         assert "ld.global.v4.b32" in code
         assert "st.global.v4.b32" in code
+        assert "global.b16" not in code
+
+
+def selection(key_bits: int) -> list[dict[str, Any]]:
+    keys, sign = f"*u{key_bits}", 1 << (key_bits - 1)
+    rows = {"histograms_ptr": "*i32", "remaining_ptr": "*i64", "num_tiles": "i32", "BINS": 256}
+    tiles = rows | {"keys_ptr": keys, "n": "i32", "tile_keys": "i32", "SIGN": sign, "BLOCK": 2048}
+    return [
+        {"kernel": SELECT + "_histogram_kernel", "args": tiles | {"prefix_ptr": keys, "shift": "i32"}},
+        {"kernel": SELECT + "_pick_kernel", "args": rows | {"prefix_ptr": keys, "BLOCK": 32}},
+        {
+            "kernel": SELECT + "_mask_kernel",
+            "args": tiles | {"threshold_ptr": keys, "mask_ptr": "*i1", "MAX_TILES": 256},
+        },
+    ]
+
+
+@pytest.mark.slow
+def test_radix_select_compiles_without_atomics_in_global_memory(tmp_path: Path) -> None:
+    for code in ptx_of(selection(32) + selection(64), str(tmp_path)):
+        assert ".entry" in code
+        assert "atom.global" not in code and "red.global" not in code

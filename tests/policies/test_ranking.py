@@ -63,3 +63,22 @@ def test_equal_keys_fill_from_the_left() -> None:
 @pytest.mark.parametrize(("amount", "expected"), [(0, [0, 0, 0]), (4, [2, 2, 0]), (9, [2, 3, 1])])
 def test_fill_in_order(amount: int, expected: list[int]) -> None:
     assert fill_in_order(torch.tensor([2, 3, 1]), amount).tolist() == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the device here")
+@pytest.mark.parametrize("has_tie_break", [False, True])
+def test_the_device_path_ranks_the_same(has_tie_break: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(5)
+    values, tie_break = torch.randint(-2, 3, (2, 2, 3, 20), generator=generator).float()
+    keys = order_keys(values, tie_break if has_tie_break else None)
+    keys = keys.masked_fill(torch.rand(keys.shape, generator=generator) < 0.1, key_max(keys))
+    counts, totals = torch.tensor([[0, 1, 7], [13, 19, 20]]), torch.tensor([0, 41])
+
+    def ranked() -> list[list[object]]:
+        masks = [top_mask(keys, counts), top_mask(keys, 7), top_mask(keys[0], 0), top_mask(keys[0, 0], counts[0, 2])]
+        splits = [top_counts(keys, totals), top_counts(keys, 41), top_counts(keys, 0)]
+        return [x.tolist() for x in masks + splits]
+
+    on_the_cpu = ranked()
+    monkeypatch.setattr("kvevict_kernels.radix_select.backend_for", lambda device: "triton")
+    assert ranked() == on_the_cpu

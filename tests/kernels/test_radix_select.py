@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers import poison
+from helpers.tolerance import assert_same_bits
+from kvevict_kernels.radix_select import (
+    cpu,
+    kth_largest,
+    kth_largest_reference,
+    top_mask,
+    top_mask_reference,
+    triton_impl,
+)
+
+OP = "radix_select"
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+DTYPES = [torch.int32, torch.int64]
+
+
+@pytest.fixture(autouse=True)
+def _several_tiles_and_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small blocks, so that small rows have several tiles of several blocks, and two rows a round of launches."""
+    tile(monkeypatch, block=16, max_tiles=4, num_rows=2)
+    monkeypatch.setattr(cpu, "KEYS_AT_ONCE", 128)
+    monkeypatch.setattr(cpu, "LONG_ROW", 50)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fresh mask is full of True: the helper knows of numbers only."""
+    poison_numbers = poison.poison
+    monkeypatch.setattr(poison, "poison", lambda x: x.fill_(True) if x.dtype == torch.bool else poison_numbers(x))
+
+
+def tile(monkeypatch: pytest.MonkeyPatch, *, block: int, max_tiles: int, num_rows: int) -> None:
+    monkeypatch.setattr(triton_impl, "KEY_BLOCK", block)
+    monkeypatch.setattr(triton_impl, "MIN_KEY_BLOCK", block)
+    monkeypatch.setattr(triton_impl, "MAX_TILES", max_tiles)
+    monkeypatch.setattr(triton_impl, "HISTOGRAM_BYTES", num_rows * max_tiles * triton_impl.BINS * 4)
+
+
+def random_keys(num_rows: int, n: int, dtype: torch.dtype, kind: str) -> Tensor:
+    """Keys that differ in every byte, in a few values, or not at all; "extremes" holds the ends of the dtype."""
+    limits = torch.iinfo(dtype)
+    if kind == "equal":
+        return torch.full((num_rows, n), -7, dtype=dtype)
+    if kind == "wide":
+        return torch.randint(limits.min, limits.max, (num_rows, n), dtype=dtype)
+    extremes = [limits.min, limits.min + 1, -257, -1, 0, 1, 256, limits.max - 1, limits.max]
+    values = torch.tensor(extremes if kind == "extremes" else [5, 6], dtype=dtype)
+    return values[torch.randint(len(values), (num_rows, n))]
+
+
+def check(keys: Tensor, counts: int | Tensor) -> None:
+    assert_same_bits("mask", top_mask(keys, counts), top_mask_reference(keys, counts))
+    assert_same_bits("threshold", kth_largest(keys, counts), kth_largest_reference(keys, counts))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["wide", "few", "extremes", "equal"])
+def test_rows_with_different_counts(device: str, dtype: torch.dtype, kind: str) -> None:
+    n = 83  # three tiles of two blocks, the last one short
+    counts = torch.tensor([0, 1, n // 3, n - 1, n])
+    check(random_keys(5, n, dtype, kind).to(device), counts.to(device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [0, 1, 13, 39, 40])
+def test_one_number_for_all_rows(device: str, dtype: torch.dtype, count: int) -> None:
+    check(random_keys(2, 40, dtype, "few").to(device), count)
+
+
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 64, 65, 300])
+def test_row_lengths(device: str, n: int) -> None:
+    check(random_keys(1, n, torch.int32, "few").to(device), torch.tensor([(n + 1) // 2], device=device))
+
+
+def test_worked_example(device: str) -> None:
+    """The second 3 is not among the three largest; the row that wants none gets none, whatever it holds."""
+    keys = torch.tensor([[3, -9, 8, 3, 4], [2**31 - 1, 0, 0, 0, 0]], dtype=torch.int32, device=device)
+    counts = torch.tensor([3, 0], device=device)
+    assert top_mask(keys, counts).int().tolist() == [[1, 0, 1, 0, 1], [0, 0, 0, 0, 0]]
+    assert kth_largest(keys, counts).tolist() == [3, 2**31 - 1]
+
+
+def test_ties_go_to_the_lower_position_across_tiles(device: str) -> None:
+    keys = torch.zeros(1, 150, dtype=torch.int64, device=device)
+    keys[0, [20, 140]] = 1
+    taken = top_mask(keys, torch.tensor([70], device=device))[0].nonzero().flatten().tolist()
+    assert taken == [*range(69), 140]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tile_sizes_do_not_matter(device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = random_keys(3, 90, dtype, "extremes").to(device)
+    counts = torch.tensor([10, 45, 80], device=device)
+    mask, threshold = top_mask(keys, counts), kth_largest(keys, counts)
+    for block, max_tiles, num_rows in ((16, 4, 2), (32, 8, 3), (128, 2, 9)):  # the first: the same again
+        tile(monkeypatch, block=block, max_tiles=max_tiles, num_rows=num_rows)
+        assert_same_bits("mask", top_mask(keys, counts), mask)
+        assert_same_bits("threshold", kth_largest(keys, counts), threshold)
+
+
+def test_arguments_are_left_as_they_were(device: str) -> None:
+    keys, counts = random_keys(2, 20, torch.int32, "wide").to(device), torch.tensor([3, 20], device=device)
+    before = keys.clone(), counts.clone()
+    top_mask(keys, counts)
+    kth_largest(keys, counts)
+    assert_same_bits("keys", keys, before[0])
+    assert_same_bits("counts", counts, before[1])
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
+def test_nothing_to_select_from(device: str, shape: tuple[int, int]) -> None:
+    keys = torch.zeros(shape, dtype=torch.int64, device=device)
+    counts = torch.zeros(shape[0], dtype=torch.int64, device=device)
+    for none in (0, counts):
+        assert_same_bits("mask", top_mask(keys, none), torch.zeros(shape, dtype=torch.bool))
+    if shape[1]:
+        assert_same_bits("threshold", kth_largest(keys, counts), torch.zeros(0, dtype=torch.int64))
+
+
+KEYS = torch.tensor([[4, 2, 2], [1, 1, 0]], dtype=torch.int32)
+COUNTS = torch.tensor([1, 3])
+
+
+@pytest.mark.parametrize("function", [top_mask, kth_largest])
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((KEYS.float(), COUNTS), "keys: expected dtype int32 or int64, got float32"),
+        ((KEYS[0], COUNTS), r"keys: expected shape \[any, any\], got \[3\]"),
+        ((KEYS.T, COUNTS), "keys: expected a contiguous tensor"),
+        ((KEYS.to("meta").new_zeros(1, 2**31), 1), "keys: expected at most 2147483647 keys in a row, got 2147483648"),
+        ((KEYS, COUNTS.int()), "counts: expected dtype int64, got int32"),
+        ((KEYS, COUNTS[:1]), r"counts: expected shape \[2\], got \[1\]"),
+        ((KEYS, COUNTS.to("meta")), "counts: expected device cpu, got meta"),
+        ((KEYS, COUNTS + 1), r"counts: expected indices in \[0, 4\), got 2 to 4"),
+        ((KEYS, COUNTS - 2), r"counts: expected indices in \[0, 4\), got -1 to 1"),
+        ((KEYS, 4), "counts: expected an int >= 0 and <= 3, got 4"),
+        ((KEYS, -1), "counts: expected an int >= 0 and <= 3, got -1"),
+        ((KEYS, 1.0), "counts: expected an int >= 0 and <= 3, got 1.0"),
+        ((KEYS.to("meta"), 1), "device: expected cuda or cpu, got meta"),
+    ],
+)
+def test_bad_arguments_are_named(function: object, args: tuple[object, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        function(*args)  # type: ignore[operator]
+
+
+def test_a_row_without_keys_has_no_threshold() -> None:
+    with pytest.raises(ValueError, match="keys: expected at least one key in a row, got n = 0"):
+        kth_largest(KEYS[:, :0].contiguous(), 0)
