@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -14,6 +14,8 @@ from sgl_kvevict.geometry import KVGeometry
 
 AUTO = {"cpu": "torch", "cuda": "triton"}
 """What ``auto`` stands for on each device."""
+CAPTURABLE = ("triton",)
+"""Implementations of :class:`CapturableAttention`."""
 
 
 class Attention(Protocol):
@@ -44,6 +46,41 @@ class Attention(Protocol):
 
         Raises:
             InvariantError: other new tokens than planned.
+        """
+
+
+@runtime_checkable
+class CapturableAttention(Attention, Protocol):
+    """Attention whose decode steps a CUDA graph may record.
+
+    Before the recording :meth:`start_capture`; recorded are one :meth:`start_step` and :meth:`Attention.run` of every
+    layer; before each replay :meth:`follow`.
+    """
+
+    def start_capture(self, num_requests: int) -> None:
+        """Lay out decode steps of so many requests."""
+
+    def start_step(self, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor) -> None:
+        """Take the lengths of one forward of the batch laid out last; replays read them from the same memory.
+
+        Args:
+            seq_lens: [num_requests], int, logical tokens with the new ones.
+            req_pool_indices: [num_requests], int, rows of ``req_to_token``.
+            req_to_token: [num_rows, max_context_len], int32, token slots.
+
+        Raises:
+            InvariantError: no batch is laid out.
+        """
+
+    def follow(self, batch: AttentionBatch, num_requests: int) -> None:
+        """Show the next replay what its requests read; it takes lengths and rows from what :meth:`start_step` got.
+
+        Args:
+            batch: a decode step.
+            num_requests: of the recorded step; those beyond the batch only fill up.
+
+        Raises:
+            InvariantError: the batch has more requests, or is not a decode step.
         """
 
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.checks import KV_DTYPES, check_tensor
-from kvevict_kernels.ragged_decode import plan_ragged_decode, run_ragged_decode, start_step
-from kvevict_kernels.ragged_decode.tables import LayerInputs, Step, Tables
+from kvevict_kernels.ragged_decode import list_tables, plan_ragged_decode, run_ragged_decode, start_step
+from kvevict_kernels.ragged_decode.directory import NUM_ENTRIES, Directory
+from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 from kvevict_kernels.ragged_extend import run_ragged_extend
-from sgl_kvevict.attention.batch import AttentionBatch, CompositionKey
+from sgl_kvevict.attention.batch import AttentionBatch, CompositionKey, Path
 from sgl_kvevict.attention.recent_compositions import RecentCompositions
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
@@ -19,9 +20,9 @@ from sgl_kvevict.geometry import KVGeometry
 
 @dataclass
 class _Composition:
-    """Tables of a batch and the buffers of its steps."""
+    """What a batch reads, and the buffers of its steps."""
 
-    tables: Tables
+    directory: Directory
     step: Step | None = None
 
 
@@ -30,6 +31,8 @@ class TritonAttention:
 
     What concerns spans is laid out on the device when requests come or go or their paths change; a step copies no
     lists, reads nothing back and launches one kernel that counts the suffixes' work.
+
+    A CUDA graph may record decode steps (:class:`sgl_kvevict.attention.backend.CapturableAttention`).
 
     Args:
         geometry: sizes.
@@ -50,7 +53,8 @@ class TritonAttention:
         self.num_compositions_built = 0
         self._compositions: RecentCompositions[CompositionKey, _Composition] = RecentCompositions()
         self._composition: _Composition | None = None
-        self._partials: tuple[Tensor, Tensor] | None = None
+        self._partials = self._scratch(0)
+        self._captured_entries = torch.empty(NUM_ENTRIES, dtype=torch.int64, device=k_arena.device)
 
     def plan(self, batch: AttentionBatch) -> None:
         """Prepare the layers of one forward.
@@ -60,54 +64,77 @@ class TritonAttention:
                 the composition stays the same.
         """
         device = self.k_arena.device
-        composition = self._compositions.get(batch.composition, lambda: self._build(batch))
+        composition = self._compositions.get(batch.composition, lambda: self._build(batch.paths, batch.new_lens))
         seq_lens = batch.device_seq_lens
         if seq_lens is None:
             host_lens = torch.tensor(batch.seq_lens, dtype=torch.int32)
             seq_lens = (host_lens.pin_memory() if device.type == "cuda" else host_lens).to(device, non_blocking=True)
-        composition.step = start_step(
-            composition.tables,
-            req_to_token=batch.req_to_token,
-            pool_rows=batch.req_pool_indices.long(),
-            seq_lens=seq_lens.int(),
-            previous=composition.step,
-        )
         self._composition = composition
-        self._reserve_partials(composition.tables.num_partials)
+        self.start_step(seq_lens, batch.req_pool_indices, batch.req_to_token)
+
+    def start_step(self, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor) -> None:
+        """Take lengths; see :meth:`sgl_kvevict.attention.backend.CapturableAttention.start_step`."""
+        composition = self._composition
+        if composition is None:
+            raise InvariantError("a step was started before a batch was planned")
+        # A graph has its buffers in its own pool: those of its warm-up do not live as long.
+        previous = None if composition.directory.is_captured else composition.step
+        composition.step = start_step(
+            composition.directory,
+            req_to_token=req_to_token,
+            pool_rows=req_pool_indices.long(),
+            seq_lens=seq_lens.int(),
+            previous=previous,
+        )
+
+    def start_capture(self, num_requests: int) -> None:
+        """Lay out; see :meth:`sgl_kvevict.attention.backend.CapturableAttention.start_capture`."""
+        directory = self._build(((),) * num_requests, [1] * num_requests).directory
+        self._composition = _Composition(directory.captured_at(self._captured_entries))
+
+    def follow(self, batch: AttentionBatch, num_requests: int) -> None:
+        """Swap the tables; see :meth:`sgl_kvevict.attention.backend.CapturableAttention.follow`."""
+        if batch.extend_lens is not None or len(batch.paths) > num_requests:
+            raise InvariantError(f"{num_requests} decode rows were captured, got {batch.new_lens} new tokens")
+        paths = batch.paths + ((),) * (num_requests - len(batch.paths))
+        new_lens = (1,) * num_requests
+        composition = self._compositions.get((paths, new_lens), lambda: self._build(paths, list(new_lens)))
+        self._captured_entries.copy_(composition.directory.entries)
 
     def run(self, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
         """Attend as planned; see :meth:`sgl_kvevict.attention.backend.Attention.run`."""
         composition = self._composition
-        num_new = 0 if composition is None else composition.tables.num_new
+        num_new = 0 if composition is None else composition.directory.tables.num_new
         shape = (num_new, self.geometry.num_qo_heads, self.geometry.head_dim)
-        if composition is None or composition.step is None or self._partials is None or tuple(q.shape) != shape:
+        if composition is None or composition.step is None or tuple(q.shape) != shape:
             raise InvariantError(f"q: planned {list(shape)}, got {list(q.shape)}")
         queries = q.contiguous().to(self.k_arena.dtype)
         out = torch.empty_like(queries)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         inputs = LayerInputs(layer, queries, self.k_arena, self.v_arena, sm_scale)
-        run_ragged_decode(composition.tables, composition.step, inputs, partials=self._partials, out=out, lse=lse)
-        run_ragged_extend(composition.tables, composition.step, inputs, out=out, lse=lse)
+        run_ragged_decode(composition.directory, composition.step, inputs, out=out, lse=lse)
+        run_ragged_extend(composition.directory.tables, composition.step, inputs, out=out, lse=lse)
         return out.to(q.dtype), lse
 
-    def _build(self, batch: AttentionBatch) -> _Composition:
+    def _build(self, paths: tuple[Path, ...], new_lens: list[int]) -> _Composition:
         self.num_compositions_built += 1
         geometry = self.geometry
         tables = plan_ragged_decode(
-            batch.paths,
-            batch.new_lens,
+            paths,
+            new_lens,
             num_layers=geometry.num_layers,
             num_kv_heads=geometry.num_kv_heads,
             group_size=geometry.group_size,
             device=self.k_arena.device,
         )
-        return _Composition(tables)
+        if self._partials[0].shape[0] < tables.num_partials:
+            self._partials = self._scratch(tables.num_partials)
+        return _Composition(list_tables(tables, self._partials))
 
-    def _reserve_partials(self, num_rows: int) -> None:
-        """Grow the scratch; all layers and forwards use it one after the other, on one stream."""
-        if self._partials is None or self._partials[0].shape[0] < num_rows:
-            device = self.k_arena.device
-            self._partials = (
-                torch.empty(num_rows, self.geometry.head_dim, dtype=torch.float32, device=device),
-                torch.empty(num_rows, dtype=torch.float32, device=device),
-            )
+    def _scratch(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Partials of all layers and forwards, one after the other on one stream; who needs more replaces them."""
+        device = self.k_arena.device
+        return (
+            torch.empty(num_rows, self.geometry.head_dim, dtype=torch.float32, device=device),
+            torch.empty(num_rows, dtype=torch.float32, device=device),
+        )

@@ -8,17 +8,17 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
-from sgl_kvevict.attention import AttentionBatch, build_attention, resolve_attention
+from sgl_kvevict.attention import AttentionBatch, CapturableAttention, build_attention, resolve_attention
 from sgl_kvevict.compression import PromptObservation, ReaderChunk
 from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.sglang_adapter.arena import arena_of, kvevict_is_selected
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
+from sgl_kvevict.sglang_adapter.graphs import graph_reasons
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class KVEvictAttentionBackend(AttentionBackend):
 
     Raises:
         UnsupportedSetupError: selected without the matching radix-cache backend, on a device that the configured
-            attention does not run on, or with CUDA graphs.
+            attention does not run on, or with CUDA graphs that it cannot follow.
         ConfigError: the configuration is invalid.
     """
 
@@ -72,6 +72,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         self.arena = arena
         self.attention = build_attention(config.attention, self.geometry, arena.k, arena.v)
         self._on_gpu: bool = device == "cuda"
+        self._captured: CapturableAttention
         self.tree: KVEvictTree | None = None
         self._observed: list[tuple[slice, PromptObservation | ReaderChunk]] = []
 
@@ -86,23 +87,62 @@ class KVEvictAttentionBackend(AttentionBackend):
         seq_lens = forward_batch.seq_lens_cpu.tolist()
         is_decode = forward_batch.forward_mode.is_decode()
         extend_lens = None if is_decode else list(forward_batch.extend_seq_lens_cpu)
-        rids = forward_batch.rids
+        batch = self._batch(
+            forward_batch.rids, seq_lens, extend_lens, forward_batch.req_pool_indices, forward_batch.seq_lens
+        )
+        self.attention.plan(batch)
+        self._observed = [] if extend_lens is None else self._observed_rows(forward_batch.rids, seq_lens, extend_lens)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Take note that decode steps will be captured; their tables have any size, so nothing is reserved.
+
+        Raises:
+            UnsupportedSetupError: the configured attention cannot be captured.
+        """
+        if not isinstance(self.attention, CapturableAttention):
+            raise UnsupportedSetupError([f"a graph cannot record {type(self.attention).__name__}"])
+        self._captured = self.attention
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Lay out a step that is about to be captured, or show a replay what its requests read."""
+        if in_capture:
+            self._captured.start_capture(forward_batch.batch_size)
+            return
+        real = slice(forward_batch.batch_size - forward_batch.num_padding)
+        seq_lens = forward_batch.seq_lens_cpu[real].tolist()
+        batch = self._batch(
+            forward_batch.rids, seq_lens, None, forward_batch.req_pool_indices[real], forward_batch.seq_lens[real]
+        )
+        self._captured.follow(batch, forward_batch.batch_size)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """Take the lengths of a step from SGLang's static buffers; recorded."""
+        self._captured.start_step(
+            forward_batch.seq_lens, forward_batch.req_pool_indices, self.req_to_token_pool.req_to_token
+        )
+
+    def _batch(
+        self,
+        rids: list[str] | None,
+        seq_lens: list[int],
+        extend_lens: list[int] | None,
+        req_pool_indices: Tensor,
+        device_seq_lens: Tensor,
+    ) -> AttentionBatch:
+        """What each request reads; without request ids (warm-up) nothing compressed."""
         if self.tree is None or rids is None:
             paths: tuple[tuple[Any, ...], ...] = ((),) * len(seq_lens)
         else:
             paths = self.tree.read_paths(rids)
-        self.attention.plan(
-            AttentionBatch(
-                paths=paths,
-                waterlines=[sum(runs.num_tokens for runs in path) for path in paths],
-                seq_lens=seq_lens,
-                extend_lens=extend_lens,
-                req_pool_indices=forward_batch.req_pool_indices,
-                req_to_token=self.req_to_token_pool.req_to_token,
-                device_seq_lens=forward_batch.seq_lens if self._on_gpu else None,
-            )
+        return AttentionBatch(
+            paths=paths,
+            waterlines=[sum(runs.num_tokens for runs in path) for path in paths],
+            seq_lens=seq_lens,
+            extend_lens=extend_lens,
+            req_pool_indices=req_pool_indices,
+            req_to_token=self.req_to_token_pool.req_to_token,
+            device_seq_lens=device_seq_lens if self._on_gpu else None,
         )
-        self._observed = [] if extend_lens is None else self._observed_rows(rids, seq_lens, extend_lens)
 
     def _observed_rows(
         self, rids: list[str] | None, seq_lens: list[int], extend_lens: list[int]
@@ -174,7 +214,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         return SharedReadEnds.UNKNOWN
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Return the length of SGLang's dummy requests; its warm-up on a GPU asks for it, graphs or not."""
+        """Return the length of SGLang's dummy requests, which also fill up captured steps."""
         return 1
 
     def support_triton(self) -> bool:
@@ -190,16 +230,12 @@ def device_reasons(attention: str, device: str) -> list[str]:
         device: "cpu" or "cuda".
     """
     reasons: list[str] = []
+    chosen = attention
     try:
-        resolve_attention(attention, device)
+        chosen = resolve_attention(attention, device)
     except UnsupportedSetupError as error:
         reasons += error.reasons
-    if device == "cuda" and not cuda_graph_fully_disabled():
-        reasons.append(
-            "CUDA graphs are on, and a captured step cannot follow requests to other spans yet: start with "
-            "--cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled"
-        )
-    return reasons
+    return reasons + (graph_reasons(chosen) if device == "cuda" else [])
 
 
 def _require_plain_attention(layer: RadixAttention, kwargs: dict[str, Any]) -> None:

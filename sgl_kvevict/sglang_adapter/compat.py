@@ -71,6 +71,12 @@ HOOKS = (
         function="sgl_kvevict.sglang_adapter.request_check.before_queueing",
         why="a request with options that make no sense is refused instead of served without them",
     ),
+    Hook(
+        target="sglang.srt.model_executor.runner.decode_cuda_graph_runner.build_replay_fb_view",
+        kind="AROUND",
+        function="sgl_kvevict.sglang_adapter.graphs.around_replay_view",
+        why="a captured decode step is replayed without saying whose it is, so its spans could not be found",
+    ),
 )
 
 

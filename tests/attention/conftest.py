@@ -155,6 +155,32 @@ def make_world() -> MakeWorld:
     return make
 
 
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send CPU tensors to the Triton kernels."""
+    if torch.cuda.is_available():
+        pytest.skip("Triton compiles for the device here; the cuda case covers it")
+    for op in ("ragged_decode", "ragged_extend"):
+        monkeypatch.setattr(f"kvevict_kernels.{op}.backend_for", lambda device: "triton")
+
+
+@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Device of the tensors."""
+    if request.param == "interpreter":
+        request.getfixturevalue("interpreted")
+        return "cpu"
+    return str(request.param)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks per run, without runs that are slow in the interpreter."""
+    monkeypatch.setattr("kvevict_kernels.ragged_decode.host_lists.CHUNKS", (16, 32))
+    monkeypatch.setattr("kvevict_kernels.ragged_decode.tables.CHUNKS", (16, 32))
+    monkeypatch.setattr("kvevict_kernels.ragged_decode.triton_impl.KEY_BLOCK", 16)
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(42)

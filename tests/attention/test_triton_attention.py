@@ -57,26 +57,6 @@ class Runner:
         return self.copies[span]
 
 
-@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Device of the tensors."""
-    if request.param == "interpreter":
-        if torch.cuda.is_available():
-            pytest.skip("Triton compiles for the device here; the cuda case covers it")
-        for op in ("ragged_decode", "ragged_extend"):
-            monkeypatch.setattr(f"kvevict_kernels.{op}.backend_for", lambda device: "triton")
-        return "cpu"
-    return str(request.param)
-
-
-@pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks per run, without runs that are slow in the interpreter."""
-    monkeypatch.setattr("kvevict_kernels.ragged_decode.host_lists.CHUNKS", (16, 32))
-    monkeypatch.setattr("kvevict_kernels.ragged_decode.tables.CHUNKS", (16, 32))
-    monkeypatch.setattr("kvevict_kernels.ragged_decode.triton_impl.KEY_BLOCK", 16)
-
-
 def check(runner: Runner, extend_lens: list[int] | None = None, layer: int = 1) -> None:
     """Compare a layer with dense attention in float32, and with CpuAttention."""
     world = runner.world
@@ -132,7 +112,7 @@ def test_sharers_read_a_span_once(make_world: MakeWorld, device: str, sharers: i
     runner = Runner(world, device)
     check(runner)
     assert runner.attention._composition is not None
-    tables = runner.attention._composition.tables
+    tables = runner.attention._composition.directory.tables
     which = int(sharers * 4 > 16)
     chunk = tables.classes[which].chunk
     items = tables.classes[which].layer_start.diff().tolist()

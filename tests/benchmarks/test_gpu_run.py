@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN_ALL = ROOT / "benchmarks" / "gpu" / "run_all.py"
 OPS = (
     *("alloc_head_slots", "compact_kv", "window_scores", "accumulated_attention"),
-    *("ragged_decode", "ragged_extend"),
+    *("radix_select", "ragged_decode", "ragged_extend"),
 )
 
 
@@ -33,7 +33,7 @@ def test_every_kernel_is_right() -> None:
     from gpu_bench.setting import SMOKE
 
     rows = correctness(SMOKE)
-    assert len(rows) == 10
+    assert len(rows) == 11
     assert [row["kernel"] for row in rows if not row["right"]] == []
 
 
@@ -58,7 +58,9 @@ def test_what_is_timed_runs() -> None:
     assert decode.bandwidth(tiny)[1]["token slots"] == "scattered"
     assert decode.sharers(tiny)[0]["sharers"] == 2
     assert decode.planning(tiny)[0]["us, new batch"] > 0
-    assert insertion.compaction(tiny)[0]["MB read and written once"] > 0
+    moved = insertion.compaction(tiny)[0]
+    assert moved["MB read and written once"] > 0
+    assert 1 < moved["share of copy, temporary counted"] / moved["share of copy"] < 2
     assert [row["policy"] for row in insertion.compression(tiny)] == list(insertion.POLICIES)
 
 

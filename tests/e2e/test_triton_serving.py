@@ -1,6 +1,7 @@
 """The GPU's attention behind SGLang without a GPU: a real engine on a CPU whose attention goes to the Triton kernels.
 
-Triton interprets them. Scheduler, tree, compression and adapter are the real ones, lengths come as device tensors.
+Triton interprets them, and tapes stand in for CUDA graphs. Scheduler, runner of captured steps, tree, compression and
+adapter are the real ones; lengths come as device tensors.
 """
 
 from __future__ import annotations
@@ -24,23 +25,42 @@ SITE = """
 import os
 
 if os.environ.get("TEST_TRITON_ATTENTION"):
+    from sgl_kvevict.sglang_adapter import compat
+
+    # Before SGLang asks for platforms, which loads the plugin.
+    model_executor = "sglang.srt.model_executor."
+    for target, hook in (
+        ("model_runner_components.cuda_graph_setup.capture_decode_graph", "around_capture_decode_graph"),
+        ("runner.decode_cuda_graph_runner.resolve_decode_backend", "around_resolve_decode_backend"),
+    ):
+        compat.HOOKS += (compat.Hook(model_executor + target, "AROUND", "helpers.tape_runner." + hook, why=""),)
+
     from dataclasses import replace
 
     import torch
+    from sglang.srt.platforms.interface import PlatformCapabilities
 
     import kvevict_kernels.ragged_decode
     import kvevict_kernels.ragged_extend
     from sgl_kvevict.attention import backend
     from sgl_kvevict.attention.triton_attention import TritonAttention
+    from sgl_kvevict.sglang_adapter.platform import KVEvictCpuPlatform
 
+    KVEvictCpuPlatform.capabilities = PlatformCapabilities(graph_capture=True)
     for op in (kvevict_kernels.ragged_decode, kvevict_kernels.ragged_extend):
         op.backend_for = lambda device: "triton"
+
+    def sharers(batch):
+        return len(batch.paths) if len({path for path in batch.paths if path}) == 1 else 0
 
     class Interpreted(TritonAttention):
         def plan(self, batch):
             super().plan(replace(batch, device_seq_lens=torch.tensor(batch.seq_lens)))
-            readers = len(batch.paths) if len({path for path in batch.paths if path}) == 1 else 0
-            print("PLAN", readers, batch.extend_lens is None, flush=True)
+            print("PLAN", sharers(batch), "decode" if batch.extend_lens is None else "extend", flush=True)
+
+        def follow(self, batch, num_requests):
+            super().follow(batch, num_requests)
+            print("FOLLOW", sharers(batch), "of", num_requests, flush=True)
 
     backend._BUILDERS["torch"] = Interpreted
 """
@@ -55,34 +75,47 @@ if __name__ == "__main__":
     engine = sgl.Engine(
         model_path=sys.argv[1], device="cpu", skip_tokenizer_init=True, max_total_tokens=2000, context_length=1024,
         radix_cache_backend="kvevict", attention_backend="kvevict", log_level="warning", dtype="float32",
+        cuda_graph_config={"decode": {"backend": "full", "bs": [2]}},
     )
-    sampling = {"temperature": 0, "max_new_tokens": 5}
+    sampling = [{"temperature": 0, "max_new_tokens": count} for count in (3, 5, 7)]
     prompt = [i * 7 % 500 + 3 for i in range(400)]
-    outs = [engine.generate(input_ids=prompt + [5], sampling_params=sampling)]
+    outs = [engine.generate(input_ids=prompt + [5], sampling_params=sampling[0])]
     outs += engine.generate(input_ids=[prompt + [3, i] for i in range(3)], sampling_params=sampling)
     print("RESULT", json.dumps([(out["output_ids"], out["meta_info"]["cached_tokens"]) for out in outs]))
     engine.shutdown()
 """
 
 
-def serve(folder: Path, model: Path, *, is_triton: bool) -> tuple[list[list[object]], str]:
+def serve(folder: Path, model: Path, *, is_triton: bool) -> tuple[list[list[object]], list[str]]:
     (folder / "sitecustomize.py").write_text(SITE)
     (folder / "engine.py").write_text(ENGINE)
     env = {**os.environ, **ENV, **config_env({"policy": "snapkv", "budget": 0.3}), "SGLANG_PLATFORM": "kvevict_cpu"}
-    env |= {"PYTHONPATH": str(folder), "TRITON_INTERPRET": "1" if is_triton else "0"}
+    env |= {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "TRITON_INTERPRET": "1" if is_triton else "0"}
     env |= {"TEST_TRITON_ATTENTION": "1"} if is_triton else {}
     command = [sys.executable, str(folder / "engine.py"), str(model)]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
-    results = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
-    return json.loads(results[0].removeprefix("RESULT ")), run.stdout
+    lines = run.stdout.splitlines()
+    results = [line for line in lines if line.startswith("RESULT ")]
+    return json.loads(results[0].removeprefix("RESULT ")), lines
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the device here")
 def test_triton_kernels_serve_compressed_prefixes(tiny_llama: Path, tmp_path: Path) -> None:
-    """The same tokens as with torch's attention: prefill, readers of a compressed prefix, and a shared decode."""
+    """The same tokens as with torch's attention: prefill, readers of a compressed prefix, eager and captured decode.
+
+    Steps of two requests are captured: three sharers decode eagerly, two by replays, the last one by replays that a
+    second row only fills up. The first request's prompt is compressed between two replays.
+    """
     want, _ = serve(tmp_path, tiny_llama, is_triton=False)
     got, log = serve(tmp_path, tiny_llama, is_triton=True)
     assert got == want
     assert [cached for _, cached in got] == [0, 400, 400, 400]
-    assert "PLAN 3 True" in log, "three requests decoded on one span"
+    steps = [line for line in log if line.startswith(("PLAN", "FOLLOW", "REPLAY"))]
+    alone = steps[: steps.index("PLAN 3 extend")]
+    assert alone == ["PLAN 0 extend", "FOLLOW 0 of 2", "REPLAY 1 of 2", "FOLLOW 1 of 2", "REPLAY 1 of 2"]
+    together = steps[len(alone) + 1 :]
+    assert list(dict.fromkeys(together)) == [
+        *("PLAN 3 decode", "FOLLOW 2 of 2", "REPLAY 2 of 2"),
+        *("FOLLOW 1 of 2", "REPLAY 1 of 2"),
+    ]

@@ -30,7 +30,7 @@ SCALARS = {"layer": "i32", "num_spans": "i32", "num_requests": "i32", "req_to_to
 SCALARS |= {"num_token_slots": "i32", "scale_log2": "fp32"}
 POINTERS = dict.fromkeys(INT32, "*i32") | dict.fromkeys(INT64, "*i64") | ROWS | SCALARS
 PARTIALS = {"partial_out_ptr": "*fp32", "partial_lse_ptr": "*fp32", "out_ptr": "*bf16", "lse_ptr": "*fp32"}
-COMMON = POINTERS | PARTIALS | SIZES
+COMMON = POINTERS | PARTIALS | SIZES | {"entries_ptr": "*i64"}
 
 
 @pytest.mark.slow
@@ -39,14 +39,17 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     blocks = {"BLOCK_N": 64, "UPCAST": False, "MAX_SPLITS": 32}
     split = {"kernel": DECODE + "_split_kernel", "args": COMMON | blocks}
     specs: list[dict[str, Any]] = [
-        {**split, "args": split["args"] | {"BLOCK_M": rows, "CHUNK": chunk}} for rows, chunk in ((16, 512), (64, 1024))
+        {**split, "args": split["args"] | {"BLOCK_M": rows, "CHUNK": chunk, "CLASS": which}}
+        for which, (rows, chunk) in enumerate(((16, 512), (64, 1024)))
     ]
     specs.append({"kernel": EXTEND + "_extend_kernel", "args": COMMON | blocks | {"BLOCK_M": 128}})
     specs.append({"kernel": MERGE + "_merge_kernel", "args": COMMON | {"MAX_SPLITS": 32, "BLOCK": 16}})
-    counting = {"CHUNK": 512, "ROW_TILE": 16, "MAX_SPLITS": 32, "BLOCK": 64, "FILL": 128}
+    counting = {"CLASS": 0, "CHUNK": 512, "ROW_TILE": 16, "MAX_SPLITS": 32, "BLOCK": 64, "FILL": 128}
     specs.append({"kernel": DECODE + "_suffix_work_kernel", "args": COMMON | counting})
     codes = ptx_of(specs, str(tmp_path))
     for code in codes[:3]:
         assert "mma" in code
         assert "cp.async" in code
         assert "ld.global.v4.b32" in code
+    for code in codes[:2]:
+        assert "st.global.v4.b32" in code, "partials, whose address the kernel loads"

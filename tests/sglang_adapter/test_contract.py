@@ -30,6 +30,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend as GraphBackend
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.runner.base_runner import BaseRunner
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.server_args import ServerArgs
 
 from helpers.harness import TINY_LLAMA
@@ -37,6 +38,7 @@ from sgl_kvevict.cli.server_plan import GRAPH_FLAGS
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.sglang_adapter import compat
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend, device_reasons
+from sgl_kvevict.sglang_adapter.graphs import around_replay_view
 from sgl_kvevict.sglang_adapter.refusals import FLAGS
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 from sgl_kvevict.sglang_adapter.walk import WalkableTree
@@ -246,35 +248,59 @@ def test_what_sglang_asks_the_backend_on_a_gpu_is_answered():
         for name, method in inspect.getmembers(AttentionBackend, inspect.isfunction)
         if "raise NotImplementedError" in inspect.getsource(method) and name not in vars(KVEvictAttentionBackend)
     }
-    of_graphs = {name for name in unanswered if "cuda_graph" in name}
-    assert unanswered - of_graphs == {"forward_mixed", "update_verify_buffers_to_fill_after_draft"}  # NPU; speculative
+    of_refused_graphs = {name for name in unanswered if "cpu_graph" in name or "breakable" in name}
+    rest = {"forward_mixed", "update_verify_buffers_to_fill_after_draft"}  # NPU; speculative
+    assert unanswered - of_refused_graphs == rest
 
 
-def use_graphs(monkeypatch, config):
-    context = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=config))
+def use_graphs(monkeypatch, *, decode, prefill):
+    graphs = CudaGraphConfig(decode=PhaseConfig(backend=decode), prefill=PhaseConfig(backend=prefill))
+    context = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs))
     monkeypatch.setattr(cuda_graph_config, "get_exec", lambda: context)
 
 
-@pytest.mark.parametrize("phases", [(), ("decode",), ("prefill",)])
-def test_cuda_graphs_are_refused_unless_both_phases_are_off(phases, monkeypatch):
-    off = {phase: PhaseConfig(backend=GraphBackend.DISABLED) for phase in phases}
-    on = {phase: PhaseConfig(backend=GraphBackend.FULL) for phase in ("decode", "prefill") if phase not in phases}
-    graphs = CudaGraphConfig(**off, **on)
-    monkeypatch.setattr(
-        cuda_graph_config, "get_exec", lambda: SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs))
-    )
+OFF = GraphBackend.DISABLED
+
+
+@pytest.mark.parametrize("prefill", [GraphBackend.BREAKABLE, GraphBackend.FULL])
+def test_cuda_graphs_of_prefills_are_refused(prefill, monkeypatch):
+    use_graphs(monkeypatch, decode=GraphBackend.FULL, prefill=prefill)
     reasons = device_reasons("auto", "cuda")
     assert len(reasons) == 1
-    for phase in ("decode", "prefill"):
-        assert f"--cuda-graph-backend-{phase} disabled" in reasons[0]
+    assert "--cuda-graph-backend-prefill disabled" in reasons[0]
+
+
+def test_decode_graphs_need_an_attention_that_can_be_captured(monkeypatch):
+    use_graphs(monkeypatch, decode=GraphBackend.FULL, prefill=OFF)
+    assert device_reasons("auto", "cuda") == device_reasons("triton", "cuda") == []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # FlashInfer is not here
+    (reason,) = device_reasons("flashinfer", "cuda")
+    assert "--cuda-graph-backend-decode disabled, or with attention 'triton'" in reason
+    use_graphs(monkeypatch, decode=OFF, prefill=OFF)
+    assert device_reasons("flashinfer", "cuda") == []
+
+
+def test_graphs_in_which_requests_could_not_be_told_apart_are_refused(monkeypatch):
+    use_graphs(monkeypatch, decode=GraphBackend.BREAKABLE, prefill=OFF)
+    (reason,) = device_reasons("auto", "cuda")
+    assert "'breakable'" in reason and "'full', 'disabled'" in reason
+    use_graphs(monkeypatch, decode=GraphBackend.FULL, prefill=OFF)
+    monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
+    (reason,) = device_reasons("auto", "cuda")
+    assert "SGLANG_ENABLE_METADATA_GLUE_GRAPH" in reason
+
+
+def test_a_replay_knows_its_requests():
+    """The runner builds the view by keyword, through the module's name, and hands it to the backend."""
+    source = inspect.getsource(DecodeCudaGraphRunner._init_replay_attn_metadata_from_view)
+    assert "build_replay_fb_view(" in source and "forward_batch=forward_batch" in source
+    assert "attn_backend.init_forward_metadata_out_graph(fb_view)" in source
+    view = around_replay_view(lambda **given: SimpleNamespace(), forward_batch=SimpleNamespace(rids=["a"]))
+    assert view.rids == ["a"]
 
 
 def test_a_gpu_without_cuda_graphs_is_served(monkeypatch):
-    off = PhaseConfig(backend=GraphBackend.DISABLED)
-    graphs = CudaGraphConfig(decode=off, prefill=off)
-    monkeypatch.setattr(
-        cuda_graph_config, "get_exec", lambda: SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs))
-    )
+    use_graphs(monkeypatch, decode=OFF, prefill=OFF)
     assert device_reasons("auto", "cuda") == []
     assert "runs on the CPU only" in device_reasons("torch", "cuda")[0]
     assert "runs on a CUDA device only" in device_reasons("triton", "cpu")[0]
@@ -284,5 +310,5 @@ def test_the_flags_that_turn_graphs_off_exist(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
     off = {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
     args = ServerArgs(model_path=str(tmp_path), device="cpu", **off)
-    assert [flag.lstrip("-").replace("-", "_") for flag in GRAPH_FLAGS] == list(off)
+    assert {flag.lstrip("-").replace("-", "_") for flag in GRAPH_FLAGS.values()} == set(off)
     assert [args.cuda_graph_backend_decode, args.cuda_graph_backend_prefill] == ["disabled", "disabled"]

@@ -11,7 +11,9 @@ from gpu_bench.setting import Setting
 from kvevict_kernels.accumulated_attention import accumulated_attention, accumulated_attention_reference
 from kvevict_kernels.alloc_head_slots import alloc_head_slots, alloc_head_slots_reference
 from kvevict_kernels.compact_kv import compact_kv, compact_kv_reference
+from kvevict_kernels.radix_select import top_mask, top_mask_reference
 from kvevict_kernels.ragged_decode import (
+    list_tables,
     plan_ragged_decode,
     ragged_attention_over_paths_reference,
     run_ragged_decode,
@@ -33,6 +35,7 @@ def correctness(setting: Setting) -> list[dict[str, Any]]:
         _row("alloc_head_slots", "exact", *_alloc(setting)),
         _row("compact_kv, overlapping moves", "exact", *_compact(setting)),
         _row("compact_kv, weighted sums", "bfloat16", *_compact(setting, is_weighted=True)),
+        _row("radix_select", "exact", *_select(setting)),
         _row("window_scores", "float32", *_window(setting)),
         _row("accumulated_attention, sum", "float32", *_accumulated(setting, "sum")),
         _row("accumulated_attention, max", "float32", *_accumulated(setting, "max")),
@@ -78,6 +81,18 @@ def _compact(setting: Setting, *, is_weighted: bool = False) -> tuple[Tensor, Te
     return torch.cat([k, v]).float(), torch.cat(want).float()
 
 
+def _select(setting: Setting) -> tuple[Tensor, Tensor]:
+    """Masks of a few rows and of one long row, with many ties (32 bits) and with hardly any (64 bits)."""
+    got, want = [], []
+    for num_rows, n in ((3, setting.prefix_tokens), (1, 20 * setting.prefix_tokens)):
+        counts = torch.arange(1, num_rows + 1) * n // 4
+        for dtype, highest in ((torch.int32, 3), (torch.int64, 2**62)):
+            keys = torch.randint(-highest, highest, (num_rows, n), dtype=dtype)
+            got.append(top_mask(keys.to(setting.device), counts.to(setting.device)).flatten())
+            want.append(top_mask_reference(keys, counts).flatten().to(setting.device))
+    return torch.cat(got), torch.cat(want)
+
+
 def _window(setting: Setting) -> tuple[Tensor, Tensor]:
     heads, group, dim = setting.num_kv_heads, setting.group_size, setting.head_dim
     queries, keys = _normal(setting, 8, heads * group, dim), _normal(setting, 300, heads, dim)
@@ -116,14 +131,15 @@ def _paths(setting: Setting, new_lens: list[int]) -> tuple[tuple[Tensor, Tensor]
     seq_lens = torch.tensor([60, 100 + 30, 100 + 60 + 70], dtype=torch.int32, device=device)
     rows = torch.arange(3, device=device)
     req_to_token = torch.stack([torch.randperm(slots) for _ in range(3)]).int().to(device)
-    step = start_step(table, req_to_token=req_to_token, pool_rows=rows, seq_lens=seq_lens)
+    partials = tuple(
+        torch.empty(shape, device=device) for shape in ((table.num_partials, setting.head_dim), (table.num_partials,))
+    )
+    directory = list_tables(table, partials)
+    step = start_step(directory, req_to_token=req_to_token, pool_rows=rows, seq_lens=seq_lens)
     q = _normal(setting, sum(new_lens), heads * setting.group_size, setting.head_dim)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
-    partials = tuple(
-        torch.empty(shape, device=device) for shape in ((table.num_partials, q.shape[2]), (table.num_partials,))
-    )
     inputs = LayerInputs(1, q, k, v, setting.sm_scale)
-    run_ragged_decode(table, step, inputs, partials=partials, out=out, lse=lse)
+    run_ragged_decode(directory, step, inputs, out=out, lse=lse)
     run_ragged_extend(table, step, inputs, out=out, lse=lse)
     exact = LayerInputs(1, q.float(), k.float(), v.float(), setting.sm_scale)
     return (out, lse), ragged_attention_over_paths_reference(table, step, exact)

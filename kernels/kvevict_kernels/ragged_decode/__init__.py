@@ -10,11 +10,13 @@ from torch import Tensor
 from kvevict_kernels.checks import check_int, check_tensor
 from kvevict_kernels.dispatch import backend_for
 from kvevict_kernels.ragged_decode.checks import check_run
+from kvevict_kernels.ragged_decode.directory import Directory, build_directory
 from kvevict_kernels.ragged_decode.host_lists import RunLists
 from kvevict_kernels.ragged_decode.reference import ragged_attention_over_paths_reference
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step, Tables, build_step, build_tables
 
 __all__ = [
+    "list_tables",
     "plan_ragged_decode",
     "ragged_attention_over_paths_reference",
     "run_ragged_decode",
@@ -66,13 +68,32 @@ def plan_ragged_decode(
     )
 
 
+def list_tables(tables: Tables, partials: tuple[Tensor, Tensor]) -> Directory:
+    """List where the tables and the scratch of a batch are; see :class:`Directory` for what a captured step needs.
+
+    Args:
+        tables: from :func:`plan_ragged_decode`.
+        partials: scratch, [>= tables.num_partials, head_dim] and [>= tables.num_partials], float32; layers and
+            forwards that run one after the other may share it.
+
+    Raises:
+        ValueError: wrong shape, dtype or device.
+    """
+    device = tables.waterlines.device
+    check_tensor("partials", partials[0], (None, None), torch.float32, device)
+    check_tensor("partials", partials[1], (partials[0].shape[0],), torch.float32, device)
+    if partials[0].shape[0] < tables.num_partials:
+        raise ValueError(f"partials: expected at least {tables.num_partials} rows, got {partials[0].shape[0]}")
+    return build_directory(tables, partials)
+
+
 def start_step(
-    tables: Tables, *, req_to_token: Tensor, pool_rows: Tensor, seq_lens: Tensor, previous: Step | None = None
+    directory: Directory, *, req_to_token: Tensor, pool_rows: Tensor, seq_lens: Tensor, previous: Step | None = None
 ) -> Step:
     """Take the lengths of one forward; every layer of it uses the result.
 
     Args:
-        tables: from :func:`plan_ragged_decode`.
+        directory: from :func:`list_tables`.
         req_to_token: [num_rows, max_context_len], int32, token slots.
         pool_rows: [num_requests], int64, each request's row of it.
         seq_lens: [num_requests], int32, logical tokens with the new ones: at least waterline + new tokens.
@@ -81,6 +102,7 @@ def start_step(
     Raises:
         ValueError: wrong shape, dtype or device.
     """
+    tables = directory.tables
     num_requests = len(tables.new_lens)
     device = tables.waterlines.device
     check_tensor("req_to_token", req_to_token, (None, None), torch.int32, device)
@@ -90,23 +112,20 @@ def start_step(
     if backend_for(device) == "triton":
         from kvevict_kernels.ragged_decode.triton_impl import advance
 
-        advance(tables, step)
+        advance(directory, step)
     return step
 
 
-def run_ragged_decode(
-    tables: Tables, step: Step, inputs: LayerInputs, *, partials: tuple[Tensor, Tensor], out: Tensor, lse: Tensor
-) -> None:
+def run_ragged_decode(directory: Directory, step: Step, inputs: LayerInputs, *, out: Tensor, lse: Tensor) -> None:
     """Attend with the new tokens of all requests but those that ``ragged_extend`` takes (more than 128 q rows a head).
 
     A new token sees the spans of its request's path, all of them, and the request's own tokens up to itself, in
     one softmax. A span that several requests read is read once for all of them.
 
     Args:
-        tables: from :func:`plan_ragged_decode`.
+        directory: from :func:`list_tables`.
         step: from :func:`start_step`.
         inputs: the layer's queries, and where K and V are.
-        partials: scratch, [>= tables.num_partials, head_dim] and [>= tables.num_partials], float32.
         out: like ``inputs.q``; rows of the requests that it attends for are written.
         lse: [num_new_tokens, num_qo_heads], float32, natural log-sum-exp of the scaled scores; likewise.
 
@@ -117,20 +136,18 @@ def run_ragged_decode(
     Cost: every KV row is read once per 64 q rows of its unit; float32 sums; one launch per class and a merge; no host
         sync, no atomics.
     """
+    tables = directory.tables
     check_run(tables, inputs, out, lse)
-    device, head_dim = inputs.q.device, inputs.q.shape[2]
-    check_tensor("partials", partials[0], (None, head_dim), torch.float32, device)
-    check_tensor("partials", partials[1], (partials[0].shape[0],), torch.float32, device)
-    if partials[0].shape[0] < tables.num_partials:
-        raise ValueError(f"partials: expected at least {tables.num_partials} rows, got {partials[0].shape[0]}")
+    if directory.partials[0].shape[1] != inputs.q.shape[2]:
+        raise ValueError(f"partials: expected {inputs.q.shape[2]} columns, got {directory.partials[0].shape[1]}")
     if not tables.merge_request.numel():
         return
-    if backend_for(device) == "cpu":
+    if backend_for(inputs.q.device) == "cpu":
         _run_reference(tables, step, inputs, out, lse)
         return
     from kvevict_kernels.ragged_decode.triton_impl import run_split
 
-    run_split(tables, step, inputs, partials, out, lse)
+    run_split(directory, step, inputs, out, lse)
 
 
 def _run_reference(tables: Tables, step: Step, inputs: LayerInputs, out: Tensor, lse: Tensor) -> None:

@@ -12,9 +12,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvevict_kernels.ragged_decode.directory import Directory
+from kvevict_kernels.ragged_decode.entries.triton_impl import (
+    ITEM_START,
+    LAYER_START,
+    MEMBERS,
+    NEW_LENS,
+    NUM_SPANS,
+    PARTIAL_LSE,
+    PARTIAL_OUT,
+    PARTIAL_START,
+    REQUEST_MEMBERS,
+    REQUESTS,
+    RUN_ADDRESS,
+    RUN_LENS,
+    SPAN_MEMBER_START,
+    SPAN_MEMBERS,
+    SUFFIX_PARTIAL,
+    WATERLINES,
+    WORK_UNIT,
+    class_int32s_at,
+    class_int64s_at,
+    floats_at,
+    int32s_at,
+    int64s_at,
+)
 from kvevict_kernels.ragged_decode.host_lists import MAX_SPLITS
 from kvevict_kernels.ragged_decode.merge.triton_impl import run_merge, suffix_chunk
-from kvevict_kernels.ragged_decode.tables import ClassTables, LayerInputs, Step, Tables
+from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 
 KEY_BLOCK = 64
 PROGRAMS_PER_SM = {16: 3, 64: 2}
@@ -60,13 +85,12 @@ def attend_block(
 
 @triton.jit(do_not_specialize=["num_requests"])
 def _suffix_work_kernel(
-    requests_ptr,  # [num_requests] int32, of the class
-    new_lens_ptr,  # [B] int32
-    waterlines_ptr,  # [B] int32
+    entries_ptr,
     seq_lens_ptr,  # [B] int32
     work_ptr,  # [bound] int32
     work_start_ptr,  # [num_requests + 1] int32
-    num_requests,
+    num_requests,  # of the class
+    CLASS: tl.constexpr,
     CHUNK: tl.constexpr,
     ROW_TILE: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
@@ -79,9 +103,10 @@ def _suffix_work_kernel(
     mine = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     mask = i < num_requests
-    request = tl.load(requests_ptr + i, mask=mask, other=0)
-    length = tl.load(seq_lens_ptr + request, mask=mask, other=0) - tl.load(waterlines_ptr + request, mask=mask, other=0)
-    tiles = tl.cdiv(tl.load(new_lens_ptr + request, mask=mask, other=0) * G, ROW_TILE)
+    request = tl.load(class_int32s_at(entries_ptr, REQUESTS, CLASS) + i, mask=mask, other=0)
+    waterline = tl.load(int32s_at(entries_ptr, WATERLINES) + request, mask=mask, other=0)
+    length = tl.load(seq_lens_ptr + request, mask=mask, other=0) - waterline
+    tiles = tl.cdiv(tl.load(int32s_at(entries_ptr, NEW_LENS) + request, mask=mask, other=0) * G, ROW_TILE)
     items = tl.where(mask, tl.cdiv(length, suffix_chunk(length, CHUNK, MAX_SPLITS)) * tiles * H, 0)
     start = tl.sum(tl.where(i < mine, items, 0), 0)
     count = tl.sum(tl.where(i == mine, items, 0), 0)
@@ -95,21 +120,20 @@ def _suffix_work_kernel(
 
 @triton.jit
 def _span_item(
-    work, first_span, work_unit_ptr, item_start_ptr, run_address_ptr, run_lens_ptr,
-    partial_start_ptr, span_members_ptr, span_member_start_ptr,
-    CHUNK: tl.constexpr, H: tl.constexpr, G: tl.constexpr, BLOCK_M: tl.constexpr,
+    work, first_span, entries_ptr,
+    CLASS: tl.constexpr, CHUNK: tl.constexpr, H: tl.constexpr, G: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """One chunk of a run, for one tile of its readers' q rows."""
-    unit = tl.load(work_unit_ptr + work)
+    unit = tl.load(class_int32s_at(entries_ptr, WORK_UNIT, CLASS) + work)
     span = unit // H - first_span
-    count = tl.load(span_members_ptr + span)
-    local = (work - tl.load(item_start_ptr + unit)).to(tl.int32)
+    count = tl.load(int32s_at(entries_ptr, SPAN_MEMBERS) + span)
+    local = (work - tl.load(class_int64s_at(entries_ptr, ITEM_START, CLASS) + unit)).to(tl.int32)
     tiles = tl.cdiv(count * G, BLOCK_M)
-    length = tl.load(run_lens_ptr + unit)
+    length = tl.load(int32s_at(entries_ptr, RUN_LENS) + unit)
     begin = local // tiles * CHUNK
-    index_address = tl.load(run_address_ptr + unit) + begin.to(tl.int64) * 4
-    partial = tl.load(partial_start_ptr + unit) + (local // tiles).to(tl.int64) * (count * G)
-    member = tl.load(span_member_start_ptr + span)
+    index_address = tl.load(int64s_at(entries_ptr, RUN_ADDRESS) + unit) + begin.to(tl.int64) * 4
+    partial = tl.load(int64s_at(entries_ptr, PARTIAL_START) + unit) + (local // tiles).to(tl.int64) * (count * G)
+    member = tl.load(int32s_at(entries_ptr, SPAN_MEMBER_START) + span)
     return (
         unit % H,
         count,
@@ -125,60 +149,46 @@ def _span_item(
 
 @triton.jit
 def _suffix_item(
-    item, requests_ptr, suffix_work_ptr, suffix_work_start_ptr, request_members_ptr,
-    new_lens_ptr, waterlines_ptr, seq_lens_ptr, pool_rows_ptr, suffix_partial_ptr, req_to_token, row_stride,
-    CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, H: tl.constexpr, G: tl.constexpr, BLOCK_M: tl.constexpr,
+    item, entries_ptr, seq_lens_ptr, pool_rows_ptr, suffix_work_ptr, suffix_work_start_ptr, req_to_token, row_stride,
+    CLASS: tl.constexpr, CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of a suffix, for one tile of one head's q rows; heads first: a token's rows lie side by side."""
+    """One chunk of a request's own tokens, for one tile of its q rows."""
     place = tl.load(suffix_work_ptr + item)
-    request = tl.load(requests_ptr + place)
+    request = tl.load(class_int32s_at(entries_ptr, REQUESTS, CLASS) + place)
     local = item - tl.load(suffix_work_start_ptr + place)
-    count = tl.load(new_lens_ptr + request)
+    count = tl.load(int32s_at(entries_ptr, NEW_LENS) + request)
     tiles = tl.cdiv(count * G, BLOCK_M)
-    waterline = tl.load(waterlines_ptr + request)
+    waterline = tl.load(int32s_at(entries_ptr, WATERLINES) + request)
     length = tl.load(seq_lens_ptr + request) - waterline
     chunk = suffix_chunk(length, CHUNK, MAX_SPLITS)
     split = local // (H * tiles)
     begin = split * chunk
     index_address = req_to_token + (tl.load(pool_rows_ptr + request) * row_stride + waterline + begin) * 4
-    partial = tl.load(suffix_partial_ptr + request) + (split * H + local % H).to(tl.int64) * (count * G)
-    member = tl.load(request_members_ptr + request)
+    partial = tl.load(int64s_at(entries_ptr, SUFFIX_PARTIAL) + request)
+    partial += (split * H + local % H).to(tl.int64) * (count * G)
+    member = tl.load(int32s_at(entries_ptr, REQUEST_MEMBERS) + request)
     tile = local // H % tiles
     return local % H, count, member, tile, length, begin, tl.minimum(length - begin, chunk), index_address, partial
 
 
-@triton.jit(do_not_specialize=["layer", "num_spans", "num_requests", "row_stride", "req_to_token"])
+@triton.jit(do_not_specialize=["layer", "num_requests", "row_stride", "req_to_token"])
 def _split_kernel(
+    entries_ptr,
     q_ptr,  # [N, H * G, D]
     k_ptr,  # [L, T, H, D]
     v_ptr,
-    partial_out_ptr,  # [num_partials, D] float32
-    partial_lse_ptr,  # [num_partials] float32, base 2
-    layer_start_ptr,
-    work_unit_ptr,
-    item_start_ptr,
-    run_address_ptr,
-    run_lens_ptr,
-    partial_start_ptr,
-    span_members_ptr,
-    span_member_start_ptr,
-    members_ptr,
-    requests_ptr,
-    suffix_work_ptr,
-    suffix_work_start_ptr,
-    request_members_ptr,
-    new_lens_ptr,
-    waterlines_ptr,
     seq_lens_ptr,
     pool_rows_ptr,
-    suffix_partial_ptr,
+    suffix_work_ptr,
+    suffix_work_start_ptr,
     layer,
-    num_spans,
     num_requests,  # of the class
     req_to_token,  # address
     row_stride,
     num_token_slots,
     scale_log2,
+    CLASS: tl.constexpr,
     CHUNK: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     H: tl.constexpr,
@@ -189,24 +199,28 @@ def _split_kernel(
     BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    """Partials, float32, [num_partials, D], and their log-sum-exps, base 2; found through the entries like all tables.
+
+    Addresses are read again for every item: kept, they would take registers from the products.
+    """
     o_d = tl.arange(0, BLOCK_D)
     o_m = tl.arange(0, BLOCK_M)
     m_d = o_d < D
+    layer_start_ptr = class_int64s_at(entries_ptr, LAYER_START, CLASS)
     first_item = tl.load(layer_start_ptr + layer)
     num_span_items = (tl.load(layer_start_ptr + layer + 1) - first_item).to(tl.int32)
     num_items = num_span_items + tl.load(suffix_work_start_ptr + num_requests)
+    first_span = layer * tl.load(entries_ptr + NUM_SPANS).to(tl.int32)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         if item < num_span_items:
             head, count, member, tile, length, begin, num_kv, index_address, partial = _span_item(
-                first_item + item, layer * num_spans, work_unit_ptr, item_start_ptr, run_address_ptr, run_lens_ptr,
-                partial_start_ptr, span_members_ptr, span_member_start_ptr,
-                CHUNK=CHUNK, H=H, G=G, BLOCK_M=BLOCK_M,
-            )  # fmt: skip
+                first_item + item, first_span, entries_ptr, CLASS=CLASS, CHUNK=CHUNK, H=H, G=G, BLOCK_M=BLOCK_M
+            )
         else:
             head, count, member, tile, length, begin, num_kv, index_address, partial = _suffix_item(
-                item - num_span_items, requests_ptr, suffix_work_ptr, suffix_work_start_ptr, request_members_ptr,
-                new_lens_ptr, waterlines_ptr, seq_lens_ptr, pool_rows_ptr, suffix_partial_ptr, req_to_token, row_stride,
-                CHUNK=CHUNK, MAX_SPLITS=MAX_SPLITS, H=H, G=G, BLOCK_M=BLOCK_M,
+                item - num_span_items, entries_ptr, seq_lens_ptr, pool_rows_ptr, suffix_work_ptr,
+                suffix_work_start_ptr, req_to_token, row_stride,
+                CLASS=CLASS, CHUNK=CHUNK, MAX_SPLITS=MAX_SPLITS, H=H, G=G, BLOCK_M=BLOCK_M,
             )  # fmt: skip
         # Runs hold head slots; suffixes hold token slots, and their new tokens do not see each other's future.
         is_suffix = (item >= num_span_items).to(tl.int32)
@@ -215,7 +229,8 @@ def _split_kernel(
         i_row = tile * BLOCK_M + o_m
         m_m = i_row < count * G
         token = i_row // G
-        q_row = tl.load(members_ptr + member + token, mask=m_m, other=0).to(tl.int64) * (H * G) + head * G + i_row % G
+        reader = tl.load(int32s_at(entries_ptr, MEMBERS) + member + token, mask=m_m, other=0)
+        q_row = reader.to(tl.int64) * (H * G) + head * G + i_row % G
         b_q = tl.load(q_ptr + q_row[:, None] * D + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
         if UPCAST:
             b_q = b_q.to(tl.float32)
@@ -234,24 +249,25 @@ def _split_kernel(
             )  # fmt: skip
         p_row = partial + i_row
         divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
-        tl.store(partial_out_ptr + p_row[:, None] * D + o_d[None, :], b_out / divisor[:, None], mask=m_m[:, None] & m_d)
-        tl.store(partial_lse_ptr + p_row, b_max + tl.log2(divisor), mask=m_m)
+        p_out = floats_at(entries_ptr, PARTIAL_OUT) + p_row[:, None] * D + o_d[None, :]
+        tl.store(p_out, b_out / divisor[:, None], mask=m_m[:, None] & m_d)
+        tl.store(floats_at(entries_ptr, PARTIAL_LSE) + p_row, b_max + tl.log2(divisor), mask=m_m)
 
 
-def advance(tables: Tables, step: Step) -> None:
+def advance(directory: Directory, step: Step) -> None:
     """Number the work items of the suffixes for the lengths of this step: one small launch per class."""
-    for class_tables, work, work_start in zip(tables.classes, step.work, step.work_start, strict=True):
+    tables = directory.tables
+    for which, class_tables in enumerate(tables.classes):
         if not class_tables.num_requests:
-            work_start.zero_()
+            step.work_start[which].zero_()
             continue
         _suffix_work_kernel[(class_tables.num_requests,)](
-            class_tables.requests,
-            tables.new_lens_device,
-            tables.waterlines,
+            directory.entries,
             step.seq_lens,
-            work,
-            work_start,
+            step.work[which],
+            step.work_start[which],
             class_tables.num_requests,
+            CLASS=which,
             CHUNK=class_tables.chunk,
             ROW_TILE=class_tables.row_tile,
             MAX_SPLITS=MAX_SPLITS,
@@ -262,56 +278,35 @@ def advance(tables: Tables, step: Step) -> None:
         )
 
 
-def run_split(
-    tables: Tables, step: Step, inputs: LayerInputs, partials: tuple[Tensor, Tensor], out: Tensor, lse: Tensor
-) -> None:
+def run_split(directory: Directory, step: Step, inputs: LayerInputs, out: Tensor, lse: Tensor) -> None:
     """Device path of :func:`kvevict_kernels.ragged_decode.run_ragged_decode`: one launch per class, and the merge."""
-    for class_tables, work, work_start in zip(tables.classes, step.work, step.work_start, strict=True):
-        if class_tables.max_items + class_tables.max_suffix_items:
-            _launch_split(tables, step, class_tables, (work, work_start), inputs, partials)
-    run_merge(tables, step, inputs.layer, partials, out, lse)
+    for which in directory.class_indices:
+        _launch_split(directory, step, which, inputs)
+    run_merge(directory, step, inputs.layer, out, lse)
 
 
-def _launch_split(
-    tables: Tables,
-    step: Step,
-    class_tables: ClassTables,
-    suffix: tuple[Tensor, Tensor],
-    inputs: LayerInputs,
-    partials: tuple[Tensor, Tensor],
-) -> None:
+def _launch_split(directory: Directory, step: Step, which: int, inputs: LayerInputs) -> None:
     q, head_dim = inputs.q, inputs.q.shape[2]
-    max_items = class_tables.max_items + class_tables.max_suffix_items
-    num_programs = min(max_items, num_programs_on(q.device, class_tables.row_tile))
+    tables, class_tables = directory.tables, directory.tables.classes[which]
+    num_programs = num_programs_on(q.device, class_tables.row_tile)
+    if not directory.is_captured:
+        num_programs = min(num_programs, class_tables.max_items + class_tables.max_suffix_items)
     _split_kernel[(num_programs,)](
+        directory.entries,
         q,
         inputs.k_arena,
         inputs.v_arena,
-        *partials,
-        class_tables.layer_start,
-        class_tables.work_unit,
-        class_tables.item_start,
-        tables.run_address,
-        tables.run_lens,
-        tables.partial_start,
-        tables.span_members,
-        tables.span_member_start,
-        tables.members,
-        class_tables.requests,
-        *suffix,
-        tables.request_members,
-        tables.new_lens_device,
-        tables.waterlines,
         step.seq_lens,
         step.pool_rows,
-        tables.suffix_partial,
+        step.work[which],
+        step.work_start[which],
         inputs.layer,
-        tables.num_spans,
         class_tables.num_requests,
         step.req_to_token.data_ptr(),
         step.req_to_token.stride(0),
         inputs.k_arena.shape[1],
         inputs.sm_scale * LOG2_E,
+        CLASS=which,
         CHUNK=class_tables.chunk,
         MAX_SPLITS=MAX_SPLITS,
         H=tables.num_kv_heads,

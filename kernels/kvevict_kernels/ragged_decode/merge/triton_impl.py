@@ -6,8 +6,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvevict_kernels.ragged_decode.directory import Directory
+from kvevict_kernels.ragged_decode.entries.triton_impl import (
+    MEMBERS,
+    MERGE_REQUEST,
+    MERGE_TOKEN,
+    NEW_LENS,
+    NUM_SPANS,
+    PARTIAL_LSE,
+    PARTIAL_OUT,
+    PARTIAL_START,
+    PATH_MEMBER,
+    PATH_SPAN,
+    PATH_START,
+    REQUEST_CHUNK,
+    REQUEST_MEMBERS,
+    RUN_LENS,
+    SPAN_CHUNK,
+    SPAN_MEMBERS,
+    SUFFIX_PARTIAL,
+    WATERLINES,
+    floats_at,
+    int32s_at,
+    int64s_at,
+)
 from kvevict_kernels.ragged_decode.host_lists import MAX_SPLITS
-from kvevict_kernels.ragged_decode.tables import Step, Tables
+from kvevict_kernels.ragged_decode.tables import Step
 
 MERGE_BLOCK = 16
 
@@ -37,30 +61,13 @@ def _fold(b_max, b_sum, b_out, out_ptr, lse_ptr, first, num, stride, o_d, D: tl.
     return b_max, b_sum, b_out
 
 
-@triton.jit(do_not_specialize=["layer", "num_spans"])
+@triton.jit(do_not_specialize=["layer"])
 def _merge_kernel(
-    partial_out_ptr,
-    partial_lse_ptr,
+    entries_ptr,
     out_ptr,  # [N, H * G, D]
     lse_ptr,  # [N, H * G] float32, natural
-    merge_request_ptr,
-    merge_token_ptr,
-    members_ptr,
-    request_members_ptr,
-    new_lens_ptr,
-    waterlines_ptr,
     seq_lens_ptr,
-    request_chunk_ptr,
-    suffix_partial_ptr,
-    path_start_ptr,
-    path_span_ptr,
-    path_member_ptr,
-    span_members_ptr,
-    span_chunk_ptr,
-    run_lens_ptr,
-    partial_start_ptr,
     layer,
-    num_spans,
     MAX_SPLITS: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -69,8 +76,12 @@ def _merge_kernel(
     BLOCK: tl.constexpr,
 ):
     """One program per (new token, q head): its path from the root on, then its suffix."""
-    request = tl.load(merge_request_ptr + tl.program_id(0))
-    token = tl.load(merge_token_ptr + tl.program_id(0))
+    request = tl.load(int32s_at(entries_ptr, MERGE_REQUEST) + tl.program_id(0))
+    token = tl.load(int32s_at(entries_ptr, MERGE_TOKEN) + tl.program_id(0))
+    partial_out_ptr = floats_at(entries_ptr, PARTIAL_OUT)
+    partial_lse_ptr = floats_at(entries_ptr, PARTIAL_LSE)
+    path_start_ptr = int32s_at(entries_ptr, PATH_START)
+    first_span = layer * tl.load(entries_ptr + NUM_SPANS).to(tl.int32)
     q_head = tl.program_id(1)
     head = q_head // G
     o_d = tl.arange(0, BLOCK_D)
@@ -78,54 +89,41 @@ def _merge_kernel(
     b_sum = tl.zeros([], dtype=tl.float32)
     b_out = tl.zeros([BLOCK_D], dtype=tl.float32)
     for j in range(tl.load(path_start_ptr + request), tl.load(path_start_ptr + request + 1)):
-        span = tl.load(path_span_ptr + j)
-        rows = tl.load(span_members_ptr + span) * G
-        unit = (layer * num_spans + span) * H + head
-        num = tl.cdiv(tl.load(run_lens_ptr + unit), tl.load(span_chunk_ptr + span))
-        first = tl.load(partial_start_ptr + unit) + (tl.load(path_member_ptr + j) + token) * G + q_head % G
+        span = tl.load(int32s_at(entries_ptr, PATH_SPAN) + j)
+        rows = tl.load(int32s_at(entries_ptr, SPAN_MEMBERS) + span) * G
+        unit = (first_span + span) * H + head
+        length = tl.load(int32s_at(entries_ptr, RUN_LENS) + unit)
+        num = tl.cdiv(length, tl.load(int32s_at(entries_ptr, SPAN_CHUNK) + span))
+        member = tl.load(int32s_at(entries_ptr, PATH_MEMBER) + j)
+        first = tl.load(int64s_at(entries_ptr, PARTIAL_START) + unit) + (member + token) * G + q_head % G
         b_max, b_sum, b_out = _fold(
             b_max, b_sum, b_out, partial_out_ptr, partial_lse_ptr, first, num, rows, o_d, D=D, BLOCK=BLOCK
         )
-    rows = tl.load(new_lens_ptr + request) * G
-    length = tl.load(seq_lens_ptr + request) - tl.load(waterlines_ptr + request)
-    num = tl.cdiv(length, suffix_chunk(length, tl.load(request_chunk_ptr + request), MAX_SPLITS))
-    first = tl.load(suffix_partial_ptr + request) + head * rows + token * G + q_head % G
+    rows = tl.load(int32s_at(entries_ptr, NEW_LENS) + request) * G
+    length = tl.load(seq_lens_ptr + request) - tl.load(int32s_at(entries_ptr, WATERLINES) + request)
+    chunk = suffix_chunk(length, tl.load(int32s_at(entries_ptr, REQUEST_CHUNK) + request), MAX_SPLITS)
+    num = tl.cdiv(length, chunk)
+    first = tl.load(int64s_at(entries_ptr, SUFFIX_PARTIAL) + request) + head * rows + token * G + q_head % G
     b_max, b_sum, b_out = _fold(
         b_max, b_sum, b_out, partial_out_ptr, partial_lse_ptr, first, num, rows * H, o_d, D=D, BLOCK=BLOCK
     )
-    row = tl.load(members_ptr + tl.load(request_members_ptr + request) + token).to(tl.int64) * (H * G) + q_head
+    member = tl.load(int32s_at(entries_ptr, REQUEST_MEMBERS) + request) + token
+    row = tl.load(int32s_at(entries_ptr, MEMBERS) + member).to(tl.int64) * (H * G) + q_head
     divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
     tl.store(out_ptr + row * D + o_d, b_out / divisor, mask=o_d < D)
     tl.store(lse_ptr + row, (b_max + tl.log2(divisor)) * 0.6931471805599453)
 
 
-def run_merge(
-    tables: Tables, step: Step, layer: int, partials: tuple[Tensor, Tensor], out: Tensor, lse: Tensor
-) -> None:
+def run_merge(directory: Directory, step: Step, layer: int, out: Tensor, lse: Tensor) -> None:
     """Write the rows of ``out`` and ``lse`` that the split kernel attended for."""
     num_qo_heads, head_dim = out.shape[1:]
+    tables = directory.tables
     _merge_kernel[(tables.merge_request.numel(), num_qo_heads)](
-        *partials,
+        directory.entries,
         out,
         lse,
-        tables.merge_request,
-        tables.merge_token,
-        tables.members,
-        tables.request_members,
-        tables.new_lens_device,
-        tables.waterlines,
         step.seq_lens,
-        tables.request_chunk,
-        tables.suffix_partial,
-        tables.path_start,
-        tables.path_span,
-        tables.path_member,
-        tables.span_members,
-        tables.span_chunk,
-        tables.run_lens,
-        tables.partial_start,
         layer,
-        tables.num_spans,
         MAX_SPLITS=MAX_SPLITS,
         H=tables.num_kv_heads,
         G=tables.group_size,

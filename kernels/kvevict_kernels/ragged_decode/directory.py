@@ -1,0 +1,77 @@
+"""The tables of a batch, found by address.
+
+The decode kernels get one pointer to a list of addresses instead of a pointer to every table. A captured launch keeps
+that pointer, so a later replay reads the tables of another batch, of any size, once their addresses are copied there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvevict_kernels.ragged_decode.host_lists import ROW_TILES
+from kvevict_kernels.ragged_decode.tables import Tables
+
+BATCH_FIELDS = (
+    *("run_address", "run_lens", "partial_start", "span_members", "span_member_start", "span_chunk"),
+    *("members", "request_members", "new_lens_device", "waterlines", "request_chunk", "suffix_partial"),
+    *("path_start", "path_span", "path_member", "merge_request", "merge_token"),
+)
+"""Attributes of :class:`Tables`, in the order of the list."""
+CLASS_FIELDS = ("layer_start", "work_unit", "item_start", "requests")
+"""Attributes of :class:`ClassTables`; behind the above, once per class."""
+PARTIAL_OUT = len(BATCH_FIELDS) + len(ROW_TILES) * len(CLASS_FIELDS)
+PARTIAL_LSE = PARTIAL_OUT + 1
+NUM_SPANS = PARTIAL_OUT + 2
+"""The one entry that is a number."""
+NUM_ENTRIES = PARTIAL_OUT + 3
+
+
+@dataclass(frozen=True, eq=False)
+class Directory:
+    """Where the decode kernels find what a batch reads.
+
+    Attributes:
+        tables: of the batch; also what sizes the launches.
+        partials: scratch, [>= tables.num_partials, head_dim] and [>= tables.num_partials], float32; held, because
+            the kernels find it by address.
+        entries: [NUM_ENTRIES], int64.
+        is_captured: launches are recorded, and repeated when ``entries`` lists another batch of as many requests
+            with one new token each: their sizes depend on nothing else.
+    """
+
+    tables: Tables
+    partials: tuple[Tensor, Tensor]
+    entries: Tensor
+    is_captured: bool = False
+
+    def captured_at(self, entries: Tensor) -> Directory:
+        """List the batch at a place that outlives it, for launches that are about to be recorded."""
+        entries.copy_(self.entries)
+        return replace(self, entries=entries, is_captured=True)
+
+    @property
+    def class_indices(self) -> list[int]:
+        """Classes of the split kernel that have work, or may have some when a recorded launch is repeated."""
+        return [which for which, _ in enumerate(ROW_TILES) if self._has_work(which)]
+
+    def _has_work(self, which: int) -> bool:
+        class_tables = self.tables.classes[which]
+        if class_tables.max_items + class_tables.max_suffix_items:
+            return True
+        most_rows = len(self.tables.new_lens) * self.tables.group_size
+        return self.is_captured and (which == 0 or most_rows > ROW_TILES[which - 1])
+
+
+def build_directory(tables: Tables, partials: tuple[Tensor, Tensor]) -> Directory:
+    """List the addresses of tables and scratch: one small copy to the device, without waiting for it."""
+    found = [getattr(tables, name).data_ptr() for name in BATCH_FIELDS]
+    found += [getattr(class_tables, name).data_ptr() for class_tables in tables.classes for name in CLASS_FIELDS]
+    found += [partials[0].data_ptr(), partials[1].data_ptr(), tables.num_spans]
+    listed = torch.tensor(found, dtype=torch.int64)
+    device = partials[0].device
+    if device.type == "cuda":
+        listed = listed.pin_memory()  # the allocator keeps the page until the copy is done
+    return Directory(tables, partials, listed.to(device, non_blocking=True))

@@ -1,0 +1,1 @@
+"""How a kernel reads a directory."""

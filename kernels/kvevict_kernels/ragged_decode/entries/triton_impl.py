@@ -1,0 +1,74 @@
+"""How a kernel reads a :class:`~kvevict_kernels.ragged_decode.directory.Directory`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvevict_kernels.ragged_decode import directory
+from kvevict_kernels.ragged_decode.directory import BATCH_FIELDS, CLASS_FIELDS
+
+
+def _of_batch(name: str) -> tl.constexpr:
+    return tl.constexpr(BATCH_FIELDS.index(name))
+
+
+def _of_class(name: str) -> tl.constexpr:
+    return tl.constexpr(len(BATCH_FIELDS) + CLASS_FIELDS.index(name))
+
+
+RUN_ADDRESS = _of_batch("run_address")
+RUN_LENS = _of_batch("run_lens")
+PARTIAL_START = _of_batch("partial_start")
+SPAN_MEMBERS = _of_batch("span_members")
+SPAN_MEMBER_START = _of_batch("span_member_start")
+SPAN_CHUNK = _of_batch("span_chunk")
+MEMBERS = _of_batch("members")
+REQUEST_MEMBERS = _of_batch("request_members")
+NEW_LENS = _of_batch("new_lens_device")
+WATERLINES = _of_batch("waterlines")
+REQUEST_CHUNK = _of_batch("request_chunk")
+SUFFIX_PARTIAL = _of_batch("suffix_partial")
+PATH_START = _of_batch("path_start")
+PATH_SPAN = _of_batch("path_span")
+PATH_MEMBER = _of_batch("path_member")
+MERGE_REQUEST = _of_batch("merge_request")
+MERGE_TOKEN = _of_batch("merge_token")
+LAYER_START = _of_class("layer_start")
+WORK_UNIT = _of_class("work_unit")
+ITEM_START = _of_class("item_start")
+REQUESTS = _of_class("requests")
+PARTIAL_OUT = tl.constexpr(directory.PARTIAL_OUT)
+PARTIAL_LSE = tl.constexpr(directory.PARTIAL_LSE)
+NUM_SPANS = tl.constexpr(directory.NUM_SPANS)
+NUM_CLASS_FIELDS = tl.constexpr(len(CLASS_FIELDS))
+
+
+@triton.jit
+def int32s_at(entries_ptr, ENTRY: tl.constexpr):
+    """Pointer to a table of int32."""
+    return tl.load(entries_ptr + ENTRY).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def int64s_at(entries_ptr, ENTRY: tl.constexpr):
+    """Pointer to a table of int64."""
+    return tl.load(entries_ptr + ENTRY).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def floats_at(entries_ptr, ENTRY: tl.constexpr):
+    """Pointer to float32 scratch, which the allocator aligns."""
+    return tl.multiple_of(tl.load(entries_ptr + ENTRY).to(tl.pointer_type(tl.float32)), 16)
+
+
+@triton.jit
+def class_int32s_at(entries_ptr, ENTRY: tl.constexpr, CLASS: tl.constexpr):
+    """Pointer to a class's table of int32."""
+    return int32s_at(entries_ptr, ENTRY + CLASS * NUM_CLASS_FIELDS)
+
+
+@triton.jit
+def class_int64s_at(entries_ptr, ENTRY: tl.constexpr, CLASS: tl.constexpr):
+    """Pointer to a class's table of int64."""
+    return int64s_at(entries_ptr, ENTRY + CLASS * NUM_CLASS_FIELDS)

@@ -1,0 +1,196 @@
+"""Decode steps that a graph recorded follow requests to other spans; on a CPU a tape stands in for the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.graph_tape import GraphTape
+from helpers.tolerance import assert_same_bits
+from sgl_kvevict.attention import AttentionBatch
+from sgl_kvevict.attention.triton_attention import TritonAttention
+from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.ragged import SpanRuns
+
+if TYPE_CHECKING:
+    from conftest import MakeWorld, World
+
+pytestmark = [
+    pytest.mark.usefixtures("small_chunks"),
+    pytest.mark.filterwarnings("ignore:All-NaN"),  # requests that only fill up read slot 0
+]
+
+
+class Captured:
+    """A recorded step of all layers for so many requests, on the arena of a world."""
+
+    def __init__(self, world: World, num_requests: int, device: str) -> None:
+        self.world = world
+        self.device = device
+        geometry = world.geometry
+        self.attention = TritonAttention(geometry, world.k.to(device), world.v.to(device))
+        self.eager = TritonAttention(geometry, self.attention.k_arena, self.attention.v_arena)
+        self.copies: dict[SpanRuns, SpanRuns] = {}
+        self.num_requests = num_requests
+        self.seq_lens = torch.ones(num_requests, dtype=torch.int64, device=device)
+        self.pool_rows = torch.zeros(num_requests, dtype=torch.int64, device=device)
+        self.req_to_token = world.req_to_token.to(device).clone()
+        shape = (geometry.num_layers, num_requests, geometry.num_qo_heads, geometry.head_dim)
+        self.q = torch.zeros(shape, dtype=world.dtype, device=device)
+        self.tape = GraphTape()
+        self.attention.start_capture(num_requests)
+        self._step()  # warm-up
+        if device == "cuda":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.results = self._step()
+            self._replay: Callable[[], None] = graph.replay
+        else:
+            with self.tape.record():
+                self.results = self._step()
+            self._replay = self.tape.replay
+
+    def _step(self) -> list[tuple[Tensor, Tensor]]:
+        self.attention.start_step(self.seq_lens, self.pool_rows, self.req_to_token)
+        return [self.attention.run(layer, q, self.world.sm_scale) for layer, q in enumerate(self.q)]
+
+    def check(self) -> None:
+        """Replay the world's batch, filled up, and compare with an eager step of it, bit by bit."""
+        world = self.world
+        num_real = len(world.paths)
+        padding = self.num_requests - num_real
+        self.attention.k_arena.copy_(world.k)
+        self.attention.v_arena.copy_(world.v)
+        self.req_to_token.copy_(world.req_to_token)
+        self.q.copy_(torch.randn(self.q.shape).to(self.q.dtype))
+        self.seq_lens.copy_(torch.tensor(world.seq_lens + [1] * padding))
+        self.pool_rows.copy_(torch.tensor(world.rows + [0] * padding))
+        batch = self._batch()
+        self.attention.follow(batch, self.num_requests)
+        self._replay()
+        self.eager.plan(batch)
+        for layer, (out, lse) in enumerate(self.results):
+            want_out, want_lse = self.eager.run(layer, self.q[layer, :num_real], world.sm_scale)
+            assert want_out.isfinite().all()
+            assert_same_bits(f"out of layer {layer}", out[:num_real], want_out)
+            assert_same_bits(f"lse of layer {layer}", lse[:num_real], want_lse)
+
+    def _batch(self) -> AttentionBatch:
+        batch = self.world.batch()
+        paths = tuple(tuple(self._copy(span) for span in path) for path in batch.paths)
+        rows = batch.req_pool_indices.to(self.device)
+        return AttentionBatch(paths, batch.waterlines, batch.seq_lens, None, rows, self.req_to_token)
+
+    def _copy(self, span: SpanRuns) -> SpanRuns:
+        if span not in self.copies:
+            tensors = (x.to(self.device) for x in (span.head_slots, span.starts, span.lens))
+            self.copies[span] = SpanRuns(*tensors, span.num_tokens)
+        return self.copies[span]
+
+
+def test_spans_enter_and_leave_a_captured_batch(make_world: MakeWorld, device: str) -> None:
+    """Alone, shared, deep; grown in place; gone; and a batch that comes again."""
+    world = make_world(2, 4, 16, num_token_slots=900)
+    captured = Captured(world, 4, device)
+    world.add((), 20)
+    captured.check()
+    shared, deep = world.uneven_span(60), world.uneven_span(20)
+    world.add((shared,), 3)
+    world.add((shared, deep), 40)
+    captured.check()
+    for i in range(3):
+        world.grow(i, 7)
+    captured.check()
+    world.remove(0)
+    world.add((deep, shared), 1)
+    captured.check()
+    world.remove(1)
+    world.remove(0)
+    captured.check()
+    world.add((shared,), 5)
+    world.add((), 33)
+    world.add((shared, deep, world.uneven_span(90)), 2)
+    captured.check()
+    captured.check()
+
+
+def test_sharers_beyond_one_tile_of_q_rows(make_world: MakeWorld, device: str) -> None:
+    """The tile of many sharers is captured, though a batch may have nothing for it."""
+    world = make_world(1, 4, 16, num_token_slots=500)
+    captured = Captured(world, 8, device)
+    span = world.uneven_span(70)
+    for count in range(1, 9):
+        world.add((span,), count)
+        captured.check()
+
+
+def test_scratch_that_grew_after_the_capture(make_world: MakeWorld, device: str) -> None:
+    """A step that was captured with little scratch finds the larger one; so does a batch that came before it grew."""
+    world = make_world(2, 2, 16, num_token_slots=900)
+    captured = Captured(world, 2, device)
+    captured_rows = captured.attention._partials[0].shape[0]
+    world.add((world.uneven_span(30),), 4)
+    captured.check()
+    world.add((world.span(torch.full((2, 2), 400, dtype=torch.int32), num_tokens=500),), 9)
+    captured.check()
+    assert captured.attention._partials[0].shape[0] > captured_rows
+    world.remove(1)
+    captured.check()
+
+
+def test_eager_steps_between_replays(make_world: MakeWorld, device: str) -> None:
+    """A prefill between two decode steps leaves nothing behind that a replay reads."""
+    world = make_world(2, 3, 16, num_token_slots=700)
+    captured = Captured(world, 3, device)
+    world.add((world.uneven_span(50),), 6)
+    captured.check()
+    world.add((world.uneven_span(30),), 40)
+    q = world.queries([1, 33]).to(device)
+    batch = captured._batch()
+    extend = AttentionBatch(batch.paths, batch.waterlines, batch.seq_lens, [1, 33], batch.req_pool_indices,
+                            batch.req_to_token)  # fmt: skip
+    captured.attention.plan(extend)
+    captured.attention.run(0, q, world.sm_scale)
+    captured.check()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_captured_step_holds_only_memory_that_lasts(make_world: MakeWorld) -> None:
+    """Kernels read what is the graph's own or lives as long as the server: nothing of the warm-up or of a batch."""
+    captured = Captured(make_world(2, 4, 16, num_token_slots=100), 4, "cpu")
+    attention = captured.attention
+    lasting = [attention.k_arena, attention.v_arena, attention._captured_entries]
+    lasting += [captured.seq_lens, captured.pool_rows, captured.req_to_token, captured.q]
+    addresses = {x.untyped_storage().data_ptr() for x in lasting}
+    assert {x.untyped_storage().data_ptr() for x in captured.tape.foreign} <= addresses
+    per_layer = ["_split_kernel", "_merge_kernel"]
+    assert captured.tape.kernels == ["_suffix_work_kernel", *per_layer * 2]
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_more_rows_than_a_small_tile_are_captured_with_both_tiles(make_world: MakeWorld) -> None:
+    """Which one a span needs is not known before its readers are."""
+    captured = Captured(make_world(1, 4, 16, num_layers=1, num_token_slots=100), 5, "cpu")
+    assert captured.tape.kernels == ["_suffix_work_kernel", "_split_kernel", "_split_kernel", "_merge_kernel"]
+
+
+def test_a_replay_takes_decode_steps_that_fit(make_world: MakeWorld) -> None:
+    world = make_world()
+    attention = TritonAttention(world.geometry, world.k, world.v)
+    for _ in range(2):
+        world.add((), 3)
+    with pytest.raises(InvariantError, match=r"1 decode rows were captured, got \[1, 1\] new tokens"):
+        attention.follow(world.batch(), 1)
+    with pytest.raises(InvariantError, match=r"4 decode rows were captured, got \[1, 3\] new tokens"):
+        attention.follow(world.batch([1, 3]), 4)
+
+
+def test_a_step_needs_a_plan(make_world: MakeWorld) -> None:
+    world = make_world()
+    attention = TritonAttention(world.geometry, world.k, world.v)
+    with pytest.raises(InvariantError, match="before a batch was planned"):
+        attention.start_step(torch.ones(1), torch.zeros(1), world.req_to_token)
