@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_bench.batches import Requests
 from gpu_bench.setting import Setting, copy_bandwidth, host_seconds, median_seconds, synchronize
+from sgl_kvevict.attention import AttentionBatch
 
 
 def bandwidth(setting: Setting) -> list[dict[str, Any]]:
@@ -107,42 +110,55 @@ def planning(setting: Setting) -> list[dict[str, Any]]:
 
 
 def graph(setting: Setting) -> list[dict[str, Any]]:
-    """A captured step: lengths grow in place, the replay follows them; and what launching costs without."""
+    """A captured step that follows requests to other spans and grows in place, beside the same step launched."""
     if setting.device != "cuda":
         return []
     rows = []
     for count in setting.batches:
         requests = Requests(setting, count, is_shared=False, is_scattered=False, suffix_tokens=setting.suffix_tokens)
-        batch = requests.batch()
-
-        def step(these: Requests = requests, planned: Any = batch) -> list[Any]:
-            these.attention.plan(planned)
-            return [these.run(layer) for layer in range(setting.decode_layers)]
-
-        step()
+        attention, batch = requests.attention, requests.batch()
+        attention.start_capture(count)
+        _captured_step(requests, batch)
         synchronize(setting)
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
-            results = step()
+            results = _captured_step(requests, batch)
         is_equal = True
-        for _ in range(3):
+        for turn in range(3):
             requests.device_seq_lens += 1
+            # Every turn other requests read other spans.
+            paths = batch.paths[turn:] + batch.paths[:turn]
+            turned = dataclasses.replace(batch, paths=paths)
+            attention.follow(turned, count)
             captured.replay()
             replayed = [tuple(x.clone() for x in result) for result in results]
-            for (out, lse), (want_out, want_lse) in zip(replayed, step(), strict=True):
+            for (out, lse), (want_out, want_lse) in zip(replayed, _eager_step(requests, turned), strict=True):
                 is_equal &= torch.equal(out, want_out) and torch.equal(lse, want_lse)
-        eager = median_seconds(setting, lambda i, call=step: call())
+        eager = median_seconds(setting, lambda i, these=requests, same=batch: _eager_step(these, same))
         replay = median_seconds(setting, lambda i, run=captured: run.replay())
+        follow = host_seconds(setting, functools.partial(attention.follow, batch, count))
         rows.append(
             {
                 "requests": count,
                 "layers": setting.decode_layers,
                 "eager us": eager * 1e6,
                 "graph us": replay * 1e6,
-                "same bits after growth": is_equal,
+                "host us before a replay": follow * 1e6,
+                "same bits on other spans": is_equal,
             }
         )
+        del captured, results
     return rows
+
+
+def _eager_step(requests: Requests, batch: AttentionBatch) -> list[tuple[Tensor, Tensor]]:
+    requests.attention.plan(batch)
+    return [requests.run(layer) for layer in range(requests.geometry.num_layers)]
+
+
+def _captured_step(requests: Requests, batch: AttentionBatch) -> list[tuple[Tensor, Tensor]]:
+    requests.attention.start_step(requests.device_seq_lens, batch.req_pool_indices, batch.req_to_token)
+    return [requests.run(layer) for layer in range(requests.geometry.num_layers)]
 
 
 def _plan_anew(requests: Requests) -> None:

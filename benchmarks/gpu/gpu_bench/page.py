@@ -12,7 +12,7 @@ TITLES = {
     "bandwidth": "Decode over unshared prefixes",
     "sharers": "Decode, many requests on one prefix",
     "planning": "Host work of a decode step",
-    "graph": "A captured decode step (attention only; the plugin does not capture yet)",
+    "graph": "A captured decode step that follows requests to other spans (attention only)",
     "compaction": "Compaction of one prefix",
     "compression": "Whole compression of one prefix: scores, selection, packing",
     "flashinfer": "FlashInfer beside our kernels",
