@@ -62,7 +62,7 @@ def _interpret() -> None:
 
     for op in (
         *("alloc_head_slots", "compact_kv", "window_scores", "accumulated_attention"),
-        *("ragged_decode", "ragged_extend"),
+        *("radix_select", "ragged_decode", "ragged_extend"),
     ):
         module: Any = importlib.import_module(f"kvevict_kernels.{op}")
         module.backend_for = lambda device: "triton"
@@ -130,6 +130,8 @@ def main() -> int:
     for path in page.write(results, args.out):
         print(path)
     wrong = [row["kernel"] for row in results["sections"].get("correctness", []) if not row["right"]]
+    if not all(row["same bits on other spans"] for row in results["sections"].get("graph", [])):
+        wrong.append("a captured step")
     for section, message in results["failures"].items():
         print(f"{section} failed:\n{message}", file=sys.stderr)
     if wrong:

@@ -85,6 +85,21 @@ def test_a_section_out_of_time_is_named(tmp_path: Path) -> None:
     assert "## Failed: graph" in next(tmp_path.glob("*.md")).read_text()
 
 
+def test_bars_are_judged_by_the_worst_figure() -> None:
+    from gpu_bench.bars import verdicts
+
+    shares = {1: 0.3, 8: 0.9, 64: 0.85}
+    bandwidth = [{"requests": count, "share of copy": share} for count, share in shares.items()]
+    sharers = [{"times one": 1.0}, {"times one": 1.7}]
+    flashinfer = [{"requests": 64, "triton, us per layer": 100.0, "flashinfer, uniform": 95.0}]
+    rows = verdicts({"bandwidth": bandwidth, "sharers": sharers, "flashinfer": flashinfer, "compaction": []})
+    judged = {row["bar"].partition(":")[2].strip(): (row["measured"], row["met"]) for row in rows}
+    assert judged[">= 80 % of a copy"] == (0.85, True)
+    assert judged["< 1.5x the time of one"] == (1.7, False)
+    assert judged["<= 1.1x FlashInfer's uniform decode"] == (100 / 95, True)
+    assert judged[">= 80 % of a copy's bandwidth"] == ("not measured", False)
+
+
 def test_wrong_results_stand_out_on_the_page() -> None:
     from gpu_bench.page import markdown
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_bench.batches import Requests
-from gpu_bench.setting import Setting, copy_bandwidth, host_seconds, median_seconds, synchronize
+from gpu_bench.setting import Setting, copy_bandwidth, host_seconds, median_seconds, synchronize, syncs_raise
 from sgl_kvevict.attention import AttentionBatch
 
 
@@ -87,7 +85,7 @@ def planning(setting: Setting) -> list[dict[str, Any]]:
         requests.attention.plan(requests.batch())
         requests.run(0)
         synchronize(setting)
-        with _syncs_raise(setting):
+        with syncs_raise(setting):
             requests.attention.plan(requests.batch())
             requests.run(0)
             _plan_anew(requests)
@@ -167,12 +165,3 @@ def _plan_anew(requests: Requests) -> None:
     batch = requests.batch()
     paths = tuple(tuple(fresh[span] for span in path) for path in batch.paths)
     requests.attention.plan(dataclasses.replace(batch, paths=paths))
-
-
-@contextlib.contextmanager
-def _syncs_raise(setting: Setting) -> Iterator[None]:
-    if setting.device == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
-    yield
-    if setting.device == "cuda":
-        torch.cuda.set_sync_debug_mode("default")

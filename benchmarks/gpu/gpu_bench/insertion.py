@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from gpu_bench.setting import Setting, copy_bandwidth, median_seconds
+from gpu_bench.setting import Setting, copy_bandwidth, median_seconds, syncs_raise
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.observation import LayerObservation, QueryWindow
 from sgl_kvevict.policies.policy import Policy
@@ -99,6 +99,9 @@ def compression(setting: Setting) -> list[dict[str, Any]]:
     for name in POLICIES:
         policy = build_policy(name, {})
         assert policy is not None
+        prefix.compress(policy)
+        with syncs_raise(setting):
+            prefix.compress(policy)
         seconds = median_seconds(setting, lambda i, used=policy: prefix.compress(used))
         rows.append(
             {

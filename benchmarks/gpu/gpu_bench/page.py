@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from gpu_bench.bars import verdicts
+
 TITLES = {
     "correctness": "Kernels against their float32 references",
     "error": "Decode over a long prefix: largest error against float32",
@@ -21,9 +23,10 @@ TITLES = {
 NOTES = {
     "bandwidth": "Copy: bytes read and written by a large device copy. A layer's bytes: K, V and index of all entries.",
     "planning": "While planning and running, torch raises at anything that waits for the device.",
-    "compaction": "Rows go through a temporary, so that every byte is read and written twice.",
+    "graph": "Before these replays the batch stays the same; a new batch costs what the section above says.",
+    "compaction": "Rows whose source lies in a slot that is written go through a temporary: read and written twice.",
     "compression": "Stand-in: one llama-8B layer's matrix products and causal attention, times the layers; a real "
-    "prefill takes longer.",
+    "prefill takes longer. While a prefix is compressed once, torch raises at anything that waits for the device.",
     "ordering": "Without the fence, wrong forwards show that the check can fail.",
 }
 
@@ -45,6 +48,7 @@ def markdown(results: dict[str, Any]) -> str:
     lines = [f"# {results['device']}, {results['date']}", "", f"{versions}.", "", f"Sizes: {sizes}.", ""]
     if "GB/s of a copy" in results:
         lines += [f"A device copy reads and writes {results['GB/s of a copy']:.0f} GB/s.", ""]
+    lines += ["## Bars", "", *_table(verdicts(results["sections"])), ""]
     for section, rows in results["sections"].items():
         lines += [f"## {TITLES[section]}", ""]
         if section in NOTES:

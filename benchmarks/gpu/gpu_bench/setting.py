@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -106,3 +107,13 @@ def copy_bandwidth(setting: Setting) -> float:
     source = torch.ones(size, dtype=torch.uint8, device=setting.device)
     target = torch.empty_like(source)
     return 2 * size / median_seconds(setting, lambda i: target.copy_(source))
+
+
+@contextlib.contextmanager
+def syncs_raise(setting: Setting) -> Iterator[None]:
+    """Make torch raise at whatever waits for the device."""
+    if setting.device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    yield
+    if setting.device == "cuda":
+        torch.cuda.set_sync_debug_mode("default")
