@@ -14,8 +14,8 @@ from sgl_kvevict.geometry import KVGeometry
 
 AUTO = {"cpu": "torch", "cuda": "triton"}
 """What ``auto`` stands for on each device."""
-CAPTURABLE = ("triton",)
-"""Implementations of :class:`CapturableAttention`."""
+PLANNED_ON_HOST = ("flashinfer",)
+"""Implementations for a GPU that are no :class:`CapturableAttention`."""
 
 
 class Attention(Protocol):

@@ -22,9 +22,6 @@ CPU_PLATFORM = "kvevict_cpu"
 CPU_POOL_TOKENS = 32768
 """Pool size on a CPU: SGLang would otherwise claim most of the machine's memory, and fill it with zeros."""
 
-GRAPH_FLAGS = {"prefill": "--cuda-graph-backend-prefill", "decode": "--cuda-graph-backend-decode"}
-"""CUDA graphs by phase; see docs/gpu.md for those that are not supported."""
-
 _BACKEND_FLAGS = (
     *("--radix-cache-backend", "--attention-backend"),
     *("--prefill-attention-backend", "--decode-attention-backend"),
@@ -149,10 +146,6 @@ def plan_serve(
     if on_cpu:
         wanted |= {"--device": "cpu", "--max-total-tokens": str(CPU_POOL_TOKENS)}
         environ["SGLANG_PLATFORM"] = os.environ.get("SGLANG_PLATFORM") or CPU_PLATFORM
-    else:
-        wanted[GRAPH_FLAGS["prefill"]] = "disabled"
-        if config.attention == "flashinfer":
-            wanted[GRAPH_FLAGS["decode"]] = "disabled"
     if Path(path).is_dir():
         environ["HF_HUB_OFFLINE"] = "1"
     for flag, value in wanted.items():
@@ -161,9 +154,6 @@ def plan_serve(
     command += sglang_flags
     pool = flag_value(command, "--max-total-tokens")
     place = "cpu" if on_cpu else device or "cuda"
-    for phase, flag in GRAPH_FLAGS.items():
-        if not on_cpu and flag_value(command, flag) == "disabled":
-            place += f", no CUDA graphs of {phase} steps"
     place += f", pool of {pool} tokens" if pool else ""
     return ServePlan(tuple(command), environ, f"{model} | {describe(config)} | {place}")
 

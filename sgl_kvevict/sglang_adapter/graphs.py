@@ -1,15 +1,47 @@
-"""CUDA graphs: which settings we cannot follow, and the request ids that SGLang's replay leaves out."""
+"""CUDA graphs: which we cannot follow, and the request ids that SGLang's replay leaves out."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from sglang.srt.arg_groups.model_override_base import attention_backends_of, resolved_view, resolving_view
+from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.environ import envs
-from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend, with_phase
 
-from sgl_kvevict.attention.backend import CAPTURABLE
+from sgl_kvevict.attention.backend import PLANNED_ON_HOST
+from sgl_kvevict.config import load_config
+from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+
+def after_attention_backend(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
+    """Resolution hook: graphs that are on by default, and that our attention cannot follow, are switched off.
+
+    What the user asked for stays as it is, and is refused with its reason when the backend is built.
+    """
+    previous(server_args)
+    if BACKEND_NAME not in attention_backends_of(resolved_view(server_args)):
+        return
+    reasons = {Phase.PREFILL: "a captured prefill cannot follow requests to other spans"}
+    attention = load_config().attention
+    if attention in PLANNED_ON_HOST:
+        reasons[Phase.DECODE] = f"attention {attention!r} plans on the host"
+    for phase, reason in reasons.items():
+        config = resolving_view(server_args).cuda_graph_config
+        is_users_choice = (phase, "backend") in server_args._cuda_graph_config_locked
+        if is_users_choice or config[phase].backend == Backend.DISABLED:
+            continue
+        logger.warning("CUDA graphs of %s steps are switched off: %s.", phase, reason)
+        off = with_phase(config, phase, backend=Backend.DISABLED)
+        declare_resolution(server_args, f"{BACKEND_NAME}: after_attention_backend", cuda_graph_config=off)
 
 
 def around_replay_view(build: Callable[..., SimpleNamespace], *args: Any, **kwargs: Any) -> SimpleNamespace:
@@ -36,10 +68,10 @@ def graph_reasons(attention: str) -> list[str]:
             "--cuda-graph-backend-decode is 'breakable': its attention runs without request ids "
             "(allowed: 'full', 'disabled')"
         )
-    if check_cuda_graph_backend(Phase.DECODE, Backend.FULL) and attention not in CAPTURABLE:
+    if check_cuda_graph_backend(Phase.DECODE, Backend.FULL) and attention in PLANNED_ON_HOST:
         reasons.append(
             f"attention is {attention!r}, whose plans are made on the host and cannot be captured: start with "
-            f"--cuda-graph-backend-decode disabled, or with attention {' or '.join(map(repr, CAPTURABLE))}"
+            "--cuda-graph-backend-decode disabled, or with another attention"
         )
     if envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get():
         reasons.append("SGLANG_ENABLE_METADATA_GLUE_GRAPH is set, which would record one batch's spans for all batches")

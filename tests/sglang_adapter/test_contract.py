@@ -11,6 +11,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -34,11 +35,12 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCuda
 from sglang.srt.server_args import ServerArgs
 
 from helpers.harness import TINY_LLAMA
-from sgl_kvevict.cli.server_plan import GRAPH_FLAGS
+from sgl_kvevict.config import ENV_VAR
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.sglang_adapter import compat
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend, device_reasons
 from sgl_kvevict.sglang_adapter.graphs import around_replay_view
+from sgl_kvevict.sglang_adapter.plugin import register
 from sgl_kvevict.sglang_adapter.refusals import FLAGS
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 from sgl_kvevict.sglang_adapter.walk import WalkableTree
@@ -275,7 +277,7 @@ def test_decode_graphs_need_an_attention_that_can_be_captured(monkeypatch):
     assert device_reasons("auto", "cuda") == device_reasons("triton", "cuda") == []
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # FlashInfer is not here
     (reason,) = device_reasons("flashinfer", "cuda")
-    assert "--cuda-graph-backend-decode disabled, or with attention 'triton'" in reason
+    assert "--cuda-graph-backend-decode disabled, or with another attention" in reason
     use_graphs(monkeypatch, decode=OFF, prefill=OFF)
     assert device_reasons("flashinfer", "cuda") == []
 
@@ -306,9 +308,27 @@ def test_a_gpu_without_cuda_graphs_is_served(monkeypatch):
     assert "runs on a CUDA device only" in device_reasons("triton", "cpu")[0]
 
 
-def test_the_flags_that_turn_graphs_off_exist(tmp_path):
+def resolved_graphs(tmp_path, monkeypatch, **flags):
+    """Backends of (prefill, decode) where both have graphs by default, as on CUDA."""
+    register()
+    monkeypatch.setattr(cuda_graph_config, "default_prefill_backend", lambda: GraphBackend.BREAKABLE)
     (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
-    off = {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
-    args = ServerArgs(model_path=str(tmp_path), device="cpu", **off)
-    assert {flag.lstrip("-").replace("-", "_") for flag in GRAPH_FLAGS.values()} == set(off)
-    assert [args.cuda_graph_backend_decode, args.cuda_graph_backend_prefill] == ["disabled", "disabled"]
+    args = ServerArgs(model_path=str(tmp_path), device="cpu", skip_tokenizer_init=True, **flags)
+    args.resolve_once()
+    graphs = resolved_view(args).cuda_graph_config
+    return graphs.prefill.backend, graphs.decode.backend
+
+
+def test_graphs_that_are_on_by_default_are_switched_off_where_we_cannot_follow(tmp_path, monkeypatch, caplog):
+    on = (GraphBackend.BREAKABLE, GraphBackend.FULL)
+    assert resolved_graphs(tmp_path, monkeypatch, attention_backend="triton") == on
+    assert resolved_graphs(tmp_path, monkeypatch, attention_backend="kvevict") == (OFF, GraphBackend.FULL)
+    assert "CUDA graphs of prefill steps are switched off" in caplog.text
+    monkeypatch.setenv(ENV_VAR, json.dumps({"attention": "flashinfer"}))
+    assert resolved_graphs(tmp_path, monkeypatch, attention_backend="kvevict") == (OFF, OFF)
+    assert "CUDA graphs of decode steps are switched off" in caplog.text
+
+
+def test_graphs_that_the_user_asked_for_stay_and_are_refused(tmp_path, monkeypatch):
+    flags = {"attention_backend": "kvevict", "cuda_graph_backend_prefill": "full"}
+    assert resolved_graphs(tmp_path, monkeypatch, **flags) == (GraphBackend.FULL, GraphBackend.FULL)
