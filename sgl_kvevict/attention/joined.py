@@ -229,8 +229,8 @@ def _lay_out(runs: Runs, rows: Rows, room: int) -> tuple[Tensor, Tensor]:
         the place of the column's unit in its row; units_per_row for filler.
     """
     per_row = rows.units.shape[2]
-    lens = torch.nn.functional.pad(runs.lens, (0, 1)).gather(1, rows.units.flatten(1)).view(rows.units.shape)
-    starts = torch.nn.functional.pad(runs.starts, (0, 1)).gather(1, rows.units.flatten(1)).view(rows.units.shape)
+    of_units = torch.nn.functional.pad(torch.stack((runs.lens, runs.starts)), (0, 1))
+    lens, starts = of_units.gather(2, rows.units.flatten(1).expand(2, -1, -1)).view(2, *rows.units.shape)
     ends = lens.cumsum(2)
     column = torch.arange(int(rows.widths.max()) - per_row * room).expand(*rows.units.shape[:2], -1)
     owner = (column[:, :, None] >= ends[..., None]).sum(2)

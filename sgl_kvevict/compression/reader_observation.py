@@ -80,7 +80,8 @@ class ReaderObservation:
 
     def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerObservation:
         """Return what a policy sees of a part of the range in one layer; see :meth:`PromptObservation.show`."""
-        part = slice(start - self.start, start - self.start + token_slots.numel())
+        first = start - self.start
+        part = slice(first, first + token_slots.numel())
         return LayerObservation(
             layer=layer,
             start=start,
@@ -88,13 +89,15 @@ class ReaderObservation:
             v_buffer=v_buffer,
             token_slots=token_slots,
             sm_scale=self._sm_scales[layer],
-            reader_attention=None if self._squares is None else self._spread(self._squares[layer])[:, part].sqrt(),
+            reader_attention=None if self._squares is None else self._spread(self._squares[layer], part).sqrt(),
         )
 
-    def _spread(self, squares: Tensor) -> Tensor:
-        width = 2 * self.reach + 1
-        spread: Tensor = avg_pool1d(squares, width, 1, self.reach, count_include_pad=False)
-        return spread
+    def _spread(self, squares: Tensor, part: slice) -> Tensor:
+        """Average around the tokens of a part of the range."""
+        first = max(part.start - self.reach, 0)
+        near = squares[:, first : part.stop + self.reach]
+        spread: Tensor = avg_pool1d(near, 2 * self.reach + 1, 1, self.reach, count_include_pad=False)
+        return spread[:, part.start - first : part.stop - first]
 
 
 @dataclass(frozen=True)
