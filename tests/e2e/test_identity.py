@@ -53,19 +53,15 @@ def answers(server, prompts, concurrency):
     return [result["output_ids"] for result in results]
 
 
-def test_greedy_outputs_equal_stock_single_and_concurrent(start, demo_model, prompts):
-    stock = start(demo_model, *FLAGS)
-    expected = answers(stock, prompts, 1)
-    stock.stop()
-    server = start(demo_model, *FLAGS, config=CONFIG)
-    assert answers(server, prompts, 1) == expected
-    state = idle_state(server)
-    assert state["compressions"] >= 8 and state["spans"] > state["segments"]  # some were split by later prompts
-    assert answers(server, prompts, 4) == expected  # now from the compressed tree
+def logprobs(server, prompt):
+    """Of the last tokens of a prompt whose others are cached, and of the answer's."""
     server.post("/flush_cache")
-    assert answers(server, prompts, 4) == expected  # all at once on an empty tree
-    state = idle_state(server)
-    assert state["leaked_slots"] == 0 and server.leak_messages() == []
+    generate(server, prompt[:-8], 0)
+    body = {"sampling_params": {"temperature": 0, "max_new_tokens": 4}, "return_logprob": True}
+    body |= {"input_ids": prompt, "logprob_start_len": len(prompt) - 8}
+    info = json.loads(server.post("/generate", body))["meta_info"]
+    assert info["cached_tokens"] == len(prompt) - 8
+    return [entry[0] for entry in info["input_token_logprobs"][1:] + info["output_token_logprobs"]]
 
 
 def test_one_compressed_copy_serves_eight_requests(start, demo_model, prompts):
@@ -84,21 +80,36 @@ def test_one_compressed_copy_serves_eight_requests(start, demo_model, prompts):
     assert state["max_sharers"] == 8
     assert (state["compressed_slots"], state["segments"]) == (554, 1)
     assert state["leaked_slots"] == 0 and server.leak_messages() == []
+    server.stop(grace_s=0)  # idle schedulers spin: the next ones need the cores
 
 
-def test_max_new_tokens_zero_prompt_logprobs_see_full_positions(start, demo_model, prompts):
-    """The first token after a compressed prefix has its logical position: log-probabilities at budget 1.0 agree."""
-    body = {"sampling_params": {"temperature": 0, "max_new_tokens": 4}, "return_logprob": True}
-    body |= {"input_ids": prompts[0], "logprob_start_len": len(prompts[0]) - 8}
-
-    def logprobs(server):
-        generate(server, prompts[0][:-8], 0)
-        info = json.loads(server.post("/generate", body))["meta_info"]
-        assert info["cached_tokens"] == len(prompts[0]) - 8
-        return [entry[0] for entry in info["input_token_logprobs"][1:] + info["output_token_logprobs"]]
-
+@pytest.fixture(scope="module")
+def stock_results(start, demo_model, prompts):
+    """Answers and log-probabilities of stock SGLang, which is gone when ours starts."""
     stock = start(demo_model, *FLAGS)
-    expected = logprobs(stock)
-    stock.stop()
-    server = start(demo_model, *FLAGS, config=CONFIG)
-    assert logprobs(server) == pytest.approx(expected, abs=2e-3)
+    results = answers(stock, prompts, 1), logprobs(stock, prompts[0])
+    stock.stop(grace_s=0)
+    return results
+
+
+@pytest.fixture(scope="module")
+def full_budget(start, demo_model, stock_results):
+    return start(demo_model, *FLAGS, config=CONFIG)
+
+
+def test_greedy_outputs_equal_stock_single_and_concurrent(full_budget, prompts, stock_results):
+    expected, _ = stock_results
+    assert answers(full_budget, prompts, 1) == expected
+    state = idle_state(full_budget)
+    assert state["compressions"] >= 8 and state["spans"] > state["segments"]  # some were split by later prompts
+    assert answers(full_budget, prompts, 4) == expected  # now from the compressed tree
+    full_budget.post("/flush_cache")
+    assert answers(full_budget, prompts, 4) == expected  # all at once on an empty tree
+    state = idle_state(full_budget)
+    assert state["leaked_slots"] == 0 and full_budget.leak_messages() == []
+
+
+def test_max_new_tokens_zero_prompt_logprobs_see_full_positions(full_budget, prompts, stock_results):
+    """The first token after a compressed prefix has its logical position: log-probabilities at budget 1.0 agree."""
+    _, expected = stock_results
+    assert logprobs(full_budget, prompts[0]) == pytest.approx(expected, abs=2e-3)

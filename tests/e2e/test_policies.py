@@ -110,7 +110,7 @@ def test_policy_serves_a_tiny_model(start, tiny_llama, monkeypatch, case):
         served_share = torch.tensor(kept["share"])
         share = dense_share(tiny_llama, case, document, kept["start"], kept["end"], kept["num_bins"])
         assert (served_share - share).abs().gt(0.01).float().mean() < 0.01
-    server.stop()
+    server.stop(grace_s=0)
 
 
 def dense_share(model: Path, case: Case, document: list[int], start: int, end: int, num_bins: int) -> torch.Tensor:
@@ -158,7 +158,7 @@ def test_policy_serves_the_demo(start, demo_model, monkeypatch, case):
     assert_nothing_is_lost(server)
     server.post("/flush_cache")
     served = serve_everything(server, str(case), case.budget, document, splittable=case.splittable, vocab_size=40_000)
-    server.stop()
+    server.stop(grace_s=0)
     assert served.leaked == 0
     add_row(served)
 

@@ -63,7 +63,7 @@ def test_outputs_are_those_of_the_whole_model_at_budget_one(start, tiny_llama):
     jobs = random_jobs(60, seed=3, vocab_size=VOCAB_SIZE, aborts=False)
     outputs = run_jobs(server, jobs, concurrency=24)
     state = assert_all_slots_are_back(server)
-    server.stop()
+    server.stop(grace_s=0)
     assert state["compressions"] > 5 and state["max_sharers"] > 1
     model = LlamaForCausalLM.from_pretrained(tiny_llama)
     worst = [lags(model, job, outputs[job.rid]).max() for job in jobs if job.max_new_tokens]
