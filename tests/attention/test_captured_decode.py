@@ -98,7 +98,7 @@ def test_spans_enter_and_leave_a_captured_batch(make_world: MakeWorld, device: s
     captured = Captured(world, 4, device)
     world.add((), 20)
     captured.check()
-    shared, deep = world.uneven_span(60), world.uneven_span(20)
+    shared, deep = world.uneven_span(30), world.uneven_span(18)
     world.add((shared,), 3)
     world.add((shared, deep), 40)
     captured.check()
@@ -113,7 +113,7 @@ def test_spans_enter_and_leave_a_captured_batch(make_world: MakeWorld, device: s
     captured.check()
     world.add((shared,), 5)
     world.add((), 33)
-    world.add((shared, deep, world.uneven_span(90)), 2)
+    world.add((shared, deep, world.uneven_span(40)), 2)
     captured.check()
     captured.check()
 
@@ -123,8 +123,9 @@ def test_sharers_beyond_one_tile_of_q_rows(make_world: MakeWorld, device: str) -
     world = make_world(1, 4, 16, num_token_slots=500)
     captured = Captured(world, 8, device)
     span = world.uneven_span(70)
-    for count in range(1, 9):
-        world.add((span,), count)
+    for sharers in (1, 4, 5, 8):
+        while len(world.paths) < sharers:
+            world.add((span,), len(world.paths) + 1)
         captured.check()
 
 

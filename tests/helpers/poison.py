@@ -11,7 +11,9 @@ from torch import Tensor
 
 
 def poison(x: Tensor) -> Tensor:
-    """Fill with NaN, or with the lowest integer. Returns the same tensor."""
+    """Fill with NaN, with the lowest integer, or with True. Returns the same tensor."""
+    if x.dtype == torch.bool:
+        return x.fill_(True)
     return x.fill_(float("nan")) if x.dtype.is_floating_point else x.fill_(torch.iinfo(x.dtype).min)
 
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import poison
 from helpers.tolerance import assert_same_bits
 from kvevict_kernels.radix_select import (
     cpu,
@@ -27,13 +26,6 @@ def _several_tiles_and_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     tile(monkeypatch, block=16, max_tiles=4, num_rows=2)
     monkeypatch.setattr(cpu, "KEYS_AT_ONCE", 128)
     monkeypatch.setattr(cpu, "LONG_ROW", 50)
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fresh mask is full of True: the helper knows of numbers only."""
-    poison_numbers = poison.poison
-    monkeypatch.setattr(poison, "poison", lambda x: x.fill_(True) if x.dtype == torch.bool else poison_numbers(x))
 
 
 def tile(monkeypatch: pytest.MonkeyPatch, *, block: int, max_tiles: int, num_rows: int) -> None:
