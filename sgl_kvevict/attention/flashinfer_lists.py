@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.ragged_attention.tiles import merge_table
+from kvevict_kernels.transfer import to_device
 from sgl_kvevict.attention.batch import AttentionBatch, Path
 from sgl_kvevict.attention.span_tiles import SpanGroup, group_spans, join_runs
 from sgl_kvevict.geometry import KVGeometry
@@ -115,9 +116,7 @@ def build_suffix_lists(batch: AttentionBatch) -> SuffixLists:
     kv_indptr = _indptr(lens)
     total = int(kv_indptr[-1])
     host = torch.tensor([lens, batch.waterlines, kv_indptr[:-1].tolist()])
-    if device.type == "cuda":
-        host = host.pin_memory()
-    device_lens, waterlines, starts = host.to(device, non_blocking=True)
+    device_lens, waterlines, starts = to_device(host, device)
     row_start = batch.req_pool_indices.long() * batch.req_to_token.stride(0) + waterlines - starts
     places = torch.repeat_interleave(row_start, device_lens, output_size=total) + torch.arange(total, device=device)
     return SuffixLists(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +13,14 @@ from kvevict_kernels.ragged_decode import list_tables, plan_ragged_decode, run_r
 from kvevict_kernels.ragged_decode.directory import NUM_ENTRIES, Directory
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 from kvevict_kernels.ragged_extend import run_ragged_extend
+from kvevict_kernels.transfer import to_device
 from sgl_kvevict.attention.batch import AttentionBatch, CompositionKey, Path
 from sgl_kvevict.attention.recent_compositions import RecentCompositions
-from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
+
+MAX_ROW_BYTES = 512
+"""Longer rows make the tiles of ``ragged_extend`` larger than the shared memory of an H100 (compiled, not run)."""
 
 
 @dataclass
@@ -41,12 +46,17 @@ class TritonAttention:
 
     Raises:
         ValueError: wrong shape, dtype or device of an arena.
+        UnsupportedSetupError: rows of K are too long for the shared memory of a GPU.
     """
 
     def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> None:
         shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
         check_tensor("k_arena", k_arena, shape, KV_DTYPES)
         check_tensor("v_arena", v_arena, shape, k_arena.dtype, k_arena.device)
+        row_bytes = geometry.head_dim * k_arena.element_size()
+        if row_bytes > MAX_ROW_BYTES:
+            allowed = f"allowed: {MAX_ROW_BYTES}, for example a head_dim of 256 in 16 bits"
+            raise UnsupportedSetupError([f"attention 'triton': a row of K takes {row_bytes} bytes ({allowed})"])
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena
@@ -63,12 +73,10 @@ class TritonAttention:
             batch: the requests of the forward; with ``device_seq_lens`` nothing is copied from the host while
                 the composition stays the same.
         """
-        device = self.k_arena.device
         composition = self._compositions.get(batch.composition, lambda: self._build(batch.paths, batch.new_lens))
         seq_lens = batch.device_seq_lens
         if seq_lens is None:
-            host_lens = torch.tensor(batch.seq_lens, dtype=torch.int32)
-            seq_lens = (host_lens.pin_memory() if device.type == "cuda" else host_lens).to(device, non_blocking=True)
+            seq_lens = to_device(torch.tensor(batch.seq_lens, dtype=torch.int32), self.k_arena.device)
         self._composition = composition
         self.start_step(seq_lens, batch.req_pool_indices, batch.req_to_token)
 
@@ -89,7 +97,7 @@ class TritonAttention:
 
     def start_capture(self, num_requests: int) -> None:
         """Lay out; see :meth:`sgl_kvevict.attention.backend.CapturableAttention.start_capture`."""
-        directory = self._build(((),) * num_requests, [1] * num_requests).directory
+        directory = self._build(((),) * num_requests, (1,) * num_requests).directory
         self._composition = _Composition(directory.captured_at(self._captured_entries))
 
     def follow(self, batch: AttentionBatch, num_requests: int) -> None:
@@ -98,7 +106,7 @@ class TritonAttention:
             raise InvariantError(f"{num_requests} decode rows were captured, got {batch.new_lens} new tokens")
         paths = batch.paths + ((),) * (num_requests - len(batch.paths))
         new_lens = (1,) * num_requests
-        composition = self._compositions.get((paths, new_lens), lambda: self._build(paths, list(new_lens)))
+        composition = self._compositions.get((paths, new_lens), lambda: self._build(paths, new_lens))
         self._captured_entries.copy_(composition.directory.entries)
 
     def run(self, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
@@ -116,7 +124,7 @@ class TritonAttention:
         run_ragged_extend(composition.directory.tables, composition.step, inputs, out=out, lse=lse)
         return out.to(q.dtype), lse
 
-    def _build(self, paths: tuple[Path, ...], new_lens: list[int]) -> _Composition:
+    def _build(self, paths: tuple[Path, ...], new_lens: Sequence[int]) -> _Composition:
         self.num_compositions_built += 1
         geometry = self.geometry
         tables = plan_ragged_decode(

@@ -13,7 +13,7 @@ from helpers.graph_tape import GraphTape
 from helpers.tolerance import assert_same_bits
 from sgl_kvevict.attention import AttentionBatch
 from sgl_kvevict.attention.triton_attention import TritonAttention
-from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 from sgl_kvevict.ragged import SpanRuns
 
 if TYPE_CHECKING:
@@ -177,6 +177,12 @@ def test_more_rows_than_a_small_tile_are_captured_with_both_tiles(make_world: Ma
     """Which one a span needs is not known before its readers are."""
     captured = Captured(make_world(1, 4, 16, num_layers=1, num_token_slots=100), 5, "cpu")
     assert captured.tape.kernels == ["_suffix_work_kernel", "_split_kernel", "_split_kernel", "_merge_kernel"]
+
+
+def test_rows_too_long_for_shared_memory_are_refused(make_world: MakeWorld) -> None:
+    world = make_world(1, 1, 256, dtype=torch.float32, num_token_slots=2)
+    with pytest.raises(UnsupportedSetupError, match="a row of K takes 1024 bytes"):
+        TritonAttention(world.geometry, world.k, world.v)
 
 
 def test_a_replay_takes_decode_steps_that_fit(make_world: MakeWorld) -> None:

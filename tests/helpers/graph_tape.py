@@ -32,12 +32,11 @@ class GraphTape(TorchDispatchMode):
         foreign: tensors from outside of the recording that kernels got.
     """
 
-    def __init__(self, *, forbidden: tuple[str, ...] = HOST_READS) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.calls: list[Callable[[], None]] = []
         self.kernels: list[str] = []
         self.foreign: list[Tensor] = []
-        self._forbidden = forbidden
         self._owned: dict[int, Tensor] = {}
         self._is_launching = False
 
@@ -49,7 +48,12 @@ class GraphTape(TorchDispatchMode):
         def record_launch(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
             self._launch(launch, executor, *args, **kwargs)
 
-        with mock.patch.object(GridExecutor, "__call__", record_launch), self:
+        refuse = mock.Mock(side_effect=AssertionError("tolist while a graph records"))
+        with (
+            mock.patch.object(GridExecutor, "__call__", record_launch),
+            mock.patch.object(Tensor, "tolist", refuse),  # no operator: on a CPU it reads the memory itself
+            self,
+        ):
             yield
 
     def replay(self) -> None:
@@ -63,14 +67,14 @@ class GraphTape(TorchDispatchMode):
         name = str(func).rpartition(".")[0]
         if self._is_launching:  # the interpreter's own
             return func(*args, **kwargs)
-        if name in self._forbidden:
+        if name in HOST_READS:
             raise AssertionError(f"{name} while a graph records")
         out = func(*args, **kwargs)
         given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given]
         self._owned |= {x.untyped_storage().data_ptr(): x for x in made}
         if name in ("aten.empty", "aten.empty_like", "aten.new_empty", "aten.empty_strided"):
-            self.calls.append(lambda: [poison(x) for x in made] and None)
+            self.calls.append(lambda: _forget(made))
         else:
             self.calls.append(lambda: _again(func, args, kwargs, out))
         return out
@@ -85,6 +89,11 @@ class GraphTape(TorchDispatchMode):
             launch(executor, *args, **kwargs)
         finally:
             self._is_launching = False
+
+
+def _forget(fresh: list[Tensor]) -> None:
+    for x in fresh:
+        poison(x)
 
 
 def _again(func: Any, args: Any, kwargs: Any, out: Any) -> None:

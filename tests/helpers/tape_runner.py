@@ -16,7 +16,7 @@ from helpers.graph_tape import GraphTape
 class TapeBackend(BaseCudaGraphBackend):
     """A tape per captured shape."""
 
-    def __init__(self, cuda_graph_runner: Any, *, enable_memory_saver: bool = False) -> None:
+    def __init__(self) -> None:
         self._tapes: dict[Any, GraphTape] = {}
         self._outputs: dict[Any, Any] = {}
 
@@ -76,4 +76,4 @@ def around_capture_decode_graph(capture: Callable[..., GraphCapture], *, model_r
 
 def around_resolve_decode_backend(resolve: Callable[..., Any], cuda_graph_runner: Any) -> TapeBackend:
     """Hook of SGLang's choice of a backend, which would record CUDA graphs."""
-    return TapeBackend(cuda_graph_runner)
+    return TapeBackend()

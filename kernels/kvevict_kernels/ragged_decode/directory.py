@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvevict_kernels.ragged_decode.host_lists import ROW_TILES
 from kvevict_kernels.ragged_decode.tables import Tables
+from kvevict_kernels.transfer import to_device
 
 BATCH_FIELDS = (
     *("run_address", "run_lens", "partial_start", "span_members", "span_member_start", "span_chunk"),
@@ -70,8 +71,4 @@ def build_directory(tables: Tables, partials: tuple[Tensor, Tensor]) -> Director
     found = [getattr(tables, name).data_ptr() for name in BATCH_FIELDS]
     found += [getattr(class_tables, name).data_ptr() for class_tables in tables.classes for name in CLASS_FIELDS]
     found += [partials[0].data_ptr(), partials[1].data_ptr(), tables.num_spans]
-    listed = torch.tensor(found, dtype=torch.int64)
-    device = partials[0].device
-    if device.type == "cuda":
-        listed = listed.pin_memory()  # the allocator keeps the page until the copy is done
-    return Directory(tables, partials, listed.to(device, non_blocking=True))
+    return Directory(tables, partials, to_device(torch.tensor(found, dtype=torch.int64), partials[0].device))

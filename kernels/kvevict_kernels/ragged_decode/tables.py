@@ -21,6 +21,7 @@ from kvevict_kernels.ragged_decode.host_lists import (
     HostLists,
     RunLists,
 )
+from kvevict_kernels.transfer import to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,7 +281,5 @@ def _class_tables(
 def _send(lists: dict[str, list[int]], device: torch.device) -> dict[str, Tensor]:
     """Copy lists to the device in one piece, without waiting for it."""
     flat = torch.tensor([x for values in lists.values() for x in values], dtype=torch.int64)
-    if device.type == "cuda":
-        flat = flat.pin_memory()  # the allocator keeps the page until the copy is done
-    pieces = torch.split(flat.to(device, non_blocking=True), [len(values) for values in lists.values()])
+    pieces = torch.split(to_device(flat, device), [len(values) for values in lists.values()])
     return dict(zip(lists, pieces, strict=True))

@@ -1,0 +1,14 @@
+"""Copies from the host that do not wait."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to a device without waiting for it; on the CPU it is the same tensor.
+
+    A GPU reads from a pinned copy, which torch's allocator keeps until the copy is done.
+    """
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
