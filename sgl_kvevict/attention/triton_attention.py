@@ -9,18 +9,23 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.checks import KV_DTYPES, check_tensor
-from kvevict_kernels.ragged_decode import list_tables, plan_ragged_decode, run_ragged_decode, start_step
+from kvevict_kernels.ragged_decode import list_tables, plan_ragged_decode, run_ragged_decode, sizes_on, start_step
+from kvevict_kernels.ragged_decode.chunks import bucket
 from kvevict_kernels.ragged_decode.directory import NUM_ENTRIES, Directory
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 from kvevict_kernels.ragged_extend import run_ragged_extend
 from kvevict_kernels.transfer import to_device
-from sgl_kvevict.attention.batch import AttentionBatch, CompositionKey, Path
+from sgl_kvevict.attention.batch import AttentionBatch, Path
 from sgl_kvevict.attention.recent_compositions import RecentCompositions
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 
 MAX_ROW_BYTES = 512
 """Longer rows make the tiles of ``ragged_extend`` larger than the shared memory of an H100 (compiled, not run)."""
+
+
+_Key = tuple[tuple[Path, ...], tuple[int, ...], tuple[int, ...]]
+"""Paths, numbers of new tokens and bounds of the suffixes."""
 
 
 @dataclass
@@ -61,8 +66,15 @@ class TritonAttention:
         self.k_arena = k_arena
         self.v_arena = v_arena
         self.num_compositions_built = 0
-        self._compositions: RecentCompositions[CompositionKey, _Composition] = RecentCompositions()
+        self._compositions: RecentCompositions[_Key, _Composition] = RecentCompositions()
         self._composition: _Composition | None = None
+        self._sizes = sizes_on(
+            k_arena.device,
+            num_layers=geometry.num_layers,
+            num_kv_heads=geometry.num_kv_heads,
+            group_size=geometry.group_size,
+            head_dim=geometry.head_dim,
+        )
         self._partials = self._scratch(0)
         self._captured_entries = torch.empty(NUM_ENTRIES, dtype=torch.int64, device=k_arena.device)
 
@@ -73,7 +85,7 @@ class TritonAttention:
             batch: the requests of the forward; with ``device_seq_lens`` nothing is copied from the host while
                 the composition stays the same.
         """
-        composition = self._compositions.get(batch.composition, lambda: self._build(batch.paths, batch.new_lens))
+        composition = self._composition_of(batch.paths, batch.new_lens, _suffix_bounds(batch))
         seq_lens = batch.device_seq_lens
         if seq_lens is None:
             seq_lens = to_device(torch.tensor(batch.seq_lens, dtype=torch.int32), self.k_arena.device)
@@ -97,16 +109,17 @@ class TritonAttention:
 
     def start_capture(self, num_requests: int) -> None:
         """Lay out; see :meth:`sgl_kvevict.attention.backend.CapturableAttention.start_capture`."""
-        directory = self._build(((),) * num_requests, (1,) * num_requests).directory
+        ones = (1,) * num_requests
+        directory = self._build(((),) * num_requests, ones, ones).directory
         self._composition = _Composition(directory.captured_at(self._captured_entries))
 
     def follow(self, batch: AttentionBatch, num_requests: int) -> None:
         """Swap the tables; see :meth:`sgl_kvevict.attention.backend.CapturableAttention.follow`."""
         if batch.extend_lens is not None or len(batch.paths) > num_requests:
             raise InvariantError(f"{num_requests} decode rows were captured, got {batch.new_lens} new tokens")
-        paths = batch.paths + ((),) * (num_requests - len(batch.paths))
-        new_lens = (1,) * num_requests
-        composition = self._compositions.get((paths, new_lens), lambda: self._build(paths, new_lens))
+        padding = num_requests - len(batch.paths)
+        bounds = _suffix_bounds(batch) + (1,) * padding
+        composition = self._composition_of(batch.paths + ((),) * padding, (1,) * num_requests, bounds)
         self._captured_entries.copy_(composition.directory.entries)
 
     def run(self, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
@@ -116,25 +129,27 @@ class TritonAttention:
         shape = (num_new, self.geometry.num_qo_heads, self.geometry.head_dim)
         if composition is None or composition.step is None or tuple(q.shape) != shape:
             raise InvariantError(f"q: planned {list(shape)}, got {list(q.shape)}")
-        queries = q.contiguous().to(self.k_arena.dtype)
-        out = torch.empty_like(queries)
+        queries = q.to(self.k_arena.dtype)
+        if not queries[0].is_contiguous():  # a slice of a fused projection is read where it lies
+            queries = queries.contiguous()
+        out = torch.empty(q.shape, dtype=queries.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         inputs = LayerInputs(layer, queries, self.k_arena, self.v_arena, sm_scale)
         run_ragged_decode(composition.directory, composition.step, inputs, out=out, lse=lse)
-        run_ragged_extend(composition.directory.tables, composition.step, inputs, out=out, lse=lse)
+        run_ragged_extend(composition.directory, composition.step, inputs, out=out, lse=lse)
         return out.to(q.dtype), lse
 
-    def _build(self, paths: tuple[Path, ...], new_lens: Sequence[int]) -> _Composition:
+    def _composition_of(
+        self, paths: tuple[Path, ...], new_lens: Sequence[int], suffix_bounds: tuple[int, ...]
+    ) -> _Composition:
+        new = tuple(new_lens)
+        return self._compositions.get((paths, new, suffix_bounds), lambda: self._build(paths, new, suffix_bounds))
+
+    def _build(
+        self, paths: tuple[Path, ...], new_lens: tuple[int, ...], suffix_bounds: tuple[int, ...]
+    ) -> _Composition:
         self.num_compositions_built += 1
-        geometry = self.geometry
-        tables = plan_ragged_decode(
-            paths,
-            new_lens,
-            num_layers=geometry.num_layers,
-            num_kv_heads=geometry.num_kv_heads,
-            group_size=geometry.group_size,
-            device=self.k_arena.device,
-        )
+        tables = plan_ragged_decode(paths, new_lens, suffix_bounds, sizes=self._sizes, device=self.k_arena.device)
         if self._partials[0].shape[0] < tables.num_partials:
             self._partials = self._scratch(tables.num_partials)
         return _Composition(list_tables(tables, self._partials))
@@ -146,3 +161,8 @@ class TritonAttention:
             torch.empty(num_rows, self.geometry.head_dim, dtype=torch.float32, device=device),
             torch.empty(num_rows, dtype=torch.float32, device=device),
         )
+
+
+def _suffix_bounds(batch: AttentionBatch) -> tuple[int, ...]:
+    """What the suffixes of a batch do not outgrow for many steps."""
+    return tuple(bucket(end - start) for start, end in zip(batch.waterlines, batch.seq_lens, strict=True))

@@ -21,9 +21,13 @@ STAGING_BYTES = 256 * 2**20
 MIN_GROUP_BYTES = 32
 """One memory sector: narrower column groups would read every sector twice."""
 ROW_BLOCK = 64
+WIDE = 128
+"""Wider rows take twice the warps, or their sums would not fit into registers (columns)."""
+INDICES = ("src_ptr", "dst_ptr", "staged_ptr", "indptr_ptr", "weights_ptr")
+"""One or two words a row; whether they are aligned depends on the call and must not call for another compilation."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_out"], do_not_specialize_on_alignment=list(INDICES))
 def _gather_kernel(
     rows_ptr,  # [num_rows, HEAD_DIM]
     staging_ptr,  # [C, WIDTH]
@@ -46,7 +50,7 @@ def _gather_kernel(
     tl.store(staging_ptr + i_out[:, None] * WIDTH + o_col[None, :], b_rows, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_out"], do_not_specialize_on_alignment=list(INDICES))
 def _gather_sum_kernel(
     rows_ptr,  # [num_rows, HEAD_DIM]
     staging_ptr,  # [C, WIDTH]
@@ -79,7 +83,7 @@ def _gather_sum_kernel(
     tl.store(p_staging, acc.to(staging_ptr.dtype.element_ty), mask=m_out[:, None] & m_col)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_out"], do_not_specialize_on_alignment=list(INDICES))
 def _write_kernel(
     rows_ptr,  # [num_rows, HEAD_DIM]
     staging_ptr,  # [C, WIDTH]
@@ -118,13 +122,12 @@ def column_groups(num_rows: int, head_dim: int, element_size: int, limit: int) -
         limit: bytes the temporary may take, unless one group of ``MIN_GROUP_BYTES`` already takes more.
 
     Returns:
-        (first column, width) of every group, in order; widths are as even as multiples of ``MIN_GROUP_BYTES`` can
-        be, and the last is what remains.
+        (first column, width) of every group, in order. Widths are powers of two, or the whole row, and the last is what
+        remains: a prompt of another length must not call for a kernel of another width.
     """
-    unit = MIN_GROUP_BYTES // element_size
-    units = triton.cdiv(head_dim, unit)
-    num_groups = triton.cdiv(units, max(1, limit // (num_rows * MIN_GROUP_BYTES)))
-    width = min(head_dim, triton.cdiv(units, num_groups) * unit)
+    width = head_dim
+    while num_rows * width * element_size > limit and width * element_size > MIN_GROUP_BYTES:
+        width = triton.next_power_of_2(width) // 2
     return [(first, min(width, head_dim - first)) for first in range(0, head_dim, width)]
 
 
@@ -181,6 +184,7 @@ def compact_kv_triton(
                 "WIDTH": width,
                 "BLOCK_D": triton.next_power_of_2(width),
                 "BLOCK": ROW_BLOCK,
+                "num_warps": 4 if width <= WIDE else 8,
             }
             if indptr is None:
                 _gather_kernel[grid](rows, buffer, src, staged, num_out, first_column, **sizes)
