@@ -132,7 +132,10 @@ def _build_torch(geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> Atte
 def _build_triton(geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> Attention:
     from sgl_kvevict.attention.triton_attention import TritonAttention
 
-    return TritonAttention(geometry, k_arena, v_arena)
+    attention = TritonAttention(geometry, k_arena, v_arena)
+    if k_arena.is_cuda:
+        attention.warm_up()
+    return attention
 
 
 def _build_flashinfer(geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> Attention:

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from kvevict_kernels.checks import check_tensor
 from sgl_kvevict.attention.batch import AttentionBatch, CompositionKey
+from sgl_kvevict.attention.choice import DTYPES_16, flashinfer_reasons
 from sgl_kvevict.attention.flashinfer_lists import SpanLists, build_span_lists, build_suffix_lists, merge_base2
 from sgl_kvevict.attention.recent_compositions import MAX_COMPOSITIONS, RecentCompositions
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 
-HEAD_DIMS = (64, 128, 256)
-DTYPES = (torch.bfloat16, torch.float16)
 WORKSPACE_BYTES = 256 * 2**20
 SUFFIX_WRAPPERS = 3
 _INDPTR_ATTRIBUTE = "_paged_kv_indptr_buf"
@@ -91,17 +90,10 @@ class FlashInferAttention:
         v_arena: Tensor,
         make_wrapper: Callable[[], PagedWrapper] | None = None,
     ) -> None:
-        reasons = []
-        if geometry.head_dim not in HEAD_DIMS:
-            reasons.append(
-                f"attention 'flashinfer' needs a head_dim of 64, 128 or 256; the model's is {geometry.head_dim}"
-            )
-        if k_arena.dtype not in DTYPES:
-            reasons.append(f"attention 'flashinfer' needs bfloat16 or float16 KV; the pool's dtype is {k_arena.dtype}")
-        if reasons:
+        if reasons := flashinfer_reasons(k_arena.dtype, geometry.head_dim):
             raise UnsupportedSetupError(reasons)
         shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
-        check_tensor("k_arena", k_arena, shape, DTYPES)
+        check_tensor("k_arena", k_arena, shape, DTYPES_16)
         check_tensor("v_arena", v_arena, shape, k_arena.dtype, k_arena.device)
         self.geometry = geometry
         self.k_arena = k_arena

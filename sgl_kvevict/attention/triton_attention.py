@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,18 +12,19 @@ from kvevict_kernels.checks import KV_DTYPES, check_tensor
 from kvevict_kernels.ragged_decode import list_tables, plan_ragged_decode, run_ragged_decode, sizes_on, start_step
 from kvevict_kernels.ragged_decode.chunks import bucket
 from kvevict_kernels.ragged_decode.directory import NUM_ENTRIES, Directory
+from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 from kvevict_kernels.ragged_extend import run_ragged_extend
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.attention.batch import AttentionBatch, Path
+from sgl_kvevict.attention.choice import triton_reasons
 from sgl_kvevict.attention.recent_compositions import RecentCompositions
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.ragged import SpanRuns
 
-MAX_ROW_BYTES = 512
-"""Longer rows make the tiles of ``ragged_extend`` larger than the shared memory of an H100 (compiled, not run)."""
-
-
+WARM_UP_KEYS = 1024
+"""Enough for the keys of a short prefill to be split."""
 _Key = tuple[tuple[Path, ...], tuple[int, ...], tuple[int, ...]]
 """Paths, numbers of new tokens and bounds of the suffixes."""
 
@@ -51,17 +52,15 @@ class TritonAttention:
 
     Raises:
         ValueError: wrong shape, dtype or device of an arena.
-        UnsupportedSetupError: rows of K are too long for the shared memory of a GPU.
+        UnsupportedSetupError: no kernel is compiled for the model's head_dim or the pool's dtype.
     """
 
     def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> None:
+        if reasons := triton_reasons(k_arena.dtype, geometry.head_dim, k_arena.device.type):
+            raise UnsupportedSetupError(reasons)
         shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
         check_tensor("k_arena", k_arena, shape, KV_DTYPES)
         check_tensor("v_arena", v_arena, shape, k_arena.dtype, k_arena.device)
-        row_bytes = geometry.head_dim * k_arena.element_size()
-        if row_bytes > MAX_ROW_BYTES:
-            allowed = f"allowed: {MAX_ROW_BYTES}, for example a head_dim of 256 in 16 bits"
-            raise UnsupportedSetupError([f"attention 'triton': a row of K takes {row_bytes} bytes ({allowed})"])
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena
@@ -77,6 +76,36 @@ class TritonAttention:
         )
         self._partials = self._scratch(0)
         self._captured_entries = torch.empty(NUM_ENTRIES, dtype=torch.int64, device=k_arena.device)
+
+    def warm_up(self) -> None:
+        """Launch every kernel once as serving does, so that none is compiled while requests wait.
+
+        Reads token slot 0 and row 0 of a table of its own, and writes to memory of its own.
+        """
+        device, geometry = self.k_arena.device, self.geometry
+        many = SPLIT_ROWS // geometry.group_size + 1  # q rows of ragged_extend, in split parts, and merged
+        few = SPLIT_ROWS // geometry.group_size  # q rows of the larger tile
+        new_lens = [1, max(few, 1), max(many, 2)]
+        empty = torch.zeros(geometry.num_layers, geometry.num_kv_heads, dtype=torch.int32, device=device)
+        span = SpanRuns(torch.zeros(1, dtype=torch.int32, device=device), empty, empty, 1)
+        length = 1 + bucket(max(new_lens)) + WARM_UP_KEYS
+        batch = AttentionBatch(
+            paths=((span,), (span,), ()),
+            waterlines=[1, 1, 0],
+            seq_lens=[length] * 3,
+            extend_lens=new_lens,
+            req_pool_indices=torch.zeros(3, dtype=torch.int64, device=device),
+            req_to_token=torch.zeros(1, length, dtype=torch.int32, device=device),
+        )
+        shape = (sum(new_lens), geometry.num_qo_heads, geometry.head_dim)
+        for chosen in (batch, replace(batch, extend_lens=None)):
+            self.plan(chosen)
+            rows = sum(chosen.new_lens)
+            self.run(0, torch.zeros(shape, dtype=self.k_arena.dtype, device=device)[:rows], 1.0)
+        self._compositions = RecentCompositions()
+        self._composition = None
+        self._partials = self._scratch(0)
+        self.num_compositions_built = 0
 
     def plan(self, batch: AttentionBatch) -> None:
         """Prepare the layers of one forward.

@@ -50,7 +50,7 @@ def spec(kernel: str, arch: int, constants: dict[str, Any], **more: Any) -> Spec
         "kernel": f"kvevict_kernels.{kernel}",
         "arch": arch,
         "args": constants,
-        "divisible": ["q_stride", "first_column"],
+        "divisible": ["q_stride", "first_column", "width"],
         **more,
     }
 
@@ -88,7 +88,7 @@ def head_dim_kernels(arch: int, head_dim: int) -> Iterator[Spec]:
         blocks = {"BLOCK_R": 64, "BLOCK_N": 64, "POWER": power, "out_ptr": "*fp32"}
         yield spec(accumulated, arch, sizes | blocks)
     for name in ("_gather_kernel", "_gather_sum_kernel", "_write_kernel"):
-        move = {"HEAD_DIM": head_dim, "WIDTH": head_dim, "BLOCK_D": head_dim, "BLOCK": 64}
+        move = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim, "BLOCK": 64}
         yield spec(f"compact_kv.triton_impl:{name}", arch, move, options={"num_warps": 4 if head_dim <= 128 else 8})
 
 

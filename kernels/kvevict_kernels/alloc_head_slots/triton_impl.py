@@ -30,7 +30,8 @@ def _indptr_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_entries", "entries_per_layer"], do_not_specialize_on_alignment=["token_slots_ptr"]
+    do_not_specialize=["num_entries", "num_token_slots", "entries_per_layer"],
+    do_not_specialize_on_alignment=["token_slots_ptr"],
 )
 def _head_slots_kernel(
     token_slots_ptr,  # [S] int64
