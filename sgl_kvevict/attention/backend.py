@@ -130,9 +130,10 @@ def _build_torch(geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> Atte
 
 
 def _build_triton(geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> Attention:
+    from sgl_kvevict.attention.flashinfer_prefill import find_plain_prefill
     from sgl_kvevict.attention.triton_attention import TritonAttention
 
-    attention = TritonAttention(geometry, k_arena, v_arena)
+    attention = TritonAttention(geometry, k_arena, v_arena, find_plain_prefill(geometry, k_arena, v_arena))
     if k_arena.is_cuda:
         attention.warm_up()
     return attention

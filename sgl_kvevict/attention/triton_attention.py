@@ -12,12 +12,13 @@ from kvevict_kernels.checks import KV_DTYPES, check_tensor
 from kvevict_kernels.ragged_decode import list_tables, plan_ragged_decode, run_ragged_decode, sizes_on, start_step
 from kvevict_kernels.ragged_decode.chunks import bucket
 from kvevict_kernels.ragged_decode.directory import NUM_ENTRIES, Directory
-from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
+from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS, uses_split
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 from kvevict_kernels.ragged_extend import run_ragged_extend
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.attention.batch import AttentionBatch, Path
 from sgl_kvevict.attention.choice import triton_reasons
+from sgl_kvevict.attention.flashinfer_prefill import PlainPrefill
 from sgl_kvevict.attention.recent_compositions import RecentCompositions
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
@@ -45,17 +46,22 @@ class TritonAttention:
 
     A CUDA graph may record decode steps (:class:`sgl_kvevict.attention.backend.CapturableAttention`).
 
+    Long prefills that read no span go to FlashInfer where it is given.
+
     Args:
         geometry: sizes.
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous.
         v_arena: like ``k_arena``.
+        plain_prefill: attends for long prefills that read no span; None: our kernel does.
 
     Raises:
         ValueError: wrong shape, dtype or device of an arena.
         UnsupportedSetupError: no kernel is compiled for the model's head_dim or the pool's dtype.
     """
 
-    def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> None:
+    def __init__(
+        self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, plain_prefill: PlainPrefill | None = None
+    ) -> None:
         if reasons := triton_reasons(k_arena.dtype, geometry.head_dim, k_arena.device.type):
             raise UnsupportedSetupError(reasons)
         shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
@@ -64,6 +70,7 @@ class TritonAttention:
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena
+        self.plain_prefill = plain_prefill
         self.num_compositions_built = 0
         self._compositions: RecentCompositions[_Key, _Composition] = RecentCompositions()
         self._composition: _Composition | None = None
@@ -85,16 +92,16 @@ class TritonAttention:
         device, geometry = self.k_arena.device, self.geometry
         many = SPLIT_ROWS // geometry.group_size + 1  # q rows of ragged_extend, in split parts, and merged
         few = SPLIT_ROWS // geometry.group_size  # q rows of the larger tile
-        new_lens = [1, max(few, 1), max(many, 2)]
+        new_lens = [1, max(few, 1), max(many, 2), max(many, 2)]
         empty = torch.zeros(geometry.num_layers, geometry.num_kv_heads, dtype=torch.int32, device=device)
         span = SpanRuns(torch.zeros(1, dtype=torch.int32, device=device), empty, empty, 1)
         length = 1 + bucket(max(new_lens)) + WARM_UP_KEYS
         batch = AttentionBatch(
-            paths=((span,), (span,), ()),
-            waterlines=[1, 1, 0],
-            seq_lens=[length] * 3,
+            paths=((span,), (span,), (span,), ()),
+            waterlines=[1, 1, 1, 0],
+            seq_lens=[length] * 4,
             extend_lens=new_lens,
-            req_pool_indices=torch.zeros(3, dtype=torch.int64, device=device),
+            req_pool_indices=torch.zeros(4, dtype=torch.int64, device=device),
             req_to_token=torch.zeros(1, length, dtype=torch.int32, device=device),
         )
         shape = (sum(new_lens), geometry.num_qo_heads, geometry.head_dim)
@@ -119,6 +126,8 @@ class TritonAttention:
         if seq_lens is None:
             seq_lens = to_device(torch.tensor(batch.seq_lens, dtype=torch.int32), self.k_arena.device)
         self._composition = composition
+        if self.plain_prefill is not None:
+            self.plain_prefill.plan(batch, self._plain_requests(batch.paths, batch.new_lens))
         self.start_step(seq_lens, batch.req_pool_indices, batch.req_to_token)
 
     def start_step(self, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor) -> None:
@@ -166,6 +175,8 @@ class TritonAttention:
         inputs = LayerInputs(layer, queries, self.k_arena, self.v_arena, sm_scale)
         run_ragged_decode(composition.directory, composition.step, inputs, out=out, lse=lse)
         run_ragged_extend(composition.directory, composition.step, inputs, out=out, lse=lse)
+        if self.plain_prefill is not None:
+            self.plain_prefill.run(layer, queries, sm_scale, out, lse)
         return out.to(q.dtype), lse
 
     def _composition_of(
@@ -178,10 +189,25 @@ class TritonAttention:
         self, paths: tuple[Path, ...], new_lens: tuple[int, ...], suffix_bounds: tuple[int, ...]
     ) -> _Composition:
         self.num_compositions_built += 1
-        tables = plan_ragged_decode(paths, new_lens, suffix_bounds, sizes=self._sizes, device=self.k_arena.device)
+        tables = plan_ragged_decode(
+            paths,
+            new_lens,
+            suffix_bounds,
+            sizes=self._sizes,
+            device=self.k_arena.device,
+            elsewhere=self._plain_requests(paths, new_lens),
+        )
         if self._partials[0].shape[0] < tables.num_partials:
             self._partials = self._scratch(tables.num_partials)
         return _Composition(list_tables(tables, self._partials))
+
+    def _plain_requests(self, paths: Sequence[Path], new_lens: Sequence[int]) -> list[int]:
+        """Requests that ``plain_prefill`` attends for."""
+        if self.plain_prefill is None:
+            return []
+        group = self.geometry.group_size
+        both = zip(paths, new_lens, strict=True)
+        return [i for i, (path, new) in enumerate(both) if not path and not uses_split(new, group)]
 
     def _scratch(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """Partials of all layers and forwards, one after the other on one stream; who needs more replaces them."""

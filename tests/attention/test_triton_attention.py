@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.fake_flashinfer import FakePagedWrapper
 from helpers.poison import poisoned_allocations
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits, rounding_noise
 from kvevict_kernels.device_limits import INTERPRETER
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
 from sgl_kvevict.attention import Attention, AttentionBatch, CpuAttention
+from sgl_kvevict.attention.flashinfer_prefill import PlainPrefill
 from sgl_kvevict.attention.triton_attention import TritonAttention
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.ragged import SpanRuns
@@ -247,3 +249,46 @@ def test_other_queries_than_planned(make_world: MakeWorld) -> None:
         attention.run(0, torch.zeros(1, 9, 64), 0.1)
     attention = CpuAttention(world.geometry, world.k, world.v)
     assert attention.geometry is world.geometry
+
+
+def test_long_prefills_without_spans_go_elsewhere(make_world: MakeWorld, device: str) -> None:
+    """FlashInfer gets the requests that read no span, ours the others; in a block, and apart from each other."""
+    world = make_world(2, 4, 64, num_token_slots=900)
+    world.add((), 3)
+    world.add((world.uneven_span(40),), 50)
+    world.add((), 60)
+    world.add((), 41)
+    runner = Runner(world, device)
+    ours = runner.attend(1, q := world.queries([2, 40, 45, 41]), [2, 40, 45, 41])
+    wrappers: list[FakePagedWrapper] = []
+
+    def make() -> FakePagedWrapper:
+        wrappers.append(FakePagedWrapper())
+        return wrappers[-1]
+
+    attention = runner.attention
+    attention = TritonAttention(
+        world.geometry, attention.k_arena, attention.v_arena,
+        PlainPrefill(world.geometry, attention.k_arena, attention.v_arena, make),
+    )  # fmt: skip
+    runner.attention = attention
+    both = runner.attend(1, q, [2, 40, 45, 41])
+    assert [wrapper.num_plans for wrapper in wrappers] == [1, 0]
+    assert_same_bits("rows that read a span", both[0][:42], ours[0][:42])
+    assert_accurate("out", both[0][42:], ours[0][42:].float(), ours[0][42:], noise=2.0**-7)
+    assert_accurate("lse", both[1][42:], ours[1][42:], ours[1][42:], noise=NOISE)
+    check(runner, [3, 40, 1, 41])
+    check(runner, [3, 33, 45, 2])
+    check(runner)
+
+
+def test_prefills_without_spans_that_lie_apart(make_world: MakeWorld, device: str) -> None:
+    world = make_world(2, 4, 64, num_token_slots=900)
+    world.add((), 44)
+    world.add((world.uneven_span(40),), 50)
+    world.add((), 60)
+    runner = Runner(world, device)
+    arenas = (runner.attention.k_arena, runner.attention.v_arena)
+    plain = PlainPrefill(world.geometry, *arenas, FakePagedWrapper)
+    runner.attention = TritonAttention(world.geometry, *arenas, plain)
+    check(runner, [40, 36, 45])

@@ -78,13 +78,13 @@ def head_dim_kernels(arch: int, head_dim: int) -> Iterator[Spec]:
     """Kernels of a compression that touch rows of K and V."""
     sizes = {**HEADS, "D": head_dim, "BLOCK_D": head_dim, "UPCAST": False, "LOG2_E": 1.4426950408889634}
     window = "window_scores.triton_impl:_window_scores_kernel"
-    pooled = ((1, 128), (7, 128), (127, 256)) if head_dim < 256 else ((1, 128), (7, 128))
+    pooled = ((7, 128), (127, 256)) if head_dim < 256 else ((7, 128),)  # 127 x 256 only fits an H100
     for kernel_size, block in pooled:
         pooling = {"KERNEL": kernel_size, "NUM_DOUBLINGS": (kernel_size - 1).bit_length(), "BLOCK_N": block}
         options = {"num_warps": 4 if block == 128 else 8, "num_stages": 3 if head_dim <= 128 else 2}
         yield spec(window, arch, sizes | pooling | {"BLOCK_R": 32}, options=options)
     accumulated = "accumulated_attention.triton_impl:_accumulated_attention_kernel"
-    for power in (0, 1, 2):
+    for power in (1,):
         blocks = {"BLOCK_R": 64, "BLOCK_N": 64, "POWER": power, "out_ptr": "*fp32"}
         yield spec(accumulated, arch, sizes | blocks)
     for name in ("_gather_kernel", "_gather_sum_kernel", "_write_kernel"):

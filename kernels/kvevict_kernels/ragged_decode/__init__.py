@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ def plan_ragged_decode(
     *,
     sizes: Sizes,
     device: torch.device,
+    elsewhere: Collection[int] = (),
 ) -> Tables:
     """Lay out what a batch reads, for all layers; valid until requests come or go, a path changes or a bound is passed.
 
@@ -43,6 +44,7 @@ def plan_ragged_decode(
         suffix_bounds: per request, tokens behind its path with the new ones, at most: bounds the scratch.
         sizes: what stays the same for all batches.
         device: where spans and arenas are.
+        elsewhere: requests with more than 128 q rows a head that another implementation attends for.
 
     Raises:
         ValueError: different numbers of requests, no new token, a bound below the new tokens, a span of another
@@ -63,7 +65,7 @@ def plan_ragged_decode(
         check_tensor("head_slots", span.head_slots, (None,), torch.int32, device)
         check_tensor("starts", span.starts, shape, torch.int32, device)
         check_tensor("lens", span.lens, shape, torch.int32, device)
-    tables = build_tables(paths, new_lens, suffix_bounds, sizes=sizes, device=device)
+    tables = build_tables(paths, new_lens, suffix_bounds, sizes=sizes, device=device, elsewhere=elsewhere)
     if backend_for(device) == "triton":
         from kvevict_kernels.ragged_decode.layout.triton_impl import lay_out
 

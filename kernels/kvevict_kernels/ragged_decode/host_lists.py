@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -88,11 +88,13 @@ class HostLists:
         new_lens: Sequence[int],
         suffix_bounds: Sequence[int],
         sizes: Sizes,
+        elsewhere: Collection[int] = (),
     ) -> None:
         self.paths = paths
         self.new_lens = new_lens
         self.suffix_bounds = suffix_bounds
         self.sizes = sizes
+        self.elsewhere = set(elsewhere)
         self.group_size = sizes.group_size
         self.is_split = [uses_split(new, self.group_size) for new in new_lens]
         self.spans: list[RunLists] = list({id(span): span for path in paths for span in path}.values())
@@ -134,7 +136,7 @@ class HostLists:
 
     def _num_splits(self, request: int) -> int:
         """Parts of the keys of a request that ``ragged_extend`` attends for: from its own lengths alone."""
-        if self.is_split[request]:
+        if self.is_split[request] or request in self.elsewhere:
             return 0
         tiles = self._num_tiles(request) * self.sizes.num_kv_heads
         keys = sum(self._average(span) for span in self.paths[request]) + self.suffix_bounds[request]
@@ -245,5 +247,5 @@ class HostLists:
             for request in range(len(self.new_lens))
             if not self.is_split[request]
             for tile in reversed(range(self._num_tiles(request)))
-            for split in range(self.num_splits[request])
+            for split in range(self.num_splits[request])  # none if it is attended for elsewhere
         ]

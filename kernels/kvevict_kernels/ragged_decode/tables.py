@@ -9,7 +9,7 @@ All sizes that the host needs are upper bounds from what it knows, so that no le
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -173,6 +173,7 @@ def build_tables(
     *,
     sizes: Sizes,
     device: torch.device,
+    elsewhere: Collection[int],
 ) -> Tables:
     """Send what the host knows, in one copy that nobody waits for; what follows on the device is left empty.
 
@@ -182,8 +183,9 @@ def build_tables(
         suffix_bounds: per request, tokens behind its path, at most.
         sizes: what stays the same for all batches.
         device: where the spans are.
+        elsewhere: requests that ``ragged_extend`` leaves out.
     """
-    host = HostLists(paths, new_lens, suffix_bounds, sizes)
+    host = HostLists(paths, new_lens, suffix_bounds, sizes, elsewhere)
     sent = _send(host.addresses(), host.lists(), device)
     shape = (sizes.num_layers, len(host.spans), sizes.num_kv_heads)
     return Tables(
