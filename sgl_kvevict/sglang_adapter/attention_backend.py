@@ -206,12 +206,13 @@ class KVEvictAttentionBackend(AttentionBackend):
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim), queries, lse
 
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
-        """Spans, and on a GPU rows of ``req_to_token``, are read until the forward ends.
+        """Spans, and on a GPU rows of ``req_to_token``, are read until the last layer has attended.
 
-        So SGLang lets its scheduler's stream wait for the whole forward. Compaction and releases run on that stream,
-        and the next forward waits for it: nothing is moved or overwritten under a reader.
+        Compaction and releases run on the scheduler's stream, and the next forward waits for it. SGLang lets that
+        stream wait for a captured step's replay, after which only sampling is left, or for a whole prefill: nothing is
+        moved or overwritten under a reader.
         """
-        return SharedReadEnds.UNKNOWN
+        return SharedReadEnds.POST_REPLAY if fm.is_decode() else SharedReadEnds.UNKNOWN
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the length of SGLang's dummy requests, which also fill up captured steps."""
