@@ -6,9 +6,11 @@ import importlib.util
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from sgl_kvevict.attention.batch import AttentionBatch
+from sgl_kvevict.attention.choice import flashinfer_reasons, triton_reasons
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 
@@ -106,6 +108,21 @@ def resolve_attention(name: str, device: str) -> str:
     if chosen != "torch" and importlib.util.find_spec(chosen) is None:
         raise UnsupportedSetupError([f"attention is {name!r}, but the package {chosen} is not installed"])
     return chosen
+
+
+def kernel_reasons(name: str, device: str, dtype: torch.dtype, head_dim: int) -> list[str]:
+    """Return one sentence for everything about a model or its KV pool that the implementation has no kernels for.
+
+    Args:
+        name: as configured.
+        device: "cpu" or "cuda".
+        dtype: of the KV pool.
+        head_dim: of the model.
+    """
+    chosen = AUTO.get(device) if name == "auto" else name
+    if chosen == "triton":
+        return triton_reasons(dtype, head_dim, device)
+    return flashinfer_reasons(dtype, head_dim) if chosen == "flashinfer" else []
 
 
 def build_attention(name: str, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> Attention:
