@@ -39,8 +39,8 @@ class KVEvictAttentionBackend(AttentionBackend):
 
     Raises:
         UnsupportedSetupError: selected without the matching radix-cache backend, on a device that the configured
-            attention does not run on, with CUDA graphs that it cannot follow, or for a model or a KV dtype that it has no
-            kernels for.
+            attention does not run on, with CUDA graphs that it cannot follow, or for a model or KV dtype without
+            kernels.
         ConfigError: the configuration is invalid.
     """
 
