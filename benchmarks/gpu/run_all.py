@@ -1,10 +1,11 @@
 """Check and measure the GPU path on a machine that has torch and triton, and nothing else of what we need.
 
-Run on a GPU machine, from the repository root: python benchmarks/gpu/run_all.py [--out FOLDER]
+Run on a GPU machine, from the repository root: python benchmarks/gpu/run_all.py [--part PART] [--out FOLDER]
 Without a GPU, to see that it works: python benchmarks/gpu/run_all.py --smoke --out FOLDER (tiny, interpreted)
 
-Every section runs in a process of its own, so that one that fails takes no other along; all together have --limit
-seconds. Writes one JSON file and one Markdown page; exits with 1 if a section failed or a kernel is wrong.
+Every section runs in a process of its own, so that one that fails takes no other along; those of a part together have
+--limit seconds. A part adds to what the day's other parts have written: one JSON file and one Markdown page. Exits with
+1 if a section failed or a kernel is wrong.
 """
 
 from __future__ import annotations
@@ -22,17 +23,22 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-SECTIONS = (
-    *("correctness", "error", "bandwidth", "sharers", "planning", "graph"),
-    *("compaction", "compression", "flashinfer", "ordering"),
-)
+PARTS = {
+    "decode": ("correctness", "error", "bandwidth", "sharers", "planning", "graph", "ordering"),
+    "compression": ("first", "compaction", "compression"),
+    "shapes": ("shapes", "extend"),
+    "baselines": ("uniform", "flashinfer"),
+    "serve": ("serve",),
+}
+SECTIONS = tuple(section for part in PARTS.values() for section in part)
 
 
 def run_section(section: str, *, is_smoke: bool) -> dict[str, Any]:
     """Measure one section in this process."""
     import torch
-    from gpu_bench import checks, decode, flashinfer, insertion, ordering
-    from gpu_bench.setting import FULL, SMOKE, copy_bandwidth
+    from gpu_bench import checks, decode, first, flashinfer, insertion, ordering, serve, shapes
+    from gpu_bench.clock import copy_bandwidth
+    from gpu_bench.setting import FULL, SMOKE
 
     setting = SMOKE if is_smoke else FULL
     if is_smoke:
@@ -48,6 +54,11 @@ def run_section(section: str, *, is_smoke: bool) -> dict[str, Any]:
         "compression": insertion.compression,
         "flashinfer": flashinfer.side_by_side,
         "ordering": ordering.poisoned_slots,
+        "uniform": shapes.uniform,
+        "extend": shapes.extend,
+        "shapes": shapes.shapes,
+        "first": first.first_times,
+        "serve": serve.end_to_end,
     }
     result: dict[str, Any] = {"rows": functions[section](setting)}
     if section == "bandwidth":
@@ -61,7 +72,7 @@ def _interpret() -> None:
     import importlib
 
     for op in (
-        *("alloc_head_slots", "compact_kv", "window_scores", "accumulated_attention"),
+        *("alloc_head_slots", "compact_kv", "cut_runs", "window_scores", "accumulated_attention"),
         *("radix_select", "ragged_decode", "ragged_extend"),
     ):
         module: Any = importlib.import_module(f"kvevict_kernels.{op}")
@@ -117,16 +128,28 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "gpu")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU, in Triton's interpreter")
-    parser.add_argument("--only", nargs="*", default=list(SECTIONS), choices=SECTIONS, help="some sections only")
-    parser.add_argument("--limit", type=float, default=500.0, help="seconds for all sections")
+    parser.add_argument("--part", choices=PARTS, help="one part, at most ten minutes; parts of a day share one page")
+    parser.add_argument("--only", nargs="*", choices=SECTIONS, help="some sections only")
+    parser.add_argument("--limit", type=float, default=570.0, help="seconds for all sections of a part")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.section:
         print(json.dumps(run_section(args.section, is_smoke=args.smoke)))
         return 0
+    chosen = {args.part: PARTS[args.part]} if args.part else PARTS
+    if args.only is not None:
+        chosen = {"chosen": tuple(args.only)}
+    failed = False
+    for sections in chosen.values():
+        failed |= run_part(list(sections), args)
+    return 1 if failed else 0
+
+
+def run_part(sections: list[str], args: argparse.Namespace) -> bool:
+    """Measure, write and complain; True if something failed or is wrong."""
     from gpu_bench import page
 
-    results = run_all(args.only, is_smoke=args.smoke, limit=args.limit)
+    results = run_all(sections, is_smoke=args.smoke, limit=args.limit)
     for path in page.write(results, args.out):
         print(path)
     wrong = [row["kernel"] for row in results["sections"].get("correctness", []) if not row["right"]]
@@ -136,7 +159,7 @@ def main() -> int:
         print(f"{section} failed:\n{message}", file=sys.stderr)
     if wrong:
         print(f"wrong: {', '.join(wrong)}", file=sys.stderr)
-    return 1 if wrong or results["failures"] else 0
+    return bool(wrong or results["failures"])
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ import importlib.util
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from sgl_kvevict.attention.batch import AttentionBatch
+from sgl_kvevict.attention.choice import flashinfer_reasons, triton_reasons
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 
@@ -108,6 +110,21 @@ def resolve_attention(name: str, device: str) -> str:
     return chosen
 
 
+def kernel_reasons(name: str, device: str, dtype: torch.dtype, head_dim: int) -> list[str]:
+    """Return one sentence for everything about a model or its KV pool that the implementation has no kernels for.
+
+    Args:
+        name: as configured.
+        device: "cpu" or "cuda".
+        dtype: of the KV pool.
+        head_dim: of the model.
+    """
+    chosen = AUTO.get(device) if name == "auto" else name
+    if chosen == "triton":
+        return triton_reasons(dtype, head_dim, device)
+    return flashinfer_reasons(dtype, head_dim) if chosen == "flashinfer" else []
+
+
 def build_attention(name: str, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> Attention:
     """Build what the configuration asks for, on the arenas' device.
 
@@ -130,9 +147,13 @@ def _build_torch(geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> Atte
 
 
 def _build_triton(geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> Attention:
+    from sgl_kvevict.attention.flashinfer_prefill import find_plain_prefill
     from sgl_kvevict.attention.triton_attention import TritonAttention
 
-    return TritonAttention(geometry, k_arena, v_arena)
+    attention = TritonAttention(geometry, k_arena, v_arena, find_plain_prefill(geometry, k_arena, v_arena))
+    if k_arena.is_cuda:
+        attention.warm_up()
+    return attention
 
 
 def _build_flashinfer(geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> Attention:

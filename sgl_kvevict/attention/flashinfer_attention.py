@@ -15,13 +15,18 @@ from torch import Tensor
 
 from kvevict_kernels.checks import check_tensor
 from sgl_kvevict.attention.batch import AttentionBatch, CompositionKey
-from sgl_kvevict.attention.flashinfer_lists import SpanLists, build_span_lists, build_suffix_lists, merge_base2
+from sgl_kvevict.attention.choice import DTYPES_16, flashinfer_reasons
+from sgl_kvevict.attention.flashinfer_lists import (
+    SpanLists,
+    SuffixLists,
+    build_span_lists,
+    build_suffix_lists,
+    merge_base2,
+)
 from sgl_kvevict.attention.recent_compositions import MAX_COMPOSITIONS, RecentCompositions
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 
-HEAD_DIMS = (64, 128, 256)
-DTYPES = (torch.bfloat16, torch.float16)
 WORKSPACE_BYTES = 256 * 2**20
 SUFFIX_WRAPPERS = 3
 _INDPTR_ATTRIBUTE = "_paged_kv_indptr_buf"
@@ -38,7 +43,7 @@ class PagedWrapper(Protocol):
         """Attend as planned."""
 
 
-class _Planned:
+class Planned:
     """One wrapper, planned again only when the device has taken the last plan.
 
     A plan travels from a pinned buffer of the wrapper, asynchronously; planning again too early would overwrite it.
@@ -52,6 +57,7 @@ class _Planned:
         self._is_planned = False
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
+        """Plan as the wrapper does, once the device has taken the plan before."""
         if self._taken is not None and self._is_planned:
             self._taken.synchronize()
         self.wrapper.plan(*args, **kwargs)
@@ -65,7 +71,7 @@ class _Spans:
     """Planned spans of one composition; both None if it reads none."""
 
     lists: SpanLists | None
-    planned: _Planned | None
+    planned: Planned | None
 
 
 class FlashInferAttention:
@@ -91,25 +97,18 @@ class FlashInferAttention:
         v_arena: Tensor,
         make_wrapper: Callable[[], PagedWrapper] | None = None,
     ) -> None:
-        reasons = []
-        if geometry.head_dim not in HEAD_DIMS:
-            reasons.append(
-                f"attention 'flashinfer' needs a head_dim of 64, 128 or 256; the model's is {geometry.head_dim}"
-            )
-        if k_arena.dtype not in DTYPES:
-            reasons.append(f"attention 'flashinfer' needs bfloat16 or float16 KV; the pool's dtype is {k_arena.dtype}")
-        if reasons:
+        if reasons := flashinfer_reasons(k_arena.dtype, geometry.head_dim):
             raise UnsupportedSetupError(reasons)
         shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
-        check_tensor("k_arena", k_arena, shape, DTYPES)
+        check_tensor("k_arena", k_arena, shape, DTYPES_16)
         check_tensor("v_arena", v_arena, shape, k_arena.dtype, k_arena.device)
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena
         self.num_span_plans = 0
         make = make_wrapper or flashinfer_wrappers(k_arena.device)
-        self._span_wrappers = [_Planned(make(), k_arena.device) for _ in range(MAX_COMPOSITIONS)]
-        self._suffix_wrappers = [_Planned(make(), k_arena.device) for _ in range(SUFFIX_WRAPPERS)]
+        self._span_wrappers = [Planned(make(), k_arena.device) for _ in range(MAX_COMPOSITIONS)]
+        self._suffix_wrappers = [Planned(make(), k_arena.device) for _ in range(SUFFIX_WRAPPERS)]
         self._compositions: RecentCompositions[CompositionKey, _Spans] = RecentCompositions(self._take_back_wrapper)
         self._num_new = -1
         self._spans = _Spans(None, None)
@@ -118,20 +117,8 @@ class FlashInferAttention:
         """Prepare the layers of one forward; see :meth:`sgl_kvevict.attention.backend.Attention.plan`."""
         self._num_new = sum(batch.new_lens)
         self._spans = self._compositions.get(batch.composition, lambda: self._plan_spans(batch))
-        lists = build_suffix_lists(batch)
         self._suffix_wrappers.append(self._suffix_wrappers.pop(0))
-        self._suffix_wrappers[-1].plan(
-            lists.qo_indptr,
-            lists.kv_indptr,
-            lists.kv_indices,
-            torch.ones(len(batch.seq_lens), dtype=torch.int32),
-            self.geometry.num_qo_heads,
-            self.geometry.num_kv_heads,
-            self.geometry.head_dim,
-            1,
-            causal=True,  # aligned to the ends: the last new token sees the whole suffix
-            **self._plan_options(),
-        )
+        plan_suffixes(self._suffix_wrappers[-1], build_suffix_lists(batch), self.geometry, self.k_arena.dtype)
 
     def run(self, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
         """Attend as planned; see :meth:`sgl_kvevict.attention.backend.Attention.run`."""
@@ -175,7 +162,7 @@ class FlashInferAttention:
             1,
             causal=False,
             disable_split_kv=True,
-            **self._plan_options(),
+            **_plan_options(self.k_arena.dtype),
         )
         if not hasattr(planned.wrapper, _INDPTR_ATTRIBUTE):
             raise UnsupportedSetupError(
@@ -184,12 +171,40 @@ class FlashInferAttention:
         self.num_span_plans += 1
         return _Spans(lists, planned)
 
-    def _plan_options(self) -> dict[str, Any]:
-        return {"sm_scale": 1.0, "q_data_type": self.k_arena.dtype, "kv_data_type": self.k_arena.dtype}
+
+def plan_suffixes(planned: Planned, lists: SuffixLists, geometry: KVGeometry, dtype: torch.dtype) -> None:
+    """Plan ordinary paged attention of the last tokens of every request to all of it.
+
+    Args:
+        planned: wrapper.
+        lists: pages of one token slot.
+        geometry: sizes.
+        dtype: of queries, keys and values.
+    """
+    planned.plan(
+        lists.qo_indptr,
+        lists.kv_indptr,
+        lists.kv_indices,
+        torch.ones(lists.qo_indptr.numel() - 1, dtype=torch.int32),
+        geometry.num_qo_heads,
+        geometry.num_kv_heads,
+        geometry.head_dim,
+        1,
+        causal=True,  # aligned to the ends: the last new token sees the whole suffix
+        **_plan_options(dtype),
+    )
 
 
-def flashinfer_wrappers(device: torch.device) -> Callable[[], PagedWrapper]:
+def _plan_options(dtype: torch.dtype) -> dict[str, Any]:
+    return {"sm_scale": 1.0, "q_data_type": dtype, "kv_data_type": dtype}
+
+
+def flashinfer_wrappers(device: torch.device, backend: str = "fa2") -> Callable[[], PagedWrapper]:
     """Return a factory of FlashInfer's wrappers that share one workspace.
+
+    Args:
+        device: of the workspace.
+        backend: FlashInfer's name of its kernels; spans need "fa2", whose plan does not depend on lengths.
 
     Raises:
         UnsupportedSetupError: FlashInfer cannot be imported.
@@ -203,7 +218,7 @@ def flashinfer_wrappers(device: torch.device) -> Callable[[], PagedWrapper]:
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
     def make() -> PagedWrapper:
-        wrapper: PagedWrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+        wrapper: PagedWrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
         return wrapper
 
     return make

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvevict_kernels.checks import KV_DTYPES, check_tensor
-from kvevict_kernels.ragged_decode import list_tables, plan_ragged_decode, run_ragged_decode, start_step
+from kvevict_kernels.ragged_decode import list_tables, plan_ragged_decode, run_ragged_decode, sizes_on, start_step
+from kvevict_kernels.ragged_decode.chunks import bucket
 from kvevict_kernels.ragged_decode.directory import NUM_ENTRIES, Directory
+from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS, uses_split
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 from kvevict_kernels.ragged_extend import run_ragged_extend
 from kvevict_kernels.transfer import to_device
-from sgl_kvevict.attention.batch import AttentionBatch, CompositionKey, Path
+from sgl_kvevict.attention.batch import AttentionBatch, Path
+from sgl_kvevict.attention.choice import triton_reasons
+from sgl_kvevict.attention.flashinfer_prefill import PlainPrefill
 from sgl_kvevict.attention.recent_compositions import RecentCompositions
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.ragged import SpanRuns
 
-MAX_ROW_BYTES = 512
-"""Longer rows make the tiles of ``ragged_extend`` larger than the shared memory of an H100 (compiled, not run)."""
+WARM_UP_KEYS = 1024
+"""Enough for the keys of a short prefill to be split."""
+_Key = tuple[tuple[Path, ...], tuple[int, ...], tuple[int, ...]]
+"""Paths, numbers of new tokens and bounds of the suffixes."""
 
 
 @dataclass
@@ -39,32 +46,73 @@ class TritonAttention:
 
     A CUDA graph may record decode steps (:class:`sgl_kvevict.attention.backend.CapturableAttention`).
 
+    Long prefills that read no span go to FlashInfer where it is given.
+
     Args:
         geometry: sizes.
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous.
         v_arena: like ``k_arena``.
+        plain_prefill: attends for long prefills that read no span; None: our kernel does.
 
     Raises:
         ValueError: wrong shape, dtype or device of an arena.
-        UnsupportedSetupError: rows of K are too long for the shared memory of a GPU.
+        UnsupportedSetupError: no kernel is compiled for the model's head_dim or the pool's dtype.
     """
 
-    def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> None:
+    def __init__(
+        self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, plain_prefill: PlainPrefill | None = None
+    ) -> None:
+        if reasons := triton_reasons(k_arena.dtype, geometry.head_dim, k_arena.device.type):
+            raise UnsupportedSetupError(reasons)
         shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
         check_tensor("k_arena", k_arena, shape, KV_DTYPES)
         check_tensor("v_arena", v_arena, shape, k_arena.dtype, k_arena.device)
-        row_bytes = geometry.head_dim * k_arena.element_size()
-        if row_bytes > MAX_ROW_BYTES:
-            allowed = f"allowed: {MAX_ROW_BYTES}, for example a head_dim of 256 in 16 bits"
-            raise UnsupportedSetupError([f"attention 'triton': a row of K takes {row_bytes} bytes ({allowed})"])
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena
+        self.plain_prefill = plain_prefill
         self.num_compositions_built = 0
-        self._compositions: RecentCompositions[CompositionKey, _Composition] = RecentCompositions()
+        self._compositions: RecentCompositions[_Key, _Composition] = RecentCompositions()
         self._composition: _Composition | None = None
+        self._sizes = sizes_on(
+            k_arena.device,
+            num_layers=geometry.num_layers,
+            num_kv_heads=geometry.num_kv_heads,
+            group_size=geometry.group_size,
+            head_dim=geometry.head_dim,
+        )
         self._partials = self._scratch(0)
         self._captured_entries = torch.empty(NUM_ENTRIES, dtype=torch.int64, device=k_arena.device)
+
+    def warm_up(self) -> None:
+        """Launch every kernel once as serving does, so that none is compiled while requests wait.
+
+        Reads token slot 0 and row 0 of a table of its own, and writes to memory of its own.
+        """
+        device, geometry = self.k_arena.device, self.geometry
+        many = SPLIT_ROWS // geometry.group_size + 1  # q rows of ragged_extend, in split parts, and merged
+        few = SPLIT_ROWS // geometry.group_size  # q rows of the larger tile
+        new_lens = [1, max(few, 1), max(many, 2), max(many, 2)]
+        empty = torch.zeros(geometry.num_layers, geometry.num_kv_heads, dtype=torch.int32, device=device)
+        span = SpanRuns(torch.zeros(1, dtype=torch.int32, device=device), empty, empty, 1)
+        length = 1 + bucket(max(new_lens)) + WARM_UP_KEYS
+        batch = AttentionBatch(
+            paths=((span,), (span,), (span,), ()),
+            waterlines=[1, 1, 1, 0],
+            seq_lens=[length] * 4,
+            extend_lens=new_lens,
+            req_pool_indices=torch.zeros(4, dtype=torch.int64, device=device),
+            req_to_token=torch.zeros(1, length, dtype=torch.int32, device=device),
+        )
+        shape = (sum(new_lens), geometry.num_qo_heads, geometry.head_dim)
+        for chosen in (batch, replace(batch, extend_lens=None)):
+            self.plan(chosen)
+            rows = sum(chosen.new_lens)
+            self.run(0, torch.zeros(shape, dtype=self.k_arena.dtype, device=device)[:rows], 1.0)
+        self._compositions = RecentCompositions()
+        self._composition = None
+        self._partials = self._scratch(0)
+        self.num_compositions_built = 0
 
     def plan(self, batch: AttentionBatch) -> None:
         """Prepare the layers of one forward.
@@ -73,11 +121,13 @@ class TritonAttention:
             batch: the requests of the forward; with ``device_seq_lens`` nothing is copied from the host while
                 the composition stays the same.
         """
-        composition = self._compositions.get(batch.composition, lambda: self._build(batch.paths, batch.new_lens))
+        composition = self._composition_of(batch.paths, batch.new_lens, _suffix_bounds(batch))
         seq_lens = batch.device_seq_lens
         if seq_lens is None:
             seq_lens = to_device(torch.tensor(batch.seq_lens, dtype=torch.int32), self.k_arena.device)
         self._composition = composition
+        if self.plain_prefill is not None:
+            self.plain_prefill.plan(batch, self._plain_requests(batch.paths, batch.new_lens))
         self.start_step(seq_lens, batch.req_pool_indices, batch.req_to_token)
 
     def start_step(self, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor) -> None:
@@ -97,16 +147,17 @@ class TritonAttention:
 
     def start_capture(self, num_requests: int) -> None:
         """Lay out; see :meth:`sgl_kvevict.attention.backend.CapturableAttention.start_capture`."""
-        directory = self._build(((),) * num_requests, (1,) * num_requests).directory
+        ones = (1,) * num_requests
+        directory = self._build(((),) * num_requests, ones, ones).directory
         self._composition = _Composition(directory.captured_at(self._captured_entries))
 
     def follow(self, batch: AttentionBatch, num_requests: int) -> None:
         """Swap the tables; see :meth:`sgl_kvevict.attention.backend.CapturableAttention.follow`."""
         if batch.extend_lens is not None or len(batch.paths) > num_requests:
             raise InvariantError(f"{num_requests} decode rows were captured, got {batch.new_lens} new tokens")
-        paths = batch.paths + ((),) * (num_requests - len(batch.paths))
-        new_lens = (1,) * num_requests
-        composition = self._compositions.get((paths, new_lens), lambda: self._build(paths, new_lens))
+        padding = num_requests - len(batch.paths)
+        bounds = _suffix_bounds(batch) + (1,) * padding
+        composition = self._composition_of(batch.paths + ((),) * padding, (1,) * num_requests, bounds)
         self._captured_entries.copy_(composition.directory.entries)
 
     def run(self, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
@@ -116,28 +167,47 @@ class TritonAttention:
         shape = (num_new, self.geometry.num_qo_heads, self.geometry.head_dim)
         if composition is None or composition.step is None or tuple(q.shape) != shape:
             raise InvariantError(f"q: planned {list(shape)}, got {list(q.shape)}")
-        queries = q.contiguous().to(self.k_arena.dtype)
-        out = torch.empty_like(queries)
+        queries = q.to(self.k_arena.dtype)
+        if not queries[0].is_contiguous():  # a slice of a fused projection is read where it lies
+            queries = queries.contiguous()
+        out = torch.empty(q.shape, dtype=queries.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         inputs = LayerInputs(layer, queries, self.k_arena, self.v_arena, sm_scale)
         run_ragged_decode(composition.directory, composition.step, inputs, out=out, lse=lse)
-        run_ragged_extend(composition.directory.tables, composition.step, inputs, out=out, lse=lse)
+        run_ragged_extend(composition.directory, composition.step, inputs, out=out, lse=lse)
+        if self.plain_prefill is not None:
+            self.plain_prefill.run(layer, queries, sm_scale, out, lse)
         return out.to(q.dtype), lse
 
-    def _build(self, paths: tuple[Path, ...], new_lens: Sequence[int]) -> _Composition:
+    def _composition_of(
+        self, paths: tuple[Path, ...], new_lens: Sequence[int], suffix_bounds: tuple[int, ...]
+    ) -> _Composition:
+        new = tuple(new_lens)
+        return self._compositions.get((paths, new, suffix_bounds), lambda: self._build(paths, new, suffix_bounds))
+
+    def _build(
+        self, paths: tuple[Path, ...], new_lens: tuple[int, ...], suffix_bounds: tuple[int, ...]
+    ) -> _Composition:
         self.num_compositions_built += 1
-        geometry = self.geometry
         tables = plan_ragged_decode(
             paths,
             new_lens,
-            num_layers=geometry.num_layers,
-            num_kv_heads=geometry.num_kv_heads,
-            group_size=geometry.group_size,
+            suffix_bounds,
+            sizes=self._sizes,
             device=self.k_arena.device,
+            elsewhere=self._plain_requests(paths, new_lens),
         )
         if self._partials[0].shape[0] < tables.num_partials:
             self._partials = self._scratch(tables.num_partials)
         return _Composition(list_tables(tables, self._partials))
+
+    def _plain_requests(self, paths: Sequence[Path], new_lens: Sequence[int]) -> list[int]:
+        """Requests that ``plain_prefill`` attends for."""
+        if self.plain_prefill is None:
+            return []
+        group = self.geometry.group_size
+        both = zip(paths, new_lens, strict=True)
+        return [i for i, (path, new) in enumerate(both) if not path and not uses_split(new, group)]
 
     def _scratch(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """Partials of all layers and forwards, one after the other on one stream; who needs more replaces them."""
@@ -146,3 +216,8 @@ class TritonAttention:
             torch.empty(num_rows, self.geometry.head_dim, dtype=torch.float32, device=device),
             torch.empty(num_rows, dtype=torch.float32, device=device),
         )
+
+
+def _suffix_bounds(batch: AttentionBatch) -> tuple[int, ...]:
+    """What the suffixes of a batch do not outgrow for many steps."""
+    return tuple(bucket(end - start) for start, end in zip(batch.waterlines, batch.seq_lens, strict=True))

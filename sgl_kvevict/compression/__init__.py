@@ -3,5 +3,6 @@
 from sgl_kvevict.compression.compressor import Compression, Compressor
 from sgl_kvevict.compression.observation import PromptObservation
 from sgl_kvevict.compression.reader_observation import ReaderChunk, ReaderObservation
+from sgl_kvevict.compression.warm_up import warm_up
 
-__all__ = ["Compression", "Compressor", "PromptObservation", "ReaderChunk", "ReaderObservation"]
+__all__ = ["Compression", "Compressor", "PromptObservation", "ReaderChunk", "ReaderObservation", "warm_up"]

@@ -7,9 +7,9 @@ the segment's token slots in the accounting, the other spans carry none.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from kvevict_kernels.cut_runs import cut_runs
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.ragged import SpanRuns
@@ -22,6 +22,8 @@ class Segment:
         num_tokens: tokens that the segment stands for.
 
     Attributes:
+        start: logical position of the first of them.
+        end: logical position after the last of them.
         token_slots: [num_slots], int64, token slots held; nobody else may use them.
         head_slots: [num_entries], int32, where each entry is stored, run after run in (layer, head) order.
         positions: [num_entries], int32, logical position of each entry's token, ascending within a run.
@@ -42,10 +44,13 @@ class Segment:
         head_slots: Tensor,
         positions: Tensor,
         indptr: Tensor,
+        start: int,
         num_tokens: int,
         splittable: bool = True,
     ) -> None:
         self.geometry = geometry
+        self.start = start
+        self.end = start + num_tokens
         self.token_slots = token_slots
         self.head_slots = head_slots
         self.positions = positions
@@ -66,28 +71,22 @@ class Segment:
         """Entries stored, dead ones included."""
         return self.head_slots.numel()
 
-    def count_before(self, position: int) -> Tensor:
-        """Entries of each run whose token comes before ``position``, by binary search in every run at once.
+    def cut(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Entries of each run whose token is in ``[start, end)``; of the whole segment nothing is searched.
 
         Args:
-            position: logical position.
+            start: logical position.
+            end: logical position.
 
         Returns:
-            [num_layers, num_kv_heads], int32.
+            starts and lens, each [num_layers, num_kv_heads], int32.
         """
-        low, high = self.indptr[:-1].long(), self.indptr[1:].long()
-        begin = low
-        if self.num_entries:
-            for _ in range(self.num_entries.bit_length()):
-                middle = (low + high) // 2
-                before = self.positions[middle.clamp(max=self.num_entries - 1)] < position
-                searching = low < high
-                low, high = (
-                    torch.where(searching & before, middle + 1, low),
-                    torch.where(searching & ~before, middle, high),
-                )
+        if start <= self.start and end >= self.end:
+            starts, lens = self.indptr[:-1], self.indptr.diff()
+        else:
+            starts, lens = cut_runs(self.positions, self.indptr, start, end)
         shape = (self.geometry.num_layers, self.geometry.num_kv_heads)
-        return (low - begin).to(torch.int32).view(shape)
+        return starts.view(shape), lens.view(shape)
 
 
 class Span:
@@ -128,13 +127,8 @@ class Span:
         a forward that reads the span is still running.
         """
         if self._runs is None:
-            first = self.segment.count_before(self.start)
-            self._runs = SpanRuns(
-                head_slots=self.segment.head_slots,
-                starts=self.segment.indptr[:-1].view_as(first) + first,
-                lens=self.segment.count_before(self.end) - first,
-                num_tokens=self.num_tokens,
-            )
+            starts, lens = self.segment.cut(self.start, self.end)
+            self._runs = SpanRuns(self.segment.head_slots, starts, lens, self.num_tokens)
         return self._runs
 
     def split(self, position: int) -> tuple[Span, Span]:

@@ -91,6 +91,7 @@ class SpanStore:
             head_slots=head_slots,
             positions=selection.indices + start,
             indptr=indptr,
+            start=start,
             num_tokens=token_slots.numel(),
             splittable=splittable,
         )
@@ -115,7 +116,7 @@ class SpanStore:
         old = spans[0].segment
         if any(span.segment is not old for span in spans) or len(spans) != old.num_spans:
             raise InvariantError(f"repack needs all {old.num_spans} spans of one segment, got {len(spans)}")
-        keep_lens = old.count_before(spans[-1].end)
+        keep_lens = old.cut(old.start, spans[-1].end)[1]
         num_entries = int(keep_lens.sum())  # sync: only when a node below another view of its segment is dropped
         num_slots = largest(self.geometry.slots_for(num_entries), spans[0].start, spans[-1].end, old.num_slots)
         if num_slots == old.num_slots:
@@ -133,6 +134,7 @@ class SpanStore:
             head_slots=head_slots,
             positions=old.positions[kept],
             indptr=indptr,
+            start=spans[0].start,
             num_tokens=spans[-1].end - spans[0].start,
             splittable=old.splittable,
         )

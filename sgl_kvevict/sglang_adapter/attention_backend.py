@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
-from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from sgl_kvevict.attention import AttentionBatch, CapturableAttention, build_attention, resolve_attention
+from sgl_kvevict.attention.backend import kernel_reasons
 from sgl_kvevict.compression import PromptObservation, ReaderChunk
 from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import UnsupportedSetupError
@@ -19,6 +19,7 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.sglang_adapter.arena import arena_of, kvevict_is_selected
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 from sgl_kvevict.sglang_adapter.graphs import graph_reasons
+from sgl_kvevict.sglang_adapter.refusals import layer_reasons
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ class KVEvictAttentionBackend(AttentionBackend):
 
     Raises:
         UnsupportedSetupError: selected without the matching radix-cache backend, on a device that the configured
-            attention does not run on, or with CUDA graphs that it cannot follow.
+            attention does not run on, with CUDA graphs that it cannot follow, or for a model or KV dtype without
+            kernels.
         ConfigError: the configuration is invalid.
     """
 
@@ -57,6 +59,9 @@ class KVEvictAttentionBackend(AttentionBackend):
         config = load_config()
         device = torch.device(model_runner.device).type
         reasons += device_reasons(config.attention, device)
+        reasons += layer_reasons(model_runner.model)
+        head_dim = model_runner.model_config.head_dim
+        reasons += kernel_reasons(config.attention, device, self.token_to_kv_pool.dtype, head_dim)
         if reasons:
             raise UnsupportedSetupError(reasons)
         assert arena is not None
@@ -168,7 +173,8 @@ class KVEvictAttentionBackend(AttentionBackend):
         **kwargs: Any,
     ) -> Tensor:
         """Attend with one new token per request; returns [num_tokens, num_qo_heads * head_dim]."""
-        _require_plain_attention(layer, kwargs)
+        if kwargs:
+            _require_no_extras(kwargs)
         return self._attend(q, k, v, layer, forward_batch, save_kv_cache)[0]
 
     def forward_extend(
@@ -182,7 +188,8 @@ class KVEvictAttentionBackend(AttentionBackend):
         **kwargs: Any,
     ) -> Tensor:
         """Attend with the new tokens of each request; returns [num_tokens, num_qo_heads * head_dim]."""
-        _require_plain_attention(layer, kwargs)
+        if kwargs:
+            _require_no_extras(kwargs)
         out, queries, lse = self._attend(q, k, v, layer, forward_batch, save_kv_cache)
         index = layer.layer_id - self.start_layer
         for rows, observation in self._observed:
@@ -206,12 +213,13 @@ class KVEvictAttentionBackend(AttentionBackend):
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim), queries, lse
 
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
-        """Spans, and on a GPU rows of ``req_to_token``, are read until the forward ends.
+        """Spans, and on a GPU rows of ``req_to_token``, are read until the last layer has attended.
 
-        So SGLang lets its scheduler's stream wait for the whole forward. Compaction and releases run on that stream,
-        and the next forward waits for it: nothing is moved or overwritten under a reader.
+        Compaction and releases run on the scheduler's stream, and the next forward waits for it. SGLang lets that
+        stream wait for a captured step's replay, after which only sampling is left, or for a whole prefill: nothing is
+        moved or overwritten under a reader.
         """
-        return SharedReadEnds.UNKNOWN
+        return SharedReadEnds.POST_REPLAY if fm.is_decode() else SharedReadEnds.UNKNOWN
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the length of SGLang's dummy requests, which also fill up captured steps."""
@@ -238,14 +246,8 @@ def device_reasons(attention: str, device: str) -> list[str]:
     return reasons + (graph_reasons(chosen) if device == "cuda" else [])
 
 
-def _require_plain_attention(layer: RadixAttention, kwargs: dict[str, Any]) -> None:
-    """Refuse variants of attention that only a layer knows; the warm-up forward meets every layer at start."""
-    reasons = [f"a layer passes {name!r} to attention" for name, value in kwargs.items() if value is not None]
-    if layer.logit_cap:
-        reasons.append("a layer caps its attention logits")
-    if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
-        reasons.append("a layer's attention is not causal self-attention")
-    if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
-        reasons.append("a layer's attention has a sliding window")
+def _require_no_extras(extras: dict[str, Any]) -> None:
+    """Refuse what a layer passes to attention beside q, k and v; SGLang's warm-up meets every layer at start."""
+    reasons = [f"a layer passes {name!r} to attention" for name, value in extras.items() if value is not None]
     if reasons:
         raise UnsupportedSetupError(reasons)

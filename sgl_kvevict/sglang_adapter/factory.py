@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from sgl_kvevict.compression import Compressor
+from sgl_kvevict.compression import Compressor, warm_up
 from sgl_kvevict.config import KVEvictConfig, load_config
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
@@ -91,4 +91,7 @@ def _assemble(
     turns_queries = bool({Signal.QUERY_MOMENTS, Signal.ECHO_ATTENTION} & policy.needs)
     rotary = find_rotary(model) if turns_queries else None
     output_grams = find_output_grams(model, geometry) if Signal.OUTPUT_GRAM in policy.needs else None
-    return KVEvictTree(ctx.params, store, Compressor(config, policy, store, rotary, output_grams))
+    compressor = Compressor(config, policy, store, rotary, output_grams)
+    if arena.k.is_cuda:
+        warm_up(compressor)
+    return KVEvictTree(ctx.params, store, compressor)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from torch import nn
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -91,6 +93,19 @@ def model_reasons(model_config: ModelConfig, *, is_hybrid_ssm: bool) -> list[str
     reasons = [reason for applies, reason in _MODEL_CHECKS if applies(model_config)]
     if is_hybrid_ssm:
         reasons.append("the model has recurrent (mamba) layers")
+    return reasons
+
+
+def layer_reasons(model: nn.Module) -> list[str]:
+    """Return one sentence for every variant of attention in the model that is not supported."""
+    layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
+    reasons = []
+    if any(layer.logit_cap for layer in layers):
+        reasons.append("a layer caps its attention logits")
+    if any(layer.is_cross_attention or layer.attn_type != AttentionType.DECODER for layer in layers):
+        reasons.append("a layer's attention is not causal self-attention")
+    if any(layer.sliding_window_size is not None and layer.sliding_window_size > -1 for layer in layers):
+        reasons.append("a layer's attention has a sliding window")
     return reasons
 
 

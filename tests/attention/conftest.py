@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvevict_kernels.ragged_decode.chunks import extend_splits, span_chunk
+from kvevict_kernels.ragged_decode.tile_table import Tile
 from sgl_kvevict.attention import AttentionBatch, CpuAttention
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.ragged import SpanRuns
@@ -174,11 +176,20 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several chunks per run, without runs that are slow in the interpreter."""
-    monkeypatch.setattr("kvevict_kernels.ragged_decode.host_lists.CHUNKS", (16, 32))
-    monkeypatch.setattr("kvevict_kernels.ragged_decode.tables.CHUNKS", (16, 32))
-    monkeypatch.setattr("kvevict_kernels.ragged_decode.triton_impl.KEY_BLOCK", 16)
+    small = {"CHUNK_STEP": 16, "MIN_CHUNKS": (16, 32), "MAX_CHUNK": 32, "MIN_EXTEND_KEYS": 16, "EXTEND_RAMP": 4}
+    for name, value in small.items():
+        monkeypatch.setattr(f"kvevict_kernels.ragged_decode.chunks.{name}", value)
+    monkeypatch.setattr("kvevict_kernels.ragged_decode.host_lists.MIN_CHUNKS", small["MIN_CHUNKS"])
+    tiles = (Tile(16, 16, 5, 4), Tile(64, 16, 5, 4), Tile(128, 16, 5, 8))
+    for module in ("ragged_decode", "ragged_decode.triton_impl", "ragged_extend.triton_impl"):
+        monkeypatch.setattr(f"kvevict_kernels.{module}.tiles_for", lambda limits, head_dim: tiles)
+    for planned in (span_chunk, extend_splits):
+        planned.cache_clear()
+    yield
+    for planned in (span_chunk, extend_splits):
+        planned.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from sgl_kvevict.attention import CpuAttention, build_attention, resolve_attention
+from sgl_kvevict.attention.backend import kernel_reasons
 from sgl_kvevict.errors import UnsupportedSetupError
 
 if TYPE_CHECKING:
@@ -40,3 +43,25 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cpu_arenas_get_torch(make_world: MakeWorld) -> None:
     world = make_world()
     assert isinstance(build_attention("auto", world.geometry, world.k, world.v), CpuAttention)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "head_dim", "message"),
+    [
+        ("auto", torch.float32, 128, "attention 'triton' needs bfloat16 or float16 KV on a GPU; .* float32"),
+        ("triton", torch.float8_e4m3fn, 128, r"float8_e4m3fn \(start with --kv-cache-dtype auto\)"),
+        ("triton", torch.bfloat16, 512, "needs a head_dim of at most 256; the model's is 512"),
+        ("flashinfer", torch.bfloat16, 80, "needs a head_dim of 64, 128 or 256; the model's is 80"),
+        ("flashinfer", torch.float8_e5m2, 64, "attention 'flashinfer' needs bfloat16 or float16 KV"),
+    ],
+)
+def test_what_no_kernel_is_compiled_for_is_a_reason(
+    name: str, dtype: torch.dtype, head_dim: int, message: str
+) -> None:
+    (reason,) = kernel_reasons(name, "cuda", dtype, head_dim)
+    assert re.search(message, reason)
+    assert kernel_reasons(name, "cuda", torch.float16, 128) == []
+
+
+def test_the_cpu_takes_float32() -> None:
+    assert kernel_reasons("auto", "cpu", torch.float32, 80) == []

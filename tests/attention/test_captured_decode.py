@@ -179,9 +179,9 @@ def test_more_rows_than_a_small_tile_are_captured_with_both_tiles(make_world: Ma
     assert captured.tape.kernels == ["_suffix_work_kernel", "_split_kernel", "_split_kernel", "_merge_kernel"]
 
 
-def test_rows_too_long_for_shared_memory_are_refused(make_world: MakeWorld) -> None:
-    world = make_world(1, 1, 256, dtype=torch.float32, num_token_slots=2)
-    with pytest.raises(UnsupportedSetupError, match="a row of K takes 1024 bytes"):
+def test_rows_that_no_kernel_is_compiled_for_are_refused(make_world: MakeWorld) -> None:
+    world = make_world(1, 1, 257, num_token_slots=2)
+    with pytest.raises(UnsupportedSetupError, match="head_dim of at most 256; the model's is 257"):
         TritonAttention(world.geometry, world.k, world.v)
 
 

@@ -7,10 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.fake_flashinfer import FakePagedWrapper
 from helpers.poison import poisoned_allocations
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits, rounding_noise
+from kvevict_kernels.device_limits import INTERPRETER
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
 from sgl_kvevict.attention import Attention, AttentionBatch, CpuAttention
+from sgl_kvevict.attention.flashinfer_prefill import PlainPrefill
 from sgl_kvevict.attention.triton_attention import TritonAttention
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.ragged import SpanRuns
@@ -114,10 +117,10 @@ def test_sharers_read_a_span_once(make_world: MakeWorld, device: str, sharers: i
     assert runner.attention._composition is not None
     tables = runner.attention._composition.directory.tables
     which = int(sharers * 4 > 16)
-    chunk = tables.classes[which].chunk
-    items = tables.classes[which].layer_start.diff().tolist()
+    chunk = int(tables.span_chunk)
+    items = tables.classes[which].item_count.tolist()
     assert items == ((span.lens + chunk - 1) // chunk).sum(1).tolist()
-    assert tables.classes[1 - which].layer_start.tolist() == [0, 0, 0]
+    assert tables.classes[1 - which].item_count.tolist() == [0, 0]
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -132,6 +135,54 @@ def test_extends_short_and_long_and_decode_rows(make_world: MakeWorld, device: s
     world.add((), 33)
     world.add((), 3)
     check(Runner(world, device), [1, 7, num_long, 33, 2])
+
+
+@pytest.fixture
+def many_sms(monkeypatch: pytest.MonkeyPatch, small_chunks: None) -> None:
+    """A device that a few tiles do not fill."""
+    limits = replace(INTERPRETER, num_sms=20)
+    monkeypatch.setattr("kvevict_kernels.ragged_decode.limits_of", lambda device: limits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.usefixtures("many_sms")
+def test_keys_of_a_few_tiles_are_split(make_world: MakeWorld, device: str, dtype: torch.dtype) -> None:
+    """Parts that begin and end in the middle of runs, or hold nothing of a head; requests of other lengths beside."""
+    world = make_world(2, 3, 16, num_token_slots=900, dtype=dtype)
+    empty = world.span(torch.zeros(2, 2, dtype=torch.int32), num_tokens=1)
+    shared = world.uneven_span(70)
+    world.add((shared, empty, world.uneven_span(33)), 61)
+    world.add((), 150)
+    world.add((shared,), 5)
+    runner = Runner(world, device)
+    new_lens = [45, 150, 1]
+    check(runner, new_lens)
+    assert runner.attention._composition is not None
+    splits = runner.attention._composition.directory.tables.num_splits.tolist()
+    assert splits[0] > 3 and splits[1] > 1 and splits[2] == 0
+    q = world.queries(new_lens)
+    out, lse = runner.attend(1, q, new_lens)
+    for i in (2, 1):
+        for per_request in (world.paths, world.waterlines, world.seq_lens, world.rows):
+            del per_request[i]
+    alone = runner.attend(1, q[:45], [45])
+    assert_same_bits("out", alone[0], out[:45])
+    assert_same_bits("lse", alone[1], lse[:45])
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_queries_are_read_out_of_a_fused_projection(make_world: MakeWorld, device: str) -> None:
+    world = make_world(2, 4, 16, num_token_slots=300)
+    world.add((world.uneven_span(30),), 40)
+    world.add((world.uneven_span(30),), 4)
+    runner = Runner(world, device)
+    q = world.queries([36, 2])
+    want = runner.attend(0, q, [36, 2])
+    fused = torch.full((38, q.shape[1] + 4, q.shape[2]), torch.nan, dtype=q.dtype)
+    fused[:, : q.shape[1]] = q
+    got = runner.attention.run(0, fused.to(device)[:, : q.shape[1]], world.sm_scale)
+    assert_same_bits("out", got[0].cpu(), want[0])
+    assert_same_bits("lse", got[1].cpu(), want[1])
 
 
 def test_extend_longer_than_a_tile(make_world: MakeWorld, device: str) -> None:
@@ -150,7 +201,7 @@ def test_a_row_does_not_depend_on_its_batch(
     runner = Runner(world, device)
     q = world.queries()
     out, lse = runner.attend(1, q)
-    monkeypatch.setattr("kvevict_kernels.ragged_decode.triton_impl.num_programs_on", lambda device, row_tile: 7)
+    monkeypatch.setattr("kvevict_kernels.ragged_decode.triton_impl._num_programs", lambda *args: 7)
     for i in (4, 3, 0):
         for per_request in (world.paths, world.waterlines, world.seq_lens, world.rows):
             del per_request[i]
@@ -198,3 +249,46 @@ def test_other_queries_than_planned(make_world: MakeWorld) -> None:
         attention.run(0, torch.zeros(1, 9, 64), 0.1)
     attention = CpuAttention(world.geometry, world.k, world.v)
     assert attention.geometry is world.geometry
+
+
+def test_long_prefills_without_spans_go_elsewhere(make_world: MakeWorld, device: str) -> None:
+    """FlashInfer gets the requests that read no span, ours the others; in a block, and apart from each other."""
+    world = make_world(2, 4, 64, num_token_slots=900)
+    world.add((), 3)
+    world.add((world.uneven_span(40),), 50)
+    world.add((), 60)
+    world.add((), 41)
+    runner = Runner(world, device)
+    ours = runner.attend(1, q := world.queries([2, 40, 45, 41]), [2, 40, 45, 41])
+    wrappers: list[FakePagedWrapper] = []
+
+    def make() -> FakePagedWrapper:
+        wrappers.append(FakePagedWrapper())
+        return wrappers[-1]
+
+    attention = runner.attention
+    attention = TritonAttention(
+        world.geometry, attention.k_arena, attention.v_arena,
+        PlainPrefill(world.geometry, attention.k_arena, attention.v_arena, make),
+    )  # fmt: skip
+    runner.attention = attention
+    both = runner.attend(1, q, [2, 40, 45, 41])
+    assert [wrapper.num_plans for wrapper in wrappers] == [1, 0]
+    assert_same_bits("rows that read a span", both[0][:42], ours[0][:42])
+    assert_accurate("out", both[0][42:], ours[0][42:].float(), ours[0][42:], noise=2.0**-7)
+    assert_accurate("lse", both[1][42:], ours[1][42:], ours[1][42:], noise=NOISE)
+    check(runner, [3, 40, 1, 41])
+    check(runner, [3, 33, 45, 2])
+    check(runner)
+
+
+def test_prefills_without_spans_that_lie_apart(make_world: MakeWorld, device: str) -> None:
+    world = make_world(2, 4, 64, num_token_slots=900)
+    world.add((), 44)
+    world.add((world.uneven_span(40),), 50)
+    world.add((), 60)
+    runner = Runner(world, device)
+    arenas = (runner.attention.k_arena, runner.attention.v_arena)
+    plain = PlainPrefill(world.geometry, *arenas, FakePagedWrapper)
+    runner.attention = TritonAttention(world.geometry, *arenas, plain)
+    check(runner, [40, 36, 45])

@@ -1,90 +1,63 @@
-"""The kernels pass the real compiler and move rows 16 bytes at a time, checked without a GPU."""
+"""The kernels pass the real compiler, checked without a GPU; all architectures and head_dims: ``make test-compile``."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from helpers.hopper import ptx_of
+from helpers.compiled import compile_all, copies_in_flight
+from helpers.gpu_kernels import DEVICES, attention_kernels, head_dim_kernels, label, small_kernels
 
-ALLOC = "kvevict_kernels.alloc_head_slots.triton_impl:"
-COMPACT = "kvevict_kernels.compact_kv.triton_impl:"
-SELECT = "kvevict_kernels.radix_select.triton_impl:"
-WINDOW = "kvevict_kernels.window_scores.triton_impl:"
-
-MOVE = {
-    "rows_ptr": "*bf16",
-    "staging_ptr": "*bf16",
-    "src_ptr": "*i32",
-    "dst_ptr": "*i32",
-    "indptr_ptr": "*i32",
-    "staged_ptr": "*i8",
-}
-MOVE |= {"weights_ptr": "*fp32", "num_out": "i32"}
-MOVE_SIZES: dict[str, Any] = {"first_column": 0, "HEAD_DIM": 128, "WIDTH": 128, "BLOCK_D": 128, "BLOCK": 64}
-SCORES = {
-    "q_ptr": "*bf16",
-    "lse_ptr": "*fp32",
-    "k_ptr": "*bf16",
-    "token_slots_ptr": "*i64",
-    "pooled_ptr": "*fp32",
-}
-SCORES |= {"mean_ptr": "*fp32", "num_keys": "i32", "first_key": "i32", "sm_scale": "fp32", "W": "i32"}
-SCORES_SIZES: dict[str, Any] = {"H": 8, "G": 4, "D": 128, "BLOCK_R": 32, "BLOCK_D": 128, "UPCAST": False}
-
-
-def scores(kernel_size: int, block: int) -> dict[str, Any]:
-    pooling = {"KERNEL": kernel_size, "NUM_DOUBLINGS": (kernel_size - 1).bit_length(), "BLOCK_N": block}
-    return {"kernel": WINDOW + "_window_scores_kernel", "args": SCORES | SCORES_SIZES | pooling}
+H100 = DEVICES[90]
 
 
 @pytest.mark.slow
-def test_kernels_compile_and_move_16_bytes_at_a_time(tmp_path: Path) -> None:
-    slots = {
-        "token_slots_ptr": "*i64",
-        "head_slots_ptr": "*i32",
-        "num_entries": "i32",
-        "num_token_slots": "i32",
-    }
-    slots |= {"num_kv_heads": "i32", "entries_per_layer": "i32"}
-    lens = {"lens_ptr": "*i32", "indptr_ptr": "*i32", "num_runs": "i32"}
-    specs: list[dict[str, Any]] = [
-        {"kernel": ALLOC + "_indptr_kernel", "args": {**lens, "BLOCK": 1024}},
-        {"kernel": ALLOC + "_head_slots_kernel", "args": {**slots, "BLOCK": 1024}},
-        scores(1, 128),
-        scores(7, 128),
-        scores(127, 256),
-        *(
-            {"kernel": COMPACT + name, "args": MOVE | MOVE_SIZES}
-            for name in ("_gather_kernel", "_gather_sum_kernel", "_write_kernel")
-        ),
-    ]
-    codes = ptx_of(specs, str(tmp_path))
-    assert "mma" in codes[3]
-    for code in codes[-3:]:
-        assert "ld.global.v4.b32" in code
-        assert "st.global.v4.b32" in code
-        assert "global.b16" not in code
-
-
-def selection(key_bits: int) -> list[dict[str, Any]]:
-    keys, sign = f"*u{key_bits}", 1 << (key_bits - 1)
-    rows = {"histograms_ptr": "*i32", "remaining_ptr": "*i64", "num_tiles": "i32", "BINS": 256}
-    tiles = rows | {"keys_ptr": keys, "n": "i32", "tile_keys": "i32", "SIGN": sign, "BLOCK": 2048}
-    return [
-        {"kernel": SELECT + "_histogram_kernel", "args": tiles | {"prefix_ptr": keys, "shift": "i32"}},
-        {"kernel": SELECT + "_pick_kernel", "args": rows | {"prefix_ptr": keys, "BLOCK": 32}},
-        {
-            "kernel": SELECT + "_mask_kernel",
-            "args": tiles | {"threshold_ptr": keys, "mask_ptr": "*i1", "MAX_TILES": 256},
-        },
-    ]
+def test_attention_kernels_compile_for_an_h100(tmp_path: Path) -> None:
+    """Tensor cores, 16-byte loads, copies that run beside the products; the interpreter says nothing about these."""
+    specs = list(attention_kernels(90, 128))
+    found = {label(spec): result for spec, result in zip(specs, compile_all(specs, str(tmp_path)), strict=True)}
+    loops = [found[name] for name in ("split, 16 q rows", "split, 64 q rows", "extend, 128 q rows")]
+    for result in loops:
+        assert result["in_flight"] >= 3, "the next K, V and indices are on their way while products run"
+        assert "mma" in result["ptx"]
+        assert "ld.global.v4.b32" in result["ptx"]
+        assert "st.global.v4.b32" in result["ptx"], "partials, whose address the kernel loads"
+    for result in found.values():
+        assert result["stack"] == 0
+        assert result["shared"] <= H100.shared_per_block
+    decode = loops[0]
+    resident = H100.programs_per_sm(registers=decode["registers"], shared=decode["shared"], num_warps=decode["warps"])
+    assert resident == 3
 
 
 @pytest.mark.slow
-def test_radix_select_compiles_without_atomics_in_global_memory(tmp_path: Path) -> None:
-    for code in ptx_of(selection(32) + selection(64), str(tmp_path)):
-        assert ".entry" in code
-        assert "atom.global" not in code and "red.global" not in code
+def test_kernels_of_a_compression_compile_for_an_h100(tmp_path: Path) -> None:
+    specs = [*head_dim_kernels(90, 128), *small_kernels(90)]
+    for spec, result in zip(specs, compile_all(specs, str(tmp_path)), strict=True):
+        name = label(spec)
+        assert result["stack"] == 0, name
+        if name in ("gather", "gather_sum", "write"):
+            assert "ld.global.v4.b32" in result["ptx"] and "st.global.v4.b32" in result["ptx"], name
+            assert "global.b16" not in result["ptx"], name
+        if name.startswith(("window_scores", "accumulated")):
+            assert "mma" in result["ptx"], name
+        assert not re.search(r"\s(atom|red)\.global", result["ptx"]), name
+
+
+def test_the_wait_is_read_from_the_innermost_loop_with_products() -> None:
+    ptx = """
+    cp.async.wait_group 0;
+$L__BB0_1:
+    cp.async.wait_group 1;
+$L__BB0_2:
+    cp.async.wait_group 4;
+    mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {};
+    cp.async.wait_group 3;
+    @%p1 bra $L__BB0_2;
+    cp.async.wait_group 0;
+    @%p2 bra $L__BB0_1;
+"""
+    assert copies_in_flight(ptx) == 3
+    assert copies_in_flight(ptx.replace("mma.sync", "fma.rn")) is None

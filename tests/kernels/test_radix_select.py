@@ -30,7 +30,6 @@ def _several_tiles_and_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tile(monkeypatch: pytest.MonkeyPatch, *, block: int, max_tiles: int, num_rows: int) -> None:
     monkeypatch.setattr(triton_impl, "KEY_BLOCK", block)
-    monkeypatch.setattr(triton_impl, "MIN_KEY_BLOCK", block)
     monkeypatch.setattr(triton_impl, "MAX_TILES", max_tiles)
     monkeypatch.setattr(triton_impl, "HISTOGRAM_BYTES", num_rows * max_tiles * triton_impl.BINS * 4)
 

@@ -228,11 +228,15 @@ print("kvevict" in registered_radix_cache_backends(), "kvevict" in ATTENTION_BAC
     assert run.stdout.split() == ["True", "True", "True", "KVEvictCpuPlatform"]
 
 
-def test_the_scheduler_waits_for_whole_forwards():
+def test_the_scheduler_waits_until_attention_is_done():
     """Compaction runs on the scheduler's stream: ordered after the readers only by this fence."""
     backend = object.__new__(KVEvictAttentionBackend)
-    for mode in (ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED):
+    for mode in (ForwardMode.EXTEND, ForwardMode.MIXED):
         assert backend.shared_read_ends(mode) is SharedReadEnds.UNKNOWN
+    assert backend.shared_read_ends(ForwardMode.DECODE) is SharedReadEnds.POST_REPLAY
+    replay = inspect.getsource(DecodeCudaGraphRunner.execute)
+    assert replay.index("self.backend.replay(") < replay.index("if shared_read_ends is SharedReadEnds.POST_REPLAY")
+    assert "event.record()" in inspect.getsource(DecodeCudaGraphRunner._publish_read_done)
     barrier = inspect.getsource(Scheduler._apply_war_barrier)
     assert "self.schedule_stream.wait_stream(self.forward_stream)" in barrier
     loop = inspect.getsource(Scheduler.event_loop_overlap)

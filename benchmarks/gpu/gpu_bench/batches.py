@@ -23,15 +23,24 @@ class Requests:
         count: requests.
         is_shared: all read one prefix; else each has its own.
         is_scattered: token slots in random order; else consecutive.
-        suffix_tokens: uncompressed tokens per request.
+        suffix_tokens: uncompressed tokens per request, the new ones included.
+        new_tokens: of each request; None: a decode step.
     """
 
     def __init__(
-        self, setting: Setting, count: int, *, is_shared: bool, is_scattered: bool, suffix_tokens: int
+        self,
+        setting: Setting,
+        count: int,
+        *,
+        is_shared: bool,
+        is_scattered: bool,
+        suffix_tokens: int,
+        new_tokens: int | None = None,
     ) -> None:
         torch.manual_seed(42)
         self.setting = setting
-        num_spans = 1 if is_shared else count
+        self.new_tokens = new_tokens
+        num_spans = (1 if is_shared else count) if setting.prefix_tokens else 0
         # A run may be longer than the average; its span's slots are counted over all runs.
         span_slots = setting.kept_tokens + 1
         num_slots = 1 + num_spans * span_slots + count * (suffix_tokens + 8)
@@ -48,10 +57,10 @@ class Requests:
         )
         for row in self.req_to_token:
             row[setting.prefix_tokens :] = free.pop(0).int()
-        self.paths = tuple((self.spans[i % num_spans],) for i in range(count))
+        self.paths = tuple((self.spans[i % num_spans],) if num_spans else () for i in range(count))
         self.suffix_tokens = suffix_tokens
         self.attention = TritonAttention(self.geometry, self.k, self.v)
-        q_shape = (count, self.geometry.num_qo_heads, setting.head_dim)
+        q_shape = (count * (new_tokens or 1), self.geometry.num_qo_heads, setting.head_dim)
         self.q = torch.empty(q_shape, dtype=torch.bfloat16, device=setting.device).normal_()
         self.device_seq_lens = torch.tensor(self.seq_lens(0), dtype=torch.int32, device=setting.device)
 
@@ -76,7 +85,7 @@ class Requests:
             paths=self.paths,
             waterlines=[self.setting.prefix_tokens] * len(self.paths),
             seq_lens=self.seq_lens(grown),
-            extend_lens=None,
+            extend_lens=None if self.new_tokens is None else [self.new_tokens] * len(self.paths),
             req_pool_indices=torch.arange(len(self.paths), device=self.setting.device),
             req_to_token=self.req_to_token,
             device_seq_lens=self.device_seq_lens,

@@ -17,6 +17,7 @@ from kvevict_kernels.ragged_decode import (
     plan_ragged_decode,
     ragged_attention_over_paths_reference,
     run_ragged_decode,
+    sizes_on,
     start_step,
 )
 from kvevict_kernels.ragged_decode.tables import LayerInputs
@@ -120,14 +121,10 @@ def _paths(setting: Setting, new_lens: list[int]) -> tuple[tuple[Tensor, Tensor]
     shared, own = (_span(setting, layers, heads, slots, longest) for longest in (90, 50))
     k, v = (_normal(setting, layers, slots, heads, setting.head_dim) for _ in range(2))
     device = k.device
-    table = plan_ragged_decode(
-        [(), (shared,), (shared, own)],
-        new_lens,
-        num_layers=layers,
-        num_kv_heads=heads,
-        group_size=setting.group_size,
-        device=device,
-    )
+    group, dim = setting.group_size, setting.head_dim
+    sizes = sizes_on(device, num_layers=layers, num_kv_heads=heads, group_size=group, head_dim=dim)
+    paths: list[tuple[SpanRuns, ...]] = [(), (shared,), (shared, own)]
+    table = plan_ragged_decode(paths, new_lens, [100, 100, 100], sizes=sizes, device=device)
     seq_lens = torch.tensor([60, 100 + 30, 100 + 60 + 70], dtype=torch.int32, device=device)
     rows = torch.arange(3, device=device)
     req_to_token = torch.stack([torch.randperm(slots) for _ in range(3)]).int().to(device)
@@ -140,7 +137,7 @@ def _paths(setting: Setting, new_lens: list[int]) -> tuple[tuple[Tensor, Tensor]
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
     inputs = LayerInputs(1, q, k, v, setting.sm_scale)
     run_ragged_decode(directory, step, inputs, out=out, lse=lse)
-    run_ragged_extend(table, step, inputs, out=out, lse=lse)
+    run_ragged_extend(directory, step, inputs, out=out, lse=lse)
     exact = LayerInputs(1, q.float(), k.float(), v.float(), setting.sm_scale)
     return (out, lse), ragged_attention_over_paths_reference(table, step, exact)
 

@@ -12,8 +12,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_bench.batches import Requests
-from gpu_bench.setting import Setting, copy_bandwidth, host_seconds, median_seconds, synchronize, syncs_raise
+from gpu_bench.clock import copy_bandwidth, device_seconds, host_seconds, synchronize, wall_seconds
+from gpu_bench.setting import Setting, syncs_raise
 from sgl_kvevict.attention import AttentionBatch
+
+CAPTURED_REQUESTS = 256
 
 
 def bandwidth(setting: Setting) -> list[dict[str, Any]]:
@@ -26,7 +29,7 @@ def bandwidth(setting: Setting) -> list[dict[str, Any]]:
                 setting, count, is_shared=False, is_scattered=is_scattered, suffix_tokens=setting.suffix_tokens
             )
             requests.attention.plan(requests.batch())
-            seconds = median_seconds(setting, requests.run)
+            seconds = device_seconds(setting, requests.run)
             read = requests.bytes_per_layer()
             rows.append(
                 {
@@ -48,7 +51,7 @@ def sharers(setting: Setting) -> list[dict[str, Any]]:
     for count in setting.sharers:
         requests = Requests(setting, count, is_shared=True, is_scattered=False, suffix_tokens=16)
         requests.attention.plan(requests.batch())
-        seconds = median_seconds(setting, requests.run)
+        seconds = device_seconds(setting, requests.run)
         first = rows[0]["us per layer"] if rows else seconds * 1e6
         rows.append({"sharers": count, "us per layer": seconds * 1e6, "times one": seconds * 1e6 / first})
     return rows
@@ -92,7 +95,7 @@ def planning(setting: Setting) -> list[dict[str, Any]]:
         same = host_seconds(setting, lambda these=requests: these.attention.plan(these.batch()))
         new = host_seconds(setting, lambda these=requests: _plan_anew(these))
         launch = host_seconds(setting, lambda these=requests: these.run(0))
-        layer = median_seconds(setting, requests.run)
+        layer = device_seconds(setting, requests.run)
         step = max(layer, launch) * setting.model_layers
         rows.append(
             {
@@ -112,7 +115,9 @@ def graph(setting: Setting) -> list[dict[str, Any]]:
     if setting.device != "cuda":
         return []
     rows = []
-    for count in setting.batches:
+    for count in (*setting.batches, CAPTURED_REQUESTS):
+        if count == CAPTURED_REQUESTS:  # prefixes of a quarter: they are to fit into the memory of one device
+            setting = dataclasses.replace(setting, prefix_tokens=setting.prefix_tokens // 4)
         requests = Requests(setting, count, is_shared=False, is_scattered=False, suffix_tokens=setting.suffix_tokens)
         attention, batch = requests.attention, requests.batch()
         attention.start_capture(count)
@@ -132,12 +137,13 @@ def graph(setting: Setting) -> list[dict[str, Any]]:
             replayed = [tuple(x.clone() for x in result) for result in results]
             for (out, lse), (want_out, want_lse) in zip(replayed, _eager_step(requests, turned), strict=True):
                 is_equal &= torch.equal(out, want_out) and torch.equal(lse, want_lse)
-        eager = median_seconds(setting, lambda i, these=requests, same=batch: _eager_step(these, same))
-        replay = median_seconds(setting, lambda i, run=captured: run.replay())
+        eager = wall_seconds(setting, lambda i, these=requests, same=batch: _eager_step(these, same))
+        replay = device_seconds(setting, lambda i, run=captured: run.replay())
         follow = host_seconds(setting, functools.partial(attention.follow, batch, count))
         rows.append(
             {
                 "requests": count,
+                "prefix tokens": setting.prefix_tokens,
                 "layers": setting.decode_layers,
                 "eager us": eager * 1e6,
                 "graph us": replay * 1e6,

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from gpu_bench.setting import Setting, copy_bandwidth, median_seconds, syncs_raise
+from gpu_bench.clock import copy_bandwidth, device_seconds, wall_seconds
+from gpu_bench.setting import Setting, syncs_raise
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.observation import LayerObservation, QueryWindow
 from sgl_kvevict.policies.policy import Policy
@@ -76,7 +77,7 @@ def compaction(setting: Setting) -> list[dict[str, Any]]:
     selection = prefix.selection()
     # Packing fills the first slots; what lies there already cannot move directly.
     through_temporary = float((selection.indices < prefix.geometry.slots_for(prefix.num_kept)).float().mean())
-    seconds = median_seconds(setting, lambda i: prefix.store.pack(prefix.token_slots, 0, selection))
+    seconds = device_seconds(setting, lambda i: prefix.store.pack(prefix.token_slots, 0, selection))
     moved = 2 * prefix.num_kept * setting.entry_bytes
     copied = copy_bandwidth(setting)
     return [
@@ -102,7 +103,7 @@ def compression(setting: Setting) -> list[dict[str, Any]]:
         prefix.compress(policy)
         with syncs_raise(setting):
             prefix.compress(policy)
-        seconds = median_seconds(setting, lambda i, used=policy: prefix.compress(used))
+        seconds = wall_seconds(setting, lambda i, used=policy: prefix.compress(used))  # launches count
         rows.append(
             {
                 "policy": name,
@@ -137,4 +138,4 @@ def prefill_seconds(setting: Setting) -> float:
         y = attended.transpose(1, 2).reshape(tokens, -1) @ out
         return (silu(y @ gate) * (y @ up)) @ down
 
-    return median_seconds(setting, layer) * setting.num_layers
+    return device_seconds(setting, layer) * setting.num_layers

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from gpu_bench.batches import Requests
-from gpu_bench.setting import Setting, synchronize
+from gpu_bench.clock import synchronize
+from gpu_bench.setting import Setting
 from kvevict_kernels.compact_kv import compact_kv
 from sgl_kvevict.attention import AttentionBatch
 from sgl_kvevict.attention.triton_attention import TritonAttention

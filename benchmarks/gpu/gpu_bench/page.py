@@ -17,11 +17,18 @@ TITLES = {
     "graph": "A captured decode step that follows requests to other spans (attention only)",
     "compaction": "Compaction of one prefix",
     "compression": "Whole compression of one prefix: scores, selection, packing",
-    "flashinfer": "FlashInfer beside our kernels",
+    "flashinfer": "FlashInfer beside our kernels, on the same spans",
+    "uniform": "Dense decode over as many entries",
+    "extend": "New tokens of one request on a compressed prefix",
+    "shapes": "Decode with other head_dims and numbers of KV heads",
+    "first": "What happens once",
+    "serve": "A server end to end",
     "ordering": "Moving and poisoning slots beside running forwards",
 }
 NOTES = {
     "bandwidth": "Copy: bytes read and written by a large device copy. A layer's bytes: K, V and index of all entries.",
+    "extend": "Beside dense attention over as many keys. Prefix 0: our kernel all the same; a server takes FlashInfer.",
+    "serve": "llama-8B's shape with random weights; TTFT of a question on a cached document, tokens/s of the batch.",
     "planning": "While planning and running, torch raises at anything that waits for the device.",
     "graph": "Before these replays the batch stays the same; a new batch costs what the section above says.",
     "compaction": "Rows whose source lies in a slot that is written go through a temporary: read and written twice.",
@@ -36,6 +43,13 @@ def write(results: dict[str, Any], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{results['date'][:10]}-{results['device'].lower().replace(' ', '-')}"
     paths = [folder / f"{name}.json", folder / f"{name}.md"]
+    if paths[0].exists():  # parts of one day's run are put together
+        before = json.loads(paths[0].read_text())
+        kept = {section: rows for section, rows in before["failures"].items() if section not in results["sections"]}
+        results = results | {
+            "sections": before["sections"] | results["sections"],
+            "failures": kept | results["failures"],
+        }
     paths[0].write_text(json.dumps(results, indent=1) + "\n")
     paths[1].write_text(markdown(results))
     return paths

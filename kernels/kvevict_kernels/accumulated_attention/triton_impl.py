@@ -20,7 +20,10 @@ KEY_BLOCK = 64
 """Small tiles: a layer has few KV heads, and a prompt must give every processor of the device a program."""
 
 
-@triton.jit(do_not_specialize=["num_keys", "first_key", "num_queries"])
+@triton.jit(
+    do_not_specialize=["num_keys", "first_key", "num_queries"],
+    do_not_specialize_on_alignment=["lse_ptr", "token_slots_ptr", "out_ptr"],
+)
 def _accumulated_attention_kernel(
     q_ptr,  # [num_queries, HQ, D]
     lse_ptr,  # [num_queries, HQ] float32

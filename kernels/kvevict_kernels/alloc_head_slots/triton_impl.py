@@ -29,7 +29,10 @@ def _indptr_kernel(
         carry += tl.sum(lens, 0)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_entries", "num_token_slots", "entries_per_layer"],
+    do_not_specialize_on_alignment=["token_slots_ptr"],
+)
 def _head_slots_kernel(
     token_slots_ptr,  # [S] int64
     head_slots_ptr,  # [num_entries] int32

@@ -21,42 +21,46 @@ STAGING_BYTES = 256 * 2**20
 MIN_GROUP_BYTES = 32
 """One memory sector: narrower column groups would read every sector twice."""
 ROW_BLOCK = 64
+WIDE = 128
+"""Wider rows take twice the warps, or their sums would not fit into registers (columns)."""
+INDICES = ("src_ptr", "dst_ptr", "staged_ptr", "indptr_ptr", "weights_ptr")
+"""One or two words a row; whether they are aligned depends on the call and must not call for another compilation."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_out"], do_not_specialize_on_alignment=list(INDICES))
 def _gather_kernel(
     rows_ptr,  # [num_rows, HEAD_DIM]
-    staging_ptr,  # [C, WIDTH]
+    staging_ptr,  # [C, width]
     src_ptr,  # [C] int32
     staged_ptr,  # [C] int8
     num_out,
     first_column,
+    width,
     HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """staging[i] = rows[src[i], first_column : first_column + WIDTH] where staged[i], bits unchanged."""
+    """staging[i] = rows[src[i], first_column : first_column + width] where staged[i], bits unchanged."""
     i_out = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     o_col = tl.arange(0, BLOCK_D)
     m_staged = tl.load(staged_ptr + i_out, mask=i_out < num_out, other=0) != 0
-    mask = m_staged[:, None] & (o_col < WIDTH)[None, :]
+    mask = m_staged[:, None] & (o_col < width)[None, :]
     src = tl.load(src_ptr + i_out, mask=m_staged, other=0).to(tl.int64)
     b_rows = tl.load(rows_ptr + src[:, None] * HEAD_DIM + first_column + o_col[None, :], mask=mask)  # [BLOCK, BLOCK_D]
-    tl.store(staging_ptr + i_out[:, None] * WIDTH + o_col[None, :], b_rows, mask=mask)
+    tl.store(staging_ptr + i_out[:, None] * width + o_col[None, :], b_rows, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_out"], do_not_specialize_on_alignment=list(INDICES))
 def _gather_sum_kernel(
     rows_ptr,  # [num_rows, HEAD_DIM]
-    staging_ptr,  # [C, WIDTH]
+    staging_ptr,  # [C, width]
     src_ptr,  # [M] int32
     indptr_ptr,  # [C + 1] int32
     weights_ptr,  # [M] float32
     num_out,
     first_column,
+    width,
     HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -64,7 +68,7 @@ def _gather_sum_kernel(
     i_out = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     o_col = tl.arange(0, BLOCK_D)
     m_out = i_out < num_out
-    m_col = (o_col < WIDTH)[None, :]
+    m_col = (o_col < width)[None, :]
     begin = tl.load(indptr_ptr + i_out, mask=m_out, other=0)
     length = tl.load(indptr_ptr + i_out + 1, mask=m_out, other=0) - begin
     acc = tl.zeros([BLOCK, BLOCK_D], dtype=tl.float32)
@@ -75,21 +79,21 @@ def _gather_sum_kernel(
         p_rows = rows_ptr + src[:, None] * HEAD_DIM + first_column + o_col[None, :]
         b_rows = tl.load(p_rows, mask=m_run[:, None] & m_col, other=0.0).to(tl.float32)
         acc += weight[:, None] * b_rows
-    p_staging = staging_ptr + i_out[:, None] * WIDTH + o_col[None, :]
+    p_staging = staging_ptr + i_out[:, None] * width + o_col[None, :]
     tl.store(p_staging, acc.to(staging_ptr.dtype.element_ty), mask=m_out[:, None] & m_col)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_out"], do_not_specialize_on_alignment=list(INDICES))
 def _write_kernel(
     rows_ptr,  # [num_rows, HEAD_DIM]
-    staging_ptr,  # [C, WIDTH]
+    staging_ptr,  # [C, width]
     src_ptr,  # [C] int32; read only where not staged
     dst_ptr,  # [C] int32
     staged_ptr,  # [C] int8
     num_out,
     first_column,
+    width,
     HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -97,12 +101,12 @@ def _write_kernel(
     i_out = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     o_col = tl.arange(0, BLOCK_D)
     m_out = i_out < num_out
-    mask = m_out[:, None] & (o_col < WIDTH)[None, :]
+    mask = m_out[:, None] & (o_col < width)[None, :]
     m_staged = tl.load(staged_ptr + i_out, mask=m_out, other=0) != 0
     src = tl.load(src_ptr + i_out, mask=m_out & ~m_staged, other=0).to(tl.int64)
     dst = tl.load(dst_ptr + i_out, mask=m_out, other=0).to(tl.int64)
     p_columns = rows_ptr + first_column + o_col[None, :]
-    p_staging = staging_ptr + i_out[:, None] * WIDTH + o_col[None, :]
+    p_staging = staging_ptr + i_out[:, None] * width + o_col[None, :]
     p_from = tl.where(m_staged[:, None], p_staging, p_columns + src[:, None] * HEAD_DIM)
     b_rows = tl.load(p_from, mask=mask)  # [BLOCK, BLOCK_D]
     tl.store(p_columns + dst[:, None] * HEAD_DIM, b_rows, mask=mask)
@@ -118,13 +122,12 @@ def column_groups(num_rows: int, head_dim: int, element_size: int, limit: int) -
         limit: bytes the temporary may take, unless one group of ``MIN_GROUP_BYTES`` already takes more.
 
     Returns:
-        (first column, width) of every group, in order; widths are as even as multiples of ``MIN_GROUP_BYTES`` can
-        be, and the last is what remains.
+        (first column, width) of every group, in order. Widths are powers of two, or the whole row, and the last is what
+        remains: the first column is aligned whatever the number of rows, and no length calls for another compilation.
     """
-    unit = MIN_GROUP_BYTES // element_size
-    units = triton.cdiv(head_dim, unit)
-    num_groups = triton.cdiv(units, max(1, limit // (num_rows * MIN_GROUP_BYTES)))
-    width = min(head_dim, triton.cdiv(units, num_groups) * unit)
+    width = head_dim
+    while num_rows * width * element_size > limit and width * element_size > MIN_GROUP_BYTES:
+        width = triton.next_power_of_2(width) // 2
     return [(first, min(width, head_dim - first)) for first in range(0, head_dim, width)]
 
 
@@ -174,16 +177,17 @@ def compact_kv_triton(
     grid = (triton.cdiv(num_out, ROW_BLOCK),)
     groups = column_groups(num_out, head_dim, k_arena.element_size(), staging_bytes)
     buffer = torch.empty(num_out * groups[0][1], dtype=k_arena.dtype, device=k_arena.device)
+    sizes = {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": triton.next_power_of_2(head_dim),
+        "BLOCK": ROW_BLOCK,
+        "num_warps": 4 if head_dim <= WIDE else 8,
+    }
     for rows in (k_arena, v_arena):
         for first_column, width in groups:
-            sizes = {
-                "HEAD_DIM": head_dim,
-                "WIDTH": width,
-                "BLOCK_D": triton.next_power_of_2(width),
-                "BLOCK": ROW_BLOCK,
-            }
+            columns = (num_out, first_column, width)
             if indptr is None:
-                _gather_kernel[grid](rows, buffer, src, staged, num_out, first_column, **sizes)
+                _gather_kernel[grid](rows, buffer, src, staged, *columns, **sizes)
             else:
-                _gather_sum_kernel[grid](rows, buffer, src, indptr, weights, num_out, first_column, **sizes)
-            _write_kernel[grid](rows, buffer, src, dst, staged, num_out, first_column, **sizes)
+                _gather_sum_kernel[grid](rows, buffer, src, indptr, weights, *columns, **sizes)
+            _write_kernel[grid](rows, buffer, src, dst, staged, *columns, **sizes)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 KEY_BLOCK = 2048
 """Keys that a program holds at once; a tile is one block of them or several."""
-MIN_KEY_BLOCK = 256
 MAX_TILES = 256
 """Tiles of a row, at most, a power of two: one program adds up all of them, and a single row still fills a device."""
 TILE_BLOCK = 32
@@ -25,10 +24,12 @@ NUM_WARPS = 8
 HISTOGRAM_BYTES = 64 * 2**20
 """Bounds the scratch: further rows wait for the next launches. One row takes at most 256 KiB."""
 BINS = 256
+ROWS = ("keys_ptr", "prefix_ptr", "threshold_ptr", "remaining_ptr", "histograms_ptr", "mask_ptr")
+"""Rows of any length: whether a slice of them is aligned must not call for another compilation."""
 UNSIGNED = {torch.int32: torch.uint32, torch.int64: torch.uint64}
 
 
-@triton.jit(do_not_specialize=["n", "num_tiles", "tile_keys", "shift"])
+@triton.jit(do_not_specialize=["n", "num_tiles", "tile_keys", "shift"], do_not_specialize_on_alignment=list(ROWS))
 def _histogram_kernel(
     keys_ptr,  # [num_rows, n] uint32 or uint64
     prefix_ptr,  # [num_rows] dtype of keys: digits of the threshold so far
@@ -56,7 +57,7 @@ def _histogram_kernel(
     tl.store(histograms_ptr + tile * BINS + tl.arange(0, BINS), counts)
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=list(ROWS))
 def _pick_kernel(
     histograms_ptr,  # [num_rows, num_tiles, BINS] int32
     prefix_ptr,  # [num_rows] uint32 or uint64, updated
@@ -83,7 +84,7 @@ def _pick_kernel(
     tl.store(remaining_ptr + row, remaining - tl.sum(tl.where(is_digit, above, 0), 0))
 
 
-@triton.jit(do_not_specialize=["n", "num_tiles", "tile_keys"])
+@triton.jit(do_not_specialize=["n", "num_tiles", "tile_keys"], do_not_specialize_on_alignment=list(ROWS))
 def _mask_kernel(
     keys_ptr,  # [num_rows, n] uint32 or uint64
     threshold_ptr,  # [num_rows] dtype of keys, sign bit flipped
@@ -134,7 +135,7 @@ def _select(keys: Tensor, counts: int | Tensor, mask: Tensor | None) -> Tensor:
     num_rows, n = keys.shape
     device = keys.device
     key_bits = torch.iinfo(keys.dtype).bits
-    block = min(KEY_BLOCK, max(MIN_KEY_BLOCK, triton.next_power_of_2(n)))
+    block = KEY_BLOCK
     tile_keys = block * triton.cdiv(n, block * MAX_TILES)
     num_tiles = triton.cdiv(n, tile_keys)
     rows_at_once = min(num_rows, max(1, HISTOGRAM_BYTES // (num_tiles * BINS * 4)))

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from kvevict_kernels.checks import check_int, check_tensor
+from kvevict_kernels.device_limits import limits_of
 from kvevict_kernels.dispatch import backend_for
 from kvevict_kernels.ragged_decode.checks import check_run
 from kvevict_kernels.ragged_decode.directory import Directory, build_directory
-from kvevict_kernels.ragged_decode.host_lists import RunLists
+from kvevict_kernels.ragged_decode.host_lists import RunLists, Sizes
 from kvevict_kernels.ragged_decode.reference import ragged_attention_over_paths_reference
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step, Tables, build_step, build_tables
+from kvevict_kernels.ragged_decode.tile_table import EXTEND, tiles_for
 
 __all__ = [
     "list_tables",
     "plan_ragged_decode",
     "ragged_attention_over_paths_reference",
     "run_ragged_decode",
+    "sizes_on",
     "start_step",
 ]
 
@@ -27,45 +30,68 @@ __all__ = [
 def plan_ragged_decode(
     paths: Sequence[Sequence[RunLists]],
     new_lens: Sequence[int],
+    suffix_bounds: Sequence[int],
     *,
-    num_layers: int,
-    num_kv_heads: int,
-    group_size: int,
+    sizes: Sizes,
     device: torch.device,
+    elsewhere: Collection[int] = (),
 ) -> Tables:
-    """Lay out what a batch reads, for all layers; valid until requests come or go or a path changes.
+    """Lay out what a batch reads, for all layers; valid until requests come or go, a path changes or a bound is passed.
 
     Args:
         paths: per request, the spans that it reads, root first; () for none.
         new_lens: per request, new tokens, >= 1.
+        suffix_bounds: per request, tokens behind its path with the new ones, at most: bounds the scratch.
+        sizes: what stays the same for all batches.
+        device: where spans and arenas are.
+        elsewhere: requests with more than 128 q rows a head that another implementation attends for.
+
+    Raises:
+        ValueError: different numbers of requests, no new token, a bound below the new tokens, a span of another
+            shape, dtype or device.
+
+    Cost: two small launches, one copy to the device, a few allocations; no host sync; a few bytes per 128 entries.
+    """
+    if not len(paths) == len(new_lens) == len(suffix_bounds):
+        raise ValueError(
+            f"new_lens, suffix_bounds: expected one for each of {len(paths)} paths, "
+            f"got {len(new_lens)} and {len(suffix_bounds)}"
+        )
+    for new, bound in zip(new_lens, suffix_bounds, strict=True):
+        check_int("new_lens", new, 1)
+        check_int("suffix_bounds", bound, new)
+    shape = (sizes.num_layers, sizes.num_kv_heads)
+    for span in {id(span): span for path in paths for span in path}.values():
+        check_tensor("head_slots", span.head_slots, (None,), torch.int32, device)
+        check_tensor("starts", span.starts, shape, torch.int32, device)
+        check_tensor("lens", span.lens, shape, torch.int32, device)
+    tables = build_tables(paths, new_lens, suffix_bounds, sizes=sizes, device=device, elsewhere=elsewhere)
+    if backend_for(device) == "triton":
+        from kvevict_kernels.ragged_decode.layout.triton_impl import lay_out
+
+        lay_out(tables)
+    return tables
+
+
+def sizes_on(device: torch.device, *, num_layers: int, num_kv_heads: int, group_size: int, head_dim: int) -> Sizes:
+    """Put together what stays the same for all batches of a server.
+
+    Args:
+        device: where spans and arenas are.
         num_layers: layers.
         num_kv_heads: KV heads.
         group_size: q heads per KV head.
-        device: where spans and arenas are.
+        head_dim: width of a row.
 
     Raises:
-        ValueError: different numbers of requests, no new token, a span of another shape, dtype or device.
-
-    Cost: a fixed number of small operations and one copy to the device; no host sync; a few bytes per 512 entries.
+        ValueError: a size below 1, or a head_dim that no kernel is compiled for.
     """
-    if len(paths) != len(new_lens):
-        raise ValueError(f"new_lens: expected one for each of {len(paths)} paths, got {len(new_lens)}")
-    for name, value in (("num_layers", num_layers), ("num_kv_heads", num_kv_heads), ("group_size", group_size)):
+    sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "group_size": group_size, "head_dim": head_dim}
+    for name, value in sizes.items():
         check_int(name, value, 1)
-    for new in new_lens:
-        check_int("new_lens", new, 1)
-    for span in {id(span): span for path in paths for span in path}.values():
-        check_tensor("head_slots", span.head_slots, (None,), torch.int32, device)
-        check_tensor("starts", span.starts, (num_layers, num_kv_heads), torch.int32, device)
-        check_tensor("lens", span.lens, (num_layers, num_kv_heads), torch.int32, device)
-    return build_tables(
-        paths,
-        new_lens,
-        num_layers=num_layers,
-        num_kv_heads=num_kv_heads,
-        group_size=group_size,
-        device=device,
-    )
+    limits = limits_of(device)
+    tiles = tiles_for(limits, head_dim)
+    return Sizes(num_layers, num_kv_heads, group_size, limits.num_sms, tiles[EXTEND].rows)
 
 
 def list_tables(tables: Tables, partials: tuple[Tensor, Tensor]) -> Directory:

@@ -18,12 +18,16 @@ def check_run(tables: Tables, inputs: LayerInputs, out: Tensor, lse: Tensor) -> 
         ValueError: names the argument, what was expected and what came.
     """
     q = inputs.q
-    num_qo_heads = tables.num_kv_heads * tables.group_size
-    check_tensor("q", q, (tables.num_new, num_qo_heads, None), KV_DTYPES, tables.waterlines.device)
-    arena_shape = (tables.num_layers, None, tables.num_kv_heads, q.shape[2])
+    sizes = tables.sizes
+    num_qo_heads = sizes.num_kv_heads * sizes.group_size
+    # Tokens may lie apart: one token of each stands for the check.
+    check_tensor("q", q[:1], (min(1, tables.num_new), num_qo_heads, None), KV_DTYPES, tables.waterlines.device)
+    if q.shape[0] != tables.num_new:
+        raise ValueError(f"q: expected {tables.num_new} new tokens, got {q.shape[0]}")
+    arena_shape = (sizes.num_layers, None, sizes.num_kv_heads, q.shape[2])
     check_tensor("k_arena", inputs.k_arena, arena_shape, q.dtype, q.device)
     check_tensor("v_arena", inputs.v_arena, tuple(inputs.k_arena.shape), q.dtype, q.device)
-    check_int("layer", inputs.layer, 0, tables.num_layers - 1)
+    check_int("layer", inputs.layer, 0, sizes.num_layers - 1)
     if not math.isfinite(inputs.sm_scale) or inputs.sm_scale <= 0:
         raise ValueError(f"sm_scale: expected a finite number > 0, got {inputs.sm_scale!r}")
     check_tensor("out", out, tuple(q.shape), q.dtype, q.device)

@@ -11,22 +11,25 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvevict_kernels.ragged_decode.host_lists import ROW_TILES
+from kvevict_kernels.ragged_decode.host_lists import NUM_CLASSES
 from kvevict_kernels.ragged_decode.tables import Tables
+from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS
 from kvevict_kernels.transfer import to_device
 
 BATCH_FIELDS = (
-    *("run_address", "run_lens", "partial_start", "span_members", "span_member_start", "span_chunk"),
+    *("run_address", "run_lens", "partial_start", "span_members", "span_member_start", "span_chunk", "span_cap"),
     *("members", "request_members", "new_lens_device", "waterlines", "request_chunk", "suffix_partial"),
     *("path_start", "path_span", "path_member", "merge_request", "merge_token"),
 )
 """Attributes of :class:`Tables`, in the order of the list."""
-CLASS_FIELDS = ("layer_start", "work_unit", "item_start", "requests")
+CLASS_FIELDS = ("work_unit", "item_start", "item_count", "requests")
 """Attributes of :class:`ClassTables`; behind the above, once per class."""
-PARTIAL_OUT = len(BATCH_FIELDS) + len(ROW_TILES) * len(CLASS_FIELDS)
+CLASS_SIZE = len(CLASS_FIELDS) + 1
+"""With ``max_items``, a number, behind them."""
+PARTIAL_OUT = len(BATCH_FIELDS) + NUM_CLASSES * CLASS_SIZE
 PARTIAL_LSE = PARTIAL_OUT + 1
 NUM_SPANS = PARTIAL_OUT + 2
-"""The one entry that is a number."""
+"""A number too."""
 NUM_ENTRIES = PARTIAL_OUT + 3
 
 
@@ -56,19 +59,21 @@ class Directory:
     @property
     def class_indices(self) -> list[int]:
         """Classes of the split kernel that have work, or may have some when a recorded launch is repeated."""
-        return [which for which, _ in enumerate(ROW_TILES) if self._has_work(which)]
+        return [which for which in range(NUM_CLASSES) if self._has_work(which)]
 
     def _has_work(self, which: int) -> bool:
         class_tables = self.tables.classes[which]
         if class_tables.max_items + class_tables.max_suffix_items:
             return True
-        most_rows = len(self.tables.new_lens) * self.tables.group_size
-        return self.is_captured and (which == 0 or most_rows > ROW_TILES[which - 1])
+        most_rows = len(self.tables.new_lens) * self.tables.sizes.group_size
+        return self.is_captured and (which == 0 or most_rows > DECODE_ROWS[which - 1])
 
 
 def build_directory(tables: Tables, partials: tuple[Tensor, Tensor]) -> Directory:
     """List the addresses of tables and scratch: one small copy to the device, without waiting for it."""
     found = [getattr(tables, name).data_ptr() for name in BATCH_FIELDS]
-    found += [getattr(class_tables, name).data_ptr() for class_tables in tables.classes for name in CLASS_FIELDS]
+    for class_tables in tables.classes:
+        found += [getattr(class_tables, name).data_ptr() for name in CLASS_FIELDS]
+        found.append(class_tables.max_items)
     found += [partials[0].data_ptr(), partials[1].data_ptr(), tables.num_spans]
     return Directory(tables, partials, to_device(torch.tensor(found, dtype=torch.int64), partials[0].device))

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
 from torch import Tensor
 
-ROW_TILES = (16, 64)
-"""Q rows per tile of the kernel, by class: decode rows that read alone; many sharers, or several new tokens."""
-CHUNKS = (512, 1024)
-"""KV rows per work item, by class. Fixed: results do not depend on what else is in the batch."""
-MAX_SPLITS = 32
-"""A longer suffix is cut into so many chunks, each a multiple of its class's chunk."""
+from kvevict_kernels.ragged_decode.chunks import (
+    ITEMS_PER_SM,
+    MIN_CHUNKS,
+    extend_splits,
+    max_chunks,
+    most_splits,
+    span_chunk,
+    suffix_splits,
+)
+from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS
+
 SPLIT_ROWS = 128
 """A request with more q rows per KV head than this is left to ``ragged_extend``."""
-EXTEND_TILE = 128
-"""Q rows per tile of ``ragged_extend``."""
+NUM_CLASSES = len(DECODE_ROWS)
 
 
 class RunLists(Protocol):
@@ -47,29 +52,68 @@ def uses_split(new_len: int, group_size: int) -> bool:
 
 def row_class(num_rows: int) -> int:
     """Class of a unit with so many q rows."""
-    return int(num_rows > ROW_TILES[0])
+    return int(num_rows > DECODE_ROWS[0])
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What stays the same for all batches of a server.
+
+    Attributes:
+        num_layers: layers.
+        num_kv_heads: KV heads.
+        group_size: q heads per KV head.
+        num_sms: multiprocessors of the device.
+        extend_rows: q rows per tile of ``ragged_extend``.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    group_size: int
+    num_sms: int
+    extend_rows: int
+
+    @property
+    def num_items(self) -> int:
+        """Work items that a span or suffix is cut into, if it is long enough."""
+        return ITEMS_PER_SM * self.num_sms
 
 
 class HostLists:
-    """The lists that follow from paths and numbers of new tokens alone."""
+    """The lists that follow from paths, numbers of new tokens and bounds of suffixes alone."""
 
     def __init__(
         self,
         paths: Sequence[Sequence[RunLists]],
         new_lens: Sequence[int],
-        num_kv_heads: int,
-        group_size: int,
+        suffix_bounds: Sequence[int],
+        sizes: Sizes,
+        elsewhere: Collection[int] = (),
     ) -> None:
         self.paths = paths
         self.new_lens = new_lens
-        self.num_kv_heads = num_kv_heads
-        self.group_size = group_size
-        self.is_split = [uses_split(new, group_size) for new in new_lens]
+        self.suffix_bounds = suffix_bounds
+        self.sizes = sizes
+        self.elsewhere = set(elsewhere)
+        self.group_size = sizes.group_size
+        self.is_split = [uses_split(new, self.group_size) for new in new_lens]
         self.spans: list[RunLists] = list({id(span): span for path in paths for span in path}.values())
         self.span_rows = self._readers()
-        self.span_class = [row_class(len(rows) * group_size) for rows in self.span_rows]
-        self.request_class = [row_class(new * group_size) for new in new_lens]
-        self.num_partials = self._place_partials()
+        self.span_class = [row_class(len(rows) * self.group_size) for rows in self.span_rows]
+        self.request_class = [row_class(new * self.group_size) for new in new_lens]
+        averages = [self._average(span) for span in self.spans]
+        self.span_chunk = [
+            span_chunk(average * sizes.num_kv_heads, sizes.num_kv_heads, sizes.num_items, which)
+            for average, which in zip(averages, self.span_class, strict=True)
+        ]
+        self.span_cap = [max_chunks(*both) for both in zip(averages, self.span_chunk, strict=True)]
+        self.num_splits = [self._num_splits(i) for i in range(len(new_lens))]
+        self.num_partials = max(self._place_partials(), self._place_extend_partials())
+
+    def _average(self, span: RunLists) -> int:
+        """Entries of a run, on average over the segment that the span was cut from."""
+        runs = self.sizes.num_layers * self.sizes.num_kv_heads
+        return min(-(-span.head_slots.numel() // runs), span.num_tokens)
 
     def _readers(self) -> list[list[int]]:
         """Rows of the new tokens that read each span; remembers each request's place among them."""
@@ -90,77 +134,118 @@ class HostLists:
             row += new
         return rows
 
+    def _num_splits(self, request: int) -> int:
+        """Parts of the keys of a request that ``ragged_extend`` attends for: from its own lengths alone."""
+        if self.is_split[request] or request in self.elsewhere:
+            return 0
+        tiles = self._num_tiles(request) * self.sizes.num_kv_heads
+        keys = sum(self._average(span) for span in self.paths[request]) + self.suffix_bounds[request]
+        return extend_splits(tiles, keys, self.sizes.num_sms)
+
+    def _num_tiles(self, request: int) -> int:
+        return -(-self.new_lens[request] * self.group_size // self.sizes.extend_rows)
+
     def _place_partials(self) -> int:
         """Bounds of what a layer's spans need, then the suffixes one after the other."""
         total = 0
-        for span, rows, which in zip(self.spans, self.span_rows, self.span_class, strict=True):
-            total += self._max_chunks_of_layer(span, CHUNKS[which]) * len(rows) * self.group_size
+        for span, rows in enumerate(self.span_rows):
+            total += self._max_chunks(span) * len(rows) * self.group_size
         self.suffix_partial = []
-        for new, is_split in zip(self.new_lens, self.is_split, strict=True):
+        for request, (new, is_split) in enumerate(zip(self.new_lens, self.is_split, strict=True)):
             self.suffix_partial.append(total)
-            total += MAX_SPLITS * self.num_kv_heads * new * self.group_size if is_split else 0
+            if is_split:
+                total += self._suffix_splits(request) * self.sizes.num_kv_heads * new * self.group_size
         return total
 
-    def _max_chunks_of_layer(self, span: RunLists, chunk: int) -> int:
-        entries = min(span.head_slots.numel(), self.num_kv_heads * span.num_tokens)
-        return entries // chunk + self.num_kv_heads
+    def _place_extend_partials(self) -> int:
+        """One after the other; they take the place of the split kernel's, which are merged by then."""
+        total = 0
+        self.extend_partial = []
+        for new, splits in zip(self.new_lens, self.num_splits, strict=True):
+            self.extend_partial.append(total)
+            if splits > 1:
+                total += splits * self.sizes.num_kv_heads * new * self.group_size
+        return total
 
-    def max_items(self, which: int, num_layers: int) -> tuple[int, int]:
-        """Work items of a class's spans, at most: in all layers, in one."""
-        in_all, in_one = 0, 0
-        for span, rows, mine in zip(self.spans, self.span_rows, self.span_class, strict=True):
-            if mine != which or not rows:
-                continue
-            tiles = -(-len(rows) * self.group_size // ROW_TILES[which])
-            in_all += (span.head_slots.numel() // CHUNKS[which] + num_layers * self.num_kv_heads) * tiles
-            in_one += self._max_chunks_of_layer(span, CHUNKS[which]) * tiles
-        return in_all, in_one
+    def _max_chunks(self, span: int) -> int:
+        """Chunks of a span in one layer, at most."""
+        longest = -(-self.spans[span].num_tokens // self.span_chunk[span])
+        return self.sizes.num_kv_heads * min(self.span_cap[span], longest)
+
+    def _suffix_splits(self, request: int) -> int:
+        sizes = self.sizes
+        bound, which = self.suffix_bounds[request], self.request_class[request]
+        return suffix_splits(bound, sizes.num_kv_heads, sizes.num_items, which)
+
+    def max_items(self, which: int) -> int:
+        """Work items of a class's spans in one layer, at most."""
+        return sum(
+            self._max_chunks(span) * -(-len(rows) * self.group_size // DECODE_ROWS[which])
+            for span, rows in enumerate(self.span_rows)
+            if self.span_class[span] == which
+        )
 
     def requests_of(self, which: int) -> list[int]:
         """Requests whose suffixes are in a class."""
         return [i for i, mine in enumerate(self.request_class) if mine == which and self.is_split[i]]
 
     def max_suffix_items(self, which: int) -> int:
-        """Work items of a class's suffixes, at most."""
-        rows = (self.new_lens[i] * self.group_size for i in self.requests_of(which))
-        return sum(MAX_SPLITS * self.num_kv_heads * -(-count // ROW_TILES[which]) for count in rows)
+        """Work items of a class's suffixes, at most, however long they get: a captured step is sized by it."""
+        sizes = self.sizes
+        splits = most_splits(sizes.num_kv_heads, sizes.num_items)
+        tiles = (-(-self.new_lens[i] * self.group_size // DECODE_ROWS[which]) for i in self.requests_of(which))
+        return splits * sizes.num_kv_heads * sum(tiles)
+
+    def addresses(self) -> dict[str, list[int]]:
+        """What goes to the device in 64 bits."""
+        return {
+            "span_address": [span.head_slots.data_ptr() for span in self.spans],
+            "span_starts": [span.starts.data_ptr() for span in self.spans],
+            "span_lens": [span.lens.data_ptr() for span in self.spans],
+            "suffix_partial": self.suffix_partial,
+            "extend_partial": self.extend_partial,
+        }
 
     def lists(self) -> dict[str, list[int]]:
-        """Everything that goes to the device."""
+        """What goes to the device in 32 bits."""
         members = [row for rows in self.span_rows for row in rows]
         num_rows = [len(rows) for rows in self.span_rows]
-        starts = list(accumulate(num_rows, initial=0))[:-1]
-        tiles = [
-            (request, tile)
-            for request, new in enumerate(self.new_lens)
-            if not self.is_split[request]
-            # The last tiles see the most keys: they start first.
-            for tile in reversed(range(-(-new * self.group_size // EXTEND_TILE)))
-        ]
         merged = [
             (request, token)
             for request, new in enumerate(self.new_lens)
             if self.is_split[request]
             for token in range(new)
         ]
+        tiles = self._extend_tiles()
         return {
-            "span_address": [span.head_slots.data_ptr() for span in self.spans],
-            "suffix_partial": self.suffix_partial,
             "span_members": num_rows,
-            "span_member_start": starts,
+            "span_member_start": list(accumulate(num_rows, initial=0))[:-1],
             "span_class": self.span_class,
-            "span_chunk": [CHUNKS[which] for which in self.span_class],
+            "span_chunk": self.span_chunk,
+            "span_cap": self.span_cap,
             "members": members + list(range(sum(self.new_lens))),
             "request_members": [len(members) + row for row in self.first_rows],
             "new_lens_device": list(self.new_lens),
             "waterlines": [sum(span.num_tokens for span in path) for path in self.paths],
-            "request_chunk": [CHUNKS[which] for which in self.request_class],
+            "request_chunk": [MIN_CHUNKS[which] for which in self.request_class],
+            "num_splits": self.num_splits,
             "path_start": self.path_start,
             "path_span": self.path_span,
             "path_member": self.path_member,
             "merge_request": [request for request, _ in merged],
             "merge_token": [token for _, token in merged],
-            "tile_request": [request for request, _ in tiles],
-            "tile_index": [tile for _, tile in tiles],
-            **{f"requests_{which}": self.requests_of(which) for which in range(len(ROW_TILES))},
+            "tile_request": [request for request, _, _ in tiles],
+            "tile_index": [tile for _, tile, _ in tiles],
+            "tile_split": [split for _, _, split in tiles],
+            **{f"requests_{which}": self.requests_of(which) for which in range(NUM_CLASSES)},
         }
+
+    def _extend_tiles(self) -> list[tuple[int, int, int]]:
+        """(request, tile, part) of every program of ``ragged_extend``; last tiles see the most keys and go first."""
+        return [
+            (request, tile, split)
+            for request in range(len(self.new_lens))
+            if not self.is_split[request]
+            for tile in reversed(range(self._num_tiles(request)))
+            for split in range(self.num_splits[request])  # none if it is attended for elsewhere
+        ]

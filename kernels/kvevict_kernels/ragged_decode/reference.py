@@ -25,7 +25,7 @@ def ragged_attention_over_paths_reference(tables: Tables, step: Step, inputs: La
         for token in range(new):
             own = slots[: len(slots) - (new - 1 - token)]
             for q_head in range(q.shape[1]):
-                head = q_head // tables.group_size
+                head = q_head // tables.sizes.group_size
                 runs = [
                     span.head_slots[int(span.starts[layer, head]) :][: int(span.lens[layer, head])].long()
                     for span in path

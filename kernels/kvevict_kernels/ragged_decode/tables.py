@@ -9,43 +9,34 @@ All sizes that the host needs are upper bounds from what it knows, so that no le
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvevict_kernels.ragged_decode.host_lists import (
-    CHUNKS,
-    ROW_TILES,
-    HostLists,
-    RunLists,
-)
+from kvevict_kernels.ragged_decode.host_lists import NUM_CLASSES, HostLists, RunLists, Sizes
 from kvevict_kernels.transfer import to_device
 
 
 @dataclass(frozen=True, eq=False)
 class ClassTables:
-    """Work of one class (tile and chunk size), for all layers.
+    """Work of one class of q rows, for all layers.
 
     Attributes:
-        row_tile: q rows per tile.
-        chunk: KV rows per work item.
         max_items: work items of spans in one layer, at most; 0: no span is in this class.
-        work_unit: [bound], int32, (layer, span, KV head) of every work item of spans, layer after layer.
-        item_start: [num_layers * num_units], int64, first work item of every unit.
-        layer_start: [num_layers + 1], int64, first work item of every layer.
+        work_unit: [num_layers, max_items], int32, (span, KV head) of every work item of spans.
+        item_start: [num_layers, num_units], int32, first work item of every unit in its layer.
+        item_count: [num_layers], int32, work items of spans.
         requests: [n], int32, requests whose suffixes are in this class.
         num_requests: n.
         max_suffix_items: work items of their suffixes, at most.
     """
 
-    row_tile: int
-    chunk: int
     max_items: int
     work_unit: Tensor
     item_start: Tensor
-    layer_start: Tensor
+    item_count: Tensor
     requests: Tensor
     num_requests: int
     max_suffix_items: int
@@ -58,49 +49,61 @@ class Tables:
     Attributes:
         paths: spans of every request, root first; held, because the kernels read them by address.
         new_lens: new tokens of every request (host).
-        num_layers: layers.
-        num_kv_heads: KV heads.
-        group_size: q heads per KV head.
+        sizes: what stays the same for all batches.
+        span_address: [num_spans], int64, addresses of each span's head slots, and likewise:
+        span_starts: of its starts.
+        span_lens: of its lengths.
         run_address: [num_layers, num_spans, num_kv_heads], int64, address of each run's first head slot.
         run_lens: [num_layers, num_spans, num_kv_heads], int32.
         partial_start: [num_layers, num_spans, num_kv_heads], int64, first partial row of each unit in its layer.
         span_members: [num_spans], int32, new tokens that read each span in the split kernel.
         span_member_start: [num_spans], int32, where they start in ``members``.
-        span_chunk: [num_spans], int32, KV rows per work item.
+        span_class: [num_spans], int32, row class.
+        span_chunk: [num_spans], int32, entries per work item.
+        span_cap: [num_spans], int32, chunks per run, at most: a longer run has longer chunks.
         members: rows of new tokens: of every span's readers, then of every request.
         request_members: [num_requests], int32, where each request's rows start in ``members``.
         new_lens_device: [num_requests], int32.
         waterlines: [num_requests], int32, tokens that the request's path stands for.
-        request_chunk: [num_requests], int32, KV rows per work item of the suffix.
+        request_chunk: [num_requests], int32, tokens per work item of the suffix, at least.
+        num_splits: [num_requests], int32, parts of the keys in ``ragged_extend``.
         suffix_partial: [num_requests], int64, first partial row of each suffix.
+        extend_partial: [num_requests], int64, first partial row in ``ragged_extend``.
         path_start: [num_requests + 1], int32, each request's part of the two below.
         path_span: int32, spans.
         path_member: int32, place of the request's first new token among the span's members.
         merge_request: [num_merged], int32, request of each new token that the split kernel attends for.
         merge_token: [num_merged], int32, its place among the request's new tokens.
-        tile_request: [num_tiles], int32, tiles of requests that ``ragged_extend`` attends for.
-        tile_index: [num_tiles], int32, place among the request's tiles.
+        tile_request: [num_tiles], int32, programs per KV head of ``ragged_extend``: request,
+        tile_index: place among the request's tiles,
+        tile_split: part of the keys.
+        has_splits: whether any of them has several parts.
         classes: work of the split kernel.
         num_partials: partial rows that one layer needs, at most.
     """
 
     paths: tuple[tuple[RunLists, ...], ...]
     new_lens: tuple[int, ...]
-    num_layers: int
-    num_kv_heads: int
-    group_size: int
+    sizes: Sizes
+    span_address: Tensor
+    span_starts: Tensor
+    span_lens: Tensor
     run_address: Tensor
     run_lens: Tensor
     partial_start: Tensor
     span_members: Tensor
     span_member_start: Tensor
+    span_class: Tensor
     span_chunk: Tensor
+    span_cap: Tensor
     members: Tensor
     request_members: Tensor
     new_lens_device: Tensor
     waterlines: Tensor
     request_chunk: Tensor
+    num_splits: Tensor
     suffix_partial: Tensor
+    extend_partial: Tensor
     path_start: Tensor
     path_span: Tensor
     path_member: Tensor
@@ -108,6 +111,8 @@ class Tables:
     merge_token: Tensor
     tile_request: Tensor
     tile_index: Tensor
+    tile_split: Tensor
+    has_splits: bool
     classes: tuple[ClassTables, ...]
     num_partials: int
 
@@ -147,7 +152,8 @@ class LayerInputs:
 
     Attributes:
         layer: layer index.
-        q: [num_new_tokens, num_qo_heads, head_dim], bfloat16, float16 or float32, request after request.
+        q: [num_new_tokens, num_qo_heads, head_dim], bfloat16, float16 or float32, request after request; tokens may
+            lie apart (a slice of a fused projection), heads of one token lie together.
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], dtype of ``q``.
         v_arena: like ``k_arena``.
         sm_scale: softmax scale.
@@ -163,50 +169,36 @@ class LayerInputs:
 def build_tables(
     paths: Sequence[Sequence[RunLists]],
     new_lens: Sequence[int],
+    suffix_bounds: Sequence[int],
     *,
-    num_layers: int,
-    num_kv_heads: int,
-    group_size: int,
+    sizes: Sizes,
     device: torch.device,
+    elsewhere: Collection[int],
 ) -> Tables:
-    """Lay out a batch: no host synchronisation, one copy to the device.
+    """Send what the host knows, in one copy that nobody waits for; what follows on the device is left empty.
 
     Args:
         paths: per request, the spans that it reads, root first.
         new_lens: per request, new tokens, >= 1.
-        num_layers: layers.
-        num_kv_heads: KV heads.
-        group_size: q heads per KV head.
+        suffix_bounds: per request, tokens behind its path, at most.
+        sizes: what stays the same for all batches.
         device: where the spans are.
+        elsewhere: requests that ``ragged_extend`` leaves out.
     """
-    host = HostLists(paths, new_lens, num_kv_heads, group_size)
-    spans = host.spans
-    sent = _send(host.lists(), device)
-    shape = (num_layers, len(spans), num_kv_heads)
-    if spans:
-        run_lens = torch.stack([span.lens for span in spans], dim=1).contiguous()
-        starts = torch.stack([span.starts for span in spans], dim=1)
-        run_address = sent["span_address"].view(1, -1, 1) + 4 * starts.long()
-    else:
-        run_lens = torch.zeros(shape, dtype=torch.int32, device=device)
-        run_address = torch.zeros(shape, dtype=torch.int64, device=device)
-    int32 = {name: x.int() for name, x in sent.items() if name not in ("span_address", "suffix_partial")}
-    chunks = (run_lens + int32["span_chunk"].view(1, -1, 1) - 1) // int32["span_chunk"].view(1, -1, 1)
-    partials = chunks.long() * (int32["span_members"] * group_size).view(1, -1, 1)
-    flat = partials.view(num_layers, -1)
+    host = HostLists(paths, new_lens, suffix_bounds, sizes, elsewhere)
+    sent = _send(host.addresses(), host.lists(), device)
+    shape = (sizes.num_layers, len(host.spans), sizes.num_kv_heads)
     return Tables(
         paths=tuple(tuple(path) for path in paths),
         new_lens=tuple(new_lens),
-        num_layers=num_layers,
-        num_kv_heads=num_kv_heads,
-        group_size=group_size,
-        run_address=run_address,
-        run_lens=run_lens,
-        partial_start=(flat.cumsum(1) - flat).view(shape),
-        suffix_partial=sent["suffix_partial"].clone(),  # aligned whatever is beside it: one compiled variant
-        classes=tuple(_class_tables(host, which, chunks, int32, device) for which in range(len(ROW_TILES))),
+        sizes=sizes,
+        run_address=torch.empty(shape, dtype=torch.int64, device=device),
+        run_lens=torch.empty(shape, dtype=torch.int32, device=device),
+        partial_start=torch.empty(shape, dtype=torch.int64, device=device),
+        has_splits=any(splits > 1 for splits in host.num_splits),
+        classes=tuple(_class_tables(host, which, sent.pop(f"requests_{which}")) for which in range(NUM_CLASSES)),
         num_partials=host.num_partials,
-        **{name: int32[name] for name in _INT32_FIELDS},
+        **sent,
     )
 
 
@@ -232,54 +224,26 @@ def build_step(
     )
 
 
-_INT32_FIELDS = (
-    "span_members",
-    "span_member_start",
-    "span_chunk",
-    "members",
-    "request_members",
-    "new_lens_device",
-    "waterlines",
-    "request_chunk",
-    "path_start",
-    "path_span",
-    "path_member",
-    "merge_request",
-    "merge_token",
-    "tile_request",
-    "tile_index",
-)
-
-
-def _class_tables(
-    host: HostLists, which: int, chunks: Tensor, sent: dict[str, Tensor], device: torch.device
-) -> ClassTables:
-    """Number the work items of one class: units in (layer, span, KV head) order, chunks, then tiles of q rows."""
-    num_layers = chunks.shape[0]
-    bound, in_one = host.max_items(which, num_layers)
-    row_tile = ROW_TILES[which]
-    tiles = (sent["span_members"] * host.group_size + row_tile - 1) // row_tile
-    tiles = torch.where(sent["span_class"] == which, tiles, 0)
-    items = (chunks * tiles.view(1, -1, 1)).view(-1).long()
-    ends = items.cumsum(0)
-    layer_start = torch.zeros(num_layers + 1, dtype=torch.int64, device=device)
-    if ends.numel():
-        layer_start[1:] = ends.view(num_layers, -1)[:, -1]
+def _class_tables(host: HostLists, which: int, requests: Tensor) -> ClassTables:
+    num_layers, device = host.sizes.num_layers, requests.device
+    max_items = host.max_items(which)
+    num_units = len(host.spans) * host.sizes.num_kv_heads
     return ClassTables(
-        row_tile=row_tile,
-        chunk=CHUNKS[which],
-        max_items=in_one,
-        work_unit=torch.searchsorted(ends, torch.arange(bound, device=device), right=True).int(),
-        item_start=ends - items,
-        layer_start=layer_start,
-        requests=sent[f"requests_{which}"],
+        max_items=max_items,
+        work_unit=torch.empty(num_layers, max_items, dtype=torch.int32, device=device),
+        item_start=torch.empty(num_layers, num_units, dtype=torch.int32, device=device),
+        item_count=torch.empty(num_layers, dtype=torch.int32, device=device),
+        requests=requests,
         num_requests=len(host.requests_of(which)),
         max_suffix_items=host.max_suffix_items(which),
     )
 
 
-def _send(lists: dict[str, list[int]], device: torch.device) -> dict[str, Tensor]:
-    """Copy lists to the device in one piece, without waiting for it."""
-    flat = torch.tensor([x for values in lists.values() for x in values], dtype=torch.int64)
-    pieces = torch.split(to_device(flat, device), [len(values) for values in lists.values()])
-    return dict(zip(lists, pieces, strict=True))
+def _send(wide: dict[str, list[int]], narrow: dict[str, list[int]], device: torch.device) -> dict[str, Tensor]:
+    """Copy lists to the device in one piece: 64-bit ones, then 32-bit ones."""
+    words = torch.tensor([x for values in wide.values() for x in values], dtype=torch.int64)
+    halves = torch.tensor([x for values in narrow.values() for x in values], dtype=torch.int32)
+    flat = to_device(torch.cat([words.view(torch.int32), halves]), device)
+    pieces = flat[: 2 * words.numel()].view(torch.int64).split([len(values) for values in wide.values()])
+    small = flat[2 * words.numel() :].split([len(values) for values in narrow.values()])
+    return dict(zip([*wide, *narrow], [*pieces, *small], strict=True))

@@ -1,21 +1,23 @@
 """ragged_decode on the device: split-KV over a work list of spans and suffixes, then one merge.
 
 A work item is one chunk of a unit's keys times one tile of its q rows. Programs walk over the items of a layer with a
-stride, so uneven runs balance; how many there are is read on the device. Chunks have fixed sizes: what a row gets
-depends neither on the grid nor on other requests. Partials are float32, their log-sum-exps have base 2.
+stride, so uneven runs balance; how many there are is read on the device. A chunk's size follows from its own span or
+suffix (chunks.py): what a row gets depends neither on the grid nor on other requests. Partials are float32, their
+log-sum-exps have base 2.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvevict_kernels.device_limits import limits_of
+from kvevict_kernels.ragged_decode import chunks
 from kvevict_kernels.ragged_decode.directory import Directory
 from kvevict_kernels.ragged_decode.entries.triton_impl import (
+    ITEM_COUNT,
     ITEM_START,
-    LAYER_START,
     MEMBERS,
     NEW_LENS,
     NUM_SPANS,
@@ -26,26 +28,32 @@ from kvevict_kernels.ragged_decode.entries.triton_impl import (
     REQUESTS,
     RUN_ADDRESS,
     RUN_LENS,
+    SPAN_CAP,
+    SPAN_CHUNK,
     SPAN_MEMBER_START,
     SPAN_MEMBERS,
     SUFFIX_PARTIAL,
     WATERLINES,
     WORK_UNIT,
     class_int32s_at,
-    class_int64s_at,
     floats_at,
     int32s_at,
     int64s_at,
+    max_items_of,
 )
-from kvevict_kernels.ragged_decode.host_lists import MAX_SPLITS
+from kvevict_kernels.ragged_decode.layout.triton_impl import run_chunk
 from kvevict_kernels.ragged_decode.merge.triton_impl import run_merge, suffix_chunk
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
+from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS, Tile, tiles_for
 
-KEY_BLOCK = 64
-PROGRAMS_PER_SM = {16: 3, 64: 2}
-"""By q rows per tile: what fits, going by the registers that the compiler uses for sm_90 (168 and 230 a thread)."""
 INTERPRETER_PROGRAMS = 3
+REQUEST_BLOCK = 128
 LOG2_E = 1.4426950408889634
+STEP_LISTS = (
+    *("seq_lens_ptr", "pool_rows_ptr", "suffix_work_ptr", "suffix_work_start_ptr"),
+    *("work_ptr", "work_start_ptr"),
+)
+"""May be slices of SGLang's buffers: whether one is aligned must not call for another compilation."""
 
 
 @triton.jit
@@ -83,7 +91,7 @@ def attend_block(
     return new_max, b_sum, b_out
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=["num_requests"], do_not_specialize_on_alignment=list(STEP_LISTS))
 def _suffix_work_kernel(
     entries_ptr,
     seq_lens_ptr,  # [B] int32
@@ -91,25 +99,30 @@ def _suffix_work_kernel(
     work_start_ptr,  # [num_requests + 1] int32
     num_requests,  # of the class
     CLASS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    LEAST: tl.constexpr,
     ROW_TILE: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
+    NUM_ITEMS: tl.constexpr,
+    STEP: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
-    BLOCK: tl.constexpr,  # >= num_requests
+    BLOCK: tl.constexpr,
     FILL: tl.constexpr,
 ):
     """Every program counts the items of all requests before its own, then writes its own."""
     mine = tl.program_id(0)
-    i = tl.arange(0, BLOCK)
-    mask = i < num_requests
-    request = tl.load(class_int32s_at(entries_ptr, REQUESTS, CLASS) + i, mask=mask, other=0)
-    waterline = tl.load(int32s_at(entries_ptr, WATERLINES) + request, mask=mask, other=0)
-    length = tl.load(seq_lens_ptr + request, mask=mask, other=0) - waterline
-    tiles = tl.cdiv(tl.load(int32s_at(entries_ptr, NEW_LENS) + request, mask=mask, other=0) * G, ROW_TILE)
-    items = tl.where(mask, tl.cdiv(length, suffix_chunk(length, CHUNK, MAX_SPLITS)) * tiles * H, 0)
-    start = tl.sum(tl.where(i < mine, items, 0), 0)
-    count = tl.sum(tl.where(i == mine, items, 0), 0)
+    start = tl.zeros([], dtype=tl.int32)
+    count = tl.zeros([], dtype=tl.int32)
+    for first in range(0, mine + 1, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        mask = i <= mine
+        request = tl.load(class_int32s_at(entries_ptr, REQUESTS, CLASS) + i, mask=mask, other=0)
+        waterline = tl.load(int32s_at(entries_ptr, WATERLINES) + request, mask=mask, other=0)
+        length = tl.load(seq_lens_ptr + request, mask=mask, other=0) - waterline
+        tiles = tl.cdiv(tl.load(int32s_at(entries_ptr, NEW_LENS) + request, mask=mask, other=0) * G, ROW_TILE)
+        chunk = suffix_chunk(length, LEAST, H=H, NUM_ITEMS=NUM_ITEMS, STEP=STEP)
+        items = tl.where(mask, tl.cdiv(length, chunk) * tiles * H, 0)
+        start += tl.sum(tl.where(i < mine, items, 0), 0)
+        count += tl.sum(tl.where(i == mine, items, 0), 0)
     tl.store(work_start_ptr + mine, start)
     if mine == num_requests - 1:
         tl.store(work_start_ptr + num_requests, start + count)
@@ -120,19 +133,24 @@ def _suffix_work_kernel(
 
 @triton.jit
 def _span_item(
-    work, first_span, entries_ptr,
-    CLASS: tl.constexpr, CHUNK: tl.constexpr, H: tl.constexpr, G: tl.constexpr, BLOCK_M: tl.constexpr,
+    work, layer, entries_ptr,
+    CLASS: tl.constexpr, H: tl.constexpr, G: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """One chunk of a run, for one tile of its readers' q rows."""
-    unit = tl.load(class_int32s_at(entries_ptr, WORK_UNIT, CLASS) + work)
-    span = unit // H - first_span
+    of_layer = layer * max_items_of(entries_ptr, CLASS)
+    unit = tl.load(class_int32s_at(entries_ptr, WORK_UNIT, CLASS) + of_layer + work)
+    first_unit = layer * tl.load(entries_ptr + NUM_SPANS) * H
+    span = unit // H
+    local = work - tl.load(class_int32s_at(entries_ptr, ITEM_START, CLASS) + first_unit + unit)
     count = tl.load(int32s_at(entries_ptr, SPAN_MEMBERS) + span)
-    local = (work - tl.load(class_int64s_at(entries_ptr, ITEM_START, CLASS) + unit)).to(tl.int32)
     tiles = tl.cdiv(count * G, BLOCK_M)
-    length = tl.load(int32s_at(entries_ptr, RUN_LENS) + unit)
-    begin = local // tiles * CHUNK
-    index_address = tl.load(int64s_at(entries_ptr, RUN_ADDRESS) + unit) + begin.to(tl.int64) * 4
-    partial = tl.load(int64s_at(entries_ptr, PARTIAL_START) + unit) + (local // tiles).to(tl.int64) * (count * G)
+    length = tl.load(int32s_at(entries_ptr, RUN_LENS) + first_unit + unit)
+    chunk = tl.load(int32s_at(entries_ptr, SPAN_CHUNK) + span)
+    chunk = run_chunk(length, chunk, tl.load(int32s_at(entries_ptr, SPAN_CAP) + span))
+    begin = local // tiles * chunk
+    index_address = tl.load(int64s_at(entries_ptr, RUN_ADDRESS) + first_unit + unit) + begin.to(tl.int64) * 4
+    partial = tl.load(int64s_at(entries_ptr, PARTIAL_START) + first_unit + unit)
+    partial += (local // tiles).to(tl.int64) * (count * G)
     member = tl.load(int32s_at(entries_ptr, SPAN_MEMBER_START) + span)
     return (
         unit % H,
@@ -141,7 +159,7 @@ def _span_item(
         local % tiles,
         length,
         begin,
-        tl.minimum(length - begin, CHUNK),
+        tl.minimum(length - begin, chunk),
         index_address,
         partial,
     )
@@ -150,7 +168,7 @@ def _span_item(
 @triton.jit
 def _suffix_item(
     item, entries_ptr, seq_lens_ptr, pool_rows_ptr, suffix_work_ptr, suffix_work_start_ptr, req_to_token, row_stride,
-    CLASS: tl.constexpr, CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    CLASS: tl.constexpr, LEAST: tl.constexpr, NUM_ITEMS: tl.constexpr, STEP: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """One chunk of a request's own tokens, for one tile of its q rows."""
@@ -161,7 +179,7 @@ def _suffix_item(
     tiles = tl.cdiv(count * G, BLOCK_M)
     waterline = tl.load(int32s_at(entries_ptr, WATERLINES) + request)
     length = tl.load(seq_lens_ptr + request) - waterline
-    chunk = suffix_chunk(length, CHUNK, MAX_SPLITS)
+    chunk = suffix_chunk(length, LEAST, H=H, NUM_ITEMS=NUM_ITEMS, STEP=STEP)
     split = local // (H * tiles)
     begin = split * chunk
     index_address = req_to_token + (tl.load(pool_rows_ptr + request) * row_stride + waterline + begin) * 4
@@ -172,10 +190,13 @@ def _suffix_item(
     return local % H, count, member, tile, length, begin, tl.minimum(length - begin, chunk), index_address, partial
 
 
-@triton.jit(do_not_specialize=["layer", "num_requests", "row_stride", "req_to_token"])
+@triton.jit(
+    do_not_specialize=["layer", "num_requests", "row_stride", "req_to_token"],
+    do_not_specialize_on_alignment=list(STEP_LISTS),
+)
 def _split_kernel(
     entries_ptr,
-    q_ptr,  # [N, H * G, D]
+    q_ptr,  # [N, H * G, D], tokens q_stride elements apart
     k_ptr,  # [L, T, H, D]
     v_ptr,
     seq_lens_ptr,
@@ -187,10 +208,12 @@ def _split_kernel(
     req_to_token,  # address
     row_stride,
     num_token_slots,
+    q_stride,
     scale_log2,
     CLASS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
+    NUM_ITEMS: tl.constexpr,
+    STEP: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -206,21 +229,18 @@ def _split_kernel(
     o_d = tl.arange(0, BLOCK_D)
     o_m = tl.arange(0, BLOCK_M)
     m_d = o_d < D
-    layer_start_ptr = class_int64s_at(entries_ptr, LAYER_START, CLASS)
-    first_item = tl.load(layer_start_ptr + layer)
-    num_span_items = (tl.load(layer_start_ptr + layer + 1) - first_item).to(tl.int32)
+    num_span_items = tl.load(class_int32s_at(entries_ptr, ITEM_COUNT, CLASS) + layer)
     num_items = num_span_items + tl.load(suffix_work_start_ptr + num_requests)
-    first_span = layer * tl.load(entries_ptr + NUM_SPANS).to(tl.int32)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         if item < num_span_items:
             head, count, member, tile, length, begin, num_kv, index_address, partial = _span_item(
-                first_item + item, first_span, entries_ptr, CLASS=CLASS, CHUNK=CHUNK, H=H, G=G, BLOCK_M=BLOCK_M
+                item, layer, entries_ptr, CLASS=CLASS, H=H, G=G, BLOCK_M=BLOCK_M
             )
         else:
             head, count, member, tile, length, begin, num_kv, index_address, partial = _suffix_item(
                 item - num_span_items, entries_ptr, seq_lens_ptr, pool_rows_ptr, suffix_work_ptr,
                 suffix_work_start_ptr, req_to_token, row_stride,
-                CLASS=CLASS, CHUNK=CHUNK, MAX_SPLITS=MAX_SPLITS, H=H, G=G, BLOCK_M=BLOCK_M,
+                CLASS=CLASS, LEAST=LEAST, NUM_ITEMS=NUM_ITEMS, STEP=STEP, H=H, G=G, BLOCK_M=BLOCK_M,
             )  # fmt: skip
         # Runs hold head slots; suffixes hold token slots, and their new tokens do not see each other's future.
         is_suffix = (item >= num_span_items).to(tl.int32)
@@ -230,8 +250,8 @@ def _split_kernel(
         m_m = i_row < count * G
         token = i_row // G
         reader = tl.load(int32s_at(entries_ptr, MEMBERS) + member + token, mask=m_m, other=0)
-        q_row = reader.to(tl.int64) * (H * G) + head * G + i_row % G
-        b_q = tl.load(q_ptr + q_row[:, None] * D + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
+        q_row = reader.to(tl.int64) * q_stride + (head * G + i_row % G) * D
+        b_q = tl.load(q_ptr + q_row[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
         if UPCAST:
             b_q = b_q.to(tl.float32)
         limit = tl.minimum(length - begin - is_suffix * (count - 1 - token), num_kv)
@@ -268,12 +288,13 @@ def advance(directory: Directory, step: Step) -> None:
             step.work_start[which],
             class_tables.num_requests,
             CLASS=which,
-            CHUNK=class_tables.chunk,
-            ROW_TILE=class_tables.row_tile,
-            MAX_SPLITS=MAX_SPLITS,
-            H=tables.num_kv_heads,
-            G=tables.group_size,
-            BLOCK=triton.next_power_of_2(class_tables.num_requests),
+            LEAST=chunks.MIN_CHUNKS[which],
+            ROW_TILE=DECODE_ROWS[which],
+            NUM_ITEMS=tables.sizes.num_items,
+            STEP=chunks.CHUNK_STEP,
+            H=tables.sizes.num_kv_heads,
+            G=tables.sizes.group_size,
+            BLOCK=REQUEST_BLOCK,
             FILL=128,
         )
 
@@ -288,10 +309,8 @@ def run_split(directory: Directory, step: Step, inputs: LayerInputs, out: Tensor
 def _launch_split(directory: Directory, step: Step, which: int, inputs: LayerInputs) -> None:
     q, head_dim = inputs.q, inputs.q.shape[2]
     tables, class_tables = directory.tables, directory.tables.classes[which]
-    num_programs = num_programs_on(q.device, class_tables.row_tile)
-    if not directory.is_captured:
-        num_programs = min(num_programs, class_tables.max_items + class_tables.max_suffix_items)
-    _split_kernel[(num_programs,)](
+    tile = tiles_for(limits_of(q.device), head_dim)[which]
+    args = (
         directory.entries,
         q,
         inputs.k_arena,
@@ -305,22 +324,43 @@ def _launch_split(directory: Directory, step: Step, which: int, inputs: LayerInp
         step.req_to_token.data_ptr(),
         step.req_to_token.stride(0),
         inputs.k_arena.shape[1],
+        q.stride(0),
         inputs.sm_scale * LOG2_E,
-        CLASS=which,
-        CHUNK=class_tables.chunk,
-        MAX_SPLITS=MAX_SPLITS,
-        H=tables.num_kv_heads,
-        G=tables.group_size,
-        D=head_dim,
-        BLOCK_M=class_tables.row_tile,
-        BLOCK_N=KEY_BLOCK,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        UPCAST=not q.is_cuda,
     )
+    options = {
+        "CLASS": which,
+        "LEAST": chunks.MIN_CHUNKS[which],
+        "NUM_ITEMS": tables.sizes.num_items,
+        "STEP": chunks.CHUNK_STEP,
+        "H": tables.sizes.num_kv_heads,
+        "G": tables.sizes.group_size,
+        "D": head_dim,
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.keys,
+        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "UPCAST": not q.is_cuda,
+        "num_stages": tile.stages,
+        "num_warps": tile.warps,
+    }
+    num_programs = _num_programs(q, tile, args, options)
+    if not directory.is_captured:
+        num_programs = min(num_programs, class_tables.max_items + class_tables.max_suffix_items)
+    _split_kernel[(num_programs,)](*args, **options)
 
 
-def num_programs_on(device: torch.device, row_tile: int) -> int:
-    """Programs of a persistent launch: a constant of the device, never of the batch."""
-    if device.type != "cuda":
+_NUM_PROGRAMS: dict[tuple[object, ...], int] = {}
+
+
+def _num_programs(q: Tensor, tile: Tile, args: tuple[object, ...], options: dict[str, object]) -> int:
+    """Programs of a persistent launch: as many as are resident at once; never depends on the batch."""
+    if not q.is_cuda:
         return INTERPRETER_PROGRAMS
-    return PROGRAMS_PER_SM[row_tile] * int(torch.cuda.get_device_properties(device).multi_processor_count)
+    key = (q.device, q.dtype, *options.values())
+    if key not in _NUM_PROGRAMS:
+        compiled = _split_kernel.warmup(*args, grid=(1,), **options)
+        compiled._init_handles()
+        limits = limits_of(q.device)
+        shared = int(compiled.metadata.shared)
+        resident = limits.programs_per_sm(registers=compiled.n_regs, shared=shared, num_warps=tile.warps)
+        _NUM_PROGRAMS[key] = resident * limits.num_sms
+    return _NUM_PROGRAMS[key]

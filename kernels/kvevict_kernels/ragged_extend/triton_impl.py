@@ -1,4 +1,8 @@
-"""ragged_extend on the device: a program owns one tile of q rows of one KV head and walks over all its keys.
+"""ragged_extend on the device: a program owns one tile of q rows of one KV head and walks over its keys, or a part.
+
+A request with few tiles leaves most of the device idle, so the keys of its tiles are split into parts, all keys of
+path and own tokens counted through; a second launch merges the parts. How many is fixed on the host by the request's
+own lengths (chunks.py), where they begin and end on the device.
 
 Spans and own tokens go through one loop nest: with two, ptxas serialises the tensor-core instructions of both.
 """
@@ -9,23 +13,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvevict_kernels.ragged_decode.host_lists import EXTEND_TILE
-from kvevict_kernels.ragged_decode.tables import LayerInputs, Step, Tables
+from kvevict_kernels.device_limits import limits_of
+from kvevict_kernels.ragged_decode.directory import Directory
+from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
+from kvevict_kernels.ragged_decode.tile_table import EXTEND, tiles_for
 from kvevict_kernels.ragged_decode.triton_impl import LOG2_E, attend_block
 
-KEY_BLOCK = 64
-NUM_WARPS = 8
+COMBINE_ROWS = 16
+TABLES = (
+    *("tile_request_ptr", "tile_index_ptr", "tile_split_ptr", "num_splits_ptr", "partial_start_ptr"),
+    *("path_start_ptr", "path_span_ptr", "run_address_ptr", "run_lens_ptr", "members_ptr", "request_members_ptr"),
+    *("new_lens_ptr", "waterlines_ptr", "seq_lens_ptr", "pool_rows_ptr"),
+)
+"""Lie one after the other: whether one is aligned depends on the batch, and must not call for another compilation."""
 
 
-@triton.jit(do_not_specialize=["layer", "num_spans", "row_stride", "req_to_token"])
+@triton.jit(
+    do_not_specialize=["layer", "num_spans", "row_stride", "req_to_token"],
+    do_not_specialize_on_alignment=list(TABLES),
+)
 def _extend_kernel(
-    q_ptr,  # [N, H * G, D]
+    q_ptr,  # [N, H * G, D], tokens q_stride elements apart
     k_ptr,  # [L, T, H, D]
     v_ptr,
     out_ptr,  # [N, H * G, D]
     lse_ptr,  # [N, H * G] float32, natural
+    partial_out_ptr,  # [P, D] float32
+    partial_lse_ptr,  # [P] float32, base 2
     tile_request_ptr,
     tile_index_ptr,
+    tile_split_ptr,
+    num_splits_ptr,
+    partial_start_ptr,
     path_start_ptr,
     path_span_ptr,
     run_address_ptr,
@@ -41,6 +60,7 @@ def _extend_kernel(
     num_spans,
     row_stride,
     num_token_slots,
+    q_stride,
     scale_log2,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -59,8 +79,8 @@ def _extend_kernel(
     m_qo = m_m[:, None] & (o_d < D)[None, :]
     token = i_row // G
     first = tl.load(members_ptr + tl.load(request_members_ptr + request)).to(tl.int64)
-    q_row = (first + token) * (H * G) + head * G + i_row % G
-    b_q = tl.load(q_ptr + q_row[:, None] * D + o_d[None, :], mask=m_qo, other=0.0)
+    p_q = q_ptr + ((first + token) * q_stride + (head * G + i_row % G) * D)[:, None] + o_d[None, :]
+    b_q = tl.load(p_q, mask=m_qo, other=0.0)
     if UPCAST:
         b_q = b_q.to(tl.float32)
     b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -72,10 +92,21 @@ def _extend_kernel(
     num_before = tl.load(seq_lens_ptr + request) - waterline - count
     num_own = num_before + tl.minimum(tl.max(token, 0) + 1, count)
     own_address = req_to_token + (tl.load(pool_rows_ptr + request) * row_stride + waterline) * 4
+    path_begin = tl.load(path_start_ptr + request)
     path_end = tl.load(path_start_ptr + request + 1)
-    for j in range(tl.load(path_start_ptr + request), path_end + 1):  # spans, then the own tokens
+    first_unit = layer * num_spans * H + head
+    total = num_own
+    for j in range(path_begin, path_end):
+        total += tl.load(run_lens_ptr + first_unit + tl.load(path_span_ptr + j) * H)
+    num_splits = tl.load(num_splits_ptr + request)
+    split = tl.load(tile_split_ptr + tl.program_id(0))
+    # This part's keys, counted through over spans and own tokens.
+    part = tl.cdiv(tl.cdiv(total, BLOCK_N), num_splits) * BLOCK_N
+    begin = split * part
+    end = tl.minimum(begin + part, total)
+    for j in range(path_begin, path_end + 1):  # spans, then the own tokens
         if j < path_end:
-            unit = (layer * num_spans + tl.load(path_span_ptr + j)) * H + head
+            unit = first_unit + tl.load(path_span_ptr + j) * H
             num_kv = tl.load(run_lens_ptr + unit)
             address = tl.load(run_address_ptr + unit)
         else:
@@ -84,33 +115,109 @@ def _extend_kernel(
         is_own = (j >= path_end).to(tl.int32)
         slot_scale = 1 + is_own * (H - 1)
         slot_shift = is_own * (layer.to(tl.int64) * num_token_slots * H + head)
-        limit = tl.where(is_own > 0, num_before + token + 1, num_kv)
+        to_key = tl.minimum(end, num_kv)
+        limit = tl.minimum(tl.where(is_own > 0, num_before + token + 1, num_kv), to_key)
         index_ptr = address.to(tl.pointer_type(tl.int32))
-        for start in range(0, num_kv, BLOCK_N):
+        for start in range(tl.maximum(begin, 0), to_key, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
-            m_n = n < num_kv
+            m_n = n < to_key
             head_slot = tl.load(index_ptr + n, mask=m_n, other=0).to(tl.int64) * slot_scale + slot_shift
-            seen = m_n[None, :] & (n[None, :] < limit[:, None])
             b_max, b_sum, b_out = attend_block(
-                b_q, b_max, b_sum, b_out, k_ptr, v_ptr, head_slot, m_n, seen, o_d, scale_log2, D=D, UPCAST=UPCAST
-            )
+                b_q, b_max, b_sum, b_out, k_ptr, v_ptr, head_slot, m_n, n[None, :] < limit[:, None], o_d, scale_log2,
+                D=D, UPCAST=UPCAST,
+            )  # fmt: skip
+        begin -= num_kv
+        end -= num_kv
 
     divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
-    tl.store(out_ptr + q_row[:, None] * D + o_d[None, :], b_out / divisor[:, None], mask=m_qo)
-    tl.store(lse_ptr + q_row, (b_max + tl.log2(divisor)) * 0.6931471805599453, mask=m_m)
+    b_out = b_out / divisor[:, None]
+    b_lse = b_max + tl.log2(divisor)
+    if num_splits > 1:
+        row = tl.load(partial_start_ptr + request) + (split * H + head).to(tl.int64) * (count * G) + i_row
+        tl.store(partial_out_ptr + row[:, None] * D + o_d[None, :], b_out, mask=m_qo)
+        tl.store(partial_lse_ptr + row, b_lse, mask=m_m)
+    else:
+        row = (first + token) * (H * G) + head * G + i_row % G
+        tl.store(out_ptr + row[:, None] * D + o_d[None, :], b_out, mask=m_qo)
+        tl.store(lse_ptr + row, b_lse * 0.6931471805599453, mask=m_m)
 
 
-def run_extend(tables: Tables, step: Step, inputs: LayerInputs, out: Tensor, lse: Tensor) -> None:
-    """Device path of :func:`kvevict_kernels.ragged_extend.run_ragged_extend`: one launch."""
+@triton.jit(do_not_specialize_on_alignment=list(TABLES))
+def _combine_kernel(
+    out_ptr,  # [N, H * G, D]
+    lse_ptr,  # [N, H * G] float32, natural
+    partial_out_ptr,  # [P, D] float32
+    partial_lse_ptr,  # [P] float32, base 2
+    tile_request_ptr,
+    tile_index_ptr,
+    tile_split_ptr,
+    num_splits_ptr,
+    partial_start_ptr,
+    members_ptr,
+    request_members_ptr,
+    new_lens_ptr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Merge the parts of some rows of a tile, in order; the program of a tile's first part does it."""
+    request = tl.load(tile_request_ptr + tl.program_id(0))
+    num_splits = tl.load(num_splits_ptr + request)
+    count = tl.load(new_lens_ptr + request) * G
+    begin = tl.load(tile_index_ptr + tl.program_id(0)) * BLOCK_M + tl.program_id(2) * ROWS
+    if (num_splits > 1) & (tl.load(tile_split_ptr + tl.program_id(0)) == 0) & (begin < count):
+        head = tl.program_id(1)
+        i_row = begin + tl.arange(0, ROWS)
+        m_m = i_row < count
+        o_d = tl.arange(0, BLOCK_D)
+        m_out = m_m[:, None] & (o_d < D)[None, :]
+        b_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+        b_sum = tl.zeros([ROWS], dtype=tl.float32)
+        b_out = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
+        first_partial = tl.load(partial_start_ptr + request)
+        for split in range(num_splits):
+            row = first_partial + (split * H + head).to(tl.int64) * count + i_row
+            b_lse = tl.load(partial_lse_ptr + row, mask=m_m, other=float("-inf"))
+            b_part = tl.load(partial_out_ptr + row[:, None] * D + o_d[None, :], mask=m_out, other=0.0)
+            new_max = tl.maximum(b_max, b_lse)
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)
+            weight = tl.exp2(b_lse - base)
+            decay = tl.exp2(b_max - base)
+            b_sum = b_sum * decay + weight
+            b_out = b_out * decay[:, None] + b_part * weight[:, None]
+            b_max = new_max
+        first = tl.load(members_ptr + tl.load(request_members_ptr + request)).to(tl.int64)
+        row = (first + i_row // G) * (H * G) + head * G + i_row % G
+        divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
+        tl.store(out_ptr + row[:, None] * D + o_d[None, :], b_out / divisor[:, None], mask=m_out)
+        tl.store(lse_ptr + row, (b_max + tl.log2(divisor)) * 0.6931471805599453, mask=m_m)
+
+
+def run_extend(directory: Directory, step: Step, inputs: LayerInputs, out: Tensor, lse: Tensor) -> None:
+    """Device path of :func:`kvevict_kernels.ragged_extend.run_ragged_extend`: a launch, a second if keys are split."""
     q, head_dim = inputs.q, inputs.q.shape[2]
-    _extend_kernel[(tables.tile_request.numel(), tables.num_kv_heads)](
+    tables, sizes = directory.tables, directory.tables.sizes
+    tile = tiles_for(limits_of(q.device), head_dim)[EXTEND]
+    num_programs = tables.tile_request.numel()
+    constants = {
+        "H": sizes.num_kv_heads,
+        "G": sizes.group_size,
+        "D": head_dim,
+        "BLOCK_M": tile.rows,
+        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+    }
+    tiles = (tables.tile_request, tables.tile_index, tables.tile_split, tables.num_splits, tables.extend_partial)
+    _extend_kernel[(num_programs, sizes.num_kv_heads)](
         q,
         inputs.k_arena,
         inputs.v_arena,
         out,
         lse,
-        tables.tile_request,
-        tables.tile_index,
+        *directory.partials,
+        *tiles,
         tables.path_start,
         tables.path_span,
         tables.run_address,
@@ -126,13 +233,15 @@ def run_extend(tables: Tables, step: Step, inputs: LayerInputs, out: Tensor, lse
         tables.num_spans,
         step.req_to_token.stride(0),
         inputs.k_arena.shape[1],
+        q.stride(0),
         inputs.sm_scale * LOG2_E,
-        H=tables.num_kv_heads,
-        G=tables.group_size,
-        D=head_dim,
-        BLOCK_M=EXTEND_TILE,
-        BLOCK_N=KEY_BLOCK,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_N=tile.keys,
         UPCAST=not q.is_cuda,
-        num_warps=NUM_WARPS,
+        num_stages=tile.stages,
+        num_warps=tile.warps,
+        **constants,
     )
+    if tables.has_splits:
+        members = (tables.members, tables.request_members, tables.new_lens_device)
+        grid = (num_programs, sizes.num_kv_heads, triton.cdiv(tile.rows, COMBINE_ROWS))
+        _combine_kernel[grid](out, lse, *directory.partials, *tiles, *members, ROWS=COMBINE_ROWS, **constants)

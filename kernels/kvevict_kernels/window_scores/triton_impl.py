@@ -15,11 +15,18 @@ from kvevict_kernels.window_scores.pooling import Pooling
 
 ROW_BLOCK = 32
 KEY_BLOCK = 128
+NUM_WARPS = 4
+"""Twice as many for a larger tile, which four could not hold in registers."""
+WIDE = 128
+"""Wider rows leave room in the shared memory of an sm_89 for one tile of queries less."""
 MIN_VALID_KEYS = 32
 """Keys of a tile that are not halo, at least; tiles are powers of two."""
 
 
-@triton.jit(do_not_specialize=["num_keys", "first_key", "W"])
+@triton.jit(
+    do_not_specialize=["num_keys", "first_key", "W"],
+    do_not_specialize_on_alignment=["lse_ptr", "token_slots_ptr", "pooled_ptr", "mean_ptr"],
+)
 def _window_scores_kernel(
     q_ptr,  # [W, HQ, D]
     lse_ptr,  # [W, HQ] float32
@@ -127,5 +134,7 @@ def window_scores_triton(
         BLOCK_N=key_block,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         UPCAST=not queries.is_cuda,
+        num_warps=NUM_WARPS if key_block == KEY_BLOCK else 2 * NUM_WARPS,
+        num_stages=3 if head_dim <= WIDE else 2,
     )
     return (pooled if pooling.pools_rows else pooling.pool(mean)), mean

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kvevict_kernels.ragged_decode import directory
-from kvevict_kernels.ragged_decode.directory import BATCH_FIELDS, CLASS_FIELDS
+from kvevict_kernels.ragged_decode.directory import BATCH_FIELDS, CLASS_FIELDS, CLASS_SIZE
 
 
 def _of_batch(name: str) -> tl.constexpr:
@@ -23,6 +23,7 @@ PARTIAL_START = _of_batch("partial_start")
 SPAN_MEMBERS = _of_batch("span_members")
 SPAN_MEMBER_START = _of_batch("span_member_start")
 SPAN_CHUNK = _of_batch("span_chunk")
+SPAN_CAP = _of_batch("span_cap")
 MEMBERS = _of_batch("members")
 REQUEST_MEMBERS = _of_batch("request_members")
 NEW_LENS = _of_batch("new_lens_device")
@@ -34,14 +35,15 @@ PATH_SPAN = _of_batch("path_span")
 PATH_MEMBER = _of_batch("path_member")
 MERGE_REQUEST = _of_batch("merge_request")
 MERGE_TOKEN = _of_batch("merge_token")
-LAYER_START = _of_class("layer_start")
 WORK_UNIT = _of_class("work_unit")
 ITEM_START = _of_class("item_start")
+ITEM_COUNT = _of_class("item_count")
 REQUESTS = _of_class("requests")
+MAX_ITEMS = tl.constexpr(len(BATCH_FIELDS) + len(CLASS_FIELDS))
 PARTIAL_OUT = tl.constexpr(directory.PARTIAL_OUT)
 PARTIAL_LSE = tl.constexpr(directory.PARTIAL_LSE)
 NUM_SPANS = tl.constexpr(directory.NUM_SPANS)
-NUM_CLASS_FIELDS = tl.constexpr(len(CLASS_FIELDS))
+PER_CLASS = tl.constexpr(CLASS_SIZE)
 
 
 @triton.jit
@@ -65,10 +67,10 @@ def floats_at(entries_ptr, ENTRY: tl.constexpr):
 @triton.jit
 def class_int32s_at(entries_ptr, ENTRY: tl.constexpr, CLASS: tl.constexpr):
     """Pointer to a class's table of int32."""
-    return int32s_at(entries_ptr, ENTRY + CLASS * NUM_CLASS_FIELDS)
+    return int32s_at(entries_ptr, ENTRY + CLASS * PER_CLASS)
 
 
 @triton.jit
-def class_int64s_at(entries_ptr, ENTRY: tl.constexpr, CLASS: tl.constexpr):
-    """Pointer to a class's table of int64."""
-    return int64s_at(entries_ptr, ENTRY + CLASS * NUM_CLASS_FIELDS)
+def max_items_of(entries_ptr, CLASS: tl.constexpr):
+    """Places per layer in a class's list of work items."""
+    return tl.load(entries_ptr + MAX_ITEMS + CLASS * PER_CLASS)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvevict_kernels.ragged_decode import chunks
 from kvevict_kernels.ragged_decode.directory import Directory
 from kvevict_kernels.ragged_decode.entries.triton_impl import (
     MEMBERS,
@@ -22,6 +23,7 @@ from kvevict_kernels.ragged_decode.entries.triton_impl import (
     REQUEST_CHUNK,
     REQUEST_MEMBERS,
     RUN_LENS,
+    SPAN_CAP,
     SPAN_CHUNK,
     SPAN_MEMBERS,
     SUFFIX_PARTIAL,
@@ -30,20 +32,21 @@ from kvevict_kernels.ragged_decode.entries.triton_impl import (
     int32s_at,
     int64s_at,
 )
-from kvevict_kernels.ragged_decode.host_lists import MAX_SPLITS
+from kvevict_kernels.ragged_decode.layout.triton_impl import run_chunk
 from kvevict_kernels.ragged_decode.tables import Step
 
-MERGE_BLOCK = 16
+MERGE_BLOCK = 32
+"""Partials that are folded at once: as many as a run of one request has, so that their loads wait once or twice."""
 
 
 @triton.jit
-def suffix_chunk(length, chunk, MAX_SPLITS: tl.constexpr):
-    """KV rows per chunk of a suffix: depends on nothing but its own length."""
-    return chunk * tl.maximum(tl.cdiv(length, chunk * MAX_SPLITS), 1)
+def suffix_chunk(length, least, H: tl.constexpr, NUM_ITEMS: tl.constexpr, STEP: tl.constexpr):
+    """Tokens per chunk of a suffix: depends on nothing but its own length. NUM_ITEMS of them fill the device."""
+    return tl.maximum(tl.cdiv(tl.cdiv(length * H, NUM_ITEMS), STEP) * STEP, least)
 
 
 @triton.jit
-def _fold(b_max, b_sum, b_out, out_ptr, lse_ptr, first, num, stride, o_d, D: tl.constexpr, BLOCK: tl.constexpr):
+def fold(b_max, b_sum, b_out, out_ptr, lse_ptr, first, num, stride, o_d, D: tl.constexpr, BLOCK: tl.constexpr):
     """Add ``num`` partials, ``stride`` rows apart, to a running softmax; blocks of them at once, in a fixed order."""
     for begin in range(0, num, BLOCK):
         o = begin + tl.arange(0, BLOCK)
@@ -61,14 +64,15 @@ def _fold(b_max, b_sum, b_out, out_ptr, lse_ptr, first, num, stride, o_d, D: tl.
     return b_max, b_sum, b_out
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["seq_lens_ptr"])
 def _merge_kernel(
     entries_ptr,
     out_ptr,  # [N, H * G, D]
     lse_ptr,  # [N, H * G] float32, natural
     seq_lens_ptr,
     layer,
-    MAX_SPLITS: tl.constexpr,
+    NUM_ITEMS: tl.constexpr,
+    STEP: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -93,18 +97,20 @@ def _merge_kernel(
         rows = tl.load(int32s_at(entries_ptr, SPAN_MEMBERS) + span) * G
         unit = (first_span + span) * H + head
         length = tl.load(int32s_at(entries_ptr, RUN_LENS) + unit)
-        num = tl.cdiv(length, tl.load(int32s_at(entries_ptr, SPAN_CHUNK) + span))
+        chunk = tl.load(int32s_at(entries_ptr, SPAN_CHUNK) + span)
+        num = tl.cdiv(length, run_chunk(length, chunk, tl.load(int32s_at(entries_ptr, SPAN_CAP) + span)))
         member = tl.load(int32s_at(entries_ptr, PATH_MEMBER) + j)
         first = tl.load(int64s_at(entries_ptr, PARTIAL_START) + unit) + (member + token) * G + q_head % G
-        b_max, b_sum, b_out = _fold(
+        b_max, b_sum, b_out = fold(
             b_max, b_sum, b_out, partial_out_ptr, partial_lse_ptr, first, num, rows, o_d, D=D, BLOCK=BLOCK
         )
     rows = tl.load(int32s_at(entries_ptr, NEW_LENS) + request) * G
     length = tl.load(seq_lens_ptr + request) - tl.load(int32s_at(entries_ptr, WATERLINES) + request)
-    chunk = suffix_chunk(length, tl.load(int32s_at(entries_ptr, REQUEST_CHUNK) + request), MAX_SPLITS)
+    least = tl.load(int32s_at(entries_ptr, REQUEST_CHUNK) + request)
+    chunk = suffix_chunk(length, least, H=H, NUM_ITEMS=NUM_ITEMS, STEP=STEP)
     num = tl.cdiv(length, chunk)
     first = tl.load(int64s_at(entries_ptr, SUFFIX_PARTIAL) + request) + head * rows + token * G + q_head % G
-    b_max, b_sum, b_out = _fold(
+    b_max, b_sum, b_out = fold(
         b_max, b_sum, b_out, partial_out_ptr, partial_lse_ptr, first, num, rows * H, o_d, D=D, BLOCK=BLOCK
     )
     member = tl.load(int32s_at(entries_ptr, REQUEST_MEMBERS) + request) + token
@@ -124,9 +130,10 @@ def run_merge(directory: Directory, step: Step, layer: int, out: Tensor, lse: Te
         lse,
         step.seq_lens,
         layer,
-        MAX_SPLITS=MAX_SPLITS,
-        H=tables.num_kv_heads,
-        G=tables.group_size,
+        NUM_ITEMS=tables.sizes.num_items,
+        STEP=chunks.CHUNK_STEP,
+        H=tables.sizes.num_kv_heads,
+        G=tables.sizes.group_size,
         D=head_dim,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK=MERGE_BLOCK,

@@ -1,0 +1,153 @@
+"""A real server, stock and with compressed prefixes, where SGLang is installed: questions on cached documents.
+
+The model has llama-8B's shape and random weights, so nothing has to be there; answers mean nothing, times do. Documents
+are compressed when their first request has ended (policy ``ada-snapkv``, which needs no reader).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpu_bench.setting import Setting
+from sgl_kvevict.launcher import (
+    CPU_ENV,
+    KVEVICT_CPU_FLAGS,
+    STOCK_CPU_FLAGS,
+    LaunchError,
+    RunningServer,
+    System,
+    config_env,
+    launch,
+)
+
+BUDGETS = (1.0, 0.2)
+QUESTION_TOKENS = 128
+TURNS = 3
+START_SECONDS = 200.0
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+TINY = LLAMA_8B | {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+}
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked.
+
+    Attributes:
+        document: tokens of a document.
+        documents: how many, each with a question of its own at the same time.
+        answer: tokens of an answer.
+    """
+
+    document: int
+    documents: int
+    answer: int
+
+
+def end_to_end(setting: Setting) -> list[dict[str, Any]]:
+    """TTFT of a question on a cached document, and tokens/s of several at once, per system."""
+    if importlib.util.find_spec("sglang") is None:
+        return []
+    is_gpu = setting.device == "cuda"
+    load = Load(setting.prefix_tokens, 16, 256) if is_gpu else Load(600, 2, 4)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(LLAMA_8B if is_gpu else TINY))
+        for system in systems(is_gpu):
+            try:
+                log_path = Path(folder) / f"{system.name}.log"
+                with launch(
+                    model, flags=system.flags, env=system.env, log_path=log_path, timeout_s=START_SECONDS
+                ) as server:
+                    rows.append({"system": system.name, **ask(server, load, LLAMA_8B if is_gpu else TINY)})
+            except LaunchError as error:
+                print(f"{system.name} did not start: {str(error)[-1500:]}", flush=True)
+                nothing = dict.fromkeys(("ms to first token", "tokens/s", "tokens"), "did not run")
+                rows.append({"system": system.name, **nothing})
+    return rows
+
+
+def systems(is_gpu: bool) -> list[System]:
+    """Stock with each of its attentions, and ours at each budget."""
+    common = ("--load-format", "dummy", "--skip-tokenizer-init")
+    if not is_gpu:
+        config = {"policy": "ada-snapkv", "budget": 0.2, "min_prefix_tokens": 64}
+        env = {**CPU_ENV, **config_env(config)}
+        return [
+            System("stock", (*STOCK_CPU_FLAGS, *common), CPU_ENV),
+            System("budget 0.2", (*KVEVICT_CPU_FLAGS, *common), env),
+        ]
+    found = [System(f"stock, {name}", ("--attention-backend", name, *common), {}) for name in ("flashinfer", "fa3")]
+    ours = ("--radix-cache-backend", "kvevict", "--attention-backend", "kvevict", *common)
+    for budget in BUDGETS:
+        env = config_env({"policy": "ada-snapkv", "budget": budget})
+        found.append(System(f"budget {budget}", ours, env))
+    return found
+
+
+def ask(server: RunningServer, load: Load, model: dict[str, Any]) -> dict[str, Any]:
+    """Cache every document, then ask: one question alone, then one per document at once."""
+    chooser = random.Random(42)
+
+    def tokens(count: int) -> list[int]:
+        return [chooser.randrange(10, int(model["vocab_size"])) for _ in range(count)]
+
+    documents = [tokens(load.document) for _ in range(load.documents)]
+    for document in documents:
+        generate(server, document, 1)
+    alone = sorted(generate(server, documents[0] + tokens(QUESTION_TOKENS), 1)[1] for _ in range(TURNS + 1))
+    prompts = [document + tokens(QUESTION_TOKENS) for document in documents]
+    rates = []
+    for _ in range(TURNS):
+        start = time.perf_counter()
+        with ThreadPoolExecutor(load.documents) as pool:
+            counts = [count for count, _ in pool.map(lambda prompt: generate(server, prompt, load.answer), prompts)]
+        rates.append(sum(counts) / (time.perf_counter() - start))
+        prompts = [document + tokens(QUESTION_TOKENS) for document in documents]
+    return {
+        "ms to first token": alone[len(alone) // 2] * 1e3,
+        "tokens/s": sorted(rates)[len(rates) // 2],
+        "tokens": load.documents * load.answer,
+    }
+
+
+def generate(server: RunningServer, input_ids: list[int], count: int) -> tuple[int, float]:
+    """Ask for ``count`` tokens; how many came, and seconds."""
+    sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
+    start = time.perf_counter()
+    body = {"input_ids": input_ids, "sampling_params": sampling}
+    answer = json.loads(server.post("/generate", body, timeout_s=120.0))
+    return len(answer["output_ids"]), time.perf_counter() - start

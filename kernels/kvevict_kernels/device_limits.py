@@ -1,0 +1,67 @@
+"""What a device offers to a kernel: how many programs run at once follows from it and from the compiled kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+RESERVED_SHARED = 1024
+"""Bytes of shared memory that CUDA keeps of every resident program."""
+REGISTER_UNIT = 8
+"""Registers of a thread are handed out in multiples of this."""
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """One GPU, as far as kernels are sized by it.
+
+    Attributes:
+        arch: compute capability as one number: 90 is 9.0.
+        num_sms: multiprocessors.
+        shared_per_block: bytes of shared memory that one program may ask for.
+        shared_per_sm: bytes of a multiprocessor.
+        registers_per_sm: 32-bit registers of a multiprocessor.
+        threads_per_sm: resident threads of a multiprocessor, at most.
+    """
+
+    arch: int
+    num_sms: int
+    shared_per_block: int
+    shared_per_sm: int
+    registers_per_sm: int = 65536
+    threads_per_sm: int = 2048
+
+    def programs_per_sm(self, *, registers: int, shared: int, num_warps: int) -> int:
+        """Programs of a compiled kernel that are resident at once on one multiprocessor; at least 1.
+
+        Args:
+            registers: per thread.
+            shared: bytes per program.
+            num_warps: per program.
+        """
+        threads = 32 * num_warps
+        by_registers = self.registers_per_sm // (-(-registers // REGISTER_UNIT) * REGISTER_UNIT * threads)
+        by_shared = self.shared_per_sm // (shared + RESERVED_SHARED)
+        return max(1, min(by_registers, by_shared, self.threads_per_sm // threads))
+
+
+INTERPRETER = DeviceLimits(arch=90, num_sms=2, shared_per_block=232448, shared_per_sm=233472)
+"""What stands in for a device on a CPU, where Triton's interpreter runs one program after the other."""
+
+
+@lru_cache
+def limits_of(device: torch.device) -> DeviceLimits:
+    """Limits of a device, read once from the driver; on a CPU ``INTERPRETER``."""
+    if device.type != "cuda":
+        return INTERPRETER
+    found = torch.cuda.get_device_properties(device)
+    return DeviceLimits(
+        arch=10 * found.major + found.minor,
+        num_sms=found.multi_processor_count,
+        shared_per_block=found.shared_memory_per_block_optin,
+        shared_per_sm=found.shared_memory_per_multiprocessor,
+        registers_per_sm=found.regs_per_multiprocessor,
+        threads_per_sm=found.max_threads_per_multi_processor,
+    )

@@ -1,0 +1,86 @@
+"""How keys are cut into work items: small enough that one request fills the device, large enough to run at full speed.
+
+A chunk depends on the span or suffix itself and on the device, never on the batch: what a row gets does not depend on
+what else is computed beside it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+ITEMS_PER_SM = 2
+"""Work items per multiprocessor that one span or suffix of a single request is cut into, if it is long enough."""
+CHUNK_STEP = 64
+"""Chunks are multiples of this (entries)."""
+MIN_CHUNKS = (128, 256)
+"""Entries of a work item, at least, by row class; with more q rows the partials of a short chunk cost more."""
+MAX_CHUNK = 1024
+"""Entries of a span's chunk, at most, unless its run is cut into ``max_chunks`` already."""
+RAMP = 128
+"""What a work item costs before its loop is at full speed, in entries: four dependent loads (estimate)."""
+EXTEND_RAMP = 256
+"""The same for ``ragged_extend``, with writing and reading a tile's partials (estimate)."""
+MIN_BUCKET = 512
+MIN_EXTEND_KEYS = 256
+"""A tile of q rows is not split into parts with fewer keys."""
+
+
+@lru_cache(maxsize=4096)
+def span_chunk(entries: int, num_kv_heads: int, num_items: int, which: int) -> int:
+    """Entries of one work item of a span.
+
+    The fastest by a simple model: rounds of ``num_items`` items that run at once, each as long as its entries and a
+    ramp.
+
+    Args:
+        entries: of a layer, all heads, on average.
+        num_kv_heads: heads; each has a last chunk that is half full on average.
+        num_items: items that are to run at once.
+        which: row class.
+    """
+
+    def cost(chunk: int) -> int:
+        rounds = -(-(entries // chunk + num_kv_heads // 2 + 1) // num_items)
+        return rounds * (chunk + RAMP)
+
+    return min(range(MIN_CHUNKS[which], max(MAX_CHUNK, MIN_CHUNKS[which]) + 1, CHUNK_STEP), key=cost)
+
+
+def max_chunks(average: int, chunk: int) -> int:
+    """Chunks of one run, at most: a run of more than twice the average length gets longer chunks instead.
+
+    So the partials of a span are bounded by numbers that the host knows, however uneven its runs are.
+    """
+    return 2 * max(1, -(-average // chunk)) + 1
+
+
+def most_splits(num_kv_heads: int, num_items: int) -> int:
+    """Work items per (head, row tile) of a suffix of any length: as many as fill the device."""
+    return -(-num_items // num_kv_heads)
+
+
+def suffix_splits(bound: int, num_kv_heads: int, num_items: int, which: int) -> int:
+    """Work items per (head, row tile) of a suffix of at most ``bound`` tokens; the device takes the real length."""
+    return min(-(-bound // MIN_CHUNKS[which]), most_splits(num_kv_heads, num_items))
+
+
+@lru_cache(maxsize=4096)
+def extend_splits(num_tiles: int, keys: int, num_sms: int) -> int:
+    """Parts that the keys of each tile of q rows are split into.
+
+    Args:
+        num_tiles: tiles of the request, all heads.
+        keys: of one tile, at most.
+        num_sms: multiprocessors; a tile takes one alone.
+    """
+    most = max(1, min(keys // MIN_EXTEND_KEYS, -(-2 * num_sms // num_tiles)))
+
+    def cost(splits: int) -> float:
+        return -(-num_tiles * splits // num_sms) * (keys / splits + EXTEND_RAMP * (splits > 1))
+
+    return min(range(1, most + 1), key=cost)
+
+
+def bucket(num_tokens: int) -> int:
+    """Round up to a power of two, at least ``MIN_BUCKET``: a bound that a growing suffix seldom outgrows."""
+    return max(MIN_BUCKET, 1 << (num_tokens - 1).bit_length())

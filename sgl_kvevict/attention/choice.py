@@ -1,0 +1,43 @@
+"""What each implementation on a GPU cannot do, as sentences for the user; known before anything is built."""
+
+from __future__ import annotations
+
+import torch
+
+MAX_HEAD_DIM = 256
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
+DTYPES_16 = (torch.bfloat16, torch.float16)
+
+
+def triton_reasons(dtype: torch.dtype, head_dim: int, device: str) -> list[str]:
+    """Return one sentence for everything that our kernels are not compiled for.
+
+    On a CPU they only run interpreted, in tests, and float32 is fine there.
+
+    Args:
+        dtype: of the KV pool.
+        head_dim: of the model.
+        device: "cpu" or "cuda".
+    """
+    reasons = []
+    if head_dim > MAX_HEAD_DIM:
+        reasons.append(f"attention 'triton' needs a head_dim of at most {MAX_HEAD_DIM}; the model's is {head_dim}")
+    if device == "cuda" and dtype not in DTYPES_16:
+        reasons.append(f"attention 'triton' needs bfloat16 or float16 KV on a GPU; {_pool_dtype(dtype)}")
+    return reasons
+
+
+def flashinfer_reasons(dtype: torch.dtype, head_dim: int) -> list[str]:
+    """Return one sentence for everything that FlashInfer's kernels do not have; arguments as above."""
+    reasons = []
+    if head_dim not in FLASHINFER_HEAD_DIMS:
+        reasons.append(f"attention 'flashinfer' needs a head_dim of 64, 128 or 256; the model's is {head_dim}")
+    if dtype not in DTYPES_16:
+        reasons.append(f"attention 'flashinfer' needs bfloat16 or float16 KV; {_pool_dtype(dtype)}")
+    return reasons
+
+
+def _pool_dtype(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    hint = " (start with --kv-cache-dtype auto)" if name.startswith("float8") else ""
+    return f"the pool's dtype is {name}{hint}"

@@ -1,0 +1,65 @@
+"""Compiles what a compression launches, before requests wait for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sgl_kvevict.compression.compressor import Compressor
+from sgl_kvevict.compression.observation import PromptObservation
+from sgl_kvevict.compression.reader_observation import ReaderObservation
+from sgl_kvevict.prefix import Span, SpanStore
+
+WARM_UP_TOKENS = 192
+"""Tokens of the made-up prompt: more than any window and pooling kernel, few enough to take no memory of note."""
+
+
+def warm_up(compressor: Compressor) -> None:
+    """Observe, compress, cut and repack a made-up prompt as configured, in memory of its own.
+
+    SGLang's own warm-up reaches none of it: its prompts are shorter than what is compressed.
+
+    Args:
+        compressor: of the server; its arena and its counters stay as they are.
+    """
+    real = compressor.store
+    num_tokens = max(WARM_UP_TOKENS, 2 * compressor.policy.window_size)
+    geometry = replace(real.geometry, num_token_slots=num_tokens + 1)
+    shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
+    random = torch.Generator(device=real.k_arena.device).manual_seed(0)
+    options = {"dtype": real.k_arena.dtype, "device": real.k_arena.device}
+    store = SpanStore(geometry, *(torch.empty(shape, **options).normal_(generator=random) for _ in range(2)))
+    spec = compressor.observes
+    twin = Compressor(compressor.config, compressor.policy, store, spec.rotary, spec.output_grams)
+    queries = torch.empty(num_tokens, geometry.num_qo_heads, geometry.head_dim, **options).normal_(generator=random)
+    slots = torch.arange(1, num_tokens + 1, device=real.k_arena.device)
+    observation = _observe(twin, queries, slots)
+    segment = twin.compress(slots, 0, observation).segment
+    span = Span(segment, 0, num_tokens, is_owner=True)
+    if twin.policy.splittable:
+        upper, lower = span.split(num_tokens // 2)
+        for part in (upper, lower):
+            part.runs()
+        lower.drop()
+        store.repack([upper])
+
+
+def _observe(compressor: Compressor, queries: Tensor, slots: Tensor) -> PromptObservation | ReaderObservation:
+    """What a prefill, or a reader, of the made-up prompt leaves behind."""
+    num_tokens = slots.numel()
+    store = compressor.store
+    lse = torch.full(queries.shape[:2], 6.0, device=queries.device)
+    scale = float(queries.shape[2] ** -0.5)
+    if compressor.policy.readers is not None:
+        readers = compressor.new_reader_observation(0, num_tokens)
+        chunk = readers.begin_chunk("warm-up", num_tokens, 2 * num_tokens, slots)
+        for layer in range(store.geometry.num_layers):
+            chunk.record(layer, queries, lse, store.k_arena[layer], scale)
+        return readers
+    prompt = compressor.new_observation()
+    prompt.begin_chunk(0, num_tokens, is_last=True, token_slots=slots)
+    for layer in range(store.geometry.num_layers):
+        prompt.record(layer, queries, lse, store.k_arena[layer], scale)
+    return prompt

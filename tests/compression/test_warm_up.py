@@ -1,0 +1,104 @@
+"""After the server has warmed up, no prompt of any length calls for a compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from helpers.specialisations import recorded
+from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
+from sgl_kvevict.attention import AttentionBatch
+from sgl_kvevict.attention.triton_attention import TritonAttention
+from sgl_kvevict.compression import Compressor, warm_up
+from sgl_kvevict.compression.warm_up import _observe
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.policies.registry import build_policy
+from sgl_kvevict.prefix import Span, SpanStore
+from sgl_kvevict.ragged import SpanRuns
+
+GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=8, num_kv_heads=2, head_dim=16, num_token_slots=1003)
+OPS = (
+    *("alloc_head_slots", "compact_kv", "cut_runs", "window_scores", "accumulated_attention"),
+    *("radix_select", "ragged_decode", "ragged_extend"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if torch.cuda.is_available():
+        pytest.skip("Triton compiles for the device here")
+    for op in OPS:
+        monkeypatch.setattr(f"kvevict_kernels.{op}.backend_for", lambda device: "triton")
+    yield
+
+
+def arena() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(42)
+    shape = (GEOMETRY.num_layers, GEOMETRY.num_token_slots, GEOMETRY.num_kv_heads, GEOMETRY.head_dim)
+    return torch.randn(shape).half(), torch.randn(shape).half()
+
+
+def assert_nothing_new(warm: dict[str, set[str]], served: dict[str, set[str]]) -> None:
+    new = {name: len(keys - warm.get(name, set())) for name, keys in served.items()}
+    assert served and not any(new.values()), f"compilations while serving: {new}"
+
+
+@pytest.mark.parametrize("policy_name", ["ada-snapkv", "reconstruction", "h2o", "d2o"])
+def test_compressions_of_other_lengths(policy_name: str) -> None:
+    """Odd, even, multiples of 16, at an odd slot; cut in the middle, and repacked."""
+    config = KVEvictConfig(policy=policy_name, budget=0.3)
+    policy = build_policy(policy_name, {})
+    assert policy is not None
+    compressor = Compressor(config, policy, SpanStore(GEOMETRY, *arena()))
+    with recorded() as warm:
+        warm_up(compressor)
+    assert compressor.stats.compressions == 0
+    with recorded() as served:
+        for first, num_tokens in ((1, 97), (2, 160), (5, 333)):
+            slots = torch.arange(1003)[first : first + num_tokens]
+            queries = torch.randn(num_tokens, GEOMETRY.num_qo_heads, GEOMETRY.head_dim).half()
+            observation = _observe(compressor, queries, slots)
+            segment = compressor.compress(slots, 0, observation).segment
+            if policy.splittable:
+                upper, lower = Span(segment, 0, num_tokens, is_owner=True).split(num_tokens // 3)
+                upper.runs()
+                lower.drop()
+                compressor.store.repack([upper])
+    assert_nothing_new(warm, served)
+
+
+def test_batches_of_other_sizes() -> None:
+    """Decode rows that share or not, few new tokens, many with split keys, long prefills; spans cut anywhere."""
+    attention = TritonAttention(GEOMETRY, *arena())
+    with recorded() as warm:
+        attention.warm_up()
+    assert attention.num_compositions_built == 0
+    head_slots = torch.randint(0, 4000, (401,), dtype=torch.int32)
+    lens = torch.tensor([[30, 7], [0, 64]], dtype=torch.int32)
+    starts = torch.tensor([[5, 100], [0, 301]], dtype=torch.int32)
+    span, other = (SpanRuns(head_slots, starts, lens, num_tokens) for num_tokens in (70, 113))
+    long = SPLIT_ROWS // 4 + 1
+    with recorded() as served:
+        for paths, new_lens in (
+            (((),), [1]),
+            (((span,), (), (other, span)), [1, 1, 1]),
+            (((span,),) * 7, [1] * 7),
+            (((span,), (other,)), [3, 17]),
+            (((), (span,), (other,)), [long, 5, long + 30]),
+        ):
+            waterlines = [sum(one.num_tokens for one in path) for path in paths]
+            batch = AttentionBatch(
+                paths=paths,
+                waterlines=waterlines,
+                seq_lens=[start + 41 + new for start, new in zip(waterlines, new_lens, strict=True)],
+                extend_lens=None if max(new_lens) == 1 else new_lens,
+                req_pool_indices=torch.arange(9)[1 : len(paths) + 1],
+                req_to_token=torch.randint(1, 1003, (10, 400), dtype=torch.int32),
+            )
+            attention.plan(batch)
+            for layer in (0, 1):
+                attention.run(layer, torch.randn(sum(new_lens), 8, 16).half(), 0.25)
+    assert_nothing_new(warm, served)

@@ -1,0 +1,128 @@
+"""Every kernel with the arguments and constants that a server of a llama-8B or a like model launches it with.
+
+H = 8 KV heads of 4 q heads each, bfloat16. Imports nothing that needs triton: the specs travel to other environments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvevict_kernels.device_limits import DeviceLimits
+from kvevict_kernels.ragged_decode.chunks import CHUNK_STEP, ITEMS_PER_SM, MIN_CHUNKS
+from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS, EXTEND, tiles_for
+
+Spec = dict[str, Any]
+DEVICES = {
+    80: DeviceLimits(80, num_sms=108, shared_per_block=166912, shared_per_sm=167936),
+    89: DeviceLimits(89, num_sms=142, shared_per_block=101376, shared_per_sm=102400, threads_per_sm=1536),
+    90: DeviceLimits(90, num_sms=132, shared_per_block=232448, shared_per_sm=233472),
+    100: DeviceLimits(100, num_sms=148, shared_per_block=232448, shared_per_sm=233472),
+}
+"""A100, L40S, H100 and H200, B200: limits from NVIDIA's CUDA programming guide, table of compute capabilities."""
+HEAD_DIMS = (64, 128, 256)
+HEADS: dict[str, Any] = {"H": 8, "G": 4}
+
+BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "rows_ptr", "staging_ptr")
+FLOAT32 = ("partial_out_ptr", "partial_lse_ptr", "lse_ptr", "weights_ptr", "pooled_ptr", "mean_ptr")
+INT64 = ("entries_ptr", "span_address_ptr", "span_starts_ptr", "span_lens_ptr", "pool_rows_ptr", "token_slots_ptr")
+INT64 += ("run_address_ptr", "partial_start_ptr", "remaining_ptr")
+INT8 = ("staged_ptr",)
+NUMBERS = {"req_to_token": "i64", "scale_log2": "fp32", "sm_scale": "fp32", "first_column": "i32"}
+INT32_NUMBERS = ("layer", "row_stride", "q_stride", "which", "shift", "n", "W", "tile_keys", "first_key")
+
+
+def type_of(name: str) -> str:
+    """Type of an argument, which the same name always has."""
+    if name in NUMBERS:
+        return NUMBERS[name]
+    if name in INT32_NUMBERS or not name.endswith("_ptr"):
+        return "i32"
+    for types, kind in ((BFLOAT16, "*bf16"), (FLOAT32, "*fp32"), (INT64, "*i64"), (INT8, "*i8")):
+        if name in types:
+            return kind
+    return "*i32"
+
+
+def spec(kernel: str, arch: int, constants: dict[str, Any], **more: Any) -> Spec:
+    """One compilation; ``constants`` may name more than the kernel takes."""
+    return {
+        "kernel": f"kvevict_kernels.{kernel}",
+        "arch": arch,
+        "args": constants,
+        "divisible": ["q_stride", "first_column", "width"],
+        **more,
+    }
+
+
+def attention_kernels(arch: int, head_dim: int) -> Iterator[Spec]:
+    """The kernels with a loop of products, then their merges."""
+    limits = DEVICES[arch]
+    tiles = tiles_for(limits, head_dim)
+    sizes = {**HEADS, "D": head_dim, "BLOCK_D": head_dim, "UPCAST": False}
+    sizes |= {"NUM_ITEMS": ITEMS_PER_SM * limits.num_sms, "STEP": CHUNK_STEP}
+    for which, tile in enumerate(tiles):
+        block = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
+        options = {"num_stages": tile.stages, "num_warps": tile.warps}
+        if which == EXTEND:
+            yield spec("ragged_extend.triton_impl:_extend_kernel", arch, sizes | block, options=options)
+            rows = {"BLOCK_M": tile.rows, "ROWS": 16}
+            yield spec("ragged_extend.triton_impl:_combine_kernel", arch, sizes | rows)
+        else:
+            block |= {"CLASS": which, "LEAST": MIN_CHUNKS[which]}
+            yield spec("ragged_decode.triton_impl:_split_kernel", arch, sizes | block, options=options)
+    yield spec("ragged_decode.merge.triton_impl:_merge_kernel", arch, sizes | {"BLOCK": 32})
+
+
+def head_dim_kernels(arch: int, head_dim: int) -> Iterator[Spec]:
+    """Kernels of a compression that touch rows of K and V."""
+    sizes = {**HEADS, "D": head_dim, "BLOCK_D": head_dim, "UPCAST": False, "LOG2_E": 1.4426950408889634}
+    window = "window_scores.triton_impl:_window_scores_kernel"
+    pooled = ((7, 128), (127, 256)) if head_dim < 256 else ((7, 128),)  # 127 x 256 only fits an H100
+    for kernel_size, block in pooled:
+        pooling = {"KERNEL": kernel_size, "NUM_DOUBLINGS": (kernel_size - 1).bit_length(), "BLOCK_N": block}
+        options = {"num_warps": 4 if block == 128 else 8, "num_stages": 3 if head_dim <= 128 else 2}
+        yield spec(window, arch, sizes | pooling | {"BLOCK_R": 32}, options=options)
+    accumulated = "accumulated_attention.triton_impl:_accumulated_attention_kernel"
+    for power in (1,):
+        blocks = {"BLOCK_R": 64, "BLOCK_N": 64, "POWER": power, "out_ptr": "*fp32"}
+        yield spec(accumulated, arch, sizes | blocks)
+    for name in ("_gather_kernel", "_gather_sum_kernel", "_write_kernel"):
+        move = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim, "BLOCK": 64}
+        yield spec(f"compact_kv.triton_impl:{name}", arch, move, options={"num_warps": 4 if head_dim <= 128 else 8})
+
+
+def small_kernels(arch: int) -> Iterator[Spec]:
+    """Kernels that touch no rows."""
+    limits = DEVICES[arch]
+    rows = {f"ROWS_{which}": rows for which, rows in enumerate(DECODE_ROWS)}
+    yield spec("ragged_decode.layout.triton_impl:_runs_kernel", arch, HEADS | rows | {"BLOCK": 256})
+    yield spec("ragged_decode.layout.triton_impl:_work_kernel", arch, HEADS | {"FILL": 128})
+    counting = {"CLASS": 0, "LEAST": MIN_CHUNKS[0], "ROW_TILE": 16, "BLOCK": 128, "FILL": 128, "STEP": CHUNK_STEP}
+    counting |= {"NUM_ITEMS": ITEMS_PER_SM * limits.num_sms}
+    yield spec("ragged_decode.triton_impl:_suffix_work_kernel", arch, HEADS | counting)
+    yield spec("cut_runs.triton_impl:_cut_runs_kernel", arch, {"BLOCK": 32}, options={"num_warps": 1})
+    yield spec("alloc_head_slots.triton_impl:_indptr_kernel", arch, {"BLOCK": 1024})
+    yield spec("alloc_head_slots.triton_impl:_head_slots_kernel", arch, {"BLOCK": 1024})
+    for key_bits in (32, 64):
+        keys = dict.fromkeys(("keys_ptr", "prefix_ptr", "threshold_ptr"), f"*u{key_bits}")
+        tiles = {**keys, "BINS": 256, "SIGN": 1 << (key_bits - 1), "BLOCK": 2048, "MAX_TILES": 256, "mask_ptr": "*i1"}
+        options = {"num_warps": 8}
+        yield spec("radix_select.triton_impl:_histogram_kernel", arch, tiles, options=options)
+        yield spec("radix_select.triton_impl:_pick_kernel", arch, {**keys, "BINS": 256, "BLOCK": 32}, options=options)
+        yield spec("radix_select.triton_impl:_mask_kernel", arch, tiles, options=options)
+
+
+def label(one: Spec) -> str:
+    """Name of a compilation beside others of the same kernel; architecture and head_dim apart."""
+    args = one["args"]
+    name = one["kernel"].rpartition(":")[2].strip("_").removesuffix("_kernel")
+    if "keys_ptr" in args:
+        return f"{name}, {args['keys_ptr'].removeprefix('*u')}-bit keys"
+    if name in ("split", "extend"):
+        return f"{name}, {args['BLOCK_M']} q rows"
+    if name == "window_scores":
+        return f"{name}, pooling {args['KERNEL']}"
+    if name == "accumulated_attention":
+        return f"{name}, {('max', 'sum', 'squares')[args['POWER']]}"
+    return str(name)

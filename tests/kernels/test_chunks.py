@@ -1,0 +1,103 @@
+"""Keys are cut so that one request fills a device, and partials stay within what the host can reckon."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvevict_kernels.device_limits import DeviceLimits
+from kvevict_kernels.ragged_decode.chunks import (
+    CHUNK_STEP,
+    MAX_CHUNK,
+    MIN_CHUNKS,
+    bucket,
+    extend_splits,
+    max_chunks,
+    span_chunk,
+    suffix_splits,
+)
+from kvevict_kernels.ragged_decode.tile_table import FAMILIES, TILES, family_of, tiles_for
+
+H200 = DeviceLimits(arch=90, num_sms=132, shared_per_block=232448, shared_per_sm=233472)
+ITEMS = 2 * H200.num_sms
+
+
+@pytest.mark.parametrize(("heads", "per_head"), [(8, 6554), (8, 20_000), (2, 6554), (4, 3000), (2, 20_000)])
+def test_one_long_span_gives_every_multiprocessor_work(heads: int, per_head: int) -> None:
+    """At most two items for each, so that none waits for a second round, and more than one and a half on average."""
+    chunk = span_chunk(heads * per_head, heads, ITEMS, 0)
+    assert chunk % CHUNK_STEP == 0
+    items = heads * -(-per_head // chunk)
+    assert chunk in (MIN_CHUNKS[0], MAX_CHUNK) or 0.75 * ITEMS < items <= ITEMS
+
+
+def test_chunks_stay_within_their_bounds() -> None:
+    for entries in (0, 1, 100, 10_000, 10_000_000):
+        for which, least in enumerate(MIN_CHUNKS):
+            assert least <= span_chunk(entries, 8, ITEMS, which) <= MAX_CHUNK
+
+
+def test_partials_of_an_uneven_span_are_bounded() -> None:
+    """A run of ten times the average has no more chunks than one of twice the average, give or take one."""
+    chunk = span_chunk(8 * 6554, 8, ITEMS, 0)
+    cap = max_chunks(6554, chunk)
+    for length in (1, 6554, 13_108, 65_540):
+        longer = chunk * max(1, -(-length // (chunk * cap)))
+        assert -(-length // longer) <= cap
+    assert cap <= 2 * -(-6554 // chunk) + 1
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("heads", [1, 2, 8, 40])
+def test_a_suffix_has_no_more_chunks_than_its_bound_says(heads: int, which: int) -> None:
+    """The device's formula, written out."""
+    lengths = torch.cat([torch.arange(1, 3000), torch.arange(3000, 200_000, 997)])
+    even = (lengths * heads + ITEMS - 1) // ITEMS
+    chunks = ((even + CHUNK_STEP - 1) // CHUNK_STEP * CHUNK_STEP).clamp(min=MIN_CHUNKS[which])
+    splits = (lengths + chunks - 1) // chunks
+    for length, count in zip(lengths.tolist(), splits.tolist(), strict=True):
+        assert count <= suffix_splits(length, heads, ITEMS, which) <= suffix_splits(bucket(length), heads, ITEMS, which)
+
+
+@pytest.mark.parametrize("new", [33, 64, 128, 256, 512])
+def test_a_question_on_a_long_prefix_fills_the_device(new: int) -> None:
+    """llama-8B: 8 KV heads, 4 q heads each, tiles of 128 rows, 132 multiprocessors."""
+    tiles = 8 * -(-new * 4 // 128)
+    splits = extend_splits(tiles, 6554, H200.num_sms)
+    assert tiles * splits >= 0.9 * H200.num_sms
+    assert 6554 / splits >= 256
+
+
+def test_long_prefills_and_short_keys_are_not_split() -> None:
+    assert extend_splits(8 * 64, 100_000, 132) == 1
+    assert extend_splits(8, 200, 132) == 1
+
+
+def test_a_bucket_holds_its_tokens_for_a_while() -> None:
+    assert [bucket(n) for n in (1, 512, 513, 1024, 1025)] == [512, 512, 1024, 1024, 2048]
+
+
+@pytest.mark.parametrize(
+    ("arch", "shared_per_sm", "family"),
+    [
+        *((80, 167936, 80), (86, 102400, 89), (87, 167936, 80), (89, 102400, 89), (90, 233472, 90)),
+        *((100, 233472, 100), (103, 233472, 100), (120, 102400, 89), (75, 65536, 89)),
+    ],
+)
+def test_every_architecture_finds_its_tiles(arch: int, shared_per_sm: int, family: int) -> None:
+    limits = DeviceLimits(arch=arch, num_sms=100, shared_per_block=shared_per_sm - 1024, shared_per_sm=shared_per_sm)
+    assert family_of(limits) == family
+    assert tiles_for(limits, 80) is TILES[family, 128]
+    with pytest.raises(ValueError, match="head_dim: expected at most 256, got 257"):
+        tiles_for(limits, 257)
+
+
+def test_the_table_is_whole() -> None:
+    assert set(TILES) == {(family, head_dim) for family in FAMILIES for head_dim in (64, 128, 256)}
+
+
+def test_resident_programs_follow_the_scarcest_resource() -> None:
+    assert H200.programs_per_sm(registers=168, shared=72192, num_warps=4) == 3
+    assert H200.programs_per_sm(registers=250, shared=1000, num_warps=4) == 2
+    assert H200.programs_per_sm(registers=16, shared=0, num_warps=4) == 16
+    assert H200.programs_per_sm(registers=255, shared=232448, num_warps=8) == 1
