@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from sgl_kvevict.attention import AttentionBatch, CpuAttention
+from sgl_kvevict.attention import Attention, AttentionBatch, CpuAttention
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.ragged import SpanRuns
 
@@ -36,7 +36,7 @@ class World:
         self.waterlines: list[int] = []
         self.seq_lens: list[int] = []
         self.rows: list[int] = []
-        self.attention = CpuAttention(geometry, self.k, self.v)
+        self.attention: Attention = CpuAttention(geometry, self.k, self.v)
 
     def span(self, lens: Tensor, num_tokens: int) -> SpanRuns:
         """Pack runs of these lengths, [num_layers, num_kv_heads], into token slots of all layers, in any order."""
