@@ -144,10 +144,10 @@ class KVEvictConfig(BaseModel):
         description="options of the policy by name",
         json_schema_extra={"allowed": "an object of options that the policy knows"},
     )
-    attention: Literal["auto", "flashinfer", "triton", "torch"] = Field(
+    attention: Literal["auto", "flashinfer", "numba", "triton", "torch"] = Field(
         default="auto",
-        description="what computes attention; auto: torch on a CPU, triton on a GPU",
-        json_schema_extra={"allowed": "'auto', 'torch' (CPU), 'triton' or 'flashinfer' (GPU)"},
+        description="what computes attention; auto: numba on a CPU (torch where it cannot run), triton on a GPU",
+        json_schema_extra={"allowed": "'auto', 'numba' or 'torch' (CPU), 'triton' or 'flashinfer' (GPU)"},
     )
     expose_kept: bool = Field(
         default=False,

@@ -18,7 +18,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -234,6 +235,29 @@ def launch(
         server.stop()
         raise
     return server
+
+
+@contextlib.contextmanager
+def launch_all(
+    model: str | Path, systems: Sequence[System], *, log_folder: Path, timeout_s: float = 400.0
+) -> Iterator[dict[str, RunningServer]]:
+    """Start all systems, two at a time, and stop them in the end; servers by name.
+
+    Raises:
+        LaunchError: one did not start, or is gone at the end.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def start(system: System) -> RunningServer:
+            log_path = log_folder / f"{system.name.replace(' ', '-')}.log"
+            server = launch(model, flags=system.flags, env=system.env, log_path=log_path, timeout_s=timeout_s)
+            return stack.enter_context(server)
+
+        with ThreadPoolExecutor(2) as pool:
+            servers = list(pool.map(start, systems))
+        yield {system.name: server for system, server in zip(systems, servers, strict=True)}
+        for server in servers:
+            server.check_alive()
 
 
 def _wait_until_healthy(server: RunningServer, timeout_s: float) -> None:

@@ -85,6 +85,8 @@ def violations(relative: str, source: str) -> list[str]:
             problems.append(f"{relative}: {own or 'the top package'} may not import {part}")
         if top == "triton" and not (own == KERNELS and path.name == "triton_impl.py"):
             problems.append(f"{relative}: triton belongs in triton_impl.py")
+        if top in ("numba", "llvmlite") and not (own == KERNELS and path.name.startswith("numba_")):
+            problems.append(f"{relative}: {top} belongs in numba_*.py")
         if top in ONLY_IN and not relative.startswith(ONLY_IN[top]):
             problems.append(f"{relative}: {top} belongs in {' or '.join(ONLY_IN[top])}")
         if top in NEVER:
@@ -122,6 +124,8 @@ def test_every_file_keeps_the_rules() -> None:
         ("sgl_kvevict/unheard_of.py", ""),
         ("sgl_kvevict/__init__.py", "from sgl_kvevict.cli import main"),
         ("kvevict_kernels/compact_kv/__init__.py", "import triton"),
+        ("kvevict_kernels/span_attention/call.py", "import numba"),
+        ("sgl_kvevict/attention/numba_attention.py", "from numba import njit"),
         ("kvevict_kernels/compact_kv/__init__.py", "from sgl_kvevict import geometry"),
         ("kvevict_kernels/compact_kv/__init__.py", "from sgl_kvevict.errors import KVEvictError"),
         ("sgl_kvevict/model.py", "from helpers.tolerance import check"),
@@ -139,6 +143,7 @@ def test_a_breach_is_found(relative: str, source: str) -> None:
         ("sgl_kvevict/config.py", "from sgl_kvevict.errors import ConfigError\nimport pydantic"),
         ("sgl_kvevict/policies/parts.py", "if TYPE_CHECKING:\n    from sgl_kvevict.attention import x"),
         ("kvevict_kernels/compact_kv/triton_impl.py", "import triton.language as tl"),
+        ("kvevict_kernels/span_attention/numba_impl.py", "from numba import njit\nfrom llvmlite import ir"),
         ("sgl_kvevict/sglang_adapter/tree.py", "from sglang.srt.mem_cache.radix_cache import RadixCache"),
         ("sgl_kvevict/cli/__init__.py", "from sgl_kvevict.policies.registry import list_policies"),
     ],

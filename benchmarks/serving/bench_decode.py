@@ -7,14 +7,13 @@ them generate.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from serving_bench.fleet import Fleet, compared_systems, flush_all, running
 from serving_bench.options import LOGS, Recorder, in_turn, parse_options
 from serving_bench.page import Page, Table
-from serving_bench.streams import decode_figures, stream_all
+from serving_bench.streams import Stream, decode_figures, stream_all
 from serving_bench.texts import document, question
-
-from sgl_kvevict.launcher import RunningServer
 
 POOL_SLOTS = 10_000
 BUDGETS = (1.0, 0.5, 0.2, 0.1)
@@ -47,6 +46,7 @@ POINTS = (
 )
 UNGROUPED = POINTS[5]
 """Where the shared read is compared with one read per request."""
+UNGROUPED_SYSTEM = "budget 0.2, ungrouped"
 QUICK = (Point(3000, 1, 24, 12),)
 
 PAGE = Page(
@@ -89,26 +89,29 @@ def measure(fleet: Fleet, point: Point, recorder: Recorder) -> None:
         stream_all(server.url, [prefix + question(model, 0)], 2)
 
     def one(name: str, repetition: int) -> None:
-        prompts = [prefix + question(model, repetition * 100 + i) for i in range(point.batch)]
-        tokens = point.stock_tokens if name == "stock" else point.tokens
-        streams = stream_all(fleet[name].url, prompts, tokens)
+        streams = ask(fleet, name, point, prefix, model, repetition)
         recorder.add(point.name, name, repetition, decode_figures(streams))
 
     in_turn(list(fleet), repeats, one)
     if point == UNGROUPED:
-        measure_ungrouped(fleet["budget 0.2"], point, prefix, recorder)
+        recorder.progress(f"{point.name}: caching the prefix {point.batch} times")
+        for key in keys_of(point):
+            stream_all(fleet["budget 0.2"].url, [prefix], 1, [key])
+        # The copies leave no room for the shared prefix, so stock takes part once more.
+        in_turn(["stock", UNGROUPED_SYSTEM], repeats, lambda name, repetition: one(name, repeats + repetition))
 
 
-def measure_ungrouped(server: RunningServer, point: Point, prefix: list[int], recorder: Recorder) -> None:
-    """The same batch with the prefix cached once for each request, so that no two of them read the same span."""
-    model, name = recorder.options.model, "budget 0.2, ungrouped"
-    keys = [f"user {i}" for i in range(point.batch)]
-    recorder.progress(f"{point.name}: caching the prefix {point.batch} times")
-    for key in keys:
-        stream_all(server.url, [prefix], 1, [key])
-    for repetition in range(1, recorder.options.repeats + 1):
-        prompts = [prefix + question(model, repetition * 100 + i) for i in range(point.batch)]
-        recorder.add(point.name, name, repetition, decode_figures(stream_all(server.url, prompts, point.tokens, keys)))
+def ask(fleet: Fleet, name: str, point: Point, prefix: list[int], model: Path, repetition: int) -> list[Stream]:
+    """New questions on the prefix, or on one copy of it for each request: then no two of them read the same span."""
+    prompts = [prefix + question(model, repetition * 100 + i) for i in range(point.batch)]
+    if name == UNGROUPED_SYSTEM:
+        return stream_all(fleet["budget 0.2"].url, prompts, point.tokens, keys_of(point))
+    return stream_all(fleet[name].url, prompts, point.stock_tokens if name == "stock" else point.tokens)
+
+
+def keys_of(point: Point) -> list[str]:
+    """One namespace for each request."""
+    return [f"user {i}" for i in range(point.batch)]
 
 
 if __name__ == "__main__":

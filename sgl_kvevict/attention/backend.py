@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from kvevict_kernels.span_attention import reason_not_to_run
 from sgl_kvevict.attention.batch import AttentionBatch
 from sgl_kvevict.attention.choice import flashinfer_reasons, triton_reasons
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 
-AUTO = {"cpu": "torch", "cuda": "triton"}
-"""What ``auto`` stands for on each device."""
+AUTO = {"cpu": "numba", "cuda": "triton"}
+"""What ``auto`` stands for on each device; ``torch`` on a CPU where ``numba`` cannot run."""
+ON_CPU = ("numba", "torch")
+"""Implementations for a CPU; the others are for a GPU."""
 PLANNED_ON_HOST = ("flashinfer",)
 """Implementations for a GPU that are no :class:`CapturableAttention`."""
+
+logger = logging.getLogger(__name__)
 
 
 class Attention(Protocol):
@@ -86,12 +92,13 @@ class CapturableAttention(Attention, Protocol):
         """
 
 
-def resolve_attention(name: str, device: str) -> str:
+def resolve_attention(name: str, device: str, head_dim: int | None = None) -> str:
     """Resolve the configured name for a device.
 
     Args:
-        name: ``auto``, ``torch``, ``triton`` or ``flashinfer``.
+        name: ``auto``, ``numba``, ``torch``, ``triton`` or ``flashinfer``.
         device: "cpu" or "cuda".
+        head_dim: of the model; None: not known yet.
 
     Raises:
         UnsupportedSetupError: the implementation does not run there, or its package is missing.
@@ -99,13 +106,18 @@ def resolve_attention(name: str, device: str) -> str:
     if device not in AUTO:
         raise UnsupportedSetupError([f"the device is {device!r}; attention runs on 'cpu' and 'cuda'"])
     chosen = AUTO[device] if name == "auto" else name
-    if (chosen == "torch") != (device == "cpu"):
-        where = "the CPU" if chosen == "torch" else "a CUDA device"
-        allowed = "'auto', 'torch'" if device == "cpu" else "'auto', 'triton', 'flashinfer'"
+    if (chosen in ON_CPU) != (device == "cpu"):
+        where = "the CPU" if chosen in ON_CPU else "a CUDA device"
+        allowed = "'auto', 'numba', 'torch'" if device == "cpu" else "'auto', 'triton', 'flashinfer'"
         raise UnsupportedSetupError(
             [f"attention is {name!r}, which runs on {where} only; the device is {device!r} (allowed: {allowed})"]
         )
-    if chosen != "torch" and importlib.util.find_spec(chosen) is None:
+    if chosen == "numba" and (reason := reason_not_to_run(head_dim)) is not None:
+        if name != "auto":
+            raise UnsupportedSetupError([f"attention is {name!r}, but {reason} ('torch' runs everywhere)"])
+        logger.warning("attention is 'torch', which takes longer: %s", reason)
+        return "torch"
+    if device == "cuda" and importlib.util.find_spec(chosen) is None:
         raise UnsupportedSetupError([f"attention is {name!r}, but the package {chosen} is not installed"])
     return chosen
 
@@ -129,7 +141,7 @@ def build_attention(name: str, geometry: KVGeometry, k_arena: Tensor, v_arena: T
     """Build what the configuration asks for, on the arenas' device.
 
     Args:
-        name: ``auto``, ``torch``, ``triton`` or ``flashinfer``.
+        name: ``auto``, ``numba``, ``torch``, ``triton`` or ``flashinfer``.
         geometry: sizes.
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous.
         v_arena: like ``k_arena``.
@@ -137,7 +149,14 @@ def build_attention(name: str, geometry: KVGeometry, k_arena: Tensor, v_arena: T
     Raises:
         UnsupportedSetupError: see :func:`resolve_attention`.
     """
-    return _BUILDERS[resolve_attention(name, k_arena.device.type)](geometry, k_arena, v_arena)
+    chosen = resolve_attention(name, k_arena.device.type, geometry.head_dim)
+    return _BUILDERS[chosen](geometry, k_arena, v_arena)
+
+
+def _build_numba(geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> Attention:
+    from sgl_kvevict.attention.numba_attention import NumbaAttention
+
+    return NumbaAttention(geometry, k_arena, v_arena)
 
 
 def _build_torch(geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> Attention:
@@ -163,6 +182,7 @@ def _build_flashinfer(geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) ->
 
 
 _BUILDERS: dict[str, Callable[[KVGeometry, Tensor, Tensor], Attention]] = {
+    "numba": _build_numba,
     "torch": _build_torch,
     "triton": _build_triton,
     "flashinfer": _build_flashinfer,

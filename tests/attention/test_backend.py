@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from sgl_kvevict.attention import CpuAttention, build_attention, resolve_attention
 from sgl_kvevict.attention.backend import kernel_reasons
+from sgl_kvevict.attention.numba_attention import NumbaAttention
 from sgl_kvevict.errors import UnsupportedSetupError
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def test_auto_follows_the_device() -> None:
-    assert resolve_attention("auto", "cpu") == "torch"
+    assert resolve_attention("auto", "cpu") == "numba"
     assert resolve_attention("auto", "cuda") == "triton"
 
 
@@ -26,6 +28,7 @@ def test_auto_follows_the_device() -> None:
         ("triton", "cpu", "attention is 'triton', which runs on a CUDA device only; the device is 'cpu'"),
         ("flashinfer", "cpu", "attention is 'flashinfer', which runs on a CUDA device only"),
         ("torch", "cuda", r"attention is 'torch', which runs on the CPU only.*allowed: 'auto', 'triton', 'flashinfer'"),
+        ("numba", "cuda", "attention is 'numba', which runs on the CPU only"),
         ("auto", "xpu", "the device is 'xpu'"),
     ],
 )
@@ -40,9 +43,20 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_attention("flashinfer", "cuda")
 
 
-def test_cpu_arenas_get_torch(make_world: MakeWorld) -> None:
+def test_what_is_asked_for_is_built(make_world: MakeWorld) -> None:
     world = make_world()
+    arenas = world.geometry, world.k, world.v
+    assert isinstance(build_attention("auto", *arenas), NumbaAttention)
+    assert isinstance(build_attention("numba", *arenas), NumbaAttention)
+    assert isinstance(build_attention("torch", *arenas), CpuAttention)
+
+
+def test_where_numba_cannot_run_torch_does_and_says_so(make_world: MakeWorld, caplog: pytest.LogCaptureFixture) -> None:
+    world = make_world(1, 1, 24)
     assert isinstance(build_attention("auto", world.geometry, world.k, world.v), CpuAttention)
+    assert "attention is 'torch', which takes longer: the head dimension is 24" in caplog.text
+    with pytest.raises(UnsupportedSetupError, match="attention is 'numba', but the head dimension is 24"):
+        build_attention("numba", world.geometry, world.k, world.v)
 
 
 @pytest.mark.parametrize(
@@ -65,3 +79,19 @@ def test_what_no_kernel_is_compiled_for_is_a_reason(
 
 def test_the_cpu_takes_float32() -> None:
     assert kernel_reasons("auto", "cpu", torch.float32, 80) == []
+
+
+def test_a_numba_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [name for name in sys.modules if name.startswith("kvevict_kernels.span_attention.numba_")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert resolve_attention("auto", "cpu") == "torch"
+    with pytest.raises(UnsupportedSetupError, match="attention is 'numba', but numba cannot be imported"):
+        resolve_attention("numba", "cpu")
+
+
+def test_without_openmp_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvevict_kernels.span_attention.call.torch_team", lambda: None)
+    assert resolve_attention("auto", "cpu") == "torch"
+    with pytest.raises(UnsupportedSetupError, match="PyTorch does not compute on OpenMP threads"):
+        resolve_attention("numba", "cpu")

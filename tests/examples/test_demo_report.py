@@ -9,14 +9,15 @@ import pytest
 from kvevict_demo.programs import Answer
 from kvevict_demo.questions import BRANCH_QUESTIONS, CHAT_QUESTIONS
 from kvevict_demo.report import answers_table, figures_table, json_line, summary
-from kvevict_demo.systems import Figures
+from kvevict_demo.systems import OURS, STOCK, Figures, Rounds
 from rich.console import Console
 from rich.table import Table
 
 REQUIRED = {
-    *("prefix_tokens", "prefix_slots", "stock_prefix_slots", "sharers", "decode_tokens_per_s"),
-    *("full_decode_tokens_per_s", "stock_decode_tokens_per_s", "pool_leaks", "budget", "policy"),
+    *("prefix_tokens", "prefix_slots", "stock_prefix_slots", "documents_that_fit", "sharers", "right_answers"),
+    *("decode_tokens_per_s", "stock_decode_tokens_per_s", "rounds", "ratios", "pool_leaks", "budget", "policy"),
 }
+POOL = 6000
 
 
 def answers(count: int, right: int) -> tuple[Answer, ...]:
@@ -33,25 +34,34 @@ def figures(name: str, **changes: object) -> Figures:
         prefix_slots=2800,
         sharers=8,
         cached_tokens=33_000,
-        decode_tokens_per_s=5.0,
-        ttft_cold_s=4.0,
-        ttft_cached_s=0.5,
-        scoring_s=3.0,
-        branches_s=20.0,
+        document_tokens=1000,
+        document_slots=1000,
         branch_answers=answers(len(BRANCH_QUESTIONS), 7),
         chat_answers=answers(len(CHAT_QUESTIONS), 3),
         checker_complaints=(),
         leaked_slots=0,
-        seconds=100.0,
     )
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def runs() -> tuple[Figures, Figures, Figures]:
+def runs() -> tuple[Figures, Figures]:
     state = {"compressed_tokens": 2768, "compressed_slots": 554}
-    compressed = figures("budget 0.2", prefix_slots=586, decode_tokens_per_s=20.126, state=state)
-    return figures("stock"), figures("budget 1.0", decode_tokens_per_s=9.0), compressed
+    return figures(STOCK), figures(OURS, prefix_slots=586, document_slots=230, state=state)
+
+
+@pytest.fixture
+def rounds() -> Rounds:
+    def both(stock: list[float], ours: list[float]) -> dict[str, list[float]]:
+        return {STOCK: stock, OURS: ours}
+
+    return Rounds(
+        ttft_cold_s=both([4.0, 4.0, 4.0], [4.0, 4.0, 4.0]),
+        ttft_cached_s=both([2.0, 3.0, 2.5], [0.2, 0.1, 0.2]),
+        decode_tokens_per_s=both([5.0, 6.0, 5.0], [20.126, 18.0, 20.2]),
+        requests_per_s=both([0.5, 0.5, 0.6], [2.0, 2.5, 1.8]),
+        found_share=both([0.0, 0.0, 0.125], [1.0, 1.0, 0.875]),
+    )
 
 
 def rendered(table: Table) -> str:
@@ -60,33 +70,50 @@ def rendered(table: Table) -> str:
     return out.getvalue()
 
 
-def test_summary_has_every_promised_figure_from_the_right_run(
-    runs: tuple[Figures, Figures, Figures],
-) -> None:
-    line = summary(*runs, policy="ada-snapkv", budget=0.2)
+def cells(text: str, label: str) -> list[str]:
+    line = next(line for line in text.splitlines() if label in line)
+    return [cell.strip() for cell in line.split("│")[2:-1]]
+
+
+def test_summary_has_every_promised_figure_from_the_right_run(runs: tuple[Figures, Figures], rounds: Rounds) -> None:
+    line = summary(*runs, rounds, POOL, policy="ada-snapkv", budget=0.2, is_in_turn=True)
     assert line.keys() >= REQUIRED
     assert line["prefix_slots"] == 586
     assert line["stock_prefix_slots"] == 2800
+    assert line["documents_that_fit"] == {STOCK: 6, OURS: 26}
     assert (line["compressed_tokens"], line["compressed_slots"]) == (2768, 554)
     assert line["decode_tokens_per_s"] == 20.13
-    assert line["full_decode_tokens_per_s"] == 9.0
     assert line["stock_decode_tokens_per_s"] == 5.0
-    assert line["right_answers"] == {"stock": 10, "full": 10, "compressed": 10}
+    assert line["right_answers"] == {STOCK: 10, OURS: 10}
     assert line["answers"] == len(BRANCH_QUESTIONS) + len(CHAT_QUESTIONS)
+    assert line["rounds"]["ttft_cached_s"][OURS] == [0.2, 0.1, 0.2]
+    assert line["ratios"]["requests_per_s"] == [4.0, 3.0, 5.0]
+    assert "found_share" not in line["ratios"]
 
 
-def test_leaks_of_all_runs_and_both_checkers_add_up(runs: tuple[Figures, Figures, Figures]) -> None:
-    stock, full, compressed = runs
-    assert summary(stock, full, compressed, policy="p", budget=1)["pool_leaks"] == 0
-    full = dataclasses.replace(full, checker_complaints=("pool memory leak detected!",))
-    compressed = dataclasses.replace(compressed, leaked_slots=3)
-    assert summary(stock, full, compressed, policy="p", budget=1)["pool_leaks"] == 4
+def test_what_was_not_measured_in_turn_has_no_ratio(runs: tuple[Figures, Figures], rounds: Rounds) -> None:
+    assert summary(*runs, rounds, POOL, policy="p", budget=1, is_in_turn=False)["ratios"] == {}
+    text = rendered(figures_table(*runs, rounds, POOL, is_in_turn=False))
+    assert cells(text, "decode tokens/s")[-1] == "not in turn"
+    assert cells(text, "token slots held")[-1] == "0.21x"
 
 
-def test_runs_that_saw_different_prefixes_are_not_compared(runs: tuple[Figures, Figures, Figures]) -> None:
-    stock, full, compressed = runs
+def test_leaks_of_all_runs_and_both_checkers_add_up(runs: tuple[Figures, Figures], rounds: Rounds) -> None:
+    stock, ours = runs
+
+    def leaks(stock: Figures, ours: Figures) -> object:
+        return summary(stock, ours, rounds, POOL, policy="p", budget=1, is_in_turn=True)["pool_leaks"]
+
+    assert leaks(stock, ours) == 0
+    stock = dataclasses.replace(stock, checker_complaints=("pool memory leak detected!",))
+    assert leaks(stock, dataclasses.replace(ours, leaked_slots=3)) == 4
+
+
+def test_runs_that_saw_different_prefixes_are_not_compared(runs: tuple[Figures, Figures], rounds: Rounds) -> None:
+    stock, ours = runs
+    shorter = dataclasses.replace(stock, prefix_tokens=2799)
     with pytest.raises(ValueError, match=r"\[2799, 2800\]"):
-        summary(dataclasses.replace(stock, prefix_tokens=2799), full, compressed, policy="p", budget=0.2)
+        summary(shorter, ours, rounds, POOL, policy="p", budget=0.2, is_in_turn=True)
 
 
 def test_json_line_is_one_line_of_strict_json() -> None:
@@ -97,15 +124,21 @@ def test_json_line_is_one_line_of_strict_json() -> None:
         json_line({"a": float("nan")})
 
 
-def test_figures_stand_side_by_side(runs: tuple[Figures, Figures, Figures]) -> None:
-    text = rendered(figures_table(runs, 6000))
+def test_figures_stand_side_by_side_with_their_spread(runs: tuple[Figures, Figures], rounds: Rounds) -> None:
+    text = rendered(figures_table(*runs, rounds, POOL, is_in_turn=True))
     assert "6,000 token slots" in text
-    slots = next(line for line in text.splitlines() if "token slots held" in line)
-    assert re.findall(r"[\d,]+", slots) == ["2,800", "2,800", "586"]
-    assert "10 of 12" in text
+    assert cells(text, "token slots held for 2,800") == ["2,800", "586", "0.21x"]
+    assert cells(text, "documents of 1,000 tokens that fit") == ["6", "26", "4.33x"]
+    assert cells(text, "right answers") == ["10 of 12", "10 of 12", ""]
+    assert cells(text, "decode tokens/s") == ["5.0 (5.0-6.0)", "20.1 (18.0-20.2)", "4.03 (3.00-4.04) x"]
+    assert cells(text, "first token, nothing cached") == ["4.00 s", "4.00 s", "1.00 x"]
+    assert cells(text, "found their document") == ["0 %", "100 %", ""]
+    order = ["token slots held", "that fit", "right answers", "first token of a question", "requests/s", "decode"]
+    places = [re.search(label, text).start() for label in order]  # type: ignore[union-attr]
+    assert places == sorted(places)
 
 
-def test_answers_are_marked_and_printed_as_they_are(runs: tuple[Figures, Figures, Figures]) -> None:
+def test_answers_are_marked_and_printed_as_they_are(runs: tuple[Figures, Figures]) -> None:
     text = rendered(answers_table(runs))
     assert "✓ text [b]0[/b]" in text
     assert "✗ text [b]7[/b]" in text

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
-from sgl_kvevict.launcher import RunningServer, System, kvevict_system, launch, stock_system
+from sgl_kvevict.launcher import RunningServer, System, kvevict_system, launch_all, stock_system
 from sgl_kvevict.measure import flush
 
 #: The same for every server: figures for the tables, and no busy waiting while another server is measured.
@@ -32,17 +31,8 @@ def compared_systems(policy: str, budgets: Sequence[float], pool_slots: int, has
 def running(systems: Sequence[System], model: Path, logs: Path, progress: Progress) -> Iterator[Fleet]:
     """Start all systems, two at a time, and stop them in the end."""
     progress(f"starting {len(systems)} servers: {', '.join(system.name for system in systems)}")
-    with ExitStack() as stack:
-
-        def start(system: System) -> RunningServer:
-            log = logs / f"{system.name.replace(' ', '-')}.log"
-            return stack.enter_context(launch(model, flags=system.flags, env=system.env, log_path=log, timeout_s=400.0))
-
-        with ThreadPoolExecutor(2) as pool:
-            servers = list(pool.map(start, systems))
-        yield {system.name: server for system, server in zip(systems, servers, strict=True)}
-        for server in servers:
-            server.check_alive()
+    with launch_all(model, systems, log_folder=logs) as fleet:
+        yield fleet
 
 
 def flush_all(fleet: Fleet) -> None:

@@ -9,16 +9,33 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from serving_bench.page import Page, write_page
 from serving_bench.results import RESULTS, ROOT, Row, origin, read_rows, replace_points, write_rows
 from sgl_kvevict.model import ensure_demo_model
 
 LOGS = ROOT / "out" / "serving"
+MIN_REPEATS = 5
+"""Repetitions of every published ratio."""
+MAX_BUSY_PCT = 10.0
+"""What others may use of the processor before a run whose figures are published."""
+BUSY_SAMPLE_S = 3.0
 
 
 @dataclass(frozen=True)
 class Options:
-    """Parsed options; ``only`` selects points whose name contains it."""
+    """Parsed options.
+
+    Attributes:
+        policy: of the compressed systems.
+        repeats: repetitions.
+        quick: few small points.
+        only: selects points whose name contains it.
+        model: its folder.
+        out: folder of the results.
+        busy_pct: what others used of the processor before the run, in percent; None: not looked at.
+    """
 
     policy: str
     repeats: int
@@ -26,6 +43,7 @@ class Options:
     only: str
     model: Path
     out: Path
+    busy_pct: float | None = None
 
     def chosen(self, points: Sequence[str]) -> list[str]:
         """The points to measure."""
@@ -37,11 +55,17 @@ class Options:
     @property
     def text(self) -> str:
         """What a reader must know to repeat the run."""
-        return f"policy {self.policy}, {self.repeats} repetitions" + (", quick" if self.quick else "")
+        busy = "" if self.busy_pct is None else f", others used {self.busy_pct:.0f} % of the processor before"
+        return f"policy {self.policy}, {self.repeats} repetitions" + (", quick" if self.quick else "") + busy
 
 
-def parse_options(description: str, repeats: int = 3) -> Options:
-    """Read the command line; prepares the demo model where none is given."""
+def parse_options(description: str, repeats: int = MIN_REPEATS) -> Options:
+    """Read the command line; prepares the demo model where none is given.
+
+    Args:
+        description: of the benchmark.
+        repeats: what its published figures need; fewer only where nothing is compared.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", default="ada-snapkv", help="policy of the compressed systems")
     parser.add_argument("--repeats", type=int, default=repeats, help="repetitions; ratios show their spread")
@@ -50,9 +74,28 @@ def parse_options(description: str, repeats: int = 3) -> Options:
     parser.add_argument("--model", type=Path, default=None, help="model folder; default: the demo model")
     parser.add_argument("--out", type=Path, default=None, help="folder of CSV, plot and page")
     args = parser.parse_args()
-    out = args.out or (LOGS if args.quick else RESULTS)
     model = args.model or ensure_demo_model(report=lambda text: print(text, file=sys.stderr))
-    return Options(args.policy, args.repeats, args.quick, args.only, model, out)
+    busy_pct = psutil.cpu_percent(BUSY_SAMPLE_S)
+    reason = "--quick" if args.quick else reason_not_to_publish(args.repeats, repeats, busy_pct)
+    if args.out is None and reason is not None:
+        print(f"results go to {LOGS}, not to the documentation: {reason}", file=sys.stderr)
+    out = args.out or (RESULTS if reason is None else LOGS)
+    return Options(args.policy, args.repeats, args.quick, args.only, model, out, busy_pct)
+
+
+def reason_not_to_publish(repeats: int, needed: int, busy_pct: float) -> str | None:
+    """Why the figures of a run do not belong into the documentation; None if they do.
+
+    Args:
+        repeats: of the run.
+        needed: repetitions at least.
+        busy_pct: what others use of the processor, in percent.
+    """
+    if repeats < needed:
+        return f"{repeats} repetitions, at least {needed} are needed"
+    if busy_pct > MAX_BUSY_PCT:
+        return f"others use {busy_pct:.0f} % of the processor, at most {MAX_BUSY_PCT:.0f} % are allowed"
+    return None
 
 
 class Recorder:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 
 from .questions import BRANCH_QUESTIONS, CHAT_QUESTIONS
-from .systems import Figures
+from .rounds import Samples, Spread, ratio
+from .systems import OURS, STOCK, Figures, Rounds
 
 
 def right_answers(figures: Figures) -> int:
@@ -22,27 +23,42 @@ def num_answers(figures: Figures) -> int:
     return len(figures.branch_answers) + len(figures.chat_answers)
 
 
-def figures_table(runs: Sequence[Figures], pool_slots: int) -> Table:
-    """One column for each system, one row for each figure."""
+def figures_table(stock: Figures, ours: Figures, rounds: Rounds, pool_slots: int, *, is_in_turn: bool) -> Table:
+    """What holds on any machine, then what was measured in rounds: medians (lowest-highest).
+
+    Args:
+        stock: what was found on stock.
+        ours: what was found on ours.
+        rounds: what was measured on both.
+        pool_slots: of each.
+        is_in_turn: the rounds of both alternated; if not, no ratio is shown.
+    """
     table = Table(title=f"Same programs, same pool of {pool_slots:,} token slots")
-    table.add_column("")
-    for run in runs:
-        table.add_column(run.name, justify="right")
-    rows = {
-        "prefix tokens": [f"{run.prefix_tokens:,}" for run in runs],
-        "token slots held for them": [f"{run.prefix_slots:,}" for run in runs],
-        "requests sharing them at once": [str(run.sharers) for run in runs],
-        "cached tokens, all requests": [f"{run.cached_tokens:,}" for run in runs],
-        "decode tokens/s, one request": [f"{run.decode_tokens_per_s:.1f}" for run in runs],
-        "first token, nothing cached": [f"{run.ttft_cold_s:.2f} s" for run in runs],
-        "first token, prefix cached": [f"{run.ttft_cached_s:.2f} s" for run in runs],
-        "scored after the prefill for": [f"{run.scoring_s:.1f} s" for run in runs],
-        "all branches answered in": [f"{run.branches_s:.1f} s" for run in runs],
-        "right answers": [f"{right_answers(run)} of {num_answers(run)}" for run in runs],
-        "pool leaks": [str(run.pool_leaks) for run in runs],
-    }
-    for label, cells in rows.items():
-        table.add_row(label, *cells)
+    for column in ("", STOCK, OURS, "ours to stock"):
+        table.add_column(column, justify="left" if column == "" else "right")
+
+    def counted(label: str, *cells: int, has_ratio: bool = True) -> None:
+        quotient = f"{cells[1] / cells[0]:.2f}x" if has_ratio and cells[0] else ""
+        table.add_row(label, *(f"{cell:,}" for cell in cells), quotient)
+
+    def measured(label: str, samples: Samples, digits: int, unit: str = "") -> None:
+        cells = [Spread.of(samples[name]).text(digits) + unit for name in (STOCK, OURS)]
+        table.add_row(label, *cells, ratio(samples, OURS, STOCK).text(2) + " x" if is_in_turn else "not in turn")
+
+    runs = (stock, ours)
+    counted(f"token slots held for {ours.prefix_tokens:,} tokens", *(run.prefix_slots for run in runs))
+    fitting = [run.documents_that_fit(pool_slots) for run in runs]
+    counted(f"documents of {ours.document_tokens:,} tokens that fit the pool", *fitting)
+    table.add_row("right answers", *(f"{right_answers(run)} of {num_answers(run)}" for run in runs), "")
+    counted("requests that read one copy at once", *(run.sharers for run in runs), has_ratio=False)
+    counted("pool leaks", *(run.pool_leaks for run in runs), has_ratio=False)
+    table.add_section()
+    measured("first token of a question, document cached", rounds.ttft_cached_s, 2, " s")
+    measured("requests/s, documents of 4 times the pool", rounds.requests_per_s, 2)
+    found = [f"{100 * Spread.of(rounds.found_share[name]).median:.0f} %" for name in (STOCK, OURS)]
+    table.add_row("  requests that found their document cached", *found, "")
+    measured("decode tokens/s, one request", rounds.decode_tokens_per_s, 1)
+    measured("first token, nothing cached", rounds.ttft_cold_s, 2, " s")
     return table
 
 
@@ -61,33 +77,44 @@ def answers_table(runs: Sequence[Figures]) -> Table:
     return table
 
 
-def summary(stock: Figures, full: Figures, compressed: Figures, *, policy: str, budget: float | int) -> dict[str, Any]:
-    """The figures of the last line of output: token slots, logical tokens, tokens per second, seconds.
+def summary(
+    stock: Figures,
+    ours: Figures,
+    rounds: Rounds,
+    pool_slots: int,
+    *,
+    policy: str,
+    budget: float | int,
+    is_in_turn: bool,
+) -> dict[str, Any]:
+    """The figures of the last line of output: token slots, logical tokens, seconds; rounds as median, low, high.
 
     Raises:
         ValueError: the systems did not see the same prefix, so that nothing can be compared.
     """
-    seen = {run.prefix_tokens for run in (stock, full, compressed)}
-    if len(seen) != 1:
-        raise ValueError(f"the systems saw prefixes of different lengths: {sorted(seen)}")
-    runs = {"stock": stock, "full": full, "compressed": compressed}
+    if stock.prefix_tokens != ours.prefix_tokens:
+        seen = sorted((stock.prefix_tokens, ours.prefix_tokens))
+        raise ValueError(f"the systems saw prefixes of different lengths: {seen}")
+    runs = {STOCK: stock, OURS: ours}
+    measured: Mapping[str, Samples] = vars(rounds)
+    compared = [name for name in measured if name != "found_share"]
     return {
-        "prefix_tokens": compressed.prefix_tokens,
-        "prefix_slots": compressed.prefix_slots,
-        "full_prefix_slots": full.prefix_slots,
+        "prefix_tokens": ours.prefix_tokens,
+        "prefix_slots": ours.prefix_slots,
         "stock_prefix_slots": stock.prefix_slots,
-        "compressed_tokens": compressed.state.get("compressed_tokens"),
-        "compressed_slots": compressed.state.get("compressed_slots"),
-        "sharers": compressed.sharers,
-        "decode_tokens_per_s": round(compressed.decode_tokens_per_s, 2),
-        "full_decode_tokens_per_s": round(full.decode_tokens_per_s, 2),
-        "stock_decode_tokens_per_s": round(stock.decode_tokens_per_s, 2),
-        "ttft_cold_s": {name: round(run.ttft_cold_s, 3) for name, run in runs.items()},
-        "ttft_cached_s": {name: round(run.ttft_cached_s, 3) for name, run in runs.items()},
-        "scoring_s": round(compressed.scoring_s, 2),
+        "compressed_tokens": ours.state.get("compressed_tokens"),
+        "compressed_slots": ours.state.get("compressed_slots"),
+        "documents_that_fit": {name: run.documents_that_fit(pool_slots) for name, run in runs.items()},
+        "sharers": ours.sharers,
         "right_answers": {name: right_answers(run) for name, run in runs.items()},
-        "answers": num_answers(compressed),
+        "answers": num_answers(ours),
         "pool_leaks": sum(run.pool_leaks for run in runs.values()),
+        "decode_tokens_per_s": round(Spread.of(rounds.decode_tokens_per_s[OURS]).median, 2),
+        "stock_decode_tokens_per_s": round(Spread.of(rounds.decode_tokens_per_s[STOCK]).median, 2),
+        "rounds": {
+            metric: {name: _numbers(Spread.of(samples[name])) for name in runs} for metric, samples in measured.items()
+        },
+        "ratios": {metric: _numbers(ratio(measured[metric], OURS, STOCK)) for metric in compared} if is_in_turn else {},
         "budget": budget,
         "policy": policy,
     }
@@ -96,3 +123,7 @@ def summary(stock: Figures, full: Figures, compressed: Figures, *, policy: str, 
 def json_line(figures: dict[str, Any]) -> str:
     """One line of JSON; refuses NaN and infinities, which are no JSON."""
     return json.dumps(figures, allow_nan=False)
+
+
+def _numbers(spread: Spread) -> list[float]:
+    return [round(value, 3) for value in (spread.median, spread.low, spread.high)]

@@ -1,0 +1,177 @@
+"""Compiles the call, and runs it on a batch."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvevict_kernels.checks import KV_DTYPES, check_tensor
+from kvevict_kernels.span_attention import words as w
+from kvevict_kernels.span_attention.layout import Layout, Runs
+from kvevict_kernels.span_attention.openmp import Team, torch_team
+
+_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_LINE = 64
+
+logger = logging.getLogger(__name__)
+
+
+def reason_not_to_run(head_dim: int | None = None) -> str | None:
+    """Why this machine, or a model with this head dimension, cannot use the compiled call; None if it can.
+
+    Nothing is compiled yet.
+
+    Args:
+        head_dim: None: of any model.
+    """
+    try:
+        importlib.import_module("kvevict_kernels.span_attention.numba_impl")
+    except ImportError as error:  # not installed, or not with this version of NumPy
+        return f"numba cannot be imported ({error})"
+    if torch_team() is None:
+        return "this build of PyTorch does not compute on OpenMP threads"
+    if head_dim is not None and head_dim % 16:
+        return f"the head dimension is {head_dim}, which is no multiple of 16"
+    return None
+
+
+class SpanAttention:
+    """Attention over compressed spans and uncompressed token slots of one pair of arenas.
+
+    The first one in a process compiles (seconds), or loads what an earlier process compiled; no call waits for it.
+    One call at a time.
+
+    Args:
+        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous, on the CPU.
+        v_arena: like ``k_arena``.
+        num_qo_heads: a multiple of the KV heads.
+
+    Raises:
+        ValueError: wrong shape, dtype or device of an arena.
+        RuntimeError: see :func:`reason_not_to_run`.
+    """
+
+    def __init__(self, k_arena: Tensor, v_arena: Tensor, num_qo_heads: int) -> None:
+        check_tensor("k_arena", k_arena, (None, None, None, None), KV_DTYPES, torch.device("cpu"))
+        check_tensor("v_arena", v_arena, k_arena.shape, k_arena.dtype, torch.device("cpu"))
+        num_layers, num_token_slots, num_kv_heads, head_dim = k_arena.shape
+        reason = reason_not_to_run(head_dim)
+        team = torch_team()
+        if reason is not None or team is None:
+            raise RuntimeError(f"attention cannot be compiled: {reason}")
+        self._arenas = (k_arena, v_arena)
+        self._shape = k_arena.shape
+        self._group = num_qo_heads // num_kv_heads
+        self._team = team
+        self._call = _compiled(team)
+        self._zeros = np.zeros(head_dim, np.float32)
+        self._sums = _Buffer()
+        self._maxima, self._totals, self._scratch = _Buffer(), _Buffer(), _Buffer()
+        self._constants = {
+            w.STAMP: _stamp(),
+            w.K: k_arena.data_ptr(),
+            w.V: v_arena.data_ptr(),
+            w.KIND: _KINDS[k_arena.dtype],
+            w.HEAD_DIM: head_dim,
+            w.NUM_HEADS: num_kv_heads,
+            w.GROUP: self._group,
+            w.NUM_TOKEN_SLOTS: num_token_slots,
+            w.NUM_HEAD_SLOTS: num_layers * num_token_slots * num_kv_heads,
+            w.ZEROS: self._zeros.ctypes.data,
+        }
+
+    def lay_out(self, paths: Sequence[Sequence[Runs]], new_lens: Sequence[int], first_tokens: Sequence[int]) -> Layout:
+        """Lay out a batch; see :class:`Layout`. :meth:`prepare` it before every step."""
+        layout = Layout(paths, new_lens, first_tokens, self._shape)
+        for word, number in self._constants.items():
+            layout.words[word] = number
+        return layout
+
+    def prepare(self, layout: Layout) -> None:
+        """Make room for the partial results of a batch whose suffixes are located; holds until the next one."""
+        from kvevict_kernels.span_attention.numba_impl import scratch_bytes
+
+        words, head_dim = layout.words, self._shape[3]
+        num_partials = layout.max_partials * self._group
+        words[w.SUMS] = self._sums.take(4 * head_dim * num_partials)
+        words[w.MAXIMA] = self._maxima.take(4 * num_partials)
+        words[w.TOTALS] = self._totals.take(4 * num_partials)
+        words[w.SCRATCH_STRIDE] = scratch_bytes(head_dim, int(layout.num_tokens.max()) * self._group)
+        self._num_threads = torch.get_num_threads()
+        words[w.SCRATCH] = self._scratch.take(self._num_threads * int(words[w.SCRATCH_STRIDE]))
+
+    def run(self, layout: Layout, layer: int, q: Tensor, sm_scale: float, out: Tensor, lse: Tensor) -> None:
+        """Attend with the batch prepared last.
+
+        A new token sees its request's spans, and of the request's own tokens those before it and itself.
+
+        Args:
+            layout: the batch.
+            layer: layer index.
+            q: [num_tokens, num_qo_heads, head_dim], bfloat16, float16 or float32; tokens may lie apart.
+            sm_scale: softmax scale.
+            out: like ``q``, contiguous: rows of the batch's tokens are written, others are left alone.
+            lse: [num_tokens, num_qo_heads], float32, contiguous: likewise; natural log-sum-exp of the scaled scores.
+
+        Raises:
+            IndexError: a span or a suffix names a slot outside of the arena.
+        """
+        if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
+            q = q.contiguous()
+        words = layout.words
+        words[w.LAYER] = layer
+        words[w.Q], words[w.Q_STRIDE], words[w.Q_KIND] = q.data_ptr(), q.stride(0), _KINDS[q.dtype]
+        words[w.OUT], words[w.LSE] = out.data_ptr(), lse.data_ptr()
+        words[w.SCALE : w.SCALE + 1].view(np.float32)[0] = sm_scale
+        self._team.run(self._call.address, words.ctypes.data, self._num_threads)
+        if words[w.WRONG_SLOT] != w.NO_SLOT:
+            slot, words[w.WRONG_SLOT] = int(words[w.WRONG_SLOT]), w.NO_SLOT
+            raise IndexError(f"head slot {slot}: the arena has {self._constants[w.NUM_HEAD_SLOTS]}")
+
+
+class _Buffer:
+    """Memory that grows to the largest size asked for."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+
+    def take(self, num_bytes: int) -> int:
+        """The address of so many bytes, at the start of a cache line; what was in them is lost."""
+        if self._memory.nbytes < num_bytes + _LINE:
+            self._memory = np.empty(num_bytes + _LINE, np.uint8)
+        return -(-self._memory.ctypes.data // _LINE) * _LINE
+
+
+@cache
+def _stamp() -> int:
+    """Of the sources that the call is compiled from."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).digest()
+    return int.from_bytes(digest[:7], "little")
+
+
+@cache
+def _compiled(team: Team) -> Any:
+    """The compiled call; numba keeps it beside the sources, or else in the user's cache folder."""
+    from kvevict_kernels.span_attention.numba_impl import compile_call
+
+    started = time.monotonic()
+    try:
+        call = compile_call(team, _stamp(), is_cached=True)
+    except RuntimeError as error:
+        if "no locator available" not in str(error):
+            raise
+        logger.warning("compiled attention cannot be kept for the next start: set NUMBA_CACHE_DIR to a folder")
+        call = compile_call(team, _stamp(), is_cached=False)
+    logger.info("attention %s in %.1f s", "loaded" if call.cache_hits else "compiled", time.monotonic() - started)
+    return call

@@ -1,0 +1,149 @@
+"""What a batch reads, as the compiled call gets it: which tokens read which spans, and where the lists of these are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvevict_kernels.checks import check_tensor
+from kvevict_kernels.span_attention import words as w
+
+Words = NDArray[np.int64]
+_CPU = torch.device("cpu")
+
+
+class Runs(Protocol):
+    """A compressed span; compared by identity.
+
+    Run ``(l, h)`` is ``head_slots[starts[l, h] : starts[l, h] + lens[l, h]]``.
+    """
+
+    @property
+    def head_slots(self) -> Tensor:
+        """[num_entries], int32, rows of the arena."""
+
+    @property
+    def starts(self) -> Tensor:
+        """[num_layers, num_kv_heads], int32."""
+
+    @property
+    def lens(self) -> Tensor:
+        """[num_layers, num_kv_heads], int32; may be 0."""
+
+
+class Layout:
+    """What does not change from step to step, while the same requests go on reading the same spans.
+
+    Args:
+        paths: per request, its spans; each once.
+        new_lens: per request, new tokens; at least 1.
+        first_tokens: per request, place of its first new token in the forward.
+        shape: of the arenas, [num_layers, num_token_slots, num_kv_heads, head_dim].
+
+    Raises:
+        ValueError: a span whose lists have the wrong shape or dtype, or whose runs leave its head slots.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Sequence[Runs]],
+        new_lens: Sequence[int],
+        first_tokens: Sequence[int],
+        shape: torch.Size,
+    ) -> None:
+        self.spans = list(dict.fromkeys(span for path in paths for span in path))
+        self.num_heads = shape[2]
+        self.new_lens = np.asarray(new_lens, np.int64)
+        own_tokens = [range(first, first + new) for first, new in zip(first_tokens, new_lens, strict=True)]
+        number_of = {span: number for number, span in enumerate(self.spans)}
+        tokens: list[list[int]] = [[] for _ in self.spans]
+        path_spans, path_places = [], []
+        for path, own in zip(paths, own_tokens, strict=True):
+            for span in path:
+                number = number_of[span]
+                path_spans.append(number)
+                path_places.append(len(tokens[number]))
+                tokens[number].extend(own)
+        parts = [*tokens, *own_tokens]
+        self.num_tokens = np.array([len(part) for part in parts], np.int64)
+        lens = self._checked_lens(shape)
+        self.max_span_partials = int((count_chunks(lens).sum(2).T @ self.num_tokens[: len(self.spans)]).max(initial=0))
+
+        self.suffix_slots = np.zeros(len(paths), np.int64)
+        self.suffix_lens = np.zeros(len(paths), np.int64)
+        self._lists = {
+            w.SPAN_SLOTS: _list(span.head_slots.data_ptr() for span in self.spans),
+            w.SPAN_STARTS: _list(span.starts.data_ptr() for span in self.spans),
+            w.SPAN_LENS: _list(span.lens.data_ptr() for span in self.spans),
+            w.SUFFIX_SLOTS: self.suffix_slots,
+            w.SUFFIX_LENS: self.suffix_lens,
+            w.PART_TOKENS: _list([0, *self.num_tokens.cumsum()]),
+            w.TOKENS: _list(token for part in parts for token in part),
+            w.PATHS: _list([0, *np.cumsum([len(path) for path in paths])]),
+            w.PATH_SPANS: _list(path_spans),
+            w.PATH_PLACES: _list(path_places),
+            w.UNIT_ROWS: np.zeros(len(parts) * self.num_heads, np.int64),
+        }
+        self.words = np.zeros(w.NUM_WORDS, np.int64)
+        for word, numbers in self._lists.items():
+            self.words[word] = numbers.ctypes.data
+        self.words[w.NUM_SPANS] = len(self.spans)
+        self.words[w.NUM_REQUESTS] = len(paths)
+        self.words[w.WRONG_SLOT] = w.NO_SLOT
+
+    def locate(self, waterlines: Sequence[int], seq_lens: Sequence[int], rows: Tensor, req_to_token: Tensor) -> None:
+        """Say where the token slots ``[waterline, seq_len)`` of each request are; they are read when the call runs.
+
+        Args:
+            waterlines: per request, tokens that its path stands for.
+            seq_lens: per request, tokens with the new ones; at most the length of a row.
+            rows: [num_requests], int, rows of ``req_to_token``.
+            req_to_token: [num_rows, max_context_len], int32.
+
+        Raises:
+            ValueError: ``req_to_token`` is not contiguous int32 on the CPU, or a row or a position is outside of it.
+        """
+        check_tensor("req_to_token", req_to_token, (None, None), torch.int32, _CPU)
+        num_rows, row_len = req_to_token.shape
+        row_numbers = rows.numpy()
+        if row_numbers.min() < 0 or row_numbers.max() >= num_rows:
+            raise ValueError(f"rows: expected 0 to {num_rows - 1}, got {row_numbers.tolist()}")
+        if min(waterlines) < 0 or max(seq_lens) > row_len:
+            raise ValueError(f"seq_lens: expected positions 0 to {row_len}, got {list(waterlines)} to {list(seq_lens)}")
+        begins = np.asarray(waterlines, np.int64)
+        self.suffix_slots[:] = req_to_token.data_ptr() + 4 * (row_numbers.astype(np.int64) * row_len + begins)
+        self.suffix_lens[:] = np.asarray(seq_lens, np.int64) - begins
+
+    @property
+    def max_partials(self) -> int:
+        """Partial results of a layer at most, for each q head of a group."""
+        return self.max_span_partials + self.num_heads * int(count_chunks(self.suffix_lens) @ self.new_lens)
+
+    def _checked_lens(self, shape: torch.Size) -> NDArray[np.int64]:
+        """[num_spans, num_layers, num_kv_heads], run lengths."""
+        bounds = (shape[0], shape[2])
+        lens = np.zeros((len(self.spans), *bounds), np.int64)
+        for i, span in enumerate(self.spans):
+            check_tensor("head_slots", span.head_slots, (None,), torch.int32, _CPU)
+            check_tensor("starts", span.starts, bounds, torch.int32, _CPU)
+            check_tensor("lens", span.lens, bounds, torch.int32, _CPU)
+            starts, lens[i] = span.starts.numpy(), span.lens.numpy()
+            if lens[i].min() < 0 or starts.min() < 0 or (starts + lens[i]).max() > span.head_slots.numel():
+                raise ValueError(f"starts, lens: a run leaves the span's {span.head_slots.numel()} head slots")
+        return lens
+
+
+def count_chunks(lens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Partial results of units with so many keys, for each of their q rows; as the compiled call cuts them."""
+    chunk_lens: Words = np.maximum(w.CHUNK * -(-lens // (w.CHUNK * w.MAX_CHUNKS)), 1)
+    counts: Words = -(-lens // chunk_lens)
+    return counts
+
+
+def _list(numbers: object) -> Words:
+    return np.array(list(numbers), np.int64)  # type: ignore[call-overload]

@@ -1,0 +1,308 @@
+"""The compiled call: what each thread does.
+
+A *unit* is one KV head of a part (``words.py``). Its keys are cut into chunks, and each chunk gives one partial softmax
+for every q row of the unit. Where chunks lie follows from the unit alone, and partial results are merged in the
+order of the path: what a request gets depends neither on other requests nor on the number of threads.
+
+Numbers in scratch memory are float32. ``num_rows`` are q rows, ``row`` is a partial result.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from llvmlite import binding
+from numba import carray, cfunc, njit
+from numba.core import types
+
+from kvevict_kernels.span_attention import words as w
+from kvevict_kernels.span_attention.numba_rows import (
+    WIDTH,
+    add_row,
+    fill,
+    floats,
+    int32s,
+    int64s,
+    item_bytes,
+    load_row,
+    multiply,
+    store_row,
+)
+from kvevict_kernels.span_attention.numba_vectors import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    LANES,
+    TILE_ROWS,
+    exponentials,
+    load_transposed,
+    multiply_tile,
+    prefetch,
+    row_maximum,
+)
+from kvevict_kernels.span_attention.openmp import Team
+
+_thread_number = types.ExternalFunction("kvevict_omp_thread_number", types.int32())
+_thread_count = types.ExternalFunction("kvevict_omp_thread_count", types.int32())
+_barrier = types.ExternalFunction("kvevict_omp_barrier", types.void())
+
+_LOWEST, _ZERO, _ONE, _MINUS_INFINITY = np.float32(-1e30), np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
+_BLOCK, _CHUNK, _MAX_CHUNKS, _KEY_COST = w.BLOCK, w.CHUNK, w.MAX_CHUNKS, w.KEY_COST
+_LINE = 64
+_SCORES_AT = 8 * _BLOCK
+_KEYS_AT = _SCORES_AT + 4 * TILE_ROWS * _BLOCK
+
+
+@njit
+def _values_in(scratch, head_dim):
+    return scratch + _KEYS_AT + 4 * _BLOCK * head_dim
+
+
+@njit
+def _queries_in(scratch, head_dim):
+    return scratch + _KEYS_AT + 8 * _BLOCK * head_dim
+
+
+def scratch_bytes(head_dim: int, max_rows: int) -> int:
+    """Bytes that a thread needs for units of up to ``max_rows`` q rows; whole cache lines."""
+    return _KEYS_AT + 8 * _BLOCK * head_dim + 4 * head_dim * max_rows
+
+
+@njit
+def _add_scores(num_rows, target, queries, keys, head_dim):
+    for i in range(0, 4 * _BLOCK, 4 * WIDTH):
+        multiply(num_rows, target + i, _BLOCK, queries, head_dim, keys + i, _BLOCK, head_dim)
+
+
+@njit
+def _add_values(num_rows, target, weights, values, head_dim, num_keys):
+    whole = head_dim // WIDTH * WIDTH
+    for i in range(0, 4 * whole, 4 * WIDTH):
+        multiply(num_rows, target + i, head_dim, weights, _BLOCK, values + i, head_dim, num_keys)
+    for i in range(4 * whole, 4 * head_dim, 4 * LANES):
+        for r in range(num_rows):
+            row_target, row_weights = target + 4 * r * head_dim + i, weights + 4 * r * _BLOCK
+            multiply_tile(1, 1, row_target, head_dim, row_weights, _BLOCK, values + i, head_dim, num_keys)
+
+
+@njit
+def _num_rows(words, part):
+    part_tokens = int64s(words[w.PART_TOKENS])
+    return (part_tokens[part + 1] - part_tokens[part]) * words[w.GROUP]
+
+
+@njit
+def _num_keys(words, part, head):
+    if part >= words[w.NUM_SPANS]:
+        return int64s(words[w.SUFFIX_LENS])[part - words[w.NUM_SPANS]]
+    return np.int64(int32s(int64s(words[w.SPAN_LENS])[part])[words[w.LAYER] * words[w.NUM_HEADS] + head])
+
+
+@njit
+def _chunk_len(num_keys):
+    return _CHUNK * ((num_keys + _CHUNK * _MAX_CHUNKS - 1) // (_CHUNK * _MAX_CHUNKS))
+
+
+@njit
+def _load_queries(words, part, head, scratch):
+    """The q rows of a unit, times the softmax scale: group after group of its tokens."""
+    part_tokens, tokens = int64s(words[w.PART_TOKENS]), int64s(words[w.TOKENS])
+    group, kind, head_dim = words[w.GROUP], words[w.Q_KIND], words[w.HEAD_DIM]
+    scale = floats(words.ctypes.data + 8 * w.SCALE)[0]
+    target = _queries_in(scratch, head_dim)
+    for place in range(part_tokens[part], part_tokens[part + 1]):
+        source = words[w.Q] + (tokens[place] * words[w.Q_STRIDE] + head * group * head_dim) * item_bytes(kind)
+        for _ in range(group):
+            load_row(kind, head_dim, source, target, scale)
+            source += head_dim * item_bytes(kind)
+            target += 4 * head_dim
+
+
+@njit
+def _load_keys(words, part, head, first, num_keys, num_next, scratch):
+    """A block of keys: their rows of K transposed, their rows of V as they are."""
+    num_spans, num_heads, layer = words[w.NUM_SPANS], words[w.NUM_HEADS], words[w.LAYER]
+    kind, head_dim = words[w.KIND], words[w.HEAD_DIM]
+    if part < num_spans:
+        start = int32s(int64s(words[w.SPAN_STARTS])[part])[layer * num_heads + head]
+        slots = int32s(int64s(words[w.SPAN_SLOTS])[part] + 4 * (start + first))
+        factor, shift = 1, 0
+    else:
+        slots = int32s(int64s(words[w.SUFFIX_SLOTS])[part - num_spans] + 4 * first)
+        factor, shift = num_heads, layer * words[w.NUM_TOKEN_SLOTS] * num_heads + head
+    rows, values = int64s(scratch), _values_in(scratch, head_dim)
+    row_bytes, to_values = head_dim * item_bytes(kind), words[w.V] - words[w.K]
+    for i in range(num_keys):
+        slot = shift + factor * np.int64(slots[i])
+        if slot < 0 or slot >= words[w.NUM_HEAD_SLOTS]:
+            words[w.WRONG_SLOT] = slot
+            slot = np.int64(0)
+        rows[i] = words[w.K] + slot * row_bytes
+        load_row(kind, head_dim, rows[i] + to_values, values + 4 * i * head_dim, _ONE)
+    for i in range(num_keys, num_keys + num_next):
+        row = words[w.K] + (shift + factor * np.int64(slots[i])) * row_bytes
+        for line in range(row, row + row_bytes, _LINE):
+            prefetch(line)
+            prefetch(line + to_values)
+    for i in range(num_keys, _BLOCK):
+        rows[i] = words[w.ZEROS]
+    for i in range(0, num_keys, LANES):
+        for column in range(0, head_dim, LANES):
+            target = scratch + _KEYS_AT + 4 * (column * _BLOCK + i)
+            if kind == BFLOAT16:
+                load_transposed(BFLOAT16, scratch + 8 * i, 2 * column, target, _BLOCK)
+            elif kind == FLOAT16:
+                load_transposed(FLOAT16, scratch + 8 * i, 2 * column, target, _BLOCK)
+            else:
+                load_transposed(FLOAT32, scratch + 8 * i, 4 * column, target, _BLOCK)
+
+
+@njit
+def _attend_chunk(words, part, head, unit_len, first, last, row_0, scratch):
+    """The partial results of a chunk, from ``row_0`` on."""
+    head_dim, group, num_rows = words[w.HEAD_DIM], words[w.GROUP], _num_rows(words, part)
+    maxima, totals = floats(words[w.MAXIMA] + 4 * row_0), floats(words[w.TOTALS] + 4 * row_0)
+    sums, scores = words[w.SUMS] + 4 * row_0 * head_dim, scratch + _SCORES_AT
+    queries, keys, values = _queries_in(scratch, head_dim), scratch + _KEYS_AT, _values_in(scratch, head_dim)
+    is_own = part >= words[w.NUM_SPANS]
+    fill(sums, num_rows * head_dim, _ZERO)
+    for r in range(num_rows):
+        maxima[r], totals[r] = _LOWEST, _ZERO
+    for start in range(first, last, _BLOCK):
+        num_keys = min(_BLOCK, last - start)
+        num_next = min(_BLOCK, unit_len - start - num_keys)
+        _load_keys(words, part, head, start, num_keys, num_next, scratch)
+        for tile in range(0, num_rows, TILE_ROWS):
+            tile_rows = min(TILE_ROWS, num_rows - tile)
+            fill(scores, tile_rows * _BLOCK, _ZERO)
+            _add_scores(tile_rows, scores, queries + 4 * tile * head_dim, keys, head_dim)
+            for r in range(tile_rows):
+                num_seen = num_keys
+                if is_own:  # a new token sees those before it, and itself
+                    num_seen = min(num_keys, unit_len - (num_rows - tile - r - 1) // group - start)
+                row = scores + 4 * r * _BLOCK
+                num_seen = max(num_seen, 0)
+                fill(row + 4 * num_seen, _BLOCK - num_seen, _MINUS_INFINITY)
+                before = maxima[tile + r]
+                largest = max(before, row_maximum(_BLOCK, row))
+                total = exponentials(_BLOCK, row, largest)
+                if largest > before:
+                    keep = np.float32(math.exp(before - largest))
+                    maxima[tile + r] = largest
+                    total += totals[tile + r] * keep
+                    target = sums + 4 * (tile + r) * head_dim
+                    add_row(head_dim, target, target, _ZERO, keep)
+                else:
+                    total += totals[tile + r]
+                totals[tile + r] = total
+            _add_values(tile_rows, sums + 4 * tile * head_dim, scores, values, head_dim, num_keys)
+
+
+@njit
+def _merge_row(words, request, token, head, g, scratch):
+    """One q row of a request's ``token``-th new token: along its path, then its own tokens."""
+    num_spans, num_heads, group, head_dim = words[w.NUM_SPANS], words[w.NUM_HEADS], words[w.GROUP], words[w.HEAD_DIM]
+    paths, path_spans = int64s(words[w.PATHS]), int64s(words[w.PATH_SPANS])
+    path_places, unit_rows = int64s(words[w.PATH_PLACES]), int64s(words[w.UNIT_ROWS])
+    maxima, totals = floats(words[w.MAXIMA]), floats(words[w.TOTALS])
+    end = paths[request + 1]
+    largest, total = _LOWEST, _ZERO
+    fill(scratch, head_dim, _ZERO)
+    for i in range(paths[request], end + 1):
+        part, place = num_spans + request, token
+        if i < end:
+            part, place = path_spans[i], path_places[i] + token
+        row = unit_rows[part * num_heads + head] + place * group + g
+        unit_len = _num_keys(words, part, head)
+        for _ in range(0, unit_len, max(_chunk_len(unit_len), 1)):
+            if totals[row] != _ZERO:
+                before = largest
+                largest = max(before, maxima[row])
+                keep, factor = np.float32(math.exp(before - largest)), np.float32(math.exp(maxima[row] - largest))
+                total = total * keep + totals[row] * factor
+                add_row(head_dim, words[w.SUMS] + 4 * row * head_dim, scratch, factor, keep)
+            row += _num_rows(words, part)
+    place = int64s(words[w.TOKENS])[int64s(words[w.PART_TOKENS])[num_spans + request] + token]
+    q_row = (place * num_heads + head) * group + g
+    floats(words[w.LSE])[q_row] = largest + np.float32(math.log(total))
+    kind = words[w.Q_KIND]
+    store_row(kind, head_dim, scratch, words[w.OUT] + item_bytes(kind) * q_row * head_dim, _ONE / total)
+
+
+@njit
+def _attend_share(words, thread, num_threads, scratch):
+    """The partial results of a thread: chunks that begin within its share of the cost of all."""
+    num_parts, num_heads = words[w.NUM_SPANS] + words[w.NUM_REQUESTS], words[w.NUM_HEADS]
+    unit_rows = int64s(words[w.UNIT_ROWS])
+    all_cost = 0
+    for part in range(num_parts):
+        for head in range(num_heads):
+            all_cost += _num_keys(words, part, head) * (_num_rows(words, part) + _KEY_COST)
+    begin, end = all_cost * thread // num_threads, all_cost * (thread + 1) // num_threads
+    cost, row = 0, 0
+    for part in range(num_parts):
+        num_rows = _num_rows(words, part)
+        for head in range(num_heads):
+            unit_len = _num_keys(words, part, head)
+            if thread == 0:
+                unit_rows[part * num_heads + head] = row
+            chunk_len = _chunk_len(unit_len)
+            has_queries = False
+            for first in range(0, unit_len, max(chunk_len, 1)):
+                last = min(first + chunk_len, unit_len)
+                if begin <= cost < end:
+                    if not has_queries:
+                        _load_queries(words, part, head, scratch)
+                        has_queries = True
+                    _attend_chunk(words, part, head, unit_len, first, last, row, scratch)
+                cost += (last - first) * (num_rows + _KEY_COST)
+                row += num_rows
+
+
+@njit
+def _merge_share(words, thread, num_threads, scratch):
+    """Every ``num_threads``-th pair of a new token and a KV head."""
+    part_tokens, num_spans = int64s(words[w.PART_TOKENS]), words[w.NUM_SPANS]
+    pair = 0
+    for request in range(words[w.NUM_REQUESTS]):
+        for token in range(part_tokens[num_spans + request + 1] - part_tokens[num_spans + request]):
+            for head in range(words[w.NUM_HEADS]):
+                if pair % num_threads == thread:
+                    for g in range(words[w.GROUP]):
+                        _merge_row(words, request, token, head, g, scratch)
+                pair += 1
+
+
+def compile_call(team: Team, stamp: int, *, is_cached: bool) -> Any:
+    """Compile, or load what was compiled before.
+
+    Args:
+        team: the threads that will run it.
+        stamp: of the sources. numba looks a compiled function up by its own file's time and by the numbers it closes
+            over; this one stands for the files it is made of.
+        is_cached: keep the compiled code on disk, where numba finds a place for it.
+
+    Returns:
+        numba's C callback; its argument is the address of the words.
+
+    Raises:
+        RuntimeError: ``is_cached``, and numba finds no place that it may write to.
+    """
+    binding.add_symbol(_thread_number.symbol, team.thread_number)
+    binding.add_symbol(_thread_count.symbol, team.thread_count)
+    binding.add_symbol(_barrier.symbol, team.barrier)
+
+    @cfunc(types.void(types.CPointer(types.int64)), cache=is_cached)
+    def attend(address):
+        words = carray(address, w.NUM_WORDS)
+        if words[w.STAMP] != stamp:
+            return
+        thread, num_threads = np.int64(_thread_number()), np.int64(_thread_count())
+        scratch = words[w.SCRATCH] + thread * words[w.SCRATCH_STRIDE]
+        _attend_share(words, thread, num_threads, scratch)
+        _barrier()
+        _merge_share(words, thread, num_threads, scratch)
+
+    return attend

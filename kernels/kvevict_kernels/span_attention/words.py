@@ -1,0 +1,58 @@
+"""Where a call finds what: places in the list of 64-bit words that the compiled function gets.
+
+Unless said otherwise a word is the address of an int64 array. A *part* is a span (``0 .. NUM_SPANS``), with the new
+tokens of all requests that read it, or what a request has of its own (``NUM_SPANS ..``).
+"""
+
+from __future__ import annotations
+
+BLOCK = 64
+"""Keys that are transposed and multiplied at once; a multiple of every tile's width."""
+CHUNK = 256
+"""Keys of one partial softmax, what one thread does at a time; a multiple of it where that is over ``MAX_CHUNKS``."""
+MAX_CHUNKS = 16
+"""Partial results that a q row has of one unit at most."""
+KEY_COST = 6
+"""What reading a key costs, in q rows that are multiplied with it (measured: 12 ns, 2 ns a row)."""
+NO_SLOT = 1 << 62
+"""In ``WRONG_SLOT``: nothing is wrong."""
+
+(
+    STAMP,  # number: of the compiled code
+    LAYER,  # number
+    Q,  # address of the queries
+    Q_STRIDE,  # number: elements from token to token
+    Q_KIND,  # number: kind of q and out
+    OUT,  # address [num_tokens, num_qo_heads, head_dim]
+    LSE,  # address [num_tokens, num_qo_heads], float32
+    SCALE,  # softmax scale, float32 in the lower half
+    K,  # address of the arena's keys
+    V,  # address of the arena's values
+    KIND,  # number: kind of the arenas
+    HEAD_DIM,  # number
+    NUM_HEADS,  # number of KV heads
+    GROUP,  # number of q heads per KV head
+    NUM_TOKEN_SLOTS,  # number per layer
+    NUM_HEAD_SLOTS,  # number in the arena
+    NUM_SPANS,  # number
+    NUM_REQUESTS,  # number
+    SPAN_SLOTS,  # per span, address of its head slots, int32
+    SPAN_STARTS,  # per span, address of [num_layers, num_kv_heads], int32
+    SPAN_LENS,  # per span, address of [num_layers, num_kv_heads], int32
+    SUFFIX_SLOTS,  # per request, address of the token slots of its suffix, int32
+    SUFFIX_LENS,  # per request, number
+    PART_TOKENS,  # per part and one more: where its tokens begin in TOKENS
+    TOKENS,  # new tokens that read each part, in order
+    PATHS,  # per request and one more: where its spans begin in PATH_SPANS
+    PATH_SPANS,  # spans of each request, root first
+    PATH_PLACES,  # with PATH_SPANS: place of the request's first token among the span's
+    UNIT_ROWS,  # per (part, KV head): first partial result; written by the call
+    SUMS,  # address [num_partials, head_dim], float32: unnormalised outputs
+    MAXIMA,  # address [num_partials], float32
+    TOTALS,  # address [num_partials], float32
+    SCRATCH,  # address of what threads use for themselves
+    SCRATCH_STRIDE,  # bytes per thread
+    ZEROS,  # address of a row of zeros
+    WRONG_SLOT,  # number: a head slot that is not in the arena, or NO_SLOT; written by the call
+    NUM_WORDS,
+) = range(37)
