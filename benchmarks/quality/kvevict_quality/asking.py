@@ -113,9 +113,7 @@ def ask_aware(
     return answers, Prepared(tokens // len(asked), slots // len(asked), seconds)
 
 
-def generate(
-    server: RunningServer, ids: Sequence[int], max_new_tokens: int, namespace: str | None = None
-) -> list[int]:
+def generate(server: RunningServer, ids: Sequence[int], max_new_tokens: int, namespace: str | None = None) -> list[int]:
     """Greedy continuation, without the token that ended it."""
     sampling = {"temperature": 0, "max_new_tokens": max_new_tokens}
     body = {"input_ids": list(ids), "sampling_params": sampling, "extra_key": namespace}
