@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export GOMP_SPINCOUNT := 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve test test-compile test-peers test-policies bench-policies bench-quality bench-peers lint bench-serving bench-smoke
+.PHONY: help setup model demo serve test test-compile test-peers test-policies bench-policies bench-quality bench-papers bench-peers lint bench-serving bench-smoke
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -47,9 +47,13 @@ test-peers: model ## compare kept positions with kvpress, in an environment of i
 	@PYTHONPATH=tests .venv-peers/bin/python -m peers.record_kvpress "$$($(BIN)/sgl-kvevict model)"
 	@$(BIN)/python -m pytest tests/peers/check_kvpress.py $(ARGS)
 
-bench-quality: model ## what answers are worth after compression (ARGS="--policies reconstruction --budgets 0.2 0.1")
+bench-quality: model ## what answers are worth after compression (ARGS="--policies reconstruction --budgets 0.2 0.1"; --aware)
 	@$(BIN)/python benchmarks/quality/run.py $(ARGS)
 	@$(BIN)/python benchmarks/quality/plot.py
+
+bench-papers: model ## what the papers claim, tested at small scale; writes docs/papers.md
+	@$(BIN)/python benchmarks/papers/run.py $(ARGS)
+	@$(BIN)/python benchmarks/papers/write_page.py
 
 bench-peers: export OMP_WAIT_POLICY := passive
 bench-peers: model ## the same contexts and questions with kvpress, in an environment of its own

@@ -108,6 +108,11 @@ class KVEvictConfig(BaseModel):
             "or an integer >= 1 (entries per KV head)"
         },
     )
+    budget_includes_tail: bool = Field(
+        default=False,
+        description="count the uncompressed tail as part of the budget, as papers count their observation window",
+        json_schema_extra={"allowed": "true or false"},
+    )
     tail_tokens: int = Field(
         default=32,
         ge=1,
@@ -171,25 +176,41 @@ class KVEvictConfig(BaseModel):
             raise ValueError("budget is out of range")
         return value
 
-    def num_slots(self, num_tokens: int) -> int:
+    def num_slots(self, num_tokens: int, start: int = 0) -> int:
         """Token slots that a compressed range takes.
 
         Args:
             num_tokens: length of the range (tokens), >= 0.
+            start: logical position of the range's first token; matters only where the budget includes the tail.
 
         Returns:
-            ``ceil(budget * num_tokens)`` for a share, computed exactly from the decimal that was written (so
-            0.07 of 100 tokens is 7 slots, not 8), or ``min(budget, num_tokens)`` for entries per head.
+            For a share, ``ceil(budget * num_tokens)``, computed exactly from the decimal that was written (so 0.07 of
+            100 tokens is 7 slots, not 8). For entries per head, ``min(budget, num_tokens)``.
+            Where the budget includes the tail, a share is that of the whole prompt: range, tail and what was compressed
+            before together hold ``ceil(budget * prompt)``; of entries per head the tail's are taken off. A range with
+            tokens keeps at least one slot.
 
         Raises:
-            ValueError: ``num_tokens`` is negative.
+            ValueError: a number is negative.
         """
-        if num_tokens < 0:
-            raise ValueError(f"num_tokens must be >= 0, got {num_tokens}")
+        for name, value in (("num_tokens", num_tokens), ("start", start)):
+            if value < 0:
+                raise ValueError(f"{name} must be >= 0, got {value}")
         if isinstance(self.budget, int):
-            return min(self.budget, num_tokens)
+            slots = self.budget - (self.tail_tokens if self.budget_includes_tail else 0)
+        elif self.budget_includes_tail:
+            slots = self._slots_up_to(start + num_tokens) - self._slots_up_to(start)
+        else:
+            slots = self._share_of(num_tokens)
+        return min(max(slots, 1), num_tokens)
+
+    def _share_of(self, num_tokens: int) -> int:
         share = Fraction(repr(self.budget)) * num_tokens
         return -(-share.numerator // share.denominator)
+
+    def _slots_up_to(self, end: int) -> int:
+        """Slots of all compressed tokens before ``end``, when a tail that the budget includes follows there."""
+        return max(self._share_of(end + self.tail_tokens) - self.tail_tokens, 0) if end else 0
 
 
 def parse_config(values: Mapping[str, Any], source: str) -> KVEvictConfig:

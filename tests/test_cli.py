@@ -156,6 +156,9 @@ def test_a_second_word_is_not_taken_for_a_flag(capsys: pytest.CaptureFixture[str
         (["--tail-tokens", "0"], "tail_tokens: got 0; allowed: an integer >= 1"),
         (["--tail-tokens", "x"], "tail-tokens"),
         (["--policy", "nope"], "'nope'"),
+        (["--policy", "knorm@paper"], "policy: got 'knorm@paper'; allowed with @paper: streaming-llm@paper, "),
+        (["--policy", "chunkkv", "--policy-option", "mode=paper"], "tail_tokens: got 32 for policy 'chunkkv'"),
+        (["--policy", "snapkv@paper", "--budget", "32"], "budget: got 32, which includes the tail of tail_tokens=32"),
         (["--policy-option", "window_sizes=3"], "window_sizes"),
         (["--policy-option", "window_size"], "got 'window_size'; allowed: key=value"),
         (["--config", "nowhere.json"], "'nowhere.json' cannot be read"),
@@ -185,6 +188,16 @@ def test_options_win_over_the_file_and_the_file_over_the_environment(
     path.write_text("budget: 0.3\npolicy: snapkv\n")
     config = resolve_config(path, {"budget": 64})
     assert (config.budget, config.policy, config.sink_tokens) == (64, "snapkv", KVEvictConfig().sink_tokens)
+
+
+def test_what_a_paper_prints_is_spelled_out_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_VAR, '{"policy": "ada-snapkv@paper", "sink_tokens": 1}')
+    config = resolve_config(None, {"budget": 128})
+    assert (config.policy, config.tail_tokens, config.budget_includes_tail) == ("ada-snapkv", 32, True)
+    assert (config.sink_tokens, config.budget) == (1, 128)  # what is given wins
+    assert config.policy_options["safeguard"] == "paper"
+    monkeypatch.setenv(ENV_VAR, config.model_dump_json())
+    assert resolve_config(None, {}) == config
 
 
 def test_errors_name_the_file(tmp_path: Path) -> None:
@@ -253,6 +266,14 @@ def test_the_options_of_one_policy(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and "window_size" in out
     code, _, err = run(capsys, "policies", "nope")
     assert code == 2 and "got 'nope'; allowed: none, " in err
+
+
+def test_the_settings_of_a_paper(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "policies", "d2o@paper")
+    assert code == 0
+    for word in ("variance_norm", "none", "Eq. 4, 5", "tail_tokens", "budget_includes_tail", "True"):
+        assert word in out
+    assert "d2o" in run(capsys, "policies")[1].split("NAME@paper")[1]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

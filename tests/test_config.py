@@ -74,6 +74,7 @@ def test_an_integer_budget_counts_entries_and_a_float_is_a_share(text: str, kind
         ("tail_tokens", 0, "an integer >= 1"),
         ("tail_tokens", 32.0, "an integer >= 1"),
         ("tail_tokens", "32", "an integer >= 1"),
+        ("budget_includes_tail", 1, "true or false"),
         ("sink_tokens", -1, "an integer >= 0"),
         ("sink_tokens", False, "an integer >= 0"),
         ("min_prefix_tokens", 0, "an integer >= 1"),
@@ -194,3 +195,26 @@ def test_a_share_is_exact_decimal_arithmetic(percent_of_percent: int, num_tokens
 def test_a_negative_length_is_refused() -> None:
     with pytest.raises(ValueError, match="num_tokens must be >= 0, got -1"):
         KVEvictConfig().num_slots(-1)
+    with pytest.raises(ValueError, match="start must be >= 0, got -1"):
+        KVEvictConfig().num_slots(1, start=-1)
+
+
+@given(
+    percent=st.integers(min_value=1, max_value=100),
+    tail=st.integers(min_value=1, max_value=64),
+    lengths=st.lists(st.integers(min_value=1, max_value=3000), min_size=1, max_size=5),
+)
+def test_a_budget_that_includes_the_tail_is_that_of_the_whole_prompt(
+    percent: int, tail: int, lengths: list[int]
+) -> None:
+    """After any number of turns, path and tail together hold the share, unless the tail alone is more than that."""
+    config = KVEvictConfig(budget=percent / 100, tail_tokens=tail, budget_includes_tail=True)
+    start = held = 0
+    for length in lengths:
+        slots = config.num_slots(length, start=start)
+        assert 1 <= slots <= length
+        start, held = start + length, held + slots
+    share = (Decimal(percent) * (start + tail) / 100).to_integral_value(ROUND_CEILING)
+    assert max(share - tail, 1) <= held <= max(share - tail, 0) + len(lengths)
+    if percent == 100:
+        assert held == start

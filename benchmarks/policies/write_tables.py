@@ -11,9 +11,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies import Policy, PolicyInfo, build_policy, list_policies
 from sgl_kvevict.policies.presets.budget import RULES, BudgetOptions
+from sgl_kvevict.policies.presets.paper import PAPER
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "policies.md"
@@ -88,6 +90,27 @@ def refusals_table() -> str:
     return "\n".join(lines)
 
 
+def paper_table() -> str:
+    """What ``NAME@paper`` sets, and where the paper says so."""
+    lines = ["| policy | field | value | where it is printed |", "|---|---|---|---|"]
+    for info, _ in built_policies():
+        if info.name not in PAPER:
+            continue
+        settings = PAPER[info.name]
+        defaults = {option.name: option.default for option in info.options}
+        options = {**defaults, **{value.name: value.value for value in settings.options}}
+        lines.append(f"| `{info.name}@paper` | | | {settings.paper} |")
+        for value in (*settings.options, *settings.fields(options)):
+            note = "" if changes(value.name, value.value, defaults) else " (default)"
+            lines.append(f"| | `{value.name}` | `{value.value}`{note} | {value.source} |")
+    return "\n".join(lines)
+
+
+def changes(name: str, value: Any, defaults: dict[str, Any]) -> bool:
+    """Whether a value differs from that of the policy, or of the server, without ``@paper``."""
+    return bool(value != (defaults[name] if name in defaults else getattr(KVEvictConfig(), name)))
+
+
 def reusable(rule: str) -> bool:
     """Whether layers may share positions under a budget rule."""
     try:
@@ -140,7 +163,8 @@ def read_costs() -> dict[str, str]:
 
 def with_tables(text: str) -> str:
     """The document with its generated parts replaced."""
-    for name, make in (("policies", policies_table), ("options", options_table), ("refusals", refusals_table)):
+    tables = {"policies": policies_table, "options": options_table, "refusals": refusals_table, "papers": paper_table}
+    for name, make in tables.items():
         pattern = rf"(<!-- {name}: [^>]*-->\n).*?(<!-- end of {name} -->)"
         found = re.search(pattern, text, re.DOTALL)
         if found is None:

@@ -2,8 +2,10 @@
 
 Run by `make bench-peers` in kvpress' own environment: python benchmarks/quality/peers.py MODEL_FOLDER
 
-A press compresses the context alone; questions follow at their true positions. It keeps as many entries as our
-server's policy `random` held token slots for the same contexts at this budget, uncompressed tail included.
+A press compresses the context alone; questions follow at their true positions. With --aware it compresses context and
+question together, before the answer; the first token of the answer comes from the prefill on both sides. It keeps as
+many entries as our server's policy `random` held token slots for the same prompts at this budget, uncompressed tail
+included.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from kvevict_quality.presses import PRESSES
-from kvevict_quality.rows import RESULTS, Row, commit, merge_rows, read_rows
+from kvevict_quality.rows import AWARE_RESULTS, RESULTS, Row, commit, merge_rows, read_rows
 from kvevict_quality.sample import Prompts, Sample
 from kvevict_quality.tasks import make_sample, select_tasks
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -60,6 +62,26 @@ class Peer:
         self.seconds_to_answer += time.perf_counter() - prepared
         return answers
 
+    @torch.inference_mode()
+    def answers_aware(self, sample: Sample, ids: list[int], press: Any | None) -> list[str]:
+        """Answer every question from a prompt of its own, context and question, compressed before the answer."""
+        begin = time.perf_counter()
+        answers = []
+        for question in sample.questions:
+            prompt, cache = ids + self.prompts.question_ids(sample, question), DynamicCache()
+            with press(self.model) if press is not None else nullcontext():
+                hidden = self.model.model(input_ids=torch.tensor([prompt]), past_key_values=cache).last_hidden_state
+            first = int(self.model.lm_head(hidden[0, -1]).argmax())
+            answers.append(self.prompts.decode(self._continue(first, cache, len(prompt), question.max_new_tokens)))
+        self.seconds_to_answer += time.perf_counter() - begin
+        return answers
+
+    def _continue(self, token: int, cache: Any, position: int, max_new_tokens: int) -> list[int]:
+        """Greedy continuation that begins with a given token, without the token that ended it."""
+        if token == self.model.generation_config.eos_token_id or not max_new_tokens:
+            return []
+        return [token, *self._generate([token], cache, position, max_new_tokens - 1)[0]]
+
     def _generate(self, ids: list[int], cache: Any, position: int, max_new_tokens: int) -> tuple[list[int], int]:
         """Greedy continuation without the token that ended it, all of it in the cache; the position after it."""
         eos, output, step = self.model.generation_config.eos_token_id, list[int](), ids
@@ -80,24 +102,24 @@ def _crop(cache: Any, held: list[int]) -> None:
         layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
 
 
-def measure(peer: Peer, task: str, control: Row, name: str, seed: int, model: Path) -> Row:
+def measure(peer: Peer, control: Row, name: str, model: Path, *, aware: bool) -> Row:
     """One press (or ``FULL``) on the contexts that the control's row stands for."""
     peer.seconds_to_prepare = peer.seconds_to_answer = 0.0
     scores: list[float] = []
-    torch.manual_seed(seed)
+    torch.manual_seed(control.seed)
     share = 1.0 if name == FULL else control.kept_share
     press = None if name == FULL else PRESSES[name](1 - share)
     for index in range(control.contexts):
-        sample = make_sample(task, control.tokens, seed, index, peer.prompts.count)
-        ids = peer.prompts.context_ids(sample)
-        found = peer.answers(sample, ids, press)
+        sample = make_sample(control.task, control.tokens, control.seed, index, peer.prompts.count)
+        answers = peer.answers_aware if aware else peer.answers
+        found = answers(sample, peer.prompts.context_ids(sample), press)
         scores += [q.score(answer) for q, answer in zip(sample.questions, found, strict=True)]
     return Row(
         engine="kvpress",
         policy=name,
         options="",
         budget=1.0 if name == FULL else control.budget,
-        task=task,
+        task=control.task,
         tokens=control.tokens,
         contexts=control.contexts,
         questions=len(scores),
@@ -109,7 +131,7 @@ def measure(peer: Peer, task: str, control: Row, name: str, seed: int, model: Pa
         answer_s=round(peer.seconds_to_answer / control.contexts, 2),
         model=model.name,
         dtype="float32",
-        seed=seed,
+        seed=control.seed,
         versions=", ".join(f"{package} {version(package)}" for package in ("kvpress", "transformers", "torch")),
         commit=commit(),
     )
@@ -124,8 +146,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="*", default=["needles"])
     parser.add_argument("--lengths", nargs="*", type=int, default=[1024])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    return parser.parse_args()
+    parser.add_argument("--aware", action="store_true", help="context and question in one prompt")
+    parser.add_argument("--results", type=Path, help="CSV file; default: results.csv, or aware.csv, of the documents")
+    args = parser.parse_args()
+    args.results = args.results or (AWARE_RESULTS if args.aware else RESULTS)
+    return args
 
 
 def main() -> None:
@@ -152,7 +177,7 @@ def main() -> None:
             key = ("kvpress", name, "", budget, control.task, control.tokens, control.model, control.seed)
             if done.get(key, 0) >= control.contexts:
                 continue
-            row = measure(peer, control.task, control, name, args.seed, args.model)
+            row = measure(peer, control, name, args.model, aware=args.aware)
             merge_rows(args.results, [row])
             done[row.key] = row.contexts
             print(

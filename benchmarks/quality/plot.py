@@ -12,8 +12,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from kvevict_quality.curves import draw
-from kvevict_quality.rows import RESULTS, read_rows
-from kvevict_quality.tables import by_length, full_table, plain_table, policy_table
+from kvevict_quality.rows import AWARE_RESULTS, RESULTS, read_rows
+from kvevict_quality.tables import aware_table, by_length, full_table, plain_table, policy_table
 
 
 def main() -> None:
@@ -25,8 +25,11 @@ def main() -> None:
     rows = read_rows(args.results)
     lengths = by_length(rows)
     drawn = lengths[args.tokens]
+    aware = by_length(read_rows(args.results.with_name(AWARE_RESULTS.name)))
     sections = (
         ("Full cache", full_table(rows)),
+        *((f"Question in the prompt, and not, {n} tokens", aware_table(lengths[n], rows)) for n, rows in aware.items()),
+        *((f"Question in the prompt, by task, {n} tokens", policy_table(rows)) for n, rows in aware.items()),
         *((f"Policies and peers at {tokens} tokens", policy_table(group)) for tokens, group in lengths.items()),
         (f"Kept share, quality, memory, speed at {args.tokens} tokens", plain_table(drawn)),
     )

@@ -2,8 +2,9 @@
 
 Run: python benchmarks/quality/run.py --policies random snapkv reconstruction --budgets 0.2 0.1 --tasks needles
 
-Every context is sent alone and compressed before its questions are asked. The full cache (stock SGLang) and the
-policy `random` are always measured beside what is asked for. Rows that exist are not measured again.
+Every context is sent alone and compressed before its questions are asked; with --aware, each question comes in one
+prompt with the context, which is compressed before the answer (rows go to aware.csv). The full cache (stock SGLang) and
+the policy `random` are always measured beside what is asked for. Rows that exist are not measured again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from kvevict_quality import fidelity
-from kvevict_quality.rows import RESULTS, ROOT
+from kvevict_quality.rows import AWARE_RESULTS, RESULTS, ROOT
 from kvevict_quality.running import Plan, run_setup
 from kvevict_quality.sample import Prompts
 from kvevict_quality.systems import FULL, KNOWN_QUESTIONS, Setup, parse_policy
@@ -38,7 +39,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, help="so many per task instead")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", type=Path, help="model folder; default: the demo model")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--aware", action="store_true", help="context and question in one prompt")
+    parser.add_argument("--results", type=Path, help="CSV file; default: results.csv, or aware.csv, of the documents")
     return parser.parse_args()
 
 
@@ -61,13 +63,15 @@ def main() -> None:
         num_questions=args.questions,
         num_contexts=args.contexts,
         seed=args.seed,
-        results=args.results,
+        results=args.results or (AWARE_RESULTS if args.aware else RESULTS),
         work=ROOT / "out" / "quality",
     )
-    run_setup(plan, Setup(FULL, 1.0), progress)
-    for budget in args.budgets:
-        for name, options in _policies(args.policies):
-            run_setup(plan, Setup(name, budget, options), progress)
+    policies = _policies(args.policies)
+    setups = [Setup(name, budget, options, args.aware) for budget in args.budgets for name, options in policies]
+    if args.aware and fidelity.TASK in plan.tasks:
+        raise SystemExit(f"task {fidelity.TASK!r} has no question; leave it out with --aware")
+    for setup in (Setup(FULL, 1.0, aware=args.aware), *setups):
+        run_setup(plan, setup, progress)
 
 
 def _policies(texts: list[str]) -> list[tuple[str, dict[str, object]]]:

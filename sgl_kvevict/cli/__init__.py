@@ -95,7 +95,8 @@ def policies(
     from rich.console import Console
     from rich.table import Table
 
-    from sgl_kvevict.policies.registry import budget_option_names, list_policies
+    from sgl_kvevict.policies.presets.paper import PAPER
+    from sgl_kvevict.policies.registry import budget_option_names, list_policies, paper_settings, split_name
 
     known = {policy.name: policy for policy in list_policies()}
     if name is None:
@@ -106,9 +107,16 @@ def policies(
             table.add_row(policy.name, policy.summary, " ".join(own))
         table.caption = (
             f"All but none also take {', '.join(common)}.\n"
+            f"NAME@paper sets options, tail and budget as the paper prints them: {', '.join(PAPER)}.\n"
             "'sgl-kvevict policies NAME' explains the options of one; 'package.module:factory' loads your own."
         )
         table.caption_justify = "left"
+    elif (printed := paper_settings(name)) is not None:
+        values = {value.name: value.value for value in printed.options}
+        defaults = {option.name: option.default for option in known[split_name(name)[0]].options}
+        table = Table("field", "value", f"where: {printed.paper}", box=None, pad_edge=False)
+        for value in (*printed.options, *printed.fields({**defaults, **values})):
+            table.add_row(value.name, str(value.value), value.source)
     elif name not in known:
         raise ConfigError(f"policy: got {name!r}; allowed: {', '.join(known)}")
     else:

@@ -98,6 +98,8 @@ def parse_policy_options(pairs: Sequence[str]) -> dict[str, Any]:
 def resolve_config(config_file: Path | None, given: Mapping[str, Any]) -> KVEvictConfig:
     """Combine the configuration's sources and check the result, the policy's name and options included.
 
+    What the name implies (``d2o@paper``) is spelled out in what is returned.
+
     Args:
         config_file: JSON or YAML file; None means ``KVEVICT_CONFIG``, or the defaults if that is unset.
         given: fields given on the command line; they win.
@@ -110,12 +112,11 @@ def resolve_config(config_file: Path | None, given: Mapping[str, Any]) -> KVEvic
     else:
         base, source = read_config_file(config_file), f"{config_file} and the command line"
     config = parse_config({**base, **given}, source)
-    from sgl_kvevict.policies.registry import build_policy
+    from sgl_kvevict.policies.configured import configured_policy
 
     if ":" in config.policy and "" not in sys.path:
         sys.path.insert(0, "")  # a module of the current folder: the server, started with -m, finds it too
-    build_policy(config.policy, config.policy_options)
-    return config
+    return configured_policy(config)[0]
 
 
 def plan_serve(

@@ -108,7 +108,7 @@ class Compressor:
         """
         begin = time.perf_counter()
         num_tokens = token_slots.numel()
-        num_slots = self.config.num_slots(num_tokens)
+        num_slots = self.config.num_slots(num_tokens, start)
         geometry = self.store.geometry
 
         def observe(layer: int) -> LayerObservation:

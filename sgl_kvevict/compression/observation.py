@@ -14,8 +14,8 @@ from sgl_kvevict.policies.observation import LayerObservation, QueryWindow, Sign
 from sgl_kvevict.policies.query_moments import QueryMoments
 from sgl_kvevict.policies.rotary import Rotary
 
-_PER_KEY = {Signal.ACCUMULATED_ATTENTION, Signal.ECHO_ATTENTION}
-_COLLECTED = {Signal.WINDOW_QUERIES, Signal.QUERY_MOMENTS} | _PER_KEY
+_BY_SLOTS = {Signal.WINDOW_KEYS, Signal.ACCUMULATED_ATTENTION, Signal.ECHO_ATTENTION}
+_COLLECTED = {Signal.WINDOW_QUERIES, Signal.QUERY_MOMENTS} | _BY_SLOTS
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ObservationSpec:
     Attributes:
         geometry: sizes of the model.
         signals: what to collect.
-        window_size: queries to keep for :attr:`Signal.WINDOW_QUERIES`, at most.
+        window_size: queries to keep for :attr:`Signal.WINDOW_QUERIES`, at most; keys for :attr:`Signal.WINDOW_KEYS`.
         rotary: the model's rotary embedding, for :attr:`Signal.QUERY_MOMENTS` and :attr:`Signal.ECHO_ATTENTION`.
         output_grams: [num_layers, num_kv_heads, head_dim, head_dim], float32, for :attr:`Signal.OUTPUT_GRAM`.
     """
@@ -44,6 +44,7 @@ class _Layer:
     sm_scale: float = 0.0
     queries: Tensor | None = None
     lse: Tensor | None = None
+    window_keys: Tensor | None = None
     accumulated: Tensor | None = None
     echo: Tensor | None = None
     moments: QueryMoments | None = None
@@ -80,7 +81,7 @@ class PromptObservation:
     @property
     def needs_slots(self) -> bool:
         """Whether :meth:`begin_chunk` needs the token slots of the keys."""
-        return bool(self.spec.signals & _PER_KEY)
+        return bool(self.spec.signals & _BY_SLOTS)
 
     @property
     def records(self) -> bool:
@@ -123,6 +124,10 @@ class PromptObservation:
         if Signal.WINDOW_QUERIES in self.spec.signals:
             seen.queries = self._last(seen.queries, queries)
             seen.lse = self._last(seen.lse, lse)
+        if Signal.WINDOW_KEYS in self.spec.signals:
+            assert self._token_slots is not None
+            slots = self._token_slots[-queries.shape[0] :][-self.spec.window_size :]
+            seen.window_keys = self._last(seen.window_keys, k_buffer[slots])
         if Signal.ACCUMULATED_ATTENTION in self.spec.signals:
             seen.accumulated = self._accumulate(seen.accumulated, queries, lse, k_buffer, sm_scale)
         if Signal.ECHO_ATTENTION in self.spec.signals:
@@ -146,7 +151,7 @@ class PromptObservation:
         seen = self._layers[layer]
         window = None
         if seen.queries is not None and seen.lse is not None:
-            window = QueryWindow(seen.queries, seen.lse, self.end - seen.queries.shape[0])
+            window = QueryWindow(seen.queries, seen.lse, self.end - seen.queries.shape[0], seen.window_keys)
         first = start - self._key_start
         accumulated, echo = (
             None if signal is None else signal[:, first : first + token_slots.numel()]

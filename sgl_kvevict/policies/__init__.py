@@ -1,5 +1,6 @@
 """Which entries of a prefix to keep: policies composed of scorer, budget allocator, selector and merger."""
 
+from sgl_kvevict.policies.configured import configured_policy
 from sgl_kvevict.policies.observation import LayerObservation, QueryWindow, Readers, Signal
 from sgl_kvevict.policies.parts import (
     BudgetAllocator,
@@ -36,5 +37,6 @@ __all__ = [
     "TokenScores",
     "Trait",
     "build_policy",
+    "configured_policy",
     "list_policies",
 ]

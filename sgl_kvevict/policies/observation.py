@@ -18,6 +18,8 @@ class Signal(Enum):
     """The last ``window_size`` queries of the prompt, after RoPE, with their log-sum-exp."""
     ACCUMULATED_ATTENTION = "accumulated_attention"
     """Per key, the attention of all queries that saw it, summed; mean over the query heads of a group."""
+    WINDOW_KEYS = "window_keys"
+    """The keys of the tokens whose queries the window holds: a range ends before them."""
     QUERY_MOMENTS = "query_moments"
     """Per query head, mean and covariance of all queries before RoPE: the same size for any length."""
     READER_ATTENTION = "reader_attention"
@@ -48,11 +50,13 @@ class QueryWindow:
         queries: [window, num_qo_heads, head_dim], after RoPE.
         lse: [window, num_qo_heads], float32, natural log-sum-exp over all keys each query saw.
         start: logical position of ``queries[0]``.
+        keys: [window, num_kv_heads, head_dim], after RoPE, of the same tokens, if the policy needs them.
     """
 
     queries: Tensor
     lse: Tensor
     start: int
+    keys: Tensor | None = None
 
     @property
     def end(self) -> int:
@@ -62,7 +66,8 @@ class QueryWindow:
     def last(self, count: int) -> QueryWindow:
         """The last ``count`` queries (all of them when there are fewer)."""
         skip = max(self.queries.shape[0] - count, 0)
-        return QueryWindow(self.queries[skip:], self.lse[skip:], self.start + skip)
+        keys = None if self.keys is None else self.keys[skip:]
+        return QueryWindow(self.queries[skip:], self.lse[skip:], self.start + skip, keys)
 
 
 @dataclass(frozen=True)

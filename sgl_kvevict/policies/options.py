@@ -80,6 +80,18 @@ def parse_options(policy: str, options_type: type[OptionsT], given: Mapping[str,
     return options
 
 
+def without_idle(options_type: type[Any], implied: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the implied options that have an effect beside the given ones."""
+    specs = {spec.name: spec for spec in fields(options_type)}
+    merged = {**{name: spec.default for name, spec in specs.items()}, **implied, **given}
+
+    def applies(name: str) -> bool:
+        needed = specs[name].metadata["only_with"]
+        return needed is None or merged[needed[0]] in needed[1]
+
+    return {name: value for name, value in implied.items() if applies(name)}
+
+
 def describe_options(options_type: type[Any]) -> tuple[OptionInfo, ...]:
     """All options of a policy, in order."""
     return tuple(

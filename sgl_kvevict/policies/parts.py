@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -53,6 +53,7 @@ class RangeScores:
         importance: [num_scored_layers, num_tokens], or None.
         num_first: tokens at the start of the range kept in every head (sinks).
         num_last: tokens at the end of the range kept in every head (part of the observation window).
+        num_behind: tokens of that window behind the range: kept too, and counted in a budget as papers count it.
     """
 
     values: Tensor
@@ -60,6 +61,7 @@ class RangeScores:
     importance: Tensor | None
     num_first: int
     num_last: int
+    num_behind: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -143,6 +145,14 @@ class Scorer(Protocol):
 
     def score(self, observation: LayerObservation) -> TokenScores:
         """Score one layer."""
+
+
+@runtime_checkable
+class Cautious(Protocol):
+    """A part that may be left without effect by a model's sizes."""
+
+    def caution(self, num_kv_heads: int) -> str | None:
+        """What is without effect, for the log; None if nothing is."""
 
 
 class BudgetAllocator(Protocol):

@@ -13,6 +13,7 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.observation import LayerObservation, Readers, Signal
 from sgl_kvevict.policies.parts import (
     BudgetAllocator,
+    Cautious,
     Decision,
     Merger,
     PolicyState,
@@ -43,6 +44,8 @@ class Policy:
             observed.
         readers: whose queries provide the reader attention that the scorer needs; None if it needs none. A range is
             then compressed when it was read, not when its prompt is complete.
+        max_tail_tokens: longest uncompressed tail with which the method still is what its options say; None = any.
+        why_max_tail: the reason, for who configures a longer one.
 
     Raises:
         ConfigError: parts that do not fit together, with the reason.
@@ -56,6 +59,8 @@ class Policy:
     num_sink_tokens: int = 0
     reuse_layers: int = 1
     readers: Readers | None = None
+    max_tail_tokens: int | None = None
+    why_max_tail: str = ""
 
     def __post_init__(self) -> None:
         have = self.scorer.traits
@@ -95,6 +100,10 @@ class Policy:
     def splittable(self) -> bool:
         """A span made by this policy may be cut at any token."""
         return self.merger is None or self.merger.splittable
+
+    def caution(self, num_kv_heads: int) -> str | None:
+        """What a model with so many KV heads leaves without effect, for the log; None if nothing is."""
+        return self.scorer.caution(num_kv_heads) if isinstance(self.scorer, Cautious) else None
 
     def select(
         self,
@@ -143,7 +152,8 @@ class Policy:
     def _score(self, observations: list[LayerObservation], per_head: int, protected: int) -> RangeScores:
         first = observations[0]
         num_first = min(max(protected, self.num_sink_tokens - first.start), per_head, first.num_tokens)
-        num_last = min(self._window_in_range(first), per_head - num_first)
+        in_range, num_behind = self._kept_window(first)
+        num_last = min(in_range, per_head - num_first)
         stacks: list[Tensor | None] = []
         for row, observation in enumerate(observations):
             scores = self.scorer.score(observation)
@@ -156,14 +166,15 @@ class Policy:
         values, tie_break, importance = stacks
         if values is None:
             raise InvariantError(f"policy {self.name!r}: no layer was scored")
-        return RangeScores(values, tie_break, importance, num_first, num_last)
+        return RangeScores(values, tie_break, importance, num_first, num_last, num_behind)
 
-    def _window_in_range(self, observation: LayerObservation) -> int:
-        """Tokens of the kept window that lie inside the range: 0 when the tail covers the window."""
+    def _kept_window(self, observation: LayerObservation) -> tuple[int, int]:
+        """Tokens of the kept window inside the range (none when the tail covers the window), and behind it."""
         if not self.scorer.kept_window:
-            return 0
+            return 0, 0
         window = observation.require_window(self.name).last(self.scorer.kept_window)
-        return max(observation.start + observation.num_tokens - window.start, 0)
+        end = min(max(observation.start + observation.num_tokens, window.start), window.end)
+        return end - window.start, window.end - end
 
     def _keep(self, scores: RangeScores, geometry: KVGeometry, total: int) -> Tensor:
         """[num_layers, num_kv_heads, num_tokens], bool."""

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.policies.options import OptionInfo, describe_options, parse_options
+from sgl_kvevict.policies.options import OptionInfo, describe_options, parse_options, without_idle
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.presets import ENTRIES
 from sgl_kvevict.policies.presets.budget import BudgetOptions
+from sgl_kvevict.policies.presets.paper import PAPER, PaperSettings
 
 NO_POLICY = "none"
+PAPER_SUFFIX = "@paper"
+"""After a policy's name: its options and the server's sizes as its paper prints them."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,46 @@ def budget_option_names() -> tuple[str, ...]:
     return tuple(option.name for option in describe_options(BudgetOptions))
 
 
+def split_name(name: str) -> tuple[str, bool]:
+    """A policy's own name, and whether it is asked for as its paper prints it."""
+    return name.removesuffix(PAPER_SUFFIX), name.endswith(PAPER_SUFFIX) and ":" not in name
+
+
+def paper_settings(name: str) -> PaperSettings | None:
+    """What ``NAME@paper`` sets; None if the name does not end so.
+
+    Raises:
+        ConfigError: there are no settings of a paper for this policy.
+    """
+    own, as_printed = split_name(name)
+    if not as_printed:
+        return None
+    if own not in PAPER:
+        allowed = ", ".join(f"{known}{PAPER_SUFFIX}" for known in PAPER)
+        raise ConfigError(f"policy: got {name!r}; allowed with {PAPER_SUFFIX}: {allowed}")
+    return PAPER[own]
+
+
+def paper_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a policy with those that ``@paper`` sets, if its name ends so.
+
+    Given ones win, and what has no effect beside them is left out (``variance_norm`` with ``budget_rule="uniform"``).
+    """
+    settings = paper_settings(name)
+    if settings is None:
+        return dict(given)
+    entry = next(entry for entry in ENTRIES if entry.name == split_name(name)[0])
+    implied = {value.name: value.value for value in settings.options}
+    return {**without_idle(entry.options_type, implied, given), **given}
+
+
 def build_policy(name: str, options: Mapping[str, Any]) -> Policy | None:
     """Make the policy a configuration asks for.
 
     Args:
-        name: a name of :func:`list_policies`, or "package.module:factory" for a user's own; the factory is
-            called with the options as keyword arguments and returns a :class:`Policy`.
+        name: a name of :func:`list_policies`, some with "@paper" after it (:data:`PAPER`), or
+            "package.module:factory" for a user's own; the factory is called with the options as keyword arguments and
+            returns a :class:`Policy`.
         options: the policy's options; missing ones take their defaults.
 
     Returns:
@@ -64,11 +101,14 @@ def build_policy(name: str, options: Mapping[str, Any]) -> Policy | None:
         if options:
             raise ConfigError(f"policy_options: policy 'none' has no options, got {', '.join(options)}")
         return None
+    name, options = split_name(name)[0], paper_options(name, options)
     for entry in ENTRIES:
         if entry.name == name:
             return _build(name, entry.build, parse_options(name, entry.options_type, options))
     known = ", ".join(info.name for info in list_policies())
-    raise ConfigError(f"policy: got {name!r}; allowed: {known}, or 'package.module:factory' for your own")
+    raise ConfigError(
+        f"policy: got {name!r}; allowed: {known}, NAME{PAPER_SUFFIX}, or 'package.module:factory' for your own"
+    )
 
 
 def _build(name: str, build: Callable[[Any], Policy], options: Any) -> Policy:

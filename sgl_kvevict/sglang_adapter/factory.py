@@ -9,9 +9,9 @@ from sgl_kvevict.compression import Compressor, warm_up
 from sgl_kvevict.config import KVEvictConfig, load_config
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.policies.configured import configured_policy
 from sgl_kvevict.policies.observation import Signal
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.registry import build_policy
 from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.sglang_adapter.arena import Arena, arena_of
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
@@ -37,8 +37,7 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
         ConfigError: the configuration is invalid.
     """
     require_supported_sglang()
-    config = load_config()
-    policy = build_policy(config.policy, config.policy_options)
+    config, policy = configured_policy(load_config())
     pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     backend = ctx.tp_worker.model_runner.attn_backend
     arena = arena_of(pool)
@@ -55,6 +54,9 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     if not tree.ranks.is_first:
         return tree
     logger.info("kvevict: %s", describe(config, backend.geometry, tree.ranks.size))
+    caution = None if policy is None else policy.caution(backend.geometry.num_kv_heads)
+    if caution is not None:
+        logger.warning("kvevict: policy %s: %s", config.policy, caution)
     if tree.scoring is not None and ctx.server_args.skip_tokenizer_init:
         logger.warning("kvevict: no tokenizer (--skip-tokenizer-init): scoring passes repeat a prefix without words")
     return tree

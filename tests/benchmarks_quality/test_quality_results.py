@@ -102,6 +102,26 @@ def test_seeds_count_together_each_against_its_own_full_cache():
     assert by_length([longer, *rows]) == {1024: rows, 2048: [longer]}
 
 
+def test_one_table_shows_both_modes():
+    from kvevict_quality.tables import aware_table
+
+    fulls = [full("needle-single", 0.8), full("needle-single", 0.8, "kvpress")]
+    agnostic = [*fulls, row(score=0.2), row(policy="d2o", score=0.4), row(policy="echo", score=0.6)]
+    aware = [
+        *fulls,
+        row(score=0.6),
+        row(policy="d2o", score=0.4),
+        row(engine="kvpress", policy="SnapKVPress", score=0.6),
+    ]
+    lines = aware_table(agnostic, aware).splitlines()
+    # standard error: sqrt(0.6 * 0.4 / 30) / 0.8 = 11 %, sqrt(0.2 * 0.8 / 30) / 0.8 = 9 %
+    assert "| 0.2 | kvevict | snapkv | 75% ± 11% (30) | 25% ± 9% (30) |" in lines
+    assert "| 0.2 | kvpress | SnapKVPress | 75% ± 11% (30) |  |" in lines
+    assert "| 0.2 | kvevict | d2o | 50% ± 11% (30) | 50% ± 11% (30) |" in lines
+    assert "| 0.2 | kvevict | echo |  | 75% ± 11% (30) |" in lines
+    assert len(lines) == 2 + 4
+
+
 def test_divergence_of_truncated_distributions():
     from kvevict_quality.fidelity import agreement, divergence
 

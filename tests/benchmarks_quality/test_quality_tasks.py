@@ -5,6 +5,8 @@ import re
 
 import pytest
 
+TOKENS_AROUND_AN_EXCHANGE = 12  # of the demo model's chat template
+
 
 def count(text: str) -> int:
     return len(re.findall(r"\w+|[^\w\s]", text))
@@ -27,7 +29,8 @@ def test_contexts_are_long_hold_all_answers_and_fit(tokens):
     for task in all_tasks():
         for sample in samples(task, tokens):
             text = sample.context + " ".join(part for exchange in sample.history for part in exchange)
-            assert 0.8 * tokens < count(text) <= tokens, task
+            template = TOKENS_AROUND_AN_EXCHANGE * len(sample.history)
+            assert 0.8 * tokens < count(text) + template <= tokens, task
             for question in sample.questions:
                 assert all(answer in text for answer in question.answers), task
                 assert not any(answer in question.text + question.lead for answer in question.answers if len(answer) > 3
@@ -78,3 +81,22 @@ def test_groups_of_tasks():
     assert select_tasks(["code", "needles", "code"]) == ("code", *NEEDLE_TASKS)
     with pytest.raises(ValueError, match="'nedles'"):
         select_tasks(["nedles"])
+
+
+def test_shots_show_the_rule_that_is_asked_for():
+    (shots,) = samples("few-shot", 1024, num=1)
+    kinds = {reply.removeprefix("Class: ") for _, reply in shots.history}
+    assert kinds == {"fruit", "city", "animal"} == {answer for q in shots.questions for answer in q.answers}
+    shown = " ".join(sentence for sentence, _ in shots.history)
+    assert not any(question.text in shown for question in shots.questions)
+    (lists,) = samples("pattern", 1024, num=1)
+    assert all(reply == f"Answer: {given.split(', ')[-1]}" for given, reply in lists.history)
+    assert all(q.answers == (q.text.split(", ")[-1],) for q in lists.questions)
+    assert not {q.text for q in lists.questions} & {given for given, _ in lists.history}
+
+
+def test_a_long_chat_repeats_questions_that_were_answered_once():
+    (chat,) = samples("long-chat", 2048, num=1)
+    replies = dict(chat.history)
+    assert len(chat.history) > 20
+    assert all(f"is {question.answers[0]}." in replies[question.text] for question in chat.questions)

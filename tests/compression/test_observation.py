@@ -52,6 +52,18 @@ def test_window_is_the_last_queries_however_the_prompt_was_cut(prompt, cuts):
     assert observation.is_complete and observation.end == NUM_TOKENS
 
 
+@pytest.mark.parametrize("cuts", [[], [30], [38], [35, 36, 37, 38, 39]])
+def test_the_windows_keys_are_those_of_its_queries(prompt, cuts):
+    observation = observe(prompt, cuts, [Signal.WINDOW_QUERIES, Signal.WINDOW_KEYS])
+    _, _, keys, slots = prompt
+    assert observation.needs_slots and not observe(prompt, cuts, [Signal.WINDOW_QUERIES]).needs_slots
+    for layer in range(2):
+        window = show(observation, prompt, layer, 0, 20).window
+        assert torch.equal(window.keys, keys[layer, slots[-16:]])
+        assert torch.equal(window.last(4).keys, keys[layer, slots[-4:]])
+    assert show(observe(prompt, cuts, [Signal.WINDOW_QUERIES]), prompt, 0, 0, 20).window.keys is None
+
+
 def test_short_chunk_keeps_what_there_is(prompt):
     queries, lse, keys, _ = prompt
     observation = PromptObservation(ObservationSpec(GEOMETRY, frozenset({Signal.WINDOW_QUERIES}), 16))

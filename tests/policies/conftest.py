@@ -46,7 +46,8 @@ class Prompt:
         lse = lse.contiguous()
         queries = self.queries[layer]
         first = max(queries.shape[0] - self.window, 0)
-        window = QueryWindow(queries[first:], lse[first:].float(), self.length - queries.shape[0] + first)
+        begin = self.length - queries.shape[0] + first
+        window = QueryWindow(queries[first:], lse[first:].float(), begin, self.keys[layer][begin:])
         return LayerObservation(
             layer=layer,
             start=self.start,

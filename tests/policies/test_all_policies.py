@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.policies import LayerObservation, Policy, QueryMoments, Rotary, Signal, build_policy, list_policies
+from sgl_kvevict.policies import (
+    LayerObservation,
+    Policy,
+    QueryMoments,
+    QueryWindow,
+    Rotary,
+    Signal,
+    build_policy,
+    list_policies,
+)
 from sgl_kvevict.policies.echo import echo_attention
 from sgl_kvevict.policies.presets.budget import RULES
 
@@ -54,6 +63,10 @@ def observer(prompt: Any) -> Callable[[int], LayerObservation]:
         return replace(seen, moments=moments, echo=echo, output_gram=gram @ gram.transpose(1, 2))
 
     return observe
+
+
+def without_keys(window: QueryWindow | None, policy: Policy) -> QueryWindow | None:
+    return replace(window, keys=None) if window is not None and Signal.WINDOW_QUERIES in policy.needs else None
 
 
 def build(name: str, rule: str | None = None) -> Policy:
@@ -111,7 +124,7 @@ def test_only_declared_signals_are_read(random_prompt: Run, name: str) -> None:
         poison = torch.full_like(seen.k_buffer, torch.nan)
         return replace(
             seen,
-            window=seen.window if Signal.WINDOW_QUERIES in policy.needs else None,
+            window=seen.window if Signal.WINDOW_KEYS in policy.needs else without_keys(seen.window, policy),
             accumulated=seen.accumulated if Signal.ACCUMULATED_ATTENTION in policy.needs else None,
             reader_attention=seen.reader_attention if Signal.READER_ATTENTION in policy.needs else None,
             echo=seen.echo if Signal.ECHO_ATTENTION in policy.needs else None,

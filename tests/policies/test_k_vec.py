@@ -22,7 +22,7 @@ FIXTURE = np.array(
         [[0.01, 0.02, 0.03, 0.30, 0.04, 0.25, 0.35, 0], [0.15, 0.12, 0.13, 0.11, 0.14, 0.12, 0.11, 0.12]],
     ]
 )
-SMALL = {"base_window": 1, "extended_window": 2, "num_rescored_heads": 1, "protected_share": 0.5}
+SMALL = {"base_window": 1, "extended_window": 2, "rescored_share": 0.5, "protected_share": 0.5}
 
 
 def k_vec(**options: Any) -> Policy:
@@ -47,7 +47,7 @@ def oracle_layer(
     num_heads, num_rows, length = rows.shape
     cand, net = (length, budget) if literal else (length - base, budget - base)
     scores = rows[:, -base:, :cand].mean(1)
-    flattest = np.argsort(scores.std(1), kind="stable")[:delta]
+    flattest = np.argsort(rows[:, -base:].mean(1).std(1), kind="stable")[:delta]
     scores[flattest] = rows[flattest][:, -min(longer, num_rows) :, :cand].mean(1)
     importance = rows[:, -base:, :cand].max(0).mean(0)
     total = scores + bonus * importance * (1 - times_kept[:cand] / (layer + 1))
@@ -73,8 +73,8 @@ def coverage(kept: list[list[list[int]]]) -> int:
     ("options", "expected", "covered"),
     [
         ({}, [[[0, 4], [0, 6]], [[0, 4], [3, 6]]], 4),
-        ({"num_rescored_heads": 0, "bonus": 0.0}, [[[0, 4], [0, 4]], [[0, 4], [0, 4]]], 2),
-        ({"num_rescored_heads": 0}, [[[0, 4], [0, 4]], [[0, 4], [0, 2]]], 3),
+        ({"rescored_share": 0.0, "bonus": 0.0}, [[[0, 4], [0, 4]], [[0, 4], [0, 4]]], 2),
+        ({"rescored_share": 0.0}, [[[0, 4], [0, 4]], [[0, 4], [0, 2]]], 3),
         ({"bonus": 0.0}, [[[0, 4], [3, 6]], [[0, 4], [3, 6]]], 4),
         ({"bonus": 2.0}, [[[0, 4], [0, 6]], [[0, 4], [0, 6]]], 3),
         ({"protected_share": 0.0}, [[[0, 4], [0, 6]], [[0, 4], [3, 5]]], 5),
@@ -111,7 +111,7 @@ def test_window_inside_the_range(from_weights: Run, kept: Run) -> None:
     prompt = observe(from_weights, [FIXTURE] * 2)
     got = kept(prompt.run(k_vec(**SMALL), 2 * 2 * 3))
     assert got == [[[0, 4, 7], [0, 6, 7]], [[0, 4, 7], [3, 6, 7]]] and coverage(got) == 5
-    plain = kept(prompt.run(k_vec(**{**SMALL, "num_rescored_heads": 0, "bonus": 0.0}), 2 * 2 * 3))
+    plain = kept(prompt.run(k_vec(**{**SMALL, "rescored_share": 0.0, "bonus": 0.0}), 2 * 2 * 3))
     assert coverage(plain) == 3
 
 
@@ -119,7 +119,7 @@ def test_protected_tokens_come_first_whatever_the_bonus(from_weights: Run, kept:
     """T5: with the printed override of 1.0 head 0 would keep {3, 4}."""
     rows = np.array([[0.30, 0.25, 0.20, 0.15, 0.10], [0.01, 0.01, 0.01, 0.96, 0.01], [0.01, 0.01, 0.01, 0.01, 0.96]])
     prompt = observe(from_weights, [rows[:, None]])
-    options = {"base_window": 1, "extended_window": 1, "num_rescored_heads": 0, "protected_share": 0.5}
+    options = {"base_window": 1, "extended_window": 1, "rescored_share": 0.0, "protected_share": 0.5}
     assert kept(prompt.run(k_vec(keep_window=False, **options), 6)) == [[[0, 3], [3, 4], [3, 4]]]
 
 
@@ -160,7 +160,7 @@ COVERED = {
     "moderate": [(51, 50, 70, 69), (50, 53, 74, 78)],
     "independent": [(141, 136, 122, 119), (153, 141, 134, 126)],
 }
-OFF = [{"num_rescored_heads": 0, "bonus": 0.0}, {"bonus": 0.0}, {"num_rescored_heads": 0}, {}]
+OFF = [{"rescored_share": 0.0, "bonus": 0.0}, {"bonus": 0.0}, {"rescored_share": 0.0}, {}]
 
 
 @pytest.mark.parametrize("regime", REGIMES)
@@ -201,9 +201,9 @@ def test_ranges(from_weights: Run) -> None:
     scores = k_vec(keep_window=False).scorer.score(observe(from_weights, layers).observe(0))
     torch.testing.assert_close(scores.values.sum(-1), torch.ones(8), rtol=1e-4, atol=0)
     assert scores.importance is not None and 1 <= float(scores.importance.sum()) <= 8
-    base = k_vec(keep_window=False, num_rescored_heads=0).scorer.score(observe(from_weights, layers).observe(0))
+    base = k_vec(keep_window=False, rescored_share=0).scorer.score(observe(from_weights, layers).observe(0))
     assert bool((scores.importance >= base.values - 1e-6).all())
-    every = k_vec(keep_window=False, num_rescored_heads=99).scorer.score(observe(from_weights, layers).observe(0))
+    every = k_vec(keep_window=False, rescored_share=1).scorer.score(observe(from_weights, layers).observe(0))
     torch.testing.assert_close(every.values, torch.from_numpy(layers[0].mean(1)).float(), rtol=1e-4, atol=1e-6)
 
 
@@ -213,7 +213,7 @@ def test_query_heads_are_grouped_first(make_prompt: Run) -> None:
     keys = torch.eye(4)[:, None].expand(4, 2, 4).contiguous()
     queries = weights.clamp(min=1e-30).log()[None] * 2
     prompt = make_prompt([keys], [queries], tail=0, window=1)
-    options = {"base_window": 1, "extended_window": 1, "num_rescored_heads": 1, "keep_window": False}
+    options = {"base_window": 1, "extended_window": 1, "rescored_share": 0.5, "keep_window": False}
     scores = k_vec(**options).scorer.score(prompt.observe(0))
     torch.testing.assert_close(
         scores.values, torch.tensor([[0.3, 0.2, 0.25, 0.25], [0.175, 0.175, 0.175, 0.475]]), rtol=1e-5, atol=1e-6

@@ -71,10 +71,53 @@ def ask_all(server: RunningServer, prompts: Prompts, sample: Sample, context_ids
         return [answer for answers in pool.map(converse, sample.conversations) for answer in answers]
 
 
-def generate(server: RunningServer, ids: Sequence[int], max_new_tokens: int) -> list[int]:
+def ask_aware(
+    server: RunningServer, prompts: Prompts, sample: Sample, context_ids: list[int], tail_tokens: int
+) -> tuple[list[str], Prepared]:
+    """Answers to all questions of a sample, each in one prompt with the context, which is compressed before the answer.
+
+    Every question gets a namespace of its own, so no prompt finds what was compressed for another question. Those of a
+    conversation are asked alone.
+
+    Args:
+        server: with this plugin and without the overlap schedule, in which the first decode step may still read the
+            uncompressed prompt. The first token of an answer comes from the prefill in any case.
+        prompts: of its tokenizer.
+        sample: context and questions.
+        context_ids: token ids of the context.
+        tail_tokens: of each prompt, that the server leaves uncompressed.
+
+    Returns:
+        Answers, and what a prompt takes in the mean.
+
+    Raises:
+        RuntimeError: not every prompt was compressed up to its tail.
+    """
+    flush(server)
+    asked = [context_ids + prompts.question_ids(sample, question) for question in sample.questions]
+
+    def answer(index: int) -> str:
+        output = generate(server, asked[index], sample.questions[index].max_new_tokens, f"question {index}")
+        return prompts.decode(output)
+
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(CONCURRENCY) as pool:
+        answers = list(pool.map(answer, range(len(asked))))
+    seconds = time.perf_counter() - begin
+    state = plugin_state(server)
+    tokens = sum(map(len, asked))
+    expected = tokens - tail_tokens * len(asked)
+    if state is None or state["compressed_tokens"] != expected:
+        raise RuntimeError(f"{len(asked)} prompts of {tokens} tokens: {expected} were to be compressed, got {state}")
+    slots = int(state["compressed_slots"]) + tail_tokens * len(asked)
+    return answers, Prepared(tokens // len(asked), slots // len(asked), seconds)
+
+
+def generate(server: RunningServer, ids: Sequence[int], max_new_tokens: int, namespace: str | None = None) -> list[int]:
     """Greedy continuation, without the token that ended it."""
     sampling = {"temperature": 0, "max_new_tokens": max_new_tokens}
-    reply = json.loads(server.post("/generate", {"input_ids": list(ids), "sampling_params": sampling}, _TIMEOUT_S))
+    body = {"input_ids": list(ids), "sampling_params": sampling, "extra_key": namespace}
+    reply = json.loads(server.post("/generate", body, _TIMEOUT_S))
     output = [int(token) for token in reply["output_ids"]]
     return output[:-1] if reply["meta_info"]["finish_reason"]["type"] == "stop" else output
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "docs" / "results" / "quality" / "results.csv"
+AWARE_RESULTS = RESULTS.with_name("aware.csv")
+"""The same rows for prompts that end with their question."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,8 @@ class Row:
         score: mean over the questions of the share of right values; fidelity: top-1 agreement.
         kl: fidelity only: mean Kullback-Leibler divergence from the full cache, nats; else empty.
         context_tokens, slots: means over the contexts: logical tokens, and token slots held for them (all entries
-            of all layers and heads count, the uncompressed tail too).
-        prepare_s, answer_s: seconds per context until it was compressed, and for all its questions.
+            of all layers and heads count, the uncompressed tail too). Aware: of the prompts, question included.
+        prepare_s, answer_s: seconds per context until it was compressed, and for all its questions. Aware: 0, and all.
         model, dtype, seed: of the run.
         versions: of the engine.
         commit: of this repository.

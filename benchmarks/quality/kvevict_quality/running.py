@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
 from kvevict_quality import fidelity
-from kvevict_quality.asking import Prepared, ask_all, prepare
+from kvevict_quality.asking import Prepared, ask_all, ask_aware, prepare
 from kvevict_quality.rows import Row, commit, merge_rows, read_rows
 from kvevict_quality.sample import Prompts, Sample
 from kvevict_quality.systems import FULL, KNOWN_QUESTIONS, Setup
@@ -113,6 +113,12 @@ def _task(plan: Plan, setup: Setup, server: RunningServer, task: str, tokens: in
     for index in range(plan.contexts(task, tokens)):
         sample = make_sample(task, tokens, plan.seed, index, plan.prompts.count)
         ids = plan.prompts.context_ids(sample)
+        if setup.aware and setup.policy != FULL:  # a full cache answers the same either way
+            answers, prompt = ask_aware(server, plan.prompts, sample, ids, setup.tail_tokens)
+            sums.prepared.append(replace(prompt, seconds=0.0))
+            sums.answer_s += prompt.seconds
+            sums.scores += [q.score(answer) for q, answer in zip(sample.questions, answers, strict=True)]
+            continue
         sums.prepared.append(prepare(server, ids, _questions_to_read(plan, setup, task, tokens, sample)))
         begin = time.perf_counter()
         answers = ask_all(server, plan.prompts, sample, ids)

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.launcher import STRICT_CHECK_ENV, System, kvevict_system, stock_system
+from sgl_kvevict.policies import Policy, configured_policy
 
 FULL = "full"
 KNOWN_QUESTIONS = "known-questions"
@@ -24,11 +26,23 @@ class Setup:
         policy: a policy's name, ``FULL`` or ``KNOWN_QUESTIONS``.
         budget: share of the entries; 1.0 for ``FULL``.
         options: of the policy.
+        aware: context and question come in one prompt, compressed before the answer.
+
+    Raises:
+        ValueError: ``aware`` with a policy that compresses only what was read again.
     """
 
     policy: str
     budget: float
     options: Mapping[str, Any] = field(default_factory=dict)
+    aware: bool = False
+
+    def __post_init__(self) -> None:
+        if self.aware and self.policy != FULL and self._policy().readers is not None:
+            raise ValueError(
+                f"policy {self.policy!r} compresses a prompt only after it was read, so never before its answer; "
+                "allowed with --aware: policies that compress when the prompt is complete"
+            )
 
     @property
     def engine(self) -> str:
@@ -43,16 +57,32 @@ class Setup:
     @property
     def name(self) -> str:
         """For progress and file names."""
-        return "-".join([self.policy, *self.options_text.split(), f"{self.budget:g}"])
+        aware = ["aware"] if self.aware else []
+        return "-".join([self.policy, *self.options_text.split(), f"{self.budget:g}", *aware])
+
+    @property
+    def tail_tokens(self) -> int:
+        """Last tokens of a prompt that its server leaves uncompressed."""
+        return configured_policy(KVEvictConfig.model_validate(self._config()))[0].tail_tokens
 
     def system(self) -> System:
         """How to start its server."""
         flags = ("--max-total-tokens", str(POOL_SLOTS), "--random-seed", "42")
         if self.policy == FULL:
             return stock_system(self.name, flags, STRICT_CHECK_ENV)
+        if self.aware:
+            flags += ("--disable-overlap-schedule",)
+        return kvevict_system(self.name, self._config(), flags, STRICT_CHECK_ENV)
+
+    def _config(self) -> dict[str, Any]:
         policy = "questions" if self.policy == KNOWN_QUESTIONS else self.policy
-        config = {"policy": policy, "budget": self.budget, "policy_options": dict(self.options)}
-        return kvevict_system(self.name, config, flags, STRICT_CHECK_ENV)
+        return {"policy": policy, "budget": self.budget, "policy_options": dict(self.options)}
+
+    def _policy(self) -> Policy:
+        policy = configured_policy(KVEvictConfig.model_validate(self._config()))[1]
+        if policy is None:
+            raise ValueError(f"policy {self.policy!r} compresses nothing; allowed: a policy that does")
+        return policy
 
 
 def parse_policy(text: str) -> tuple[str, dict[str, Any]]:

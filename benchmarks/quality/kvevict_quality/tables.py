@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from kvevict_quality.rows import Row
@@ -90,6 +91,40 @@ def policy_table(rows: Sequence[Row]) -> str:
         of_full = "" if share is None else f"{100 * share:.0f} %{_by_seed(group, full_rows(rows, engine))}"
         lines.append(_line([f"{-budget:g}", engine, label, f"{kept:.3f}", of_full, *cells]))
     return "\n".join(lines) + "\n"
+
+
+def aware_table(agnostic: Sequence[Row], aware: Sequence[Row]) -> str:
+    """Share of the full cache's score on needles, with the question in the compressed prompt and without.
+
+    Each with its standard error and number of questions; best with the question first.
+
+    Args:
+        agnostic: rows of one length, contexts compressed alone.
+        aware: rows of the same length, prompts compressed with their question.
+    """
+    sides = [(systems(rows), rows) for rows in (aware, agnostic)]
+    lines = [_line(["budget", "engine", "policy", "question in the prompt", "question unknown"]), _line(["---"] * 5)]
+    found: list[tuple[float, float, tuple[str, ...]]] = []
+    for engine, label, budget in {**sides[0][0], **sides[1][0]}:
+        shares = [_share(groups.get((engine, label, budget), []), full_rows(rows, engine)) for groups, rows in sides]
+        if label == FULL or shares == [None, None]:
+            continue
+        cells = ["" if share is None else "{:.0%} ± {:.0%} ({})".format(*share) for share in shares]
+        best = next(share[0] for share in shares if share is not None)
+        found.append((-budget, -best, (f"{budget:g}", engine, label, *cells)))
+    return "\n".join([*lines, *(_line(cells) for *_, cells in sorted(found))]) + "\n"
+
+
+def _share(rows: Sequence[Row], full: Sequence[Row]) -> tuple[float, float, int] | None:
+    """:func:`relative` with its standard error, questions taken as independent, and the number of questions."""
+    share = relative(rows, full)
+    if share is None:
+        return None
+    tasks = {(row.seed, row.task): row for row in full if row.task in NEEDLE_TASKS and row.score >= SOLVED}
+    counted = [row for row in rows if (row.seed, row.task) in tasks]
+    variance = sum(row.score * (1 - row.score) / row.questions for row in counted)
+    scale = sum(tasks[row.seed, row.task].score for row in counted)
+    return share, math.sqrt(variance) / scale, sum(row.questions for row in counted)
 
 
 def _mean(rows: Sequence[Row]) -> float:

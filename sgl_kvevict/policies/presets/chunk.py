@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies.options import option
 from sgl_kvevict.policies.parts import Scorer
 from sgl_kvevict.policies.policy import Policy
@@ -21,7 +22,8 @@ class ChunkKVOptions(BudgetOptions):
     chunk_length: int = option(10, "tokens in a chunk", minimum=1)
     mode: Literal["exact", "paper"] = option(
         "exact",
-        "chunks over competing tokens, the last one cut to fit (exact), or Algorithm 1 as printed (paper)",
+        "chunks over competing tokens, the last one cut to fit (exact), or Algorithm 1 as printed (paper), which needs "
+        "tail_tokens < window_size",
         choices=("exact", "paper"),
     )
     reuse_layers: int = option(1, "layers that share the positions chosen by the first of them; 1 = off", minimum=1)
@@ -43,8 +45,22 @@ class ChunkKVOptions(BudgetOptions):
 
 
 def _chunkkv(options: ChunkKVOptions) -> Policy:
+    if options.mode == "paper" and not options.keep_window:
+        raise ConfigError(
+            "policy_options.mode: got 'paper' for policy 'chunkkv' with keep_window=False; allowed: 'exact', or "
+            "keep_window=True (Algorithm 1 always keeps the window)"
+        )
     selector = ChunkSelector(options.chunk_length, options.mode, options.chunk_score, options.share_heads)
-    return Policy("chunkkv", options.scorer(), options.allocator(), selector, reuse_layers=options.reuse_layers)
+    return Policy(
+        "chunkkv",
+        options.scorer(),
+        options.allocator(),
+        selector,
+        reuse_layers=options.reuse_layers,
+        max_tail_tokens=options.window_size - 1 if options.mode == "paper" else None,
+        why_max_tail=f"mode='paper' lays chunks over the window's window_size={options.window_size} tokens too; a tail "
+        "that covers all of them leaves what mode='exact' keeps",
+    )
 
 
 CHUNKKV = PolicyEntry(

@@ -19,7 +19,9 @@ class KVecOptions(BudgetOptions):
 
     base_window: int = option(16, "queries at the end of the prompt that score most heads (O)", minimum=1)
     extended_window: int = option(32, "queries that score the least focused heads (O')", minimum=1)
-    num_rescored_heads: int = option(3, "least focused KV heads of a layer (delta); 0 = none", minimum=0)
+    rescored_share: float = option(
+        0.375, "share of a layer's KV heads, the least focused ones (delta: 3 of 8); 0 = none", minimum=0, maximum=1
+    )
     bonus: float = option(1.0, "weight of the cross-layer bonus (lambda); 0 = none", minimum=0)
     protected_share: float = option(
         0.25, "share of a head's budget sure for its own best tokens (beta)", minimum=0, maximum=1
@@ -37,7 +39,7 @@ def _k_vec(options: KVecOptions) -> Policy:
     scorer = CrossHeadScorer(
         options.extended_window,
         options.base_window,
-        options.num_rescored_heads,
+        options.rescored_share,
         options.kernel_size,
         options.keep_window,
     )

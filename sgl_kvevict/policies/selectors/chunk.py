@@ -21,15 +21,16 @@ class ChunkSelector:
         chunk_length: tokens in a chunk; the last one may be shorter.
         mode: "exact" lays chunks over the competing tokens and cuts the last accepted chunk to what is left
             of the budget. "paper" follows Algorithm 1 as printed: chunks also over window tokens inside the
-            range, as many whole ones as the budget holds, and room for the window made by dropping the
-            *latest* selected tokens.
+            range, as many whole ones as the budget with the window holds, and room for the window made by dropping
+            the *latest* selected tokens. A tail that covers the window would leave nothing of this.
         chunk_score: "sum" of the chunk's scores, or their "mean" (then a short last chunk is not at a
             disadvantage).
         share_heads: one list of chunks for all heads of a layer, by scores summed over heads (kvpress).
 
     Source: ChunkKV (arXiv 2502.00299), Alg. 1.
     Differs: Algorithm 1 can store window tokens twice and leaves ``budget mod chunk_length`` entries empty;
-        here every token is stored once, and "paper" fills the gaps with the next best chunks.
+        here every token is stored once, and "paper" fills the gaps with the next best chunks. Its grid ends with the
+        range: the tail's own scores are in no chunk.
     """
 
     chunk_length: int = 10
@@ -47,11 +48,11 @@ class ChunkSelector:
         return self._paper(scores, keep_lens + scores.num_last)
 
     def _paper(self, scores: RangeScores, budgets: Tensor) -> Tensor:
-        """Algorithm 1 over all tokens but the pinned first ones; budgets include the window's tokens."""
+        """Algorithm 1 over all tokens but the pinned first ones; budgets include the window's tokens in the range."""
         values = scores.values[..., scores.num_first :]
         num_tokens, num_last = values.shape[-1], scores.num_last
         ranking = self._ranking(values)
-        whole = budgets.div(self.chunk_length, rounding_mode="floor").unsqueeze(-1)
+        whole = (budgets + scores.num_behind).div(self.chunk_length, rounding_mode="floor").unsqueeze(-1)
         place = torch.empty_like(ranking).scatter_(
             -1, ranking, torch.arange(ranking.shape[-1], device=ranking.device).expand_as(ranking)
         )

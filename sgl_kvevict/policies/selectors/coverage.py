@@ -40,7 +40,8 @@ class CoverageSelector:
             raise InvariantError("the scorer promised an importance per token and gave none")
         values, importance = scores.candidates(scores.values), scores.candidates(scores.importance)
         share = exact_fraction(self.protected_share)
-        num_safe = ((keep_lens + scores.num_pinned) * share.numerator).div(share.denominator, rounding_mode="floor")
+        budgets = keep_lens + scores.num_pinned + scores.num_behind
+        num_safe = (budgets * share.numerator).div(share.denominator, rounding_mode="floor")
         safe = top_mask(scores.keys, torch.minimum(num_safe, keep_lens))
         times_kept = torch.zeros_like(importance[0])
         kept = []

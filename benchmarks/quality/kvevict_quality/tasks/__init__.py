@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvevict_quality.corpus import CountTokens
 from kvevict_quality.sample import Sample
-from kvevict_quality.tasks import chat, lookup, needles, words
+from kvevict_quality.tasks import chat, lookup, needles, shots, words
 
 Make = Callable[[random.Random, int, CountTokens], Sample]
 
@@ -26,6 +26,10 @@ TASKS: Mapping[str, Make] = {
     "key-value": lookup.key_value,
     "code": lookup.code,
     "multi-turn": chat.recall,
+    "table": lookup.table,
+    "few-shot": shots.few_shot,
+    "pattern": shots.pattern,
+    "long-chat": shots.long_chat,
 }
 GROUPS: Mapping[str, tuple[str, ...]] = {"needles": tuple(NEEDLE_TASKS), "all": tuple(TASKS)}
 #: Tasks that are no generated ones.

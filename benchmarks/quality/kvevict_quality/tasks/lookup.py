@@ -8,7 +8,7 @@ from collections.abc import Callable
 from kvevict_quality.corpus import CountTokens, sentences
 from kvevict_quality.sample import Question, Sample
 from kvevict_quality.tasks.needles import number
-from kvevict_quality.tasks.wordlists import NOUNS
+from kvevict_quality.tasks.wordlists import CITIES, FRUITS, NAMES, NOUNS
 
 _ASKED = 8
 
@@ -40,6 +40,25 @@ def key_value(rng: random.Random, num_tokens: int, count: CountTokens) -> Sample
         Question(f'What is the value of the key "{key}"?', f'"{key}": "', (value,), 6) for key, value in values.items()
     )
     return Sample(text, tuple(questions))
+
+
+def table(rng: random.Random, num_tokens: int, count: CountTokens) -> Sample:
+    """Eight rows, each a town with its fruit, a person and a note that fills the room; the fruits are asked for."""
+    towns = rng.sample(CITIES, _ASKED)
+    fruits = dict(zip(towns, rng.sample(FRUITS, _ASKED), strict=True))
+    rows = [f"town: {town}, fruit: {fruit}, person: {rng.choice(NAMES)}, note:" for town, fruit in fruits.items()]
+    room = num_tokens - sum(count(f"\n{row}") for row in rows)
+    pool, place = sentences(), rng.randrange(len(sentences()))
+    while room >= 0:
+        note = f" {pool[place % len(pool)]}"
+        room -= count(note)
+        if room >= 0:
+            rows[place % len(rows)] += note
+        place += 1
+    questions = (
+        Question(f"Which fruit is in the row of {town}?", f"town: {town}, fruit:", (fruits[town],), 3) for town in towns
+    )
+    return Sample("\n".join(rows), tuple(questions))
 
 
 def code(rng: random.Random, num_tokens: int, count: CountTokens) -> Sample:

@@ -21,9 +21,14 @@ FRUITS = _words(
     "apple apricot banana cherry coconut fig grape kiwi lemon lime mango melon olive orange papaya peach pear plum "
     "raspberry strawberry"
 )
+ANIMALS = _words(
+    "badger beaver camel crow donkey eagle falcon frog goat hamster heron horse lion lizard monkey moose otter owl "
+    "panda penguin pigeon rabbit raven salmon seal sheep spider tiger turtle walrus whale wolf zebra"
+)
 NAMES = _words(
     "Alice Bruno Clara Daniel Emma Felix Greta Henry Irene Jacob Karla Leon Martha Nathan Olga Peter Rosa Simon"
 )
+SURNAMES = _words("Adler Becker Conti Dahl Ekman Faber Gruber Holm Ivanov Jensen Keller Lang Moreau Novak")
 JOBS = _phrases(
     "the baker, the dentist, the painter, the gardener, the tailor, the butcher, the pilot, the plumber, the lawyer, "
     "the sailor, the farmer, the teacher, the barber, the miner, the judge, the singer"
