@@ -95,7 +95,7 @@ class KVEvictConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     policy: str = Field(
-        default="reconstruction",
+        default="distilled",
         min_length=1,
         description="which entries to keep; 'none' compresses nothing",
         json_schema_extra={"allowed": "the name of a policy ('sgl-kvevict policies' lists them)"},
@@ -138,6 +138,25 @@ class KVEvictConfig(BaseModel):
         ge=16,
         description="tokens of the prefix that one extra pass repeats: what a scoring pass may delay others by",
         json_schema_extra={"allowed": "an integer >= 16"},
+    )
+    score_weights: str | None = Field(
+        default="auto",
+        min_length=1,
+        description="policy distilled: learned scores of this model; auto: those in the user's cache folder or in this "
+        "package, if there are any; null: learn anew",
+        json_schema_extra={"allowed": "'auto', the path of a file made by 'sgl-kvevict learn', or null"},
+    )
+    save_score_weights: str | None = Field(
+        default=None,
+        min_length=1,
+        description="policy distilled: file that is written when scores have been learned",
+        json_schema_extra={"allowed": "null, or the path of a file"},
+    )
+    distill_prefixes: int = Field(
+        default=8,
+        ge=1,
+        description="policy distilled: prefixes scored by passes that are learned from before learned scores are tried",
+        json_schema_extra={"allowed": "an integer >= 1"},
     )
     policy_options: dict[str, Any] = Field(
         default_factory=dict,

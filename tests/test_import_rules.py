@@ -14,17 +14,18 @@ SOURCES = {"sgl_kvevict": ROOT / "sgl_kvevict", "kvevict_kernels": ROOT / "kerne
 KERNELS = "kvevict_kernels"
 BASE = {"errors", "geometry", "ragged", "config", "request"}
 TOP = {"cli", "client", "launcher", "measure", "model"}
-BELOW_TOP = {KERNELS, "events", "policies", "attention", "prefix", "compression", "sglang_adapter"} | BASE
+BELOW_TOP = {KERNELS, "events", "policies", "distill", "attention", "prefix", "compression", "sglang_adapter"} | BASE
 # Part of the project -> other parts that it may import. A new module or package needs a row here.
 MAY_IMPORT = {
     KERNELS: set(),
     **dict.fromkeys(BASE, BASE),
     "events": BASE,
     "policies": {KERNELS} | BASE,
+    "distill": {KERNELS, "policies"} | BASE,
     "attention": {KERNELS} | BASE,
     "prefix": {KERNELS} | BASE,
-    "compression": {KERNELS, "policies", "attention", "prefix"} | BASE,
-    "sglang_adapter": {KERNELS, "events", "policies", "attention", "prefix", "compression"} | BASE,
+    "compression": {KERNELS, "policies", "distill", "attention", "prefix"} | BASE,
+    "sglang_adapter": {KERNELS, "events", "policies", "distill", "attention", "prefix", "compression"} | BASE,
     **dict.fromkeys(TOP, BELOW_TOP | TOP),
 }
 # Third-party package -> the only places (path prefixes below a source folder) that may import it.
@@ -34,6 +35,7 @@ ONLY_IN = {
     "pydantic": ("sgl_kvevict/config.py", "sgl_kvevict/request.py"),
     "yaml": ("sgl_kvevict/config.py",),
     "transformers": ("sgl_kvevict/model.py", "sgl_kvevict/cli/inspect", "sgl_kvevict/cli/size"),
+    "safetensors": ("sgl_kvevict/distill/files.py",),
     "tokenizers": ("sgl_kvevict/model.py",),
     "typer": ("sgl_kvevict/cli/",),
     "rich": ("sgl_kvevict/cli/",),

@@ -92,6 +92,16 @@ class ReaderObservation:
             reader_attention=None if self._squares is None else self._spread(self._squares[layer], part).sqrt(),
         )
 
+    def scores(self) -> Tensor:
+        """[num_layers, num_kv_heads, end - start], float32, what readers paid each token of the whole range.
+
+        Raises:
+            ValueError: nobody read it.
+        """
+        if self._squares is None:
+            raise ValueError("no reader was observed")
+        return self._squares.sqrt()
+
     def _spread(self, squares: Tensor, part: slice) -> Tensor:
         """Average around the tokens of a part of the range."""
         first = max(part.start - self.reach, 0)

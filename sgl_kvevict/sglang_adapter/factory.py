@@ -16,8 +16,10 @@ from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.sglang_adapter.arena import Arena, arena_of
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME, HOOKS, require_supported_sglang
+from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.model_parts import find_output_grams, find_rotary
 from sgl_kvevict.sglang_adapter.monitor import watch
+from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.refusals import model_reasons, pool_reasons, server_reasons
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
@@ -91,4 +93,14 @@ def _assemble(
     turns_queries = bool({Signal.QUERY_MOMENTS, Signal.ECHO_ATTENTION} & policy.needs)
     rotary = find_rotary(model) if turns_queries else None
     output_grams = find_output_grams(model, geometry) if Signal.OUTPUT_GRAM in policy.needs else None
-    return KVEvictTree(ctx.params, store, Compressor(config, policy, store, rotary, output_grams))
+    distilling = None
+    if Signal.LEARNED_SCORES in policy.needs:
+        ranks = TensorRanks(ctx.params.attn_tp_cache_group)
+        load_format = str(ctx.server_args.load_format)
+        distilling = Distilling(config, model, ctx.model_config, load_format, geometry, ranks, arena.k.device)
+    learner = None if distilling is None else distilling.learner
+    compressor = Compressor(config, policy, store, rotary, output_grams, learner)
+    tree = KVEvictTree(ctx.params, store, compressor)
+    if tree.scoring is not None and distilling is not None:
+        tree.scoring.on_learned = distilling.learned
+    return tree

@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from array import array
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_kvevict.compression import PromptObservation, ReaderChunk, ReaderObservation
+from sgl_kvevict.distill import Lesson, Outcome
 from sgl_kvevict.policies.observation import Readers
 from sgl_kvevict.request import parse_request_options
 from sgl_kvevict.sglang_adapter.observers import REFUSED_NO_ROOM
@@ -40,17 +43,21 @@ class ScoringJob:
         node: last node of the prefix.
         questions: texts to read it with; () for the policy's own way.
         rid: request that asked for it, "" if none did.
+        prompt: what the prefill left behind that found the prefix or asked for it.
         observation: what the passes have seen; None before the first.
         probes: token ids still to be appended to the prefix, one list a pass.
         started: when the pass that runs was handed to the scheduler (seconds, monotonic).
+        lesson: what is being learned from the prefix, after its last pass.
     """
 
     node: TreeNode
     questions: tuple[str, ...]
     rid: str
+    prompt: PromptObservation
     observation: ReaderObservation | None = None
     probes: list[list[int]] = field(default_factory=list)
     started: float = 0.0
+    lesson: Lesson | None = None
 
 
 class PrefixScoring:
@@ -63,6 +70,10 @@ class PrefixScoring:
     Args:
         tree: whose prefixes.
         readers: the policy's.
+
+    Attributes:
+        outcomes: of warm requests.
+        on_learned: told what came of a prefix that was learned from.
     """
 
     def __init__(self, tree: KVEvictTree, readers: Readers) -> None:
@@ -79,6 +90,7 @@ class PrefixScoring:
         self._job: ScoringJob | None = None
         self._num_passes = 0
         self._waited = 0
+        self.on_learned: Callable[[Outcome], None] = lambda outcome: None
 
     @property
     def num_jobs(self) -> int:
@@ -127,14 +139,19 @@ class PrefixScoring:
             found = node if self._is_due(self._matches[node]) else found
         if self.readers is Readers.QUESTIONS:
             self._count_vote(req, observation.first_query, path)
-        elif found is not None:
-            self._enqueue(ScoringJob(found, (), ""))
         options = parse_request_options(req.sampling_params.custom_params)
-        if (options is not None and options.warm) or req.sampling_params.max_new_tokens == 0:
-            questions = () if options is None else tuple(options.questions)
-            if questions or self.readers is Readers.REPETITION:
-                node = self.tree.node_ending_at(path, observation.end)
-                self._enqueue(ScoringJob(node, questions, req.rid))
+        questions = () if options is None else tuple(options.questions)
+        is_wish = (options is not None and options.warm) or req.sampling_params.max_new_tokens == 0
+        if self.compressor.scores_at_once and not questions:
+            end = observation.end - self.config.tail_tokens
+            done = self.tree.compress_up_to(req.last_node, end, observation, req.rid)
+            self._remember(req.rid if is_wish else "", "compressed" if done else "in-use")
+            return
+        if self.readers is Readers.REPETITION and found is not None:
+            self._enqueue(ScoringJob(found, (), "", observation))
+        if is_wish and (questions or self.readers is Readers.REPETITION):
+            node = self.tree.node_ending_at(path, observation.end)
+            self._enqueue(ScoringJob(node, questions, req.rid, observation))
 
     def released(self, req: Req) -> None:
         """A request let go of its path; if it was our pass, go on from there."""
@@ -155,9 +172,8 @@ class PrefixScoring:
         self.tree.observer.scored(job.observation.start, job.observation.end, time.perf_counter() - job.started)
         job.observation.end_reader(str(req.rid))
         job.probes.pop(0)
-        if not job.probes:
-            done = self.tree.compress_up_to(job.node, job.observation.end, job.observation, req.rid)
-            self._end(job, "compressed" if done else "in-use")
+        if not job.probes and not self._begin_lesson(job):
+            self._compress(job, job.observation, req.rid)
 
     def turn(self, scheduler: Scheduler) -> None:
         """Between two steps: hand the next pass to the scheduler if it is time for one."""
@@ -166,6 +182,9 @@ class PrefixScoring:
                 self._pass = None  # aborted while it waited: nobody is told
                 if self._job is not None:
                     self._end(self._job, "aborted")
+            return
+        if self._job is not None and self._job.lesson is not None:
+            self._learn(self._job, self._job.lesson)
             return
         if not self._jobs:
             return
@@ -210,6 +229,9 @@ class PrefixScoring:
             return False
         if job.observation is not None:
             return True
+        if self.compressor.scores_at_once and not job.questions:
+            self._compress(job, job.prompt, "", bounds[1])  # learned since
+            return False
         tokens = self._tokens(job.node)
         if job.questions:
             job.probes = list(question_probes(scheduler.tokenizer, job.questions))
@@ -252,6 +274,29 @@ class PrefixScoring:
         self._pass, self._job = req, job
         # Not through the public entrance: limits on users' requests are not meant for this one.
         scheduler.waiting_queue.append(req)
+
+    def _compress(
+        self, job: ScoringJob, observation: PromptObservation | ReaderObservation, rid: str, end: int | None = None
+    ) -> None:
+        done = self.tree.compress_up_to(job.node, observation.end if end is None else end, observation, rid)
+        self._end(job, "compressed" if done else "in-use")
+
+    def _begin_lesson(self, job: ScoringJob) -> bool:
+        """Whether something is to be learned from a prefix that was read to its end, before it is compressed."""
+        seen, bounds = job.observation, self._range_of(job.node)
+        if job.questions or seen is None or bounds is None or bounds != (seen.start, seen.end):
+            return False
+        values = torch.cat([node.value for node in self.tree.path(job.node) if node not in self.tree.spans])
+        job.lesson = self.compressor.lesson(values[: seen.end - seen.start], seen, job.prompt)
+        return job.lesson is not None
+
+    def _learn(self, job: ScoringJob, lesson: Lesson) -> None:
+        """Learn from one layer; compress the prefix after the last one."""
+        assert job.observation is not None
+        outcome = lesson.step()
+        if outcome is not None:
+            self.on_learned(outcome)
+            self._compress(job, job.observation, "")
 
     def _end(self, job: ScoringJob, outcome: str) -> None:
         self._remember(job.rid, outcome)
