@@ -31,15 +31,21 @@ def training_texts(lengths: Sequence[int], kinds: Sequence[Kind] = KINDS) -> lis
     return [_take(pools[kind], length) for length, kind in zip(lengths, itertools.cycle(kinds), strict=False)]
 
 
-def texts_of_folder(folder: Path, length: int) -> Iterator[str]:
-    """The text files of a folder and those below it, by name, cut into texts of a length (characters).
+def texts_of_folder(folder: Path, lengths: Sequence[int]) -> list[str]:
+    """Passages of the text files of a folder and those below it: of every file its first one, then the second ones.
+
+    Args:
+        folder: searched by name; files that are shorter than a passage give one that is shorter.
+        lengths: of the passages (characters); there may be fewer than so many.
 
     Raises:
         OSError, UnicodeDecodeError: a file cannot be read as UTF-8.
     """
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        text = path.read_text(encoding="utf-8")
-        yield from (text[start : start + length] for start in range(0, len(text), length))
+    files = [path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*")) if path.is_file()]
+    longest = max(lengths)
+    rounds = range(0, max(map(len, files), default=0), longest)
+    passages = (text[start : start + longest] for start in rounds for text in files if start < len(text))
+    return [passage[:length] for passage, length in zip(passages, lengths, strict=False)]
 
 
 def _take(blocks: Iterator[str], length: int) -> str:
