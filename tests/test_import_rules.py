@@ -139,7 +139,7 @@ def test_a_breach_is_found(relative: str, source: str) -> None:
         ("sgl_kvevict/config.py", "from sgl_kvevict.errors import ConfigError\nimport pydantic"),
         ("sgl_kvevict/policies/parts.py", "if TYPE_CHECKING:\n    from sgl_kvevict.attention import x"),
         ("kvevict_kernels/compact_kv/triton_impl.py", "import triton.language as tl"),
-        ("sgl_kvevict/sglang_adapter/tree.py", "from sglang.srt.mem_cache.radix_cache import RadixCache"),
+        ("sgl_kvevict/sglang_adapter/tree.py", "from sglang.srt.mem_cache.radix_cache import RadixKey"),
         ("sgl_kvevict/cli/__init__.py", "from sgl_kvevict.policies.registry import list_policies"),
     ],
 )

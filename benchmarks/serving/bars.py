@@ -58,7 +58,7 @@ BARS = (
     Bar("decode", "prefix 3000, batch 1", "budget 1", "decode_tokens_per_s", 1.0),
     Bar("prefill", "3 prompts of 1024", "budget 0.2", "prompt_tokens_per_s", 0.95),
     Bar("prefill", "2 prompts of 3000", "budget 0.2", "prompt_tokens_per_s", 0.95),
-    *(Bar("insertion", point, "compressed", "calls", 2.0, is_cost=True, baseline="stock RadixCache") for point in TREE),
+    *(Bar("insertion", point, "compressed", "calls", 2.0, is_cost=True, baseline="stock UnifiedRadixCache") for point in TREE),
 )
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
@@ -12,7 +11,7 @@ from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sgl_kvevict.prefix import Span
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.radix_cache import TreeNode
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode as TreeNode
 
 MAX_LEVELS = 1024
 """Levels that are remembered; nodes that were used before the first of them count as used then."""
@@ -34,10 +33,12 @@ class CostAwareRecency(EvictionStrategy):
 
     Args:
         spans: what compressed nodes hold; the tree's own table.
+        clock: numbers accesses, in the order in which nodes note theirs.
     """
 
-    def __init__(self, spans: Mapping[TreeNode, Span]) -> None:
+    def __init__(self, spans: Mapping[TreeNode, Span], clock: Callable[[], float]) -> None:
         self._spans = spans
+        self._clock = clock
         self._times: list[float] = []
         self._levels: list[float] = [0.0]
 
@@ -52,7 +53,7 @@ class CostAwareRecency(EvictionStrategy):
         """A leaf of this priority went: raise the level to its credit."""
         if priority[0] <= self._levels[-1]:
             return
-        self._times.append(time.monotonic())
+        self._times.append(self._clock())
         self._levels.append(priority[0])
         if len(self._times) > MAX_LEVELS:
             del self._times[0], self._levels[0]

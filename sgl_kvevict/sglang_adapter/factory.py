@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
 from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig, load_config
@@ -85,10 +88,13 @@ def _assemble(
     ctx: TreeCacheBuildContext, config: KVEvictConfig, policy: Policy | None, arena: Arena, geometry: KVGeometry
 ) -> KVEvictTree:
     store = SpanStore(geometry, arena.k, arena.v)
-    if policy is None:
-        return KVEvictTree(ctx.params, store, None)
-    model = ctx.tp_worker.model_runner.model
-    turns_queries = bool({Signal.QUERY_MOMENTS, Signal.ECHO_ATTENTION} & policy.needs)
-    rotary = find_rotary(model) if turns_queries else None
-    output_grams = find_output_grams(model, geometry) if Signal.OUTPUT_GRAM in policy.needs else None
-    return KVEvictTree(ctx.params, store, Compressor(config, policy, store, rotary, output_grams))
+    compressor = None
+    if policy is not None:
+        model = ctx.tp_worker.model_runner.model
+        turns_queries = bool({Signal.QUERY_MOMENTS, Signal.ECHO_ATTENTION} & policy.needs)
+        rotary = find_rotary(model) if turns_queries else None
+        output_grams = find_output_grams(model, geometry) if Signal.OUTPUT_GRAM in policy.needs else None
+        compressor = Compressor(config, policy, store, rotary, output_grams)
+    tree = create_unified_radix_cache(ctx, cache_class=partial(KVEvictTree, store=store, compressor=compressor))
+    assert isinstance(tree, KVEvictTree)
+    return tree

@@ -35,7 +35,7 @@ from sgl_kvevict.sglang_adapter.introspection import read_gauges
 from sgl_kvevict.sglang_adapter.observers import CacheObserver
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.radix_cache import TreeNode
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode as TreeNode
 
     from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
@@ -107,7 +107,6 @@ def prefixes(tree: KVEvictTree) -> Iterable[Prefix]:
         tokens[span.segment] += span.num_tokens
         if span.is_owner:
             owners[span.segment] = node
-    now = time.monotonic()
     for segment, node in owners.items():
         yield Prefix(
             node=node.id,
@@ -115,8 +114,8 @@ def prefixes(tree: KVEvictTree) -> Iterable[Prefix]:
             tokens=tokens[segment],
             slots=segment.num_slots,
             spans=segment.num_spans,
-            readers=node.lock_ref,
-            age_s=now - node.last_access_time,
+            readers=tree.readers_of(node),
+            age_s=tree.clock.age(node.last_access_time),
         )
 
 
@@ -130,7 +129,6 @@ def tree_report(tree: KVEvictTree, limit: int, *, expose_tokens: bool) -> TreeRe
         level.extend((child, start + len(node.key)) for child in node.children.values())
     spans = [span for node, _ in found if (span := tree.spans.get(node)) is not None]
     entries = dict(zip(spans, _entries(spans), strict=True))
-    now = time.monotonic()
     nodes = []
     for node, start in found:
         span = tree.spans.get(node)
@@ -144,8 +142,8 @@ def tree_report(tree: KVEvictTree, limit: int, *, expose_tokens: bool) -> TreeRe
                 slots=slots,
                 kept=kept,
                 compressed=span is not None,
-                readers=node.lock_ref,
-                age_s=now - node.last_access_time,
+                readers=tree.readers_of(node),
+                age_s=tree.clock.age(node.last_access_time),
                 namespace=node.key.extra_key if expose_tokens else None,
             )
         )

@@ -41,7 +41,7 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
     """Return what the cache holds now; a walk over the spans on the host, nothing is read from the device."""
     allocator = tree.token_to_kv_pool_allocator
     free = allocator.available_size()
-    held = tree.evictable_size_ + tree.protected_size_
+    held = tree.evictable_size() + tree.protected_size()
     span_tokens = compressed_slots = segments = dead_entries = shared = readers = max_readers = 0
     for node, span in tree.spans.items():
         span_tokens += span.num_tokens
@@ -49,9 +49,9 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
             segments += 1
             compressed_slots += span.segment.num_slots
             dead_entries += span.segment.num_entries - span.segment.num_live_entries
-        shared += node.lock_ref > 1
-        readers += node.lock_ref
-        max_readers = max(max_readers, node.lock_ref)
+        shared += tree.readers_of(node) > 1
+        readers += tree.readers_of(node)
+        max_readers = max(max_readers, tree.readers_of(node))
     full = held - compressed_slots
     return Gauges(
         pool=Pool(allocator.size, free, compressed_slots, full, allocator.size - free - held),
@@ -81,8 +81,8 @@ def cache_state(tree: KVEvictTree) -> dict[str, Any]:
         "compressed_slots": gauges.pool.compressed,
         "full_tokens": gauges.pool.full,
         "free_slots": gauges.pool.free,
-        "evictable_slots": tree.evictable_size_,
-        "protected_slots": tree.protected_size_,
+        "evictable_slots": tree.evictable_size(),
+        "protected_slots": tree.protected_size(),
         "total_slots": gauges.pool.total,
         "max_sharers": tree.max_sharers,
         "pending_ranges": gauges.pending_ranges,
@@ -102,11 +102,11 @@ def rank_states(tree: KVEvictTree) -> list[dict[str, int]]:
         Token slots by who holds them, the number of nodes, and a checksum of their tokens, slots and locks.
     """
     allocator = tree.token_to_kv_pool_allocator
-    shape = [(len(node.key), tree.node_slots(node), node.lock_ref) for node in tree.nodes()]
+    shape = [(len(node.key), tree.node_slots(node), tree.readers_of(node)) for node in tree.nodes()]
     numbers = {
         "free_slots": allocator.available_size(),
-        "evictable_slots": tree.evictable_size_,
-        "protected_slots": tree.protected_size_,
+        "evictable_slots": tree.evictable_size(),
+        "protected_slots": tree.protected_size(),
         "nodes": len(shape),
         "tree": crc32(repr(shape).encode()),
     }

@@ -15,7 +15,7 @@ from sgl_kvevict.sglang_adapter.introspection import read_gauges
 from sgl_kvevict.sglang_adapter.observers import CacheObserver
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.radix_cache import TreeNode
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode as TreeNode
 
     from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 

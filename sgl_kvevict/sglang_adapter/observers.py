@@ -14,7 +14,7 @@ from sgl_kvevict.prefix import Segment, Span
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.mem_cache.radix_cache import TreeNode
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode as TreeNode
 
     from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
@@ -205,6 +205,7 @@ def after_ingest(_result: object, scheduler: Scheduler, *_args: object, **_kwarg
     observer = getattr(tree, "observer", None)
     if observer is None:
         return
+    tree.clock.tick()
     if tree.scoring is not None:
         tree.scoring.turn(scheduler)
     observer.between_steps(tree)

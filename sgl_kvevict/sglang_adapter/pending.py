@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sglang.srt.mem_cache.radix_cache import TreeNode
+from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode as TreeNode
 
 from sgl_kvevict.compression import PromptObservation, ReaderObservation
 

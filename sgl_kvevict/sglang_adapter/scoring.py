@@ -19,7 +19,8 @@ from sgl_kvevict.sglang_adapter.probes import question_probes, repetition_probes
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode as TreeNode
 
     from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
@@ -133,7 +134,7 @@ class PrefixScoring:
         if (options is not None and options.warm) or req.sampling_params.max_new_tokens == 0:
             questions = () if options is None else tuple(options.questions)
             if questions or self.readers is Readers.REPETITION:
-                node = self.tree.node_ending_at(path, observation.end)
+                node = self.tree.node_ending_at(path, min(observation.end, sum(len(node.key) for node in path)))
                 self._enqueue(ScoringJob(node, questions, req.rid))
 
     def released(self, req: Req) -> None:
@@ -284,9 +285,10 @@ class PrefixScoring:
         bounds = self._range_of(req.last_node)
         if bounds is None:
             return None
-        vote = self._votes.get(req.last_node)
+        last = self.tree.node(req.last_node)
+        vote = self._votes.get(last)
         if vote is None or (vote.start, vote.end) != bounds:
-            vote = self._votes[req.last_node] = self.compressor.new_reader_observation(*bounds, ANSWER_REACH)
+            vote = self._votes[last] = self.compressor.new_reader_observation(*bounds, ANSWER_REACH)
         return vote
 
     def _count_vote(self, req: Req, first_query: int, path: list[TreeNode]) -> None:

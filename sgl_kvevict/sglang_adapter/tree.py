@@ -1,51 +1,41 @@
-"""SGLang's radix tree with compressed nodes: same keys, same matching, fewer token slots.
-
-A compressed node keeps its key; its value is a filler of zeros (the padding slot), because nothing in SGLang reads
-the row of a cached prefix except attention, and ours reads spans. Lengths therefore stay logical everywhere in the
-stock code, and only the sizes that feed admission and the leak check are overridden: they count token slots held.
-"""
+"""SGLang's unified radix tree with compressed nodes: same keys, same matching, fewer token slots."""
 
 from __future__ import annotations
 
-import heapq
-import time
 from array import array
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import (
-    DecLockRefParams,
-    DecLockRefResult,
-    EvictParams,
-    EvictResult,
-    IncLockRefResult,
-    MatchPrefixParams,
-    MatchResult,
-)
-from sglang.srt.mem_cache.evict_policy import EvictionStrategy, LRUStrategy
-from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult, MatchPrefixParams, MatchResult
+from sglang.srt.mem_cache.evict_policy import LRUStrategy
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.cache_action import FreeComponentDeviceSlot
+from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode as TreeNode
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sgl_kvevict.compression import Compressor, PromptObservation, ReaderChunk, ReaderObservation
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.prefix import Segment, Span, SpanStore
 from sgl_kvevict.ragged import SpanRuns
+from sgl_kvevict.sglang_adapter.access_clock import AccessClock, access_counter
 from sgl_kvevict.sglang_adapter.eviction import CostAwareRecency
 from sgl_kvevict.sglang_adapter.introspection import cache_state
 from sgl_kvevict.sglang_adapter.observers import REFUSED_IN_USE, REFUSED_NOT_CACHED, CacheObserver
 from sgl_kvevict.sglang_adapter.pending import PendingRange, PendingRanges
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.scoring import PrefixScoring
-from sgl_kvevict.sglang_adapter.walk import WalkableTree
+from sgl_kvevict.sglang_adapter.span_component import FULL, SpanComponent
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
-
-class KVEvictTree(WalkableTree):
-    """Radix tree whose nodes may hold spans.
+class KVEvictTree(UnifiedRadixCache):
+    """Unified tree whose nodes may hold spans.
 
     Args:
         params: SGLang's construction parameters.
@@ -56,9 +46,8 @@ class KVEvictTree(WalkableTree):
         observer: told of every change; does nothing unless events or metrics are on.
         scoring: has prefixes read before they are compressed; None for policies that need no readers.
         ranks: the tensor-parallel ranks that hold the same tree.
+        clock: how long ago a node was used.
     """
-
-    eviction_strategy: EvictionStrategy
 
     def __init__(self, params: CacheInitParams, store: SpanStore, compressor: Compressor | None) -> None:
         self.store = store
@@ -71,10 +60,14 @@ class KVEvictTree(WalkableTree):
         self.ranks = TensorRanks(params.attn_tp_cache_group)
         self.observer = CacheObserver()
         readers = None if compressor is None else compressor.policy.readers
-        self.scoring = None if readers is None else PrefixScoring(self, readers)
+        self.scoring: PrefixScoring | None = None
+        self.clock = AccessClock()
+        # SGLang's constructor calls reset, so what that touches exists by now.
+        params.component_registry_override = {**(params.component_registry_override or {}), FULL: SpanComponent}
         super().__init__(params)
-        if isinstance(self.eviction_strategy, LRUStrategy):  # any other policy that a user chose is followed as it is
-            self.eviction_strategy = CostAwareRecency(self.spans)
+        self.scoring = None if readers is None else PrefixScoring(self, readers)
+        if isinstance(self.tree_core.eviction_strategy, LRUStrategy):  # what else a user chose is followed as it is
+            self.tree_core.eviction_strategy = CostAwareRecency(self.spans, access_counter)
 
     def reset(self) -> None:
         """Forget everything; SGLang clears allocator and rows itself."""
@@ -86,59 +79,66 @@ class KVEvictTree(WalkableTree):
         super().reset()
         self.observer.cleared()
 
-    # ---- sizes in token slots -------------------------------------------------------------------------------
+    # ---- walks ----
+
+    def nodes(self) -> Iterator[TreeNode]:
+        """All nodes below the root, in no particular order."""
+        stack = list(self.root_node.children.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            yield node
+
+    def node(self, handle: TreeNode | int) -> TreeNode:
+        """Resolve SGLang's number of a node."""
+        return self.tree_core.node_by_id(handle) if isinstance(handle, int) else handle
+
+    def path(self, handle: TreeNode | int) -> list[TreeNode]:
+        """Nodes from below the root to a node."""
+        node, path = self.node(handle), []
+        while node is not self.root_node:
+            path.append(node)
+            node = node.parent
+        path.reverse()
+        return path
+
+    def waterline(self, path: list[TreeNode]) -> int:
+        """Tokens of a path that its spans stand for."""
+        return sum(len(node.key) for node in path if node in self.spans)
+
+    def node_ending_at(self, path: list[TreeNode], end: int) -> TreeNode:
+        """Return the node of the path that ends at ``end``, splitting one if needed."""
+        position = 0
+        for node in path:
+            position += len(node.key)
+            if position == end:
+                return node
+            if position > end:
+                tokens = array("q", [token for step in path for token in step.key.token_ids][:end])
+                self.touch_prefix(RadixKey(tokens, node.key.extra_key, cache_salt=node.key.cache_salt))  # splits there
+                return node.parent
+        raise InvariantError(f"the path has {position} tokens, expected at least {end}")
+
+    @staticmethod
+    def readers_of(node: TreeNode) -> int:
+        """Requests that lock a node."""
+        return int(node.component_data[FULL].lock_ref)
 
     def node_slots(self, node: TreeNode) -> int:
         """Token slots that a node carries in the accounting."""
-        span = self.spans.get(node)
-        return len(node.key) if span is None else span.charged_slots
+        return int(self.components[FULL].reclaimable_value_len(node))
 
-    def inc_lock_ref(self, node: TreeNode) -> IncLockRefResult:
-        """Lock the path to ``node``; as stock, in token slots."""
-        return IncLockRefResult(delta=self._lock_path(node, +1))
+    def total_size(self) -> tuple[int, int]:
+        """Token slots of the tree, and of its other components."""
+        return sum(self.node_slots(node) for node in self.nodes()), super().total_size()[1]
 
-    def dec_lock_ref(self, node: TreeNode, params: DecLockRefParams | None = None) -> DecLockRefResult:
-        """Unlock the path to ``node``; as stock, in token slots."""
-        return DecLockRefResult(delta=self._lock_path(node, -1))
+    def all_values_flatten(self) -> torch.Tensor:
+        """Every token slot that the tree holds; for SGLang's leak checker."""
+        held = [node.component_data[FULL].value for node in self.nodes() if node not in self.spans]
+        held += [span.segment.token_slots for span in self.spans.values() if span.is_owner]
+        return torch.cat(held) if held else torch.tensor([], dtype=torch.int64)
 
-    def _lock_path(self, node: TreeNode, step: int) -> int:
-        if self.disable:
-            return 0
-        moved = 0
-        while node is not self.root_node:
-            if node.lock_ref + step < 0 or node.parent is None:
-                raise InvariantError(f"a lock was released twice, or belongs to another tree: {node.key}")
-            was_locked = node.lock_ref > 0
-            node.lock_ref += step
-            if was_locked != (node.lock_ref > 0):
-                moved -= step * self.node_slots(node)
-            self._update_leaf_status(node)
-            node = node.parent
-        self.evictable_size_ += moved
-        self.protected_size_ -= moved
-        return moved
-
-    def _charge(self, node: TreeNode, slots: int) -> None:
-        """Add ``slots`` (may be negative) to the side of the accounting on which ``node`` is."""
-        if node.lock_ref > 0:
-            self.protected_size_ += slots
-        else:
-            self.evictable_size_ += slots
-
-    def _total_size_helper(self) -> int:
-        return sum(self.node_slots(node) for node in self.nodes())
-
-    # ---- structure ------------------------------------------------------------------------------------------
-
-    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
-        upper: TreeNode = super()._split_node(key, child, split_len)
-        if self.scoring is not None:
-            self.scoring.split(upper, child)
-        span = self.spans.get(child)
-        if span is not None:
-            self.spans[upper], self.spans[child] = span.split(span.start + split_len)
-            self.observer.split(upper, child, self.spans[child].start)
-        return upper
+    # ---- matching ----
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """Match as stock; a request that matches (again) is about to be prefilled, so remember it by its id."""
@@ -146,16 +146,62 @@ class KVEvictTree(WalkableTree):
             self.requests[params.req.rid] = params.req
             if self.compressor is not None:
                 self._observations[params.req] = self.compressor.new_observation()
+        blocked = self._blocking_node(params.key)
+        if blocked is not None:
+            params = replace(params, key=params.key[: self.spans[blocked].start])
         return super().match_prefix(params)
 
-    def _match_prefix_helper(self, node: TreeNode, key: RadixKey) -> tuple[list[torch.Tensor], TreeNode]:
-        blocked = self._blocking_node(key)
-        if blocked is not None:
-            key = key[: self.spans[blocked].start]
-            if len(key) == 0:
-                return [], node
-        values, last = super()._match_prefix_helper(node, key)
-        return values, last
+    def insert(self, params: InsertParams) -> InsertResult:
+        """Insert as stock; SGLang's split at the prompt's end is left out where it would cut an unsplittable span."""
+        if self._blocking_node(params.key) is not None:
+            return InsertResult(prefix_len=len(params.key))
+        return super().insert(params)
+
+    # ---- what happens to nodes ------------------------------------------------------------------------------
+
+    def on_split(self, upper: TreeNode, lower: TreeNode) -> None:
+        """A node was cut; ``lower`` is the node that it was."""
+        if self.scoring is not None:
+            self.scoring.split(upper, lower)
+        span = self.spans.get(lower)
+        if span is not None:
+            self.spans[upper], self.spans[lower] = span.split(span.start + len(upper.key))
+            self.observer.split(upper, lower, self.spans[lower].start)
+
+    def on_drop(self, node: TreeNode) -> torch.Tensor | None:
+        """A leaf leaves the tree.
+
+        Returns:
+            Token slots that come back; None: the node held no span, so they are those of its value.
+        """
+        self.pending.discard(node)
+        if self.scoring is not None:
+            self.scoring.discard(node)
+        strategy = self.tree_core.eviction_strategy
+        if isinstance(strategy, CostAwareRecency):
+            strategy.dropped(strategy.get_priority(node))
+        span = self.spans.pop(node, None)
+        slots = None if span is None else span.drop()
+        released = len(node.key) if span is None else 0 if slots is None else slots.numel()
+        self.observer.dropped(node, span, released)
+        return slots if span is None or slots is not None else self._repack(node.parent, span.segment)
+
+    def _repack(self, lowest: TreeNode, segment: Segment) -> torch.Tensor:
+        """Shrink a segment whose lowest span was dropped; return the token slots that came back."""
+        nodes = []
+        node = lowest
+        while (span := self.spans.get(node)) is not None and span.segment is segment:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        freed = self.store.repack([self.spans[node] for node in nodes], self.ranks.largest)
+        self.tree_core.adjust_component_size(nodes[0].id, FULL, -freed.numel())
+        self.observer.repacked(nodes[0], self.spans[nodes[0]].segment, freed.numel())
+        return freed
+
+    def _drop(self, node: TreeNode) -> None:
+        for kind, slots in self.tree_core.evict_device_leaf(node.id, is_write_back=False).device_frees.items():
+            self.components[kind].apply_component_action(FreeComponentDeviceSlot(slots, kind))
 
     def _blocking_node(self, key: RadixKey) -> TreeNode | None:
         """Return the unsplittable node inside which ``key`` ends or diverges, if there is one."""
@@ -170,61 +216,6 @@ class KVEvictTree(WalkableTree):
             node, rest = child, rest[matched:]
         return None
 
-    def evict(self, params: EvictParams) -> EvictResult:
-        """Drop leaves in the order of the eviction policy until ``num_tokens`` token slots are released."""
-        if self.disable:
-            return EvictResult()
-        start_time = time.perf_counter()
-        strategy = self.eviction_strategy
-        heap = [(strategy.get_priority(node), node) for node in self.evictable_leaves]
-        heapq.heapify(heap)
-        released = 0
-        while released < params.num_tokens and heap:
-            priority, node = heapq.heappop(heap)
-            parent = node.parent
-            released += self._drop(node)
-            if isinstance(strategy, CostAwareRecency):
-                strategy.dropped(priority)
-            if not parent.children and parent.lock_ref == 0:
-                heapq.heappush(heap, (strategy.get_priority(parent), parent))
-        self.update_eviction_metrics(released, start_time)
-        return EvictResult(num_tokens_evicted=released)
-
-    def _drop(self, node: TreeNode) -> int:
-        """Remove one leaf; return the token slots that came back."""
-        self._delete_leaf(node)
-        self.pending.discard(node)
-        if self.scoring is not None:
-            self.scoring.discard(node)
-        self.kv_events.record_remove(node)
-        span = self.spans.pop(node, None)
-        slots = node.value if span is None else span.drop()
-        self.observer.dropped(node, span, 0 if slots is None else slots.numel())
-        if slots is None:
-            assert span is not None
-            return self._repack(node.parent, span.segment)
-        self.token_to_kv_pool_allocator.free_segment(slots, start_pos=0)
-        return slots.numel()
-
-    def _delete_leaf(self, node: TreeNode) -> None:
-        # The stock method takes len(key) off the evictable size; a leaf that is dropped is never locked.
-        self.evictable_size_ += len(node.key) - self.node_slots(node)
-        super()._delete_leaf(node)
-
-    def _repack(self, lowest: TreeNode, segment: Segment) -> int:
-        """Shrink a segment whose lowest span was dropped; return the token slots that came back."""
-        nodes = []
-        node = lowest
-        while (span := self.spans.get(node)) is not None and span.segment is segment:
-            nodes.append(node)
-            node = node.parent
-        nodes.reverse()
-        freed = self.store.repack([self.spans[node] for node in nodes], self.ranks.largest)
-        self._charge(nodes[0], -freed.numel())
-        self.token_to_kv_pool_allocator.free_segment(freed, start_pos=0)
-        self.observer.repacked(nodes[0], self.spans[nodes[0]].segment, freed.numel())
-        return freed.numel()
-
     # ---- life of a request ----------------------------------------------------------------------------------
 
     def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
@@ -235,17 +226,19 @@ class KVEvictTree(WalkableTree):
         """
         if self.disable or not self._make_way(req, up_to):
             return
-        super().checkpoint(req, up_to=up_to)
+        super().checkpoint(req, up_to=up_to, **kwargs)
         observation = self._observations.get(req)
         if observation is not None and observation.is_complete:
             del self._observations[req]
             if self.scoring is not None:
                 self.scoring.prompt_complete(req, observation)
             else:
-                self.compress_up_to(req.last_node, observation.end - self._tail_tokens, observation, req.rid)
+                end = min(observation.end, sum(len(node.key) for node in self.path(req.last_node)))
+                self.compress_up_to(req.last_node, end - self._tail_tokens, observation, req.rid)
 
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
         """A request let go of its path: forget its state and compress ranges that waited for it."""
+        super().on_release(req, checkpointed=checkpointed)
         self._observations.pop(req, None)
         self.requests.pop(req.rid, None)
         if self.scoring is not None:
@@ -258,7 +251,7 @@ class KVEvictTree(WalkableTree):
         blocking = self._blocking_node(RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt))
         if blocking is None:
             return True
-        if blocking.lock_ref > 0:
+        if self.readers_of(blocking) > 0:
             self.observer.refused(REFUSED_NOT_CACHED, len(tokens))
             return False
         subtree = [blocking]
@@ -311,7 +304,7 @@ class KVEvictTree(WalkableTree):
             return True
         nodes = [node for node in path if node not in self.spans]
         holder = self._holder(pending)
-        if nodes[0].lock_ref > (0 if holder is None else 1):
+        if self.readers_of(nodes[0]) > (0 if holder is None else 1):
             return False
         groups = [nodes] if self.compressor.policy.splittable else [[node] for node in nodes]
         for group in groups:
@@ -331,7 +324,7 @@ class KVEvictTree(WalkableTree):
     def _compress(self, nodes: list[TreeNode], start: int, observation: PromptObservation | ReaderObservation) -> None:
         """Replace the ordinary slots of consecutive nodes by spans of one new segment."""
         assert self.compressor is not None
-        token_slots = torch.cat([node.value for node in nodes])
+        token_slots = torch.cat([node.component_data[FULL].value for node in nodes])
         above = self.spans.get(nodes[0].parent)
         parent = None if above is None else above.segment
         done = self.compressor.compress(token_slots, start, observation, parent)
@@ -339,11 +332,11 @@ class KVEvictTree(WalkableTree):
         for node in nodes:
             boundary = rest.start + len(node.key)
             span, rest = rest.split(boundary) if boundary < rest.end else (rest, rest)
-            self._charge(node, span.charged_slots - len(node.key))
+            self.tree_core.adjust_component_size(node.id, FULL, span.charged_slots - len(node.key))
             self.spans[node] = span
             self.pending.discard(node)
-            node.value = torch.zeros_like(node.value)
-        self.token_to_kv_pool_allocator.free_segment(done.freed, start_pos=0)
+            node.component_data[FULL].value = torch.zeros_like(node.component_data[FULL].value)
+        self.components[FULL].apply_component_action(FreeComponentDeviceSlot([done.freed], FULL))
         self.observer.compressed(nodes, done)
 
     # ---- readers --------------------------------------------------------------------------------------------

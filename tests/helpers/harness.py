@@ -32,6 +32,7 @@ from sgl_kvevict.policies.observation import Readers, Signal
 from sgl_kvevict.policies.parts import Decision
 from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.ragged import MergePlan, Selection
+from sgl_kvevict.sglang_adapter.span_component import FULL
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 TINY_LLAMA = {
@@ -113,6 +114,7 @@ class Harness:
             page_size=1,
             attn_tp_cache_group=self.group,
             eviction_policy=self.eviction_policy,
+            tree_components=(FULL,),
         )
         store = SpanStore(self.geometry, self.k, self.v)
         compressor = None if self.policy is None else Compressor(self.config, self.policy, store)
@@ -320,12 +322,12 @@ class Harness:
         sizes = {True: 0, False: 0}
         segments = {}
         for node in self.tree.nodes():
-            sizes[node.lock_ref > 0] += self.tree.node_slots(node)
+            sizes[self.tree.readers_of(node) > 0] += self.tree.node_slots(node)
             span = self.tree.spans.get(node)
             if span is None:
-                held.update(node.value.tolist())
+                held.update(node.component_data[FULL].value.tolist())
             else:
-                assert node.value.eq(0).all() and span.num_tokens == len(node.key)
+                assert node.component_data[FULL].value.eq(0).all() and span.num_tokens == len(node.key)
                 parent = node.parent
                 assert parent is self.tree.root_node or parent in self.tree.spans, "waterline broken"
                 segments.setdefault(span.segment, []).append(span)
@@ -343,3 +345,4 @@ class Harness:
         assert held == Counter(range(1, self.num_slots + 1))
         assert (self.tree.protected_size(), self.tree.evictable_size()) == (sizes[True], sizes[False])
         assert self.tree.state()["leaked_slots"] == 0
+        self.tree.sanity_check()  # SGLang's own: structure, leaf sets, ledgers

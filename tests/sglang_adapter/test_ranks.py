@@ -83,7 +83,8 @@ def traffic(harness: Harness, scheduler: MiniScheduler | None, seed: int, steps:
             getattr(harness, action)(rng.choice(decoding))
         if scheduler is not None:
             scheduler.run_pass()
-        shape = [(len(node.key), harness.tree.node_slots(node), node.lock_ref) for node in harness.tree.nodes()]
+        tree = harness.tree
+        shape = [(len(node.key), tree.node_slots(node), tree.readers_of(node)) for node in tree.nodes()]
         looks.append((action, shape, harness.allocator.free_pages.tolist()))
     return looks
 
