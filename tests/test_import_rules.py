@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = {"sgl_kvevict": ROOT / "sgl_kvevict", "kvevict_kernels": ROOT / "kernels" / "kvevict_kernels"}
 
 KERNELS = "kvevict_kernels"
-BASE = {"errors", "geometry", "ragged", "config", "request"}
+BASE = {"errors", "guard", "geometry", "ragged", "config", "request"}
 TOP = {"cli", "client", "launcher", "measure", "model"}
 BELOW_TOP = {KERNELS, "events", "policies", "attention", "prefix", "compression", "sglang_adapter"} | BASE
 # Part of the project -> other parts that it may import. A new module or package needs a row here.

@@ -130,7 +130,7 @@ class PrefixScoring:
             self._count_vote(req, observation.first_query, path)
         elif found is not None:
             self._enqueue(ScoringJob(found, (), ""))
-        options = parse_request_options(req.sampling_params.custom_params)
+        options = parse_request_options(req.sampling_params.custom_params, self.config)
         if (options is not None and options.warm) or req.sampling_params.max_new_tokens == 0:
             questions = () if options is None else tuple(options.questions)
             if questions or self.readers is Readers.REPETITION:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from array import array
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -25,7 +24,6 @@ from sgl_kvevict.sglang_adapter.probes import (
     repetition_probes,
     split_sentences,
 )
-from sgl_kvevict.sglang_adapter.request_check import before_queueing
 from sgl_kvevict.sglang_adapter.scoring import ANSWER_REACH, PATIENCE
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
@@ -307,36 +305,6 @@ def test_without_a_tokenizer_a_prefix_is_repeated_without_words():
         list(range(20, 40)),
         list(range(40, 50)),
     ]
-
-
-@pytest.mark.parametrize(
-    ("readers", "options", "tokenizer", "message"),
-    [
-        (Readers.REPETITION, {"warm": 1}, Letters(), r"custom_params.kvevict.warm: got 1; allowed: an object with"),
-        (Readers.REPETITION, {"worm": True}, Letters(), r"custom_params.kvevict.worm: got True"),
-        (Readers.REPETITION, "warm", Letters(), r"custom_params.kvevict: got 'warm'"),
-        (Readers.REPETITION, {"questions": ["a"]}, Letters(), r"kvevict.questions: got \['a'\]; .*only with warm"),
-        (Readers.REPETITION, {"warm": True, "questions": ["a"]}, None, "got 1 questions; .*without a tokenizer"),
-        (Readers.QUESTIONS, WARM, Letters(), r"questions: got none; allowed: at least one"),
-        (None, {"warm": True, "questions": ["a"]}, Letters(), "questions: got 1 questions; allowed: none"),
-    ],
-)
-def test_impossible_wishes_are_refused_with_a_reason(readers, options, tokenizer, message):
-    scoring = None if readers is None else cache(readers)[0].tree.scoring
-    refused = []
-    sampling = SimpleNamespace(custom_params={"kvevict": options})
-    req = SimpleNamespace(sampling_params=sampling, set_finish_with_abort=refused.append)
-    tree = SimpleNamespace(scoring=scoring)
-    before_queueing(SimpleNamespace(tree_cache=tree, tokenizer=tokenizer), req)
-    (reason,) = refused
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(reason)
-
-
-@pytest.mark.parametrize("custom_params", [None, {}, {"other": 1}, {"kvevict": WARM}])
-def test_other_requests_pass(custom_params):
-    req = SimpleNamespace(sampling_params=SimpleNamespace(custom_params=custom_params))
-    before_queueing(SimpleNamespace(tree_cache=cache()[0].tree, tokenizer=None), req)
 
 
 def test_a_pass_does_not_count_as_a_reader_of_other_prefixes():
