@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -29,6 +28,7 @@ from sgl_kvevict.events.questions import (
     TreeReport,
 )
 from sgl_kvevict.events.service import EventService
+from sgl_kvevict.guard import Place
 from sgl_kvevict.prefix import Segment, Span
 from sgl_kvevict.prefix.kept import kept_share
 from sgl_kvevict.sglang_adapter.introspection import read_gauges
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
     from sgl_kvevict.sglang_adapter.tree import KVEvictTree
-
-logger = logging.getLogger(__name__)
 
 _SORT_KEYS: dict[str, Callable[[Prefix], float]] = {
     "slots": lambda prefix: prefix.slots,
@@ -68,11 +66,9 @@ class InspectingObserver(CacheObserver):
         if not self._service.has_questions:
             return
         for question in self._service.take_questions():
-            try:
+            reply: AnyReply = Failure("internal error; the server's log has it")
+            with tree.guard.at(Place.OBSERVER):
                 reply = self._reply(tree, question.request)
-            except Exception:  # whatever goes wrong here, looking at the cache must never end the server
-                logger.exception("a question about the cache could not be answered: %r", question.request)
-                reply = Failure("internal error; the server's log has it")
             self._service.answer(question, reply)
 
     def _reply(self, tree: KVEvictTree, request: AnyRequest) -> AnyReply:

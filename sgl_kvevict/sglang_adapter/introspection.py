@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from sgl_kvevict.events.questions import Gauges, Pool
+from sgl_kvevict.guard import Place
 from sgl_kvevict.prefix import Span
 from sgl_kvevict.prefix.kept import kept_share
 
@@ -29,12 +30,16 @@ def add_state(_result: None, controller: SchedulerInternalStateController, state
     tree = controller.scheduler.tree_cache
     if not isinstance(tree, KVEvictTree):
         return
-    state["kvevict"] = cache_state(tree)
+    shown: dict[str, Any] = {}
+    state["kvevict"] = shown
+    with tree.guard.at(Place.STATE):
+        shown |= cache_state(tree)
+        if tree.compressor is not None and tree.compressor.config.expose_kept and tree.spans:
+            largest = max(tree.spans.values(), key=lambda span: span.num_tokens)
+            shown["kept"] = kept_map(largest, NUM_KEPT_BINS)
+    shown["errors"] = {place.value: count for place, count in tree.guard.errors.items() if count}
     if tree.ranks.size > 1:
-        state["kvevict"]["ranks"] = rank_states(tree)
-    if tree.compressor is not None and tree.compressor.config.expose_kept and tree.spans:
-        largest = max(tree.spans.values(), key=lambda span: span.num_tokens)
-        state["kvevict"]["kept"] = kept_map(largest, NUM_KEPT_BINS)
+        shown["ranks"] = rank_states(tree)  # every rank must come here, so nothing is held
 
 
 def read_gauges(tree: KVEvictTree) -> Gauges:
@@ -70,9 +75,7 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
 def cache_state(tree: KVEvictTree) -> dict[str, Any]:
     """Return what the cache holds, in plain numbers."""
     gauges = read_gauges(tree)
-    owned = sum(
-        req.kv.kv_allocated_len - req.kv.cache_protected_len for req in tree.requests.values() if req.kv.holds_kv
-    )
+    owned = sum(req.kv.kv_allocated_len - req.kv.cache_protected_len for req in tree.requests if req.kv.holds_kv)
     state: dict[str, Any] = {
         "policy": "none",
         "spans": gauges.spans,

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from sgl_kvevict.compression import Compression
 from sgl_kvevict.events.questions import Gauges, Totals
+from sgl_kvevict.guard import Place
 from sgl_kvevict.sglang_adapter.introspection import read_gauges
 from sgl_kvevict.sglang_adapter.observers import CacheObserver
 
@@ -75,9 +77,12 @@ class MetricsObserver(CacheObserver):
         totals: counters to export; somebody else keeps them.
         labels: labels of all series.
         lost_events: reads how many events were lost.
+        errors: exceptions that were held, by place; somebody else counts them.
     """
 
-    def __init__(self, totals: Totals, labels: Mapping[str, str], lost_events: Callable[[], int]) -> None:
+    def __init__(
+        self, totals: Totals, labels: Mapping[str, str], lost_events: Callable[[], int], errors: Mapping[Place, int]
+    ) -> None:
         self._totals = totals
         self._lost_events = lost_events
         self._next_refresh = 0.0
@@ -97,6 +102,9 @@ class MetricsObserver(CacheObserver):
         self._counters += [(refusals.labels(**labels, reason=reason), read) for reason, read in REFUSALS.items()]
         lost = counter("lost_events", "Events that the event stream lost because they came too fast.")
         self._counters.append((lost.labels(**labels), lambda _totals: self._lost_events()))
+        held = counter("errors", "Exceptions that were held: each failed one request, job or onlooker.", "place")
+        for place in Place:
+            self._counters.append((held.labels(**labels, place=place.value), partial(_count_of, errors, place)))
         self._written = [0.0] * len(self._counters)
         self._seconds = Histogram(
             PREFIX + "compression_seconds",
@@ -124,3 +132,7 @@ class MetricsObserver(CacheObserver):
             if total > self._written[i]:
                 counter.inc(total - self._written[i])
                 self._written[i] = total
+
+
+def _count_of(errors: Mapping[Place, int], place: Place, _totals: Totals) -> float:
+    return errors[place]

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from sgl_kvevict.compression import Compression
 from sgl_kvevict.events.questions import Totals
 from sgl_kvevict.events.service import EventService
 from sgl_kvevict.events.types import Cleared, Compressed, Dropped, Refused, Repacked, ScoringPass, Split
+from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.prefix import Segment, Span
 
 if TYPE_CHECKING:
@@ -52,46 +53,45 @@ class CacheObserver:
 
 
 class ObserverGroup(CacheObserver):
-    """Tells several observers, in order.
+    """Tells several observers, in order. One that fails is skipped: what it watches went on.
 
     Args:
         observers: whom to tell.
+        guard: holds what they raise.
     """
 
-    def __init__(self, observers: Sequence[CacheObserver]) -> None:
+    def __init__(self, observers: Sequence[CacheObserver], guard: Guard) -> None:
         self.observers = tuple(observers)
+        self._guard = guard
+
+    def _tell(self, tell: Callable[[CacheObserver], None]) -> None:
+        for observer in self.observers:
+            with self._guard.at(Place.OBSERVER):
+                tell(observer)
 
     def compressed(self, nodes: Sequence[TreeNode], compression: Compression) -> None:
-        for observer in self.observers:
-            observer.compressed(nodes, compression)
+        self._tell(lambda observer: observer.compressed(nodes, compression))
 
     def split(self, upper: TreeNode, lower: TreeNode, position: int) -> None:
-        for observer in self.observers:
-            observer.split(upper, lower, position)
+        self._tell(lambda observer: observer.split(upper, lower, position))
 
     def dropped(self, node: TreeNode, span: Span | None, slots: int) -> None:
-        for observer in self.observers:
-            observer.dropped(node, span, slots)
+        self._tell(lambda observer: observer.dropped(node, span, slots))
 
     def repacked(self, owner: TreeNode, segment: Segment, released: int) -> None:
-        for observer in self.observers:
-            observer.repacked(owner, segment, released)
+        self._tell(lambda observer: observer.repacked(owner, segment, released))
 
     def scored(self, start: int, end: int, seconds: float) -> None:
-        for observer in self.observers:
-            observer.scored(start, end, seconds)
+        self._tell(lambda observer: observer.scored(start, end, seconds))
 
     def refused(self, reason: str, num_tokens: int) -> None:
-        for observer in self.observers:
-            observer.refused(reason, num_tokens)
+        self._tell(lambda observer: observer.refused(reason, num_tokens))
 
     def cleared(self) -> None:
-        for observer in self.observers:
-            observer.cleared()
+        self._tell(lambda observer: observer.cleared())
 
     def between_steps(self, tree: KVEvictTree) -> None:
-        for observer in self.observers:
-            observer.between_steps(tree)
+        self._tell(lambda observer: observer.between_steps(tree))
 
 
 class CountingObserver(CacheObserver):

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from weakref import ReferenceType
 
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from sgl_kvevict.compression import PromptObservation, ReaderObservation
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
 
 
 @dataclass(frozen=True)
@@ -18,13 +23,13 @@ class PendingRange:
         node: last node of the range; it ends at ``end``.
         end: logical position after the range's last token.
         observation: what the prefill left behind.
-        rid: the request that was observed; its own lock does not stand in the way.
+        reader: the request that was observed, as long as it lives; its own lock does not stand in the way.
     """
 
     node: TreeNode
     end: int
     observation: PromptObservation | ReaderObservation
-    rid: str
+    reader: ReferenceType[Req]
 
 
 class PendingRanges:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from array import array
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_kvevict.compression import PromptObservation, ReaderChunk, ReaderObservation
+from sgl_kvevict.guard import Place
 from sgl_kvevict.policies.observation import Readers
-from sgl_kvevict.request import parse_request_options
+from sgl_kvevict.request import parse_request_options, ticket_digest
 from sgl_kvevict.sglang_adapter.observers import REFUSED_NO_ROOM
 from sgl_kvevict.sglang_adapter.probes import question_probes, repetition_probes
 
@@ -23,13 +26,14 @@ if TYPE_CHECKING:
 
     from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
-RID_PREFIX = "kvevict-pass-"
 PATIENCE = 8
 """Steps for which users' waiting requests go first; then one pass is let in, or a busy server never compressed."""
 ANSWER_REACH = 15
 """Tokens on each side of one that a question attends to that share its score: its answer may stand there."""
 MAX_REMEMBERED = 256
 """Outcomes of warm requests that are remembered for who asks."""
+MAX_JOBS = 1024
+"""Prefixes that may wait for passes; who asks for more is told "busy"."""
 
 
 @dataclass(eq=False)
@@ -39,7 +43,8 @@ class ScoringJob:
     Attributes:
         node: last node of the prefix.
         questions: texts to read it with; () for the policy's own way.
-        rid: request that asked for it, "" if none did.
+        tickets: hashes of the tickets of those who asked for it and want to know what became of it.
+        is_wanted: some request asked for it.
         observation: what the passes have seen; None before the first.
         probes: token ids still to be appended to the prefix, one list a pass.
         started: when the pass that runs was handed to the scheduler (seconds, monotonic).
@@ -47,7 +52,8 @@ class ScoringJob:
 
     node: TreeNode
     questions: tuple[str, ...]
-    rid: str
+    tickets: set[str] = field(default_factory=set)
+    is_wanted: bool = False
     observation: ReaderObservation | None = None
     probes: list[list[int]] = field(default_factory=list)
     started: float = 0.0
@@ -76,6 +82,8 @@ class PrefixScoring:
         self._votes: dict[TreeNode, ReaderObservation] = {}
         self._jobs: OrderedDict[TreeNode, ScoringJob] = OrderedDict()
         self._pass: Req | None = None
+        self._passes: WeakSet[Req] = WeakSet()
+        self._turns: dict[tuple[str | None, str | None], int] = {}
         self._job: ScoringJob | None = None
         self._num_passes = 0
         self._waited = 0
@@ -88,12 +96,11 @@ class PrefixScoring:
     # ---- what the tree tells ----------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """The tree was flushed."""
+        """What was cached is gone, or of no use; a pass that waits is taken out of the queue at the next turn."""
         self._matches.clear()
         self._votes.clear()
         for job in list(self._jobs.values()):
             self._end(job, "dropped")
-        self._pass = None
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         """A node was cut: who found the whole of it found its upper part."""
@@ -109,11 +116,11 @@ class PrefixScoring:
 
     def observe(self, req: Req, start: int, end: int) -> ReaderChunk | None:
         """Return what new tokens ``[start, end)`` of a request are to be recorded in, if anything."""
-        observation = self._observation_of_pass(req) if self._is_pass(req) else self._vote(req, start)
+        observation = self._observation_of_pass(req) if req in self._passes else self._vote(req, start)
         if observation is None:
             return None
         row = self.tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
-        return observation.begin_chunk(str(req.rid), start, end, row[observation.start : observation.end].long())
+        return observation.begin_chunk(req, start, end, row[observation.start : observation.end].long())
 
     def prompt_complete(self, req: Req, observation: PromptObservation) -> None:
         """A user's prompt is in the tree: count what it found there, and queue what is to be scored."""
@@ -128,54 +135,99 @@ class PrefixScoring:
         if self.readers is Readers.QUESTIONS:
             self._count_vote(req, observation.first_query, path)
         elif found is not None:
-            self._enqueue(ScoringJob(found, (), ""))
+            self._enqueue(ScoringJob(found, ()))
         options = parse_request_options(req.sampling_params.custom_params, self.config)
         if (options is not None and options.warm) or req.sampling_params.max_new_tokens == 0:
             questions = () if options is None else tuple(options.questions)
             if questions or self.readers is Readers.REPETITION:
                 node = self.tree.node_ending_at(path, observation.end)
-                self._enqueue(ScoringJob(node, questions, req.rid))
+                ticket = None if options is None else options.ticket
+                tickets = set() if ticket is None else {ticket_digest(ticket)}
+                self._enqueue(ScoringJob(node, questions, tickets, is_wanted=True))
 
     def released(self, req: Req) -> None:
         """A request let go of its path; if it was our pass, go on from there."""
-        if not req.finished():
-            return
-        for vote in self._votes.values():
-            vote.forget_reader(str(req.rid))  # aborted before its vote counted: the id may come again
-        if self._pass is None or req is not self._pass:
+        if not req.finished() or req is not self._pass:
             return
         self._pass = None
         job = self._job
         if job is None:
             return
+        with self.tree.guard.at(Place.PASS):
+            self._pass_done(job, req)
+            return
+        self._end(job, "failed")
+
+    def _pass_done(self, job: ScoringJob, req: Req) -> None:
         if isinstance(req.finished_reason, FINISH_ABORT):
             self._end(job, "aborted")
             return
         assert job.observation is not None
+        if job.observation.has_failed:
+            self._end(job, "failed")
+            return
         self.tree.observer.scored(job.observation.start, job.observation.end, time.perf_counter() - job.started)
-        job.observation.end_reader(str(req.rid))
+        job.observation.end_reader(req)
         job.probes.pop(0)
         if not job.probes:
-            done = self.tree.compress_up_to(job.node, job.observation.end, job.observation, req.rid)
+            done = self.tree.compress_up_to(job.node, job.observation.end, job.observation, req)
             self._end(job, "compressed" if done else "in-use")
+
+    # ---- passes and the scheduler -----------------------------------------------------------------------------
 
     def turn(self, scheduler: Scheduler) -> None:
         """Between two steps: hand the next pass to the scheduler if it is time for one."""
         if self._pass is not None:
-            if not self._pass.kv.holds_kv and self._pass not in scheduler.waiting_queue:
-                self._pass = None  # aborted while it waited: nobody is told
-                if self._job is not None:
-                    self._end(self._job, "aborted")
+            self._check_pass(scheduler)
             return
-        if not self._jobs:
+        if not self._jobs or scheduler._engine_paused or scheduler.flush_wrapper._pending is not None:
             return
         if scheduler.waiting_queue and self._waited < PATIENCE:
             self._waited += 1
             return
         self._waited = 0
-        job = next(iter(self._jobs.values()))
-        if self._prepare(job, scheduler):
-            self._start_pass(job, scheduler)
+        job = self._next_job()
+        with self.tree.guard.at(Place.PASS):
+            if self._prepare(job, scheduler):
+                self._start_pass(job, scheduler)
+            return
+        self._end(job, "failed")
+
+    def _check_pass(self, scheduler: Scheduler) -> None:
+        """Notice a pass that was taken out of the queue, and take out one whose prefix is gone."""
+        if self._pass is None or self._pass.kv.holds_kv:
+            return
+        if self._pass not in scheduler.waiting_queue:
+            self._pass = None  # aborted while it waited: nobody is told
+            if self._job is not None:
+                self._end(self._job, "aborted")
+        elif self._job is None:
+            self.withdraw(scheduler)
+
+    @property
+    def running_pass(self) -> Req | None:
+        """The pass that waits or runs."""
+        return self._pass
+
+    def is_pass(self, req: Req) -> bool:
+        """Whether a request is one of ours."""
+        return req in self._passes
+
+    def withdraw(self, scheduler: Scheduler) -> None:
+        """Take a pass that waits out of the queue; its job stays, and has another pass later."""
+        if self._pass is not None and not self._pass.kv.holds_kv and self._pass in scheduler.waiting_queue:
+            scheduler.waiting_queue.remove(self._pass)
+            self.let_go()
+
+    def let_go(self) -> None:
+        """The pass that runs is taken off: its job stays, and has another one later."""
+        self._pass = self._job = None
+
+    def abort(self, scheduler: Scheduler) -> None:
+        """End the job under way, and the pass that waits."""
+        if self._job is not None:
+            self._end(self._job, "aborted")
+        self.withdraw(scheduler)
 
     # ---- jobs -------------------------------------------------------------------------------------------------
 
@@ -183,17 +235,25 @@ class PrefixScoring:
         return self.config.score_after_matches is not None and count >= self.config.score_after_matches
 
     def _enqueue(self, job: ScoringJob) -> None:
+        queued = self._jobs.get(job.node)
         if self._range_of(job.node) is None:
-            self._remember(job.rid, "too-short")
-        elif job.node not in self._jobs:
+            self._remember(job.tickets, "too-short")
+        elif queued is None and len(self._jobs) >= MAX_JOBS:
+            self._remember(job.tickets, "busy")
+        elif queued is None:
             self._jobs[job.node] = job
-            self._remember(job.rid, "queued")
-        elif job.rid and self._jobs[job.node].observation is None:
-            self._jobs[job.node] = job  # what somebody asked for replaces what we would have done
-            self._remember(job.rid, "queued")
-        elif job.rid:
-            self._jobs[job.node].rid = job.rid
-            self._remember(job.rid, "queued")
+            self._remember(job.tickets, "queued")
+        elif len(queued.tickets) + len(job.tickets) > MAX_REMEMBERED:
+            self._remember(job.tickets, "busy")
+        else:
+            queued.tickets |= job.tickets
+            self._remember(job.tickets, "queued")
+            if job.is_wanted and queued.observation is None:  # what was asked for last replaces what was before
+                queued.questions, queued.is_wanted = job.questions, True
+
+    def _next_job(self) -> ScoringJob:
+        """The oldest job of the namespace whose turn it is: the one that had none, or had its last one longest ago."""
+        return min(self._jobs.values(), key=lambda job: self._turns.get(_namespace(job), 0))
 
     def _range_of(self, node: TreeNode) -> tuple[int, int] | None:
         """Logical bounds of what is to be compressed of the path to a node; None if it is too short."""
@@ -233,7 +293,7 @@ class PrefixScoring:
         self._num_passes += 1
         key: RadixKey = job.node.key
         req = Req(
-            f"{RID_PREFIX}{self._num_passes}",
+            f"kvevict-pass-{self._num_passes}",  # for logs: nothing is known by its name
             "",
             array("q", [*self._tokens(job.node), *job.probes[0]]),
             sampling,
@@ -247,27 +307,30 @@ class PrefixScoring:
         req.skip_radix_cache_insert = True
         req.finished_output = True
         scheduler.init_req_max_new_tokens(req)
+        # Not through the public entrance: limits on users' requests are not meant for this one. But complete.
+        scheduler._set_or_validate_priority(req)
+        req.arrival_processed_tokens = scheduler.processed_tokens_counter
         req.time_stats.set_wait_queue_entry_time()
         job.started = time.perf_counter()
+        self._passes.add(req)
         self._pass, self._job = req, job
-        # Not through the public entrance: limits on users' requests are not meant for this one.
+        self._turns[_namespace(job)] = self._num_passes
         scheduler.waiting_queue.append(req)
 
     def _end(self, job: ScoringJob, outcome: str) -> None:
-        self._remember(job.rid, outcome)
+        self._remember(job.tickets, outcome)
         self._jobs.pop(job.node, None)
         if job is self._job:
             self._job = None
+        waiting = {_namespace(other) for other in self._jobs.values()}
+        self._turns = {name: turn for name, turn in self._turns.items() if name in waiting}
 
-    def _remember(self, rid: str, outcome: str) -> None:
-        if rid:
-            self.outcomes[rid] = outcome
-            self.outcomes.move_to_end(rid)
-            if len(self.outcomes) > MAX_REMEMBERED:
-                self.outcomes.popitem(last=False)
-
-    def _is_pass(self, req: Req) -> bool:
-        return str(req.rid).startswith(RID_PREFIX) and req.skip_radix_cache_insert
+    def _remember(self, tickets: Collection[str], outcome: str) -> None:
+        for ticket in tickets:
+            self.outcomes[ticket] = outcome
+            self.outcomes.move_to_end(ticket)
+        while len(self.outcomes) > MAX_REMEMBERED:
+            self.outcomes.popitem(last=False)
 
     def _observation_of_pass(self, req: Req) -> ReaderObservation | None:
         return self._job.observation if req is self._pass and self._job is not None else None
@@ -285,7 +348,7 @@ class PrefixScoring:
         if bounds is None:
             return None
         vote = self._votes.get(req.last_node)
-        if vote is None or (vote.start, vote.end) != bounds:
+        if vote is None or vote.has_failed or (vote.start, vote.end) != bounds:
             vote = self._votes[req.last_node] = self.compressor.new_reader_observation(*bounds, ANSWER_REACH)
         return vote
 
@@ -295,8 +358,14 @@ class PrefixScoring:
             end += len(node.key)
             if end == first_query and node in self._votes:
                 vote = self._votes[node]
-                vote.end_reader(str(req.rid))
-                if self._is_due(vote.num_readers):
+                vote.end_reader(req)
+                if self._is_due(vote.num_readers) and not vote.has_failed:
                     del self._votes[node]
-                    self.tree.compress_up_to(node, vote.end, vote, req.rid)
+                    self.tree.compress_up_to(node, vote.end, vote, req)
                 return
+
+
+def _namespace(job: ScoringJob) -> tuple[str | None, str | None]:
+    """Whose prefix it is, as far as the cache can tell."""
+    key: RadixKey = job.node.key
+    return key.extra_key, key.cache_salt

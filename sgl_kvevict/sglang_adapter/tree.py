@@ -10,9 +10,8 @@ from __future__ import annotations
 import heapq
 import time
 from array import array
-from collections import Counter
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -27,24 +26,25 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy, LRUStrategy
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
-from sgl_kvevict.compression import Compressor, PromptObservation, ReaderChunk, ReaderObservation
+from sgl_kvevict.compression import Compression, Compressor, PromptObservation, ReaderObservation
 from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.guard import Guard, Place, accounting
 from sgl_kvevict.prefix import Segment, Span, SpanStore
-from sgl_kvevict.ragged import SpanRuns
+from sgl_kvevict.sglang_adapter.blocking import BlockingNodes
 from sgl_kvevict.sglang_adapter.eviction import CostAwareRecency
 from sgl_kvevict.sglang_adapter.introspection import cache_state
 from sgl_kvevict.sglang_adapter.observers import REFUSED_IN_USE, REFUSED_NOT_CACHED, CacheObserver
 from sgl_kvevict.sglang_adapter.pending import PendingRange, PendingRanges
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
+from sgl_kvevict.sglang_adapter.readable import ReadableTree
 from sgl_kvevict.sglang_adapter.scoring import PrefixScoring
-from sgl_kvevict.sglang_adapter.walk import WalkableTree
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
 
-class KVEvictTree(WalkableTree):
+class KVEvictTree(ReadableTree):
     """Radix tree whose nodes may hold spans.
 
     Args:
@@ -56,6 +56,7 @@ class KVEvictTree(WalkableTree):
         observer: told of every change; does nothing unless events or metrics are on.
         scoring: has prefixes read before they are compressed; None for policies that need no readers.
         ranks: the tensor-parallel ranks that hold the same tree.
+        guard: holds errors that concern one request or job.
     """
 
     eviction_strategy: EvictionStrategy
@@ -65,10 +66,12 @@ class KVEvictTree(WalkableTree):
         self.compressor = compressor
         self.spans: dict[TreeNode, Span] = {}
         self.pending = PendingRanges()
-        self.requests: WeakValueDictionary[str, Req] = WeakValueDictionary()
+        self.blocking = BlockingNodes(self)
+        self.requests: WeakSet[Req] = WeakSet()
         self._observations: WeakKeyDictionary[Req, PromptObservation] = WeakKeyDictionary()
         self.max_sharers = 0
         self.ranks = TensorRanks(params.attn_tp_cache_group)
+        self.guard = Guard(self.ranks.size)
         self.observer = CacheObserver()
         readers = None if compressor is None else compressor.policy.readers
         self.scoring = None if readers is None else PrefixScoring(self, readers)
@@ -80,11 +83,21 @@ class KVEvictTree(WalkableTree):
         """Forget everything; SGLang clears allocator and rows itself."""
         self.spans.clear()
         self.pending.clear()
+        self.blocking.clear()
         self._observations.clear()
         if self.scoring is not None:
             self.scoring.clear()
         super().reset()
         self.observer.cleared()
+
+    @accounting()
+    def forget_compressed(self) -> None:
+        """The weights changed: nothing that was compressed, scored or observed before is used for a new request."""
+        self.pending.clear()
+        self._observations.clear()
+        if self.scoring is not None:
+            self.scoring.clear()
+        self.blocking.add_compressed()
 
     # ---- sizes in token slots -------------------------------------------------------------------------------
 
@@ -130,6 +143,7 @@ class KVEvictTree(WalkableTree):
 
     # ---- structure ------------------------------------------------------------------------------------------
 
+    @accounting()
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         upper: TreeNode = super()._split_node(key, child, split_len)
         if self.scoring is not None:
@@ -141,34 +155,21 @@ class KVEvictTree(WalkableTree):
         return upper
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """Match as stock; a request that matches (again) is about to be prefilled, so remember it by its id."""
+        """Match as stock; a request that matches (again) is about to be prefilled, so remember it."""
         if params.req is not None:
-            self.requests[params.req.rid] = params.req
+            self.requests.add(params.req)
             if self.compressor is not None:
                 self._observations[params.req] = self.compressor.new_observation()
         return super().match_prefix(params)
 
     def _match_prefix_helper(self, node: TreeNode, key: RadixKey) -> tuple[list[torch.Tensor], TreeNode]:
-        blocked = self._blocking_node(key)
+        blocked = self.blocking.find(key)
         if blocked is not None:
             key = key[: self.spans[blocked].start]
             if len(key) == 0:
                 return [], node
         values, last = super()._match_prefix_helper(node, key)
         return values, last
-
-    def _blocking_node(self, key: RadixKey) -> TreeNode | None:
-        """Return the unsplittable node inside which ``key`` ends or diverges, if there is one."""
-        if self.compressor is None or self.compressor.policy.splittable:
-            return None
-        node, rest = self.root_node, key
-        while len(rest) and (child := node.children.get(rest.child_key(self.page_size))) is not None:
-            matched = child.key.match(rest, page_size=self.page_size)
-            if matched < len(child.key):
-                span = self.spans.get(child)
-                return child if span is not None and not span.segment.splittable else None
-            node, rest = child, rest[matched:]
-        return None
 
     def evict(self, params: EvictParams) -> EvictResult:
         """Drop leaves in the order of the eviction policy until ``num_tokens`` token slots are released."""
@@ -194,6 +195,7 @@ class KVEvictTree(WalkableTree):
         """Remove one leaf; return the token slots that came back."""
         self._delete_leaf(node)
         self.pending.discard(node)
+        self.blocking.discard(node)
         if self.scoring is not None:
             self.scoring.discard(node)
         self.kv_events.record_remove(node)
@@ -237,36 +239,33 @@ class KVEvictTree(WalkableTree):
             return
         super().checkpoint(req, up_to=up_to)
         observation = self._observations.get(req)
-        if observation is not None and observation.is_complete:
-            del self._observations[req]
+        if observation is None or not observation.is_complete:
+            return
+        del self._observations[req]
+        with self.guard.at(Place.PROMPT):
             if self.scoring is not None:
                 self.scoring.prompt_complete(req, observation)
             else:
-                self.compress_up_to(req.last_node, observation.end - self._tail_tokens, observation, req.rid)
+                self.compress_up_to(req.last_node, observation.end - self._tail_tokens, observation, req)
 
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
         """A request let go of its path: forget its state and compress ranges that waited for it."""
         self._observations.pop(req, None)
-        self.requests.pop(req.rid, None)
-        if self.scoring is not None:
-            self.scoring.released(req)
-        for pending in self.pending:
-            self._try_compress(pending)
+        self.requests.discard(req)
+        self.blocking.drop_unread()
+        with self.guard.at(Place.RELEASE):
+            if self.scoring is not None:
+                self.scoring.released(req)
+            for pending in self.pending:
+                self._try_compress(pending)
 
     def _make_way(self, req: Req, up_to: int) -> bool:
         tokens: array[int] = req.full_untruncated_fill_ids[:up_to]
-        blocking = self._blocking_node(RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt))
-        if blocking is None:
+        blocking = self.blocking.find(RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt))
+        if blocking is None or self.blocking.drop_subtree(blocking):
             return True
-        if blocking.lock_ref > 0:
-            self.observer.refused(REFUSED_NOT_CACHED, len(tokens))
-            return False
-        subtree = [blocking]
-        for node in subtree:
-            subtree.extend(node.children.values())
-        for node in reversed(subtree):
-            self._drop(node)
-        return True
+        self.observer.refused(REFUSED_NOT_CACHED, len(tokens))
+        return False
 
     # ---- compression ----------------------------------------------------------------------------------------
 
@@ -276,7 +275,7 @@ class KVEvictTree(WalkableTree):
         return self.compressor.config.tail_tokens
 
     def compress_up_to(
-        self, node: TreeNode, end: int, observation: PromptObservation | ReaderObservation, rid: str
+        self, node: TreeNode, end: int, observation: PromptObservation | ReaderObservation, req: Req
     ) -> bool:
         """Compress what is uncompressed of the path to a node, or remember to, once nobody else reads it.
 
@@ -284,7 +283,7 @@ class KVEvictTree(WalkableTree):
             node: the path's last node.
             end: logical position up to which to compress.
             observation: what to compress with.
-            rid: the request that was observed; its own lock does not stand in the way.
+            req: the request that was observed; its own lock does not stand in the way.
 
         Returns:
             Whether the range is done with (it may also have been too short).
@@ -294,7 +293,7 @@ class KVEvictTree(WalkableTree):
         num_tokens = end - self.waterline(path)
         if num_tokens < self.compressor.config.min_prefix_tokens:
             return True
-        pending = PendingRange(self.node_ending_at(path, end), end, observation, rid)
+        pending = PendingRange(self.node_ending_at(path, end), end, observation, ref(req))
         if self._try_compress(pending):
             return True
         self.pending.add(pending)
@@ -315,27 +314,39 @@ class KVEvictTree(WalkableTree):
             return False
         groups = [nodes] if self.compressor.policy.splittable else [[node] for node in nodes]
         for group in groups:
-            self._compress(group, waterline, pending.observation)
-            waterline += sum(len(node.key) for node in group)
+            done = self._decide(group, waterline, pending.observation)
+            if done is None:
+                self.pending.discard(pending.node)
+                break
+            self._install(group, done)
+            waterline += done.num_tokens
         if holder is not None:
-            self.req_to_token_pool.write((holder.kv.req_pool_idx, slice(0, pending.end)), 0)
+            self.req_to_token_pool.write((holder.kv.req_pool_idx, slice(0, waterline)), 0)
         return True
 
     def _holder(self, pending: PendingRange) -> Req | None:
         """Return the request that was observed if it still locks the range itself."""
-        req = self.requests.get(pending.rid)
+        req = pending.reader()
         if req is None or req.lock is None or pending.node not in self.path(req.lock.node):
             return None
         return req
 
-    def _compress(self, nodes: list[TreeNode], start: int, observation: PromptObservation | ReaderObservation) -> None:
-        """Replace the ordinary slots of consecutive nodes by spans of one new segment."""
+    def _decide(
+        self, nodes: list[TreeNode], start: int, observation: PromptObservation | ReaderObservation
+    ) -> Compression | None:
+        """Write what is kept of consecutive nodes into the first of their slots; None if the policy failed."""
         assert self.compressor is not None
-        token_slots = torch.cat([node.value for node in nodes])
         above = self.spans.get(nodes[0].parent)
-        parent = None if above is None else above.segment
-        done = self.compressor.compress(token_slots, start, observation, parent)
-        rest = Span(done.segment, start, start + token_slots.numel(), is_owner=True)
+        with self.guard.at(Place.COMPRESSION):
+            token_slots = torch.cat([node.value for node in nodes])
+            parent = None if above is None else above.segment
+            return self.compressor.compress(token_slots, start, observation, parent)
+        return None
+
+    @accounting()
+    def _install(self, nodes: list[TreeNode], done: Compression) -> None:
+        """Replace the ordinary slots of consecutive nodes by spans of one new segment."""
+        rest = Span(done.segment, done.start, done.start + done.num_tokens, is_owner=True)
         for node in nodes:
             boundary = rest.start + len(node.key)
             span, rest = rest.split(boundary) if boundary < rest.end else (rest, rest)
@@ -345,48 +356,6 @@ class KVEvictTree(WalkableTree):
             node.value = torch.zeros_like(node.value)
         self.token_to_kv_pool_allocator.free_segment(done.freed, start_pos=0)
         self.observer.compressed(nodes, done)
-
-    # ---- readers --------------------------------------------------------------------------------------------
-
-    def read_paths(self, rids: list[str]) -> tuple[tuple[SpanRuns, ...], ...]:
-        """Resolve what each request of a batch reads now: the spans on its path, root first.
-
-        Always from the tree, never remembered: other requests may have split nodes of the path since.
-
-        Args:
-            rids: ids of the batch's requests.
-        """
-        paths = []
-        for rid in rids:
-            spans = [self.spans[node] for node in self.path(self.requests[rid].last_node) if node in self.spans]
-            paths.append(tuple(span.runs() for span in spans))
-        readers = Counter(runs for path in paths for runs in path)
-        self.max_sharers = max(self.max_sharers, *readers.values(), 0)
-        return tuple(paths)
-
-    def observe(self, rid: str, start: int, end: int) -> list[PromptObservation | ReaderChunk]:
-        """Return the observations that a prefill chunk ``[start, end)`` of a request adds to.
-
-        Returns:
-            None of them for rows that are not prefill (decode rows of a mixed batch), when the policy is ``none``,
-            and for prompts too short to compress.
-        """
-        req = self.requests[rid]
-        observation = self._observations.get(req)
-        if self.compressor is None or observation is None or observation.is_complete:
-            return []
-        prompt_len = len(req.full_untruncated_fill_ids)
-        config = self.compressor.config
-        if self.scoring is None and prompt_len < config.min_prefix_tokens + config.tail_tokens:
-            return []
-        waterline = self.waterline(self.path(req.last_node))
-        slots = None
-        if observation.needs_slots:
-            slots = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, waterline:end].long()
-        observation.begin_chunk(start, end, is_last=end >= prompt_len, key_start=waterline, token_slots=slots)
-        if self.scoring is not None and (reader := self.scoring.observe(req, start, end)) is not None:
-            return [reader]
-        return [observation] if observation.records else []
 
     def state(self) -> dict[str, Any]:
         """Return what the cache holds, in plain numbers (shown by ``GET /server_info``)."""

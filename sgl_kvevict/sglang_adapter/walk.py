@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sglang.srt.mem_cache.radix_cache import RadixCache, TreeNode
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.prefix import Span
@@ -50,3 +50,14 @@ class WalkableTree(RadixCache):
             if position > end:
                 return self._split_node(node.key, node, len(node.key) - (position - end))
         raise InvariantError(f"the path has {position} tokens, expected at least {end}")
+
+    def unsplittable_at(self, key: RadixKey) -> TreeNode | None:
+        """Return the unsplittable node inside which a key ends or diverges, if there is one."""
+        node, rest = self.root_node, key
+        while len(rest) and (child := node.children.get(rest.child_key(self.page_size))) is not None:
+            matched = child.key.match(rest, page_size=self.page_size)
+            if matched < len(child.key):
+                span = self.spans.get(child)
+                return child if span is not None and not span.segment.splittable else None
+            node, rest = child, rest[matched:]
+        return None

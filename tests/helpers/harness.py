@@ -157,7 +157,7 @@ class Harness:
         req.extend_end = end
         self._write_tokens(req, start, end, slots)
         self._forward(req, end)
-        for observation in self.tree.observe(req.rid, start, end):
+        for observation in self.tree.observe(req, start, end):
             queries = torch.zeros(end - start, self.geometry.num_qo_heads, self.geometry.head_dim)
             for layer in range(self.geometry.num_layers):
                 lse = torch.zeros(end - start, self.geometry.num_qo_heads)
@@ -292,7 +292,7 @@ class Harness:
         assert len(codes) == seq_len
         row = self.rows.req_to_token[req.kv.req_pool_idx]
         waterline = 0
-        (path,) = self.tree.read_paths([req.rid])
+        (path,) = self.tree.read_paths([req])
         for runs in path:
             expected = {code: waterline + i for i, code in enumerate(codes[waterline : waterline + runs.num_tokens])}
             for run, (begin, length) in enumerate(

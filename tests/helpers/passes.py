@@ -33,6 +33,13 @@ class MiniScheduler:
         self.model_config = SimpleNamespace(hf_eos_token_id={0}, vocab_size=64)
         self.max_req_input_len = 500
         self.passes: list[Req] = []
+        self.processed_tokens_counter = 0
+        self._engine_paused = False
+        self.flush_wrapper = SimpleNamespace(_pending=None)
+
+    def _set_or_validate_priority(self, req: Req) -> bool:
+        assert req.priority is None
+        return True
 
     def init_req_max_new_tokens(self, req: Req) -> None:
         assert req.sampling_params.max_new_tokens == 0

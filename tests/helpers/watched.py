@@ -28,7 +28,8 @@ class WatchedHarness:
                 self.counting,
                 PublishingObserver(self.service, "pseudo-random", heads),
                 InspectingObserver(self.service, self.counting.totals, started),
-            ]
+            ],
+            self.harness.tree.guard,
         )
         self._turning: threading.Thread | None = None
         self._stop = threading.Event()

@@ -15,8 +15,9 @@ from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
+from sglang.srt.managers.schedule_batch import Req, ReqKvInfo, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.flush_wrapper import SchedulerFlushWrapper
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
     EvictParams,
@@ -41,6 +42,7 @@ from sgl_kvevict.sglang_adapter import compat
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend, device_reasons
 from sgl_kvevict.sglang_adapter.graphs import around_replay_view
 from sgl_kvevict.sglang_adapter.plugin import register
+from sgl_kvevict.sglang_adapter.readable import ReadableTree
 from sgl_kvevict.sglang_adapter.refusals import FLAGS
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 from sgl_kvevict.sglang_adapter.walk import WalkableTree
@@ -66,6 +68,11 @@ SIGNATURES = {
     "RadixKey.match": (RadixKey.match, ["self", "other", "page_size"]),
     "RadixKey.child_key": (RadixKey.child_key, ["self", "page_size"]),
     "Req.set_finish_with_abort": (Req.set_finish_with_abort, ["self", "error_msg", "status_code", "err_type"]),
+    "Scheduler.abort_request": (Scheduler.abort_request, ["self", "recv_req"]),
+    "Scheduler.flush_cache": (Scheduler.flush_cache, ["self", "empty_cache"]),
+    "Scheduler._set_or_validate_priority": (Scheduler._set_or_validate_priority, ["self", "req"]),
+    "Scheduler.process_batch_result": (Scheduler.process_batch_result, ["self", "batch", "result"]),
+    "ScheduleBatch.filter_batch": (ScheduleBatch.filter_batch, ["self", "reqs_to_exclude", "keep_indices"]),
     "Scheduler.init_req_max_new_tokens": (Scheduler.init_req_max_new_tokens, ["self", "req"]),
     "Scheduler._add_request_to_queue": (Scheduler._add_request_to_queue, ["self", "req", "is_retracted"]),
     "ReqToTokenPool.write": (ReqToTokenPool.write, ["self", "indices", "values"]),
@@ -126,8 +133,25 @@ SOURCES = {
         "logprob_start_len",
         "time_stats",
         "tokenizer",
+        "arrival_processed_tokens",
+        "priority",
     ),
-    Scheduler: ("waiting_queue", "max_req_input_len", "tokenizer", "model_config", "tree_cache"),
+    Scheduler: (
+        "waiting_queue",
+        "max_req_input_len",
+        "tokenizer",
+        "model_config",
+        "tree_cache",
+        "_engine_paused",
+        "flush_wrapper",
+        "processed_tokens_counter",
+        "chunked_req",
+        "last_batch",
+        "running_batch",
+        "result_queue",
+        "enable_overlap",
+    ),
+    SchedulerFlushWrapper.__init__: ("_pending",),
     RadixAttention.__init__: (
         "tp_q_head_num",
         "qk_head_dim",
@@ -169,10 +193,11 @@ def test_stock_checkpoint_inserts_before_it_relocks():
 
 def test_overrides_exist_upstream():
     """A method that upstream renamed would silently stop being an override."""
-    methods = {**vars(WalkableTree), **vars(KVEvictTree)}
+    methods = {**vars(WalkableTree), **vars(ReadableTree), **vars(KVEvictTree)}
     ours = {name for name, value in methods.items() if inspect.isfunction(value) and not name.startswith("__")}
     own = {
         "compress_up_to",
+        "forget_compressed",
         "node_ending_at",
         "node_slots",
         "path",
@@ -180,6 +205,7 @@ def test_overrides_exist_upstream():
         "nodes",
         "observe",
         "state",
+        "unsplittable_at",
         "waterline",
     }
     public = {name for name in ours if not name.startswith("_")}

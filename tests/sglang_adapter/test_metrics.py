@@ -24,9 +24,9 @@ def harness(tmp_path_factory):
     publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
     harness = Harness(num_slots=200)
     counting = CountingObserver(harness.geometry.heads_per_token)
-    harness.metrics = MetricsObserver(counting.totals, LABELS, lambda: 5)
+    harness.metrics = MetricsObserver(counting.totals, LABELS, lambda: 5, harness.tree.guard.errors)
     harness.counting = counting
-    harness.tree.observer = ObserverGroup([counting, harness.metrics])
+    harness.tree.observer = ObserverGroup([counting, harness.metrics], harness.tree.guard)
     return harness
 
 

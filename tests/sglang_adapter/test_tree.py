@@ -40,7 +40,7 @@ def test_sharers_read_one_copy():
     for req in [first, *others]:
         harness.decode(req)
     assert harness.tree.state()["compressed_slots"] == slots
-    harness.tree.read_paths([req.rid for req in [first, *others]])
+    harness.tree.read_paths([first, *others])
     assert harness.tree.state()["max_sharers"] == 5
 
 
@@ -194,7 +194,7 @@ def test_budget_one_keeps_everything():
     harness = Harness(config=KVEvictConfig(budget=1.0, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6))
     req = harness.run(DOCUMENT)
     assert harness.tree.state()["compressed_slots"] == 56
-    (path,) = harness.tree.read_paths([req.rid])
+    (path,) = harness.tree.read_paths([req])
     assert path[0].lens.eq(56).all()
 
 
