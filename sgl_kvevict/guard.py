@@ -2,9 +2,9 @@
 
 SGLang calls our hooks on its scheduler's thread and does not catch what they raise: any exception would end the server
 for everybody. So each place that serves one request, one job or one onlooker runs under a :class:`Guard`: an exception
-there leaves that request, job or onlooker alone, is counted and logged, and the scheduler goes on. Where slots, spans and
-rows change hands, going on after an error would give one user's keys to another: :class:`accounting` turns every
-exception into an :class:`InvariantError`, which no guard holds.
+there leaves that request, job or onlooker alone, is counted and logged, and the scheduler goes on. Where slots, spans
+and rows change hands, going on after an error would give one user's keys to another: :class:`accounting` makes every
+exception an :class:`InvariantError`, which no guard holds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Place(Enum):
     SOCKETS = "sockets"
     """The event thread sends and receives: this message is lost."""
     STATE = "state"
-    """``GET /server_info`` shows the cache: it shows the error's name instead."""
+    """``GET /server_info`` shows the cache: what failed is missing."""
 
 
 PER_RANK = frozenset({Place.OBSERVATION, Place.COMPRESSION})

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Sized
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
-Reader = object
+Reader: TypeAlias = Any
 """A request, or a scoring pass, that attends to a prefix: the object itself, never a name that a client chose."""
 
 

@@ -72,7 +72,7 @@ HOOKS = (
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.ingest_requests",
         kind="AFTER",
-        function="sgl_kvevict.sglang_adapter.observers.after_ingest",
+        function="sgl_kvevict.sglang_adapter.passes.after_ingest",
         why="between two steps, scoring passes are queued, metrics refreshed and questions about the cache answered",
     ),
     Hook(

@@ -58,7 +58,7 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     if not tree.ranks.is_first:
         return tree
     logger.info("kvevict: %s", describe(config, backend.geometry, tree.ranks.size))
-    if tree.scoring is not None and ctx.server_args.skip_tokenizer_init:
+    if tree.manager.scoring is not None and ctx.server_args.skip_tokenizer_init:
         logger.warning("kvevict: no tokenizer (--skip-tokenizer-init): scoring passes repeat a prefix without words")
     return tree
 

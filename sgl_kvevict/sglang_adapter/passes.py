@@ -38,13 +38,14 @@ class SchedulerPasses:
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The model's; None on a server without one."""
-        return self._scheduler.tokenizer
+        tokenizer: PreTrainedTokenizerBase | None = self._scheduler.tokenizer
+        return tokenizer
 
     @property
     def room(self) -> int:
         """Tokens that a pass must stay below."""
         scheduler = self._scheduler
-        return min(scheduler.max_req_input_len, scheduler.tree_cache.token_to_kv_pool_allocator.size)
+        return int(min(scheduler.max_req_input_len, scheduler.tree_cache.token_to_kv_pool_allocator.size))
 
     @property
     def users_wait(self) -> bool:

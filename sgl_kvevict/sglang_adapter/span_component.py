@@ -9,6 +9,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType, EvictLa
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.lifecycle import PrefixManager
 from sgl_kvevict.lifecycle.eviction import CostAwareRecency, LeafHeap, LeafSet
+from sgl_kvevict.lifecycle.spans import SpanTable
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,7 @@ class SpanComponent(FullComponent):
     def __init__(self, cache: Any, params: CacheInitParams) -> None:
         super().__init__(cache, params)
         self._manager: PrefixManager = cache.manager
-        self._spans = self._manager.spans
+        self._spans: SpanTable = self._manager.spans
         self._order: CostAwareRecency | None = None
         self._heap: LeafHeap | None = None
         self._wanted = 0
@@ -44,7 +45,7 @@ class SpanComponent(FullComponent):
         spans = self._spans
         if node in spans:
             return spans[node].charged_slots
-        value = node.component_data[FULL].value
+        value: torch.Tensor | None = node.component_data[FULL].value
         return 0 if value is None else len(value)
 
     def redistribute_on_node_split(self, new_parent: UnifiedTreeNode, child: UnifiedTreeNode) -> None:

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sgl_kvevict.compression import Compressor, PromptObservation, ReaderChunk
-from sgl_kvevict.guard import Guard, Place, accounting
+from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle import PrefixManager
 from sgl_kvevict.lifecycle.eviction import CostAwareRecency
 from sgl_kvevict.lifecycle.manager import Released
@@ -43,8 +43,9 @@ class KVEvictTree(UnifiedRadixCache):
         compressor: compresses completed prompts; None (policy ``none``) leaves the tree as stock.
 
     Attributes:
+        port: what the manager does to the tree.
         manager: follows every prefix.
-        ranks: the tensor-parallel ranks that hold the same tree.
+        spans: what compressed nodes hold; the manager's.
         guard: holds errors that concern one request or job.
         clock: how long ago a node was used.
     """
@@ -52,9 +53,8 @@ class KVEvictTree(UnifiedRadixCache):
     def __init__(self, params: CacheInitParams, store: SpanStore, compressor: Compressor | None) -> None:
         self.store = store
         self.compressor = compressor
-        self.ranks = TensorRanks(params.attn_tp_cache_group)
+        self.port = UnifiedTreePort(self, TensorRanks(params.attn_tp_cache_group))
         self.guard = Guard(self.ranks.size)
-        self.port = UnifiedTreePort(self, self.ranks)
         self.manager = PrefixManager(self.port, store, compressor, self.guard)
         self.spans = self.manager.spans
         self.clock = AccessClock()
@@ -67,6 +67,11 @@ class KVEvictTree(UnifiedRadixCache):
         if isinstance(self.tree_core.eviction_strategy, LRUStrategy):  # what else a user chose is followed as it is
             self._order = CostAwareRecency(self.spans, access_counter)
             self.components[FULL].order_by(self._order)
+
+    @property
+    def ranks(self) -> TensorRanks:
+        """The tensor-parallel ranks that hold the same tree."""
+        return self.port.ranks
 
     def reset(self) -> None:
         """Forget everything; SGLang clears allocator and rows itself."""

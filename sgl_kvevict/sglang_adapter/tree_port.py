@@ -73,7 +73,8 @@ class UnifiedTreePort:
 
     def row(self, reader: Req, start: int, end: int) -> torch.Tensor:
         """[end - start], int64, slots of a part of a request's row."""
-        return self._cache.req_to_token_pool.req_to_token[reader.kv.req_pool_idx, start:end].long()
+        rows: torch.Tensor = self._cache.req_to_token_pool.req_to_token
+        return rows[reader.kv.req_pool_idx, start:end].long()
 
     def clear_row(self, reader: Req, end: int) -> None:
         """The beginning of a request's row is read from spans from now on."""

@@ -16,8 +16,9 @@ from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
+from sglang.srt.managers.schedule_batch import Req, ReqKvInfo, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.flush_wrapper import SchedulerFlushWrapper
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     EvictResult,
@@ -78,6 +79,11 @@ SIGNATURES = {
     "RadixKey.match": (RadixKey.match, ["self", "other", "page_size"]),
     "RadixKey.child_key": (RadixKey.child_key, ["self", "page_size"]),
     "Req.set_finish_with_abort": (Req.set_finish_with_abort, ["self", "error_msg", "status_code", "err_type"]),
+    "Scheduler.abort_request": (Scheduler.abort_request, ["self", "recv_req"]),
+    "Scheduler.flush_cache": (Scheduler.flush_cache, ["self", "empty_cache"]),
+    "Scheduler._set_or_validate_priority": (Scheduler._set_or_validate_priority, ["self", "req"]),
+    "Scheduler.process_batch_result": (Scheduler.process_batch_result, ["self", "batch", "result"]),
+    "ScheduleBatch.filter_batch": (ScheduleBatch.filter_batch, ["self", "reqs_to_exclude", "keep_indices"]),
     "Scheduler.init_req_max_new_tokens": (Scheduler.init_req_max_new_tokens, ["self", "req"]),
     "Scheduler._add_request_to_queue": (Scheduler._add_request_to_queue, ["self", "req", "is_retracted"]),
     "ReqToTokenPool.write": (ReqToTokenPool.write, ["self", "indices", "values"]),
@@ -134,8 +140,25 @@ ASSIGNED = {
         "logprob_start_len",
         "time_stats",
         "tokenizer",
+        "arrival_processed_tokens",
+        "priority",
     ),
-    Scheduler: ("waiting_queue", "max_req_input_len", "tokenizer", "model_config", "tree_cache"),
+    Scheduler: (
+        "waiting_queue",
+        "max_req_input_len",
+        "tokenizer",
+        "model_config",
+        "tree_cache",
+        "_engine_paused",
+        "flush_wrapper",
+        "processed_tokens_counter",
+        "chunked_req",
+        "last_batch",
+        "running_batch",
+        "result_queue",
+        "enable_overlap",
+    ),
+    SchedulerFlushWrapper: ("_pending",),
     RadixAttention: (
         "tp_q_head_num",
         "qk_head_dim",
@@ -189,8 +212,16 @@ OVERRIDES = {
         "on_release",
         "reset",
         "total_size",
+        "touch_prefix",
     },
-    SpanComponent: {"evict_component", "reclaimable_value_len", "redistribute_on_node_split"},
+    SpanComponent: {
+        "evict_component",
+        "evict_device_end",
+        "evict_device_next_node",
+        "evict_device_start",
+        "reclaimable_value_len",
+        "redistribute_on_node_split",
+    },
 }
 """Methods of SGLang that we override: all of them public."""
 

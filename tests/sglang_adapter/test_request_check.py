@@ -26,7 +26,7 @@ def refusals(custom_params, readers=Readers.REPETITION, tokenizer=None, **fields
     tree = Harness(config=config, policy=PseudoRandomPolicy(readers=readers)).tree
     reasons = []
     sampling = SimpleNamespace(custom_params=custom_params)
-    req = SimpleNamespace(sampling_params=sampling, set_finish_with_abort=reasons.append)
+    req = SimpleNamespace(sampling_params=sampling, set_finish_with_abort=lambda reason, _: reasons.append(reason))
     before_queueing(SimpleNamespace(tree_cache=tree, tokenizer=tokenizer), req)
     assert sampling.custom_params == (None if reasons else custom_params)
     return reasons
