@@ -113,6 +113,24 @@ def test_broken_json_inline() -> None:
         load('{"budget": }')
 
 
+@pytest.mark.parametrize("suffix", [".json", ".yaml"])
+def test_values_that_cannot_be_read_in_are_named(tmp_path: Path, suffix: str) -> None:
+    for content in ("[" * 100_000, '{"policy_options": ' + "[" * 100_000, f'{{"budget": {"9" * 5000}}}'):
+        path = tmp_path / f"config{suffix}"
+        path.write_text(content)
+        with pytest.raises(ConfigError) as caught:
+            load(str(path))
+        assert str(path) in str(caught.value) and len(str(caught.value)) < 1000
+    with pytest.raises(ConfigError, match="KVEVICT_CONFIG is nested too deeply"):
+        load('{"policy_options": ' + "[" * 100_000)
+
+
+def test_long_values_are_not_repeated_whole() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(json.dumps({"policy": ["x" * 100_000]}))
+    assert len(str(caught.value)) < 500
+
+
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [

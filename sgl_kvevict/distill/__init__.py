@@ -2,14 +2,14 @@
 
 from sgl_kvevict.distill.features import CachedRange, window_features
 from sgl_kvevict.distill.files import ModelIdentity, find_weights, load_weights, save_weights, weights_folders
-from sgl_kvevict.distill.learner import Lesson, Outcome, ScoreLearner
+from sgl_kvevict.distill.learner import Lesson, LessonResult, ScoreLearner
 from sgl_kvevict.distill.weights import ScoreWeights
 
 __all__ = [
     "CachedRange",
     "Lesson",
+    "LessonResult",
     "ModelIdentity",
-    "Outcome",
     "ScoreLearner",
     "ScoreWeights",
     "find_weights",

@@ -47,6 +47,8 @@ def _tensors(file: BinaryIO) -> Iterator[tuple[str, bytes]]:
     if length > _MAX_HEADER_BYTES:
         raise ValueError(f"a header of {length} bytes")
     header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError(f"a header that is a {type(header).__name__}")
     data = _HEADER_LENGTH_BYTES + length
     for name, entry in header.items():
         if name == "__metadata__":

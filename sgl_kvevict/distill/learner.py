@@ -35,7 +35,7 @@ Observe = Callable[[int], LayerObservation]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LessonResult:
     """What came of one prefix.
 
     Attributes:
@@ -107,7 +107,7 @@ class ScoreLearner:
         tries = self.num_learned >= self.num_prefixes
         return Lesson(self, self._statistics, tokens, scores, observe, tries)
 
-    def end_lesson(self, weights: ScoreWeights | None, overlap: int | None) -> Outcome:
+    def end_lesson(self, weights: ScoreWeights | None, overlap: int | None) -> LessonResult:
         """Count a prefix that was learned from to its end, and take its weights into use if they are good enough.
 
         Args:
@@ -116,12 +116,17 @@ class ScoreLearner:
         """
         self.num_learned += 1
         if weights is None or overlap is None:
-            return Outcome(self.num_learned, None, False)
+            return LessonResult(self.num_learned, None, False)
         recall = self._agree(overlap) / 1000
         if recall >= MIN_RECALL:
             self.weights = ScoreWeights(weights.cache, weights.window, weights.num_prefixes, recall)
             self._statistics = None
-        return Outcome(self.num_learned, recall, self.weights is not None)
+        return LessonResult(self.num_learned, recall, self.weights is not None)
+
+    def forget(self) -> None:
+        """The model has other weights: what was learned of the old ones is of no use, and all begins anew."""
+        self.weights = self._statistics = None
+        self.num_learned = 0
 
     def state(self) -> dict[str, int | float | bool | None]:
         """Return progress in plain values."""
@@ -158,7 +163,7 @@ class Lesson:
         self._tries = tries
         self._layer = 0
 
-    def step(self) -> Outcome | None:
+    def step(self) -> LessonResult | None:
         """Learn from the next layer; the outcome after the last one.
 
         Cost: at most ``SAMPLED_TOKENS * F**2`` products per head of one layer, in float64; the last step of a prefix

@@ -19,9 +19,10 @@ class Segment:
     """The storage of the spans that were cut from one compressed range.
 
     Args:
-        num_tokens: tokens that the segment stands for.
+        start: logical position of the first token that it stands for.
 
     Attributes:
+        end: logical position after the last one.
         token_slots: [num_slots], int64, token slots held; nobody else may use them.
         head_slots: [num_entries], int32, where each entry is stored, run after run in (layer, head) order.
         positions: [num_entries], int32, logical position of each entry's token, ascending within a run.
@@ -42,7 +43,8 @@ class Segment:
         head_slots: Tensor,
         positions: Tensor,
         indptr: Tensor,
-        num_tokens: int,
+        start: int,
+        end: int,
         splittable: bool = True,
     ) -> None:
         self.geometry = geometry
@@ -51,7 +53,8 @@ class Segment:
         self.positions = positions
         self.indptr = indptr
         self.splittable = splittable
-        self.tokens_per_slot = num_tokens / max(token_slots.numel(), 1)
+        self.end = end
+        self.tokens_per_slot = (end - start) / max(token_slots.numel(), 1)
         self.policy_state: object | None = None
         self.num_spans = 0
         self.num_live_entries = head_slots.numel()

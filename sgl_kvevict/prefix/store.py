@@ -12,6 +12,7 @@ from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from kvevict_kernels.compact_kv import compact_kv
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.guard import accounting
 from sgl_kvevict.prefix.span import Segment, Span
 from sgl_kvevict.ragged import MergePlan, Selection
 
@@ -81,21 +82,25 @@ class SpanStore:
             )
             layers, heads = runs // geometry.num_kv_heads, runs % geometry.num_kv_heads
             sources = self._head_slots(layers, token_slots.int()[selection.indices], heads)
-            compact_kv(self.k_arena, self.v_arena, sources, head_slots)
+            with accounting():
+                compact_kv(self.k_arena, self.v_arena, sources, head_slots)
         else:
             sources = self._head_slots(merge.layers, token_slots.int()[merge.indices], merge.heads)
-            compact_kv(self.k_arena, self.v_arena, sources, head_slots, indptr=merge.indptr, weights=merge.weights)
+            with accounting():
+                compact_kv(self.k_arena, self.v_arena, sources, head_slots, indptr=merge.indptr, weights=merge.weights)
         segment = Segment(
             geometry,
             token_slots=held.clone(),
             head_slots=head_slots,
             positions=selection.indices + start,
             indptr=indptr,
-            num_tokens=token_slots.numel(),
+            start=start,
+            end=start + token_slots.numel(),
             splittable=splittable,
         )
         return segment, freed
 
+    @accounting()
     def repack(self, spans: Sequence[Span], largest: LargestOfRanks = only_rank) -> Tensor:
         """Move what live spans still read into fewer slots and give the rest back.
 
@@ -133,7 +138,8 @@ class SpanStore:
             head_slots=head_slots,
             positions=old.positions[kept],
             indptr=indptr,
-            num_tokens=spans[-1].end - spans[0].start,
+            start=spans[0].start,
+            end=spans[-1].end,
             splittable=old.splittable,
         )
         new.policy_state = old.policy_state

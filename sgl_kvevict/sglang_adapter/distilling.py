@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import (
+    LessonResult,
     ModelIdentity,
-    Outcome,
     ScoreLearner,
     ScoreWeights,
     find_weights,
@@ -28,7 +28,7 @@ from sgl_kvevict.sglang_adapter.model_parts import find_rotary
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 
 if TYPE_CHECKING:
-    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +40,8 @@ class Distilling:
 
     Args:
         config: which weights to load, where to write.
-        model: SGLang's model.
-        model_config: SGLang's description of it.
-        load_format: how SGLang loaded its weights.
+        ctx: SGLang's, of the tree that is being built.
         geometry: sizes of this rank.
-        ranks: that hold the other heads.
         device: of the arena.
 
     Attributes:
@@ -56,19 +53,14 @@ class Distilling:
     """
 
     def __init__(
-        self,
-        config: KVEvictConfig,
-        model: Any,
-        model_config: ModelConfig,
-        load_format: str,
-        geometry: KVGeometry,
-        ranks: TensorRanks,
-        device: torch.device,
+        self, config: KVEvictConfig, ctx: TreeCacheBuildContext, geometry: KVGeometry, device: torch.device
     ) -> None:
-        self._ranks = ranks
+        model_config = ctx.model_config
+        self._ranks = ranks = TensorRanks(ctx.params.attn_tp_cache_group)
         self._save_to = config.save_score_weights
-        rotary = _rotary_of(model, model_config.context_len, device)
-        fingerprint = None if load_format == "dummy" else _fingerprint(model_config.model_path, model_config.revision)
+        rotary = _rotary_of(ctx.tp_worker.model_runner.model, model_config.context_len, device)
+        has_files = ctx.server_args.load_format != "dummy"
+        fingerprint = None if not has_files else _fingerprint(model_config.model_path, model_config.revision)
         self._identity = None
         if fingerprint is not None:
             sizes = (geometry.num_layers, model_config.get_total_num_kv_heads(), geometry.head_dim)
@@ -81,13 +73,13 @@ class Distilling:
         share = config.budget if isinstance(config.budget, float) else 0.2
         self.learner = ScoreLearner(geometry, rotary, share, config.distill_prefixes, weights, self._least)
 
-    def learned(self, outcome: Outcome) -> None:
+    def learned(self, result: LessonResult) -> None:
         """Say what came of a prefix, and write the file once weights are in use."""
         if not self._ranks.is_first:
             return
-        recall = "" if outcome.recall is None else f", finds {outcome.recall:.0%} of what passes keep"
-        verdict = "learned scores are in use" if outcome.is_accepted else "still learning"
-        logger.info("kvevict: learned from %d prefixes%s: %s", outcome.num_prefixes, recall, verdict)
+        recall = "" if result.recall is None else f", finds {result.recall:.0%} of what passes keep"
+        verdict = "learned scores are in use" if result.is_accepted else "still learning"
+        logger.info("kvevict: learned from %d prefixes%s: %s", result.num_prefixes, recall, verdict)
         if self._save_to is not None and self.learner.weights is not None and self._identity is not None:
             try:
                 save_weights(Path(self._save_to), self.learner.weights, self._identity)
