@@ -22,7 +22,7 @@ def load(text: str) -> KVEvictConfig:
 def test_defaults(environ: dict[str, str]) -> None:
     config = load_config(environ)
     assert config == KVEvictConfig()
-    assert (config.policy, config.budget, config.tail_tokens) == ("reconstruction", 0.2, 32)
+    assert (config.policy, config.budget, config.tail_tokens) == ("distilled", 0.2, 32)
     assert (config.sink_tokens, config.min_prefix_tokens, config.policy_options) == (4, 256, {})
 
 

@@ -90,10 +90,10 @@ def test_weights_are_in_use_after_they_found_enough_of_another_prefix() -> None:
     assert pupil.weights is not None and pupil.weights.num_prefixes == 3
     assert pupil.state() == {"in_use": True, "prefixes": 3, "recall": result.recall, "learning_bytes": 0}
     other = Prefix(50)
-    window = torch.stack([part for layer in range(LAYERS) if (part := window_features(other.observe(layer))) is not None])
+    window = torch.stack([other.features(layer)[..., -NUM_WINDOW:] for layer in range(LAYERS)])
     found = pupil.weights.score(other.tokens, ROTARY, window)
     assert top_recall(found, other.scores, 0.2) > 0.9
-    with pytest.raises(ValueError, match="in use already"):
+    with pytest.raises(ValueError, match="are in use"):
         other.teach(pupil)
 
 

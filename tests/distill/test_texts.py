@@ -14,7 +14,7 @@ def test_every_python_has_texts_of_all_kinds_and_lengths() -> None:
     texts = training_texts(lengths)
     assert list(map(len, texts)) == lengths and texts == training_texts(lengths)
     assert len(set(texts)) == len(texts)
-    assert "def " in texts[1] and "|" in texts[5]
+    assert "def " in texts[4] and "|" in texts[5]
     assert training_texts([500], ["code"])[0] == texts[KINDS.index("code")][:500]
 
 
@@ -29,7 +29,7 @@ def test_passages_of_a_folder_come_from_all_files_in_turn(tmp_path: Path) -> Non
 def test_a_folder_with_too_little_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a" * 20_000)
     assert len(_passages(tmp_path, 1)) >= 2
-    with pytest.raises(ConfigError, match="--texts: got 3 passages of 2,000 characters or more .* allowed: 9 or more"):
+    with pytest.raises(ConfigError, match=r"--texts: got 3 passages of 2,000 characters or more .* allowed: 9 or more"):
         _passages(tmp_path, 8)
     (tmp_path / "b.bin").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read"):
