@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from sgl_kvevict.compression.learned import Show, with_learned_scores
 from sgl_kvevict.compression.observation import ObservationSpec, PromptObservation
 from sgl_kvevict.compression.reader_observation import ReaderObservation
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.distill import CachedRange, Lesson, ScoreLearner, window_features
+from sgl_kvevict.distill import CachedRange, Lesson, ScoreLearner
 from sgl_kvevict.policies.observation import LayerObservation
 from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.policies.policy import Policy
@@ -141,9 +140,14 @@ class Compressor:
         num_slots = self.config.num_slots(num_tokens)
         geometry = self.store.geometry
 
-        observe = self._shown(observation, start, token_slots)
-        if num_slots < num_tokens and isinstance(observation, PromptObservation):
-            observe = self._with_learned(observe, start, token_slots)
+        def show(layer: int) -> LayerObservation:
+            return observation.show(layer, start, self.store.k_arena[layer], self.store.v_arena[layer], token_slots)
+
+        observe: Show = show
+        learner = self.learner if num_slots < num_tokens and isinstance(observation, PromptObservation) else None
+        if learner is not None and learner.weights is not None:
+            tokens = CachedRange(self.store.k_arena, self.store.v_arena, token_slots, start, start + num_tokens)
+            observe = with_learned_scores(show, learner.weights, tokens, learner.rotary)
         protected = min(max(self.config.sink_tokens - start, 0), num_slots)
         state = None if parent is None else parent.policy_state
         assert state is None or isinstance(state, PolicyState)
@@ -159,29 +163,6 @@ class Compressor:
         self.stats.seconds += seconds
         merged = 0 if decision.merge is None else decision.merge.indices.numel() - segment.num_entries
         return Compression(segment, freed, start, num_tokens, merged, seconds)
-
-    def _shown(
-        self, observation: PromptObservation | ReaderObservation, start: int, token_slots: Tensor
-    ) -> Callable[[int], LayerObservation]:
-        def show(layer: int) -> LayerObservation:
-            return observation.show(layer, start, self.store.k_arena[layer], self.store.v_arena[layer], token_slots)
-
-        return show
-
-    def _with_learned(
-        self, show: Callable[[int], LayerObservation], start: int, token_slots: Tensor
-    ) -> Callable[[int], LayerObservation]:
-        """Add learned scores, of all layers at once, if there are any."""
-        learner = self.learner
-        if learner is None or learner.weights is None:
-            return show
-        shown = [show(layer) for layer in range(self.store.geometry.num_layers)]
-        windows = [part for layer in shown if (part := window_features(layer)) is not None]
-        end = start + token_slots.numel()
-        tokens = CachedRange(self.store.k_arena, self.store.v_arena, token_slots, start, end)
-        window = torch.stack(windows) if windows else None
-        learned = learner.weights.score(tokens, learner.rotary, window)
-        return lambda layer: replace(shown[layer], learned=learned[layer])
 
     def state(self) -> dict[str, Any]:
         """Return policy, budget and counters in plain values."""
