@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
 import urllib.error
 import urllib.request
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvevict.errors import KVEvictError
-from sgl_kvevict.request import REQUEST_KEY
+from sgl_kvevict.request import REQUEST_KEY, ticket_digest
 
 POLL_SECONDS = 0.1
 _UNDER_WAY = "queued"
@@ -29,8 +29,8 @@ class Warmed:
     Attributes:
         tokens: length of the prompt (tokens).
         outcome: "compressed"; "in-use": scored, and compressed as soon as nobody reads it; "too-short" to compress;
-            "no-room" for a scoring pass beside it; "dropped" or "aborted" on the way; "cached": the server's policy
-            needs no extra passes, so the prompt was treated like any other.
+            "no-room" for a scoring pass beside it; "busy" with too many others; "dropped", "aborted" or "failed" on
+            the way; "cached": the server's policy needs no extra passes, so the prompt was treated like any other.
         seconds: from the request to the outcome.
     """
 
@@ -65,33 +65,33 @@ def warm(
     """
     if sum(given is not None for given in (text, input_ids, messages)) != 1:
         raise ValueError("give exactly one of text, input_ids and messages")
-    rid = f"warm-{uuid.uuid4().hex}"
-    options: dict[str, Any] = {"warm": True, **({"questions": list(questions)} if questions else {})}
+    ticket = secrets.token_urlsafe(24)
+    options: dict[str, Any] = {"warm": True, "ticket": ticket, **({"questions": list(questions)} if questions else {})}
     deadline = time.monotonic() + timeout
     begin = time.monotonic()
     custom_params = {REQUEST_KEY: options}
     if messages is not None:
         body = {"model": "default", "messages": list(messages), "max_tokens": 1, "temperature": 0}
-        reply = _call(url, "/v1/chat/completions", body | {"rid": rid, "custom_params": custom_params}, deadline)
+        reply = _call(url, "/v1/chat/completions", body | {"custom_params": custom_params}, deadline)
         tokens = reply["usage"]["prompt_tokens"]
     else:
         prompt = {"text": text} if text is not None else {"input_ids": list(input_ids or ())}
         sampling = {"max_new_tokens": 0, "temperature": 0, "custom_params": custom_params}
-        reply = _call(url, "/generate", {**prompt, "rid": rid, "sampling_params": sampling}, deadline)
+        reply = _call(url, "/generate", {**prompt, "sampling_params": sampling}, deadline)
         tokens = reply["meta_info"]["prompt_tokens"]
     outcome = _UNDER_WAY
-    while (outcome := _outcome(url, rid, deadline)) == _UNDER_WAY:
+    while (outcome := _outcome(url, ticket_digest(ticket), deadline)) == _UNDER_WAY:
         if time.monotonic() > deadline:
             raise WarmError(f"{url}: the prefix is still being scored after {timeout:g} s")
         time.sleep(POLL_SECONDS)
     return Warmed(tokens, outcome, time.monotonic() - begin)
 
 
-def _outcome(url: str, rid: str, deadline: float) -> str:
+def _outcome(url: str, digest: str, deadline: float) -> str:
     for state in _call(url, "/server_info", None, deadline)["internal_states"]:
         outcomes = state.get("kvevict", {}).get("warm_outcomes", {})
-        if rid in outcomes:
-            return str(outcomes[rid])
+        if digest in outcomes:
+            return str(outcomes[digest])
     return "cached"
 
 

@@ -16,15 +16,18 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.errors import ConfigError, shown
 
 ENV_VAR = "KVEVICT_CONFIG"
 
 _CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
 
 
-_ENDPOINT = r"^(tcp://(\*|[A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}|ipc://.+)$"
-_ENDPOINT_ALLOWED = "null (off), or an address to bind: tcp://HOST:PORT or ipc://PATH"
+_PORT = r"0*(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+_ENDPOINT = rf"^(tcp://(\*|[A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\]):{_PORT}|ipc://.+)$"
+_ENDPOINT_ALLOWED = "null (off), or an address to bind: tcp://HOST:PORT (a port from 1 to 65535) or ipc://PATH"
+_MAX_QUEUE = 100_000_000
+"""Of sizes that are handed to ZMQ, which counts in 32 bits."""
 
 
 class EventsConfig(BaseModel):
@@ -62,20 +65,23 @@ class EventsConfig(BaseModel):
     buffer_steps: int = Field(
         default=10_000,
         ge=1,
+        le=_MAX_QUEUE,
         description="event batches kept for replay",
-        json_schema_extra={"allowed": "an integer >= 1"},
+        json_schema_extra={"allowed": f"an integer from 1 to {_MAX_QUEUE}"},
     )
     hwm: int = Field(
         default=100_000,
         ge=1,
+        le=_MAX_QUEUE,
         description="messages that wait for one slow subscriber before it loses some",
-        json_schema_extra={"allowed": "an integer >= 1"},
+        json_schema_extra={"allowed": f"an integer from 1 to {_MAX_QUEUE}"},
     )
     max_queue_size: int = Field(
         default=100_000,
         ge=1,
+        le=_MAX_QUEUE,
         description="events that wait for the publishing thread before some are dropped (and counted)",
-        json_schema_extra={"allowed": "an integer >= 1"},
+        json_schema_extra={"allowed": f"an integer from 1 to {_MAX_QUEUE}"},
     )
     expose_tokens: bool = Field(
         default=False,
@@ -95,7 +101,7 @@ class KVEvictConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     policy: str = Field(
-        default="reconstruction",
+        default="distilled",
         min_length=1,
         description="which entries to keep; 'none' compresses nothing",
         json_schema_extra={"allowed": "the name of a policy ('sgl-kvevict policies' lists them)"},
@@ -143,6 +149,43 @@ class KVEvictConfig(BaseModel):
         ge=16,
         description="tokens of the prefix that one extra pass repeats: what a scoring pass may delay others by",
         json_schema_extra={"allowed": "an integer >= 16"},
+    )
+    score_weights: str | None = Field(
+        default="auto",
+        min_length=1,
+        description="policy distilled: learned scores of this model; auto: those in the user's cache folder or in this "
+        "package, if there are any; null: learn anew",
+        json_schema_extra={"allowed": "'auto', the path of a file made by 'sgl-kvevict learn', or null"},
+    )
+    save_score_weights: str | None = Field(
+        default=None,
+        min_length=1,
+        description="policy distilled: file that is written when scores have been learned",
+        json_schema_extra={"allowed": "null, or the path of a file"},
+    )
+    distill_prefixes: int = Field(
+        default=8,
+        ge=1,
+        description="policy distilled: prefixes scored by passes that are learned from before learned scores are tried",
+        json_schema_extra={"allowed": "an integer >= 1"},
+    )
+    max_questions: int = Field(
+        default=32,
+        ge=0,
+        description="questions that one warm request may give",
+        json_schema_extra={"allowed": "an integer >= 0"},
+    )
+    max_question_chars: int = Field(
+        default=1000,
+        ge=1,
+        description="characters of one of these questions",
+        json_schema_extra={"allowed": "an integer >= 1"},
+    )
+    max_question_tokens: int = Field(
+        default=4096,
+        ge=1,
+        description="tokens of all questions of one request together: each is read by one pass",
+        json_schema_extra={"allowed": "an integer >= 1"},
     )
     policy_options: dict[str, Any] = Field(
         default_factory=dict,
@@ -250,7 +293,7 @@ def load_config(environ: Mapping[str, str] | None = None) -> KVEvictConfig:
         return parse_config(_decode(text, ".json", ENV_VAR), ENV_VAR)
     if Path(text).suffix not in _CONFIG_SUFFIXES:
         raise ConfigError(
-            f"{ENV_VAR}: got {text!r}; allowed: a JSON object or the path of a {_suffixes()} file with one"
+            f"{ENV_VAR}: got {shown(text)}; allowed: a JSON object or the path of a {_suffixes()} file with one"
         )
     return parse_config(read_config_file(Path(text)), text)
 
@@ -277,12 +320,14 @@ def _suffixes() -> str:
 def _decode(text: str, suffix: str, source: str) -> dict[str, Any]:
     try:
         values = json.loads(text) if suffix == ".json" else yaml.safe_load(text)
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError) as error:  # ValueError: not JSON, or an integer with thousands of digits
         raise ConfigError(f"{source} is not valid {suffix[1:].upper()}: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{source} is nested too deeply") from error
     if values is None and suffix != ".json":
         return {}  # an empty YAML file, or one with comments only
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise ConfigError(f"{source}: got {_show(values)}; allowed: an object of configuration fields")
+        raise ConfigError(f"{source}: got {shown(values)}; allowed: an object of configuration fields")
     return values
 
 
@@ -296,12 +341,7 @@ def _describe(location: tuple[str | int, ...], values: Mapping[str, Any]) -> str
     name = str(location[0])
     field = model.model_fields.get(name)
     if field is None:
-        return f"{prefix}{name}: unknown field (value {_show(values[name])}); allowed: {', '.join(model.model_fields)}"
+        return f"{prefix}{name}: unknown field (value {shown(values[name])}); allowed: {', '.join(model.model_fields)}"
     extra = field.json_schema_extra
     allowed = extra["allowed"] if isinstance(extra, dict) else ""
-    return f"{prefix}{name}: got {_show(values[name])}; allowed: {allowed}"
-
-
-def _show(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return f"{prefix}{name}: got {shown(values[name])}; allowed: {allowed}"

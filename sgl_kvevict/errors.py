@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
+
+MAX_SHOWN_CHARS = 200
+"""Of a value that an error message shows: whoever sent it has it, and logs have limits."""
 
 
 class KVEvictError(Exception):
@@ -28,3 +32,29 @@ class UnsupportedSetupError(KVEvictError):
 
 class InvariantError(KVEvictError):
     """An internal invariant is broken (for example: slots do not add up); a bug, never the user's fault."""
+
+
+def shown(value: object) -> str:
+    """Return a value for an error message: its ``repr``, at most ``MAX_SHOWN_CHARS`` long.
+
+    Only what is shown is walked, so that a huge or deeply nested value costs nothing.
+    """
+    return cut(_Short().repr(value))
+
+
+def cut(text: str) -> str:
+    """Return at most ``MAX_SHOWN_CHARS`` of a text."""
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 3]}..."
+
+
+class _Short(reprlib.Repr):
+    """``repr`` of the beginning of a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxstring = self.maxother = self.maxlong = MAX_SHOWN_CHARS
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Integers too long for decimal digits are described: Python refuses to print them."""
+        return super().repr_int(x, level) if x.bit_length() < 10_000 else f"an integer of {x.bit_length()} bits"

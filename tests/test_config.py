@@ -22,7 +22,7 @@ def load(text: str) -> KVEvictConfig:
 def test_defaults(environ: dict[str, str]) -> None:
     config = load_config(environ)
     assert config == KVEvictConfig()
-    assert (config.policy, config.budget, config.tail_tokens) == ("reconstruction", 0.2, 32)
+    assert (config.policy, config.budget, config.tail_tokens) == ("distilled", 0.2, 32)
     assert (config.sink_tokens, config.min_prefix_tokens, config.policy_options) == (4, 256, {})
 
 
@@ -112,6 +112,24 @@ def test_neither_json_nor_a_known_file_type(text: str) -> None:
 def test_broken_json_inline() -> None:
     with pytest.raises(ConfigError, match="is not valid JSON"):
         load('{"budget": }')
+
+
+@pytest.mark.parametrize("suffix", [".json", ".yaml"])
+def test_values_that_cannot_be_read_in_are_named(tmp_path: Path, suffix: str) -> None:
+    for content in ("[" * 100_000, '{"policy_options": ' + "[" * 100_000, f'{{"budget": {"9" * 5000}}}'):
+        path = tmp_path / f"config{suffix}"
+        path.write_text(content)
+        with pytest.raises(ConfigError) as caught:
+            load(str(path))
+        assert str(path) in str(caught.value) and len(str(caught.value)) < 1000
+    with pytest.raises(ConfigError, match="KVEVICT_CONFIG is nested too deeply"):
+        load('{"policy_options": ' + "[" * 100_000)
+
+
+def test_long_values_are_not_repeated_whole() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(json.dumps({"policy": ["x" * 100_000]}))
+    assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize(

@@ -12,19 +12,24 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = {"sgl_kvevict": ROOT / "sgl_kvevict", "kvevict_kernels": ROOT / "kernels" / "kvevict_kernels"}
 
 KERNELS = "kvevict_kernels"
-BASE = {"errors", "geometry", "ragged", "config", "request"}
+BASE = {"errors", "guard", "geometry", "ragged", "config", "request"}
 TOP = {"cli", "client", "launcher", "measure", "model"}
-BELOW_TOP = {KERNELS, "events", "policies", "attention", "prefix", "compression", "sglang_adapter"} | BASE
+BELOW_TOP = {
+    *(KERNELS, "events", "policies", "distill", "attention", "prefix", "compression", "lifecycle", "sglang_adapter"),
+    *BASE,
+}
 # Part of the project -> other parts that it may import. A new module or package needs a row here.
 MAY_IMPORT = {
     KERNELS: set(),
     **dict.fromkeys(BASE, BASE),
     "events": BASE,
     "policies": {KERNELS} | BASE,
+    "distill": {KERNELS, "policies"} | BASE,
     "attention": {KERNELS} | BASE,
     "prefix": {KERNELS} | BASE,
-    "compression": {KERNELS, "policies", "attention", "prefix"} | BASE,
-    "sglang_adapter": {KERNELS, "events", "policies", "attention", "prefix", "compression"} | BASE,
+    "compression": {KERNELS, "policies", "distill", "attention", "prefix"} | BASE,
+    "lifecycle": {KERNELS, "policies", "distill", "prefix", "compression"} | BASE,
+    "sglang_adapter": BELOW_TOP - {"sglang_adapter"},
     **dict.fromkeys(TOP, BELOW_TOP | TOP),
 }
 # Third-party package -> the only places (path prefixes below a source folder) that may import it.
@@ -34,6 +39,7 @@ ONLY_IN = {
     "pydantic": ("sgl_kvevict/config.py", "sgl_kvevict/request.py"),
     "yaml": ("sgl_kvevict/config.py",),
     "transformers": ("sgl_kvevict/model.py", "sgl_kvevict/cli/inspect", "sgl_kvevict/cli/size"),
+    "safetensors": ("sgl_kvevict/distill/files.py",),
     "tokenizers": ("sgl_kvevict/model.py",),
     "typer": ("sgl_kvevict/cli/",),
     "rich": ("sgl_kvevict/cli/",),
@@ -118,6 +124,9 @@ def test_every_file_keeps_the_rules() -> None:
         ("sgl_kvevict/attention/cpu.py", "def f():\n    import flashinfer"),
         ("sgl_kvevict/compression/compressor.py", "import sglang.srt.mem_cache"),
         ("sgl_kvevict/compression/compressor.py", "from sgl_kvevict.sglang_adapter import tree"),
+        ("sgl_kvevict/lifecycle/ranges.py", "from sgl_kvevict.sglang_adapter import tree"),
+        ("sgl_kvevict/lifecycle/ranges.py", "from sglang.srt.managers.schedule_batch import Req"),
+        ("sgl_kvevict/compression/compressor.py", "from sgl_kvevict.lifecycle import PrefixManager"),
         ("sgl_kvevict/cli/__init__.py", "from sglang.srt import server_args"),
         ("sgl_kvevict/geometry.py", "from kvevict_kernels.compact_kv import compact_kv"),
         ("sgl_kvevict/ragged.py", "import triton"),
@@ -144,9 +153,39 @@ def test_a_breach_is_found(relative: str, source: str) -> None:
         ("sgl_kvevict/policies/parts.py", "if TYPE_CHECKING:\n    from sgl_kvevict.attention import x"),
         ("kvevict_kernels/compact_kv/triton_impl.py", "import triton.language as tl"),
         ("kvevict_kernels/span_attention/numba_impl.py", "from numba import njit\nfrom llvmlite import ir"),
-        ("sgl_kvevict/sglang_adapter/tree.py", "from sglang.srt.mem_cache.radix_cache import RadixCache"),
+        ("sgl_kvevict/sglang_adapter/tree.py", "from sglang.srt.mem_cache.radix_cache import RadixKey"),
+        ("sgl_kvevict/lifecycle/ranges.py", "from sgl_kvevict.compression import Compressor"),
         ("sgl_kvevict/cli/__init__.py", "from sgl_kvevict.policies.registry import list_policies"),
     ],
 )
 def test_a_legal_import_passes(relative: str, source: str) -> None:
     assert violations(relative, source) == []
+
+
+def test_no_circles_within_a_package() -> None:
+    """What imports each other, if only for types, cannot be read one after the other."""
+    graph: dict[str, set[str]] = {}
+    root = SOURCES["sgl_kvevict"]
+    for path in sorted(root.rglob("*.py")):
+        parts = ["sgl_kvevict", *path.relative_to(root).with_suffix("").parts]
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        imports = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom))
+        graph[name] = {node.module for node in imports if node.module is not None} - {name}
+    circles = [cycle for cycle in circles_of(graph) if len(cycle) > 1]
+    assert not circles, "\n".join(" <-> ".join(sorted(circle)) for circle in circles)
+
+
+def circles_of(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Modules that reach each other."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        rest = [start]
+        while rest:
+            new = graph.get(rest.pop(), set()) & graph.keys() - seen
+            seen |= new
+            rest.extend(new)
+        return seen
+
+    reach = {name: reached(name) for name in graph}
+    return [{name, *(other for other in reach[name] if name in reach[other])} for name in graph if name in reach[name]]

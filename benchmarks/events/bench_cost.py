@@ -22,7 +22,7 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-from sglang.srt.mem_cache.radix_cache import TreeNode
+from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 
 from helpers.event_sockets import ipc_config
@@ -31,8 +31,11 @@ from helpers.watched import WatchedHarness
 from sgl_kvevict.compression import Compression
 from sgl_kvevict.events.client import EventStream
 from sgl_kvevict.events.questions import Status, Tree
+from sgl_kvevict.lifecycle.observer import CacheObserver
 from sgl_kvevict.sglang_adapter.metrics import MetricsObserver
-from sgl_kvevict.sglang_adapter.observers import CacheObserver, ObserverGroup, after_ingest
+from sgl_kvevict.sglang_adapter.observers import ObserverGroup
+from sgl_kvevict.sglang_adapter.passes import after_ingest
+from sgl_kvevict.sglang_adapter.span_component import FULL
 
 STEP_S = 0.010
 
@@ -58,10 +61,11 @@ def row(name: str, seconds: float, of_step: bool = True) -> None:
 
 def with_metrics(watched: WatchedHarness) -> None:
     """Add metrics to what a harness has; once per process."""
-    group = watched.harness.tree.observer
+    group = watched.harness.tree.manager.observer
     assert isinstance(group, ObserverGroup)
-    metrics = MetricsObserver(watched.counting.totals, {"tp_rank": "0"}, lambda: 0)
-    watched.harness.tree.observer = ObserverGroup([*group.observers, metrics])
+    tree = watched.harness.tree
+    metrics = MetricsObserver(tree, watched.counting.totals, {"tp_rank": "0"}, lambda: 0, tree.guard.errors)
+    tree.manager.observer = ObserverGroup([*group.observers, metrics], tree.guard)
 
 
 def publishing_share(watched: WatchedHarness, events_per_s: int) -> float:
@@ -73,7 +77,7 @@ def publishing_share(watched: WatchedHarness, events_per_s: int) -> float:
     begin, seconds = time.clock_gettime(clock), 2.0
     for _ in range(int(seconds * 100)):
         for _ in range(events_per_s // 100):
-            watched.harness.tree.observer.dropped(node, None, 50)
+            watched.harness.tree.manager.observer.dropped(node, None, 50)
         time.sleep(0.01)
     return (time.clock_gettime(clock) - begin) / seconds
 
@@ -82,8 +86,9 @@ def grow(harness: Harness, num_nodes: int) -> None:
     """Insert uncompressed leaves below the root, so that the tree has so many nodes."""
     span_node = next(iter(harness.tree.spans))
     for i in range(num_nodes):
-        leaf = TreeNode()
-        leaf.parent, leaf.key, leaf.value = harness.tree.root_node, span_node.key, span_node.value
+        leaf = UnifiedTreeNode((FULL,))
+        leaf.parent, leaf.key = harness.tree.root_node, span_node.key
+        leaf.component_data[FULL].value = span_node.component_data[FULL].value
         harness.tree.root_node.children[f"leaf {i}"] = leaf
     leaves = list(harness.tree.root_node.children.values())[: num_nodes // 5]
     harness.tree.spans |= dict.fromkeys(leaves, harness.tree.spans[span_node])
@@ -144,20 +149,19 @@ def main() -> None:
         on = quartile(lambda: per_call(lambda: turn(scheduler), 20_000), repeats)
         row("on: one turn of the loop, nobody asks", on - bare)
         node = SimpleNamespace(id=3, key=[0] * 50)
-        dropped = quartile(lambda: per_call(lambda: harness.tree.observer.dropped(node, None, 50), 2_000), repeats)
+        observer = harness.tree.manager.observer
+        dropped = quartile(lambda: per_call(lambda: observer.dropped(node, None, 50), 2_000), repeats)
         row("on: one event (a node dropped)", dropped)
 
         compression = watched_compression(harness)
-        compressed = quartile(
-            lambda: per_call(lambda: harness.tree.observer.compressed([node], compression), 2_000), repeats
-        )
+        compressed = quartile(lambda: per_call(lambda: observer.compressed([node], compression), 2_000), repeats)
         row("on: one event (a range compressed)", compressed)
         for rate in (0, 1_000):
             share = quartile(lambda rate=rate: publishing_share(watched, rate), 3)
             print(f"{f'on: publishing thread at {rate:,} events a second':<62}{100 * share:>12.2f} %  of a CPU")
 
         grow(harness, 5_000)
-        inspecting = next(o for o in harness.tree.observer.observers if type(o).__name__ == "InspectingObserver")
+        inspecting = next(o for o in observer.observers if type(o).__name__ == "InspectingObserver")
         status = quartile(lambda: per_call(lambda: inspecting._reply(harness.tree, Status(limit=50)), 3), repeats)
         row("a 'top' report of a tree with 1,000 spans (once a second)", status, of_step=False)
         look = quartile(lambda: per_call(lambda: inspecting._reply(harness.tree, Tree(5000)), 3), repeats)

@@ -1,6 +1,6 @@
 """What each policy costs: time of its steps as a share of the prefill, peak extra memory, growth with the length.
 
-Run: python benchmarks/policies/run.py [--lengths 1024,4096,8192] [--repeats 3] [--out docs/results]
+Run: python benchmarks/policies/run.py [--lengths 1024,4096,8192] [--repeats 3] [--only NAME ...] [--out docs/results]
 
 The demo model is prefilled in this process with the served attention, in the server's chunks; then each policy's
 signals are collected again from the same queries and keys, and its scoring, selection and compaction run as in the
@@ -36,7 +36,11 @@ def cases() -> list[tuple[str, dict[str, Any]]]:
     found: list[tuple[str, dict[str, Any]]] = []
     for info in list_policies():
         policy = build_policy(info.name, {})
-        if policy is not None and Signal.READER_ATTENTION not in policy.needs:
+        if policy is None:
+            continue
+        if Signal.LEARNED_SCORES in policy.needs:
+            found += [(info.name, {}), (info.name, {"use_window": False})]
+        elif Signal.READER_ATTENTION not in policy.needs:
             found.append((info.name, {}))
     return found + [("chunkkv", {"reuse_layers": layers}) for layers in REUSE]
 
@@ -51,13 +55,15 @@ def prefills(model: DemoModel, num_tokens: int, repeats: int) -> PrefilledPrompt
     return best
 
 
-def measure_all(lengths: list[int], repeats: int, budget: float) -> Iterator[Cost]:
-    """All policies at all lengths."""
+def measure_all(lengths: list[int], repeats: int, budget: float, only: list[str]) -> Iterator[Cost]:
+    """All policies, or some, at all lengths."""
     model = DemoModel(ensure_demo_model())
     for num_tokens in lengths:
         prompt = prefills(model, num_tokens, repeats - 1)
         print(f"{num_tokens} tokens: prefill {prompt.seconds:.2f} s", flush=True)
         for name, options in cases():
+            if only and name not in only:
+                continue
             cost = measure(PolicyRun(prompt, name, options, budget), prompt.seconds, repeats)
             print(f"  {cost.policy:<26}{100 * cost.time_share:6.1f} % {100 * cost.memory_share:6.1f} %", flush=True)
             yield cost
@@ -70,10 +76,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="the fastest counts")
     parser.add_argument("--budget", type=float, default=0.2, help="share of entries kept")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", help="folder of the report")
+    parser.add_argument("--only", nargs="*", default=[], help="policies to measure; nothing is written then")
     args = parser.parse_args()
     started = time.monotonic()
     lengths = [int(length) for length in args.lengths.split(",")]
-    costs = list(measure_all(lengths, args.repeats, args.budget))
+    costs = list(measure_all(lengths, args.repeats, args.budget, args.only))
+    if args.only:
+        return
     machine = f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads, torch {torch.__version__}, bfloat16"
     write_report(costs, args.out, args.budget, machine)
     print(f"{time.monotonic() - started:.0f} s; wrote {args.out}/policies-cost.{{csv,md,png}}")

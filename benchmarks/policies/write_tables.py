@@ -24,6 +24,7 @@ COST_TOKENS = 4096
 
 #: Where each policy comes from, and when to use it.
 SOURCES: dict[str, tuple[str, str]] = {
+    "distilled": ("this project, after KVzap (arXiv 2601.07891)", "always: no pass once something is learned"),
     "reconstruction": ("KVzip (arXiv 2505.23416)", "shared prefixes whose questions are unknown"),
     "questions": ("this project", "shared prefixes whose typical questions are known"),
     "echo": ("this project, after KVzip", "questions are unknown and a second reading costs too much"),

@@ -1,7 +1,8 @@
 """Cost of tree operations with 10,000 compressed prefixes, and of compressing one; no model, no server.
 
-The same prompts go through SGLang's `RadixCache` and through our tree, on SGLang's real pools and request objects. Each
-operation is counted in function calls (Python and C; the same on every machine) and in CPU time of its thread.
+The same prompts go through SGLang's `UnifiedRadixCache` and through our tree, on SGLang's real pools and request
+objects. Each operation is counted in function calls (Python and C; the same on every machine) and in CPU time of its
+thread. SGLang's tree has its default core, written in Rust, in which no call is counted, and its Python core beside it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.registry import build_policy
 from sgl_kvevict.prefix import SpanStore
 
-SYSTEMS = ("stock RadixCache", "compressed")
+SYSTEMS = ("stock UnifiedRadixCache", "compressed")
 PROMPT_TOKENS = 32
 BRANCH_AT = 28
 """Where the compressed range of a prompt ends (tail of 4 tokens)."""
@@ -43,9 +44,9 @@ PAGE = Page(
     command="python benchmarks/serving/bench_insertion.py",
     summary=(
         "What the tree's operations cost with 10,000 compressed prefixes of 32 tokens, each with its tail, beside "
-        "the same prompts in SGLang's `RadixCache`; and how they grow with the number of nodes on a path. `compress` "
-        "is one compression at the sizes of SmolLM2-135M (30 layers, 3 KV heads), from the checkpoint to the slots "
-        "freed."
+        "the same prompts in SGLang's `UnifiedRadixCache`; and how they grow with the number of nodes on a path. "
+        "`compress` is one compression at the sizes of SmolLM2-135M (30 layers, 3 KV heads), from the checkpoint to "
+        "the slots freed."
     ),
     tables=(
         Table("calls", "Function calls per operation", digits=0),
@@ -102,8 +103,7 @@ def match(driver: Driver, tokens: Sequence[int]) -> object:
 
 def lock_and_unlock(driver: Driver, node: object) -> None:
     """Lock a path and let go."""
-    driver.tree.inc_lock_ref(node)
-    driver.tree.dec_lock_ref(node)
+    driver.tree.unlock(driver.tree.lock(node))
 
 
 def insert_branch(driver: Driver, tokens: Sequence[int], slots: torch.Tensor) -> None:

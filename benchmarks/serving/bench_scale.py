@@ -60,7 +60,7 @@ SIMULATION = Page(
     summary=(
         f"Documents of {DOCUMENT_TOKENS:,} tokens, drawn by a Zipf law (exponent {ZIPF_ALPHA}), with a new question of "
         f"{QUESTION_TOKENS} tokens each time, one request after the other; the first half of the trace fills the cache "
-        "and is not counted. Stock is SGLang's `RadixCache`."
+        "and is not counted. Stock is SGLang's `UnifiedRadixCache`."
     ),
     tables=(
         Table("hit_rate_pct", "Prompt tokens found in the cache, %", digits=1),

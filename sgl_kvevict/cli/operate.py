@@ -1,4 +1,4 @@
-"""Commands for a running server (``top``, ``inspect``, ``warm``) and the one that plans for it (``size``)."""
+"""Commands for a running server (``top``, ``inspect``, ``warm``) and those that prepare one (``size``, ``learn``)."""
 
 from __future__ import annotations
 
@@ -106,6 +106,26 @@ def warm(
         typer.echo(f"{warmed.tokens:,} tokens: {warmed.outcome} after {warmed.seconds:.1f} s")
 
 
+def learn(
+    model: Annotated[str, typer.Argument(help="Model folder or hub name, or 'demo' for the demo model.")],
+    out: Annotated[Path, typer.Option(help="File to write (safetensors), for score_weights.")],
+    sglang_flags: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- SGLANG_FLAGS", help="SGLang's own flags, passed on unchanged."),
+    ] = None,
+    texts: Annotated[
+        Path | None, typer.Option(help="Folder of UTF-8 texts; default: texts that Python brings along.")
+    ] = None,
+    prefixes: Annotated[int, typer.Option(min=1, max=1000, help="Texts to learn from.")] = 16,
+) -> None:
+    """Learn from scoring passes which entries a model needs, and write it to a file."""
+    from sgl_kvevict.cli.learn import learn as learn_scores
+
+    if texts is not None and not texts.is_dir():
+        raise ConfigError(f"--texts: got {str(texts)!r}; allowed: a folder")
+    learn_scores(model, out, texts, prefixes, sglang_flags or [], lambda line: typer.echo(line, err=True))
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -168,5 +188,5 @@ def size(
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    for command in (top, inspect, warm, size):
+    for command in (top, inspect, warm, size, learn):
         app.command()(command)

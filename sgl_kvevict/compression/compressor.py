@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from sgl_kvevict.compression.learned import Show, with_learned_scores
 from sgl_kvevict.compression.observation import ObservationSpec, PromptObservation
 from sgl_kvevict.compression.reader_observation import ReaderObservation
 from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.distill import CachedRange, Lesson, ScoreLearner
 from sgl_kvevict.policies.observation import LayerObservation
 from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.policies.policy import Policy
@@ -65,6 +68,7 @@ class Compressor:
         rotary: the model's rotary embedding; needed by policies that turn queries.
         output_grams: of each layer's output projection, see :attr:`ObservationSpec.output_grams`; needed by policies
             that weigh values.
+        learner: holds learned scores, or learns them; needed by the policy ``distilled``.
     """
 
     def __init__(
@@ -74,12 +78,19 @@ class Compressor:
         store: SpanStore,
         rotary: Rotary | None = None,
         output_grams: Tensor | None = None,
+        learner: ScoreLearner | None = None,
     ) -> None:
         self.config = config
         self.policy = policy
         self.store = store
         self.observes = ObservationSpec(store.geometry, policy.needs, policy.window_size, rotary, output_grams)
+        self.learner = learner
         self.stats = CompressionStats()
+
+    @property
+    def scores_at_once(self) -> bool:
+        """A prompt can be compressed as soon as it is complete: no readers are needed, or none any more."""
+        return self.policy.readers is None or (self.learner is not None and self.learner.weights is not None)
 
     def new_observation(self) -> PromptObservation:
         """Return an empty observation of the kind the policy needs."""
@@ -88,6 +99,24 @@ class Compressor:
     def new_reader_observation(self, start: int, end: int, reach: int = 0) -> ReaderObservation:
         """Return an empty :class:`ReaderObservation` of what the readers of ``[start, end)`` attend to."""
         return ReaderObservation(self.store.geometry, start, end, reach)
+
+    def lesson(self, token_slots: Tensor, readers: ReaderObservation, prompt: PromptObservation) -> Lesson | None:
+        """Begin to learn from a range that was read to its end; None if there is nothing to learn (any more).
+
+        Args:
+            token_slots: [num_tokens], int64, slots of the range; they must not change until the lesson ends.
+            readers: what they attended to.
+            prompt: what the prefill of a prompt left behind that goes on behind the range.
+        """
+        if self.learner is None or self.learner.weights is not None:
+            return None
+        store = self.store
+        tokens = CachedRange(store.k_arena, store.v_arena, token_slots, readers.start, readers.end)
+
+        def observe(layer: int) -> LayerObservation:
+            return prompt.show(layer, readers.start, store.k_arena[layer], store.v_arena[layer], token_slots)
+
+        return self.learner.lesson(tokens, readers.scores(), observe)
 
     def compress(
         self,
@@ -111,9 +140,14 @@ class Compressor:
         num_slots = self.config.num_slots(num_tokens, start)
         geometry = self.store.geometry
 
-        def observe(layer: int) -> LayerObservation:
+        def show(layer: int) -> LayerObservation:
             return observation.show(layer, start, self.store.k_arena[layer], self.store.v_arena[layer], token_slots)
 
+        observe: Show = show
+        learner = self.learner if num_slots < num_tokens and isinstance(observation, PromptObservation) else None
+        if learner is not None and learner.weights is not None:
+            tokens = CachedRange(self.store.k_arena, self.store.v_arena, token_slots, start, start + num_tokens)
+            observe = with_learned_scores(show, learner.weights, tokens, learner.rotary)
         protected = min(max(self.config.sink_tokens - start, 0), num_slots)
         state = None if parent is None else parent.policy_state
         assert state is None or isinstance(state, PolicyState)
@@ -130,12 +164,13 @@ class Compressor:
         merged = 0 if decision.merge is None else decision.merge.indices.numel() - segment.num_entries
         return Compression(segment, freed, start, num_tokens, merged, seconds)
 
-    def state(self) -> dict[str, str | int | float]:
+    def state(self) -> dict[str, Any]:
         """Return policy, budget and counters in plain values."""
-        return {
+        state: dict[str, Any] = {
             "policy": self.policy.name,
             "budget": self.config.budget,
             "compressions": self.stats.compressions,
             "compression_seconds": self.stats.seconds,
             "released_slots": self.stats.released_slots,
         }
+        return state if self.learner is None else state | {"learned_scores": self.learner.state()}

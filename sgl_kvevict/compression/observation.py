@@ -65,7 +65,7 @@ class PromptObservation:
     Attributes:
         first_query: logical position of the first query seen: what is before it was found in the cache.
         end: logical position after the last query seen.
-        is_complete: the whole prompt was seen.
+        is_complete: the whole prompt was seen, and nothing went wrong.
     """
 
     def __init__(self, spec: ObservationSpec) -> None:
@@ -73,6 +73,7 @@ class PromptObservation:
         self.first_query = 0
         self.end = 0
         self.is_complete = False
+        self._has_failed = False
         self._chunk_start = 0
         self._key_start = 0
         self._token_slots: Tensor | None = None
@@ -107,7 +108,12 @@ class PromptObservation:
         self._chunk_start = start
         self._token_slots = token_slots
         self.end = end
-        self.is_complete = is_last
+        self.is_complete = is_last and not self._has_failed
+
+    def fail(self) -> None:
+        """Something could not be recorded: the prompt counts as not seen."""
+        self._has_failed = True
+        self.is_complete = False
 
     def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float) -> None:
         """Collect from one layer of the chunk.

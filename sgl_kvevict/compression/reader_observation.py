@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
@@ -30,6 +31,7 @@ class ReaderObservation:
 
     Attributes:
         num_readers: readers seen to their end.
+        has_failed: something could not be recorded; nothing may be compressed with it.
     """
 
     def __init__(self, geometry: KVGeometry, start: int, end: int, reach: int = 0) -> None:
@@ -37,16 +39,17 @@ class ReaderObservation:
         self.end = end
         self.reach = reach
         self.num_readers = 0
+        self.has_failed = False
         self._geometry = geometry
-        self._counted: dict[str, int] = {}
+        self._counted: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         self._squares: Tensor | None = None
         self._sm_scales = [0.0] * geometry.num_layers
 
-    def begin_chunk(self, reader: str, query_start: int, query_end: int, token_slots: Tensor) -> ReaderChunk:
+    def begin_chunk(self, reader: object, query_start: int, query_end: int, token_slots: Tensor) -> ReaderChunk:
         """Announce queries of a reader, for every layer.
 
         Args:
-            reader: the request's id.
+            reader: the request itself; names are for clients to choose.
             query_start: logical position of the chunk's first token, at or after ``end``.
             query_end: logical position after its last one.
             token_slots: [end - start], int64, slots of the range.
@@ -56,14 +59,10 @@ class ReaderObservation:
         num_counted = min(max(counted - query_start, 0), query_end - query_start)
         return ReaderChunk(self, query_start + num_counted, num_counted, token_slots)
 
-    def end_reader(self, reader: str) -> None:
+    def end_reader(self, reader: object) -> None:
         """A reader was seen to its end."""
-        self.forget_reader(reader)
-        self.num_readers += 1
-
-    def forget_reader(self, reader: str) -> None:
-        """A reader will not go on; what it asked stays counted, and another one may bear its name."""
         self._counted.pop(reader, None)
+        self.num_readers += 1
 
     def add(self, layer: int, squares: Tensor, sm_scale: float) -> None:
         """Add to one layer.
@@ -92,6 +91,16 @@ class ReaderObservation:
             reader_attention=None if self._squares is None else self._spread(self._squares[layer], part).sqrt(),
         )
 
+    def scores(self) -> Tensor:
+        """[num_layers, num_kv_heads, end - start], float32, what readers paid each token of the whole range.
+
+        Raises:
+            ValueError: nobody read it.
+        """
+        if self._squares is None:
+            raise ValueError("no reader was observed")
+        return self._squares.sqrt()
+
     def _spread(self, squares: Tensor, part: slice) -> Tensor:
         """Average around the tokens of a part of the range."""
         first = max(part.start - self.reach, 0)
@@ -115,6 +124,10 @@ class ReaderChunk:
     query_start: int
     num_counted: int
     token_slots: Tensor
+
+    def fail(self) -> None:
+        """Something could not be recorded: the observation is of no use."""
+        self.observation.has_failed = True
 
     def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float) -> None:
         """Collect from one layer.

@@ -7,10 +7,10 @@ sends what has gathered every few milliseconds, as one message, and encodes ever
 from __future__ import annotations
 
 import atexit
-import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from threading import Thread
 from typing import NamedTuple
 
@@ -21,8 +21,7 @@ from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.events.questions import AnyReply, AnyRequest, Describe, Description, Failure
 from sgl_kvevict.events.types import END_OF_REPLAY, AnyEvent, EventBatch, EventsLost
-
-logger = logging.getLogger(__name__)
+from sgl_kvevict.guard import Guard, Place
 
 MAX_REQUEST_BYTES = 65536
 MAX_WAITING_QUESTIONS = 64
@@ -45,16 +44,20 @@ class EventService:
         config: addresses and sizes.
         description: what the process is; answers :class:`~sgl_kvevict.events.questions.Describe`.
         rank: data-parallel rank, stamped on every batch.
+        guard: holds what goes wrong with a message.
 
     Raises:
         ConfigError: an address cannot be bound; lists every such address.
     """
 
-    def __init__(self, config: EventsConfig, description: Description, rank: int = 0) -> None:
+    def __init__(
+        self, config: EventsConfig, description: Description, rank: int = 0, guard: Guard | None = None
+    ) -> None:
         self.config = config
         self.lost_events = 0
         self._description = description
         self._rank = rank
+        self._guard = guard or Guard()
         self._events: deque[AnyEvent] = deque()
         self._questions: deque[Question] = deque()
         self._answers: deque[tuple[list[bytes], AnyReply]] = deque()
@@ -112,12 +115,16 @@ class EventService:
         while not self._closing:
             ready = dict(poller.poll(_TICK_WHILE_ASKED_MS if self._num_asked else _TICK_MS))
             if self._replay is not None and self._replay in ready:
-                self._serve_replay(self._replay)
+                self._guarded(partial(self._serve_replay, self._replay))
             if self._inspect is not None and self._inspect in ready:
-                self._receive_questions(self._inspect)
-            self._publish_queued()
-            self._send_answers()
-        self._publish_queued()
+                self._guarded(partial(self._receive_questions, self._inspect))
+            self._guarded(self._publish_queued)
+            self._guarded(self._send_answers)
+        self._guarded(self._publish_queued)
+
+    def _guarded(self, serve: Callable[[], None]) -> None:
+        with self._guard.at(Place.SOCKETS):
+            serve()
 
     def _publish_queued(self) -> None:
         while self._events or self.lost_events != self._lost_before:
@@ -175,10 +182,8 @@ class EventService:
 
     def _send(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
         """Send without waiting; whoever left or does not read loses its answer."""
-        try:
+        with self._guard.at(Place.SOCKETS):
             socket.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            logger.warning("an answer could not be sent: %s", error)
 
     # ---- sockets --------------------------------------------------------------------------------------------
 

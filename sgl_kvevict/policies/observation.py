@@ -27,6 +27,8 @@ class Signal(Enum):
     of a group too; who reads, :class:`Readers` says."""
     ECHO_ATTENTION = "echo_attention"
     """Per key, the largest attention that the prompt's own queries would pay it, moved behind it."""
+    LEARNED_SCORES = "learned_scores"
+    """Per key, what weights learned from scoring passes expect of it; not there before they are."""
     OUTPUT_GRAM = "output_gram"
     """Per KV head, the product of the output projection with itself: gives norms of values as the layer adds them."""
     KEYS = "keys"
@@ -86,6 +88,7 @@ class LayerObservation:
         moments: see :attr:`Signal.QUERY_MOMENTS`.
         reader_attention: [num_kv_heads, num_tokens], float32, see :attr:`Signal.READER_ATTENTION`.
         echo: [num_kv_heads, num_tokens], float32, see :attr:`Signal.ECHO_ATTENTION`.
+        learned: [num_kv_heads, num_tokens], float32, see :attr:`Signal.LEARNED_SCORES`.
         output_gram: [num_kv_heads, head_dim, head_dim], float32, see :attr:`Signal.OUTPUT_GRAM`.
         num_prompt_tokens: logical length of the prompt whose queries were observed; None if unknown.
     """
@@ -101,6 +104,7 @@ class LayerObservation:
     moments: QueryMoments | None = None
     reader_attention: Tensor | None = None
     echo: Tensor | None = None
+    learned: Tensor | None = None
     output_gram: Tensor | None = None
     num_prompt_tokens: int | None = None
 

@@ -34,6 +34,28 @@ class Rotary:
         cos, sin = self.cos_sin[positions].float().chunk(2, dim=-1)
         return self._rotate(x.float(), cos[:, None], -sin[:, None] if inverse else sin[:, None])
 
+    def turn(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Rotate the same rows to each of some positions.
+
+        Args:
+            rows: [..., 1, num_heads, head_dim], float32, before RoPE.
+            positions: [num_tokens], int64.
+
+        Returns:
+            [..., num_tokens, num_heads, head_dim], float32, written in place part by part: no copies of halves.
+        """
+        cos, sin = self.cos_sin[positions].float()[:, None].chunk(2, dim=-1)
+        turned = rows.new_empty(*rows.shape[:-3], positions.numel(), *rows.shape[-2:])
+        width = 2 * cos.shape[-1]
+        halves, neighbours = (slice(0, width // 2), slice(width // 2, width)), (slice(0, width, 2), slice(1, width, 2))
+        pairs = halves if self.is_neox else neighbours
+        a, b = (rows[..., pair] for pair in pairs)
+        first, second = (turned[..., pair] for pair in pairs)
+        torch.mul(a, cos, out=first).addcmul_(b, sin, value=-1)
+        torch.mul(b, cos, out=second).addcmul_(a, sin)
+        turned[..., width:] = rows[..., width:]
+        return turned
+
     def advance(self, x: Tensor, distance: int) -> Tensor:
         """Rotate rows that are rotated to their positions on to positions ``distance`` further.
 

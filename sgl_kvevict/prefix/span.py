@@ -18,12 +18,9 @@ from sgl_kvevict.ragged import SpanRuns
 class Segment:
     """The storage of the spans that were cut from one compressed range.
 
-    Args:
-        num_tokens: tokens that the segment stands for.
-
     Attributes:
-        start: logical position of the first of them.
-        end: logical position after the last of them.
+        start: logical position of the first token that it stands for.
+        end: logical position after the last one.
         token_slots: [num_slots], int64, token slots held; nobody else may use them.
         head_slots: [num_entries], int32, where each entry is stored, run after run in (layer, head) order.
         positions: [num_entries], int32, logical position of each entry's token, ascending within a run.
@@ -45,18 +42,18 @@ class Segment:
         positions: Tensor,
         indptr: Tensor,
         start: int,
-        num_tokens: int,
+        end: int,
         splittable: bool = True,
     ) -> None:
         self.geometry = geometry
         self.start = start
-        self.end = start + num_tokens
+        self.end = end
         self.token_slots = token_slots
         self.head_slots = head_slots
         self.positions = positions
         self.indptr = indptr
         self.splittable = splittable
-        self.tokens_per_slot = num_tokens / max(token_slots.numel(), 1)
+        self.tokens_per_slot = (end - start) / max(token_slots.numel(), 1)
         self.policy_state: object | None = None
         self.num_spans = 0
         self.num_live_entries = head_slots.numel()

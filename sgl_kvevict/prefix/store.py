@@ -12,6 +12,7 @@ from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from kvevict_kernels.compact_kv import compact_kv
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.guard import accounting
 from sgl_kvevict.prefix.span import Segment, Span
 from sgl_kvevict.ragged import MergePlan, Selection
 
@@ -81,10 +82,12 @@ class SpanStore:
             )
             layers, heads = runs // geometry.num_kv_heads, runs % geometry.num_kv_heads
             sources = self._head_slots(layers, token_slots.int()[selection.indices], heads)
-            compact_kv(self.k_arena, self.v_arena, sources, head_slots)
+            with accounting():
+                compact_kv(self.k_arena, self.v_arena, sources, head_slots)
         else:
             sources = self._head_slots(merge.layers, token_slots.int()[merge.indices], merge.heads)
-            compact_kv(self.k_arena, self.v_arena, sources, head_slots, indptr=merge.indptr, weights=merge.weights)
+            with accounting():
+                compact_kv(self.k_arena, self.v_arena, sources, head_slots, indptr=merge.indptr, weights=merge.weights)
         segment = Segment(
             geometry,
             token_slots=held.clone(),
@@ -92,11 +95,12 @@ class SpanStore:
             positions=selection.indices + start,
             indptr=indptr,
             start=start,
-            num_tokens=token_slots.numel(),
+            end=start + token_slots.numel(),
             splittable=splittable,
         )
         return segment, freed
 
+    @accounting()
     def repack(self, spans: Sequence[Span], largest: LargestOfRanks = only_rank) -> Tensor:
         """Move what live spans still read into fewer slots and give the rest back.
 
@@ -135,7 +139,7 @@ class SpanStore:
             positions=old.positions[kept],
             indptr=indptr,
             start=spans[0].start,
-            num_tokens=spans[-1].end - spans[0].start,
+            end=spans[-1].end,
             splittable=old.splittable,
         )
         new.policy_state = old.policy_state

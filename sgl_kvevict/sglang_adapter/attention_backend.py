@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,14 +17,17 @@ from sgl_kvevict.compression import PromptObservation, ReaderChunk
 from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.guard import Place
 from sgl_kvevict.sglang_adapter.arena import arena_of, kvevict_is_selected
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 from sgl_kvevict.sglang_adapter.graphs import graph_reasons
+from sgl_kvevict.sglang_adapter.readers import readers_of
 from sgl_kvevict.sglang_adapter.refusals import layer_reasons
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -31,7 +35,7 @@ if TYPE_CHECKING:
 class KVEvictAttentionBackend(AttentionBackend):
     """Attention over the compressed spans of a request's path and its uncompressed suffix.
 
-    SGLang builds the backend before the tree; the tree's factory attaches it. Batches without request ids (warm-up)
+    SGLang builds the backend before the tree; the tree's factory attaches it. Batches without requests (warm-up)
     read no spans.
 
     Args:
@@ -92,11 +96,10 @@ class KVEvictAttentionBackend(AttentionBackend):
         seq_lens = forward_batch.seq_lens_cpu.tolist()
         is_decode = forward_batch.forward_mode.is_decode()
         extend_lens = None if is_decode else list(forward_batch.extend_seq_lens_cpu)
-        batch = self._batch(
-            forward_batch.rids, seq_lens, extend_lens, forward_batch.req_pool_indices, forward_batch.seq_lens
-        )
+        readers = readers_of(forward_batch.rids)
+        batch = self._batch(readers, seq_lens, extend_lens, forward_batch.req_pool_indices, forward_batch.seq_lens)
         self.attention.plan(batch)
-        self._observed = [] if extend_lens is None else self._observed_rows(forward_batch.rids, seq_lens, extend_lens)
+        self._observed = [] if extend_lens is None else self._observed_rows(readers, seq_lens, extend_lens)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Take note that decode steps will be captured; their tables have any size, so nothing is reserved.
@@ -115,9 +118,8 @@ class KVEvictAttentionBackend(AttentionBackend):
             return
         real = slice(forward_batch.batch_size - forward_batch.num_padding)
         seq_lens = forward_batch.seq_lens_cpu[real].tolist()
-        batch = self._batch(
-            forward_batch.rids, seq_lens, None, forward_batch.req_pool_indices[real], forward_batch.seq_lens[real]
-        )
+        readers = readers_of(forward_batch.rids)
+        batch = self._batch(readers, seq_lens, None, forward_batch.req_pool_indices[real], forward_batch.seq_lens[real])
         self._captured.follow(batch, forward_batch.batch_size)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
@@ -128,17 +130,17 @@ class KVEvictAttentionBackend(AttentionBackend):
 
     def _batch(
         self,
-        rids: list[str] | None,
+        readers: Sequence[Req] | None,
         seq_lens: list[int],
         extend_lens: list[int] | None,
         req_pool_indices: Tensor,
         device_seq_lens: Tensor,
     ) -> AttentionBatch:
-        """What each request reads; without request ids (warm-up) nothing compressed."""
-        if self.tree is None or rids is None:
+        """What each request reads; without requests (warm-up) nothing compressed."""
+        if self.tree is None or readers is None:
             paths: tuple[tuple[Any, ...], ...] = ((),) * len(seq_lens)
         else:
-            paths = self.tree.read_paths(rids)
+            paths = self.tree.read_paths(readers)
         return AttentionBatch(
             paths=paths,
             waterlines=[sum(runs.num_tokens for runs in path) for path in paths],
@@ -150,15 +152,15 @@ class KVEvictAttentionBackend(AttentionBackend):
         )
 
     def _observed_rows(
-        self, rids: list[str] | None, seq_lens: list[int], extend_lens: list[int]
+        self, readers: Sequence[Req] | None, seq_lens: list[int], extend_lens: list[int]
     ) -> list[tuple[slice, PromptObservation | ReaderChunk]]:
-        if self.tree is None or rids is None:
+        if self.tree is None or readers is None:
             return []
         observed: list[tuple[slice, PromptObservation | ReaderChunk]] = []
         first_row = 0
-        for rid, seq_len, extend_len in zip(rids, seq_lens, extend_lens, strict=True):
+        for req, seq_len, extend_len in zip(readers, seq_lens, extend_lens, strict=True):
             rows = slice(first_row, first_row + extend_len)
-            observed.extend((rows, seen) for seen in self.tree.observe(rid, seq_len - extend_len, seq_len))
+            observed.extend((rows, seen) for seen in self.tree.observe(req, seq_len - extend_len, seq_len))
             first_row += extend_len
         return observed
 
@@ -192,9 +194,26 @@ class KVEvictAttentionBackend(AttentionBackend):
             _require_no_extras(kwargs)
         out, queries, lse = self._attend(q, k, v, layer, forward_batch, save_kv_cache)
         index = layer.layer_id - self.start_layer
-        for rows, observation in self._observed:
-            observation.record(index, queries[rows], lse[rows], self.arena.k[index], layer.scaling)
+        for observed in tuple(self._observed):
+            self._record(observed, index, queries, lse, layer.scaling)
         return out
+
+    def _record(
+        self,
+        observed: tuple[slice, PromptObservation | ReaderChunk],
+        index: int,
+        queries: Tensor,
+        lse: Tensor,
+        scale: float,
+    ) -> None:
+        """Record one request's queries of one layer; what fails is observed no further."""
+        assert self.tree is not None
+        rows, observation = observed
+        with self.tree.guard.at(Place.OBSERVATION):
+            observation.record(index, queries[rows], lse[rows], self.arena.k[index], scale)
+            return
+        observation.fail()
+        self._observed.remove(observed)
 
     def _attend(
         self,

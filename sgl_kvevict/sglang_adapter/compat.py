@@ -46,6 +46,16 @@ class Hook:
         return HookType[self.kind]
 
 
+_WEIGHT_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_CHANGES = (
+    "update_weights_from_disk",
+    "update_weights_from_tensor",
+    "update_weights_from_distributed",
+    "update_weights_from_ipc",
+    "end_weight_update",
+    "release_memory_occupation",
+)
+
 HOOKS = (
     Hook(
         target="sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal",
@@ -62,7 +72,7 @@ HOOKS = (
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.ingest_requests",
         kind="AFTER",
-        function="sgl_kvevict.sglang_adapter.observers.after_ingest",
+        function="sgl_kvevict.sglang_adapter.passes.after_ingest",
         why="between two steps, scoring passes are queued, metrics refreshed and questions about the cache answered",
     ),
     Hook(
@@ -70,6 +80,33 @@ HOOKS = (
         kind="BEFORE",
         function="sgl_kvevict.sglang_adapter.request_check.before_queueing",
         why="a request with options that make no sense is refused instead of served without them",
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.abort_request",
+        kind="AROUND",
+        function="sgl_kvevict.sglang_adapter.operations.around_abort",
+        why="SGLang aborts every request whose id begins with a client's, our scoring passes too",
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.flush_cache",
+        kind="BEFORE",
+        function="sgl_kvevict.sglang_adapter.operations.before_flush",
+        why="a flush needs an idle server, and scoring passes are requests",
+    ),
+    *(
+        Hook(
+            target=f"{_WEIGHT_UPDATER}.{operation}",
+            kind="AROUND",
+            function="sgl_kvevict.sglang_adapter.operations.around_change",
+            why="scoring passes end before it, and compressed prefixes never survive a change of weights",
+        )
+        for operation in _CHANGES
+    ),
+    Hook(
+        target="sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+        kind="AFTER",
+        function="sgl_kvevict.sglang_adapter.readers.after_init_new",
+        why="a forward knows its requests by name only, and clients choose the names",
     ),
     Hook(
         target="sglang.srt.model_executor.runner.decode_cuda_graph_runner.build_replay_fb_view",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
 from sgl_kvevict.compression import Compressor, warm_up
 from sgl_kvevict.config import KVEvictConfig, load_config
@@ -16,6 +19,7 @@ from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.sglang_adapter.arena import Arena, arena_of
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME, HOOKS, require_supported_sglang
+from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.model_parts import find_output_grams, find_rotary
 from sgl_kvevict.sglang_adapter.monitor import watch
 from sgl_kvevict.sglang_adapter.refusals import model_reasons, pool_reasons, server_reasons
@@ -57,7 +61,7 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     caution = None if policy is None else policy.caution(backend.geometry.num_kv_heads)
     if caution is not None:
         logger.warning("kvevict: policy %s: %s", config.policy, caution)
-    if tree.scoring is not None and ctx.server_args.skip_tokenizer_init:
+    if tree.manager.scoring is not None and ctx.server_args.skip_tokenizer_init:
         logger.warning("kvevict: no tokenizer (--skip-tokenizer-init): scoring passes repeat a prefix without words")
     return tree
 
@@ -87,13 +91,20 @@ def _assemble(
     ctx: TreeCacheBuildContext, config: KVEvictConfig, policy: Policy | None, arena: Arena, geometry: KVGeometry
 ) -> KVEvictTree:
     store = SpanStore(geometry, arena.k, arena.v)
-    if policy is None:
-        return KVEvictTree(ctx.params, store, None)
-    model = ctx.tp_worker.model_runner.model
-    turns_queries = bool({Signal.QUERY_MOMENTS, Signal.ECHO_ATTENTION} & policy.needs)
-    rotary = find_rotary(model) if turns_queries else None
-    output_grams = find_output_grams(model, geometry) if Signal.OUTPUT_GRAM in policy.needs else None
-    compressor = Compressor(config, policy, store, rotary, output_grams)
-    if arena.k.is_cuda:
-        warm_up(compressor)
-    return KVEvictTree(ctx.params, store, compressor)
+    compressor = distilling = None
+    if policy is not None:
+        model = ctx.tp_worker.model_runner.model
+        turns_queries = bool({Signal.QUERY_MOMENTS, Signal.ECHO_ATTENTION} & policy.needs)
+        rotary = find_rotary(model) if turns_queries else None
+        output_grams = find_output_grams(model, geometry) if Signal.OUTPUT_GRAM in policy.needs else None
+        if Signal.LEARNED_SCORES in policy.needs:
+            distilling = Distilling(config, ctx, geometry, arena.k.device)
+        learner = None if distilling is None else distilling.learner
+        compressor = Compressor(config, policy, store, rotary, output_grams, learner)
+        if arena.k.is_cuda:
+            warm_up(compressor)
+    tree = create_unified_radix_cache(ctx, cache_class=partial(KVEvictTree, store=store, compressor=compressor))
+    assert isinstance(tree, KVEvictTree)
+    if tree.manager.scoring is not None and distilling is not None:
+        tree.manager.scoring.on_learned = distilling.learned
+    return tree

@@ -1,4 +1,4 @@
-"""CUDA graphs: which we cannot follow, and the request ids that SGLang's replay leaves out."""
+"""CUDA graphs: which we cannot follow, and the requests that SGLang's replay leaves out."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -29,17 +28,16 @@ from sgl_kvevict.events.questions import (
     TreeReport,
 )
 from sgl_kvevict.events.service import EventService
+from sgl_kvevict.guard import Place
+from sgl_kvevict.lifecycle.observer import CacheObserver
 from sgl_kvevict.prefix import Segment, Span
 from sgl_kvevict.prefix.kept import kept_share
 from sgl_kvevict.sglang_adapter.introspection import read_gauges
-from sgl_kvevict.sglang_adapter.observers import CacheObserver
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.radix_cache import TreeNode
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
     from sgl_kvevict.sglang_adapter.tree import KVEvictTree
-
-logger = logging.getLogger(__name__)
 
 _SORT_KEYS: dict[str, Callable[[Prefix], float]] = {
     "slots": lambda prefix: prefix.slots,
@@ -53,26 +51,26 @@ class InspectingObserver(CacheObserver):
     """Answers what was asked since the last step.
 
     Args:
+        tree: the cache.
         service: where questions come in.
         totals: counters to report; somebody else keeps them.
         started: when the scheduler started (seconds since the epoch).
     """
 
-    def __init__(self, service: EventService, totals: Totals, started: float) -> None:
+    def __init__(self, tree: KVEvictTree, service: EventService, totals: Totals, started: float) -> None:
+        self._tree = tree
         self._service = service
         self._totals = totals
         self._started = started
 
-    def between_steps(self, tree: KVEvictTree) -> None:
+    def between_steps(self) -> None:
         """Answer all questions that wait; at most a few dozen, each bounded by its own limit."""
         if not self._service.has_questions:
             return
         for question in self._service.take_questions():
-            try:
-                reply = self._reply(tree, question.request)
-            except Exception:  # whatever goes wrong here, looking at the cache must never end the server
-                logger.exception("a question about the cache could not be answered: %r", question.request)
-                reply = Failure("internal error; the server's log has it")
+            reply: AnyReply = Failure("internal error; the server's log has it")
+            with self._tree.guard.at(Place.OBSERVER):
+                reply = self._reply(self._tree, question.request)
             self._service.answer(question, reply)
 
     def _reply(self, tree: KVEvictTree, request: AnyRequest) -> AnyReply:
@@ -102,12 +100,11 @@ class InspectingObserver(CacheObserver):
 def prefixes(tree: KVEvictTree) -> Iterable[Prefix]:
     """One row per segment. All spans of a segment lie on one path, so their tokens count once."""
     tokens: Counter[Segment] = Counter()
-    owners: dict[Segment, TreeNode] = {}
+    owners: dict[Segment, UnifiedTreeNode] = {}
     for node, span in tree.spans.items():
         tokens[span.segment] += span.num_tokens
         if span.is_owner:
             owners[span.segment] = node
-    now = time.monotonic()
     for segment, node in owners.items():
         yield Prefix(
             node=node.id,
@@ -115,22 +112,21 @@ def prefixes(tree: KVEvictTree) -> Iterable[Prefix]:
             tokens=tokens[segment],
             slots=segment.num_slots,
             spans=segment.num_spans,
-            readers=node.lock_ref,
-            age_s=now - node.last_access_time,
+            readers=tree.num_readers(node),
+            age_s=tree.clock.age(node.last_access_time),
         )
 
 
 def tree_report(tree: KVEvictTree, limit: int, *, expose_tokens: bool) -> TreeReport:
     """Return the nodes level by level, at most ``limit``; reads the device if a segment has several spans."""
     level = deque((child, 0) for child in tree.root_node.children.values())
-    found: list[tuple[TreeNode, int]] = []
+    found: list[tuple[UnifiedTreeNode, int]] = []
     while level and len(found) < limit:
         node, start = level.popleft()
         found.append((node, start))
         level.extend((child, start + len(node.key)) for child in node.children.values())
     spans = [span for node, _ in found if (span := tree.spans.get(node)) is not None]
     entries = dict(zip(spans, _entries(spans), strict=True))
-    now = time.monotonic()
     nodes = []
     for node, start in found:
         span = tree.spans.get(node)
@@ -144,8 +140,8 @@ def tree_report(tree: KVEvictTree, limit: int, *, expose_tokens: bool) -> TreeRe
                 slots=slots,
                 kept=kept,
                 compressed=span is not None,
-                readers=node.lock_ref,
-                age_s=now - node.last_access_time,
+                readers=tree.num_readers(node),
+                age_s=tree.clock.age(node.last_access_time),
                 namespace=node.key.extra_key if expose_tokens else None,
             )
         )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from sgl_kvevict.events.questions import Gauges, Pool
+from sgl_kvevict.guard import Place
 from sgl_kvevict.prefix import Span
 from sgl_kvevict.prefix.kept import kept_share
 
@@ -29,19 +30,23 @@ def add_state(_result: None, controller: SchedulerInternalStateController, state
     tree = controller.scheduler.tree_cache
     if not isinstance(tree, KVEvictTree):
         return
-    state["kvevict"] = cache_state(tree)
+    shown: dict[str, Any] = {}
+    state["kvevict"] = shown
+    with tree.guard.at(Place.STATE):
+        shown |= cache_state(tree)
+        if tree.compressor is not None and tree.compressor.config.expose_kept and tree.spans:
+            largest = max(tree.spans.values(), key=lambda span: span.num_tokens)
+            shown["kept"] = kept_map(largest, NUM_KEPT_BINS)
+    shown["errors"] = {place.value: count for place, count in tree.guard.errors.items() if count}
     if tree.ranks.size > 1:
-        state["kvevict"]["ranks"] = rank_states(tree)
-    if tree.compressor is not None and tree.compressor.config.expose_kept and tree.spans:
-        largest = max(tree.spans.values(), key=lambda span: span.num_tokens)
-        state["kvevict"]["kept"] = kept_map(largest, NUM_KEPT_BINS)
+        shown["ranks"] = rank_states(tree)  # every rank must come here, so nothing is held
 
 
 def read_gauges(tree: KVEvictTree) -> Gauges:
     """Return what the cache holds now; a walk over the spans on the host, nothing is read from the device."""
     allocator = tree.token_to_kv_pool_allocator
     free = allocator.available_size()
-    held = tree.evictable_size_ + tree.protected_size_
+    held = tree.evictable_size() + tree.protected_size()
     span_tokens = compressed_slots = segments = dead_entries = shared = readers = max_readers = 0
     for node, span in tree.spans.items():
         span_tokens += span.num_tokens
@@ -49,9 +54,9 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
             segments += 1
             compressed_slots += span.segment.num_slots
             dead_entries += span.segment.num_entries - span.segment.num_live_entries
-        shared += node.lock_ref > 1
-        readers += node.lock_ref
-        max_readers = max(max_readers, node.lock_ref)
+        shared += tree.num_readers(node) > 1
+        readers += tree.num_readers(node)
+        max_readers = max(max_readers, tree.num_readers(node))
     full = held - compressed_slots
     return Gauges(
         pool=Pool(allocator.size, free, compressed_slots, full, allocator.size - free - held),
@@ -60,7 +65,7 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
         spans=len(tree.spans),
         segments=segments,
         dead_entries=dead_entries,
-        pending_ranges=len(tree.pending),
+        pending_ranges=0 if tree.manager.ranges is None else len(tree.manager.ranges),
         shared_spans=shared,
         readers=readers,
         max_readers=max_readers,
@@ -70,9 +75,7 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
 def cache_state(tree: KVEvictTree) -> dict[str, Any]:
     """Return what the cache holds, in plain numbers."""
     gauges = read_gauges(tree)
-    owned = sum(
-        req.kv.kv_allocated_len - req.kv.cache_protected_len for req in tree.requests.values() if req.kv.holds_kv
-    )
+    owned = sum(req.kv.kv_allocated_len - req.kv.cache_protected_len for req in tree.manager.readers if req.kv.holds_kv)
     state: dict[str, Any] = {
         "policy": "none",
         "spans": gauges.spans,
@@ -81,17 +84,18 @@ def cache_state(tree: KVEvictTree) -> dict[str, Any]:
         "compressed_slots": gauges.pool.compressed,
         "full_tokens": gauges.pool.full,
         "free_slots": gauges.pool.free,
-        "evictable_slots": tree.evictable_size_,
-        "protected_slots": tree.protected_size_,
+        "evictable_slots": tree.evictable_size(),
+        "protected_slots": tree.protected_size(),
         "total_slots": gauges.pool.total,
-        "max_sharers": tree.max_sharers,
+        "max_sharers": tree.manager.max_sharers,
         "pending_ranges": gauges.pending_ranges,
         "leaked_slots": gauges.pool.private - owned,
     }
     if tree.compressor is not None:
         state |= tree.compressor.state()
-    if tree.scoring is not None:
-        state |= {"scoring_jobs": tree.scoring.num_jobs, "warm_outcomes": dict(tree.scoring.outcomes)}
+    scoring = tree.manager.scoring
+    if scoring is not None:
+        state |= {"scoring_jobs": len(scoring.jobs), "warm_outcomes": dict(scoring.jobs.outcomes)}
     return state
 
 
@@ -102,11 +106,11 @@ def rank_states(tree: KVEvictTree) -> list[dict[str, int]]:
         Token slots by who holds them, the number of nodes, and a checksum of their tokens, slots and locks.
     """
     allocator = tree.token_to_kv_pool_allocator
-    shape = [(len(node.key), tree.node_slots(node), node.lock_ref) for node in tree.nodes()]
+    shape = [(len(node.key), tree.node_slots(node), tree.num_readers(node)) for node in tree.nodes()]
     numbers = {
         "free_slots": allocator.available_size(),
-        "evictable_slots": tree.evictable_size_,
-        "protected_slots": tree.protected_size_,
+        "evictable_slots": tree.evictable_size(),
+        "protected_slots": tree.protected_size(),
         "nodes": len(shape),
         "tree": crc32(repr(shape).encode()),
     }

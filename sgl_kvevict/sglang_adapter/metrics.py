@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from sgl_kvevict.compression import Compression
 from sgl_kvevict.events.questions import Gauges, Totals
+from sgl_kvevict.guard import Place
+from sgl_kvevict.lifecycle.nodes import Node
+from sgl_kvevict.lifecycle.observer import CacheObserver
 from sgl_kvevict.sglang_adapter.introspection import read_gauges
-from sgl_kvevict.sglang_adapter.observers import CacheObserver
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.radix_cache import TreeNode
-
     from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 PREFIX = "kvevict:"
@@ -72,12 +73,22 @@ class MetricsObserver(CacheObserver):
     Counters and gauges are written at most once a second, so a burst of changes costs nothing more.
 
     Args:
+        tree: the cache.
         totals: counters to export; somebody else keeps them.
         labels: labels of all series.
         lost_events: reads how many events were lost.
+        errors: exceptions that were held, by place; somebody else counts them.
     """
 
-    def __init__(self, totals: Totals, labels: Mapping[str, str], lost_events: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        tree: KVEvictTree,
+        totals: Totals,
+        labels: Mapping[str, str],
+        lost_events: Callable[[], int],
+        errors: Mapping[Place, int],
+    ) -> None:
+        self._tree = tree
         self._totals = totals
         self._lost_events = lost_events
         self._next_refresh = 0.0
@@ -97,6 +108,9 @@ class MetricsObserver(CacheObserver):
         self._counters += [(refusals.labels(**labels, reason=reason), read) for reason, read in REFUSALS.items()]
         lost = counter("lost_events", "Events that the event stream lost because they came too fast.")
         self._counters.append((lost.labels(**labels), lambda _totals: self._lost_events()))
+        held = counter("errors", "Exceptions that were held: each failed one request, job or onlooker.", "place")
+        for place in Place:
+            self._counters.append((held.labels(**labels, place=place.value), partial(_count_of, errors, place)))
         self._written = [0.0] * len(self._counters)
         self._seconds = Histogram(
             PREFIX + "compression_seconds",
@@ -105,18 +119,18 @@ class MetricsObserver(CacheObserver):
             buckets=COMPRESSION_BUCKETS,
         ).labels(**labels)
 
-    def compressed(self, nodes: Sequence[TreeNode], compression: Compression) -> None:
+    def compressed(self, nodes: Sequence[Node], compression: Compression) -> None:
         self._seconds.observe(compression.seconds)
 
-    def between_steps(self, tree: KVEvictTree) -> None:
+    def between_steps(self) -> None:
         now = time.monotonic()
         if now >= self._next_refresh:
             self._next_refresh = now + REFRESH_S
-            self.refresh(tree)
+            self.refresh()
 
-    def refresh(self, tree: KVEvictTree) -> None:
+    def refresh(self) -> None:
         """Write all gauges, and what counters grew by."""
-        gauges = read_gauges(tree)
+        gauges = read_gauges(self._tree)
         for child, read in self._gauges:
             child.set(read(gauges))
         for i, (counter, read_total) in enumerate(self._counters):
@@ -124,3 +138,7 @@ class MetricsObserver(CacheObserver):
             if total > self._written[i]:
                 counter.inc(total - self._written[i])
                 self._written[i] = total
+
+
+def _count_of(errors: Mapping[Place, int], place: Place, _totals: Totals) -> float:
+    return errors[place]

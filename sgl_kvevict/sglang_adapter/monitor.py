@@ -17,9 +17,9 @@ from sglang.srt.runtime_context import get_parallel
 from sgl_kvevict.config import EventsConfig, KVEvictConfig
 from sgl_kvevict.events.questions import Description
 from sgl_kvevict.events.service import EventService
-from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.lifecycle.observer import CacheObserver
 from sgl_kvevict.sglang_adapter.inspection import InspectingObserver
-from sgl_kvevict.sglang_adapter.observers import CacheObserver, CountingObserver, ObserverGroup, PublishingObserver
+from sgl_kvevict.sglang_adapter.observers import CountingObserver, ObserverGroup, PublishingObserver
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def watch(tree: KVEvictTree, config: KVEvictConfig, server_args: ServerArgs, *, 
     service = None
     started = time.time()
     if config.events is not None and is_kv_publisher_rank("kvevict"):  # any text: this asks for the rank only
-        service = _start_service(config, config.events, tree.store.geometry, server_args, started)
+        service = _start_service(config, config.events, tree, server_args, started)
     if service is None and not enable_metrics:
         return
     heads_per_token = tree.store.geometry.heads_per_token
@@ -47,22 +47,25 @@ def watch(tree: KVEvictTree, config: KVEvictConfig, server_args: ServerArgs, *, 
         if service.config.endpoint is not None:
             observers.append(PublishingObserver(service, config.policy, heads_per_token))
         if service.config.inspect_endpoint is not None:
-            observers.append(InspectingObserver(service, counting.totals, started))
+            observers.append(InspectingObserver(tree, service, counting.totals, started))
     if enable_metrics:
         # Imported here: prometheus_client decides at import whether several processes share the metrics.
         from sgl_kvevict.sglang_adapter.metrics import MetricsObserver
 
         labels = {name: str(value) for name, value in tree.metrics_collector.labels.items()}
         observers.append(
-            MetricsObserver(counting.totals, labels, lambda: 0 if service is None else service.lost_events)
+            MetricsObserver(
+                tree, counting.totals, labels, lambda: 0 if service is None else service.lost_events, tree.guard.errors
+            )
         )
-    tree.observer = ObserverGroup(observers)
+    tree.manager.observer = ObserverGroup(observers, tree.guard)
 
 
 def _start_service(
-    config: KVEvictConfig, events: EventsConfig, geometry: KVGeometry, server_args: ServerArgs, started: float
+    config: KVEvictConfig, events: EventsConfig, tree: KVEvictTree, server_args: ServerArgs, started: float
 ) -> EventService:
     parallel = get_parallel()
+    geometry = tree.store.geometry
     rank = select_kv_publisher_dp_rank(parallel.attn_dp_size, parallel.attn_dp_rank, parallel.dp_rank)
     events = events_of_rank(events, rank)
     description = Description(
@@ -80,7 +83,7 @@ def _start_service(
         next_seq=0,
         expose_tokens=events.expose_tokens,
     )
-    service = EventService(events, description, rank)
+    service = EventService(events, description, rank, tree.guard)
     logger.info(
         "kvevict: events on %s, replay on %s, inspection on %s",
         *(address or "no socket" for address in (events.endpoint, events.replay_endpoint, events.inspect_endpoint)),

@@ -1,97 +1,60 @@
 # ruff: noqa: D102 - the base class describes the methods
-"""Who is told when the cache changes. The tree knows this interface only; without observers its calls do nothing."""
+"""Who is told when the cache changes: counters, the event stream, and several at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from sgl_kvevict.compression import Compression
 from sgl_kvevict.events.questions import Totals
 from sgl_kvevict.events.service import EventService
 from sgl_kvevict.events.types import Cleared, Compressed, Dropped, Refused, Repacked, ScoringPass, Split
+from sgl_kvevict.guard import Guard, Place
+from sgl_kvevict.lifecycle.nodes import Node, tokens_of
+from sgl_kvevict.lifecycle.observer import REFUSED_IN_USE, REFUSED_NO_ROOM, CacheObserver
 from sgl_kvevict.prefix import Segment, Span
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.mem_cache.radix_cache import TreeNode
-
-    from sgl_kvevict.sglang_adapter.tree import KVEvictTree
-
-REFUSED_IN_USE = "in-use"
-REFUSED_NOT_CACHED = "not-cached"
-REFUSED_NO_ROOM = "no-room"
-
-
-class CacheObserver:
-    """Told of every change, on the scheduler's thread, right after it. This one does nothing with it."""
-
-    def compressed(self, nodes: Sequence[TreeNode], compression: Compression) -> None:
-        """Consecutive nodes, root side first, now hold spans of one new segment."""
-
-    def split(self, upper: TreeNode, lower: TreeNode, position: int) -> None:
-        """A span was cut at a logical position; ``lower`` is the node that held it."""
-
-    def dropped(self, node: TreeNode, span: Span | None, slots: int) -> None:
-        """A node left the tree and ``slots`` token slots came back at once; ``span`` is what it held."""
-
-    def repacked(self, owner: TreeNode, segment: Segment, released: int) -> None:
-        """The segment of ``owner`` gave ``released`` token slots back."""
-
-    def scored(self, start: int, end: int, seconds: float) -> None:
-        """Extra forwards scored the tokens ``[start, end)``."""
-
-    def refused(self, reason: str, num_tokens: int) -> None:
-        """Tokens could not be compressed (``in-use``), cached (``not-cached``) or scored (``no-room``)."""
-
-    def cleared(self) -> None:
-        """The whole cache was flushed."""
-
-    def between_steps(self, tree: KVEvictTree) -> None:
-        """The scheduler is between two steps; called at every turn of its loop, so it must be cheap."""
 
 
 class ObserverGroup(CacheObserver):
-    """Tells several observers, in order.
+    """Tells several observers, in order. One that fails is skipped: what it watches went on.
 
     Args:
         observers: whom to tell.
+        guard: holds what they raise.
     """
 
-    def __init__(self, observers: Sequence[CacheObserver]) -> None:
+    def __init__(self, observers: Sequence[CacheObserver], guard: Guard) -> None:
         self.observers = tuple(observers)
+        self._guard = guard
 
-    def compressed(self, nodes: Sequence[TreeNode], compression: Compression) -> None:
+    def _tell(self, tell: Callable[[CacheObserver], None]) -> None:
         for observer in self.observers:
-            observer.compressed(nodes, compression)
+            with self._guard.at(Place.OBSERVER):
+                tell(observer)
 
-    def split(self, upper: TreeNode, lower: TreeNode, position: int) -> None:
-        for observer in self.observers:
-            observer.split(upper, lower, position)
+    def compressed(self, nodes: Sequence[Node], compression: Compression) -> None:
+        self._tell(lambda observer: observer.compressed(nodes, compression))
 
-    def dropped(self, node: TreeNode, span: Span | None, slots: int) -> None:
-        for observer in self.observers:
-            observer.dropped(node, span, slots)
+    def split(self, upper: Node, lower: Node, position: int) -> None:
+        self._tell(lambda observer: observer.split(upper, lower, position))
 
-    def repacked(self, owner: TreeNode, segment: Segment, released: int) -> None:
-        for observer in self.observers:
-            observer.repacked(owner, segment, released)
+    def dropped(self, node: Node, span: Span | None, slots: int) -> None:
+        self._tell(lambda observer: observer.dropped(node, span, slots))
+
+    def repacked(self, owner: Node, segment: Segment, released: int) -> None:
+        self._tell(lambda observer: observer.repacked(owner, segment, released))
 
     def scored(self, start: int, end: int, seconds: float) -> None:
-        for observer in self.observers:
-            observer.scored(start, end, seconds)
+        self._tell(lambda observer: observer.scored(start, end, seconds))
 
     def refused(self, reason: str, num_tokens: int) -> None:
-        for observer in self.observers:
-            observer.refused(reason, num_tokens)
+        self._tell(lambda observer: observer.refused(reason, num_tokens))
 
     def cleared(self) -> None:
-        for observer in self.observers:
-            observer.cleared()
+        self._tell(lambda observer: observer.cleared())
 
-    def between_steps(self, tree: KVEvictTree) -> None:
-        for observer in self.observers:
-            observer.between_steps(tree)
+    def between_steps(self) -> None:
+        self._tell(lambda observer: observer.between_steps())
 
 
 class CountingObserver(CacheObserver):
@@ -105,7 +68,7 @@ class CountingObserver(CacheObserver):
         self.totals = Totals()
         self._heads_per_token = heads_per_token
 
-    def compressed(self, nodes: Sequence[TreeNode], compression: Compression) -> None:
+    def compressed(self, nodes: Sequence[Node], compression: Compression) -> None:
         totals = self.totals
         totals.compressions += 1
         totals.compressed_tokens += compression.num_tokens
@@ -115,15 +78,15 @@ class CountingObserver(CacheObserver):
         totals.evicted_entries += evicted_entries(compression, self._heads_per_token)
         totals.merged_entries += compression.merged_entries
 
-    def split(self, upper: TreeNode, lower: TreeNode, position: int) -> None:
+    def split(self, upper: Node, lower: Node, position: int) -> None:
         self.totals.splits += 1
 
-    def dropped(self, node: TreeNode, span: Span | None, slots: int) -> None:
+    def dropped(self, node: Node, span: Span | None, slots: int) -> None:
         self.totals.dropped_nodes += 1
         self.totals.dropped_spans += span is not None
         self.totals.dropped_slots += slots
 
-    def repacked(self, owner: TreeNode, segment: Segment, released: int) -> None:
+    def repacked(self, owner: Node, segment: Segment, released: int) -> None:
         self.totals.repacks += released > 0
 
     def scored(self, start: int, end: int, seconds: float) -> None:
@@ -156,7 +119,7 @@ class PublishingObserver(CacheObserver):
         self._policy = policy
         self._heads_per_token = heads_per_token
 
-    def compressed(self, nodes: Sequence[TreeNode], compression: Compression) -> None:
+    def compressed(self, nodes: Sequence[Node], compression: Compression) -> None:
         self._publish(
             Compressed(
                 nodes=[node.id for node in nodes],
@@ -169,17 +132,17 @@ class PublishingObserver(CacheObserver):
                 merged_entries=compression.merged_entries,
                 seconds=compression.seconds,
                 policy=self._policy,
-                token_ids=[token for node in nodes for token in node.key] if self._exposes_tokens else None,
+                token_ids=tokens_of(nodes) if self._exposes_tokens else None,
             )
         )
 
-    def split(self, upper: TreeNode, lower: TreeNode, position: int) -> None:
+    def split(self, upper: Node, lower: Node, position: int) -> None:
         self._publish(Split(upper.id, lower.id, position))
 
-    def dropped(self, node: TreeNode, span: Span | None, slots: int) -> None:
+    def dropped(self, node: Node, span: Span | None, slots: int) -> None:
         self._publish(Dropped(node.id, len(node.key), slots, span is not None))
 
-    def repacked(self, owner: TreeNode, segment: Segment, released: int) -> None:
+    def repacked(self, owner: Node, segment: Segment, released: int) -> None:
         if released:
             self._publish(Repacked(owner.id, segment.num_slots, released))
 
@@ -197,14 +160,3 @@ def evicted_entries(compression: Compression, heads_per_token: int) -> int:
     """Entries of the range that are neither stored nor merged into stored ones."""
     all_entries = compression.num_tokens * heads_per_token
     return all_entries - compression.segment.num_entries - compression.merged_entries
-
-
-def after_ingest(_result: object, scheduler: Scheduler, *_args: object, **_kwargs: object) -> None:
-    """Hook after SGLang took in new requests, the one place of every turn of its loop: between two steps."""
-    tree = scheduler.tree_cache
-    observer = getattr(tree, "observer", None)
-    if observer is None:
-        return
-    if tree.scoring is not None:
-        tree.scoring.turn(scheduler)
-    observer.between_steps(tree)

@@ -25,13 +25,15 @@ class TensorRanks:
 
     Attributes:
         size: number of ranks.
+        rank: of this process, from 0.
         is_first: this rank does what is to be done once (sockets, metrics, log lines).
     """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self._group = group
         self.size = 1 if group is None else group.size()
-        self.is_first = group is None or group.rank() == 0
+        self.rank = 0 if group is None else group.rank()
+        self.is_first = self.rank == 0
 
     def largest(self, value: int, *same: int) -> int:
         """Largest ``value`` of all ranks.

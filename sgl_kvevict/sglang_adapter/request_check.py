@@ -2,38 +2,81 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
+from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.guard import Place
+from sgl_kvevict.lifecycle.probes import question_probes
 from sgl_kvevict.policies.observation import Readers
-from sgl_kvevict.request import REQUEST_KEY, parse_request_options
+from sgl_kvevict.request import REQUEST_KEY, RequestOptions, parse_request_options
+from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
 
+QUESTIONS = f"custom_params.{REQUEST_KEY}.questions"
+
 
 def before_queueing(scheduler: Scheduler, req: Req, *_args: object, **_kwargs: object) -> None:
     """Hook before SGLang queues a request: one with bad options is answered with status 400 and a reason."""
-    scoring = getattr(scheduler.tree_cache, "scoring", None)
+    tree = scheduler.tree_cache
+    if not isinstance(tree, KVEvictTree):
+        return
+    with tree.guard.at(Place.OPTIONS):
+        reason = refusal(scheduler, tree, req)
+        if reason is not None:
+            _refuse(req, reason, HTTPStatus.BAD_REQUEST)
+        return
+    _refuse(req, "internal error; the server's log has it", HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def refusal(scheduler: Scheduler, tree: KVEvictTree, req: Req) -> str | None:
+    """Return why a request cannot be served, if it asks something impossible of the cache."""
+    config = KVEvictConfig() if tree.compressor is None else tree.compressor.config
     try:
-        options = parse_request_options(req.sampling_params.custom_params)
-        if options is not None and options.questions and scoring is None:
-            raise ConfigError(
-                f"custom_params.{REQUEST_KEY}.questions: got {len(options.questions)} questions; allowed: none, "
-                "because the server's policy does not learn from readers"
-            )
-        if options is not None and options.questions and scheduler.tokenizer is None:
-            raise ConfigError(
-                f"custom_params.{REQUEST_KEY}.questions: got {len(options.questions)} questions; allowed: none, "
-                "because the server runs without a tokenizer (--skip-tokenizer-init)"
-            )
-        asks = scoring is not None and scoring.readers is Readers.QUESTIONS
-        if options is not None and options.warm and asks and not options.questions:
-            raise ConfigError(
-                f"custom_params.{REQUEST_KEY}.questions: got none; allowed: at least one, "
-                "because the server's policy is 'questions'"
-            )
+        options = parse_request_options(req.sampling_params.custom_params, config)
+        if options is not None:
+            _check_questions(options, scheduler, tree, config)
     except ConfigError as error:
-        req.sampling_params.custom_params = None  # SGLang still runs one token of a refused request
-        req.set_finish_with_abort(str(error))
+        return str(error)
+    return None
+
+
+def _refuse(req: Req, reason: str, status: HTTPStatus) -> None:
+    req.sampling_params.custom_params = None  # SGLang still runs one token of a refused request
+    req.set_finish_with_abort(reason, status)
+
+
+def _check_questions(options: RequestOptions, scheduler: Scheduler, tree: KVEvictTree, config: KVEvictConfig) -> None:
+    num_questions = len(options.questions)
+    if not num_questions:
+        if options.warm and tree.manager.scoring is not None and tree.manager.scoring.readers is Readers.QUESTIONS:
+            why = "the server's policy is 'questions'"
+            raise ConfigError(f"{QUESTIONS}: got none; allowed: at least one, because {why}")
+        return
+    if tree.manager.scoring is None:
+        why = "the server's policy does not learn from readers"
+    elif scheduler.tokenizer is None:
+        why = "the server runs without a tokenizer (--skip-tokenizer-init)"
+    else:
+        num_tokens = _num_tokens(options, scheduler, config.max_question_tokens)
+        if num_tokens > config.max_question_tokens:
+            raise ConfigError(
+                f"{QUESTIONS}: got {num_questions} questions of at least {num_tokens} tokens; allowed: at most "
+                f"{config.max_question_tokens} tokens (the server's max_question_tokens)"
+            )
+        return
+    raise ConfigError(f"{QUESTIONS}: got {num_questions} questions; allowed: none, because {why}")
+
+
+def _num_tokens(options: RequestOptions, scheduler: Scheduler, limit: int) -> int:
+    """Tokens of all questions, counted until they are more than ``limit``."""
+    num_tokens = 0
+    for probe in question_probes(scheduler.tokenizer, options.questions):
+        num_tokens += len(probe)
+        if num_tokens > limit:
+            break
+    return num_tokens

@@ -1,51 +1,41 @@
-"""SGLang's radix tree with compressed nodes: same keys, same matching, fewer token slots.
-
-A compressed node keeps its key; its value is a filler of zeros (the padding slot), because nothing in SGLang reads
-the row of a cached prefix except attention, and ours reads spans. Lengths therefore stay logical everywhere in the
-stock code, and only the sizes that feed admission and the leak check are overridden: they count token slots held.
-"""
+"""SGLang's unified radix tree with compressed nodes: same keys, same matching, fewer token slots."""
 
 from __future__ import annotations
 
-import heapq
-import time
-from array import array
-from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import (
-    DecLockRefParams,
-    DecLockRefResult,
-    EvictParams,
-    EvictResult,
-    IncLockRefResult,
-    MatchPrefixParams,
-    MatchResult,
-)
-from sglang.srt.mem_cache.evict_policy import EvictionStrategy, LRUStrategy
-from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult, MatchPrefixParams, MatchResult
+from sglang.srt.mem_cache.evict_policy import LRUStrategy
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sgl_kvevict.compression import Compressor, PromptObservation, ReaderChunk, ReaderObservation
-from sgl_kvevict.errors import InvariantError
-from sgl_kvevict.prefix import Segment, Span, SpanStore
+from sgl_kvevict.compression import Compressor, PromptObservation, ReaderChunk
+from sgl_kvevict.guard import Guard, Place
+from sgl_kvevict.lifecycle import PrefixManager
+from sgl_kvevict.lifecycle.eviction import CostAwareRecency
+from sgl_kvevict.lifecycle.manager import Released
+from sgl_kvevict.lifecycle.observer import REFUSED_NOT_CACHED
+from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.ragged import SpanRuns
-from sgl_kvevict.sglang_adapter.eviction import CostAwareRecency
-from sgl_kvevict.sglang_adapter.introspection import cache_state
-from sgl_kvevict.sglang_adapter.observers import REFUSED_IN_USE, REFUSED_NOT_CACHED, CacheObserver
-from sgl_kvevict.sglang_adapter.pending import PendingRange, PendingRanges
+from sgl_kvevict.request import RequestOptions, parse_request_options
+from sgl_kvevict.sglang_adapter.access_clock import AccessClock, access_counter
+from sgl_kvevict.sglang_adapter.blocking import BlockingNodes
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
-from sgl_kvevict.sglang_adapter.scoring import PrefixScoring
-from sgl_kvevict.sglang_adapter.walk import WalkableTree
+from sgl_kvevict.sglang_adapter.span_component import FULL, SpanComponent
+from sgl_kvevict.sglang_adapter.tree_port import UnifiedTreePort
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
 
-class KVEvictTree(WalkableTree):
-    """Radix tree whose nodes may hold spans.
+class KVEvictTree(UnifiedRadixCache):
+    """Unified tree whose nodes may hold spans: tells the manager what happens, which decides what follows.
 
     Args:
         params: SGLang's construction parameters.
@@ -53,341 +43,149 @@ class KVEvictTree(WalkableTree):
         compressor: compresses completed prompts; None (policy ``none``) leaves the tree as stock.
 
     Attributes:
-        observer: told of every change; does nothing unless events or metrics are on.
-        scoring: has prefixes read before they are compressed; None for policies that need no readers.
-        ranks: the tensor-parallel ranks that hold the same tree.
+        port: what the manager does to the tree.
+        manager: follows every prefix.
+        spans: what compressed nodes hold; the manager's.
+        guard: holds errors that concern one request or job.
+        clock: how long ago a node was used.
     """
-
-    eviction_strategy: EvictionStrategy
 
     def __init__(self, params: CacheInitParams, store: SpanStore, compressor: Compressor | None) -> None:
         self.store = store
         self.compressor = compressor
-        self.spans: dict[TreeNode, Span] = {}
-        self.pending = PendingRanges()
-        self.requests: WeakValueDictionary[str, Req] = WeakValueDictionary()
-        self._observations: WeakKeyDictionary[Req, PromptObservation] = WeakKeyDictionary()
-        self.max_sharers = 0
-        self.ranks = TensorRanks(params.attn_tp_cache_group)
-        self.observer = CacheObserver()
-        readers = None if compressor is None else compressor.policy.readers
-        self.scoring = None if readers is None else PrefixScoring(self, readers)
+        self.port = UnifiedTreePort(self, TensorRanks(params.attn_tp_cache_group))
+        self.guard = Guard(self.ranks.size)
+        self.manager = PrefixManager(self.port, store, compressor, self.guard)
+        self.spans = self.manager.spans
+        self.clock = AccessClock()
+        self._order: CostAwareRecency | None = None
+        is_splittable = compressor is None or compressor.policy.splittable
+        self._blocking = BlockingNodes(self, self.spans, splittable=is_splittable)
+        # SGLang's constructor builds the components and calls reset: what they need exists by now.
+        params.component_registry_override = {**(params.component_registry_override or {}), FULL: SpanComponent}
         super().__init__(params)
-        if isinstance(self.eviction_strategy, LRUStrategy):  # any other policy that a user chose is followed as it is
-            self.eviction_strategy = CostAwareRecency(self.spans)
+        if isinstance(self.tree_core.eviction_strategy, LRUStrategy):  # what else a user chose is followed as it is
+            self._order = CostAwareRecency(self.spans, access_counter)
+            self.components[FULL].order_by(self._order)
+
+    @property
+    def ranks(self) -> TensorRanks:
+        """The tensor-parallel ranks that hold the same tree."""
+        return self.port.ranks
 
     def reset(self) -> None:
         """Forget everything; SGLang clears allocator and rows itself."""
-        self.spans.clear()
-        self.pending.clear()
-        self._observations.clear()
-        if self.scoring is not None:
-            self.scoring.clear()
+        self._blocking.clear()
+        self.manager.cleared()
         super().reset()
-        self.observer.cleared()
+        if self._order is not None:
+            self.components[FULL].order_by(self._order)
 
-    # ---- sizes in token slots -------------------------------------------------------------------------------
+    def forget_compressed(self) -> None:
+        """The weights changed: nothing compressed, scored, observed or learned before is used for a new request."""
+        compressor = self.manager.compressor
+        if compressor is not None and compressor.learner is not None:
+            compressor.learner.forget()
+        self.manager.forget_seen()
+        self._blocking.add_compressed()
 
-    def node_slots(self, node: TreeNode) -> int:
+    # ---- nodes and sizes --------------------------------------------------------------------------------------
+
+    def nodes(self) -> Iterator[UnifiedTreeNode]:
+        """All nodes below the root, in no particular order."""
+        stack = list(self.root_node.children.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            yield node
+
+    def num_readers(self, node: UnifiedTreeNode) -> int:
+        """Requests that lock a node."""
+        return self.port.num_locks(node)
+
+    def node_slots(self, node: UnifiedTreeNode) -> int:
         """Token slots that a node carries in the accounting."""
-        span = self.spans.get(node)
-        return len(node.key) if span is None else span.charged_slots
+        return int(self.components[FULL].reclaimable_value_len(node))
 
-    def inc_lock_ref(self, node: TreeNode) -> IncLockRefResult:
-        """Lock the path to ``node``; as stock, in token slots."""
-        return IncLockRefResult(delta=self._lock_path(node, +1))
+    def total_size(self) -> tuple[int, int]:
+        """Token slots of the tree, and of its other components."""
+        return sum(self.node_slots(node) for node in self.nodes()), super().total_size()[1]
 
-    def dec_lock_ref(self, node: TreeNode, params: DecLockRefParams | None = None) -> DecLockRefResult:
-        """Unlock the path to ``node``; as stock, in token slots."""
-        return DecLockRefResult(delta=self._lock_path(node, -1))
+    def all_values_flatten(self) -> torch.Tensor:
+        """Every token slot that the tree holds; for SGLang's leak checker."""
+        held = [node.component_data[FULL].value for node in self.nodes() if node not in self.spans]
+        held += [span.segment.token_slots for span in self.spans.values() if span.is_owner]
+        return torch.cat(held) if held else torch.tensor([], dtype=torch.int64)
 
-    def _lock_path(self, node: TreeNode, step: int) -> int:
-        if self.disable:
-            return 0
-        moved = 0
-        while node is not self.root_node:
-            if node.lock_ref + step < 0 or node.parent is None:
-                raise InvariantError(f"a lock was released twice, or belongs to another tree: {node.key}")
-            was_locked = node.lock_ref > 0
-            node.lock_ref += step
-            if was_locked != (node.lock_ref > 0):
-                moved -= step * self.node_slots(node)
-            self._update_leaf_status(node)
-            node = node.parent
-        self.evictable_size_ += moved
-        self.protected_size_ -= moved
-        return moved
-
-    def _charge(self, node: TreeNode, slots: int) -> None:
-        """Add ``slots`` (may be negative) to the side of the accounting on which ``node`` is."""
-        if node.lock_ref > 0:
-            self.protected_size_ += slots
-        else:
-            self.evictable_size_ += slots
-
-    def _total_size_helper(self) -> int:
-        return sum(self.node_slots(node) for node in self.nodes())
-
-    # ---- structure ------------------------------------------------------------------------------------------
-
-    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
-        upper: TreeNode = super()._split_node(key, child, split_len)
-        if self.scoring is not None:
-            self.scoring.split(upper, child)
-        span = self.spans.get(child)
-        if span is not None:
-            self.spans[upper], self.spans[child] = span.split(span.start + split_len)
-            self.observer.split(upper, child, self.spans[child].start)
-        return upper
+    # ---- matching ---------------------------------------------------------------------------------------------
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """Match as stock; a request that matches (again) is about to be prefilled, so remember it by its id."""
+        """Match as stock, but not into what others must not match; a request is remembered as a reader."""
         if params.req is not None:
-            self.requests[params.req.rid] = params.req
-            if self.compressor is not None:
-                self._observations[params.req] = self.compressor.new_observation()
-        return super().match_prefix(params)
+            self.manager.matched(params.req)
+        return super().match_prefix(replace(params, key=self._allowed(params.key)))
 
-    def _match_prefix_helper(self, node: TreeNode, key: RadixKey) -> tuple[list[torch.Tensor], TreeNode]:
-        blocked = self._blocking_node(key)
-        if blocked is not None:
-            key = key[: self.spans[blocked].start]
-            if len(key) == 0:
-                return [], node
-        values, last = super()._match_prefix_helper(node, key)
-        return values, last
+    def touch_prefix(self, key: RadixKey) -> None:
+        """Touch as stock, with the same limit: SGLang splits a node where the key ends."""
+        super().touch_prefix(self._allowed(key))
 
-    def _blocking_node(self, key: RadixKey) -> TreeNode | None:
-        """Return the unsplittable node inside which ``key`` ends or diverges, if there is one."""
-        if self.compressor is None or self.compressor.policy.splittable:
-            return None
-        node, rest = self.root_node, key
-        while len(rest) and (child := node.children.get(rest.child_key(self.page_size))) is not None:
-            matched = child.key.match(rest, page_size=self.page_size)
-            if matched < len(child.key):
-                span = self.spans.get(child)
-                return child if span is not None and not span.segment.splittable else None
-            node, rest = child, rest[matched:]
-        return None
+    def insert(self, params: InsertParams) -> InsertResult:
+        """Insert as stock; SGLang's split at the prompt's end is left out where it would cut an unsplittable span."""
+        if self._blocking.find(params.key) is not None:
+            return InsertResult(prefix_len=len(params.key))
+        return super().insert(params)
 
-    def evict(self, params: EvictParams) -> EvictResult:
-        """Drop leaves in the order of the eviction policy until ``num_tokens`` token slots are released."""
-        if self.disable:
-            return EvictResult()
-        start_time = time.perf_counter()
-        strategy = self.eviction_strategy
-        heap = [(strategy.get_priority(node), node) for node in self.evictable_leaves]
-        heapq.heapify(heap)
-        released = 0
-        while released < params.num_tokens and heap:
-            priority, node = heapq.heappop(heap)
-            parent = node.parent
-            released += self._drop(node)
-            if isinstance(strategy, CostAwareRecency):
-                strategy.dropped(priority)
-            if not parent.children and parent.lock_ref == 0:
-                heapq.heappush(heap, (strategy.get_priority(parent), parent))
-        self.update_eviction_metrics(released, start_time)
-        return EvictResult(num_tokens_evicted=released)
+    def _allowed(self, key: RadixKey) -> RadixKey:
+        blocking = self._blocking.find(key)
+        return key if blocking is None else key[: self.spans[blocking].start]
 
-    def _drop(self, node: TreeNode) -> int:
-        """Remove one leaf; return the token slots that came back."""
-        self._delete_leaf(node)
-        self.pending.discard(node)
-        if self.scoring is not None:
-            self.scoring.discard(node)
-        self.kv_events.record_remove(node)
-        span = self.spans.pop(node, None)
-        slots = node.value if span is None else span.drop()
-        self.observer.dropped(node, span, 0 if slots is None else slots.numel())
-        if slots is None:
-            assert span is not None
-            return self._repack(node.parent, span.segment)
-        self.token_to_kv_pool_allocator.free_segment(slots, start_pos=0)
-        return slots.numel()
-
-    def _delete_leaf(self, node: TreeNode) -> None:
-        # The stock method takes len(key) off the evictable size; a leaf that is dropped is never locked.
-        self.evictable_size_ += len(node.key) - self.node_slots(node)
-        super()._delete_leaf(node)
-
-    def _repack(self, lowest: TreeNode, segment: Segment) -> int:
-        """Shrink a segment whose lowest span was dropped; return the token slots that came back."""
-        nodes = []
-        node = lowest
-        while (span := self.spans.get(node)) is not None and span.segment is segment:
-            nodes.append(node)
-            node = node.parent
-        nodes.reverse()
-        freed = self.store.repack([self.spans[node] for node in nodes], self.ranks.largest)
-        self._charge(nodes[0], -freed.numel())
-        self.token_to_kv_pool_allocator.free_segment(freed, start_pos=0)
-        self.observer.repacked(nodes[0], self.spans[nodes[0]].segment, freed.numel())
-        return freed.numel()
-
-    # ---- life of a request ----------------------------------------------------------------------------------
+    # ---- life of a request ------------------------------------------------------------------------------------
 
     def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
-        """Insert as stock, then compress what the completed prompt made compressible.
+        """Insert as stock, then tell the manager if the prompt is complete.
 
         A prompt that ends or diverges inside an unsplittable span takes its place if nobody reads it, else the
         prompt is not cached: its slots stay the request's own.
         """
-        if self.disable or not self._make_way(req, up_to):
+        if self.disable:
+            super().checkpoint(req, up_to=up_to, **kwargs)
             return
-        super().checkpoint(req, up_to=up_to)
-        observation = self._observations.get(req)
-        if observation is not None and observation.is_complete:
-            del self._observations[req]
-            if self.scoring is not None:
-                self.scoring.prompt_complete(req, observation)
-            else:
-                self.compress_up_to(req.last_node, observation.end - self._tail_tokens, observation, req.rid)
+        blocking = self._blocking.find(
+            RadixKey(req.full_untruncated_fill_ids[:up_to], req.extra_key, cache_salt=req.cache_salt)
+        )
+        if blocking is not None and not self._blocking.drop_subtree(blocking):
+            self.manager.observer.refused(REFUSED_NOT_CACHED, up_to)
+            return
+        super().checkpoint(req, up_to=up_to, **kwargs)
+        if self.manager.is_complete(req):
+            with self.guard.at(Place.PROMPT):
+                self.manager.prompt_complete(req, self.tree_core.node_by_id(req.last_node), self._wish_of(req))
 
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
-        """A request let go of its path: forget its state and compress ranges that waited for it."""
-        self._observations.pop(req, None)
-        self.requests.pop(req.rid, None)
-        if self.scoring is not None:
-            self.scoring.released(req)
-        for pending in self.pending:
-            self._try_compress(pending)
+        """A request let go of its path."""
+        super().on_release(req, checkpointed=checkpointed)
+        self._blocking.drop_unread()
+        why = Released.RETRACTED
+        if req.finished():
+            why = Released.ABORTED if isinstance(req.finished_reason, FINISH_ABORT) else Released.FINISHED
+        self.manager.released(req, why)
 
-    def _make_way(self, req: Req, up_to: int) -> bool:
-        tokens: array[int] = req.full_untruncated_fill_ids[:up_to]
-        blocking = self._blocking_node(RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt))
-        if blocking is None:
-            return True
-        if blocking.lock_ref > 0:
-            self.observer.refused(REFUSED_NOT_CACHED, len(tokens))
-            return False
-        subtree = [blocking]
-        for node in subtree:
-            subtree.extend(node.children.values())
-        for node in reversed(subtree):
-            self._drop(node)
-        return True
-
-    # ---- compression ----------------------------------------------------------------------------------------
-
-    @property
-    def _tail_tokens(self) -> int:
+    def _wish_of(self, req: Req) -> RequestOptions | None:
+        """What a request asks of the cache; who wants no answer wants its prompt cached."""
         assert self.compressor is not None
-        return self.compressor.config.tail_tokens
+        options = parse_request_options(req.sampling_params.custom_params, self.compressor.config)
+        if req.sampling_params.max_new_tokens == 0 and (options is None or not options.warm):
+            return RequestOptions(warm=True)
+        return options
 
-    def compress_up_to(
-        self, node: TreeNode, end: int, observation: PromptObservation | ReaderObservation, rid: str
-    ) -> bool:
-        """Compress what is uncompressed of the path to a node, or remember to, once nobody else reads it.
+    # ---- what a forward reads ---------------------------------------------------------------------------------
 
-        Args:
-            node: the path's last node.
-            end: logical position up to which to compress.
-            observation: what to compress with.
-            rid: the request that was observed; its own lock does not stand in the way.
+    def read_paths(self, readers: Sequence[Req]) -> tuple[tuple[SpanRuns, ...], ...]:
+        """Resolve what each request of a batch reads now; see :meth:`PrefixManager.reads`."""
+        node_by_id = self.tree_core.node_by_id
+        return self.manager.reads([node_by_id(req.last_node) for req in readers])
 
-        Returns:
-            Whether the range is done with (it may also have been too short).
-        """
-        assert self.compressor is not None
-        path = self.path(node)
-        num_tokens = end - self.waterline(path)
-        if num_tokens < self.compressor.config.min_prefix_tokens:
-            return True
-        pending = PendingRange(self.node_ending_at(path, end), end, observation, rid)
-        if self._try_compress(pending):
-            return True
-        self.pending.add(pending)
-        self.observer.refused(REFUSED_IN_USE, num_tokens)
-        return False
-
-    def _try_compress(self, pending: PendingRange) -> bool:
-        """Compress a range unless somebody else reads it; return whether the range is done with."""
-        assert self.compressor is not None
-        path = self.path(pending.node)
-        waterline = self.waterline(path)
-        if pending.end - waterline < self.compressor.config.min_prefix_tokens:
-            self.pending.discard(pending.node)
-            return True
-        nodes = [node for node in path if node not in self.spans]
-        holder = self._holder(pending)
-        if nodes[0].lock_ref > (0 if holder is None else 1):
-            return False
-        groups = [nodes] if self.compressor.policy.splittable else [[node] for node in nodes]
-        for group in groups:
-            self._compress(group, waterline, pending.observation)
-            waterline += sum(len(node.key) for node in group)
-        if holder is not None:
-            self.req_to_token_pool.write((holder.kv.req_pool_idx, slice(0, pending.end)), 0)
-        return True
-
-    def _holder(self, pending: PendingRange) -> Req | None:
-        """Return the request that was observed if it still locks the range itself."""
-        req = self.requests.get(pending.rid)
-        if req is None or req.lock is None or pending.node not in self.path(req.lock.node):
-            return None
-        return req
-
-    def _compress(self, nodes: list[TreeNode], start: int, observation: PromptObservation | ReaderObservation) -> None:
-        """Replace the ordinary slots of consecutive nodes by spans of one new segment."""
-        assert self.compressor is not None
-        token_slots = torch.cat([node.value for node in nodes])
-        above = self.spans.get(nodes[0].parent)
-        parent = None if above is None else above.segment
-        done = self.compressor.compress(token_slots, start, observation, parent)
-        rest = Span(done.segment, start, start + token_slots.numel(), is_owner=True)
-        for node in nodes:
-            boundary = rest.start + len(node.key)
-            span, rest = rest.split(boundary) if boundary < rest.end else (rest, rest)
-            self._charge(node, span.charged_slots - len(node.key))
-            self.spans[node] = span
-            self.pending.discard(node)
-            node.value = torch.zeros_like(node.value)
-        self.token_to_kv_pool_allocator.free_segment(done.freed, start_pos=0)
-        self.observer.compressed(nodes, done)
-
-    # ---- readers --------------------------------------------------------------------------------------------
-
-    def read_paths(self, rids: list[str]) -> tuple[tuple[SpanRuns, ...], ...]:
-        """Resolve what each request of a batch reads now: the spans on its path, root first.
-
-        Always from the tree, never remembered: other requests may have split nodes of the path since.
-
-        Args:
-            rids: ids of the batch's requests.
-        """
-        paths = []
-        for rid in rids:
-            spans = [self.spans[node] for node in self.path(self.requests[rid].last_node) if node in self.spans]
-            paths.append(tuple(span.runs() for span in spans))
-        readers = Counter(runs for path in paths for runs in path)
-        self.max_sharers = max(self.max_sharers, *readers.values(), 0)
-        return tuple(paths)
-
-    def observe(self, rid: str, start: int, end: int) -> list[PromptObservation | ReaderChunk]:
-        """Return the observations that a prefill chunk ``[start, end)`` of a request adds to.
-
-        Returns:
-            None of them for rows that are not prefill (decode rows of a mixed batch), when the policy is ``none``,
-            and for prompts too short to compress.
-        """
-        req = self.requests[rid]
-        observation = self._observations.get(req)
-        if self.compressor is None or observation is None or observation.is_complete:
-            return []
-        prompt_len = len(req.full_untruncated_fill_ids)
-        config = self.compressor.config
-        if self.scoring is None and prompt_len < config.min_prefix_tokens + config.tail_tokens:
-            return []
-        waterline = self.waterline(self.path(req.last_node))
-        slots = None
-        if observation.needs_slots:
-            slots = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, waterline:end].long()
-        observation.begin_chunk(start, end, is_last=end >= prompt_len, key_start=waterline, token_slots=slots)
-        if self.scoring is not None and (reader := self.scoring.observe(req, start, end)) is not None:
-            return [reader]
-        return [observation] if observation.records else []
-
-    def state(self) -> dict[str, Any]:
-        """Return what the cache holds, in plain numbers (shown by ``GET /server_info``)."""
-        return cache_state(self)
+    def observe(self, req: Req, start: int, end: int) -> list[PromptObservation | ReaderChunk]:
+        """What a prefill of a request's tokens ``[start, end)`` adds to; see :meth:`PrefixManager.chunk_observed`."""
+        node = self.tree_core.node_by_id(req.last_node)
+        return self.manager.chunk_observed(req, node, start, end, len(req.full_untruncated_fill_ids))

@@ -13,6 +13,7 @@ import pytest
 
 from sgl_kvevict.cli import main
 from sgl_kvevict.client import WarmError, warm
+from sgl_kvevict.request import ticket_digest
 
 
 class FakeServer(ThreadingHTTPServer):
@@ -32,9 +33,11 @@ class FakeServer(ThreadingHTTPServer):
 
     def state(self) -> dict[str, Any]:
         """``/server_info``: outcomes by request, queued at first."""
-        rid = self.seen[0][1]["rid"]
+        body = self.seen[0][1]
+        options = body.get("sampling_params", body)["custom_params"]["kvevict"]
+        digest = ticket_digest(options["ticket"])
         self.polls -= 1
-        outcomes = {} if self.outcome is None else {rid: "queued" if self.polls > 0 else self.outcome}
+        outcomes = {} if self.outcome is None else {digest: "queued" if self.polls > 0 else self.outcome}
         return {"internal_states": [{"kvevict": {"warm_outcomes": outcomes}}]}
 
 
@@ -79,7 +82,8 @@ def test_a_text_is_cached_and_awaited(server: FakeServer) -> None:
     ((path, body),) = server.seen
     assert path == "/generate" and body["text"] == "a long prefix"
     assert body["sampling_params"]["max_new_tokens"] == 0
-    assert body["sampling_params"]["custom_params"] == {"kvevict": {"warm": True}}
+    options = body["sampling_params"]["custom_params"]["kvevict"]
+    assert options["warm"] and len(options) == 2 and len(options["ticket"]) >= 32
 
 
 def test_messages_go_through_the_chat_template_and_questions_along(server: FakeServer) -> None:
@@ -87,7 +91,7 @@ def test_messages_go_through_the_chat_template_and_questions_along(server: FakeS
     assert warm(server.url, messages=messages, questions=["who?", "why?"]).tokens == 77
     ((path, body),) = server.seen
     assert path == "/v1/chat/completions" and body["messages"] == messages
-    assert body["custom_params"] == {"kvevict": {"warm": True, "questions": ["who?", "why?"]}}
+    assert body["custom_params"]["kvevict"]["questions"] == ["who?", "why?"]
 
 
 def test_a_policy_without_passes_has_nothing_to_wait_for(server: FakeServer) -> None:

@@ -42,7 +42,7 @@ class Reader:
 
 def forward(observation: ReaderObservation, *chunks: tuple[Reader, int, int]) -> None:
     """One forward over chunks of readers: all of them are announced before the first layer runs."""
-    begun = [observation.begin_chunk(reader.name, END + a, END + b, SLOTS) for reader, a, b in chunks]
+    begun = [observation.begin_chunk(reader, END + a, END + b, SLOTS) for reader, a, b in chunks]
     for layer in range(2):
         for chunk, (reader, a, b) in zip(begun, chunks, strict=True):
             chunk.record(layer, reader.queries[layer][a:b], reader.lse[layer][a:b], KEYS[layer], 0.25)
@@ -76,12 +76,12 @@ def test_a_reader_that_runs_again_counts_once() -> None:
     assert_saw(observation, reader, other)
 
 
-def test_readers_are_counted_and_their_names_free_again() -> None:
+def test_readers_are_counted_and_may_come_again() -> None:
     observation = ReaderObservation(GEOMETRY, START, END)
     reader = Reader(1, 9)
     for count in (1, 2):
         forward(observation, (reader, 0, 9))
-        observation.end_reader(reader.name)
+        observation.end_reader(reader)
         assert observation.num_readers == count
     assert_saw(observation, reader, reader)
 

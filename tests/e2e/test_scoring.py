@@ -1,4 +1,4 @@
-"""The default policy on a real server and a real model: prefixes are scored by passes of our own, and still answer."""
+"""Passes on a real server and a real model: prefixes are scored by requests of our own, and still answer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ask(server, text, max_new_tokens=6):
 
 @pytest.fixture(scope="module")
 def server(start, demo_model):
-    return start(demo_model, "--max-total-tokens", "6000", config={"budget": BUDGET})
+    return start(demo_model, "--max-total-tokens", "6000", config={"policy": "reconstruction", "budget": BUDGET})
 
 
 def test_a_warmed_prefix_is_compressed_and_still_answers(server):

@@ -20,7 +20,7 @@ def test_off_unless_asked_for_and_then_on_loopback():
 
 
 @pytest.mark.parametrize(
-    "address", ["tcp://0.0.0.0:1", "tcp://*:5657", "tcp://[::1]:5657", "tcp://gpu-7.local:80", "ipc:///tmp/x", None]
+    "address", ["tcp://0.0.0.0:1", "tcp://*:5657", "tcp://[::1]:5657", "tcp://gpu-7.local:65535", "ipc:///tmp/x", None]
 )
 def test_addresses(address):
     assert parse_config({"events": {"endpoint": address}}, "test").events.endpoint == address
@@ -33,7 +33,13 @@ def test_addresses(address):
         ("endpoint", "127.0.0.1:5657"),
         ("endpoint", "tcp://a b:1"),
         ("inspect_endpoint", 5657),
+        ("endpoint", "tcp://127.0.0.1:0"),
+        ("endpoint", "tcp://127.0.0.1:65536"),
+        ("replay_endpoint", "tcp://127.0.0.1:99999"),
         ("hwm", 0),
+        ("hwm", 2**31),
+        ("buffer_steps", 2**31),
+        ("max_queue_size", 10**30),
         ("buffer_steps", True),
         ("max_queue_size", 1.5),
         ("expose_tokens", "yes"),

@@ -32,6 +32,8 @@ from sgl_kvevict.policies.observation import Readers, Signal
 from sgl_kvevict.policies.parts import Decision
 from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.ragged import MergePlan, Selection
+from sgl_kvevict.sglang_adapter.introspection import cache_state
+from sgl_kvevict.sglang_adapter.span_component import FULL
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 TINY_LLAMA = {
@@ -113,6 +115,7 @@ class Harness:
             page_size=1,
             attn_tp_cache_group=self.group,
             eviction_policy=self.eviction_policy,
+            tree_components=(FULL,),
         )
         store = SpanStore(self.geometry, self.k, self.v)
         compressor = None if self.policy is None else Compressor(self.config, self.policy, store)
@@ -157,7 +160,7 @@ class Harness:
         req.extend_end = end
         self._write_tokens(req, start, end, slots)
         self._forward(req, end)
-        for observation in self.tree.observe(req.rid, start, end):
+        for observation in self.tree.observe(req, start, end):
             queries = torch.zeros(end - start, self.geometry.num_qo_heads, self.geometry.head_dim)
             for layer in range(self.geometry.num_layers):
                 lse = torch.zeros(end - start, self.geometry.num_qo_heads)
@@ -292,7 +295,7 @@ class Harness:
         assert len(codes) == seq_len
         row = self.rows.req_to_token[req.kv.req_pool_idx]
         waterline = 0
-        (path,) = self.tree.read_paths([req.rid])
+        (path,) = self.tree.read_paths([req])
         for runs in path:
             expected = {code: waterline + i for i, code in enumerate(codes[waterline : waterline + runs.num_tokens])}
             for run, (begin, length) in enumerate(
@@ -320,12 +323,12 @@ class Harness:
         sizes = {True: 0, False: 0}
         segments = {}
         for node in self.tree.nodes():
-            sizes[node.lock_ref > 0] += self.tree.node_slots(node)
+            sizes[self.tree.num_readers(node) > 0] += self.tree.node_slots(node)
             span = self.tree.spans.get(node)
             if span is None:
-                held.update(node.value.tolist())
+                held.update(node.component_data[FULL].value.tolist())
             else:
-                assert node.value.eq(0).all() and span.num_tokens == len(node.key)
+                assert node.component_data[FULL].value.eq(0).all() and span.num_tokens == len(node.key)
                 parent = node.parent
                 assert parent is self.tree.root_node or parent in self.tree.spans, "waterline broken"
                 segments.setdefault(span.segment, []).append(span)
@@ -342,4 +345,5 @@ class Harness:
                 held.update(row[req.kv.cache_protected_len : req.kv.kv_allocated_len].tolist())
         assert held == Counter(range(1, self.num_slots + 1))
         assert (self.tree.protected_size(), self.tree.evictable_size()) == (sizes[True], sizes[False])
-        assert self.tree.state()["leaked_slots"] == 0
+        assert cache_state(self.tree)["leaked_slots"] == 0
+        self.tree.sanity_check()  # SGLang's own: structure, leaf sets, ledgers

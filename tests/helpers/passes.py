@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 
 from helpers.harness import Harness
+from sgl_kvevict.sglang_adapter.passes import SchedulerPasses
 
 
 class Letters:
@@ -32,15 +33,22 @@ class MiniScheduler:
         self.tokenizer = Letters()
         self.model_config = SimpleNamespace(hf_eos_token_id={0}, vocab_size=64)
         self.max_req_input_len = 500
+        self.tree_cache = harness.tree
         self.passes: list[Req] = []
+        self.processed_tokens_counter = 0
+        self._engine_paused = False
+        self.flush_wrapper = SimpleNamespace(_pending=None)
+
+    def _set_or_validate_priority(self, req: Req) -> bool:
+        assert req.priority is None
+        return True
 
     def init_req_max_new_tokens(self, req: Req) -> None:
         assert req.sampling_params.max_new_tokens == 0
 
     def turn(self) -> None:
         """One turn of the loop, in which nothing is run."""
-        assert self.harness.tree.scoring is not None
-        self.harness.tree.scoring.turn(self)
+        self.harness.tree.manager.between_steps(SchedulerPasses(self))
 
     def run_pass(self, chunk: int | None = None) -> bool:
         """Admit and run the waiting pass, as far as slots last; False if there is none."""

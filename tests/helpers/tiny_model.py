@@ -10,9 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 VOCAB_SIZE = 512
 
 
-def save_tiny_llama(folder: Path) -> Path:
+def save_tiny_llama(folder: Path, seed: int = 0) -> Path:
     """Write a float32 llama with 3 layers, 8 query and 4 KV heads; weights are large, so that attention matters."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,

@@ -23,19 +23,20 @@ class WatchedHarness:
         heads = self.harness.geometry.heads_per_token
         self.service = EventService(config, description_of(config, started=started))
         self.counting = CountingObserver(heads)
-        self.harness.tree.observer = ObserverGroup(
+        self.harness.tree.manager.observer = ObserverGroup(
             [
                 self.counting,
                 PublishingObserver(self.service, "pseudo-random", heads),
-                InspectingObserver(self.service, self.counting.totals, started),
-            ]
+                InspectingObserver(self.harness.tree, self.service, self.counting.totals, started),
+            ],
+            self.harness.tree.guard,
         )
         self._turning: threading.Thread | None = None
         self._stop = threading.Event()
 
     def turn(self) -> None:
         """One turn of the scheduler's loop."""
-        self.harness.tree.observer.between_steps(self.harness.tree)
+        self.harness.tree.manager.observer.between_steps()
 
     def keep_turning(self, *, with_traffic: bool = False) -> None:
         """Turn in a thread of its own, the scheduler's, until closed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import dis
 import inspect
 import json
 import pkgutil
@@ -15,17 +16,22 @@ from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
+from sglang.srt.managers.schedule_batch import Req, ReqKvInfo, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.flush_wrapper import SchedulerFlushWrapper
 from sglang.srt.mem_cache.base_prefix_cache import (
-    BasePrefixCache,
     EvictParams,
     EvictResult,
     MatchPrefixParams,
     TreeLock,
 )
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.registry import create_unified_radix_cache
+from sglang.srt.mem_cache.unified_cache.components import ComponentData, FullComponent
+from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore, UnifiedTreeNode
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor import cuda_graph_config
 from sglang.srt.model_executor.cuda_graph_config import Backend as GraphBackend
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
@@ -42,30 +48,42 @@ from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.graphs import around_replay_view
 from sgl_kvevict.sglang_adapter.plugin import register
 from sgl_kvevict.sglang_adapter.refusals import FLAGS
+from sgl_kvevict.sglang_adapter.span_component import SpanComponent
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
-from sgl_kvevict.sglang_adapter.walk import WalkableTree
 
 SIGNATURES = {
-    "RadixCache.__init__": (RadixCache.__init__, ["self", "params"]),
-    "RadixCache.reset": (RadixCache.reset, ["self"]),
-    "RadixCache.checkpoint": (RadixCache.checkpoint, ["self", "req", "up_to"]),
-    "RadixCache.match_prefix": (RadixCache.match_prefix, ["self", "params"]),
-    "RadixCache.evict": (RadixCache.evict, ["self", "params"]),
-    "RadixCache.inc_lock_ref": (RadixCache.inc_lock_ref, ["self", "node"]),
-    "RadixCache.dec_lock_ref": (RadixCache.dec_lock_ref, ["self", "node", "params"]),
-    "RadixCache._split_node": (RadixCache._split_node, ["self", "key", "child", "split_len"]),
-    "RadixCache._match_prefix_helper": (RadixCache._match_prefix_helper, ["self", "node", "key"]),
-    "RadixCache._delete_leaf": (RadixCache._delete_leaf, ["self", "node"]),
-    "RadixCache._update_leaf_status": (RadixCache._update_leaf_status, ["self", "node"]),
-    "RadixCache._total_size_helper": (RadixCache._total_size_helper, ["self"]),
-    "BasePrefixCache.on_release": (BasePrefixCache.on_release, ["self", "req", "checkpointed"]),
-    "BasePrefixCache.update_eviction_metrics": (
-        BasePrefixCache.update_eviction_metrics,
-        ["self", "num_evicted", "start_time"],
+    "UnifiedRadixCache.__init__": (UnifiedRadixCache.__init__, ["self", "params"]),
+    "UnifiedRadixCache.reset": (UnifiedRadixCache.reset, ["self"]),
+    "UnifiedRadixCache.checkpoint": (UnifiedRadixCache.checkpoint, ["self", "req", "up_to", "kwargs"]),
+    "UnifiedRadixCache.match_prefix": (UnifiedRadixCache.match_prefix, ["self", "params"]),
+    "UnifiedRadixCache.insert": (UnifiedRadixCache.insert, ["self", "params"]),
+    "UnifiedRadixCache.on_release": (UnifiedRadixCache.on_release, ["self", "req", "checkpointed"]),
+    "UnifiedRadixCache.touch_prefix": (UnifiedRadixCache.touch_prefix, ["self", "key"]),
+    "FullComponent.reclaimable_value_len": (FullComponent.reclaimable_value_len, ["self", "node"]),
+    "FullComponent.redistribute_on_node_split": (
+        FullComponent.redistribute_on_node_split,
+        ["self", "new_parent", "child"],
     ),
+    "FullComponent.evict_component": (
+        FullComponent.evict_component,
+        ["self", "node", "device_frees", "host_frees", "cache_actions", "target"],
+    ),
+    "FullComponent.apply_component_action": (FullComponent.apply_component_action, ["self", "action"]),
+    "UnifiedTreeCore.node_by_id": (UnifiedTreeCore.node_by_id, ["self", "node_id"]),
+    "UnifiedTreeCore.adjust_component_size": (
+        UnifiedTreeCore.adjust_component_size,
+        ["self", "node_id", "component_type", "delta"],
+    ),
+    "UnifiedTreeCore.evict_device_leaf": (UnifiedTreeCore.evict_device_leaf, ["self", "node_id", "is_write_back"]),
+    "create_unified_radix_cache": (create_unified_radix_cache, ["ctx", "cache_class"]),
     "RadixKey.match": (RadixKey.match, ["self", "other", "page_size"]),
     "RadixKey.child_key": (RadixKey.child_key, ["self", "page_size"]),
     "Req.set_finish_with_abort": (Req.set_finish_with_abort, ["self", "error_msg", "status_code", "err_type"]),
+    "Scheduler.abort_request": (Scheduler.abort_request, ["self", "recv_req"]),
+    "Scheduler.flush_cache": (Scheduler.flush_cache, ["self", "empty_cache"]),
+    "Scheduler._set_or_validate_priority": (Scheduler._set_or_validate_priority, ["self", "req"]),
+    "Scheduler.process_batch_result": (Scheduler.process_batch_result, ["self", "batch", "result"]),
+    "ScheduleBatch.filter_batch": (ScheduleBatch.filter_batch, ["self", "reqs_to_exclude", "keep_indices"]),
     "Scheduler.init_req_max_new_tokens": (Scheduler.init_req_max_new_tokens, ["self", "req"]),
     "Scheduler._add_request_to_queue": (Scheduler._add_request_to_queue, ["self", "req", "is_retracted"]),
     "ReqToTokenPool.write": (ReqToTokenPool.write, ["self", "indices", "values"]),
@@ -98,21 +116,17 @@ FIELDS = {
     MatchPrefixParams: ("key", "req"),
     EvictParams: ("num_tokens",),
     EvictResult: ("num_tokens_evicted",),
-    TreeLock: ("node",),
+    TreeLock: ("node", "receipt"),
+    CacheInitParams: ("component_registry_override", "tree_components", "attn_tp_cache_group"),
     ReqKvInfo: ("req_pool_idx", "cache_protected_len", "kv_allocated_len", "holds_kv"),
 }
 
-SOURCES = {
-    TreeNode.__init__: ("children", "parent", "key", "value", "lock_ref"),
-    RadixCache.reset: ("evictable_size_", "protected_size_", "evictable_leaves", "root_node"),
-    RadixCache.__init__: (
-        "token_to_kv_pool_allocator",
-        "req_to_token_pool",
-        "eviction_strategy",
-        "kv_events",
-        "page_size",
-    ),
-    Req.__init__: (
+ASSIGNED = {
+    UnifiedTreeNode: ("id", "children", "parent", "key", "component_data", "last_access_time"),
+    ComponentData: ("value", "lock_ref"),
+    UnifiedTreeCore: ("root_node", "eviction_strategy", "kv_events", "evictable_device_leaves"),
+    UnifiedRadixCache: ("token_to_kv_pool_allocator", "req_to_token_pool", "components", "tree_core", "disable"),
+    Req: (
         "rid",
         "full_untruncated_fill_ids",
         "extra_key",
@@ -126,9 +140,26 @@ SOURCES = {
         "logprob_start_len",
         "time_stats",
         "tokenizer",
+        "arrival_processed_tokens",
+        "priority",
     ),
-    Scheduler: ("waiting_queue", "max_req_input_len", "tokenizer", "model_config", "tree_cache"),
-    RadixAttention.__init__: (
+    Scheduler: (
+        "waiting_queue",
+        "max_req_input_len",
+        "tokenizer",
+        "model_config",
+        "tree_cache",
+        "_engine_paused",
+        "flush_wrapper",
+        "processed_tokens_counter",
+        "chunked_req",
+        "last_batch",
+        "running_batch",
+        "result_queue",
+        "enable_overlap",
+    ),
+    SchedulerFlushWrapper: ("_pending",),
+    RadixAttention: (
         "tp_q_head_num",
         "qk_head_dim",
         "v_head_dim",
@@ -143,6 +174,18 @@ SOURCES = {
 }
 
 
+def assigned_names(owner: type) -> set[str]:
+    """Attributes that methods of a class (or of its bases) assign, fields and properties."""
+    names = {field.name for field in dataclasses.fields(owner)} if dataclasses.is_dataclass(owner) else set()
+    for base in owner.__mro__:
+        names |= {name for name, value in vars(base).items() if isinstance(value, property)}
+        for method in vars(base).values():
+            code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+            if code is not None:
+                names |= {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
+    return names
+
+
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signature(name):
     function, parameters = SIGNATURES[name]
@@ -155,35 +198,40 @@ def test_fields(owner):
     assert set(FIELDS[owner]) <= names
 
 
-@pytest.mark.parametrize("where", SOURCES, ids=lambda where: where.__qualname__)
-def test_attributes_are_assigned(where):
-    source = inspect.getsource(where)
-    assert [name for name in SOURCES[where] if f"self.{name}" not in source] == []
+@pytest.mark.parametrize("owner", ASSIGNED, ids=lambda owner: owner.__name__)
+def test_attributes_exist(owner):
+    assert set(ASSIGNED[owner]) - assigned_names(owner) == set()
 
 
-def test_stock_checkpoint_inserts_before_it_relocks():
-    """Our checkpoint runs the stock one and then compresses below the lock that it has just taken."""
-    source = inspect.getsource(RadixCache.checkpoint)
-    assert source.index("self._insert_cache(") < source.index("req.lock = self.lock(") < source.index("req.last_node")
+OVERRIDES = {
+    KVEvictTree: {
+        "all_values_flatten",
+        "checkpoint",
+        "insert",
+        "match_prefix",
+        "on_release",
+        "reset",
+        "total_size",
+        "touch_prefix",
+    },
+    SpanComponent: {
+        "evict_component",
+        "evict_device_end",
+        "evict_device_next_node",
+        "evict_device_start",
+        "reclaimable_value_len",
+        "redistribute_on_node_split",
+    },
+}
+"""Methods of SGLang that we override: all of them public."""
 
 
-def test_overrides_exist_upstream():
+@pytest.mark.parametrize("ours", OVERRIDES, ids=lambda ours: ours.__name__)
+def test_overrides_exist_upstream(ours):
     """A method that upstream renamed would silently stop being an override."""
-    methods = {**vars(WalkableTree), **vars(KVEvictTree)}
-    ours = {name for name, value in methods.items() if inspect.isfunction(value) and not name.startswith("__")}
-    own = {
-        "compress_up_to",
-        "node_ending_at",
-        "node_slots",
-        "path",
-        "read_paths",
-        "nodes",
-        "observe",
-        "state",
-        "waterline",
-    }
-    public = {name for name in ours if not name.startswith("_")}
-    assert {name for name in public if not hasattr(RadixCache, name)} == own
+    (stock,) = ours.__bases__
+    methods = {name for name, value in vars(ours).items() if inspect.isfunction(value) and not name.startswith("__")}
+    assert {name for name in methods if hasattr(stock, name)} == OVERRIDES[ours]
 
 
 @pytest.fixture(scope="module")

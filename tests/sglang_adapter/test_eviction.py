@@ -10,8 +10,8 @@ import pytest
 from sglang.srt.mem_cache.evict_policy import LRUStrategy
 
 from helpers.harness import Harness, publish_server_args
-from sgl_kvevict.sglang_adapter import eviction
-from sgl_kvevict.sglang_adapter.eviction import CostAwareRecency
+from sgl_kvevict.lifecycle import eviction
+from sgl_kvevict.lifecycle.eviction import CostAwareRecency
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,6 +34,11 @@ def ask(harness, number, *question):
     harness.finish(harness.run([*document(number), *question]))
 
 
+def droppable(harness) -> set:
+    """Leaves that nobody reads."""
+    return harness.tree.tree_core.evictable_device_leaves
+
+
 def held(harness) -> set[int]:
     """Documents whose compressed prefix is in the cache."""
     return {node.key.token_ids[0] // 100 for node in harness.tree.spans}
@@ -50,11 +55,11 @@ def harness():
 
 
 def test_questions_go_before_the_compressed_prefixes_they_hang_off(harness):
-    leaves = len(harness.tree.evictable_leaves)
+    leaves = len(droppable(harness))
     assert leaves == 3
     for _ in range(leaves):
         harness.evict(1)
-    assert held(harness) == {0, 1, 2} and all(node in harness.tree.spans for node in harness.tree.evictable_leaves)
+    assert held(harness) == {0, 1, 2} and all(node in harness.tree.spans for node in droppable(harness))
     harness.check()
 
 
@@ -78,7 +83,7 @@ def test_a_prefix_that_is_left_alone_goes_in_the_end(harness):
         assert rounds < 20
         for number in (0, 1):
             ask(harness, number, 50 + rounds, 7, 8, 9)
-        while any(node not in harness.tree.spans for node in harness.tree.evictable_leaves):
+        while any(node not in harness.tree.spans for node in droppable(harness)):
             harness.evict(1)
     assert held(harness) == {0, 1} and rounds >= 2
     harness.check()
@@ -112,12 +117,13 @@ def credits(strategy, nodes):
 @pytest.mark.parametrize("max_levels", [1024, 3])
 def test_leaves_that_save_the_same_go_in_order_of_recency(monkeypatch, max_levels):
     monkeypatch.setattr(eviction, "MAX_LEVELS", max_levels)
-    assert drop_all(leaves(60), CostAwareRecency({})) == drop_all(leaves(60), LRUStrategy())
+    assert drop_all(leaves(60), CostAwareRecency({}, time.monotonic)) == drop_all(leaves(60), LRUStrategy())
 
 
 def test_credit_is_the_level_at_the_last_access_and_what_a_slot_saves():
     nodes = leaves(2)
-    recency = CostAwareRecency({nodes[1]: SimpleNamespace(segment=SimpleNamespace(tokens_per_slot=5.0))})
+    span = SimpleNamespace(segment=SimpleNamespace(tokens_per_slot=5.0))
+    recency = CostAwareRecency({nodes[1]: span}, time.monotonic)
     assert credits(recency, nodes) == [1.0, 5.0]
     recency.dropped((1.0, 0.0))
     nodes += leaves(1)
@@ -128,7 +134,7 @@ def test_credit_is_the_level_at_the_last_access_and_what_a_slot_saves():
 
 def test_the_levels_do_not_grow_without_bound(monkeypatch):
     monkeypatch.setattr(eviction, "MAX_LEVELS", 4)
-    recency, old = CostAwareRecency({}), leaves(1)
+    recency, old = CostAwareRecency({}, time.monotonic), leaves(1)
     for level in range(1, 20):
         recency.dropped((float(level), 0.0))
     assert credits(recency, [*old, *leaves(1)]) == [16.0, 20.0]

@@ -55,7 +55,7 @@ def tree_blocks(harness: Harness) -> Counter:
 
 def watched_harness(**fields) -> tuple[Harness, Mirror]:
     harness = Harness(**fields)
-    harness.tree.kv_events.enabled = True
+    harness.tree.tree_core.kv_events.enabled = True
     return harness, Mirror()
 
 
@@ -83,7 +83,7 @@ def test_compression_and_splits_say_nothing_and_drops_say_what_went():
 def test_random_traffic(seed, dynamo_format, splittable):
     rng = random.Random(seed)
     harness, mirror = watched_harness(num_slots=150, policy=PseudoRandomPolicy(splittable=splittable))
-    harness.tree.kv_events.dynamo_format = dynamo_format  # only this format tells namespaces apart
+    harness.tree.tree_core.kv_events.dynamo_format = dynamo_format  # only this format tells namespaces apart
     seen: Counter = Counter()
     for _ in range(120):
         action = rng.random()

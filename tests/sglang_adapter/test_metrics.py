@@ -24,9 +24,9 @@ def harness(tmp_path_factory):
     publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
     harness = Harness(num_slots=200)
     counting = CountingObserver(harness.geometry.heads_per_token)
-    harness.metrics = MetricsObserver(counting.totals, LABELS, lambda: 5)
+    harness.metrics = MetricsObserver(harness.tree, counting.totals, LABELS, lambda: 5, harness.tree.guard.errors)
     harness.counting = counting
-    harness.tree.observer = ObserverGroup([counting, harness.metrics])
+    harness.tree.manager.observer = ObserverGroup([counting, harness.metrics], harness.tree.guard)
     return harness
 
 
@@ -35,7 +35,7 @@ def value(name: str, **labels: str) -> float | None:
 
 
 def test_an_empty_cache_has_all_series_at_zero(harness):
-    harness.tree.observer.between_steps(harness.tree)
+    harness.tree.manager.observer.between_steps()
     assert (value("spans"), value("tokens_per_slot"), value("compressions_total")) == (0, 1, 0)
     assert value("refusals_total", reason="not-cached") == 0
     assert value("pool_slots", holder="free") == value("pool_slots", holder="compressed") + 200
@@ -50,13 +50,13 @@ def test_series_follow_the_cache(harness):
             readers.append(req)
         if len(readers) > 3:
             harness.finish(readers.pop(0))
-    harness.metrics.refresh(harness.tree)
+    harness.metrics.refresh()
     gauges, totals = read_gauges(harness.tree), harness.counting.totals
     assert gauges.spans > 0 and totals.dropped_spans > 0 and gauges.max_readers > 0
     assert value("spans") == gauges.spans and value("segments") == gauges.segments
     assert value("logical_tokens") == sum(len(node.key) for node in harness.tree.nodes())
-    assert value("held_slots") == harness.tree.total_size()
-    assert value("tokens_per_slot") == pytest.approx(gauges.logical_tokens / harness.tree.total_size())
+    assert value("held_slots") == harness.tree.total_size()[0]
+    assert value("tokens_per_slot") == pytest.approx(gauges.logical_tokens / harness.tree.total_size()[0])
     assert value("max_readers_per_span") == gauges.max_readers
     assert value("readers_per_span") == pytest.approx(gauges.readers / gauges.spans)
     assert sum(value("pool_slots", holder=holder) for holder in ("free", "compressed", "full", "private")) == 200
@@ -71,13 +71,13 @@ def test_series_follow_the_cache(harness):
 
 def test_counters_are_written_at_most_once_a_second(harness, monkeypatch):
     monkeypatch.setattr("sgl_kvevict.sglang_adapter.metrics.time.monotonic", lambda: 1e9)
-    harness.tree.observer.between_steps(harness.tree)
+    harness.tree.manager.observer.between_steps()
     before = value("dropped_nodes_total")
     harness.evict(10)
-    harness.tree.observer.between_steps(harness.tree)
+    harness.tree.manager.observer.between_steps()
     assert value("dropped_nodes_total") == before
     monkeypatch.setattr("sgl_kvevict.sglang_adapter.metrics.time.monotonic", lambda: 1e9 + 1)
-    harness.tree.observer.between_steps(harness.tree)
+    harness.tree.manager.observer.between_steps()
     assert value("dropped_nodes_total") > before
 
 

@@ -62,8 +62,8 @@ def cache_of_rank(rank: int, group: distributed.ProcessGroup, **policy: Any) -> 
     harness = Harness(
         num_slots=200, num_rows=6, config=CONFIG, policy=PseudoRandomPolicy(rank=rank, **policy), group=group
     )
-    harness.tree.ranks = Recorded(group)
-    harness.tree.observer = CountingObserver(harness.geometry.heads_per_token)
+    harness.tree.port.ranks = Recorded(group)
+    harness.tree.manager.observer = CountingObserver(harness.geometry.heads_per_token)
     return harness
 
 
@@ -83,7 +83,8 @@ def traffic(harness: Harness, scheduler: MiniScheduler | None, seed: int, steps:
             getattr(harness, action)(rng.choice(decoding))
         if scheduler is not None:
             scheduler.run_pass()
-        shape = [(len(node.key), harness.tree.node_slots(node), node.lock_ref) for node in harness.tree.nodes()]
+        tree = harness.tree
+        shape = [(len(node.key), tree.node_slots(node), tree.num_readers(node)) for node in tree.nodes()]
         looks.append((action, shape, harness.allocator.free_pages.tolist()))
     return looks
 
@@ -98,7 +99,7 @@ def test_trees_and_slots_stay_equal(policy, seed):
         harness = cache_of_rank(rank, group, **policy)
         scheduler = MiniScheduler(harness) if "readers" in policy else None
         looks = traffic(harness, scheduler, seed, steps=900)
-        return looks, harness.tree.ranks.offered, harness.tree.observer.totals, rank_states(harness.tree)
+        return looks, harness.tree.ranks.offered, harness.tree.manager.observer.totals, rank_states(harness.tree)
 
     (looks, offered, totals, states), (others_looks, others_offered, others_totals, others_states) = on_two_ranks(run)
     for look, others in zip(looks, others_looks, strict=True):

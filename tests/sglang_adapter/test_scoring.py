@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import random
 from array import array
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.common import release_kv_cache
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import Letters, MiniScheduler
 from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.policies.observation import Readers
-from sgl_kvevict.sglang_adapter.observers import CountingObserver
-from sgl_kvevict.sglang_adapter.probes import (
+from sgl_kvevict.lifecycle.probes import (
     MAX_SENTENCE_TOKENS,
     MIN_SENTENCE_TOKENS,
     REPEAT,
     repetition_probes,
     split_sentences,
 )
-from sgl_kvevict.sglang_adapter.request_check import before_queueing
-from sgl_kvevict.sglang_adapter.scoring import ANSWER_REACH, PATIENCE
+from sgl_kvevict.lifecycle.scoring import PATIENCE
+from sgl_kvevict.lifecycle.votes import ANSWER_REACH
+from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.request import ticket_digest
+from sgl_kvevict.sglang_adapter.introspection import cache_state
+from sgl_kvevict.sglang_adapter.observers import CountingObserver
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
-WARM = {"warm": True}
+TICKET = "a-random-text-of-the-asker"
+WARM = {"warm": True, "ticket": TICKET}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,6 +46,13 @@ def cache(readers=Readers.REPETITION, num_slots=400, **fields) -> tuple[Harness,
 
 def spans(harness):
     return sorted((s.start, s.end) for s in harness.tree.spans.values())
+
+
+def outcome(harness):
+    """What became of ``WARM``."""
+    outcomes = cache_state(harness.tree)["warm_outcomes"]
+    assert TICKET not in str(outcomes)
+    return outcomes.get(ticket_digest(TICKET))
 
 
 def ask(harness, *suffix, extra_key=None):
@@ -87,7 +94,7 @@ def test_passes_insert_nothing_leak_nothing_and_answer_no_one():
     assert scheduler.run_all(chunk=7) == 3
     assert all(probe.finished_output and probe.skip_radix_cache_insert for probe in scheduler.passes)
     assert len(list(harness.tree.nodes())) == nodes + 1  # the tail was cut off
-    assert harness.tree.state()["warm_outcomes"] == {req.rid: "compressed"}
+    assert outcome(harness) == "compressed"
     assert harness.allocator.available_size() + harness.tree.evictable_size() == harness.num_slots
 
 
@@ -103,7 +110,7 @@ def test_what_is_still_read_is_compressed_when_the_last_reader_leaves():
     harness, scheduler = cache()
     reader = harness.run([*DOCUMENT, 1, 2, 3], options=WARM)
     assert scheduler.run_all() == 3
-    assert spans(harness) == [] and harness.tree.state()["warm_outcomes"] == {reader.rid: "in-use"}
+    assert spans(harness) == [] and outcome(harness) == "in-use"
     harness.decode(reader)
     harness.finish(reader)
     assert spans(harness) == [(0, 59)]
@@ -111,7 +118,7 @@ def test_what_is_still_read_is_compressed_when_the_last_reader_leaves():
 
 def test_observers_are_told_of_every_pass():
     harness, scheduler = cache()
-    harness.tree.observer = counting = CountingObserver(harness.geometry.heads_per_token)
+    harness.tree.manager.observer = counting = CountingObserver(harness.geometry.heads_per_token)
     harness.finish(harness.run(DOCUMENT, options=WARM))
     scheduler.run_all()
     assert (counting.totals.scoring_passes, counting.totals.compressions) == (3, 1)
@@ -155,19 +162,19 @@ def test_requests_that_extend_a_prefix_vote():
     assert scheduler.run_all() == 0
 
 
-def test_a_voter_that_comes_again_under_an_aborted_ones_id_counts_whole():
+def test_voters_of_one_name_both_count_whole():
     harness, _ = cache(Readers.QUESTIONS, score_after_matches=2)
     ask(harness, 1, 2, 3)
-    aborted, again = (harness.request([*DOCUMENT, *suffix]) for suffix in ((4, 5, 6), (7, 8, 9)))
-    again.rid = aborted.rid
-    assert harness.admit(aborted) and harness.prefill(aborted, 62)
-    aborted.finished_reason = FINISH_ABORT("gone")
-    release_kv_cache(aborted, harness.tree, checkpoint=False)
-    harness.live.remove(aborted)
-    assert harness.admit(again)
-    assert harness.tree.scoring.observe(again, 60, 63).num_counted == 0
-    harness.prefill(again)
-    harness.finish(again)
+    first, second = (harness.request([*DOCUMENT, *suffix]) for suffix in ((4, 5, 6), (7, 8, 9)))
+    second.rid = first.rid
+    assert harness.admit(first) and harness.prefill(first, 62)
+    assert harness.admit(second)
+    (chunk,) = harness.tree.observe(second, 60, 63)
+    assert chunk.num_counted == 0
+    harness.prefill(second)
+    harness.finish(second)
+    harness.prefill(first)
+    harness.finish(first)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +224,7 @@ def test_a_job_ends_with_its_prefix():
     assert scheduler.run_pass()
     harness.tree.evict(EvictParams(num_tokens=harness.num_slots))
     assert scheduler.run_all() == 0
-    assert harness.tree.state()["warm_outcomes"] == {req.rid: "dropped"}
+    assert outcome(harness) == "dropped"
 
 
 def test_an_aborted_pass_ends_its_job():
@@ -227,7 +234,7 @@ def test_an_aborted_pass_ends_its_job():
     scheduler.turn()
     scheduler.waiting_queue.clear()
     scheduler.turn()
-    assert harness.tree.state()["warm_outcomes"] == {req.rid: "aborted"}
+    assert outcome(harness) == "aborted"
     harness.finish(harness.run([*DOCUMENT, 1], options=WARM))
     assert scheduler.run_all() == 3
 
@@ -237,7 +244,7 @@ def test_no_room_for_a_pass_is_said():
     scheduler.max_req_input_len = 90
     req = harness.run(DOCUMENT, options=WARM)
     harness.finish(req)
-    assert scheduler.run_all() == 0 and harness.tree.state()["warm_outcomes"] == {req.rid: "no-room"}
+    assert scheduler.run_all() == 0 and outcome(harness) == "no-room"
 
 
 def test_what_is_too_short_is_said():
@@ -245,14 +252,14 @@ def test_what_is_too_short_is_said():
     req = harness.run(DOCUMENT[:9], options=WARM)
     harness.finish(req)
     assert scheduler.run_all() == 0 and spans(harness) == []
-    assert harness.tree.state()["warm_outcomes"] == {req.rid: "too-short"}
+    assert outcome(harness) == "too-short"
 
 
 def test_flush_forgets_jobs():
     harness, scheduler = cache()
     harness.finish(harness.run(DOCUMENT, options=WARM))
     harness.flush()
-    assert harness.tree.state()["scoring_jobs"] == 0 and scheduler.run_all() == 0
+    assert cache_state(harness.tree)["scoring_jobs"] == 0 and scheduler.run_all() == 0
 
 
 def text(rng: random.Random, num_tokens: int) -> list[int]:
@@ -307,36 +314,6 @@ def test_without_a_tokenizer_a_prefix_is_repeated_without_words():
         list(range(20, 40)),
         list(range(40, 50)),
     ]
-
-
-@pytest.mark.parametrize(
-    ("readers", "options", "tokenizer", "message"),
-    [
-        (Readers.REPETITION, {"warm": 1}, Letters(), r"custom_params.kvevict.warm: got 1; allowed: an object with"),
-        (Readers.REPETITION, {"worm": True}, Letters(), r"custom_params.kvevict.worm: got True"),
-        (Readers.REPETITION, "warm", Letters(), r"custom_params.kvevict: got 'warm'"),
-        (Readers.REPETITION, {"questions": ["a"]}, Letters(), r"kvevict.questions: got \['a'\]; .*only with warm"),
-        (Readers.REPETITION, {"warm": True, "questions": ["a"]}, None, "got 1 questions; .*without a tokenizer"),
-        (Readers.QUESTIONS, WARM, Letters(), r"questions: got none; allowed: at least one"),
-        (None, {"warm": True, "questions": ["a"]}, Letters(), "questions: got 1 questions; allowed: none"),
-    ],
-)
-def test_impossible_wishes_are_refused_with_a_reason(readers, options, tokenizer, message):
-    scoring = None if readers is None else cache(readers)[0].tree.scoring
-    refused = []
-    sampling = SimpleNamespace(custom_params={"kvevict": options})
-    req = SimpleNamespace(sampling_params=sampling, set_finish_with_abort=refused.append)
-    tree = SimpleNamespace(scoring=scoring)
-    before_queueing(SimpleNamespace(tree_cache=tree, tokenizer=tokenizer), req)
-    (reason,) = refused
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(reason)
-
-
-@pytest.mark.parametrize("custom_params", [None, {}, {"other": 1}, {"kvevict": WARM}])
-def test_other_requests_pass(custom_params):
-    req = SimpleNamespace(sampling_params=SimpleNamespace(custom_params=custom_params))
-    before_queueing(SimpleNamespace(tree_cache=cache()[0].tree, tokenizer=None), req)
 
 
 def test_a_pass_does_not_count_as_a_reader_of_other_prefixes():

@@ -8,6 +8,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.sglang_adapter.introspection import cache_state
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 
@@ -25,7 +26,7 @@ def test_prompt_is_compressed_up_to_its_tail_and_takes_exactly_its_budget():
     harness = Harness()
     req = harness.run(DOCUMENT)
     assert spans(harness) == [(0, 56)]
-    assert harness.tree.state()["compressed_slots"] == 17  # ceil(0.3 * 56)
+    assert cache_state(harness.tree)["compressed_slots"] == 17  # ceil(0.3 * 56)
     assert harness.tree.protected_size() == 17 + 4
     harness.decode(req)
     harness.finish(req)
@@ -35,13 +36,13 @@ def test_prompt_is_compressed_up_to_its_tail_and_takes_exactly_its_budget():
 def test_sharers_read_one_copy():
     harness = Harness()
     first = harness.run([*DOCUMENT, 1, 2, 3, 4])
-    slots = harness.tree.state()["compressed_slots"]
+    slots = cache_state(harness.tree)["compressed_slots"]
     others = [harness.run([*DOCUMENT, 5, i, i, i]) for i in range(4)]
     for req in [first, *others]:
         harness.decode(req)
-    assert harness.tree.state()["compressed_slots"] == slots
-    harness.tree.read_paths([req.rid for req in [first, *others]])
-    assert harness.tree.state()["max_sharers"] == 5
+    assert cache_state(harness.tree)["compressed_slots"] == slots
+    harness.tree.read_paths([first, *others])
+    assert cache_state(harness.tree)["max_sharers"] == 5
 
 
 def test_first_position_after_a_compressed_prefix_is_logical():
@@ -58,7 +59,7 @@ def test_divergence_inside_a_span_splits_it_without_copying():
     free = harness.allocator.available_size()
     other = harness.run(DOCUMENT[:2] + [9] * 30)
     assert spans(harness) == [(0, 2), (2, 28), (2, 56)]
-    assert harness.tree.state()["segments"] == 2
+    assert cache_state(harness.tree)["segments"] == 2
     harness.finish(other)
     again = harness.run([*DOCUMENT, 4])
     assert again is not None and free > 0
@@ -74,7 +75,7 @@ def test_dropping_the_lower_half_gives_its_slots_back():
     while released and len(harness.tree.spans) == 2:
         released = harness.evict(1)
     assert spans(harness) == [(0, 10)]
-    assert harness.tree.state()["compressed_slots"] <= 10
+    assert cache_state(harness.tree)["compressed_slots"] <= 10
     assert harness.allocator.available_size() > before
     harness.decode(header)  # still reads the same contents after the repack
 
@@ -94,7 +95,7 @@ def test_range_read_by_others_is_compressed_when_the_last_lets_go():
         harness.decode(req)
     for req in twins:
         harness.finish(req)
-    assert harness.tree.state()["pending_ranges"] == 0
+    assert cache_state(harness.tree)["pending_ranges"] == 0
     assert spans(harness)[0][0] == 0 and max(end for _, end in spans(harness)) >= 56
 
 
@@ -105,11 +106,11 @@ def test_lock_of_another_reader_defers_compression():
     harness.prefill(first, 30)
     second = harness.run([*DOCUMENT[:30], 8, 8])  # locks the 30 tokens that the first has inserted so far
     harness.prefill(first)
-    assert spans(harness) == [] and harness.tree.state()["pending_ranges"] == 2  # each waits for the other
+    assert spans(harness) == [] and cache_state(harness.tree)["pending_ranges"] == 2  # each waits for the other
     harness.decode(first)
     harness.finish(second)
     assert spans(harness) == [(0, 28), (28, 30), (30, 56)]
-    assert harness.tree.state() | {"segments": 1, "pending_ranges": 0} == harness.tree.state()
+    assert cache_state(harness.tree) | {"segments": 1, "pending_ranges": 0} == cache_state(harness.tree)
     harness.decode(first)
 
 
@@ -155,7 +156,7 @@ def test_namespaces_never_share():
     harness = Harness(num_slots=240)
     a = harness.run(DOCUMENT, extra_key="tenant-a")
     b = harness.run(DOCUMENT, extra_key="tenant-b")
-    assert b is not None and harness.tree.state()["segments"] == 2
+    assert b is not None and cache_state(harness.tree)["segments"] == 2
     for req in (a, b):
         harness.decode(req)
 
@@ -181,20 +182,20 @@ def test_flush_leaves_nothing():
     harness = Harness()
     harness.finish(harness.run(DOCUMENT))
     harness.flush()
-    assert harness.tree.state()["spans"] == 0 and harness.allocator.available_size() == harness.num_slots
+    assert cache_state(harness.tree)["spans"] == 0 and harness.allocator.available_size() == harness.num_slots
 
 
 def test_policy_none_is_stock():
     harness = Harness(policy=None)
     harness.finish(harness.run(DOCUMENT))
-    assert harness.tree.evictable_size() == 60 and harness.tree.state()["spans"] == 0
+    assert harness.tree.evictable_size() == 60 and cache_state(harness.tree)["spans"] == 0
 
 
 def test_budget_one_keeps_everything():
     harness = Harness(config=KVEvictConfig(budget=1.0, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6))
     req = harness.run(DOCUMENT)
-    assert harness.tree.state()["compressed_slots"] == 56
-    (path,) = harness.tree.read_paths([req.rid])
+    assert cache_state(harness.tree)["compressed_slots"] == 56
+    (path,) = harness.tree.read_paths([req])
     assert path[0].lens.eq(56).all()
 
 

@@ -144,7 +144,7 @@ class PassesMachine(CacheMachine):
         super().__init__()
         self.scheduler = MiniScheduler(self.harness)
 
-    @precondition(lambda self: self.harness.tree.scoring.num_jobs)
+    @precondition(lambda self: self.harness.tree.manager.scoring.jobs)
     @rule(chunk=st.sampled_from([None, 7]))
     def run_pass(self, chunk):
         self.scheduler.run_pass(chunk)

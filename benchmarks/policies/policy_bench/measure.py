@@ -12,8 +12,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from policy_bench.prompt import CLOCK, PrefilledPrompt
 from sgl_kvevict.compression import PromptObservation
+from sgl_kvevict.compression.learned import Show, with_learned_scores
 from sgl_kvevict.compression.observation import ObservationSpec
-from sgl_kvevict.policies import Decision, LayerObservation, build_policy
+from sgl_kvevict.distill import CachedRange
+from sgl_kvevict.policies import Decision, LayerObservation, Signal, build_policy
 from sgl_kvevict.prefix import SpanStore
 
 TAIL_TOKENS = 32
@@ -94,7 +96,12 @@ class PolicyRun:
         def show(layer: int) -> LayerObservation:
             return observation.show(layer, 0, prompt.k_arena[layer], prompt.v_arena[layer], self.token_slots)
 
-        return self.policy.select(show, prompt.geometry, self.num_slots * prompt.geometry.heads_per_token, SINK_TOKENS)
+        observe: Show = show
+        if Signal.LEARNED_SCORES in self.policy.needs:
+            tokens = CachedRange(prompt.k_arena, prompt.v_arena, self.token_slots, 0, self.token_slots.numel())
+            observe = with_learned_scores(show, prompt.score_weights, tokens, prompt.rotary)
+        total = self.num_slots * prompt.geometry.heads_per_token
+        return self.policy.select(observe, prompt.geometry, total, SINK_TOKENS)
 
     def compact(self, decision: Decision, store: SpanStore) -> None:
         """Move rows."""

@@ -14,6 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sgl_kvevict.attention.extend import ExtendAttention, ExtendRequest, RunBounds
 from sgl_kvevict.compression.observation import ObservationSpec, PromptObservation
+from sgl_kvevict.distill import ModelIdentity, ScoreWeights, find_weights, load_weights, weights_folders
+from sgl_kvevict.distill.fingerprint import fingerprint_of
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.rotary import Rotary
 from sgl_kvevict.policies.scorers.robust_attention import output_gram
@@ -39,6 +41,7 @@ class PrefilledPrompt:
         rotary: the model's rotary embedding.
         output_grams: [num_layers, num_kv_heads, head_dim, head_dim], float32, of the output projections.
         sm_scale: softmax scale.
+        score_weights: learned ones of the model.
         seconds: CPU time of the prefill (the model's layers, no logits).
     """
 
@@ -50,6 +53,7 @@ class PrefilledPrompt:
     rotary: Rotary
     output_grams: Tensor
     sm_scale: float
+    score_weights: ScoreWeights
     seconds: float
 
     @property
@@ -104,6 +108,7 @@ class DemoModel:
         config = self.model.config
         self.shape = (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads)
         self.head_dim = config.hidden_size // config.num_attention_heads
+        self._folder = folder
         self._state: dict[str, Any] = {}
 
     def encode(self, num_tokens: int) -> Tensor:
@@ -133,7 +138,8 @@ class DemoModel:
         seconds = CLOCK() - begin
         scale = self.head_dim**-0.5
         rotary, grams = self._rotary(num_tokens), self._output_grams(geometry)
-        return PrefilledPrompt(geometry, arena[0], arena[1], queries, lse, rotary, grams, scale, seconds)
+        weights = self._score_weights(rotary)
+        return PrefilledPrompt(geometry, arena[0], arena[1], queries, lse, rotary, grams, scale, weights, seconds)
 
     def _attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **_: Any
@@ -153,6 +159,15 @@ class DemoModel:
     def _output_grams(self, geometry: KVGeometry) -> Tensor:
         weights = [layer.self_attn.o_proj.weight for layer in self.model.model.layers]
         return torch.stack([output_gram(weight, geometry.num_kv_heads, self.head_dim) for weight in weights])
+
+    def _score_weights(self, rotary: Rotary) -> ScoreWeights:
+        num_layers, _, num_heads = self.shape
+        fingerprint = fingerprint_of(self._folder) or ""
+        identity = ModelIdentity(self._folder.name, fingerprint, num_layers, num_heads, self.head_dim, rotary)
+        path = find_weights(identity, weights_folders())
+        if path is None:
+            raise FileNotFoundError(f"no learned scores of {self._folder}: sgl-kvevict learn")
+        return load_weights(path, identity)
 
     def _rotary(self, num_tokens: int) -> Rotary:
         positions = torch.arange(num_tokens + 1024)[None]

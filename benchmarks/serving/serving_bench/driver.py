@@ -11,7 +11,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 import torch
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from helpers.harness import Harness, publish_server_args
 from sgl_kvevict.config import KVEvictConfig
@@ -48,9 +49,13 @@ class StockDriver(Driver):
         """Replace the tree."""
         super().__post_init__()
         params = CacheInitParams(
-            disable=False, req_to_token_pool=self.rows, token_to_kv_pool_allocator=self.allocator, page_size=1
+            disable=False,
+            req_to_token_pool=self.rows,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=1,
+            tree_components=(ComponentType.FULL,),
         )
-        self.tree = RadixCache(params)
+        self.tree = UnifiedRadixCache(params)
         self.tree.observe = lambda *_: ()
 
 

@@ -6,11 +6,12 @@ from sgl_kvevict.policies.presets.chunk import CHUNKKV
 from sgl_kvevict.policies.presets.coverage import K_VEC
 from sgl_kvevict.policies.presets.entry import PolicyEntry
 from sgl_kvevict.policies.presets.positional import STREAMING_LLM
-from sgl_kvevict.policies.presets.readers import QUESTIONS, RECONSTRUCTION
+from sgl_kvevict.policies.presets.readers import DISTILLED, QUESTIONS, RECONSTRUCTION
 from sgl_kvevict.policies.presets.single_pass import DEFENSIVE, ECHO
 from sgl_kvevict.policies.presets.window import ADA_PYRAMIDKV, ADA_SNAPKV, PYRAMIDKV, SNAPKV
 
 ENTRIES: tuple[PolicyEntry, ...] = (
+    DISTILLED,
     RECONSTRUCTION,
     QUESTIONS,
     ECHO,

@@ -2,6 +2,7 @@
 
 from sgl_kvevict.policies.scorers.accumulated_attention import AccumulatedAttentionScorer
 from sgl_kvevict.policies.scorers.cross_head import CrossHeadScorer
+from sgl_kvevict.policies.scorers.distilled import DistilledScorer
 from sgl_kvevict.policies.scorers.echo_attention import EchoAttentionScorer
 from sgl_kvevict.policies.scorers.expected_attention import ExpectedAttentionScorer
 from sgl_kvevict.policies.scorers.key_difference import KeyDifferenceScorer
@@ -16,6 +17,7 @@ from sgl_kvevict.policies.scorers.window_logits import WindowLogitsScorer
 __all__ = [
     "AccumulatedAttentionScorer",
     "CrossHeadScorer",
+    "DistilledScorer",
     "EchoAttentionScorer",
     "ExpectedAttentionScorer",
     "KeyDifferenceScorer",

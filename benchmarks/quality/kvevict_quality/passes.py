@@ -1,0 +1,122 @@
+"""Prefixes scored by passes, outside the server: what a learned score is fitted to and compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvevict_kernels.accumulated_attention import accumulated_attention
+from sgl_kvevict.attention.extend import ExtendAttention, ExtendRequest, RunBounds
+from sgl_kvevict.lifecycle.probes import repetition_probes
+from sgl_kvevict.policies.rotary import Rotary
+
+ATTENTION = "kvevict_passes"
+CHUNK_TOKENS = 2048
+PASS_TOKENS = 512
+WINDOW = 32
+TAIL = 32
+"""Last tokens of a prompt that are never compressed, as configured by default."""
+
+
+@dataclass(frozen=True)
+class ScoredPrefix:
+    """A prompt after its prefill and its passes.
+
+    Attributes:
+        k: [num_layers, num_tokens, num_kv_heads, head_dim], bfloat16, after RoPE.
+        v: likewise.
+        queries: [num_layers, WINDOW, num_qo_heads, head_dim], bfloat16, after RoPE: the last ones.
+        lse: [num_layers, WINDOW, num_qo_heads], float32.
+        scores: [num_layers, num_kv_heads, num_tokens - TAIL], float32: the root of the readers' squared attention.
+    """
+
+    k: Tensor
+    v: Tensor
+    queries: Tensor
+    lse: Tensor
+    scores: Tensor
+
+
+class PassModel:
+    """A llama model in transformers, with the served attention in place of its own.
+
+    Args:
+        folder: of the model.
+        positions: longest prompt with its probe (tokens).
+    """
+
+    def __init__(self, folder: Path, positions: int = 8192) -> None:
+        ALL_ATTENTION_FUNCTIONS.register(ATTENTION, self._attend)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=ATTENTION)
+        self.model = model.eval()
+        config = model.config
+        self.num_layers, self.num_heads = config.num_hidden_layers, config.num_key_value_heads
+        self.head_dim = config.hidden_size // config.num_attention_heads
+        cos, sin = model.model.rotary_emb(torch.zeros(1, dtype=torch.float32), torch.arange(positions)[None])
+        half = self.head_dim // 2
+        self.rotary = Rotary(torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1), is_neox=True)
+        self._state: dict[str, Any] = {}
+
+    @torch.inference_mode()
+    def score(self, ids: Sequence[int]) -> ScoredPrefix:
+        """Prefill a prompt and have it repeated, as the server does."""
+        num_tokens = len(ids)
+        end = num_tokens - TAIL
+        slots = num_tokens + 2 * PASS_TOKENS
+        arena = torch.zeros(2, self.num_layers, slots, self.num_heads, self.head_dim, dtype=torch.bfloat16)
+        state = self._state = {
+            "arena": arena,
+            "attention": ExtendAttention(arena[0], arena[1], RunBounds()),
+            "windows": [None] * self.num_layers,
+            "squares": torch.zeros(self.num_layers, self.num_heads, end),
+            "reads": False,
+        }
+        for start in range(0, num_tokens, CHUNK_TOKENS):
+            self._forward(ids[start : start + CHUNK_TOKENS], start)
+        queries, lse = (torch.stack([window[i] for window in state["windows"]]) for i in range(2))
+        state["reads"] = True
+        for probe in repetition_probes(self.tokenizer, list(ids[:end]), PASS_TOKENS):
+            self._forward(probe, num_tokens)
+        return ScoredPrefix(
+            arena[0, :, :num_tokens].clone(), arena[1, :, :num_tokens].clone(), queries, lse, state["squares"].sqrt()
+        )
+
+    def _forward(self, ids: Sequence[int], start: int) -> None:
+        self._state["start"] = start
+        positions = torch.arange(start, start + len(ids))[None]
+        self.model.model(torch.tensor([list(ids)]), position_ids=positions, use_cache=False)
+
+    def _attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
+        """Attention as transformers calls it: [1, num_heads, num_tokens, head_dim] each."""
+        state, layer, start = self._state, module.layer_idx, self._state["start"]
+        end = start + query.shape[2]
+        state["arena"][0, layer, start:end] = key[0].transpose(0, 1)
+        state["arena"][1, layer, start:end] = value[0].transpose(0, 1)
+        rows = query[0].transpose(0, 1).contiguous()
+        slots = torch.arange(end, dtype=torch.int32)
+        request = ExtendRequest(slice(0, end - start), (), slots[:start], slots[start:])
+        out, lse = state["attention"].run(request, layer, rows, scaling)
+        if state["reads"]:
+            state["squares"][layer] += accumulated_attention(
+                rows,
+                lse.contiguous(),
+                state["arena"][0, layer],
+                torch.arange(state["squares"].shape[-1]),
+                sm_scale=scaling,
+                key_start=0,
+                query_start=start,
+                reduction="squares",
+            )
+        else:
+            state["windows"][layer] = (rows[-WINDOW:].clone(), lse[-WINDOW:].clone())
+        return out[None], None

@@ -1,0 +1,99 @@
+"""``sgl-kvevict learn``: serve a model, have texts scored by passes, and write down what was learned from them."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from sgl_kvevict.cli.server_plan import plan_serve
+from sgl_kvevict.client import warm
+from sgl_kvevict.config import parse_config
+from sgl_kvevict.distill.texts import texts_of_folder, training_texts
+from sgl_kvevict.errors import ConfigError, KVEvictError
+from sgl_kvevict.launcher import RunningServer, launch
+from sgl_kvevict.measure import flush, plugin_state
+
+LENGTHS = (4000, 8000, 4000, 2000)
+"""Characters of a text, in turn: weights from short prefixes alone find less in long ones."""
+SPARE_TEXTS = 8
+"""Texts that are learned from besides, if the first ones were not enough."""
+
+Say = Callable[[str], None]
+
+
+class LearnError(KVEvictError):
+    """Nothing good enough was learned."""
+
+
+def learn(
+    model: str, out: Path, texts: Path | None, num_prefixes: int, sglang_flags: Sequence[str], say: Say
+) -> None:
+    """Learn the scores of a model and write them to a file.
+
+    The server does the learning, as it does with its users' prefixes; nothing is different here but who sends them.
+
+    Args:
+        model: folder, hub name or "demo".
+        out: file to write.
+        texts: folder of text files; None: texts that Python brings along.
+        num_prefixes: to learn from.
+        sglang_flags: passed on to the server.
+        say: told what happens.
+
+    Raises:
+        ConfigError: there are too few texts, or the server would not start like this.
+        LearnError: the learned scores find too little of what passes keep.
+        LaunchError: the server did not start, or ended.
+    """
+    passages = _passages(texts, num_prefixes)
+    values = {"score_weights": None, "save_score_weights": str(out.absolute()), "distill_prefixes": num_prefixes}
+    plan = plan_serve(model, parse_config(values, "sgl-kvevict learn"), sglang_flags)
+    flags = plan.command[plan.command.index("--model-path") + 2 :]
+    served = plan.command[plan.command.index("--model-path") + 1]
+    before = out.stat().st_mtime_ns if out.exists() else None
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="kvevict-learn-") as folder:
+        say(f"serving {model} to learn from {num_prefixes} texts, and to try what was learned on another one")
+        with launch(served, flags=flags, env=plan.environ, log_path=Path(folder) / "server.log") as server:
+            for number, passage in enumerate(passages, 1):
+                recall = _learn_from(server, passage, as_chat=number % 2 == 0)
+                say(f"text {number}: {time.monotonic() - started:.0f} s")
+                if recall is not None:
+                    break
+            else:
+                raise LearnError(f"{len(passages)} texts were not enough:\n{server.log_tail(12)}")
+    if not out.exists() or out.stat().st_mtime_ns == before:
+        raise LearnError(f"the server could not write {out}")
+    say(f"{out}: learned scores find {recall:.0%} of what passes keep")
+
+
+def _learn_from(server: RunningServer, passage: str, *, as_chat: bool) -> float | None:
+    """Have a text scored; the recall of the learned scores once they are in use."""
+    flush(server)
+    if as_chat:
+        warm(server.url, messages=[{"role": "user", "content": passage}])
+    else:
+        warm(server.url, text=passage)
+    state = plugin_state(server)
+    learned = {} if state is None else state.get("learned_scores", {})
+    return learned.get("recall") if learned.get("in_use") else None
+
+
+def _passages(texts: Path | None, num_prefixes: int) -> list[str]:
+    wanted = num_prefixes + 1 + SPARE_TEXTS
+    lengths = list(itertools.islice(itertools.cycle(LENGTHS), wanted))
+    if texts is None:
+        return training_texts(lengths)
+    try:
+        found = [passage for passage in texts_of_folder(texts, lengths) if len(passage) >= min(LENGTHS)]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--texts: {texts} cannot be read: {error}") from error
+    if len(found) < num_prefixes + 1:
+        raise ConfigError(
+            f"--texts: got {len(found)} passages of {min(LENGTHS):,} characters or more in {texts}; "
+            f"allowed: {num_prefixes + 1} or more (UTF-8 files), or fewer --prefixes"
+        )
+    return found

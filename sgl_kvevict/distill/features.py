@@ -1,0 +1,130 @@
+"""What a learned score looks at: of a token in the cache, and of what the last queries of a prompt made of it.
+
+Per KV head of a layer, from that head alone, so that nothing crosses tensor-parallel ranks:
+
+====================  =========  ==================================================================
+features              columns    what
+====================  =========  ==================================================================
+key                   head_dim   before its rotary embedding: positions are told apart from content
+value                 head_dim
+log norms             2          of key and value
+position              1          of the range's end
+constant              1
+window attention      2          logarithms of the last queries' mean attention, pooled and not (optional)
+====================  =========  ==================================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvevict_kernels.window_scores import window_scores
+from sgl_kvevict.policies.observation import LayerObservation
+from sgl_kvevict.policies.rotary import Rotary
+
+NUM_SCALARS = 4
+"""Features of a cached token besides key and value."""
+NUM_WINDOW = 2
+"""Features of window attention."""
+KERNEL_SIZE = 7
+"""Width of the max pool along the tokens."""
+ATTENTION_FLOOR = 1e-4
+"""Added to attention before its logarithm."""
+NORM_FLOOR = 1e-6
+"""Least norm whose logarithm is taken."""
+
+
+def num_cache_features(head_dim: int) -> int:
+    """Columns of what the cache alone gives."""
+    return 2 * head_dim + NUM_SCALARS
+
+
+@dataclass(frozen=True)
+class CachedRange:
+    """Consecutive uncompressed tokens in the arena.
+
+    Attributes:
+        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], after RoPE.
+        v_arena: likewise.
+        token_slots: [num_tokens], int64.
+        start: logical position of the first token.
+        end: logical position that positions are taken relative to: the end of the range, also for a part of it.
+        stride: logical positions from one of these tokens to the next.
+    """
+
+    k_arena: Tensor
+    v_arena: Tensor
+    token_slots: Tensor
+    start: int
+    end: int
+    stride: int = 1
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the arena."""
+        return self.k_arena.shape[0]
+
+    @property
+    def positions(self) -> Tensor:
+        """[num_tokens], int64."""
+        last = self.start + self.token_slots.numel() * self.stride
+        return torch.arange(self.start, last, self.stride, device=self.token_slots.device)
+
+    def sample(self, first: int, most: int) -> CachedRange:
+        """At most so many of the tokens from a logical position on, evenly spread.
+
+        Args:
+            first: logical position; earlier tokens are left out.
+            most: tokens.
+        """
+        skip = min(max(first - self.start, 0), self.token_slots.numel())
+        stride = max(-(-(self.token_slots.numel() - skip) // most), 1)
+        slots = self.token_slots[skip::stride]
+        return CachedRange(self.k_arena, self.v_arena, slots, self.start + skip, self.end, stride)
+
+
+def cache_features(tokens: CachedRange, layer: int, rotary: Rotary) -> Tensor:
+    """Features of one layer, spelled out: what :func:`sgl_kvevict.distill.scoring.score_range` never does.
+
+    Returns:
+        [num_kv_heads, num_tokens, num_cache_features], float32.
+    """
+    positions = tokens.positions
+    keys = rotary.apply(tokens.k_arena[layer, tokens.token_slots], positions, inverse=True)
+    values = tokens.v_arena[layer, tokens.token_slots].float()
+    norms = [log_norm(tokens.k_arena[layer, tokens.token_slots].float()), log_norm(values)]
+    place = (positions / tokens.end).float()[:, None].expand(-1, keys.shape[1])
+    scalars = torch.stack([*norms, place, torch.ones_like(place)], dim=-1)
+    return torch.cat([keys, values, scalars], dim=-1).transpose(0, 1)
+
+
+def log_norm(rows: Tensor) -> Tensor:
+    """Logarithms of the norms along the last dimension."""
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
+    return norms.clamp_min(NORM_FLOOR).log_()
+
+
+def window_features(observation: LayerObservation) -> Tensor | None:
+    """Features of window attention of one layer.
+
+    Returns:
+        [num_kv_heads, num_tokens, NUM_WINDOW], float32; None if no prefill left its last queries.
+    """
+    if observation.window is None:
+        return None
+    window = observation.window
+    both = window_scores(
+        window.queries,
+        window.lse,
+        observation.k_buffer,
+        observation.token_slots,
+        sm_scale=observation.sm_scale,
+        key_start=observation.start,
+        query_start=window.start,
+        kernel_size=KERNEL_SIZE,
+        order="mean-pool",
+    )
+    return torch.stack(both, dim=-1).add_(ATTENTION_FLOOR).log_()

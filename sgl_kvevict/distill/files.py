@@ -1,0 +1,137 @@
+"""Learned weights as files: safetensors, found by the fingerprint of the model that they belong to."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
+from sgl_kvevict.distill.weights import ScoreWeights
+from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.policies.rotary import Rotary
+
+FORMAT = "sgl-kvevict score weights 1"
+SUFFIX = ".safetensors"
+ROTARY_TOLERANCE = 0.01
+"""Tables are kept in bfloat16 by some models."""
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """What weights belong to.
+
+    Attributes:
+        name: for messages.
+        fingerprint: of the model's files, see :func:`sgl_kvevict.distill.fingerprint.fingerprint_of`.
+        num_layers: attention layers.
+        num_kv_heads: of the whole model, all ranks together.
+        head_dim: of keys and values.
+        rotary: its embedding.
+    """
+
+    name: str
+    fingerprint: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    rotary: Rotary
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of ``ScoreWeights.cache``."""
+        return self.num_layers, self.num_kv_heads, num_cache_features(self.head_dim)
+
+    @property
+    def first_rotation(self) -> Tensor:
+        """[rotary_dim], float32: cosines and sines of position 1, which tell all frequencies."""
+        return self.rotary.cos_sin[1].float().cpu().contiguous()
+
+
+def save_weights(path: Path, weights: ScoreWeights, model: ModelIdentity) -> None:
+    """Write a file, in one rename.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    tensors = {"cache": weights.cache, "window": weights.window, "rotary": model.first_rotation}
+    metadata = {
+        "format": FORMAT,
+        "model": model.name,
+        "fingerprint": model.fingerprint,
+        "is_neox": str(model.rotary.is_neox),
+        "prefixes": str(weights.num_prefixes),
+        "recall": "" if weights.recall is None else f"{weights.recall:.3f}",
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, scratch, metadata)
+    scratch.rename(path)
+
+
+def load_weights(path: Path, model: ModelIdentity) -> ScoreWeights:
+    """Read the weights of a model.
+
+    Raises:
+        ConfigError: the file cannot be read, is not one of ours, or belongs to another model; says which.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            names = file.keys()
+            tensors = {name: file.get_tensor(name) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"score weights {str(path)!r} cannot be read: {error}") from error
+    if metadata.get("format") != FORMAT or not {"cache", "window", "rotary"} <= tensors.keys():
+        raise ConfigError(f"score weights {str(path)!r}: got format {metadata.get('format')!r}; allowed: {FORMAT!r}")
+    problems = list(_differences(metadata, tensors, model))
+    if problems:
+        raise ConfigError(
+            f"score weights {str(path)!r} belong to {metadata.get('model')!r}, not to {model.name!r}: "
+            f"{'; '.join(problems)}"
+        )
+    recall = metadata.get("recall")
+    return ScoreWeights(
+        tensors["cache"], tensors["window"], int(metadata.get("prefixes", "0")), float(recall) if recall else None
+    )
+
+
+def find_weights(model: ModelIdentity, folders: list[Path]) -> Path | None:
+    """The file of a model in the first of some folders that has one."""
+    candidates = (folder / file_name(model) for folder in folders)
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def file_name(model: ModelIdentity) -> str:
+    """As which the weights of a model are found."""
+    return f"{model.fingerprint[:16]}{SUFFIX}"
+
+
+def weights_folders() -> list[Path]:
+    """Where weights are looked for: the user's cache folder, then what this package brings along."""
+    cache_home = os.environ.get("XDG_CACHE_HOME")
+    cache = Path(cache_home) if cache_home else Path.home() / ".cache"
+    return [cache / "sgl-kvevict" / "score-weights", Path(__file__).with_name("known")]
+
+
+def _differences(metadata: dict[str, str], tensors: dict[str, Tensor], model: ModelIdentity) -> list[str]:
+    problems = []
+    if metadata.get("fingerprint") != model.fingerprint:
+        problems.append(f"fingerprint {str(metadata.get('fingerprint'))[:16]!r} instead of {model.fingerprint[:16]!r}")
+    num_layers, num_heads, columns = model.shape
+    for name, width in (("cache", columns), ("window", columns + NUM_WINDOW)):
+        got, want = tuple(tensors[name].shape), (num_layers, num_heads, width)
+        if got != want or tensors[name].dtype != torch.float32:
+            problems.append(f"{name} is {got} {tensors[name].dtype} instead of {want} float32")
+        elif not tensors[name].isfinite().all():
+            problems.append(f"{name} has values that are not finite")
+    ours, theirs = model.first_rotation, tensors["rotary"].float()
+    same = ours.shape == theirs.shape and torch.allclose(ours, theirs, atol=ROTARY_TOLERANCE)
+    if not same or metadata.get("is_neox") != str(model.rotary.is_neox):
+        problems.append("another rotary embedding")
+    return problems

@@ -1,0 +1,215 @@
+"""Learning from the passes: prefix after prefix, layer after layer, until what was learned proves itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sgl_kvevict.distill.features import (
+    NUM_WINDOW,
+    CachedRange,
+    cache_features,
+    num_cache_features,
+    window_features,
+)
+from sgl_kvevict.distill.statistics import RidgeStatistics
+from sgl_kvevict.distill.weights import ScoreWeights
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.policies.observation import LayerObservation
+from sgl_kvevict.policies.rotary import Rotary
+
+SCORE_FLOOR = 0.005
+"""Added to a reader score before its logarithm: what no reader looks at counts alike."""
+SAMPLED_TOKENS = 1024
+"""Tokens of a prefix that are learned from, evenly spread: long prefixes count no more than others, nor take longer."""
+NUM_SINKS = 4
+"""First tokens of a path, which attention rests on whatever they are; they are kept anyway."""
+MIN_RECALL = 0.7
+"""Share of the passes' set that learned scores must find: echo attention finds 0.55, two orders of passes share 0.9."""
+
+Observe = Callable[[int], LayerObservation]
+"""Shows the whole range in a layer, with the last queries of a prompt that ended behind it."""
+
+
+@dataclass(frozen=True)
+class LessonResult:
+    """What came of one prefix.
+
+    Attributes:
+        num_prefixes: learned from so far.
+        recall: of the weights that were tried on it; None if there were too few prefixes to try.
+        is_accepted: these weights are in use from now on.
+    """
+
+    num_prefixes: int
+    recall: float | None
+    is_accepted: bool
+
+
+class ScoreLearner:
+    """Holds the weights in use, or learns them.
+
+    A prefix that readers have scored is learned from layer by layer, so that no step waits long. From the
+    ``num_prefixes``-th on, the weights learned so far are tried on the next prefix before it is learned from too; they
+    are used once they find enough of what the readers' scores would keep of it.
+
+    Args:
+        geometry: sizes of this rank.
+        rotary: the model's rotary embedding.
+        share: of the entries that are kept: what recall is measured at.
+        num_prefixes: to learn from before weights are tried.
+        weights: known from the start; None: none.
+        agree: makes one number (the least) out of each tensor-parallel rank's own.
+
+    Attributes:
+        weights: in use; None while learning.
+        num_learned: prefixes learned from.
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        rotary: Rotary,
+        share: float,
+        num_prefixes: int,
+        weights: ScoreWeights | None = None,
+        agree: Callable[[int], int] = lambda value: value,
+    ) -> None:
+        self.geometry = geometry
+        self.rotary = rotary
+        self.share = share
+        self.num_prefixes = num_prefixes
+        self.weights = weights
+        self.num_learned = 0
+        self._agree = agree
+        self._statistics: RidgeStatistics | None = None
+
+    def lesson(self, tokens: CachedRange, scores: Tensor, observe: Observe) -> Lesson:
+        """Begin to learn from one prefix.
+
+        Args:
+            tokens: the scored range; its slots must not change before the lesson ends.
+            scores: [num_layers, num_kv_heads, num_tokens], float32: what its readers paid each token.
+            observe: the last queries of a prompt that goes on behind the range.
+
+        Raises:
+            ValueError: weights are in use already.
+        """
+        if self.weights is not None:
+            raise ValueError("learned weights are in use: there is nothing to learn")
+        if self._statistics is None:
+            cache = num_cache_features(self.geometry.head_dim)
+            sizes = (self.geometry.num_layers, self.geometry.num_kv_heads, cache + NUM_WINDOW)
+            self._statistics = RidgeStatistics(*sizes, constant=cache - 1, device=tokens.k_arena.device)
+        tries = self.num_learned >= self.num_prefixes
+        return Lesson(self, self._statistics, tokens, scores, observe, tries)
+
+    def end_lesson(self, weights: ScoreWeights | None, overlap: int | None) -> LessonResult:
+        """Count a prefix that was learned from to its end, and take its weights into use if they are good enough.
+
+        Args:
+            weights: that were tried; None: none.
+            overlap: thousandths of the readers' set that they found.
+        """
+        self.num_learned += 1
+        if weights is None or overlap is None:
+            return LessonResult(self.num_learned, None, False)
+        recall = self._agree(overlap) / 1000
+        if recall >= MIN_RECALL:
+            self.weights = ScoreWeights(weights.cache, weights.window, weights.num_prefixes, recall)
+            self._statistics = None
+        return LessonResult(self.num_learned, recall, self.weights is not None)
+
+    def forget(self) -> None:
+        """The model has other weights: what was learned of the old ones is of no use, and all begins anew."""
+        self.weights = self._statistics = None
+        self.num_learned = 0
+
+    def state(self) -> dict[str, int | float | bool | None]:
+        """Return progress in plain values."""
+        weights = self.weights
+        return {
+            "in_use": weights is not None,
+            "prefixes": self.num_learned if weights is None else weights.num_prefixes,
+            "recall": None if weights is None else weights.recall,
+            "learning_bytes": 0 if self._statistics is None else self._statistics.num_bytes,
+        }
+
+
+class Lesson:
+    """One prefix that is learned from, layer by layer; see :meth:`ScoreLearner.lesson`."""
+
+    def __init__(
+        self,
+        learner: ScoreLearner,
+        statistics: RidgeStatistics,
+        tokens: CachedRange,
+        scores: Tensor,
+        observe: Observe,
+        tries: bool,
+    ) -> None:
+        self._learner = learner
+        self._statistics = statistics
+        self._tokens = tokens
+        self._sample = tokens.sample(NUM_SINKS, SAMPLED_TOKENS)
+        self._scores = scores
+        self._observe = observe
+        self._cache: list[Tensor] = []
+        self._window: list[Tensor] = []
+        self._predicted: list[Tensor] = []
+        self._tries = tries
+        self._layer = 0
+
+    def step(self) -> LessonResult | None:
+        """Learn from the next layer; the outcome after the last one.
+
+        Cost: at most ``SAMPLED_TOKENS * F**2`` products per head of one layer, in float64; the last step of a prefix
+            on which weights are tried also ranks its scores.
+        """
+        layer = self._layer
+        features, targets = self._examples(layer)
+        if self._tries:
+            cache = num_cache_features(self._learner.geometry.head_dim)
+            self._cache.append(self._statistics.solve(layer, cache))
+            self._window.append(self._statistics.solve(layer, cache + NUM_WINDOW))
+            self._predicted.append((features @ self._window[-1].unsqueeze(-1)).squeeze(-1))
+        self._statistics.add(layer, features, targets)
+        self._layer += 1
+        if self._layer < self._tokens.num_layers:
+            return None
+        if not self._tries:
+            return self._learner.end_lesson(None, None)
+        weights = ScoreWeights(torch.stack(self._cache), torch.stack(self._window), self._learner.num_learned)
+        scores = self._sampled_scores(slice(None))
+        overlap = int(1000 * top_recall(torch.stack(self._predicted), scores, self._learner.share))
+        return self._learner.end_lesson(weights, overlap)
+
+    def _examples(self, layer: int) -> tuple[Tensor, Tensor]:
+        """[num_kv_heads, sampled tokens, F] and [num_kv_heads, sampled tokens] of a layer."""
+        tokens, sample = self._tokens, self._sample
+        window = window_features(self._observe(layer))
+        features = cache_features(sample, layer, self._learner.rotary)
+        if window is None:  # the policy looks at the cache alone: what is always 0 gets no weight
+            window = features.new_zeros(features.shape[0], tokens.token_slots.numel(), NUM_WINDOW)
+        sampled = window[:, sample.start - tokens.start :: sample.stride]
+        return torch.cat([features, sampled], dim=-1), (self._sampled_scores(layer) + SCORE_FLOOR).log()
+
+    def _sampled_scores(self, layers: int | slice) -> Tensor:
+        return self._scores[layers][..., self._sample.start - self._tokens.start :: self._sample.stride]
+
+
+def top_recall(predicted: Tensor, scores: Tensor, share: float) -> float:
+    """Share of the highest scores, over all layers and heads, that the highest predictions include.
+
+    Args:
+        predicted: [num_layers, num_kv_heads, num_tokens].
+        scores: the same.
+        share: how many count as high.
+    """
+    count = max(int(share * scores.numel()), 1)
+    kept = torch.zeros(scores.numel(), dtype=torch.bool, device=scores.device)
+    kept[scores.flatten().topk(count).indices] = True
+    return float(kept[predicted.flatten().topk(count).indices].sum()) / count

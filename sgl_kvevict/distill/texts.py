@@ -1,0 +1,91 @@
+"""Texts to learn from that every Python brings along: its reference manual, its library's code, and tables."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import mimetypes
+import unicodedata
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["prose", "code", "tables"]
+KINDS: tuple[Kind, ...] = ("prose", "code", "tables")
+
+MODULES = (
+    *("argparse", "statistics", "textwrap", "csv", "fractions", "heapq", "shutil", "tarfile", "zipfile", "calendar"),
+    *("configparser", "difflib", "ftplib", "imaplib", "optparse", "pdb", "pickle", "smtplib", "tokenize", "uuid"),
+)
+_CHARACTERS = (0x2190, 0x2300, 0x1F300, 0x370, 0x4E0, 0x13A0)
+
+
+def training_texts(lengths: Sequence[int], kinds: Sequence[Kind] = KINDS) -> list[str]:
+    """One text for each length, the kinds in turn; no two share a passage while there is material.
+
+    Args:
+        lengths: of the texts (characters).
+        kinds: what to take them from.
+    """
+    pools = {kind: itertools.cycle(_blocks(kind)) for kind in kinds}
+    return [_take(pools[kind], length) for length, kind in zip(lengths, itertools.cycle(kinds), strict=False)]
+
+
+def texts_of_folder(folder: Path, lengths: Sequence[int]) -> list[str]:
+    """Passages of the text files of a folder and those below it: of every file its first one, then the second ones.
+
+    Args:
+        folder: searched by name; files that are shorter than a passage give one that is shorter.
+        lengths: of the passages (characters); there may be fewer than so many.
+
+    Raises:
+        OSError, UnicodeDecodeError: a file cannot be read as UTF-8.
+    """
+    files = [path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*")) if path.is_file()]
+    longest = max(lengths)
+    rounds = range(0, max(map(len, files), default=0), longest)
+    passages = (text[start : start + longest] for start in rounds for text in files if start < len(text))
+    return [passage[:length] for passage, length in zip(passages, lengths, strict=False)]
+
+
+def _take(blocks: Iterator[str], length: int) -> str:
+    taken: list[str] = []
+    while sum(map(len, taken)) < length:
+        taken.append(next(blocks))
+    return "".join(taken)[:length]
+
+
+def _blocks(kind: Kind) -> list[str]:
+    """Pieces of a page or so, in a fixed order in which neighbours come from far apart."""
+    if kind == "tables":
+        return [_characters(first) if i % 2 else _types(i) for i, first in enumerate(_CHARACTERS * 2)]
+    text = _manual() if kind == "prose" else _library()
+    pages = [text[start : start + 6000] for start in range(0, len(text), 6000)]
+    return [page for first in range(7) for page in pages[first::7]]
+
+
+def _manual() -> str:
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+def _library() -> str:
+    sources = []
+    for name in MODULES:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None:
+            sources.append(Path(spec.origin).read_text(encoding="utf-8"))
+    return "\n".join(sources)
+
+
+def _characters(first: int) -> str:
+    named = ((point, unicodedata.name(chr(point), "")) for point in range(first, first + 120))
+    rows = (f"| U+{point:04X} | {name.capitalize()} | {unicodedata.category(chr(point))} |" for point, name in named)
+    return "| code | name | category |\n|---|---|---|\n" + "\n".join(rows) + "\n\n"
+
+
+def _types(part: int) -> str:
+    known = sorted(mimetypes.MimeTypes().types_map[True].items())[part * 12 : part * 12 + 24]
+    rows = (f'  {{"suffix": "{suffix}", "type": "{kind}"}}' for suffix, kind in known)
+    return "[\n" + ",\n".join(rows) + "\n]\n\n"

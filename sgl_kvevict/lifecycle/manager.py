@@ -1,0 +1,244 @@
+"""The entry point: what the tree and the attention tell, and what follows from it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from enum import Enum, auto
+from weakref import WeakKeyDictionary, WeakSet
+
+from torch import Tensor
+
+from sgl_kvevict.compression import Compressor, PromptObservation, ReaderChunk
+from sgl_kvevict.guard import Guard, Place
+from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
+from sgl_kvevict.lifecycle.observer import CacheObserver
+from sgl_kvevict.lifecycle.ports import PassPort, TreePort
+from sgl_kvevict.lifecycle.ranges import Ranges
+from sgl_kvevict.lifecycle.scoring import PrefixScoring
+from sgl_kvevict.lifecycle.spans import SpanTable
+from sgl_kvevict.lifecycle.votes import Votes
+from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.prefix import SpanStore
+from sgl_kvevict.ragged import SpanRuns
+from sgl_kvevict.request import RequestOptions
+
+
+class Released(Enum):
+    """Why a reader let go of its path."""
+
+    RETRACTED = auto()
+    """It will come again."""
+    FINISHED = auto()
+    ABORTED = auto()
+
+
+class PrefixManager:
+    """Follows prefixes from the first prompt that holds them to the moment they leave the tree.
+
+    Args:
+        tree: whose nodes.
+        store: where segments are written.
+        compressor: what is kept; None (policy ``none``): nothing is ever compressed.
+        guard: holds errors that concern one request or job.
+
+    Attributes:
+        spans: what nodes hold.
+        ranges: what is to be compressed; None without a compressor.
+        scoring: has prefixes read before they are compressed; None for policies that need no readers.
+        readers: requests that matched and have not let go.
+        max_sharers: most requests that ever read one span in one forward.
+    """
+
+    def __init__(self, tree: TreePort, store: SpanStore, compressor: Compressor | None, guard: Guard) -> None:
+        self.spans = SpanTable(store)
+        self.compressor = compressor
+        self.guard = guard
+        self.ranges: Ranges | None = None
+        self.scoring: PrefixScoring | None = None
+        self.votes: Votes | None = None
+        self.readers: WeakSet[Reader] = WeakSet()
+        self.max_sharers = 0
+        self._tree = tree
+        self._observations: WeakKeyDictionary[Reader, PromptObservation] = WeakKeyDictionary()
+        self._observer = CacheObserver()
+        if compressor is None:
+            return
+        self.ranges = Ranges(tree, self.spans, compressor, guard)
+        readers = compressor.policy.readers
+        if readers is not None:
+            self.scoring = PrefixScoring(compressor, readers, self.ranges, guard)
+        if readers is Readers.QUESTIONS:
+            self.votes = Votes(compressor, self.ranges)
+
+    @property
+    def observer(self) -> CacheObserver:
+        """Told of every change; does nothing unless events or metrics are on."""
+        return self._observer
+
+    @observer.setter
+    def observer(self, observer: CacheObserver) -> None:
+        self._observer = observer
+        for part in (self.ranges, self.scoring):
+            if part is not None:
+                part.observer = observer
+
+    # ---- what happens to requests -----------------------------------------------------------------------------
+
+    def matched(self, reader: Reader) -> None:
+        """A request looked for its prompt, maybe again, and is about to be prefilled."""
+        self.readers.add(reader)
+        if self.compressor is not None:
+            self._observations[reader] = self.compressor.new_observation()
+
+    def chunk_observed(
+        self, reader: Reader, node: Node, start: int, end: int, prompt_len: int
+    ) -> list[PromptObservation | ReaderChunk]:
+        """A prefill of the tokens ``[start, end)`` of a request is about to run.
+
+        Args:
+            reader: the request.
+            node: last node of what it found in the cache.
+            start: logical position of the first new token.
+            end: logical position after the last one.
+            prompt_len: tokens of the whole prompt.
+
+        Returns:
+            What the queries of each layer are to be recorded in: nothing for rows that are not prefill (decode rows
+            of a mixed batch), when the policy is ``none``, and for prompts too short to compress.
+        """
+        with self.guard.at(Place.OBSERVATION):
+            return self._observe(reader, node, start, end, prompt_len)
+        self._observations.pop(reader, None)
+        return []
+
+    def is_complete(self, reader: Reader) -> bool:
+        """Whether the whole prompt of a request was prefilled, and has not been dealt with."""
+        observation = self._observations.get(reader)
+        return observation is not None and observation.is_complete
+
+    def prompt_complete(self, reader: Reader, node: Node, wish: RequestOptions | None) -> None:
+        """A prompt that was seen to its end is in the tree: compress it, or see who has to read it first.
+
+        Args:
+            reader: the request.
+            node: last node of its path; it may end before the prompt (what models with a window or a recurrent
+                state cache is shorter).
+            wish: what the request asked of the cache.
+        """
+        observation = self._observations.pop(reader)
+        if self.compressor is None or self.ranges is None:
+            return
+        path = path_to(node)
+        end = min(observation.end, length_of(path))
+        asks = wish is not None and bool(wish.questions)
+        if self.compressor.scores_at_once and not asks:
+            is_done = self.ranges.compress(node, end - self.compressor.config.tail_tokens, observation, reader)
+            if self.scoring is not None and wish is not None and wish.warm:
+                self.scoring.granted(node, wish, is_done=is_done)
+            return
+        if self.scoring is None:
+            return
+        self.scoring.found(path, min(observation.first_query, end), observation)
+        if self.votes is not None:
+            self.votes.count(reader, observation.first_query, path)
+        if wish is not None and wish.warm:
+            self.scoring.wished(path_to(node), end, wish, observation)
+
+    def released(self, reader: Reader, why: Released) -> None:
+        """A request let go of its path: forget its state and compress what waited for it."""
+        self._observations.pop(reader, None)
+        self.readers.discard(reader)
+        with self.guard.at(Place.RELEASE):
+            if self.scoring is not None and reader is self.scoring.running and why is not Released.RETRACTED:
+                self.scoring.pass_ended(aborted=why is Released.ABORTED)
+            if self.ranges is not None:
+                self.ranges.try_pending()
+
+    def between_steps(self, passes: PassPort) -> None:
+        """The scheduler is between two steps."""
+        if self.scoring is not None:
+            self.scoring.between_steps(passes)
+        self._observer.between_steps()
+
+    def reads(self, nodes: Sequence[Node]) -> tuple[tuple[SpanRuns, ...], ...]:
+        """Resolve what each request of a batch reads now: the spans on its path, root first.
+
+        Always from the tree, never remembered: other requests may have split nodes of the path since.
+
+        Args:
+            nodes: last node of each request's path.
+        """
+        spans = self.spans
+        paths = tuple(tuple(spans[node].runs() for node in path_to(last) if node in spans) for last in nodes)
+        sharers = Counter(runs for path in paths for runs in path)
+        self.max_sharers = max(self.max_sharers, *sharers.values(), 0)
+        return paths
+
+    # ---- what happens to nodes --------------------------------------------------------------------------------
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """A node was cut; ``lower`` is the node that it was."""
+        if self.scoring is not None:
+            self.scoring.split(upper, lower)
+        span = self.spans.split(upper, lower)
+        if span is not None:
+            self._observer.split(upper, lower, span.start)
+
+    def dropped(self, node: Node) -> Tensor | None:
+        """A leaf leaves the tree, and what was known of its prefix with it.
+
+        Returns:
+            [num_slots], int64, token slots that come back; None: it held no span, so they are its ordinary ones.
+        """
+        for part in (self.ranges, self.scoring, self.votes):
+            if part is not None:
+                part.discard(node)
+        drop = self.spans.drop(node, self._tree.largest)
+        if drop is None:
+            self._observer.dropped(node, None, len(node.key))
+            return None
+        if drop.owner is None:
+            self._observer.dropped(node, drop.span, drop.slots.numel())
+            return drop.slots
+        self._observer.dropped(node, drop.span, 0)
+        self._tree.charge(drop.owner, -drop.slots.numel())
+        self._observer.repacked(drop.owner, self.spans[drop.owner].segment, drop.slots.numel())
+        return drop.slots
+
+    def cleared(self) -> None:
+        """The whole tree was flushed."""
+        self.spans.clear()
+        self.forget_seen()
+        self._observer.cleared()
+
+    def forget_seen(self) -> None:
+        """Nothing that was seen or scored is of use any more: the tree is empty, or the model has other weights."""
+        self._observations.clear()
+        for part in (self.ranges, self.scoring, self.votes):
+            if part is not None:
+                part.clear()
+
+    # ---- observations -----------------------------------------------------------------------------------------
+
+    def _observe(
+        self, reader: Reader, node: Node, start: int, end: int, prompt_len: int
+    ) -> list[PromptObservation | ReaderChunk]:
+        observation = self._observations.get(reader)
+        if self.compressor is None or observation is None or observation.is_complete:
+            return []
+        config = self.compressor.config
+        if self.scoring is None and prompt_len < config.min_prefix_tokens + config.tail_tokens:
+            return []
+        path = path_to(node)
+        waterline = self.spans.waterline(path)
+        slots = self._tree.row(reader, waterline, end) if observation.needs_slots else None
+        observation.begin_chunk(start, end, is_last=end >= prompt_len, key_start=waterline, token_slots=slots)
+        seen = None
+        if self.scoring is not None and self.scoring.is_pass(reader):
+            seen = self.scoring.observation_of(reader)
+        elif self.votes is not None:
+            seen = self.votes.observation(path, start)
+        if seen is not None:
+            return [seen.begin_chunk(reader, start, end, self._tree.row(reader, seen.start, seen.end))]
+        return [observation] if observation.records else []

@@ -1,0 +1,71 @@
+"""What deciding needs to know of the prefix tree, whoever keeps it: nodes that know their parent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Sized
+from typing import Any, Protocol, TypeAlias
+
+Reader: TypeAlias = Any
+"""A request, or a scoring pass, that attends to a prefix: the object itself, never a name that a client chose."""
+
+
+class Key(Protocol):
+    """Tokens of a node, and whose they are."""
+
+    @property
+    def extra_key(self) -> str | None:
+        """Namespace that a request named: LoRA, tenant."""
+
+    @property
+    def cache_salt(self) -> str | None:
+        """Further part of the namespace."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The tokens."""
+
+    def __len__(self) -> int:
+        """Number of tokens (logical length)."""
+
+
+class Node(Protocol):
+    """Consecutive tokens of prompts that begin alike. The tree's root has no parent and no tokens.
+
+    Nodes are compared by identity. When one is cut, the object that it was keeps the lower part.
+    """
+
+    @property
+    def id(self) -> int:
+        """Number, for those who watch."""
+
+    @property
+    def parent(self) -> Node | None:
+        """Node of the tokens before; None for the root."""
+
+    @property
+    def children(self) -> Sized:
+        """Nodes of what comes after."""
+
+    @property
+    def key(self) -> Key:
+        """The node's tokens."""
+
+
+def path_to(node: Node) -> list[Node]:
+    """Nodes from below the root to ``node``."""
+    path = []
+    while (parent := node.parent) is not None:
+        path.append(node)
+        node = parent
+    path.reverse()
+    return path
+
+
+def length_of(path: Sequence[Node]) -> int:
+    """Tokens of a path, or of a part of one."""
+    return sum(len(node.key) for node in path)
+
+
+def tokens_of(path: Sequence[Node]) -> list[int]:
+    """Token ids of a path, or of a part of one."""
+    return [token for node in path for token in node.key.token_ids]

@@ -1,0 +1,88 @@
+"""What the life of a prefix needs others to do: the tree that holds the nodes, and the scheduler that runs passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from sgl_kvevict.lifecycle.nodes import Node, Reader
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class TreePort(Protocol):
+    """The tree: nodes, locks, slots and rows."""
+
+    def num_locks(self, node: Node) -> int:
+        """How many locks a node holds; a lock on a node is one on all nodes above it."""
+
+    def locked_by(self, reader: Reader) -> Node | None:
+        """Last node of the path that a reader locks; None if it locks none."""
+
+    def cut(self, path: Sequence[Node], end: int) -> Node:
+        """Split the node of a path in which the logical position ``end`` lies, and return the upper part."""
+
+    def token_slots(self, nodes: Sequence[Node]) -> Tensor:
+        """[num_tokens], int64, ordinary slots of consecutive uncompressed nodes, in token order."""
+
+    def hold_span(self, node: Node) -> None:
+        """From now on a node has no ordinary slots: it holds a span."""
+
+    def charge(self, node: Node, num_slots: int) -> None:
+        """Add ``num_slots`` (may be negative) to what the accounting says a node carries."""
+
+    def free(self, token_slots: Tensor) -> None:
+        """Give token slots ([n], int64) back to the pool."""
+
+    def row(self, reader: Reader, start: int, end: int) -> Tensor:
+        """[end - start], int64, ordinary slots of the tokens ``[start, end)`` of a reader, its own included."""
+
+    def clear_row(self, reader: Reader, end: int) -> None:
+        """A reader finds the tokens ``[0, end)`` in spans from its next forward on."""
+
+    def largest(self, value: int, *same: int) -> int:
+        """See :class:`sgl_kvevict.prefix.store.LargestOfRanks`."""
+
+
+class PassState(Enum):
+    """Where a pass is."""
+
+    WAITING = auto()
+    """In the queue."""
+    RUNNING = auto()
+    """It holds slots."""
+    GONE = auto()
+    """It was aborted while it waited, and nobody is told."""
+
+
+class PassPort(Protocol):
+    """The scheduler, between two steps."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The model's; None on a server without one."""
+
+    @property
+    def room(self) -> int:
+        """Tokens that a pass must stay below, prefix included."""
+
+    @property
+    def users_wait(self) -> bool:
+        """Some user's request waits to be admitted."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Nothing new may be started: the engine is paused, or a flush waits for an idle server."""
+
+    def start(self, node: Node, probe: Sequence[int]) -> Reader:
+        """Queue a pass: the path to a node, then a probe; answered to no one, inserted nowhere."""
+
+    def state(self, reader: Reader) -> PassState:
+        """Where a pass is that has not ended."""
+
+    def withdraw(self, reader: Reader) -> None:
+        """Take a pass that waits out of the queue."""

@@ -1,0 +1,189 @@
+"""Where a prefix is compressed: at once, or when the last of those who read it lets go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from weakref import ref
+
+from torch import Tensor
+
+from sgl_kvevict.compression import Compression, Compressor, PromptObservation, ReaderObservation
+from sgl_kvevict.guard import Guard, Place, accounting
+from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
+from sgl_kvevict.lifecycle.observer import REFUSED_IN_USE, CacheObserver
+from sgl_kvevict.lifecycle.ports import TreePort
+from sgl_kvevict.lifecycle.spans import SpanTable
+
+Observation = PromptObservation | ReaderObservation
+
+
+@dataclass(frozen=True)
+class PendingRange:
+    """The uncompressed tokens above a node, and the observation to compress them with.
+
+    Attributes:
+        node: last node of the range; it ends at ``end``.
+        end: logical position after the range's last token.
+        observation: what is known of it.
+        reader: who was observed, while it lives; its own lock does not stand in the way.
+    """
+
+    node: Node
+    end: int
+    observation: Observation
+    reader: Callable[[], Reader | None]
+
+
+class Ranges:
+    """Ranges that are compressed, and those that wait for it: at most one per node, the newest.
+
+    Args:
+        tree: whose nodes.
+        spans: what the nodes hold.
+        compressor: decides what is kept, and writes it.
+        guard: holds what a policy raises; the range then stays uncompressed.
+
+    Attributes:
+        observer: told of what is compressed, and of what has to wait.
+    """
+
+    def __init__(self, tree: TreePort, spans: SpanTable, compressor: Compressor, guard: Guard) -> None:
+        self.observer = CacheObserver()
+        self._tree = tree
+        self._spans = spans
+        self._compressor = compressor
+        self._guard = guard
+        self._pending: dict[Node, PendingRange] = {}
+
+    def __iter__(self) -> Iterator[PendingRange]:
+        """Ranges that wait, oldest first."""
+        return iter(tuple(self._pending.values()))
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def clear(self) -> None:
+        """The tree was flushed."""
+        self._pending.clear()
+
+    def discard(self, node: Node) -> None:
+        """Forget the range that ends at a node, if one waits."""
+        self._pending.pop(node, None)
+
+    def bounds(self, path: Sequence[Node]) -> tuple[int, int] | None:
+        """Logical bounds of what is to be compressed of a path: up to its tail; None if it is too short."""
+        config = self._compressor.config
+        start, end = self._spans.waterline(path), length_of(path) - config.tail_tokens
+        return None if end - start < config.min_prefix_tokens else (start, end)
+
+    def token_slots(self, path: Sequence[Node], num_tokens: int) -> Tensor:
+        """[num_tokens], int64, ordinary slots of the first tokens of a path that are not compressed."""
+        return self._tree.token_slots([node for node in path if node not in self._spans])[:num_tokens]
+
+    def compress(self, node: Node, end: int, observation: Observation, reader: Reader | None) -> bool:
+        """Compress what is uncompressed of the path to a node, or remember to, once nobody else reads it.
+
+        Args:
+            node: the path's last node.
+            end: logical position up to which to compress; not beyond the path.
+            observation: what to compress with.
+            reader: who was observed; None if it has let go for good.
+
+        Returns:
+            Whether the range is done with (it may also have been too short).
+        """
+        path = path_to(node)
+        num_tokens = end - self._spans.waterline(path)
+        if num_tokens < self._compressor.config.min_prefix_tokens:
+            return True
+        who = _nobody if reader is None else ref(reader)
+        pending = PendingRange(self.node_ending_at(path, end), end, observation, who)
+        if self._try(pending):
+            return True
+        self._pending[pending.node] = pending
+        self.observer.refused(REFUSED_IN_USE, num_tokens)
+        return False
+
+    def try_pending(self) -> None:
+        """Somebody let go of a path: compress what waited for that, oldest first."""
+        for pending in self:
+            self._try(pending)
+
+    def node_ending_at(self, path: Sequence[Node], end: int) -> Node:
+        """Node of a path that ends at a logical position; the node in which it lies is cut if there is none."""
+        position = 0
+        for node in path:
+            position += len(node.key)
+            if position == end:
+                return node
+            if position > end:
+                break
+        return self._tree.cut(path, end)
+
+    def _try(self, pending: PendingRange) -> bool:
+        """Compress a range unless somebody else reads it; return whether the range is done with."""
+        path = path_to(pending.node)
+        waterline = self._spans.waterline(path)
+        if pending.end - waterline < self._compressor.config.min_prefix_tokens:
+            self.discard(pending.node)
+            return True
+        nodes = [node for node in path if node not in self._spans]
+        holder = self._holder(pending)
+        if self._tree.num_locks(nodes[0]) > (0 if holder is None else 1):
+            return False
+        for group in self._groups(nodes):
+            done = self._write(group, waterline, pending.observation)
+            if done is None:
+                self.discard(pending.node)
+                break
+            self._install(group, done)
+            waterline += done.num_tokens
+        if holder is not None:
+            self._tree.clear_row(holder, waterline)
+        return True
+
+    def _holder(self, pending: PendingRange) -> Reader | None:
+        """Return who was observed if it still locks the range itself."""
+        reader = pending.reader()
+        locked = None if reader is None else self._tree.locked_by(reader)
+        return reader if locked is not None and pending.node in path_to(locked) else None
+
+    def _groups(self, nodes: list[Node]) -> list[list[Node]]:
+        """Consecutive nodes of which each group becomes one segment.
+
+        All of them, if segments can be split. Otherwise a group ends where other prompts branch off: they go on
+        reading what comes before.
+        """
+        if self._compressor.policy.splittable:
+            return [nodes]
+        groups = [nodes[:1]]
+        for above, node in pairwise(nodes):
+            if len(above.children) > 1:
+                groups.append([])
+            groups[-1].append(node)
+        return groups
+
+    def _write(self, nodes: list[Node], start: int, observation: Observation) -> Compression | None:
+        """Write what is kept of consecutive nodes into the first of their slots; None if the policy failed."""
+        with self._guard.at(Place.COMPRESSION):
+            above = None if nodes[0].parent is None else self._spans.get(nodes[0].parent)
+            parent = None if above is None else above.segment
+            return self._compressor.compress(self._tree.token_slots(nodes), start, observation, parent)
+        return None
+
+    @accounting()
+    def _install(self, nodes: list[Node], done: Compression) -> None:
+        """Replace the ordinary slots of consecutive nodes by spans of one new segment."""
+        self._spans.install(nodes, done.segment, done.start)
+        for node in nodes:
+            self._tree.charge(node, self._spans[node].charged_slots - len(node.key))
+            self._tree.hold_span(node)
+            self.discard(node)
+        self._tree.free(done.freed)
+        self.observer.compressed(nodes, done)
+
+
+def _nobody() -> None:
+    """Who was observed is gone."""

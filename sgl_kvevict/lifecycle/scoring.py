@@ -1,0 +1,273 @@
+"""When a prefix is read in order to be scored, and with what: passes of our own, one at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from weakref import WeakSet
+
+from sgl_kvevict.compression import Compressor, PromptObservation, ReaderObservation
+from sgl_kvevict.distill import Lesson, LessonResult
+from sgl_kvevict.guard import Guard, Place
+from sgl_kvevict.lifecycle.jobs import Outcome, ScoringJob, ScoringJobs
+from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to, tokens_of
+from sgl_kvevict.lifecycle.observer import REFUSED_NO_ROOM, CacheObserver
+from sgl_kvevict.lifecycle.ports import PassPort, PassState
+from sgl_kvevict.lifecycle.probes import question_probes, repetition_probes
+from sgl_kvevict.lifecycle.ranges import Ranges
+from sgl_kvevict.lifecycle.votes import ANSWER_REACH
+from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.request import RequestOptions, ticket_digest
+
+PATIENCE = 8
+"""Steps for which users' waiting requests go first; then one pass is let in, or a busy server never compressed."""
+
+
+class PrefixScoring:
+    """Counts who finds which prefix, and has prefixes read: one pass at a time, when no user's request waits.
+
+    A pass is the cached prefix and a probe after it. It locks the prefix while it runs, like any request; between
+    passes nothing is held, so a prefix may be dropped, and its job with it.
+
+    Args:
+        compressor: makes observations; its configuration says when a prefix is due.
+        readers: whom the policy learns from.
+        ranges: compresses what was scored.
+        guard: holds errors of a job; the job then ends as "failed".
+
+    Attributes:
+        observer: told of every pass.
+        jobs: prefixes that wait for passes, the one under way included.
+        on_learned: told what came of a prefix that was learned from.
+    """
+
+    def __init__(self, compressor: Compressor, readers: Readers, ranges: Ranges, guard: Guard) -> None:
+        self.observer = CacheObserver()
+        self.jobs = ScoringJobs()
+        self.readers = readers
+        self.on_learned: Callable[[LessonResult], None] = lambda result: None
+        self._compressor = compressor
+        self._config = compressor.config
+        self._ranges = ranges
+        self._guard = guard
+        self._matches: dict[Node, int] = {}
+        self._passes: WeakSet[Reader] = WeakSet()
+        self._pass: Reader | None = None
+        self._job: ScoringJob | None = None
+        self._waited = 0
+
+    # ---- what happens to nodes --------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """What was cached is gone, or of no use; a pass that waits is taken out of the queue between two steps."""
+        self._matches.clear()
+        while (job := self.jobs.next()) is not None:
+            self._end(job, Outcome.DROPPED)
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """A node was cut: who found the whole of it found its upper part."""
+        if lower in self._matches:
+            self._matches[upper] = self._matches[lower]
+
+    def discard(self, node: Node) -> None:
+        """A node was dropped."""
+        self._matches.pop(node, None)
+        job = self.jobs.at(node)
+        if job is not None:
+            self._end(job, Outcome.DROPPED)
+
+    # ---- what becomes a job -----------------------------------------------------------------------------------
+
+    def found(self, path: Sequence[Node], num_tokens: int, prompt: PromptObservation) -> None:
+        """A prompt found the first ``num_tokens`` of its path in the cache: count it, and queue what is due."""
+        due, end = None, 0
+        needed = self._config.score_after_matches
+        for node in path:
+            end += len(node.key)
+            if end > num_tokens:
+                break
+            count = self._matches[node] = self._matches.get(node, 0) + 1
+            due = node if needed is not None and count >= needed else due
+        if due is not None and self.readers is Readers.REPETITION:
+            self._queue(ScoringJob(due, prompt=self._lasting(prompt)))
+
+    def wished(self, path: Sequence[Node], num_tokens: int, wish: RequestOptions, prompt: PromptObservation) -> None:
+        """Somebody asked to have the first ``num_tokens`` of a path scored now."""
+        if not wish.questions and self.readers is not Readers.REPETITION:
+            return
+        node = self._ranges.node_ending_at(path, num_tokens)
+        self._queue(ScoringJob(node, tuple(wish.questions), _tickets(wish), True, self._lasting(prompt)))
+
+    def granted(self, node: Node, wish: RequestOptions, *, is_done: bool) -> None:
+        """Somebody asked for a prefix that needed no passes; ``is_done``: it is compressed already."""
+        self.jobs.end(ScoringJob(node, tickets=_tickets(wish)), Outcome.COMPRESSED if is_done else Outcome.IN_USE)
+
+    def _lasting(self, prompt: PromptObservation) -> PromptObservation | None:
+        """What is kept of a prompt while its prefix waits: nothing, unless something is learned from it."""
+        return None if self._compressor.learner is None else prompt
+
+    def _queue(self, job: ScoringJob) -> None:
+        if self._ranges.bounds(path_to(job.node)) is None:
+            self.jobs.end(job, Outcome.TOO_SHORT)
+        else:
+            self.jobs.add(job)
+
+    # ---- passes -----------------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> Reader | None:
+        """The pass that waits or runs."""
+        return self._pass
+
+    def is_pass(self, reader: Reader) -> bool:
+        """Whether a reader is one of our own."""
+        return reader in self._passes
+
+    def observation_of(self, reader: Reader) -> ReaderObservation | None:
+        """What the pass that runs adds to; None for one whose prefix is gone."""
+        return self._job.observation if reader is self._pass and self._job is not None else None
+
+    def between_steps(self, passes: PassPort) -> None:
+        """Start the next pass if it is time for one."""
+        if self._pass is not None:
+            self._check_pass(self._pass, passes)
+            return
+        job = self.jobs.next()
+        if job is None or passes.is_paused:
+            return
+        if job.lesson is not None:
+            self._learn(job, job.lesson)
+            return
+        if passes.users_wait and self._waited < PATIENCE:
+            self._waited += 1
+            return
+        self._waited = 0
+        with self._guard.at(Place.PASS):
+            if self._prepare(job, passes):
+                self._start(job, passes)
+            return
+        self._end(job, Outcome.FAILED)
+
+    def pass_ended(self, *, aborted: bool) -> None:
+        """The pass that ran is over: its job goes on with the next one, or its prefix is compressed."""
+        reader, job, self._pass = self._pass, self._job, None
+        if job is None or reader is None:
+            return
+        if aborted:
+            self._end(job, Outcome.ABORTED)
+            return
+        with self._guard.at(Place.PASS):
+            self._count_pass(job, reader)
+            return
+        self._end(job, Outcome.FAILED)
+
+    def withdraw(self, passes: PassPort) -> None:
+        """Take a pass that waits out of the queue; its job stays, and has another pass later."""
+        if self._pass is not None and passes.state(self._pass) is PassState.WAITING:
+            passes.withdraw(self._pass)
+            self.let_go()
+
+    def let_go(self) -> None:
+        """The pass that runs is taken off: its job stays, and has another one later."""
+        self._pass = self._job = None
+
+    def abort(self, passes: PassPort) -> None:
+        """End the job under way, and the pass that waits."""
+        if self._job is not None:
+            self._end(self._job, Outcome.ABORTED)
+        self.withdraw(passes)
+
+    def _check_pass(self, reader: Reader, passes: PassPort) -> None:
+        """Notice a pass that was taken out of the queue, and take out one whose prefix is gone."""
+        state = passes.state(reader)
+        if state is PassState.GONE:
+            self._pass = None
+            if self._job is not None:
+                self._end(self._job, Outcome.ABORTED)
+        elif state is PassState.WAITING and self._job is None:
+            self.withdraw(passes)
+
+    def _start(self, job: ScoringJob, passes: PassPort) -> None:
+        self.jobs.take_turn(job)
+        job.started = time.perf_counter()
+        self._pass, self._job = passes.start(job.node, job.probes[0]), job
+        self._passes.add(self._pass)
+
+    def _count_pass(self, job: ScoringJob, reader: Reader) -> None:
+        observation = job.observation
+        assert observation is not None
+        if observation.has_failed:
+            self._end(job, Outcome.FAILED)
+            return
+        self.observer.scored(observation.start, observation.end, time.perf_counter() - job.started)
+        observation.end_reader(reader)
+        job.probes.pop(0)
+        if not job.probes:
+            self._finish(job, observation, reader)
+
+    def _finish(self, job: ScoringJob, observation: ReaderObservation, reader: Reader) -> None:
+        """A job's passes are over: its prefix is learned from, or compressed, now or when its last reader leaves."""
+        path = path_to(job.node)
+        if not job.questions and job.prompt is not None and self._is_as_read(job, observation):
+            slots = self._ranges.token_slots(path, observation.end - observation.start)
+            job.lesson = self._compressor.lesson(slots, observation, job.prompt)
+        if job.lesson is None:
+            self._compress(job, observation, reader)
+        self._job = None
+
+    def _is_as_read(self, job: ScoringJob, observation: ReaderObservation) -> bool:
+        """Whether the range that was read is still uncompressed, all of it."""
+        return self._ranges.bounds(path_to(job.node)) == (observation.start, observation.end)
+
+    def _learn(self, job: ScoringJob, lesson: Lesson) -> None:
+        """Learn from one more layer of a prefix; compress it after the last one."""
+        with self._guard.at(Place.COMPRESSION):
+            assert job.observation is not None
+            result = lesson.step() if self._is_as_read(job, job.observation) else None
+            if result is not None:
+                self.on_learned(result)
+            if result is not None or not self._is_as_read(job, job.observation):
+                self._compress(job, job.observation, None)
+            return
+        self._end(job, Outcome.FAILED)
+
+    def _compress(self, job: ScoringJob, observation: ReaderObservation, reader: Reader | None) -> None:
+        is_done = self._ranges.compress(job.node, observation.end, observation, reader)
+        self._end(job, Outcome.COMPRESSED if is_done else Outcome.IN_USE)
+
+    def _prepare(self, job: ScoringJob, passes: PassPort) -> bool:
+        """Lay out the passes of a job that begins; False if there is nothing to do."""
+        path = path_to(job.node)
+        bounds = self._ranges.bounds(path)
+        if bounds is None:
+            self._end(job, Outcome.COMPRESSED)
+            return False
+        if job.observation is not None:
+            return True
+        if self._compressor.scores_at_once and job.prompt is not None and not job.questions:
+            is_done = self._ranges.compress(job.node, bounds[1], job.prompt, None)  # learned while it waited
+            self._end(job, Outcome.COMPRESSED if is_done else Outcome.IN_USE)
+            return False
+        if job.questions:
+            assert passes.tokenizer is not None
+            job.probes = list(question_probes(passes.tokenizer, job.questions))
+        else:
+            part = tokens_of(path)[slice(*bounds)]
+            job.probes = list(repetition_probes(passes.tokenizer, part, self._config.scoring_pass_tokens))
+        num_tokens = length_of(path)
+        if num_tokens + max(map(len, job.probes)) >= passes.room:
+            self.observer.refused(REFUSED_NO_ROOM, num_tokens)
+            self._end(job, Outcome.NO_ROOM)
+            return False
+        job.observation = self._compressor.new_reader_observation(*bounds, ANSWER_REACH if job.questions else 0)
+        return True
+
+    def _end(self, job: ScoringJob, outcome: Outcome) -> None:
+        self.jobs.end(job, outcome)
+        if job is self._job:
+            self._job = None
+
+
+def _tickets(wish: RequestOptions) -> set[str]:
+    """Hash of the ticket under which a wish's outcome is told, if there is one."""
+    return set() if wish.ticket is None else {ticket_digest(wish.ticket)}

@@ -1,0 +1,82 @@
+"""Compressed nodes that others must not match: unsplittable ones where a key ends, and those of other weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.mem_cache.unified_cache.cache_action import FreeComponentDeviceSlot
+
+from sgl_kvevict.guard import accounting
+from sgl_kvevict.sglang_adapter.span_component import FULL
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    from sgl_kvevict.lifecycle.spans import SpanTable
+
+
+class BlockingNodes:
+    """Finds where a key must stop, and drops what stands in the way once nobody reads it.
+
+    Args:
+        cache: the tree.
+        spans: what its nodes hold.
+        splittable: spans may be cut anywhere.
+    """
+
+    def __init__(self, cache: UnifiedRadixCache, spans: SpanTable, *, splittable: bool) -> None:
+        self._cache = cache
+        self._spans = spans
+        self._splittable = splittable
+        self._stale: dict[UnifiedTreeNode, None] = {}  # in order, which must be the same on every rank
+
+    def clear(self) -> None:
+        """The tree was flushed."""
+        self._stale.clear()
+
+    def add_compressed(self) -> None:
+        """The weights changed: nothing compressed until now may be matched again. What still has readers goes later."""
+        root = self._cache.root_node
+        self._stale |= dict.fromkeys(node for node in self._spans if node.parent is root)
+        self.drop_unread()
+
+    def drop_unread(self) -> None:
+        """Drop the compressed paths of other weights that nobody reads any more."""
+        for node in tuple(self._stale):
+            self.drop_subtree(node)
+
+    @accounting()
+    def drop_subtree(self, node: UnifiedTreeNode) -> bool:
+        """Drop a node with everything below it; False, and nothing dropped, if it is read."""
+        if node.component_data[FULL].lock_ref > 0:
+            return False
+        subtree = [node]
+        for step in subtree:
+            subtree.extend(step.children.values())
+        for step in reversed(subtree):
+            self._stale.pop(step, None)
+            freed = self._cache.tree_core.evict_device_leaf(step.id, is_write_back=False).device_frees
+            for kind, slots in freed.items():
+                self._cache.components[kind].apply_component_action(FreeComponentDeviceSlot(slots, kind))
+        return True
+
+    def find(self, key: RadixKey) -> UnifiedTreeNode | None:
+        """Return the node that a key must not enter, if there is one: the topmost of what stands and falls with it."""
+        if self._splittable and not self._stale:
+            return None
+        page_size = self._cache.page_size
+        node, position = self._cache.root_node, 0
+        while position < len(key):
+            child = node.children.get(key.child_key_at(position, page_size))
+            if child is None:
+                break
+            if child in self._stale:
+                return child
+            matched = child.key.match_at(key, position, page_size=page_size)
+            if matched < len(child.key):
+                span = self._spans.get(child)
+                return None if span is None or span.segment.splittable else self._spans.owner_of(child)
+            node, position = child, position + matched
+        return self._spans.owner_of(node) if self._spans.blocks(node) else None

@@ -1,0 +1,98 @@
+"""Operations on a whole server (flushes, new weights, aborts): scoring passes never stand in their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.common import release_kv_cache
+
+from sgl_kvevict.sglang_adapter.passes import SchedulerPasses
+from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+
+class _NoRid(str):
+    """A name that no abort by prefix matches; never sent anywhere."""
+
+    __slots__ = ()
+
+    def startswith(self, *_args: Any) -> bool:
+        return False
+
+
+def around_abort(original: Callable[..., None], scheduler: Scheduler, recv_req: AbortReq) -> None:
+    """Hook around aborts: SGLang aborts every request whose id begins with a client's; a pass is nobody's."""
+    tree = scheduler.tree_cache
+    scoring = tree.manager.scoring if isinstance(tree, KVEvictTree) else None
+    running = None if scoring is None else scoring.running
+    if scoring is None or running is None:
+        original(scheduler, recv_req)
+    elif recv_req.abort_all:
+        scoring.abort(SchedulerPasses(scheduler))
+        original(scheduler, recv_req)
+    else:
+        name = running.rid
+        running.rid = _NoRid()
+        try:
+            original(scheduler, recv_req)
+        finally:
+            running.rid = name
+
+
+def before_flush(scheduler: Scheduler, *_args: Any, **_kwargs: Any) -> None:
+    """Hook before the cache is flushed: if only passes run, they end, and the server is idle."""
+    tree = scheduler.tree_cache
+    if isinstance(tree, KVEvictTree) and tree.manager.scoring is not None:
+        end_passes(scheduler, tree)
+
+
+def around_change(
+    original: Callable[..., Any], manager: SchedulerWeightUpdaterManager, *args: Any, **kwargs: Any
+) -> Any:
+    """Hook around everything that may change the weights, or demands an idle server.
+
+    Passes end before it. After it nothing compressed, scored or observed is left to be found: also where SGLang keeps
+    its own cache (``flush_cache=False``, or a flush that was refused), since the caller then relies on the cache being
+    what the prompts' own forwards left, not on a selection by other weights.
+    """
+    scheduler = manager.scheduler
+    tree = None if scheduler is None else scheduler.tree_cache
+    if scheduler is None or not isinstance(tree, KVEvictTree):
+        return original(manager, *args, **kwargs)
+    if tree.manager.scoring is not None:
+        end_passes(scheduler, tree)
+    try:
+        return original(manager, *args, **kwargs)
+    finally:
+        tree.forget_compressed()
+
+
+def end_passes(scheduler: Scheduler, tree: KVEvictTree) -> None:
+    """End the pass that waits; and the one that runs, if nothing else does, so that the server is idle.
+
+    Beside users' requests a pass goes on: the server would not be idle without it either.
+    """
+    scoring = tree.manager.scoring
+    assert scoring is not None
+    scoring.withdraw(SchedulerPasses(scheduler))
+    running = [*scheduler.running_batch.reqs, *(scheduler.last_batch.reqs if scheduler.last_batch else ())]
+    running += [] if scheduler.chunked_req is None else [scheduler.chunked_req]
+    if not any(scoring.is_pass(req) for req in running):
+        return
+    if not all(scoring.is_pass(req) or req.finished() for req in running):
+        return
+    if scheduler.enable_overlap:
+        while scheduler.result_queue:
+            scheduler.process_batch_result(*scheduler.result_queue.popleft())
+    if scheduler.chunked_req is not None:
+        scoring.let_go()
+        release_kv_cache(scheduler.chunked_req, tree, checkpoint=False)
+        scheduler.chunked_req = None
+    scheduler.last_batch = None
+    scheduler.running_batch.filter_batch()
+    scheduler.running_batch.batch_is_full = False

@@ -1,0 +1,102 @@
+"""Scoring passes as requests of SGLang's scheduler."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sgl_kvevict.lifecycle.nodes import path_to, tokens_of
+from sgl_kvevict.lifecycle.ports import PassState
+from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
+    from transformers import PreTrainedTokenizerBase
+
+_NUMBERS = itertools.count(1)
+
+
+class SchedulerPasses:
+    """Implements :class:`sgl_kvevict.lifecycle.ports.PassPort`.
+
+    A pass is an ordinary request to the scheduler: admission, chunked prefill, aborts and the overlap schedule need
+    nothing new. It is answered to no one and inserted nowhere, so exactly its own slots come back.
+
+    Args:
+        scheduler: whose queue.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The model's; None on a server without one."""
+        tokenizer: PreTrainedTokenizerBase | None = self._scheduler.tokenizer
+        return tokenizer
+
+    @property
+    def room(self) -> int:
+        """Tokens that a pass must stay below."""
+        scheduler = self._scheduler
+        return int(min(scheduler.max_req_input_len, scheduler.tree_cache.token_to_kv_pool_allocator.size))
+
+    @property
+    def users_wait(self) -> bool:
+        """Some request waits to be admitted."""
+        return bool(self._scheduler.waiting_queue)
+
+    @property
+    def is_paused(self) -> bool:
+        """Nothing new may be started."""
+        return bool(self._scheduler._engine_paused) or self._scheduler.flush_wrapper._pending is not None
+
+    def start(self, node: UnifiedTreeNode, probe: Sequence[int]) -> Req:
+        """Queue a pass: not through the public entrance, whose limits are meant for users, but complete."""
+        scheduler = self._scheduler
+        sampling = SamplingParams(max_new_tokens=0, temperature=0)
+        sampling.normalize(None)
+        req = Req(
+            f"kvevict-pass-{next(_NUMBERS)}",  # for logs: nothing is known by its name
+            "",
+            array("q", [*tokens_of(path_to(node)), *probe]),
+            sampling,
+            eos_token_ids=scheduler.model_config.hf_eos_token_id,
+            vocab_size=scheduler.model_config.vocab_size,
+            extra_key=node.key.extra_key,
+            cache_salt=node.key.cache_salt,
+        )
+        req.tokenizer = scheduler.tokenizer
+        req.logprob_start_len = -1
+        req.skip_radix_cache_insert = True
+        req.finished_output = True
+        scheduler.init_req_max_new_tokens(req)
+        scheduler._set_or_validate_priority(req)
+        req.arrival_processed_tokens = scheduler.processed_tokens_counter
+        req.time_stats.set_wait_queue_entry_time()
+        scheduler.waiting_queue.append(req)
+        return req
+
+    def state(self, reader: Req) -> PassState:
+        """Where a pass is that has not ended."""
+        if reader.kv.holds_kv:
+            return PassState.RUNNING
+        return PassState.WAITING if reader in self._scheduler.waiting_queue else PassState.GONE
+
+    def withdraw(self, reader: Req) -> None:
+        """Take a pass that waits out of the queue."""
+        self._scheduler.waiting_queue.remove(reader)
+
+
+def after_ingest(_result: object, scheduler: Scheduler, *_args: object, **_kwargs: object) -> None:
+    """Hook after SGLang took in new requests, the one place of every turn of its loop: between two steps."""
+    tree = scheduler.tree_cache
+    if isinstance(tree, KVEvictTree):
+        tree.clock.tick()
+        tree.manager.between_steps(SchedulerPasses(scheduler))

@@ -1,0 +1,119 @@
+"""The full-attention part of SGLang's unified tree, with nodes that hold spans."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.unified_cache.components import ComponentType, EvictLayer, FullComponent
+
+from sgl_kvevict.guard import accounting
+from sgl_kvevict.lifecycle import PrefixManager
+from sgl_kvevict.lifecycle.eviction import CostAwareRecency, LeafHeap, LeafSet
+from sgl_kvevict.lifecycle.spans import SpanTable
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.unified_cache.cache_action import CacheAction, ComponentAction
+    from sglang.srt.mem_cache.unified_cache.components import NodeId
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
+
+FULL = ComponentType.FULL
+
+
+class SpanComponent(FullComponent):
+    """Full attention whose values may be spans.
+
+    A compressed node keeps its key; its value is a filler of zeros (the padding slot) of the same length, so lengths
+    stay logical everywhere in SGLang's code. Its sizes ask :meth:`reclaimable_value_len`: token slots held.
+
+    Args:
+        cache: the tree; its ``manager`` knows the spans.
+        params: SGLang's construction parameters.
+    """
+
+    def __init__(self, cache: Any, params: CacheInitParams) -> None:
+        super().__init__(cache, params)
+        self._manager: PrefixManager = cache.manager
+        self._spans: SpanTable = self._manager.spans
+        self._order: CostAwareRecency | None = None
+        self._heap: LeafHeap | None = None
+        self._wanted = 0
+
+    def reclaimable_value_len(self, node: UnifiedTreeNode) -> int:
+        """Token slots that a node carries in the accounting."""
+        spans = self._spans
+        if node in spans:
+            return spans[node].charged_slots
+        value: torch.Tensor | None = node.component_data[FULL].value
+        return 0 if value is None else len(value)
+
+    def redistribute_on_node_split(self, new_parent: UnifiedTreeNode, child: UnifiedTreeNode) -> None:
+        """A node was cut: both halves keep their part of the value, and of the span."""
+        super().redistribute_on_node_split(new_parent, child)
+        self._manager.split(new_parent, child)
+
+    @accounting()
+    def evict_component(
+        self,
+        node: UnifiedTreeNode,
+        device_frees: dict[ComponentType, list[torch.Tensor]],
+        host_frees: dict[ComponentType, list[torch.Tensor]],
+        cache_actions: list[CacheAction | ComponentAction],
+        target: EvictLayer = EvictLayer.DEVICE,
+    ) -> tuple[int, int]:
+        """A leaf is dropped: hand its slots to SGLang, which frees them; the same for what a repack saves.
+
+        Returns:
+            Token slots that come back on the device, and on the host.
+        """
+        if self._order is not None:
+            self._order.dropped(self._order.get_priority(node))
+        charged = self.reclaimable_value_len(node)
+        slots = self._manager.dropped(node)
+        if slots is None:
+            released: tuple[int, int] = super().evict_component(node, device_frees, host_frees, cache_actions, target)
+            return released
+        self.tree_core.adjust_component_size(node.id, FULL, -charged)
+        if slots.numel():
+            device_frees[FULL].append(slots)
+        return slots.numel(), 0
+
+    # ---- the order in which leaves go -------------------------------------------------------------------------
+
+    def order_by(self, order: CostAwareRecency) -> None:
+        """Let leaves go in this order from now on; again after the tree was emptied.
+
+        The heap is kept from one eviction to the next. SGLang's own is built of all leaves each time.
+        """
+        self._order = self.tree_core.eviction_strategy = order
+        if self.session_ref_eviction_strategy is None:  # sessions weigh leaves too: then the heap is SGLang's
+            self.tree_core.evictable_device_leaves = leaves = LeafSet(self.tree_core.evictable_device_leaves)
+            self._heap = LeafHeap(leaves, order)
+
+    def evict_device_start(self, request_cnt: int) -> None:
+        """SGLang needs ``request_cnt`` token slots."""
+        if self._heap is None:
+            super().evict_device_start(request_cnt)
+            return
+        self.is_evict_device_ongoing = True
+        self._wanted = request_cnt
+
+    def evict_device_next_node(
+        self,
+        tracker: dict[ComponentType, int],
+        device_frees: dict[ComponentType, list[torch.Tensor]],
+        host_frees: dict[ComponentType, list[torch.Tensor]],
+        cache_actions: list[CacheAction | ComponentAction],
+    ) -> NodeId | None:
+        """Return the leaf that goes next; None: enough slots came back, or no leaf is left."""
+        if self._heap is None:
+            return super().evict_device_next_node(tracker, device_frees, host_frees, cache_actions)
+        leaf = self._heap.pop() if tracker[FULL] < self._wanted else None
+        return None if leaf is None else leaf.id
+
+    def evict_device_end(self) -> None:
+        """SGLang has what it needed."""
+        if self._heap is None:
+            super().evict_device_end()
+        self.is_evict_device_ongoing = False

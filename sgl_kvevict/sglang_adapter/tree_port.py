@@ -1,0 +1,85 @@
+"""SGLang's unified tree, as the life of a prefix sees it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.cache_action import FreeComponentDeviceSlot
+
+from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.lifecycle.nodes import tokens_of
+from sgl_kvevict.sglang_adapter.ranks import TensorRanks
+from sgl_kvevict.sglang_adapter.span_component import FULL
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+
+class UnifiedTreePort:
+    """Implements :class:`sgl_kvevict.lifecycle.ports.TreePort`.
+
+    Args:
+        cache: the tree.
+        ranks: the tensor-parallel ranks that hold the same tree.
+    """
+
+    def __init__(self, cache: UnifiedRadixCache, ranks: TensorRanks) -> None:
+        self.ranks = ranks
+        self._cache = cache
+
+    def num_locks(self, node: UnifiedTreeNode) -> int:
+        """How many locks a node holds."""
+        return int(node.component_data[FULL].lock_ref)
+
+    def locked_by(self, reader: Req) -> UnifiedTreeNode | None:
+        """Last node of the path that a request locks."""
+        return None if reader.lock is None else self._cache.tree_core.node_by_id(reader.lock.node)
+
+    def cut(self, path: Sequence[UnifiedTreeNode], end: int) -> UnifiedTreeNode:
+        """Split a node at ``end`` and return the upper part: SGLang splits where a look-up ends."""
+        position = 0
+        for node in path:
+            position += len(node.key)
+            if position > end:
+                break
+        else:
+            raise InvariantError(f"the path has {position} tokens, expected more than {end}")
+        tokens = array("q", tokens_of(path)[:end])
+        self._cache.touch_prefix(RadixKey(tokens, node.key.extra_key, cache_salt=node.key.cache_salt))
+        return node.parent
+
+    def token_slots(self, nodes: Sequence[UnifiedTreeNode]) -> torch.Tensor:
+        """[num_tokens], int64, ordinary slots of consecutive uncompressed nodes."""
+        return torch.cat([node.component_data[FULL].value for node in nodes])
+
+    def hold_span(self, node: UnifiedTreeNode) -> None:
+        """Replace a node's slots by a filler of the same length."""
+        data = node.component_data[FULL]
+        data.value = torch.zeros_like(data.value)
+
+    def charge(self, node: UnifiedTreeNode, num_slots: int) -> None:
+        """Add to what the accounting says a node carries."""
+        self._cache.tree_core.adjust_component_size(node.id, FULL, num_slots)
+
+    def free(self, token_slots: torch.Tensor) -> None:
+        """Give token slots back: those of full attention only, whatever else the pool's allocator couples with them."""
+        self._cache.components[FULL].apply_component_action(FreeComponentDeviceSlot([token_slots], FULL))
+
+    def row(self, reader: Req, start: int, end: int) -> torch.Tensor:
+        """[end - start], int64, slots of a part of a request's row."""
+        rows: torch.Tensor = self._cache.req_to_token_pool.req_to_token
+        return rows[reader.kv.req_pool_idx, start:end].long()
+
+    def clear_row(self, reader: Req, end: int) -> None:
+        """The beginning of a request's row is read from spans from now on."""
+        self._cache.req_to_token_pool.write((reader.kv.req_pool_idx, slice(0, end)), 0)
+
+    def largest(self, value: int, *same: int) -> int:
+        """Largest value of all ranks; see :meth:`TensorRanks.largest`."""
+        return self.ranks.largest(value, *same)

@@ -1,0 +1,123 @@
+"""Learned weights as files: found by what they belong to, refused by name otherwise."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sgl_kvevict.distill import ModelIdentity, ScoreWeights, files, find_weights, load_weights, save_weights
+from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
+from sgl_kvevict.distill.fingerprint import fingerprint_of
+from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.model import demo_model_path
+from sgl_kvevict.policies import Rotary
+
+ANGLES = torch.outer(torch.arange(10.0), torch.logspace(0, -3, 4))
+MODEL = ModelIdentity(
+    "mine", "ab" * 32, 3, 2, 8, Rotary(torch.cat([ANGLES.cos(), ANGLES.sin()], dim=-1), is_neox=True)
+)
+WEIGHTS = ScoreWeights(torch.randn(3, 2, 20), torch.randn(3, 2, 22), num_prefixes=7, recall=0.875)
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "weights.safetensors"
+    save_weights(path, WEIGHTS, MODEL)
+    read = load_weights(path, MODEL)
+    assert torch.equal(read.cache, WEIGHTS.cache) and torch.equal(read.window, WEIGHTS.window)
+    assert (read.num_prefixes, read.recall) == (7, 0.875)
+    assert [entry.name for entry in path.parent.iterdir()] == ["weights.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"fingerprint": "cd" * 32}, "fingerprint 'abababababababab' instead of 'cdcdcdcdcdcdcdcd'"),
+        ({"num_layers": 4}, r"cache is \(3, 2, 20\) torch.float32 instead of \(4, 2, 20\)"),
+        ({"num_kv_heads": 1}, r"window is \(3, 2, 22\)"),
+        ({"head_dim": 16}, r"instead of \(3, 2, 36\)"),
+        ({"rotary": Rotary(torch.cat([ANGLES.cos(), ANGLES.sin()], -1), is_neox=False)}, "another rotary embedding"),
+        ({"rotary": Rotary(torch.cat([(2 * ANGLES).cos(), (2 * ANGLES).sin()], -1), True)}, "another rotary"),
+        ({"rotary": Rotary(torch.zeros(10, 0), True)}, "another rotary embedding"),
+    ],
+)
+def test_weights_of_another_model_are_refused_by_name(
+    tmp_path: Path, change: Mapping[str, object], reason: str
+) -> None:
+    path = tmp_path / "weights.safetensors"
+    save_weights(path, WEIGHTS, MODEL)
+    with pytest.raises(ConfigError, match=f"belong to 'mine', not to 'other'.*{reason}"):
+        load_weights(path, replace(MODEL, name="other", **change))  # type: ignore[arg-type]
+
+
+def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_weights(path, MODEL)
+    path.write_bytes(pickle.dumps({"cache": [1, 2]}))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_weights(path, MODEL)
+    save_file({"cache": torch.zeros(3)}, path)
+    with pytest.raises(ConfigError, match="got format None; allowed: 'sgl-kvevict score weights 1'"):
+        load_weights(path, MODEL)
+    save_weights(path, WEIGHTS, MODEL)
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_weights(path, MODEL)
+    save_weights(path, replace(WEIGHTS, cache=torch.full((3, 2, 20), torch.nan)), MODEL)
+    with pytest.raises(ConfigError, match="cache has values that are not finite"):
+        load_weights(path, MODEL)
+
+
+def test_weights_are_found_by_fingerprint_in_the_first_folder_that_has_them(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    assert find_weights(MODEL, folders) is None
+    for folder in reversed(folders):
+        save_weights(folder / files.file_name(MODEL), WEIGHTS, MODEL)
+        assert find_weights(MODEL, folders) == folder / "abababababababab.safetensors"
+    assert find_weights(replace(MODEL, fingerprint="cd" * 32), folders) is None
+
+
+def test_those_of_the_demo_model_come_with_the_package() -> None:
+    folder = demo_model_path()
+    if folder is None:
+        pytest.skip("the demo model has not been made")
+    fingerprint = fingerprint_of(folder)
+    assert fingerprint is not None
+    config = json.loads((folder / "config.json").read_text())
+    sizes = (config["num_hidden_layers"], config["num_key_value_heads"], 64)
+    path = files.weights_folders()[-1] / f"{fingerprint[:16]}.safetensors"
+    assert path.is_file() and path.stat().st_size < 100_000
+    theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
+    angles = torch.outer(torch.arange(2.0), theta ** -(torch.arange(0, 64, 2) / 64))
+    rotary = Rotary(torch.cat([angles.cos(), angles.sin()], dim=-1), is_neox=True)
+    weights = load_weights(path, ModelIdentity("demo", fingerprint, *sizes, rotary))
+    assert weights.window.shape == (*sizes[:2], num_cache_features(64) + NUM_WINDOW)
+    assert weights.recall is not None and weights.recall > 0.8
+
+
+def test_a_fingerprint_is_that_of_tensors_not_of_files(tmp_path: Path) -> None:
+    tensors = {name: torch.randn(40, 30, generator=torch.Generator().manual_seed(i)) for i, name in enumerate("abc")}
+    save_file(tensors, tmp_path / "one.safetensors")
+    (tmp_path / "parts").mkdir()
+    save_file({"c": tensors["c"]}, tmp_path / "parts" / "1.safetensors")
+    save_file({"a": tensors["a"], "b": tensors["b"]}, tmp_path / "parts" / "2.safetensors", {"written": "today"})
+    found = fingerprint_of(tmp_path)
+    assert found is not None and found == fingerprint_of(tmp_path / "parts")
+    save_file({**tensors, "b": tensors["b"] * 1.001}, tmp_path / "one.safetensors")
+    assert fingerprint_of(tmp_path) != found
+    save_file({**tensors, "b": tensors["b"].T.contiguous()}, tmp_path / "one.safetensors")
+    assert fingerprint_of(tmp_path) != found
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 40, (2).to_bytes(8, "little") + b"[]", b"\x02" + b"\0" * 7 + b"{x"])
+def test_what_cannot_be_read_has_no_fingerprint(tmp_path: Path, content: bytes) -> None:
+    assert fingerprint_of(tmp_path) is None
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert fingerprint_of(tmp_path) is None

@@ -1,0 +1,103 @@
+"""Learned scores are features times weights, whatever way they are computed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from sgl_kvevict.distill import CachedRange, ScoreWeights, scoring, window_features
+from sgl_kvevict.distill.features import NUM_WINDOW, cache_features, num_cache_features
+from sgl_kvevict.distill.scoring import score_range
+from sgl_kvevict.policies import LayerObservation, QueryWindow, Rotary
+
+LAYERS, SLOTS, HEADS, DIM = 3, 90, 2, 16
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rotary(width: int, is_neox: bool) -> Rotary:
+    angles = torch.outer(torch.arange(400.0), torch.logspace(0, -3, width // 2))
+    return Rotary(torch.cat([angles.cos(), angles.sin()], dim=-1), is_neox)
+
+
+def tokens(dtype: torch.dtype, start: int = 7, count: int = 50) -> CachedRange:
+    slots = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(2))[:count]
+    k, v = (normal(seed, LAYERS, SLOTS, HEADS, DIM).to(dtype) for seed in (0, 1))
+    return CachedRange(k, v, slots, start, start + count)
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("width", [0, 8, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("elements", [1, 40, 1 << 20])
+def test_scores_are_features_times_weights(
+    monkeypatch: pytest.MonkeyPatch, is_neox: bool, width: int, dtype: torch.dtype, elements: int
+) -> None:
+    monkeypatch.setitem(scoring._BLOCK_ELEMENTS, "cpu", elements)
+    part, turned = tokens(dtype), rotary(width, is_neox)
+    weights = normal(3, LAYERS, HEADS, num_cache_features(DIM))
+    expected = torch.stack([cache_features(part, layer, turned) for layer in range(LAYERS)])
+    expected = torch.einsum("lhnf,lhf->lhn", expected.double(), weights.double())
+    torch.testing.assert_close(score_range(weights, part, turned).double(), expected, atol=1e-4, rtol=1e-5)
+
+
+def test_keys_count_as_they_were_before_their_rotation() -> None:
+    """The same content at other positions has the same features, but for the position itself."""
+    turned = rotary(16, True)
+    plain = normal(4, 20, HEADS, DIM)
+    found = []
+    for start in (0, 100):
+        keys = turned.apply(plain, torch.arange(start, start + 20))
+        part = CachedRange(keys[None], keys[None], torch.arange(20), start, 200)
+        found.append(cache_features(part, 0, turned)[..., :DIM])
+    torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found[0].transpose(0, 1), plain, atol=1e-4, rtol=1e-4)
+
+
+def test_window_attention_adds_its_part() -> None:
+    part, turned = tokens(torch.float32), rotary(16, True)
+    cache, both = (normal(seed, LAYERS, HEADS, num_cache_features(DIM) + extra) for seed, extra in ((5, 0), (6, 2)))
+    weights = ScoreWeights(cache, both, num_prefixes=1)
+    window = normal(7, LAYERS, HEADS, 50, NUM_WINDOW)
+    expected = score_range(both[..., :-NUM_WINDOW].contiguous(), part, turned)
+    expected = expected + torch.einsum("lhnf,lhf->lhn", window, both[..., -NUM_WINDOW:])
+    torch.testing.assert_close(weights.score(part, turned, window), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(weights.score(part, turned, None), score_range(cache, part, turned))
+
+
+def test_window_features_are_logarithms_of_attention() -> None:
+    part = tokens(torch.float32, start=0)
+    window = QueryWindow(normal(8, 4, 2 * HEADS, DIM), normal(9, 4, 2 * HEADS) + 6, 60)
+    shown = LayerObservation(1, 0, part.k_arena[1], part.v_arena[1], part.token_slots, 0.25, window)
+    features = window_features(shown)
+    assert features is not None and features.shape == (HEADS, 50, NUM_WINDOW)
+    keys = part.k_arena[1, part.token_slots].repeat_interleave(2, dim=1)
+    attention = (torch.einsum("whd,nhd->whn", window.queries, keys) * 0.25 - window.lse[..., None]).exp()
+    mean = attention.view(4, HEADS, 2, 50).mean(dim=(0, 2))
+    torch.testing.assert_close(features[..., 1], (mean + 1e-4).log(), atol=1e-4, rtol=1e-4)
+    assert (features[..., 0] >= features[..., 1] - 1e-6).all()
+    assert window_features(LayerObservation(1, 0, part.k_arena[1], part.v_arena[1], part.token_slots, 0.25)) is None
+
+
+def test_a_rank_has_its_own_heads() -> None:
+    weights = ScoreWeights(torch.arange(4.0).view(1, 4, 1), torch.arange(4.0).view(1, 4, 1), num_prefixes=1)
+    assert [weights.of_rank(rank, 2, 2).cache.flatten().tolist() for rank in range(2)] == [[0, 1], [2, 3]]
+    copies = [weights.of_rank(rank, 8, 1).cache.flatten().tolist() for rank in range(8)]
+    assert copies == [[0], [0], [1], [1], [2], [2], [3], [3]]
+
+
+def test_wrong_weights_are_refused() -> None:
+    with pytest.raises(ValueError, match="weights: expected"):
+        score_range(torch.zeros(LAYERS, HEADS, 7), tokens(torch.float32), rotary(16, True))
+
+
+def test_a_sample_is_spread_over_the_range_and_leaves_the_sinks_out() -> None:
+    part = tokens(torch.float32, start=2)
+    sample = part.sample(first=4, most=10)
+    assert sample.positions.tolist() == list(range(4, 52, 5))
+    assert torch.equal(sample.token_slots, part.token_slots[sample.positions - 2])
+    whole = part.sample(first=0, most=100)
+    assert torch.equal(whole.token_slots, part.token_slots) and whole.positions.tolist() == list(range(2, 52))

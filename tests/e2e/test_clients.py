@@ -1,0 +1,198 @@
+"""What clients and operators may send at any moment: nothing of it ends the server, reaches others or survives."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import time
+import urllib.error
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from helpers.tiny_model import VOCAB_SIZE, save_tiny_llama
+from helpers.traffic import generate, idle_state
+from sgl_kvevict.measure import plugin_state
+from sgl_kvevict.request import ticket_digest
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+# Passes of 16 tokens over documents of 400: a job takes so long that anything else falls into its middle.
+CONFIG = {"min_prefix_tokens": 48, "tail_tokens": 16, "scoring_pass_tokens": 16, "budget": 0.2}
+FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "6000", "--context-length", "1024", "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def server(start, tiny_llama):
+    return start(tiny_llama, *FLAGS, config=CONFIG)
+
+
+@pytest.fixture(autouse=True)
+def unharmed(server):
+    """After each test: no error line, no leak, and the server answers."""
+    yield
+    assert len(generate(server, [5, 6, 7], 3)["output_ids"]) == 3
+    state = idle_state(server)
+    assert state["free_slots"] + state["evictable_slots"] == state["total_slots"] and state["leaked_slots"] == 0
+    assert state["errors"] == {} and server.leak_messages() == []
+
+
+def document(seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCAB_SIZE) for _ in range(400)]
+
+
+def ask(server, input_ids, max_new_tokens=4, custom_params=None, **fields):
+    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+    if custom_params is not None:
+        sampling["custom_params"] = custom_params
+    return json.loads(server.post("/generate", {"input_ids": input_ids, "sampling_params": sampling, **fields}))
+
+
+def warm(server, seed: int) -> str:
+    """Start a job; return the name of its outcome."""
+    ticket = f"ticket-of-a-test-{seed}"
+    ask(server, document(seed), 0, {"kvevict": {"warm": True, "ticket": ticket}})
+    return ticket_digest(ticket)
+
+
+def outcome(server, name: str) -> str:
+    for _ in range(300):
+        if (found := plugin_state(server)["warm_outcomes"][name]) != "queued":
+            return found
+        time.sleep(0.1)
+    raise AssertionError("the job does not end")
+
+
+def flush(server) -> None:
+    server.post("/flush_cache?timeout=60")
+
+
+def many_jobs(server) -> list[str]:
+    """More passes than a test takes: whatever it does next, it does while passes run."""
+    names = [warm(server, seed) for seed in range(100, 108)]
+    assert plugin_state(server)["scoring_jobs"] > 4
+    return names
+
+
+@pytest.mark.parametrize("theirs", ["text", ["list"], 5, 1.5, True, {"other": {"kvevict": 1}}, {"kvevict": None}])
+def test_custom_params_that_are_not_ours_pass(server, theirs):
+    assert len(ask(server, [5, 6, 7], custom_params=theirs)["output_ids"]) == 4
+
+
+def test_what_is_huge_is_refused_in_a_few_words(server):
+    logged = len(server.log())
+    for values in ("x" * 5_000_000, {"warm": True, "questions": ["y" * 40] * 2000}):
+        with pytest.raises(urllib.error.HTTPError) as error:
+            ask(server, [5, 6, 7], custom_params={"kvevict": values})
+        body = error.value.read()
+        assert error.value.code == 400 and b"custom_params.kvevict" in body and len(body) < 2000
+    assert len(server.log()) - logged < 20_000
+
+
+def test_names_are_no_identities(server):
+    """A name that looks like a pass's, and one that is in use again while its first bearer still runs."""
+    flush(server)
+    many_jobs(server)
+    with ThreadPoolExecutor(8) as pool:
+        runs = [pool.submit(ask, server, document(i), 8, rid=f"kvevict-pass-{i}") for i in range(1, 9)]
+        assert all(len(run.result()["output_ids"]) == 8 for run in runs)
+    prompts = [document(i)[:40] for i in range(1, 5)]  # too short to be compressed: the same answer at any time
+    alone = [ask(server, prompt, 40)["output_ids"] for prompt in prompts]
+
+    def again(prompt):
+        with contextlib.suppress(urllib.error.HTTPError):  # SGLang refuses a name that it knows to be in use
+            return ask(server, prompt, 40, rid="twin")["output_ids"]
+
+    def abort(_):
+        time.sleep(0.02)
+        server.post("/abort_request", {"rid": "twin"})
+
+    with ThreadPoolExecutor(8) as pool:
+        for prompt, expected in zip(prompts, alone, strict=True):
+            answers = [pool.submit(again, prompt), pool.submit(abort, 0), pool.submit(again, prompt)]
+            for answer in (answers[0].result(), answers[2].result()):
+                assert answer is None or answer == expected[: len(answer)]
+
+
+def test_aborts_of_users_leave_passes_alone(server):
+    flush(server)
+    name = warm(server, 1)
+    for _ in range(40):
+        for rid in ("k", "kvevict", "kvevict-pass-"):
+            server.post("/abort_request", {"rid": rid})
+    assert outcome(server, name) == "compressed"
+
+
+def test_an_abort_of_everything_ends_passes(server):
+    flush(server)
+    names = many_jobs(server)
+    server.post("/abort_request", {"abort_all": True})
+    assert {outcome(server, name) for name in names} <= {"aborted", "compressed"}
+
+
+def test_outcomes_are_for_who_asked(server):
+    flush(server)
+    name = warm(server, 2)
+    ask(server, document(3), rid="my-secret-name")
+    shown = server.get_text("/server_info")
+    assert name in shown and "ticket-of-a-test" not in shown and "my-secret-name" not in shown
+    assert outcome(server, name) == "compressed"
+
+
+def test_a_flush_does_not_wait_for_passes(server):
+    many_jobs(server)
+    server.post("/flush_cache")  # answered with an error status if the server is not idle
+    state = plugin_state(server)
+    assert state["scoring_jobs"] == 0 and state["free_slots"] == state["total_slots"]
+
+
+def test_a_pass_ends_with_its_prefix_also_while_paused(server):
+    flush(server)
+    names = many_jobs(server)
+    server.post("/pause_generation", {"mode": "retract"})
+    server.post("/flush_cache")
+    server.post("/continue_generation", {})
+    assert {outcome(server, name) for name in names} <= {"dropped", "compressed"}
+    state = idle_state(server)
+    assert state["scoring_jobs"] == 0 and state["free_slots"] == state["total_slots"]
+
+
+def test_memory_can_be_released_while_passes_run(server):
+    flush(server)
+    many_jobs(server)
+    server.post("/release_memory_occupation", {"tags": ["kv_cache"]})
+    server.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
+    assert plugin_state(server)["scoring_jobs"] == 0
+
+
+@pytest.fixture(scope="module")
+def other_weights(tmp_path_factory, tiny_llama):
+    return save_tiny_llama(tmp_path_factory.mktemp("other-llama"), seed=1)
+
+
+@pytest.mark.parametrize("flush_cache", [True, False])
+def test_nothing_compressed_survives_new_weights(server, tiny_llama, other_weights, flush_cache):
+    flush(server)
+    assert outcome(server, warm(server, 4)) == "compressed"
+    assert ask(server, [*document(4), 7])["meta_info"]["cached_tokens"] == 400
+    with ThreadPoolExecutor(1) as pool:
+        # One that reads the compressed prefix all along; a flush beside it would be refused, as in stock.
+        reader = None if flush_cache else pool.submit(ask, server, [*document(4), 8], 300)
+        time.sleep(0.2)
+        many_jobs(server)
+        reply = server.post(
+            "/update_weights_from_disk",
+            {"model_path": str(other_weights), "flush_cache": flush_cache, "abort_all_requests": False},
+        )
+        assert json.loads(reply)["success"]
+        assert plugin_state(server)["scoring_jobs"] == 0
+        answer = ask(server, [*document(4), 9], 1)
+        assert answer["meta_info"]["cached_tokens"] == 0
+        if reader is not None:
+            assert len(reader.result()["output_ids"]) == 300
+    assert plugin_state(server)["spans"] == 0
+    fresh = ask(server, [*document(5), 9])["output_ids"]
+    server.post("/update_weights_from_disk", {"model_path": str(tiny_llama), "flush_cache": True})
+    assert ask(server, [*document(5), 9])["output_ids"] != fresh  # the weights did change

@@ -1,0 +1,50 @@
+"""The default policy on a real server and a real model: a prompt is compressed as soon as it is complete."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sgl_kvevict.client import warm
+from sgl_kvevict.distill import weights_folders
+from sgl_kvevict.launcher import LaunchError
+from sgl_kvevict.measure import flush, plugin_state
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+HANDBOOK = Path(__file__).resolve().parents[2] / "examples" / "data" / "station_handbook.txt"
+NEEDLE = "\n\nThe secret word of the station is marigold.\n\n"
+QUESTION = (
+    "\n\nWhat is the secret word of the station?<|im_end|>\n<|im_start|>assistant\nThe secret word of the station is"
+)
+
+
+def ask(server, text, max_new_tokens=6):
+    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens}
+    return json.loads(server.post("/generate", {"text": text, "sampling_params": sampling}))
+
+
+def test_the_first_request_leaves_a_compressed_prefix_that_answers(start, demo_model):
+    text = HANDBOOK.read_text()[:4000]
+    document = f"<|im_start|>user\n{text[:2000]}{NEEDLE}{text[2000:]}"
+    with start(demo_model, "--max-total-tokens", "6000", config={}) as server:
+        assert "kvevict: learned scores of" in server.log()
+        ask(server, document)
+        state = plugin_state(server)
+        assert state["policy"] == "distilled" and state["learned_scores"]["in_use"]
+        assert state["compressed_tokens"] > 800 and state["scoring_jobs"] == 0
+        assert state["compressed_slots"] == -(-2 * state["compressed_tokens"] // 10)
+        answer = ask(server, document + QUESTION)
+        assert answer["meta_info"]["cached_tokens"] > 800 and "marigold" in answer["text"]
+        flush(server)
+        assert warm(server.url, text=document).outcome == "compressed"
+        assert plugin_state(server)["leaked_slots"] == 0 and server.leak_messages() == []
+
+
+def test_weights_of_another_model_stop_the_server_by_name(start, tiny_llama):
+    (known,) = weights_folders()[-1].glob("*.safetensors")
+    with pytest.raises(LaunchError) as error:
+        start(tiny_llama, "--max-total-tokens", "600", "--skip-tokenizer-init", config={"score_weights": str(known)})
+    assert "belong to 'SmolLM2-135M-Instruct', not to" in str(error.value)

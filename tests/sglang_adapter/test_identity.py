@@ -1,0 +1,96 @@
+"""Requests are known by what they are, never by what clients call them; passes too."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.passes import MiniScheduler
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.sglang_adapter.readers import BatchReaders, after_init_new, readers_of
+from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+
+BASES = ([i * 7 % 11 for i in range(60)], [i * 5 % 7 for i in range(60)])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_args(tmp_path_factory):
+    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+
+
+def twins(harness: Harness) -> None:
+    """Two live requests of one name, with other texts and other namespaces, step by step beside each other.
+
+    The harness reads back what each forward reads, byte for byte.
+    """
+    for base, extra_key in zip(BASES, ("a", "b"), strict=True):
+        harness.finish(harness.run([*base, 1], extra_key))
+    first, second = (harness.request([*base, 2, 3, 4], key) for base, key in zip(BASES, ("a", "b"), strict=True))
+    second.rid = first.rid
+    assert harness.admit(first) and harness.admit(second)
+    assert harness.prefill(first, 61) and harness.prefill(second, 62)
+    assert harness.prefill(first) and harness.prefill(second)
+    for _ in range(3):
+        assert harness.decode(first) and harness.decode(second)
+    harness.retract(first)
+    assert harness.decode(second)
+    assert harness.admit(first) and harness.prefill(first)
+    harness.finish(second)
+    assert harness.decode(first)
+    harness.finish(first)
+
+
+@pytest.mark.parametrize("splittable", [True, False])
+def test_two_requests_of_one_name_read_their_own_prefixes(splittable):
+    harness = Harness(num_slots=400, policy=PseudoRandomPolicy(splittable=splittable))
+    twins(harness)
+    assert harness.allocator.available_size() + harness.tree.evictable_size() == harness.num_slots
+
+
+def test_the_test_above_notices_requests_that_are_known_by_name(monkeypatch):
+    """Mutation: readers are looked up by name, as they once were."""
+    read_paths = KVEvictTree.read_paths
+
+    def by_name(tree, readers):
+        named = {req.rid: req for req in tree.requests}
+        return read_paths(tree, [named[req.rid] for req in readers])
+
+    monkeypatch.setattr(KVEvictTree, "read_paths", by_name)
+    with pytest.raises((AssertionError, KeyError)):
+        twins(Harness(num_slots=400))
+
+
+def test_a_user_s_request_named_like_a_pass_is_a_user_s():
+    config = KVEvictConfig(
+        budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, scoring_pass_tokens=20, score_after_matches=1
+    )
+    harness = Harness(num_slots=400, config=config, policy=PseudoRandomPolicy(readers=Readers.REPETITION))
+    scheduler = MiniScheduler(harness)
+    for suffix in (1, 2):
+        req = harness.request([*BASES[0], suffix])
+        req.rid = f"kvevict-pass-{suffix}"
+        assert harness.admit(req) and harness.prefill(req)
+        harness.finish(req)
+    assert scheduler.run_all() == 3
+    assert sum(span.num_tokens for span in harness.tree.spans.values()) == 56
+
+
+def test_a_forward_carries_its_requests_and_a_view_of_it_too():
+    reqs = [SimpleNamespace(rid="same"), SimpleNamespace(rid="same")]
+    forward = SimpleNamespace(rids=["same", "same"])
+    after_init_new(forward, object, SimpleNamespace(reqs=reqs), None)
+    assert forward.rids == ["same", "same"] and isinstance(forward.rids, BatchReaders)
+    reqs.clear()  # the scheduler changes its batch while the forward runs
+    assert [req.rid for req in readers_of(forward.rids)] == ["same", "same"]
+
+
+def test_forwards_that_serve_nobody_and_a_hook_that_is_missing():
+    forward = SimpleNamespace(rids=None)
+    after_init_new(forward, object, SimpleNamespace(reqs=[]))
+    assert readers_of(forward.rids) is None
+    with pytest.raises(InvariantError, match="does not know its requests"):
+        readers_of(["r1"])

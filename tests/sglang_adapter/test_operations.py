@@ -1,0 +1,246 @@
+"""Passes are complete requests to the scheduler, and never stand in the way of operations on the whole server."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy, CacheAwarePolicy, SchedulePolicy
+from sglang.srt.managers.scheduler import Scheduler
+
+from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.passes import MiniScheduler
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.request import ticket_digest
+from sgl_kvevict.sglang_adapter import operations, scoring
+
+DOCUMENT = [i * 7 % 11 for i in range(60)]
+POLICIES = [*CacheAwarePolicy, *CacheAgnosticPolicy]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_args(tmp_path_factory):
+    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+
+
+def cache(readers=Readers.REPETITION, **policy) -> tuple[Harness, MiniScheduler]:
+    config = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, scoring_pass_tokens=20)
+    harness = Harness(num_slots=400, config=config, policy=PseudoRandomPolicy(readers=readers, **policy))
+    return harness, MiniScheduler(harness)
+
+
+def warm(harness, tokens=DOCUMENT, extra_key=None, ticket=None):
+    options = {"warm": True} | ({} if ticket is None else {"ticket": ticket})
+    harness.finish(harness.run(tokens, extra_key, options=options))
+
+
+def outcome(harness, ticket) -> str | None:
+    return harness.tree.state()["warm_outcomes"].get(ticket_digest(ticket))
+
+
+class Priorities(MiniScheduler):
+    """A scheduler that wants a priority of every request; SGLang's own code sets it."""
+
+    enable_priority_scheduling = True
+    schedule_low_priority_values_first = False
+    _set_or_validate_priority = Scheduler._set_or_validate_priority
+
+
+@pytest.mark.parametrize("low_first", [False, True])
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.value)
+def test_every_schedule_policy_can_sort_a_pass(policy, low_first):
+    harness, _ = cache()
+    scheduler = Priorities(harness)
+    scheduler.schedule_low_priority_values_first = low_first
+    warm(harness)
+    users = [harness.request([*DOCUMENT, i]) for i in range(3)]
+    for i, user in enumerate(users):
+        user.priority = i
+        user.time_stats.set_wait_queue_entry_time()
+    scheduler.turn()
+    scheduler.waiting_queue += users
+    (waiting,) = [req for req in scheduler.waiting_queue if req not in users]
+    sorts_by_priority = policy in (CacheAgnosticPolicy.FCFS, CacheAgnosticPolicy.LOF)
+    chosen = SchedulePolicy(policy.value, harness.tree, False, sorts_by_priority, low_first)
+    chosen.calc_priority(scheduler.waiting_queue, SimpleNamespace(reqs=[]), 10)
+    assert len(scheduler.waiting_queue) == 4
+    if policy is CacheAgnosticPolicy.FCFS:
+        assert scheduler.waiting_queue[-1] is waiting  # the least urgent of all
+
+
+def test_an_abort_by_prefix_matches_no_pass():
+    harness, scheduler = cache()
+    warm(harness, ticket="the-ticket-of-this")
+    scheduler.turn()
+    (waiting,) = scheduler.waiting_queue
+    name = waiting.rid
+
+    def abort(scheduler, recv_req):
+        assert recv_req.abort_all or not waiting.rid.startswith(recv_req.rid)
+        if recv_req.abort_all:
+            scheduler.waiting_queue.clear()
+
+    scheduler.tree_cache = harness.tree
+    for rid in ("", "k", name):
+        operations.around_abort(abort, scheduler, SimpleNamespace(rid=rid, abort_all=False))
+    assert waiting.rid == name and type(waiting.rid) is str
+    operations.around_abort(abort, scheduler, SimpleNamespace(rid="", abort_all=True))
+    assert outcome(harness, "the-ticket-of-this") == "aborted" and not scheduler.waiting_queue
+    scheduler.turn()
+    warm(harness, [*DOCUMENT, 1])
+    assert scheduler.run_all() == 3
+
+
+def idle_scheduler(scheduler: MiniScheduler) -> MiniScheduler:
+    """What an operation sees of a scheduler that runs nothing but, perhaps, a pass."""
+    scheduler.tree_cache = scheduler.harness.tree
+    scheduler.enable_overlap = True
+    scheduler.result_queue = deque()
+    scheduler.running_batch = SimpleNamespace(reqs=[], filter_batch=lambda: None)
+    scheduler.last_batch = scheduler.chunked_req = None
+    return scheduler
+
+
+def test_a_waiting_pass_yields_and_its_job_goes_on_later():
+    harness, scheduler = cache()
+    warm(harness, ticket="the-ticket-of-this")
+    scheduler.turn()
+    operations.before_flush(idle_scheduler(scheduler))
+    assert not scheduler.waiting_queue and harness.tree.scoring.num_jobs == 1
+    assert scheduler.run_all() == 3 and outcome(harness, "the-ticket-of-this") == "compressed"
+
+
+def test_a_pass_in_the_middle_of_its_chunks_yields():
+    harness, scheduler = cache()
+    warm(harness)
+    scheduler.turn()
+    (req,) = scheduler.waiting_queue
+    assert harness.admit(req) and harness.prefill(req, req.prefix_len + 5)
+    scheduler.waiting_queue.clear()
+    idle_scheduler(scheduler).chunked_req = req
+    scheduler.last_batch = SimpleNamespace(reqs=[req])
+    operations.before_flush(scheduler)
+    harness.live.remove(req)
+    assert scheduler.chunked_req is None and scheduler.last_batch is None
+    harness.check()
+    assert harness.allocator.available_size() + harness.tree.evictable_size() == harness.num_slots
+    assert scheduler.run_all() == 3
+
+
+def test_beside_users_nothing_is_ended():
+    harness, scheduler = cache()
+    warm(harness)
+    scheduler.turn()
+    (req,) = scheduler.waiting_queue
+    assert harness.admit(req) and harness.prefill(req, req.prefix_len + 5)
+    scheduler.waiting_queue.clear()
+    user = harness.run([1, 2, 3])
+    idle_scheduler(scheduler).chunked_req = req
+    scheduler.last_batch = SimpleNamespace(reqs=[req, user])
+    operations.before_flush(scheduler)
+    assert scheduler.chunked_req is req and scheduler.last_batch is not None
+    harness.prefill(req)
+    harness.finish(user)
+    assert scheduler.run_all() == 2
+
+
+def test_a_queued_pass_ends_with_its_prefix():
+    """A flush while the engine is paused takes the prefix, but not the queue."""
+    harness, scheduler = cache()
+    warm(harness, ticket="the-ticket-of-this")
+    scheduler.turn()
+    assert len(scheduler.waiting_queue) == 1
+    harness.flush()
+    assert outcome(harness, "the-ticket-of-this") == "dropped"
+    scheduler.turn()
+    assert not scheduler.waiting_queue
+
+
+@pytest.mark.parametrize("attribute", ["_engine_paused", "flush_wrapper"])
+def test_no_pass_begins_while_the_server_is_to_become_idle(attribute):
+    harness, scheduler = cache()
+    warm(harness)
+    before = getattr(scheduler, attribute)
+    setattr(scheduler, attribute, SimpleNamespace(_pending=1) if attribute == "flush_wrapper" else True)
+    scheduler.turn()
+    assert not scheduler.waiting_queue
+    setattr(scheduler, attribute, before)
+    assert scheduler.run_all() == 3
+
+
+def test_jobs_of_several_namespaces_take_turns():
+    harness, scheduler = cache()
+    for i in range(3):
+        warm(harness, [i, *DOCUMENT], "busy")
+    warm(harness, [7, *DOCUMENT], "other")
+    scheduler.run_all()
+    order = [req.extra_key for req in scheduler.passes]
+    assert len(order) == 12 and order[:6] == ["busy", "other"] * 3 and set(order[6:]) == {"busy"}
+    assert scheduler.harness.tree.scoring._turns == {}
+
+
+def test_who_asks_for_more_than_can_wait_is_told(monkeypatch):
+    monkeypatch.setattr(scoring, "MAX_JOBS", 2)
+    harness, scheduler = cache()
+    for i in range(3):
+        warm(harness, [i, *DOCUMENT], ticket=f"ticket-of-number-{i}")
+    assert [outcome(harness, f"ticket-of-number-{i}") for i in range(3)] == ["queued", "queued", "busy"]
+    assert scheduler.run_all() == 6
+
+
+def test_everybody_who_asked_for_a_prefix_is_told():
+    harness, scheduler = cache()
+    warm(harness, ticket="ticket-of-the-first")
+    warm(harness, ticket="ticket-of-the-second")
+    assert scheduler.run_all() == 3
+    assert outcome(harness, "ticket-of-the-first") == outcome(harness, "ticket-of-the-second") == "compressed"
+
+
+def change_weights(harness) -> None:
+    manager = SimpleNamespace(scheduler=idle_scheduler(MiniScheduler(harness)))
+    assert operations.around_change(lambda manager, value: value, manager, 5) == 5
+
+
+@pytest.mark.parametrize("splittable", [True, False])
+def test_nothing_compressed_is_found_under_other_weights(splittable):
+    harness, _ = cache(readers=None, splittable=splittable)
+    harness.finish(harness.run([*DOCUMENT, 1]))
+    harness.finish(harness.run([*DOCUMENT, 2]))
+    assert harness.tree.spans
+    change_weights(harness)
+    harness.check()
+    assert not harness.tree.spans and harness.run([*DOCUMENT, 3]).cached_tokens == 0
+
+
+def test_readers_of_compressed_prefixes_run_on_and_then_these_go():
+    harness, _ = cache(readers=None)
+    harness.finish(harness.run([*DOCUMENT, 1]))
+    reader = harness.run([*DOCUMENT, 2])
+    half_way = harness.request([*DOCUMENT, *range(9)])
+    assert harness.admit(half_way) and harness.prefill(half_way, 63)
+    change_weights(harness)
+    assert harness.tree.spans
+    later = harness.run([*DOCUMENT, 3])
+    assert later.cached_tokens == 0
+    assert harness.decode(reader) and harness.prefill(half_way) and harness.decode(later)
+    harness.finish(half_way)
+    assert harness.tree.spans
+    harness.finish(reader)
+    assert not harness.tree.spans
+    harness.finish(later)
+    assert harness.run([*DOCUMENT, 5]).cached_tokens > 50
+
+
+def test_jobs_votes_and_observations_do_not_survive_other_weights():
+    harness, scheduler = cache()
+    warm(harness, ticket="the-ticket-of-this")
+    half_way = harness.request([9, *DOCUMENT])
+    assert harness.admit(half_way) and harness.prefill(half_way, 30)
+    scheduler.turn()
+    harness.tree.forget_compressed()
+    assert outcome(harness, "the-ticket-of-this") == "dropped"
+    assert harness.prefill(half_way)
+    harness.finish(half_way)
+    assert scheduler.run_all() == 0 and not harness.tree.spans

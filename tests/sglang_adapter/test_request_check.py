@@ -1,0 +1,63 @@
+"""Requests that ask something impossible of the server are refused before they are queued."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.passes import Letters
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.sglang_adapter.request_check import before_queueing
+
+WARM = {"warm": True}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_args(tmp_path_factory):
+    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+
+
+def refusals(custom_params, readers=Readers.REPETITION, tokenizer=None, **fields) -> list[str]:
+    """Reasons for which a request is refused; what it asked is forgotten then."""
+    config = KVEvictConfig(tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, **fields)
+    tree = Harness(config=config, policy=PseudoRandomPolicy(readers=readers)).tree
+    reasons = []
+    sampling = SimpleNamespace(custom_params=custom_params)
+    req = SimpleNamespace(sampling_params=sampling, set_finish_with_abort=lambda reason, _: reasons.append(reason))
+    before_queueing(SimpleNamespace(tree_cache=tree, tokenizer=tokenizer), req)
+    assert sampling.custom_params == (None if reasons else custom_params)
+    return reasons
+
+
+@pytest.mark.parametrize(
+    ("readers", "options", "tokenizer", "message"),
+    [
+        (Readers.REPETITION, {"warm": 1}, Letters(), "custom_params.kvevict.warm: got 1; allowed: an object with"),
+        (Readers.REPETITION, "warm", Letters(), "custom_params.kvevict: got 'warm'"),
+        (Readers.REPETITION, {"questions": ["a"]}, Letters(), "kvevict.questions: got ['a']"),
+        (Readers.REPETITION, {**WARM, "questions": ["a"]}, None, "allowed: none, because the server runs without a"),
+        (Readers.REPETITION, {**WARM, "questions": ["a" * 9] * 4}, Letters(), "4 questions of at least 33 tokens"),
+        (Readers.QUESTIONS, WARM, Letters(), "questions: got none; allowed: at least one"),
+        (None, {**WARM, "questions": ["a"]}, Letters(), "questions: got 1 questions; allowed: none, because"),
+    ],
+)
+def test_impossible_wishes_are_refused_with_a_reason(readers, options, tokenizer, message):
+    (reason,) = refusals({"kvevict": options}, readers, tokenizer, max_question_tokens=30)
+    assert message in reason
+
+
+@pytest.mark.parametrize(
+    "custom_params",
+    [None, {}, {"other": 1}, "text", [1], 7, True, {"kvevict": None}, {"kvevict": WARM}, {"kvevict": {"warm": False}}],
+)
+def test_other_requests_pass(custom_params):
+    assert refusals(custom_params) == []
+    assert refusals(custom_params, readers=None) == []
+
+
+def test_a_server_with_stock_s_cache_is_left_alone():
+    req = SimpleNamespace(sampling_params=SimpleNamespace(custom_params={"kvevict": "anything"}))
+    before_queueing(SimpleNamespace(tree_cache=object()), req)

@@ -1,0 +1,81 @@
+"""Errors are held where they concern one request, and pass where going on would corrupt answers."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from sgl_kvevict.errors import ConfigError, InvariantError
+from sgl_kvevict.guard import MAX_TRACE_CHARS, PER_RANK, Guard, Place, accounting
+
+
+def test_an_error_ends_the_block_only_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    guard = Guard()
+
+    def compute() -> str:
+        with guard.at(Place.PROMPT):
+            return str(1 / 0)
+        return "instead"
+
+    with caplog.at_level(logging.ERROR):
+        assert [compute(), compute()] == ["instead"] * 2
+    assert guard.errors[Place.PROMPT] == 2 and sum(guard.errors.values()) == 2
+    (record,) = caplog.records  # once a place
+    assert "'prompt'" in record.getMessage() and "ZeroDivisionError" in record.getMessage()
+    assert "str(1 / 0)" in record.getMessage()
+
+
+def test_what_goes_well_is_not_counted() -> None:
+    guard = Guard()
+    with guard.at(Place.PASS) as attempt:
+        pass
+    assert not attempt.failed and not any(guard.errors.values())
+
+
+@pytest.mark.parametrize("place", Place)
+def test_errors_of_accounting_and_interrupts_pass_every_guard(place: Place) -> None:
+    for error in (InvariantError("slots"), KeyboardInterrupt(), SystemExit(0)):
+        guard = Guard()
+        with pytest.raises(type(error)), guard.at(place):
+            raise error
+        assert not any(guard.errors.values())
+
+
+@pytest.mark.parametrize("place", Place)
+def test_ranks_do_not_part(place: Place) -> None:
+    guard = Guard(num_ranks=2)
+    try:
+        with guard.at(place):
+            raise ConfigError("x")
+    except InvariantError:
+        assert place in PER_RANK
+    else:
+        assert place not in PER_RANK
+    assert guard.errors[place] == 1
+
+
+def test_logs_are_short(caplog: pytest.LogCaptureFixture) -> None:
+    def fall(depth: int) -> None:
+        if depth == 0:
+            raise ValueError("x" * 1_000_000)
+        fall(depth - 1)
+
+    with caplog.at_level(logging.ERROR), Guard().at(Place.OPTIONS):
+        fall(500)
+    assert len(caplog.text) < MAX_TRACE_CHARS + 1000
+
+
+def test_accounting_makes_every_exception_an_invariant_error() -> None:
+    @accounting()
+    def move(error: Exception | None) -> str:
+        if error is not None:
+            raise error
+        return "moved"
+
+    assert move(None) == "moved"
+    for error in (KeyError("slot"), MemoryError(), InvariantError("same")):
+        with pytest.raises(InvariantError):
+            move(error)
+    with pytest.raises(InvariantError), Guard().at(Place.COMPRESSION):
+        move(KeyError("slot"))

@@ -1,0 +1,111 @@
+"""What requests may ask for, and what they send instead: every bad wish is refused by name, nothing else is touched."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.errors import MAX_SHOWN_CHARS, ConfigError, shown
+from sgl_kvevict.request import RequestOptions, parse_request_options, ticket_digest
+
+CONFIG = KVEvictConfig(max_questions=3, max_question_chars=50)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=80),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=9), inner, max_size=5),
+    max_leaves=12,
+)
+almost_options = st.fixed_dictionaries(
+    {},
+    optional={
+        "warm": st.booleans() | json_values,
+        "questions": st.lists(st.text(max_size=60), max_size=5) | json_values,
+        "ticket": st.text(min_size=10, max_size=140) | json_values,
+        "x\n": json_values,
+    },
+)
+
+
+def refusal(values: object, config: KVEvictConfig = CONFIG) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_request_options({"kvevict": values}, config)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("theirs", [None, "text", b"bytes", 5, 1.5, True, [], ["kvevict"], {}, {"other": {"warm": 1}}])
+def test_what_is_not_ours_passes(theirs: object) -> None:
+    assert parse_request_options(theirs, CONFIG) is None
+
+
+def test_a_wish_with_everything() -> None:
+    ticket = "0123456789abcdef"
+    values = {"warm": True, "questions": ["who?"] * 3, "ticket": ticket}
+    options = parse_request_options({"kvevict": values}, CONFIG)
+    assert options == RequestOptions(warm=True, questions=["who?"] * 3, ticket=ticket)
+    assert ticket not in ticket_digest(ticket)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ("warm", "custom_params.kvevict: got 'warm'; allowed: an object with"),
+        ([1], "custom_params.kvevict: got [1]; allowed"),
+        ({"warm": 1}, "custom_params.kvevict.warm: got 1; allowed"),
+        ({"worm": True}, "custom_params.kvevict.worm: got True; allowed"),
+        ({"warm": True, "questions": "who?"}, "custom_params.kvevict.questions: got 'who?'; allowed"),
+        ({"warm": True, "questions": ["a", 2]}, "custom_params.kvevict.questions.1: got 2; allowed"),
+        ({"questions": ["a"]}, "custom_params.kvevict.questions: got ['a']; allowed"),
+        ({"warm": True, "ticket": "short"}, "custom_params.kvevict.ticket: got 'short'; allowed"),
+        ({"ticket": "x" * 20}, f"custom_params.kvevict.ticket: got '{'x' * 20}'; allowed"),
+        ({"warm": True, "questions": ["a"] * 4}, "kvevict.questions: got 4 questions; allowed: at most 3"),
+        ({"warm": True, "questions": ["a", "b" * 51]}, "kvevict.questions.1: got 51 characters ('bbb"),
+        ({"x\ny": 1}, "custom_params.kvevict.x\\ny: got 1"),
+    ],
+)
+def test_a_refusal_names_field_value_and_what_is_allowed(values: object, message: str) -> None:
+    assert message in refusal(values)
+
+
+def nested(depth: int) -> list[object]:
+    value: list[object] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        "x" * 5_000_000,
+        {"x" * 5_000_000: 1},
+        {"warm": "x" * 900},
+        {"warm": True, "ticket": "x" * 5_000_000},
+        {"warm": True, "questions": [["x"] * 1_000_000]},
+        {str(i): i for i in range(100_000)},
+        nested(100_000),
+        {"warm": nested(800)},
+        {"warm": 10**9000},
+    ],
+    ids=range(9),
+)
+def test_what_is_huge_is_refused_in_a_few_words(values: object) -> None:
+    assert len(refusal(values)) < 4 * MAX_SHOWN_CHARS
+
+
+@given(almost_options)
+@settings(max_examples=300, deadline=None)
+def test_any_options_are_understood_or_refused(values: object) -> None:
+    try:
+        options = parse_request_options({"kvevict": values}, CONFIG)
+    except ConfigError as error:
+        assert str(error).startswith("custom_params.kvevict") and len(str(error)) < 4 * MAX_SHOWN_CHARS
+        assert "\n" not in str(error)
+    else:
+        assert options is None or len(options.questions) <= CONFIG.max_questions
+
+
+@given(json_values | st.integers(0, 20_000).map(lambda bits: 1 << bits))
+@settings(max_examples=200, deadline=None)
+def test_values_are_shown_in_a_few_characters(value: object) -> None:
+    assert 0 < len(shown(value)) <= MAX_SHOWN_CHARS
