@@ -29,11 +29,11 @@ def warm_up(compressor: Compressor) -> None:
     geometry = replace(real.geometry, num_token_slots=num_tokens + 1)
     shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
     random = torch.Generator(device=real.k_arena.device).manual_seed(0)
-    options = {"dtype": real.k_arena.dtype, "device": real.k_arena.device}
-    store = SpanStore(geometry, *(torch.empty(shape, **options).normal_(generator=random) for _ in range(2)))
+    k, v = (real.k_arena.new_empty(shape).normal_(generator=random) for _ in range(2))
+    store = SpanStore(geometry, k, v)
     spec = compressor.observes
     twin = Compressor(compressor.config, compressor.policy, store, spec.rotary, spec.output_grams)
-    queries = torch.empty(num_tokens, geometry.num_qo_heads, geometry.head_dim, **options).normal_(generator=random)
+    queries = k.new_empty(num_tokens, geometry.num_qo_heads, geometry.head_dim).normal_(generator=random)
     slots = torch.arange(1, num_tokens + 1, device=real.k_arena.device)
     observation = _observe(twin, queries, slots)
     segment = twin.compress(slots, 0, observation).segment
