@@ -9,6 +9,8 @@ import torch
 
 RESERVED_SHARED = 1024
 """Bytes of shared memory that CUDA keeps of every resident program."""
+REGISTERS_PER_SM = 65536
+"""32-bit registers of a multiprocessor, of every compute capability from 5.0 to 12.1."""
 REGISTER_UNIT = 8
 """Registers of a thread are handed out in multiples of this."""
 
@@ -20,18 +22,19 @@ class DeviceLimits:
     Attributes:
         arch: compute capability as one number: 90 is 9.0.
         num_sms: multiprocessors.
-        shared_per_block: bytes of shared memory that one program may ask for.
         shared_per_sm: bytes of a multiprocessor.
-        registers_per_sm: 32-bit registers of a multiprocessor.
         threads_per_sm: resident threads of a multiprocessor, at most.
     """
 
     arch: int
     num_sms: int
-    shared_per_block: int
     shared_per_sm: int
-    registers_per_sm: int = 65536
     threads_per_sm: int = 2048
+
+    @property
+    def shared_per_block(self) -> int:
+        """Bytes of shared memory that one program may ask for."""
+        return self.shared_per_sm - RESERVED_SHARED
 
     def programs_per_sm(self, *, registers: int, shared: int, num_warps: int) -> int:
         """Programs of a compiled kernel that are resident at once on one multiprocessor; at least 1.
@@ -42,12 +45,12 @@ class DeviceLimits:
             num_warps: per program.
         """
         threads = 32 * num_warps
-        by_registers = self.registers_per_sm // (-(-registers // REGISTER_UNIT) * REGISTER_UNIT * threads)
+        by_registers = REGISTERS_PER_SM // (-(-registers // REGISTER_UNIT) * REGISTER_UNIT * threads)
         by_shared = self.shared_per_sm // (shared + RESERVED_SHARED)
         return max(1, min(by_registers, by_shared, self.threads_per_sm // threads))
 
 
-INTERPRETER = DeviceLimits(arch=90, num_sms=2, shared_per_block=232448, shared_per_sm=233472)
+INTERPRETER = DeviceLimits(arch=90, num_sms=2, shared_per_sm=233472)
 """What stands in for a device on a CPU, where Triton's interpreter runs one program after the other."""
 
 
@@ -60,8 +63,6 @@ def limits_of(device: torch.device) -> DeviceLimits:
     return DeviceLimits(
         arch=10 * found.major + found.minor,
         num_sms=found.multi_processor_count,
-        shared_per_block=found.shared_memory_per_block_optin,
         shared_per_sm=found.shared_memory_per_multiprocessor,
-        registers_per_sm=found.regs_per_multiprocessor,
         threads_per_sm=found.max_threads_per_multi_processor,
     )

@@ -29,11 +29,11 @@ def warm_up(compressor: Compressor) -> None:
     geometry = replace(real.geometry, num_token_slots=num_tokens + 1)
     shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
     random = torch.Generator(device=real.k_arena.device).manual_seed(0)
-    options = {"dtype": real.k_arena.dtype, "device": real.k_arena.device}
-    store = SpanStore(geometry, *(torch.empty(shape, **options).normal_(generator=random) for _ in range(2)))
+    k, v = (real.k_arena.new_empty(shape).normal_(generator=random) for _ in range(2))
+    store = SpanStore(geometry, k, v)
     spec = compressor.observes
-    twin = Compressor(compressor.config, compressor.policy, store, spec.rotary, spec.output_grams)
-    queries = torch.empty(num_tokens, geometry.num_qo_heads, geometry.head_dim, **options).normal_(generator=random)
+    twin = Compressor(compressor.config, compressor.policy, store, spec.rotary, spec.output_grams, compressor.learner)
+    queries = k.new_empty(num_tokens, geometry.num_qo_heads, geometry.head_dim).normal_(generator=random)
     slots = torch.arange(1, num_tokens + 1, device=real.k_arena.device)
     observation = _observe(twin, queries, slots)
     segment = twin.compress(slots, 0, observation).segment
@@ -52,9 +52,9 @@ def _observe(compressor: Compressor, queries: Tensor, slots: Tensor) -> PromptOb
     store = compressor.store
     lse = torch.full(queries.shape[:2], 6.0, device=queries.device)
     scale = float(queries.shape[2] ** -0.5)
-    if compressor.policy.readers is not None:
+    if not compressor.scores_at_once:
         readers = compressor.new_reader_observation(0, num_tokens)
-        chunk = readers.begin_chunk("warm-up", num_tokens, 2 * num_tokens, slots)
+        chunk = readers.begin_chunk(readers, num_tokens, 2 * num_tokens, slots)
         for layer in range(store.geometry.num_layers):
             chunk.record(layer, queries, lse, store.k_arena[layer], scale)
         return readers

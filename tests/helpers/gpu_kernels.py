@@ -14,10 +14,10 @@ from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS, EXTEND, tiles_
 
 Spec = dict[str, Any]
 DEVICES = {
-    80: DeviceLimits(80, num_sms=108, shared_per_block=166912, shared_per_sm=167936),
-    89: DeviceLimits(89, num_sms=142, shared_per_block=101376, shared_per_sm=102400, threads_per_sm=1536),
-    90: DeviceLimits(90, num_sms=132, shared_per_block=232448, shared_per_sm=233472),
-    100: DeviceLimits(100, num_sms=148, shared_per_block=232448, shared_per_sm=233472),
+    80: DeviceLimits(80, num_sms=108, shared_per_sm=167936),
+    89: DeviceLimits(89, num_sms=142, shared_per_sm=102400, threads_per_sm=1536),
+    90: DeviceLimits(90, num_sms=132, shared_per_sm=233472),
+    100: DeviceLimits(100, num_sms=148, shared_per_sm=233472),
 }
 """A100, L40S, H100 and H200, B200: limits from NVIDIA's CUDA programming guide, table of compute capabilities."""
 HEAD_DIMS = (64, 128, 256)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "results" / "gpu" / "compiled.md"
 OTHER_PYTHON = ROOT / ".venv-compile" / "bin" / "python"
 COLUMNS = ("triton", "sm", "head_dim", "kernel", "registers", "stack", "shared", "programs per SM", "copies in flight")
+WORKERS = 4
+"""Processes that compile at the same time."""
 KEY = 4
 """So many columns name a row."""
 TEXT = """# What the compiler makes of every kernel
@@ -30,19 +33,17 @@ leaves unfinished when it waits; K, V and the next indices are a group each, so 
 Row = tuple[str, ...]
 
 
-def rows_of(python: str, cache_dir: Path) -> list[Row]:
-    """Compile everything with one interpreter."""
+def rows_of(python: str, arch: int, cache_dir: Path) -> list[Row]:
+    """Compile everything for one architecture with one interpreter."""
     version = compile_version(python)
-    named = []
-    for arch in DEVICES:
-        named += [(arch, "any", spec) for spec in small_kernels(arch)]
-        for head_dim in HEAD_DIMS:
-            kernels = [*attention_kernels(arch, head_dim), *head_dim_kernels(arch, head_dim)]
-            named += [(arch, str(head_dim), spec) for spec in kernels]
-    results = compile_all([spec for _, _, spec in named], str(cache_dir), python)
+    named = [("any", spec) for spec in small_kernels(arch)]
+    for head_dim in HEAD_DIMS:
+        kernels = [*attention_kernels(arch, head_dim), *head_dim_kernels(arch, head_dim)]
+        named += [(str(head_dim), spec) for spec in kernels]
+    results = compile_all([spec for _, spec in named], str(cache_dir), python)
     return [
         (version, str(arch), head_dim, label(spec), *facts(arch, label(spec), result))
-        for (arch, head_dim, spec), result in zip(named, results, strict=True)
+        for (head_dim, spec), result in zip(named, results, strict=True)
     ]
 
 
@@ -105,9 +106,10 @@ def must_hold(rows: list[Row]) -> list[str]:
 def test_nothing_got_worse(tmp_path: Path) -> None:
     """Both compilers; the page is written anew if nothing got worse."""
     assert OTHER_PYTHON.exists(), "make test-compile sets it up"
-    rows = []
-    for i, python in enumerate((sys.executable, str(OTHER_PYTHON))):
-        rows += rows_of(python, tmp_path / str(i))
+    jobs = [(python, arch) for python in (sys.executable, str(OTHER_PYTHON)) for arch in DEVICES]
+    with ThreadPoolExecutor(WORKERS) as pool:
+        parts = pool.map(lambda job: rows_of(*job, tmp_path / f"{len(job[0])}-{job[1]}"), jobs)
+    rows = [row for part in parts for row in part]
     problems = must_hold(rows) + regressions(rows, committed())
     (tmp_path / "compiled.md").write_text(page(rows))
     assert not problems, "\n".join([f"the new table: {tmp_path / 'compiled.md'}", *problems])

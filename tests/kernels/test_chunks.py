@@ -18,7 +18,7 @@ from kvevict_kernels.ragged_decode.chunks import (
 )
 from kvevict_kernels.ragged_decode.tile_table import FAMILIES, TILES, family_of, tiles_for
 
-H200 = DeviceLimits(arch=90, num_sms=132, shared_per_block=232448, shared_per_sm=233472)
+H200 = DeviceLimits(arch=90, num_sms=132, shared_per_sm=233472)
 ITEMS = 2 * H200.num_sms
 
 
@@ -85,7 +85,7 @@ def test_a_bucket_holds_its_tokens_for_a_while() -> None:
     ],
 )
 def test_every_architecture_finds_its_tiles(arch: int, shared_per_sm: int, family: int) -> None:
-    limits = DeviceLimits(arch=arch, num_sms=100, shared_per_block=shared_per_sm - 1024, shared_per_sm=shared_per_sm)
+    limits = DeviceLimits(arch=arch, num_sms=100, shared_per_sm=shared_per_sm)
     assert family_of(limits) == family
     assert tiles_for(limits, 80) is TILES[family, 128]
     with pytest.raises(ValueError, match="head_dim: expected at most 256, got 257"):
