@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sgl_kvevict import launcher
-from sgl_kvevict.launcher import LaunchError, config_env, free_port, launch
+from sgl_kvevict.launcher import LaunchError, System, config_env, free_port, launch, launch_all
 
 #: Stands in for ``sglang.launch_server``: starts a helper process, then answers ``/health`` like SGLang.
 FAKE_SERVER = """
@@ -142,3 +142,25 @@ def test_a_port_is_given_once_and_only_when_it_is_free(monkeypatch: pytest.Monke
 def test_ports_lie_below_those_of_outgoing_connections() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
         assert free_port() < min(client.getsockname()[1], server.getsockname()[1])
+
+
+def test_systems_run_side_by_side_and_end_together(fake_env: dict[str, str], tmp_path: Path) -> None:
+    systems = [System("one", (), fake_env), System("the other", (), fake_env | config_env({"budget": 0.5}))]
+    with launch_all("model", systems, log_folder=tmp_path, timeout_s=60) as fleet:
+        assert list(fleet) == ["one", "the other"]
+        assert all(server.get_json("/x") == {"path": "/x"} for server in fleet.values())
+        assert '{"budget": 0.5}' in fleet["the other"].log()
+        assert fleet["the other"].log_path == tmp_path / "the-other.log"
+        pids = [helper_pid(server.log()) for server in fleet.values()]
+    assert not any(server.alive for server in fleet.values())
+    assert not any(map(is_running, pids))
+
+
+def test_a_system_that_does_not_start_ends_the_others(fake_env: dict[str, str], tmp_path: Path) -> None:
+    systems = [System("good", (), fake_env), System("bad", ("--fail",), fake_env)]
+    with (
+        pytest.raises(LaunchError, match="refused: two reasons"),
+        launch_all("model", systems, log_folder=tmp_path, timeout_s=60),
+    ):
+        raise AssertionError("not all of them run")
+    assert not is_running(helper_pid((tmp_path / "good.log").read_text()))

@@ -115,7 +115,6 @@ def resolve_attention(name: str, device: str, head_dim: int | None = None) -> st
     if chosen == "numba" and (reason := reason_not_to_run(head_dim)) is not None:
         if name != "auto":
             raise UnsupportedSetupError([f"attention is {name!r}, but {reason} ('torch' runs everywhere)"])
-        logger.warning("attention is 'torch', which takes longer: %s", reason)
         return "torch"
     if device == "cuda" and importlib.util.find_spec(chosen) is None:
         raise UnsupportedSetupError([f"attention is {name!r}, but the package {chosen} is not installed"])
@@ -150,6 +149,8 @@ def build_attention(name: str, geometry: KVGeometry, k_arena: Tensor, v_arena: T
         UnsupportedSetupError: see :func:`resolve_attention`.
     """
     chosen = resolve_attention(name, k_arena.device.type, geometry.head_dim)
+    if chosen == "torch" and name == "auto":
+        logger.warning("attention is 'torch', which takes longer: %s", reason_not_to_run(geometry.head_dim))
     return _BUILDERS[chosen](geometry, k_arena, v_arena)
 
 
