@@ -58,7 +58,8 @@ class BlockingNodes:
         for step in reversed(subtree):
             self._stale.pop(step, None)
             freed = self._cache.tree_core.evict_device_leaf(step.id, is_write_back=False).device_frees
-            for kind, slots in freed.items():
+            while freed:  # SGLang checks that its list was emptied
+                kind, slots = freed.popitem()
                 self._cache.components[kind].apply_component_action(FreeComponentDeviceSlot(slots, kind))
         return True
 

@@ -12,9 +12,11 @@ from sglang.srt.managers.scheduler import Scheduler
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.lifecycle import jobs
 from sgl_kvevict.policies.observation import Readers
 from sgl_kvevict.request import ticket_digest
-from sgl_kvevict.sglang_adapter import operations, scoring
+from sgl_kvevict.sglang_adapter import operations
+from sgl_kvevict.sglang_adapter.introspection import cache_state
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 POLICIES = [*CacheAwarePolicy, *CacheAgnosticPolicy]
@@ -37,7 +39,7 @@ def warm(harness, tokens=DOCUMENT, extra_key=None, ticket=None):
 
 
 def outcome(harness, ticket) -> str | None:
-    return harness.tree.state()["warm_outcomes"].get(ticket_digest(ticket))
+    return cache_state(harness.tree)["warm_outcomes"].get(ticket_digest(ticket))
 
 
 class Priorities(MiniScheduler):
@@ -108,7 +110,7 @@ def test_a_waiting_pass_yields_and_its_job_goes_on_later():
     warm(harness, ticket="the-ticket-of-this")
     scheduler.turn()
     operations.before_flush(idle_scheduler(scheduler))
-    assert not scheduler.waiting_queue and harness.tree.scoring.num_jobs == 1
+    assert not scheduler.waiting_queue and len(harness.tree.manager.scoring.jobs) == 1
     assert scheduler.run_all() == 3 and outcome(harness, "the-ticket-of-this") == "compressed"
 
 
@@ -178,11 +180,11 @@ def test_jobs_of_several_namespaces_take_turns():
     scheduler.run_all()
     order = [req.extra_key for req in scheduler.passes]
     assert len(order) == 12 and order[:6] == ["busy", "other"] * 3 and set(order[6:]) == {"busy"}
-    assert scheduler.harness.tree.scoring._turns == {}
+    assert scheduler.harness.tree.manager.scoring.jobs._turns == {}
 
 
 def test_who_asks_for_more_than_can_wait_is_told(monkeypatch):
-    monkeypatch.setattr(scoring, "MAX_JOBS", 2)
+    monkeypatch.setattr(jobs, "MAX_JOBS", 2)
     harness, scheduler = cache()
     for i in range(3):
         warm(harness, [i, *DOCUMENT], ticket=f"ticket-of-number-{i}")
