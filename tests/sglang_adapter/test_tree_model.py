@@ -47,9 +47,11 @@ class CacheMachine(RuleBasedStateMachine):
         extra_key=st.sampled_from([None, None, None, "tenant"]),
         max_new_tokens=st.sampled_from([1, 8, 8]),
         first_chunk=st.sampled_from([0, 5, 20, 200, 200, 200]),
+        rid=st.sampled_from(["same", "kvevict-pass-1", "other"]),
     )
-    def submit(self, base, shared, suffix, extra_key, max_new_tokens, first_chunk):
+    def submit(self, base, shared, suffix, extra_key, max_new_tokens, first_chunk, rid):
         req = self.harness.request(base[:shared] + suffix, extra_key)
+        req.rid = rid  # clients choose names, also ones that are in use
         req.sampling_params.max_new_tokens = max_new_tokens
         self._admit(req, first_chunk)
 
@@ -106,6 +108,11 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 60))
     def evict(self, count):
         self.harness.evict(count)
+
+    @precondition(lambda self: len(self.finished_texts) > 2)
+    @rule()
+    def change_weights(self):
+        self.harness.tree.forget_compressed()
 
     @precondition(lambda self: not self.harness.live and len(self.finished_texts) > 3)
     @rule()
