@@ -127,9 +127,12 @@ class KVEvictTree(UnifiedRadixCache):
         super().touch_prefix(self._allowed(key))
 
     def insert(self, params: InsertParams) -> InsertResult:
-        """Insert as stock; SGLang's split at the prompt's end is left out where it would cut an unsplittable span."""
+        """Insert as stock, unless the key ends inside an unsplittable span: then it is declined.
+
+        So are SGLang's split at the prompt's end, and checkpoints that stop short of what was prefilled.
+        """
         if self._blocking.find(params.key) is not None:
-            return InsertResult(prefix_len=len(params.key))
+            return InsertResult(prefix_len=len(params.key), rotation_tail_declined=True)
         return super().insert(params)
 
     def _allowed(self, key: RadixKey) -> RadixKey:
