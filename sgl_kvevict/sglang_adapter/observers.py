@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 REFUSED_IN_USE = "in-use"
 REFUSED_NOT_CACHED = "not-cached"
 REFUSED_NO_ROOM = "no-room"
+REFUSED_NO_MEMORY = "no-memory"
 
 
 class CacheObserver:
@@ -43,7 +44,10 @@ class CacheObserver:
         """Extra forwards scored the tokens ``[start, end)``."""
 
     def refused(self, reason: str, num_tokens: int) -> None:
-        """Tokens could not be compressed (``in-use``), cached (``not-cached``) or scored (``no-room``)."""
+        """Tokens could not be compressed (``in-use``), cached (``not-cached``), scored (``no-room``) or observed.
+
+        The last is ``no-memory``: what was observed of them takes more than is allowed.
+        """
 
     def cleared(self) -> None:
         """The whole cache was flushed."""
@@ -134,6 +138,8 @@ class CountingObserver(CacheObserver):
             self.totals.refused_in_use += 1
         elif reason == REFUSED_NO_ROOM:
             self.totals.refused_no_room += 1
+        elif reason == REFUSED_NO_MEMORY:
+            self.totals.refused_no_memory += 1
         else:
             self.totals.refused_not_cached += 1
 

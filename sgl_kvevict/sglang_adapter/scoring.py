@@ -17,7 +17,7 @@ from sgl_kvevict.compression import PromptObservation, ReaderChunk, ReaderObserv
 from sgl_kvevict.guard import Place
 from sgl_kvevict.policies.observation import Readers
 from sgl_kvevict.request import parse_request_options, ticket_digest
-from sgl_kvevict.sglang_adapter.observers import REFUSED_NO_ROOM
+from sgl_kvevict.sglang_adapter.observers import REFUSED_NO_MEMORY, REFUSED_NO_ROOM
 from sgl_kvevict.sglang_adapter.probes import question_probes, repetition_probes
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ MAX_REMEMBERED = 256
 """Outcomes of warm requests that are remembered for who asks."""
 MAX_JOBS = 1024
 """Prefixes that may wait for passes; who asks for more is told "busy"."""
+MAX_BEGUN_JOBS = 4
+"""Jobs between two of their passes, which hold memory; others begin when one of them ends."""
 
 
 @dataclass(eq=False)
@@ -62,9 +64,8 @@ class ScoringJob:
 class PrefixScoring:
     """Counts who finds which prefix, and has prefixes read: one pass at a time, when no user's request waits.
 
-    A pass is a request of our own: the cached prefix and a probe after it, answered to no one and inserted nowhere.
-    It locks the prefix while it runs, like any request; between passes nothing is held, so a prefix may be dropped,
-    and its job with it.
+    A pass is a request of our own: the cached prefix and a probe after it, answered to no one and inserted nowhere. It
+    locks the prefix while it runs; between passes nothing is held: a prefix may be dropped, and its job with it.
 
     Args:
         tree: whose prefixes.
@@ -79,7 +80,7 @@ class PrefixScoring:
         self.config = tree.compressor.config
         self.outcomes: OrderedDict[str, str] = OrderedDict()
         self._matches: dict[TreeNode, int] = {}
-        self._votes: dict[TreeNode, ReaderObservation] = {}
+        self._votes: OrderedDict[TreeNode, ReaderObservation] = OrderedDict()
         self._jobs: OrderedDict[TreeNode, ScoringJob] = OrderedDict()
         self._pass: Req | None = None
         self._passes: WeakSet[Req] = WeakSet()
@@ -92,6 +93,12 @@ class PrefixScoring:
     def num_jobs(self) -> int:
         """Prefixes that wait for passes, the one under way included."""
         return len(self._jobs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that votes, and what passes have seen, take."""
+        held = [*self._votes.values(), *(job.observation for job in self._jobs.values())]
+        return sum(observation.num_bytes for observation in held if observation is not None)
 
     # ---- what the tree tells ----------------------------------------------------------------------------------
 
@@ -253,7 +260,11 @@ class PrefixScoring:
 
     def _next_job(self) -> ScoringJob:
         """The oldest job of the namespace whose turn it is: the one that had none, or had its last one longest ago."""
-        return min(self._jobs.values(), key=lambda job: self._turns.get(_namespace(job), 0))
+        begun = [job for job in self._jobs.values() if job.observation is not None]
+        return min(
+            begun if len(begun) >= MAX_BEGUN_JOBS else self._jobs.values(),
+            key=lambda job: self._turns.get(_namespace(job), 0),
+        )
 
     def _range_of(self, node: TreeNode) -> tuple[int, int] | None:
         """Logical bounds of what is to be compressed of the path to a node; None if it is too short."""
@@ -281,8 +292,23 @@ class PrefixScoring:
             self.tree.observer.refused(REFUSED_NO_ROOM, len(tokens))
             self._end(job, "no-room")
             return False
-        job.observation = self.compressor.new_reader_observation(*bounds, ANSWER_REACH if job.questions else 0)
-        return True
+        job.observation = self._new_observation(bounds, ANSWER_REACH if job.questions else 0)
+        if job.observation is None:
+            self._end(job, "no-memory")
+        return job.observation is not None
+
+    def _new_observation(self, bounds: tuple[int, int], reach: int) -> ReaderObservation | None:
+        """An empty observation, for which the oldest votes make room; None if there is none."""
+        observation = self.compressor.new_reader_observation(*bounds, reach)
+        excess = self.num_bytes + observation.num_bytes - self.config.observation_bytes
+        while excess > 0 and self._votes:
+            _, vote = self._votes.popitem(last=False)
+            excess -= vote.num_bytes
+            self.tree.observer.refused(REFUSED_NO_MEMORY, vote.end - vote.start)
+        if excess <= 0:
+            return observation
+        self.tree.observer.refused(REFUSED_NO_MEMORY, observation.end - observation.start)
+        return None
 
     def _tokens(self, node: TreeNode) -> list[int]:
         return [token for step in self.tree.path(node) for token in step.key.token_ids]
@@ -349,7 +375,10 @@ class PrefixScoring:
             return None
         vote = self._votes.get(req.last_node)
         if vote is None or vote.has_failed or (vote.start, vote.end) != bounds:
-            vote = self._votes[req.last_node] = self.compressor.new_reader_observation(*bounds, ANSWER_REACH)
+            self._votes.pop(req.last_node, None)
+            vote = self._new_observation(bounds, ANSWER_REACH)
+            if vote is not None:
+                self._votes[req.last_node] = vote
         return vote
 
     def _count_vote(self, req: Req, first_query: int, path: list[TreeNode]) -> None:

@@ -33,7 +33,7 @@ from sgl_kvevict.prefix import Segment, Span, SpanStore
 from sgl_kvevict.sglang_adapter.blocking import BlockingNodes
 from sgl_kvevict.sglang_adapter.eviction import CostAwareRecency
 from sgl_kvevict.sglang_adapter.introspection import cache_state
-from sgl_kvevict.sglang_adapter.observers import REFUSED_IN_USE, REFUSED_NOT_CACHED, CacheObserver
+from sgl_kvevict.sglang_adapter.observers import REFUSED_IN_USE, REFUSED_NO_MEMORY, REFUSED_NOT_CACHED, CacheObserver
 from sgl_kvevict.sglang_adapter.pending import PendingRange, PendingRanges
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.readable import ReadableTree
@@ -65,7 +65,7 @@ class KVEvictTree(ReadableTree):
         self.store = store
         self.compressor = compressor
         self.spans: dict[TreeNode, Span] = {}
-        self.pending = PendingRanges()
+        self.pending = PendingRanges(0 if compressor is None else compressor.config.observation_bytes)
         self.blocking = BlockingNodes(self)
         self.requests: WeakSet[Req] = WeakSet()
         self._observations: WeakKeyDictionary[Req, PromptObservation] = WeakKeyDictionary()
@@ -235,7 +235,7 @@ class KVEvictTree(ReadableTree):
         A prompt that ends or diverges inside an unsplittable span takes its place if nobody reads it, else the
         prompt is not cached: its slots stay the request's own.
         """
-        if self.disable or not self._make_way(req, up_to):
+        if self.disable or self._keeps_own_chunks(req, up_to) or not self._make_way(req, up_to):
             return
         super().checkpoint(req, up_to=up_to)
         observation = self._observations.get(req)
@@ -258,6 +258,15 @@ class KVEvictTree(ReadableTree):
                 self.scoring.released(req)
             for pending in self.pending:
                 self._try_compress(pending)
+
+    @staticmethod
+    def _keeps_own_chunks(req: Req, up_to: int) -> bool:
+        """Whether a chunk of a prompt is cached only with the whole prompt, because log-probabilities of it are wanted.
+
+        From ``logprob_start_len`` on nothing is taken from the cache. A chunk that were cached would be exchanged for
+        the compressed prefix that is there already, and the next chunk's log-probabilities would be those of that.
+        """
+        return bool(req.return_logprob and 0 <= req.logprob_start_len < up_to < len(req.origin_input_ids))
 
     def _make_way(self, req: Req, up_to: int) -> bool:
         tokens: array[int] = req.full_untruncated_fill_ids[:up_to]
@@ -296,7 +305,8 @@ class KVEvictTree(ReadableTree):
         pending = PendingRange(self.node_ending_at(path, end), end, observation, ref(req))
         if self._try_compress(pending):
             return True
-        self.pending.add(pending)
+        for gone in self.pending.add(pending):
+            self.observer.refused(REFUSED_NO_MEMORY, gone.end)
         self.observer.refused(REFUSED_IN_USE, num_tokens)
         return False
 
