@@ -64,8 +64,8 @@ class ScoringJob:
 class PrefixScoring:
     """Counts who finds which prefix, and has prefixes read: one pass at a time, when no user's request waits.
 
-    A pass is a request of our own: the cached prefix and a probe after it, answered to no one and inserted nowhere. It
-    locks the prefix while it runs; between passes nothing is held: a prefix may be dropped, and its job with it.
+    A pass is a request of our own: the cached prefix and a probe, answered to no one, inserted nowhere. Only while it
+    runs it locks the prefix; a job ends with its prefix.
 
     Args:
         tree: whose prefixes.
@@ -131,8 +131,7 @@ class PrefixScoring:
 
     def prompt_complete(self, req: Req, observation: PromptObservation) -> None:
         """A user's prompt is in the tree: count what it found there, and queue what is to be scored."""
-        path = self.tree.path(req.last_node)
-        found, end = None, 0
+        path, found, end = self.tree.path(req.last_node), None, 0
         for node in path:
             if end + len(node.key) > observation.first_query:
                 break
@@ -147,6 +146,7 @@ class PrefixScoring:
         if (options is not None and options.warm) or req.sampling_params.max_new_tokens == 0:
             questions = () if options is None else tuple(options.questions)
             if questions or self.readers is Readers.REPETITION:
+                path = self.tree.path(req.last_node)  # a vote that counted may have split it
                 node = self.tree.node_ending_at(path, observation.end)
                 ticket = None if options is None else options.ticket
                 tickets = set() if ticket is None else {ticket_digest(ticket)}
