@@ -144,17 +144,21 @@ class Harness:
         req.extend_end = end
         self._write_tokens(req, start, end, slots)
         self._forward(req, end)
-        for observation in self.tree.observe(req, start, end):
-            queries = torch.zeros(end - start, self.geometry.num_qo_heads, self.geometry.head_dim)
-            for layer in range(self.geometry.num_layers):
-                lse = torch.zeros(end - start, self.geometry.num_qo_heads)
-                observation.record(layer, queries, lse, self.k[layer], 1.0)
+        self._record(req, start, end)
         if end < total:
             checkpoint_kv_cache(req, self.tree)
         else:
             self._finish_prefill(req)
         self.check()
         return True
+
+    def _record(self, req: Req, start: int, end: int) -> None:
+        """Hand the chunk's queries to who observes them: zeros, which attend to all tokens alike."""
+        for observation in self.tree.observe(req, start, end):
+            queries = torch.zeros(end - start, self.geometry.num_qo_heads, self.geometry.head_dim)
+            lse = torch.log(torch.arange(start + 1, end + 1.0))[:, None].repeat(1, self.geometry.num_qo_heads)
+            for layer in range(self.geometry.num_layers):
+                observation.record(layer, queries, lse, self.k[layer], 1.0)
 
     def _finish_prefill(self, req: Req) -> None:
         req.output_ids.append(self._next_token(req))
@@ -286,11 +290,7 @@ class Harness:
                 zip(runs.starts.flatten().tolist(), runs.lens.flatten().tolist(), strict=True)
             ):
                 slots = runs.head_slots[begin : begin + length].long()
-                entries = self.k.view(-1, 2)[slots]
-                assert torch.equal(entries, -self.v.view(-1, 2)[slots])
-                assert entries[:, 1].tolist() == [run] * length
-                positions = [expected[code] for code in entries[:, 0].tolist()]
-                assert positions == sorted(set(positions))
+                self._check_run(run, self.k.view(-1, 2)[slots], self.v.view(-1, 2)[slots], expected)
             waterline += runs.num_tokens
         assert row[:waterline].eq(0).all()
         suffix = row[waterline:seq_len].long()
@@ -298,6 +298,13 @@ class Harness:
         want = torch.tensor(codes[waterline:]).view(1, -1, 1)
         assert torch.equal(self.k[:, suffix, :, 0], want.expand(2, -1, 2))
         assert torch.equal(self.v[:, suffix, :, 0], -want.expand(2, -1, 2))
+
+    def _check_run(self, run: int, keys: torch.Tensor, values: torch.Tensor, expected: dict[float, int]) -> None:
+        """Check the entries that one (layer, head) reads of a span, each against the tokens that it may stand for."""
+        assert torch.equal(keys, -values)
+        assert keys[:, 1].tolist() == [run] * len(keys)
+        positions = [expected[code] for code in keys[:, 0].tolist()]
+        assert positions == sorted(set(positions))
 
     # ---- conservation ---------------------------------------------------------------------------------------
 

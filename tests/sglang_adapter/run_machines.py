@@ -1,8 +1,8 @@
 """Random operations on the tree, as many as one wants: python tests/sglang_adapter/run_machines.py [OPERATIONS] [SEED].
 
 Runs the machines of test_tree_model.py in turn, each with seeds of its own, until so many operations were done
-(default 100,000). After each one the harness checks contents, conservation and SGLang's own `sanity_check`. Stops at the
-first failure with the smallest sequence that shows it.
+(default 100,000). After each one the harness checks contents, conservation and SGLang's own `sanity_check`. Stops at
+the first failure with the smallest sequence that shows it.
 """
 
 from __future__ import annotations

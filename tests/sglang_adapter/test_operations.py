@@ -256,3 +256,20 @@ def test_jobs_votes_and_observations_do_not_survive_other_weights():
     assert harness.prefill(half_way)
     harness.finish(half_way)
     assert scheduler.run_all() == 0 and not harness.tree.spans
+
+
+@pytest.mark.parametrize("start", [0, 20])
+def test_log_probabilities_of_a_prompt_come_from_its_own_tokens(start):
+    """Also in later chunks: the prompt's chunks are not exchanged for the compressed prefix that is cached already."""
+    harness, _ = cache(readers=None)
+    harness.finish(harness.run([*DOCUMENT, 1]))
+    req = harness.request([*DOCUMENT, 2])
+    req.return_logprob, req.logprob_start_len = True, start
+    assert harness.admit(req) and req.prefix_len == start
+    for end in (25, 40, 50):
+        assert harness.prefill(req, end)
+        (path,) = harness.tree.read_paths([req])
+        assert sum(runs.num_tokens for runs in path) == start
+    assert harness.prefill(req) and harness.decode(req)
+    harness.finish(req)
+    assert harness.allocator.available_size() + harness.tree.evictable_size() == harness.num_slots
