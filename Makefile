@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export GOMP_SPINCOUNT := 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve test test-compile test-peers test-policies bench-policies bench-quality bench-papers bench-peers lint bench-serving bench-smoke
+.PHONY: help setup model demo serve test test-compile test-peers test-policies bench-policies bench-quality bench-papers bench-peers lint bench-serving bench-smoke campaign
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -30,6 +30,9 @@ test: model ## run the test suite (ARGS="tests/kernels -k compact")
 test-compile: setup ## compile every kernel for four GPU architectures with two Tritons; writes docs/results/gpu/compiled.md
 	@scripts/setup_compile.sh
 	@$(BIN)/python -m pytest tests/kernels/check_compiled.py $(ARGS)
+
+campaign: model ## random operations, input, requests, faults and a soak; many hours, resumable (ARGS="machine fuzz"); writes docs/reliability.md
+	@PYTHONPATH=tests $(BIN)/python -W ignore -m campaign.run $(ARGS)
 
 test-policies: model ## every policy in a real server with the demo's programs, two budgets; half an hour
 	@rm -f docs/results/policies-served.md
