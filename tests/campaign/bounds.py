@@ -13,6 +13,7 @@ from helpers.event_sockets import description_of
 from helpers.passes import MiniScheduler
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.events.service import EventService
+from sgl_kvevict.sglang_adapter.introspection import cache_state
 from sgl_kvevict.sglang_adapter.observers import CountingObserver, ObserverGroup, PublishingObserver
 
 POLICIES = ("reconstruction", "questions", "snapkv")
@@ -27,7 +28,7 @@ def unit(seed: int, share: float) -> Counts:
     service = EventService(config, description_of(config))
     counting = CountingObserver(harness.geometry.heads_per_token)
     published = PublishingObserver(service, "any", harness.geometry.heads_per_token)
-    harness.tree.observer = ObserverGroup([counting, published], harness.tree.guard)
+    harness.tree.manager.observer = ObserverGroup([counting, published], harness.tree.guard)
     rng = random.Random(seed)
     half = int(10_000 * share)
     try:
@@ -38,7 +39,7 @@ def unit(seed: int, share: float) -> Counts:
     finally:
         service.close()
     assert growth < MAX_GROWTH_MB, f"seed {seed}: {growth:.0f} MB more after {half} requests"
-    state = harness.tree.state()
+    state = cache_state(harness.tree)
     assert state["observation_bytes"] <= 2 * harness.config.observation_bytes
     assert not any(harness.tree.guard.errors.values())
     return {"done": 2 * half, "compressions": counting.totals.compressions, "largest growth (MB)": growth}
@@ -50,12 +51,12 @@ def _traffic(harness, rng: random.Random, num_requests: int) -> None:
         document = rng.choice([rng.randrange(10**6), rng.randrange(5)])
         tokens = [document // 11**i % 11 for i in range(6)] + [i * 7 % 11 for i in range(30)]
         options = None
-        if harness.tree.scoring is not None and rng.random() < 0.2:
+        if harness.tree.manager.scoring is not None and rng.random() < 0.2:
             options = {"warm": True, "questions": ["who?"], "ticket": f"ticket {rng.random():.12f}"}
         req = harness.run([*tokens, rng.randrange(11)], rng.choice([None, f"tenant {document}"]), options=options)
         if req is not None:
             harness.retract(req) if rng.random() < 0.2 else harness.finish(req)
-        if harness.tree.scoring is not None and rng.random() < 0.5:
+        if harness.tree.manager.scoring is not None and rng.random() < 0.5:
             scheduler.run_pass()
             scheduler.passes.clear()
 

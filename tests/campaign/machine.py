@@ -83,7 +83,7 @@ def build(name: str, options: dict[str, Any]) -> Harness:
 
 def drive(harness: Harness, rng: random.Random, steps: int) -> None:
     """Do random operations; the harness checks contents and conservation after each."""
-    scheduler = None if harness.tree.scoring is None else MiniScheduler(harness)
+    scheduler = None if harness.tree.manager.scoring is None else MiniScheduler(harness)
     for _ in range(steps):
         action = rng.choice(RARE) if rng.random() < 0.01 else rng.choice(ACTIONS)
         _act(harness, scheduler, rng, action)
@@ -116,7 +116,7 @@ def _act(harness: Harness, scheduler: MiniScheduler | None, rng: random.Random, 
 def _submit(harness: Harness, rng: random.Random) -> None:
     base = rng.choice(DOCUMENTS)[: rng.choice([0, 9, 20, 35, 50, 70])]
     options = None
-    if harness.tree.scoring is not None and rng.random() < 0.3:
+    if harness.tree.manager.scoring is not None and rng.random() < 0.3:
         options = {"warm": True, "questions": ["who?"] * rng.randrange(3), "ticket": f"ticket {rng.random():.12f}"}
     suffix = [rng.randrange(11) for _ in range(rng.randrange(1, 12))]
     req = harness.request(base + suffix, rng.choice([None, None, "tenant"]), options)
@@ -163,7 +163,7 @@ def requests_known_by_name() -> Iterator[None]:
     original = KVEvictTree.read_paths
 
     def by_name(tree: Any, readers: Any) -> Any:
-        named = {req.rid: req for req in sorted(tree.requests, key=lambda req: req.rid)}
+        named = {req.rid: req for req in sorted(tree.manager.readers, key=lambda req: req.rid)}
         return original(tree, [named.get(req.rid, req) for req in readers])
 
     KVEvictTree.read_paths = by_name  # type: ignore[method-assign]
