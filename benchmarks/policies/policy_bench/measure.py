@@ -98,6 +98,8 @@ class PolicyRun:
 
         observe: Show = show
         if Signal.LEARNED_SCORES in self.policy.needs:
+            if prompt.score_weights is None:
+                raise FileNotFoundError("no learned scores of this model: make them with 'sgl-kvevict learn'")
             tokens = CachedRange(prompt.k_arena, prompt.v_arena, self.token_slots, 0, self.token_slots.numel())
             observe = with_learned_scores(show, prompt.score_weights, tokens, prompt.rotary)
         total = self.num_slots * prompt.geometry.heads_per_token

@@ -41,7 +41,7 @@ class PrefilledPrompt:
         rotary: the model's rotary embedding.
         output_grams: [num_layers, num_kv_heads, head_dim, head_dim], float32, of the output projections.
         sm_scale: softmax scale.
-        score_weights: learned ones of the model.
+        score_weights: learned ones of the model, if there are any.
         seconds: CPU time of the prefill (the model's layers, no logits).
     """
 
@@ -53,7 +53,7 @@ class PrefilledPrompt:
     rotary: Rotary
     output_grams: Tensor
     sm_scale: float
-    score_weights: ScoreWeights
+    score_weights: ScoreWeights | None
     seconds: float
 
     @property
@@ -160,14 +160,12 @@ class DemoModel:
         weights = [layer.self_attn.o_proj.weight for layer in self.model.model.layers]
         return torch.stack([output_gram(weight, geometry.num_kv_heads, self.head_dim) for weight in weights])
 
-    def _score_weights(self, rotary: Rotary) -> ScoreWeights:
+    def _score_weights(self, rotary: Rotary) -> ScoreWeights | None:
         num_layers, _, num_heads = self.shape
         fingerprint = fingerprint_of(self._folder) or ""
         identity = ModelIdentity(self._folder.name, fingerprint, num_layers, num_heads, self.head_dim, rotary)
         path = find_weights(identity, weights_folders())
-        if path is None:
-            raise FileNotFoundError(f"no learned scores of {self._folder}: sgl-kvevict learn")
-        return load_weights(path, identity)
+        return None if path is None else load_weights(path, identity)
 
     def _rotary(self, num_tokens: int) -> Rotary:
         positions = torch.arange(num_tokens + 1024)[None]
