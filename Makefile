@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export GOMP_SPINCOUNT := 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve test test-peers test-policies bench-policies bench-quality bench-peers lint bench-serving bench-smoke
+.PHONY: help setup model demo serve test test-peers test-policies bench-policies bench-quality bench-peers lint bench-serving bench-smoke campaign
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -26,6 +26,9 @@ serve: model ## serve the demo model with compressed prefixes (ARGS="--budget 0.
 
 test: model ## run the test suite (ARGS="tests/kernels -k compact")
 	@$(BIN)/python -m pytest $(ARGS)
+
+campaign: model ## random operations, input, requests, faults and a soak; many hours, resumable (ARGS="machine fuzz"); writes docs/reliability.md
+	@PYTHONPATH=tests $(BIN)/python -W ignore -m campaign.run $(ARGS)
 
 test-policies: model ## every policy in a real server with the demo's programs, two budgets; half an hour
 	@rm -f docs/results/policies-served.md

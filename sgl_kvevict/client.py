@@ -29,8 +29,9 @@ class Warmed:
     Attributes:
         tokens: length of the prompt (tokens).
         outcome: "compressed"; "in-use": scored, and compressed as soon as nobody reads it; "too-short" to compress;
-            "no-room" for a scoring pass beside it; "busy" with too many others; "dropped", "aborted" or "failed" on
-            the way; "cached": the server's policy needs no extra passes, so the prompt was treated like any other.
+            "no-room" for a scoring pass beside it; "no-memory" for what it would see; "busy" with too many others;
+            "dropped", "aborted" or "failed" on the way; "cached": the server's policy needs no extra passes, so the
+            prompt was treated like any other.
         seconds: from the request to the outcome.
     """
 

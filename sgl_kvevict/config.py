@@ -164,6 +164,13 @@ class KVEvictConfig(BaseModel):
         description="policy distilled: prefixes scored by passes that are learned from before learned scores are tried",
         json_schema_extra={"allowed": "an integer >= 1"},
     )
+    observation_bytes: int = Field(
+        default=256 * 1024 * 1024,
+        ge=0,
+        description="memory, outside the KV pool, for what readers attended to until a prefix is compressed; beyond "
+        "it the oldest is thrown away",
+        json_schema_extra={"allowed": "an integer >= 0"},
+    )
     max_questions: int = Field(
         default=32,
         ge=0,

@@ -88,6 +88,12 @@ class PromptObservation:
         """Whether :meth:`record` collects anything."""
         return bool(self.spec.signals & _COLLECTED)
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of what was recorded, without the moments of queries, which do not grow with the prompt."""
+        held = (tensor for seen in self._layers for tensor in (seen.queries, seen.lse, seen.accumulated, seen.echo))
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
+
     def begin_chunk(
         self, start: int, end: int, *, is_last: bool, key_start: int = 0, token_slots: Tensor | None = None
     ) -> None:

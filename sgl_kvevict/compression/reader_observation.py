@@ -45,6 +45,11 @@ class ReaderObservation:
         self._squares: Tensor | None = None
         self._sm_scales = [0.0] * geometry.num_layers
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes once something was recorded."""
+        return 4 * self._geometry.heads_per_token * (self.end - self.start)
+
     def begin_chunk(self, reader: object, query_start: int, query_end: int, token_slots: Tensor) -> ReaderChunk:
         """Announce queries of a reader, for every layer.
 

@@ -151,6 +151,8 @@ class Gauges(msgspec.Struct, frozen=True):
         shared_spans: spans that two or more running requests read.
         readers: running requests that read a span, summed over spans.
         max_readers: most running requests on one span.
+        scoring_jobs: prefixes that wait for scoring passes.
+        observation_bytes: memory, outside the pool, of what readers attended to.
     """
 
     pool: Pool
@@ -163,6 +165,8 @@ class Gauges(msgspec.Struct, frozen=True):
     shared_spans: int
     readers: int
     max_readers: int
+    scoring_jobs: int = 0
+    observation_bytes: int = 0
 
 
 class Totals(msgspec.Struct):
@@ -184,6 +188,7 @@ class Totals(msgspec.Struct):
     refused_in_use: int = 0
     refused_not_cached: int = 0
     refused_no_room: int = 0
+    refused_no_memory: int = 0
     clears: int = 0
 
 

@@ -16,6 +16,9 @@ MAX_REMEMBERED = 256
 MAX_JOBS = 1024
 """Prefixes that may wait for passes; who asks for more is told "busy"."""
 
+MAX_BEGUN_JOBS = 4
+"""Jobs between two of their passes, which hold memory; others begin when one of them ends."""
+
 Namespace = tuple[str | None, str | None]
 """(extra_key, cache_salt): prompts of different ones share nothing."""
 
@@ -35,6 +38,8 @@ class Outcome(Enum):
     """The prefix left the tree."""
     ABORTED = "aborted"
     """A pass was aborted: somebody aborted all requests, or slots were short."""
+    NO_MEMORY = "no-memory"
+    """What its passes would see takes more memory than is allowed."""
     BUSY = "busy"
     """Too many prefixes wait."""
     FAILED = "failed"
@@ -96,7 +101,14 @@ class ScoringJobs:
 
     def next(self) -> ScoringJob | None:
         """The oldest job of the namespace whose turn it is: the one that had none, or had its last one longest ago."""
-        return min(self._by_node.values(), key=lambda job: self._turns.get(job.namespace, 0), default=None)
+        begun = [job for job in self._by_node.values() if job.observation is not None]
+        candidates = begun if len(begun) >= MAX_BEGUN_JOBS else self._by_node.values()
+        return min(candidates, key=lambda job: self._turns.get(job.namespace, 0), default=None)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that what passes have seen takes."""
+        return sum(job.observation.num_bytes for job in self._by_node.values() if job.observation is not None)
 
     def take_turn(self, job: ScoringJob) -> None:
         """A pass of a job begins."""
@@ -124,6 +136,11 @@ class ScoringJobs:
             del self._by_node[job.node]
         waiting = {other.namespace for other in self._by_node.values()}
         self._turns = {name: turn for name, turn in self._turns.items() if name in waiting}
+
+    def clear(self) -> None:
+        """All prefixes were dropped."""
+        for job in list(self._by_node.values()):
+            self.end(job, Outcome.DROPPED)
 
     def _tell(self, tickets: Collection[str], outcome: Outcome) -> None:
         for ticket in tickets:

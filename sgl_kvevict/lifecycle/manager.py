@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sgl_kvevict.compression import Compressor, PromptObservation, ReaderChunk
 from sgl_kvevict.guard import Guard, Place
+from sgl_kvevict.lifecycle.jobs import ScoringJobs
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.lifecycle.observer import CacheObserver
 from sgl_kvevict.lifecycle.ports import PassPort, TreePort
@@ -18,7 +19,6 @@ from sgl_kvevict.lifecycle.ranges import Ranges
 from sgl_kvevict.lifecycle.scoring import PrefixScoring
 from sgl_kvevict.lifecycle.spans import SpanTable
 from sgl_kvevict.lifecycle.votes import Votes
-from sgl_kvevict.policies.observation import Readers
 from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.ragged import SpanRuns
 from sgl_kvevict.request import RequestOptions
@@ -67,9 +67,9 @@ class PrefixManager:
         self.ranges = Ranges(tree, self.spans, compressor, guard)
         readers = compressor.policy.readers
         if readers is not None:
-            self.scoring = PrefixScoring(compressor, readers, self.ranges, guard)
-        if readers is Readers.QUESTIONS:
-            self.votes = Votes(compressor, self.ranges)
+            jobs = ScoringJobs()
+            self.votes = Votes(compressor, self.ranges, jobs)
+            self.scoring = PrefixScoring(compressor, readers, self.ranges, jobs, self.votes, guard)
 
     @property
     def observer(self) -> CacheObserver:
@@ -79,9 +79,14 @@ class PrefixManager:
     @observer.setter
     def observer(self, observer: CacheObserver) -> None:
         self._observer = observer
-        for part in (self.ranges, self.scoring):
+        for part in (self.ranges, self.scoring, self.votes):
             if part is not None:
                 part.observer = observer
+
+    @property
+    def observation_bytes(self) -> int:
+        """Memory, outside the pool, of what readers attended to and of what waits."""
+        return sum(part.num_bytes for part in (self.ranges, self.votes) if part is not None)
 
     # ---- what happens to requests -----------------------------------------------------------------------------
 
@@ -109,8 +114,12 @@ class PrefixManager:
         """
         with self.guard.at(Place.OBSERVATION):
             return self._observe(reader, node, start, end, prompt_len)
-        self._observations.pop(reader, None)
+        self.forget_observed(reader)
         return []
+
+    def forget_observed(self, reader: Reader) -> None:
+        """What was seen of a request is of no use: something went wrong."""
+        self._observations.pop(reader, None)
 
     def is_complete(self, reader: Reader) -> bool:
         """Whether the whole prompt of a request was prefilled, and has not been dealt with."""

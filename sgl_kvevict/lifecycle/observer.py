@@ -11,6 +11,7 @@ from sgl_kvevict.prefix import Segment, Span
 REFUSED_IN_USE = "in-use"
 REFUSED_NOT_CACHED = "not-cached"
 REFUSED_NO_ROOM = "no-room"
+REFUSED_NO_MEMORY = "no-memory"
 
 
 class CacheObserver:
@@ -32,7 +33,10 @@ class CacheObserver:
         """Extra forwards scored the tokens ``[start, end)``."""
 
     def refused(self, reason: str, num_tokens: int) -> None:
-        """Tokens could not be compressed (``in-use``), cached (``not-cached``) or scored (``no-room``)."""
+        """Tokens could not be compressed (``in-use``), cached (``not-cached``), scored (``no-room``) or observed.
+
+        The last is ``no-memory``: what was observed of them takes more than is allowed.
+        """
 
     def cleared(self) -> None:
         """The whole cache was flushed."""

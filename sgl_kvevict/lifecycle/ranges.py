@@ -12,7 +12,7 @@ from torch import Tensor
 from sgl_kvevict.compression import Compression, Compressor, PromptObservation, ReaderObservation
 from sgl_kvevict.guard import Guard, Place, accounting
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
-from sgl_kvevict.lifecycle.observer import REFUSED_IN_USE, CacheObserver
+from sgl_kvevict.lifecycle.observer import REFUSED_IN_USE, REFUSED_NO_MEMORY, CacheObserver
 from sgl_kvevict.lifecycle.ports import TreePort
 from sgl_kvevict.lifecycle.spans import SpanTable
 
@@ -39,6 +39,8 @@ class PendingRange:
 class Ranges:
     """Ranges that are compressed, and those that wait for it: at most one per node, the newest.
 
+    The oldest that wait are given up when what was observed of all of them takes too much memory.
+
     Args:
         tree: whose nodes.
         spans: what the nodes hold.
@@ -56,6 +58,7 @@ class Ranges:
         self._compressor = compressor
         self._guard = guard
         self._pending: dict[Node, PendingRange] = {}
+        self._bytes: dict[Node, int] = {}
 
     def __iter__(self) -> Iterator[PendingRange]:
         """Ranges that wait, oldest first."""
@@ -64,13 +67,20 @@ class Ranges:
     def __len__(self) -> int:
         return len(self._pending)
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the observations of ranges that wait take."""
+        return sum(self._bytes.values())
+
     def clear(self) -> None:
         """The tree was flushed."""
         self._pending.clear()
+        self._bytes.clear()
 
     def discard(self, node: Node) -> None:
         """Forget the range that ends at a node, if one waits."""
         self._pending.pop(node, None)
+        self._bytes.pop(node, None)
 
     def bounds(self, path: Sequence[Node]) -> tuple[int, int] | None:
         """Logical bounds of what is to be compressed of a path: up to its tail; None if it is too short."""
@@ -102,7 +112,7 @@ class Ranges:
         pending = PendingRange(self.node_ending_at(path, end), end, observation, who)
         if self._try(pending):
             return True
-        self._pending[pending.node] = pending
+        self._wait(pending)
         self.observer.refused(REFUSED_IN_USE, num_tokens)
         return False
 
@@ -121,6 +131,15 @@ class Ranges:
             if position > end:
                 break
         return self._tree.cut(path, end)
+
+    def _wait(self, pending: PendingRange) -> None:
+        self.discard(pending.node)
+        self._pending[pending.node] = pending
+        self._bytes[pending.node] = pending.observation.num_bytes
+        while self.num_bytes > self._compressor.config.observation_bytes:
+            oldest = next(iter(self._pending.values()))
+            self.discard(oldest.node)
+            self.observer.refused(REFUSED_NO_MEMORY, oldest.end)
 
     def _try(self, pending: PendingRange) -> bool:
         """Compress a range unless somebody else reads it; return whether the range is done with."""

@@ -15,12 +15,15 @@ from sgl_kvevict.lifecycle.observer import REFUSED_NO_ROOM, CacheObserver
 from sgl_kvevict.lifecycle.ports import PassPort, PassState
 from sgl_kvevict.lifecycle.probes import question_probes, repetition_probes
 from sgl_kvevict.lifecycle.ranges import Ranges
-from sgl_kvevict.lifecycle.votes import ANSWER_REACH
+from sgl_kvevict.lifecycle.votes import ANSWER_REACH, Votes
 from sgl_kvevict.policies.observation import Readers
 from sgl_kvevict.request import RequestOptions, ticket_digest
 
 PATIENCE = 8
 """Steps for which users' waiting requests go first; then one pass is let in, or a busy server never compressed."""
+
+MAX_WAITING_LESSONS = 16
+"""Prefixes that may wait with the last queries of a prompt to be learned from; further ones are only scored."""
 
 
 class PrefixScoring:
@@ -30,9 +33,11 @@ class PrefixScoring:
     passes nothing is held, so a prefix may be dropped, and its job with it.
 
     Args:
-        compressor: makes observations; its configuration says when a prefix is due.
+        compressor: its configuration says when a prefix is due; it learns from what was scored.
         readers: whom the policy learns from.
         ranges: compresses what was scored.
+        jobs: prefixes that wait for passes.
+        votes: makes room for what passes see.
         guard: holds errors of a job; the job then ends as "failed".
 
     Attributes:
@@ -41,13 +46,16 @@ class PrefixScoring:
         on_learned: told what came of a prefix that was learned from.
     """
 
-    def __init__(self, compressor: Compressor, readers: Readers, ranges: Ranges, guard: Guard) -> None:
+    def __init__(
+        self, compressor: Compressor, readers: Readers, ranges: Ranges, jobs: ScoringJobs, votes: Votes, guard: Guard
+    ) -> None:
         self.observer = CacheObserver()
-        self.jobs = ScoringJobs()
+        self.jobs = jobs
         self.readers = readers
         self.on_learned: Callable[[LessonResult], None] = lambda result: None
         self._compressor = compressor
         self._config = compressor.config
+        self._votes = votes
         self._ranges = ranges
         self._guard = guard
         self._matches: dict[Node, int] = {}
@@ -61,8 +69,8 @@ class PrefixScoring:
     def clear(self) -> None:
         """What was cached is gone, or of no use; a pass that waits is taken out of the queue between two steps."""
         self._matches.clear()
-        while (job := self.jobs.next()) is not None:
-            self._end(job, Outcome.DROPPED)
+        self.jobs.clear()
+        self._job = None
 
     def split(self, upper: Node, lower: Node) -> None:
         """A node was cut: who found the whole of it found its upper part."""
@@ -103,8 +111,10 @@ class PrefixScoring:
         self.jobs.end(ScoringJob(node, tickets=_tickets(wish)), Outcome.COMPRESSED if is_done else Outcome.IN_USE)
 
     def _lasting(self, prompt: PromptObservation) -> PromptObservation | None:
-        """What is kept of a prompt while its prefix waits: nothing, unless something is learned from it."""
-        return None if self._compressor.learner is None else prompt
+        """What is kept of a prompt while its prefix waits: nothing, unless something is to be learned from it."""
+        learner = self._compressor.learner
+        learns = learner is not None and learner.weights is None and len(self.jobs) < MAX_WAITING_LESSONS
+        return prompt if learns else None
 
     def _queue(self, job: ScoringJob) -> None:
         if self._ranges.bounds(path_to(job.node)) is None:
@@ -259,8 +269,10 @@ class PrefixScoring:
             self.observer.refused(REFUSED_NO_ROOM, num_tokens)
             self._end(job, Outcome.NO_ROOM)
             return False
-        job.observation = self._compressor.new_reader_observation(*bounds, ANSWER_REACH if job.questions else 0)
-        return True
+        job.observation = self._votes.new_observation(bounds, ANSWER_REACH if job.questions else 0)
+        if job.observation is None:
+            self._end(job, Outcome.NO_MEMORY)
+        return job.observation is not None
 
     def _end(self, job: ScoringJob, outcome: Outcome) -> None:
         self.jobs.end(job, outcome)

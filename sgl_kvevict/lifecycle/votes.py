@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from sgl_kvevict.compression import Compressor, ReaderObservation
+from sgl_kvevict.lifecycle.jobs import ScoringJobs
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of
+from sgl_kvevict.lifecycle.observer import REFUSED_NO_MEMORY, CacheObserver
 from sgl_kvevict.lifecycle.ranges import Ranges
+from sgl_kvevict.policies.observation import Readers
 
 ANSWER_REACH = 15
 """Tokens on each side of one that a question attends to that share its score: its answer may stand there."""
@@ -15,15 +19,42 @@ ANSWER_REACH = 15
 class Votes:
     """One observation per prefix, which its readers fill while they are prefilled, at no extra forward.
 
+    Votes and what passes see share one limit of memory; the oldest votes make room.
+
     Args:
-        compressor: makes observations; its configuration says how many votes decide.
+        compressor: makes observations; its configuration says how many votes decide, and how much they may take.
         ranges: compresses a prefix that enough readers voted on.
+        jobs: whose observations count for the limit.
+
+    Attributes:
+        observer: told of what had no room.
     """
 
-    def __init__(self, compressor: Compressor, ranges: Ranges) -> None:
+    def __init__(self, compressor: Compressor, ranges: Ranges, jobs: ScoringJobs) -> None:
+        self.observer = CacheObserver()
         self._compressor = compressor
+        self._config = compressor.config
         self._ranges = ranges
-        self._votes: dict[Node, ReaderObservation] = {}
+        self._jobs = jobs
+        self._votes: OrderedDict[Node, ReaderObservation] = OrderedDict()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that votes, and what passes have seen, take."""
+        return self._jobs.num_bytes + sum(vote.num_bytes for vote in self._votes.values())
+
+    def new_observation(self, bounds: tuple[int, int], reach: int) -> ReaderObservation | None:
+        """An empty observation, for which the oldest votes make room; None if there is none."""
+        observation = self._compressor.new_reader_observation(*bounds, reach)
+        excess = self.num_bytes + observation.num_bytes - self._config.observation_bytes
+        while excess > 0 and self._votes:
+            _, vote = self._votes.popitem(last=False)
+            excess -= vote.num_bytes
+            self.observer.refused(REFUSED_NO_MEMORY, vote.end - vote.start)
+        if excess <= 0:
+            return observation
+        self.observer.refused(REFUSED_NO_MEMORY, observation.end - observation.start)
+        return None
 
     def clear(self) -> None:
         """The tree was flushed."""
@@ -39,14 +70,18 @@ class Votes:
         Returns:
             None if the policy asks nobody, the prefix is too short, or this is not the request's first chunk.
         """
-        if self._compressor.config.score_after_matches is None or not path or length_of(path) != start:
+        asks = self._compressor.policy.readers is Readers.QUESTIONS and self._config.score_after_matches is not None
+        if not asks or not path or length_of(path) != start:
             return None
         bounds = self._ranges.bounds(path)
         if bounds is None:
             return None
         vote = self._votes.get(path[-1])
         if vote is None or vote.has_failed or (vote.start, vote.end) != bounds:
-            vote = self._votes[path[-1]] = self._compressor.new_reader_observation(*bounds, ANSWER_REACH)
+            self._votes.pop(path[-1], None)
+            vote = self.new_observation(bounds, ANSWER_REACH)
+            if vote is not None:
+                self._votes[path[-1]] = vote
         return vote
 
     def count(self, reader: Reader, first_query: int, path: Sequence[Node]) -> None:
@@ -63,7 +98,7 @@ class Votes:
             if end == first_query and node in self._votes:
                 vote = self._votes[node]
                 vote.end_reader(reader)
-                needed = self._compressor.config.score_after_matches
+                needed = self._config.score_after_matches
                 if needed is not None and vote.num_readers >= needed and not vote.has_failed:
                     del self._votes[node]
                     self._ranges.compress(node, vote.end, vote, reader)

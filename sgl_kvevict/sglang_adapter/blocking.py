@@ -57,8 +57,9 @@ class BlockingNodes:
             subtree.extend(step.children.values())
         for step in reversed(subtree):
             self._stale.pop(step, None)
-            freed = self._cache.tree_core.evict_device_leaf(step.id, is_write_back=False).device_frees
-            for kind, slots in freed.items():
+            result = self._cache.tree_core.evict_device_leaf(step.id, is_write_back=False)
+            while result.device_frees:  # SGLang checks that nothing was left in there
+                kind, slots = result.device_frees.popitem()
                 self._cache.components[kind].apply_component_action(FreeComponentDeviceSlot(slots, kind))
         return True
 

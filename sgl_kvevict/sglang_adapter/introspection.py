@@ -69,6 +69,8 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
         shared_spans=shared,
         readers=readers,
         max_readers=max_readers,
+        scoring_jobs=0 if tree.manager.scoring is None else len(tree.manager.scoring.jobs),
+        observation_bytes=tree.manager.observation_bytes,
     )
 
 
@@ -89,6 +91,7 @@ def cache_state(tree: KVEvictTree) -> dict[str, Any]:
         "total_slots": gauges.pool.total,
         "max_sharers": tree.manager.max_sharers,
         "pending_ranges": gauges.pending_ranges,
+        "observation_bytes": gauges.observation_bytes,
         "leaked_slots": gauges.pool.private - owned,
     }
     if tree.compressor is not None:

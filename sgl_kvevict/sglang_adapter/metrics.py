@@ -36,6 +36,8 @@ GAUGES: Mapping[str, tuple[str, Callable[[Gauges], float]]] = {
     "segments": ("Segments that store them.", lambda g: g.segments),
     "dead_entries": ("Entries stored that no span reads any more.", lambda g: g.dead_entries),
     "pending_ranges": ("Ranges that wait for their readers before they are compressed.", lambda g: g.pending_ranges),
+    "scoring_jobs": ("Prefixes that wait for scoring passes.", lambda g: g.scoring_jobs),
+    "observation_bytes": ("Memory, outside the pool, of what readers attended to.", lambda g: g.observation_bytes),
     "shared_spans": ("Spans that two or more running requests read.", lambda g: g.shared_spans),
     "readers_per_span": ("Running requests per span, on average.", lambda g: g.readers / max(g.spans, 1)),
     "max_readers_per_span": ("Running requests on the span that most read.", lambda g: g.max_readers),
@@ -63,6 +65,7 @@ REFUSALS: Mapping[str, Callable[[Totals], int]] = {
     "in-use": lambda t: t.refused_in_use,
     "not-cached": lambda t: t.refused_not_cached,
     "no-room": lambda t: t.refused_no_room,
+    "no-memory": lambda t: t.refused_no_memory,
 }
 COMPRESSION_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 

@@ -11,7 +11,7 @@ from sgl_kvevict.events.service import EventService
 from sgl_kvevict.events.types import Cleared, Compressed, Dropped, Refused, Repacked, ScoringPass, Split
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle.nodes import Node, tokens_of
-from sgl_kvevict.lifecycle.observer import REFUSED_IN_USE, REFUSED_NO_ROOM, CacheObserver
+from sgl_kvevict.lifecycle.observer import REFUSED_IN_USE, REFUSED_NO_MEMORY, REFUSED_NO_ROOM, CacheObserver
 from sgl_kvevict.prefix import Segment, Span
 
 
@@ -97,6 +97,8 @@ class CountingObserver(CacheObserver):
             self.totals.refused_in_use += 1
         elif reason == REFUSED_NO_ROOM:
             self.totals.refused_no_room += 1
+        elif reason == REFUSED_NO_MEMORY:
+            self.totals.refused_no_memory += 1
         else:
             self.totals.refused_not_cached += 1
 

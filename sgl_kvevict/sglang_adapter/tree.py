@@ -130,9 +130,12 @@ class KVEvictTree(UnifiedRadixCache):
         super().touch_prefix(self._allowed(key))
 
     def insert(self, params: InsertParams) -> InsertResult:
-        """Insert as stock; SGLang's split at the prompt's end is left out where it would cut an unsplittable span."""
+        """Insert as stock, unless the key ends inside an unsplittable span: then it is declined.
+
+        So are SGLang's split at the prompt's end, and checkpoints that stop short of what was prefilled.
+        """
         if self._blocking.find(params.key) is not None:
-            return InsertResult(prefix_len=len(params.key))
+            return InsertResult(prefix_len=len(params.key), rotation_tail_declined=True)
         return super().insert(params)
 
     def _allowed(self, key: RadixKey) -> RadixKey:
@@ -150,6 +153,8 @@ class KVEvictTree(UnifiedRadixCache):
         if self.disable:
             super().checkpoint(req, up_to=up_to, **kwargs)
             return
+        if _keeps_own_chunks(req, up_to):
+            return
         blocking = self._blocking.find(
             RadixKey(req.full_untruncated_fill_ids[:up_to], req.extra_key, cache_salt=req.cache_salt)
         )
@@ -160,6 +165,8 @@ class KVEvictTree(UnifiedRadixCache):
         if self.manager.is_complete(req):
             with self.guard.at(Place.PROMPT):
                 self.manager.prompt_complete(req, self.tree_core.node_by_id(req.last_node), self._wish_of(req))
+                return
+            self.manager.forget_observed(req)
 
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
         """A request let go of its path."""
@@ -189,3 +196,12 @@ class KVEvictTree(UnifiedRadixCache):
         """What a prefill of a request's tokens ``[start, end)`` adds to; see :meth:`PrefixManager.chunk_observed`."""
         node = self.tree_core.node_by_id(req.last_node)
         return self.manager.chunk_observed(req, node, start, end, len(req.full_untruncated_fill_ids))
+
+
+def _keeps_own_chunks(req: Req, up_to: int) -> bool:
+    """Whether a chunk of a prompt is cached only with the whole prompt, because log-probabilities of it are wanted.
+
+    From ``logprob_start_len`` on nothing is taken from the cache. A chunk that were cached would be exchanged for the
+    compressed prefix that is there already, and the next chunk's log-probabilities would be those of that.
+    """
+    return bool(req.return_logprob and 0 <= req.logprob_start_len < up_to < len(req.origin_input_ids))

@@ -79,8 +79,8 @@ def test_tables_and_plot_are_made_of_all_rows(tmp_path):
     table = policy_table(rows)
     assert "| 0.2 | kvevict | snapkv | 0.226 | 50 % | 0.40 | 0.400 | 0.300 |" in table
     assert "| 0.2 | kvpress | SnapKVPress | 0.226 | 22 % |" in table
-    default = plain_table([*rows, row(policy="reconstruction", score=0.6)])
-    assert "| 0.226 | reconstruction | 75 % | 226 | 2.5 | 1.5 |" in default and "snapkv" not in default
+    default = plain_table([*rows, row(policy="distilled", score=0.6)])
+    assert "| 0.226 | distilled | 75 % | 226 | 2.5 | 1.5 |" in default and "snapkv" not in default
     assert curves(rows) == {
         ("kvevict", "snapkv"): [(pytest.approx(0.226), pytest.approx(0.5))],
         ("kvpress", "SnapKVPress"): [(pytest.approx(0.226), pytest.approx(0.2 / 0.9))],

@@ -167,6 +167,19 @@ def test_memory_can_be_released_while_passes_run(server):
     assert plugin_state(server)["scoring_jobs"] == 0
 
 
+def test_log_probabilities_of_a_prompt_are_exact_from_its_beginning(server):
+    def logprobs(start: int) -> list[float]:
+        answer = ask(server, [*document(6), 7], 1, return_logprob=True, logprob_start_len=start)
+        return [value for value, *_ in answer["meta_info"]["input_token_logprobs"][1:]]
+
+    flush(server)
+    expected = logprobs(0)
+    assert outcome(server, warm(server, 6)) == "compressed"
+    assert logprobs(0) == pytest.approx(expected, abs=1e-3)
+    # From the middle on, what is before is read from the cache: they are those of the compressed prefix.
+    assert logprobs(300) != pytest.approx(expected[300:], abs=1e-3)
+
+
 @pytest.fixture(scope="module")
 def other_weights(tmp_path_factory, tiny_llama):
     return save_tiny_llama(tmp_path_factory.mktemp("other-llama"), seed=1)

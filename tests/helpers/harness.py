@@ -25,13 +25,12 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from torch.distributed import ProcessGroup
 
+from helpers.pseudo_random_policy import PseudoRandomPolicy
 from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies.observation import Readers, Signal
-from sgl_kvevict.policies.parts import Decision
+from sgl_kvevict.lifecycle.nodes import length_of, path_to
 from sgl_kvevict.prefix import SpanStore
-from sgl_kvevict.ragged import MergePlan, Selection
 from sgl_kvevict.sglang_adapter.introspection import cache_state
 from sgl_kvevict.sglang_adapter.span_component import FULL
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
@@ -56,40 +55,13 @@ def publish_server_args(folder: Path) -> None:
     publish(ServerArgs(model_path=str(folder), device="cpu", radix_cache_backend="kvevict"), role="scheduler")
 
 
-@dataclass(frozen=True)
-class PseudoRandomPolicy:
-    """Keeps a deterministic pseudo-random set with very uneven runs, another one on each rank; needs no signal."""
-
-    name: str = "pseudo-random"
-    window_size: int = 0
-    needs: frozenset[Signal] = frozenset()
-    splittable: bool = True
-    readers: Readers | None = None
-    rank: int = 0
-
-    def select(self, observe, geometry, total, protected, state=None):
-        observation = observe(0)
-        tokens = observation.num_tokens
-        generator = torch.Generator().manual_seed(observation.start * 1009 + tokens + self.rank * 7919)
-        runs = geometry.heads_per_token
-        score = torch.rand(runs, tokens, generator=generator) * torch.rand(runs, 1, generator=generator)
-        score[:, :protected] = 2.0
-        kept = torch.zeros(runs * tokens, dtype=torch.bool)
-        kept[score.flatten().topk(total).indices] = True
-        kept = kept.view(runs, tokens)
-        keep_lens = kept.sum(1).to(torch.int32).view(geometry.num_layers, geometry.num_kv_heads)
-        selection = Selection(keep_lens, kept.nonzero()[:, 1].to(torch.int32), total)
-        if self.splittable:
-            return Decision(selection)
-        runs, tokens_kept = kept.nonzero().unbind(1)
-        layers, heads = runs // geometry.num_kv_heads, runs % geometry.num_kv_heads
-        indptr = torch.arange(total + 1, dtype=torch.int32)
-        return Decision(selection, MergePlan(indptr, layers, heads, tokens_kept, torch.ones(total)))
-
-
 @dataclass
 class Harness:
-    """A scheduler in miniature: admits, prefills in chunks, decodes, finishes, retracts and flushes requests."""
+    """A scheduler in miniature: admits, prefills in chunks, decodes, finishes, retracts and flushes requests.
+
+    Attributes:
+        cache_grid: only multiples of so many tokens are cached, and found; as for models with a recurrent state.
+    """
 
     num_slots: int = 120
     num_rows: int = 8
@@ -99,6 +71,9 @@ class Harness:
     policy: PseudoRandomPolicy | None = field(default_factory=PseudoRandomPolicy)
     group: ProcessGroup | None = None
     eviction_policy: str = "lru"
+    eviction_config: dict | None = None
+    has_sessions: bool = False
+    cache_grid: int = 1
     geometry: KVGeometry = field(init=False)
 
     def __post_init__(self) -> None:
@@ -115,13 +90,22 @@ class Harness:
             page_size=1,
             attn_tp_cache_group=self.group,
             eviction_policy=self.eviction_policy,
+            eviction_policy_config=self.eviction_config,
+            enable_session_radix_cache=self.has_sessions,
             tree_components=(FULL,),
         )
         store = SpanStore(self.geometry, self.k, self.v)
         compressor = None if self.policy is None else Compressor(self.config, self.policy, store)
         self.tree = KVEvictTree(params, store, compressor)
+        if self.cache_grid > 1:
+            full = self.tree.components[FULL]
+            full.floor_cache_len = lambda length: length // self.cache_grid * self.cache_grid
+            full.create_match_validator = lambda match_device_only=False: self._is_on_grid
         self.live: list[Req] = []
         self._count = 0
+
+    def _is_on_grid(self, node) -> bool:
+        return length_of(path_to(node)) % self.cache_grid == 0
 
     # ---- what a scheduler does ------------------------------------------------------------------------------
 
@@ -160,17 +144,21 @@ class Harness:
         req.extend_end = end
         self._write_tokens(req, start, end, slots)
         self._forward(req, end)
-        for observation in self.tree.observe(req, start, end):
-            queries = torch.zeros(end - start, self.geometry.num_qo_heads, self.geometry.head_dim)
-            for layer in range(self.geometry.num_layers):
-                lse = torch.zeros(end - start, self.geometry.num_qo_heads)
-                observation.record(layer, queries, lse, self.k[layer], 1.0)
+        self._record(req, start, end)
         if end < total:
             checkpoint_kv_cache(req, self.tree)
         else:
             self._finish_prefill(req)
         self.check()
         return True
+
+    def _record(self, req: Req, start: int, end: int) -> None:
+        """Hand the chunk's queries to who observes them: zeros, which attend to all tokens alike."""
+        for observation in self.tree.observe(req, start, end):
+            queries = torch.zeros(end - start, self.geometry.num_qo_heads, self.geometry.head_dim)
+            lse = torch.log(torch.arange(start + 1, end + 1.0))[:, None].repeat(1, self.geometry.num_qo_heads)
+            for layer in range(self.geometry.num_layers):
+                observation.record(layer, queries, lse, self.k[layer], 1.0)
 
     def _finish_prefill(self, req: Req) -> None:
         req.output_ids.append(self._next_token(req))
@@ -302,11 +290,7 @@ class Harness:
                 zip(runs.starts.flatten().tolist(), runs.lens.flatten().tolist(), strict=True)
             ):
                 slots = runs.head_slots[begin : begin + length].long()
-                entries = self.k.view(-1, 2)[slots]
-                assert torch.equal(entries, -self.v.view(-1, 2)[slots])
-                assert entries[:, 1].tolist() == [run] * length
-                positions = [expected[code] for code in entries[:, 0].tolist()]
-                assert positions == sorted(set(positions))
+                self._check_run(run, self.k.view(-1, 2)[slots], self.v.view(-1, 2)[slots], expected)
             waterline += runs.num_tokens
         assert row[:waterline].eq(0).all()
         suffix = row[waterline:seq_len].long()
@@ -314,6 +298,13 @@ class Harness:
         want = torch.tensor(codes[waterline:]).view(1, -1, 1)
         assert torch.equal(self.k[:, suffix, :, 0], want.expand(2, -1, 2))
         assert torch.equal(self.v[:, suffix, :, 0], -want.expand(2, -1, 2))
+
+    def _check_run(self, run: int, keys: torch.Tensor, values: torch.Tensor, expected: dict[float, int]) -> None:
+        """Check the entries that one (layer, head) reads of a span, each against the tokens that it may stand for."""
+        assert torch.equal(keys, -values)
+        assert keys[:, 1].tolist() == [run] * len(keys)
+        positions = [expected[code] for code in keys[:, 0].tolist()]
+        assert positions == sorted(set(positions))
 
     # ---- conservation ---------------------------------------------------------------------------------------
 

@@ -12,9 +12,11 @@ from sglang.srt.managers.scheduler import Scheduler
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.lifecycle import jobs
 from sgl_kvevict.policies.observation import Readers
 from sgl_kvevict.request import ticket_digest
-from sgl_kvevict.sglang_adapter import operations, scoring
+from sgl_kvevict.sglang_adapter import operations
+from sgl_kvevict.sglang_adapter.introspection import cache_state
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 POLICIES = [*CacheAwarePolicy, *CacheAgnosticPolicy]
@@ -37,7 +39,7 @@ def warm(harness, tokens=DOCUMENT, extra_key=None, ticket=None):
 
 
 def outcome(harness, ticket) -> str | None:
-    return harness.tree.state()["warm_outcomes"].get(ticket_digest(ticket))
+    return cache_state(harness.tree)["warm_outcomes"].get(ticket_digest(ticket))
 
 
 class Priorities(MiniScheduler):
@@ -108,7 +110,7 @@ def test_a_waiting_pass_yields_and_its_job_goes_on_later():
     warm(harness, ticket="the-ticket-of-this")
     scheduler.turn()
     operations.before_flush(idle_scheduler(scheduler))
-    assert not scheduler.waiting_queue and harness.tree.scoring.num_jobs == 1
+    assert not scheduler.waiting_queue and len(harness.tree.manager.scoring.jobs) == 1
     assert scheduler.run_all() == 3 and outcome(harness, "the-ticket-of-this") == "compressed"
 
 
@@ -178,11 +180,11 @@ def test_jobs_of_several_namespaces_take_turns():
     scheduler.run_all()
     order = [req.extra_key for req in scheduler.passes]
     assert len(order) == 12 and order[:6] == ["busy", "other"] * 3 and set(order[6:]) == {"busy"}
-    assert scheduler.harness.tree.scoring._turns == {}
+    assert scheduler.harness.tree.manager.scoring.jobs._turns == {}
 
 
 def test_who_asks_for_more_than_can_wait_is_told(monkeypatch):
-    monkeypatch.setattr(scoring, "MAX_JOBS", 2)
+    monkeypatch.setattr(jobs, "MAX_JOBS", 2)
     harness, scheduler = cache()
     for i in range(3):
         warm(harness, [i, *DOCUMENT], ticket=f"ticket-of-number-{i}")
@@ -198,6 +200,16 @@ def test_everybody_who_asked_for_a_prefix_is_told():
     assert outcome(harness, "ticket-of-the-first") == outcome(harness, "ticket-of-the-second") == "compressed"
 
 
+def found(harness, tokens) -> int:
+    """Tokens that a new request finds in the cache."""
+    req = harness.request(tokens)
+    assert harness.admit(req)
+    num_tokens = req.prefix_len
+    harness.prefill(req)
+    harness.finish(req)
+    return num_tokens
+
+
 def change_weights(harness) -> None:
     manager = SimpleNamespace(scheduler=idle_scheduler(MiniScheduler(harness)))
     assert operations.around_change(lambda manager, value: value, manager, 5) == 5
@@ -207,11 +219,11 @@ def change_weights(harness) -> None:
 def test_nothing_compressed_is_found_under_other_weights(splittable):
     harness, _ = cache(readers=None, splittable=splittable)
     harness.finish(harness.run([*DOCUMENT, 1]))
-    harness.finish(harness.run([*DOCUMENT, 2]))
+    assert found(harness, [*DOCUMENT, 2]) >= (57 if splittable else 0)
     assert harness.tree.spans
     change_weights(harness)
     harness.check()
-    assert not harness.tree.spans and harness.run([*DOCUMENT, 3]).cached_tokens == 0
+    assert not harness.tree.spans and found(harness, [*DOCUMENT, 3]) == 0
 
 
 def test_readers_of_compressed_prefixes_run_on_and_then_these_go():
@@ -222,15 +234,15 @@ def test_readers_of_compressed_prefixes_run_on_and_then_these_go():
     assert harness.admit(half_way) and harness.prefill(half_way, 63)
     change_weights(harness)
     assert harness.tree.spans
-    later = harness.run([*DOCUMENT, 3])
-    assert later.cached_tokens == 0
+    later = harness.request([*DOCUMENT, 3])
+    assert harness.admit(later) and later.prefix_len == 0 and harness.prefill(later)
     assert harness.decode(reader) and harness.prefill(half_way) and harness.decode(later)
     harness.finish(half_way)
     assert harness.tree.spans
     harness.finish(reader)
     assert not harness.tree.spans
     harness.finish(later)
-    assert harness.run([*DOCUMENT, 5]).cached_tokens > 50
+    assert found(harness, [*DOCUMENT, 5]) > 50
 
 
 def test_jobs_votes_and_observations_do_not_survive_other_weights():
@@ -244,3 +256,20 @@ def test_jobs_votes_and_observations_do_not_survive_other_weights():
     assert harness.prefill(half_way)
     harness.finish(half_way)
     assert scheduler.run_all() == 0 and not harness.tree.spans
+
+
+@pytest.mark.parametrize("start", [0, 20])
+def test_log_probabilities_of_a_prompt_come_from_its_own_tokens(start):
+    """Also in later chunks: the prompt's chunks are not exchanged for the compressed prefix that is cached already."""
+    harness, _ = cache(readers=None)
+    harness.finish(harness.run([*DOCUMENT, 1]))
+    req = harness.request([*DOCUMENT, 2])
+    req.return_logprob, req.logprob_start_len = True, start
+    assert harness.admit(req) and req.prefix_len == start
+    for end in (25, 40, 50):
+        assert harness.prefill(req, end)
+        (path,) = harness.tree.read_paths([req])
+        assert sum(runs.num_tokens for runs in path) == start
+    assert harness.prefill(req) and harness.decode(req)
+    harness.finish(req)
+    assert harness.allocator.available_size() + harness.tree.evictable_size() == harness.num_slots

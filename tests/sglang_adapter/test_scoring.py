@@ -196,6 +196,15 @@ def test_what_questions_attend_to_reaches_around(monkeypatch, readers, options, 
     assert [observation.reach for observation in built] == [reach] and spans(harness) == [(0, 56)]
 
 
+def test_a_prefix_can_be_asked_for_with_the_vote_that_has_it_compressed():
+    harness, scheduler = cache(Readers.QUESTIONS)
+    ask(harness, 1, 2, 3)
+    asker = harness.run([*DOCUMENT, *range(20)], options={**WARM, "questions": ["who"]})
+    assert spans(harness) == [(0, 56)]
+    harness.finish(asker)
+    assert scheduler.run_all() == 1 and spans(harness)[-1][1] == 76
+
+
 def test_a_voter_that_others_read_with_is_compressed_later():
     harness, _ = cache(Readers.QUESTIONS)
     reader = harness.run([*DOCUMENT, 1, 2, 3])

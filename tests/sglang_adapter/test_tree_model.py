@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import pytest
@@ -27,10 +28,12 @@ class CacheMachine(RuleBasedStateMachine):
 
     policy: PseudoRandomPolicy | None = PseudoRandomPolicy()
     num_slots = 130
+    options: ClassVar[dict[str, Any]] = {}
+    num_operations = 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.harness = Harness(num_slots=self.num_slots, num_rows=6, policy=self.policy)
+        self.harness = Harness(num_slots=self.num_slots, num_rows=6, policy=self.policy, **self.options)
         self.prefilling = []
         self.decoding = []
         self.finished_texts = []
@@ -47,9 +50,11 @@ class CacheMachine(RuleBasedStateMachine):
         extra_key=st.sampled_from([None, None, None, "tenant"]),
         max_new_tokens=st.sampled_from([1, 8, 8]),
         first_chunk=st.sampled_from([0, 5, 20, 200, 200, 200]),
+        rid=st.sampled_from(["same", "kvevict-pass-1", "other"]),
     )
-    def submit(self, base, shared, suffix, extra_key, max_new_tokens, first_chunk):
+    def submit(self, base, shared, suffix, extra_key, max_new_tokens, first_chunk, rid):
         req = self.harness.request(base[:shared] + suffix, extra_key)
+        req.rid = rid  # clients choose names, also ones that are in use
         req.sampling_params.max_new_tokens = max_new_tokens
         self._admit(req, first_chunk)
 
@@ -107,6 +112,11 @@ class CacheMachine(RuleBasedStateMachine):
     def evict(self, count):
         self.harness.evict(count)
 
+    @precondition(lambda self: len(self.finished_texts) > 2)
+    @rule()
+    def change_weights(self):
+        self.harness.tree.forget_compressed()
+
     @precondition(lambda self: not self.harness.live and len(self.finished_texts) > 3)
     @rule()
     def flush(self):
@@ -115,6 +125,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def conserved(self):
+        CacheMachine.num_operations += 1
         self.harness.check()
 
     def teardown(self):
@@ -164,6 +175,54 @@ class VotesMachine(CacheMachine):
     policy = PseudoRandomPolicy(readers=Readers.QUESTIONS)
 
 
+class CoarseMachine(CacheMachine):
+    """SGLang caches some lengths only, as for models with a recurrent state: checkpoints stop short of prompts."""
+
+    options: ClassVar[dict[str, Any]] = {"cache_grid": 7}
+
+
+class CoarseUnsplittableMachine(CoarseMachine):
+    """The same with spans that cannot be cut."""
+
+    policy = PseudoRandomPolicy(splittable=False)
+
+
+class TailMachine(CacheMachine):
+    """T-LRU decides which leaf goes (`--radix-eviction-policy tlru`)."""
+
+    options: ClassVar[dict[str, Any]] = {
+        "eviction_policy": "tlru",
+        "eviction_config": {"threshold": 20, "next_prompt_estimate": 5},
+    }
+
+
+class FrequencyMachine(CacheMachine):
+    """So does an order that needs no bookkeeping of its own, with spans that cannot be cut."""
+
+    policy = PseudoRandomPolicy(splittable=False)
+    options: ClassVar[dict[str, Any]] = {"eviction_policy": "lfu"}
+
+
+class SessionMachine(CacheMachine):
+    """Requests belong to sessions, whose prefixes go last (`--enable-session-radix-cache`)."""
+
+    options: ClassVar[dict[str, Any]] = {"has_sessions": True}
+    def _admit(self, req, first_chunk):
+        session = ["", "first", "second", "third"][sum(req.origin_input_ids) % 4]
+        if session and req.session_id is None:
+            req.session_id = session
+            req.session_generation = self.harness.tree.ensure_session_generation(session)
+        super()._admit(req, first_chunk)
+
+    @rule(session=st.sampled_from(["first", "second", "third"]))
+    def close_session(self, session):
+        self.harness.tree.release_radix_session(session)
+
+    @rule(session=st.sampled_from(["first", "second", "third"]))
+    def open_session(self, session):
+        self.harness.tree.open_radix_session(session)
+
+
 class StockMachine(CacheMachine):
     """Policy ``none``: the same accounting without any compression."""
 
@@ -171,7 +230,7 @@ class StockMachine(CacheMachine):
 
 
 SETTINGS = settings(
-    max_examples=120,
+    max_examples=60,
     stateful_step_count=40,
     deadline=None,
     report_multiple_bugs=False,
@@ -187,7 +246,21 @@ def server_args():
         yield
 
 
-@pytest.mark.parametrize("machine", [CacheMachine, UnsplittableMachine, PassesMachine, VotesMachine, StockMachine])
+MACHINES = (
+    CacheMachine,
+    UnsplittableMachine,
+    PassesMachine,
+    VotesMachine,
+    CoarseMachine,
+    CoarseUnsplittableMachine,
+    TailMachine,
+    FrequencyMachine,
+    SessionMachine,
+    StockMachine,
+)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
 def test_random_sequences(machine):
     case = machine.TestCase
     case.settings = SETTINGS

@@ -1,0 +1,67 @@
+"""A week's traffic in fast motion through tree, scoring and events: memory stays where it is."""
+
+from __future__ import annotations
+
+import gc
+import random
+import resource
+
+from campaign.machine import build
+from campaign.parts import Counts
+
+from helpers.event_sockets import description_of
+from helpers.passes import MiniScheduler
+from sgl_kvevict.config import EventsConfig
+from sgl_kvevict.events.service import EventService
+from sgl_kvevict.sglang_adapter.introspection import cache_state
+from sgl_kvevict.sglang_adapter.observers import CountingObserver, ObserverGroup, PublishingObserver
+
+POLICIES = ("reconstruction", "questions", "snapkv")
+MAX_GROWTH_MB = 40.0
+
+
+def unit(seed: int, share: float) -> Counts:
+    """One cache under thousands of requests; the second half must not need more memory than the first."""
+    harness = build(POLICIES[seed % len(POLICIES)], {})
+    harness.check = lambda: None  # type: ignore[method-assign]
+    config = EventsConfig(endpoint=None, replay_endpoint=None, inspect_endpoint=None, buffer_steps=100)
+    service = EventService(config, description_of(config))
+    counting = CountingObserver(harness.geometry.heads_per_token)
+    published = PublishingObserver(service, "any", harness.geometry.heads_per_token)
+    harness.tree.manager.observer = ObserverGroup([counting, published], harness.tree.guard)
+    rng = random.Random(seed)
+    half = int(10_000 * share)
+    try:
+        _traffic(harness, rng, half)
+        before = _resident_mb()
+        _traffic(harness, rng, half)
+        growth = _resident_mb() - before
+    finally:
+        service.close()
+    assert growth < MAX_GROWTH_MB, f"seed {seed}: {growth:.0f} MB more after {half} requests"
+    state = cache_state(harness.tree)
+    assert state["observation_bytes"] <= 2 * harness.config.observation_bytes
+    assert not any(harness.tree.guard.errors.values())
+    return {"done": 2 * half, "compressions": counting.totals.compressions, "largest growth (MB)": growth}
+
+
+def _traffic(harness, rng: random.Random, num_requests: int) -> None:
+    scheduler = MiniScheduler(harness)
+    for _ in range(num_requests):
+        document = rng.choice([rng.randrange(10**6), rng.randrange(5)])
+        tokens = [document // 11**i % 11 for i in range(6)] + [i * 7 % 11 for i in range(30)]
+        options = None
+        if harness.tree.manager.scoring is not None and rng.random() < 0.2:
+            options = {"warm": True, "questions": ["who?"], "ticket": f"ticket {rng.random():.12f}"}
+        req = harness.run([*tokens, rng.randrange(11)], rng.choice([None, f"tenant {document}"]), options=options)
+        if req is not None:
+            harness.retract(req) if rng.random() < 0.2 else harness.finish(req)
+        if harness.tree.manager.scoring is not None and rng.random() < 0.5:
+            scheduler.run_pass()
+            scheduler.passes.clear()
+
+
+def _resident_mb() -> float:
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() / 2**20

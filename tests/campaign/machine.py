@@ -1,0 +1,173 @@
+"""Random operations on the harness with real policies: every forward reads back what its request may read."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from campaign.parts import Counts
+from sglang.srt.managers.schedule_batch import Req
+from torch import distributed
+
+from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.passes import MiniScheduler
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.policies.registry import build_policy
+from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+
+POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("reconstruction", {}),
+    ("questions", {}),
+    ("d2o", {"direction": "causal"}),
+    ("d2o", {"direction": "any"}),
+    ("k-vec", {}),
+    ("chunkkv", {"reuse_layers": 2}),
+    ("snapkv", {}),
+)
+TWO_RANKS = "two ranks"
+DOCUMENTS = ([i * 7 % 11 for i in range(70)], [i * 5 % 7 for i in range(70)])
+ACTIONS = ["submit"] * 6 + ["chunk"] * 4 + ["decode"] * 4 + ["finish"] * 4 + ["retract", "drop", "drop", "pass", "pass"]
+RARE = ["flush", "weights"]
+
+
+class MergedHarness(Harness):
+    """For policies that store weighted sums of entries: a token's code says where its text began, and nothing more.
+
+    A sum over tokens of one text is that code again; a token of another text or namespace changes it.
+    """
+
+    def _codes(self, req: Req, end: int) -> list[float]:
+        code = zlib.crc32(repr((req.extra_key, req.origin_input_ids[0])).encode()) % 1000
+        tokens = [*req.origin_input_ids, *req.output_ids]
+        return [float(code)] * len(tokens[:end])
+
+    def _check_run(self, run: int, keys: torch.Tensor, values: torch.Tensor, expected: dict[float, int]) -> None:
+        if len(keys):
+            (code,) = expected
+            want = torch.tensor([code, float(run)]).expand(len(keys), 2)
+            torch.testing.assert_close(keys, want, rtol=1e-4, atol=1e-3)
+            torch.testing.assert_close(values, -want, rtol=1e-4, atol=1e-3)
+
+
+@cache
+def _published() -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory()
+    publish_server_args(Path(folder.name))
+    return folder
+
+
+def build(name: str, options: dict[str, Any]) -> Harness:
+    """A small cache with a real policy."""
+    _published()
+    config = KVEvictConfig(
+        policy=name,
+        budget=0.4,
+        tail_tokens=4,
+        sink_tokens=2,
+        min_prefix_tokens=6,
+        scoring_pass_tokens=20,
+        policy_options=options,
+    )
+    kind = MergedHarness if name == "d2o" else Harness
+    return kind(num_slots=200, num_rows=6, config=config, policy=build_policy(name, options))
+
+
+def drive(harness: Harness, rng: random.Random, steps: int) -> None:
+    """Do random operations; the harness checks contents and conservation after each."""
+    scheduler = None if harness.tree.manager.scoring is None else MiniScheduler(harness)
+    for _ in range(steps):
+        action = rng.choice(RARE) if rng.random() < 0.01 else rng.choice(ACTIONS)
+        _act(harness, scheduler, rng, action)
+    for req in tuple(harness.live):
+        harness.retract(req) if req.kv.holds_kv else harness._cancel(req)
+    total = harness.allocator.available_size() + harness.tree.evictable_size()
+    assert total == harness.num_slots and harness.tree.protected_size() == 0
+
+
+def _act(harness: Harness, scheduler: MiniScheduler | None, rng: random.Random, action: str) -> None:
+    decoding = [req for req in harness.live if req.output_ids]
+    prefilling = [req for req in harness.live if not req.output_ids]
+    if action == "submit":
+        _submit(harness, rng)
+    elif action == "chunk" and prefilling:
+        req = rng.choice(prefilling)
+        harness.prefill(req, req.prefix_len + rng.choice([1, 7, 30, 200]))
+    elif action == "drop":
+        harness.evict(rng.choice([5, 20, 60]))
+    elif action == "pass" and scheduler is not None:
+        scheduler.run_pass(rng.choice([None, 13]))
+    elif action == "weights":
+        harness.tree.forget_compressed()
+    elif action == "flush" and not harness.live:
+        harness.flush()
+    elif decoding and action in ("decode", "finish", "retract"):
+        getattr(harness, action)(rng.choice(decoding))
+
+
+def _submit(harness: Harness, rng: random.Random) -> None:
+    base = rng.choice(DOCUMENTS)[: rng.choice([0, 9, 20, 35, 50, 70])]
+    options = None
+    if harness.tree.manager.scoring is not None and rng.random() < 0.3:
+        options = {"warm": True, "questions": ["who?"] * rng.randrange(3), "ticket": f"ticket {rng.random():.12f}"}
+    suffix = [rng.randrange(11) for _ in range(rng.randrange(1, 12))]
+    req = harness.request(base + suffix, rng.choice([None, None, "tenant"]), options)
+    req.rid = rng.choice(["same", "kvevict-pass-1", "other"])
+    req.sampling_params.max_new_tokens = rng.choice([1, 3, 8])
+    if harness.admit(req) and rng.random() < 0.7:
+        harness.prefill(req)
+
+
+def unit(seed: int, share: float) -> Counts:
+    """One cache of one policy, or two tensor-parallel ranks."""
+    steps = int(2000 * share)
+    number = seed % (len(POLICIES) + 1)
+    name, options = POLICIES[number] if number < len(POLICIES) else (TWO_RANKS, {})
+    try:
+        if name == TWO_RANKS:
+            _drive_two_ranks(seed, steps)
+        else:
+            drive(build(name, options), random.Random(seed), steps)
+    except Exception as error:
+        raise AssertionError(f"policy {name} {options}, seed {seed}, {steps} steps") from error
+    return {"done": steps, f"operations with {name}": steps}
+
+
+def _drive_two_ranks(seed: int, steps: int) -> None:
+    """The same operations on two ranks that keep other entries; their trees must stay the same, slot for slot."""
+    _published()
+    store = distributed.HashStore()
+
+    def rank(number: int) -> list[tuple[int, int]]:
+        group = distributed.ProcessGroupGloo(store, number, 2, timedelta(seconds=60))
+        harness = Harness(num_slots=200, num_rows=6, policy=PseudoRandomPolicy(rank=number), group=group)
+        drive(harness, random.Random(seed), steps)
+        return [(len(node.key), harness.tree.node_slots(node)) for node in harness.tree.nodes()]
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(rank, range(2))
+    assert first == second
+
+
+@contextmanager
+def requests_known_by_name() -> Iterator[None]:
+    """Mutation: what a forward reads is looked up by the name that a client chose, as it once was."""
+    original = KVEvictTree.read_paths
+
+    def by_name(tree: Any, readers: Any) -> Any:
+        named = {req.rid: req for req in sorted(tree.manager.readers, key=lambda req: req.rid)}
+        return original(tree, [named.get(req.rid, req) for req in readers])
+
+    KVEvictTree.read_paths = by_name  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        KVEvictTree.read_paths = original  # type: ignore[method-assign]

@@ -1,0 +1,94 @@
+"""An exception at any guarded place of a running server fails one request or job: traffic goes on, nothing leaks."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import urllib.error
+from pathlib import Path
+
+import pytest
+
+from helpers.faults import FAULT_FILE, FAULTS
+from helpers.tiny_model import VOCAB_SIZE
+from helpers.traffic import generate, idle_state, random_jobs, run_jobs
+from sgl_kvevict.guard import Place
+from sgl_kvevict.launcher import free_port
+from sgl_kvevict.measure import plugin_state
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+TESTS = Path(__file__).resolve().parents[1]
+FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "4000", "--context-length", "1024")
+
+
+@pytest.fixture(scope="module")
+def fault(tmp_path_factory) -> Path:
+    """The file that says what breaks."""
+    path = tmp_path_factory.mktemp("fault") / "place"
+    path.write_text("")
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(start, tiny_llama, fault):
+    events = {name: f"tcp://127.0.0.1:{free_port()}" for name in ("endpoint", "replay_endpoint", "inspect_endpoint")}
+    config = {"policy": "helpers.faults:breakable", "min_prefix_tokens": 48, "tail_tokens": 16}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(TESTS))
+
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
+        return start(
+            tiny_llama, *FLAGS, "--enable-metrics", config={**config, "events": events}, env={FAULT_FILE: str(fault)}
+        )
+
+
+def traffic(server, seed: int) -> None:
+    """Shared prefixes, so that passes, compressions and releases happen; every request is answered."""
+    rng = random.Random(seed)
+    document = [rng.randrange(3, VOCAB_SIZE) for _ in range(300)]
+    for _ in range(2):
+        suffix = [rng.randrange(3, VOCAB_SIZE) for _ in range(20)]
+        assert len(generate(server, document + suffix, 4)["output_ids"]) == 4
+    jobs = random_jobs(30, seed=seed, vocab_size=VOCAB_SIZE, aborts=False)
+    outputs = run_jobs(server, jobs, concurrency=6)
+    assert all(len(outputs[job.rid]) == max(job.max_new_tokens, 1) or not job.max_new_tokens for job in jobs)
+
+
+def wait_for(condition) -> None:
+    for _ in range(200):
+        if condition():
+            return
+        time.sleep(0.05)
+    raise AssertionError("nothing happened")
+
+
+def test_every_place_has_a_fault():
+    assert set(FAULTS) == set(Place)
+
+
+@pytest.mark.parametrize("place", Place, ids=lambda place: place.value)
+def test_a_fault_stays_where_it_happens(server, fault, place):
+    seed = list(Place).index(place)
+    fault.write_text(place.value)
+    if place is Place.OPTIONS:
+        with pytest.raises(urllib.error.HTTPError) as error:
+            generate(server, [5, 6, 7], 4)
+        assert error.value.code == 500
+    else:
+        traffic(server, seed)
+    wait_for(lambda: plugin_state(server)["errors"].get(place.value, 0) > 0)
+    fault.write_text("")
+    before = plugin_state(server)
+    traffic(server, 100 + seed)
+    wait_for(lambda: plugin_state(server)["scoring_jobs"] == 0)
+    state = idle_state(server)
+    assert state["compressions"] > before["compressions"]
+    assert state["errors"] == before["errors"]
+    assert state["free_slots"] + state["evictable_slots"] == state["total_slots"] and state["leaked_slots"] == 0
+    assert server.leak_messages() == []
+    series = f'place="{place.value}"'
+    wait_for(lambda: any("errors_total" in line and series in line and not line.endswith(" 0.0") for line in
+                         server.get_text("/metrics").splitlines()))  # fmt: skip
+    assert server.log().count(f"an error at '{place.value}' was held") == 1  # with its trace, once

@@ -1,0 +1,245 @@
+"""A prefix tree without SGLang: nodes, locks, rows and a pool of slots, for tests of the life of a prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sgl_kvevict.compression import Compressor
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.guard import Guard
+from sgl_kvevict.lifecycle import PrefixManager
+from sgl_kvevict.lifecycle.manager import Released
+from sgl_kvevict.lifecycle.nodes import path_to
+from sgl_kvevict.lifecycle.ports import PassState
+from sgl_kvevict.prefix import SpanStore
+
+CONFIG = KVEvictConfig(
+    budget=0.5, tail_tokens=2, sink_tokens=0, min_prefix_tokens=4, scoring_pass_tokens=16, score_after_matches=1
+)
+
+
+@dataclass
+class FakeKey:
+    """Tokens of a node."""
+
+    token_ids: list[int]
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(eq=False)
+class FakeNode:
+    """A node that knows its neighbours, its slots and how often it is locked."""
+
+    id: int
+    key: FakeKey
+    parent: FakeNode | None = None
+    children: dict[int, FakeNode] = field(default_factory=dict)
+    slots: Tensor | None = None
+    charged: int = 0
+    locks: int = 0
+    last_access_time: float = 0.0
+
+
+@dataclass(eq=False)
+class FakeReader:
+    """A request: what it locks, and which slots its tokens have."""
+
+    node: FakeNode | None
+    row: Tensor
+
+
+class FakeTree:
+    """Implements the tree's port, and what a test does to a tree.
+
+    Attributes:
+        manager: told of everything.
+        free_slots: slots that came back.
+        cuts: positions at which nodes were split.
+    """
+
+    def __init__(self, policy: object, config: KVEvictConfig = CONFIG, num_slots: int = 400) -> None:
+        self.geometry = KVGeometry(2, 2, 2, 2, num_slots)
+        arena = torch.zeros(2, num_slots, 2, 2)
+        store = SpanStore(self.geometry, arena, arena.clone())
+        self.guard = Guard()
+        self.manager = PrefixManager(self, store, Compressor(config, policy, store), self.guard)
+        self.root = FakeNode(0, FakeKey([]))
+        self.free_slots: list[int] = []
+        self.cuts: list[int] = []
+        self._next_slot = 1
+        self._count = 0
+
+    # ---- what a test does -----------------------------------------------------------------------------------------
+
+    def add(self, num_tokens: int, parent: FakeNode | None = None, extra_key: str | None = None) -> FakeNode:
+        """Insert a node below another one."""
+        self._count += 1
+        above = parent or self.root
+        node = FakeNode(self._count, FakeKey(list(range(num_tokens)), extra_key), above)
+        node.slots = torch.arange(self._next_slot, self._next_slot + num_tokens)
+        node.charged = num_tokens
+        self._next_slot += num_tokens
+        above.children[node.id] = node
+        return node
+
+    def reader(self, node: FakeNode) -> FakeReader:
+        """A request that matches a path, and locks it."""
+        row = torch.cat([each.slots for each in path_to(node)] + [torch.zeros(64, dtype=torch.int64)])
+        reader = FakeReader(None, row)
+        self.manager.matched(reader)
+        self.lock(reader, node)
+        return reader
+
+    def lock(self, reader: FakeReader, node: FakeNode) -> None:
+        """Move a reader's lock."""
+        self.unlock(reader)
+        reader.node = node
+        for each in path_to(node):
+            each.locks += 1
+
+    def unlock(self, reader: FakeReader) -> None:
+        """Take a reader's lock away."""
+        if reader.node is not None:
+            for each in path_to(reader.node):
+                each.locks -= 1
+        reader.node = None
+
+    def prompt(self, node: FakeNode, found: FakeNode | None = None, **wish: object) -> FakeReader:
+        """A request whose prompt was prefilled to the end of ``node``; the cache held it up to ``found``."""
+        reader = self.reader(node)
+        start = 0 if found is None else sum(len(each.key) for each in path_to(found))
+        end = sum(len(each.key) for each in path_to(node))
+        self.observe(reader, found or self.root, start, end)
+        self.complete(reader, node, **wish)
+        return reader
+
+    def observe(self, reader: FakeReader, node: FakeNode, start: int, end: int, prompt_len: int | None = None) -> list:
+        """A prefill runs."""
+        return self.manager.chunk_observed(reader, node, start, end, end if prompt_len is None else prompt_len)
+
+    def complete(self, reader: FakeReader, node: FakeNode, **wish: object) -> None:
+        """A prompt is in the tree."""
+        from sgl_kvevict.request import RequestOptions
+
+        self.manager.prompt_complete(reader, node, RequestOptions(**wish) if wish else None)
+
+    def release(self, reader: FakeReader, why: Released = Released.FINISHED) -> None:
+        """A request lets go."""
+        self.unlock(reader)
+        self.manager.released(reader, why)
+
+    def drop(self, node: FakeNode) -> int:
+        """A leaf leaves the tree; returns the slots that came back."""
+        assert node.locks == 0 and not node.children and node.parent is not None
+        del node.parent.children[node.id]
+        slots = self.manager.dropped(node)
+        slots = node.slots if slots is None else slots
+        self.free(slots)
+        return len(slots)
+
+    # ---- the port -------------------------------------------------------------------------------------------------
+
+    def num_locks(self, node: FakeNode) -> int:
+        return node.locks
+
+    def locked_by(self, reader: FakeReader) -> FakeNode | None:
+        return reader.node
+
+    def cut(self, path: Sequence[FakeNode], end: int) -> FakeNode:
+        self.cuts.append(end)
+        position = 0
+        for node in path:
+            if position + len(node.key) > end:
+                break
+            position += len(node.key)
+        else:
+            raise AssertionError("nothing to cut")
+        size = end - position
+        self._count += 1
+        upper = FakeNode(self._count, FakeKey(node.key.token_ids[:size], node.key.extra_key), node.parent)
+        upper.locks, upper.children = node.locks, {node.id: node}
+        upper.slots, node.slots = node.slots[:size], node.slots[size:]
+        del node.parent.children[node.id]
+        node.parent.children[upper.id] = upper
+        node.parent, node.key = upper, FakeKey(node.key.token_ids[size:], node.key.extra_key)
+        self.manager.split(upper, node)
+        for each in (upper, node):
+            span = self.manager.spans.get(each)
+            each.charged = len(each.key) if span is None else span.charged_slots
+        return upper
+
+    def token_slots(self, nodes: Sequence[FakeNode]) -> Tensor:
+        return torch.cat([node.slots for node in nodes])
+
+    def hold_span(self, node: FakeNode) -> None:
+        node.slots = torch.zeros_like(node.slots)
+
+    def charge(self, node: FakeNode, num_slots: int) -> None:
+        node.charged += num_slots
+
+    def free(self, token_slots: Tensor) -> None:
+        self.free_slots += token_slots.tolist()
+
+    def row(self, reader: FakeReader, start: int, end: int) -> Tensor:
+        return reader.row[start:end]
+
+    def clear_row(self, reader: FakeReader, end: int) -> None:
+        reader.row[:end] = 0
+
+    def largest(self, value: int, *same: int) -> int:
+        return value
+
+
+class FakePasses:
+    """Implements the scheduler's port.
+
+    Attributes:
+        started: passes, as (last node of the prefix, probe).
+    """
+
+    tokenizer = None
+    room = 1000
+    users_wait = False
+    is_paused = False
+
+    def __init__(self, tree: FakeTree) -> None:
+        self.tree = tree
+        self.started: list[tuple[FakeNode, list[int]]] = []
+        self.waiting: list[FakeReader] = []
+
+    def start(self, node: FakeNode, probe: Sequence[int]) -> FakeReader:
+        self.started.append((node, list(probe)))
+        reader = FakeReader(None, torch.zeros(1000, dtype=torch.int64))
+        self.waiting.append(reader)
+        return reader
+
+    def state(self, reader: FakeReader) -> PassState:
+        if reader.node is not None:
+            return PassState.RUNNING
+        return PassState.WAITING if reader in self.waiting else PassState.GONE
+
+    def withdraw(self, reader: FakeReader) -> None:
+        self.waiting.remove(reader)
+
+    def run(self, why: Released = Released.FINISHED) -> bool:
+        """Run the next pass to its end; False if there is none."""
+        self.tree.manager.between_steps(self)
+        if not self.waiting:
+            return False
+        reader, (node, _) = self.waiting.pop(), self.started[-1]
+        self.tree.manager.matched(reader)
+        self.tree.lock(reader, node)
+        length = sum(len(each.key) for each in path_to(node))
+        reader.row[:length] = torch.cat([each.slots for each in path_to(node)])
+        self.tree.observe(reader, node, length, length + 10)
+        self.tree.release(reader, why)
+        return True

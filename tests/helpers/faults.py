@@ -1,0 +1,60 @@
+"""A policy for tests that breaks the server it runs in, place by place, when a file says so.
+
+SGLang's scheduler process loads the policy (``"policy": "helpers.faults:breakable"``) before any request comes. From
+then on the file named by ``FAULT_FILE`` holds the name of the place that is to fail, or nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pkgutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from sgl_kvevict.guard import Place
+from sgl_kvevict.policies.policy import Policy
+from sgl_kvevict.policies.registry import build_policy
+
+FAULT_FILE = "KVEVICT_TEST_FAULT_FILE"
+ADAPTER = "sgl_kvevict.sglang_adapter"
+LIFECYCLE = "sgl_kvevict.lifecycle"
+FAULTS: Mapping[Place, str] = {
+    Place.OPTIONS: f"{ADAPTER}.request_check.parse_request_options",
+    Place.PROMPT: f"{LIFECYCLE}.manager.PrefixManager.prompt_complete",
+    Place.PASS: f"{LIFECYCLE}.scoring.repetition_probes",
+    Place.OBSERVATION: "sgl_kvevict.compression.ReaderChunk.record",
+    Place.COMPRESSION: "sgl_kvevict.compression.Compressor.compress",
+    Place.RELEASE: f"{LIFECYCLE}.ranges.Ranges.try_pending",
+    Place.OBSERVER: f"{ADAPTER}.observers.CountingObserver.scored",
+    Place.SOCKETS: "sgl_kvevict.events.service.EventService._publish_queued",
+    Place.STATE: f"{ADAPTER}.introspection.cache_state",
+}
+"""A function that runs at each guarded place."""
+
+
+class InjectedFault(Exception):
+    """What goes wrong."""
+
+
+def breakable(**options: Any) -> Policy:
+    """Return the default policy, in a process that fails on demand."""
+    path = Path(os.environ[FAULT_FILE])
+    for place, target in FAULTS.items():
+        owner_name, _, name = target.rpartition(".")
+        owner = pkgutil.resolve_name(owner_name)
+        setattr(owner, name, _breakable(getattr(owner, name), place, path))
+    policy = build_policy("reconstruction", options)
+    assert policy is not None
+    return policy
+
+
+def _breakable(function: Callable[..., Any], place: Place, path: Path) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if path.read_text() == place.value:
+            raise InjectedFault(place.value)
+        return function(*args, **kwargs)
+
+    return call

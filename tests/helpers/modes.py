@@ -1,0 +1,59 @@
+"""Ways to schedule requests, and traffic with priorities for all of them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from helpers.tiny_model import VOCAB_SIZE
+from helpers.traffic import idle_state
+from sgl_kvevict.launcher import RunningServer
+
+FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "2000", "--context-length", "1024")
+CONFIG = {"min_prefix_tokens": 48, "tail_tokens": 16, "scoring_pass_tokens": 64, "budget": 0.2}
+PRIORITIES = ("--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "1")
+MODES: dict[str, Sequence[str]] = {
+    **{
+        name: ("--schedule-policy", name)
+        for name in ("lpm", "dfs-weight", "hrrn", "shortest-prefill-first", "fcfs", "lof", "random", "routing-key")
+    },
+    "priority": PRIORITIES,
+    "priority-low-first": (*PRIORITIES, "--schedule-low-priority-values-first", "--schedule-policy", "lof"),
+    "priority-no-overlap": (*PRIORITIES, "--disable-overlap-schedule"),
+    "mixed-chunk": ("--enable-mixed-chunk", "--chunked-prefill-size", "64"),
+    "no-overlap": ("--disable-overlap-schedule",),
+    "data-parallel": ("--dp-size", "2"),
+}
+
+
+def serve_readers(server: RunningServer, count: int, *, seed: int, priorities: bool) -> None:
+    """Requests that share a few documents, so that prefixes are found, scored and compressed all the time.
+
+    Raises:
+        urllib.error.HTTPError: a request was refused.
+    """
+    rng = random.Random(seed)
+    documents = [[rng.randrange(3, VOCAB_SIZE) for _ in range(300)] for _ in range(4)]
+
+    def ask(i: int) -> int:
+        own = random.Random(seed * 10_000 + i)
+        prompt = own.choice(documents) + [own.randrange(3, VOCAB_SIZE) for _ in range(own.randrange(1, 30))]
+        sampling = {"temperature": 0, "max_new_tokens": own.choice([1, 4, 40]), "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": sampling, "rid": f"kvevict-pass-{i}"}
+        if priorities and own.random() < 0.8:
+            body["priority"] = own.randrange(-3, 20)
+        answer = json.loads(server.post("/generate", body))
+        return int(len(answer["output_ids"]) == sampling["max_new_tokens"])
+
+    with ThreadPoolExecutor(12) as pool:
+        assert sum(pool.map(ask, range(count))) == count
+
+
+def assert_nothing_leaked(server: RunningServer) -> int:
+    """Every slot is free or cached on the idle server; return how many compressions there were."""
+    state = idle_state(server)
+    assert state["free_slots"] + state["evictable_slots"] == state["total_slots"] and state["leaked_slots"] == 0
+    assert state["errors"] == {} and server.leak_messages() == []
+    return int(state["compressions"])

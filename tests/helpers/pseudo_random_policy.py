@@ -1,0 +1,42 @@
+"""A policy of tests: keeps a pseudo-random set, so that nothing follows from order or size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sgl_kvevict.policies.observation import Readers, Signal
+from sgl_kvevict.policies.parts import Decision
+from sgl_kvevict.ragged import MergePlan, Selection
+
+
+@dataclass(frozen=True)
+class PseudoRandomPolicy:
+    """Keeps a deterministic pseudo-random set with very uneven runs, another one on each rank; needs no signal."""
+
+    name: str = "pseudo-random"
+    window_size: int = 0
+    needs: frozenset[Signal] = frozenset()
+    splittable: bool = True
+    readers: Readers | None = None
+    rank: int = 0
+
+    def select(self, observe, geometry, total, protected, state=None):
+        observation = observe(0)
+        tokens = observation.num_tokens
+        generator = torch.Generator().manual_seed(observation.start * 1009 + tokens + self.rank * 7919)
+        runs = geometry.heads_per_token
+        score = torch.rand(runs, tokens, generator=generator) * torch.rand(runs, 1, generator=generator)
+        score[:, :protected] = 2.0
+        kept = torch.zeros(runs * tokens, dtype=torch.bool)
+        kept[score.flatten().topk(total).indices] = True
+        kept = kept.view(runs, tokens)
+        keep_lens = kept.sum(1).to(torch.int32).view(geometry.num_layers, geometry.num_kv_heads)
+        selection = Selection(keep_lens, kept.nonzero()[:, 1].to(torch.int32), total)
+        if self.splittable:
+            return Decision(selection)
+        runs, tokens_kept = kept.nonzero().unbind(1)
+        layers, heads = runs // geometry.num_kv_heads, runs % geometry.num_kv_heads
+        indptr = torch.arange(total + 1, dtype=torch.int32)
+        return Decision(selection, MergePlan(indptr, layers, heads, tokens_kept, torch.ones(total)))

@@ -1,0 +1,49 @@
+"""Random operations on the tree, as many as one wants: python tests/sglang_adapter/run_machines.py [OPERATIONS] [SEED].
+
+Runs the machines of test_tree_model.py in turn, each with seeds of its own, until so many operations were done
+(default 100,000). After each one the harness checks contents, conservation and SGLang's own `sanity_check`. Stops at
+the first failure with the smallest sequence that shows it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("SGLANG_PLATFORM", "kvevict_cpu")
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+
+import hypothesis
+from hypothesis.stateful import run_state_machine_as_test
+from test_tree_model import MACHINES, SETTINGS, CacheMachine
+
+from helpers.harness import publish_server_args
+
+EXAMPLES = 25
+"""Sequences of one machine before it is the next one's turn."""
+
+
+def main(wanted: int = 100_000, seed: int = 1) -> None:
+    """Run the machines."""
+    settings = hypothesis.settings(SETTINGS, max_examples=EXAMPLES, derandomize=False, database=None)
+    begin, by_machine = time.perf_counter(), dict.fromkeys(MACHINES, 0)
+    while (done := sum(by_machine.values())) < wanted:
+        for machine in MACHINES:
+            before = CacheMachine.num_operations
+            hypothesis.seed(seed)(machine)
+            run_state_machine_as_test(machine, settings=settings)
+            by_machine[machine] += CacheMachine.num_operations - before
+        print(f"seed {seed}: {sum(by_machine.values()) - done:,} operations, no failure", flush=True)
+        seed += 1
+    for machine, count in by_machine.items():
+        print(f"{machine.__name__:<28}{count:>10,}")
+    print(f"{'all':<28}{sum(by_machine.values()):>10,} operations in {time.perf_counter() - begin:.0f} s, 0 failures")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        publish_server_args(Path(folder))
+        main(*map(int, sys.argv[1:]))

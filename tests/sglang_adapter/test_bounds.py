@@ -1,0 +1,125 @@
+"""What is remembered beside the cache has limits, and is counted."""
+
+from __future__ import annotations
+
+import gc
+import random
+import tracemalloc
+
+import pytest
+
+from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.passes import MiniScheduler
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.lifecycle.jobs import MAX_BEGUN_JOBS, MAX_REMEMBERED
+from sgl_kvevict.policies.observation import Readers, Signal
+from sgl_kvevict.request import ticket_digest
+from sgl_kvevict.sglang_adapter.introspection import cache_state, read_gauges
+from sgl_kvevict.sglang_adapter.observers import CountingObserver
+
+DOCUMENT = [i * 7 % 11 for i in range(60)]
+BYTES = 4 * 4 * 56  # float32, 2 layers and 2 KV heads, 60 tokens without a tail of 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_args(tmp_path_factory):
+    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+
+
+def cache(readers, **fields) -> tuple[Harness, MiniScheduler]:
+    values = {"budget": 0.3, "tail_tokens": 4, "sink_tokens": 2, "min_prefix_tokens": 6, "scoring_pass_tokens": 20}
+    harness = Harness(
+        num_slots=900, config=KVEvictConfig(**(values | fields)), policy=PseudoRandomPolicy(readers=readers)
+    )
+    harness.tree.manager.observer = CountingObserver(harness.geometry.heads_per_token)
+    return harness, MiniScheduler(harness)
+
+
+def lost(harness) -> int:
+    return harness.tree.manager.observer.totals.refused_no_memory
+
+
+def test_the_oldest_votes_make_room():
+    harness, _ = cache(Readers.QUESTIONS, score_after_matches=2, observation_bytes=2 * BYTES + 100)
+    for i in range(4):
+        document = [i, *DOCUMENT[:59]]
+        for suffix in (1, 2):  # one that brings the document, one that votes
+            harness.finish(harness.run([*document, suffix]))
+    assert lost(harness) == 2 and read_gauges(harness.tree).observation_bytes <= 2 * BYTES + 100
+    harness.finish(harness.run([3, *DOCUMENT[:59], 5]))
+    assert len(harness.tree.spans) == 1  # its first vote was still there
+
+
+def test_a_job_without_memory_says_so():
+    harness, scheduler = cache(Readers.REPETITION, observation_bytes=BYTES - 1)
+    ticket = "the-ticket-of-this"
+    harness.finish(harness.run(DOCUMENT, options={"warm": True, "ticket": ticket}))
+    assert scheduler.run_all() == 0 and lost(harness) == 1
+    assert cache_state(harness.tree)["warm_outcomes"] == {ticket_digest(ticket): "no-memory"}
+
+
+def test_ranges_that_wait_for_readers_have_a_limit():
+    policy = PseudoRandomPolicy(needs=frozenset({Signal.WINDOW_QUERIES}), window_size=4)
+    size = 2 * 4 * 4 * (4 * 2 + 4)  # layers, queries, query heads; their floats and their log-sum-exp
+    values = {"budget": 0.3, "tail_tokens": 4, "sink_tokens": 2, "min_prefix_tokens": 6}
+    config = KVEvictConfig(**values, observation_bytes=2 * size)
+    harness = Harness(num_slots=900, num_rows=8, policy=policy, config=config)
+    harness.tree.manager.observer = CountingObserver(harness.geometry.heads_per_token)
+    readers = []
+    for i in range(4):
+        half_way = harness.request([i, *DOCUMENT, 1])
+        assert harness.admit(half_way) and harness.prefill(half_way, 30)
+        readers += [half_way, harness.run([i, *DOCUMENT, 2])]
+        assert read_gauges(harness.tree).observation_bytes == size * min(i + 1, 2)
+    assert lost(harness) == 2
+    for req in readers:
+        harness.finish(req)
+    assert read_gauges(harness.tree).observation_bytes == 0
+
+
+def test_few_jobs_are_begun_at_once():
+    harness, scheduler = cache(Readers.REPETITION)
+    for i in range(8):
+        harness.finish(harness.run([i, *DOCUMENT], f"tenant {i}", options={"warm": True}))
+    seen = []
+    while scheduler.run_pass():
+        seen.append(harness.tree.manager.votes.num_bytes)
+    assert max(seen) == MAX_BEGUN_JOBS * 4 * 4 * 57 and len(scheduler.passes) == 24
+
+
+def week_of_traffic(harness: Harness, scheduler: MiniScheduler, rng: random.Random, num_requests: int) -> None:
+    """New and old documents, warm requests with tickets, questions, namespaces, aborted readers."""
+    for _ in range(num_requests):
+        start = rng.choice([rng.randrange(10**6), rng.randrange(5)])
+        document = [start % 11, start // 11 % 11, start // 121 % 11, start // 1331 % 11, *DOCUMENT[:40]]
+        options = {"warm": True, "ticket": f"{rng.random():.16f}"} if rng.random() < 0.2 else None
+        req = harness.run([*document, rng.randrange(11)], rng.choice([None, f"tenant {start}"]), options=options)
+        if req is None:
+            continue
+        if rng.random() < 0.2:
+            harness.retract(req)
+        else:
+            harness.finish(req)
+        if harness.tree.manager.scoring is not None and rng.random() < 0.5:
+            scheduler.run_pass()
+
+
+@pytest.mark.parametrize("readers", [Readers.REPETITION, Readers.QUESTIONS, None])
+def test_memory_is_flat(readers):
+    """A short one; ``make campaign`` runs a million requests."""
+    harness, scheduler = cache(readers, observation_bytes=20 * BYTES)
+    harness.check = lambda: None
+    rng = random.Random(1)
+    sizes = []
+    tracemalloc.start()
+    for _ in range(4):
+        week_of_traffic(harness, scheduler, rng, 100)
+        scheduler.passes.clear()
+        gc.collect()
+        sizes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert sizes[-1] - sizes[1] < 200_000
+    state = cache_state(harness.tree)
+    assert state["observation_bytes"] <= 2 * 20 * BYTES
+    if readers is not None:
+        assert len(state["warm_outcomes"]) <= MAX_REMEMBERED
