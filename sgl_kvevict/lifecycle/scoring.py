@@ -22,6 +22,9 @@ from sgl_kvevict.request import RequestOptions, ticket_digest
 PATIENCE = 8
 """Steps for which users' waiting requests go first; then one pass is let in, or a busy server never compressed."""
 
+MAX_WAITING_LESSONS = 16
+"""Prefixes that may wait with the last queries of a prompt to be learned from; further ones are only scored."""
+
 
 class PrefixScoring:
     """Counts who finds which prefix, and has prefixes read: one pass at a time, when no user's request waits.
@@ -30,7 +33,7 @@ class PrefixScoring:
     passes nothing is held, so a prefix may be dropped, and its job with it.
 
     Args:
-        compressor: its configuration says when a prefix is due.
+        compressor: its configuration says when a prefix is due; it learns from what was scored.
         readers: whom the policy learns from.
         ranges: compresses what was scored.
         jobs: prefixes that wait for passes.
@@ -108,8 +111,10 @@ class PrefixScoring:
         self.jobs.end(ScoringJob(node, tickets=_tickets(wish)), Outcome.COMPRESSED if is_done else Outcome.IN_USE)
 
     def _lasting(self, prompt: PromptObservation) -> PromptObservation | None:
-        """What is kept of a prompt while its prefix waits: nothing, unless something is learned from it."""
-        return None if self._compressor.learner is None else prompt
+        """What is kept of a prompt while its prefix waits: nothing, unless something is to be learned from it."""
+        learner = self._compressor.learner
+        learns = learner is not None and learner.weights is None and len(self.jobs) < MAX_WAITING_LESSONS
+        return prompt if learns else None
 
     def _queue(self, job: ScoringJob) -> None:
         if self._ranges.bounds(path_to(job.node)) is None:
