@@ -108,7 +108,7 @@ def test_nothing_got_worse(tmp_path: Path) -> None:
     assert OTHER_PYTHON.exists(), "make test-compile sets it up"
     jobs = [(python, arch) for python in (sys.executable, str(OTHER_PYTHON)) for arch in DEVICES]
     with ThreadPoolExecutor(WORKERS) as pool:
-        parts = pool.map(lambda job: rows_of(*job, tmp_path / f"{len(job[0])}-{job[1]}"), jobs)
+        parts = pool.map(lambda job: rows_of(*job, tmp_path / Path(job[0]).parents[1].name / str(job[1])), jobs)
     rows = [row for part in parts for row in part]
     problems = must_hold(rows) + regressions(rows, committed())
     (tmp_path / "compiled.md").write_text(page(rows))

@@ -330,7 +330,7 @@ def test_the_scheduler_waits_until_attention_is_done():
     assert backend.shared_read_ends(ForwardMode.DECODE) is SharedReadEnds.POST_REPLAY
     replay = inspect.getsource(DecodeCudaGraphRunner.execute)
     assert replay.index("self.backend.replay(") < replay.index("if shared_read_ends is SharedReadEnds.POST_REPLAY")
-    assert "event.record()" in inspect.getsource(DecodeCudaGraphRunner._publish_read_done)
+    assert "read_done.record()" in inspect.getsource(DecodeCudaGraphRunner._publish_read_done)
     barrier = inspect.getsource(Scheduler._apply_war_barrier)
     assert "self.schedule_stream.wait_stream(self.forward_stream)" in barrier
     loop = inspect.getsource(Scheduler.event_loop_overlap)
