@@ -23,7 +23,8 @@ def tiny_demo(tmp_path_factory):
     torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prompt.AutoTokenizer, "from_pretrained", lambda folder: None)
-        yield prompt.DemoModel(save_tiny_llama(tmp_path_factory.mktemp("tiny")))
+        model = prompt.DemoModel(save_tiny_llama(tmp_path_factory.mktemp("tiny")))
+    yield model
     torch.set_num_threads(before)
 
 

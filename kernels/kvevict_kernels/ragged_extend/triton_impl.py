@@ -28,6 +28,36 @@ TABLES = (
 """Lie one after the other: whether one is aligned depends on the batch, and must not call for another compilation."""
 
 
+@triton.jit
+def _part_of_keys(
+    run_lens_ptr,
+    path_span_ptr,
+    path_begin,
+    path_end,
+    num_own,
+    split,
+    num_splits,
+    H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Bounds of a part's keys, counted through over spans and own tokens."""
+    total = num_own
+    for j in range(path_begin, path_end):
+        total += tl.load(run_lens_ptr + tl.load(path_span_ptr + j) * H)
+    part = tl.cdiv(tl.cdiv(total, BLOCK_N), num_splits) * BLOCK_N
+    begin = split * part
+    return begin, tl.minimum(begin + part, total)
+
+
+@triton.jit
+def _store_rows(out_ptr, lse_ptr, row, b_max, b_sum, b_out, m_m, o_d, lse_unit, D: tl.constexpr):
+    """Divide by the sums and store; log-sum-exp in units of ``lse_unit`` times base 2."""
+    divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
+    m_out = m_m[:, None] & (o_d < D)[None, :]
+    tl.store(out_ptr + row[:, None] * D + o_d[None, :], b_out / divisor[:, None], mask=m_out)
+    tl.store(lse_ptr + row, (b_max + tl.log2(divisor)) * lse_unit, mask=m_m)
+
+
 @triton.jit(
     do_not_specialize=["layer", "num_spans", "row_stride", "req_to_token"],
     do_not_specialize_on_alignment=list(TABLES),
@@ -76,11 +106,10 @@ def _extend_kernel(
     count = tl.load(new_lens_ptr + request)
     i_row = tl.load(tile_index_ptr + tl.program_id(0)) * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = i_row < count * G
-    m_qo = m_m[:, None] & (o_d < D)[None, :]
     token = i_row // G
     first = tl.load(members_ptr + tl.load(request_members_ptr + request)).to(tl.int64)
     p_q = q_ptr + ((first + token) * q_stride + (head * G + i_row % G) * D)[:, None] + o_d[None, :]
-    b_q = tl.load(p_q, mask=m_qo, other=0.0)
+    b_q = tl.load(p_q, mask=m_m[:, None] & (o_d < D)[None, :], other=0.0)
     if UPCAST:
         b_q = b_q.to(tl.float32)
     b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -95,15 +124,11 @@ def _extend_kernel(
     path_begin = tl.load(path_start_ptr + request)
     path_end = tl.load(path_start_ptr + request + 1)
     first_unit = layer * num_spans * H + head
-    total = num_own
-    for j in range(path_begin, path_end):
-        total += tl.load(run_lens_ptr + first_unit + tl.load(path_span_ptr + j) * H)
     num_splits = tl.load(num_splits_ptr + request)
     split = tl.load(tile_split_ptr + tl.program_id(0))
-    # This part's keys, counted through over spans and own tokens.
-    part = tl.cdiv(tl.cdiv(total, BLOCK_N), num_splits) * BLOCK_N
-    begin = split * part
-    end = tl.minimum(begin + part, total)
+    begin, end = _part_of_keys(
+        run_lens_ptr + first_unit, path_span_ptr, path_begin, path_end, num_own, split, num_splits, H=H, BLOCK_N=BLOCK_N
+    )
     for j in range(path_begin, path_end + 1):  # spans, then the own tokens
         if j < path_end:
             unit = first_unit + tl.load(path_span_ptr + j) * H
@@ -129,17 +154,12 @@ def _extend_kernel(
         begin -= num_kv
         end -= num_kv
 
-    divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
-    b_out = b_out / divisor[:, None]
-    b_lse = b_max + tl.log2(divisor)
     if num_splits > 1:
         row = tl.load(partial_start_ptr + request) + (split * H + head).to(tl.int64) * (count * G) + i_row
-        tl.store(partial_out_ptr + row[:, None] * D + o_d[None, :], b_out, mask=m_qo)
-        tl.store(partial_lse_ptr + row, b_lse, mask=m_m)
+        _store_rows(partial_out_ptr, partial_lse_ptr, row, b_max, b_sum, b_out, m_m, o_d, 1.0, D=D)
     else:
         row = (first + token) * (H * G) + head * G + i_row % G
-        tl.store(out_ptr + row[:, None] * D + o_d[None, :], b_out, mask=m_qo)
-        tl.store(lse_ptr + row, b_lse * 0.6931471805599453, mask=m_m)
+        _store_rows(out_ptr, lse_ptr, row, b_max, b_sum, b_out, m_m, o_d, 0.6931471805599453, D=D)
 
 
 @triton.jit(do_not_specialize_on_alignment=list(TABLES))
