@@ -28,6 +28,41 @@ TABLES = (
 """Lie one after the other: whether one is aligned depends on the batch, and must not call for another compilation."""
 
 
+@triton.jit
+def _run_of(
+    j, path_end, first_unit, num_own, own_address, path_span_ptr, run_lens_ptr, run_address_ptr, H: tl.constexpr
+):
+    """Length and address of a span's run, or of the own tokens behind the last span."""
+    if j < path_end:
+        unit = first_unit + tl.load(path_span_ptr + j) * H
+        num_kv = tl.load(run_lens_ptr + unit)
+        address = tl.load(run_address_ptr + unit)
+    else:
+        num_kv = num_own
+        address = own_address
+    return num_kv, address
+
+
+@triton.jit
+def _part_of(
+    path_begin, path_end, first_unit, num_own, split, num_splits, path_span_ptr, run_lens_ptr,
+    H: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Begin and end of one part of the keys, counted through over spans and own tokens; all but the last whole blocks."""
+    total = num_own
+    for j in range(path_begin, path_end):
+        total += tl.load(run_lens_ptr + first_unit + tl.load(path_span_ptr + j) * H)
+    length = tl.cdiv(tl.cdiv(total, BLOCK_N), num_splits) * BLOCK_N
+    return split * length, tl.minimum((split + 1) * length, total)
+
+
+@triton.jit
+def _store(out_ptr, lse_ptr, row, b_out, b_lse, o_d, m_m, D: tl.constexpr):
+    """Write rows [BLOCK_M] of an output and their log-sum-exps."""
+    tl.store(out_ptr + row[:, None] * D + o_d[None, :], b_out, mask=m_m[:, None] & (o_d < D)[None, :])
+    tl.store(lse_ptr + row, b_lse, mask=m_m)
+
+
 @triton.jit(
     do_not_specialize=["layer", "num_spans", "row_stride", "req_to_token"],
     do_not_specialize_on_alignment=list(TABLES),
@@ -76,11 +111,10 @@ def _extend_kernel(
     count = tl.load(new_lens_ptr + request)
     i_row = tl.load(tile_index_ptr + tl.program_id(0)) * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = i_row < count * G
-    m_qo = m_m[:, None] & (o_d < D)[None, :]
     token = i_row // G
     first = tl.load(members_ptr + tl.load(request_members_ptr + request)).to(tl.int64)
     p_q = q_ptr + ((first + token) * q_stride + (head * G + i_row % G) * D)[:, None] + o_d[None, :]
-    b_q = tl.load(p_q, mask=m_qo, other=0.0)
+    b_q = tl.load(p_q, mask=m_m[:, None] & (o_d < D)[None, :], other=0.0)
     if UPCAST:
         b_q = b_q.to(tl.float32)
     b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -95,23 +129,15 @@ def _extend_kernel(
     path_begin = tl.load(path_start_ptr + request)
     path_end = tl.load(path_start_ptr + request + 1)
     first_unit = layer * num_spans * H + head
-    total = num_own
-    for j in range(path_begin, path_end):
-        total += tl.load(run_lens_ptr + first_unit + tl.load(path_span_ptr + j) * H)
     num_splits = tl.load(num_splits_ptr + request)
     split = tl.load(tile_split_ptr + tl.program_id(0))
-    # This part's keys, counted through over spans and own tokens.
-    part = tl.cdiv(tl.cdiv(total, BLOCK_N), num_splits) * BLOCK_N
-    begin = split * part
-    end = tl.minimum(begin + part, total)
+    begin, end = _part_of(
+        path_begin, path_end, first_unit, num_own, split, num_splits, path_span_ptr, run_lens_ptr, H=H, BLOCK_N=BLOCK_N
+    )
     for j in range(path_begin, path_end + 1):  # spans, then the own tokens
-        if j < path_end:
-            unit = first_unit + tl.load(path_span_ptr + j) * H
-            num_kv = tl.load(run_lens_ptr + unit)
-            address = tl.load(run_address_ptr + unit)
-        else:
-            num_kv = num_own
-            address = own_address
+        num_kv, address = _run_of(
+            j, path_end, first_unit, num_own, own_address, path_span_ptr, run_lens_ptr, run_address_ptr, H=H
+        )
         is_own = (j >= path_end).to(tl.int32)
         slot_scale = 1 + is_own * (H - 1)
         slot_shift = is_own * (layer.to(tl.int64) * num_token_slots * H + head)
@@ -134,12 +160,10 @@ def _extend_kernel(
     b_lse = b_max + tl.log2(divisor)
     if num_splits > 1:
         row = tl.load(partial_start_ptr + request) + (split * H + head).to(tl.int64) * (count * G) + i_row
-        tl.store(partial_out_ptr + row[:, None] * D + o_d[None, :], b_out, mask=m_qo)
-        tl.store(partial_lse_ptr + row, b_lse, mask=m_m)
+        _store(partial_out_ptr, partial_lse_ptr, row, b_out, b_lse, o_d, m_m, D=D)
     else:
         row = (first + token) * (H * G) + head * G + i_row % G
-        tl.store(out_ptr + row[:, None] * D + o_d[None, :], b_out, mask=m_qo)
-        tl.store(lse_ptr + row, b_lse * 0.6931471805599453, mask=m_m)
+        _store(out_ptr, lse_ptr, row, b_out, b_lse * 0.6931471805599453, o_d, m_m, D=D)
 
 
 @triton.jit(do_not_specialize_on_alignment=list(TABLES))
