@@ -48,7 +48,7 @@ def _part_of(
     path_begin, path_end, first_unit, num_own, split, num_splits, path_span_ptr, run_lens_ptr,
     H: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Begin and end of one part of the keys, counted through over spans and own tokens; all but the last whole blocks."""
+    """Begin and end of one part of the keys, counted through over spans and own tokens, in whole blocks."""
     total = num_own
     for j in range(path_begin, path_end):
         total += tl.load(run_lens_ptr + first_unit + tl.load(path_span_ptr + j) * H)
