@@ -46,9 +46,9 @@ def assert_nothing_new(warm: dict[str, set[str]], served: dict[str, set[str]]) -
     assert served and not any(new.values()), f"compilations while serving: {new}"
 
 
-@pytest.mark.parametrize("policy_name", ["ada-snapkv", "reconstruction", "h2o", "d2o"])
+@pytest.mark.parametrize("policy_name", ["ada-snapkv", "reconstruction", "d2o"])
 def test_compressions_of_other_lengths(policy_name: str) -> None:
-    """Odd, even, multiples of 16, at an odd slot; cut in the middle, and repacked."""
+    """Odd and a multiple of 16, at odd slots; cut in the middle, and repacked."""
     config = KVEvictConfig(policy=policy_name, budget=0.3)
     policy = build_policy(policy_name, {})
     assert policy is not None
@@ -57,7 +57,7 @@ def test_compressions_of_other_lengths(policy_name: str) -> None:
         warm_up(compressor)
     assert compressor.stats.compressions == 0
     with recorded() as served:
-        for first, num_tokens in ((1, 97), (2, 160), (5, 333)):
+        for first, num_tokens in ((1, 97), (5, 176)):
             slots = torch.arange(1003)[first : first + num_tokens]
             queries = torch.randn(num_tokens, GEOMETRY.num_qo_heads, GEOMETRY.head_dim).half()
             observation = _observe(compressor, queries, slots)

@@ -28,7 +28,7 @@ def compile_all(specs: list[Spec], cache_dir: str, python: str = sys.executable)
         specs: from :mod:`helpers.gpu_kernels`: per kernel its module and name, the architecture, types (strings) or
             values (constants) of arguments, and options. Pointers are taken as aligned to 16 bytes where the kernel
             tells them apart.
-        cache_dir: an empty folder, so that every call compiles.
+        cache_dir: where Triton keeps what it compiled; an empty folder, and everything is compiled.
         python: interpreter.
 
     Returns:

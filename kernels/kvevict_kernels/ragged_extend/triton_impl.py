@@ -29,33 +29,38 @@ TABLES = (
 
 
 @triton.jit
-def _part_of_keys(
-    run_lens_ptr,
-    path_span_ptr,
-    path_begin,
-    path_end,
-    num_own,
-    split,
-    num_splits,
-    H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+def _run_of(
+    j, path_end, first_unit, num_own, own_address, path_span_ptr, run_lens_ptr, run_address_ptr, H: tl.constexpr
 ):
-    """Bounds of a part's keys, counted through over spans and own tokens."""
-    total = num_own
-    for j in range(path_begin, path_end):
-        total += tl.load(run_lens_ptr + tl.load(path_span_ptr + j) * H)
-    part = tl.cdiv(tl.cdiv(total, BLOCK_N), num_splits) * BLOCK_N
-    begin = split * part
-    return begin, tl.minimum(begin + part, total)
+    """Length and address of a span's run, or of the own tokens behind the last span."""
+    if j < path_end:
+        unit = first_unit + tl.load(path_span_ptr + j) * H
+        num_kv = tl.load(run_lens_ptr + unit)
+        address = tl.load(run_address_ptr + unit)
+    else:
+        num_kv = num_own
+        address = own_address
+    return num_kv, address
 
 
 @triton.jit
-def _store_rows(out_ptr, lse_ptr, row, b_max, b_sum, b_out, m_m, o_d, lse_unit, D: tl.constexpr):
-    """Divide by the sums and store; log-sum-exp in units of ``lse_unit`` times base 2."""
-    divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
-    m_out = m_m[:, None] & (o_d < D)[None, :]
-    tl.store(out_ptr + row[:, None] * D + o_d[None, :], b_out / divisor[:, None], mask=m_out)
-    tl.store(lse_ptr + row, (b_max + tl.log2(divisor)) * lse_unit, mask=m_m)
+def _part_of(
+    path_begin, path_end, first_unit, num_own, split, num_splits, path_span_ptr, run_lens_ptr,
+    H: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Begin and end of one part of the keys, counted through over spans and own tokens, in whole blocks."""
+    total = num_own
+    for j in range(path_begin, path_end):
+        total += tl.load(run_lens_ptr + first_unit + tl.load(path_span_ptr + j) * H)
+    length = tl.cdiv(tl.cdiv(total, BLOCK_N), num_splits) * BLOCK_N
+    return split * length, tl.minimum((split + 1) * length, total)
+
+
+@triton.jit
+def _store(out_ptr, lse_ptr, row, b_out, b_lse, o_d, m_m, D: tl.constexpr):
+    """Write rows [BLOCK_M] of an output and their log-sum-exps."""
+    tl.store(out_ptr + row[:, None] * D + o_d[None, :], b_out, mask=m_m[:, None] & (o_d < D)[None, :])
+    tl.store(lse_ptr + row, b_lse, mask=m_m)
 
 
 @triton.jit(
@@ -126,17 +131,13 @@ def _extend_kernel(
     first_unit = layer * num_spans * H + head
     num_splits = tl.load(num_splits_ptr + request)
     split = tl.load(tile_split_ptr + tl.program_id(0))
-    begin, end = _part_of_keys(
-        run_lens_ptr + first_unit, path_span_ptr, path_begin, path_end, num_own, split, num_splits, H=H, BLOCK_N=BLOCK_N
+    begin, end = _part_of(
+        path_begin, path_end, first_unit, num_own, split, num_splits, path_span_ptr, run_lens_ptr, H=H, BLOCK_N=BLOCK_N
     )
     for j in range(path_begin, path_end + 1):  # spans, then the own tokens
-        if j < path_end:
-            unit = first_unit + tl.load(path_span_ptr + j) * H
-            num_kv = tl.load(run_lens_ptr + unit)
-            address = tl.load(run_address_ptr + unit)
-        else:
-            num_kv = num_own
-            address = own_address
+        num_kv, address = _run_of(
+            j, path_end, first_unit, num_own, own_address, path_span_ptr, run_lens_ptr, run_address_ptr, H=H
+        )
         is_own = (j >= path_end).to(tl.int32)
         slot_scale = 1 + is_own * (H - 1)
         slot_shift = is_own * (layer.to(tl.int64) * num_token_slots * H + head)
@@ -154,12 +155,15 @@ def _extend_kernel(
         begin -= num_kv
         end -= num_kv
 
+    divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
+    b_out = b_out / divisor[:, None]
+    b_lse = b_max + tl.log2(divisor)
     if num_splits > 1:
         row = tl.load(partial_start_ptr + request) + (split * H + head).to(tl.int64) * (count * G) + i_row
-        _store_rows(partial_out_ptr, partial_lse_ptr, row, b_max, b_sum, b_out, m_m, o_d, 1.0, D=D)
+        _store(partial_out_ptr, partial_lse_ptr, row, b_out, b_lse, o_d, m_m, D=D)
     else:
         row = (first + token) * (H * G) + head * G + i_row % G
-        _store_rows(out_ptr, lse_ptr, row, b_max, b_sum, b_out, m_m, o_d, 0.6931471805599453, D=D)
+        _store(out_ptr, lse_ptr, row, b_out, b_lse * 0.6931471805599453, o_d, m_m, D=D)
 
 
 @triton.jit(do_not_specialize_on_alignment=list(TABLES))
