@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export GOMP_SPINCOUNT := 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve test test-compile test-peers test-policies bench-policies bench-quality bench-papers bench-peers lint bench-serving bench-smoke campaign
+.PHONY: help setup model demo serve test test-compile test-machines test-sglang test-peers test-policies bench-policies bench-quality bench-papers bench-peers lint bench-serving bench-smoke campaign
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -42,6 +42,12 @@ bench-policies: model ## what each policy costs and what it keeps; writes docs/r
 	@$(BIN)/python benchmarks/policies/run.py $(ARGS)
 	@$(BIN)/python benchmarks/policies/draw_kept.py
 	@$(BIN)/python benchmarks/policies/write_tables.py
+
+test-sglang: ## what we rely on, in another version of SGLang (VERSION=0.5.24)
+	@scripts/test_sglang.sh "$(VERSION)" $(ARGS)
+
+test-machines: setup ## 100,000 random operations on the tree (ARGS="1000000 7": so many, from this seed on)
+	@$(BIN)/python -W ignore tests/sglang_adapter/run_machines.py $(ARGS)
 
 # Threads that wait asleep: several times faster where cores are shared.
 test-peers: export OMP_WAIT_POLICY := passive
