@@ -46,6 +46,7 @@ FOUR = "4x the pool"
 LONG = "0.5x, one prefix of 3072, 32 new tokens"
 TREE = ("match, hit", "match, miss", "lock and unlock", "match that splits a node", "insert a branch", "evict one leaf")
 STOCK_TREE = "stock UnifiedRadixCache"
+PYTHON_TREE = "stock, Python core"
 BARS = (
     Bar("shared-prefix", FOUR, "budget 0.2", "requests_per_s", 4.0),
     Bar("shared-prefix", FOUR, "budget 0.2", "ttft_ms", 0.3, is_cost=True),
@@ -60,6 +61,7 @@ BARS = (
     Bar("prefill", "3 prompts of 1024", "budget 0.2", "prompt_tokens_per_s", 0.95),
     Bar("prefill", "2 prompts of 3000", "budget 0.2", "prompt_tokens_per_s", 0.95),
     *(Bar("insertion", point, "compressed", "cpu_us", 2.0, is_cost=True, baseline=STOCK_TREE) for point in TREE),
+    *(Bar("insertion", point, "compressed", "calls", 2.0, is_cost=True, baseline=PYTHON_TREE) for point in TREE),
 )
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
-from serving_bench.driver import Driver, build, publish_server_args
+from serving_bench.driver import Driver, StockDriver, StockPythonDriver, build, publish_server_args
 from serving_bench.options import Options, Recorder, parse_options
 from serving_bench.page import Page, Table
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
@@ -31,7 +31,12 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.registry import build_policy
 from sgl_kvevict.prefix import SpanStore
 
-SYSTEMS = ("stock UnifiedRadixCache", "compressed")
+SYSTEMS = {
+    "stock UnifiedRadixCache": StockDriver,
+    "stock, Python core": StockPythonDriver,
+    "compressed": Driver,
+}
+COMPRESSED = "compressed"
 PROMPT_TOKENS = 32
 BRANCH_AT = 28
 """Where the compressed range of a prompt ends (tail of 4 tokens)."""
@@ -52,7 +57,7 @@ PAGE = Page(
         Table("calls", "Function calls per operation", digits=0),
         Table("cpu_us", "CPU time per operation, us", digits=1),
     ),
-    baseline=SYSTEMS[0],
+    baseline="stock UnifiedRadixCache",
 )
 
 
@@ -114,7 +119,7 @@ def insert_branch(driver: Driver, tokens: Sequence[int], slots: torch.Tensor) ->
 
 def measure_operations(system: str, num_prompts: int, sample: int, seed: int) -> dict[str, Cost]:
     """All operations on a tree of ``num_prompts`` prompts, ``sample`` times each."""
-    driver = build(system == SYSTEMS[0], num_prompts * (PROMPT_TOKENS + 2) + 4000)
+    driver = build(SYSTEMS[system], num_prompts * (PROMPT_TOKENS + 2) + 4000)
     inserts = [lambda i=i: driver.finish(driver.run(prompt(i))) for i in range(num_prompts)]
     for operation in inserts[:-sample]:
         operation()
@@ -135,7 +140,7 @@ def measure_operations(system: str, num_prompts: int, sample: int, seed: int) ->
 
 def measure_path(system: str, num_nodes: int, sample: int) -> dict[str, Cost]:
     """Match and split on a path of so many turns, each a node of its own."""
-    driver = build(system == SYSTEMS[0], 4000 + num_nodes * TURN_TOKENS * 2)
+    driver = build(SYSTEMS[system], 4000 + num_nodes * TURN_TOKENS * 2)
     tokens = [i % 251 for i in range(num_nodes * TURN_TOKENS)]
     for turn in range(1, num_nodes + 1):
         driver.finish(driver.run(tokens[: turn * TURN_TOKENS]))
@@ -198,7 +203,7 @@ def measure_compressions(recorder: Recorder, options: Options, repetition: int) 
         if repetition == 1:
             compression_cost(options.policy, num_tokens)
         cost = compression_cost(options.policy, num_tokens)
-        recorder.add(f"compress {num_tokens} tokens", SYSTEMS[1], repetition, cost)
+        recorder.add(f"compress {num_tokens} tokens", COMPRESSED, repetition, cost)
 
 
 def all_points() -> list[str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from serving_bench.driver import build, publish_server_args
+from serving_bench.driver import Driver, StockDriver, build, publish_server_args
 from serving_bench.options import Options, Recorder, parse_options
 from serving_bench.page import Page, Table
 
@@ -115,7 +115,7 @@ def zipf_trace(population: int, num_requests: int, seed: int) -> list[int]:
 def simulate(pool_slots: int, trace: list[int], budget: float | None) -> dict[str, float]:
     """Run a trace through the tree; ``budget`` None is stock."""
     config = None if budget is None else KVEvictConfig(budget=budget)
-    driver = build(budget is None, pool_slots, config)
+    driver = build(StockDriver if budget is None else Driver, pool_slots, config)
     found = total = 0
     for number, document in enumerate(trace):
         first = document * DOCUMENT_TOKENS

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import dis
+import importlib
 import inspect
 import json
 import pkgutil
 import subprocess
 import sys
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from sglang.srt.arg_groups.model_override_base import resolved_view
@@ -29,7 +31,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
-from sglang.srt.mem_cache.unified_cache.components import ComponentData, FullComponent
+from sglang.srt.mem_cache.unified_cache.components import ComponentData, FullComponent, TreeComponent
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore, UnifiedTreeNode
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor import cuda_graph_config
@@ -50,6 +52,8 @@ from sgl_kvevict.sglang_adapter.plugin import register
 from sgl_kvevict.sglang_adapter.refusals import FLAGS
 from sgl_kvevict.sglang_adapter.span_component import SpanComponent
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+
+ROOT = Path(__file__).resolve().parents[2]
 
 SIGNATURES = {
     "UnifiedRadixCache.__init__": (UnifiedRadixCache.__init__, ["self", "params"]),
@@ -224,6 +228,18 @@ OVERRIDES = {
     },
 }
 """Methods of SGLang that we override: all of them public."""
+PRIVATE = {
+    "UnifiedTreeCore.eviction_strategy",
+    "UnifiedTreeCore.evictable_device_leaves",
+    "ComponentData.value",
+    "TreeComponent.is_evict_device_ongoing",
+    "Scheduler._set_or_validate_priority",
+    "Scheduler._engine_paused",
+    "SchedulerFlushWrapper._pending",
+    "MHATokenToKVPool._kv_buffer_shapes",
+    "ServerArgs._cuda_graph_config_locked",
+}
+"""Attributes that we write, and private names that we use."""
 
 
 @pytest.mark.parametrize("ours", OVERRIDES, ids=lambda ours: ours.__name__)
@@ -232,6 +248,36 @@ def test_overrides_exist_upstream(ours):
     (stock,) = ours.__bases__
     methods = {name for name, value in vars(ours).items() if inspect.isfunction(value) and not name.startswith("__")}
     assert {name for name in methods if hasattr(stock, name)} == OVERRIDES[ours]
+
+
+def used_names(module: ModuleType, *steps: str) -> set[str]:
+    """Attribute names that the functions of one of our modules load or store."""
+    names: set[str] = set()
+    codes = [compile(inspect.getsource(module), "module", "exec")]
+    for code in codes:
+        codes.extend(constant for constant in code.co_consts if inspect.iscode(constant))
+        names |= {step.argval for step in dis.get_instructions(code) if step.opname in steps}
+    return names
+
+
+def test_private_names_are_those_of_the_list_and_exist():
+    folder = Path(compat.__file__).parent
+    modules = [importlib.import_module(f"{compat.__package__}.{path.stem}") for path in folder.glob("*.py")]
+    ours: set[str] = set()
+    loaded: set[str] = set()
+    for module in modules:
+        loaded |= {name for name in used_names(module, "LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR") if name[0] == "_"}
+        ours |= {name for name in used_names(module, "STORE_ATTR", "STORE_NAME") if name[0] == "_"}
+    private = {name.split(".")[1] for name in PRIVATE if name.split(".")[1][0] == "_"}
+    loaded = {name for name in loaded - ours if not name.startswith("__")}
+    assert loaded == private
+    owners = {UnifiedTreeCore, ComponentData, TreeComponent, Scheduler, SchedulerFlushWrapper}
+    owners.add(MHATokenToKVPool)
+    names = {f"{owner.__name__}.{name}" for owner in owners for name in assigned_names(owner) | set(dir(owner))}
+    set_by_resolution = {"ServerArgs._cuda_graph_config_locked"}  # tests of graphs below resolve arguments
+    assert names >= PRIVATE - set_by_resolution
+    documented = (ROOT / "docs" / "design.md").read_text()
+    assert [name for name in PRIVATE if name.split(".")[1] not in documented] == []
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from helpers.harness import Harness, publish_server_args
 from sgl_kvevict.config import KVEvictConfig
 
-__all__ = ["Driver", "StockDriver", "build", "publish_server_args"]
+__all__ = ["Driver", "StockDriver", "StockPythonDriver", "build", "publish_server_args"]
 
 MAX_TOKENS = 8192
 """Tokens that a request may have."""
@@ -43,7 +43,13 @@ class Driver(Harness):
 
 
 class StockDriver(Driver):
-    """The same on SGLang's own tree."""
+    """The same on SGLang's own tree.
+
+    Attributes:
+        core: which of its cores; None for its default, written in Rust.
+    """
+
+    core: str | None = None
 
     def __post_init__(self) -> None:
         """Replace the tree."""
@@ -54,12 +60,18 @@ class StockDriver(Driver):
             token_to_kv_pool_allocator=self.allocator,
             page_size=1,
             tree_components=(ComponentType.FULL,),
+            tree_core_backend=self.core,
         )
         self.tree = UnifiedRadixCache(params)
         self.tree.observe = lambda *_: ()
 
 
-def build(is_stock: bool, num_slots: int, config: KVEvictConfig | None = None) -> Driver:
+class StockPythonDriver(StockDriver):
+    """The same with its core in Python, which trees with components of other packages have."""
+
+    core = "python"
+
+
+def build(kind: type[Driver], num_slots: int, config: KVEvictConfig | None = None) -> Driver:
     """An empty system with a pool of so many token slots."""
-    kind = StockDriver if is_stock else Driver
     return kind(num_slots=num_slots) if config is None else kind(num_slots=num_slots, config=config)
