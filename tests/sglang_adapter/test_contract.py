@@ -35,7 +35,6 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.runner.base_runner import BaseRunner
-from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.server_args import ServerArgs
 
 from helpers.harness import TINY_LLAMA
@@ -267,7 +266,7 @@ def test_private_names_are_those_of_the_list_and_exist():
     owners = {UnifiedTreeCore, ComponentData, TreeComponent, Scheduler, SchedulerFlushWrapper}
     owners.add(MHATokenToKVPool)
     names = {f"{owner.__name__}.{name}" for owner in owners for name in assigned_names(owner) | set(dir(owner))}
-    set_by_resolution = {"ServerArgs._cuda_graph_config_locked"}  # tests of graphs below resolve arguments
+    set_by_resolution = {"ServerArgs._cuda_graph_config_locked"}  # test_graphs.py resolves arguments
     assert names >= PRIVATE - set_by_resolution
     documented = (ROOT / "docs" / "design.md").read_text()
     assert [name for name in PRIVATE if name.split(".")[1] not in documented] == []

@@ -1,0 +1,100 @@
+"""CUDA graphs: which settings we follow, switch off or refuse, and how a replay knows its requests."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.arg_groups.model_override_base import resolved_view
+from sglang.srt.model_executor import cuda_graph_config
+from sglang.srt.model_executor.cuda_graph_config import Backend as GraphBackend
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.server_args import ServerArgs
+
+from helpers.harness import TINY_LLAMA
+from sgl_kvevict.config import ENV_VAR
+from sgl_kvevict.sglang_adapter.attention_backend import device_reasons
+from sgl_kvevict.sglang_adapter.graphs import around_replay_view
+from sgl_kvevict.sglang_adapter.plugin import register
+
+
+def use_graphs(monkeypatch, *, decode, prefill):
+    graphs = CudaGraphConfig(decode=PhaseConfig(backend=decode), prefill=PhaseConfig(backend=prefill))
+    context = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs))
+    monkeypatch.setattr(cuda_graph_config, "get_exec", lambda: context)
+
+
+OFF = GraphBackend.DISABLED
+
+
+@pytest.mark.parametrize("prefill", [GraphBackend.BREAKABLE, GraphBackend.FULL])
+def test_cuda_graphs_of_prefills_are_refused(prefill, monkeypatch):
+    use_graphs(monkeypatch, decode=GraphBackend.FULL, prefill=prefill)
+    reasons = device_reasons("auto", "cuda")
+    assert len(reasons) == 1
+    assert "--cuda-graph-backend-prefill disabled" in reasons[0]
+
+
+def test_decode_graphs_need_an_attention_that_can_be_captured(monkeypatch):
+    use_graphs(monkeypatch, decode=GraphBackend.FULL, prefill=OFF)
+    assert device_reasons("auto", "cuda") == device_reasons("triton", "cuda") == []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # FlashInfer is not here
+    (reason,) = device_reasons("flashinfer", "cuda")
+    assert "--cuda-graph-backend-decode disabled, or with another attention" in reason
+    use_graphs(monkeypatch, decode=OFF, prefill=OFF)
+    assert device_reasons("flashinfer", "cuda") == []
+
+
+def test_graphs_in_which_requests_could_not_be_told_apart_are_refused(monkeypatch):
+    use_graphs(monkeypatch, decode=GraphBackend.BREAKABLE, prefill=OFF)
+    (reason,) = device_reasons("auto", "cuda")
+    assert "'breakable'" in reason and "'full', 'disabled'" in reason
+    use_graphs(monkeypatch, decode=GraphBackend.FULL, prefill=OFF)
+    monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
+    (reason,) = device_reasons("auto", "cuda")
+    assert "SGLANG_ENABLE_METADATA_GLUE_GRAPH" in reason
+
+
+def test_a_replay_knows_its_requests():
+    """The runner builds the view by keyword, through the module's name, and hands it to the backend."""
+    source = inspect.getsource(DecodeCudaGraphRunner._init_replay_attn_metadata_from_view)
+    assert "build_replay_fb_view(" in source and "forward_batch=forward_batch" in source
+    assert "attn_backend.init_forward_metadata_out_graph(fb_view)" in source
+    view = around_replay_view(lambda **given: SimpleNamespace(), forward_batch=SimpleNamespace(rids=["a"]))
+    assert view.rids == ["a"]
+
+
+def test_a_gpu_without_cuda_graphs_is_served(monkeypatch):
+    use_graphs(monkeypatch, decode=OFF, prefill=OFF)
+    assert device_reasons("auto", "cuda") == []
+    assert "runs on the CPU only" in device_reasons("torch", "cuda")[0]
+    assert "runs on a CUDA device only" in device_reasons("triton", "cpu")[0]
+
+
+def resolved_graphs(tmp_path, monkeypatch, **flags):
+    """Backends of (prefill, decode) where both have graphs by default, as on CUDA."""
+    register()
+    monkeypatch.setattr(cuda_graph_config, "default_prefill_backend", lambda: GraphBackend.BREAKABLE)
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
+    args = ServerArgs(model_path=str(tmp_path), device="cpu", skip_tokenizer_init=True, **flags)
+    args.resolve_once()
+    graphs = resolved_view(args).cuda_graph_config
+    return graphs.prefill.backend, graphs.decode.backend
+
+
+def test_graphs_that_are_on_by_default_are_switched_off_where_we_cannot_follow(tmp_path, monkeypatch, caplog):
+    on = (GraphBackend.BREAKABLE, GraphBackend.FULL)
+    assert resolved_graphs(tmp_path, monkeypatch, attention_backend="triton") == on
+    assert resolved_graphs(tmp_path, monkeypatch, attention_backend="kvevict") == (OFF, GraphBackend.FULL)
+    assert "CUDA graphs of prefill steps are switched off" in caplog.text
+    monkeypatch.setenv(ENV_VAR, json.dumps({"attention": "flashinfer"}))
+    assert resolved_graphs(tmp_path, monkeypatch, attention_backend="kvevict") == (OFF, OFF)
+    assert "CUDA graphs of decode steps are switched off" in caplog.text
+
+
+def test_graphs_that_the_user_asked_for_stay_and_are_refused(tmp_path, monkeypatch):
+    flags = {"attention_backend": "kvevict", "cuda_graph_backend_prefill": "full"}
+    assert resolved_graphs(tmp_path, monkeypatch, **flags) == (GraphBackend.FULL, GraphBackend.FULL)
