@@ -191,20 +191,27 @@ def test_nothing_compressed_survives_new_weights(server, tiny_llama, other_weigh
     assert outcome(server, warm(server, 4)) == "compressed"
     assert ask(server, [*document(4), 7])["meta_info"]["cached_tokens"] == 400
     with ThreadPoolExecutor(1) as pool:
-        # One that reads the compressed prefix all along; a flush beside it would be refused, as in stock.
-        reader = None if flush_cache else pool.submit(ask, server, [*document(4), 8], 300)
-        time.sleep(0.2)
         many_jobs(server)
+        reader = None
+        if not flush_cache:
+            # One that reads the compressed prefix all along. SGLang waits for such requests before it changes the
+            # weights, unless it is paused; a flush beside them would be refused.
+            reader = pool.submit(ask, server, [*document(4), 8], 60)
+            time.sleep(0.5)
+            server.post("/pause_generation", {"mode": "in_place"})
         reply = server.post(
             "/update_weights_from_disk",
             {"model_path": str(other_weights), "flush_cache": flush_cache, "abort_all_requests": False},
         )
         assert json.loads(reply)["success"]
         assert plugin_state(server)["scoring_jobs"] == 0
+        if reader is not None:
+            assert not reader.done() and plugin_state(server)["spans"] > 0
+            server.post("/continue_generation", {})
         answer = ask(server, [*document(4), 9], 1)
         assert answer["meta_info"]["cached_tokens"] == 0
         if reader is not None:
-            assert len(reader.result()["output_ids"]) == 300
+            assert len(reader.result()["output_ids"]) == 60
     assert plugin_state(server)["spans"] == 0
     fresh = ask(server, [*document(5), 9])["output_ids"]
     server.post("/update_weights_from_disk", {"model_path": str(tiny_llama), "flush_cache": True})
