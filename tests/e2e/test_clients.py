@@ -19,7 +19,13 @@ from sgl_kvevict.request import ticket_digest
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 # Passes of 16 tokens over documents of 400: a job takes so long that anything else falls into its middle.
-CONFIG = {"min_prefix_tokens": 48, "tail_tokens": 16, "scoring_pass_tokens": 16, "budget": 0.2}
+CONFIG = {
+    "policy": "reconstruction",
+    "min_prefix_tokens": 48,
+    "tail_tokens": 16,
+    "scoring_pass_tokens": 16,
+    "budget": 0.2,
+}
 FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "6000", "--context-length", "1024", "--dtype", "float32")
 
 

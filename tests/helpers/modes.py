@@ -12,7 +12,13 @@ from helpers.traffic import idle_state
 from sgl_kvevict.launcher import RunningServer
 
 FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "2000", "--context-length", "1024")
-CONFIG = {"min_prefix_tokens": 48, "tail_tokens": 16, "scoring_pass_tokens": 64, "budget": 0.2}
+CONFIG = {
+    "policy": "reconstruction",
+    "min_prefix_tokens": 48,
+    "tail_tokens": 16,
+    "scoring_pass_tokens": 64,
+    "budget": 0.2,
+}
 PRIORITIES = ("--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "1")
 MODES: dict[str, Sequence[str]] = {
     **{
