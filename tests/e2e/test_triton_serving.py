@@ -89,7 +89,8 @@ if __name__ == "__main__":
 def serve(folder: Path, model: Path, *, is_triton: bool) -> tuple[list[list[object]], list[str]]:
     (folder / "sitecustomize.py").write_text(SITE)
     (folder / "engine.py").write_text(ENGINE)
-    env = {**os.environ, **ENV, **config_env({"policy": "snapkv", "budget": 0.3}), "SGLANG_PLATFORM": "kvevict_cpu"}
+    config = config_env({"policy": "snapkv", "budget": 0.3, "attention": "torch"})
+    env = {**os.environ, **ENV, **config, "SGLANG_PLATFORM": "kvevict_cpu"}
     env |= {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "TRITON_INTERPRET": "1" if is_triton else "0"}
     env |= {"TEST_TRITON_ATTENTION": "1"} if is_triton else {}
     command = [sys.executable, str(folder / "engine.py"), str(model)]
