@@ -114,6 +114,20 @@ class KVEvictConfig(BaseModel):
             "or an integer >= 1 (entries per KV head)"
         },
     )
+    min_budget: float | None = Field(
+        default=0.1,
+        gt=0,
+        lt=1,
+        description="share to which compressed prefixes are squeezed when token slots are short, before any of them is "
+        "dropped; null, an integer budget, or one of 1.0 or not above it: nothing is squeezed",
+        json_schema_extra={"allowed": "a float in (0, 1), or null"},
+    )
+    wait_for_passes: bool = Field(
+        default=True,
+        description="policy distilled: once scores are learned, a prefix still stays uncompressed until passes have "
+        "scored it or token slots are short; false: it is compressed with learned scores when its prompt is complete",
+        json_schema_extra={"allowed": "true or false"},
+    )
     budget_includes_tail: bool = Field(
         default=False,
         description="count the uncompressed tail as part of the budget, as papers count their observation window",
@@ -254,9 +268,18 @@ class KVEvictConfig(BaseModel):
             slots = self._share_of(num_tokens)
         return min(max(slots, 1), num_tokens)
 
-    def _share_of(self, num_tokens: int) -> int:
-        share = Fraction(repr(self.budget)) * num_tokens
-        return -(-share.numerator // share.denominator)
+    @property
+    def squeezes(self) -> bool:
+        """Whether compressed prefixes can be squeezed further."""
+        return self.min_budget is not None and isinstance(self.budget, float) and self.min_budget < self.budget < 1
+
+    def min_slots(self, num_tokens: int) -> int:
+        """Token slots that a compressed range of ``num_tokens`` tokens can be squeezed into, at least 1."""
+        return max(self._share_of(num_tokens, self.min_budget if self.squeezes else self.budget), 1)
+
+    def _share_of(self, num_tokens: int, share: float | None = None) -> int:
+        slots = Fraction(repr(self.budget if share is None else share)) * num_tokens
+        return -(-slots.numerator // slots.denominator)
 
     def _slots_up_to(self, end: int) -> int:
         """Slots of all compressed tokens before ``end``, when a tail that the budget includes follows there."""

@@ -16,8 +16,8 @@ MAX_TICKET_CHARS = 128
 _ROOM = 1024
 """Characters that options take beside their questions: names, a ticket."""
 _ALLOWED = (
-    "an object with 'warm' (true or false), 'questions' (a list of strings, only with warm) and 'ticket' (a string of "
-    f"{MIN_TICKET_CHARS} to {MAX_TICKET_CHARS} characters, only with warm)"
+    "an object with 'warm' (true or false), 'questions' (a list of strings, only with warm), 'ticket' (a string of "
+    f"{MIN_TICKET_CHARS} to {MAX_TICKET_CHARS} characters, only with warm) and 'exact' (true or false, not with warm)"
 )
 
 
@@ -40,6 +40,10 @@ class RequestOptions(BaseModel):
         min_length=MIN_TICKET_CHARS,
         max_length=MAX_TICKET_CHARS,
         description="a random text that only the sender knows: what became of the wish is told under its hash",
+    )
+    exact: bool = Field(
+        default=False,
+        description="read nothing compressed: match what is uncompressed, compute the rest again",
     )
 
 
@@ -74,6 +78,8 @@ def parse_request_options(custom_params: object, config: KVEvictConfig) -> Reque
         if getattr(options, name) and not options.warm:
             got = shown(getattr(options, name))
             raise ConfigError(f"custom_params.{REQUEST_KEY}.{name}: got {got}; allowed: {_ALLOWED}")
+    if options.exact and options.warm:
+        raise ConfigError(f"custom_params.{REQUEST_KEY}.exact: got True together with warm; allowed: {_ALLOWED}")
     return options
 
 

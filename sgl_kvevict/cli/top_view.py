@@ -23,6 +23,7 @@ from sgl_kvevict.events.types import (
     Repacked,
     ScoringPass,
     Split,
+    Squeezed,
 )
 
 SORT_KEYS = {"s": "slots", "t": "tokens", "r": "readers", "a": "age"}
@@ -213,10 +214,12 @@ def describe(event: AnyEvent) -> str:
             return f"dropped {kind} node {event.node}: {event.tokens:,} tokens, {event.slots:,} slots released"
         case Repacked():
             return f"repacked node {event.node} into {event.slots:,} slots, {event.released_slots:,} released"
+        case Squeezed():
+            return f"squeezed node {event.node} into {event.slots:,} slots, {event.released_slots:,} released"
         case ScoringPass():
             return f"scored tokens {event.start:,}-{event.end:,} ({event.seconds * 1000:.1f} ms)"
         case Refused():
-            why = {"in-use": "others read them", "not-cached": "not cached"}.get(event.reason, event.reason)
+            why = {"in-use": "somebody reads them exactly", "not-cached": "not cached"}.get(event.reason, event.reason)
             return f"left {event.tokens:,} tokens as they are: {why}"
         case Cleared():
             return "flushed the whole cache"

@@ -1,8 +1,17 @@
 """From an observed prompt to a published segment: observe, budget, score, select, merge, pack."""
 
-from sgl_kvevict.compression.compressor import Compression, Compressor
-from sgl_kvevict.compression.observation import PromptObservation
+from sgl_kvevict.compression.compressor import Compression, Compressor, Observation
+from sgl_kvevict.compression.observation import CacheObservation, PromptObservation
 from sgl_kvevict.compression.reader_observation import ReaderChunk, ReaderObservation
 from sgl_kvevict.compression.warm_up import warm_up
 
-__all__ = ["Compression", "Compressor", "PromptObservation", "ReaderChunk", "ReaderObservation", "warm_up"]
+__all__ = [
+    "CacheObservation",
+    "Compression",
+    "Compressor",
+    "Observation",
+    "PromptObservation",
+    "ReaderChunk",
+    "ReaderObservation",
+    "warm_up",
+]

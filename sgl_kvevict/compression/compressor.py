@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from sgl_kvevict.compression.learned import Show, with_learned_scores
-from sgl_kvevict.compression.observation import ObservationSpec, PromptObservation
+from sgl_kvevict.compression.observation import CacheObservation, ObservationSpec, PromptObservation
 from sgl_kvevict.compression.reader_observation import ReaderObservation
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import CachedRange, Lesson, ScoreLearner
@@ -18,6 +18,9 @@ from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.rotary import Rotary
 from sgl_kvevict.prefix import Segment, SpanStore
+
+Observation = PromptObservation | ReaderObservation | CacheObservation
+"""What is known of a range that is to be compressed."""
 
 
 @dataclass
@@ -88,9 +91,14 @@ class Compressor:
         self.stats = CompressionStats()
 
     @property
-    def scores_at_once(self) -> bool:
-        """A prompt can be compressed as soon as it is complete: no readers are needed, or none any more."""
-        return self.policy.readers is None or (self.learner is not None and self.learner.weights is not None)
+    def has_learned(self) -> bool:
+        """Any range can be scored at any time, from the cache alone."""
+        return self.learner is not None and self.learner.weights is not None
+
+    @property
+    def compresses_at_once(self) -> bool:
+        """A prompt is compressed as soon as it is complete: no readers are needed, or none are waited for."""
+        return self.policy.readers is None or (self.has_learned and not self.config.wait_for_passes)
 
     def new_observation(self) -> PromptObservation:
         """Return an empty observation of the kind the policy needs."""
@@ -122,7 +130,7 @@ class Compressor:
         self,
         token_slots: Tensor,
         start: int,
-        observation: PromptObservation | ReaderObservation,
+        observation: Observation,
         parent: Segment | None = None,
     ) -> Compression:
         """Write the segment of one range.
@@ -132,7 +140,7 @@ class Compressor:
         Args:
             token_slots: [num_tokens], int64, slots of the range in token order, all owned by the caller.
             start: logical position of the range's first token.
-            observation: what the prefill, or the range's readers, left behind.
+            observation: what the prefill, or the range's readers, left behind; with learned scores nothing is needed.
             parent: segment of the path right before the range; its policy state carries on.
         """
         begin = time.perf_counter()
@@ -144,16 +152,23 @@ class Compressor:
             return observation.show(layer, start, self.store.k_arena[layer], self.store.v_arena[layer], token_slots)
 
         observe: Show = show
-        learner = self.learner if num_slots < num_tokens and isinstance(observation, PromptObservation) else None
+        learner = self.learner if num_slots < num_tokens and not isinstance(observation, ReaderObservation) else None
         if learner is not None and learner.weights is not None:
             tokens = CachedRange(self.store.k_arena, self.store.v_arena, token_slots, start, start + num_tokens)
             observe = with_learned_scores(show, learner.weights, tokens, learner.rotary)
         protected = min(max(self.config.sink_tokens - start, 0), num_slots)
         state = None if parent is None else parent.policy_state
         assert state is None or isinstance(state, PolicyState)
-        decision = self.policy.select(observe, geometry, num_slots * geometry.heads_per_token, protected, state)
+        decision = self.policy.select(
+            observe, geometry, num_slots * geometry.heads_per_token, protected, state, with_worth=self.config.squeezes
+        )
         segment, freed = self.store.pack(
-            token_slots, start, decision.selection, merge=decision.merge, splittable=self.policy.splittable
+            token_slots,
+            start,
+            decision.selection,
+            merge=decision.merge,
+            splittable=self.policy.splittable,
+            worth=decision.worth,
         )
         segment.policy_state = decision.state
         self.stats.compressions += 1

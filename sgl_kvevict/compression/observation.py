@@ -49,6 +49,13 @@ class _Layer:
     echo: Tensor | None = None
     moments: QueryMoments | None = None
 
+    def forget(self, num_tokens: int) -> None:
+        """The first tokens were compressed."""
+        if self.accumulated is not None:
+            self.accumulated = self.accumulated[:, num_tokens:]
+        if self.echo is not None:
+            self.echo = self.echo[:, num_tokens:]
+
 
 class PromptObservation:
     """What was seen of one prompt, layer by layer, while its prefill ran over any number of chunks.
@@ -102,15 +109,19 @@ class PromptObservation:
 
         Args:
             start: logical position of the chunk's first token; not where the last chunk ended: start afresh.
+                What was summed up of tokens that were compressed since the last chunk is forgotten.
             end: logical position after the chunk's last token.
             is_last: the prompt ends here.
             key_start: waterline; keys from here on are in ordinary slots.
             token_slots: [end - key_start], int64, slots of the tokens ``[key_start, end)``; only if needed.
         """
-        if start != self.end or key_start != self._key_start or not self._layers:
+        if start != self.end or key_start < self._key_start or not self._layers:
             self._layers = [_Layer() for _ in range(self.spec.geometry.num_layers)]
-            self._key_start = key_start
             self.first_query = start
+        elif key_start > self._key_start:
+            for seen in self._layers:
+                seen.forget(key_start - self._key_start)
+        self._key_start = key_start
         self._chunk_start = start
         self._token_slots = token_slots
         self.end = end
@@ -222,3 +233,13 @@ class PromptObservation:
             seen = peaks[:, : earlier.shape[1]]
             torch.maximum(seen, earlier, out=seen)
         return peaks
+
+
+class CacheObservation:
+    """Nothing was seen, or nothing is left of it: what the cache holds of a range has to do."""
+
+    num_bytes = 0
+
+    def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerObservation:
+        """Return keys and values of a range in one layer; see :meth:`PromptObservation.show`."""
+        return LayerObservation(layer, start, k_buffer, v_buffer, token_slots, sm_scale=0.0)

@@ -52,7 +52,7 @@ def _observe(compressor: Compressor, queries: Tensor, slots: Tensor) -> PromptOb
     store = compressor.store
     lse = torch.full(queries.shape[:2], 6.0, device=queries.device)
     scale = float(queries.shape[2] ** -0.5)
-    if not compressor.scores_at_once:
+    if not compressor.compresses_at_once:
         readers = compressor.new_reader_observation(0, num_tokens)
         chunk = readers.begin_chunk(readers, num_tokens, 2 * num_tokens, slots)
         for layer in range(store.geometry.num_layers):

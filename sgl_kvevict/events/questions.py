@@ -182,6 +182,8 @@ class Totals(msgspec.Struct):
     scoring_passes: int = 0
     splits: int = 0
     repacks: int = 0
+    squeezes: int = 0
+    squeezed_slots: int = 0
     dropped_nodes: int = 0
     dropped_spans: int = 0
     dropped_slots: int = 0

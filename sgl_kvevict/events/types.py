@@ -91,6 +91,20 @@ class Repacked(Event):
     released_slots: int
 
 
+class Squeezed(Event):
+    """Token slots were short: a segment gave up what is worth least of it.
+
+    Attributes:
+        node: id of the segment's topmost node.
+        slots: token slots it takes now.
+        released_slots: token slots that were given back.
+    """
+
+    node: int
+    slots: int
+    released_slots: int
+
+
 class ScoringPass(Event):
     """Extra forwards were run to score a range.
 
@@ -109,9 +123,9 @@ class Refused(Event):
     """Something could not be compressed or cached.
 
     Attributes:
-        reason: ``in-use``: others read the range, it waits for them; ``not-cached``: the prompt diverges inside an
-            unsplittable span that others read, so it is served but not cached; ``no-room``: prefix and scoring
-            pass together exceed the model's context or the pool, so the prefix stays uncompressed.
+        reason: ``in-use``: somebody reads the range exactly, it waits for that one; ``not-cached``: the prompt diverges
+            inside an unsplittable span that others read, so it is served but not cached; ``no-room``: prefix and
+            scoring pass together exceed the model's context or the pool, so the prefix stays uncompressed.
         tokens: tokens concerned.
     """
 
@@ -133,7 +147,7 @@ class EventsLost(Event):
     count: int
 
 
-AnyEvent = Compressed | Split | Dropped | Repacked | ScoringPass | Refused | Cleared | EventsLost
+AnyEvent = Compressed | Split | Dropped | Repacked | Squeezed | ScoringPass | Refused | Cleared | EventsLost
 
 
 class EventBatch(msgspec.Struct, array_like=True, gc=False):

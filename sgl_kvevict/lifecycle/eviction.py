@@ -1,11 +1,10 @@
-"""Which leaf goes first when token slots are short."""
+"""In which order prefixes give way when token slots are short."""
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
 
 from sgl_kvevict.lifecycle.nodes import Node
 from sgl_kvevict.prefix import Span
@@ -15,28 +14,29 @@ MAX_LEVELS = 1024
 SPARE_ENTRIES = 64
 """A heap is built anew when it has more than this beside two entries per leaf: the others are out of date."""
 
+LOSS_OF_COMPRESSING = 0.3
+"""What compressing an uncompressed prefix to the budget loses per slot won, in tokens of prefill. All answers of a
+prefix count as five prefills of it; going to 20 % loses about 5 % of them (docs/quality.md) and wins 80 % of the slots:
+5 * 0.05 / 0.8."""
+SQUEEZING_TO_DROPPING = 0.8
+"""What squeezing a prefix loses per slot won, in parts of what dropping it loses. From 20 % to 10 %: 5 * 0.08 / 0.1 = 4
+tokens; dropping costs 5 tokens of prefill a slot at 20 %, 10 at 10 %, and 1 for what is uncompressed."""
+
 Priority = tuple[float, float]
 """(credit, number of the last access); the smallest goes first."""
 
 
-class Leaf(Node, Protocol):
-    """A node that knows when it was used."""
-
-    @property
-    def last_access_time(self) -> float:
-        """Number of its last access."""
-
-
 class CostAwareRecency:
-    """Recency, weighed by what a token slot saves: the tokens of prefill that dropping it would cost.
+    """Recency, weighed by what a token slot costs: the tokens of prefill, or the answers, lost for it.
 
     A compressed prefix of 1,000 tokens in 200 slots saves five tokens a slot, the last question below it one. Plain
-    recency drops the prefix to keep questions that nobody asks again. Here a leaf's credit is the level at its last
-    access plus the tokens per slot that it saves, and the level rises to the credit of what was dropped last: what
-    saves little goes first, and what saves much goes too once it was left alone for long enough. Where all leaves save
+    recency drops the prefix to keep questions that nobody asks again. Here a node's credit is the level at its last
+    access plus what is lost per slot won, and the level rises to the credit of what gave way last: what costs little
+    goes first, and what costs much goes too once it was left alone for long enough. Where all leaves save
     the same (a budget of 1.0) this is plain recency.
 
     Source: GreedyDual-Size (Cao and Irani, USENIX Symposium on Internet Technologies and Systems 1997), Sec. 4.
+    Differs: a prefix gives way in steps (compressed, squeezed, dropped), each with a loss of its own.
 
     Args:
         spans: what compressed nodes hold.
@@ -49,15 +49,17 @@ class CostAwareRecency:
         self._times: list[float] = []
         self._levels: list[float] = [0.0]
 
-    def get_priority(self, node: Leaf) -> Priority:
-        """Priority of a leaf; grows when the leaf is used."""
-        accessed = node.last_access_time
-        spans = self._spans
-        saved = spans[node].segment.tokens_per_slot if node in spans else 1.0
-        return self._levels[bisect_right(self._times, accessed)] + saved, accessed
+    def get_priority(self, node: Node) -> Priority:
+        """Priority of dropping a leaf; grows when the leaf is used."""
+        return self._priority(node, self._saved(node))
 
-    def dropped(self, priority: Priority) -> None:
-        """A leaf of this priority went: raise the level to its credit."""
+    def shrink_priority(self, node: Node) -> Priority:
+        """Priority of compressing what is uncompressed up to a node, or of squeezing the segment that it owns."""
+        is_compressed = node in self._spans
+        return self._priority(node, SQUEEZING_TO_DROPPING * self._saved(node) if is_compressed else LOSS_OF_COMPRESSING)
+
+    def gave_way(self, priority: Priority) -> None:
+        """What had this priority gave way: raise the level to its credit."""
         if priority[0] <= self._levels[-1]:
             return
         self._times.append(self._clock())
@@ -65,74 +67,89 @@ class CostAwareRecency:
         if len(self._times) > MAX_LEVELS:
             del self._times[0], self._levels[0]
 
+    def _saved(self, node: Node) -> float:
+        """Tokens of prefill that each slot of a node saves."""
+        return self._spans[node].segment.tokens_per_slot if node in self._spans else 1.0
 
-class LeafSet(set[Leaf]):
-    """Leaves that may go, and which of them are new since somebody asked.
+    def _priority(self, node: Node, loss: float) -> Priority:
+        accessed = node.last_access_time
+        return self._levels[bisect_right(self._times, accessed)] + loss, accessed
+
+
+class NodeSet(set[Node]):
+    """Nodes that may give way, and which of them are new since somebody asked.
 
     Args:
-        leaves: those that there are.
+        nodes: those that there are.
     """
 
-    def __init__(self, leaves: Iterable[Leaf] = ()) -> None:
-        super().__init__(leaves)
-        self._new: dict[Leaf, None] = dict.fromkeys(self)
+    def __init__(self, nodes: Iterable[Node] = ()) -> None:
+        super().__init__(nodes)
+        self._new: dict[Node, None] = dict.fromkeys(self)
 
-    def add(self, leaf: Leaf) -> None:
-        """A node may go."""
-        if leaf not in self:
-            super().add(leaf)
-            self._new[leaf] = None
+    def add(self, node: Node) -> None:
+        """A node may give way."""
+        if node not in self:
+            super().add(node)
+            self._new[node] = None
 
-    def take_new(self) -> list[Leaf]:
-        """Leaves that came since the last call, in the order in which they did; some may have left again."""
+    def take_new(self) -> list[Node]:
+        """Nodes that came since the last call, in the order in which they did; some may have left again."""
         new, self._new = list(self._new), {}
         return new
 
 
-class LeafHeap:
-    """The leaves by priority, kept from one eviction to the next: each costs a few steps, however many leaves wait.
+class NodeHeap:
+    """Nodes by priority, kept from one eviction to the next: each costs a few steps, however many wait.
 
-    A leaf that is used stays where it is; its priority is looked up again when it comes to the top.
+    A node that is used stays where it is; its priority is looked up again when it comes to the top.
 
     Args:
-        leaves: which may go; kept up to date by the tree.
-        order: whose priorities. They only grow while a leaf stays one.
+        nodes: which may give way; kept up to date by others.
+        priority: of a node; only grows while the node is in the set.
     """
 
-    def __init__(self, leaves: LeafSet, order: CostAwareRecency) -> None:
-        self._leaves = leaves
-        self._order = order
-        self._heap: list[tuple[Priority, int, Leaf]] = []
+    def __init__(self, nodes: NodeSet, priority: Callable[[Node], Priority]) -> None:
+        self._nodes = nodes
+        self._priority = priority
+        self._heap: list[tuple[Priority, int, Node]] = []
 
-    def pop(self) -> Leaf | None:
-        """Take out the leaf that goes next; None if there is none."""
+    def top(self) -> tuple[Priority, Node] | None:
+        """Priority of the node that goes next, and the node; None if there is none."""
         self._add_new()
-        heap, leaves = self._heap, self._leaves
+        heap, nodes = self._heap, self._nodes
         while heap:
-            priority, number, leaf = heap[0]
-            if leaf not in leaves:
+            priority, number, node = heap[0]
+            if node not in nodes:
                 heapq.heappop(heap)
                 continue
-            current = self._order.get_priority(leaf)
+            current = self._priority(node)
             if current == priority:
-                heapq.heappop(heap)
-                return leaf
-            heapq.heapreplace(heap, (current, number, leaf))
+                return priority, node
+            heapq.heapreplace(heap, (current, number, node))
         return None
 
-    def push(self, leaf: Leaf) -> None:
-        """Put a leaf in, or back."""
-        heapq.heappush(self._heap, self._entry(leaf))
+    def pop(self) -> Node | None:
+        """Take out the node that goes next; None if there is none."""
+        top = self.top()
+        if top is None:
+            return None
+        heapq.heappop(self._heap)
+        return top[1]
 
-    def _entry(self, leaf: Leaf) -> tuple[Priority, int, Leaf]:
-        return self._order.get_priority(leaf), leaf.id, leaf
+    def push(self, node: Node) -> None:
+        """Put a node in, or back."""
+        heapq.heappush(self._heap, self._entry(node))
+
+    def _entry(self, node: Node) -> tuple[Priority, int, Node]:
+        return self._priority(node), node.id, node
 
     def _add_new(self) -> None:
-        new = self._leaves.take_new()
-        if len(self._heap) + len(new) > 2 * len(self._leaves) + SPARE_ENTRIES:
-            self._heap = [self._entry(leaf) for leaf in self._leaves]
+        new = self._nodes.take_new()
+        if len(self._heap) + len(new) > 2 * len(self._nodes) + SPARE_ENTRIES:
+            self._heap = [self._entry(node) for node in self._nodes]
             heapq.heapify(self._heap)
             return
-        for leaf in new:
-            if leaf in self._leaves:
-                self.push(leaf)
+        for node in new:
+            if node in self._nodes:
+                self.push(node)

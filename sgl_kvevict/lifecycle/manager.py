@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from sgl_kvevict.compression import Compressor, PromptObservation, ReaderChunk
 from sgl_kvevict.guard import Guard, Place
+from sgl_kvevict.lifecycle.eviction import CostAwareRecency
 from sgl_kvevict.lifecycle.jobs import ScoringJobs
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.lifecycle.observer import CacheObserver
 from sgl_kvevict.lifecycle.ports import PassPort, TreePort
+from sgl_kvevict.lifecycle.pressure import Pressure
 from sgl_kvevict.lifecycle.ranges import Ranges
+from sgl_kvevict.lifecycle.readers import LiveReaders
 from sgl_kvevict.lifecycle.scoring import PrefixScoring
 from sgl_kvevict.lifecycle.spans import SpanTable
 from sgl_kvevict.lifecycle.votes import Votes
@@ -41,30 +44,40 @@ class PrefixManager:
         store: where segments are written.
         compressor: what is kept; None (policy ``none``): nothing is ever compressed.
         guard: holds errors that concern one request or job.
+        clock: numbers accesses, in the order in which nodes note theirs.
 
     Attributes:
         spans: what nodes hold.
-        ranges: what is to be compressed; None without a compressor.
-        scoring: has prefixes read before they are compressed; None for policies that need no readers.
+        order: what gives way first when slots are short.
         readers: requests that matched and have not let go.
+        ranges: what is to be compressed; None without a compressor.
+        pressure: what shrinks when slots are short; None without a compressor.
+        scoring: has prefixes read before they are compressed; None for policies that need no readers.
         max_sharers: most requests that ever read one span in one forward.
     """
 
-    def __init__(self, tree: TreePort, store: SpanStore, compressor: Compressor | None, guard: Guard) -> None:
+    def __init__(
+        self, tree: TreePort, store: SpanStore, compressor: Compressor | None, guard: Guard, clock: Callable[[], float]
+    ) -> None:
         self.spans = SpanTable(store)
+        self.order = CostAwareRecency(self.spans, clock)
         self.compressor = compressor
         self.guard = guard
         self.ranges: Ranges | None = None
         self.scoring: PrefixScoring | None = None
         self.votes: Votes | None = None
-        self.readers: WeakSet[Reader] = WeakSet()
+        self.readers = LiveReaders(tree)
+        self.pressure: Pressure | None = None
         self.max_sharers = 0
         self._tree = tree
         self._observations: WeakKeyDictionary[Reader, PromptObservation] = WeakKeyDictionary()
         self._observer = CacheObserver()
         if compressor is None:
             return
-        self.ranges = Ranges(tree, self.spans, compressor, guard)
+        self.ranges = Ranges(tree, self.spans, self.readers, compressor, guard)
+        num_slots = store.geometry.num_token_slots
+        self.pressure = Pressure(tree, self.spans, self.ranges, self.readers, compressor, self.order, num_slots)
+        self.ranges.on_installed = self.pressure.installed
         readers = compressor.policy.readers
         if readers is not None:
             jobs = ScoringJobs()
@@ -79,14 +92,14 @@ class PrefixManager:
     @observer.setter
     def observer(self, observer: CacheObserver) -> None:
         self._observer = observer
-        for part in (self.ranges, self.scoring, self.votes):
+        for part in (self.ranges, self.pressure, self.scoring, self.votes):
             if part is not None:
                 part.observer = observer
 
     @property
     def observation_bytes(self) -> int:
         """Memory, outside the pool, of what readers attended to and of what waits."""
-        return sum(part.num_bytes for part in (self.ranges, self.votes) if part is not None)
+        return sum(part.num_bytes for part in (self.ranges, self.pressure, self.votes) if part is not None)
 
     # ---- what happens to requests -----------------------------------------------------------------------------
 
@@ -141,13 +154,15 @@ class PrefixManager:
         path = path_to(node)
         end = min(observation.end, length_of(path))
         asks = wish is not None and bool(wish.questions)
-        if self.compressor.scores_at_once and not asks:
-            is_done = self.ranges.compress(node, end - self.compressor.config.tail_tokens, observation, reader)
+        if self.compressor.compresses_at_once and not asks:
+            is_done = self.ranges.compress(node, end - self.compressor.config.tail_tokens, observation)
             if self.scoring is not None and wish is not None and wish.warm:
                 self.scoring.granted(node, wish, is_done=is_done)
             return
-        if self.scoring is None:
+        if self.scoring is None or self.pressure is None:
             return
+        self.pressure.prompt_complete(path, end, observation)
+        path = path_to(node)
         self.scoring.found(path, min(observation.first_query, end), observation)
         if self.votes is not None:
             self.votes.count(reader, observation.first_query, path)
@@ -190,6 +205,8 @@ class PrefixManager:
         """A node was cut; ``lower`` is the node that it was."""
         if self.scoring is not None:
             self.scoring.split(upper, lower)
+        if self.pressure is not None:
+            self.pressure.split(upper, lower)
         span = self.spans.split(upper, lower)
         if span is not None:
             self._observer.split(upper, lower, span.start)
@@ -200,7 +217,7 @@ class PrefixManager:
         Returns:
             [num_slots], int64, token slots that come back; None: it held no span, so they are its ordinary ones.
         """
-        for part in (self.ranges, self.scoring, self.votes):
+        for part in (self.ranges, self.pressure, self.scoring, self.votes):
             if part is not None:
                 part.discard(node)
         drop = self.spans.drop(node, self._tree.largest)
@@ -224,7 +241,7 @@ class PrefixManager:
     def forget_seen(self) -> None:
         """Nothing that was seen or scored is of use any more: the tree is empty, or the model has other weights."""
         self._observations.clear()
-        for part in (self.ranges, self.scoring, self.votes):
+        for part in (self.ranges, self.pressure, self.scoring, self.votes):
             if part is not None:
                 part.clear()
 
@@ -248,6 +265,6 @@ class PrefixManager:
             seen = self.scoring.observation_of(reader)
         elif self.votes is not None:
             seen = self.votes.observation(path, start)
-        if seen is not None:
+        if seen is not None and waterline <= seen.start:  # else it was compressed since, because slots were short
             return [seen.begin_chunk(reader, start, end, self._tree.row(reader, seen.start, seen.end))]
         return [observation] if observation.records else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 Reader: TypeAlias = Any
@@ -43,12 +43,16 @@ class Node(Protocol):
         """Node of the tokens before; None for the root."""
 
     @property
-    def children(self) -> Sized:
+    def children(self) -> Mapping[Any, Node]:
         """Nodes of what comes after."""
 
     @property
     def key(self) -> Key:
         """The node's tokens."""
+
+    @property
+    def last_access_time(self) -> float:
+        """Number of its last access."""
 
 
 def path_to(node: Node) -> list[Node]:

@@ -29,6 +29,9 @@ class CacheObserver:
     def repacked(self, owner: Node, segment: Segment, released: int) -> None:
         """The segment of ``owner`` gave ``released`` token slots back."""
 
+    def squeezed(self, owner: Node, segment: Segment, released: int) -> None:
+        """Slots were short: the segment of ``owner`` gave up what it needed least, and ``released`` token slots."""
+
     def scored(self, start: int, end: int, seconds: float) -> None:
         """Extra forwards scored the tokens ``[start, end)``."""
 

@@ -1,22 +1,20 @@
-"""Where a prefix is compressed: at once, or when the last of those who read it lets go."""
+"""Where a prefix is compressed: between two steps, under its readers, who all move along."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from weakref import ref
 
 from torch import Tensor
 
-from sgl_kvevict.compression import Compression, Compressor, PromptObservation, ReaderObservation
+from sgl_kvevict.compression import Compression, Compressor, Observation
 from sgl_kvevict.guard import Guard, Place, accounting
-from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
+from sgl_kvevict.lifecycle.nodes import Node, length_of, path_to
 from sgl_kvevict.lifecycle.observer import REFUSED_IN_USE, REFUSED_NO_MEMORY, CacheObserver
 from sgl_kvevict.lifecycle.ports import TreePort
+from sgl_kvevict.lifecycle.readers import LiveReaders
 from sgl_kvevict.lifecycle.spans import SpanTable
-
-Observation = PromptObservation | ReaderObservation
 
 
 @dataclass(frozen=True)
@@ -27,34 +25,39 @@ class PendingRange:
         node: last node of the range; it ends at ``end``.
         end: logical position after the range's last token.
         observation: what is known of it.
-        reader: who was observed, while it lives; its own lock does not stand in the way.
     """
 
     node: Node
     end: int
     observation: Observation
-    reader: Callable[[], Reader | None]
 
 
 class Ranges:
     """Ranges that are compressed, and those that wait for it: at most one per node, the newest.
 
+    A range waits while somebody locks it who would not follow: a request that asked to read what is uncompressed.
     The oldest that wait are given up when what was observed of all of them takes too much memory.
 
     Args:
         tree: whose nodes.
         spans: what the nodes hold.
+        readers: who reads them.
         compressor: decides what is kept, and writes it.
         guard: holds what a policy raises; the range then stays uncompressed.
 
     Attributes:
         observer: told of what is compressed, and of what has to wait.
+        on_installed: told which consecutive nodes hold a new segment.
     """
 
-    def __init__(self, tree: TreePort, spans: SpanTable, compressor: Compressor, guard: Guard) -> None:
+    def __init__(
+        self, tree: TreePort, spans: SpanTable, readers: LiveReaders, compressor: Compressor, guard: Guard
+    ) -> None:
         self.observer = CacheObserver()
+        self.on_installed: Callable[[Sequence[Node]], None] = lambda nodes: None
         self._tree = tree
         self._spans = spans
+        self._readers = readers
         self._compressor = compressor
         self._guard = guard
         self._pending: dict[Node, PendingRange] = {}
@@ -92,14 +95,13 @@ class Ranges:
         """[num_tokens], int64, ordinary slots of the first tokens of a path that are not compressed."""
         return self._tree.token_slots([node for node in path if node not in self._spans])[:num_tokens]
 
-    def compress(self, node: Node, end: int, observation: Observation, reader: Reader | None) -> bool:
-        """Compress what is uncompressed of the path to a node, or remember to, once nobody else reads it.
+    def compress(self, node: Node, end: int, observation: Observation) -> bool:
+        """Compress what is uncompressed of the path to a node, or remember to, once all who read it would follow.
 
         Args:
             node: the path's last node.
             end: logical position up to which to compress; not beyond the path.
             observation: what to compress with.
-            reader: who was observed; None if it has let go for good.
 
         Returns:
             Whether the range is done with (it may also have been too short).
@@ -108,13 +110,19 @@ class Ranges:
         num_tokens = end - self._spans.waterline(path)
         if num_tokens < self._compressor.config.min_prefix_tokens:
             return True
-        who = _nobody if reader is None else ref(reader)
-        pending = PendingRange(self.node_ending_at(path, end), end, observation, who)
-        if self._try(pending):
+        pending = PendingRange(self.node_ending_at(path, end), end, observation)
+        if self._try(pending) is not None:
             return True
         self._wait(pending)
         self.observer.refused(REFUSED_IN_USE, num_tokens)
         return False
+
+    def compress_now(self, node: Node, end: int, observation: Observation) -> int:
+        """Compress what is uncompressed of the path to a node that ends at ``end``; return the token slots won.
+
+        0: somebody would not follow, or the policy failed; then nobody tries again.
+        """
+        return self._try(PendingRange(node, end, observation)) or 0
 
     def try_pending(self) -> None:
         """Somebody let go of a path: compress what waited for that, oldest first."""
@@ -141,17 +149,18 @@ class Ranges:
             self.discard(oldest.node)
             self.observer.refused(REFUSED_NO_MEMORY, oldest.end)
 
-    def _try(self, pending: PendingRange) -> bool:
-        """Compress a range unless somebody else reads it; return whether the range is done with."""
+    def _try(self, pending: PendingRange) -> int | None:
+        """Compress a range unless somebody would not follow; return the slots won, None if it has to wait."""
         path = path_to(pending.node)
         waterline = self._spans.waterline(path)
         if pending.end - waterline < self._compressor.config.min_prefix_tokens:
             self.discard(pending.node)
-            return True
+            return 0
         nodes = [node for node in path if node not in self._spans]
-        holder = self._holder(pending)
-        if self._tree.num_locks(nodes[0]) > (0 if holder is None else 1):
-            return False
+        readers = self._readers.movable(nodes[0])
+        if readers is None:
+            return None
+        won = 0
         for group in self._groups(nodes):
             done = self._write(group, waterline, pending.observation)
             if done is None:
@@ -159,15 +168,12 @@ class Ranges:
                 break
             self._install(group, done)
             waterline += done.num_tokens
-        if holder is not None:
-            self._tree.clear_row(holder, waterline)
-        return True
-
-    def _holder(self, pending: PendingRange) -> Reader | None:
-        """Return who was observed if it still locks the range itself."""
-        reader = pending.reader()
-        locked = None if reader is None else self._tree.locked_by(reader)
-        return reader if locked is not None and pending.node in path_to(locked) else None
+            won += done.freed.numel()
+        for reader in readers:
+            last = self._tree.locked_by(reader)
+            assert last is not None
+            self._tree.clear_row(reader, self._spans.waterline(path_to(last)))
+        return won
 
     def _groups(self, nodes: list[Node]) -> list[list[Node]]:
         """Consecutive nodes of which each group becomes one segment.
@@ -201,8 +207,5 @@ class Ranges:
             self._tree.hold_span(node)
             self.discard(node)
         self._tree.free(done.freed)
+        self.on_installed(nodes)
         self.observer.compressed(nodes, done)
-
-
-def _nobody() -> None:
-    """Who was observed is gone."""

@@ -212,17 +212,19 @@ class PrefixScoring:
         self.observer.scored(observation.start, observation.end, time.perf_counter() - job.started)
         observation.end_reader(reader)
         job.probes.pop(0)
-        if not job.probes:
-            self._finish(job, observation, reader)
+        if not self._is_as_read(job, observation):
+            self._end(job, Outcome.COMPRESSED)  # slots were short, and learned scores were at hand
+        elif not job.probes:
+            self._finish(job, observation)
 
-    def _finish(self, job: ScoringJob, observation: ReaderObservation, reader: Reader) -> None:
-        """A job's passes are over: its prefix is learned from, or compressed, now or when its last reader leaves."""
+    def _finish(self, job: ScoringJob, observation: ReaderObservation) -> None:
+        """A job's passes are over: its prefix is learned from, or compressed."""
         path = path_to(job.node)
         if not job.questions and job.prompt is not None and self._is_as_read(job, observation):
             slots = self._ranges.token_slots(path, observation.end - observation.start)
             job.lesson = self._compressor.lesson(slots, observation, job.prompt)
         if job.lesson is None:
-            self._compress(job, observation, reader)
+            self._compress(job, observation)
         self._job = None
 
     def _is_as_read(self, job: ScoringJob, observation: ReaderObservation) -> bool:
@@ -237,12 +239,12 @@ class PrefixScoring:
             if result is not None:
                 self.on_learned(result)
             if result is not None or not self._is_as_read(job, job.observation):
-                self._compress(job, job.observation, None)
+                self._compress(job, job.observation)
             return
         self._end(job, Outcome.FAILED)
 
-    def _compress(self, job: ScoringJob, observation: ReaderObservation, reader: Reader | None) -> None:
-        is_done = self._ranges.compress(job.node, observation.end, observation, reader)
+    def _compress(self, job: ScoringJob, observation: ReaderObservation) -> None:
+        is_done = self._ranges.compress(job.node, observation.end, observation)
         self._end(job, Outcome.COMPRESSED if is_done else Outcome.IN_USE)
 
     def _prepare(self, job: ScoringJob, passes: PassPort) -> bool:
@@ -254,8 +256,8 @@ class PrefixScoring:
             return False
         if job.observation is not None:
             return True
-        if self._compressor.scores_at_once and job.prompt is not None and not job.questions:
-            is_done = self._ranges.compress(job.node, bounds[1], job.prompt, None)  # learned while it waited
+        if self._compressor.compresses_at_once and job.prompt is not None and not job.questions:
+            is_done = self._ranges.compress(job.node, bounds[1], job.prompt)  # learned while it waited
             self._end(job, Outcome.COMPRESSED if is_done else Outcome.IN_USE)
             return False
         if job.questions:

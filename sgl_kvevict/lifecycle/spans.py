@@ -101,6 +101,15 @@ class SpanTable(dict[Node, Span]):
         nodes = self._nodes_of_segment(node.parent, span.segment)
         return Drop(span, self._store.repack([self[each] for each in nodes], largest), nodes[0])
 
+    @accounting()
+    def squeeze(self, owner: Node, num_slots: int) -> Tensor:
+        """Shrink the segment that a node owns to ``num_slots`` token slots.
+
+        Returns:
+            [num_freed], int64, token slots that come back.
+        """
+        return self._store.squeeze([self[each] for each in self._views_of(owner)], num_slots)
+
     def blocks(self, node: Node) -> bool:
         """Whether a reader may not stop right after a node: it would read a part of what cannot be split."""
         span = self.get(node)
@@ -118,3 +127,15 @@ class SpanTable(dict[Node, Span]):
             node = node.parent
         nodes.reverse()
         return nodes
+
+    def _views_of(self, owner: Node) -> list[Node]:
+        """All nodes with spans of the segment that a node owns, root side first."""
+        segment = self[owner].segment
+        views = [owner]
+        while len(views) < segment.num_spans:
+            views.append(next(child for child in views[-1].children.values() if self._holds(child, segment)))
+        return views
+
+    def _holds(self, node: Node, segment: Segment) -> bool:
+        span = self.get(node)
+        return span is not None and span.segment is segment

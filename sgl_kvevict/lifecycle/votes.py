@@ -101,5 +101,5 @@ class Votes:
                 needed = self._config.score_after_matches
                 if needed is not None and vote.num_readers >= needed and not vote.has_failed:
                     del self._votes[node]
-                    self._ranges.compress(node, vote.end, vote, reader)
+                    self._ranges.compress(node, vote.end, vote)
                 return

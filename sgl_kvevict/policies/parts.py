@@ -117,11 +117,13 @@ class Decision:
         selection: the kept entries.
         merge: how evicted rows live on in kept ones, or None.
         state: to be handed to the path's next compression, or None.
+        worth: [num_entries], float16, in the order of the selection, see :func:`worth_of`; None if nobody asked.
     """
 
     selection: Selection
     merge: MergePlan | None = None
     state: PolicyState | None = None
+    worth: Tensor | None = None
 
 
 class Scorer(Protocol):

@@ -20,7 +20,9 @@ from sgl_kvevict.policies.parts import (
     RangeScores,
     Scorer,
     Selector,
+    Trait,
 )
+from sgl_kvevict.policies.worth import worth_of
 from sgl_kvevict.ragged import Selection
 
 
@@ -112,6 +114,8 @@ class Policy:
         total: int,
         protected: int,
         state: PolicyState | None = None,
+        *,
+        with_worth: bool = False,
     ) -> Decision:
         """Decide what a range keeps.
 
@@ -122,6 +126,7 @@ class Policy:
             total: entries to keep over all layers and heads.
             protected: first tokens of the range kept in every head.
             state: of the same path's previous compression, if there was one.
+            with_worth: the range may be squeezed later: also say what then leaves first.
 
         Returns:
             Exactly ``total`` entries, ascending within a run. With room for everything, everything.
@@ -140,14 +145,18 @@ class Policy:
         if total == num_tokens * runs:
             shape = (geometry.num_layers, geometry.num_kv_heads, num_tokens)
             kept = torch.ones(shape, dtype=torch.bool, device=observations[0].token_slots.device)
-            return Decision(_selection(kept, total), state=state)
+            return Decision(_selection(kept, _flat(kept, total)), state=state)
         observations += [observe(layer) for layer in range(self.reuse_layers, geometry.num_layers, self.reuse_layers)]
-        kept = self._keep(self._score(observations, total // runs, protected), geometry, total)
-        selection = _selection(kept, total)
+        scores = self._score(observations, total // runs, protected)
+        kept = self._keep(scores, geometry, total)
+        flat = _flat(kept, total)
+        selection = _selection(kept, flat)
+        comparable = Trait.COMPARABLE in self.scorer.traits
+        worth = worth_of(scores, kept, flat, comparable=comparable) if with_worth else None
         if self.merger is None:
-            return Decision(selection)
+            return Decision(selection, worth=worth)
         merge, state = self.merger.merge(observations, kept, state)
-        return Decision(selection, merge, state)
+        return Decision(selection, merge, state, worth)
 
     def _score(self, observations: list[LayerObservation], per_head: int, protected: int) -> RangeScores:
         first = observations[0]
@@ -190,10 +199,15 @@ class Policy:
         return kept.repeat_interleave(self.reuse_layers, dim=0)[: geometry.num_layers]
 
 
-def _selection(kept: Tensor, total: int) -> Selection:
-    """Kept positions of a mask [num_layers, num_kv_heads, num_tokens], run after run."""
+def _flat(kept: Tensor, total: int) -> Tensor:
+    """[total], int64: where a mask [num_layers, num_kv_heads, num_tokens] is set, in order."""
+    return torch.nonzero_static(kept.flatten(), size=total).squeeze(-1)
+
+
+def _selection(kept: Tensor, flat: Tensor) -> Selection:
+    """Kept positions of a mask, run after run."""
     keep_lens = kept.sum(-1, dtype=torch.int32)
+    total = flat.numel()
     if kept.device.type == "cpu" and int(keep_lens.sum()) != total:
         raise InvariantError(f"policy kept {int(keep_lens.sum())} entries instead of {total}")
-    flat = torch.nonzero_static(kept.flatten(), size=total).squeeze(-1)
     return Selection(keep_lens, (flat % kept.shape[-1]).int(), total)

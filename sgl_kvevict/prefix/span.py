@@ -28,6 +28,7 @@ class Segment:
         splittable: False if an entry may hold information of later tokens (merging in any direction), so that a
             prefix of the segment's tokens is not a prefix of its information.
         tokens_per_slot: what one of its slots saves (tokens).
+        worth: [num_entries], int16, what a squeeze keeps longest has most; None: it cannot be squeezed.
         policy_state: what the policy wants to know at the path's next compression; opaque here.
         num_spans: live spans that read this segment.
         num_live_entries: entries that a live span reads; the others are dead.
@@ -44,6 +45,7 @@ class Segment:
         start: int,
         end: int,
         splittable: bool = True,
+        worth: Tensor | None = None,
     ) -> None:
         self.geometry = geometry
         self.start = start
@@ -53,6 +55,7 @@ class Segment:
         self.positions = positions
         self.indptr = indptr
         self.splittable = splittable
+        self.worth = worth
         self.tokens_per_slot = (end - start) / max(token_slots.numel(), 1)
         self.policy_state: object | None = None
         self.num_spans = 0

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvevict_kernels import radix_select
 from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from kvevict_kernels.compact_kv import compact_kv
 from sgl_kvevict.errors import InvariantError
@@ -55,6 +56,7 @@ class SpanStore:
         *,
         merge: MergePlan | None = None,
         splittable: bool = True,
+        worth: Tensor | None = None,
     ) -> tuple[Segment, Tensor]:
         """Move the selected entries of a range of uncompressed tokens into the first of the range's own slots.
 
@@ -64,6 +66,7 @@ class SpanStore:
             selection: what to keep; with ``merge``, what each kept entry is made of.
             merge: weighted sums of entries to store instead of the kept entries.
             splittable: False if a stored entry may hold information of tokens after its own.
+            worth: [num_entries], int16, see :attr:`Segment.worth`.
 
         Returns:
             The segment, and the slots of the range that are free now ([num_tokens - num_slots], int64).
@@ -97,6 +100,7 @@ class SpanStore:
             start=start,
             end=start + token_slots.numel(),
             splittable=splittable,
+            worth=worth,
         )
         return segment, freed
 
@@ -117,20 +121,65 @@ class SpanStore:
         Raises:
             InvariantError: the spans are not all live spans of one segment.
         """
-        old = spans[0].segment
-        if any(span.segment is not old for span in spans) or len(spans) != old.num_spans:
-            raise InvariantError(f"repack needs all {old.num_spans} spans of one segment, got {len(spans)}")
-        keep_lens = old.cut(old.start, spans[-1].end)[1]
+        old = _segment_of(spans)
+        starts, keep_lens = old.cut(old.start, spans[-1].end)
         num_entries = int(keep_lens.sum())  # sync: only when a node below another view of its segment is dropped
         num_slots = largest(self.geometry.slots_for(num_entries), spans[0].start, spans[-1].end, old.num_slots)
+        old.num_live_entries = num_entries
         if num_slots == old.num_slots:
-            old.num_live_entries = num_entries
             return old.token_slots[:0]
-        held, freed = old.token_slots[:num_slots].clone(), old.token_slots[num_slots:]
-        indptr, head_slots = alloc_head_slots(keep_lens, held, self.geometry.num_token_slots, num_entries)
         lens = keep_lens.flatten().long()
-        shift = torch.repeat_interleave(old.indptr[:-1].long() - indptr[:-1].long(), lens, output_size=num_entries)
-        kept = torch.arange(num_entries, device=held.device) + shift
+        indptr = torch.nn.functional.pad(lens.cumsum(0), (1, 0))
+        shift = torch.repeat_interleave(starts.flatten().long() - indptr[:-1], lens, output_size=num_entries)
+        kept = torch.arange(num_entries, device=lens.device) + shift
+        return self._move(spans, kept, keep_lens, num_slots)
+
+    @accounting()
+    def squeeze(self, spans: Sequence[Span], num_slots: int) -> Tensor:
+        """Give up the entries that are worth least, and the slots that the others do not need.
+
+        Nothing is read from the device: the number of entries follows from that of the slots.
+
+        Args:
+            spans: all live spans of one segment, in path order, the owner first.
+            num_slots: token slots that the segment may keep, fewer than it has.
+
+        Returns:
+            [num_freed], int64, token slots to release.
+
+        Raises:
+            InvariantError: the spans are not all live spans of one segment, it has no more slots than that, or it was
+                not written to be squeezed.
+        """
+        old = _segment_of(spans)
+        if old.worth is None or not 0 < num_slots < old.num_slots:
+            raise InvariantError(f"a segment of {old.num_slots} slots cannot be squeezed into {num_slots}")
+        keys = old.worth.int()
+        if old.num_live_entries < old.num_entries:  # a lower part was dropped, and no slot was saved by it
+            keys = torch.where(old.positions < spans[-1].end, keys, torch.iinfo(keys.dtype).min)
+        num_entries = min(num_slots * self.geometry.heads_per_token, old.num_live_entries)
+        mask = radix_select.top_mask(keys[None], num_entries)[0]
+        kept = torch.nonzero_static(mask, size=num_entries).squeeze(-1)
+        before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
+        keep_lens = before[old.indptr.long()].diff().int()
+        shape = (self.geometry.num_layers, self.geometry.num_kv_heads)
+        return self._move(spans, kept, keep_lens.view(shape), num_slots)
+
+    def _move(self, spans: Sequence[Span], kept: Tensor, keep_lens: Tensor, num_slots: int) -> Tensor:
+        """Move some entries of a segment into the first of its slots, as a new segment of the same spans.
+
+        Args:
+            spans: all live spans of the segment.
+            kept: [num_entries], int64, which entries, in order.
+            keep_lens: [num_layers, num_kv_heads], int32, how many of each run.
+            num_slots: slots that they take.
+
+        Returns:
+            [num_freed], int64, the other slots.
+        """
+        old = spans[0].segment
+        held, freed = old.token_slots[:num_slots].clone(), old.token_slots[num_slots:]
+        indptr, head_slots = alloc_head_slots(keep_lens, held, self.geometry.num_token_slots, kept.numel())
         compact_kv(self.k_arena, self.v_arena, old.head_slots[kept], head_slots)
         new = Segment(
             self.geometry,
@@ -141,6 +190,7 @@ class SpanStore:
             start=spans[0].start,
             end=spans[-1].end,
             splittable=old.splittable,
+            worth=None if old.worth is None else old.worth[kept],
         )
         new.policy_state = old.policy_state
         for span in spans:
@@ -151,3 +201,11 @@ class SpanStore:
         """Head slots of uncompressed entries; all [M], int32: layer, token slot and KV head of each."""
         result = layers.int() * self.geometry.num_token_slots  # head slots fit 32 bits, so these steps do
         return result.add_(slots).mul_(self.geometry.num_kv_heads).add_(heads)
+
+
+def _segment_of(spans: Sequence[Span]) -> Segment:
+    """The segment of which these are all live spans."""
+    segment = spans[0].segment
+    if any(span.segment is not segment for span in spans) or len(spans) != segment.num_spans:
+        raise InvariantError(f"expected all {segment.num_spans} spans of one segment, got {len(spans)}")
+    return segment

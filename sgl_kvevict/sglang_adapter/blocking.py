@@ -63,6 +63,12 @@ class BlockingNodes:
                 self._cache.components[kind].apply_component_action(FreeComponentDeviceSlot(slots, kind))
         return True
 
+    def begins_compressed(self, key: RadixKey) -> bool:
+        """Whether the first token of a key is found in a span."""
+        if len(key) == 0:
+            return False
+        return self._cache.root_node.children.get(key.child_key_at(0, self._cache.page_size)) in self._spans
+
     def find(self, key: RadixKey) -> UnifiedTreeNode | None:
         """Return the node that a key must not enter, if there is one: the topmost of what stands and falls with it."""
         if self._splittable and not self._stale:

@@ -58,6 +58,8 @@ COUNTERS: Mapping[str, tuple[str, Callable[[Totals], float]]] = {
     "scoring_passes": ("Extra forwards run to score prefixes.", lambda t: t.scoring_passes),
     "splits": ("Spans cut in two.", lambda t: t.splits),
     "repacks": ("Segments shrunk after a part was dropped.", lambda t: t.repacks),
+    "squeezes": ("Segments squeezed because token slots were short.", lambda t: t.squeezes),
+    "squeezed_slots": ("Token slots given back by squeezing.", lambda t: t.squeezed_slots),
     "dropped_nodes": ("Nodes dropped from the tree.", lambda t: t.dropped_nodes),
     "dropped_spans": ("Compressed nodes among them.", lambda t: t.dropped_spans),
 }

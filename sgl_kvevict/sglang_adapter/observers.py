@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from sgl_kvevict.compression import Compression
 from sgl_kvevict.events.questions import Totals
 from sgl_kvevict.events.service import EventService
-from sgl_kvevict.events.types import Cleared, Compressed, Dropped, Refused, Repacked, ScoringPass, Split
+from sgl_kvevict.events.types import Cleared, Compressed, Dropped, Refused, Repacked, ScoringPass, Split, Squeezed
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle.nodes import Node, tokens_of
 from sgl_kvevict.lifecycle.observer import REFUSED_IN_USE, REFUSED_NO_MEMORY, REFUSED_NO_ROOM, CacheObserver
@@ -43,6 +43,9 @@ class ObserverGroup(CacheObserver):
 
     def repacked(self, owner: Node, segment: Segment, released: int) -> None:
         self._tell(lambda observer: observer.repacked(owner, segment, released))
+
+    def squeezed(self, owner: Node, segment: Segment, released: int) -> None:
+        self._tell(lambda observer: observer.squeezed(owner, segment, released))
 
     def scored(self, start: int, end: int, seconds: float) -> None:
         self._tell(lambda observer: observer.scored(start, end, seconds))
@@ -88,6 +91,10 @@ class CountingObserver(CacheObserver):
 
     def repacked(self, owner: Node, segment: Segment, released: int) -> None:
         self.totals.repacks += released > 0
+
+    def squeezed(self, owner: Node, segment: Segment, released: int) -> None:
+        self.totals.squeezes += 1
+        self.totals.squeezed_slots += released
 
     def scored(self, start: int, end: int, seconds: float) -> None:
         self.totals.scoring_passes += 1
@@ -147,6 +154,9 @@ class PublishingObserver(CacheObserver):
     def repacked(self, owner: Node, segment: Segment, released: int) -> None:
         if released:
             self._publish(Repacked(owner.id, segment.num_slots, released))
+
+    def squeezed(self, owner: Node, segment: Segment, released: int) -> None:
+        self._publish(Squeezed(owner.id, segment.num_slots, released))
 
     def scored(self, start: int, end: int, seconds: float) -> None:
         self._publish(ScoringPass(start, end, seconds))

@@ -40,6 +40,8 @@ def refusal(scheduler: Scheduler, tree: KVEvictTree, req: Req) -> str | None:
         options = parse_request_options(req.sampling_params.custom_params, config)
         if options is not None:
             _check_questions(options, scheduler, tree, config)
+            if options.exact:
+                tree.manager.readers.make_exact(req)
     except ConfigError as error:
         return str(error)
     return None

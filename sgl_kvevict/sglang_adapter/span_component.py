@@ -8,7 +8,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType, EvictLa
 
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.lifecycle import PrefixManager
-from sgl_kvevict.lifecycle.eviction import CostAwareRecency, LeafHeap, LeafSet
+from sgl_kvevict.lifecycle.eviction import CostAwareRecency, NodeHeap, NodeSet
 from sgl_kvevict.lifecycle.spans import SpanTable
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class SpanComponent(FullComponent):
         self._manager: PrefixManager = cache.manager
         self._spans: SpanTable = self._manager.spans
         self._order: CostAwareRecency | None = None
-        self._heap: LeafHeap | None = None
+        self._heap: NodeHeap | None = None
         self._wanted = 0
 
     def reclaimable_value_len(self, node: UnifiedTreeNode) -> int:
@@ -68,7 +68,7 @@ class SpanComponent(FullComponent):
             Token slots that come back on the device, and on the host.
         """
         if self._order is not None:
-            self._order.dropped(self._order.get_priority(node))
+            self._order.gave_way(self._order.get_priority(node))
         charged = self.reclaimable_value_len(node)
         slots = self._manager.dropped(node)
         if slots is None:
@@ -88,16 +88,15 @@ class SpanComponent(FullComponent):
         """
         self._order = self.tree_core.eviction_strategy = order
         if self.session_ref_eviction_strategy is None:  # sessions weigh leaves too: then the heap is SGLang's
-            self.tree_core.evictable_device_leaves = leaves = LeafSet(self.tree_core.evictable_device_leaves)
-            self._heap = LeafHeap(leaves, order)
+            self.tree_core.evictable_device_leaves = leaves = NodeSet(self.tree_core.evictable_device_leaves)
+            self._heap = NodeHeap(leaves, order.get_priority)
 
     def evict_device_start(self, request_cnt: int) -> None:
         """SGLang needs ``request_cnt`` token slots."""
+        self._wanted = request_cnt
         if self._heap is None:
             super().evict_device_start(request_cnt)
-            return
         self.is_evict_device_ongoing = True
-        self._wanted = request_cnt
 
     def evict_device_next_node(
         self,
@@ -106,10 +105,18 @@ class SpanComponent(FullComponent):
         host_frees: dict[ComponentType, list[torch.Tensor]],
         cache_actions: list[CacheAction | ComponentAction],
     ) -> NodeId | None:
-        """Return the leaf that goes next; None: enough slots came back, or no leaf is left."""
+        """Shrink prefixes, or return the leaf that goes next; neither: enough slots came back, or nothing is left."""
+        if tracker[FULL] >= self._wanted:
+            return None
+        top = None if self._heap is None else self._heap.top()
+        pressure = self._manager.pressure
+        won = 0 if pressure is None else pressure.relieve(None if top is None else top[0])
+        if won:
+            tracker[FULL] += won
+            return None
         if self._heap is None:
             return super().evict_device_next_node(tracker, device_frees, host_frees, cache_actions)
-        leaf = self._heap.pop() if tracker[FULL] < self._wanted else None
+        leaf = self._heap.pop()
         return None if leaf is None else leaf.id
 
     def evict_device_end(self) -> None:

@@ -16,7 +16,6 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sgl_kvevict.compression import Compressor, PromptObservation, ReaderChunk
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle import PrefixManager
-from sgl_kvevict.lifecycle.eviction import CostAwareRecency
 from sgl_kvevict.lifecycle.manager import Released
 from sgl_kvevict.lifecycle.observer import REFUSED_NOT_CACHED
 from sgl_kvevict.prefix import SpanStore
@@ -55,18 +54,17 @@ class KVEvictTree(UnifiedRadixCache):
         self.compressor = compressor
         self.port = UnifiedTreePort(self, TensorRanks(params.attn_tp_cache_group))
         self.guard = Guard(self.ranks.size)
-        self.manager = PrefixManager(self.port, store, compressor, self.guard)
+        self.manager = PrefixManager(self.port, store, compressor, self.guard, access_counter)
         self.spans = self.manager.spans
         self.clock = AccessClock()
-        self._order: CostAwareRecency | None = None
         is_splittable = compressor is None or compressor.policy.splittable
         self._blocking = BlockingNodes(self, self.spans, splittable=is_splittable)
+        self._weighs_recency = False
         # SGLang's constructor builds the components and calls reset: what they need exists by now.
         params.component_registry_override = {**(params.component_registry_override or {}), FULL: SpanComponent}
         super().__init__(params)
-        if isinstance(self.tree_core.eviction_strategy, LRUStrategy):  # what else a user chose is followed as it is
-            self._order = CostAwareRecency(self.spans, access_counter)
-            self.components[FULL].order_by(self._order)
+        self._weighs_recency = isinstance(self.tree_core.eviction_strategy, LRUStrategy)
+        self._order_leaves()
 
     @property
     def ranks(self) -> TensorRanks:
@@ -78,8 +76,12 @@ class KVEvictTree(UnifiedRadixCache):
         self._blocking.clear()
         self.manager.cleared()
         super().reset()
-        if self._order is not None:
-            self.components[FULL].order_by(self._order)
+        self._order_leaves()
+
+    def _order_leaves(self) -> None:
+        """Let leaves go in our order where SGLang's default was chosen; what else a user chose is followed as it is."""
+        if self._weighs_recency:
+            self.components[FULL].order_by(self.manager.order)
 
     def forget_compressed(self) -> None:
         """The weights changed: nothing compressed, scored, observed or learned before is used for a new request."""
@@ -107,6 +109,26 @@ class KVEvictTree(UnifiedRadixCache):
         """Token slots that a node carries in the accounting."""
         return int(self.components[FULL].reclaimable_value_len(node))
 
+    def evictable_size(self) -> int:
+        """Token slots that can be had at any time: of what nobody reads, and what shrinking wins of what is read."""
+        return int(super().evictable_size()) + self._reserve()
+
+    def protected_size(self) -> int:
+        """Token slots that readers hold and that cannot be had while they do."""
+        return int(super().protected_size()) - self._reserve()
+
+    def full_evictable_size(self) -> int:
+        """The same as :meth:`evictable_size`, by the name that SGLang uses where a pool has several parts."""
+        return self.evictable_size()
+
+    def full_protected_size(self) -> int:
+        """The same as :meth:`protected_size`."""
+        return self.protected_size()
+
+    def _reserve(self) -> int:
+        pressure = self.manager.pressure
+        return 0 if pressure is None else pressure.reserve()
+
     def total_size(self) -> tuple[int, int]:
         """Token slots of the tree, and of its other components."""
         return sum(self.node_slots(node) for node in self.nodes()), super().total_size()[1]
@@ -120,10 +142,16 @@ class KVEvictTree(UnifiedRadixCache):
     # ---- matching ---------------------------------------------------------------------------------------------
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """Match as stock, but not into what others must not match; a request is remembered as a reader."""
-        if params.req is not None:
-            self.manager.matched(params.req)
-        return super().match_prefix(replace(params, key=self._allowed(params.key)))
+        """Match as stock, but not into what others must not match; a request is remembered as a reader.
+
+        What is compressed is compressed from its first token on: who wants to read nothing compressed finds nothing.
+        """
+        req, key = params.req, params.key
+        if req is not None:
+            self.manager.matched(req)
+            if self.manager.readers.is_exact(req) and self._blocking.begins_compressed(key):
+                key = key[:0]
+        return super().match_prefix(replace(params, key=self._allowed(key)))
 
     def touch_prefix(self, key: RadixKey) -> None:
         """Touch as stock, with the same limit: SGLang splits a node where the key ends."""
@@ -153,11 +181,11 @@ class KVEvictTree(UnifiedRadixCache):
         if self.disable:
             super().checkpoint(req, up_to=up_to, **kwargs)
             return
-        if _keeps_own_chunks(req, up_to):
+        key = RadixKey(req.full_untruncated_fill_ids[:up_to], req.extra_key, cache_salt=req.cache_salt)
+        is_private = self.manager.readers.is_exact(req) and self._blocking.begins_compressed(key)
+        if is_private or _keeps_own_chunks(req, up_to):
             return
-        blocking = self._blocking.find(
-            RadixKey(req.full_untruncated_fill_ids[:up_to], req.extra_key, cache_salt=req.cache_salt)
-        )
+        blocking = self._blocking.find(key)
         if blocking is not None and not self._blocking.drop_subtree(blocking):
             self.manager.observer.refused(REFUSED_NOT_CACHED, up_to)
             return

@@ -77,7 +77,9 @@ class UnifiedTreePort:
         return rows[reader.kv.req_pool_idx, start:end].long()
 
     def clear_row(self, reader: Req, end: int) -> None:
-        """The beginning of a request's row is read from spans from now on."""
+        """The beginning of a request's row is read from spans from now on; one that is just admitted has no row yet."""
+        if not reader.kv.holds_kv:
+            return
         self._cache.req_to_token_pool.write((reader.kv.req_pool_idx, slice(0, end)), 0)
 
     def largest(self, value: int, *same: int) -> int:

@@ -39,6 +39,7 @@ from sgl_kvevict.events.types import (
     Repacked,
     ScoringPass,
     Split,
+    Squeezed,
 )
 
 
@@ -112,8 +113,9 @@ def test_rates_are_of_the_last_seconds_and_of_one_server_run():
         ),
         (Dropped(3, 50, 10, True), "dropped compressed node 3: 50 tokens, 10 slots released"),
         (Repacked(3, 7, 3), "repacked node 3 into 7 slots, 3 released"),
+        (Squeezed(3, 7, 3), "squeezed node 3 into 7 slots, 3 released"),
         (ScoringPass(0, 512, 0.25), "scored tokens 0-512 (250.0 ms)"),
-        (Refused("in-use", 900), "left 900 tokens as they are: others read them"),
+        (Refused("in-use", 900), "left 900 tokens as they are: somebody reads them exactly"),
         (Refused("not-cached", 900), "left 900 tokens as they are: not cached"),
         (Cleared(), "flushed the whole cache"),
         (EventsLost(12), "12 events were lost"),
@@ -142,7 +144,7 @@ def test_json_lines_carry_reports_and_events(tmp_path, capsys):
     assert len(lines) == 4 and all(line["connected"] for line in lines)
     pool = lines[-1]["status"]["gauges"]["pool"]
     assert sum(pool[name] for name in ("free", "compressed", "full", "private")) == pool["total"] == 240
-    assert {event["event"]["type"] for line in lines for event in line["events"]} >= {"Compressed", "Dropped"}
+    assert {event["event"]["type"] for line in lines for event in line["events"]} >= {"Compressed"}
 
 
 def test_a_restarted_server_is_found_again(tmp_path, capsys):

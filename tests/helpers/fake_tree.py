@@ -23,6 +23,12 @@ CONFIG = KVEvictConfig(
 )
 
 
+class LearnedCompressor(Compressor):
+    """As if scores had been learned: any range can be compressed at any time."""
+
+    has_learned = True
+
+
 @dataclass
 class FakeKey:
     """Tokens of a node."""
@@ -66,12 +72,16 @@ class FakeTree:
         cuts: positions at which nodes were split.
     """
 
-    def __init__(self, policy: object, config: KVEvictConfig = CONFIG, num_slots: int = 400) -> None:
+    def __init__(
+        self, policy: object, config: KVEvictConfig = CONFIG, num_slots: int = 400, *, has_learned: bool = False
+    ) -> None:
         self.geometry = KVGeometry(2, 2, 2, 2, num_slots)
+        self.now = 0.0
         arena = torch.zeros(2, num_slots, 2, 2)
         store = SpanStore(self.geometry, arena, arena.clone())
         self.guard = Guard()
-        self.manager = PrefixManager(self, store, Compressor(config, policy, store), self.guard)
+        compressor = (LearnedCompressor if has_learned else Compressor)(config, policy, store)
+        self.manager = PrefixManager(self, store, compressor, self.guard, lambda: self.now)
         self.root = FakeNode(0, FakeKey([]))
         self.free_slots: list[int] = []
         self.cuts: list[int] = []

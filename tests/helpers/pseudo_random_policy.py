@@ -22,7 +22,7 @@ class PseudoRandomPolicy:
     readers: Readers | None = None
     rank: int = 0
 
-    def select(self, observe, geometry, total, protected, state=None):
+    def select(self, observe, geometry, total, protected, state=None, *, with_worth=False):
         observation = observe(0)
         tokens = observation.num_tokens
         generator = torch.Generator().manual_seed(observation.start * 1009 + tokens + self.rank * 7919)
@@ -34,9 +34,10 @@ class PseudoRandomPolicy:
         kept = kept.view(runs, tokens)
         keep_lens = kept.sum(1).to(torch.int32).view(geometry.num_layers, geometry.num_kv_heads)
         selection = Selection(keep_lens, kept.nonzero()[:, 1].to(torch.int32), total)
+        worth = (score[kept] * 1000).to(torch.int16) if with_worth else None
         if self.splittable:
-            return Decision(selection)
+            return Decision(selection, worth=worth)
         runs, tokens_kept = kept.nonzero().unbind(1)
         layers, heads = runs // geometry.num_kv_heads, runs % geometry.num_kv_heads
         indptr = torch.arange(total + 1, dtype=torch.int32)
-        return Decision(selection, MergePlan(indptr, layers, heads, tokens_kept, torch.ones(total)))
+        return Decision(selection, MergePlan(indptr, layers, heads, tokens_kept, torch.ones(total)), worth=worth)

@@ -109,37 +109,62 @@ def test_a_checkpoint_may_stop_short_of_the_prompt():
     assert spans(tree) == [(0, 18)]
 
 
-def test_what_others_read_waits_until_the_last_of_them_lets_go():
+def test_all_who_read_a_range_move_along():
     tree, recorder = cache()
     node = tree.add(20)
     others = [tree.reader(node) for _ in range(2)]
+    branch = tree.add(6, node)
+    below = tree.reader(branch)
+    reader = tree.prompt(node)
+    assert spans(tree) == [(0, 18)] and recorder.told == [("compressed", 0, 18, 1)]
+    for each in (*others, below, reader):
+        assert each.row[:18].eq(0).all() and each.row[18:20].ne(0).all()
+    assert below.row[20:26].ne(0).all()
+
+
+def test_a_reader_of_the_upper_part_moves_along_up_to_where_it_reads():
+    tree, _ = cache()
+    upper = tree.add(8)
+    above = tree.reader(upper)
+    tree.prompt(tree.add(12, upper))
+    assert spans(tree) == [(0, 8), (8, 18)]
+    assert above.row[:8].eq(0).all()
+
+
+def test_what_somebody_reads_exactly_waits_until_that_one_lets_go():
+    tree, recorder = cache()
+    node = tree.add(20)
+    exact, other = tree.reader(node), tree.reader(node)
+    tree.manager.readers.make_exact(exact)
     reader = tree.prompt(node)
     assert spans(tree) == [] and recorder.told == [("refused", "in-use", 18)] and len(tree.manager.ranges) == 1
-    tree.release(others[0])
+    tree.release(reader)
     assert spans(tree) == []
-    tree.release(others[1], Released.RETRACTED)
+    tree.release(exact, Released.RETRACTED)
     assert spans(tree) == [(0, 18)] and len(tree.manager.ranges) == 0
-    assert reader.row[:18].eq(0).all()
+    assert other.row[:18].eq(0).all()
 
 
-def test_a_range_waits_for_its_own_reader_once_that_has_gone():
-    """Its lock does not stand in the way while it is there, nobody's does afterwards."""
+def test_a_lock_that_no_reader_explains_is_waited_for():
     tree, _ = cache()
     node = tree.add(20)
-    other = tree.reader(node)
-    tree.release(tree.prompt(node))
-    assert spans(tree) == []
-    tree.release(other)
+    node.locks += 1
+    reader = tree.prompt(node)
+    assert spans(tree) == [] and len(tree.manager.ranges) == 1
+    for each in (node, node.parent):
+        each.locks -= 1
+    tree.release(reader)
     assert spans(tree) == [(0, 18)]
 
 
 def test_a_range_goes_with_its_node():
     tree, _ = cache()
     node = tree.add(20)
-    other = tree.reader(node)
+    exact = tree.reader(node)
+    tree.manager.readers.make_exact(exact)
     tree.release(tree.prompt(node))
     (pending,) = tree.manager.ranges
-    tree.unlock(other)
+    tree.unlock(exact)
     tree.drop(node)
     tree.drop(pending.node)
     assert len(tree.manager.ranges) == 0

@@ -204,9 +204,13 @@ OVERRIDES = {
     KVEvictTree: {
         "all_values_flatten",
         "checkpoint",
+        "evictable_size",
+        "full_evictable_size",
+        "full_protected_size",
         "insert",
         "match_prefix",
         "on_release",
+        "protected_size",
         "reset",
         "total_size",
         "touch_prefix",

@@ -24,7 +24,7 @@ from sgl_kvevict.events.questions import (
     Tree,
     TreeReport,
 )
-from sgl_kvevict.events.types import Cleared, Compressed, Dropped, Refused, Repacked, Split
+from sgl_kvevict.events.types import Cleared, Compressed, Dropped, Refused, Repacked, Split, Squeezed
 from sgl_kvevict.prefix.kept import kept_share
 from sgl_kvevict.sglang_adapter.monitor import events_of_rank
 
@@ -91,11 +91,12 @@ def test_split_drop_repack_and_flush_are_published(silent):
     while node in harness.tree.spans:
         harness.evict(1)
     events = published(silent)
-    assert [type(event) for event in events if not isinstance(event, Dropped)] == [Repacked]
+    assert [type(event) for event in events if not isinstance(event, Dropped)] == [Squeezed, Repacked]
+    assert Squeezed(upper, 6, 11) in events
     dropped = {event.node: event for event in events if isinstance(event, Dropped)}
     assert dropped[node.id] == Dropped(node.id, 46, 0, True)
     repacked = next(event for event in events if isinstance(event, Repacked))
-    assert repacked.node == upper and repacked.slots + repacked.released_slots == 17
+    assert repacked.node == upper and repacked.slots + repacked.released_slots == 6
     harness.flush()
     assert published(silent) == [Cleared()]
 
@@ -103,6 +104,7 @@ def test_split_drop_repack_and_flush_are_published(silent):
 def test_what_could_not_be_done_is_published_with_its_reason(silent, tmp_path):
     harness = silent.harness
     first = harness.request(DOCUMENT)
+    harness.tree.manager.readers.make_exact(first)
     harness.admit(first)
     harness.prefill(first, 30)
     harness.run([*DOCUMENT[:30], 8, 8])
@@ -137,6 +139,8 @@ def test_totals_are_the_sums_of_the_events(silent):
     assert (totals.dropped_nodes, totals.dropped_slots) == (len(dropped), sum(event.slots for event in dropped))
     assert totals.dropped_spans == sum(event.compressed for event in dropped) > 0
     assert totals.repacks == sum(isinstance(event, Repacked) for event in events)
+    assert totals.squeezes == sum(isinstance(event, Squeezed) for event in events) > 0
+    assert totals.squeezed_slots == sum(event.released_slots for event in events if isinstance(event, Squeezed))
 
 
 def test_status_adds_up_and_sorts(watched):

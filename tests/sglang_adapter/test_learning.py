@@ -25,9 +25,10 @@ def server_args(tmp_path_factory):
 class Pupil:
     """A cache that learns; what its passes see is the same everywhere, so what it learns is worth nothing."""
 
-    def __init__(self, monkeypatch, num_prefixes=1, num_slots=600, min_recall=0.0):
+    def __init__(self, monkeypatch, num_prefixes=1, num_slots=600, min_recall=0.0, **fields):
         monkeypatch.setattr(learner, "MIN_RECALL", min_recall)
-        config = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, scoring_pass_tokens=20)
+        values = {"budget": 0.3, "tail_tokens": 4, "sink_tokens": 2, "min_prefix_tokens": 6, "scoring_pass_tokens": 20}
+        config = KVEvictConfig(**values, **fields)
         self.harness = Harness(num_slots=num_slots, config=config, policy=build_policy("distilled", {}))
         self.manager = self.harness.tree.manager
         rotary = Rotary(torch.empty(600, 0), is_neox=True)
@@ -75,8 +76,33 @@ def test_a_prefix_is_learned_from_layer_by_layer_before_it_is_compressed(monkeyp
     assert pupil.work() == 0
 
 
-def test_once_it_has_learned_the_first_prompt_is_compressed_at_once(monkeypatch):
+def test_once_it_has_learned_prompts_wait_for_passes_or_for_a_lack_of_slots(monkeypatch):
     pupil = Pupil(monkeypatch)
+    pupil.teach(document(0))
+    assert pupil.teach(document(1)) == 3 and pupil.results[-1].is_accepted
+    pupil.harness.flush()
+    pupil.ask(document(2), 7, 8, 9)
+    assert pupil.spans == []
+    assert pupil.teach(document(2)) == 3 and pupil.spans == [(0, 56)] and len(pupil.results) == 2
+    pupil.ask(document(3), 7, 8, 9)
+    assert pupil.harness.evict(1) and pupil.spans == [(0, 56), (0, 59)] and pupil.work() == 0
+
+
+def test_passes_that_come_too_late_score_nothing(monkeypatch):
+    pupil = Pupil(monkeypatch)
+    pupil.teach(document(0))
+    pupil.teach(document(1))
+    pupil.ask(document(2), 1, 2, 3)
+    pupil.ask(document(2), warm=True, ticket=TICKET)
+    assert pupil.scheduler.run_pass()
+    while (0, 60) not in pupil.spans and (0, 56) not in pupil.spans[2:]:
+        assert pupil.harness.evict(1)
+    assert pupil.work() <= 1
+    assert cache_state(pupil.harness.tree)["warm_outcomes"][ticket_digest(TICKET)] == "compressed"
+
+
+def test_without_waiting_the_first_prompt_is_compressed_at_once(monkeypatch):
+    pupil = Pupil(monkeypatch, wait_for_passes=False)
     assert pupil.teach(document(0)) == 3 and pupil.teach(document(1)) == 3
     assert [result.is_accepted for result in pupil.results] == [False, True]
     pupil.harness.flush()
@@ -95,7 +121,7 @@ def test_what_is_not_good_enough_is_not_used(monkeypatch):
 
 
 def test_who_waits_for_passes_when_it_has_learned_needs_none_any_more(monkeypatch):
-    pupil = Pupil(monkeypatch)
+    pupil = Pupil(monkeypatch, wait_for_passes=False)
     pupil.teach(document(0))
     for number in (1, 2):
         pupil.ask(document(number), 1, 2, 3)
@@ -106,7 +132,7 @@ def test_who_waits_for_passes_when_it_has_learned_needs_none_any_more(monkeypatc
 
 
 def test_wishes_are_granted_at_once_but_for_those_with_questions(monkeypatch):
-    pupil = Pupil(monkeypatch)
+    pupil = Pupil(monkeypatch, wait_for_passes=False)
     pupil.teach(document(0))
     pupil.teach(document(1))
     pupil.ask(document(2), warm=True, ticket=TICKET)

@@ -106,9 +106,19 @@ def test_a_prompt_without_output_is_taken_for_a_prefix():
     assert scheduler.run_all() == 3 and spans(harness) == [(0, 56)]
 
 
-def test_what_is_still_read_is_compressed_when_the_last_reader_leaves():
+def test_what_is_still_read_is_compressed_under_its_readers():
     harness, scheduler = cache()
     reader = harness.run([*DOCUMENT, 1, 2, 3], options=WARM)
+    assert scheduler.run_all() == 3
+    assert spans(harness) == [(0, 59)] and outcome(harness) == "compressed"
+    harness.decode(reader)
+    harness.finish(reader)
+
+
+def test_what_is_read_exactly_is_compressed_when_that_reader_leaves():
+    harness, scheduler = cache()
+    reader = harness.run([*DOCUMENT, 1, 2, 3], options=WARM)
+    harness.tree.manager.readers.make_exact(reader)
     assert scheduler.run_all() == 3
     assert spans(harness) == [] and outcome(harness) == "in-use"
     harness.decode(reader)
@@ -205,15 +215,14 @@ def test_a_prefix_can_be_asked_for_with_the_vote_that_has_it_compressed():
     assert scheduler.run_all() == 1 and spans(harness)[-1][1] == 76
 
 
-def test_a_voter_that_others_read_with_is_compressed_later():
+def test_who_reads_beside_a_voter_moves_along():
     harness, _ = cache(Readers.QUESTIONS)
     reader = harness.run([*DOCUMENT, 1, 2, 3])
     voter = harness.run([*DOCUMENT, 4, 5, 6])
-    assert spans(harness) == []
-    harness.finish(reader)
     assert spans(harness) == [(0, 56)]
-    harness.decode(voter)
-    harness.finish(voter)
+    for req in (reader, voter):
+        harness.decode(req)
+        harness.finish(req)
 
 
 def test_namespaces_are_scored_apart():

@@ -27,7 +27,7 @@ def test_prompt_is_compressed_up_to_its_tail_and_takes_exactly_its_budget():
     req = harness.run(DOCUMENT)
     assert spans(harness) == [(0, 56)]
     assert cache_state(harness.tree)["compressed_slots"] == 17  # ceil(0.3 * 56)
-    assert harness.tree.protected_size() == 17 + 4
+    assert harness.tree.protected_size() == 6 + 4  # what it can be squeezed into, and the tail
     harness.decode(req)
     harness.finish(req)
     assert harness.tree.evictable_size() == harness.num_slots - harness.allocator.available_size()
@@ -99,19 +99,68 @@ def test_range_read_by_others_is_compressed_when_the_last_lets_go():
     assert spans(harness)[0][0] == 0 and max(end for _, end in spans(harness)) >= 56
 
 
-def test_lock_of_another_reader_defers_compression():
+def test_a_request_in_the_middle_of_its_prefill_moves_along():
     harness = Harness(num_slots=240)
     first = harness.request(DOCUMENT)
     harness.admit(first)
     harness.prefill(first, 30)
-    second = harness.run([*DOCUMENT[:30], 8, 8])  # locks the 30 tokens that the first has inserted so far
+    second = harness.run([*DOCUMENT[:30], 8, 8])  # reads the 30 tokens that the first has inserted so far
+    assert spans(harness) == [(0, 28)]
     harness.prefill(first)
-    assert spans(harness) == [] and cache_state(harness.tree)["pending_ranges"] == 2  # each waits for the other
-    harness.decode(first)
-    harness.finish(second)
     assert spans(harness) == [(0, 28), (28, 30), (30, 56)]
-    assert cache_state(harness.tree) | {"segments": 1, "pending_ranges": 0} == cache_state(harness.tree)
-    harness.decode(first)
+    assert cache_state(harness.tree) | {"segments": 2, "pending_ranges": 0} == cache_state(harness.tree)
+    for req in (first, second):
+        harness.decode(req)
+        harness.finish(req)
+
+
+def test_a_request_that_was_admitted_but_not_begun_moves_along():
+    harness = Harness(num_slots=240)
+    harness.finish(harness.run([*DOCUMENT, 1, 2]))
+    harness.tree.forget_compressed()
+    exact = harness.request(DOCUMENT)
+    harness.tree.manager.readers.make_exact(exact)
+    harness.admit(exact)
+    harness.prefill(exact)
+    waiting = harness.request([*DOCUMENT, 3])
+    harness.admit(waiting)
+    assert spans(harness) == [] and waiting.prefix_len == 60
+    harness.finish(exact)
+    assert spans(harness) == [(0, 56)]
+    harness.prefill(waiting)
+    harness.decode(waiting)
+
+
+def test_a_request_that_reads_exactly_finds_and_leaves_nothing_compressed():
+    harness = Harness(num_slots=400)
+    harness.finish(harness.run(DOCUMENT))
+    nodes = len(list(harness.tree.nodes()))
+    exact = harness.request([*DOCUMENT, 1, 2, 3])
+    harness.tree.manager.readers.make_exact(exact)
+    assert harness.admit(exact) and exact.prefix_len == 0
+    harness.prefill(exact, 20)
+    harness.prefill(exact)
+    harness.decode(exact)  # the harness checks that it reads no span
+    assert len(list(harness.tree.nodes())) == nodes
+    harness.finish(exact)
+    assert len(list(harness.tree.nodes())) == nodes and spans(harness) == [(0, 56)]
+
+
+def test_a_request_that_reads_exactly_shares_what_is_uncompressed():
+    harness = Harness(num_slots=400)
+    exact = harness.request(DOCUMENT)
+    harness.tree.manager.readers.make_exact(exact)
+    harness.admit(exact)
+    harness.prefill(exact)
+    other = harness.request([*DOCUMENT, 1])
+    harness.tree.manager.readers.make_exact(other)
+    assert harness.admit(other) and other.prefix_len == 60
+    harness.prefill(other)
+    harness.finish(exact)
+    assert spans(harness) == []
+    harness.decode(other)
+    harness.finish(other)
+    assert spans(harness) == [(0, 56)]
 
 
 def test_chunked_prefill_compresses_once_at_the_end():

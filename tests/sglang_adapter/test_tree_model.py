@@ -169,6 +169,34 @@ class PassesMachine(CacheMachine):
         self.scheduler.waiting_queue.clear()
 
 
+class PressureMachine(PassesMachine):
+    """The same once scores are learned: prefixes shrink under their readers when slots are short."""
+
+    num_slots = 160
+    options: ClassVar[dict[str, Any]] = {"has_learned": True}
+
+
+class ExactMachine(PressureMachine):
+    """Some requests read nothing compressed, and hold what they read."""
+
+    def _admit(self, req, first_chunk):
+        if sum(req.origin_input_ids) % 3 == 0:
+            self.harness.tree.manager.readers.make_exact(req)
+        super()._admit(req, first_chunk)
+
+
+class CoarsePressureMachine(PressureMachine):
+    """Checkpoints stop short of prompts, and prefixes shrink."""
+
+    options: ClassVar[dict[str, Any]] = {"has_learned": True, "cache_grid": 7}
+
+
+class FrequencyPressureMachine(PressureMachine):
+    """Another order decides which leaf goes; prefixes shrink before."""
+
+    options: ClassVar[dict[str, Any]] = {"has_learned": True, "eviction_policy": "lfu"}
+
+
 class VotesMachine(CacheMachine):
     """Prefixes are scored by the requests that extend them."""
 
@@ -250,6 +278,10 @@ MACHINES = (
     CacheMachine,
     UnsplittableMachine,
     PassesMachine,
+    PressureMachine,
+    ExactMachine,
+    CoarsePressureMachine,
+    FrequencyPressureMachine,
     VotesMachine,
     CoarseMachine,
     CoarseUnsplittableMachine,

@@ -1,0 +1,201 @@
+"""What happens when token slots are short: prefixes shrink before anything that could be found again is dropped."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from sgl_kvevict.compression import CacheObservation, Compressor, PromptObservation
+from sgl_kvevict.lifecycle.eviction import CostAwareRecency, NodeHeap, NodeSet, Priority
+from sgl_kvevict.lifecycle.nodes import Node, length_of, path_to
+from sgl_kvevict.lifecycle.observer import CacheObserver
+from sgl_kvevict.lifecycle.ports import TreePort
+from sgl_kvevict.lifecycle.ranges import Ranges
+from sgl_kvevict.lifecycle.readers import LiveReaders
+from sgl_kvevict.lifecycle.spans import SpanTable
+
+ROUND_SHARE = 1 / 64
+"""Share of the pool's slots that are won at once when prefixes shrink, so that several requests live on one round."""
+
+
+class Pressure:
+    """Prefixes that can shrink: uncompressed ones that can be scored at any time, and spans above the least budget.
+
+    Uncompressed ones end at nodes, so that no two of them overlap: each *end* stands for the uncompressed tokens from
+    the end above it, or the waterline. They are compressed from the root down.
+
+    Args:
+        tree: whose nodes.
+        spans: what the nodes hold.
+        ranges: compresses.
+        readers: who follows when what is read shrinks.
+        compressor: its configuration says how far.
+        order: what gives way first.
+        num_slots: of the pool.
+
+    Attributes:
+        observer: told of what was squeezed.
+        order: see above.
+    """
+
+    def __init__(
+        self,
+        tree: TreePort,
+        spans: SpanTable,
+        ranges: Ranges,
+        readers: LiveReaders,
+        compressor: Compressor,
+        order: CostAwareRecency,
+        num_slots: int,
+    ) -> None:
+        self.observer = CacheObserver()
+        self.order = order
+        self._tree = tree
+        self._spans = spans
+        self._ranges = ranges
+        self._readers = readers
+        self._compressor = compressor
+        self._config = compressor.config
+        self._round = max(int(num_slots * ROUND_SHARE), 1)
+        self.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of what prompts left behind for ranges that may be compressed."""
+        return sum(prompt.num_bytes for prompt in self._prompts.values())
+
+    def clear(self) -> None:
+        """The tree was flushed."""
+        self._nodes = NodeSet()
+        self._heap = NodeHeap(self._nodes, self.order.shrink_priority)
+        self._prompts: OrderedDict[Node, PromptObservation] = OrderedDict()
+
+    # ---- what can shrink --------------------------------------------------------------------------------------
+
+    def prompt_complete(self, path: Sequence[Node], num_tokens: int, prompt: PromptObservation) -> None:
+        """The first ``num_tokens`` of a path are a prompt: note where its uncompressed tokens may be compressed."""
+        if not self._compressor.has_learned:
+            return
+        end = num_tokens - self._config.tail_tokens
+        position = start = self._spans.waterline(path)
+        for node in [node for node in path if node not in self._spans]:
+            position += len(node.key)
+            if min(position, end) - start >= self._config.min_prefix_tokens:
+                start = min(position, end)
+                self._add_end(self._ranges.node_ending_at(path, start) if position > end else node, prompt)
+            if position >= end:
+                return
+
+    def installed(self, nodes: Sequence[Node]) -> None:
+        """Consecutive nodes hold a new segment; the first one, which owns it, may be squeezed later."""
+        for node in nodes:
+            self.discard(node)
+        if self._config.squeezes:
+            self._nodes.add(nodes[0])
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """A node was cut: both halves of an uncompressed one are ends, the upper half of a compressed one owns it."""
+        if lower not in self._nodes:
+            return
+        self._nodes.add(upper)
+        if lower in self._spans:
+            self._nodes.discard(lower)
+        elif lower in self._prompts:
+            self._prompts[upper] = self._prompts[lower]
+
+    def discard(self, node: Node) -> None:
+        """A node was dropped, or is no end any more."""
+        self._nodes.discard(node)
+        self._prompts.pop(node, None)
+
+    def reserve(self) -> int:
+        """Token slots that readers hold and that shrinking would win: they can be had for other requests at any time.
+
+        What nobody reads is not counted: it can be dropped. Never more than :meth:`relieve` gives.
+        """
+        if not self._nodes:
+            return 0
+        won = 0
+        for node in self._readers.movable_nodes():
+            num_tokens = len(node.key)
+            if node not in self._nodes:
+                continue
+            if node in self._spans:
+                won += max(self._spans[node].segment.num_slots - self._least_slots(node), 0)
+            elif num_tokens >= self._config.min_prefix_tokens:
+                won += num_tokens - self._config.num_slots(num_tokens, length_of(path_to(node)) - num_tokens)
+        return won
+
+    # ---- shrinking --------------------------------------------------------------------------------------------
+
+    def relieve(self, limit: Priority | None) -> int:
+        """Shrink what costs least, until ``ROUND_SHARE`` of the pool was won, or nothing is left.
+
+        Args:
+            limit: priority of the leaf that would be dropped instead; what costs more does not shrink. None: there is
+                none.
+
+        Returns:
+            Token slots that came back.
+        """
+        won = 0
+        rest: list[Node] = []
+        while won < self._round and (top := self._heap.top()) is not None:
+            priority, node = top
+            if limit is not None and priority > limit:
+                break
+            self._heap.pop()
+            slots = self._shrink(node)
+            won += slots
+            if slots:
+                self.order.gave_way(priority)
+                for waiting in rest:  # what is above them may have been compressed
+                    self._heap.push(waiting)
+                rest.clear()
+            if node in self._nodes:
+                rest.append(node)
+        for waiting in rest:
+            self._heap.push(waiting)
+        return won
+
+    def _shrink(self, node: Node) -> int:
+        """Take a node's next step; 0: not now, or (then it is no longer there) never again."""
+        return self._squeeze(node) if node in self._spans else self._compress(node)
+
+    def _squeeze(self, owner: Node) -> int:
+        least = self._least_slots(owner)
+        segment = self._spans[owner].segment
+        if least >= segment.num_slots:
+            self._nodes.discard(owner)
+            return 0
+        if self._readers.movable(owner) is None:
+            return 0
+        freed = self._spans.squeeze(owner, least)
+        self._tree.charge(owner, -freed.numel())
+        self._tree.free(freed)
+        self._nodes.discard(owner)
+        self.observer.squeezed(owner, self._spans[owner].segment, freed.numel())
+        return freed.numel()
+
+    def _compress(self, node: Node) -> int:
+        path = path_to(node)
+        if any(above in self._nodes and above not in self._spans for above in path[:-1]):
+            return 0
+        end = length_of(path)
+        if end - self._spans.waterline(path) < self._config.min_prefix_tokens:
+            self.discard(node)
+            return 0
+        return self._ranges.compress_now(node, end, self._prompts.get(node) or CacheObservation())
+
+    def _least_slots(self, owner: Node) -> int:
+        """Token slots that the segment of a node can be squeezed into."""
+        segment = self._spans[owner].segment
+        return segment.num_slots if segment.worth is None else self._config.min_slots(segment.end - segment.start)
+
+    def _add_end(self, node: Node, prompt: PromptObservation) -> None:
+        self._nodes.add(node)
+        if prompt.num_bytes:
+            self._prompts[node] = prompt
+            self._prompts.move_to_end(node)
+            while self.num_bytes > self._config.observation_bytes:
+                self._prompts.popitem(last=False)

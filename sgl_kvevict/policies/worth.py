@@ -1,0 +1,41 @@
+"""What a squeeze gives up first: one number for each entry that a compression keeps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sgl_kvevict.policies.parts import RangeScores
+
+_MAX = torch.finfo(torch.float16).max
+
+
+def worth_of(scores: RangeScores, kept: Tensor, flat: Tensor, *, comparable: bool) -> Tensor:
+    """Order the kept entries of a range: when it is squeezed, those worth least leave first.
+
+    Scores that are comparable over layers and heads are taken as they are. Others are replaced by their rank within
+    the (layer, head), so that all heads shrink alike. What is kept without competing is worth most.
+
+    Args:
+        scores: of all tokens of the range; a row may stand for several layers.
+        kept: [num_layers, num_kv_heads, num_tokens], bool.
+        flat: [num_entries], int64, where ``kept`` is set, in order.
+        comparable: scores of different heads and layers are on one scale.
+
+    Returns:
+        [num_entries], int16, in the order of the scores rounded to float16: 2 bytes an entry, whose key and value take
+        256 where a head has 64 numbers.
+    """
+    values = scores.values.clamp(-_MAX, _MAX)
+    if values.shape[0] < kept.shape[0]:
+        per_row = -(-kept.shape[0] // values.shape[0])
+        values = values.repeat_interleave(per_row, dim=0)[: kept.shape[0]]
+    if not comparable:
+        order = values.masked_fill(~kept, float("-inf")).argsort(dim=-1, descending=True, stable=True)
+        places = torch.arange(kept.shape[-1], device=kept.device).expand_as(order)
+        ranks = torch.empty_like(order).scatter_(-1, order, places)
+        values = 1 - ranks / kept.sum(-1, keepdim=True).clamp(min=1)
+    values[..., : scores.num_first] = _MAX
+    values[..., values.shape[-1] - scores.num_last :] = _MAX
+    bits = (values.flatten()[flat].half() + 0.0).view(torch.int16)  # + 0.0: one zero, not two
+    return torch.where(bits < 0, bits ^ 0x7FFF, bits)
