@@ -1,0 +1,134 @@
+"""Things that go wrong around a server: it goes on, or ends cleanly, and serves nothing wrong when it is back."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from campaign.parts import Counts
+from campaign.servers import Clock, error_lines, events, server
+
+from helpers.modes import CONFIG, assert_nothing_leaked, serve_readers
+from helpers.tiny_model import VOCAB_SIZE
+from helpers.traffic import generate
+from sgl_kvevict.launcher import LaunchError, RunningServer
+from sgl_kvevict.measure import plugin_state
+
+
+def unit(seed: int, share: float) -> Counts:
+    """One thing that goes wrong."""
+    fault = FAULTS[seed % len(FAULTS)]
+    fault(seed, share)
+    return {"done": 1, fault.__name__[1:].replace("_", " "): 1}
+
+
+def _traffic(running: RunningServer, count: float, seed: int) -> None:
+    serve_readers(running, max(int(count), 12), seed=seed, priorities=False)
+
+
+@contextmanager
+def _served_alike_after() -> Iterator[list[RunningServer]]:
+    """Run a server; another one after it, started when the block has ended it, gives the same answers."""
+    rng = random.Random(7)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(40)] for _ in range(4)]
+    with server(config={**CONFIG, "scoring_pass_tokens": 16}) as running:
+        before = [generate(running, prompt, 8)["output_ids"] for prompt in prompts]
+        yield [running]
+        for _ in range(600):
+            if not running.alive:
+                break
+            time.sleep(0.1)
+        assert not running.alive, "the server neither ended nor is whole"
+    with server(config=CONFIG) as again:
+        assert plugin_state(again)["spans"] == 0
+        assert [generate(again, prompt, 8)["output_ids"] for prompt in prompts] == before
+        _traffic(again, 12, 0)
+        assert_nothing_leaked(again)
+
+
+def _a_subscriber_that_never_reads(seed: int, share: float) -> None:
+    import zmq
+
+    addresses = events()
+    with server(config={**CONFIG, "events": {**addresses, "hwm": 10}}) as running, zmq.Context() as context:
+        deaf = context.socket(zmq.SUB)
+        deaf.setsockopt(zmq.RCVHWM, 1)
+        deaf.setsockopt(zmq.LINGER, 0)
+        deaf.setsockopt(zmq.SUBSCRIBE, b"")
+        deaf.connect(addresses["endpoint"])
+        _traffic(running, 200 * share, seed)
+        assert_nothing_leaked(running)
+        deaf.close()
+
+
+def _a_port_that_is_taken(seed: int, share: float) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        taken = f"tcp://127.0.0.1:{holder.getsockname()[1]}"
+        try:
+            with server(config={**CONFIG, "events": {**events(), "endpoint": taken}}):
+                raise AssertionError("started on a port that is taken")
+        except LaunchError as error:
+            assert "cannot be bound" in str(error)
+
+
+def _a_detokenizer_that_is_killed(seed: int, share: float) -> None:
+    with _served_alike_after() as (running,):
+        _traffic(running, 50 * share, seed)
+        (victim,) = (pid for pid in _children(running) if b"detokenizer" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        os.kill(victim, signal.SIGKILL)
+
+
+def _children(running: RunningServer) -> Iterator[int]:
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if int((process / "stat").read_text().rsplit(")", 1)[1].split()[1]) == running.process.pid:
+                yield int(process.name)
+
+
+def _a_full_disk_of_the_log(seed: int, share: float) -> None:
+    with server(config=CONFIG, log_path="/dev/full") as running:
+        _traffic(running, 100 * share, seed)
+        assert_nothing_leaked(running)
+
+
+def _a_clock_that_is_set_back(seed: int, share: float) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        clock = Clock(Path(folder) / "clock")
+        with server(config={**CONFIG, "events": events()}, env=clock.env) as running, ThreadPoolExecutor(1) as pool:
+            for number, hours in enumerate((0, -1, -30, 24)):
+                traffic = pool.submit(_traffic, running, 60 * share, 10 * seed + number)
+                time.sleep(0.5)
+                clock.set(3600.0 * hours)
+                traffic.result()
+            assert assert_nothing_leaked(running) > 0 and not error_lines(running)
+
+
+def _sigterm_in_the_middle_of_a_compression(seed: int, share: float) -> None:
+    with _served_alike_after() as (running,), ThreadPoolExecutor(1) as pool:
+        traffic = pool.submit(_traffic, running, 1000, seed)
+        while not plugin_state(running)["scoring_jobs"]:
+            time.sleep(0.01)
+        running.process.terminate()
+        running.process.wait(60)
+        assert "Traceback" not in running.log().split("SIGTERM")[0]
+        assert traffic.exception() is not None  # what was under way was not answered
+
+
+FAULTS = (
+    _a_subscriber_that_never_reads,
+    _a_port_that_is_taken,
+    _a_detokenizer_that_is_killed,
+    _a_full_disk_of_the_log,
+    _a_clock_that_is_set_back,
+    _sigterm_in_the_middle_of_a_compression,
+)
