@@ -71,7 +71,7 @@ def _request(running: RunningServer, documents: list[list[int]], seed: int, poli
 
 
 def _wish(rng: random.Random, seed: int, policy: str) -> Body:
-    wish: Body = {"warm": True, "ticket": f"the ticket of {seed}"}
+    wish: Body = {"warm": True, "ticket": f"the ticket of {seed:012}"}
     if policy == "questions" or (policy == "reconstruction" and rng.random() < 0.5):
         wish["questions"] = ["who was there?", "why?"][: rng.randrange(1, 3)]
     return wish

@@ -1,8 +1,8 @@
 """Run the campaign: ``make campaign`` (ARGS="machine fuzz"). Stops at the first failure; goes on where it stopped.
 
 What is done is kept in ``out/campaign/``, one file a part, after every unit; a part that is stopped in any way (also
-with SIGTERM) loses the unit that ran, and begins with it again. Parts may run beside each other, each once. All of it
-runs at low priority, to be left in the background. ``--share 0.02`` tries every kind of unit once at a fiftieth of its
+with SIGTERM) loses the unit that ran, and begins with it again. Parts may run beside each other, each once, at low
+priority, to be left in the background. ``--share 0.02`` tries every kind of unit once at a fiftieth of its
 size, and keeps nothing. When a part ends, the table of ``docs/reliability.md`` is written anew.
 """
 
@@ -148,7 +148,8 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", choices=[[], *(part.name for part in PARTS)], metavar="PART")
     parser.add_argument("--share", type=float, help="try every kind of unit once at this share of its size")
     arguments = parser.parse_args()
-    os.nice(LOW_PRIORITY)
+    if arguments.share is None:
+        os.nice(LOW_PRIORITY)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that servers are ended too
     for part in PARTS:
         if arguments.parts and part.name not in arguments.parts:
