@@ -46,7 +46,7 @@ def _served_alike_after() -> Iterator[list[RunningServer]]:
             if not running.alive:
                 break
             time.sleep(0.1)
-        assert not running.alive, "the server neither ended nor is whole"
+        assert not running.alive, "the server did not end"
     with server(config=CONFIG) as again:
         assert plugin_state(again)["spans"] == 0
         assert [generate(again, prompt, 8)["output_ids"] for prompt in prompts] == before
@@ -114,14 +114,15 @@ def _a_clock_that_is_set_back(seed: int, share: float) -> None:
 
 
 def _sigterm_in_the_middle_of_a_compression(seed: int, share: float) -> None:
+    """SGLang answers what it has taken in before it ends; who comes later is turned away."""
     with _served_alike_after() as (running,), ThreadPoolExecutor(1) as pool:
-        traffic = pool.submit(_traffic, running, 1000, seed)
+        traffic = pool.submit(_traffic, running, 200 * share, seed)
         while not plugin_state(running)["scoring_jobs"]:
             time.sleep(0.01)
         running.process.terminate()
-        running.process.wait(60)
-        assert "Traceback" not in running.log().split("SIGTERM")[0]
-        assert traffic.exception() is not None  # what was under way was not answered
+        assert running.process.wait(240) == 0
+        assert not error_lines(running)
+        assert traffic.exception() is None or isinstance(traffic.exception(), OSError)
 
 
 FAULTS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 from campaign.parts import Counts
@@ -16,7 +17,9 @@ def modes(seed: int, share: float) -> Counts:
     """One way to schedule."""
     name = list(MODES)[seed % len(MODES)]
     count = int(300 * share)
-    with server(*MODES[name], config=CONFIG) as running:
+    cores = sorted(os.sched_getaffinity(0))
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"} if name == "data-parallel" else {}
+    with server(*MODES[name], config=CONFIG, env=env) as running:
         taken_off = serve_readers(running, count, seed=seed, priorities=name.startswith("priority"))
         compressions = assert_nothing_leaked(running)
     assert compressions > 0
