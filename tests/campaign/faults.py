@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import socket
 import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from campaign.parts import Counts
-from campaign.servers import Clock, error_lines, events, server
+from campaign.servers import Clock, error_lines, events, processes, server
 
 from helpers.modes import CONFIG, assert_nothing_leaked, serve_readers
 from helpers.tiny_model import VOCAB_SIZE
@@ -42,7 +43,7 @@ def _served_alike_after() -> Iterator[list[RunningServer]]:
     with server(config={**CONFIG, "scoring_pass_tokens": 16}) as running:
         before = [generate(running, prompt, 8)["output_ids"] for prompt in prompts]
         yield [running]
-        for _ in range(600):
+        for _ in range(1800):  # SGLang looks for the cause for a minute
             if not running.alive:
                 break
             time.sleep(0.1)
@@ -84,21 +85,21 @@ def _a_port_that_is_taken(seed: int, share: float) -> None:
 def _a_detokenizer_that_is_killed(seed: int, share: float) -> None:
     with _served_alike_after() as (running,):
         _traffic(running, 50 * share, seed)
-        (victim,) = (pid for pid in _children(running) if b"detokenizer" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        (victim,) = (pid for pid in processes(running) if b"detokenizer" in Path(f"/proc/{pid}/cmdline").read_bytes())
         os.kill(victim, signal.SIGKILL)
 
 
-def _children(running: RunningServer) -> Iterator[int]:
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if int((process / "stat").read_text().rsplit(")", 1)[1].split()[1]) == running.process.pid:
-                yield int(process.name)
-
-
 def _a_full_disk_of_the_log(seed: int, share: float) -> None:
-    with server(config=CONFIG, log_path="/dev/full") as running:
-        _traffic(running, 100 * share, seed)
+    """No file grows any more: writes fail, as on a full disk (a server does not start on one)."""
+    with server(config=CONFIG) as running:
+        _traffic(running, 20 * share, seed)
+        for pid in processes(running):
+            hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (running.log_path.stat().st_size, hard))
+        size = len(running.log())
+        _traffic(running, 100 * share, seed + 1)
         assert_nothing_leaked(running)
+        assert len(running.log()) < size + 10_000
 
 
 def _a_clock_that_is_set_back(seed: int, share: float) -> None:

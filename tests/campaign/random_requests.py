@@ -21,7 +21,7 @@ from helpers.tiny_model import VOCAB_SIZE
 from sgl_kvevict.launcher import RunningServer
 
 POLICIES = ("reconstruction", "questions", "ada-snapkv", "k-vec")
-OPTIMISTIC = ("--schedule-conservativeness", "0.05")
+OPTIMISTIC = ("--schedule-conservativeness", "0")
 """SGLang admits more than fits, and has to retract."""
 SCHEMA = {
     "type": "object",
@@ -41,7 +41,7 @@ def unit(seed: int, share: float) -> Counts:
     documents = [[rng.randrange(3, VOCAB_SIZE) for _ in range(400)] for _ in range(6)]
     flags = ("--chunked-prefill-size", rng.choice(["64", "128", "4096"]), *OPTIMISTIC)
     with whole_server(*flags, config={**CONFIG, "policy": policy}) as running:
-        with ThreadPoolExecutor(16) as pool:
+        with ThreadPoolExecutor(24) as pool:
             done = Counter(pool.map(lambda i: _request(running, documents, seed * 10**6 + i, policy), range(count)))
         compressions = assert_nothing_leaked(running)
         retracted = sum(map(int, RETRACTED.findall(running.log())))
@@ -54,10 +54,10 @@ def unit(seed: int, share: float) -> Counts:
 
 def _request(running: RunningServer, documents: list[list[int]], seed: int, policy: str) -> str:
     rng = random.Random(seed)
-    kind = rng.choice(["plain"] * 8 + list(KINDS))
+    kind = rng.choice(["plain"] * 14 + [kind for kind in KINDS for _ in range(1 if kind in RARE else 3)])
     prompt = rng.choice(documents)[: rng.choice([0, 3, 100, 300, 400])]
     prompt = prompt + [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(1, 50))]
-    sampling: Body = {"max_new_tokens": rng.choice([0, 1, 8, 40, 150]), "temperature": rng.choice([0, 1.0])}
+    sampling: Body = {"max_new_tokens": rng.choice([0, 1, 8, 40, 150, 150]), "temperature": rng.choice([0, 1.0])}
     sampling["ignore_eos"] = rng.random() < 0.5
     body: Body = {"input_ids": prompt, "sampling_params": sampling, "rid": f"request-{seed}"}
     if rng.random() < 0.3:
@@ -204,3 +204,5 @@ KINDS: Mapping[str, Callable[[RunningServer, Body, random.Random], Any]] = {
     "adapter unloaded": _unload,
     "hang up": _hang_up,
 }
+RARE = ("flush", "adapter unloaded")
+"""What takes prefixes away for good: after each, there is nothing to be found for a while."""

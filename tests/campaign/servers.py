@@ -17,17 +17,15 @@ from sgl_kvevict.launcher import KVEVICT_CPU_FLAGS, RunningServer, config_env, f
 
 SHIMS = Path(__file__).parent / "shims"
 ADAPTERS = ("first", "second")
-SMALL_POOL = ("--max-total-tokens", "2000", "--context-length", "1024")
+SMALL_POOL = ("--max-total-tokens", "1200", "--context-length", "1024")
 
 
 @contextmanager
-def server(
-    *flags: str, config: Mapping[str, Any], env: Mapping[str, str] | None = None, log_path: str | None = None
-) -> Iterator[RunningServer]:
+def server(*flags: str, config: Mapping[str, Any], env: Mapping[str, str] | None = None) -> Iterator[RunningServer]:
     """A server without a tokenizer, on a small pool."""
     with tempfile.TemporaryDirectory() as folder:
         model = save_tiny_llama(Path(folder))
-        yield from _serve(model, (*FLAGS, *flags), config, env, log_path or str(Path(folder) / "server.log"))
+        yield from _serve(model, (*FLAGS, *flags), config, env, Path(folder) / "server.log")
 
 
 @contextmanager
@@ -40,11 +38,11 @@ def whole_server(*flags: str, config: Mapping[str, Any]) -> Iterator[RunningServ
         paths = [f"{adapter}={save_adapter(folder / adapter, seed)}" for seed, adapter in enumerate(ADAPTERS)]
         lora = ("--lora-paths", *paths, "--lora-backend", "torch_native", "--max-loras-per-batch", "3")
         env = {"CAMPAIGN_UNPINNED": "1", **shims()}
-        yield from _serve(model, (*SMALL_POOL, *lora, *flags), config, env, str(folder / "server.log"))
+        yield from _serve(model, (*SMALL_POOL, *lora, *flags), config, env, folder / "server.log")
 
 
 def _serve(
-    model: Path, flags: tuple[str, ...], config: Mapping[str, Any], env: Mapping[str, str] | None, log_path: str
+    model: Path, flags: tuple[str, ...], config: Mapping[str, Any], env: Mapping[str, str] | None, log_path: Path
 ) -> Iterator[RunningServer]:
     variables = ENV | dict(env or {}) | config_env(config)
     with launch(model, flags=[*KVEVICT_CPU_FLAGS, *flags], env=variables, log_path=log_path) as running:
@@ -79,13 +77,22 @@ def events() -> dict[str, str]:
     return {name: f"tcp://127.0.0.1:{free_port()}" for name in ("endpoint", "replay_endpoint", "inspect_endpoint")}
 
 
+def processes(running: RunningServer) -> list[int]:
+    """All processes of a server."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if os.getpgid(int(process.name)) == running.process.pid:
+                found.append(int(process.name))
+    return found
+
+
 def resident_mb(running: RunningServer) -> float:
     """Memory of all processes of a server."""
-    group, pages = running.process.pid, 0
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, ValueError):
-            if os.getpgid(int(process.name)) == group:
-                pages += int((process / "statm").read_text().split()[1])
+    pages = 0
+    for pid in processes(running):
+        with suppress(OSError):
+            pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 

@@ -19,7 +19,10 @@ CONFIG = {
     "scoring_pass_tokens": 64,
     "budget": 0.2,
 }
-PRIORITIES = ("--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "1")
+PRIORITIES = (
+    *("--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "1"),
+    *("--max-running-requests", "4"),  # so that a more urgent request finds no place
+)
 MODES: dict[str, Sequence[str]] = {
     **{
         name: ("--schedule-policy", name)
