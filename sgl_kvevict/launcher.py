@@ -141,7 +141,9 @@ class RunningServer:
         return self.process.poll() is None
 
     def log(self) -> str:
-        """Everything that the server printed until now (stdout and stderr)."""
+        """Everything that the server printed until now (stdout and stderr); nothing if it went to a device."""
+        if not self.log_path.is_file():
+            return ""
         return self.log_path.read_text(encoding="utf-8", errors="replace")
 
     def log_tail(self, lines: int = _LOG_TAIL_LINES) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -58,7 +58,8 @@ class ScoringJob:
         prompt: what the prefill of a prompt left behind that found the prefix or asked for it; None if nobody
             learns from it.
         observation: what the passes have seen; None before the first.
-        probes: token ids still to be appended to the prefix, one list a pass.
+        probe: token ids that the next pass appends to the prefix; None if there is no further pass.
+        probes: those of the passes after it, made one by one: to encode many questions takes time.
         started: when the pass that runs was handed to the scheduler (seconds, monotonic).
         lesson: what is being learned from the prefix, after its last pass.
     """
@@ -69,7 +70,8 @@ class ScoringJob:
     is_wanted: bool = False
     prompt: PromptObservation | None = None
     observation: ReaderObservation | None = None
-    probes: list[list[int]] = field(default_factory=list)
+    probe: list[int] | None = None
+    probes: Iterator[list[int]] = field(default_factory=lambda: iter(()))
     started: float = 0.0
     lesson: Lesson | None = None
 

@@ -200,7 +200,8 @@ class PrefixScoring:
     def _start(self, job: ScoringJob, passes: PassPort) -> None:
         self.jobs.take_turn(job)
         job.started = time.perf_counter()
-        self._pass, self._job = passes.start(job.node, job.probes[0]), job
+        assert job.probe is not None
+        self._pass, self._job = passes.start(job.node, job.probe), job
         self._passes.add(self._pass)
 
     def _count_pass(self, job: ScoringJob, reader: Reader) -> None:
@@ -211,10 +212,10 @@ class PrefixScoring:
             return
         self.observer.scored(observation.start, observation.end, time.perf_counter() - job.started)
         observation.end_reader(reader)
-        job.probes.pop(0)
+        job.probe = next(job.probes, None)
         if not self._is_as_read(job, observation):
             self._end(job, Outcome.COMPRESSED)  # slots were short, and learned scores were at hand
-        elif not job.probes:
+        elif job.probe is None:
             self._finish(job, observation)
 
     def _finish(self, job: ScoringJob, observation: ReaderObservation) -> None:
@@ -255,26 +256,37 @@ class PrefixScoring:
             self._end(job, Outcome.COMPRESSED)
             return False
         if job.observation is not None:
-            return True
+            if self._is_as_read(job, job.observation):
+                return self._has_room(job, passes)
+            self._end(job, Outcome.COMPRESSED)  # between two passes slots were short
+            return False
         if self._compressor.compresses_at_once and job.prompt is not None and not job.questions:
             is_done = self._ranges.compress(job.node, bounds[1], job.prompt)  # learned while it waited
             self._end(job, Outcome.COMPRESSED if is_done else Outcome.IN_USE)
             return False
         if job.questions:
             assert passes.tokenizer is not None
-            job.probes = list(question_probes(passes.tokenizer, job.questions))
+            job.probes = question_probes(passes.tokenizer, job.questions)
         else:
             part = tokens_of(path)[slice(*bounds)]
-            job.probes = list(repetition_probes(passes.tokenizer, part, self._config.scoring_pass_tokens))
-        num_tokens = length_of(path)
-        if num_tokens + max(map(len, job.probes)) >= passes.room:
-            self.observer.refused(REFUSED_NO_ROOM, num_tokens)
-            self._end(job, Outcome.NO_ROOM)
+            job.probes = repetition_probes(passes.tokenizer, part, self._config.scoring_pass_tokens)
+        job.probe = next(job.probes)
+        if not self._has_room(job, passes):
             return False
         job.observation = self._votes.new_observation(bounds, ANSWER_REACH if job.questions else 0)
         if job.observation is None:
             self._end(job, Outcome.NO_MEMORY)
         return job.observation is not None
+
+    def _has_room(self, job: ScoringJob, passes: PassPort) -> bool:
+        """Whether prefix and probe fit; if not, the job is over."""
+        assert job.probe is not None
+        num_tokens = length_of(path_to(job.node))
+        if num_tokens + len(job.probe) < passes.room:
+            return True
+        self.observer.refused(REFUSED_NO_ROOM, num_tokens)
+        self._end(job, Outcome.NO_ROOM)
+        return False
 
     def _end(self, job: ScoringJob, outcome: Outcome) -> None:
         self.jobs.end(job, outcome)

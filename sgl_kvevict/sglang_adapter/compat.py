@@ -93,6 +93,12 @@ HOOKS = (
         function="sgl_kvevict.sglang_adapter.operations.before_flush",
         why="a flush needs an idle server, and scoring passes are requests",
     ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.unload_lora_adapter",
+        kind="BEFORE",
+        function="sgl_kvevict.sglang_adapter.operations.before_unload",
+        why="SGLang waits for requests that use a LoRA adapter, but not for scoring passes",
+    ),
     *(
         Hook(
             target=f"{_WEIGHT_UPDATER}.{operation}",

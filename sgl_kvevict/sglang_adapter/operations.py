@@ -11,7 +11,7 @@ from sgl_kvevict.sglang_adapter.passes import SchedulerPasses
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers.io_struct import AbortReq, UnloadLoRAAdapterReqInput
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
@@ -49,6 +49,18 @@ def before_flush(scheduler: Scheduler, *_args: Any, **_kwargs: Any) -> None:
     tree = scheduler.tree_cache
     if isinstance(tree, KVEvictTree) and tree.manager.scoring is not None:
         end_passes(scheduler, tree)
+
+
+def before_unload(scheduler: Scheduler, recv_req: UnloadLoRAAdapterReqInput, *_args: Any, **_kwargs: Any) -> None:
+    """Hook before a LoRA adapter is unloaded: SGLang waits for its requests, but knows nothing of our passes.
+
+    A pass that reads with it goes on without it. What it finds is of no use, but to nobody: the adapter has another id,
+    and so another namespace, when it is loaded again.
+    """
+    tree = scheduler.tree_cache
+    scoring = tree.manager.scoring if isinstance(tree, KVEvictTree) else None
+    if scoring is not None and scoring.running is not None and scoring.running.lora_id == recv_req.lora_id:
+        scoring.running.lora_id = None
 
 
 def around_change(

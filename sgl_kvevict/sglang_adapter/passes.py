@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from sglang.srt.managers.schedule_batch import Req
@@ -72,6 +72,7 @@ class SchedulerPasses:
             extra_key=node.key.extra_key,
             cache_salt=node.key.cache_salt,
         )
+        req.lora_id = _adapter_of(scheduler, node.key.extra_key)
         req.tokenizer = scheduler.tokenizer
         req.logprob_start_len = -1
         req.skip_radix_cache_insert = True
@@ -92,6 +93,14 @@ class SchedulerPasses:
     def withdraw(self, reader: Req) -> None:
         """Take a pass that waits out of the queue."""
         self._scheduler.waiting_queue.remove(reader)
+
+
+def _adapter_of(scheduler: Scheduler, extra_key: str | None) -> str | None:
+    """LoRA adapter whose namespace a prefix is in: SGLang puts its id at the end of the key that a client named."""
+    if not scheduler.enable_lora or extra_key is None:
+        return None
+    loaded: Iterable[str] = scheduler.tp_worker.model_runner.lora_manager.lora_refs
+    return next((adapter for adapter in loaded if extra_key.endswith(adapter)), None)
 
 
 def after_ingest(_result: object, scheduler: Scheduler, *_args: object, **_kwargs: object) -> None:

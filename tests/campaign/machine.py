@@ -35,8 +35,11 @@ POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 TWO_RANKS = "two ranks"
 DOCUMENTS = ([i * 7 % 11 for i in range(70)], [i * 5 % 7 for i in range(70)])
-ACTIONS = ["submit"] * 6 + ["chunk"] * 4 + ["decode"] * 4 + ["finish"] * 4 + ["retract", "drop", "drop", "pass", "pass"]
-RARE = ["flush", "weights"]
+OFTEN = {"submit": 6, "chunk": 4, "decode": 4, "finish": 4, "retract": 1, "abort": 1, "drop": 2, "pass": 2}
+ACTIONS = [action for action, times in OFTEN.items() for _ in range(times)]
+RARE = ["flush", "weights", "pause"]
+NAMESPACES = ((None, None), (None, None), (None, None), ("tenant", None), (None, "salt"), ("tenant", "salt"))
+"""extra_key and cache_salt; a LoRA adapter is an extra_key for the tree."""
 
 
 class MergedHarness(Harness):
@@ -46,7 +49,7 @@ class MergedHarness(Harness):
     """
 
     def _codes(self, req: Req, end: int) -> list[float]:
-        code = zlib.crc32(repr((req.extra_key, req.origin_input_ids[0])).encode()) % 1000
+        code = zlib.crc32(repr((req.extra_key, req.cache_salt, req.origin_input_ids[0])).encode()) % 1000
         tokens = [*req.origin_input_ids, *req.output_ids]
         return [float(code)] * len(tokens[:end])
 
@@ -87,8 +90,7 @@ def drive(harness: Harness, rng: random.Random, steps: int) -> None:
     for _ in range(steps):
         action = rng.choice(RARE) if rng.random() < 0.01 else rng.choice(ACTIONS)
         _act(harness, scheduler, rng, action)
-    for req in tuple(harness.live):
-        harness.retract(req) if req.kv.holds_kv else harness._cancel(req)
+    _take_off_all(harness)
     total = harness.allocator.available_size() + harness.tree.evictable_size()
     assert total == harness.num_slots and harness.tree.protected_size() == 0
 
@@ -107,10 +109,34 @@ def _act(harness: Harness, scheduler: MiniScheduler | None, rng: random.Random, 
         scheduler.run_pass(rng.choice([None, 13]))
     elif action == "weights":
         harness.tree.forget_compressed()
+    elif action == "pause":
+        _pause(harness, scheduler, rng)
+    elif action == "abort" and harness.live:
+        harness.abort(rng.choice(harness.live))
     elif action == "flush" and not harness.live:
         harness.flush()
     elif decoding and action in ("decode", "finish", "retract"):
         getattr(harness, action)(rng.choice(decoding))
+
+
+def _take_off_all(harness: Harness) -> None:
+    for req in tuple(harness.live):
+        harness.retract(req) if req.kv.holds_kv else harness._cancel(req)
+
+
+def _pause(harness: Harness, scheduler: MiniScheduler | None, rng: random.Random) -> None:
+    """Everything that runs is taken off; while it is, the cache may be flushed, and a pass may wait in the queue."""
+    if scheduler is not None and rng.random() < 0.5:
+        scheduler.turn()
+    _take_off_all(harness)
+    if scheduler is not None:
+        scheduler._engine_paused = True
+        scheduler.turn()
+    if rng.random() < 0.5:
+        harness.flush()
+    if scheduler is not None:
+        scheduler.turn()
+        scheduler._engine_paused = False
 
 
 def _submit(harness: Harness, rng: random.Random) -> None:
@@ -119,7 +145,9 @@ def _submit(harness: Harness, rng: random.Random) -> None:
     if harness.tree.manager.scoring is not None and rng.random() < 0.3:
         options = {"warm": True, "questions": ["who?"] * rng.randrange(3), "ticket": f"ticket {rng.random():.12f}"}
     suffix = [rng.randrange(11) for _ in range(rng.randrange(1, 12))]
-    req = harness.request(base + suffix, rng.choice([None, None, "tenant"]), options)
+    extra_key, salt = rng.choice(NAMESPACES)
+    req = harness.request(base + suffix, extra_key, options)
+    req.cache_salt = salt
     req.rid = rng.choice(["same", "kvevict-pass-1", "other"])
     req.sampling_params.max_new_tokens = rng.choice([1, 3, 8])
     if harness.admit(req) and rng.random() < 0.7:

@@ -18,10 +18,12 @@ class Part:
         what: what is done, in the table's words.
         target: how much of ``done`` is wanted.
         unit: does one unit, given its seed and a share of its usual size (1.0; less in the test suite), and returns
-            what it did. It raises if anything is wrong.
+            what it did. It raises if anything is wrong. Counts that begin with "largest" are not added up.
+        kinds: units with the seeds ``0 .. kinds - 1`` are of all kinds that there are.
     """
 
     name: str
     what: str
     target: int
     unit: Callable[[int, float], Counts]
+    kinds: int

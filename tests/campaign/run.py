@@ -1,78 +1,144 @@
 """Run the campaign: ``make campaign`` (ARGS="machine fuzz"). Stops at the first failure; goes on where it stopped.
 
-What is done is kept in ``out/campaign.json`` after every unit. When a part has reached its target, the table of
-``docs/reliability.md`` is written anew.
+What is done is kept in ``out/campaign/``, one file a part, after every unit; a part that is stopped in any way (also
+with SIGTERM) loses the unit that ran, and begins with it again. Parts may run beside each other, each once, at low
+priority, to be left in the background. ``--share 0.02`` tries every kind of unit once at a fiftieth of its
+size, and keeps nothing. When a part ends, the table of ``docs/reliability.md`` is written anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import os
+import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from campaign import bounds, fuzz, machine, served
+from campaign import bounds, faults, fuzz, latency, machine, random_requests, soak
 from campaign.parts import Part
 
+from helpers.modes import MODES
+
 ROOT = Path(__file__).resolve().parents[2]
-STATE = ROOT / "out" / "campaign.json"
+STATE = ROOT / "out" / "campaign"
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- campaign -->\n", "<!-- /campaign -->\n"
+LOW_PRIORITY = 10
+MACHINE = "random operations with real policies, every forward checked byte for byte"
+BOUNDS = "requests through tree, scoring and events in fast motion, memory flat"
 
 PARTS = (
+    Part("machine", MACHINE, 1_000_000, machine.unit, len(machine.POLICIES) + 1),
+    Part("fuzz", "random input at options, configuration and sockets", 100_000, fuzz.unit, len(fuzz.CASES)),
+    Part("bounds", BOUNDS, 1_000_000, bounds.unit, len(bounds.POLICIES)),
     Part(
-        "machine", "random operations with real policies, every forward checked byte for byte", 1_000_000, machine.unit
+        "requests",
+        "random requests on real servers with a small pool",
+        10_000,
+        random_requests.unit,
+        len(random_requests.POLICIES),
     ),
-    Part("fuzz", "random input at options, configuration and sockets", 100_000, fuzz.unit),
-    Part("bounds", "requests through tree, scoring and events in fast motion, memory flat", 1_000_000, bounds.unit),
-    Part("requests", "random requests on real servers with a small pool", 10_000, served.requests),
-    Part("modes", "requests under every way to schedule them", 4_200, served.modes),
-    Part("faults", "faults around a server", 10, served.faults),
-    Part("soak", "minutes at saturation, memory flat, no error line", 60, served.soak),
+    Part("modes", "requests under every way to schedule them", 300 * len(MODES), soak.modes, len(MODES)),
+    Part("faults", "faults around a server", 2 * len(faults.FAULTS), faults.unit, len(faults.FAULTS)),
+    Part("latency", "one-token answers beside a warm with many questions", 3, latency.unit, 1),
+    Part("soak", "minutes at saturation, memory flat, no error line", 60, soak.soak, 1),
 )
 
 
-def load() -> dict[str, Any]:
-    """What was done until now, by part."""
-    state: dict[str, Any] = json.loads(STATE.read_text()) if STATE.exists() else {}
-    return state
+def load(name: str) -> dict[str, Any]:
+    """What was done of a part until now."""
+    path = STATE / f"{name}.json"
+    nothing: dict[str, Any] = {"units": 0, "failures": 0, "seconds": 0.0, "counts": {"done": 0}}
+    return json.loads(path.read_text()) if path.exists() else nothing
 
 
-def run_part(part: Part, state: dict[str, Any]) -> bool:
+def save(name: str, state: dict[str, Any]) -> None:
+    """Keep what was done, all of it or nothing."""
+    path = STATE / f"{name}.new"
+    path.write_text(json.dumps(state, indent=1))
+    path.replace(STATE / f"{name}.json")
+
+
+@contextmanager
+def alone(name: str) -> Iterator[None]:
+    """Run a part once at a time."""
+    STATE.mkdir(parents=True, exist_ok=True)
+    with (STATE / f"{name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.exit(f"{name} runs already")
+        yield
+
+
+def run_part(part: Part) -> bool:
     """Do units until the target is reached; False after a failure."""
-    done = state.setdefault(part.name, {"units": 0, "seconds": 0.0, "counts": {"done": 0}})
-    while done["counts"]["done"] < part.target:
-        seed, begin = done["units"], time.monotonic()
+    state = load(part.name)
+    while state["counts"]["done"] < part.target:
+        seed, begin = state["units"], time.monotonic()
         try:
             counts = part.unit(seed, 1.0)
         except Exception:
             traceback.print_exc()
             print(f"{part.name}: failed with seed {seed}; the same unit runs first next time", file=sys.stderr)
+            state["failures"] += 1
+            save(part.name, state)
             return False
-        for name, value in counts.items():
-            largest = name.startswith(("largest", "MB"))
-            before = done["counts"].get(name, 0)
-            done["counts"][name] = max(before, value) if largest else before + value
-        done["units"] += 1
-        done["seconds"] += time.monotonic() - begin
-        STATE.parent.mkdir(exist_ok=True)
-        STATE.write_text(json.dumps(state, indent=1))
-        print(f"{part.name}: seed {seed}, {done['counts']['done']:,.0f} of {part.target:,}", flush=True)
+        add(state["counts"], counts)
+        state["units"] += 1
+        state["seconds"] += time.monotonic() - begin
+        save(part.name, state)
+        print(f"{part.name}: seed {seed}, {progress(part, state)}", flush=True)
     return True
 
 
-def table(state: dict[str, Any]) -> str:
+def add(counts: dict[str, float], more: Any) -> None:
+    """Add what a unit did to what was done before."""
+    for name, value in more.items():
+        before = counts.get(name, 0)
+        counts[name] = max(before, value) if name.startswith("largest") else before + value
+
+
+def progress(part: Part, state: dict[str, Any]) -> str:
+    """How far a part is, how fast, and for how long it will go on."""
+    done = state["counts"]["done"]
+    speed = done / state["seconds"]
+    hours = max(part.target - done, 0) / speed / 3600
+    return f"{done:,.0f} of {part.target:,}, {speed:.3g} per second, {hours:.1f} h to go"
+
+
+def try_part(part: Part, share: float) -> bool:
+    """One small unit of every kind, after which nothing is kept."""
+    state: dict[str, Any] = {"seconds": 0.0, "counts": {"done": 0}}
+    for seed in range(part.kinds):
+        begin = time.monotonic()
+        counts = part.unit(seed, share)
+        state["seconds"] += time.monotonic() - begin
+        add(state["counts"], counts)
+        said = ", ".join(f"{name}: {value:,.4g}" for name, value in counts.items())
+        print(f"{part.name}: seed {seed}, {time.monotonic() - begin:.1f} s, {said}", flush=True)
+    print(f"{part.name}: {progress(part, state)}", flush=True)
+    return True
+
+
+def table(states: dict[str, dict[str, Any]]) -> str:
     """The figures as a table."""
-    lines = ["| part | what | done | of | failures | seeds | counted |", "|---|---|---|---|---|---|---|"]
+    heads = ("part", "what", "done", "of", "failures", "seeds", "hours", "counted")
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for part in PARTS:
-        done = state.get(part.name, {"units": 0, "counts": {"done": 0}})
-        counted = ", ".join(f"{name}: {value:,.0f}" for name, value in done["counts"].items() if name != "done")
-        seeds = f"0 to {done['units'] - 1}" if done["units"] else ""
-        row = (part.name, part.what, f"{done['counts']['done']:,.0f}", f"{part.target:,}", "0", seeds, counted)
-        lines.append("| " + " | ".join(row) + " |")
+        state = states[part.name]
+        counted = ", ".join(f"{name}: {value:,.0f}" for name, value in state["counts"].items() if name != "done")
+        seeds = f"0 to {state['units'] - 1}" if state["units"] else ""
+        done, failures = f"{state['counts']['done']:,.0f}", str(state["failures"])
+        row = (part.name, part.what, done, f"{part.target:,}", failures, seeds, f"{state['seconds'] / 3600:.1f}")
+        lines.append("| " + " | ".join((*row, counted)) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -80,15 +146,23 @@ def main() -> int:
     """Run the parts named on the command line; all if there are none."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[[], *(part.name for part in PARTS)], metavar="PART")
-    wanted = parser.parse_args().parts
-    state = load()
+    parser.add_argument("--share", type=float, help="try every kind of unit once at this share of its size")
+    arguments = parser.parse_args()
+    if arguments.share is None:
+        os.nice(LOW_PRIORITY)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that servers are ended too
     for part in PARTS:
-        if wanted and part.name not in wanted:
+        if arguments.parts and part.name not in arguments.parts:
             continue
-        if not run_part(part, state):
-            return 1
+        if arguments.share is not None:
+            try_part(part, arguments.share)
+            continue
+        with alone(part.name):
+            if not run_part(part):
+                return 1
         before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(before + BEGIN + table(state) + END + rest.partition(END)[2])
+        text = table({part.name: load(part.name) for part in PARTS})
+        PAGE.write_text(before + BEGIN + text + END + rest.partition(END)[2])
     return 0
 
 

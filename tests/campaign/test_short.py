@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 from campaign import bounds, fuzz, machine
 from campaign.run import PARTS, table
@@ -14,8 +16,11 @@ def test_every_forward_reads_what_its_request_may_read(seed):
 
 @pytest.mark.parametrize("seed", [5, 6])
 def test_the_machine_notices_requests_that_are_known_by_name(seed):
-    with machine.requests_known_by_name(), pytest.raises(AssertionError):
+    with machine.requests_known_by_name(), pytest.raises(AssertionError) as caught:
         machine.unit(seed, 0.5)
+    assert caught.value.__cause__ is not None
+    trace = traceback.extract_tb(caught.value.__cause__.__traceback__)
+    assert "_forward" in {frame.name for frame in trace}  # where a forward reads back what it would attend to
 
 
 @pytest.mark.parametrize("seed", range(len(fuzz.CASES)))
@@ -28,7 +33,8 @@ def test_memory_is_flat():
 
 
 def test_the_table_names_every_part():
-    text = table({"fuzz": {"units": 2, "counts": {"done": 2000, "cases": 2000}}})
-    assert (
-        all(f"| {part.name} |" in text for part in PARTS) and "| 2,000 | 100,000 | 0 | 0 to 1 | cases: 2,000 |" in text
-    )
+    nothing = {"units": 0, "failures": 0, "seconds": 0.0, "counts": {"done": 0}}
+    fuzzed = {"units": 2, "failures": 1, "seconds": 7200.0, "counts": {"done": 2000, "cases": 2000}}
+    text = table({part.name: nothing for part in PARTS} | {"fuzz": fuzzed})
+    assert all(f"| {part.name} |" in text for part in PARTS)
+    assert "| 2,000 | 100,000 | 1 | 0 to 1 | 2.0 | cases: 2,000 |" in text

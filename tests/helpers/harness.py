@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -254,6 +254,11 @@ class Harness:
             self.v[:, rows] = float("nan")
         return slots
 
+    def abort(self, req: Req) -> None:
+        """End a request that nobody waits for any more, wherever it is."""
+        req.finished_reason = FINISH_ABORT("aborted")
+        self._cancel(req)
+
     def _cancel(self, req: Req) -> None:
         if req.kv.holds_kv:
             self.retract(req)
@@ -271,7 +276,7 @@ class Harness:
     def _codes(self, req: Req, end: int) -> list[float]:
         """One number per position that identifies the namespace and all tokens up to it."""
         tokens = list(req.origin_input_ids) + list(req.output_ids)
-        code = zlib.crc32(repr(req.extra_key).encode())
+        code = zlib.crc32(repr((req.extra_key, req.cache_salt)).encode())
         codes = []
         for token in tokens[:end]:
             code = zlib.crc32(bytes([token]), code)

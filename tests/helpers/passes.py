@@ -36,6 +36,7 @@ class MiniScheduler:
         self.tree_cache = harness.tree
         self.passes: list[Req] = []
         self.processed_tokens_counter = 0
+        self.enable_lora = False
         self._engine_paused = False
         self.flush_wrapper = SimpleNamespace(_pending=None)
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import string
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCAB_SIZE = 512
 
@@ -29,4 +34,32 @@ def save_tiny_llama(folder: Path, seed: int = 0) -> Path:
         dtype="float32",
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Write a tokenizer beside the model: bytes, and pairs of small letters, so that every text has its tokens."""
+    special = ["<pad>", "<s>", "</s>"]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = list(itertools.product(string.ascii_lowercase, repeat=2))[: VOCAB_SIZE - len(special) - len(letters)]
+    vocab = {token: i for i, token in enumerate([*special, *letters, *map("".join, pairs)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = dict(zip(("pad_token", "bos_token", "eos_token"), special, strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+
+
+def save_adapter(folder: Path, seed: int, rank: int = 4) -> Path:
+    """Write a LoRA adapter of the queries and values of all layers, strong enough to change every answer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer, (name, width) in itertools.product(range(3), (("q_proj", 128), ("v_proj", 64))):
+        place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+        tensors[f"{place}.lora_A.weight"] = torch.randn(rank, 128, generator=generator) * 0.1
+        tensors[f"{place}.lora_B.weight"] = torch.randn(width, rank, generator=generator) * 0.1
+    save_file(tensors, folder / "adapter_model.safetensors")
     return folder

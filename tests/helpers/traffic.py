@@ -82,9 +82,14 @@ def run_jobs(server: RunningServer, jobs: list[Job], concurrency: int) -> dict[s
 
 def idle_state(server: RunningServer) -> dict[str, Any]:
     """Wait until nothing runs and return what the compressed cache holds."""
+    return idle_states(server)[0]
+
+
+def idle_states(server: RunningServer) -> list[dict[str, Any]]:
+    """Wait until nothing runs and return what the compressed cache of each data-parallel scheduler holds."""
     for _ in range(100):
-        state = server.get_json("/server_info")["internal_states"][0]["kvevict"]
-        if state["protected_slots"] == 0:
-            return state
+        states = [state["kvevict"] for state in server.get_json("/server_info")["internal_states"]]
+        if all(state["protected_slots"] == 0 for state in states):
+            return states
         time.sleep(0.1)
-    raise AssertionError(f"the server did not become idle: {state}")
+    raise AssertionError(f"the server did not become idle: {states}")

@@ -17,9 +17,11 @@ import pytest
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.managers.schedule_batch import Req, ReqKvInfo, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.flush_wrapper import SchedulerFlushWrapper
+from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     EvictResult,
@@ -34,6 +36,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentData, FullCom
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore, UnifiedTreeNode
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner.base_runner import BaseRunner
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.server_args import ServerArgs
@@ -77,6 +80,7 @@ SIGNATURES = {
     "RadixKey.child_key": (RadixKey.child_key, ["self", "page_size"]),
     "Req.set_finish_with_abort": (Req.set_finish_with_abort, ["self", "error_msg", "status_code", "err_type"]),
     "Scheduler.abort_request": (Scheduler.abort_request, ["self", "recv_req"]),
+    "Scheduler.unload_lora_adapter": (Scheduler.unload_lora_adapter, ["self", "recv_req"]),
     "Scheduler.flush_cache": (Scheduler.flush_cache, ["self", "empty_cache"]),
     "Scheduler._set_or_validate_priority": (Scheduler._set_or_validate_priority, ["self", "req"]),
     "Scheduler.process_batch_result": (Scheduler.process_batch_result, ["self", "batch", "result"]),
@@ -139,6 +143,7 @@ ASSIGNED = {
         "tokenizer",
         "arrival_processed_tokens",
         "priority",
+        "lora_id",
     ),
     Scheduler: (
         "waiting_queue",
@@ -154,7 +159,12 @@ ASSIGNED = {
         "running_batch",
         "result_queue",
         "enable_overlap",
+        "enable_lora",
+        "tp_worker",
     ),
+    TpModelWorker: ("model_runner",),
+    ModelRunner: ("lora_manager",),
+    LoRAManager: ("lora_refs",),
     SchedulerFlushWrapper: ("_pending",),
     RadixAttention: (
         "tp_q_head_num",

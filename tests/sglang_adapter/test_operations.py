@@ -95,6 +95,23 @@ def test_an_abort_by_prefix_matches_no_pass():
     assert scheduler.run_all() == 3
 
 
+def test_a_pass_reads_with_the_adapter_of_its_prefix_until_that_is_unloaded():
+    harness, scheduler = cache()
+    scheduler.tree_cache, scheduler.enable_lora = harness.tree, True
+    manager = SimpleNamespace(lora_refs={"1b2c": "first", "3d4e": "second"})
+    scheduler.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
+    for extra_key, adapter in ((None, None), ("tenant", None), ("tenant3d4e", "3d4e"), ("1b2c", "1b2c")):
+        warm(harness, extra_key=extra_key)
+        scheduler.turn()
+        (waiting,) = scheduler.waiting_queue
+        assert (waiting.lora_id, waiting.extra_key) == (adapter, extra_key)
+        operations.before_unload(scheduler, SimpleNamespace(lora_id="5f6a"))
+        assert waiting.lora_id == adapter
+        operations.before_unload(scheduler, SimpleNamespace(lora_id=adapter))
+        assert waiting.lora_id is None
+        assert scheduler.run_all() == 3
+
+
 def idle_scheduler(scheduler: MiniScheduler) -> MiniScheduler:
     """What an operation sees of a scheduler that runs nothing but, perhaps, a pass."""
     scheduler.tree_cache = scheduler.harness.tree
