@@ -147,8 +147,15 @@ class KVEvictConfig(BaseModel):
     scoring_pass_tokens: int = Field(
         default=512,
         ge=16,
-        description="tokens of the prefix that one extra pass repeats: what a scoring pass may delay others by",
+        description="tokens of the prefix that one extra pass repeats at most, while nobody else is there",
         json_schema_extra={"allowed": "an integer >= 16"},
+    )
+    pass_share: float = Field(
+        default=0.1,
+        gt=0,
+        le=1,
+        description="share of the steps that scoring passes may take while users' requests wait or run",
+        json_schema_extra={"allowed": "a float in (0, 1]"},
     )
     score_weights: str | None = Field(
         default="auto",

@@ -48,9 +48,10 @@ class SchedulerPasses:
         return int(min(scheduler.max_req_input_len, scheduler.tree_cache.token_to_kv_pool_allocator.size))
 
     @property
-    def users_wait(self) -> bool:
-        """Some request waits to be admitted."""
-        return bool(self._scheduler.waiting_queue)
+    def num_users(self) -> int:
+        """Requests that wait to be admitted, or run, once each; asked for while no pass waits or runs."""
+        scheduler = self._scheduler
+        return len(scheduler.waiting_queue) + sum(not req.finished() for req in set(admitted(scheduler)))
 
     @property
     def is_paused(self) -> bool:
@@ -92,6 +93,12 @@ class SchedulerPasses:
     def withdraw(self, reader: Req) -> None:
         """Take a pass that waits out of the queue."""
         self._scheduler.waiting_queue.remove(reader)
+
+
+def admitted(scheduler: Scheduler) -> list[Req]:
+    """Requests that were in the last batch, run, or are in the middle of their prefill; some twice, some finished."""
+    found = [*scheduler.running_batch.reqs, *(scheduler.last_batch.reqs if scheduler.last_batch else ())]
+    return found if scheduler.chunked_req is None else [*found, scheduler.chunked_req]
 
 
 def after_ingest(_result: object, scheduler: Scheduler, *_args: object, **_kwargs: object) -> None:

@@ -208,7 +208,7 @@ class FakePasses:
 
     tokenizer = None
     room = 1000
-    users_wait = False
+    num_users = 0
     is_paused = False
 
     def __init__(self, tree: FakeTree) -> None:

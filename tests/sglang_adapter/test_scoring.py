@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from array import array
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import Letters, MiniScheduler
 from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.lifecycle.pacing import BUSY_TOKENS
 from sgl_kvevict.lifecycle.probes import (
     MAX_SENTENCE_TOKENS,
     MIN_SENTENCE_TOKENS,
     REPEAT,
+    Probes,
+    question_probes,
     repetition_probes,
     split_sentences,
 )
-from sgl_kvevict.lifecycle.scoring import PATIENCE
 from sgl_kvevict.lifecycle.votes import ANSWER_REACH
 from sgl_kvevict.policies.observation import Readers
 from sgl_kvevict.request import ticket_digest
@@ -128,17 +133,41 @@ def test_observers_are_told_of_every_pass():
     assert counting.totals.refused_no_room == 1
 
 
-def test_users_go_first_but_not_forever():
-    harness, scheduler = cache()
-    harness.finish(harness.run(DOCUMENT, options=WARM))
-    scheduler.waiting_queue.append("a user's request")
-    for _ in range(PATIENCE):
+def turns_until_a_pass(scheduler, num_others):
+    """Turns of the loop until a pass waits beside so many others."""
+    for turn in range(1000):
+        if len(scheduler.waiting_queue) > num_others:
+            return turn
         scheduler.turn()
-    assert scheduler.waiting_queue == ["a user's request"]
+    raise AssertionError("no pass was started")
+
+
+@pytest.mark.parametrize("users", ["wait", "run", "are prefilled", "are in the middle of a prefill"])
+def test_beside_users_passes_take_a_share_of_the_steps(users):
+    harness, scheduler = cache(pass_share=0.2, scoring_pass_tokens=100)
+    harness.finish(harness.run(list(range(50, 250)), options={"warm": True}))
+    user = harness.request(DOCUMENT)
+    waiting = [user] if users == "wait" else []
+    scheduler.waiting_queue += waiting
+    scheduler.running_batch.reqs = [user] if users == "run" else []
+    scheduler.last_batch = SimpleNamespace(reqs=[user]) if users == "are prefilled" else None
+    scheduler.chunked_req = user if users == "are in the middle of a prefill" else None
+    assert turns_until_a_pass(scheduler, len(waiting)) == 1
     scheduler.turn()
-    assert len(scheduler.waiting_queue) == 2
-    scheduler.turn()
-    assert len(scheduler.waiting_queue) == 2  # one pass at a time
+    assert len(scheduler.waiting_queue) == len(waiting) + 1  # one pass at a time
+    scheduler.waiting_queue = scheduler.waiting_queue[len(waiting) :]
+    assert scheduler.run_pass()
+    scheduler.waiting_queue += waiting
+    lead = len(Letters().encode(REPEAT + "\n\n", False))
+    assert len(scheduler.passes[0].origin_input_ids) == 200 + lead + BUSY_TOKENS
+    assert turns_until_a_pass(scheduler, len(waiting)) > 4
+    (last,) = scheduler.waiting_queue[len(waiting) :]
+    scheduler.waiting_queue = [last]
+    assert scheduler.run_pass()
+    user.finished_reason = FINISH_ABORT()
+    assert scheduler.run_pass()  # nobody is left to wait for, so it is the last one
+    assert len(scheduler.passes[2].origin_input_ids) == 200 + lead + 196 - 2 * BUSY_TOKENS
+    assert not scheduler.run_pass() and len(spans(harness)) == 1
 
 
 def test_questions_given_with_a_prefix_replace_its_repetition():
@@ -276,11 +305,31 @@ def text(rng: random.Random, num_tokens: int) -> list[int]:
     return [rng.randrange(12) for _ in range(num_tokens)]
 
 
+def read(probes: Probes, *sizes: int) -> list[list[int]]:
+    """Read probes to their end, with passes of these sizes in turn."""
+    found = []
+    for size in itertools.cycle(sizes):
+        if probes.is_empty:
+            return found
+        assert all(len(probes.next(each)) <= probes.longest(each) for each in (1000, size))
+        found.append(probes.next(size))
+        probes.was_read()
+    raise AssertionError
+
+
+def test_probes_are_cut_when_passes_start_and_questions_never():
+    said = [token for probe in read(repetition_probes(None, list(range(50))), 20, 3, 1) for token in probe]
+    assert said == list(range(50))
+    encode = Letters().encode
+    asked = [encode(f"{question}\n\n", False) for question in ("who", "where")]
+    assert read(Probes(question_probes(Letters(), ["who", "where"])), 2) == asked
+
+
 @pytest.mark.parametrize("pass_tokens", [16, 100, 1000])
 def test_probes_repeat_every_sentence_once_in_another_order(pass_tokens):
     rng = random.Random(pass_tokens)
     tokens = [rng.randrange(12) for _ in range(700)]
-    probes = list(repetition_probes(Letters(), tokens, pass_tokens))
+    probes = read(repetition_probes(Letters(), tokens), pass_tokens)
     ask = Letters().encode(REPEAT + "\n\n", False)
     assert all(probe[: len(ask)] == ask for probe in probes)
     assert [len(probe) - len(ask) for probe in probes[:-1]] == [pass_tokens] * ((len(tokens) - 1) // pass_tokens)
@@ -292,7 +341,7 @@ def test_probes_repeat_every_sentence_once_in_another_order(pass_tokens):
         rest.remove(sentence)
         said = said[len(sentence) :]
     assert not rest
-    assert probes == list(repetition_probes(Letters(), tokens, pass_tokens))  # every rank asks the same
+    assert probes == read(repetition_probes(Letters(), tokens), pass_tokens)  # every rank asks the same
 
 
 def test_sentences_end_at_full_stops_and_are_neither_short_nor_endless():
@@ -318,7 +367,7 @@ def test_a_real_tokenizer_s_sentences():
 
 
 def test_without_a_tokenizer_a_prefix_is_repeated_without_words():
-    assert list(repetition_probes(None, list(range(50)), 20)) == [
+    assert read(repetition_probes(None, list(range(50))), 20) == [
         list(range(20)),
         list(range(20, 40)),
         list(range(40, 50)),
