@@ -151,10 +151,11 @@ class KVEvictConfig(BaseModel):
         json_schema_extra={"allowed": "an integer >= 16"},
     )
     pass_share: float = Field(
-        default=0.1,
+        default=0.01,
         gt=0,
         le=1,
-        description="share of the steps that scoring passes may take while users' requests wait or run",
+        description="share of the decode steps that may have a scoring pass before them while users' requests wait or "
+        "run; passes are short then",
         json_schema_extra={"allowed": "a float in (0, 1]"},
     )
     score_weights: str | None = Field(

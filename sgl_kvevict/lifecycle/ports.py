@@ -75,6 +75,10 @@ class PassPort(Protocol):
         """Requests of users that wait to be admitted, or run; the same on every rank."""
 
     @property
+    def was_prefill(self) -> bool:
+        """The last step was a prefill that requests waited for which are decoding."""
+
+    @property
     def is_paused(self) -> bool:
         """Nothing new may be started: the engine is paused, or a flush waits for an idle server."""
 

@@ -143,7 +143,7 @@ class PrefixScoring:
         job = self.jobs.next()
         if job is None or passes.is_paused:
             return
-        num_tokens = self._pacing.step(passes.num_users)
+        num_tokens = self._pacing.step(passes.num_users, is_counted=not passes.was_prefill)
         if num_tokens == 0:
             return
         if job.lesson is not None:

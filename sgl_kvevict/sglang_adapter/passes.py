@@ -54,6 +54,12 @@ class SchedulerPasses:
         return len(scheduler.waiting_queue) + sum(not req.finished() for req in set(admitted(scheduler)))
 
     @property
+    def was_prefill(self) -> bool:
+        """The last batch was a prefill, and no part of it the requests that are decoding."""
+        last = self._scheduler.last_batch
+        return last is not None and last.forward_mode.is_extend() and bool(self._scheduler.running_batch.reqs)
+
+    @property
     def is_paused(self) -> bool:
         """Nothing new may be started."""
         return bool(self._scheduler._engine_paused) or self._scheduler.flush_wrapper._pending is not None

@@ -209,6 +209,7 @@ class FakePasses:
     tokenizer = None
     room = 1000
     num_users = 0
+    was_prefill = False
     is_paused = False
 
     def __init__(self, tree: FakeTree) -> None:

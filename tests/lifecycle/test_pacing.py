@@ -27,17 +27,17 @@ def steps_until_allowed(pacing: Pacing, num_users: int) -> tuple[int, int]:
 def test_without_users_passes_follow_each_other_and_grow():
     pacing = Pacing(0.1, 512)
     sizes = []
-    for _ in range(5):
+    for _ in range(4):
         steps, num_tokens = steps_until_allowed(pacing, 0)
         assert steps == 0
         pacing.started(num_tokens + LEAD)
         sizes.append(num_tokens)
-    assert sizes == [64, 128, 256, 512, 512]
+    assert sizes == [128, 256, 512, 512]
 
 
 def test_who_comes_makes_them_short_again():
     pacing = Pacing(0.1, 512)
-    for _ in range(4):
+    for _ in range(3):
         pacing.started(steps_until_allowed(pacing, 0)[1])
     steps, num_tokens = steps_until_allowed(pacing, 1)
     assert steps >= 9 * 512 / BUSY_TOKENS and num_tokens == BUSY_TOKENS
@@ -57,6 +57,19 @@ def test_beside_users_passes_take_their_share_of_the_steps(share):
     assert share / 2 < passes / steps <= share + 1 / steps
 
 
+def test_who_comes_to_an_idle_server_has_the_first_steps_to_itself():
+    pacing = Pacing(0.1, 512)
+    assert pacing.step(0) == BUSY_TOKENS
+    assert steps_until_allowed(pacing, 1) == (9, BUSY_TOKENS)
+
+
+def test_prefills_that_running_requests_wait_for_do_not_count():
+    pacing = Pacing(0.5, 512)
+    pacing.started(BUSY_TOKENS)
+    assert [pacing.step(2, is_counted=False) for _ in range(100)] == [0] * 100
+    assert steps_until_allowed(pacing, 2) == (1, BUSY_TOKENS)
+
+
 def test_longer_passes_are_rarer():
     pauses = []
     for num_tokens in (10, BUSY_TOKENS, 4 * BUSY_TOKENS, 16 * BUSY_TOKENS):
@@ -71,11 +84,11 @@ def test_a_prefix_is_scored_while_users_never_leave():
     config = KVEvictConfig(budget=0.5, tail_tokens=2, sink_tokens=0, min_prefix_tokens=4, pass_share=0.25)
     tree = FakeTree(PseudoRandomPolicy(readers=Readers.REPETITION), config)
     passes = FakePasses(tree)
-    node = tree.add(152)
+    node = tree.add(302)
     tree.release(tree.prompt(node, warm=True))
     passes.num_users = 4
     ran = [passes.run() for _ in range(20)]
-    assert [step for step, did in enumerate(ran) if did] == [0, 4, 8]
-    assert [len(probe) for _, probe in passes.started] == [64, 64, 22]
-    assert sum(len(probe) for _, probe in passes.started) == 150
+    assert [step for step, did in enumerate(ran) if did] == [3, 7, 11]
+    assert [len(probe) for _, probe in passes.started] == [128, 128, 44]
+    assert sum(len(probe) for _, probe in passes.started) == 300
     assert len(tree.manager.spans) == 1

@@ -144,30 +144,43 @@ def turns_until_a_pass(scheduler, num_others):
 
 @pytest.mark.parametrize("users", ["wait", "run", "are prefilled", "are in the middle of a prefill"])
 def test_beside_users_passes_take_a_share_of_the_steps(users):
-    harness, scheduler = cache(pass_share=0.2, scoring_pass_tokens=100)
-    harness.finish(harness.run(list(range(50, 250)), options={"warm": True}))
+    harness, scheduler = cache(pass_share=0.2, scoring_pass_tokens=200, num_slots=900)
+    harness.finish(harness.run([i % 251 for i in range(220)], options={"warm": True}))
     user = harness.request(DOCUMENT)
     waiting = [user] if users == "wait" else []
     scheduler.waiting_queue += waiting
     scheduler.running_batch.reqs = [user] if users == "run" else []
-    scheduler.last_batch = SimpleNamespace(reqs=[user]) if users == "are prefilled" else None
+    is_extend = SimpleNamespace(is_extend=lambda: True)
+    scheduler.last_batch = SimpleNamespace(reqs=[user], forward_mode=is_extend) if users == "are prefilled" else None
     scheduler.chunked_req = user if users == "are in the middle of a prefill" else None
-    assert turns_until_a_pass(scheduler, len(waiting)) == 1
+    assert turns_until_a_pass(scheduler, len(waiting)) == 5
     scheduler.turn()
     assert len(scheduler.waiting_queue) == len(waiting) + 1  # one pass at a time
     scheduler.waiting_queue = scheduler.waiting_queue[len(waiting) :]
     assert scheduler.run_pass()
     scheduler.waiting_queue += waiting
     lead = len(Letters().encode(REPEAT + "\n\n", False))
-    assert len(scheduler.passes[0].origin_input_ids) == 200 + lead + BUSY_TOKENS
-    assert turns_until_a_pass(scheduler, len(waiting)) > 4
-    (last,) = scheduler.waiting_queue[len(waiting) :]
-    scheduler.waiting_queue = [last]
-    assert scheduler.run_pass()
+    assert len(scheduler.passes[0].origin_input_ids) == 220 + lead + BUSY_TOKENS
+    for _ in range(5):
+        scheduler.turn()
+    assert scheduler.waiting_queue == waiting
     user.finished_reason = FINISH_ABORT()
-    assert scheduler.run_pass()  # nobody is left to wait for, so it is the last one
-    assert len(scheduler.passes[2].origin_input_ids) == 200 + lead + 196 - 2 * BUSY_TOKENS
+    scheduler.waiting_queue.clear()
+    assert scheduler.run_pass()  # nobody is left to wait for
+    assert len(scheduler.passes[1].origin_input_ids) == 220 + lead + 216 - BUSY_TOKENS
     assert not scheduler.run_pass() and len(spans(harness)) == 1
+
+
+def test_prefills_of_users_are_not_counted_while_others_decode():
+    harness, scheduler = cache(pass_share=0.5)
+    harness.finish(harness.run(DOCUMENT, options=WARM))
+    scheduler.running_batch.reqs = [harness.request(DOCUMENT)]
+    scheduler.last_batch = SimpleNamespace(reqs=[], forward_mode=SimpleNamespace(is_extend=lambda: True))
+    for _ in range(50):
+        scheduler.turn()
+    assert not scheduler.waiting_queue
+    scheduler.last_batch.forward_mode.is_extend = lambda: False
+    assert turns_until_a_pass(scheduler, 0) == 2
 
 
 def test_questions_given_with_a_prefix_replace_its_repetition():
