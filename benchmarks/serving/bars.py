@@ -72,7 +72,7 @@ BARS = (
             Bar("hot", f"{PASSES}, {answers} answers", "passes", "inter_token_p99_ms", 2.0, True, baseline=NO_PASSES),
         )
     ),
-    Bar("hot", f"{PASSES}, long answers", "passes", "steps_to_compressed", 2, is_cost=True, is_absolute=True),
+    Bar("hot", f"{PASSES}, long answers", "pass_share 1", "steps_to_compressed", 2, is_cost=True, is_absolute=True),
     Bar("shared-prefix", "0.5x the pool", DEFAULT, "requests_per_s", 1.0, baseline="none"),
     Bar("shared-prefix", "0.5x the pool", "none", "requests_per_s", 0.97),
     Bar("shared-prefix", "0.5x the pool", "budget 1", "requests_per_s", 0.97),

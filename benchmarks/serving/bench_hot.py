@@ -1,14 +1,16 @@
 """One prefix that several clients read without a pause: what is gained once it is compressed, and what passes cost.
 
 Steady state: the prefix is cached, each client asks the next question as soon as it has its answer, and tokens are
-counted for some seconds. Passes: the same clients from the moment on at which the prefix becomes due, until it is
-compressed; beside it the same load on a server that never runs passes.
+counted for some seconds. Passes: the same clients from the moment on at which the prefix becomes due; beside it the
+same load on a server that never runs passes, and on one that does not limit them, until the prefix is compressed.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,14 +28,15 @@ from sgl_kvevict.launcher import RunningServer, System, free_port, kvevict_syste
 from sgl_kvevict.measure import flush
 
 POOL_SLOTS = 12_000
-RAMP_S = 0.8
-STEADY_S = 2.5
-PASSES_S = 75.0
-"""Until a prefix must be compressed; what is measured ends then."""
-SHORT_S = 15.0
+RAMP_S = 0.6
+STEADY_S = 2.0
+PASSES_S = 15.0
+COMPRESSED_S = 60.0
+"""Until a prefix must be compressed where passes are not limited."""
 ANSWERS = {"short": 12, "long": 96}
 FULL = "budget 1"
 PASSES = "passes"
+UNLIMITED = "pass_share 1"
 NO_PASSES = "no passes"
 
 
@@ -69,7 +72,7 @@ POINTS = (
     *(Point(*sizes) for sizes in itertools.product((1, 4, 16), (3000, 6000), ANSWERS)),
     *(Point(4, 3000, answers, has_passes=True) for answers in ANSWERS),
 )
-QUICK = (Point(4, 3000, "long"), Point(4, 3000, "short", has_passes=True))
+QUICK = (Point(4, 3000, "long"), Point(4, 3000, "long", has_passes=True))
 
 PAGE = Page(
     name="hot",
@@ -78,10 +81,10 @@ PAGE = Page(
         f"Clients that ask one question after the other on one prefix, without a pause; answers of {ANSWERS['short']} "
         f"or {ANSWERS['long']} tokens, a pool of {POOL_SLOTS:,} token slots. Steady state: {STEADY_S:g} s, the prefix "
         f"long cached, `{FULL}` is the same attention backend without compression. Points with passes: `{PASSES}` "
-        f"scores the prefix in passes while it is read, until it is compressed, or for {SHORT_S:g} s where answers are "
-        f"short (policy `reconstruction`: scores of this model have been learned, so that `{DEFAULT}` needs no passes "
-        f"first); `{NO_PASSES}` is the same load on the same server with `score_after_matches: null`. Steps to "
-        "compressed: decode steps from the end of the last pass on."
+        f"scores the prefix in passes while it is read, {PASSES_S:g} s (policy `reconstruction`: scores of this model "
+        f"have been learned, so that `{DEFAULT}` needs no passes first); `{NO_PASSES}` is the same load with "
+        f"`score_after_matches: null`; `{UNLIMITED}` lets passes take every other step until the prefix is compressed. "
+        "Steps to compressed: decode steps from the end of the last pass on."
     ),
     tables=(
         Table("decode_tokens_per_s", "Decode, tokens/s of all clients", digits=1),
@@ -102,7 +105,7 @@ class Bench:
 
     fleet: Fleet
     recorder: Recorder
-    endpoint: str
+    endpoints: Mapping[str, str]
     numbers: Any = field(default_factory=lambda: itertools.count(1, 1_000_000))
 
     @property
@@ -117,13 +120,13 @@ def main() -> None:
     points = {point.name: point for point in (QUICK if options.quick else POINTS)}
     chosen = [points[name] for name in options.chosen(list(points))]
     recorder = Recorder(PAGE, options, list(points))
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    endpoints = {name: f"tcp://127.0.0.1:{free_port()}" for name in (PASSES, UNLIMITED)}
     for has_passes in (False, True):
         part = [point for point in chosen if point.has_passes is has_passes]
-        systems = systems_with_passes(endpoint) if has_passes else steady_systems(options.beside)
+        systems = systems_with_passes(endpoints) if has_passes else steady_systems(options.beside)
         if part:
             with running(systems, options.model, LOGS / PAGE.name, recorder.progress) as fleet:
-                bench = Bench(fleet, recorder, endpoint)
+                bench = Bench(fleet, recorder, endpoints)
                 for point in part:
                     (measure_passes if has_passes else measure_steady)(bench, point)
     recorder.close()
@@ -134,15 +137,22 @@ def steady_systems(beside: tuple[str, ...]) -> list[System]:
     return [s for s in compared_systems(POOL_SLOTS, budgets=(1.0,), beside=beside) if s.name != "stock"]
 
 
-def systems_with_passes(endpoint: str) -> list[System]:
-    """Ours with passes, whose events are published, and the same without."""
+def systems_with_passes(endpoints: Mapping[str, str]) -> list[System]:
+    """Ours with passes, as many as by default or without limit, whose events are published, and without."""
     flags = ("--max-total-tokens", str(POOL_SLOTS), *COMMON_FLAGS)
-    config: dict[str, Any] = {"policy": "reconstruction"}
-    events = {"endpoint": endpoint, "replay_endpoint": None, "inspect_endpoint": None}
-    return [
-        kvevict_system(PASSES, config | {"events": events}, flags),
-        kvevict_system(NO_PASSES, config | {"score_after_matches": None}, flags),
-    ]
+    changed: dict[str, dict[str, Any]] = {
+        PASSES: {},
+        UNLIMITED: {"pass_share": 1.0},
+        NO_PASSES: {"score_after_matches": None},
+    }
+    found = []
+    for name, fields in changed.items():
+        config = {"policy": "reconstruction", **fields}
+        if name in endpoints:
+            silent = {"replay_endpoint": None, "inspect_endpoint": None}
+            config["events"] = {"endpoint": endpoints[name], **silent}
+        found.append(kvevict_system(name, config, flags))
+    return found
 
 
 def load_of(point: Point, model: Path, repetition: int = 0) -> Load:
@@ -174,38 +184,41 @@ def measure_steady(bench: Bench, point: Point) -> None:
 
 
 def measure_passes(bench: Bench, point: Point) -> None:
-    """From the moment at which a prefix is due until it is compressed, in each repetition another prefix."""
-    is_long = point.answers == "long"
+    """From the moment at which a prefix is due, in each repetition another prefix."""
 
     def one(name: str, repetition: int) -> None:
         server = bench.fleet[name]
         load = load_of(point, bench.model, repetition)
         flush(server)
         cache_prefix(server, load)
-        if name == PASSES:
-            found = with_passes(bench, server, load, PASSES_S if is_long else SHORT_S)
+        if name in bench.endpoints:
+            found = with_passes(bench, name, load)
         else:
             begin = time.perf_counter()
-            found = figures(run_clients(server.url, load, next(bench.numbers), SHORT_S), begin, begin + SHORT_S)
+            streams = run_clients(server.url, load, next(bench.numbers), PASSES_S)
+            found = figures(streams, begin, begin + PASSES_S)
         bench.recorder.add(point.name, name, repetition, found)
 
-    in_turn(list(bench.fleet), bench.recorder.options.repeats, one)
+    names = [name for name in bench.fleet if name != UNLIMITED or point.answers == "long"]
+    in_turn(names, bench.recorder.options.repeats, one)
 
 
-def with_passes(bench: Bench, server: RunningServer, load: Load, limit_s: float) -> dict[str, float]:
+def with_passes(bench: Bench, name: str, load: Load) -> dict[str, float]:
     """What clients get while passes run, and how soon the prefix is compressed afterwards."""
-    with watching(bench.endpoint) as watch:
+    limit_s = COMPRESSED_S if name == UNLIMITED else PASSES_S
+    with watching(bench.endpoints[name]) as watch:
         begin = time.perf_counter()
         streams = run_clients(
-            server.url, load, next(bench.numbers), limit_s, lambda: watch.first(Compressed) is not None
+            bench.fleet[name].url, load, next(bench.numbers), limit_s, lambda: watch.first(Compressed) is not None
         )
         compressed = watch.first(Compressed)
         passes = [moment for moment, event in watch.events if isinstance(event, ScoringPass)]
-    if not passes:
-        raise RuntimeError(f"no pass ran within {limit_s:g} s")
-    last = max((moment for moment in passes if compressed is None or moment <= compressed), default=begin)
-    found = figures(streams, begin, last) | {"passes": float(len(passes))}
-    return found if compressed is None else found | until_compressed(streams, begin, last, compressed)
+    end = min(compressed or math.inf, begin + limit_s)
+    found = figures(streams, begin, end) | {"passes": float(sum(moment <= end for moment in passes))}
+    if compressed is None or name != UNLIMITED:
+        return found
+    last = max((moment for moment in passes if moment <= compressed), default=begin)
+    return found | until_compressed(streams, begin, last, compressed)
 
 
 def until_compressed(streams: list[Stream], begin: float, last_pass: float, compressed: float) -> dict[str, float]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from helpers.modes import assert_nothing_leaked
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import generate
-from sgl_kvevict.measure import plugin_state
+from sgl_kvevict.measure import plugin_state, wait_until_scored
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -22,12 +24,12 @@ NUM_CLIENTS = 4
 LONG_ANSWER = 1500
 
 
-def wait_for_compression(server, reader: Future) -> bool:
-    """Whether something was compressed before a reader had its answer."""
+def happens_before_the_answer(server, reader: Future, has_happened: Callable[[dict], bool]) -> bool:
+    """Whether something is true of the server before a reader has its answer."""
     while not reader.done():
         state = plugin_state(server)
         assert state is not None
-        if state["compressions"] >= 1:
+        if has_happened(state):
             return not reader.done()
         time.sleep(0.02)
     return False
@@ -42,9 +44,11 @@ def test_a_prefix_is_compressed_while_clients_never_pause(start, tiny_llama):
 
     def client(number: int) -> None:
         own = random.Random(number)
-        while not stop.is_set():
+        for first in itertools.cycle(range(10 + number, VOCAB_SIZE, NUM_CLIENTS)):  # no two questions share more
+            if stop.is_set():
+                return
             num_tokens = own.randrange(8, 40)
-            question = [own.randrange(3, VOCAB_SIZE) for _ in range(own.randrange(1, 20))]
+            question = [first, *(own.randrange(3, VOCAB_SIZE) for _ in range(own.randrange(20)))]
             answers.append((num_tokens, generate(server, [*prefix, *question], num_tokens)))
 
     generate(server, prefix, 1)
@@ -52,7 +56,10 @@ def test_a_prefix_is_compressed_while_clients_never_pause(start, tiny_llama):
         reader = pool.submit(generate, server, [*prefix, 5], LONG_ANSWER)  # it locks the prefix all the time
         clients = [pool.submit(client, number) for number in range(NUM_CLIENTS)]
         try:
-            was_compressed = wait_for_compression(server, reader)
+            was_scored = happens_before_the_answer(
+                server, reader, lambda state: state["pending_ranges"] + state["compressions"] > 0
+            )
+            was_compressed = happens_before_the_answer(server, reader, lambda state: state["compressions"] > 0)
             time.sleep(0.5)  # answers go on
         finally:
             stop.set()
@@ -61,6 +68,7 @@ def test_a_prefix_is_compressed_while_clients_never_pause(start, tiny_llama):
             each.result()
     assert len(answers) > NUM_CLIENTS
     assert all(len(answer["output_ids"]) == num_tokens for num_tokens, answer in answers)
-    assert plugin_state(server)["scoring_jobs"] == 0, "scoring passes complete beside users"
+    wait_until_scored(server)
     assert assert_nothing_leaked(server) >= 1
+    assert was_scored, "scoring passes complete while clients never pause"
     assert was_compressed, "compressions >= 1 while clients never pause"
