@@ -70,7 +70,7 @@ bench-peers: model ## the same contexts and questions with kvpress, in an enviro
 	@.venv-peers/bin/python benchmarks/quality/peers.py "$$($(BIN)/sgl-kvevict model)" $(ARGS)
 	@$(BIN)/python benchmarks/quality/plot.py
 
-bench-serving: model ## a serving benchmark (ARGS="decode"; also shared_prefix, multi_turn, rag, prefill, profile, insertion, scale)
+bench-serving: model ## a serving benchmark (ARGS="decode"; also shared_prefix, pressure, hot, multi_turn, rag, prefill, profile, insertion, scale)
 	@$(BIN)/python -W ignore benchmarks/serving/bench_$(firstword $(ARGS)).py $(wordlist 2,99,$(ARGS))
 
 bench-smoke: model ## a few ratios to stock beside the committed ones; fails below 80 % of them, under 3 minutes

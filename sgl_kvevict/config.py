@@ -161,8 +161,16 @@ class KVEvictConfig(BaseModel):
     scoring_pass_tokens: int = Field(
         default=512,
         ge=16,
-        description="tokens of the prefix that one extra pass repeats: what a scoring pass may delay others by",
+        description="tokens of the prefix that one extra pass repeats at most, while nobody else is there",
         json_schema_extra={"allowed": "an integer >= 16"},
+    )
+    pass_share: float = Field(
+        default=0.01,
+        gt=0,
+        le=1,
+        description="share of the decode steps that may have a scoring pass before them while users' requests wait or "
+        "run; passes are short then",
+        json_schema_extra={"allowed": "a float in (0, 1]"},
     )
     score_weights: str | None = Field(
         default="auto",

@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from serving_bench.fleet import Fleet, compared_systems, flush_all, running
+from serving_bench.fleet import DEFAULT, Fleet, compared_systems, flush_all, running
 from serving_bench.options import LOGS, Recorder, in_turn, parse_options
 from serving_bench.page import Page, Table
 from serving_bench.streams import Stream, decode_figures, stream_all
 from serving_bench.texts import document, question
 
 POOL_SLOTS = 10_000
-BUDGETS = (1.0, 0.5, 0.2, 0.1)
-"""Budgets of the compressed systems."""
+BUDGETS = (1.0, 0.5, 0.1)
+"""Budgets beside the default, 0.2."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ POINTS = (
 )
 UNGROUPED = POINTS[5]
 """Where the shared read is compared with one read per request."""
-UNGROUPED_SYSTEM = "budget 0.2, ungrouped"
+UNGROUPED_SYSTEM = f"{DEFAULT}, ungrouped"
 QUICK = (Point(3000, 1, 24, 12),)
 
 PAGE = Page(
@@ -70,8 +70,7 @@ def main() -> None:
     options = parse_options(__doc__ or "")
     points = {point.name: point for point in (QUICK if options.quick else POINTS)}
     recorder = Recorder(PAGE, options, list(points))
-    budgets = (0.2,) if options.quick else BUDGETS
-    systems = compared_systems(options.policy, budgets, POOL_SLOTS)
+    systems = compared_systems(POOL_SLOTS, budgets=() if options.quick else BUDGETS, beside=options.beside)
     with running(systems, options.model, LOGS / PAGE.name, recorder.progress) as fleet:
         for name in options.chosen(list(points)):
             measure(fleet, points[name], recorder)
@@ -96,7 +95,7 @@ def measure(fleet: Fleet, point: Point, recorder: Recorder) -> None:
     if point == UNGROUPED:
         recorder.progress(f"{point.name}: caching the prefix {point.batch} times")
         for key in keys_of(point):
-            stream_all(fleet["budget 0.2"].url, [prefix], 1, [key])
+            stream_all(fleet[DEFAULT].url, [prefix], 1, [key])
         # The copies leave no room for the shared prefix, so stock takes part once more.
         in_turn(["stock", UNGROUPED_SYSTEM], repeats, lambda name, repetition: one(name, repeats + repetition))
 
@@ -105,7 +104,7 @@ def ask(fleet: Fleet, name: str, point: Point, prefix: list[int], model: Path, r
     """New questions on the prefix, or on one copy of it for each request: then no two of them read the same span."""
     prompts = [prefix + question(model, repetition * 100 + i) for i in range(point.batch)]
     if name == UNGROUPED_SYSTEM:
-        return stream_all(fleet["budget 0.2"].url, prompts, point.tokens, keys_of(point))
+        return stream_all(fleet[DEFAULT].url, prompts, point.tokens, keys_of(point))
     return stream_all(fleet[name].url, prompts, point.stock_tokens if name == "stock" else point.tokens)
 
 

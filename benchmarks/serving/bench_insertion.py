@@ -20,15 +20,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
 from serving_bench.driver import Driver, StockDriver, StockPythonDriver, build, publish_server_args
-from serving_bench.options import Options, Recorder, parse_options
+from serving_bench.options import Recorder, parse_options
 from serving_bench.page import Page, Table
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.distill import ScoreLearner, ScoreWeights
+from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.registry import build_policy
+from sgl_kvevict.policies.rotary import Rotary
 from sgl_kvevict.prefix import SpanStore
 
 SYSTEMS = {
@@ -151,15 +154,23 @@ def measure_path(system: str, num_nodes: int, sample: int) -> dict[str, Cost]:
     return costs
 
 
-def compression_cost(policy: str, num_tokens: int) -> dict[str, float]:
-    """Milliseconds from the checkpoint to the slots freed, at the sizes of the demo model."""
+def compression_cost(num_tokens: int) -> dict[str, float]:
+    """Milliseconds from the checkpoint to the slots freed, at the sizes of the demo model, with learned scores.
+
+    The default configuration on random keys, values and weights: what is kept is of no use, what it costs is the same.
+    """
     geometry = KVGeometry(30, 9, 3, 64, num_tokens + 1)
     generator = torch.Generator().manual_seed(1)
     k = torch.randn(30, num_tokens + 1, 3, 64, generator=generator).bfloat16()
-    config = KVEvictConfig(policy=policy, budget=0.2)
-    built = build_policy(policy, {})
+    config = KVEvictConfig()
+    built = build_policy(config.policy, {})
     assert built is not None
-    compressor = Compressor(config, built, SpanStore(geometry, k, k.clone()))
+    columns = num_cache_features(64)
+    cache, window = (torch.randn(30, 3, n, generator=generator) / 100 for n in (columns, columns + NUM_WINDOW))
+    weights = ScoreWeights(cache, window, 8)
+    rotary = Rotary(torch.ones(num_tokens, 64), is_neox=True)
+    learner = ScoreLearner(geometry, rotary, 0.2, config.distill_prefixes, weights)
+    compressor = Compressor(config, built, SpanStore(geometry, k, k.clone()), rotary, learner=learner)
     observation = compressor.new_observation()
     window = max(built.window_size, 1)
     observation.begin_chunk(num_tokens - window, num_tokens, is_last=True)
@@ -193,16 +204,16 @@ def main() -> None:
                 costs |= measure_path(system, length, 40)
             for point, cost in costs.items():
                 recorder.add(point, system, repetition, cost.metrics)
-        measure_compressions(recorder, options, repetition)
+        measure_compressions(recorder, repetition)
     recorder.close()
 
 
-def measure_compressions(recorder: Recorder, options: Options, repetition: int) -> None:
+def measure_compressions(recorder: Recorder, repetition: int) -> None:
     """One compression of each size; a first one warms up."""
     for num_tokens in COMPRESSED_TOKENS:
         if repetition == 1:
-            compression_cost(options.policy, num_tokens)
-        cost = compression_cost(options.policy, num_tokens)
+            compression_cost(num_tokens)
+        cost = compression_cost(num_tokens)
         recorder.add(f"compress {num_tokens} tokens", COMPRESSED, repetition, cost)
 
 

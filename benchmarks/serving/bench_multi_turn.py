@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import aiohttp
-from serving_bench.fleet import COMMON_FLAGS, Fleet, flush_all, running
+from serving_bench.fleet import COMMON_FLAGS, Fleet, compared_systems, flush_all, running
 from serving_bench.options import LOGS, Recorder, parse_options
 from serving_bench.page import Page, Table
 from serving_bench.streams import Stream, stream
 from serving_bench.texts import document
 
-from sgl_kvevict.launcher import System, kvevict_system, stock_system
+from sgl_kvevict.launcher import System, kvevict_system
 
 POOL_SLOTS = 2944
 USERS = 16
@@ -28,7 +28,8 @@ TURN_TOKENS = 28
 OUTPUT_TOKENS = 4
 CONCURRENCY = 2
 MIN_PREFIX_TOKENS = 64
-"""Ours compresses what a chat has grown by from so many tokens on."""
+OFTEN = f"min_prefix_tokens {MIN_PREFIX_TOKENS}"
+"""Beside the default: what a chat has grown by is compressed from so many tokens on."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,7 @@ PAGE = Page(
     summary=(
         f"Chats of {TURNS} turns: 512 tokens to begin with, {TURN_TOKENS} more and {OUTPUT_TOKENS} answered in each "
         f"turn; 16 users (2 at 0.5x) speak one after the other, {CONCURRENCY} requests at a time, a pool of "
-        f"{POOL_SLOTS:,} token slots, `min_prefix_tokens` {MIN_PREFIX_TOKENS}. The spread is over the rounds 2 to "
-        f"{TURNS}."
+        f"{POOL_SLOTS:,} token slots. The spread is over the rounds 2 to {TURNS}."
     ),
     tables=(
         Table("requests_per_s", "Requests/s"),
@@ -65,17 +65,17 @@ def main() -> None:
     options = parse_options(__doc__ or "", repeats=TURNS - 1)
     points = {point.name: point for point in (QUICK if options.quick else POINTS)}
     recorder = Recorder(PAGE, options, list(points))
-    with running(systems_of(options.policy), options.model, LOGS / PAGE.name, recorder.progress) as fleet:
+    with running(systems_of(options.beside), options.model, LOGS / PAGE.name, recorder.progress) as fleet:
         for name in options.chosen(list(points)):
             measure(fleet, points[name], recorder)
     recorder.close()
 
 
-def systems_of(policy: str) -> list[System]:
-    """Stock and ours at 0.2."""
+def systems_of(beside: Sequence[str]) -> list[System]:
+    """Stock, the default, and ours where a chat need not grow by as much before it is compressed."""
     flags = ("--max-total-tokens", str(POOL_SLOTS), *COMMON_FLAGS)
-    config = {"policy": policy, "budget": 0.2, "min_prefix_tokens": MIN_PREFIX_TOKENS}
-    return [stock_system("stock", flags), kvevict_system("budget 0.2", config, flags)]
+    often = {"min_prefix_tokens": MIN_PREFIX_TOKENS}
+    return [*compared_systems(POOL_SLOTS, beside=beside), kvevict_system(OFTEN, often, flags)]
 
 
 def measure(fleet: Fleet, point: Point, recorder: Recorder) -> None:

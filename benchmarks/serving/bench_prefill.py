@@ -51,8 +51,9 @@ def main() -> None:
     options = parse_options(__doc__ or "")
     points = {point.name: point for point in (QUICK if options.quick else POINTS)}
     recorder = Recorder(PAGE, options, list(points))
-    budgets = (0.2,) if options.quick else (1.0, 0.2)
-    systems = compared_systems(options.policy, budgets, POOL_SLOTS, has_none=not options.quick)
+    is_full = not options.quick
+    budgets = (1.0,) if is_full else ()
+    systems = compared_systems(POOL_SLOTS, budgets=budgets, has_none=is_full, beside=options.beside)
     with running(systems, options.model, LOGS / PAGE.name, recorder.progress) as fleet:
         for name in options.chosen(list(points)):
             measure(fleet, points[name], recorder)

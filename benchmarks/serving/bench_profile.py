@@ -25,7 +25,7 @@ from sgl_kvevict.launcher import RunningServer
 from sgl_kvevict.measure import flush
 
 POOL_SLOTS = 10_000
-BUDGETS = (1.0, 0.2)
+BUDGETS = (1.0,)
 SHOWN = (*(cost for cost, _ in COSTS if cost != WAITING), OTHER)
 WHOLE = "all"
 FLOOR = "floor at budget 0.2"
@@ -113,7 +113,7 @@ def main() -> None:
     recorder = Recorder(PAGE, options, [f"{name}: {cost}" for name in names for cost in (*SHOWN, WHOLE)])
     machine, model = measure_machine(), read_model(options.model)
     recorder.progress(f"{machine.bandwidth / 1e9:.1f} GB/s read, {machine.flops / 1e9:.0f} GFLOP/s in bfloat16")
-    systems = compared_systems(options.policy, BUDGETS, POOL_SLOTS)
+    systems = compared_systems(POOL_SLOTS, budgets=BUDGETS, beside=options.beside)
     with running(systems, options.model, LOGS / PAGE.name, recorder.progress) as fleet:
         for workload in workloads:
             if workload.name not in options.chosen(names):

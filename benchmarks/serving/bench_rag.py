@@ -58,7 +58,7 @@ def main() -> None:
     options = parse_options(__doc__ or "")
     points = {point.name: point for point in (QUICK if options.quick else POINTS)}
     recorder = Recorder(PAGE, options, list(points))
-    systems = compared_systems(options.policy, (0.2,) if options.quick else (1.0, 0.2), POOL_SLOTS)
+    systems = compared_systems(POOL_SLOTS, budgets=() if options.quick else (1.0,), beside=options.beside)
     with running(systems, options.model, LOGS / PAGE.name, recorder.progress) as fleet:
         for name in options.chosen(list(points)):
             measure(fleet, points[name], recorder)

@@ -46,6 +46,7 @@ POINTS = (
     Point("2x the pool", 16),
     Point("4x the pool", 32),
     Point("8x the pool", 64),
+    Point("16x the pool", 128),
     Point("0.5x, one prefix of 3072, 32 new tokens", 1, 3072, 4, 32),
 )
 QUICK = (Point("4x the pool", 32, requests=8),)
@@ -74,11 +75,9 @@ def main() -> None:
     options = parse_options(__doc__ or "")
     points = {point.name: point for point in (QUICK if options.quick else POINTS)}
     recorder = Recorder(PAGE, options, list(points))
-    budgets = (0.2,) if options.quick else (1.0, 0.2)
-    systems = compared_systems(options.policy, budgets, POOL_SLOTS, has_none=not options.quick)
     chosen = options.chosen(list(points))
-    if not any(name.startswith("0.5x") for name in chosen):
-        systems = [system for system in systems if system.name in ("stock", "budget 0.2")]
+    fits = any(name.startswith("0.5x") for name in chosen)
+    systems = compared_systems(POOL_SLOTS, budgets=(1.0,) if fits else (), has_none=fits, beside=options.beside)
     with running(systems, options.model, LOGS / PAGE.name, recorder.progress) as fleet:
         for name in chosen:
             measure(fleet, points[name], recorder)

@@ -17,7 +17,7 @@ import bench_insertion
 import bench_prefill
 from serving_bench.compare import ratio
 from serving_bench.driver import publish_server_args
-from serving_bench.fleet import compared_systems, running
+from serving_bench.fleet import DEFAULT, compared_systems, running
 from serving_bench.options import LOGS, Options, Recorder
 from serving_bench.results import RESULTS, Row, origin
 
@@ -25,7 +25,7 @@ from sgl_kvevict.model import ensure_demo_model
 
 LIMIT = 0.8
 POOL_SLOTS = 8_000
-OURS = "budget 0.2"
+OURS = DEFAULT
 COMMITTED = RESULTS / "smoke.csv"
 
 
@@ -47,7 +47,7 @@ def main() -> None:
     """Measure, print, compare."""
     is_recording = "--record" in sys.argv[1:]
     model = ensure_demo_model(report=lambda text: print(text, file=sys.stderr))
-    options = Options("ada-snapkv", 3, True, "", model, LOGS / "smoke")
+    options = Options((), 3, True, "", model, LOGS / "smoke")
     found = tree_ratios() | server_ratios(options)
     committed = {} if is_recording else read_committed(COMMITTED)
     if is_recording:
@@ -71,7 +71,7 @@ def server_ratios(options: Options) -> dict[str, float]:
     """Decode, first token and prefill of real servers."""
     decode = Recorder(bench_decode.PAGE, options, [bench_decode.QUICK[0].name])
     prefill = Recorder(bench_prefill.PAGE, options, [bench_prefill.QUICK[0].name])
-    systems = compared_systems(options.policy, (0.2,), POOL_SLOTS)
+    systems = compared_systems(POOL_SLOTS)
     with running(systems, options.model, LOGS / "smoke", decode.progress) as fleet:
         bench_decode.measure(fleet, bench_decode.QUICK[0], decode)
         bench_prefill.measure(fleet, bench_prefill.QUICK[0], prefill)

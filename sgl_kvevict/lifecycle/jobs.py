@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
 from sgl_kvevict.compression import PromptObservation, ReaderObservation
 from sgl_kvevict.distill import Lesson
 from sgl_kvevict.lifecycle.nodes import Node
+from sgl_kvevict.lifecycle.probes import Probes
 
 MAX_REMEMBERED = 256
 """Outcomes that are remembered for who asks."""
@@ -58,8 +59,7 @@ class ScoringJob:
         prompt: what the prefill of a prompt left behind that found the prefix or asked for it; None if nobody
             learns from it.
         observation: what the passes have seen; None before the first.
-        probe: token ids that the next pass appends to the prefix; None if there is no further pass.
-        probes: those of the passes after it, made one by one: to encode many questions takes time.
+        probes: what is still to be appended to the prefix, pass by pass; None before the first.
         started: when the pass that runs was handed to the scheduler (seconds, monotonic).
         lesson: what is being learned from the prefix, after its last pass.
     """
@@ -70,8 +70,7 @@ class ScoringJob:
     is_wanted: bool = False
     prompt: PromptObservation | None = None
     observation: ReaderObservation | None = None
-    probe: list[int] | None = None
-    probes: Iterator[list[int]] = field(default_factory=lambda: iter(()))
+    probes: Probes | None = None
     started: float = 0.0
     lesson: Lesson | None = None
 

@@ -71,8 +71,12 @@ class PassPort(Protocol):
         """Tokens that a pass must stay below, prefix included."""
 
     @property
-    def users_wait(self) -> bool:
-        """Some user's request waits to be admitted."""
+    def num_users(self) -> int:
+        """Requests of users that wait to be admitted, or run; the same on every rank."""
+
+    @property
+    def was_prefill(self) -> bool:
+        """The last step was a prefill that requests waited for which are decoding."""
 
     @property
     def is_paused(self) -> bool:

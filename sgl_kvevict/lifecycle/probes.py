@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,31 +22,63 @@ _ORDER = 1
 _MARK = "\x00"
 
 
-def repetition_probes(
-    tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int], pass_tokens: int
-) -> Iterator[list[int]]:
+class Probes:
+    """What is still to be appended to a prefix, pass by pass.
+
+    Args:
+        texts: token ids, none of them empty; one text a pass, or as much of it as a pass may have. Each is asked for
+            when its turn comes: to encode many questions takes time.
+        lead: token ids that each pass begins with.
+        can_be_cut: whether a long text may go into several passes.
+    """
+
+    def __init__(self, texts: Iterable[list[int]], lead: Sequence[int] = (), *, can_be_cut: bool = False) -> None:
+        self._rest = iter(texts)
+        self._text = next(self._rest, None)
+        self._lead = list(lead)
+        self._can_be_cut = can_be_cut
+        self._num_given = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Everything was read."""
+        return self._text is None
+
+    def next(self, num_tokens: int) -> list[int]:
+        """What the next pass appends; until :meth:`was_read` is called it begins at the same place.
+
+        Args:
+            num_tokens: at most so many of a text that can be cut, the lead left out; >= 1.
+        """
+        assert self._text is not None
+        self._num_given = min(len(self._text), num_tokens) if self._can_be_cut else len(self._text)
+        return [*self._lead, *self._text[: self._num_given]]
+
+    def was_read(self) -> None:
+        """What :meth:`next` returned last was read to its end."""
+        assert self._text is not None
+        self._text = self._text[self._num_given :] or next(self._rest, None)
+
+
+def repetition_probes(tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int]) -> Probes:
     """Ask for the sentences to be repeated, and give the answer away, part by part.
 
     Source: KVzip (arXiv 2505.23416), Sec. 3.2.
     Differs: sentences in another order. Who repeats a text from its beginning needs to find only the token after the
         one just said; who begins a sentence anew has to look it up, and so does who answers a question
-        (docs/quality.md). And parts of ``pass_tokens``, by default shorter than KVzip's 2,000, because others wait
-        for a pass.
+        (docs/quality.md). And parts that are shorter than KVzip's 2,000 tokens, because others wait for a pass.
 
     Args:
         tokenizer: the model's; None on a server without one, which cannot tell words or sentences: the tokens follow
             the prefix as they are.
-        tokens: of the prefix.
-        pass_tokens: tokens of the prefix in one probe.
+        tokens: of the prefix, at least one.
     """
-    ask: list[int] = []
-    if tokenizer is not None:
-        ask = tokenizer.encode(REPEAT + assistant_turn(tokenizer), add_special_tokens=False)
-        sentences = split_sentences(tokenizer, tokens)
-        random.Random(_ORDER).shuffle(sentences)
-        tokens = list(itertools.chain.from_iterable(sentences))
-    for start in range(0, len(tokens), pass_tokens):
-        yield [*ask, *tokens[start : start + pass_tokens]]
+    if tokenizer is None:
+        return Probes([list(tokens)], can_be_cut=True)
+    ask = tokenizer.encode(REPEAT + assistant_turn(tokenizer), add_special_tokens=False)
+    sentences = split_sentences(tokenizer, tokens)
+    random.Random(_ORDER).shuffle(sentences)
+    return Probes([list(itertools.chain.from_iterable(sentences))], ask, can_be_cut=True)
 
 
 def split_sentences(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[list[int]]:

@@ -12,22 +12,20 @@ from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle.jobs import Outcome, ScoringJob, ScoringJobs
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to, tokens_of
 from sgl_kvevict.lifecycle.observer import REFUSED_NO_ROOM, CacheObserver
+from sgl_kvevict.lifecycle.pacing import Pacing
 from sgl_kvevict.lifecycle.ports import PassPort, PassState
-from sgl_kvevict.lifecycle.probes import question_probes, repetition_probes
+from sgl_kvevict.lifecycle.probes import Probes, question_probes, repetition_probes
 from sgl_kvevict.lifecycle.ranges import Ranges
 from sgl_kvevict.lifecycle.votes import ANSWER_REACH, Votes
 from sgl_kvevict.policies.observation import Readers
 from sgl_kvevict.request import RequestOptions, ticket_digest
-
-PATIENCE = 8
-"""Steps for which users' waiting requests go first; then one pass is let in, or a busy server never compressed."""
 
 MAX_WAITING_LESSONS = 16
 """Prefixes that may wait with the last queries of a prompt to be learned from; further ones are only scored."""
 
 
 class PrefixScoring:
-    """Counts who finds which prefix, and has prefixes read: one pass at a time, when no user's request waits.
+    """Counts who finds which prefix, and has prefixes read: one pass at a time, few of them beside users.
 
     A pass is the cached prefix and a probe after it. It locks the prefix while it runs, like any request; between
     passes nothing is held, so a prefix may be dropped, and its job with it.
@@ -62,7 +60,7 @@ class PrefixScoring:
         self._passes: WeakSet[Reader] = WeakSet()
         self._pass: Reader | None = None
         self._job: ScoringJob | None = None
-        self._waited = 0
+        self._pacing = Pacing(self._config.pass_share, self._config.scoring_pass_tokens)
 
     # ---- what happens to nodes --------------------------------------------------------------------------------
 
@@ -145,16 +143,20 @@ class PrefixScoring:
         job = self.jobs.next()
         if job is None or passes.is_paused:
             return
+        num_tokens = self._pacing.step(passes.num_users, is_counted=not passes.was_prefill)
+        if num_tokens == 0:
+            return
         if job.lesson is not None:
             self._learn(job, job.lesson)
+            self._pacing.started(num_tokens)
             return
-        if passes.users_wait and self._waited < PATIENCE:
-            self._waited += 1
-            return
-        self._waited = 0
         with self._guard.at(Place.PASS):
-            if self._prepare(job, passes):
-                self._start(job, passes)
+            probes = self._prepare(job, passes)
+            if probes is not None:
+                probe = probes.next(num_tokens)
+                if self._has_room(job, probe, passes):
+                    self._start(job, probe, passes)
+                    self._pacing.started(len(probe))
             return
         self._end(job, Outcome.FAILED)
 
@@ -197,25 +199,24 @@ class PrefixScoring:
         elif state is PassState.WAITING and self._job is None:
             self.withdraw(passes)
 
-    def _start(self, job: ScoringJob, passes: PassPort) -> None:
+    def _start(self, job: ScoringJob, probe: Sequence[int], passes: PassPort) -> None:
         self.jobs.take_turn(job)
         job.started = time.perf_counter()
-        assert job.probe is not None
-        self._pass, self._job = passes.start(job.node, job.probe), job
+        self._pass, self._job = passes.start(job.node, probe), job
         self._passes.add(self._pass)
 
     def _count_pass(self, job: ScoringJob, reader: Reader) -> None:
-        observation = job.observation
-        assert observation is not None
+        observation, probes = job.observation, job.probes
+        assert observation is not None and probes is not None
         if observation.has_failed:
             self._end(job, Outcome.FAILED)
             return
         self.observer.scored(observation.start, observation.end, time.perf_counter() - job.started)
         observation.end_reader(reader)
-        job.probe = next(job.probes, None)
+        probes.was_read()
         if not self._is_as_read(job, observation):
             self._end(job, Outcome.COMPRESSED)  # slots were short, and learned scores were at hand
-        elif job.probe is None:
+        elif probes.is_empty:
             self._finish(job, observation)
 
     def _finish(self, job: ScoringJob, observation: ReaderObservation) -> None:
@@ -248,41 +249,40 @@ class PrefixScoring:
         is_done = self._ranges.compress(job.node, observation.end, observation)
         self._end(job, Outcome.COMPRESSED if is_done else Outcome.IN_USE)
 
-    def _prepare(self, job: ScoringJob, passes: PassPort) -> bool:
-        """Lay out the passes of a job that begins; False if there is nothing to do."""
+    def _prepare(self, job: ScoringJob, passes: PassPort) -> Probes | None:
+        """What a job's passes still have to read, laid out when it begins; None if there is nothing to do."""
         path = path_to(job.node)
         bounds = self._ranges.bounds(path)
         if bounds is None:
             self._end(job, Outcome.COMPRESSED)
-            return False
-        if job.observation is not None:
+            return None
+        if job.probes is not None and job.observation is not None:
             if self._is_as_read(job, job.observation):
-                return self._has_room(job, passes)
+                return job.probes
             self._end(job, Outcome.COMPRESSED)  # between two passes slots were short
-            return False
+            return None
         if self._compressor.compresses_at_once and job.prompt is not None and not job.questions:
             is_done = self._ranges.compress(job.node, bounds[1], job.prompt)  # learned while it waited
             self._end(job, Outcome.COMPRESSED if is_done else Outcome.IN_USE)
-            return False
-        if job.questions:
-            assert passes.tokenizer is not None
-            job.probes = question_probes(passes.tokenizer, job.questions)
-        else:
-            part = tokens_of(path)[slice(*bounds)]
-            job.probes = repetition_probes(passes.tokenizer, part, self._config.scoring_pass_tokens)
-        job.probe = next(job.probes)
-        if not self._has_room(job, passes):
-            return False
+            return None
         job.observation = self._votes.new_observation(bounds, ANSWER_REACH if job.questions else 0)
         if job.observation is None:
             self._end(job, Outcome.NO_MEMORY)
-        return job.observation is not None
+            return None
+        job.probes = self._lay_out(job, tokens_of(path)[slice(*bounds)], passes)
+        return job.probes
 
-    def _has_room(self, job: ScoringJob, passes: PassPort) -> bool:
+    def _lay_out(self, job: ScoringJob, tokens: Sequence[int], passes: PassPort) -> Probes:
+        """What is to follow a prefix of which ``tokens`` are to be scored."""
+        if not job.questions:
+            return repetition_probes(passes.tokenizer, tokens)
+        assert passes.tokenizer is not None
+        return Probes(question_probes(passes.tokenizer, job.questions))
+
+    def _has_room(self, job: ScoringJob, probe: Sequence[int], passes: PassPort) -> bool:
         """Whether prefix and probe fit; if not, the job is over."""
-        assert job.probe is not None
         num_tokens = length_of(path_to(job.node))
-        if num_tokens + len(job.probe) < passes.room:
+        if num_tokens + len(probe) < passes.room:
             return True
         self.observer.refused(REFUSED_NO_ROOM, num_tokens)
         self._end(job, Outcome.NO_ROOM)

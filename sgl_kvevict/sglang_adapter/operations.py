@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.common import release_kv_cache
 
-from sgl_kvevict.sglang_adapter.passes import SchedulerPasses
+from sgl_kvevict.sglang_adapter.passes import SchedulerPasses, admitted
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
@@ -92,8 +92,7 @@ def end_passes(scheduler: Scheduler, tree: KVEvictTree) -> None:
     scoring = tree.manager.scoring
     assert scoring is not None
     scoring.withdraw(SchedulerPasses(scheduler))
-    running = [*scheduler.running_batch.reqs, *(scheduler.last_batch.reqs if scheduler.last_batch else ())]
-    running += [] if scheduler.chunked_req is None else [scheduler.chunked_req]
+    running = admitted(scheduler)
     if not any(scoring.is_pass(req) for req in running):
         return
     if not all(scoring.is_pass(req) or req.finished() for req in running):

@@ -48,9 +48,16 @@ class SchedulerPasses:
         return int(min(scheduler.max_req_input_len, scheduler.tree_cache.token_to_kv_pool_allocator.size))
 
     @property
-    def users_wait(self) -> bool:
-        """Some request waits to be admitted."""
-        return bool(self._scheduler.waiting_queue)
+    def num_users(self) -> int:
+        """Requests that wait to be admitted, or run, once each; asked for while no pass waits or runs."""
+        scheduler = self._scheduler
+        return len(scheduler.waiting_queue) + sum(not req.finished() for req in set(admitted(scheduler)))
+
+    @property
+    def was_prefill(self) -> bool:
+        """The last batch was a prefill, and no part of it the requests that are decoding."""
+        last = self._scheduler.last_batch
+        return last is not None and last.forward_mode.is_extend() and bool(self._scheduler.running_batch.reqs)
 
     @property
     def is_paused(self) -> bool:
@@ -101,6 +108,12 @@ def _adapter_of(scheduler: Scheduler, extra_key: str | None) -> str | None:
         return None
     loaded: Iterable[str] = scheduler.tp_worker.model_runner.lora_manager.lora_refs
     return next((adapter for adapter in loaded if extra_key.endswith(adapter)), None)
+
+
+def admitted(scheduler: Scheduler) -> list[Req]:
+    """Requests that were in the last batch, run, or are in the middle of their prefill; some twice, some finished."""
+    found = [*scheduler.running_batch.reqs, *(scheduler.last_batch.reqs if scheduler.last_batch else ())]
+    return found if scheduler.chunked_req is None else [*found, scheduler.chunked_req]
 
 
 def after_ingest(_result: object, scheduler: Scheduler, *_args: object, **_kwargs: object) -> None:

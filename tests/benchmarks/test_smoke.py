@@ -20,7 +20,7 @@ def test_a_ratio_below_the_limit_is_a_regression() -> None:
 def test_costs_are_turned_round() -> None:
     from smoke import Check, ratios
 
-    rows = [Row("p", "stock", 1, {"t": 3.0, "v": 1.0}), Row("p", "budget 0.2", 1, {"t": 1.0, "v": 2.0})]
+    rows = [Row("p", "stock", 1, {"t": 3.0, "v": 1.0}), Row("p", "default", 1, {"t": 1.0, "v": 2.0})]
     assert ratios(rows, "p", (Check("time", "t", True), Check("speed", "v"))) == {"time": 3.0, "speed": 2.0}
     with pytest.raises(ValueError, match="w was not measured"):
         ratios(rows, "p", (Check("w", "w"),))
@@ -30,5 +30,5 @@ def test_records_are_read_back(tmp_path: Path) -> None:
     from serving_bench.options import Options
     from smoke import read_committed, record
 
-    record(tmp_path / "smoke.csv", {"a": 1.25}, Options("p", 3, True, "", tmp_path, tmp_path))
+    record(tmp_path / "smoke.csv", {"a": 1.25}, Options((), 3, True, "", tmp_path, tmp_path))
     assert read_committed(tmp_path / "smoke.csv") == {"a": 1.25}

@@ -12,7 +12,7 @@ from helpers.traffic import idle_state, random_jobs, run_jobs
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 CONFIG = {"policy": "ada-snapkv", "min_prefix_tokens": 48, "tail_tokens": 16, "policy_options": {"window_size": 16}}
-READ_FIRST = {"min_prefix_tokens": 48, "tail_tokens": 16, "scoring_pass_tokens": 64}
+READ_FIRST = {"min_prefix_tokens": 48, "tail_tokens": 16, "scoring_pass_tokens": 64, "pass_share": 1.0}
 SMALL_POOL = ("--skip-tokenizer-init", "--max-total-tokens", "2000", "--context-length", "1024")
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "15"}  # SGLang retracts as if slots were short
 

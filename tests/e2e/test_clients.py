@@ -24,6 +24,7 @@ CONFIG = {
     "min_prefix_tokens": 48,
     "tail_tokens": 16,
     "scoring_pass_tokens": 16,
+    "pass_share": 1.0,
     "budget": 0.2,
 }
 FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "6000", "--context-length", "1024", "--dtype", "float32")

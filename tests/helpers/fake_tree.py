@@ -218,7 +218,8 @@ class FakePasses:
 
     tokenizer = None
     room = 1000
-    users_wait = False
+    num_users = 0
+    was_prefill = False
     is_paused = False
 
     def __init__(self, tree: FakeTree) -> None:

@@ -17,6 +17,7 @@ CONFIG = {
     "min_prefix_tokens": 48,
     "tail_tokens": 16,
     "scoring_pass_tokens": 64,
+    "pass_share": 1.0,
     "budget": 0.2,
 }
 PRIORITIES = (

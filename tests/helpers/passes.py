@@ -37,6 +37,8 @@ class MiniScheduler:
         self.passes: list[Req] = []
         self.processed_tokens_counter = 0
         self.enable_lora = False
+        self.running_batch = SimpleNamespace(reqs=[])
+        self.last_batch = self.chunked_req = None
         self._engine_paused = False
         self.flush_wrapper = SimpleNamespace(_pending=None)
 

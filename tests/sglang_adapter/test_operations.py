@@ -160,6 +160,7 @@ def test_beside_users_nothing_is_ended():
     scheduler.last_batch = SimpleNamespace(reqs=[req, user])
     operations.before_flush(scheduler)
     assert scheduler.chunked_req is req and scheduler.last_batch is not None
+    scheduler.last_batch = scheduler.chunked_req = None
     harness.prefill(req)
     harness.finish(user)
     assert scheduler.run_all() == 2

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import random
 from array import array
-from unittest.mock import Mock
+from types import SimpleNamespace
 
 import pytest
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import Letters, MiniScheduler
 from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.lifecycle.pacing import BUSY_TOKENS
 from sgl_kvevict.lifecycle.probes import (
-    MAX_SENTENCE_TOKENS,
-    MIN_SENTENCE_TOKENS,
     REPEAT,
-    repetition_probes,
-    split_sentences,
 )
-from sgl_kvevict.lifecycle.scoring import PATIENCE
 from sgl_kvevict.lifecycle.votes import ANSWER_REACH
 from sgl_kvevict.policies.observation import Readers
 from sgl_kvevict.request import ticket_digest
@@ -138,17 +134,54 @@ def test_observers_are_told_of_every_pass():
     assert counting.totals.refused_no_room == 1
 
 
-def test_users_go_first_but_not_forever():
-    harness, scheduler = cache()
-    harness.finish(harness.run(DOCUMENT, options=WARM))
-    scheduler.waiting_queue.append("a user's request")
-    for _ in range(PATIENCE):
+def turns_until_a_pass(scheduler, num_others):
+    """Turns of the loop until a pass waits beside so many others."""
+    for turn in range(1000):
+        if len(scheduler.waiting_queue) > num_others:
+            return turn
         scheduler.turn()
-    assert scheduler.waiting_queue == ["a user's request"]
+    raise AssertionError("no pass was started")
+
+
+@pytest.mark.parametrize("users", ["wait", "run", "are prefilled", "are in the middle of a prefill"])
+def test_beside_users_passes_take_a_share_of_the_steps(users):
+    harness, scheduler = cache(pass_share=0.2, scoring_pass_tokens=200, num_slots=900)
+    harness.finish(harness.run([i % 251 for i in range(220)], options={"warm": True}))
+    user = harness.request(DOCUMENT)
+    waiting = [user] if users == "wait" else []
+    scheduler.waiting_queue += waiting
+    scheduler.running_batch.reqs = [user] if users == "run" else []
+    is_extend = SimpleNamespace(is_extend=lambda: True)
+    scheduler.last_batch = SimpleNamespace(reqs=[user], forward_mode=is_extend) if users == "are prefilled" else None
+    scheduler.chunked_req = user if users == "are in the middle of a prefill" else None
+    assert turns_until_a_pass(scheduler, len(waiting)) == 5
     scheduler.turn()
-    assert len(scheduler.waiting_queue) == 2
-    scheduler.turn()
-    assert len(scheduler.waiting_queue) == 2  # one pass at a time
+    assert len(scheduler.waiting_queue) == len(waiting) + 1  # one pass at a time
+    scheduler.waiting_queue = scheduler.waiting_queue[len(waiting) :]
+    assert scheduler.run_pass()
+    scheduler.waiting_queue += waiting
+    lead = len(Letters().encode(REPEAT + "\n\n", False))
+    assert len(scheduler.passes[0].origin_input_ids) == 220 + lead + BUSY_TOKENS
+    for _ in range(5):
+        scheduler.turn()
+    assert scheduler.waiting_queue == waiting
+    user.finished_reason = FINISH_ABORT()
+    scheduler.waiting_queue.clear()
+    assert scheduler.run_pass()  # nobody is left to wait for
+    assert len(scheduler.passes[1].origin_input_ids) == 220 + lead + 216 - BUSY_TOKENS
+    assert not scheduler.run_pass() and len(spans(harness)) == 1
+
+
+def test_prefills_of_users_are_not_counted_while_others_decode():
+    harness, scheduler = cache(pass_share=0.5)
+    harness.finish(harness.run(DOCUMENT, options=WARM))
+    scheduler.running_batch.reqs = [harness.request(DOCUMENT)]
+    scheduler.last_batch = SimpleNamespace(reqs=[], forward_mode=SimpleNamespace(is_extend=lambda: True))
+    for _ in range(50):
+        scheduler.turn()
+    assert not scheduler.waiting_queue
+    scheduler.last_batch.forward_mode.is_extend = lambda: False
+    assert turns_until_a_pass(scheduler, 0) == 2
 
 
 def test_questions_given_with_a_prefix_replace_its_repetition():
@@ -278,60 +311,6 @@ def test_flush_forgets_jobs():
     harness.finish(harness.run(DOCUMENT, options=WARM))
     harness.flush()
     assert cache_state(harness.tree)["scoring_jobs"] == 0 and scheduler.run_all() == 0
-
-
-def text(rng: random.Random, num_tokens: int) -> list[int]:
-    """Tokens of which some end a sentence."""
-    return [rng.randrange(12) for _ in range(num_tokens)]
-
-
-@pytest.mark.parametrize("pass_tokens", [16, 100, 1000])
-def test_probes_repeat_every_sentence_once_in_another_order(pass_tokens):
-    rng = random.Random(pass_tokens)
-    tokens = [rng.randrange(12) for _ in range(700)]
-    probes = list(repetition_probes(Letters(), tokens, pass_tokens))
-    ask = Letters().encode(REPEAT + "\n\n", False)
-    assert all(probe[: len(ask)] == ask for probe in probes)
-    assert [len(probe) - len(ask) for probe in probes[:-1]] == [pass_tokens] * ((len(tokens) - 1) // pass_tokens)
-    said = [token for probe in probes for token in probe[len(ask) :]]
-    assert said != tokens
-    rest = list(map(tuple, split_sentences(Letters(), tokens)))
-    while said:
-        sentence = next(s for s in sorted(rest, key=len, reverse=True) if tuple(said[: len(s)]) == s)
-        rest.remove(sentence)
-        said = said[len(sentence) :]
-    assert not rest
-    assert probes == list(repetition_probes(Letters(), tokens, pass_tokens))  # every rank asks the same
-
-
-def test_sentences_end_at_full_stops_and_are_neither_short_nor_endless():
-    stop = Letters.FULL_STOP
-    short = [1] * (MIN_SENTENCE_TOKENS - 2) + [stop]
-    whole = [2] * (MIN_SENTENCE_TOKENS - 1) + [stop]
-    endless = [4] * (2 * MAX_SENTENCE_TOKENS + 5)
-    assert split_sentences(Letters(), [*short, *whole, *whole, *endless, stop, 5]) == [
-        [*short, *whole],
-        whole,
-        endless[:MAX_SENTENCE_TOKENS],
-        endless[:MAX_SENTENCE_TOKENS],
-        [4] * 5 + [stop, 5],
-    ]
-
-
-def test_a_real_tokenizer_s_sentences():
-    """Full stops, line ends and their like within tokens, in a tokenizer that has such tokens."""
-    tokenizer = Mock(decode=lambda ids: {1: ".\n", 2: "?", 3: "\u3002"}.get(ids[0], "word"))
-    words = [9] * (MIN_SENTENCE_TOKENS - 1)
-    for end in (1, 2, 3):
-        assert split_sentences(tokenizer, [*words, end, *words]) == [[*words, end], words]
-
-
-def test_without_a_tokenizer_a_prefix_is_repeated_without_words():
-    assert list(repetition_probes(None, list(range(50)), 20)) == [
-        list(range(20)),
-        list(range(20, 40)),
-        list(range(40, 50)),
-    ]
 
 
 def test_a_pass_does_not_count_as_a_reader_of_other_prefixes():

@@ -13,18 +13,34 @@ from sgl_kvevict.measure import flush
 #: The same for every server: figures for the tables, and no busy waiting while another server is measured.
 COMMON_FLAGS = ("--random-seed", "42", "--enable-metrics", "--enable-cache-report", "--sleep-on-idle")
 
+DEFAULT = "default"
+"""The system that every headline is about: ours, configured by nobody."""
+
 Progress = Callable[[str], None]
 Fleet = dict[str, RunningServer]
 
 
-def compared_systems(policy: str, budgets: Sequence[float], pool_slots: int, has_none: bool = False) -> list[System]:
-    """Stock, ours with policy ``none`` if wanted, and ours at each budget: same flags, same pool of token slots."""
+def compared_systems(
+    pool_slots: int, *, budgets: Sequence[float] = (), has_none: bool = False, beside: Sequence[str] = ()
+) -> list[System]:
+    """Stock and what it is compared with: same flags, same pool of token slots.
+
+    Args:
+        pool_slots: of the KV pool.
+        budgets: other ones than the default, each a system with nothing else changed.
+        has_none: also ours with policy ``none``.
+        beside: policies, each a system of that name with nothing else changed.
+
+    Returns:
+        ``stock``, ``none``, ``budget B``, then :data:`DEFAULT`, and those beside it.
+    """
     flags = ("--max-total-tokens", str(pool_slots), *COMMON_FLAGS)
     found = [stock_system("stock", flags)]
     if has_none:
         found.append(kvevict_system("none", {"policy": "none"}, flags))
-    found += [kvevict_system(f"budget {b:g}", {"policy": policy, "budget": b}, flags) for b in budgets]
-    return found
+    found += [kvevict_system(f"budget {b:g}", {"budget": b}, flags) for b in budgets]
+    found.append(kvevict_system(DEFAULT, {}, flags))
+    return found + [kvevict_system(policy, {"policy": policy}, flags) for policy in beside]
 
 
 @contextmanager

@@ -28,7 +28,7 @@ class Options:
     """Parsed options.
 
     Attributes:
-        policy: of the compressed systems.
+        beside: policies that are measured beside the default configuration.
         repeats: repetitions.
         quick: few small points.
         only: selects points whose name contains it.
@@ -37,7 +37,7 @@ class Options:
         busy_pct: what others used of the processor before the run, in percent; None: not looked at.
     """
 
-    policy: str
+    beside: tuple[str, ...]
     repeats: int
     quick: bool
     only: str
@@ -56,7 +56,8 @@ class Options:
     def text(self) -> str:
         """What a reader must know to repeat the run."""
         busy = "" if self.busy_pct is None else f", others used {self.busy_pct:.0f} % of the processor before"
-        return f"policy {self.policy}, {self.repeats} repetitions" + (", quick" if self.quick else "") + busy
+        beside = "".join(f", beside {policy}" for policy in self.beside)
+        return f"{self.repeats} repetitions" + beside + (", quick" if self.quick else "") + busy
 
 
 def parse_options(description: str, repeats: int = MIN_REPEATS) -> Options:
@@ -67,7 +68,7 @@ def parse_options(description: str, repeats: int = MIN_REPEATS) -> Options:
         repeats: what its published figures need; fewer only where nothing is compared.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", default="ada-snapkv", help="policy of the compressed systems")
+    parser.add_argument("--beside", nargs="*", default=[], help="policies to measure beside the default configuration")
     parser.add_argument("--repeats", type=int, default=repeats, help="repetitions; ratios show their spread")
     parser.add_argument("--quick", action="store_true", help="few small points; results go to out/, not to docs/")
     parser.add_argument("--only", default="", help="points whose name contains this; others keep their rows")
@@ -80,7 +81,7 @@ def parse_options(description: str, repeats: int = MIN_REPEATS) -> Options:
     if args.out is None and reason is not None:
         print(f"results go to {LOGS}, not to the documentation: {reason}", file=sys.stderr)
     out = args.out or (RESULTS if reason is None else LOGS)
-    return Options(args.policy, args.repeats, args.quick, args.only, model, out, busy_pct)
+    return Options(tuple(args.beside), args.repeats, args.quick, args.only, model, out, busy_pct)
 
 
 def reason_not_to_publish(repeats: int, needed: int, busy_pct: float) -> str | None:

@@ -1,0 +1,124 @@
+"""Working sets that do not fit, from a cold start, with questions that have right answers: speed and worth in one row.
+
+Contexts with needles in prose; a round asks one question about each of them, in random order. Every system begins with
+an empty cache; stock and ours take turns round by round and are asked the same questions. At the end ours gets the time
+that its passes want, and all are asked once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from serving_bench.fleet import Fleet, compared_systems, flush_all, running
+from serving_bench.needles import Answered, Context, Needles, figures, rounds
+from serving_bench.options import LOGS, Recorder, in_turn, parse_options
+from serving_bench.page import Page, Table
+
+from sgl_kvevict.measure import wait_until_scored
+
+POOL_SLOTS = 4096
+CONTEXT_TOKENS = 1024
+CONCURRENCY = 2
+LONGEST_ROUND = 32
+
+
+@dataclass(frozen=True)
+class Point:
+    """A working set, as a multiple of the pool.
+
+    Attributes:
+        multiple: of the pool.
+        waits: at the end all are asked once more, after ours had time for passes.
+    """
+
+    multiple: int
+    waits: bool = False
+
+    @property
+    def name(self) -> str:
+        """As shown in tables."""
+        return f"{self.multiple}x the pool"
+
+    @property
+    def num_contexts(self) -> int:
+        """So many contexts are the working set."""
+        return self.multiple * POOL_SLOTS // CONTEXT_TOKENS
+
+
+POINTS = (Point(2), Point(4, waits=True), Point(8), Point(16))
+QUICK = (Point(2, waits=True),)
+
+PAGE = Page(
+    name="pressure",
+    command="python benchmarks/serving/bench_pressure.py",
+    summary=(
+        f"Contexts of {CONTEXT_TOKENS:,} tokens with needles, {CONCURRENCY} questions at a time, a pool of "
+        f"{POOL_SLOTS:,} token slots; a round asks one question about each context (at most {LONGEST_ROUND}), in "
+        "random order. `cold start` is the first round, into an empty cache, `all rounds` is everything from then on, "
+        "and `passes done` a last round after ours had time for its passes. The needle score is the share of the "
+        "values asked for that the answers contain; stock's is the full cache's."
+    ),
+    tables=(
+        Table("requests_per_s", "Requests/s"),
+        Table("needle_score", "Needle score"),
+        Table("hit_rate_pct", "Prompt tokens found in the cache, %", has_ratio=False, digits=0),
+        Table("answer_s", "Whole answer, median s"),
+    ),
+)
+
+
+def names_of(point: Point) -> list[str]:
+    """Points of the page that a working set gives."""
+    last = [f"{point.name}, passes done"] if point.waits else []
+    return [point.name, f"{point.name}, cold start", f"{point.name}, all rounds", *last]
+
+
+def main() -> None:
+    """Run the benchmark; ``--repeats`` is the number of rounds after the cold start."""
+    options = parse_options(__doc__ or "")
+    points = {point.name: point for point in (QUICK if options.quick else POINTS)}
+    recorder = Recorder(PAGE, options, [name for point in points.values() for name in names_of(point)])
+    needles = Needles(options.model, CONTEXT_TOKENS)
+    systems = compared_systems(POOL_SLOTS, beside=options.beside)
+    with running(systems, options.model, LOGS / PAGE.name, recorder.progress) as fleet:
+        first = 0
+        for name in points:
+            contexts = needles.contexts(points[name].num_contexts, first)
+            first += len(contexts)
+            if name in options.chosen(list(points)):
+                measure(fleet, points[name], contexts, needles, recorder)
+    recorder.close()
+
+
+def measure(fleet: Fleet, point: Point, contexts: Sequence[Context], needles: Needles, recorder: Recorder) -> None:
+    """One working set on all servers."""
+    repeats = recorder.options.repeats
+    asked = rounds(contexts, repeats + 2, LONGEST_ROUND)
+    answers: dict[str, list[Answered]] = {name: [] for name in fleet}
+    seconds = dict.fromkeys(fleet, 0.0)
+
+    def ask(name: str, number: int) -> dict[str, float]:
+        found, took = needles.ask(fleet[name].url, asked[number], CONCURRENCY)
+        answers[name] += found
+        seconds[name] += took
+        return figures(found, took)
+
+    def one(name: str, repetition: int) -> None:
+        recorder.add(point.name, name, repetition, ask(name, repetition))
+
+    flush_all(fleet)
+    for name in fleet:
+        recorder.add(f"{point.name}, cold start", name, 1, ask(name, 0))
+    in_turn(list(fleet), repeats, one)
+    for name in fleet:
+        recorder.add(f"{point.name}, all rounds", name, 1, figures(answers[name], seconds[name]))
+    if point.waits:
+        for name, server in fleet.items():
+            waited = wait_until_scored(server)
+            recorder.progress(f"{point.name}: {name} wanted {waited:.0f} s for passes")
+            recorder.add(f"{point.name}, passes done", name, 1, ask(name, repeats + 1))
+
+
+if __name__ == "__main__":
+    main()

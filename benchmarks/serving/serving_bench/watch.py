@@ -1,0 +1,68 @@
+"""A server's events while a benchmark drives it, with their moments on the benchmark's clock."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from sgl_kvevict.events.client import EventStream
+from sgl_kvevict.events.types import AnyEvent
+
+CONNECTS_S = 0.5
+"""A subscription takes a moment to reach the server; what was published before is not seen."""
+
+
+class Watch:
+    """Collects events.
+
+    Attributes:
+        events: (seconds on the clock of ``time.perf_counter``, event), oldest first; more may come at any time.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[tuple[float, AnyEvent]] = []
+
+    def last(self, kind: type[AnyEvent]) -> float | None:
+        """When the last event of a kind was published; None if there was none."""
+        return max((moment for moment, event in self.events if isinstance(event, kind)), default=None)
+
+    def first(self, kind: type[AnyEvent], since: float = 0.0) -> float | None:
+        """When the first event of a kind was published from a moment on; None if there was none."""
+        return min(
+            (moment for moment, event in self.events if isinstance(event, kind) and moment >= since), default=None
+        )
+
+    async def collect(self, endpoint: str) -> None:
+        """Collect until cancelled."""
+        async with EventStream(endpoint) as stream:
+            async for received in stream.batches():
+                moment = received.batch.ts - time.time() + time.perf_counter()
+                self.events += [(moment, event) for event in received.batch.events]
+
+
+@contextmanager
+def watching(endpoint: str) -> Iterator[Watch]:
+    """Collect a server's events while the block runs.
+
+    Args:
+        endpoint: the server's ``events.endpoint``.
+    """
+    watch, loop = Watch(), asyncio.new_event_loop()
+    task = loop.create_task(watch.collect(endpoint))
+
+    def run() -> None:
+        with suppress(asyncio.CancelledError):
+            loop.run_until_complete(task)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    time.sleep(CONNECTS_S)
+    try:
+        yield watch
+    finally:
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join()
+        loop.close()
