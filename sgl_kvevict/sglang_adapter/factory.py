@@ -102,7 +102,7 @@ def _assemble(
         learner = None if distilling is None else distilling.learner
         compressor = Compressor(config, policy, store, rotary, output_grams, learner)
         if arena.k.is_cuda:
-            warm_up(compressor)
+            warm_up(compressor, ctx.tp_worker.model_runner.dtype)
     tree = create_unified_radix_cache(ctx, cache_class=partial(KVEvictTree, store=store, compressor=compressor))
     assert isinstance(tree, KVEvictTree)
     if tree.manager.scoring is not None and distilling is not None:

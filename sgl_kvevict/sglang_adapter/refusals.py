@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True)
@@ -119,5 +119,5 @@ def pool_reasons(pool: Any) -> list[str]:
         reasons.append(f"the KV pool's layout is {pool.kv_cache_layout!r}; only 'nhd' works")
     if pool.dtype not in DTYPES:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        reasons.append(f"the KV pool's dtype is {pool.dtype}; allowed are {allowed} (quantised KV is not supported)")
+        reasons.append(f"the KV pool's dtype is {pool.dtype}; allowed are {allowed}")
     return reasons

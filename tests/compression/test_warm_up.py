@@ -54,7 +54,7 @@ def test_compressions_of_other_lengths(policy_name: str) -> None:
     assert policy is not None
     compressor = Compressor(config, policy, SpanStore(GEOMETRY, *arena()))
     with recorded() as warm:
-        warm_up(compressor)
+        warm_up(compressor, torch.float16)
     assert compressor.stats.compressions == 0
     with recorded() as served:
         for first, num_tokens in ((1, 97), (5, 176)):

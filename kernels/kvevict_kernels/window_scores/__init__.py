@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvevict_kernels.checks import KV_DTYPES, check_index_range, check_int, check_tensor
+from kvevict_kernels.checks import FP8, KV_DTYPES, check_index_range, check_int, check_tensor
 from kvevict_kernels.dispatch import backend_for
 from kvevict_kernels.window_scores.cpu import window_scores_cpu
 from kvevict_kernels.window_scores.pooling import Pooling
@@ -45,10 +45,10 @@ def window_scores(
     Args:
         queries: [W, num_qo_heads, head_dim], bfloat16, float16 or float32, after RoPE; W >= 1.
         lse: [W, num_qo_heads], float32, natural log-sum-exp of each query's scaled scores over all its keys.
-        k_buffer: [num_token_slots, num_kv_heads, head_dim], dtype of ``queries``: keys of one layer, after
-            RoPE.
+        k_buffer: [num_token_slots, num_kv_heads, head_dim], dtype of ``queries`` or float8_e4m3fn: keys of one
+            layer, after RoPE.
         token_slots: [N], int64, slots of the range in order of position; N may be 0.
-        sm_scale: softmax scale.
+        sm_scale: softmax scale; for float8 times what a stored 1 is worth.
         key_start: logical position of the range's first key (tokens).
         query_start: logical position of ``queries[0]`` (tokens).
         kernel_size: pooling window, odd, up to 127; 1 does not pool (tokens).
@@ -76,7 +76,7 @@ def window_scores(
     if window_size == 0:
         raise ValueError("queries: expected at least one query, got W = 0")
     check_tensor("lse", lse, (window_size, num_qo_heads), torch.float32, device)
-    check_tensor("k_buffer", k_buffer, (None, None, head_dim), queries.dtype, device)
+    check_tensor("k_buffer", k_buffer, (None, None, head_dim), (queries.dtype, FP8), device)
     check_tensor("token_slots", token_slots, (None,), torch.int64, device)
     num_kv_heads = k_buffer.shape[1]
     if num_kv_heads == 0 or num_qo_heads == 0 or num_qo_heads % num_kv_heads:

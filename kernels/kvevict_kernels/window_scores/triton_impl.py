@@ -58,8 +58,7 @@ def _window_scores_kernel(
     slot = tl.load(token_slots_ptr + n, mask=m_n, other=0)
     p_k = k_ptr + (slot * H + i_h)[None, :] * D + o_d[:, None]
     b_k = tl.load(p_k, mask=m_n[None, :] & (o_d < D)[:, None], other=0.0)  # [BLOCK_D, BLOCK_N]
-    if UPCAST:
-        b_k = b_k.to(tl.float32)
+    b_k = b_k.to(tl.float32 if UPCAST else q_ptr.dtype.element_ty)
     mean_sum = tl.zeros([BLOCK_N], dtype=tl.float32)
     pooled_sum = tl.zeros([BLOCK_N], dtype=tl.float32)
     for start in range(0, W * G, BLOCK_R):
