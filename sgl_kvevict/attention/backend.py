@@ -176,7 +176,7 @@ def _build_triton(
     from sgl_kvevict.attention.triton_attention import TritonAttention
 
     plain_prefill = find_plain_prefill(geometry, k_arena, v_arena)
-    attention = TritonAttention(geometry, k_arena, v_arena, plain_prefill, q_dtype)
+    attention = TritonAttention(geometry, k_arena, v_arena, q_dtype, plain_prefill)
     if k_arena.is_cuda:
         attention.warm_up()
     return attention

@@ -52,8 +52,8 @@ class TritonAttention:
         geometry: sizes.
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous.
         v_arena: like ``k_arena``.
+        q_dtype: of queries and results, where the arena holds float8; default: bfloat16. Else they have its dtype.
         plain_prefill: attends for long prefills that read no span; None: our kernel does.
-        q_dtype: of queries and results; default: the arena's, or bfloat16 where that holds float8.
 
     Raises:
         ValueError: wrong shape, dtype or device of an arena.
@@ -65,8 +65,8 @@ class TritonAttention:
         geometry: KVGeometry,
         k_arena: Tensor,
         v_arena: Tensor,
-        plain_prefill: PlainPrefill | None = None,
         q_dtype: torch.dtype | None = None,
+        plain_prefill: PlainPrefill | None = None,
     ) -> None:
         if reasons := triton_reasons(k_arena.dtype, geometry.head_dim, k_arena.device):
             raise UnsupportedSetupError(reasons)

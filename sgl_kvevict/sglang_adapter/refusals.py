@@ -11,6 +11,11 @@ from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from torch import nn
 
+from kvevict_kernels.device_limits import limits_of
+from kvevict_kernels.window_scores.pooling import Pooling, largest_kernel_size
+from sgl_kvevict.policies.policy import Policy
+from sgl_kvevict.policies.scorers.window_attention import WindowAttentionScorer
+
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
@@ -106,6 +111,20 @@ def layer_reasons(model: nn.Module) -> list[str]:
     if any(layer.sliding_window_size is not None and layer.sliding_window_size > -1 for layer in layers):
         reasons.append("a layer's attention has a sliding window")
     return reasons
+
+
+def policy_reasons(policy: Policy | None, head_dim: int, device: torch.device) -> list[str]:
+    """Return one sentence for everything about the policy that the device's kernels cannot do."""
+    scorer = None if policy is None else policy.scorer
+    if device.type != "cuda" or not isinstance(scorer, WindowAttentionScorer):
+        return []
+    largest = largest_kernel_size(head_dim, limits_of(device))
+    if scorer.kernel_size <= largest or not Pooling(scorer.kernel_size, scorer.pooling, scorer.order).pools_rows:
+        return []
+    return [
+        f"kernel_size is {scorer.kernel_size}; with a head_dim of {head_dim} this GPU's shared memory allows at most "
+        f"{largest} (or pooling 'avg', or order 'mean-pool')"
+    ]
 
 
 def pool_reasons(pool: Any) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 from kvevict_kernels.device_limits import DeviceLimits
 from kvevict_kernels.ragged_decode.chunks import CHUNK_STEP, ITEMS_PER_SM, MIN_CHUNKS
 from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS, EXTEND, tiles_for
+from kvevict_kernels.window_scores.pooling import largest_kernel_size
 
 Spec = dict[str, Any]
 DEVICES = {
@@ -25,6 +26,7 @@ FP8 = "fp8e4nv"
 """Triton's name of float8_e4m3fn."""
 FP8_ARCH = 89
 """Oldest architecture that converts it."""
+MERGES = {"maxnreg": 128}
 HEADS: dict[str, Any] = {"H": 8, "G": 4}
 
 BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "rows_ptr", "staging_ptr")
@@ -73,12 +75,12 @@ def attention_kernels(arch: int, head_dim: int, stored: str = "bf16") -> Iterato
             yield spec("ragged_extend.triton_impl:_extend_kernel", arch, sizes | block, options=options)
             rows = {"BLOCK_M": tile.rows, "ROWS": 16}
             if stored == "bf16":  # merges do not look at the arena
-                yield spec("ragged_extend.triton_impl:_combine_kernel", arch, sizes | rows)
+                yield spec("ragged_extend.triton_impl:_combine_kernel", arch, sizes | rows, options=MERGES)
         else:
             block |= {"CLASS": which, "LEAST": MIN_CHUNKS[which]}
             yield spec("ragged_decode.triton_impl:_split_kernel", arch, sizes | block, options=options)
     if stored == "bf16":
-        yield spec("ragged_decode.merge.triton_impl:_merge_kernel", arch, sizes | {"BLOCK": 32})
+        yield spec("ragged_decode.merge.triton_impl:_merge_kernel", arch, sizes | {"BLOCK": 32}, options=MERGES)
 
 
 def head_dim_kernels(arch: int, head_dim: int, stored: str = "bf16") -> Iterator[Spec]:
@@ -86,11 +88,11 @@ def head_dim_kernels(arch: int, head_dim: int, stored: str = "bf16") -> Iterator
     sizes = {**HEADS, "D": head_dim, "BLOCK_D": head_dim, "UPCAST": False, "LOG2_E": 1.4426950408889634}
     sizes |= {"k_ptr": f"*{stored}"}
     window = "window_scores.triton_impl:_window_scores_kernel"
-    pooled = ((7, 128), (127, 256)) if head_dim < 256 else ((7, 128),)  # 127 x 256 only fits an H100
-    for kernel_size, block in pooled:
+    for kernel_size in (7, largest_kernel_size(head_dim, DEVICES[arch])):
+        block = 128 if kernel_size < 96 else 256
         pooling = {"KERNEL": kernel_size, "NUM_DOUBLINGS": (kernel_size - 1).bit_length(), "BLOCK_N": block}
         options = {"num_warps": 4 if block == 128 else 8, "num_stages": 3 if head_dim <= 128 else 2}
-        yield spec(window, arch, sizes | pooling | {"BLOCK_R": 32}, options=options)
+        yield spec(window, arch, sizes | pooling | {"BLOCK_R": 32 if block == 128 else 16}, options=options)
     accumulated = "accumulated_attention.triton_impl:_accumulated_attention_kernel"
     for power in (1,):
         blocks = {"BLOCK_R": 64, "BLOCK_N": 64, "POWER": power, "out_ptr": "*fp32"}

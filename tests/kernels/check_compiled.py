@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from helpers.compiled import compile_all
-from helpers.gpu_kernels import DEVICES, FP8, FP8_ARCH, HEAD_DIMS, attention_kernels, head_dim_kernels, label, small_kernels
+from helpers.gpu_kernels import (
+    DEVICES,
+    FP8,
+    FP8_ARCH,
+    HEAD_DIMS,
+    attention_kernels,
+    head_dim_kernels,
+    label,
+    small_kernels,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "results" / "gpu" / "compiled.md"

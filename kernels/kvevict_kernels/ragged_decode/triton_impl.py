@@ -340,7 +340,7 @@ def _launch_split(directory: Directory, step: Step, which: int, inputs: LayerInp
         "num_stages": tile.stages,
         "num_warps": tile.warps,
     }
-    num_programs = _num_programs(q, tile, args, options)
+    num_programs = _num_programs(inputs, tile, args, options)
     if not directory.is_captured:
         num_programs = min(num_programs, class_tables.max_items + class_tables.max_suffix_items)
     _split_kernel[(num_programs,)](*args, **options)
@@ -349,11 +349,12 @@ def _launch_split(directory: Directory, step: Step, which: int, inputs: LayerInp
 _NUM_PROGRAMS: dict[tuple[object, ...], int] = {}
 
 
-def _num_programs(q: Tensor, tile: Tile, args: tuple[object, ...], options: dict[str, object]) -> int:
+def _num_programs(inputs: LayerInputs, tile: Tile, args: tuple[object, ...], options: dict[str, object]) -> int:
     """Programs of a persistent launch: as many as are resident at once; never depends on the batch."""
+    q = inputs.q
     if not q.is_cuda:
         return INTERPRETER_PROGRAMS
-    key = (q.device, q.dtype, args[2].dtype, *options.values())
+    key = (q.device, q.dtype, inputs.k_arena.dtype, *options.values())
     if key not in _NUM_PROGRAMS:
         compiled = _split_kernel.warmup(*args, grid=(1,), **options)
         compiled._init_handles()

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.checks import FP8, KV_DTYPES, check_index_range, check_int, check_tensor
+from kvevict_kernels.device_limits import limits_of
 from kvevict_kernels.dispatch import backend_for
 from kvevict_kernels.window_scores.cpu import window_scores_cpu
-from kvevict_kernels.window_scores.pooling import Pooling
+from kvevict_kernels.window_scores.pooling import Pooling, largest_kernel_size
 from kvevict_kernels.window_scores.reference import window_scores_reference
 
 __all__ = ["window_scores", "window_scores_reference"]
@@ -61,7 +62,8 @@ def window_scores(
         tensors.
 
     Raises:
-        ValueError: wrong shape, dtype, device or choice; W == 0; an even or too large ``kernel_size``; query
+        ValueError: wrong shape, dtype, device or choice; W == 0; an even or too large ``kernel_size`` (on a device
+            also one whose tile does not fit its shared memory); query
             heads that are not a multiple of the KV heads; on the CPU also a token slot outside the buffer.
 
     Source: Ada-KV, arXiv 2407.11550, Algorithm 2 lines 3-4; SnapKV, arXiv 2404.14469.
@@ -93,6 +95,8 @@ def window_scores(
     first_key = key_start - query_start
     if backend_for(device) == "cpu":
         return window_scores_cpu(queries, lse, k_buffer, token_slots, sm_scale, first_key, pool)
+    if pool.pools_rows:
+        check_int("kernel_size", kernel_size, 1, largest_kernel_size(head_dim, limits_of(device)))
     from kvevict_kernels.window_scores.triton_impl import window_scores_triton
 
     return window_scores_triton(queries, lse, k_buffer, token_slots, sm_scale, first_key, pool)
