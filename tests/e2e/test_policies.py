@@ -176,4 +176,4 @@ def add_row(served: Served) -> None:
 def test_every_policy_is_served_or_left_out_for_a_reason():
     names = {info.name for info in list_policies()}
     assert {case.policy for case in all_cases()} == names - READER_POLICIES - {"none"}
-    assert READER_POLICIES == {"distilled", "questions", "reconstruction"}  # test_scoring.py, test_distilled.py
+    assert {"distilled", "questions", "reconstruction"} == READER_POLICIES  # test_scoring.py, test_distilled.py
