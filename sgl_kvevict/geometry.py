@@ -1,8 +1,41 @@
-"""Sizes of the KV cache and the arithmetic between token slots and head slots."""
+"""Sizes of the KV cache, the arithmetic between token slots and head slots, and what stored numbers stand for."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class KVScales:
+    """What a stored 1 is worth in each layer of an arena that holds float8; all 1 where it holds what it stands for.
+
+    Fixed when a server starts: rows are written and read by the same numbers, also after new weights.
+
+    Attributes:
+        k: of keys, one per layer; empty: all 1.
+        v: of values, likewise.
+
+    Raises:
+        ValueError: a scale is not a finite number > 0, or keys and values differ in layers.
+    """
+
+    k: tuple[float, ...] = ()
+    v: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.k) != len(self.v):
+            raise ValueError(f"scales of keys and values: expected as many layers, got {len(self.k)} and {len(self.v)}")
+        for scale in (*self.k, *self.v):
+            if not math.isfinite(scale) or scale <= 0:
+                raise ValueError(f"a scale must be a finite number > 0, got {scale}")
+
+    def of(self, layer: int) -> tuple[float, float]:
+        """Scales of a layer's keys and values."""
+        return (self.k[layer], self.v[layer]) if self.k else (1.0, 1.0)
+
+
+UNSCALED = KVScales()
 
 
 @dataclass(frozen=True)
@@ -14,7 +47,8 @@ class KVGeometry:
     ``(layer * num_token_slots + token_slot) * num_kv_heads + lane``.
 
     Raises:
-        ValueError: a size is not positive, query heads do not divide into KV heads, or head slots overflow int32.
+        ValueError: a size is not positive, query heads do not divide into KV heads, head slots overflow int32, or
+            there are scales of another number of layers.
     """
 
     num_layers: int
@@ -22,6 +56,7 @@ class KVGeometry:
     num_kv_heads: int
     head_dim: int
     num_token_slots: int
+    scales: KVScales = UNSCALED
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_qo_heads", "num_kv_heads", "head_dim", "num_token_slots"):
@@ -33,6 +68,8 @@ class KVGeometry:
             )
         if self.num_head_slots > 2**31 - 1:
             raise ValueError(f"head slot ids must fit int32, got {self.num_head_slots} head slots")
+        if len(self.scales.k) not in (0, self.num_layers):
+            raise ValueError(f"expected scales of {self.num_layers} layers, got {len(self.scales.k)}")
 
     @property
     def group_size(self) -> int:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes in which a KV cache row may be stored."""
+"""Dtypes of queries, and in which a KV cache row may be stored."""
+FP8 = torch.float8_e4m3fn
+"""A KV cache row may be stored in this, too: a number times a scale that its layer has."""
 
 
 def check_tensor(

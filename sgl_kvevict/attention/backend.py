@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvevict_kernels.span_attention import reason_not_to_run
 from sgl_kvevict.attention.batch import AttentionBatch
-from sgl_kvevict.attention.choice import flashinfer_reasons, triton_reasons
+from sgl_kvevict.attention.choice import cpu_reasons, flashinfer_reasons, triton_reasons
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 
@@ -121,22 +121,24 @@ def resolve_attention(name: str, device: str, head_dim: int | None = None) -> st
     return chosen
 
 
-def kernel_reasons(name: str, device: str, dtype: torch.dtype, head_dim: int) -> list[str]:
+def kernel_reasons(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
     """Return one sentence for everything about a model or its KV pool that the implementation has no kernels for.
 
     Args:
         name: as configured.
-        device: "cpu" or "cuda".
+        device: of the KV pool.
         dtype: of the KV pool.
         head_dim: of the model.
     """
-    chosen = AUTO.get(device) if name == "auto" else name
+    chosen = AUTO.get(device.type) if name == "auto" else name
     if chosen == "triton":
         return triton_reasons(dtype, head_dim, device)
-    return flashinfer_reasons(dtype, head_dim) if chosen == "flashinfer" else []
+    return flashinfer_reasons(dtype, head_dim) if chosen == "flashinfer" else cpu_reasons(name, dtype)
 
 
-def build_attention(name: str, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> Attention:
+def build_attention(
+    name: str, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None = None
+) -> Attention:
     """Build what the configuration asks for, on the arenas' device.
 
     Args:
@@ -144,6 +146,7 @@ def build_attention(name: str, geometry: KVGeometry, k_arena: Tensor, v_arena: T
         geometry: sizes.
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous.
         v_arena: like ``k_arena``.
+        q_dtype: of the queries, where the arena holds float8.
 
     Raises:
         UnsupportedSetupError: see :func:`resolve_attention`.
@@ -151,38 +154,43 @@ def build_attention(name: str, geometry: KVGeometry, k_arena: Tensor, v_arena: T
     chosen = resolve_attention(name, k_arena.device.type, geometry.head_dim)
     if chosen == "torch" and name == "auto":
         logger.warning("attention is 'torch', which takes longer: %s", reason_not_to_run(geometry.head_dim))
-    return _BUILDERS[chosen](geometry, k_arena, v_arena)
+    return _BUILDERS[chosen](geometry, k_arena, v_arena, q_dtype)
 
 
-def _build_numba(geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> Attention:
+def _build_numba(geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None) -> Attention:
     from sgl_kvevict.attention.numba_attention import NumbaAttention
 
     return NumbaAttention(geometry, k_arena, v_arena)
 
 
-def _build_torch(geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> Attention:
+def _build_torch(geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None) -> Attention:
     from sgl_kvevict.attention.cpu import CpuAttention
 
     return CpuAttention(geometry, k_arena, v_arena)
 
 
-def _build_triton(geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> Attention:
+def _build_triton(
+    geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None
+) -> Attention:
     from sgl_kvevict.attention.flashinfer_prefill import find_plain_prefill
     from sgl_kvevict.attention.triton_attention import TritonAttention
 
-    attention = TritonAttention(geometry, k_arena, v_arena, find_plain_prefill(geometry, k_arena, v_arena))
+    plain_prefill = find_plain_prefill(geometry, k_arena, v_arena)
+    attention = TritonAttention(geometry, k_arena, v_arena, q_dtype, plain_prefill)
     if k_arena.is_cuda:
         attention.warm_up()
     return attention
 
 
-def _build_flashinfer(geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> Attention:
+def _build_flashinfer(
+    geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None
+) -> Attention:
     from sgl_kvevict.attention.flashinfer_attention import FlashInferAttention
 
     return FlashInferAttention(geometry, k_arena, v_arena)
 
 
-_BUILDERS: dict[str, Callable[[KVGeometry, Tensor, Tensor], Attention]] = {
+_BUILDERS: dict[str, Callable[[KVGeometry, Tensor, Tensor, torch.dtype | None], Attention]] = {
     "numba": _build_numba,
     "torch": _build_torch,
     "triton": _build_triton,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvevict_kernels.checks import KV_DTYPES, check_tensor
+from kvevict_kernels.checks import FP8, KV_DTYPES, check_tensor
 from kvevict_kernels.ragged_decode import list_tables, plan_ragged_decode, run_ragged_decode, sizes_on, start_step
 from kvevict_kernels.ragged_decode.chunks import bucket
 from kvevict_kernels.ragged_decode.directory import NUM_ENTRIES, Directory
@@ -52,6 +52,7 @@ class TritonAttention:
         geometry: sizes.
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous.
         v_arena: like ``k_arena``.
+        q_dtype: of queries and results, where the arena holds float8; default: bfloat16. Else they have its dtype.
         plain_prefill: attends for long prefills that read no span; None: our kernel does.
 
     Raises:
@@ -60,17 +61,24 @@ class TritonAttention:
     """
 
     def __init__(
-        self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, plain_prefill: PlainPrefill | None = None
+        self,
+        geometry: KVGeometry,
+        k_arena: Tensor,
+        v_arena: Tensor,
+        q_dtype: torch.dtype | None = None,
+        plain_prefill: PlainPrefill | None = None,
     ) -> None:
-        if reasons := triton_reasons(k_arena.dtype, geometry.head_dim, k_arena.device.type):
+        if reasons := triton_reasons(k_arena.dtype, geometry.head_dim, k_arena.device):
             raise UnsupportedSetupError(reasons)
         shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
-        check_tensor("k_arena", k_arena, shape, KV_DTYPES)
+        check_tensor("k_arena", k_arena, shape, (*KV_DTYPES, FP8))
         check_tensor("v_arena", v_arena, shape, k_arena.dtype, k_arena.device)
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena
         self.plain_prefill = plain_prefill
+        is_fp8 = k_arena.dtype == FP8
+        self.q_dtype = (q_dtype or torch.bfloat16) if is_fp8 else k_arena.dtype
         self.num_compositions_built = 0
         self._compositions: RecentCompositions[_Key, _Composition] = RecentCompositions()
         self._composition: _Composition | None = None
@@ -108,7 +116,7 @@ class TritonAttention:
         for chosen in (batch, replace(batch, extend_lens=None)):
             self.plan(chosen)
             rows = sum(chosen.new_lens)
-            self.run(0, torch.zeros(shape, dtype=self.k_arena.dtype, device=device)[:rows], 1.0)
+            self.run(0, torch.zeros(shape, dtype=self.q_dtype, device=device)[:rows], 1.0)
         self._compositions = RecentCompositions()
         self._composition = None
         self._partials = self._scratch(0)
@@ -167,12 +175,13 @@ class TritonAttention:
         shape = (num_new, self.geometry.num_qo_heads, self.geometry.head_dim)
         if composition is None or composition.step is None or tuple(q.shape) != shape:
             raise InvariantError(f"q: planned {list(shape)}, got {list(q.shape)}")
-        queries = q.to(self.k_arena.dtype)
+        queries = q.to(self.q_dtype)
         if not queries[0].is_contiguous():  # a slice of a fused projection is read where it lies
             queries = queries.contiguous()
         out = torch.empty(q.shape, dtype=queries.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        inputs = LayerInputs(layer, queries, self.k_arena, self.v_arena, sm_scale)
+        k_scale, v_scale = self.geometry.scales.of(layer)
+        inputs = LayerInputs(layer, queries, self.k_arena, self.v_arena, sm_scale * k_scale, v_scale)
         run_ragged_decode(composition.directory, composition.step, inputs, out=out, lse=lse)
         run_ragged_extend(composition.directory, composition.step, inputs, out=out, lse=lse)
         if self.plain_prefill is not None:

@@ -119,7 +119,8 @@ class Compressor:
         if self.learner is None or self.learner.weights is not None:
             return None
         store = self.store
-        tokens = CachedRange(store.k_arena, store.v_arena, token_slots, readers.start, readers.end)
+        scales = store.geometry.scales
+        tokens = CachedRange(store.k_arena, store.v_arena, token_slots, readers.start, readers.end, scales)
 
         def observe(layer: int) -> LayerObservation:
             return prompt.show(layer, readers.start, store.k_arena[layer], store.v_arena[layer], token_slots)
@@ -154,7 +155,8 @@ class Compressor:
         observe: Show = show
         learner = self.learner if num_slots < num_tokens and not isinstance(observation, ReaderObservation) else None
         if learner is not None and learner.weights is not None:
-            tokens = CachedRange(self.store.k_arena, self.store.v_arena, token_slots, start, start + num_tokens)
+            end, scales = start + num_tokens, geometry.scales
+            tokens = CachedRange(self.store.k_arena, self.store.v_arena, token_slots, start, end, scales)
             observe = with_learned_scores(show, learner.weights, tokens, learner.rotary)
         protected = min(max(self.config.sink_tokens - start, 0), num_slots)
         state = None if parent is None else parent.policy_state

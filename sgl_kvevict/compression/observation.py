@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.accumulated_attention import accumulated_attention
+from kvevict_kernels.stored_rows import gather_rows
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.echo import echo_attention
 from sgl_kvevict.policies.observation import LayerObservation, QueryWindow, Signal
@@ -144,17 +145,18 @@ class PromptObservation:
         """
         seen = self._layers[layer]
         seen.sm_scale = sm_scale
+        k_scale = self.spec.geometry.scales.of(layer)[0]
         if Signal.WINDOW_QUERIES in self.spec.signals:
             seen.queries = self._last(seen.queries, queries)
             seen.lse = self._last(seen.lse, lse)
         if Signal.WINDOW_KEYS in self.spec.signals:
             assert self._token_slots is not None
             slots = self._token_slots[-queries.shape[0] :][-self.spec.window_size :]
-            seen.window_keys = self._last(seen.window_keys, k_buffer[slots])
+            seen.window_keys = self._last(seen.window_keys, gather_rows(k_buffer, slots, k_scale))
         if Signal.ACCUMULATED_ATTENTION in self.spec.signals:
-            seen.accumulated = self._accumulate(seen.accumulated, queries, lse, k_buffer, sm_scale)
+            seen.accumulated = self._accumulate(seen.accumulated, queries, lse, k_buffer, sm_scale * k_scale)
         if Signal.ECHO_ATTENTION in self.spec.signals:
-            seen.echo = self._echo(seen.echo, queries, k_buffer, sm_scale)
+            seen.echo = self._echo(seen.echo, queries, k_buffer, sm_scale, k_scale)
         if Signal.QUERY_MOMENTS in self.spec.signals:
             assert self.spec.rotary is not None
             _, num_qo_heads, head_dim = queries.shape
@@ -176,6 +178,7 @@ class PromptObservation:
         if seen.queries is not None and seen.lse is not None:
             window = QueryWindow(seen.queries, seen.lse, self.end - seen.queries.shape[0], seen.window_keys)
         first = start - self._key_start
+        k_scale, v_scale = self.spec.geometry.scales.of(layer)
         accumulated, echo = (
             None if signal is None else signal[:, first : first + token_slots.numel()]
             for signal in (seen.accumulated, seen.echo)
@@ -193,6 +196,8 @@ class PromptObservation:
             output_gram=None if self.spec.output_grams is None else self.spec.output_grams[layer],
             moments=seen.moments,
             num_prompt_tokens=self.end,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
 
     def _last(self, earlier: Tensor | None, rows: Tensor) -> Tensor:
@@ -202,7 +207,7 @@ class PromptObservation:
         return torch.cat([earlier[-missing:], rows]).contiguous()
 
     def _accumulate(
-        self, earlier: Tensor | None, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float
+        self, earlier: Tensor | None, queries: Tensor, lse: Tensor, k_buffer: Tensor, stored_sm_scale: float
     ) -> Tensor:
         assert self._token_slots is not None
         total = accumulated_attention(
@@ -210,7 +215,7 @@ class PromptObservation:
             lse.contiguous(),
             k_buffer,
             self._token_slots,
-            sm_scale=sm_scale,
+            sm_scale=stored_sm_scale,
             key_start=self._key_start,
             query_start=self._chunk_start,
         )
@@ -218,7 +223,9 @@ class PromptObservation:
             total[:, : earlier.shape[1]] += earlier
         return total
 
-    def _echo(self, earlier: Tensor | None, queries: Tensor, k_buffer: Tensor, sm_scale: float) -> Tensor:
+    def _echo(
+        self, earlier: Tensor | None, queries: Tensor, k_buffer: Tensor, sm_scale: float, k_scale: float
+    ) -> Tensor:
         assert self._token_slots is not None and self.spec.rotary is not None
         peaks = echo_attention(
             queries,
@@ -228,6 +235,7 @@ class PromptObservation:
             key_start=self._key_start,
             query_start=self._chunk_start,
             rotary=self.spec.rotary,
+            k_scale=k_scale,
         )
         if earlier is not None:
             seen = peaks[:, : earlier.shape[1]]

@@ -50,6 +50,10 @@ class ReaderObservation:
         """Memory that it takes once something was recorded."""
         return 4 * self._geometry.heads_per_token * (self.end - self.start)
 
+    def k_scale(self, layer: int) -> float:
+        """What a stored 1 of a layer's keys is worth."""
+        return self._geometry.scales.of(layer)[0]
+
     def begin_chunk(self, reader: object, query_start: int, query_end: int, token_slots: Tensor) -> ReaderChunk:
         """Announce queries of a reader, for every layer.
 
@@ -85,6 +89,7 @@ class ReaderObservation:
     def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerObservation:
         """Return what a policy sees of a part of the range in one layer; see :meth:`PromptObservation.show`."""
         first = start - self.start
+        k_scale, v_scale = self._geometry.scales.of(layer)
         part = slice(first, first + token_slots.numel())
         return LayerObservation(
             layer=layer,
@@ -94,6 +99,8 @@ class ReaderObservation:
             token_slots=token_slots,
             sm_scale=self._sm_scales[layer],
             reader_attention=None if self._squares is None else self._spread(self._squares[layer], part).sqrt(),
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
 
     def scores(self) -> Tensor:
@@ -149,7 +156,7 @@ class ReaderChunk:
             lse[self.num_counted :].contiguous(),
             k_buffer,
             self.token_slots,
-            sm_scale=sm_scale,
+            sm_scale=sm_scale * self.observation.k_scale(layer),
             key_start=self.observation.start,
             query_start=self.query_start,
             reduction="squares",

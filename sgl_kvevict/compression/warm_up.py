@@ -16,26 +16,28 @@ WARM_UP_TOKENS = 192
 """Tokens of the made-up prompt: more than any window and pooling kernel, few enough to take no memory of note."""
 
 
-def warm_up(compressor: Compressor) -> None:
+def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
     """Observe, compress, cut and repack a made-up prompt as configured, in memory of its own.
 
     SGLang's own warm-up reaches none of it: its prompts are shorter than what is compressed.
 
     Args:
         compressor: of the server; its arena and its counters stay as they are.
+        q_dtype: of the model's queries.
     """
     real = compressor.store
     num_tokens = max(WARM_UP_TOKENS, 2 * compressor.policy.window_size)
     geometry = replace(real.geometry, num_token_slots=num_tokens + 1)
     shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
-    random = torch.Generator(device=real.k_arena.device).manual_seed(0)
-    k, v = (real.k_arena.new_empty(shape).normal_(generator=random) for _ in range(2))
+    device = real.k_arena.device
+    random = torch.Generator(device=device).manual_seed(0)
+    k, v = (torch.randn(shape, generator=random, device=device).to(real.k_arena.dtype) for _ in range(2))
     store = SpanStore(geometry, k, v)
     spec = compressor.observes
     twin = Compressor(compressor.config, compressor.policy, store, spec.rotary, spec.output_grams, compressor.learner)
-    queries = k.new_empty(num_tokens, geometry.num_qo_heads, geometry.head_dim).normal_(generator=random)
-    slots = torch.arange(1, num_tokens + 1, device=real.k_arena.device)
-    observation = _observe(twin, queries, slots)
+    queries = torch.randn(num_tokens, geometry.num_qo_heads, geometry.head_dim, generator=random, device=device)
+    slots = torch.arange(1, num_tokens + 1, device=device)
+    observation = _observe(twin, queries.to(q_dtype), slots)
     segment = twin.compress(slots, 0, observation).segment
     span = Span(segment, 0, num_tokens, is_owner=True)
     if twin.policy.splittable:

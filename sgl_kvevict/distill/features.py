@@ -21,7 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvevict_kernels.stored_rows import gather_rows
 from kvevict_kernels.window_scores import window_scores
+from sgl_kvevict.geometry import UNSCALED, KVScales
 from sgl_kvevict.policies.observation import LayerObservation
 from sgl_kvevict.policies.rotary import Rotary
 
@@ -52,6 +54,7 @@ class CachedRange:
         token_slots: [num_tokens], int64.
         start: logical position of the first token.
         end: logical position that positions are taken relative to: the end of the range, also for a part of it.
+        scales: of the arena.
         stride: logical positions from one of these tokens to the next.
     """
 
@@ -60,6 +63,7 @@ class CachedRange:
     token_slots: Tensor
     start: int
     end: int
+    scales: KVScales = UNSCALED
     stride: int = 1
 
     @property
@@ -83,7 +87,7 @@ class CachedRange:
         skip = min(max(first - self.start, 0), self.token_slots.numel())
         stride = max(-(-(self.token_slots.numel() - skip) // most), 1)
         slots = self.token_slots[skip::stride]
-        return CachedRange(self.k_arena, self.v_arena, slots, self.start + skip, self.end, stride)
+        return CachedRange(self.k_arena, self.v_arena, slots, self.start + skip, self.end, self.scales, stride)
 
 
 def cache_features(tokens: CachedRange, layer: int, rotary: Rotary) -> Tensor:
@@ -93,9 +97,11 @@ def cache_features(tokens: CachedRange, layer: int, rotary: Rotary) -> Tensor:
         [num_kv_heads, num_tokens, num_cache_features], float32.
     """
     positions = tokens.positions
-    keys = rotary.apply(tokens.k_arena[layer, tokens.token_slots], positions, inverse=True)
-    values = tokens.v_arena[layer, tokens.token_slots].float()
-    norms = [log_norm(tokens.k_arena[layer, tokens.token_slots].float()), log_norm(values)]
+    k_scale, v_scale = tokens.scales.of(layer)
+    stored = gather_rows(tokens.k_arena[layer], tokens.token_slots, k_scale)
+    keys = rotary.apply(stored, positions, inverse=True)
+    values = gather_rows(tokens.v_arena[layer], tokens.token_slots, v_scale).float()
+    norms = [log_norm(stored.float()), log_norm(values)]
     place = (positions / tokens.end).float()[:, None].expand(-1, keys.shape[1])
     scalars = torch.stack([*norms, place, torch.ones_like(place)], dim=-1)
     return torch.cat([keys, values, scalars], dim=-1).transpose(0, 1)
@@ -121,7 +127,7 @@ def window_features(observation: LayerObservation) -> Tensor | None:
         window.lse,
         observation.k_buffer,
         observation.token_slots,
-        sm_scale=observation.sm_scale,
+        sm_scale=observation.stored_sm_scale,
         key_start=observation.start,
         query_start=window.start,
         kernel_size=KERNEL_SIZE,

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kvevict_kernels.stored_rows import gather_rows
+from kvevict_kernels.transfer import to_device
 from sgl_kvevict.distill.features import NUM_WINDOW, CachedRange, log_norm, num_cache_features
 from sgl_kvevict.policies.rotary import Rotary
 
@@ -64,12 +66,18 @@ def _score_block(
     scalars = per_token[..., 2 * head_dim : num_cache_features(head_dim)]
     w_key_norm, w_value_norm, w_place, constant = scalars.unbind(-1)
     torch.addcmul(constant, w_place, (positions / tokens.end).float()[:, None], out=scores)
-    keys = tokens.k_arena[layers].index_select(1, slots).float()
+    k_scales, v_scales = (_per_layer(scales[layers], slots) for scales in (tokens.scales.k, tokens.scales.v))
+    keys = gather_rows(tokens.k_arena[layers], slots, k_scales, dim=1).float()
     scores.addcmul_(log_norm(keys), w_key_norm)
     scores += keys.mul_(rotary.turn(w_keys, positions)).sum(-1)
-    values = keys.copy_(tokens.v_arena[layers].index_select(1, slots))
+    values = keys.copy_(gather_rows(tokens.v_arena[layers], slots, v_scales, dim=1))
     scores.addcmul_(log_norm(values), w_value_norm)
     scores += values.mul_(w_values).sum(-1)
+
+
+def _per_layer(scales: tuple[float, ...], slots: Tensor) -> Tensor | float:
+    """[layers, 1, 1, 1] on the device of the slots; 1 where nothing is scaled."""
+    return to_device(torch.tensor(scales), slots.device).view(-1, 1, 1, 1) if scales else 1.0
 
 
 def _blocks(tokens: CachedRange) -> Iterator[tuple[slice, slice]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvevict_kernels.stored_rows import gather_rows
 from sgl_kvevict.policies.rotary import Rotary
 
 BLOCK = 256
@@ -24,6 +25,7 @@ def echo_attention(
     key_start: int,
     query_start: int,
     rotary: Rotary,
+    k_scale: float = 1.0,
 ) -> Tensor:
     """Largest attention that each key would get from its neighbourhood, read a second time.
 
@@ -40,6 +42,7 @@ def echo_attention(
         key_start: logical position of the first key (tokens).
         query_start: logical position of the first query (tokens).
         rotary: the model's rotary embedding.
+        k_scale: what a stored 1 of ``k_buffer`` is worth, if it holds float8.
 
     Returns:
         [num_kv_heads, num_keys], float32, the maximum over queries and over the query heads of a group; 0 for keys
@@ -58,7 +61,8 @@ def echo_attention(
         rows = queries[max(block - query_start, 0) : block + BLOCK - query_start]
         low, high = max(block + BLOCK - reach - key_start, 0), min(block + BLOCK - key_start, num_keys)
         num_sinks = min(NUM_SINKS, low)
-        keys = k_buffer[torch.cat([token_slots[:num_sinks], token_slots[low:high]])].float()
+        slots = torch.cat([token_slots[:num_sinks], token_slots[low:high]])
+        keys = gather_rows(k_buffer, slots, k_scale).float()
         moved = rotary.advance(rows, reach).view(-1, num_kv_heads, group, head_dim)
         moved = moved.transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
         parts = (torch.split(x, heads_at_once) for x in (moved.mul_(sm_scale), keys.permute(1, 2, 0)))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-import torch
 from torch import Tensor
 
+from kvevict_kernels.stored_rows import gather_rows
 from sgl_kvevict.policies.query_moments import QueryMoments
 
 
@@ -82,7 +82,7 @@ class LayerObservation:
         k_buffer: [num_token_slots, num_kv_heads, head_dim], the layer's keys, after RoPE.
         v_buffer: [num_token_slots, num_kv_heads, head_dim].
         token_slots: [num_tokens], int64, the range's rows in the buffers.
-        sm_scale: factor of the attention logits.
+        sm_scale: softmax scale: factor of the products of queries and ``keys``.
         window: the last queries of the prompt, if the policy needs them.
         accumulated: [num_kv_heads, num_tokens], float32, see :attr:`Signal.ACCUMULATED_ATTENTION`.
         moments: see :attr:`Signal.QUERY_MOMENTS`.
@@ -91,6 +91,8 @@ class LayerObservation:
         learned: [num_kv_heads, num_tokens], float32, see :attr:`Signal.LEARNED_SCORES`.
         output_gram: [num_kv_heads, head_dim, head_dim], float32, see :attr:`Signal.OUTPUT_GRAM`.
         num_prompt_tokens: logical length of the prompt whose queries were observed; None if unknown.
+        k_scale: what a stored 1 of ``k_buffer`` is worth, if it holds float8.
+        v_scale: of ``v_buffer``, likewise.
     """
 
     layer: int
@@ -107,16 +109,23 @@ class LayerObservation:
     learned: Tensor | None = None
     output_gram: Tensor | None = None
     num_prompt_tokens: int | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
     @property
     def keys(self) -> Tensor:
         """[num_tokens, num_kv_heads, head_dim], copied at each use, so that a pass holds one layer at a time."""
-        return torch.index_select(self.k_buffer, 0, self.token_slots)
+        return gather_rows(self.k_buffer, self.token_slots, self.k_scale)
 
     @property
     def values(self) -> Tensor:
         """[num_tokens, num_kv_heads, head_dim], copied at each use, so that a pass holds one layer at a time."""
-        return torch.index_select(self.v_buffer, 0, self.token_slots)
+        return gather_rows(self.v_buffer, self.token_slots, self.v_scale)
+
+    @property
+    def stored_sm_scale(self) -> float:
+        """Factor of the products of queries and rows of ``k_buffer`` as they are stored."""
+        return self.sm_scale * self.k_scale
 
     @property
     def num_tokens(self) -> int:

@@ -20,7 +20,8 @@ class Arena:
     """K and V of a whole pool.
 
     Attributes:
-        k: [num_layers, num_token_slots, num_kv_heads, head_dim], the pool's dtype; ``pool.k_buffer[l]`` is ``k[l]``.
+        k: [num_layers, num_token_slots, num_kv_heads, head_dim], the pool's dtype; ``pool.k_buffer[l]`` is ``k[l]``,
+            seen as bytes where the pool stores float8 so.
         v: likewise.
     """
 
@@ -46,7 +47,7 @@ def create_arena_buffers(pool: MHATokenToKVPool) -> None:
             torch.zeros((pool.layer_num, *shape), dtype=pool.store_dtype, device=pool.device)
             for shape in (k_shape, v_shape)
         )
-    pool.kvevict_arena = Arena(k, v)
+    pool.kvevict_arena = Arena(k.view(pool.dtype), v.view(pool.dtype))
     pool.k_buffer = list(k.unbind(0))
     pool.v_buffer = list(v.unbind(0))
 

@@ -11,16 +11,18 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
+from kvevict_kernels.checks import FP8
 from sgl_kvevict.attention import AttentionBatch, CapturableAttention, build_attention, resolve_attention
 from sgl_kvevict.attention.backend import kernel_reasons
 from sgl_kvevict.compression import PromptObservation, ReaderChunk
 from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import UnsupportedSetupError
-from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.geometry import UNSCALED, KVGeometry
 from sgl_kvevict.guard import Place
 from sgl_kvevict.sglang_adapter.arena import arena_of, kvevict_is_selected
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 from sgl_kvevict.sglang_adapter.graphs import graph_reasons
+from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales
 from sgl_kvevict.sglang_adapter.readers import readers_of
 from sgl_kvevict.sglang_adapter.refusals import layer_reasons
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
@@ -61,8 +63,8 @@ class KVEvictAttentionBackend(AttentionBackend):
         elif arena is None:
             reasons.append(f"the KV pool is a {type(self.token_to_kv_pool).__name__} whose buffers are not one arena")
         config = load_config()
-        device = torch.device(model_runner.device).type
-        reasons += device_reasons(config.attention, device)
+        device = torch.device(model_runner.device)
+        reasons += device_reasons(config.attention, device.type)
         reasons += layer_reasons(model_runner.model)
         head_dim = model_runner.model_config.head_dim
         reasons += kernel_reasons(config.attention, device, self.token_to_kv_pool.dtype, head_dim)
@@ -76,11 +78,12 @@ class KVEvictAttentionBackend(AttentionBackend):
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             num_token_slots=num_token_slots,
+            scales=find_kv_scales(model_runner.model) if arena.k.dtype == FP8 else UNSCALED,
         )
         self.start_layer = self.token_to_kv_pool.start_layer
         self.arena = arena
-        self.attention = build_attention(config.attention, self.geometry, arena.k, arena.v)
-        self._on_gpu: bool = device == "cuda"
+        self.attention = build_attention(config.attention, self.geometry, arena.k, arena.v, model_runner.dtype)
+        self._on_gpu: bool = device.type == "cuda"
         self._captured: CapturableAttention
         self.tree: KVEvictTree | None = None
         self._observed: list[tuple[slice, PromptObservation | ReaderChunk]] = []
@@ -224,11 +227,13 @@ class KVEvictAttentionBackend(AttentionBackend):
         forward_batch: ForwardBatch,
         save_kv_cache: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        index = layer.layer_id - self.start_layer
         if save_kv_cache and k is not None and v is not None:
             location = KVWriteLoc(forward_batch.out_cache_loc, None)
-            self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+            scales = self.geometry.scales.of(index) if self.geometry.scales.k else (None, None)
+            self.token_to_kv_pool.set_kv_buffer(layer, location, k, v, *scales)
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out, lse = self.attention.run(layer.layer_id - self.start_layer, queries, layer.scaling)
+        out, lse = self.attention.run(index, queries, layer.scaling)
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim), queries, lse
 
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:

@@ -6,6 +6,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
 from sgl_kvevict.compression import Compressor, warm_up
@@ -22,7 +23,7 @@ from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME, HOOKS, require_suppo
 from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.model_parts import find_output_grams, find_rotary
 from sgl_kvevict.sglang_adapter.monitor import watch
-from sgl_kvevict.sglang_adapter.refusals import model_reasons, pool_reasons, server_reasons
+from sgl_kvevict.sglang_adapter.refusals import model_reasons, policy_reasons, pool_reasons, server_reasons
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     reasons += model_reasons(ctx.model_config, is_hybrid_ssm=ctx.is_hybrid_ssm)
     reasons += pool_reasons(pool)
     reasons += _missing_parts(backend, arena)
+    reasons += policy_reasons(policy, ctx.model_config.head_dim, torch.device(pool.device))
     if reasons:
         raise UnsupportedSetupError(reasons)
     assert isinstance(backend, KVEvictAttentionBackend) and arena is not None
@@ -102,7 +104,7 @@ def _assemble(
         learner = None if distilling is None else distilling.learner
         compressor = Compressor(config, policy, store, rotary, output_grams, learner)
         if arena.k.is_cuda:
-            warm_up(compressor)
+            warm_up(compressor, ctx.tp_worker.model_runner.dtype)
     tree = create_unified_radix_cache(ctx, cache_class=partial(KVEvictTree, store=store, compressor=compressor))
     assert isinstance(tree, KVEvictTree)
     if tree.manager.scoring is not None and distilling is not None:

@@ -1,4 +1,4 @@
-"""Finds what policies need to know of the model: its rotary embedding, its output projections."""
+"""Finds what we need to know of the model: its rotary embedding, its output projections, its scales of fp8 KV."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor, nn
 
 from sgl_kvevict.errors import UnsupportedSetupError
-from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.geometry import UNSCALED, KVGeometry, KVScales
 from sgl_kvevict.policies.rotary import Rotary
 from sgl_kvevict.policies.scorers.robust_attention import output_gram
 
@@ -32,6 +32,23 @@ def find_rotary(model: nn.Module) -> Rotary:
         )
     (module,) = tables.values()
     return Rotary(module.cos_sin_cache, module.is_neox_style)
+
+
+def find_kv_scales(model: nn.Module) -> KVScales:
+    """Return what a stored 1 of fp8 KV is worth in each layer, as the checkpoint (or a file of scales) says; else 1.
+
+    SGLang has read it into ``k_scale_float`` and ``v_scale_float`` of the layers.
+
+    Args:
+        model: SGLang's model, loaded.
+    """
+    layers = sorted(
+        (module for module in model.modules() if isinstance(module, RadixAttention)), key=lambda layer: layer.layer_id
+    )
+    k, v = (
+        tuple(float(getattr(layer, name) or 1.0) for layer in layers) for name in ("k_scale_float", "v_scale_float")
+    )
+    return KVScales(k, v) if {*k, *v} - {1.0} else UNSCALED
 
 
 def find_output_grams(model: nn.Module, geometry: KVGeometry) -> Tensor:

@@ -11,11 +11,16 @@ from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from torch import nn
 
+from kvevict_kernels.device_limits import limits_of
+from kvevict_kernels.window_scores.pooling import Pooling, largest_kernel_size
+from sgl_kvevict.policies.policy import Policy
+from sgl_kvevict.policies.scorers.window_attention import WindowAttentionScorer
+
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,20 @@ def layer_reasons(model: nn.Module) -> list[str]:
     return reasons
 
 
+def policy_reasons(policy: Policy | None, head_dim: int, device: torch.device) -> list[str]:
+    """Return one sentence for everything about the policy that the device's kernels cannot do."""
+    scorer = None if policy is None else policy.scorer
+    if device.type != "cuda" or not isinstance(scorer, WindowAttentionScorer):
+        return []
+    largest = largest_kernel_size(head_dim, limits_of(device))
+    if scorer.kernel_size <= largest or not Pooling(scorer.kernel_size, scorer.pooling, scorer.order).pools_rows:
+        return []
+    return [
+        f"kernel_size is {scorer.kernel_size}; with a head_dim of {head_dim} this GPU's shared memory allows at most "
+        f"{largest} (or pooling 'avg', or order 'mean-pool')"
+    ]
+
+
 def pool_reasons(pool: Any) -> list[str]:
     """Return one sentence for every property of SGLang's KV pool that is not supported."""
     reasons = []
@@ -119,5 +138,5 @@ def pool_reasons(pool: Any) -> list[str]:
         reasons.append(f"the KV pool's layout is {pool.kv_cache_layout!r}; only 'nhd' works")
     if pool.dtype not in DTYPES:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        reasons.append(f"the KV pool's dtype is {pool.dtype}; allowed are {allowed} (quantised KV is not supported)")
+        reasons.append(f"the KV pool's dtype is {pool.dtype}; allowed are {allowed}")
     return reasons

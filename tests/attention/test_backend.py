@@ -62,8 +62,8 @@ def test_where_numba_cannot_run_torch_does_and_says_so(make_world: MakeWorld, ca
 @pytest.mark.parametrize(
     ("name", "dtype", "head_dim", "message"),
     [
-        ("auto", torch.float32, 128, "attention 'triton' needs bfloat16 or float16 KV on a GPU; .* float32"),
-        ("triton", torch.float8_e4m3fn, 128, r"float8_e4m3fn \(start with --kv-cache-dtype auto\)"),
+        ("auto", torch.float32, 128, "attention 'triton' needs bfloat16, float16 or fp8_e4m3 KV on a GPU; .* float32"),
+        ("triton", torch.float8_e5m2, 128, r"float8_e5m2 \(start with --kv-cache-dtype auto\)"),
         ("triton", torch.bfloat16, 512, "needs a head_dim of at most 256; the model's is 512"),
         ("flashinfer", torch.bfloat16, 80, "needs a head_dim of 64, 128 or 256; the model's is 80"),
         ("flashinfer", torch.float8_e5m2, 64, "attention 'flashinfer' needs bfloat16 or float16 KV"),
@@ -72,13 +72,25 @@ def test_where_numba_cannot_run_torch_does_and_says_so(make_world: MakeWorld, ca
 def test_what_no_kernel_is_compiled_for_is_a_reason(
     name: str, dtype: torch.dtype, head_dim: int, message: str
 ) -> None:
-    (reason,) = kernel_reasons(name, "cuda", dtype, head_dim)
+    (reason,) = kernel_reasons(name, torch.device("cuda"), dtype, head_dim)
     assert re.search(message, reason)
-    assert kernel_reasons(name, "cuda", torch.float16, 128) == []
+    assert kernel_reasons(name, torch.device("cuda"), torch.float16, 128) == []
 
 
-def test_the_cpu_takes_float32() -> None:
-    assert kernel_reasons("auto", "cpu", torch.float32, 80) == []
+def test_the_cpu_takes_float32_and_no_float8() -> None:
+    cpu = torch.device("cpu")
+    assert kernel_reasons("auto", cpu, torch.float32, 80) == []
+    (reason,) = kernel_reasons("auto", cpu, torch.float8_e4m3fn, 80)
+    assert re.search(r"on a CPU needs .* KV; the pool's dtype is float8_e4m3fn", reason)
+
+
+def test_float8_needs_a_gpu_that_converts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    capability = (8, 0)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    (reason,) = kernel_reasons("auto", torch.device("cuda"), torch.float8_e4m3fn, 128)
+    assert re.search(r"fp8_e4m3 KV needs a GPU of compute capability 8.9 or newer .* this one's is 8.0", reason)
+    capability = (8, 9)
+    assert kernel_reasons("auto", torch.device("cuda"), torch.float8_e4m3fn, 128) == []
 
 
 def test_a_numba_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -290,5 +290,5 @@ def test_prefills_without_spans_that_lie_apart(make_world: MakeWorld, device: st
     runner = Runner(world, device)
     arenas = (runner.attention.k_arena, runner.attention.v_arena)
     plain = PlainPrefill(world.geometry, *arenas, FakePagedWrapper)
-    runner.attention = TritonAttention(world.geometry, *arenas, plain)
+    runner.attention = TritonAttention(world.geometry, *arenas, plain_prefill=plain)
     check(runner, [40, 36, 45])

@@ -35,10 +35,13 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def arena() -> tuple[torch.Tensor, torch.Tensor]:
+STORED = pytest.mark.parametrize("stored", [torch.float16, torch.float8_e4m3fn], ids=str)
+
+
+def arena(stored: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(42)
     shape = (GEOMETRY.num_layers, GEOMETRY.num_token_slots, GEOMETRY.num_kv_heads, GEOMETRY.head_dim)
-    return torch.randn(shape).half(), torch.randn(shape).half()
+    return torch.randn(shape).to(stored), torch.randn(shape).to(stored)
 
 
 def assert_nothing_new(warm: dict[str, set[str]], served: dict[str, set[str]]) -> None:
@@ -46,15 +49,16 @@ def assert_nothing_new(warm: dict[str, set[str]], served: dict[str, set[str]]) -
     assert served and not any(new.values()), f"compilations while serving: {new}"
 
 
+@STORED
 @pytest.mark.parametrize("policy_name", ["ada-snapkv", "reconstruction", "d2o"])
-def test_compressions_of_other_lengths(policy_name: str) -> None:
+def test_compressions_of_other_lengths(policy_name: str, stored: torch.dtype) -> None:
     """Odd and a multiple of 16, at odd slots; cut in the middle, and repacked."""
     config = KVEvictConfig(policy=policy_name, budget=0.3)
     policy = build_policy(policy_name, {})
     assert policy is not None
-    compressor = Compressor(config, policy, SpanStore(GEOMETRY, *arena()))
+    compressor = Compressor(config, policy, SpanStore(GEOMETRY, *arena(stored)))
     with recorded() as warm:
-        warm_up(compressor)
+        warm_up(compressor, torch.float16)
     assert compressor.stats.compressions == 0
     with recorded() as served:
         for first, num_tokens in ((1, 97), (5, 176)):
@@ -70,9 +74,10 @@ def test_compressions_of_other_lengths(policy_name: str) -> None:
     assert_nothing_new(warm, served)
 
 
-def test_batches_of_other_sizes() -> None:
+@STORED
+def test_batches_of_other_sizes(stored: torch.dtype) -> None:
     """Decode rows that share or not, few new tokens, many with split keys, long prefills; spans cut anywhere."""
-    attention = TritonAttention(GEOMETRY, *arena())
+    attention = TritonAttention(GEOMETRY, *arena(stored), q_dtype=torch.float16)
     with recorded() as warm:
         attention.warm_up()
     assert attention.num_compositions_built == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from sgl_kvevict.distill import CachedRange, ScoreWeights, scoring, window_features
 from sgl_kvevict.distill.features import NUM_WINDOW, cache_features, num_cache_features
 from sgl_kvevict.distill.scoring import score_range
+from sgl_kvevict.geometry import KVScales
 from sgl_kvevict.policies import LayerObservation, QueryWindow, Rotary
 
 LAYERS, SLOTS, HEADS, DIM = 3, 90, 2, 16
@@ -42,6 +45,24 @@ def test_scores_are_features_times_weights(
     expected = torch.stack([cache_features(part, layer, turned) for layer in range(LAYERS)])
     expected = torch.einsum("lhnf,lhf->lhn", expected.double(), weights.double())
     torch.testing.assert_close(score_range(weights, part, turned).double(), expected, atol=1e-4, rtol=1e-5)
+
+
+def test_float8_counts_as_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features and scores are those of the numbers themselves, in each layer by its own scale."""
+    monkeypatch.setitem(scoring._BLOCK_ELEMENTS, "cpu", 40)
+    scales = KVScales(k=(0.5, 3.0, 0.7), v=(1.5, 0.2, 1.0))
+    plain = tokens(torch.float8_e4m3fn)
+    stored = replace(plain, scales=scales)
+    k, v = (
+        arena.float() * torch.tensor(scale).view(LAYERS, 1, 1, 1)
+        for arena, scale in ((plain.k_arena, scales.k), (plain.v_arena, scales.v))
+    )
+    meant, turned = replace(plain, k_arena=k, v_arena=v), rotary(16, True)
+    for layer in range(LAYERS):
+        torch.testing.assert_close(cache_features(stored, layer, turned), cache_features(meant, layer, turned))
+    weights = normal(3, LAYERS, HEADS, num_cache_features(DIM))
+    torch.testing.assert_close(score_range(weights, stored, turned), score_range(weights, meant, turned))
+    assert stored.sample(4, 10).scales is scales
 
 
 def test_keys_count_as_they_were_before_their_rotation() -> None:

@@ -63,6 +63,27 @@ if os.environ.get("TEST_TRITON_ATTENTION"):
             print("FOLLOW", sharers(batch), "of", num_requests, flush=True)
 
     backend._BUILDERS["torch"] = Interpreted
+    backend.cpu_reasons = lambda name, dtype: []  # float8 is refused on a CPU, where nobody would serve with this
+
+if os.environ.get("TEST_FP8"):
+    import torch
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    build, store = RadixAttention.__init__, MHATokenToKVPool.set_kv_buffer
+
+    def with_scales(self, *args, **kwargs):
+        build(self, *args, **kwargs)
+        self.k_scale_float, self.v_scale_float = 0.37 + self.layer_id, 1.3 / (1 + self.layer_id)
+
+    def rounded(self, layer, location, k, v, *scales):
+        if self.dtype == torch.float32:  # the other server's pool: what float8 keeps of each number
+            scales = (layer.k_scale_float, layer.v_scale_float)
+            k, v = ((x / scale).to(torch.float8_e4m3fn).float() * scale for x, scale in zip((k, v), scales))
+            scales = ()
+        store(self, layer, location, k, v, *scales)
+
+    RadixAttention.__init__, MHATokenToKVPool.set_kv_buffer = with_scales, rounded
 """
 
 ENGINE = """
@@ -75,7 +96,7 @@ if __name__ == "__main__":
     engine = sgl.Engine(
         model_path=sys.argv[1], device="cpu", skip_tokenizer_init=True, max_total_tokens=2000, context_length=1024,
         radix_cache_backend="kvevict", attention_backend="kvevict", log_level="warning", dtype="float32",
-        cuda_graph_config={"decode": {"backend": "full", "bs": [2]}},
+        cuda_graph_config={"decode": {"backend": "full", "bs": [2]}}, kv_cache_dtype=sys.argv[2],
     )
     sampling = [{"temperature": 0, "max_new_tokens": count} for count in (3, 5, 7)]
     prompt = [i * 7 % 500 + 3 for i in range(400)]
@@ -86,14 +107,15 @@ if __name__ == "__main__":
 """
 
 
-def serve(folder: Path, model: Path, *, is_triton: bool) -> tuple[list[list[object]], list[str]]:
+def serve(folder: Path, model: Path, kv: str, *, is_triton: bool) -> tuple[list[list[object]], list[str]]:
     (folder / "sitecustomize.py").write_text(SITE)
     (folder / "engine.py").write_text(ENGINE)
     config = config_env({"policy": "snapkv", "budget": 0.3, "attention": "torch"})
     env = {**os.environ, **ENV, **config, "SGLANG_PLATFORM": "kvevict_cpu"}
     env |= {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "TRITON_INTERPRET": "1" if is_triton else "0"}
     env |= {"TEST_TRITON_ATTENTION": "1"} if is_triton else {}
-    command = [sys.executable, str(folder / "engine.py"), str(model)]
+    env |= {"TEST_FP8": "1"} if kv == "fp8_e4m3" else {}
+    command = [sys.executable, str(folder / "engine.py"), str(model), kv if is_triton else "auto"]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     lines = run.stdout.splitlines()
@@ -102,14 +124,16 @@ def serve(folder: Path, model: Path, *, is_triton: bool) -> tuple[list[list[obje
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the device here")
-def test_triton_kernels_serve_compressed_prefixes(tiny_llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
+def test_triton_kernels_serve_compressed_prefixes(tiny_llama: Path, tmp_path: Path, kv: str) -> None:
     """The same tokens as with torch's attention: prefill, readers of a compressed prefix, eager and captured decode.
 
     Steps of two requests are captured: three sharers decode eagerly, two by replays, the last one by replays that a
-    second row only fills up. The first request's prompt is compressed between two replays.
+    second row only fills up. The first request's prompt is compressed between two replays. With float8, layers have
+    scales, and the server beside it holds the same numbers in float32.
     """
-    want, _ = serve(tmp_path, tiny_llama, is_triton=False)
-    got, log = serve(tmp_path, tiny_llama, is_triton=True)
+    want, _ = serve(tmp_path, tiny_llama, kv, is_triton=False)
+    got, log = serve(tmp_path, tiny_llama, kv, is_triton=True)
     assert got == want
     assert [cached for _, cached in got] == [0, 400, 400, 400]
     steps = [line for line in log if line.startswith(("PLAN", "FOLLOW", "REPLAY"))]

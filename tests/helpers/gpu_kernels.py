@@ -11,6 +11,7 @@ from typing import Any
 from kvevict_kernels.device_limits import DeviceLimits
 from kvevict_kernels.ragged_decode.chunks import CHUNK_STEP, ITEMS_PER_SM, MIN_CHUNKS
 from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS, EXTEND, tiles_for
+from kvevict_kernels.window_scores.pooling import largest_kernel_size
 
 Spec = dict[str, Any]
 DEVICES = {
@@ -21,6 +22,11 @@ DEVICES = {
 }
 """A100, L40S, H100 and H200, B200: limits from NVIDIA's CUDA programming guide, table of compute capabilities."""
 HEAD_DIMS = (64, 128, 256)
+FP8 = "fp8e4nv"
+"""Triton's name of float8_e4m3fn."""
+FP8_ARCH = 89
+"""Oldest architecture that converts it."""
+MERGES = {"maxnreg": 128}
 HEADS: dict[str, Any] = {"H": 8, "G": 4}
 
 BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "rows_ptr", "staging_ptr")
@@ -28,7 +34,7 @@ FLOAT32 = ("partial_out_ptr", "partial_lse_ptr", "lse_ptr", "weights_ptr", "pool
 INT64 = ("entries_ptr", "span_address_ptr", "span_starts_ptr", "span_lens_ptr", "pool_rows_ptr", "token_slots_ptr")
 INT64 += ("run_address_ptr", "partial_start_ptr", "remaining_ptr")
 INT8 = ("staged_ptr",)
-NUMBERS = {"req_to_token": "i64", "scale_log2": "fp32", "sm_scale": "fp32", "first_column": "i32"}
+NUMBERS = {"req_to_token": "i64", "scale_log2": "fp32", "v_scale": "fp32", "sm_scale": "fp32", "first_column": "i32"}
 INT32_NUMBERS = ("layer", "row_stride", "q_stride", "which", "shift", "n", "W", "tile_keys", "first_key")
 
 
@@ -55,11 +61,12 @@ def spec(kernel: str, arch: int, constants: dict[str, Any], **more: Any) -> Spec
     }
 
 
-def attention_kernels(arch: int, head_dim: int) -> Iterator[Spec]:
-    """The kernels with a loop of products, then their merges."""
+def attention_kernels(arch: int, head_dim: int, stored: str = "bf16") -> Iterator[Spec]:
+    """The kernels with a loop of products, then their merges; ``stored``: what the arena holds."""
     limits = DEVICES[arch]
     tiles = tiles_for(limits, head_dim)
     sizes = {**HEADS, "D": head_dim, "BLOCK_D": head_dim, "UPCAST": False}
+    sizes |= {"k_ptr": f"*{stored}", "v_ptr": f"*{stored}"}
     sizes |= {"NUM_ITEMS": ITEMS_PER_SM * limits.num_sms, "STEP": CHUNK_STEP}
     for which, tile in enumerate(tiles):
         block = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
@@ -67,28 +74,33 @@ def attention_kernels(arch: int, head_dim: int) -> Iterator[Spec]:
         if which == EXTEND:
             yield spec("ragged_extend.triton_impl:_extend_kernel", arch, sizes | block, options=options)
             rows = {"BLOCK_M": tile.rows, "ROWS": 16}
-            yield spec("ragged_extend.triton_impl:_combine_kernel", arch, sizes | rows)
+            if stored == "bf16":  # merges do not look at the arena
+                yield spec("ragged_extend.triton_impl:_combine_kernel", arch, sizes | rows, options=MERGES)
         else:
             block |= {"CLASS": which, "LEAST": MIN_CHUNKS[which]}
             yield spec("ragged_decode.triton_impl:_split_kernel", arch, sizes | block, options=options)
-    yield spec("ragged_decode.merge.triton_impl:_merge_kernel", arch, sizes | {"BLOCK": 32})
+    if stored == "bf16":
+        yield spec("ragged_decode.merge.triton_impl:_merge_kernel", arch, sizes | {"BLOCK": 32}, options=MERGES)
 
 
-def head_dim_kernels(arch: int, head_dim: int) -> Iterator[Spec]:
-    """Kernels of a compression that touch rows of K and V."""
+def head_dim_kernels(arch: int, head_dim: int, stored: str = "bf16") -> Iterator[Spec]:
+    """Kernels of a compression that touch rows of K and V; ``stored``: what the arena holds."""
     sizes = {**HEADS, "D": head_dim, "BLOCK_D": head_dim, "UPCAST": False, "LOG2_E": 1.4426950408889634}
+    sizes |= {"k_ptr": f"*{stored}"}
     window = "window_scores.triton_impl:_window_scores_kernel"
-    pooled = ((7, 128), (127, 256)) if head_dim < 256 else ((7, 128),)  # 127 x 256 only fits an H100
-    for kernel_size, block in pooled:
+    for kernel_size in (7, largest_kernel_size(head_dim, DEVICES[arch])):
+        block = 128 if kernel_size < 96 else 256
         pooling = {"KERNEL": kernel_size, "NUM_DOUBLINGS": (kernel_size - 1).bit_length(), "BLOCK_N": block}
         options = {"num_warps": 4 if block == 128 else 8, "num_stages": 3 if head_dim <= 128 else 2}
-        yield spec(window, arch, sizes | pooling | {"BLOCK_R": 32}, options=options)
+        yield spec(window, arch, sizes | pooling | {"BLOCK_R": 32 if block == 128 else 16}, options=options)
     accumulated = "accumulated_attention.triton_impl:_accumulated_attention_kernel"
     for power in (1,):
         blocks = {"BLOCK_R": 64, "BLOCK_N": 64, "POWER": power, "out_ptr": "*fp32"}
         yield spec(accumulated, arch, sizes | blocks)
     for name in ("_gather_kernel", "_gather_sum_kernel", "_write_kernel"):
         move = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim, "BLOCK": 64}
+        kind = "*u8" if stored == FP8 and name == "_gather_kernel" else f"*{stored}"  # plain moves copy bytes
+        move |= {"rows_ptr": kind, "staging_ptr": kind}
         yield spec(f"compact_kv.triton_impl:{name}", arch, move, options={"num_warps": 4 if head_dim <= 128 else 8})
 
 
@@ -117,6 +129,9 @@ def label(one: Spec) -> str:
     """Name of a compilation beside others of the same kernel; architecture and head_dim apart."""
     args = one["args"]
     name = one["kernel"].rpartition(":")[2].strip("_").removesuffix("_kernel")
+    if FP8 in args.get("k_ptr", "") + args.get("rows_ptr", "") or args.get("rows_ptr") == "*u8":
+        bf16 = dict.fromkeys(("k_ptr", "v_ptr", "rows_ptr"), "*bf16")
+        return f"{label({**one, 'args': args | bf16})}, fp8 rows"
     if "keys_ptr" in args:
         return f"{name}, {args['keys_ptr'].removeprefix('*u')}-bit keys"
     if name in ("split", "extend"):

@@ -54,4 +54,4 @@ def assert_accurate(name: str, got: Tensor, reference: Tensor, baseline: Tensor,
 def _bits(x: Tensor) -> Tensor:
     if not x.dtype.is_floating_point:
         return x
-    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from helpers.compiled import compile_all
-from helpers.gpu_kernels import DEVICES, HEAD_DIMS, attention_kernels, head_dim_kernels, label, small_kernels
+from helpers.gpu_kernels import (
+    DEVICES,
+    FP8,
+    FP8_ARCH,
+    HEAD_DIMS,
+    attention_kernels,
+    head_dim_kernels,
+    label,
+    small_kernels,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "results" / "gpu" / "compiled.md"
@@ -40,8 +49,9 @@ def rows_of(python: str, arch: int, cache_dir: Path) -> list[Row]:
     version = compile_version(python)
     named = [("any", spec) for spec in small_kernels(arch)]
     for head_dim in HEAD_DIMS:
-        kernels = [*attention_kernels(arch, head_dim), *head_dim_kernels(arch, head_dim)]
-        named += [(str(head_dim), spec) for spec in kernels]
+        for stored in ("bf16", FP8) if arch >= FP8_ARCH else ("bf16",):
+            kernels = [*attention_kernels(arch, head_dim, stored), *head_dim_kernels(arch, head_dim, stored)]
+            named += [(str(head_dim), spec) for spec in kernels]
     results = compile_all([spec for _, spec in named], str(cache_dir), python)
     return [
         (version, str(arch), head_dim, label(spec), *facts(arch, label(spec), result))

@@ -91,6 +91,17 @@ def test_dtypes_and_causal_mask(device: str, dtype: torch.dtype, ahead: int) -> 
     assert not got[:, max(0, ahead + 100) :].any()
 
 
+@pytest.mark.parametrize("reduction", ["sum", "squares", "max"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_float8_keys_count_as_the_same_numbers(device: str, dtype: torch.dtype, reduction: str) -> None:
+    """Their layer's scale is a factor of the softmax scale."""
+    args, options = prompt((70, 6, 3, 64, 100), dtype, device, ahead=40)
+    stored = args[2].to(torch.float8_e4m3fn)
+    options |= {"sm_scale": options["sm_scale"] * 0.37, "reduction": reduction}
+    got = accumulated_attention(*args[:2], stored, args[3], **options)
+    assert_same_bits(reduction, got, accumulated_attention(*args[:2], stored.to(dtype), args[3], **options))
+
+
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("ahead", [-3, 0, 70, 500])
 @pytest.mark.parametrize("reduction", ["squares", "max"])
@@ -223,7 +234,7 @@ Q, LSE, KEYS, SLOTS = torch.zeros(4, 6, 8), torch.zeros(4, 6), torch.zeros(9, 3,
         ({"queries": Q.int()}, "queries: expected dtype bfloat16 or float16 or float32, got int32"),
         ({"lse": LSE.half()}, "lse: expected dtype float32"),
         ({"lse": LSE[:3]}, r"lse: expected shape \[4, 6\], got \[3, 6\]"),
-        ({"k_buffer": KEYS.half()}, "k_buffer: expected dtype float32, got float16"),
+        ({"k_buffer": KEYS.half()}, "k_buffer: expected dtype float32 or float8_e4m3fn, got float16"),
         ({"k_buffer": KEYS[..., :4]}, r"k_buffer: expected shape \[any, any, 8\]"),
         ({"k_buffer": KEYS.transpose(0, 1)}, "k_buffer: expected a contiguous tensor"),
         ({"token_slots": SLOTS.int()}, "token_slots: expected dtype int64"),

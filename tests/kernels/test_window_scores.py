@@ -84,6 +84,18 @@ def test_dtypes_and_causal_mask(device: str, dtype: torch.dtype, ahead: int) -> 
     assert not mean[:, ahead + 8 :].any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_float8_keys_count_as_the_same_numbers(device: str, dtype: torch.dtype) -> None:
+    """Their layer's scale is a factor of the softmax scale."""
+    args, options = window((8, 6, 3, 64, 100), dtype, device)
+    stored = args[2].to(torch.float8_e4m3fn)
+    options["sm_scale"] *= 0.37
+    got = window_scores(*args[:2], stored, args[3], **options, kernel_size=5)
+    want = window_scores(*args[:2], stored.to(dtype), args[3], **options, kernel_size=5)
+    for name, one, other in zip(("pooled", "mean"), got, want, strict=True):
+        assert_same_bits(name, one, other)
+
+
 @pytest.mark.parametrize("num_keys", [121, 122, 123, 128, 129, 250])
 @pytest.mark.parametrize("kernel_size", [7, 31, 127])
 def test_tile_borders_do_not_show(device: str, kernel_size: int, num_keys: int) -> None:
@@ -165,7 +177,7 @@ Q, LSE, KEYS, SLOTS = torch.zeros(4, 6, 8), torch.zeros(4, 6), torch.zeros(9, 3,
         ({"queries": Q.int()}, "queries: expected dtype bfloat16 or float16 or float32, got int32"),
         ({"lse": LSE.half()}, "lse: expected dtype float32"),
         ({"lse": LSE[:3]}, r"lse: expected shape \[4, 6\], got \[3, 6\]"),
-        ({"k_buffer": KEYS.half()}, "k_buffer: expected dtype float32, got float16"),
+        ({"k_buffer": KEYS.half()}, "k_buffer: expected dtype float32 or float8_e4m3fn, got float16"),
         ({"k_buffer": KEYS[..., :4]}, r"k_buffer: expected shape \[any, any, 8\]"),
         ({"k_buffer": KEYS.transpose(0, 1)}, "k_buffer: expected a contiguous tensor"),
         ({"token_slots": SLOTS.int()}, "token_slots: expected dtype int64"),

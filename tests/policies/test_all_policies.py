@@ -103,6 +103,24 @@ def test_exact_total_ascending_protected(random_prompt: Run, kept: Run, name: st
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_keys_and_values_in_float8_count_as_what_they_stand_for(random_prompt: Run, kept: Run, name: str) -> None:
+    """The same choice from rows stored as float8 with scales as from the numbers themselves."""
+    prompt = random_prompt(length=60)
+    stored = [[(4 * x).to(torch.float8_e4m3fn) for x in rows] for rows in (prompt.keys, prompt.values)]
+    prompt.keys = [0.5 * x.float() for x in stored[0]]
+    prompt.values = [2.0 * x.float() for x in stored[1]]
+    meant = observer(prompt)
+
+    def as_stored(layer: int) -> LayerObservation:
+        buffers = torch.zeros(2, prompt.length + 1, prompt.num_heads, prompt.head_dim, dtype=torch.float8_e4m3fn)
+        buffers[0, prompt.slots], buffers[1, prompt.slots] = stored[0][layer], stored[1][layer]
+        return replace(meant(layer), k_buffer=buffers[0], v_buffer=buffers[1], k_scale=0.5, v_scale=2.0)
+
+    want, got = (build(name).select(observe, prompt.geometry, 17 * 9, 2) for observe in (meant, as_stored))
+    assert kept(got) == kept(want)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_larger_budgets_keep_more_of_the_same(random_prompt: Run, kept: Run, name: str) -> None:
     """Not a law for merging or coverage, whose choices depend on the budget; sizes grow for all."""
     prompt = random_prompt(length=60)

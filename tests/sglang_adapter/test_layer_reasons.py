@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from torch import nn
 
-from sgl_kvevict.sglang_adapter.refusals import layer_reasons
+from kvevict_kernels.device_limits import DeviceLimits
+from sgl_kvevict.geometry import UNSCALED, KVScales
+from sgl_kvevict.policies.registry import build_policy
+from sgl_kvevict.sglang_adapter import refusals
+from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales
+from sgl_kvevict.sglang_adapter.refusals import layer_reasons, policy_reasons
 
 
 def model(**variant: object) -> nn.Module:
@@ -15,6 +21,27 @@ def model(**variant: object) -> nn.Module:
     for name, value in variant.items():
         setattr(layers[2], name, value)
     return nn.Sequential(*layers)
+
+
+def test_scales_of_fp8_are_the_layers() -> None:
+    """As SGLang has read them; 1 where a layer has none."""
+    assert find_kv_scales(model()) is UNSCALED
+    assert find_kv_scales(model(k_scale_float=1.0, v_scale_float=1.0)) is UNSCALED
+    assert find_kv_scales(model(k_scale_float=0.25)) == KVScales(k=(1.0, 1.0, 0.25), v=(1.0, 1.0, 1.0))
+
+
+def test_a_pool_too_wide_for_the_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where rows are pooled one by one on a GPU with little shared memory."""
+    policy = build_policy("snapkv", {"kernel_size": 127})
+    cuda, small, large = torch.device("cuda"), DeviceLimits(89, 142, 102400), DeviceLimits(90, 132, 233472)
+    monkeypatch.setattr(refusals, "limits_of", lambda device: small)
+    (reason,) = policy_reasons(policy, 256, cuda)
+    assert reason.startswith("kernel_size is 127; with a head_dim of 256 this GPU's shared memory allows at most 95")
+    assert policy_reasons(policy, 128, cuda) == policy_reasons(policy, 256, torch.device("cpu")) == []
+    assert policy_reasons(build_policy("snapkv", {"kernel_size": 95}), 256, cuda) == []
+    assert policy_reasons(build_policy("snapkv", {"kernel_size": 127, "pooling": "avg"}), 256, cuda) == []
+    monkeypatch.setattr(refusals, "limits_of", lambda device: large)
+    assert policy_reasons(policy, 256, cuda) == []
 
 
 def test_plain_layers_are_fine() -> None:

@@ -39,7 +39,7 @@ def first_times(setting: Setting) -> list[dict[str, Any]]:
         assert policy is not None
         config = KVEvictConfig(policy=name, budget=setting.budget)
         spec = Compressor(config, policy, prefix.store)
-        timed(f"warm-up of {name}", lambda used=spec: warm_up(used))
+        timed(f"warm-up of {name}", lambda used=spec: warm_up(used, prefix.store.k_arena.dtype))
         timed(f"first compression, {name}", lambda used=policy: prefix.compress(used))
         timed(f"second compression, {name}", lambda used=policy: prefix.compress(used))
     segment, _ = prefix.store.pack(prefix.token_slots, 0, prefix.selection())

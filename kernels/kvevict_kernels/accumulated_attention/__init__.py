@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvevict_kernels.accumulated_attention.cpu import accumulated_attention_cpu
 from kvevict_kernels.accumulated_attention.reference import accumulated_attention_reference
-from kvevict_kernels.checks import KV_DTYPES, check_index_range, check_int, check_tensor
+from kvevict_kernels.checks import FP8, KV_DTYPES, check_index_range, check_int, check_tensor
 from kvevict_kernels.dispatch import backend_for
 
 __all__ = ["accumulated_attention", "accumulated_attention_reference"]
@@ -39,9 +39,10 @@ def accumulated_attention(
     Args:
         queries: [n, num_qo_heads, head_dim], bfloat16, float16 or float32, after RoPE; n may be 0.
         lse: [n, num_qo_heads], float32, natural log-sum-exp of each query's scaled scores over all its keys.
-        k_buffer: [num_token_slots, num_kv_heads, head_dim], dtype of ``queries``: keys of one layer, after RoPE.
+        k_buffer: [num_token_slots, num_kv_heads, head_dim], dtype of ``queries`` or float8_e4m3fn: keys of one
+            layer, after RoPE.
         token_slots: [N], int64, slots of the keys in order of position; N may be 0.
-        sm_scale: softmax scale.
+        sm_scale: softmax scale; for float8 times what a stored 1 is worth.
         key_start: logical position of the first key (tokens).
         query_start: logical position of ``queries[0]`` (tokens).
         reduction: "sum" over queries, mean over a group; or "squares", summed over both; or "max" over both.
@@ -64,7 +65,7 @@ def accumulated_attention(
     num_queries, num_qo_heads, head_dim = queries.shape
     device = queries.device
     check_tensor("lse", lse, (num_queries, num_qo_heads), torch.float32, device)
-    check_tensor("k_buffer", k_buffer, (None, None, head_dim), queries.dtype, device)
+    check_tensor("k_buffer", k_buffer, (None, None, head_dim), (queries.dtype, FP8), device)
     check_tensor("token_slots", token_slots, (None,), torch.int64, device)
     num_kv_heads = k_buffer.shape[1]
     if num_kv_heads == 0 or num_qo_heads == 0 or num_qo_heads % num_kv_heads:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvevict_kernels.stored_rows import gather_rows
+
 KEYS_PER_TILE = 128
 WEIGHTS_PER_TILE = 2**19
 """Attention weights in memory at a time, at 4 to 6 bytes each: what caches hold."""
@@ -46,7 +48,7 @@ def accumulated_attention_cpu(
     out = torch.full((num_kv_heads, 1, token_slots.numel()), float("-inf") if is_max else 0.0)
     dtype = _product_dtype(queries.dtype) if reduction == "sum" else torch.float32
     keys = [
-        _key_columns(k_buffer[token_slots[start : min(start + KEYS_PER_TILE, num_seen)]], dtype)
+        _key_columns(gather_rows(k_buffer, token_slots[start : min(start + KEYS_PER_TILE, num_seen)]), dtype)
         for start in range(0, num_seen, KEYS_PER_TILE)
     ]
     tile_queries = min(num_queries, max(1, WEIGHTS_PER_TILE // (num_qo_heads * KEYS_PER_TILE)))

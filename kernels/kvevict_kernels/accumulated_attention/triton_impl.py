@@ -52,8 +52,7 @@ def _accumulated_attention_kernel(
     slot = tl.load(token_slots_ptr + n, mask=m_n, other=0)
     p_k = k_ptr + (slot * H + i_h)[None, :] * D + o_d[:, None]
     b_k = tl.load(p_k, mask=m_n[None, :] & (o_d < D)[:, None], other=0.0)  # [BLOCK_D, BLOCK_N]
-    if UPCAST:
-        b_k = b_k.to(tl.float32)
+    b_k = b_k.to(tl.float32 if UPCAST else q_ptr.dtype.element_ty)
     acc = tl.zeros([BLOCK_N], dtype=tl.float32)
     first_query = tl.maximum(first_key + begin, 0)
     for start in range(first_query * G, num_queries * G, BLOCK_R):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvevict_kernels.checks import KV_DTYPES, check_index_range, check_tensor
+from kvevict_kernels.checks import FP8, KV_DTYPES, check_index_range, check_tensor
 from kvevict_kernels.compact_kv.cpu import compact_kv_cpu
 from kvevict_kernels.compact_kv.reference import compact_kv_reference
 from kvevict_kernels.dispatch import backend_for
@@ -35,7 +35,7 @@ def compact_kv(
     paths work through column groups, K then V, and the temporary stays within a limit however many rows move.
 
     Args:
-        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], bfloat16, float16 or float32.
+        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], bfloat16, float16, float32 or float8_e4m3fn.
         v_arena: like ``k_arena``.
         src: [M], int32, head slots to read; may repeat.
         dst: [C], int32, head slots to write, all different; C == M without weights.
@@ -51,7 +51,7 @@ def compact_kv(
     Cost: reads M and writes C rows of K and of V; on a device, rows that go through the temporary are written and
         read once more, on the CPU all rows; no host sync on a device; deterministic, no atomics.
     """
-    check_tensor("k_arena", k_arena, (None, None, None, None), KV_DTYPES)
+    check_tensor("k_arena", k_arena, (None, None, None, None), (*KV_DTYPES, FP8))
     device = k_arena.device
     check_tensor("v_arena", v_arena, tuple(k_arena.shape), k_arena.dtype, device)
     check_tensor("src", src, (None,), torch.int32, device)

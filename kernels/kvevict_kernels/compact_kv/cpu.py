@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
+from kvevict_kernels.stored_rows import as_moved, gather_rows
+
 TEMPORARY_BYTES = 2**21
 """Bounds the rows in flight: columns never mix, so groups of them move one after the other."""
 
@@ -35,7 +37,8 @@ def compact_kv_cpu(
             if indptr is None or weights is None:
                 columns.index_copy_(0, targets, columns.index_select(0, src))
             else:
-                columns.index_copy_(0, targets, _weighted_rows(columns, src, indptr, weights))
+                bits = as_moved(columns)
+                bits.index_copy_(0, targets, as_moved(_weighted_rows(columns, src, indptr, weights)))
 
 
 def _columns_at_once(rows: Tensor, num_moves: int) -> int:
@@ -49,7 +52,7 @@ def _as_words(rows: Tensor) -> Tensor:
     """View rows as 8-byte integers where their length allows it: they move twice as fast as 2-byte ones."""
     row_bytes = rows.shape[1] * rows.element_size()
     aligned = row_bytes % 8 == 0 and rows.storage_offset() * rows.element_size() % 8 == 0
-    return rows.view(torch.int64) if aligned else rows
+    return rows.view(torch.int64) if aligned else as_moved(rows)
 
 
 def _weighted_rows(rows: Tensor, src: Tensor, indptr: Tensor, weights: Tensor) -> Tensor:
@@ -63,7 +66,7 @@ def _weighted_rows(rows: Tensor, src: Tensor, indptr: Tensor, weights: Tensor) -
         first, last = int(bounds[0]), int(bounds[-1])
         if first == last:
             continue
-        gathered = rows.index_select(0, src[first:last]).float()
+        gathered = gather_rows(rows, src[first:last]).float()
         order = torch.arange(last - first)
         part = weights[first:last]
         block = embedding_bag(order, gathered, bounds[:-1] - first, mode="sum", per_sample_weights=part)

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvevict_kernels.stored_rows import as_moved
+
 STAGING_BYTES = 256 * 2**20
 MIN_GROUP_BYTES = 32
 """One memory sector: narrower column groups would read every sector twice."""
@@ -183,6 +185,8 @@ def compact_kv_triton(
         "BLOCK": ROW_BLOCK,
         "num_warps": 4 if head_dim <= WIDE else 8,
     }
+    if indptr is None:
+        k_arena, v_arena, buffer = as_moved(k_arena), as_moved(v_arena), as_moved(buffer)
     for rows in (k_arena, v_arena):
         for first_column, width in groups:
             columns = (num_out, first_column, width)

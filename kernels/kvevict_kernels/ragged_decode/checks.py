@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvevict_kernels.checks import KV_DTYPES, check_int, check_tensor
+from kvevict_kernels.checks import FP8, KV_DTYPES, check_int, check_tensor
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Tables
 
 
@@ -25,10 +25,11 @@ def check_run(tables: Tables, inputs: LayerInputs, out: Tensor, lse: Tensor) -> 
     if q.shape[0] != tables.num_new:
         raise ValueError(f"q: expected {tables.num_new} new tokens, got {q.shape[0]}")
     arena_shape = (sizes.num_layers, None, sizes.num_kv_heads, q.shape[2])
-    check_tensor("k_arena", inputs.k_arena, arena_shape, q.dtype, q.device)
-    check_tensor("v_arena", inputs.v_arena, tuple(inputs.k_arena.shape), q.dtype, q.device)
+    check_tensor("k_arena", inputs.k_arena, arena_shape, (q.dtype, FP8), q.device)
+    check_tensor("v_arena", inputs.v_arena, tuple(inputs.k_arena.shape), inputs.k_arena.dtype, q.device)
     check_int("layer", inputs.layer, 0, sizes.num_layers - 1)
-    if not math.isfinite(inputs.sm_scale) or inputs.sm_scale <= 0:
-        raise ValueError(f"sm_scale: expected a finite number > 0, got {inputs.sm_scale!r}")
+    for name, scale in (("sm_scale", inputs.sm_scale), ("v_scale", inputs.v_scale)):
+        if not math.isfinite(scale) or scale <= 0:
+            raise ValueError(f"{name}: expected a finite number > 0, got {scale!r}")
     check_tensor("out", out, tuple(q.shape), q.dtype, q.device)
     check_tensor("lse", lse, tuple(q.shape[:2]), torch.float32, q.device)

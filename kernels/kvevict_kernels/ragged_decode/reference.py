@@ -33,7 +33,7 @@ def ragged_attention_over_paths_reference(tables: Tables, step: Step, inputs: La
                 rows = torch.cat([*runs, (layer * num_token_slots + own) * num_kv_heads + head])
                 if rows.numel():
                     scores = k_rows[rows] @ q[row, q_head].float() * inputs.sm_scale
-                    out[row, q_head] = scores.softmax(0) @ v_rows[rows]
+                    out[row, q_head] = scores.softmax(0) @ v_rows[rows] * inputs.v_scale
                     lse[row, q_head] = scores.logsumexp(0)
             row += 1
     return out.to(q.dtype), lse

@@ -154,9 +154,10 @@ class LayerInputs:
         layer: layer index.
         q: [num_new_tokens, num_qo_heads, head_dim], bfloat16, float16 or float32, request after request; tokens may
             lie apart (a slice of a fused projection), heads of one token lie together.
-        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], dtype of ``q``.
+        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], dtype of ``q`` or float8_e4m3fn.
         v_arena: like ``k_arena``.
-        sm_scale: softmax scale.
+        sm_scale: factor of the products of queries and stored keys: softmax scale, times the layer's scale of keys.
+        v_scale: what a stored 1 of a value is worth in this layer.
     """
 
     layer: int
@@ -164,6 +165,7 @@ class LayerInputs:
     k_arena: Tensor
     v_arena: Tensor
     sm_scale: float
+    v_scale: float = 1.0
 
 
 def build_tables(

@@ -70,16 +70,14 @@ def attend_block(
     o_d,
     scale_log2,
     D: tl.constexpr,
-    UPCAST: tl.constexpr,  # float32 products: the interpreter cannot multiply bfloat16
 ):
-    """One block of keys, online softmax; a row may see none of them."""
+    """One block of keys, online softmax; a row may see none of them. Rows in float8 are multiplied in q's dtype."""
     p_kv = head_slot[:, None] * D + o_d[None, :]
     m_kv = m_n[:, None] & (o_d < D)[None, :]
     b_k = tl.load(k_ptr + p_kv, mask=m_kv, other=0.0)
     b_v = tl.load(v_ptr + p_kv, mask=m_kv, other=0.0)
-    if UPCAST:
-        b_k = b_k.to(tl.float32)
-        b_v = b_v.to(tl.float32)
+    b_k = b_k.to(b_q.dtype)
+    b_v = b_v.to(b_q.dtype)
     s = scale_log2 * tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
     s = tl.where(seen, s, float("-inf"))
     new_max = tl.maximum(b_max, tl.max(s, 1))
@@ -220,7 +218,7 @@ def _split_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr,  # float32 products: the interpreter cannot multiply bfloat16
 ):
     """Partials, float32, [num_partials, D], and their log-sum-exps, base 2; found through the entries like all tables.
 
@@ -265,7 +263,7 @@ def _split_kernel(
             head_slot = tl.load(index_ptr + n, mask=m_n, other=0).to(tl.int64) * slot_scale + slot_shift
             b_max, b_sum, b_out = attend_block(
                 b_q, b_max, b_sum, b_out, k_ptr, v_ptr, head_slot, m_n, n[None, :] < limit[:, None], o_d, scale_log2,
-                D=D, UPCAST=UPCAST,
+                D=D,
             )  # fmt: skip
         p_row = partial + i_row
         divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
@@ -303,7 +301,7 @@ def run_split(directory: Directory, step: Step, inputs: LayerInputs, out: Tensor
     """Device path of :func:`kvevict_kernels.ragged_decode.run_ragged_decode`: one launch per class, and the merge."""
     for which in directory.class_indices:
         _launch_split(directory, step, which, inputs)
-    run_merge(directory, step, inputs.layer, out, lse)
+    run_merge(directory, step, inputs, out, lse)
 
 
 def _launch_split(directory: Directory, step: Step, which: int, inputs: LayerInputs) -> None:
@@ -342,7 +340,7 @@ def _launch_split(directory: Directory, step: Step, which: int, inputs: LayerInp
         "num_stages": tile.stages,
         "num_warps": tile.warps,
     }
-    num_programs = _num_programs(q, tile, args, options)
+    num_programs = _num_programs(inputs, tile, args, options)
     if not directory.is_captured:
         num_programs = min(num_programs, class_tables.max_items + class_tables.max_suffix_items)
     _split_kernel[(num_programs,)](*args, **options)
@@ -351,11 +349,12 @@ def _launch_split(directory: Directory, step: Step, which: int, inputs: LayerInp
 _NUM_PROGRAMS: dict[tuple[object, ...], int] = {}
 
 
-def _num_programs(q: Tensor, tile: Tile, args: tuple[object, ...], options: dict[str, object]) -> int:
+def _num_programs(inputs: LayerInputs, tile: Tile, args: tuple[object, ...], options: dict[str, object]) -> int:
     """Programs of a persistent launch: as many as are resident at once; never depends on the batch."""
+    q = inputs.q
     if not q.is_cuda:
         return INTERPRETER_PROGRAMS
-    key = (q.device, q.dtype, *options.values())
+    key = (q.device, q.dtype, inputs.k_arena.dtype, *options.values())
     if key not in _NUM_PROGRAMS:
         compiled = _split_kernel.warmup(*args, grid=(1,), **options)
         compiled._init_handles()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvevict_kernels.device_limits import limits_of
 from kvevict_kernels.ragged_decode.directory import Directory
+from kvevict_kernels.ragged_decode.merge.triton_impl import MERGE_REGISTERS
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 from kvevict_kernels.ragged_decode.tile_table import EXTEND, tiles_for
 from kvevict_kernels.ragged_decode.triton_impl import LOG2_E, attend_block
@@ -97,6 +98,7 @@ def _extend_kernel(
     num_token_slots,
     q_stride,
     scale_log2,
+    v_scale,
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -150,7 +152,7 @@ def _extend_kernel(
             head_slot = tl.load(index_ptr + n, mask=m_n, other=0).to(tl.int64) * slot_scale + slot_shift
             b_max, b_sum, b_out = attend_block(
                 b_q, b_max, b_sum, b_out, k_ptr, v_ptr, head_slot, m_n, n[None, :] < limit[:, None], o_d, scale_log2,
-                D=D, UPCAST=UPCAST,
+                D=D,
             )  # fmt: skip
         begin -= num_kv
         end -= num_kv
@@ -163,7 +165,7 @@ def _extend_kernel(
         _store(partial_out_ptr, partial_lse_ptr, row, b_out, b_lse, o_d, m_m, D=D)
     else:
         row = (first + token) * (H * G) + head * G + i_row % G
-        _store(out_ptr, lse_ptr, row, b_out, b_lse * 0.6931471805599453, o_d, m_m, D=D)
+        _store(out_ptr, lse_ptr, row, b_out * v_scale, b_lse * 0.6931471805599453, o_d, m_m, D=D)
 
 
 @triton.jit(do_not_specialize_on_alignment=list(TABLES))
@@ -180,6 +182,7 @@ def _combine_kernel(
     members_ptr,
     request_members_ptr,
     new_lens_ptr,
+    v_scale,
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -216,7 +219,7 @@ def _combine_kernel(
         first = tl.load(members_ptr + tl.load(request_members_ptr + request)).to(tl.int64)
         row = (first + i_row // G) * (H * G) + head * G + i_row % G
         divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
-        tl.store(out_ptr + row[:, None] * D + o_d[None, :], b_out / divisor[:, None], mask=m_out)
+        tl.store(out_ptr + row[:, None] * D + o_d[None, :], b_out / divisor[:, None] * v_scale, mask=m_out)
         tl.store(lse_ptr + row, (b_max + tl.log2(divisor)) * 0.6931471805599453, mask=m_m)
 
 
@@ -259,6 +262,7 @@ def run_extend(directory: Directory, step: Step, inputs: LayerInputs, out: Tenso
         inputs.k_arena.shape[1],
         q.stride(0),
         inputs.sm_scale * LOG2_E,
+        inputs.v_scale,
         BLOCK_N=tile.keys,
         UPCAST=not q.is_cuda,
         num_stages=tile.stages,
@@ -268,4 +272,9 @@ def run_extend(directory: Directory, step: Step, inputs: LayerInputs, out: Tenso
     if tables.has_splits:
         members = (tables.members, tables.request_members, tables.new_lens_device)
         grid = (num_programs, sizes.num_kv_heads, triton.cdiv(tile.rows, COMBINE_ROWS))
-        _combine_kernel[grid](out, lse, *directory.partials, *tiles, *members, ROWS=COMBINE_ROWS, **constants)
+        _combine_kernel[grid](
+            *(out, lse, *directory.partials, *tiles, *members, inputs.v_scale),
+            ROWS=COMBINE_ROWS,
+            maxnreg=MERGE_REGISTERS,
+            **constants,
+        )

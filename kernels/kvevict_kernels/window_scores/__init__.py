@@ -8,10 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvevict_kernels.checks import KV_DTYPES, check_index_range, check_int, check_tensor
+from kvevict_kernels.checks import FP8, KV_DTYPES, check_index_range, check_int, check_tensor
+from kvevict_kernels.device_limits import limits_of
 from kvevict_kernels.dispatch import backend_for
 from kvevict_kernels.window_scores.cpu import window_scores_cpu
-from kvevict_kernels.window_scores.pooling import Pooling
+from kvevict_kernels.window_scores.pooling import Pooling, largest_kernel_size
 from kvevict_kernels.window_scores.reference import window_scores_reference
 
 __all__ = ["window_scores", "window_scores_reference"]
@@ -45,10 +46,10 @@ def window_scores(
     Args:
         queries: [W, num_qo_heads, head_dim], bfloat16, float16 or float32, after RoPE; W >= 1.
         lse: [W, num_qo_heads], float32, natural log-sum-exp of each query's scaled scores over all its keys.
-        k_buffer: [num_token_slots, num_kv_heads, head_dim], dtype of ``queries``: keys of one layer, after
-            RoPE.
+        k_buffer: [num_token_slots, num_kv_heads, head_dim], dtype of ``queries`` or float8_e4m3fn: keys of one
+            layer, after RoPE.
         token_slots: [N], int64, slots of the range in order of position; N may be 0.
-        sm_scale: softmax scale.
+        sm_scale: softmax scale; for float8 times what a stored 1 is worth.
         key_start: logical position of the range's first key (tokens).
         query_start: logical position of ``queries[0]`` (tokens).
         kernel_size: pooling window, odd, up to 127; 1 does not pool (tokens).
@@ -61,7 +62,8 @@ def window_scores(
         tensors.
 
     Raises:
-        ValueError: wrong shape, dtype, device or choice; W == 0; an even or too large ``kernel_size``; query
+        ValueError: wrong shape, dtype, device or choice; W == 0; an even or too large ``kernel_size`` (on a device
+            also one whose tile does not fit its shared memory); query
             heads that are not a multiple of the KV heads; on the CPU also a token slot outside the buffer.
 
     Source: Ada-KV, arXiv 2407.11550, Algorithm 2 lines 3-4; SnapKV, arXiv 2404.14469.
@@ -76,7 +78,7 @@ def window_scores(
     if window_size == 0:
         raise ValueError("queries: expected at least one query, got W = 0")
     check_tensor("lse", lse, (window_size, num_qo_heads), torch.float32, device)
-    check_tensor("k_buffer", k_buffer, (None, None, head_dim), queries.dtype, device)
+    check_tensor("k_buffer", k_buffer, (None, None, head_dim), (queries.dtype, FP8), device)
     check_tensor("token_slots", token_slots, (None,), torch.int64, device)
     num_kv_heads = k_buffer.shape[1]
     if num_kv_heads == 0 or num_qo_heads == 0 or num_qo_heads % num_kv_heads:
@@ -93,6 +95,8 @@ def window_scores(
     first_key = key_start - query_start
     if backend_for(device) == "cpu":
         return window_scores_cpu(queries, lse, k_buffer, token_slots, sm_scale, first_key, pool)
+    if pool.pools_rows:
+        check_int("kernel_size", kernel_size, 1, largest_kernel_size(head_dim, limits_of(device)))
     from kvevict_kernels.window_scores.triton_impl import window_scores_triton
 
     return window_scores_triton(queries, lse, k_buffer, token_slots, sm_scale, first_key, pool)

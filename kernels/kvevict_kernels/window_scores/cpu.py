@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvevict_kernels.stored_rows import gather_rows
 from kvevict_kernels.window_scores.pooling import Pooling
 
 KEYS_PER_CHUNK = 512
@@ -39,7 +40,7 @@ def window_scores_cpu(
     for begin in range(0, num_keys, KEYS_PER_CHUNK):
         end = min(begin + KEYS_PER_CHUNK, num_keys)
         low, high = max(0, begin - halo), min(num_keys, end + halo)
-        keys = k_buffer.index_select(0, token_slots[low:high]).float()  # [keys, num_kv_heads, head_dim]
+        keys = gather_rows(k_buffer, token_slots[low:high]).float()  # [keys, num_kv_heads, head_dim]
         p = torch.baddbmm(row_lse, q, keys.permute(1, 2, 0), beta=-1.0, alpha=sm_scale).exp_()
         _mask_future(p.view(num_kv_heads, window_size, -1, high - low), first_key + low)
         inside = slice(begin - low, end - low)

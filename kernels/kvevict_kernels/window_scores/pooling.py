@@ -9,9 +9,28 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kvevict_kernels.checks import check_choice, check_int
+from kvevict_kernels.device_limits import DeviceLimits
 
 MAX_KERNEL_SIZE = 127
 """A tile of keys on the device must hold a whole pooling window."""
+KEY_BLOCK = 128
+"""Keys of a tile on a device, halo included; twice as many for a window that leaves too few others."""
+MIN_VALID_KEYS = 32
+"""Keys of a tile that are not halo, at least."""
+WIDE_ROW_SHARED = 155648
+"""Bytes of shared memory that a program with the larger tile takes where rows are 256 numbers wide (compiled)."""
+
+
+def largest_kernel_size(head_dim: int, limits: DeviceLimits) -> int:
+    """Widest window that a device can pool row by row: the larger tile of wide rows does not fit an sm_89.
+
+    Args:
+        head_dim: width of a key.
+        limits: of the device.
+    """
+    if head_dim <= KEY_BLOCK or limits.shared_per_block >= WIDE_ROW_SHARED:
+        return MAX_KERNEL_SIZE
+    return KEY_BLOCK - MIN_VALID_KEYS - 1
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvevict_kernels.window_scores.pooling import Pooling
+from kvevict_kernels.window_scores.pooling import KEY_BLOCK, MIN_VALID_KEYS, Pooling
 
 ROW_BLOCK = 32
-KEY_BLOCK = 128
+"""Half as many beside a larger tile of keys, or weights would not fit into registers."""
 NUM_WARPS = 4
 """Twice as many for a larger tile, which four could not hold in registers."""
 WIDE = 128
 """Wider rows leave room in the shared memory of an sm_89 for one tile of queries less."""
-MIN_VALID_KEYS = 32
-"""Keys of a tile that are not halo, at least; tiles are powers of two."""
 
 
 @triton.jit(
@@ -58,8 +56,7 @@ def _window_scores_kernel(
     slot = tl.load(token_slots_ptr + n, mask=m_n, other=0)
     p_k = k_ptr + (slot * H + i_h)[None, :] * D + o_d[:, None]
     b_k = tl.load(p_k, mask=m_n[None, :] & (o_d < D)[:, None], other=0.0)  # [BLOCK_D, BLOCK_N]
-    if UPCAST:
-        b_k = b_k.to(tl.float32)
+    b_k = b_k.to(tl.float32 if UPCAST else q_ptr.dtype.element_ty)
     mean_sum = tl.zeros([BLOCK_N], dtype=tl.float32)
     pooled_sum = tl.zeros([BLOCK_N], dtype=tl.float32)
     for start in range(0, W * G, BLOCK_R):
@@ -111,6 +108,7 @@ def window_scores_triton(
     num_keys = token_slots.numel()
     kernel_size = pooling.kernel_size if pooling.pools_rows else 1
     key_block = max(KEY_BLOCK, triton.next_power_of_2(kernel_size + MIN_VALID_KEYS))
+    is_small = key_block == KEY_BLOCK
     mean = torch.empty(num_kv_heads, num_keys, dtype=torch.float32, device=queries.device)
     pooled = torch.empty_like(mean)
     grid = (triton.cdiv(num_keys, key_block - (kernel_size - 1)), num_kv_heads)
@@ -130,11 +128,11 @@ def window_scores_triton(
         D=head_dim,
         KERNEL=kernel_size,
         NUM_DOUBLINGS=(kernel_size - 1).bit_length(),
-        BLOCK_R=ROW_BLOCK,
+        BLOCK_R=ROW_BLOCK if is_small else ROW_BLOCK // 2,
         BLOCK_N=key_block,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         UPCAST=not queries.is_cuda,
-        num_warps=NUM_WARPS if key_block == KEY_BLOCK else 2 * NUM_WARPS,
+        num_warps=NUM_WARPS if is_small else 2 * NUM_WARPS,
         num_stages=3 if head_dim <= WIDE else 2,
     )
     return (pooled if pooling.pools_rows else pooling.pool(mean)), mean

@@ -19,7 +19,7 @@ class WindowOptions(BudgetOptions):
     """Options of the SnapKV family."""
 
     window_size: int = option(32, "queries at the end of the prompt whose attention scores tokens", minimum=1)
-    kernel_size: int = option(7, "width of the pool along the tokens; 1 = no pool", minimum=1, odd=True)
+    kernel_size: int = option(7, "width of the pool along the tokens; 1 = no pool", minimum=1, maximum=127, odd=True)
     pooling: Literal["max", "avg"] = option("max", "kind of pool", choices=("max", "avg"))
     order: Literal["pool-mean", "mean-pool"] = option(
         "pool-mean",

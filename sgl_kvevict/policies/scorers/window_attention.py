@@ -56,7 +56,7 @@ class WindowAttentionScorer:
             window.lse,
             observation.k_buffer,
             observation.token_slots,
-            sm_scale=observation.sm_scale,
+            sm_scale=observation.stored_sm_scale,
             key_start=observation.start,
             query_start=window.start,
             kernel_size=self.kernel_size,

@@ -33,10 +33,13 @@ from kvevict_kernels.ragged_decode.entries.triton_impl import (
     int64s_at,
 )
 from kvevict_kernels.ragged_decode.layout.triton_impl import run_chunk
-from kvevict_kernels.ragged_decode.tables import Step
+from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 
 MERGE_BLOCK = 32
 """Partials that are folded at once: as many as a run of one request has, so that their loads wait once or twice."""
+
+MERGE_REGISTERS = 128
+"""Per thread, at most. Left to itself ptxas aims lower for some sizes and keeps one word on the stack."""
 
 
 @triton.jit
@@ -71,6 +74,7 @@ def _merge_kernel(
     lse_ptr,  # [N, H * G] float32, natural
     seq_lens_ptr,
     layer,
+    v_scale,
     NUM_ITEMS: tl.constexpr,
     STEP: tl.constexpr,
     H: tl.constexpr,
@@ -116,11 +120,11 @@ def _merge_kernel(
     member = tl.load(int32s_at(entries_ptr, REQUEST_MEMBERS) + request) + token
     row = tl.load(int32s_at(entries_ptr, MEMBERS) + member).to(tl.int64) * (H * G) + q_head
     divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
-    tl.store(out_ptr + row * D + o_d, b_out / divisor, mask=o_d < D)
+    tl.store(out_ptr + row * D + o_d, b_out / divisor * v_scale, mask=o_d < D)
     tl.store(lse_ptr + row, (b_max + tl.log2(divisor)) * 0.6931471805599453)
 
 
-def run_merge(directory: Directory, step: Step, layer: int, out: Tensor, lse: Tensor) -> None:
+def run_merge(directory: Directory, step: Step, inputs: LayerInputs, out: Tensor, lse: Tensor) -> None:
     """Write the rows of ``out`` and ``lse`` that the split kernel attended for."""
     num_qo_heads, head_dim = out.shape[1:]
     tables = directory.tables
@@ -129,7 +133,8 @@ def run_merge(directory: Directory, step: Step, layer: int, out: Tensor, lse: Te
         out,
         lse,
         step.seq_lens,
-        layer,
+        inputs.layer,
+        inputs.v_scale,
         NUM_ITEMS=tables.sizes.num_items,
         STEP=chunks.CHUNK_STEP,
         H=tables.sizes.num_kv_heads,
@@ -137,4 +142,5 @@ def run_merge(directory: Directory, step: Step, layer: int, out: Tensor, lse: Te
         D=head_dim,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK=MERGE_BLOCK,
+        maxnreg=MERGE_REGISTERS,
     )

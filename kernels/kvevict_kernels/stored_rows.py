@@ -1,0 +1,31 @@
+"""Rows of a KV cache as torch reads them, whatever they are stored in."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvevict_kernels.checks import FP8
+
+
+def gather_rows(buffer: Tensor, slots: Tensor, scale: float | Tensor = 1.0, dim: int = 0) -> Tensor:
+    """Copy rows at some slots.
+
+    Args:
+        buffer: any shape; bfloat16, float16, float32, or float8_e4m3fn, which stands for a number times ``scale``.
+        slots: [n], int, indices along ``dim``.
+        scale: what a stored 1 is worth; looked at for float8 only. A tensor must broadcast against the result.
+        dim: dimension of the slots.
+
+    Returns:
+        The rows as they are, or float32 for float8: products, sums and norms of float8 do not exist.
+    """
+    if buffer.dtype != FP8:
+        return torch.index_select(buffer, dim, slots)
+    rows = torch.index_select(as_moved(buffer), dim, slots)
+    return rows.view(FP8).float().mul_(scale)
+
+
+def as_moved(rows: Tensor) -> Tensor:
+    """View rows in a dtype that can be gathered and written: float8 as bytes, others as they are."""
+    return rows.view(torch.uint8) if rows.dtype == FP8 else rows
