@@ -266,12 +266,9 @@ def test_long_prefills_without_spans_go_elsewhere(make_world: MakeWorld, device:
         wrappers.append(FakePagedWrapper())
         return wrappers[-1]
 
-    attention = runner.attention
-    attention = TritonAttention(
-        world.geometry, attention.k_arena, attention.v_arena,
-        PlainPrefill(world.geometry, attention.k_arena, attention.v_arena, make),
-    )  # fmt: skip
-    runner.attention = attention
+    arenas = (runner.attention.k_arena, runner.attention.v_arena)
+    plain = PlainPrefill(world.geometry, *arenas, make)
+    runner.attention = TritonAttention(world.geometry, *arenas, plain_prefill=plain)
     both = runner.attend(1, q, [2, 40, 45, 41])
     assert [wrapper.num_plans for wrapper in wrappers] == [1, 0]
     assert_same_bits("rows that read a span", both[0][:42], ours[0][:42])
