@@ -31,7 +31,7 @@ class Outcome(Enum):
     """It waits for its passes, or they are under way."""
     COMPRESSED = "compressed"
     IN_USE = "in-use"
-    """Scored; compressed as soon as nobody else reads it."""
+    """Scored; compressed when the last request leaves that reads it exactly."""
     TOO_SHORT = "too-short"
     NO_ROOM = "no-room"
     """Prefix and probe together do not fit into the pool, or into what the server allows a request."""

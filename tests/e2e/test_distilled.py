@@ -1,4 +1,4 @@
-"""The default policy on a real server and a real model: a prompt is compressed as soon as it is complete."""
+"""The default policy on a real server and a real model: prefixes shrink when slots are short."""
 
 from __future__ import annotations
 
@@ -26,20 +26,55 @@ def ask(server, text, max_new_tokens=6):
     return json.loads(server.post("/generate", {"text": text, "sampling_params": sampling}))
 
 
-def test_the_first_request_leaves_a_compressed_prefix_that_answers(start, demo_model):
-    text = HANDBOOK.read_text()[:4000]
-    document = f"<|im_start|>user\n{text[:2000]}{NEEDLE}{text[2000:]}"
-    with start(demo_model, "--max-total-tokens", "6000", config={}) as server:
+def document_of(part: str) -> str:
+    return f"<|im_start|>user\n{part[:2000]}{NEEDLE}{part[2000:]}"
+
+
+def test_a_prefix_shrinks_when_slots_are_short_and_answers(start, demo_model):
+    """Without any pass: nobody has asked about it twice."""
+    text = HANDBOOK.read_text()
+    document = document_of(text[:4000])
+    with start(demo_model, "--max-total-tokens", "1800", config={}) as server:
         assert "kvevict: learned scores of" in server.log()
         ask(server, document)
         state = plugin_state(server)
         assert state["policy"] == "distilled" and state["learned_scores"]["in_use"]
+        assert state["compressed_tokens"] == 0 and state["scoring_jobs"] == 0
+        ask(server, "<|im_start|>user\n" + text[4000:8000])
+        state = plugin_state(server)
         assert state["compressed_tokens"] > 800 and state["scoring_jobs"] == 0
         assert state["compressed_slots"] == -(-2 * state["compressed_tokens"] // 10)
         answer = ask(server, document + QUESTION)
         assert answer["meta_info"]["cached_tokens"] > 800 and "marigold" in answer["text"]
+        assert plugin_state(server)["leaked_slots"] == 0 and server.leak_messages() == []
+
+
+def test_without_waiting_the_first_request_leaves_a_compressed_prefix(start, demo_model):
+    document = document_of(HANDBOOK.read_text()[:4000])
+    with start(demo_model, "--max-total-tokens", "6000", config={"wait_for_passes": False}) as server:
+        ask(server, document)
+        state = plugin_state(server)
+        assert state["compressed_tokens"] > 800 and state["scoring_jobs"] == 0
+        answer = ask(server, document + QUESTION)
+        assert answer["meta_info"]["cached_tokens"] > 800 and "marigold" in answer["text"]
         flush(server)
         assert warm(server.url, text=document).outcome == "compressed"
+        assert plugin_state(server)["leaked_slots"] == 0 and server.leak_messages() == []
+
+
+def test_an_exact_request_answers_as_without_compression(start, demo_model):
+    """Its text is found compressed, and read from anew; others go on reading what is compressed."""
+    document = document_of(HANDBOOK.read_text()[:4000])
+    with start(demo_model, "--max-total-tokens", "6000", config={"wait_for_passes": False}) as server:
+        sampling = {"temperature": 0, "max_new_tokens": 12}
+        first = json.loads(server.post("/generate", {"text": document + QUESTION, "sampling_params": sampling}))
+        assert plugin_state(server)["compressed_tokens"] > 800
+        nodes = plugin_state(server)["segments"]
+        exact = sampling | {"custom_params": {"kvevict": {"exact": True}}}
+        again = json.loads(server.post("/generate", {"text": document + QUESTION, "sampling_params": exact}))
+        assert again["meta_info"]["cached_tokens"] == 0 and again["text"].startswith(first["text"][:9])
+        assert ask(server, document + QUESTION)["meta_info"]["cached_tokens"] > 800
+        assert plugin_state(server)["segments"] == nodes
         assert plugin_state(server)["leaked_slots"] == 0 and server.leak_messages() == []
 
 
