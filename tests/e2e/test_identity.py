@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 HANDBOOK = Path(__file__).parents[2] / "examples" / "data" / "station_handbook.txt"
 FLAGS = ("--dtype", "float32", "--max-total-tokens", "14000", "--chunked-prefill-size", "1500")
 CONFIG = {"policy": "ada-snapkv", "budget": 1.0}
+FEW = slice(3, 11)
+"""Prompts of up to 900 tokens, some of which share a beginning."""
 QUESTIONS = ("How far away is the nearest town?", "Where does the boat land?", "What grows on the island?")
 
 
@@ -113,3 +115,20 @@ def test_max_new_tokens_zero_prompt_logprobs_see_full_positions(full_budget, pro
     """The first token after a compressed prefix has its logical position: log-probabilities at budget 1.0 agree."""
     _, expected = stock_results
     assert logprobs(full_budget, prompts[0]) == pytest.approx(expected, abs=2e-3)
+
+
+def test_exact_requests_equal_stock_on_a_server_that_compresses(start, demo_model, prompts, stock_results):
+    """At budget 0.2: while others read and shrink the same prefixes."""
+    expected, _ = stock_results
+    server = start(demo_model, *FLAGS, config=CONFIG | {"budget": 0.2})
+    answers(server, prompts[FEW], 4)
+    state = idle_state(server)
+    assert state["compressions"] >= 4
+    exact = {"kvevict": {"exact": True}}
+    with ThreadPoolExecutor(6) as pool:
+        others = [pool.submit(generate, server, prompt, 8) for prompt in prompts[FEW]]
+        results = list(pool.map(lambda prompt: generate(server, prompt, 8, custom_params=exact), prompts[FEW]))
+        assert all(len(other.result()["output_ids"]) == 8 for other in others)
+    assert [result["output_ids"] for result in results] == expected[FEW]
+    state = idle_state(server)
+    assert state["leaked_slots"] == 0 and server.leak_messages() == []

@@ -52,10 +52,16 @@ def random_jobs(count: int, *, seed: int, vocab_size: int, longest: int = 400, a
 
 
 def generate(
-    server: RunningServer, input_ids: list[int], max_new_tokens: int, rid: str | None = None
+    server: RunningServer,
+    input_ids: list[int],
+    max_new_tokens: int,
+    rid: str | None = None,
+    custom_params: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Run one greedy request to its end (or its abort)."""
-    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+    sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+    if custom_params is not None:
+        sampling["custom_params"] = custom_params
     body = {"input_ids": input_ids, "sampling_params": sampling} | ({} if rid is None else {"rid": rid})
     return json.loads(server.post("/generate", body))
 
