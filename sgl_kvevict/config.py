@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,9 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from sgl_kvevict.errors import ConfigError, shown
 
 ENV_VAR = "KVEVICT_CONFIG"
-
 _CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
-
 
 _PORT = r"0*(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 _ENDPOINT = rf"^(tcp://(\*|[A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\]):{_PORT}|ipc://.+)$"
@@ -114,12 +113,20 @@ class KVEvictConfig(BaseModel):
             "or an integer >= 1 (entries per KV head)"
         },
     )
+    light_budget: float | None = Field(
+        default=0.5,
+        gt=0,
+        lt=1,
+        description="share to which uncompressed prefixes shrink first when token slots are short, before they shrink "
+        "to the budget; null, an integer budget, or one of 1.0 or not below it: they shrink to the budget at once",
+        json_schema_extra={"allowed": "a float in (0, 1), or null"},
+    )
     min_budget: float | None = Field(
         default=0.1,
         gt=0,
         lt=1,
         description="share to which compressed prefixes are squeezed when token slots are short, before any of them is "
-        "dropped; null, an integer budget, or one of 1.0 or not above it: nothing is squeezed",
+        "dropped; null, an integer budget, or one of 1.0 or not above it: they are not squeezed below the budget",
         json_schema_extra={"allowed": "a float in (0, 1), or null"},
     )
     wait_for_passes: bool = Field(
@@ -276,14 +283,19 @@ class KVEvictConfig(BaseModel):
             slots = self._share_of(num_tokens)
         return min(max(slots, 1), num_tokens)
 
-    @property
-    def squeezes(self) -> bool:
-        """Whether compressed prefixes can be squeezed further."""
-        return self.min_budget is not None and isinstance(self.budget, float) and self.min_budget < self.budget < 1
+    @cached_property
+    def shares(self) -> tuple[float, ...]:
+        """Shares to which prefixes shrink one after the other when token slots are short; () where they do not."""
+        budget = self.budget
+        if not isinstance(budget, float) or budget == 1 or self.budget_includes_tail:
+            return ()
+        light = () if self.light_budget is None or self.light_budget <= budget else (self.light_budget,)
+        least = () if self.min_budget is None or self.min_budget >= budget else (self.min_budget,)
+        return (*light, budget, *least)
 
-    def min_slots(self, num_tokens: int) -> int:
-        """Token slots that a compressed range of ``num_tokens`` tokens can be squeezed into, at least 1."""
-        return max(self._share_of(num_tokens, self.min_budget if self.squeezes else self.budget), 1)
+    def slots_at(self, share: float, num_tokens: int) -> int:
+        """Token slots that a compressed range of ``num_tokens`` tokens takes at a share, at least 1."""
+        return max(self._share_of(num_tokens, share), 1)
 
     def _share_of(self, num_tokens: int, share: float | None = None) -> int:
         slots = Fraction(repr(self.budget if share is None else share)) * num_tokens

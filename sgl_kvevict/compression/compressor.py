@@ -133,6 +133,7 @@ class Compressor:
         start: int,
         observation: Observation,
         parent: Segment | None = None,
+        share: float | None = None,
     ) -> Compression:
         """Write the segment of one range.
 
@@ -143,10 +144,12 @@ class Compressor:
             start: logical position of the range's first token.
             observation: what the prefill, or the range's readers, left behind; with learned scores nothing is needed.
             parent: segment of the path right before the range; its policy state carries on.
+            share: of the range to keep; None: what the budget says.
         """
         begin = time.perf_counter()
         num_tokens = token_slots.numel()
-        num_slots = self.config.num_slots(num_tokens, start)
+        config = self.config
+        num_slots = config.num_slots(num_tokens, start) if share is None else config.slots_at(share, num_tokens)
         geometry = self.store.geometry
 
         def show(layer: int) -> LayerObservation:
@@ -158,11 +161,11 @@ class Compressor:
             end, scales = start + num_tokens, geometry.scales
             tokens = CachedRange(self.store.k_arena, self.store.v_arena, token_slots, start, end, scales)
             observe = with_learned_scores(show, learner.weights, tokens, learner.rotary)
-        protected = min(max(self.config.sink_tokens - start, 0), num_slots)
+        protected = min(max(config.sink_tokens - start, 0), num_slots)
         state = None if parent is None else parent.policy_state
         assert state is None or isinstance(state, PolicyState)
         decision = self.policy.select(
-            observe, geometry, num_slots * geometry.heads_per_token, protected, state, with_worth=self.config.squeezes
+            observe, geometry, num_slots * geometry.heads_per_token, protected, state, with_worth=len(config.shares) > 1
         )
         segment, freed = self.store.pack(
             token_slots,

@@ -14,14 +14,6 @@ MAX_LEVELS = 1024
 SPARE_ENTRIES = 64
 """A heap is built anew when it has more than this beside two entries per leaf: the others are out of date."""
 
-LOSS_OF_COMPRESSING = 0.3
-"""What compressing an uncompressed prefix to the budget loses per slot won, in tokens of prefill. All answers of a
-prefix count as five prefills of it; going to 20 % loses about 5 % of them (docs/quality.md) and wins 80 % of the slots:
-5 * 0.05 / 0.8."""
-SQUEEZING_TO_DROPPING = 0.8
-"""What squeezing a prefix loses per slot won, in parts of what dropping it loses. From 20 % to 10 %: 5 * 0.08 / 0.1 = 4
-tokens; dropping costs 5 tokens of prefill a slot at 20 %, 10 at 10 %, and 1 for what is uncompressed."""
-
 Priority = tuple[float, float]
 """(credit, number of the last access); the smallest goes first."""
 
@@ -51,12 +43,7 @@ class CostAwareRecency:
 
     def get_priority(self, node: Node) -> Priority:
         """Priority of dropping a leaf; grows when the leaf is used."""
-        return self._priority(node, self._saved(node))
-
-    def shrink_priority(self, node: Node) -> Priority:
-        """Priority of compressing what is uncompressed up to a node, or of squeezing the segment that it owns."""
-        is_compressed = node in self._spans
-        return self._priority(node, SQUEEZING_TO_DROPPING * self._saved(node) if is_compressed else LOSS_OF_COMPRESSING)
+        return self.priority(node, self.saved(node))
 
     def gave_way(self, priority: Priority) -> None:
         """What had this priority gave way: raise the level to its credit."""
@@ -67,11 +54,12 @@ class CostAwareRecency:
         if len(self._times) > MAX_LEVELS:
             del self._times[0], self._levels[0]
 
-    def _saved(self, node: Node) -> float:
+    def saved(self, node: Node) -> float:
         """Tokens of prefill that each slot of a node saves."""
         return self._spans[node].segment.tokens_per_slot if node in self._spans else 1.0
 
-    def _priority(self, node: Node, loss: float) -> Priority:
+    def priority(self, node: Node, loss: float) -> Priority:
+        """Priority of a step that costs ``loss`` tokens of prefill, or what is worth as much, per slot won."""
         accessed = node.last_access_time
         return self._levels[bisect_right(self._times, accessed)] + loss, accessed
 

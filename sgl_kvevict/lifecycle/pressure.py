@@ -17,9 +17,21 @@ from sgl_kvevict.lifecycle.spans import SpanTable
 ROUND_SHARE = 1 / 64
 """Share of the pool's slots that are won at once when prefixes shrink, so that several requests live on one round."""
 
+LOSS_OF_COMPRESSING = 0.3
+"""What compressing an uncompressed prefix loses per slot won, in tokens of prefill. All answers of a prefix count as
+five prefills of it; learned scores lose about 3 % of them at 50 % (docs/quality.md): 5 * 0.03 / 0.5."""
+LOSS_OF_LIGHT = 0.25
+"""What going from the light share to the budget loses per slot won, in parts of what dropping the prefix loses. From
+50 % to 20 %: 5 * 0.03 / 0.3 = 0.5 tokens, and dropping it at 50 % costs 2 tokens of prefill a slot."""
+LOSS_OF_SQUEEZING = 0.8
+"""The same for going from the budget to the least budget. From 20 % to 10 %: 5 * 0.08 / 0.1 = 4 tokens of 5."""
+
 
 class Pressure:
-    """Prefixes that can shrink: uncompressed ones that can be scored at any time, and spans above the least budget.
+    """Prefixes that can shrink: uncompressed ones that can be scored at any time, and spans above the least share.
+
+    They shrink in steps (``KVEvictConfig.shares``): to the light share by scores that are at hand, to the budget and to
+    the least budget by what was stored of these scores, or of those of passes.
 
     Uncompressed ones end at nodes, so that no two of them overlap: each *end* stands for the uncompressed tokens from
     the end above it, or the waterline. They are compressed from the root down.
@@ -67,7 +79,7 @@ class Pressure:
     def clear(self) -> None:
         """The tree was flushed."""
         self._nodes = NodeSet()
-        self._heap = NodeHeap(self._nodes, self.order.shrink_priority)
+        self._heap = NodeHeap(self._nodes, self._priority)
         self._prompts: OrderedDict[Node, PromptObservation] = OrderedDict()
 
     # ---- what can shrink --------------------------------------------------------------------------------------
@@ -90,7 +102,7 @@ class Pressure:
         """Consecutive nodes hold a new segment; the first one, which owns it, may be squeezed later."""
         for node in nodes:
             self.discard(node)
-        if self._config.squeezes:
+        if len(self._config.shares) > 1:
             self._nodes.add(nodes[0])
 
     def split(self, upper: Node, lower: Node) -> None:
@@ -117,14 +129,25 @@ class Pressure:
             return 0
         won = 0
         for node in self._readers.movable_nodes():
-            num_tokens = len(node.key)
-            if node not in self._nodes:
-                continue
-            if node in self._spans:
-                won += max(self._spans[node].segment.num_slots - self._least_slots(node), 0)
-            elif num_tokens >= self._config.min_prefix_tokens:
-                won += num_tokens - self._config.num_slots(num_tokens, length_of(path_to(node)) - num_tokens)
+            if node in self._nodes:
+                won += self._reserve_of_span(node) if node in self._spans else self._reserve_of_end(node)
         return won
+
+    def _reserve_of_span(self, owner: Node) -> int:
+        segment = self._spans[owner].segment
+        if segment.worth is None:
+            return 0
+        return max(segment.num_slots - self._config.slots_at(self._config.shares[-1], segment.end - segment.start), 0)
+
+    def _reserve_of_end(self, node: Node) -> int:
+        """Of the node alone; compressed together with short nodes above it, it wins as much at least."""
+        config, num_tokens = self._config, len(node.key)
+        if num_tokens < config.min_prefix_tokens:
+            return 0
+        if not config.shares:
+            return num_tokens - config.num_slots(num_tokens, length_of(path_to(node)) - num_tokens)
+        keeps_all = config.slots_at(config.shares[0], num_tokens) == num_tokens  # then nothing says what is worth least
+        return 0 if keeps_all else num_tokens - config.slots_at(config.shares[-1], num_tokens)
 
     # ---- shrinking --------------------------------------------------------------------------------------------
 
@@ -147,13 +170,13 @@ class Pressure:
             self._heap.pop()
             slots = self._shrink(node)
             won += slots
+            if node in self._nodes:
+                rest.append(node)
             if slots:
                 self.order.gave_way(priority)
                 for waiting in rest:  # what is above them may have been compressed
                     self._heap.push(waiting)
                 rest.clear()
-            if node in self._nodes:
-                rest.append(node)
         for waiting in rest:
             self._heap.push(waiting)
         return won
@@ -162,18 +185,35 @@ class Pressure:
         """Take a node's next step; 0: not now, or (then it is no longer there) never again."""
         return self._squeeze(node) if node in self._spans else self._compress(node)
 
-    def _squeeze(self, owner: Node) -> int:
-        least = self._least_slots(owner)
+    def _priority(self, node: Node) -> Priority:
+        """Priority of a node's next step."""
+        if node not in self._spans:
+            return self.order.priority(node, LOSS_OF_COMPRESSING)
+        is_last = self._next_slots(node) in (None, self._slots_at(node, self._config.shares[-1]))
+        return self.order.priority(node, (LOSS_OF_SQUEEZING if is_last else LOSS_OF_LIGHT) * self.order.saved(node))
+
+    def _slots_at(self, owner: Node, share: float) -> int:
         segment = self._spans[owner].segment
-        if least >= segment.num_slots:
+        return self._config.slots_at(share, segment.end - segment.start)
+
+    def _next_slots(self, owner: Node) -> int | None:
+        """Token slots that the segment of a node shrinks to next; None: it does not shrink any more."""
+        segment = self._spans[owner].segment
+        if segment.worth is None:
+            return None
+        steps = (self._slots_at(owner, share) for share in self._config.shares)
+        return next((slots for slots in steps if slots < segment.num_slots), None)
+
+    def _squeeze(self, owner: Node) -> int:
+        slots = self._next_slots(owner)
+        if slots is None:
             self._nodes.discard(owner)
             return 0
         if self._readers.movable(owner) is None:
             return 0
-        freed = self._spans.squeeze(owner, least)
+        freed = self._spans.squeeze(owner, slots)
         self._tree.charge(owner, -freed.numel())
         self._tree.free(freed)
-        self._nodes.discard(owner)
         self.observer.squeezed(owner, self._spans[owner].segment, freed.numel())
         return freed.numel()
 
@@ -185,12 +225,8 @@ class Pressure:
         if end - self._spans.waterline(path) < self._config.min_prefix_tokens:
             self.discard(node)
             return 0
-        return self._ranges.compress_now(node, end, self._prompts.get(node) or CacheObservation())
-
-    def _least_slots(self, owner: Node) -> int:
-        """Token slots that the segment of a node can be squeezed into."""
-        segment = self._spans[owner].segment
-        return segment.num_slots if segment.worth is None else self._config.min_slots(segment.end - segment.start)
+        share = self._config.shares[0] if self._config.shares else None
+        return self._ranges.compress_now(node, end, self._prompts.get(node) or CacheObservation(), share)
 
     def _add_end(self, node: Node, prompt: PromptObservation) -> None:
         self._nodes.add(node)

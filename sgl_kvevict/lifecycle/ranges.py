@@ -25,11 +25,13 @@ class PendingRange:
         node: last node of the range; it ends at ``end``.
         end: logical position after the range's last token.
         observation: what is known of it.
+        share: how much to keep of it; None: what the budget says.
     """
 
     node: Node
     end: int
     observation: Observation
+    share: float | None = None
 
 
 class Ranges:
@@ -117,12 +119,12 @@ class Ranges:
         self.observer.refused(REFUSED_IN_USE, num_tokens)
         return False
 
-    def compress_now(self, node: Node, end: int, observation: Observation) -> int:
+    def compress_now(self, node: Node, end: int, observation: Observation, share: float | None) -> int:
         """Compress what is uncompressed of the path to a node that ends at ``end``; return the token slots won.
 
-        0: somebody would not follow, or the policy failed; then nobody tries again.
+        0: somebody would not follow, or the policy failed.
         """
-        return self._try(PendingRange(node, end, observation)) or 0
+        return self._try(PendingRange(node, end, observation, share)) or 0
 
     def try_pending(self) -> None:
         """Somebody let go of a path: compress what waited for that, oldest first."""
@@ -162,7 +164,7 @@ class Ranges:
             return None
         won = 0
         for group in self._groups(nodes):
-            done = self._write(group, waterline, pending.observation)
+            done = self._write(group, waterline, pending)
             if done is None:
                 self.discard(pending.node)
                 break
@@ -190,12 +192,13 @@ class Ranges:
             groups[-1].append(node)
         return groups
 
-    def _write(self, nodes: list[Node], start: int, observation: Observation) -> Compression | None:
+    def _write(self, nodes: list[Node], start: int, pending: PendingRange) -> Compression | None:
         """Write what is kept of consecutive nodes into the first of their slots; None if the policy failed."""
         with self._guard.at(Place.COMPRESSION):
             above = None if nodes[0].parent is None else self._spans.get(nodes[0].parent)
             parent = None if above is None else above.segment
-            return self._compressor.compress(self._tree.token_slots(nodes), start, observation, parent)
+            slots = self._tree.token_slots(nodes)
+            return self._compressor.compress(slots, start, pending.observation, parent, pending.share)
         return None
 
     @accounting()

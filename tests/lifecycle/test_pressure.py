@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from helpers.fake_tree import CONFIG, FakeNode, FakeTree
 from helpers.pseudo_random_policy import PseudoRandomPolicy
-from sgl_kvevict.lifecycle.eviction import LOSS_OF_COMPRESSING, SQUEEZING_TO_DROPPING
+from sgl_kvevict.lifecycle.pressure import LOSS_OF_COMPRESSING, LOSS_OF_SQUEEZING
 from sgl_kvevict.policies.observation import Readers
 
 SHRINKING = CONFIG.model_copy(update={"budget": 0.5, "min_budget": 0.25})
@@ -50,6 +50,25 @@ def test_it_shrinks_in_steps_before_it_would_be_dropped():
     assert relieve(tree) == 0
 
 
+def test_the_first_step_is_a_light_one():
+    tree = cache(num_slots=64, budget=0.25, light_budget=0.5, min_budget=0.1)
+    node = cached(tree, 22)
+    reader = tree.reader(node)
+    assert tree.manager.pressure.reserve() == 18
+    assert [relieve(tree) for _ in range(4)] == [10, 5, 3, 0] and spans(tree) == {node: 2}
+    tree.release(reader)
+
+
+def test_a_light_prefix_is_compressed_before_one_is_squeezed_below_the_budget():
+    tree = cache(num_slots=64, budget=0.25, light_budget=0.5, min_budget=0.1)
+    first, second = cached(tree, 22, at=1.0), cached(tree, 22, at=2.0)
+    slots = []
+    for _ in range(6):
+        relieve(tree)
+        slots.append((spans(tree)[first], spans(tree).get(second)))
+    assert slots == [(10, None), (10, 10), (5, 10), (5, 5), (2, 5), (2, 2)]
+
+
 def test_a_squeeze_keeps_what_is_worth_most():
     tree = cache()
     node = cached(tree, 22)
@@ -92,7 +111,7 @@ def test_a_leaf_that_costs_less_is_dropped_instead():
     cached(tree, 22)
     assert relieve(tree, (LOSS_OF_COMPRESSING / 2, 0.0)) == 0
     assert relieve(tree, (LOSS_OF_COMPRESSING, 1.0)) == 10
-    squeezing = 2 * SQUEEZING_TO_DROPPING  # two tokens a slot
+    squeezing = 2 * LOSS_OF_SQUEEZING  # two tokens a slot
     assert relieve(tree, (squeezing, -1.0)) == 0 and relieve(tree, (squeezing + 1, -1.0)) == 5
 
 
@@ -101,7 +120,7 @@ def test_readers_move_along_when_their_prefix_shrinks():
     node = tree.add(22)
     tree.release(tree.prompt(node))
     reader = tree.reader(node)
-    assert tree.manager.pressure.reserve() == 10
+    assert tree.manager.pressure.reserve() == 15
     assert relieve(tree) == 10 and reader.row[:20].eq(0).all() and reader.row[20:22].ne(0).all()
     assert tree.manager.pressure.reserve() == 5
     assert relieve(tree) == 5 and tree.manager.pressure.reserve() == 0
@@ -116,7 +135,7 @@ def test_what_somebody_reads_exactly_does_not_shrink_nor_count():
     other = tree.reader(node)
     assert tree.manager.pressure.reserve() == 0 and relieve(tree) == 0
     tree.release(exact)
-    assert tree.manager.pressure.reserve() == 10 and relieve(tree) == 10 and other.row[:20].eq(0).all()
+    assert tree.manager.pressure.reserve() == 15 and relieve(tree) == 10 and other.row[:20].eq(0).all()
 
 
 def test_below_what_does_not_shrink_nothing_does():
