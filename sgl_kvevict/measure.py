@@ -16,6 +16,8 @@ _POOL_GAUGES = ("max_total_num_tokens", "kv_available_tokens", "kv_evictable_tok
 #: A short prompt that shares not even its first token with any other prompt of the demo.
 _PROBE_IDS = (28, 30, 31)
 _PROBE_TOKENS = 4
+_STABLE_S = 1.5
+"""Gauges that did not change for so long are those of an idle server: one that sleeps refreshes them a little later."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,13 @@ def idle_gauges(server: RunningServer, timeout_s: float = 30.0) -> PoolGauges:
     sampling = {"temperature": 0, "max_new_tokens": _PROBE_TOKENS, "ignore_eos": True}
     server.post("/generate", {"input_ids": list(_PROBE_IDS), "sampling_params": sampling})
     deadline = time.monotonic() + timeout_s
-    previous = None
+    previous, since = None, time.monotonic()
     while time.monotonic() < deadline:
         gauges = parse_gauges(server.get_text("/metrics"))
-        if gauges.running == 0 and gauges == previous:
+        if gauges != previous:
+            previous, since = gauges, time.monotonic()
+        elif gauges.running == 0 and time.monotonic() - since >= _STABLE_S:
             return gauges
-        previous = gauges
         time.sleep(0.2)
     raise TimeoutError(f"the server did not get idle within {timeout_s:.0f} s: {previous}")
 
