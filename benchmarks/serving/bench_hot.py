@@ -84,8 +84,9 @@ PAGE = Page(
         f"or {ANSWERS['long']} tokens, a pool of {POOL_SLOTS:,} token slots. Steady state: {STEADY_S:g} s, the prefix "
         f"long cached, `{FULL}` is the same attention backend without compression. Points with passes: `{PASSES}` "
         f"scores the prefix in passes while it is read, for {PASSES_S:g} s, or until there were {MIN_PASSES} passes "
-        f"(policy `reconstruction`: scores of this model have been learned, so that `{DEFAULT}` needs no passes first); "
-        f"`{NO_PASSES}` is the same load with `score_after_matches: null`; `{UNLIMITED}` lets passes take every other step until the prefix is compressed. "
+        f"(policy `reconstruction`: scores of this model have been learned, so that `{DEFAULT}` needs none first); "
+        f"`{NO_PASSES}` is the same load with `score_after_matches: null`; `{UNLIMITED}` lets passes take every other "
+        "step until the prefix is compressed. "
         "Steps to compressed: decode steps from the end of the last pass on."
     ),
     tables=(
@@ -199,6 +200,7 @@ def measure_passes(bench: Bench, point: Point) -> None:
             begin = time.perf_counter()
             streams = run_clients(server.url, load, next(bench.numbers), PASSES_S)
             found = figures(streams, begin, begin + PASSES_S)
+        flush(server)  # or its passes go on while another server is measured
         bench.recorder.add(point.name, name, repetition, found)
 
     names = [name for name in bench.fleet if name != UNLIMITED or point.answers == "long"]
