@@ -113,6 +113,8 @@ class EventService:
             if socket is not None:
                 poller.register(socket, zmq.POLLIN)
         while not self._closing:
+            if not poller.sockets:
+                time.sleep(_TICK_MS / 1e3)  # polling nothing returns at once
             ready = dict(poller.poll(_TICK_WHILE_ASKED_MS if self._num_asked else _TICK_MS))
             if self._replay is not None and self._replay in ready:
                 self._guarded(partial(self._serve_replay, self._replay))

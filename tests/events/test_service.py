@@ -331,3 +331,14 @@ def test_endpoints_of_the_command_line():
 def test_batches_decode_to_typed_events():
     batch = EventBatch(1.0, [Cleared(), Split(1, 2, 3)], 0)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=EventBatch) == batch
+
+
+def test_without_sockets_to_read_the_thread_sleeps(config, monkeypatch):
+    turns = []
+    publish = EventService._publish_queued
+    monkeypatch.setattr(EventService, "_publish_queued", lambda self: turns.append(1) or publish(self))
+    silent = config.model_copy(update={"replay_endpoint": None, "inspect_endpoint": None})
+    service = EventService(silent, description_of(silent))
+    time.sleep(0.3)
+    service.close()
+    assert len(turns) < 50  # a loop that does not wait makes thousands

@@ -137,6 +137,7 @@ def test_tiles_of_the_cpu_path_do_not_show(tiles: tuple[int, int], ahead: int, m
     p = (logits(args[0], args[2][args[3]], options["sm_scale"], ahead) - args[1][..., None]).exp()
     want = p.unflatten(1, (3, 2)).mean(2).sum(0)
     monkeypatch.setattr(cpu_path, "KEYS_PER_TILE", tiles[0])
+    monkeypatch.setattr(cpu_path, "EARLIER_KEYS_PER_TILE", tiles[0])
     monkeypatch.setattr(cpu_path, "WEIGHTS_PER_TILE", tiles[1])
     got = accumulated_attention(*args, **options)
     assert_accurate("sums", got, want, want, noise=4 * FLOAT32_NOISE)

@@ -25,15 +25,13 @@ class Watch:
     def __init__(self) -> None:
         self.events: list[tuple[float, AnyEvent]] = []
 
-    def last(self, kind: type[AnyEvent]) -> float | None:
-        """When the last event of a kind was published; None if there was none."""
-        return max((moment for moment, event in self.events if isinstance(event, kind)), default=None)
+    def count(self, kind: type[AnyEvent]) -> int:
+        """Events of a kind so far."""
+        return sum(isinstance(event, kind) for _, event in self.events)
 
-    def first(self, kind: type[AnyEvent], since: float = 0.0) -> float | None:
-        """When the first event of a kind was published from a moment on; None if there was none."""
-        return min(
-            (moment for moment, event in self.events if isinstance(event, kind) and moment >= since), default=None
-        )
+    def first(self, kind: type[AnyEvent]) -> float | None:
+        """When the first event of a kind was published; None if there was none."""
+        return next((moment for moment, event in self.events if isinstance(event, kind)), None)
 
     async def collect(self, endpoint: str) -> None:
         """Collect until cancelled."""

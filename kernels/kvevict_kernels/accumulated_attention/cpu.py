@@ -17,6 +17,8 @@ from torch.nn.functional import pad
 from kvevict_kernels.stored_rows import gather_rows
 
 KEYS_PER_TILE = 128
+EARLIER_KEYS_PER_TILE = 1024
+"""Where all keys come before all queries, so that nothing is masked: fewer and larger products, fewer wake-ups."""
 WEIGHTS_PER_TILE = 2**19
 """Attention weights in memory at a time, at 4 to 6 bytes each: what caches hold."""
 LSE_COLUMNS = 2
@@ -45,20 +47,21 @@ def accumulated_attention_cpu(
     group_size = num_qo_heads // num_kv_heads
     num_seen = min(token_slots.numel(), max(0, num_queries - first_key))
     is_max = reduction == "max"
+    tile_keys = EARLIER_KEYS_PER_TILE if first_key + num_seen <= 0 else KEYS_PER_TILE
     out = torch.full((num_kv_heads, 1, token_slots.numel()), float("-inf") if is_max else 0.0)
     dtype = _product_dtype(queries.dtype) if reduction == "sum" else torch.float32
     keys = [
-        _key_columns(gather_rows(k_buffer, token_slots[start : min(start + KEYS_PER_TILE, num_seen)]), dtype)
-        for start in range(0, num_seen, KEYS_PER_TILE)
+        _key_columns(gather_rows(k_buffer, token_slots[start : min(start + tile_keys, num_seen)]), dtype)
+        for start in range(0, num_seen, tile_keys)
     ]
-    tile_queries = min(num_queries, max(1, WEIGHTS_PER_TILE // (num_qo_heads * KEYS_PER_TILE)))
-    buffer = torch.empty(num_qo_heads * tile_queries * KEYS_PER_TILE)
+    tile_queries = min(num_queries, max(1, WEIGHTS_PER_TILE // (num_qo_heads * tile_keys)))
+    buffer = torch.empty(num_qo_heads * tile_queries * tile_keys)
     ones = torch.ones(num_kv_heads, 1, tile_queries * group_size)
     for begin in range(0, num_queries, tile_queries):
         tile = slice(begin, begin + tile_queries)
         rows = _query_rows(queries[tile], lse[tile] / -sm_scale, num_kv_heads, dtype)
         for i, columns in enumerate(keys):
-            start = i * KEYS_PER_TILE
+            start = i * tile_keys
             ahead = first_key + start - begin  # of the tile's first query
             seeing = rows[:, max(0, ahead) * group_size :]
             if seeing.shape[1] == 0:
