@@ -76,7 +76,8 @@ class Setup:
 
     def _config(self) -> dict[str, Any]:
         policy = "questions" if self.policy == KNOWN_QUESTIONS else self.policy
-        return {"policy": policy, "budget": self.budget, "policy_options": dict(self.options)}
+        values = {"policy": policy, "budget": self.budget, "policy_options": dict(self.options)}
+        return values | {"wait_for_passes": False}  # what learned scores alone keep; other policies do not look at it
 
     def _policy(self) -> Policy:
         policy = configured_policy(KVEvictConfig.model_validate(self._config()))[1]
