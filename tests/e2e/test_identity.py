@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 HANDBOOK = Path(__file__).parents[2] / "examples" / "data" / "station_handbook.txt"
 FLAGS = ("--dtype", "float32", "--max-total-tokens", "14000", "--chunked-prefill-size", "1500")
 CONFIG = {"policy": "ada-snapkv", "budget": 1.0}
-FEW = slice(3, 11)
+FEW = slice(3, 14)
 """Prompts of up to 900 tokens, some of which share a beginning."""
 QUESTIONS = ("How far away is the nearest town?", "Where does the boat land?", "What grows on the island?")
 
@@ -123,7 +123,7 @@ def test_exact_requests_equal_stock_on_a_server_that_compresses(start, demo_mode
     server = start(demo_model, *FLAGS, config=CONFIG | {"budget": 0.2})
     answers(server, prompts[FEW], 4)
     state = idle_state(server)
-    assert state["compressions"] >= 4
+    assert state["compressions"] >= 2
     exact = {"kvevict": {"exact": True}}
     with ThreadPoolExecutor(6) as pool:
         others = [pool.submit(generate, server, prompt, 8) for prompt in prompts[FEW]]
