@@ -45,7 +45,10 @@ class BlockingNodes:
     def drop_unread(self) -> None:
         """Drop the compressed paths of other weights that nobody reads any more."""
         for node in tuple(self._stale):
-            self.drop_subtree(node)
+            if node in self._spans:
+                self.drop_subtree(node)
+            else:  # it was dropped like any leaf
+                del self._stale[node]
 
     @accounting()
     def drop_subtree(self, node: UnifiedTreeNode) -> bool:

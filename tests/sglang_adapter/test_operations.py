@@ -263,6 +263,21 @@ def test_readers_of_compressed_prefixes_run_on_and_then_these_go():
     assert found(harness, [*DOCUMENT, 5]) > 50
 
 
+def test_a_prefix_of_other_weights_may_be_evicted_before_anybody_lets_go():
+    """Its only reader never began, so nobody said that it let go."""
+    harness, _ = cache(readers=None)
+    harness.finish(harness.run([*DOCUMENT, 1]))
+    waiting = harness.request([*DOCUMENT, 2])
+    assert harness.admit(waiting)
+    change_weights(harness)
+    assert harness.tree.spans
+    harness._cancel(waiting)
+    harness.evict(harness.num_slots)
+    assert not harness.tree.spans
+    harness.finish(harness.run([*DOCUMENT, 3]))
+    assert found(harness, [*DOCUMENT, 5]) > 50
+
+
 def test_jobs_votes_and_observations_do_not_survive_other_weights():
     harness, scheduler = cache()
     warm(harness, ticket="the-ticket-of-this")
