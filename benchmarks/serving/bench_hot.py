@@ -25,7 +25,7 @@ from serving_bench.watch import watching
 
 from sgl_kvevict.events.types import Compressed, ScoringPass
 from sgl_kvevict.launcher import RunningServer, System, free_port, kvevict_system
-from sgl_kvevict.measure import flush
+from sgl_kvevict.measure import flush, wait_until_scored
 
 POOL_SLOTS = 12_000
 RAMP_S = 0.6
@@ -83,9 +83,8 @@ PAGE = Page(
         f"Clients that ask one question after the other on one prefix, without a pause; answers of {ANSWERS['short']} "
         f"or {ANSWERS['long']} tokens, a pool of {POOL_SLOTS:,} token slots. Steady state: {STEADY_S:g} s, the prefix "
         f"long cached, `{FULL}` is the same attention backend without compression. Points with passes: `{PASSES}` "
-        f"scores the prefix in passes while it is read, for {PASSES_S:g} s, or until there were {MIN_PASSES} passes "
-        f"(policy `reconstruction`: scores of this model have been learned, so that `{DEFAULT}` needs none first); "
-        f"`{NO_PASSES}` is the same load with `score_after_matches: null`; `{UNLIMITED}` lets passes take every other "
+        f"is `{DEFAULT}`, which scores the prefix in passes while it is read, for {PASSES_S:g} s, or until there were "
+        f"{MIN_PASSES} passes; `{NO_PASSES}` is the same load with `score_after_matches: null`; `{UNLIMITED}` lets passes take every other "
         "step until the prefix is compressed. "
         "Steps to compressed: decode steps from the end of the last pass on."
     ),
@@ -150,7 +149,7 @@ def systems_with_passes(endpoints: Mapping[str, str]) -> list[System]:
     }
     found = []
     for name, fields in changed.items():
-        config = {"policy": "reconstruction", **fields}
+        config = dict(fields)
         if name in endpoints:
             silent = {"replay_endpoint": None, "inspect_endpoint": None}
             config["events"] = {"endpoint": endpoints[name], **silent}
@@ -176,6 +175,7 @@ def measure_steady(bench: Bench, point: Point) -> None:
     for server in bench.fleet.values():
         cache_prefix(server, load)
         stream_all(server.url, [[*load.prefix, *load.question(0)]], 1)
+        wait_until_scored(server)
 
     def one(name: str, repetition: int) -> None:
         begin = time.perf_counter()
