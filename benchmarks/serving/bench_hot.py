@@ -84,8 +84,8 @@ PAGE = Page(
         f"or {ANSWERS['long']} tokens, a pool of {POOL_SLOTS:,} token slots. Steady state: {STEADY_S:g} s, the prefix "
         f"long cached, `{FULL}` is the same attention backend without compression. Points with passes: `{PASSES}` "
         f"is `{DEFAULT}`, which scores the prefix in passes while it is read, for {PASSES_S:g} s, or until there were "
-        f"{MIN_PASSES} passes; `{NO_PASSES}` is the same load with `score_after_matches: null`; `{UNLIMITED}` lets passes take every other "
-        "step until the prefix is compressed. "
+        f"{MIN_PASSES} passes; `{NO_PASSES}` is the same load with `score_after_matches: null`; `{UNLIMITED}` lets "
+        "passes take every other step until the prefix is compressed. "
         "Steps to compressed: decode steps from the end of the last pass on."
     ),
     tables=(
