@@ -151,12 +151,12 @@ class Pressure:
 
     # ---- shrinking --------------------------------------------------------------------------------------------
 
-    def relieve(self, limit: Priority | None) -> int:
+    def relieve(self, leaf: tuple[Priority, Node] | None) -> int:
         """Shrink what costs least, until ``ROUND_SHARE`` of the pool was won, or nothing is left.
 
         Args:
-            limit: priority of the leaf that would be dropped instead; what costs more does not shrink. None: there is
-                none.
+            leaf: what would be dropped instead, and its priority; what costs more does not shrink. But no span is
+                dropped while something may shrink to the budget. None: there is no leaf.
 
         Returns:
             Token slots that came back.
@@ -165,7 +165,7 @@ class Pressure:
         rest: list[Node] = []
         while won < self._round and (top := self._heap.top()) is not None:
             priority, node = top
-            if limit is not None and priority > limit:
+            if leaf is not None and priority > leaf[0] and not (leaf[1] in self._spans and not self._is_last(node)):
                 break
             self._heap.pop()
             slots = self._shrink(node)
@@ -189,8 +189,15 @@ class Pressure:
         """Priority of a node's next step."""
         if node not in self._spans:
             return self.order.priority(node, LOSS_OF_COMPRESSING)
-        is_last = self._next_slots(node) in (None, self._slots_at(node, self._config.shares[-1]))
-        return self.order.priority(node, (LOSS_OF_SQUEEZING if is_last else LOSS_OF_LIGHT) * self.order.saved(node))
+        loss = LOSS_OF_SQUEEZING if self._is_last(node) else LOSS_OF_LIGHT
+        return self.order.priority(node, loss * self.order.saved(node))
+
+    def _is_last(self, node: Node) -> bool:
+        """Whether a node's next step leads below the budget, or there is none."""
+        if node not in self._spans:
+            return False
+        slots = self._next_slots(node)
+        return slots is None or slots < self._slots_at(node, float(self._config.budget))
 
     def _slots_at(self, owner: Node, share: float) -> int:
         segment = self._spans[owner].segment

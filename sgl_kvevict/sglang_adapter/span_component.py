@@ -110,7 +110,7 @@ class SpanComponent(FullComponent):
             return None
         top = None if self._heap is None else self._heap.top()
         pressure = self._manager.pressure
-        won = 0 if pressure is None else pressure.relieve(None if top is None else top[0])
+        won = 0 if pressure is None else pressure.relieve(top)
         if won:
             tracker[FULL] += won
             return None

@@ -25,9 +25,9 @@ def cached(tree: FakeTree, num_tokens: int, parent: FakeNode | None = None, *, a
     return node.parent
 
 
-def relieve(tree: FakeTree, limit=None) -> int:
+def relieve(tree: FakeTree, leaf=None) -> int:
     before = len(tree.free_slots)
-    won = tree.manager.pressure.relieve(limit)
+    won = tree.manager.pressure.relieve(leaf)
     assert won == len(tree.free_slots) - before
     return won
 
@@ -109,10 +109,20 @@ def test_what_was_used_last_shrinks_last():
 def test_a_leaf_that_costs_less_is_dropped_instead():
     tree = cache()
     cached(tree, 22)
-    assert relieve(tree, (LOSS_OF_COMPRESSING / 2, 0.0)) == 0
-    assert relieve(tree, (LOSS_OF_COMPRESSING, 1.0)) == 10
+    leaf = tree.add(3)
+    assert relieve(tree, ((LOSS_OF_COMPRESSING / 2, 0.0), leaf)) == 0
+    assert relieve(tree, ((LOSS_OF_COMPRESSING, 1.0), leaf)) == 10
     squeezing = 2 * LOSS_OF_SQUEEZING  # two tokens a slot
-    assert relieve(tree, (squeezing, -1.0)) == 0 and relieve(tree, (squeezing + 1, -1.0)) == 5
+    assert relieve(tree, ((squeezing, -1.0), leaf)) == 0 and relieve(tree, ((squeezing + 1, -1.0), leaf)) == 5
+
+
+def test_no_span_is_dropped_while_something_may_shrink_to_the_budget():
+    tree = cache(num_slots=64, budget=0.25, light_budget=0.5, min_budget=0.1)
+    old, new = cached(tree, 22, at=1.0), cached(tree, 22, at=2.0)
+    assert [relieve(tree) for _ in range(2)] == [10, 10]
+    cheap = ((-1.0, 0.0), old)
+    assert relieve(tree, ((-1.0, 0.0), tree.add(3))) == 0
+    assert [relieve(tree, cheap) for _ in range(3)] == [5, 5, 0] and spans(tree) == {old: 5, new: 5}
 
 
 def test_readers_move_along_when_their_prefix_shrinks():
