@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from sgl_kvevict.policies.observation import LayerObservation
 from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.rotary import Rotary
+from sgl_kvevict.policies.worth import worth_of_read
 from sgl_kvevict.prefix import Segment, SpanStore
 
 Observation = PromptObservation | ReaderObservation | CacheObservation
@@ -104,15 +106,23 @@ class Compressor:
         """Return an empty observation of the kind the policy needs."""
         return PromptObservation(self.observes)
 
-    def new_reader_observation(self, start: int, end: int, reach: int = 0) -> ReaderObservation:
-        """Return an empty :class:`ReaderObservation` of what the readers of ``[start, end)`` attend to."""
-        return ReaderObservation(self.store.geometry, start, end, reach)
+    def new_reader_observation(
+        self, start: int, end: int, reach: int = 0, segments: Sequence[Segment] = ()
+    ) -> ReaderObservation:
+        """Return an empty :class:`ReaderObservation` of what readers pay ``[start, end)``, and entries of segments."""
+        return ReaderObservation(self.store.geometry, start, end, reach, segments, self.store.k_arena)
+
+    def was_read(self, segment: Segment) -> None:
+        """The readers of a segment's entries have come: from now on their attention says what it gives up first."""
+        assert segment.worth is not None and segment.readings is not None
+        segment.worth = worth_of_read(segment.worth, segment.readings.squares.sqrt())
+        segment.is_read, segment.readings = True, None
 
     def lesson(self, token_slots: Tensor, readers: ReaderObservation, prompt: PromptObservation) -> Lesson | None:
         """Begin to learn from a range that was read to its end; None if there is nothing to learn (any more).
 
         Args:
-            token_slots: [num_tokens], int64, slots of the range; they must not change until the lesson ends.
+            token_slots: [num_tokens], int64, slots of its first tokens; they must not change until the lesson ends.
             readers: what they attended to.
             prompt: what the prefill of a prompt left behind that goes on behind the range.
         """
@@ -120,12 +130,13 @@ class Compressor:
             return None
         store = self.store
         scales = store.geometry.scales
-        tokens = CachedRange(store.k_arena, store.v_arena, token_slots, readers.start, readers.end, scales)
+        end = readers.start + token_slots.numel()
+        tokens = CachedRange(store.k_arena, store.v_arena, token_slots, readers.start, end, scales)
 
         def observe(layer: int) -> LayerObservation:
             return prompt.show(layer, readers.start, store.k_arena[layer], store.v_arena[layer], token_slots)
 
-        return self.learner.lesson(tokens, readers.scores(), observe)
+        return self.learner.lesson(tokens, readers.scores(token_slots.numel()), observe)
 
     def compress(
         self,
@@ -176,6 +187,7 @@ class Compressor:
             worth=decision.worth,
         )
         segment.policy_state = decision.state
+        segment.is_read = isinstance(observation, ReaderObservation)
         self.stats.compressions += 1
         self.stats.compressed_tokens += num_tokens
         self.stats.released_slots += freed.numel()

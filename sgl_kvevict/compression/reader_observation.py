@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from kvevict_kernels.accumulated_attention import accumulated_attention
+from sgl_kvevict.compression.entry_attention import add_entry_attention
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.observation import LayerObservation
+from sgl_kvevict.prefix import EntryReadings, Segment
 
 
 class ReaderObservation:
@@ -23,18 +27,37 @@ class ReaderObservation:
     Readers may come in chunks, several in one batch, and be retracted and run again: what a reader asked before is
     not counted twice.
 
+    What comes before the range may be compressed, by scores that only expected what readers pay. Then the entries of
+    these segments are observed too. And when slots are short, the range itself is compressed while it is observed: what
+    was seen of it goes on with its entries (:meth:`hand_over`).
+
     Args:
         geometry: sizes of the model.
         start: logical position of the range's first token.
-        end: logical position after its last one.
+        end: logical position after its last one; the range may be empty.
         reach: how far around a token (tokens).
+        segments: those before the range whose entries are observed too.
+        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], where their keys are; None: there will be none.
 
     Attributes:
+        readings: what was paid to entries of segments.
         num_readers: readers seen to their end.
         has_failed: something could not be recorded; nothing may be compressed with it.
     """
 
-    def __init__(self, geometry: KVGeometry, start: int, end: int, reach: int = 0) -> None:
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        start: int,
+        end: int,
+        reach: int = 0,
+        segments: Sequence[Segment] = (),
+        k_arena: Tensor | None = None,
+    ) -> None:
+        self.k_arena = k_arena
+        self.readings: list[EntryReadings] = []
+        for segment in segments:
+            self._observe_entries(segment, segment.positions.new_zeros(segment.num_entries, dtype=torch.float32))
         self.start = start
         self.end = end
         self.reach = reach
@@ -48,13 +71,49 @@ class ReaderObservation:
     @property
     def num_bytes(self) -> int:
         """Memory that it takes once something was recorded."""
-        return 4 * self._geometry.heads_per_token * (self.end - self.start)
+        entries = sum(readings.squares.nbytes for readings in self.readings)
+        return 4 * self._geometry.heads_per_token * (self.end - self.start) + entries
 
     def k_scale(self, layer: int) -> float:
         """What a stored 1 of a layer's keys is worth."""
         return self._geometry.scales.of(layer)[0]
 
-    def begin_chunk(self, reader: object, query_start: int, query_end: int, token_slots: Tensor) -> ReaderChunk:
+    def hand_over(self, segment: Segment) -> None:
+        """The first tokens of the range were compressed: what was seen of them goes on with the segment's entries.
+
+        Does nothing where the segment does not begin as the range does, or ends behind it: then nobody knows
+        what its last entries would have been paid. Nor with a reach, which asks for the tokens around each one.
+        """
+        if self.reach or segment.start != self.start or segment.end > self.end:
+            return
+        num_tokens = segment.end - segment.start
+        if self._squares is None:
+            squares = segment.positions.new_zeros(segment.num_entries, dtype=torch.float32)
+        else:
+            runs = torch.arange(self._geometry.heads_per_token, device=segment.indptr.device)
+            runs = torch.repeat_interleave(runs, segment.indptr.diff(), output_size=segment.num_entries)
+            squares = self._squares.flatten(0, 1)[runs, segment.positions - segment.start]
+            self._squares = self._squares[..., num_tokens:].clone()
+        self._observe_entries(segment, squares)
+        self.start = segment.end
+
+    def observes(self, segment: Segment) -> bool:
+        """Whether the entries of a segment are observed."""
+        return any(readings is segment.readings for readings in self.readings)
+
+    def close(self) -> None:
+        """No more readers will come."""
+        for readings in self.readings:
+            readings.is_open = False
+
+    def begin_chunk(
+        self,
+        reader: object,
+        query_start: int,
+        query_end: int,
+        token_slots: Tensor,
+        segments: Sequence[Segment] = (),
+    ) -> ReaderChunk:
         """Announce queries of a reader, for every layer.
 
         Args:
@@ -62,11 +121,13 @@ class ReaderObservation:
             query_start: logical position of the chunk's first token, at or after ``end``.
             query_end: logical position after its last one.
             token_slots: [end - start], int64, slots of the range.
+            segments: those that the reader reads; those that are observed among them count.
         """
         counted = self._counted.get(reader, query_start)
         self._counted[reader] = max(counted, query_end)
         num_counted = min(max(counted - query_start, 0), query_end - query_start)
-        return ReaderChunk(self, query_start + num_counted, num_counted, token_slots)
+        observed = tuple(segment for segment in segments if self.observes(segment))
+        return ReaderChunk(self, query_start + num_counted, num_counted, token_slots, observed)
 
     def end_reader(self, reader: object) -> None:
         """A reader was seen to its end."""
@@ -103,15 +164,19 @@ class ReaderObservation:
             v_scale=v_scale,
         )
 
-    def scores(self) -> Tensor:
-        """[num_layers, num_kv_heads, end - start], float32, what readers paid each token of the whole range.
+    def scores(self, num_tokens: int) -> Tensor:
+        """[num_layers, num_kv_heads, num_tokens], float32, what readers paid each of the first tokens of the range.
 
         Raises:
             ValueError: nobody read it.
         """
         if self._squares is None:
             raise ValueError("no reader was observed")
-        return self._squares.sqrt()
+        return self._squares[..., :num_tokens].sqrt()
+
+    def _observe_entries(self, segment: Segment, squares: Tensor) -> None:
+        segment.readings = EntryReadings(squares)
+        self.readings.append(segment.readings)
 
     def _spread(self, squares: Tensor, part: slice) -> Tensor:
         """Average around the tokens of a part of the range."""
@@ -130,12 +195,14 @@ class ReaderChunk:
         query_start: logical position of the first query that counts.
         num_counted: queries before it, counted when the reader ran before.
         token_slots: [end - start], int64, slots of the observed range.
+        segments: whose entries are observed.
     """
 
     observation: ReaderObservation
     query_start: int
     num_counted: int
     token_slots: Tensor
+    segments: tuple[Segment, ...] = ()
 
     def fail(self) -> None:
         """Something could not be recorded: the observation is of no use."""
@@ -151,9 +218,15 @@ class ReaderChunk:
             k_buffer: [num_token_slots, num_kv_heads, head_dim], the layer's keys.
             sm_scale: softmax scale of the layer.
         """
+        queries, lse = queries[self.num_counted :].contiguous(), lse[self.num_counted :].contiguous()
+        for segment in self.segments:
+            assert self.observation.k_arena is not None
+            add_entry_attention(segment, layer, queries, lse, self.observation.k_arena, sm_scale)
+        if not self.token_slots.numel():
+            return
         squares = accumulated_attention(
-            queries[self.num_counted :].contiguous(),
-            lse[self.num_counted :].contiguous(),
+            queries,
+            lse,
             k_buffer,
             self.token_slots,
             sm_scale=sm_scale * self.observation.k_scale(layer),

@@ -102,14 +102,19 @@ class ScoringJobs:
 
     def next(self) -> ScoringJob | None:
         """The oldest job of the namespace whose turn it is: the one that had none, or had its last one longest ago."""
-        begun = [job for job in self._by_node.values() if job.observation is not None]
+        begun = self.begun
         candidates = begun if len(begun) >= MAX_BEGUN_JOBS else self._by_node.values()
         return min(candidates, key=lambda job: self._turns.get(job.namespace, 0), default=None)
 
     @property
+    def begun(self) -> list[ScoringJob]:
+        """Jobs between two of their passes."""
+        return [job for job in self._by_node.values() if job.observation is not None]
+
+    @property
     def num_bytes(self) -> int:
         """Memory that what passes have seen takes."""
-        return sum(job.observation.num_bytes for job in self._by_node.values() if job.observation is not None)
+        return sum(job.observation.num_bytes for job in self.begun if job.observation is not None)
 
     def take_turn(self, job: ScoringJob) -> None:
         """A pass of a job begins."""
@@ -133,8 +138,11 @@ class ScoringJobs:
     def end(self, job: ScoringJob, outcome: Outcome) -> None:
         """A job is over, or was refused before it was queued."""
         self._tell(job.tickets, outcome)
-        if self._by_node.get(job.node) is job:
-            del self._by_node[job.node]
+        if self._by_node.get(job.node) is not job:
+            return
+        del self._by_node[job.node]
+        if job.observation is not None:
+            job.observation.close()
         waiting = {other.namespace for other in self._by_node.values()}
         self._turns = {name: turn for name, turn in self._turns.items() if name in waiting}
 

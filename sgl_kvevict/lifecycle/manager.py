@@ -77,12 +77,12 @@ class PrefixManager:
         self.ranges = Ranges(tree, self.spans, self.readers, compressor, guard)
         num_slots = store.geometry.num_token_slots
         self.pressure = Pressure(tree, self.spans, self.ranges, self.readers, compressor, self.order, num_slots)
-        self.ranges.on_installed = self.pressure.installed
+        self.ranges.on_installed = self._installed
         readers = compressor.policy.readers
         if readers is not None:
             jobs = ScoringJobs()
             self.votes = Votes(compressor, self.ranges, jobs)
-            self.scoring = PrefixScoring(compressor, readers, self.ranges, jobs, self.votes, guard)
+            self.scoring = PrefixScoring(compressor, readers, self.ranges, self.pressure, jobs, self.votes, guard)
 
     @property
     def observer(self) -> CacheObserver:
@@ -201,6 +201,13 @@ class PrefixManager:
 
     # ---- what happens to nodes --------------------------------------------------------------------------------
 
+    def _installed(self, nodes: Sequence[Node]) -> None:
+        """Consecutive nodes hold a new segment."""
+        if self.pressure is not None:
+            self.pressure.installed(nodes)
+        if self.scoring is not None:
+            self.scoring.installed(nodes[-1], self.spans[nodes[-1]].segment)
+
     def split(self, upper: Node, lower: Node) -> None:
         """A node was cut; ``lower`` is the node that it was."""
         if self.scoring is not None:
@@ -266,5 +273,6 @@ class PrefixManager:
         elif self.votes is not None:
             seen = self.votes.observation(path, start)
         if seen is not None and waterline <= seen.start:  # else it was compressed since, because slots were short
-            return [seen.begin_chunk(reader, start, end, self._tree.row(reader, seen.start, seen.end))]
+            segments = {self.spans[above].segment: None for above in path if above in self.spans}
+            return [seen.begin_chunk(reader, start, end, self._tree.row(reader, seen.start, seen.end), tuple(segments))]
         return [observation] if observation.records else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from sgl_kvevict.compression import CacheObservation, Compressor, PromptObservation
+from sgl_kvevict.compression import CacheObservation, Compressor, PromptObservation, ReaderObservation
 from sgl_kvevict.lifecycle.eviction import CostAwareRecency, NodeHeap, NodeSet, Priority
 from sgl_kvevict.lifecycle.nodes import Node, length_of, path_to
 from sgl_kvevict.lifecycle.observer import CacheObserver
@@ -13,6 +13,7 @@ from sgl_kvevict.lifecycle.ports import TreePort
 from sgl_kvevict.lifecycle.ranges import Ranges
 from sgl_kvevict.lifecycle.readers import LiveReaders
 from sgl_kvevict.lifecycle.spans import SpanTable
+from sgl_kvevict.prefix import Segment
 
 ROUND_SHARE = 1 / 64
 """Share of the pool's slots that are won at once when prefixes shrink, so that several requests live on one round."""
@@ -114,6 +115,32 @@ class Pressure:
             self._nodes.discard(lower)
         elif lower in self._prompts:
             self._prompts[upper] = self._prompts[lower]
+
+    def unread(self, path: Sequence[Node]) -> list[Segment]:
+        """Segments of a path that readers would order better, and that may shrink yet.
+
+        Only those that lie on the path as a whole: others have entries that its readers do not see.
+        """
+        segments = [self._spans[owner].segment for owner in self._spans.owners(path)]
+        return [segment for segment in segments if self._is_unread(segment)]
+
+    def _is_unread(self, segment: Segment) -> bool:
+        if segment.is_read or segment.worth is None or not self._config.shares:
+            return False
+        if segment.readings is not None and segment.readings.is_open:
+            return False
+        return segment.num_slots > self._config.slots_at(self._config.shares[-1], segment.end - segment.start)
+
+    def was_read(self, path: Sequence[Node], observation: ReaderObservation) -> None:
+        """Passes are over: segments of a path that they read shrink to the budget, to what the passes would keep."""
+        for owner in self._spans.owners(path):
+            segment = self._spans[owner].segment
+            if not observation.observes(segment):
+                continue
+            self._compressor.was_read(segment)
+            slots = self._config.slots_at(float(self._config.budget), segment.end - segment.start)
+            if slots < segment.num_slots and self._readers.movable(owner) is not None:
+                self._squeeze_to(owner, slots)
 
     def discard(self, node: Node) -> None:
         """A node was dropped, or is no end any more."""
@@ -218,6 +245,9 @@ class Pressure:
             return 0
         if self._readers.movable(owner) is None:
             return 0
+        return self._squeeze_to(owner, slots)
+
+    def _squeeze_to(self, owner: Node, slots: int) -> int:
         freed = self._spans.squeeze(owner, slots)
         self._tree.charge(owner, -freed.numel())
         self._tree.free(freed)

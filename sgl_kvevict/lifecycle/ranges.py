@@ -89,9 +89,16 @@ class Ranges:
 
     def bounds(self, path: Sequence[Node]) -> tuple[int, int] | None:
         """Logical bounds of what is to be compressed of a path: up to its tail; None if it is too short."""
-        config = self._compressor.config
-        start, end = self._spans.waterline(path), length_of(path) - config.tail_tokens
-        return None if end - start < config.min_prefix_tokens else (start, end)
+        start, end = self.waterline(path), self.end_of(path)
+        return None if end - start < self._compressor.config.min_prefix_tokens else (start, end)
+
+    def waterline(self, path: Sequence[Node]) -> int:
+        """Tokens of a path that are compressed."""
+        return self._spans.waterline(path)
+
+    def end_of(self, path: Sequence[Node]) -> int:
+        """Logical position of a path's tail, which stays uncompressed."""
+        return length_of(path) - self._compressor.config.tail_tokens
 
     def token_slots(self, path: Sequence[Node], num_tokens: int) -> Tensor:
         """[num_tokens], int64, ordinary slots of the first tokens of a path that are not compressed."""

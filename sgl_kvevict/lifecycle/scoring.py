@@ -14,10 +14,12 @@ from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to, tokens
 from sgl_kvevict.lifecycle.observer import REFUSED_NO_ROOM, CacheObserver
 from sgl_kvevict.lifecycle.pacing import Pacing
 from sgl_kvevict.lifecycle.ports import PassPort, PassState
+from sgl_kvevict.lifecycle.pressure import Pressure
 from sgl_kvevict.lifecycle.probes import Probes, question_probes, repetition_probes
 from sgl_kvevict.lifecycle.ranges import Ranges
 from sgl_kvevict.lifecycle.votes import ANSWER_REACH, Votes
 from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.prefix import Segment
 from sgl_kvevict.request import RequestOptions, ticket_digest
 
 MAX_WAITING_LESSONS = 16
@@ -34,6 +36,7 @@ class PrefixScoring:
         compressor: its configuration says when a prefix is due; it learns from what was scored.
         readers: whom the policy learns from.
         ranges: compresses what was scored.
+        pressure: knows what was compressed before its passes came, and shrinks it when they have.
         jobs: prefixes that wait for passes.
         votes: makes room for what passes see.
         guard: holds errors of a job; the job then ends as "failed".
@@ -45,7 +48,14 @@ class PrefixScoring:
     """
 
     def __init__(
-        self, compressor: Compressor, readers: Readers, ranges: Ranges, jobs: ScoringJobs, votes: Votes, guard: Guard
+        self,
+        compressor: Compressor,
+        readers: Readers,
+        ranges: Ranges,
+        pressure: Pressure,
+        jobs: ScoringJobs,
+        votes: Votes,
+        guard: Guard,
     ) -> None:
         self.observer = CacheObserver()
         self.jobs = jobs
@@ -55,6 +65,7 @@ class PrefixScoring:
         self._config = compressor.config
         self._votes = votes
         self._ranges = ranges
+        self._pressure = pressure
         self._guard = guard
         self._matches: dict[Node, int] = {}
         self._passes: WeakSet[Reader] = WeakSet()
@@ -74,6 +85,14 @@ class PrefixScoring:
         """A node was cut: who found the whole of it found its upper part."""
         if lower in self._matches:
             self._matches[upper] = self._matches[lower]
+
+    def installed(self, node: Node, segment: Segment) -> None:
+        """Nodes down to this one hold a new segment: passes that were reading them go on with its entries."""
+        if segment.is_read:
+            return
+        for job in self.jobs.begun:
+            if job.observation is not None and node in path_to(job.node):
+                job.observation.hand_over(segment)
 
     def discard(self, node: Node) -> None:
         """A node was dropped."""
@@ -115,7 +134,8 @@ class PrefixScoring:
         return prompt if learns else None
 
     def _queue(self, job: ScoringJob) -> None:
-        if self._ranges.bounds(path_to(job.node)) is None:
+        path = path_to(job.node)
+        if self._ranges.bounds(path) is None and not self._unread(job, path):
             self.jobs.end(job, Outcome.TOO_SHORT)
         else:
             self.jobs.add(job)
@@ -215,23 +235,30 @@ class PrefixScoring:
         observation.end_reader(reader)
         probes.was_read()
         if not self._is_as_read(job, observation):
-            self._end(job, Outcome.COMPRESSED)  # slots were short, and learned scores were at hand
+            self._end(job, Outcome.COMPRESSED)
         elif probes.is_empty:
             self._finish(job, observation)
 
     def _finish(self, job: ScoringJob, observation: ReaderObservation) -> None:
         """A job's passes are over: its prefix is learned from, or compressed."""
         path = path_to(job.node)
-        if not job.questions and job.prompt is not None and self._is_as_read(job, observation):
-            slots = self._ranges.token_slots(path, observation.end - observation.start)
+        self._pressure.was_read(path, observation)
+        bounds = self._ranges.bounds(path)
+        if not job.questions and job.prompt is not None and bounds is not None:
+            slots = self._ranges.token_slots(path, bounds[1] - bounds[0])
             job.lesson = self._compressor.lesson(slots, observation, job.prompt)
         if job.lesson is None:
             self._compress(job, observation)
         self._job = None
 
     def _is_as_read(self, job: ScoringJob, observation: ReaderObservation) -> bool:
-        """Whether the range that was read is still uncompressed, all of it."""
-        return self._ranges.bounds(path_to(job.node)) == (observation.start, observation.end)
+        """Whether what was compressed since passes began to read it was handed over."""
+        return self._ranges.waterline(path_to(job.node)) == observation.start
+
+    def _unread(self, job: ScoringJob, path: Sequence[Node]) -> list[Segment]:
+        """Segments of a path that are to be read again; questions ask for the tokens around each one."""
+        is_wanted = not job.questions and not self._compressor.compresses_at_once
+        return self._pressure.unread(path) if is_wanted else []
 
     def _learn(self, job: ScoringJob, lesson: Lesson) -> None:
         """Learn from one more layer of a prefix; compress it after the last one."""
@@ -246,30 +273,32 @@ class PrefixScoring:
         self._end(job, Outcome.FAILED)
 
     def _compress(self, job: ScoringJob, observation: ReaderObservation) -> None:
-        is_done = self._ranges.compress(job.node, observation.end, observation)
+        is_done = self._ranges.compress(job.node, self._ranges.end_of(path_to(job.node)), observation)
         self._end(job, Outcome.COMPRESSED if is_done else Outcome.IN_USE)
 
     def _prepare(self, job: ScoringJob, passes: PassPort) -> Probes | None:
         """What a job's passes still have to read, laid out when it begins; None if there is nothing to do."""
         path = path_to(job.node)
-        bounds = self._ranges.bounds(path)
-        if bounds is None:
-            self._end(job, Outcome.COMPRESSED)
-            return None
         if job.probes is not None and job.observation is not None:
             if self._is_as_read(job, job.observation):
                 return job.probes
-            self._end(job, Outcome.COMPRESSED)  # between two passes slots were short
+            self._end(job, Outcome.COMPRESSED)
             return None
-        if self._compressor.compresses_at_once and job.prompt is not None and not job.questions:
+        bounds, unread = self._ranges.bounds(path), self._unread(job, path)
+        if bounds is None and not unread:
+            self._end(job, Outcome.COMPRESSED)
+            return None
+        if self._compressor.compresses_at_once and job.prompt is not None and bounds is not None and not job.questions:
             is_done = self._ranges.compress(job.node, bounds[1], job.prompt)  # learned while it waited
             self._end(job, Outcome.COMPRESSED if is_done else Outcome.IN_USE)
             return None
-        job.observation = self._votes.new_observation(bounds, ANSWER_REACH if job.questions else 0)
+        observed = self._ranges.waterline(path), length_of(path)
+        job.observation = self._votes.new_observation(observed, ANSWER_REACH if job.questions else 0, unread)
         if job.observation is None:
             self._end(job, Outcome.NO_MEMORY)
             return None
-        job.probes = self._lay_out(job, tokens_of(path)[slice(*bounds)], passes)
+        start = unread[0].start if unread else observed[0]
+        job.probes = self._lay_out(job, tokens_of(path)[start:], passes)
         return job.probes
 
     def _lay_out(self, job: ScoringJob, tokens: Sequence[int], passes: PassPort) -> Probes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,6 +46,12 @@ class SpanTable(dict[Node, Span]):
     def waterline(self, path: Sequence[Node]) -> int:
         """Tokens of a path that its spans stand for."""
         return sum(len(node.key) for node in path if node in self)
+
+    def owners(self, path: Sequence[Node]) -> list[Node]:
+        """Nodes of a path that own a segment all of whose spans lie on it, root side first."""
+        views = Counter(self[node].segment for node in path if node in self)
+        owned = [node for node in path if node in self and self[node].is_owner]
+        return [node for node in owned if views[self[node].segment] == self[node].segment.num_spans]
 
     @accounting()
     def install(self, nodes: Sequence[Node], segment: Segment, start: int) -> None:

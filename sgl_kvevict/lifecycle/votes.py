@@ -11,6 +11,7 @@ from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of
 from sgl_kvevict.lifecycle.observer import REFUSED_NO_MEMORY, CacheObserver
 from sgl_kvevict.lifecycle.ranges import Ranges
 from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.prefix import Segment
 
 ANSWER_REACH = 15
 """Tokens on each side of one that a question attends to that share its score: its answer may stand there."""
@@ -43,9 +44,11 @@ class Votes:
         """Memory that votes, and what passes have seen, take."""
         return self._jobs.num_bytes + sum(vote.num_bytes for vote in self._votes.values())
 
-    def new_observation(self, bounds: tuple[int, int], reach: int) -> ReaderObservation | None:
+    def new_observation(
+        self, bounds: tuple[int, int], reach: int, segments: Sequence[Segment] = ()
+    ) -> ReaderObservation | None:
         """An empty observation, for which the oldest votes make room; None if there is none."""
-        observation = self._compressor.new_reader_observation(*bounds, reach)
+        observation = self._compressor.new_reader_observation(*bounds, reach, segments)
         excess = self.num_bytes + observation.num_bytes - self._config.observation_bytes
         while excess > 0 and self._votes:
             _, vote = self._votes.popitem(last=False)
@@ -53,6 +56,7 @@ class Votes:
             self.observer.refused(REFUSED_NO_MEMORY, vote.end - vote.start)
         if excess <= 0:
             return observation
+        observation.close()
         self.observer.refused(REFUSED_NO_MEMORY, observation.end - observation.start)
         return None
 

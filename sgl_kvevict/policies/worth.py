@@ -37,5 +37,20 @@ def worth_of(scores: RangeScores, kept: Tensor, flat: Tensor, *, comparable: boo
         values = 1 - ranks / kept.sum(-1, keepdim=True).clamp(min=1)
     values[..., : scores.num_first] = _MAX
     values[..., values.shape[-1] - scores.num_last :] = _MAX
-    bits = (values.flatten()[flat].half() + 0.0).view(torch.int16)  # + 0.0: one zero, not two
+    return _as_worth(values.flatten()[flat])
+
+
+def worth_of_read(worth: Tensor, scores: Tensor) -> Tensor:
+    """Order entries anew, now that readers came; what was kept without competing stays worth most.
+
+    Args:
+        worth: [num_entries], int16, see :func:`worth_of`.
+        scores: [num_entries], float32, comparable over layers and heads.
+    """
+    most = _as_worth(scores.new_full((1,), _MAX))
+    return torch.where(worth == most, worth, _as_worth(scores.clamp(-_MAX, _MAX)))
+
+
+def _as_worth(values: Tensor) -> Tensor:
+    bits = (values.half() + 0.0).view(torch.int16)  # + 0.0: one zero, not two
     return torch.where(bits < 0, bits ^ 0x7FFF, bits)

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvevict_kernels.cut_runs import cut_runs
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.prefix.readings import EntryReadings
 from sgl_kvevict.ragged import SpanRuns
 
 
@@ -29,6 +30,8 @@ class Segment:
             prefix of the segment's tokens is not a prefix of its information.
         tokens_per_slot: what one of its slots saves (tokens).
         worth: [num_entries], int16, what a squeeze keeps longest has most; None: it cannot be squeezed.
+        is_read: ``worth`` is what readers paid, not what a policy expected of them.
+        readings: what the passes that are under way paid so far; None, or closed: none are.
         policy_state: what the policy wants to know at the path's next compression; opaque here.
         num_spans: live spans that read this segment.
         num_live_entries: entries that a live span reads; the others are dead.
@@ -57,6 +60,8 @@ class Segment:
         self.splittable = splittable
         self.worth = worth
         self.tokens_per_slot = (end - start) / max(token_slots.numel(), 1)
+        self.is_read = False
+        self.readings: EntryReadings | None = None
         self.policy_state: object | None = None
         self.num_spans = 0
         self.num_live_entries = head_slots.numel()

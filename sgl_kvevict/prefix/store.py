@@ -193,6 +193,9 @@ class SpanStore:
             worth=None if old.worth is None else old.worth[kept],
         )
         new.policy_state = old.policy_state
+        new.is_read, new.readings = old.is_read, old.readings
+        if new.readings is not None:
+            new.readings.keep(kept)
         for span in spans:
             span.move_to(new)
         return freed

@@ -6,6 +6,8 @@ from torch import Tensor
 from kvevict_kernels.accumulated_attention import accumulated_attention_reference
 from sgl_kvevict.compression import ReaderObservation
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.prefix import Segment, Span, SpanStore
+from sgl_kvevict.ragged import Selection
 
 GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=6, num_kv_heads=3, head_dim=16, num_token_slots=60)
 START, END = 4, 24
@@ -40,9 +42,12 @@ class Reader:
         )
 
 
-def forward(observation: ReaderObservation, *chunks: tuple[Reader, int, int]) -> None:
+def forward(
+    observation: ReaderObservation, *chunks: tuple[Reader, int, int], segments: tuple[Segment, ...] = ()
+) -> None:
     """One forward over chunks of readers: all of them are announced before the first layer runs."""
-    begun = [observation.begin_chunk(reader, END + a, END + b, SLOTS) for reader, a, b in chunks]
+    slots = SLOTS[observation.start - START :]
+    begun = [observation.begin_chunk(reader, END + a, END + b, slots, segments) for reader, a, b in chunks]
     for layer in range(2):
         for chunk, (reader, a, b) in zip(begun, chunks, strict=True):
             chunk.record(layer, reader.queries[layer][a:b], reader.lse[layer][a:b], KEYS[layer], 0.25)
@@ -101,3 +106,62 @@ def test_attention_counts_for_the_tokens_around_it() -> None:
 def test_before_the_first_reader_nothing_is_shown() -> None:
     seen = ReaderObservation(GEOMETRY, START, END).show(0, START, KEYS[0], KEYS[0], SLOTS)
     assert seen.reader_attention is None
+
+
+def compressed(num_tokens: int) -> tuple[SpanStore, Span, Tensor]:
+    """The first tokens of the range in a segment; also [num_entries]: the run, and the token, of each entry."""
+    arena = torch.stack(KEYS)
+    store = SpanStore(GEOMETRY, arena, arena.clone())
+    kept = torch.rand(6, num_tokens, generator=torch.Generator().manual_seed(3)) < 0.5
+    kept[2] = False
+    where = kept.nonzero()
+    lens = kept.sum(1, dtype=torch.int32).view(2, 3)
+    worth = torch.arange(len(where), dtype=torch.int16)
+    segment, _ = store.pack(
+        SLOTS[:num_tokens], START, Selection(lens, where[:, 1].int(), len(where)), splittable=True, worth=worth
+    )
+    return store, Span(segment, START, START + num_tokens, is_owner=True), where
+
+
+def paid(where: Tensor, *readers: Reader) -> Tensor:
+    """[num_entries], what readers paid the entries of a segment."""
+    by_run = torch.stack([torch.stack([reader.squares(layer) for reader in readers]).sum(0) for layer in range(2)])
+    return by_run.flatten(0, 1)[where[:, 0], where[:, 1]]
+
+
+def test_entries_of_a_segment_are_read() -> None:
+    store, span, where = compressed(END - START)
+    observation = ReaderObservation(GEOMETRY, END, END, segments=[span.segment], k_arena=store.k_arena)
+    assert observation.num_bytes == 4 * len(where)
+    first, second = Reader(1, 9), Reader(2, 5)
+    forward(observation, (first, 0, 4), segments=(span.segment,))
+    forward(observation, (first, 2, 9), (second, 0, 5), segments=(span.segment,))
+    torch.testing.assert_close(span.segment.readings.squares, paid(where, first, second))
+
+
+def test_what_was_seen_goes_on_with_the_entries_when_slots_are_short() -> None:
+    """The range is compressed between two chunks of a reader, and squeezed before the last one."""
+    first, second = Reader(1, 9), Reader(2, 5)
+    store, span, where = compressed(13)
+    observation = ReaderObservation(GEOMETRY, START, END, k_arena=store.k_arena)
+    forward(observation, (first, 0, 9))
+    forward(observation, (second, 0, 2))
+    observation.hand_over(span.segment)
+    assert (observation.start, observation.end) == (START + 13, END) and observation.observes(span.segment)
+    forward(observation, (second, 2, 3), segments=(span.segment,))
+    store.squeeze([span], 3)
+    forward(observation, (second, 3, 5), segments=(span.segment,))
+    kept = torch.arange(len(where))[-18:]  # 3 slots of 6 heads
+    torch.testing.assert_close(span.segment.readings.squares, paid(where, first, second)[kept])
+    for layer in range(2):
+        want = (first.squares(layer) + second.squares(layer)).sqrt()
+        seen = observation.show(layer, START + 13, KEYS[layer], KEYS[layer], SLOTS[13:])
+        torch.testing.assert_close(seen.reader_attention, want[:, 13:])
+
+
+def test_what_was_not_seen_whole_is_not_handed_over() -> None:
+    store, span, _ = compressed(13)
+    for start, end, reach in ((START, START + 12, 0), (START + 1, END, 0), (START, END, 2)):
+        observation = ReaderObservation(GEOMETRY, start, end, reach, k_arena=store.k_arena)
+        observation.hand_over(span.segment)
+        assert observation.start == start and not observation.observes(span.segment)

@@ -344,6 +344,9 @@ class Harness:
         for segment, spans in segments.items():
             held.update(segment.token_slots.tolist())
             assert segment.num_spans == len(spans)
+            if segment.readings is not None and segment.readings.is_open:
+                assert len(segment.readings.squares) == segment.num_entries
+                assert segment.readings.squares.isfinite().all()
             assert [span.is_owner for span in sorted(spans, key=lambda s: s.start)] == [True] + [False] * (
                 len(spans) - 1
             )

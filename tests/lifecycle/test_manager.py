@@ -200,7 +200,7 @@ def test_a_prefix_that_was_found_is_scored_in_passes_and_compressed():
     tree.release(tree.prompt(tree.add(4, node), found=node))
     while passes.run():
         pass
-    assert [len(probe) for _, probe in passes.started] == [16, 6]
+    assert [len(probe) for _, probe in passes.started] == [16, 8]  # the tail too
     assert spans(tree) == [(0, 22)] and recorder.told == [("compressed", 0, 22, 1)]
 
 

@@ -89,6 +89,6 @@ def test_a_prefix_is_scored_while_users_never_leave():
     passes.num_users = 4
     ran = [passes.run() for _ in range(20)]
     assert [step for step, did in enumerate(ran) if did] == [3, 7, 11]
-    assert [len(probe) for _, probe in passes.started] == [128, 128, 44]
-    assert sum(len(probe) for _, probe in passes.started) == 300
+    assert [len(probe) for _, probe in passes.started] == [128, 128, 46]
+    assert sum(len(probe) for _, probe in passes.started) == 302
     assert len(tree.manager.spans) == 1
