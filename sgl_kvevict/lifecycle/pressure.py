@@ -49,6 +49,7 @@ class Pressure:
     Attributes:
         observer: told of what was squeezed.
         order: see above.
+        num_bytes: memory of what prompts left behind for ranges that may be compressed.
     """
 
     def __init__(
@@ -72,16 +73,12 @@ class Pressure:
         self._round = max(int(num_slots * ROUND_SHARE), 1)
         self.clear()
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of what prompts left behind for ranges that may be compressed."""
-        return sum(prompt.num_bytes for prompt in self._prompts.values())
-
     def clear(self) -> None:
         """The tree was flushed."""
         self._nodes = NodeSet()
         self._heap = NodeHeap(self._nodes, self._priority)
         self._prompts: OrderedDict[Node, PromptObservation] = OrderedDict()
+        self.num_bytes = 0
 
     # ---- what can shrink --------------------------------------------------------------------------------------
 
@@ -114,7 +111,7 @@ class Pressure:
         if lower in self._spans:
             self._nodes.discard(lower)
         elif lower in self._prompts:
-            self._prompts[upper] = self._prompts[lower]
+            self._keep_prompt(upper, self._prompts[lower])
 
     def unread(self, path: Sequence[Node]) -> list[Segment]:
         """Segments of a path that readers would order better, and that may shrink yet.
@@ -145,7 +142,7 @@ class Pressure:
     def discard(self, node: Node) -> None:
         """A node was dropped, or is no end any more."""
         self._nodes.discard(node)
-        self._prompts.pop(node, None)
+        self._forget_prompt(node)
 
     def reserve(self) -> int:
         """Token slots that readers hold and that shrinking would win: they can be had for other requests at any time.
@@ -201,7 +198,8 @@ class Pressure:
                 rest.append(node)
             if slots:
                 self.order.gave_way(priority)
-                for waiting in rest:  # what is above them may have been compressed
+            if slots or node not in self._nodes:
+                for waiting in rest:  # what is above them was compressed, or is no end any more
                     self._heap.push(waiting)
                 rest.clear()
         for waiting in rest:
@@ -268,7 +266,16 @@ class Pressure:
     def _add_end(self, node: Node, prompt: PromptObservation) -> None:
         self._nodes.add(node)
         if prompt.num_bytes:
-            self._prompts[node] = prompt
-            self._prompts.move_to_end(node)
-            while self.num_bytes > self._config.observation_bytes:
-                self._prompts.popitem(last=False)
+            self._keep_prompt(node, prompt)
+
+    def _keep_prompt(self, node: Node, prompt: PromptObservation) -> None:
+        """What a prompt left behind is kept for a range; the oldest make room."""
+        self._forget_prompt(node)
+        self._prompts[node] = prompt
+        self.num_bytes += prompt.num_bytes
+        while self.num_bytes > self._config.observation_bytes:
+            self._forget_prompt(next(iter(self._prompts)))
+
+    def _forget_prompt(self, node: Node) -> None:
+        prompt = self._prompts.pop(node, None)
+        self.num_bytes -= 0 if prompt is None else prompt.num_bytes

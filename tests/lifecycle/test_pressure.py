@@ -222,3 +222,14 @@ def test_a_failing_policy_shrinks_nothing(monkeypatch):
     monkeypatch.setattr(PseudoRandomPolicy, "select", lambda *args, **kwargs: 1 / 0)
     assert relieve(tree) == 0 and spans(tree) == {}
     assert sum(tree.guard.errors.values()) == 1
+
+
+def test_what_is_too_short_by_itself_does_not_keep_what_is_below_it_from_shrinking():
+    """Somebody branches off after the first token, and reads no more: that node is no end any more."""
+    tree = cache()
+    node = tree.add(22)
+    reader = tree.prompt(node)
+    tree.cut([node.parent], 1).last_access_time = 1.0
+    assert tree.manager.pressure.reserve() == 14
+    assert relieve(tree) == 10
+    tree.release(reader)
