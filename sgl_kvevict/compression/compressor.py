@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from sgl_kvevict.compression.observation import CacheObservation, ObservationSpe
 from sgl_kvevict.compression.reader_observation import ReaderObservation
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import CachedRange, Lesson, ScoreLearner
-from sgl_kvevict.policies.observation import LayerObservation
+from sgl_kvevict.policies.observation import LayerObservation, Signal
 from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.rotary import Rotary
@@ -74,6 +74,10 @@ class Compressor:
         output_grams: of each layer's output projection, see :attr:`ObservationSpec.output_grams`; needed by policies
             that weigh values.
         learner: holds learned scores, or learns them; needed by the policy ``distilled``.
+
+    Attributes:
+        is_short: token slots have been short: what has to do for learned scores, as long as there are none, is worth
+            its time in the prefill.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class Compressor:
         self.store = store
         self.observes = ObservationSpec(store.geometry, policy.needs, policy.window_size, rotary, output_grams)
         self.learner = learner
+        self.is_short = False
         self.stats = CompressionStats()
 
     @property
@@ -103,8 +108,11 @@ class Compressor:
         return self.policy.readers is None or (self.has_learned and not self.config.wait_for_passes)
 
     def new_observation(self) -> PromptObservation:
-        """Return an empty observation of the kind the policy needs."""
-        return PromptObservation(self.observes)
+        """Return an empty observation of the kind the policy needs now."""
+        spec = self.observes
+        if Signal.LEARNED_SCORES in spec.signals and (self.has_learned or not self.is_short):
+            spec = replace(spec, signals=spec.signals - {Signal.ECHO_ATTENTION})
+        return PromptObservation(spec)
 
     def new_reader_observation(
         self, start: int, end: int, reach: int = 0, segments: Sequence[Segment] = ()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -102,6 +103,18 @@ class PromptObservation:
         """Memory of what was recorded, without the moments of queries, which do not grow with the prompt."""
         held = (tensor for seen in self._layers for tensor in (seen.queries, seen.lse, seen.accumulated, seen.echo))
         return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+    @property
+    def has_echo(self) -> bool:
+        """Echo attention was collected: what is compressed needs no other scores."""
+        return Signal.ECHO_ATTENTION in self.spec.signals
+
+    def without_echo(self) -> PromptObservation:
+        """A copy for those who do not look at echo attention, which grows with the prompt."""
+        other = copy(self)
+        other.spec = replace(self.spec, signals=self.spec.signals - {Signal.ECHO_ATTENTION})
+        other._layers = [replace(seen, echo=None) for seen in self._layers]
+        return other
 
     def begin_chunk(
         self, start: int, end: int, *, is_last: bool, key_start: int = 0, token_slots: Tensor | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -100,11 +100,17 @@ class ScoringJobs:
         """The job of the prefix that ends with a node."""
         return self._by_node.get(node)
 
-    def next(self) -> ScoringJob | None:
-        """The oldest job of the namespace whose turn it is: the one that had none, or had its last one longest ago."""
+    def next(self, prefers: Callable[[ScoringJob], bool] = lambda job: True) -> ScoringJob | None:
+        """The oldest job of the namespace whose turn it is: the one that had none, or had its last one longest ago.
+
+        Args:
+            prefers: jobs that come before all others.
+        """
         begun = self.begun
         candidates = begun if len(begun) >= MAX_BEGUN_JOBS else self._by_node.values()
-        return min(candidates, key=lambda job: self._turns.get(job.namespace, 0), default=None)
+        return min(
+            candidates, key=lambda job: (not prefers(job), self._turns.get(job.namespace, 0)), default=None
+        )
 
     @property
     def begun(self) -> list[ScoringJob]:
@@ -113,8 +119,9 @@ class ScoringJobs:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that what passes have seen takes."""
-        return sum(job.observation.num_bytes for job in self.begun if job.observation is not None)
+        """Memory of what passes have seen, and of prompts that are kept to be learned from."""
+        kept = (part for job in self._by_node.values() for part in (job.observation, job.prompt) if part is not None)
+        return sum(part.num_bytes for part in kept)
 
     def take_turn(self, job: ScoringJob) -> None:
         """A pass of a job begins."""

@@ -83,6 +83,7 @@ class PrefixManager:
             jobs = ScoringJobs()
             self.votes = Votes(compressor, self.ranges, jobs)
             self.scoring = PrefixScoring(compressor, readers, self.ranges, self.pressure, jobs, self.votes, guard)
+            self.pressure.is_being_read = self.scoring.reads
 
     @property
     def observer(self) -> CacheObserver:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sgl_kvevict.compression import CacheObservation, Compressor, PromptObservation, ReaderObservation
 from sgl_kvevict.lifecycle.eviction import CostAwareRecency, NodeHeap, NodeSet, Priority
@@ -50,6 +50,7 @@ class Pressure:
         observer: told of what was squeezed.
         order: see above.
         num_bytes: memory of what prompts left behind for ranges that may be compressed.
+        is_being_read: whether a node belongs to a prefix between two of its passes.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Pressure:
         self._compressor = compressor
         self._config = compressor.config
         self._round = max(int(num_slots * ROUND_SHARE), 1)
+        self.is_being_read: Callable[[Node], bool] = lambda node: False
         self.clear()
 
     def clear(self) -> None:
@@ -84,17 +86,34 @@ class Pressure:
 
     def prompt_complete(self, path: Sequence[Node], num_tokens: int, prompt: PromptObservation) -> None:
         """The first ``num_tokens`` of a path are a prompt: note where its uncompressed tokens may be compressed."""
-        if not self._compressor.has_learned:
+        if not (self._compressor.has_learned or prompt.has_echo):
             return
         end = num_tokens - self._config.tail_tokens
         position = start = self._spans.waterline(path)
         for node in [node for node in path if node not in self._spans]:
             position += len(node.key)
             if min(position, end) - start >= self._config.min_prefix_tokens:
-                start = min(position, end)
-                self._add_end(self._ranges.node_ending_at(path, start) if position > end else node, prompt)
+                if self._saw(prompt, start):
+                    self._add_end(self._ranges.node_ending_at(path, min(position, end)), prompt)
+                    start = min(position, end)
+                elif node in self._nodes:
+                    start = position
             if position >= end:
                 return
+
+    def _saw(self, prompt: PromptObservation, start: int) -> bool:
+        """Whether what a prompt left behind scores the tokens from a position on: echo needs their own queries."""
+        return self._compressor.has_learned or prompt.first_query - start < self._config.min_prefix_tokens
+
+    def _can_score(self, node: Node) -> bool:
+        """Whether the uncompressed range that ends at a node can be scored now.
+
+        While scores are learned, what passes are reading stays as it is: only from uncompressed ranges is learned.
+        """
+        if self._compressor.has_learned:
+            return True
+        prompt = self._prompts.get(node)
+        return prompt is not None and prompt.has_echo and not self.is_being_read(node)
 
     def installed(self, nodes: Sequence[Node]) -> None:
         """Consecutive nodes hold a new segment; the first one, which owns it, may be squeezed later."""
@@ -152,8 +171,11 @@ class Pressure:
         if not self._nodes:
             return 0
         won = 0
+        waits: set[Node] = set()  # ends that do not shrink now, and what is below them
         for node in self._readers.movable_nodes():
-            if node in self._nodes:
+            if node.parent in waits or (node in self._nodes and node not in self._spans and not self._can_score(node)):
+                waits.add(node)
+            elif node in self._nodes:
                 won += self._reserve_of_span(node) if node in self._spans else self._reserve_of_end(node)
         return won
 
@@ -185,6 +207,7 @@ class Pressure:
         Returns:
             Token slots that came back.
         """
+        self._compressor.is_short = True
         won = 0
         rest: list[Node] = []
         while won < self._round and (top := self._heap.top()) is not None:
@@ -260,6 +283,8 @@ class Pressure:
         if end - self._spans.waterline(path) < self._config.min_prefix_tokens:
             self.discard(node)
             return 0
+        if not self._can_score(node):
+            return 0
         share = self._config.shares[0] if self._config.shares else None
         return self._ranges.compress_now(node, end, self._prompts.get(node) or CacheObservation(), share)
 
@@ -274,7 +299,10 @@ class Pressure:
         self._prompts[node] = prompt
         self.num_bytes += prompt.num_bytes
         while self.num_bytes > self._config.observation_bytes:
-            self._forget_prompt(next(iter(self._prompts)))
+            oldest = next(iter(self._prompts))
+            self._forget_prompt(oldest)
+            if not self._compressor.has_learned:
+                self._nodes.discard(oldest)
 
     def _forget_prompt(self, node: Node) -> None:
         prompt = self._prompts.pop(node, None)

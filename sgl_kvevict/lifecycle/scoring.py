@@ -131,7 +131,17 @@ class PrefixScoring:
         """What is kept of a prompt while its prefix waits: nothing, unless something is to be learned from it."""
         learner = self._compressor.learner
         learns = learner is not None and learner.weights is None and len(self.jobs) < MAX_WAITING_LESSONS
-        return prompt if learns else None
+        return prompt.without_echo() if learns else None
+
+    def _teaches(self, job: ScoringJob) -> bool:
+        """Whether something can be learned from a job's prefix; all are alike when nothing is to be learned."""
+        if self._compressor.learner is None or self._compressor.has_learned:
+            return True
+        return job.prompt is not None and self._ranges.bounds(path_to(job.node)) is not None
+
+    def reads(self, node: Node) -> bool:
+        """Whether a node belongs to a prefix between two of its passes."""
+        return any(node in path_to(job.node) for job in self.jobs.begun)
 
     def _queue(self, job: ScoringJob) -> None:
         path = path_to(job.node)
@@ -160,12 +170,13 @@ class PrefixScoring:
         if self._pass is not None:
             self._check_pass(self._pass, passes)
             return
-        job = self.jobs.next()
-        if job is None or passes.is_paused:
+        if not self.jobs or passes.is_paused:
             return
         num_tokens = self._pacing.step(passes.num_users, is_counted=not passes.was_prefill)
         if num_tokens == 0:
             return
+        job = self.jobs.next(self._teaches)
+        assert job is not None
         if job.lesson is not None:
             self._learn(job, job.lesson)
             self._pacing.started(num_tokens)

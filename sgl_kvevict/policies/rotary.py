@@ -68,6 +68,8 @@ class Rotary:
         Returns:
             [num_tokens, num_heads, head_dim], float32.
         """
+        if not self.cos_sin.shape[1]:
+            return x.float()
         rows = self.cos_sin[[0, min(distance, self.cos_sin.shape[0] - 1)]].float()
         cos, sin = (rows[1] / rows[0, 0]).chunk(2)  # position 0 has cosine 1, times the table's own scale
         return self._rotate(x.float(), cos, sin)

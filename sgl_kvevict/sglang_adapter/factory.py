@@ -96,11 +96,13 @@ def _assemble(
     compressor = distilling = None
     if policy is not None:
         model = ctx.tp_worker.model_runner.model
-        turns_queries = bool({Signal.QUERY_MOMENTS, Signal.ECHO_ATTENTION} & policy.needs)
-        rotary = find_rotary(model) if turns_queries else None
         output_grams = find_output_grams(model, geometry) if Signal.OUTPUT_GRAM in policy.needs else None
+        rotary = None
         if Signal.LEARNED_SCORES in policy.needs:
             distilling = Distilling(config, ctx, geometry, arena.k.device)
+            rotary = distilling.learner.rotary
+        elif {Signal.QUERY_MOMENTS, Signal.ECHO_ATTENTION} & policy.needs:
+            rotary = find_rotary(model)
         learner = None if distilling is None else distilling.learner
         compressor = Compressor(config, policy, store, rotary, output_grams, learner)
         if arena.k.is_cuda:

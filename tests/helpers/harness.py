@@ -30,6 +30,7 @@ from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.lifecycle.nodes import length_of, path_to
+from sgl_kvevict.policies import Rotary
 from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.sglang_adapter.introspection import cache_state
 from sgl_kvevict.sglang_adapter.span_component import FULL
@@ -47,6 +48,9 @@ TINY_LLAMA = {
     "max_position_embeddings": 4096,
     "torch_dtype": "float32",
 }
+
+
+NO_ROTARY = Rotary(torch.empty(512, 0), is_neox=True)
 
 
 def publish_server_args(folder: Path) -> None:
@@ -104,7 +108,7 @@ class Harness:
         )
         store = SpanStore(self.geometry, self.k, self.v)
         kind = LearnedCompressor if self.has_learned else Compressor
-        compressor = None if self.policy is None else kind(self.config, self.policy, store)
+        compressor = None if self.policy is None else kind(self.config, self.policy, store, NO_ROTARY)
         self.tree = KVEvictTree(params, store, compressor)
         if self.cache_grid > 1:
             full = self.tree.components[FULL]

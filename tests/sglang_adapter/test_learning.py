@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from helpers.harness import Harness, publish_server_args
 from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import LessonResult, ScoreLearner, learner
+from sgl_kvevict.lifecycle.nodes import path_to
 from sgl_kvevict.policies import Rotary, build_policy
 from sgl_kvevict.request import ticket_digest
 from sgl_kvevict.sglang_adapter.introspection import cache_state
@@ -33,7 +36,8 @@ class Pupil:
         self.manager = self.harness.tree.manager
         rotary = Rotary(torch.empty(600, 0), is_neox=True)
         self.learner = ScoreLearner(self.harness.geometry, rotary, 0.3, num_prefixes)
-        self.manager.compressor.learner = self.learner
+        compressor = self.manager.compressor
+        compressor.learner, compressor.observes = self.learner, replace(compressor.observes, rotary=rotary)
         self.results: list[LessonResult] = []
         self.manager.scoring.on_learned = self.results.append
         self.scheduler = MiniScheduler(self.harness)
@@ -100,6 +104,61 @@ def test_passes_that_come_late_score_what_is_left(monkeypatch):
     assert pupil.work() == 2
     assert {span.segment.is_read for span in pupil.manager.spans.values() if span.end in (56, 60)} == {True}
     assert cache_state(pupil.harness.tree)["warm_outcomes"][ticket_digest(TICKET)] == "compressed"
+
+
+def test_echo_is_collected_only_while_slots_are_short_and_nothing_is_learned(monkeypatch):
+    pupil = Pupil(monkeypatch)
+    compressor = pupil.manager.compressor
+    assert not compressor.new_observation().has_echo
+    pupil.ask(document(0), 1, 2, 3)
+    pupil.harness.evict(1)
+    assert compressor.new_observation().has_echo
+    pupil.teach(document(1))
+    pupil.teach(document(2))
+    assert compressor.has_learned and not compressor.new_observation().has_echo
+
+
+def test_before_anything_is_learned_prefixes_shrink_by_echo_and_passes_read_them_later(monkeypatch):
+    pupil = Pupil(monkeypatch, num_prefixes=5)
+    pupil.ask(document(0), 1, 2, 3)
+    pupil.harness.evict(1)
+    assert pupil.spans == []  # nothing was observed yet: the tail was dropped
+    pupil.ask(document(1), 1, 2, 3)
+    pupil.harness.evict(1)
+    assert pupil.spans == [(0, 59)]
+    (segment,) = {span.segment for span in pupil.manager.spans.values()}
+    assert (segment.num_slots, segment.is_read) == (30, False)
+    pupil.ask(document(1), 4, 5, 6)
+    assert pupil.work() == 3 and pupil.results == []
+    (segment,) = {span.segment for span in pupil.manager.spans.values()}
+    assert (segment.num_slots, segment.is_read) == (18, True)
+
+
+def test_what_is_to_be_learned_from_does_not_shrink_and_comes_first(monkeypatch):
+    pupil = Pupil(monkeypatch, num_prefixes=5)
+    pupil.manager.compressor.is_short = True
+    for number in (0, 1):
+        pupil.ask(document(number), 1, 2, 3)
+        if number == 0:
+            pupil.harness.evict(1)
+            assert pupil.spans == [(0, 59)]
+        pupil.ask(document(number), 4, 5, 6)
+    assert pupil.scheduler.run_pass()
+    assert pupil.scheduler.passes[0].origin_input_ids[0] == 1
+    (job,) = pupil.manager.scoring.jobs.begun
+    while pupil.manager.pressure.relieve(None):
+        pupil.harness.check()
+    assert not any(node in pupil.manager.spans for node in path_to(job.node))
+    pupil.work()
+    assert len(pupil.results) == 1
+
+
+def test_a_prompt_that_found_most_of_it_in_the_cache_has_no_echo_of_it(monkeypatch):
+    pupil = Pupil(monkeypatch)
+    pupil.ask(document(0), 1, 2, 3)
+    pupil.manager.compressor.is_short = True
+    pupil.ask(document(0), 4, 5, 6)
+    assert not pupil.manager.pressure._nodes
 
 
 def test_without_waiting_the_first_prompt_is_compressed_at_once(monkeypatch):

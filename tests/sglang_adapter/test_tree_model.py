@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import MiniScheduler
-from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.policies.observation import Readers, Signal
 
 BASES = ([i * 7 % 11 for i in range(48)], [i * 5 % 7 for i in range(48)])
 
@@ -176,6 +176,15 @@ class PressureMachine(PassesMachine):
     options: ClassVar[dict[str, Any]] = {"has_learned": True}
 
 
+class ColdMachine(PressureMachine):
+    """Before anything is learned: what prompts left behind while slots were short has to do."""
+
+    policy = PseudoRandomPolicy(
+        readers=Readers.REPETITION, needs=frozenset({Signal.LEARNED_SCORES, Signal.ECHO_ATTENTION})
+    )
+    options: ClassVar[dict[str, Any]] = {}
+
+
 class ExactMachine(PressureMachine):
     """Some requests read nothing compressed, and hold what they read."""
 
@@ -279,6 +288,7 @@ MACHINES = (
     UnsplittableMachine,
     PassesMachine,
     PressureMachine,
+    ColdMachine,
     ExactMachine,
     CoarsePressureMachine,
     FrequencyPressureMachine,

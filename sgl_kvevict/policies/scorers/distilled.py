@@ -1,4 +1,4 @@
-"""Learned scores, or those of the passes that they are learned from: the score of ``distilled``."""
+"""Learned scores, those of the passes that they are learned from, or what does before: the score of ``distilled``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ WINDOW_SIZE = 8
 class DistilledScorer:
     """What a token's key and value tell of the attention that readers would pay it; where readers came, what they paid.
 
-    Both are on the scale of reader attention (learned scores are its logarithm), one scale for all layers and heads.
+    Where neither is there (slots are short, and nothing is learned yet) echo attention has to do. Each of the three is
+    on one scale for all layers and heads.
 
     Attributes:
         use_window: learned scores also look at the attention of the prompt's last ``WINDOW_SIZE`` queries.
@@ -36,15 +37,19 @@ class DistilledScorer:
     @property
     def needs(self) -> frozenset[Signal]:
         """Window queries only if it looks at them."""
-        needs = frozenset({Signal.LEARNED_SCORES, Signal.READER_ATTENTION, Signal.KEYS, Signal.VALUES})
+        needs = frozenset(
+            {Signal.LEARNED_SCORES, Signal.READER_ATTENTION, Signal.ECHO_ATTENTION, Signal.KEYS, Signal.VALUES}
+        )
         return needs | ({Signal.WINDOW_QUERIES} if self.use_window else frozenset())
 
     def score(self, observation: LayerObservation) -> TokenScores:
         """Score one layer.
 
         Raises:
-            ValueError: the observation has neither learned scores nor reader attention.
+            ValueError: the observation has none of the three.
         """
         if observation.learned is not None:
             return TokenScores(observation.learned)
+        if observation.reader_attention is None and observation.echo is not None:
+            return TokenScores(observation.require_echo(type(self).__name__))
         return TokenScores(observation.require_reader_attention(type(self).__name__))
