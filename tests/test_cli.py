@@ -106,8 +106,11 @@ def test_a_hub_name_may_be_looked_up(model_folder: str) -> None:
 
 def test_the_demo_model_is_made_and_served(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_plan, "ensure_demo_model", lambda: Path(model_folder))
-    plan = plan_serve("demo", KVEvictConfig(), [], cuda_is_available=lambda: False)
-    assert flag_value(plan.command, "--model-path") == model_folder
+    for is_fast, dtype in ((True, None), (False, "float32")):
+        monkeypatch.setattr(server_plan, "has_fast_bfloat16", lambda is_fast=is_fast: is_fast)
+        plan = plan_serve("demo", KVEvictConfig(), [], cuda_is_available=lambda: False)
+        assert flag_value(plan.command, "--model-path") == model_folder
+        assert flag_value(plan.command, "--dtype") == dtype
 
 
 def test_the_server_replaces_the_process(

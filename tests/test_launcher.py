@@ -10,6 +10,24 @@ import pytest
 from sgl_kvevict import launcher
 from sgl_kvevict.launcher import LaunchError, System, config_env, free_port, launch, launch_all
 
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "fast"),
+    [
+        ("model name\t: A\nflags\t\t: sse avx2 fma\n", False),
+        ("model name\t: B\nflags\t\t: avx2 avx512bw avx512dq avx512vl\n", True),
+        ("Features\t: asimd bf16\n", True),
+        (None, True),
+    ],
+)
+def test_float32_where_bfloat16_is_slow(tmp_path, cpuinfo, fast) -> None:
+    path = tmp_path / "cpuinfo"
+    if cpuinfo is not None:
+        path.write_text(cpuinfo)
+    assert launcher.has_fast_bfloat16(path) is fast
+
+
 #: Stands in for ``sglang.launch_server``: starts a helper process, then answers ``/health`` like SGLang.
 FAKE_SERVER = """
 import http.server, os, subprocess, sys, urllib.parse

@@ -14,6 +14,7 @@ from typing import Any
 
 from sgl_kvevict.config import ENV_VAR, KVEvictConfig, load_config, parse_config, read_config_file
 from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.launcher import has_fast_bfloat16
 from sgl_kvevict.model import ensure_demo_model
 
 DEMO = "demo"
@@ -146,6 +147,8 @@ def plan_serve(
     environ = {ENV_VAR: config.model_dump_json()}
     if on_cpu:
         wanted |= {"--device": "cpu", "--max-total-tokens": str(CPU_POOL_TOKENS)}
+        if model == DEMO and not has_fast_bfloat16():
+            wanted["--dtype"] = "float32"
         environ["SGLANG_PLATFORM"] = os.environ.get("SGLANG_PLATFORM") or CPU_PLATFORM
     if Path(path).is_dir():
         environ["HF_HUB_OFFLINE"] = "1"
@@ -155,7 +158,8 @@ def plan_serve(
     command += sglang_flags
     pool = flag_value(command, "--max-total-tokens")
     place = "cpu" if on_cpu else device or "cuda"
-    place += f", pool of {pool} tokens" if pool else ""
+    dtype = flag_value(command, "--dtype")
+    place += (f", {dtype}" if dtype else "") + (f", pool of {pool} tokens" if pool else "")
     return ServePlan(tuple(command), environ, f"{model} | {describe(config)} | {place}")
 
 

@@ -12,6 +12,8 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
+from sgl_kvevict.launcher import has_fast_bfloat16
+
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "docs" / "results" / "serving"
 _KEYS = ("point", "system", "repetition")
@@ -40,10 +42,12 @@ class Row:
 
 def origin(options: str) -> dict[str, str]:
     """Where a run comes from: UTC date, commit (``+`` if files were changed), machine, versions, and its options."""
+    dtype = "bfloat16" if has_fast_bfloat16() else "float32"
+    load = os.getloadavg()[1]
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
         "commit": _commit(),
-        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, load {os.getloadavg()[1]:.1f} at the start",
+        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, {dtype}, load {load:.1f} at the start",
         "versions": ", ".join(f"{name} {version(name)}" for name in _PACKAGES),
         "options": options,
     }
