@@ -11,7 +11,6 @@ from sgl_kvevict import launcher
 from sgl_kvevict.launcher import LaunchError, System, config_env, free_port, launch, launch_all
 
 
-
 @pytest.mark.parametrize(
     ("cpuinfo", "fast"),
     [
