@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from sgl_kvevict.errors import ConfigError, shown
 
 ENV_VAR = "KVEVICT_CONFIG"
 _CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
+_as_written = cache(lambda share: Fraction(repr(share)))  # of the decimal that a share was written as
 
 _PORT = r"0*(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 _ENDPOINT = rf"^(tcp://(\*|[A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\]):{_PORT}|ipc://.+)$"
@@ -298,8 +299,8 @@ class KVEvictConfig(BaseModel):
         return max(self._share_of(num_tokens, share), 1)
 
     def _share_of(self, num_tokens: int, share: float | None = None) -> int:
-        slots = Fraction(repr(self.budget if share is None else share)) * num_tokens
-        return -(-slots.numerator // slots.denominator)
+        exact = _as_written(self.budget if share is None else share)
+        return -(-exact.numerator * num_tokens // exact.denominator)
 
     def _slots_up_to(self, end: int) -> int:
         """Slots of all compressed tokens before ``end``, when a tail that the budget includes follows there."""
