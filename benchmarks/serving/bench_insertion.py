@@ -54,8 +54,8 @@ PAGE = Page(
         "What the tree's operations cost with 10,000 compressed prefixes of 32 tokens, each with its tail, beside "
         "the same prompts in SGLang's `UnifiedRadixCache`; and how they grow with the number of nodes on a path. "
         "`compress` is one compression at the sizes of SmolLM2-135M (30 layers, 3 KV heads), from the checkpoint to "
-        "the slots freed. The first eviction puts all leaves, and all that can shrink, into heaps that are kept (its calls "
-        "are those of the second one)."
+        "the slots freed. The first eviction puts all leaves, and all that can shrink, into heaps that are kept; "
+        "its calls are those of the second one."
     ),
     tables=(
         Table("calls", "Function calls per operation", digits=0),
