@@ -15,7 +15,7 @@ from kvevict_quality.rows import Row, commit, merge_rows, read_rows
 from kvevict_quality.sample import Prompts, Sample
 from kvevict_quality.systems import FULL, KNOWN_QUESTIONS, Setup
 from kvevict_quality.tasks import make_sample
-from sgl_kvevict.launcher import RunningServer, launch
+from sgl_kvevict.launcher import RunningServer, has_fast_bfloat16, launch
 
 Progress = Callable[[str], None]
 #: Index of the context whose questions serve as samples; no measured context has it.
@@ -154,6 +154,11 @@ def _fidelity(plan: Plan, setup: Setup, server: RunningServer, task: str, tokens
     return sums
 
 
+def _served_dtype(model: Path) -> str:
+    own = str(json.loads((model / "config.json").read_text(encoding="utf-8"))["dtype"])
+    return own if has_fast_bfloat16() else "float32"
+
+
 def _row(plan: Plan, setup: Setup, task: str, tokens: int, sums: _Sums) -> Row:
     num = len(sums.prepared)
     return Row(
@@ -172,7 +177,7 @@ def _row(plan: Plan, setup: Setup, task: str, tokens: int, sums: _Sums) -> Row:
         prepare_s=round(sum(p.seconds for p in sums.prepared) / num, 2),
         answer_s=round(sums.answer_s / num, 2),
         model=plan.model.name,
-        dtype=str(json.loads((plan.model / "config.json").read_text(encoding="utf-8"))["dtype"]),
+        dtype=_served_dtype(plan.model),
         seed=plan.seed,
         versions=f"sglang {version('sglang')}, sgl-kvevict {version('sgl-kvevict')}",
         commit=commit(),
