@@ -26,7 +26,6 @@ FP8 = "fp8e4nv"
 """Triton's name of float8_e4m3fn."""
 FP8_ARCH = 89
 """Oldest architecture that converts it."""
-MERGES = {"maxnreg": 128}
 HEADS: dict[str, Any] = {"H": 8, "G": 4}
 
 BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "rows_ptr", "staging_ptr")
@@ -75,12 +74,12 @@ def attention_kernels(arch: int, head_dim: int, stored: str = "bf16") -> Iterato
             yield spec("ragged_extend.triton_impl:_extend_kernel", arch, sizes | block, options=options)
             rows = {"BLOCK_M": tile.rows, "ROWS": 16}
             if stored == "bf16":  # merges do not look at the arena
-                yield spec("ragged_extend.triton_impl:_combine_kernel", arch, sizes | rows, options=MERGES)
+                yield spec("ragged_extend.triton_impl:_combine_kernel", arch, sizes | rows)
         else:
             block |= {"CLASS": which, "LEAST": MIN_CHUNKS[which]}
             yield spec("ragged_decode.triton_impl:_split_kernel", arch, sizes | block, options=options)
     if stored == "bf16":
-        yield spec("ragged_decode.merge.triton_impl:_merge_kernel", arch, sizes | {"BLOCK": 32}, options=MERGES)
+        yield spec("ragged_decode.merge.triton_impl:_merge_kernel", arch, sizes | {"BLOCK": 32})
 
 
 def head_dim_kernels(arch: int, head_dim: int, stored: str = "bf16") -> Iterator[Spec]:

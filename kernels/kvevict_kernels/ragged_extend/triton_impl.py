@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kvevict_kernels.device_limits import limits_of
 from kvevict_kernels.ragged_decode.directory import Directory
-from kvevict_kernels.ragged_decode.merge.triton_impl import MERGE_REGISTERS
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 from kvevict_kernels.ragged_decode.tile_table import EXTEND, tiles_for
 from kvevict_kernels.ragged_decode.triton_impl import LOG2_E, attend_block
@@ -275,6 +274,5 @@ def run_extend(directory: Directory, step: Step, inputs: LayerInputs, out: Tenso
         _combine_kernel[grid](
             *(out, lse, *directory.partials, *tiles, *members, inputs.v_scale),
             ROWS=COMBINE_ROWS,
-            maxnreg=MERGE_REGISTERS,
             **constants,
         )

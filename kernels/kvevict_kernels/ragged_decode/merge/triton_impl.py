@@ -38,9 +38,6 @@ from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 MERGE_BLOCK = 32
 """Partials that are folded at once: as many as a run of one request has, so that their loads wait once or twice."""
 
-MERGE_REGISTERS = 128
-"""Per thread, at most. Left to itself ptxas aims lower for some sizes and keeps one word on the stack."""
-
 
 @triton.jit
 def suffix_chunk(length, least, H: tl.constexpr, NUM_ITEMS: tl.constexpr, STEP: tl.constexpr):
@@ -142,5 +139,4 @@ def run_merge(directory: Directory, step: Step, inputs: LayerInputs, out: Tensor
         D=head_dim,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK=MERGE_BLOCK,
-        maxnreg=MERGE_REGISTERS,
     )
