@@ -3,7 +3,7 @@
 Every turn sends the whole conversation. The server finds all of it but the newest message in its cache: the system
 message as compressed prefix, later turns behind it. The client is the plain `openai` package.
 
-    make serve                        # in another terminal
+    make serve ARGS="-- --enable-cache-report"      # in another terminal
     .venv/bin/python examples/chat.py [URL]
 """
 
@@ -35,8 +35,9 @@ def stream_turn(client: OpenAI, messages: list[Any]) -> str:
         first_s = first_s or (time.monotonic() - begin if piece else 0.0)
         print(piece, end="", flush=True)
         text, usage = text + piece, chunk.usage or usage
-    found = usage.prompt_tokens_details.cached_tokens  # needs the server flag --enable-cache-report
-    print(f"  [first word after {first_s:.2f} s; {found:,} of {usage.prompt_tokens:,} tokens from the cache]")
+    details = usage.prompt_tokens_details  # None without the server's flag --enable-cache-report
+    found = f"{details.cached_tokens:,}" if details else "unknown"
+    print(f"  [first word after {first_s:.2f} s; {found} of {usage.prompt_tokens:,} tokens from the cache]")
     return text
 
 

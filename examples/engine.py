@@ -8,47 +8,45 @@ without an answer (`max_new_tokens: 0`) has its prefix scored and compressed, th
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from typing import Any
 
-import torch
-from station import HANDBOOK, cache_line
+from station import HANDBOOK, TASK, cache_line, engine_settings
 
-from sgl_kvevict.launcher import CPU_ENV, has_fast_bfloat16
 from sgl_kvevict.model import ensure_demo_model
 
-DOCUMENT = HANDBOOK[HANDBOOK.index("\n5. ") : HANDBOOK.index("\n7. ")].strip()  # two chapters
-LEADS = ("Drinking water comes from", "The supply boat is called the", "The captain of the boat is")
+CHAPTERS = HANDBOOK[HANDBOOK.index("\n5. ") : HANDBOOK.index("\n8. ")]
+QUESTIONS = (  # and how the answers begin
+    ("Where does the drinking water come from?", "Drinking water comes from"),
+    ("What is the name of the supply boat?", "The supply boat is called the"),
+    ("Where do we meet in case of fire?", "The meeting point in case of fire is"),
+)
 
 
-def device_settings() -> dict[str, Any]:
-    """Keywords of `sgl.Engine` on this machine; none on a GPU. Without one it is our CPU platform."""
-    if torch.cuda.is_available():
-        return {}
-    os.environ.update(CPU_ENV)  # before SGLang is imported
-    return {"device": "cpu", "dtype": "auto" if has_fast_bfloat16() else "float32", "max_total_tokens": 6000}
+def message(role: str, content: str) -> dict[str, str]:
+    """One message of a chat."""
+    return {"role": role, "content": content}
 
 
 def main(model: str | None = None) -> None:
-    """Cache the document, wait until it is compressed, complete the sentences in one batch."""
-    settings = device_settings()
-    import sglang as sgl
+    """Cache the document, wait until it is compressed, answer in one batch."""
+    settings = engine_settings() | {"model_path": model or str(ensure_demo_model())}
+    import sglang as sgl  # after the settings, which choose its platform
 
-    settings |= {"model_path": model or str(ensure_demo_model())}
     engine = sgl.Engine(radix_cache_backend="kvevict", attention_backend="kvevict", **settings)
+    system = message("system", TASK + CHAPTERS)
+    template = engine.tokenizer_manager.tokenizer.apply_chat_template
     try:
-        engine.generate(DOCUMENT, {"max_new_tokens": 0})
+        engine.generate(template([system], tokenize=False), {"max_new_tokens": 0})
         while (cache := engine.get_server_info()["internal_states"][0]["kvevict"])["scoring_jobs"]:
             time.sleep(0.1)
         print(cache_line(cache))
-        sampling = {"temperature": 0, "max_new_tokens": 12, "stop": ["\n", ". "]}
-        replies = engine.generate([f"{DOCUMENT}\n\n{lead}" for lead in LEADS], sampling)
-        for lead, reply in zip(LEADS, replies, strict=True):
-            meta = reply["meta_info"]
-            found = f"{meta['cached_tokens']:,} of {meta['prompt_tokens']:,} tokens from the cache"
-            print(f"{lead} ... {reply['text'].strip()}  [{found}]")
+        chats = [[system, message("user", q), message("assistant", lead)] for q, lead in QUESTIONS]
+        prompts = [template(chat, tokenize=False, continue_final_message=True) for chat in chats]
+        replies = engine.generate(prompts, {"temperature": 0, "max_new_tokens": 12, "stop": ["\n", ". "]})
+        for (_, lead), reply in zip(QUESTIONS, replies, strict=True):
+            found, length = reply["meta_info"]["cached_tokens"], reply["meta_info"]["prompt_tokens"]
+            print(f"{lead} ... {reply['text'].strip()}  [{found:,} of {length:,} tokens from the cache]")
     finally:
         engine.shutdown()
 

@@ -1,12 +1,15 @@
-"""The document that all examples ask about, and what a server holds of it."""
+"""What the examples share: the document, a look at the cache, and settings for a machine without a GPU."""
 
 from __future__ import annotations
 
 import json
+import os
 import time
 import urllib.request
 from pathlib import Path
 from typing import Any
+
+from sgl_kvevict.launcher import CPU_ENV, has_fast_bfloat16
 
 HANDBOOK = (Path(__file__).resolve().parent / "data" / "station_handbook.txt").read_text(encoding="utf-8").strip()
 TASK = (
@@ -36,3 +39,13 @@ def settled_cache(url: str, timeout_s: float = 600.0) -> dict[str, Any]:
             return cache
         time.sleep(0.1)
     raise TimeoutError(f"{url}: prefixes still wait to be scored after {timeout_s:g} s")
+
+
+def engine_settings() -> dict[str, Any]:
+    """Keywords of `sgl.Engine`: none on a GPU; without one our CPU platform, chosen before SGLang is imported."""
+    import torch
+
+    if torch.cuda.is_available():
+        return {}
+    os.environ.update(CPU_ENV)
+    return {"device": "cpu", "dtype": "auto" if has_fast_bfloat16() else "float32", "max_total_tokens": 6000}

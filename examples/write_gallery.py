@@ -47,15 +47,15 @@ class Example:
 
 EXAMPLES = (
     Example("fork.py", "fork.py", DEFAULT),
-    Example("judge.py", "judge.py", DEFAULT, "The document is the one of `fork.py`, which had left it in the cache."),
-    Example("chat.py", "chat.py", DEFAULT, "So was the system message."),
+    Example("judge.py", "judge.py", DEFAULT, "The document was in the cache, because `fork.py` had been run before."),
+    Example("chat.py", "chat.py", DEFAULT, "The system message was in the cache too, already compressed."),
     Example("rag.py", "rag.py", DEFAULT),
     Example("engine.py", "engine.py", None),
     Example(
         *("policies/value_aware.py", "fork.py", OWN_POLICY),
-        "The server was started in `examples/policies` with `sgl-kvevict serve demo --policy value_aware:value_aware`, "
-        "then `fork.py` was run. Like all policies that look at a prompt's last tokens only, this one does not know "
-        "what will be asked ([quality.md](quality.md)).",
+        "The server ran with `--policy value_aware:value_aware` "
+        "([how](policies.md#write-your-own-policy-in-30-lines)); the program is `fork.py`. Like all policies that\n"
+        "look at a prompt's last tokens only, this one does not know what will be asked ([quality.md](quality.md)).",
     ),
 )
 
