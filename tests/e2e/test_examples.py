@@ -50,12 +50,13 @@ def number(text: str) -> int:
     return int(text.replace(",", ""))
 
 
-def assert_compressed(line: str, at_least: float) -> None:
-    """The last line of an example: so many tokens are compressed, to about the budget of a fifth."""
+def assert_compressed(line: str, at_least: float) -> int:
+    """Check that at least so many tokens are compressed, to about the budget of a fifth; return how many."""
     match = re.fullmatch(r"compressed prefixes: ([\d,]+) tokens in ([\d,]+) token slots", line)
     assert match is not None, line
     tokens, slots = number(match[1]), number(match[2])
     assert tokens >= at_least and slots <= 0.25 * tokens
+    return tokens
 
 
 @pytest.mark.parametrize("printed", ["fork.py"], indirect=True)
@@ -98,6 +99,7 @@ def test_rag(printed):
 
 def test_engine(demo_model):
     first, *answers = run_example("engine.py", str(demo_model))
-    assert_compressed(first, 700)
-    assert len(from_cache(answers)) == 3 and all(found >= prompt - 20 for found, prompt in from_cache(answers))
+    compressed = assert_compressed(first, 700)
+    assert len(from_cache(answers)) == 3
+    assert all(found >= compressed for found, _ in from_cache(answers))  # all of the document, not only a part
     assert "spring" in answers[0] and "Grey Heron" in answers[1] and "flagpole" in answers[2]
