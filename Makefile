@@ -7,10 +7,16 @@ export HF_HUB_OFFLINE := 1
 export GOMP_SPINCOUNT := 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve test test-compile test-machines test-sglang test-peers test-policies bench-policies bench-quality bench-papers bench-peers lint bench-serving bench-smoke campaign
+.PHONY: help setup model demo serve gallery lint test bench-smoke test-machines test-policies test-sglang test-peers \
+	test-compile campaign bench-serving bench-quality bench-peers bench-policies bench-papers
 
+# `make help` shows the lines that begin with "##@" as headings, and every target's text after "##".
+
+##@ Start here
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+	@awk '/^##@ / { printf "\n%s\n", substr($$0, 5) } \
+		match($$0, /^[a-z-]+:.*## /) { name = $$0; sub(/:.*/, "", name); printf "  make %-15s %s\n", name, substr($$0, RLENGTH + 1) }' \
+		$(MAKEFILE_LIST)
 
 setup: ## create or update .venv (stock SGLang on CPU, this package, test tools)
 	@scripts/setup_env.sh
@@ -24,30 +30,30 @@ demo: model ## compare stock SGLang and compressed prefixes on real programs
 serve: model ## serve the demo model with compressed prefixes (ARGS="--budget 0.1 -- --port 30001")
 	@$(BIN)/sgl-kvevict serve demo $(ARGS)
 
-test: model ## run the test suite (ARGS="tests/kernels -k compact")
+gallery: model ## run all examples; writes docs/gallery.md
+	@$(BIN)/python -W ignore examples/write_gallery.py
+
+##@ Before every commit
+lint: setup ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+test: model ## run the test suite (ARGS="tests/kernels -k compact"; ARGS="-m 'not slow'")
 	@$(BIN)/python -m pytest $(ARGS)
 
-test-compile: setup ## compile every kernel for four GPU architectures with two Tritons; writes docs/results/gpu/compiled.md
-	@scripts/setup_compile.sh
-	@$(BIN)/python -m pytest tests/kernels/check_compiled.py $(ARGS)
+bench-smoke: model ## a few ratios to stock beside the committed ones; fails below 80 % of them, under 3 minutes
+	@$(BIN)/python -W ignore benchmarks/serving/smoke.py $(ARGS)
 
-campaign: model ## random operations, input, requests, faults and a soak; many hours, resumable (ARGS="machine fuzz"); writes docs/reliability.md
-	@PYTHONPATH=tests $(BIN)/python -W ignore -m campaign.run $(ARGS)
+##@ Tests of hours or of other environments
+test-machines: setup ## 100,000 random operations on the tree (ARGS="1000000 7": so many, from this seed on)
+	@$(BIN)/python -W ignore tests/sglang_adapter/run_machines.py $(ARGS)
 
 test-policies: model ## every policy in a real server with the demo's programs, two budgets; half an hour
 	@rm -f docs/results/policies-served.md
 	@KVEVICT_ALL_POLICIES=docs/results/policies-served.md $(BIN)/python -m pytest tests/e2e/test_policies.py $(ARGS)
 
-bench-policies: model ## what each policy costs and what it keeps; writes docs/results/policies-* and docs/policies.md
-	@$(BIN)/python benchmarks/policies/run.py $(ARGS)
-	@$(BIN)/python benchmarks/policies/draw_kept.py
-	@$(BIN)/python benchmarks/policies/write_tables.py
-
 test-sglang: ## what we rely on, in another version of SGLang (VERSION=0.5.24)
 	@scripts/test_sglang.sh "$(VERSION)" $(ARGS)
-
-test-machines: setup ## 100,000 random operations on the tree (ARGS="1000000 7": so many, from this seed on)
-	@$(BIN)/python -W ignore tests/sglang_adapter/run_machines.py $(ARGS)
 
 # Threads that wait asleep: several times faster where cores are shared.
 test-peers: export OMP_WAIT_POLICY := passive
@@ -56,13 +62,20 @@ test-peers: model ## compare kept positions with kvpress, in an environment of i
 	@PYTHONPATH=tests .venv-peers/bin/python -m peers.record_kvpress "$$($(BIN)/sgl-kvevict model)"
 	@$(BIN)/python -m pytest tests/peers/check_kvpress.py $(ARGS)
 
+test-compile: setup ## compile every kernel for four GPU architectures with two Tritons; writes docs/results/gpu/compiled.md
+	@scripts/setup_compile.sh
+	@$(BIN)/python -m pytest tests/kernels/check_compiled.py $(ARGS)
+
+campaign: model ## random operations, input, requests, faults and a soak; many hours, resumable (ARGS="machine fuzz"); writes docs/reliability.md
+	@PYTHONPATH=tests $(BIN)/python -W ignore -m campaign.run $(ARGS)
+
+##@ Benchmarks: each writes its page and its raw figures below docs/
+bench-serving: model ## a serving benchmark (ARGS="decode"; also shared_prefix, pressure, hot, multi_turn, rag, prefill, profile, insertion, scale)
+	@$(BIN)/python -W ignore benchmarks/serving/bench_$(firstword $(ARGS)).py $(wordlist 2,99,$(ARGS))
+
 bench-quality: model ## what answers are worth after compression (ARGS="--policies reconstruction --budgets 0.2 0.1"; --aware)
 	@$(BIN)/python benchmarks/quality/run.py $(ARGS)
 	@$(BIN)/python benchmarks/quality/plot.py
-
-bench-papers: model ## what the papers claim, tested at small scale; writes docs/papers.md
-	@$(BIN)/python benchmarks/papers/run.py $(ARGS)
-	@$(BIN)/python benchmarks/papers/write_page.py
 
 bench-peers: export OMP_WAIT_POLICY := passive
 bench-peers: model ## the same contexts and questions with kvpress, in an environment of its own
@@ -70,12 +83,11 @@ bench-peers: model ## the same contexts and questions with kvpress, in an enviro
 	@.venv-peers/bin/python benchmarks/quality/peers.py "$$($(BIN)/sgl-kvevict model)" $(ARGS)
 	@$(BIN)/python benchmarks/quality/plot.py
 
-bench-serving: model ## a serving benchmark (ARGS="decode"; also shared_prefix, pressure, hot, multi_turn, rag, prefill, profile, insertion, scale)
-	@$(BIN)/python -W ignore benchmarks/serving/bench_$(firstword $(ARGS)).py $(wordlist 2,99,$(ARGS))
+bench-policies: model ## what each policy costs and what it keeps; writes docs/results/policies-* and docs/policies.md
+	@$(BIN)/python benchmarks/policies/run.py $(ARGS)
+	@$(BIN)/python benchmarks/policies/draw_kept.py
+	@$(BIN)/python benchmarks/policies/write_tables.py
 
-bench-smoke: model ## a few ratios to stock beside the committed ones; fails below 80 % of them, under 3 minutes
-	@$(BIN)/python -W ignore benchmarks/serving/smoke.py $(ARGS)
-
-lint: setup ## ruff and mypy
-	@$(BIN)/ruff check .
-	@$(BIN)/mypy
+bench-papers: model ## what the papers claim, tested at small scale; writes docs/papers.md
+	@$(BIN)/python benchmarks/papers/run.py $(ARGS)
+	@$(BIN)/python benchmarks/papers/write_page.py

@@ -12,4 +12,4 @@ if [ ! -d "$folder/sglang" ]; then
     .venv/bin/python -m pip install --quiet --no-deps --target "$folder" "sglang==$version"
 fi
 export PYTHONPATH="$PWD/$folder:$PWD:$PWD/kernels"
-exec .venv/bin/python -m pytest tests/sglang_adapter/test_contract.py "$@"
+exec .venv/bin/python -m pytest tests/sglang_adapter/test_contract.py tests/sglang_adapter/test_fences.py "$@"

@@ -20,10 +20,7 @@ def load(text: str) -> KVEvictConfig:
 
 @pytest.mark.parametrize("environ", [{}, {ENV_VAR: ""}, {ENV_VAR: "  "}, {ENV_VAR: "{}"}])
 def test_defaults(environ: dict[str, str]) -> None:
-    config = load_config(environ)
-    assert config == KVEvictConfig()
-    assert (config.policy, config.budget, config.tail_tokens) == ("distilled", 0.2, 32)
-    assert (config.sink_tokens, config.min_prefix_tokens, config.policy_options) == (4, 256, {})
+    assert load_config(environ) == KVEvictConfig()
 
 
 @pytest.mark.parametrize("suffix", ["json", "yaml", "yml"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import json
+import sys
+from functools import partial
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from sglang.srt.arg_groups.model_override_base import resolved_view
@@ -58,12 +60,17 @@ def test_graphs_in_which_requests_could_not_be_told_apart_are_refused(monkeypatc
     assert "SGLANG_ENABLE_METADATA_GLUE_GRAPH" in reason
 
 
-def test_a_replay_knows_its_requests():
+def test_a_replay_knows_its_requests(monkeypatch):
     """The runner builds the view by keyword, through the module's name, and hands it to the backend."""
-    source = inspect.getsource(DecodeCudaGraphRunner._init_replay_attn_metadata_from_view)
-    assert "build_replay_fb_view(" in source and "forward_batch=forward_batch" in source
-    assert "attn_backend.init_forward_metadata_out_graph(fb_view)" in source
-    view = around_replay_view(lambda **given: SimpleNamespace(), forward_batch=SimpleNamespace(rids=["a"]))
+    module = sys.modules[DecodeCudaGraphRunner.__module__]
+    build = partial(around_replay_view, lambda **given: SimpleNamespace())
+    monkeypatch.setattr(module, "build_replay_fb_view", build)
+    runner, backend = MagicMock(_metadata_glue=None), MagicMock()
+    runner.model_runner.lora_manager = None
+    runner._replay_attn_backend.return_value = backend
+    sizes = {"raw_bs": 1, "bs": 1, "num_tokens": 1, "glue_key": None, "attention_variant": None}
+    DecodeCudaGraphRunner._init_replay_attn_metadata_from_view(runner, SimpleNamespace(rids=["a"]), **sizes)
+    (view,) = backend.init_forward_metadata_out_graph.call_args.args
     assert view.rids == ["a"]
 
 

@@ -244,6 +244,7 @@ class SessionMachine(CacheMachine):
     """Requests belong to sessions, whose prefixes go last (`--enable-session-radix-cache`)."""
 
     options: ClassVar[dict[str, Any]] = {"has_sessions": True}
+
     def _admit(self, req, first_chunk):
         session = ["", "first", "second", "third"][sum(req.origin_input_ids) % 4]
         if session and req.session_id is None:

@@ -1,0 +1,51 @@
+"""What the examples share: the document, a look at the cache, and settings for a machine without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from sgl_kvevict.launcher import CPU_ENV, has_fast_bfloat16
+
+HANDBOOK = (Path(__file__).resolve().parent / "data" / "station_handbook.txt").read_text(encoding="utf-8").strip()
+TASK = (
+    "You are the guide of the Skerrin Point weather station. "
+    "Answer questions about the handbook below in a few words.\n\n"
+)
+DEFAULT_URL = "http://127.0.0.1:30000"
+
+
+def cache_line(cache: dict[str, Any]) -> str:
+    """One line on what the plugin holds, from its entry in ``GET /server_info``."""
+    tokens, slots = cache["compressed_tokens"], cache["compressed_slots"]
+    return f"compressed prefixes: {tokens:,} tokens in {slots:,} token slots"
+
+
+def settled_cache(url: str, timeout_s: float = 600.0) -> dict[str, Any]:
+    """What the plugin tells of its cache once no prefix waits for scoring passes any more.
+
+    Raises:
+        TimeoutError: some still wait after ``timeout_s`` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        with urllib.request.urlopen(f"{url}/server_info", timeout=timeout_s) as reply:
+            cache: dict[str, Any] = json.load(reply)["internal_states"][0]["kvevict"]
+        if cache.get("scoring_jobs", 0) == 0:  # policies without passes do not have it
+            return cache
+        time.sleep(0.1)
+    raise TimeoutError(f"{url}: prefixes still wait to be scored after {timeout_s:g} s")
+
+
+def engine_settings() -> dict[str, Any]:
+    """Keywords of `sgl.Engine`: none on a GPU; without one our CPU platform, chosen before SGLang is imported."""
+    import torch
+
+    if torch.cuda.is_available():
+        return {}
+    os.environ.update(CPU_ENV)
+    return {"device": "cpu", "dtype": "auto" if has_fast_bfloat16() else "float32", "max_total_tokens": 6000}
