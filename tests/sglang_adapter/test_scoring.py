@@ -22,7 +22,6 @@ from sgl_kvevict.policies.observation import Readers
 from sgl_kvevict.request import ticket_digest
 from sgl_kvevict.sglang_adapter.introspection import cache_state
 from sgl_kvevict.sglang_adapter.observers import CountingObserver
-from sgl_kvevict.sglang_adapter.passes import SchedulerPasses
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 TICKET = "a-random-text-of-the-asker"
@@ -37,8 +36,7 @@ def server_args(tmp_path_factory):
 def cache(readers=Readers.REPETITION, num_slots=400, *, has_learned=False, **fields) -> tuple[Harness, MiniScheduler]:
     values = {"budget": 0.3, "tail_tokens": 4, "sink_tokens": 2, "min_prefix_tokens": 6, "scoring_pass_tokens": 20}
     config = KVEvictConfig(**(values | fields))
-    policy = PseudoRandomPolicy(readers=readers)
-    harness = Harness(num_slots=num_slots, config=config, policy=policy, has_learned=has_learned)
+    harness = Harness(num_slots=num_slots, config=config, policy=PseudoRandomPolicy(readers=readers))
     return harness, MiniScheduler(harness)
 
 
@@ -321,103 +319,4 @@ def test_a_pass_does_not_count_as_a_reader_of_other_prefixes():
     scheduler.run_all()
     longer = array("q", [*DOCUMENT, *range(11, 40)])
     harness.finish(harness.run(list(longer)))
-    assert scheduler.run_all() == 0
-
-
-def segment_of(harness, start=0):
-    (segment,) = {span.segment for span in harness.tree.spans.values() if span.start == start}
-    return segment
-
-
-def shrink(harness, num_slots=1):
-    """Slots are short: one round of shrinking."""
-    assert harness.tree.manager.pressure.relieve(None) >= num_slots
-    harness.check()
-
-
-def test_passes_read_what_was_compressed_before_they_came():
-    harness, scheduler = cache(has_learned=True)
-    ask(harness, 1, 2, 3)
-    shrink(harness)
-    light = segment_of(harness)
-    assert (light.num_slots, light.is_read) == (30, False)  # half of 59 tokens
-    ask(harness, 4, 5, 6)
-    assert scheduler.run_all() == 3
-    read = segment_of(harness)
-    assert (read.num_slots, read.is_read) == (18, True)
-    ask(harness, 7, 8, 9)
-    assert scheduler.run_all() == 0
-
-
-def test_what_passes_paid_decides_what_a_light_prefix_keeps():
-    harness, scheduler = cache(has_learned=True, sink_tokens=0)
-    ask(harness, 1, 2, 3)
-    shrink(harness)
-    ask(harness, 4, 5, 6)
-    assert scheduler.run_pass()
-    light = segment_of(harness)
-    light.readings.squares[:] = light.positions  # as if the last tokens were paid most
-    scheduler.run_pass()
-    scheduler.run_pass()
-    paid = light.positions.sort(descending=True).values[: 18 * harness.geometry.heads_per_token]
-    assert segment_of(harness).positions.sort(descending=True).values.equal(paid)
-
-
-def test_a_prefix_that_shrinks_between_two_passes_is_read_on():
-    harness, scheduler = cache(has_learned=True)
-    harness.finish(harness.run(DOCUMENT, options=WARM))
-    assert scheduler.run_pass()
-    shrink(harness)
-    assert segment_of(harness).num_slots == 28 and segment_of(harness).readings.squares.gt(0).all()
-    assert scheduler.run_pass()
-    shrink(harness)
-    assert segment_of(harness).num_slots == 17
-    assert scheduler.run_all() == 1 and outcome(harness) == "compressed"
-    assert segment_of(harness).is_read
-
-
-def test_a_pass_in_the_middle_goes_on_with_the_entries():
-    harness, scheduler = cache(has_learned=True, scoring_pass_tokens=200)
-    harness.finish(harness.run(DOCUMENT, options=WARM))
-    scheduler.turn()
-    (req,) = scheduler.waiting_queue
-    scheduler.waiting_queue.clear()
-    assert harness.admit(req) and harness.prefill(req, 80)
-    before = harness.tree.manager.scoring.observation_of(req).scores(56)
-    shrink(harness)
-    light = segment_of(harness)
-    runs = light.indptr.diff().long().repeat_interleave(light.indptr.diff())
-    assert len(runs) == light.num_entries and light.readings.squares.allclose(before[0, 0, 0] ** 2)
-    assert harness.prefill(req)
-    assert outcome(harness) == "compressed" and segment_of(harness).num_slots == 17
-
-
-def test_a_job_that_ends_early_leaves_its_segments_to_the_next_one():
-    harness, scheduler = cache(has_learned=True)
-    ask(harness, 1, 2, 3)
-    shrink(harness)
-    ask(harness, 4, 5, 6)
-    assert scheduler.run_pass()
-    harness.tree.manager.scoring.abort(SchedulerPasses(scheduler))
-    assert not segment_of(harness).readings.is_open and scheduler.run_all() == 0
-    ask(harness, 7, 8, 9)
-    assert scheduler.run_all() == 3 and segment_of(harness).is_read
-
-
-def test_entries_below_a_prefix_are_not_read_with_it():
-    """A segment that goes on where the prefix ends has entries that its readers do not see."""
-    harness, scheduler = cache(has_learned=True)
-    harness.finish(harness.run([*DOCUMENT, *range(20)]))
-    shrink(harness)
-    ask(harness, 4, 5, 6)
-    assert harness.tree.manager.scoring.jobs.at(None) is None and scheduler.run_all() == 0
-    assert not segment_of(harness).is_read
-
-
-def test_what_cannot_shrink_is_not_read():
-    harness, scheduler = cache(has_learned=True)
-    ask(harness, 1, 2, 3)
-    for _ in range(3):
-        shrink(harness)
-    ask(harness, 4, 5, 6)
     assert scheduler.run_all() == 0
