@@ -241,7 +241,9 @@ class KVEvictConfig(BaseModel):
         default=None,
         min_length=1,
         description="where compressed prefixes are kept beyond the server's life and shared by servers",
-        json_schema_extra={"allowed": "null (off), the path of a folder, or a URL that fsspec knows (s3://BUCKET/NAME)"},
+        json_schema_extra={
+            "allowed": "null (off), the path of a folder, or a URL that fsspec knows (s3://BUCKET/NAME)"
+        },
     )
     store_bytes: int = Field(
         default=64 * 1024**3,
