@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -167,14 +167,6 @@ class Adoption:
         if record.policy_state is not None:
             segment.policy_state = PolicyState(record.policy_state.to(slots.device))
         return segment
-
-
-def common_length(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Tokens that two sequences begin with alike."""
-    length = min(len(ours), len(theirs))
-    if ours[:length] == theirs[:length]:
-        return length
-    return next(i for i in range(length) if ours[i] != theirs[i])
 
 
 def _on_host(record: SegmentRecord, copied: torch.cuda.Event) -> SegmentRecord:

@@ -95,13 +95,19 @@ class SegmentStore:
 
         Raises:
             StoreError: the store cannot be read.
-            CorruptSegmentError: the manifest is none.
+            CorruptSegmentError: the manifest is none; it is removed, and what it listed is not found any more.
         """
         if len(tokens) < self.identity.min_prefix_tokens:
             return []
         first = namespace.first_block(tokens, self.identity.min_prefix_tokens)
         data = self.backend.get(self._manifest_name(first))
-        return [] if data is None else decode_manifest(data)[::-1]
+        if data is None:
+            return []
+        try:
+            return decode_manifest(data)[::-1]
+        except CorruptSegmentError:
+            self.backend.delete(self._manifest_name(first))
+            raise
 
     def get(self, key: str) -> SegmentRecord | None:
         """Read and check a segment; None: there is none.
