@@ -13,6 +13,8 @@ REFUSED_IN_USE = "in-use"
 REFUSED_NOT_CACHED = "not-cached"
 REFUSED_NO_ROOM = "no-room"
 REFUSED_NO_MEMORY = "no-memory"
+LOAD_LATE = "late"
+LOAD_ERROR = "error"
 
 
 class CacheObserver:

@@ -9,12 +9,12 @@ from weakref import WeakKeyDictionary
 
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of
-from sgl_kvevict.lifecycle.observer import CacheObserver
+from sgl_kvevict.lifecycle.observer import LOAD_ERROR, LOAD_LATE, CacheObserver
 from sgl_kvevict.lifecycle.ports import TreePort
 from sgl_kvevict.lifecycle.spans import SpanTable
 from sgl_kvevict.lifecycle.stored import Adoption, export_segment
 from sgl_kvevict.prefix import SpanStore
-from sgl_kvevict.store import Fetch, ReadAhead, StoreIdentity, Wanted, WriteBehind
+from sgl_kvevict.store import Fetch, ReadAhead, StoreIdentity, Wanted, WriteBehind, Written
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,10 @@ class StoredPrefixes:
             segment = self._spans[last].segment
             row_bytes = self._store.k_arena.element_size() * self._store.geometry.head_dim
             num_bytes = 2 * row_bytes * segment.num_entries
-            if not self.is_on or not self._writer.has_room(num_bytes):
+            if not self.is_on:
+                return
+            if not self._writer.has_room(num_bytes):
+                self.observer.stored(Written("", segment.end - segment.start, 0, "too many segments wait"))
                 return
             leaving = export_segment(last, segment, self._store, self._identity)
             if leaving is not None:
@@ -151,7 +154,7 @@ class StoredPrefixes:
             elif self._reader.is_late(waiting.fetch):
                 del self._waiting[reader]
                 self.totals.late += 1
-                self.observer.load_failed("late", "")
+                self.observer.load_failed(LOAD_LATE, "")
         return set(self._waiting)
 
     def between_steps(self) -> None:
@@ -180,7 +183,7 @@ class StoredPrefixes:
     def _place(self, waiting: Waiting) -> None:
         for error in waiting.fetch.errors:
             self.totals.load_errors += 1
-            self.observer.load_failed("error", error)
+            self.observer.load_failed(LOAD_ERROR, error)
         for record in waiting.fetch.records:
             if not self._adoption.adopt(record, waiting.extra_key, waiting.cache_salt):
                 self.totals.not_placed += 1

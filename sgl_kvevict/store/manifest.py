@@ -85,6 +85,21 @@ def decode_manifest(data: bytes) -> list[ManifestEntry]:
         raise CorruptSegmentError(f"manifest: {type(error).__name__}: {error}") from error
 
 
+def merge_manifest(data: bytes | None, entries: Sequence[ManifestEntry]) -> bytes:
+    """Return a manifest with further entries, the newest last, and no more than it may list.
+
+    Args:
+        data: the manifest as it is; None: there is none. One that cannot be read is begun anew.
+        entries: to add; they take the place of those of the same name.
+    """
+    try:
+        there = [] if data is None else decode_manifest(data)
+    except CorruptSegmentError:
+        there = []
+    new = {entry.key for entry in entries}
+    return encode_manifest([*(entry for entry in there if entry.key not in new), *entries][-MAX_ENTRIES:])
+
+
 def _entry(values: dict[str, object]) -> ManifestEntry:
     key, start, end, splittable = (values[name] for name in ("key", "start", "end", "splittable"))
     hashes = bytes.fromhex(str(values["chain"]))

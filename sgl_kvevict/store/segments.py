@@ -12,7 +12,7 @@ from sgl_kvevict.errors import CorruptSegmentError
 from sgl_kvevict.store.backend import Backend, Item
 from sgl_kvevict.store.directory import DirectoryBackend
 from sgl_kvevict.store.identity import FORMAT_VERSION, Namespace, StoreIdentity
-from sgl_kvevict.store.manifest import MAX_ENTRIES, ManifestEntry, decode_manifest, encode_manifest
+from sgl_kvevict.store.manifest import ManifestEntry, decode_manifest, merge_manifest
 from sgl_kvevict.store.remote import RemoteBackend
 from sgl_kvevict.store.segment_file import SegmentRecord, decode_segment, encode_segment
 
@@ -87,7 +87,7 @@ class SegmentStore:
             written = len(data)
         entry = ManifestEntry(record.key, record.start, record.end, record.splittable, tuple(namespace.chain(tokens)))
         first = namespace.first_block(tokens, self.identity.min_prefix_tokens)
-        self.backend.update(self._manifest_name(first), lambda data: encode_manifest(_with(entry, data)))
+        self.backend.update(self._manifest_name(first), lambda data: merge_manifest(data, [entry]))
         return written
 
     def find(self, tokens: Sequence[int], namespace: Namespace) -> list[ManifestEntry]:
@@ -181,12 +181,3 @@ def describe_identity(backend: Backend, identity: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return values if isinstance(values, dict) else None
-
-
-def _with(entry: ManifestEntry, data: bytes | None) -> list[ManifestEntry]:
-    """The entries of a manifest and one more, the newest last. A manifest that cannot be read is begun anew."""
-    try:
-        entries = [] if data is None else decode_manifest(data)
-    except CorruptSegmentError:
-        entries = []
-    return [*(each for each in entries if each.key != entry.key), entry][-MAX_ENTRIES:]
