@@ -37,23 +37,30 @@ class Leaving:
     record: Callable[[], SegmentRecord]
 
 
-def export_segment(node: Node, segment: Segment, store: SpanStore, identity: StoreIdentity) -> Leaving | None:
+def export_segment(
+    node: Node, tree: TreePort, spans: SpanTable, store: SpanStore, identity: StoreIdentity, num_tail: int
+) -> Leaving | None:
     """Copy what a store keeps of a segment. Nothing is read from the device here.
 
     Args:
         node: the last one that holds a span of it.
-        segment: read to its end by that span.
+        tree: whose node it is.
+        spans: what nodes hold.
         store: where its rows are.
         identity: of this server.
+        num_tail: uncompressed tokens after it to take along, if only one prompt goes on there.
 
     Returns:
         None: parts of it are dead, so that it is not what a prompt would find.
     """
+    segment = spans[node].segment
     if segment.num_live_entries != segment.num_entries:
         return None
     path = path_to(node)
     tokens, namespace = tokens_of(path), namespace_of(node.key, identity)
     k, v = store.rows(segment)
+    tail = _tail_of(node, spans, num_tail)
+    tail_k, tail_v = store.token_rows(tree.token_slots([tail])[:num_tail]) if tail is not None else (None, None)
     state = segment.policy_state
     assert state is None or isinstance(state, PolicyState)
     record = SegmentRecord(
@@ -71,13 +78,22 @@ def export_segment(node: Node, segment: Segment, store: SpanStore, identity: Sto
         v=v,
         worth=segment.worth,
         policy_state=None if state is None else state.threshold,
+        tail_tokens=None if tail is None else torch.tensor(list(tail.key.token_ids[:num_tail]), dtype=torch.int64),
+        tail_k=tail_k,
+        tail_v=tail_v,
     )
-    num_bytes = k.numel() * k.element_size() * 2
+    num_bytes = (k.numel() + (0 if tail_k is None else tail_k.numel())) * k.element_size() * 2
     if not k.is_cuda:
         return Leaving(namespace, num_bytes, lambda: record)
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record()
     return Leaving(namespace, num_bytes, lambda: _on_host(record, copied))
+
+
+def _tail_of(node: Node, spans: SpanTable, num_tail: int) -> Node | None:
+    """The uncompressed node after a segment, if there is one and only one: what all questions of it share."""
+    children = list(node.children.values())
+    return children[0] if num_tail and len(children) == 1 and children[0] not in spans else None
 
 
 def namespace_of(key: Key, identity: StoreIdentity) -> Namespace:
@@ -133,6 +149,25 @@ class Adoption:
             return True
         self._tree.free(slots)
         return False
+
+    def adopt_tail(self, record: SegmentRecord, extra_key: str | None, cache_salt: str | None) -> bool:
+        """Give the tail of a segment that is in the tree slots and a node; False: it has none, or there is no place."""
+        if record.tail_tokens is None:
+            return False
+        assert record.tail_k is not None and record.tail_v is not None
+        slots = self._tree.alloc(record.tail_tokens.numel())
+        if slots is None:
+            return False
+        path: list[int] = record.tokens.tolist()
+        tokens: list[int] = path + record.tail_tokens.tolist()
+        with accounting():
+            there = self._tree.find(tokens, extra_key, cache_salt)
+            is_free = length_of(there) == len(path) == self._spans.waterline(there)
+            if not is_free or self._tree.add(tokens, extra_key, cache_salt, slots) is None:
+                self._tree.free(slots)
+                return False
+            self._store.place_tokens(slots, record.tail_k, record.tail_v)
+        return True
 
     @accounting()
     def _install(self, record: SegmentRecord, slots: Tensor, extra_key: str | None, cache_salt: str | None) -> bool:

@@ -14,7 +14,7 @@ from sgl_kvevict.lifecycle.ports import TreePort
 from sgl_kvevict.lifecycle.spans import SpanTable
 from sgl_kvevict.lifecycle.stored import Adoption, export_segment
 from sgl_kvevict.prefix import SpanStore
-from sgl_kvevict.store import Fetch, ReadAhead, StoreIdentity, Wanted, WriteBehind, Written
+from sgl_kvevict.store import Fetch, ReadAhead, SegmentRecord, StoreIdentity, Wanted, WriteBehind, Written
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class StoredPrefixes:
         writer: takes segments.
         reader: fetches them.
         guard: holds errors; the prefix is then not stored, or computed.
+        num_tail: tokens of a prompt's tail, which are stored with what comes before them.
 
     Attributes:
         observer: told of what was stored and loaded.
@@ -88,6 +89,7 @@ class StoredPrefixes:
         writer: WriteBehind,
         reader: ReadAhead | None,
         guard: Guard,
+        num_tail: int,
     ) -> None:
         self.observer = CacheObserver()
         self.totals = StoreTotals()
@@ -100,6 +102,7 @@ class StoredPrefixes:
         self._writer = writer
         self._reader = reader
         self._guard = guard
+        self._num_tail = num_tail
         self._waiting: WeakKeyDictionary[Reader, Waiting] = WeakKeyDictionary()
 
     def switch_off(self) -> None:
@@ -120,7 +123,7 @@ class StoredPrefixes:
             if not self._writer.has_room(num_bytes):
                 self.observer.stored(Written("", segment.end - segment.start, 0, "too many segments wait"))
                 return
-            leaving = export_segment(last, segment, self._store, self._identity)
+            leaving = export_segment(last, self._tree, self._spans, self._store, self._identity, self._num_tail)
             if leaving is not None:
                 self._writer.write(leaving.record, leaving.namespace, leaving.num_bytes)
 
@@ -180,6 +183,12 @@ class StoredPrefixes:
             "waiting": len(self._waiting),
         }
 
+    @staticmethod
+    def _goes_on(prompt: Sequence[int], record: SegmentRecord) -> bool:
+        """Whether a prompt begins with all tokens of a segment's path and the first one of its tail."""
+        assert record.tail_tokens is not None
+        return list(prompt[: record.end + 1]) == [*record.tokens.tolist(), int(record.tail_tokens[0])]
+
     def _place(self, waiting: Waiting) -> None:
         for error in waiting.fetch.errors:
             self.totals.load_errors += 1
@@ -190,4 +199,6 @@ class StoredPrefixes:
                 return
             self.totals.loaded += 1
             self.totals.loaded_tokens += record.end - record.start
+            if record.tail_tokens is not None and self._goes_on(waiting.fetch.wanted.tokens, record):
+                self._adoption.adopt_tail(record, waiting.extra_key, waiting.cache_salt)
             self.observer.loaded(record.key, record.start, record.end)

@@ -114,6 +114,24 @@ class SpanStore:
         k, v = (_bytes_of(arena)[slots].view(arena.dtype) for arena in (self.k_arena, self.v_arena))
         return k, v
 
+    def token_rows(self, token_slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the rows of uncompressed tokens.
+
+        Args:
+            token_slots: [num_tokens], int64.
+
+        Returns:
+            Keys and values, each [num_layers, num_tokens, num_kv_heads, head_dim], in the arena's dtype.
+        """
+        k, v = (arena.view(torch.uint8)[:, token_slots].view(arena.dtype) for arena in (self.k_arena, self.v_arena))
+        return k, v
+
+    @accounting()
+    def place_tokens(self, token_slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write the rows of uncompressed tokens; sizes as :meth:`token_rows` returns them, on any device."""
+        for arena, rows in ((self.k_arena, k), (self.v_arena, v)):
+            arena.view(torch.uint8)[:, token_slots] = rows.contiguous().view(torch.uint8).to(arena.device)
+
     @accounting()
     def place(self, segment: Segment, k: Tensor, v: Tensor) -> None:
         """Write the rows of a segment whose entries are in no pool yet.

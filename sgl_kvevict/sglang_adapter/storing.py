@@ -66,6 +66,7 @@ def use_store(tree: KVEvictTree, config: KVEvictConfig, ctx: TreeCacheBuildConte
         WriteBehind(segments),
         ReadAhead(segments, config.store_wait_ms / 1000) if config.store_wait_ms else None,
         tree.guard,
+        config.tail_tokens,
     )
     manager.use_store(stored)
     logger.info("kvevict: prefixes are kept in %s as those of %s", segments.backend.url, identity.digest[:16])

@@ -87,10 +87,14 @@ class UnifiedTreePort:
         match = self._cache.match_prefix(MatchPrefixParams(key=key))
         return path_to(self._cache.tree_core.node_by_id(match.last_device_node))
 
-    def add(self, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None) -> UnifiedTreeNode | None:
+    def add(
+        self, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None, slots: torch.Tensor | None = None
+    ) -> UnifiedTreeNode | None:
         """Insert a path whose values are zeros (the padding slot); ``prev_prefix_len``: SGLang frees none of them."""
         key = RadixKey(array("q", tokens), extra_key, cache_salt=cache_salt)
         fillers = torch.zeros(len(tokens), dtype=torch.int64, device=self._cache.device)
+        if slots is not None:
+            fillers[len(tokens) - slots.numel() :] = slots
         result = self._cache.insert(InsertParams(key=key, value=fillers, prev_prefix_len=len(tokens)))
         return None if result.rotation_tail_declined else self._cache.tree_core.node_by_id(result.last_device_node)
 

@@ -30,17 +30,19 @@ from sgl_kvevict.store.identity import FORMAT_VERSION
 MAGIC = b"sgl-kvevict-seg\n"
 PREFIX_BYTES = 64
 MAX_HEADER_BYTES = 1 << 16
-"""Of the safetensors header: it names nine tensors and seven fields."""
+"""Of the safetensors header: it names ten tensors and seven fields."""
 MAX_TOKENS = 1 << 26
 _FIELDS = ("key", "identity", "start", "end", "splittable", "is_read", "created")
 _REQUIRED = {"tokens", "keep_lens", "positions", "k", "v"}
-_OPTIONAL = {"worth", "policy_state"}
+_TAIL = {"tail_tokens", "tail_k", "tail_v"}
+_OPTIONAL = {"worth", "policy_state"} | _TAIL
 _DTYPES = {
     "tokens": torch.int64,
     "keep_lens": torch.int32,
     "positions": torch.int32,
     "worth": torch.int16,
     "policy_state": torch.float32,
+    "tail_tokens": torch.int64,
 }
 _ROW_DTYPES = {torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn}
 
@@ -64,6 +66,9 @@ class SegmentRecord:
         v: likewise.
         worth: [num_entries], int16, or None.
         policy_state: [num_layers, num_kv_heads], float32, what the policy wants to know later, or None.
+        tail_tokens: [num_tail], int64, tokens that follow, uncompressed, in the prompt; None: no tail.
+        tail_k: [num_layers, num_tail, num_kv_heads, head_dim], in the dtype of the pool, or None.
+        tail_v: likewise.
     """
 
     key: str
@@ -80,6 +85,9 @@ class SegmentRecord:
     v: Tensor
     worth: Tensor | None = None
     policy_state: Tensor | None = None
+    tail_tokens: Tensor | None = None
+    tail_k: Tensor | None = None
+    tail_v: Tensor | None = None
 
     @property
     def num_entries(self) -> int:
@@ -117,7 +125,7 @@ def decode_segment(data: bytes, key: str) -> SegmentRecord:
     if values["key"] != key:
         raise CorruptSegmentError(f"key: got {shown(values['key'])}; expected {key!r}")
     names = tensors.keys()
-    if not names >= _REQUIRED or names - _REQUIRED - _OPTIONAL:
+    if not names >= _REQUIRED or names - _REQUIRED - _OPTIONAL or len(names & _TAIL) not in (0, len(_TAIL)):
         raise CorruptSegmentError(f"tensors: got {shown(sorted(names))}; expected {sorted(_REQUIRED)}")
     record = SegmentRecord(**values)
     _check_shapes(record)
@@ -201,8 +209,10 @@ def _check_shapes(record: SegmentRecord) -> None:
         tensor = getattr(record, name)
         if tensor is not None and tensor.dtype != dtype:
             raise CorruptSegmentError(f"{name}: got {tensor.dtype}; expected {dtype}")
-    if record.k.dtype not in _ROW_DTYPES or record.v.dtype != record.k.dtype:
-        raise CorruptSegmentError(f"k and v: got {record.k.dtype} and {record.v.dtype}")
+    rows = (record.k, record.v, record.tail_k, record.tail_v)
+    dtypes = {each.dtype for each in rows if each is not None}
+    if record.k.dtype not in _ROW_DTYPES or len(dtypes) != 1:
+        raise CorruptSegmentError(f"k and v: got {sorted(map(str, dtypes))}")
     if record.keep_lens.dim() != 2 or record.k.dim() != 2:
         raise CorruptSegmentError(
             f"keep_lens and k: got shapes {tuple(record.keep_lens.shape)} and {tuple(record.k.shape)}"
@@ -216,6 +226,12 @@ def _check_shapes(record: SegmentRecord) -> None:
         "worth": (num_entries,),
         "policy_state": heads,
     }
+    if record.tail_tokens is not None:
+        num_tail = record.tail_tokens.numel()
+        if not 0 < num_tail <= MAX_TOKENS:
+            raise CorruptSegmentError(f"tail_tokens: got {num_tail} tokens")
+        tail = (heads[0], num_tail, heads[1], record.k.shape[1])
+        expected |= {"tail_tokens": (num_tail,), "tail_k": tail, "tail_v": tail}
     for name, shape in expected.items():
         tensor = getattr(record, name)
         if tensor is not None and tuple(tensor.shape) != shape:

@@ -37,9 +37,8 @@ def ask(server, **more) -> list[list[int]]:
 
 
 def warm(server) -> None:
-    """Have documents compressed to their ends: what follows is the tail, which no question shares."""
     for document in prompts():
-        generate(server, [*document, *range(3, 3 + CONFIG["tail_tokens"])], 1)
+        generate(server, document, 1)
 
 
 def store_state(server, *, stored: int = 0) -> dict:

@@ -22,13 +22,13 @@ IDENTITY = StoreIdentity(
 )
 
 
-def exported(harness: Harness) -> list[SegmentRecord]:
+def exported(harness: Harness, tail: int = 4) -> list[SegmentRecord]:
     """All segments of a harness, through bytes and back, those nearest the root first."""
     tree = harness.tree
     records = []
     for node, span in tree.spans.items():
         if span.end == span.segment.end:
-            leaving = export_segment(node, span.segment, tree.store, IDENTITY)
+            leaving = export_segment(node, tree.port, tree.spans, tree.store, IDENTITY, tail)
             assert leaving is not None
             record = leaving.record()
             records.append(decode_segment(encode_segment(record), record.key))

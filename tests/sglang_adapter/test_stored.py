@@ -150,6 +150,24 @@ def test_what_does_not_fit_the_pool_is_refused():
     assert cache_state(harness.tree)["free_slots"] == harness.num_slots
 
 
+def test_a_tail_follows_its_segment():
+    (record,) = stored([DOCUMENT])
+    assert record.tail_tokens.tolist() == DOCUMENT[56:]
+    harness = Harness()
+    into = adoption(harness)
+    assert not into.adopt_tail(record, None, None)  # before its segment
+    harness.check()
+    into.adopt(record, None, None)
+    assert into.adopt_tail(record, None, None)
+    harness.check()
+    assert not into.adopt_tail(record, None, None)
+    harness.check()
+    assert cache_state(harness.tree)["full_tokens"] == 4
+    assert_found(harness, [*DOCUMENT, 10, 10], 60)
+    several = stored([DOCUMENT[:56] + [i] * 4 for i in range(2)], num_slots=240)
+    assert several[0].tail_tokens is None  # no one tail is what all questions share
+
+
 def test_an_adopted_segment_is_squeezed_and_dropped_like_any_other():
     (record,) = stored([DOCUMENT])
     harness = Harness()

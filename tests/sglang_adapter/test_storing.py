@@ -52,7 +52,7 @@ class Server:
         self.writer = WriteBehind(self.segments)
         self.reader = ReadAhead(self.segments, 1.0, lambda: self.now)
         self.stored = StoredPrefixes(
-            tree.port, tree.spans, tree.store, adoption(self.harness), IDENTITY, self.writer, self.reader, tree.guard
+            tree.port, tree.spans, tree.store, adoption(self.harness), IDENTITY, self.writer, self.reader, tree.guard, 4
         )
         tree.manager.use_store(self.stored)
         self.heard = self.stored.observer = Heard()
@@ -85,6 +85,14 @@ def test_a_prefix_outlives_its_server(tmp_path):
     assert second.stored.state() | {"loaded": 1, "loaded_tokens": 56, "late": 0} == second.stored.state()
     assert second.serve([*DOCUMENT[:56], 9, 9, 9, 8]) == 59  # of the tree: nothing is fetched twice
     assert len(second.heard.loads) == 1
+
+
+def test_a_tail_comes_back_for_prompts_that_go_on_with_it(tmp_path):
+    Server(tmp_path).serve(DOCUMENT)
+    assert Server(tmp_path, num_slots=200).serve([*DOCUMENT, 9, 9]) == 60
+    assert Server(tmp_path, num_slots=200).serve([*DOCUMENT[:58], 9, 9, 9]) == 58
+    tight = Server(tmp_path, num_slots=30)
+    assert tight.serve([*DOCUMENT, 9, 9]) in (56, 60)
 
 
 def test_namespaces_find_their_own(tmp_path):

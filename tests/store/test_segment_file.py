@@ -20,6 +20,9 @@ SPACE = OWN.namespace(None, None)
 RECORD = record(OWN, SPACE, tokens(40))
 
 
+TAIL = {"tail_tokens": torch.arange(3), "tail_k": torch.ones(2, 3, 2, 4), "tail_v": torch.zeros(2, 3, 2, 4)}
+
+
 def sealed(payload: bytes, version: int = 1, length: int | None = None) -> bytes:
     """A file with a right checksum, as somebody would make it who knows the format."""
     head = MAGIC + version.to_bytes(8, "little") + (len(payload) if length is None else length).to_bytes(8, "little")
@@ -30,6 +33,7 @@ def sealed(payload: bytes, version: int = 1, length: int | None = None) -> bytes
 @pytest.mark.parametrize("with_state", [False, True])
 def test_what_is_read_is_what_was_written(dtype, with_state):
     changes = {"worth": None, "policy_state": torch.randn(2, 2), "is_read": True} if with_state else {}
+    changes |= {name: each.to(dtype) if "tokens" not in name else each for name, each in TAIL.items()}
     ours = dataclasses.replace(RECORD, k=RECORD.k.to(dtype), v=RECORD.v.to(dtype), **changes)
     assert_same(ours, decode_segment(encode_segment(ours), ours.key))
 
@@ -90,6 +94,13 @@ def test_a_segment_under_another_name_is_refused():
         ({"v": RECORD.v[:, :2]}, "v: got shape"),
         ({"worth": RECORD.worth[:3]}, "worth: got shape"),
         ({"policy_state": torch.zeros(3, 3)}, "policy_state: got shape"),
+        ({"tail_tokens": torch.arange(3)}, "tensors: got"),
+        ({**TAIL, "tail_v": None}, "tensors: got"),
+        ({**TAIL, "tail_tokens": torch.arange(2)}, "tail_k: got shape"),
+        ({**TAIL, "tail_tokens": torch.arange(0)}, "tail_tokens: got 0"),
+        ({**TAIL, "tail_tokens": torch.arange(3).int()}, "tail_tokens: got torch.int32"),
+        ({**TAIL, "tail_k": TAIL["tail_k"].half()}, "k and v"),
+        ({**TAIL, "tail_v": TAIL["tail_v"][:1]}, "tail_v: got shape"),
     ],
 )
 def test_what_does_not_fit_together_is_refused_though_its_checksum_is_right(changes, what):
