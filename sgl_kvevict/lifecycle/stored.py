@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -142,10 +142,13 @@ class Adoption:
         num_slots = geometry.slots_for(record.num_entries)
         if num_slots > record.end - record.start:
             raise StoreError(f"a segment of {record.num_entries} entries for {record.end - record.start} tokens")
+        tokens: list[int] = record.tokens.tolist()
+        if not self._fits(record, self._tree.find(tokens, extra_key, cache_salt)):
+            return False  # before others give way for it
         slots = self._tree.alloc(num_slots)
         if slots is None:
             return False
-        if self._install(record, slots, extra_key, cache_salt):
+        if self._install(record, tokens, slots, extra_key, cache_salt):
             return True
         self._tree.free(slots)
         return False
@@ -170,10 +173,16 @@ class Adoption:
         return True
 
     @accounting()
-    def _install(self, record: SegmentRecord, slots: Tensor, extra_key: str | None, cache_salt: str | None) -> bool:
-        tokens: list[int] = record.tokens.tolist()
+    def _install(
+        self,
+        record: SegmentRecord,
+        tokens: Sequence[int],
+        slots: Tensor,
+        extra_key: str | None,
+        cache_salt: str | None,
+    ) -> bool:
         there = self._tree.find(tokens, extra_key, cache_salt)
-        if length_of(there) == record.end or self._spans.waterline(there) != record.start:
+        if not self._fits(record, there):
             return False
         ordinary = [node for node in there if node not in self._spans]
         readers = self._readers.movable(ordinary[0]) if ordinary else []
@@ -186,6 +195,10 @@ class Adoption:
         nodes = [node for node in path_to(last) if node not in self._spans]
         self._ranges.adopt(nodes, self._segment(record, slots), freed, readers)
         return True
+
+    def _fits(self, record: SegmentRecord, there: Sequence[Node]) -> bool:
+        """Whether a segment goes on beyond what the tree has of its path, from where that is compressed."""
+        return length_of(there) < record.end and self._spans.waterline(there) == record.start
 
     def _segment(self, record: SegmentRecord, slots: Tensor) -> Segment:
         segment = self._store.new_segment(

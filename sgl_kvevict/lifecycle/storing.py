@@ -43,7 +43,7 @@ class StoreTotals:
         not_stored: segments that could not be written.
         loaded: segments read and put into the tree.
         loaded_tokens: tokens that they stand for.
-        not_placed: segments that were read, but for which there were no slots, or no place any more.
+        not_placed: segments that were read, but another request had brought them, or there were no slots, or no place.
         late: fetches that requests did not wait for to the end.
         load_errors: errors of the store, and segments that were corrupt.
     """
@@ -196,7 +196,7 @@ class StoredPrefixes:
         for record in waiting.fetch.records:
             if not self._adoption.adopt(record, waiting.extra_key, waiting.cache_salt):
                 self.totals.not_placed += 1
-                return
+                continue
             self.totals.loaded += 1
             self.totals.loaded_tokens += record.end - record.start
             if record.tail_tokens is not None and self._goes_on(waiting.fetch.wanted.tokens, record):

@@ -95,6 +95,22 @@ def test_a_tail_comes_back_for_prompts_that_go_on_with_it(tmp_path):
     assert tight.serve([*DOCUMENT, 9, 9]) in (56, 60)
 
 
+def test_requests_that_wait_for_the_same_prefix_bring_it_once(tmp_path):
+    Server(tmp_path).serve(DOCUMENT)
+    server = Server(tmp_path, num_slots=30)
+    twins = [server.harness.request([*DOCUMENT[:56], 9, i]) for i in range(3)]
+    for req in twins:
+        server.stored.queued(req, [*DOCUMENT[:56], 9], None, None)
+    assert server.reader._workers.drain(10) and server.stored.settle() == set()
+    server.harness.check()
+    assert (server.stored.totals.loaded, server.stored.totals.not_placed) == (1, 2)
+    assert cache_state(server.harness.tree)["free_slots"] == 30 - 17
+    for req in twins:
+        assert server.harness.admit(req) and req.prefix_len == 56
+    for req in twins:
+        server.harness.abort(req)
+
+
 def test_namespaces_find_their_own(tmp_path):
     Server(tmp_path).serve(DOCUMENT, extra_key="a")
     second = Server(tmp_path)
