@@ -6,7 +6,6 @@ a server inherits. Policy names and options are checked where policies are known
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from fractions import Fraction
@@ -14,13 +13,12 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from sgl_kvevict.config_file import CONFIG_SUFFIXES, decode_config, read_config_file, shown_suffixes
 from sgl_kvevict.errors import ConfigError, shown
 
 ENV_VAR = "KVEVICT_CONFIG"
-_CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
 _as_written = cache(lambda share: Fraction(repr(share)))  # of the decimal that a share was written as
 
 _PORT = r"0*(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
@@ -240,6 +238,27 @@ class KVEvictConfig(BaseModel):
         json_schema_extra={"allowed": "true or false"},
     )
 
+    store: str | None = Field(
+        default=None,
+        min_length=1,
+        description="where compressed prefixes are kept beyond the server's life and shared by servers",
+        json_schema_extra={
+            "allowed": "null (off), the path of a folder, or a URL that fsspec knows (s3://BUCKET/NAME)"
+        },
+    )
+    store_bytes: int = Field(
+        default=64 * 1024**3,
+        ge=1,
+        description="size of a store that is a folder; beyond it what was used longest ago is removed",
+        json_schema_extra={"allowed": "an integer >= 1"},
+    )
+    store_wait_ms: int = Field(
+        default=500,
+        ge=0,
+        description="milliseconds that a queued request waits at most for what the store has of its prompt",
+        json_schema_extra={"allowed": "an integer >= 0 (0: nothing is read)"},
+    )
+
     events: EventsConfig | None = Field(
         default=None,
         description="event stream and inspection sockets; {} switches them on, on loopback",
@@ -341,45 +360,12 @@ def load_config(environ: Mapping[str, str] | None = None) -> KVEvictConfig:
     if not text:
         return KVEvictConfig()
     if text.startswith("{"):
-        return parse_config(_decode(text, ".json", ENV_VAR), ENV_VAR)
-    if Path(text).suffix not in _CONFIG_SUFFIXES:
+        return parse_config(decode_config(text, ".json", ENV_VAR), ENV_VAR)
+    if Path(text).suffix not in CONFIG_SUFFIXES:
         raise ConfigError(
-            f"{ENV_VAR}: got {shown(text)}; allowed: a JSON object or the path of a {_suffixes()} file with one"
+            f"{ENV_VAR}: got {shown(text)}; allowed: a JSON object or the path of a {shown_suffixes()} file with one"
         )
     return parse_config(read_config_file(Path(text)), text)
-
-
-def read_config_file(path: Path) -> dict[str, Any]:
-    """Read the values of a JSON or YAML file, unchecked.
-
-    Raises:
-        ConfigError: wrong file type, unreadable file, or not one object.
-    """
-    if path.suffix not in _CONFIG_SUFFIXES:
-        raise ConfigError(f"configuration file: got {str(path)!r}; allowed: a {_suffixes()} file")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration file {str(path)!r} cannot be read: {error}") from error
-    return _decode(text, path.suffix, str(path))
-
-
-def _suffixes() -> str:
-    return f"{', '.join(_CONFIG_SUFFIXES[:-1])} or {_CONFIG_SUFFIXES[-1]}"
-
-
-def _decode(text: str, suffix: str, source: str) -> dict[str, Any]:
-    try:
-        values = json.loads(text) if suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:  # ValueError: not JSON, or an integer with thousands of digits
-        raise ConfigError(f"{source} is not valid {suffix[1:].upper()}: {error}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{source} is nested too deeply") from error
-    if values is None and suffix != ".json":
-        return {}  # an empty YAML file, or one with comments only
-    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise ConfigError(f"{source}: got {shown(values)}; allowed: an object of configuration fields")
-    return values
 
 
 def _describe(location: tuple[str | int, ...], values: Mapping[str, Any]) -> str:

@@ -30,6 +30,14 @@ class UnsupportedSetupError(KVEvictError):
         super().__init__(f"sgl-kvevict cannot serve this setup:\n{lines}")
 
 
+class StoreError(KVEvictError):
+    """A store of segments cannot be reached, read or written; what it would have given is computed instead."""
+
+
+class CorruptSegmentError(StoreError):
+    """What a store holds is not what was written there, or not of this format; nothing of it is used."""
+
+
 class InvariantError(KVEvictError):
     """An internal invariant is broken (for example: slots do not add up); a bug, never the user's fault."""
 

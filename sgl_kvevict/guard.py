@@ -35,6 +35,8 @@ class Place(Enum):
     """Queries of a prompt, a vote or a pass are recorded: what was observed is thrown away."""
     COMPRESSION = "compression"
     """A policy decides what to keep: the range stays uncompressed."""
+    STORE = "store"
+    """A prefix is handed to the store, looked for in it, or taken from it: it is not stored, or computed."""
     RELEASE = "release"
     """A request has let go of its path, and its job, or ranges that waited for it, go on: they wait on."""
     OBSERVER = "observer"

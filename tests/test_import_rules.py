@@ -12,10 +12,11 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = {"sgl_kvevict": ROOT / "sgl_kvevict", "kvevict_kernels": ROOT / "kernels" / "kvevict_kernels"}
 
 KERNELS = "kvevict_kernels"
-BASE = {"errors", "guard", "geometry", "ragged", "config", "request"}
+BASE = {"errors", "guard", "geometry", "ragged", "config", "config_file", "request"}
 TOP = {"cli", "client", "launcher", "measure", "model"}
 BELOW_TOP = {
-    *(KERNELS, "events", "policies", "distill", "attention", "prefix", "compression", "lifecycle", "sglang_adapter"),
+    *(KERNELS, "events", "policies", "distill", "attention", "prefix", "store", "compression", "lifecycle"),
+    "sglang_adapter",
     *BASE,
 }
 # Part of the project -> other parts that it may import. A new module or package needs a row here.
@@ -27,8 +28,9 @@ MAY_IMPORT = {
     "distill": {KERNELS, "policies"} | BASE,
     "attention": {KERNELS} | BASE,
     "prefix": {KERNELS} | BASE,
+    "store": BASE,
     "compression": {KERNELS, "policies", "distill", "attention", "prefix"} | BASE,
-    "lifecycle": {KERNELS, "policies", "distill", "prefix", "compression"} | BASE,
+    "lifecycle": {KERNELS, "policies", "distill", "prefix", "store", "compression"} | BASE,
     "sglang_adapter": BELOW_TOP - {"sglang_adapter"},
     **dict.fromkeys(TOP, BELOW_TOP | TOP),
 }
@@ -37,9 +39,10 @@ ONLY_IN = {
     "sglang": ("sgl_kvevict/sglang_adapter/",),
     "flashinfer": ("sgl_kvevict/attention/flashinfer",),
     "pydantic": ("sgl_kvevict/config.py", "sgl_kvevict/request.py"),
-    "yaml": ("sgl_kvevict/config.py",),
+    "yaml": ("sgl_kvevict/config_file.py",),
     "transformers": ("sgl_kvevict/model.py", "sgl_kvevict/cli/inspect", "sgl_kvevict/cli/size"),
-    "safetensors": ("sgl_kvevict/distill/files.py",),
+    "safetensors": ("sgl_kvevict/distill/files.py", "sgl_kvevict/store/segment_file.py"),
+    "fsspec": ("sgl_kvevict/store/remote.py",),
     "tokenizers": ("sgl_kvevict/model.py",),
     "typer": ("sgl_kvevict/cli/",),
     "rich": ("sgl_kvevict/cli/",),

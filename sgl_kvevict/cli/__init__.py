@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from sgl_kvevict.cli import operate
+from sgl_kvevict.cli.store import store
 from sgl_kvevict.errors import ConfigError, KVEvictError
 
 app = typer.Typer(
@@ -149,6 +150,7 @@ def show_version() -> None:
 
 
 operate.register(app)
+app.add_typer(store)
 
 
 def _say(line: str) -> None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sgl_kvevict.config import ENV_VAR, KVEvictConfig, load_config, parse_config, read_config_file
+from sgl_kvevict.config import ENV_VAR, KVEvictConfig, load_config, parse_config
+from sgl_kvevict.config_file import read_config_file
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.launcher import has_fast_bfloat16
 from sgl_kvevict.model import ensure_demo_model

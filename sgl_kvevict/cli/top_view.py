@@ -19,11 +19,14 @@ from sgl_kvevict.events.types import (
     Compressed,
     Dropped,
     EventsLost,
+    Loaded,
+    LoadFailed,
     Refused,
     Repacked,
     ScoringPass,
     Split,
     Squeezed,
+    Stored,
 )
 
 SORT_KEYS = {"s": "slots", "t": "tokens", "r": "readers", "a": "age"}
@@ -147,6 +150,8 @@ def _rates(state: TopState) -> Text:
     totals = state.status.totals
     refused = totals.refused_in_use + totals.refused_not_cached + totals.refused_no_room
     rates.append(f"refused {refused:,}")
+    if totals.stored_segments or totals.loaded_segments:
+        rates.append(f"stored {totals.stored_segments:,}, loaded {totals.loaded_segments:,}")
     lost = state.status.lost_events
     if lost or state.missed:
         rates.append(f"events lost {lost:,}, batches missed {state.missed:,}")
@@ -221,6 +226,13 @@ def describe(event: AnyEvent) -> str:
         case Refused():
             why = {"in-use": "somebody reads them exactly", "not-cached": "not cached"}.get(event.reason, event.reason)
             return f"left {event.tokens:,} tokens as they are: {why}"
+        case Stored():
+            what = event.error or (f"{event.bytes:,} bytes" if event.bytes else "was there")
+            return f"stored {event.tokens:,} tokens: {what}"
+        case Loaded():
+            return f"loaded tokens {event.start:,}-{event.end:,} from the store"
+        case LoadFailed():
+            return f"went on without the store: {event.error or 'it came too late'}"
         case Cleared():
             return "flushed the whole cache"
         case EventsLost():

@@ -192,6 +192,13 @@ class Totals(msgspec.Struct):
     refused_no_room: int = 0
     refused_no_memory: int = 0
     clears: int = 0
+    stored_segments: int = 0
+    stored_bytes: int = 0
+    not_stored: int = 0
+    loaded_segments: int = 0
+    loaded_tokens: int = 0
+    late_loads: int = 0
+    failed_loads: int = 0
 
 
 class Prefix(msgspec.Struct):

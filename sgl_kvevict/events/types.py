@@ -133,6 +133,48 @@ class Refused(Event):
     tokens: int
 
 
+class Stored(Event):
+    """A segment was handed to the store.
+
+    Attributes:
+        key: first digits of its name.
+        tokens: tokens that it stands for.
+        bytes: bytes written; 0: the store had it already, or it could not be written.
+        error: why it could not be written.
+    """
+
+    key: str
+    tokens: int
+    bytes: int
+    error: str | None = None
+
+
+class Loaded(Event):
+    """A segment came from the store into the tree.
+
+    Attributes:
+        key: first digits of its name.
+        start: logical position of the first token.
+        end: logical position after the last one.
+    """
+
+    key: str
+    start: int
+    end: int
+
+
+class LoadFailed(Event):
+    """A request went on without what the store may have of its prompt.
+
+    Attributes:
+        reason: ``late``: it came too late; ``error``: the store could not be read, or what it gave was corrupt.
+        error: which error.
+    """
+
+    reason: str
+    error: str
+
+
 class Cleared(Event):
     """The whole cache was flushed."""
 
@@ -147,7 +189,20 @@ class EventsLost(Event):
     count: int
 
 
-AnyEvent = Compressed | Split | Dropped | Repacked | Squeezed | ScoringPass | Refused | Cleared | EventsLost
+AnyEvent = (
+    Compressed
+    | Split
+    | Dropped
+    | Repacked
+    | Squeezed
+    | ScoringPass
+    | Refused
+    | Stored
+    | Loaded
+    | LoadFailed
+    | Cleared
+    | EventsLost
+)
 
 
 class EventBatch(msgspec.Struct, array_like=True, gc=False):

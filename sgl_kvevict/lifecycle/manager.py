@@ -21,6 +21,7 @@ from sgl_kvevict.lifecycle.ranges import Ranges
 from sgl_kvevict.lifecycle.readers import LiveReaders
 from sgl_kvevict.lifecycle.scoring import PrefixScoring
 from sgl_kvevict.lifecycle.spans import SpanTable
+from sgl_kvevict.lifecycle.storing import StoredPrefixes
 from sgl_kvevict.lifecycle.votes import Votes
 from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.ragged import SpanRuns
@@ -53,6 +54,7 @@ class PrefixManager:
         ranges: what is to be compressed; None without a compressor.
         pressure: what shrinks when slots are short; None without a compressor.
         scoring: has prefixes read before they are compressed; None for policies that need no readers.
+        stored: keeps prefixes in a store; None: nothing does.
         max_sharers: most requests that ever read one span in one forward.
     """
 
@@ -72,6 +74,7 @@ class PrefixManager:
         self._tree = tree
         self._observations: WeakKeyDictionary[Reader, PromptObservation] = WeakKeyDictionary()
         self._observer = CacheObserver()
+        self.stored: StoredPrefixes | None = None
         if compressor is None:
             return
         self.ranges = Ranges(tree, self.spans, self.readers, compressor, guard)
@@ -93,7 +96,7 @@ class PrefixManager:
     @observer.setter
     def observer(self, observer: CacheObserver) -> None:
         self._observer = observer
-        for part in (self.ranges, self.pressure, self.scoring, self.votes):
+        for part in (self.ranges, self.pressure, self.scoring, self.votes, self.stored):
             if part is not None:
                 part.observer = observer
 
@@ -101,6 +104,13 @@ class PrefixManager:
     def observation_bytes(self) -> int:
         """Memory, outside the pool, of what readers attended to and of what waits."""
         return sum(part.num_bytes for part in (self.ranges, self.pressure, self.votes) if part is not None)
+
+    def use_store(self, stored: StoredPrefixes) -> None:
+        """Keep prefixes in a store from now on."""
+        assert self.ranges is not None
+        self.stored = stored
+        self.ranges.on_budget = stored.on_budget
+        stored.observer = self._observer
 
     # ---- what happens to requests -----------------------------------------------------------------------------
 
@@ -184,6 +194,8 @@ class PrefixManager:
         """The scheduler is between two steps."""
         if self.scoring is not None:
             self.scoring.between_steps(passes)
+        if self.stored is not None:
+            self.stored.between_steps()
         self._observer.between_steps()
 
     def reads(self, nodes: Sequence[Node]) -> tuple[tuple[SpanRuns, ...], ...]:

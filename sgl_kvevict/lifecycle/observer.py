@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from sgl_kvevict.compression import Compression
 from sgl_kvevict.lifecycle.nodes import Node
 from sgl_kvevict.prefix import Segment, Span
+from sgl_kvevict.store import Written
 
 REFUSED_IN_USE = "in-use"
 REFUSED_NOT_CACHED = "not-cached"
 REFUSED_NO_ROOM = "no-room"
 REFUSED_NO_MEMORY = "no-memory"
+LOAD_LATE = "late"
+LOAD_ERROR = "error"
 
 
 class CacheObserver:
@@ -40,6 +43,15 @@ class CacheObserver:
 
         The last is ``no-memory``: what was observed of them takes more than is allowed.
         """
+
+    def stored(self, written: Written) -> None:
+        """A segment was written to the store, was there already, or could not be written."""
+
+    def loaded(self, key: str, start: int, end: int) -> None:
+        """The tokens ``[start, end)`` of a path came from the store, compressed."""
+
+    def load_failed(self, reason: str, error: str) -> None:
+        """A request goes on without the store: it came too ``late``, or there was an ``error``."""
 
     def cleared(self) -> None:
         """The whole cache was flushed."""

@@ -38,6 +38,28 @@ class TreePort(Protocol):
     def free(self, token_slots: Tensor) -> None:
         """Give token slots ([n], int64) back to the pool."""
 
+    def alloc(self, num_slots: int) -> Tensor | None:
+        """[num_slots], int64, token slots of the pool, for which others give way; None: there are not so many."""
+
+    def find(self, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None) -> list[Node]:
+        """Nodes of the longest path that begins as some tokens do; a node in which they part is cut there."""
+
+    def add(
+        self, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None, slots: Tensor | None = None
+    ) -> Node | None:
+        """Add what is missing of a path.
+
+        Args:
+            tokens: of the whole path.
+            extra_key: namespace.
+            cache_salt: likewise.
+            slots: [num_new], int64, ordinary slots of its last tokens, which are not there; None: what is new holds a
+                filler, and is to be given spans.
+
+        Returns:
+            The path's last node; None, and nothing added: it may not be cached.
+        """
+
     def row(self, reader: Reader, start: int, end: int) -> Tensor:
         """[end - start], int64, ordinary slots of the tokens ``[start, end)`` of a reader, its own included."""
 

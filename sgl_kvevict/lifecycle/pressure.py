@@ -273,6 +273,8 @@ class Pressure:
         self._tree.charge(owner, -freed.numel())
         self._tree.free(freed)
         self.observer.squeezed(owner, self._spans[owner].segment, freed.numel())
+        if slots == self._slots_at(owner, float(self._config.budget)):
+            self._ranges.on_budget(self._spans.last_of(owner))
         return freed.numel()
 
     def _compress(self, node: Node) -> int:

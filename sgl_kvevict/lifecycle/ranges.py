@@ -10,11 +10,12 @@ from torch import Tensor
 
 from sgl_kvevict.compression import Compression, Compressor, Observation
 from sgl_kvevict.guard import Guard, Place, accounting
-from sgl_kvevict.lifecycle.nodes import Node, length_of, path_to
+from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.lifecycle.observer import REFUSED_IN_USE, REFUSED_NO_MEMORY, CacheObserver
 from sgl_kvevict.lifecycle.ports import TreePort
 from sgl_kvevict.lifecycle.readers import LiveReaders
 from sgl_kvevict.lifecycle.spans import SpanTable
+from sgl_kvevict.prefix import Segment
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Ranges:
     Attributes:
         observer: told of what is compressed, and of what has to wait.
         on_installed: told which consecutive nodes hold a new segment.
+        on_budget: told of the last node of a segment that takes what the budget says, and no step before it.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Ranges:
     ) -> None:
         self.observer = CacheObserver()
         self.on_installed: Callable[[Sequence[Node]], None] = lambda nodes: None
+        self.on_budget: Callable[[Node], None] = lambda last: None
         self._tree = tree
         self._spans = spans
         self._readers = readers
@@ -175,14 +178,34 @@ class Ranges:
             if done is None:
                 self.discard(pending.node)
                 break
-            self._install(group, done)
+            self._install(group, done.segment, done.freed)
+            self.observer.compressed(group, done)
+            if pending.share in (None, self._compressor.config.budget):
+                self.on_budget(group[-1])
             waterline += done.num_tokens
             won += done.freed.numel()
+        self._move(readers)
+        return won
+
+    @accounting()
+    def adopt(self, nodes: Sequence[Node], segment: Segment, freed: Tensor, readers: Sequence[Reader]) -> None:
+        """Let consecutive uncompressed nodes hold a segment that was not made here.
+
+        Args:
+            nodes: root side first; they stand for the segment's tokens.
+            segment: its rows are written.
+            freed: [num_freed], int64, ordinary slots that nodes had.
+            readers: who reads the first of them, see :meth:`LiveReaders.movable`.
+        """
+        self._install(nodes, segment, freed)
+        self._move(readers)
+
+    def _move(self, readers: Sequence[Reader]) -> None:
+        """Readers find what was compressed of their paths in spans from their next forward on."""
         for reader in readers:
             last = self._tree.locked_by(reader)
             assert last is not None
             self._tree.clear_row(reader, self._spans.waterline(path_to(last)))
-        return won
 
     def _groups(self, nodes: list[Node]) -> list[list[Node]]:
         """Consecutive nodes of which each group becomes one segment.
@@ -209,13 +232,12 @@ class Ranges:
         return None
 
     @accounting()
-    def _install(self, nodes: list[Node], done: Compression) -> None:
+    def _install(self, nodes: Sequence[Node], segment: Segment, freed: Tensor) -> None:
         """Replace the ordinary slots of consecutive nodes by spans of one new segment."""
-        self._spans.install(nodes, done.segment, done.start)
+        self._spans.install(nodes, segment, segment.start)
         for node in nodes:
             self._tree.charge(node, self._spans[node].charged_slots - len(node.key))
             self._tree.hold_span(node)
             self.discard(node)
-        self._tree.free(done.freed)
+        self._tree.free(freed)
         self.on_installed(nodes)
-        self.observer.compressed(nodes, done)

@@ -126,6 +126,10 @@ class SpanTable(dict[Node, Span]):
         """Topmost node with a span of the same segment as this node's."""
         return self._nodes_of_segment(node, self[node].segment)[0]
 
+    def last_of(self, owner: Node) -> Node:
+        """Last node with a span of the segment that a node owns."""
+        return self._views_of(owner)[-1]
+
     def _nodes_of_segment(self, lowest: Node, segment: Segment) -> list[Node]:
         nodes = []
         node: Node | None = lowest

@@ -104,6 +104,91 @@ class SpanStore:
         )
         return segment, freed
 
+    def rows(self, segment: Segment) -> tuple[Tensor, Tensor]:
+        """Copies of the rows of a segment's entries.
+
+        Returns:
+            Keys and values, each [num_entries, head_dim], in the arena's dtype, on its device.
+        """
+        slots = segment.head_slots.long()
+        k, v = (_bytes_of(arena)[slots].view(arena.dtype) for arena in (self.k_arena, self.v_arena))
+        return k, v
+
+    def token_rows(self, token_slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the rows of uncompressed tokens.
+
+        Args:
+            token_slots: [num_tokens], int64.
+
+        Returns:
+            Keys and values, each [num_layers, num_tokens, num_kv_heads, head_dim], in the arena's dtype.
+        """
+        k, v = (arena.view(torch.uint8)[:, token_slots].view(arena.dtype) for arena in (self.k_arena, self.v_arena))
+        return k, v
+
+    @accounting()
+    def place_tokens(self, token_slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write the rows of uncompressed tokens; sizes as :meth:`token_rows` returns them, on any device."""
+        for arena, rows in ((self.k_arena, k), (self.v_arena, v)):
+            arena.view(torch.uint8)[:, token_slots] = rows.contiguous().view(torch.uint8).to(arena.device)
+
+    @accounting()
+    def place(self, segment: Segment, k: Tensor, v: Tensor) -> None:
+        """Write the rows of a segment whose entries are in no pool yet.
+
+        Args:
+            segment: with the slots that it holds.
+            k: [num_entries, head_dim], in the arena's dtype, on any device.
+            v: likewise.
+        """
+        slots = segment.head_slots.long()
+        for arena, rows in ((self.k_arena, k), (self.v_arena, v)):
+            _bytes_of(arena)[slots] = rows.contiguous().view(torch.uint8).to(arena.device)
+
+    @accounting()
+    def new_segment(
+        self,
+        token_slots: Tensor,
+        keep_lens: Tensor,
+        positions: Tensor,
+        start: int,
+        end: int,
+        *,
+        splittable: bool = True,
+        worth: Tensor | None = None,
+    ) -> Segment:
+        """Lay out a segment in slots that hold nothing yet.
+
+        Args:
+            token_slots: [num_slots], int64, as many as its entries need.
+            keep_lens: [num_layers, num_kv_heads], int32, entries of each run.
+            positions: [num_entries], int32, see :attr:`Segment.positions`.
+            start: logical position of the first token.
+            end: logical position after the last one.
+            splittable: see :attr:`Segment.splittable`.
+            worth: [num_entries], int16, see :attr:`Segment.worth`.
+
+        Raises:
+            InvariantError: there are more or fewer slots than the entries need.
+        """
+        num_entries, device = positions.numel(), token_slots.device
+        if token_slots.numel() != self.geometry.slots_for(num_entries):
+            raise InvariantError(f"{num_entries} entries in {token_slots.numel()} token slots")
+        indptr, head_slots = alloc_head_slots(
+            keep_lens.to(device), token_slots, self.geometry.num_token_slots, num_entries
+        )
+        return Segment(
+            self.geometry,
+            token_slots=token_slots.clone(),
+            head_slots=head_slots,
+            positions=positions.to(device),
+            indptr=indptr,
+            start=start,
+            end=end,
+            splittable=splittable,
+            worth=None if worth is None else worth.to(device),
+        )
+
     @accounting()
     def repack(self, spans: Sequence[Span], largest: LargestOfRanks = only_rank) -> Tensor:
         """Move what live spans still read into fewer slots and give the rest back.
@@ -204,6 +289,11 @@ class SpanStore:
         """Head slots of uncompressed entries; all [M], int32: layer, token slot and KV head of each."""
         result = layers.int() * self.geometry.num_token_slots  # head slots fit 32 bits, so these steps do
         return result.add_(slots).mul_(self.geometry.num_kv_heads).add_(heads)
+
+
+def _bytes_of(arena: Tensor) -> Tensor:
+    """The rows of an arena, one a head slot, as bytes: not every number type can be gathered."""
+    return arena.flatten(0, 2).view(torch.uint8)
 
 
 def _segment_of(spans: Sequence[Span]) -> Segment:

@@ -82,6 +82,18 @@ HOOKS = (
         why="a request with options that make no sense is refused instead of served without them",
     ),
     Hook(
+        target="sglang.srt.managers.scheduler.Scheduler._add_request_to_queue",
+        kind="AFTER",
+        function="sgl_kvevict.sglang_adapter.storing.after_queueing",
+        why="what the store knows of a prompt would be computed instead of fetched",
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill",
+        kind="AROUND",
+        function="sgl_kvevict.sglang_adapter.storing.around_admission",
+        why="a request would be prefilled before what was fetched for it is in the tree",
+    ),
+    Hook(
         target="sglang.srt.managers.scheduler.Scheduler.abort_request",
         kind="AROUND",
         function="sgl_kvevict.sglang_adapter.operations.around_abort",

@@ -58,9 +58,9 @@ class Distilling:
         model_config = ctx.model_config
         self._ranks = ranks = TensorRanks(ctx.params.attn_tp_cache_group)
         self._save_to = config.save_score_weights
-        rotary = _rotary_of(ctx.tp_worker.model_runner.model, model_config.context_len, device)
+        rotary = rotary_of(ctx.tp_worker.model_runner.model, model_config.context_len, device)
         has_files = ctx.server_args.load_format != "dummy"
-        fingerprint = None if not has_files else _fingerprint(model_config.model_path, model_config.revision)
+        fingerprint = None if not has_files else model_fingerprint(model_config.model_path, model_config.revision)
         self._identity = None
         if fingerprint is not None:
             sizes = (geometry.num_layers, model_config.get_total_num_kv_heads(), geometry.head_dim)
@@ -114,7 +114,7 @@ class Distilling:
         return weights
 
 
-def _rotary_of(model: Any, num_positions: int, device: torch.device) -> Rotary:
+def rotary_of(model: Any, num_positions: int, device: torch.device) -> Rotary:
     """The model's rotary embedding; one that turns nothing if its layers have none, or several."""
     try:
         return find_rotary(model)
@@ -124,7 +124,8 @@ def _rotary_of(model: Any, num_positions: int, device: torch.device) -> Rotary:
         return Rotary(nothing, is_neox=True)
 
 
-def _fingerprint(model_path: str, revision: str | None) -> str | None:
+def model_fingerprint(model_path: str, revision: str | None) -> str | None:
+    """Fingerprint of a model's files, wherever SGLang loads them from; None: there are none to know it by."""
     folder = Path(model_path)
     if folder.is_dir():
         return fingerprint_of(folder)

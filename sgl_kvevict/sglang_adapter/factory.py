@@ -24,6 +24,7 @@ from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.model_parts import find_output_grams, find_rotary
 from sgl_kvevict.sglang_adapter.monitor import watch
 from sgl_kvevict.sglang_adapter.refusals import model_reasons, policy_reasons, pool_reasons, server_reasons
+from sgl_kvevict.sglang_adapter.storing import use_store
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     assert isinstance(backend, KVEvictAttentionBackend) and arena is not None
     tree = _assemble(ctx, config, policy, arena, backend.geometry)
     backend.attach(tree)
+    use_store(tree, config, ctx)
     watch(tree, config, ctx.server_args, enable_metrics=ctx.params.enable_metrics and tree.ranks.is_first)
     if not tree.ranks.is_first:
         return tree

@@ -96,6 +96,8 @@ def cache_state(tree: KVEvictTree) -> dict[str, Any]:
     }
     if tree.compressor is not None:
         state |= tree.compressor.state()
+    if tree.manager.stored is not None:
+        state["store"] = tree.manager.stored.state()
     scoring = tree.manager.scoring
     if scoring is not None:
         state |= {"scoring_jobs": len(scoring.jobs), "warm_outcomes": dict(scoring.jobs.outcomes)}

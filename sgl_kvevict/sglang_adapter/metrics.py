@@ -62,6 +62,13 @@ COUNTERS: Mapping[str, tuple[str, Callable[[Totals], float]]] = {
     "squeezed_slots": ("Token slots given back by squeezing.", lambda t: t.squeezed_slots),
     "dropped_nodes": ("Nodes dropped from the tree.", lambda t: t.dropped_nodes),
     "dropped_spans": ("Compressed nodes among them.", lambda t: t.dropped_spans),
+    "stored_segments": ("Segments written to the store.", lambda t: t.stored_segments),
+    "stored_bytes": ("Bytes of them.", lambda t: t.stored_bytes),
+    "not_stored": ("Segments that could not be written, or came too fast.", lambda t: t.not_stored),
+    "loaded_segments": ("Segments that came from the store into the tree.", lambda t: t.loaded_segments),
+    "loaded_tokens": ("Tokens that they stand for.", lambda t: t.loaded_tokens),
+    "late_loads": ("Requests that went on because the store took too long.", lambda t: t.late_loads),
+    "failed_loads": ("Errors of the store, and segments that were corrupt.", lambda t: t.failed_loads),
 }
 REFUSALS: Mapping[str, Callable[[Totals], int]] = {
     "in-use": lambda t: t.refused_in_use,

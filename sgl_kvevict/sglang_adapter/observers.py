@@ -8,11 +8,33 @@ from collections.abc import Callable, Sequence
 from sgl_kvevict.compression import Compression
 from sgl_kvevict.events.questions import Totals
 from sgl_kvevict.events.service import EventService
-from sgl_kvevict.events.types import Cleared, Compressed, Dropped, Refused, Repacked, ScoringPass, Split, Squeezed
+from sgl_kvevict.events.types import (
+    Cleared,
+    Compressed,
+    Dropped,
+    Loaded,
+    LoadFailed,
+    Refused,
+    Repacked,
+    ScoringPass,
+    Split,
+    Squeezed,
+    Stored,
+)
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle.nodes import Node, tokens_of
-from sgl_kvevict.lifecycle.observer import REFUSED_IN_USE, REFUSED_NO_MEMORY, REFUSED_NO_ROOM, CacheObserver
+from sgl_kvevict.lifecycle.observer import (
+    LOAD_LATE,
+    REFUSED_IN_USE,
+    REFUSED_NO_MEMORY,
+    REFUSED_NO_ROOM,
+    CacheObserver,
+)
 from sgl_kvevict.prefix import Segment, Span
+from sgl_kvevict.store import Written
+
+SHOWN_KEY_DIGITS = 16
+"""Of a segment's name, enough to find it: the whole name follows from tokens and salt."""
 
 
 class ObserverGroup(CacheObserver):
@@ -52,6 +74,15 @@ class ObserverGroup(CacheObserver):
 
     def refused(self, reason: str, num_tokens: int) -> None:
         self._tell(lambda observer: observer.refused(reason, num_tokens))
+
+    def stored(self, written: Written) -> None:
+        self._tell(lambda observer: observer.stored(written))
+
+    def loaded(self, key: str, start: int, end: int) -> None:
+        self._tell(lambda observer: observer.loaded(key, start, end))
+
+    def load_failed(self, reason: str, error: str) -> None:
+        self._tell(lambda observer: observer.load_failed(reason, error))
 
     def cleared(self) -> None:
         self._tell(lambda observer: observer.cleared())
@@ -109,6 +140,21 @@ class CountingObserver(CacheObserver):
         else:
             self.totals.refused_not_cached += 1
 
+    def stored(self, written: Written) -> None:
+        self.totals.stored_segments += written.num_bytes > 0
+        self.totals.stored_bytes += written.num_bytes
+        self.totals.not_stored += written.error is not None
+
+    def loaded(self, key: str, start: int, end: int) -> None:
+        self.totals.loaded_segments += 1
+        self.totals.loaded_tokens += end - start
+
+    def load_failed(self, reason: str, error: str) -> None:
+        if reason == LOAD_LATE:
+            self.totals.late_loads += 1
+        else:
+            self.totals.failed_loads += 1
+
     def cleared(self) -> None:
         self.totals.clears += 1
 
@@ -163,6 +209,15 @@ class PublishingObserver(CacheObserver):
 
     def refused(self, reason: str, num_tokens: int) -> None:
         self._publish(Refused(reason, num_tokens))
+
+    def stored(self, written: Written) -> None:
+        self._publish(Stored(written.key[:SHOWN_KEY_DIGITS], written.num_tokens, written.num_bytes, written.error))
+
+    def loaded(self, key: str, start: int, end: int) -> None:
+        self._publish(Loaded(key[:SHOWN_KEY_DIGITS], start, end))
+
+    def load_failed(self, reason: str, error: str) -> None:
+        self._publish(LoadFailed(reason, error))
 
     def cleared(self) -> None:
         self._publish(Cleared())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
+
+logger = logging.getLogger(__name__)
 
 
 class KVEvictTree(UnifiedRadixCache):
@@ -89,6 +92,9 @@ class KVEvictTree(UnifiedRadixCache):
         if compressor is not None and compressor.learner is not None:
             compressor.learner.forget()
         self.manager.forget_seen()
+        if self.manager.stored is not None and self.manager.stored.is_on:
+            self.manager.stored.switch_off()
+            logger.warning("kvevict: the weights are not those that were loaded: the store is off until a restart")
         self._blocking.add_compressed()
 
     # ---- nodes and sizes --------------------------------------------------------------------------------------

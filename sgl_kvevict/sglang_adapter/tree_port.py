@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.cache_action import FreeComponentDeviceSlot
 
 from sgl_kvevict.errors import InvariantError
-from sgl_kvevict.lifecycle.nodes import tokens_of
+from sgl_kvevict.lifecycle.nodes import path_to, tokens_of
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.span_component import FULL
 
@@ -70,6 +71,32 @@ class UnifiedTreePort:
     def free(self, token_slots: torch.Tensor) -> None:
         """Give token slots back: those of full attention only, whatever else the pool's allocator couples with them."""
         self._cache.components[FULL].apply_component_action(FreeComponentDeviceSlot([token_slots], FULL))
+
+    def alloc(self, num_slots: int) -> torch.Tensor | None:
+        """[num_slots], int64, token slots of the pool, for which others give way."""
+        allocator = self._cache.token_to_kv_pool_allocator
+        missing = num_slots - allocator.available_size()
+        if missing > 0:
+            self._cache.evict(EvictParams(num_tokens=missing))
+        slots: torch.Tensor | None = allocator.alloc(num_slots)
+        return None if slots is None else slots.long()
+
+    def find(self, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None) -> list[UnifiedTreeNode]:
+        """Nodes of the longest path that begins as some tokens do: SGLang splits where a look-up ends."""
+        key = RadixKey(array("q", tokens), extra_key, cache_salt=cache_salt)
+        match = self._cache.match_prefix(MatchPrefixParams(key=key))
+        return path_to(self._cache.tree_core.node_by_id(match.last_device_node))
+
+    def add(
+        self, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None, slots: torch.Tensor | None = None
+    ) -> UnifiedTreeNode | None:
+        """Insert a path whose values are zeros (the padding slot); ``prev_prefix_len``: SGLang frees none of them."""
+        key = RadixKey(array("q", tokens), extra_key, cache_salt=cache_salt)
+        fillers = torch.zeros(len(tokens), dtype=torch.int64, device=self._cache.device)
+        if slots is not None:
+            fillers[len(tokens) - slots.numel() :] = slots
+        result = self._cache.insert(InsertParams(key=key, value=fillers, prev_prefix_len=len(tokens)))
+        return None if result.rotation_tail_declined else self._cache.tree_core.node_by_id(result.last_device_node)
 
     def row(self, reader: Req, start: int, end: int) -> torch.Tensor:
         """[end - start], int64, slots of a part of a request's row."""

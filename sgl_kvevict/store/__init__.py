@@ -1,0 +1,29 @@
+"""Compressed segments beyond the life of a server: their format, their names, and where they are kept."""
+
+from sgl_kvevict.store.backend import Backend, Item
+from sgl_kvevict.store.identity import Namespace, StoreIdentity
+from sgl_kvevict.store.manifest import ManifestEntry
+from sgl_kvevict.store.reader import Fetch, ReadAhead, Wanted
+from sgl_kvevict.store.segment_file import SegmentRecord, decode_segment, encode_segment
+from sgl_kvevict.store.segments import SegmentStore, describe_identity, list_segments, open_backend
+from sgl_kvevict.store.writer import WriteBehind, Written
+
+__all__ = [
+    "Backend",
+    "Fetch",
+    "Item",
+    "ManifestEntry",
+    "Namespace",
+    "ReadAhead",
+    "SegmentRecord",
+    "SegmentStore",
+    "StoreIdentity",
+    "Wanted",
+    "WriteBehind",
+    "Written",
+    "decode_segment",
+    "describe_identity",
+    "encode_segment",
+    "list_segments",
+    "open_backend",
+]

@@ -1,0 +1,183 @@
+"""Segments in a store: by key, and by the prompts that can use them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sgl_kvevict.errors import CorruptSegmentError
+from sgl_kvevict.store.backend import Backend, Item
+from sgl_kvevict.store.directory import DirectoryBackend
+from sgl_kvevict.store.identity import FORMAT_VERSION, Namespace, StoreIdentity
+from sgl_kvevict.store.manifest import ManifestEntry, decode_manifest, merge_manifest
+from sgl_kvevict.store.remote import RemoteBackend
+from sgl_kvevict.store.segment_file import SegmentRecord, decode_segment, encode_segment
+
+ROOT = f"v{FORMAT_VERSION}"
+IDENTITY = "identity.json"
+
+
+def open_backend(url: str, max_bytes: int | None = None) -> Backend:
+    """Return the back end that a URL, or the path of a folder, stands for.
+
+    Args:
+        url: the field ``store`` of the configuration.
+        max_bytes: size limit of a folder.
+
+    Raises:
+        ConfigError: what the URL needs is not installed, or there is no such protocol.
+        StoreError: the folder cannot be made.
+    """
+    return RemoteBackend(url) if "://" in url else DirectoryBackend(Path(url).expanduser(), max_bytes)
+
+
+@dataclass(frozen=True)
+class StoredSegment:
+    """A segment in a listing.
+
+    Attributes:
+        identity: digest of who made it.
+        key: its name.
+        item: size and age.
+    """
+
+    identity: str
+    key: str
+    item: Item
+
+
+class SegmentStore:
+    """The segments of one identity.
+
+    Args:
+        backend: where the bytes are.
+        identity: of who reads and writes. What others wrote is neither found nor loaded.
+    """
+
+    def __init__(self, backend: Backend, identity: StoreIdentity) -> None:
+        self.backend = backend
+        self.identity = identity
+        self._is_described = False
+
+    def put(self, record: SegmentRecord, namespace: Namespace) -> int:
+        """Write a segment and list it in its manifest.
+
+        Args:
+            record: the segment, of this identity.
+            namespace: whose it is.
+
+        Returns:
+            Bytes written; 0 if the segment was there, then only the manifest is looked after.
+
+        Raises:
+            StoreError: it cannot be written.
+            ValueError: the record is of another identity, or under a key that is not its own.
+        """
+        tokens = record.tokens.tolist()
+        if record.identity != self.identity.digest or record.key != namespace.segment(tokens, record.start):
+            raise ValueError(f"the segment {record.key} is not of identity {self.identity.digest} and its namespace")
+        self._describe()
+        name, written = segment_name(record.identity, record.key), 0
+        if not self.backend.exists(name):
+            data = encode_segment(record)
+            self.backend.put(name, data)
+            written = len(data)
+        entry = ManifestEntry(record.key, record.start, record.end, record.splittable, tuple(namespace.chain(tokens)))
+        first = namespace.first_block(tokens, self.identity.min_prefix_tokens)
+        self.backend.update(self._manifest_name(first), lambda data: merge_manifest(data, [entry]))
+        return written
+
+    def find(self, tokens: Sequence[int], namespace: Namespace) -> list[ManifestEntry]:
+        """Segments whose paths begin as a prompt does, the newest first; one look-up.
+
+        Raises:
+            StoreError: the store cannot be read.
+            CorruptSegmentError: the manifest is none; it is removed, and what it listed is not found any more.
+        """
+        if len(tokens) < self.identity.min_prefix_tokens:
+            return []
+        first = namespace.first_block(tokens, self.identity.min_prefix_tokens)
+        data = self.backend.get(self._manifest_name(first))
+        if data is None:
+            return []
+        try:
+            return decode_manifest(data)[::-1]
+        except CorruptSegmentError:
+            self.backend.delete(self._manifest_name(first))
+            raise
+
+    def get(self, key: str) -> SegmentRecord | None:
+        """Read and check a segment; None: there is none.
+
+        Raises:
+            StoreError: the store cannot be read.
+            CorruptSegmentError: what is there is no segment, or not one of this identity.
+        """
+        data = self.backend.get(segment_name(self.identity.digest, key))
+        if data is None:
+            return None
+        record = decode_segment(data, key)
+        identity = self.identity
+        if record.identity != identity.digest:
+            raise CorruptSegmentError(f"identity: got {record.identity[:16]!r}; expected {identity.digest[:16]!r}")
+        heads = (identity.num_layers, identity.num_kv_heads)
+        if tuple(record.keep_lens.shape) != heads or record.k.shape[1] != identity.head_dim:
+            raise CorruptSegmentError(
+                f"got runs of {tuple(record.keep_lens.shape)} and rows of {record.k.shape[1]} numbers; "
+                f"expected {heads} and {identity.head_dim}"
+            )
+        if str(record.k.dtype) != identity.dtype:
+            raise CorruptSegmentError(f"k: got {record.k.dtype}; expected {identity.dtype}")
+        return record
+
+    def exists(self, key: str) -> bool:
+        """Whether there is a segment under a key."""
+        return self.backend.exists(segment_name(self.identity.digest, key))
+
+    def delete(self, key: str) -> bool:
+        """Remove a segment; False: there was none. Manifests that list it find that it is gone."""
+        return self.backend.delete(segment_name(self.identity.digest, key))
+
+    def list(self) -> Iterator[StoredSegment]:
+        """All segments of this identity."""
+        return list_segments(self.backend, self.identity.digest)
+
+    def _manifest_name(self, first: str) -> str:
+        return f"{ROOT}/{self.identity.digest}/manifests/{first[:2]}/{first}"
+
+    def _describe(self) -> None:
+        """Say in words whose segments these are, once."""
+        if self._is_described:
+            return
+        name = f"{ROOT}/{self.identity.digest}/{IDENTITY}"
+        if not self.backend.exists(name):
+            self.backend.put(name, json.dumps(self.identity.describe(), indent=1, sort_keys=True).encode())
+        self._is_described = True
+
+
+def segment_name(identity: str, key: str) -> str:
+    """Name of a segment in a back end."""
+    return f"{ROOT}/{identity}/segments/{key[:2]}/{key}"
+
+
+def list_segments(backend: Backend, identity: str | None = None) -> Iterator[StoredSegment]:
+    """Segments of one identity, or of all, in no particular order."""
+    for item in backend.list(ROOT if identity is None else f"{ROOT}/{identity}"):
+        parts = item.name.split("/")
+        if len(parts) == 5 and parts[2] == "segments":
+            yield StoredSegment(parts[1], parts[4], item)
+
+
+def describe_identity(backend: Backend, identity: str) -> dict[str, Any] | None:
+    """What is known of who made segments; None: nothing."""
+    data = backend.get(f"{ROOT}/{identity}/{IDENTITY}")
+    if data is None:
+        return None
+    try:
+        values = json.loads(data)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) else None

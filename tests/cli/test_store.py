@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from helpers.stored import identity, record, tokens
+from sgl_kvevict.cli import main
+from sgl_kvevict.store import SegmentStore, open_backend
+
+OWN = identity()
+SPACE = OWN.namespace(None, None)
+RECORDS = [record(OWN, SPACE, [*tokens(32), *tokens(32, seed)], seed=seed) for seed in range(1, 4)]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    store = SegmentStore(open_backend(str(tmp_path / "store")), OWN)
+    for each in RECORDS:
+        store.put(each, SPACE)
+    return tmp_path / "store"
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        main(["store", *arguments])
+    captured = capsys.readouterr()
+    return int(end.value.code or 0), captured.out, captured.err
+
+
+def path_of(folder, each):
+    return next(folder.rglob(each.key))
+
+
+def test_ls_lists_every_segment(capsys, folder):
+    code, out, _ = run(capsys, "ls", str(folder))
+    assert code == 0 and all(each.key[:16] in out for each in RECORDS) and "3 segments" in out
+    listed = json.loads(run(capsys, "ls", str(folder), "--json")[1])
+    assert {each["key"] for each in listed} == {each.key for each in RECORDS}
+
+
+def test_show_tells_what_is_known_but_no_token(capsys, folder):
+    code, out, _ = run(capsys, "show", str(folder), RECORDS[0].key[:8])
+    shown = json.loads(out)
+    assert code == 0 and (shown["num_tokens"], shown["made_by"]["architecture"]) == (64, "LlamaForCausalLM")
+    assert shown["tensors"]["tokens"] == ["I64", [64]] and "positions" in shown["tensors"]
+
+
+def test_rm_removes_what_is_named(capsys, folder):
+    assert run(capsys, "rm", str(folder), RECORDS[0].key[:8])[:2] == (0, "1 removed\n")
+    assert len(json.loads(run(capsys, "ls", str(folder), "--json")[1])) == 2
+    assert run(capsys, "rm", str(folder), "--all")[0] == 0
+    assert json.loads(run(capsys, "ls", str(folder), "--json")[1]) == []
+
+
+def test_verify_finds_one_flipped_bit(capsys, folder):
+    assert run(capsys, "verify", str(folder))[:2] == (0, "3 segments and 1 manifests are sound\n")
+    path = path_of(folder, RECORDS[1])
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 4
+    path.write_bytes(data)
+    code, out, err = run(capsys, "verify", str(folder), "--delete")
+    assert code == 1 and RECORDS[1].key in err and "2 segments" in out
+    assert run(capsys, "verify", str(folder))[0] == 0
+
+
+def test_push_and_pull_copy_what_is_missing_and_nothing_corrupt(capsys, folder, tmp_path):
+    path_of(folder, RECORDS[2]).write_bytes(b"half")
+    other = tmp_path / "other"
+    code, out, err = run(capsys, "push", str(folder), str(other))
+    assert code == 1 and "2 segments and 1 manifests copied" in out and RECORDS[2].key in err
+    store = SegmentStore(open_backend(str(other)), OWN)
+    store.put(RECORDS[2], SPACE)
+    path_of(folder, RECORDS[2]).unlink()
+    assert run(capsys, "pull", str(folder), str(other))[0] == 0
+    back = SegmentStore(open_backend(str(folder)), OWN)
+    assert {entry.key for entry in back.find(tokens(32), SPACE)} == {each.key for each in RECORDS}
+    assert all(back.get(each.key) is not None for each in RECORDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("ls", "/nowhere/store"), "not a folder"),
+        (("ls", "nonsense://bucket"), "nonsense://bucket"),
+        (("show", "{}", "ab"), "names 0 segments"),
+        (("show", "{}", "zzzz"), "names 0 segments"),
+        (("rm", "{}"), "give keys, or --all"),
+    ],
+)
+def test_bad_input_is_named(capsys, folder, arguments, what):
+    code, _, err = run(capsys, *(argument.format(folder) for argument in arguments))
+    assert code == 2 and what in err

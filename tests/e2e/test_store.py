@@ -1,0 +1,158 @@
+"""Real servers and a store: prefixes outlive their server, and nothing wrong is ever loaded."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from helpers.modes import assert_nothing_leaked
+from helpers.tiny_model import VOCAB_SIZE, save_tiny_llama
+from helpers.traffic import generate, idle_state
+from sgl_kvevict.launcher import LaunchError
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "6000", "--context-length", "2048")
+CONFIG = {"policy": "snapkv", "min_prefix_tokens": 48, "tail_tokens": 16, "policy_options": {"window_size": 16}}
+NUM_DOCUMENTS = 3
+
+
+def prompts(count: int = NUM_DOCUMENTS) -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(400 + 50 * i)] for i in range(count)]
+
+
+def questions(documents: list[list[int]]) -> list[list[int]]:
+    rng = random.Random(6)
+    return [[*document, *(rng.randrange(3, VOCAB_SIZE) for _ in range(9 + 20 * i))]
+            for document in documents for i in range(2)]  # fmt: skip
+
+
+def ask(server, **more) -> list[list[int]]:
+    return [generate(server, question, 12, **more)["output_ids"] for question in questions(prompts())]
+
+
+def warm(server) -> None:
+    for document in prompts():
+        generate(server, document, 1)
+
+
+def store_state(server, *, stored: int = 0) -> dict:
+    """The store's counters, once so many segments have been written."""
+    for _ in range(100):
+        state = idle_state(server)["store"]
+        if state["stored"] + state["already_stored"] >= stored:
+            return state
+        time.sleep(0.1)
+    raise AssertionError(f"nothing was stored: {state}")
+
+
+def make_store(start, model, folder: Path) -> list[list[int]]:
+    """Fill a store and return the answers of the server that did."""
+    first = start(model, *FLAGS, config={**CONFIG, "store": str(folder)})
+    warm(first)
+    expected = ask(first)
+    state = store_state(first, stored=NUM_DOCUMENTS)
+    assert state["not_stored"] == state["dropped"] == state["loaded"] == 0
+    first.stop(grace_s=0)
+    return expected
+
+
+def segments(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("segments/*/*") if path.is_file()]
+
+
+@pytest.fixture(scope="module")
+def filled(start, tiny_llama, tmp_path_factory) -> tuple[Path, list[list[int]]]:
+    folder = tmp_path_factory.mktemp("filled")
+    return folder, make_store(start, tiny_llama, folder)
+
+
+@pytest.fixture
+def folder(filled, tmp_path) -> Path:
+    shutil.copytree(filled[0], tmp_path / "store")
+    return tmp_path / "store"
+
+
+def test_the_same_questions_find_the_same_prefixes_after_a_restart(start, tiny_llama, filled, folder):
+    server = start(tiny_llama, *FLAGS, config={**CONFIG, "store": str(folder)})
+    answers, cached = [], []
+    for question in questions(prompts()):
+        reply = generate(server, question, 12)
+        answers.append(reply["output_ids"])
+        cached.append(reply["meta_info"]["cached_tokens"])
+    assert answers == filled[1]
+    assert cached == [len(document) for document in prompts() for _ in range(2)]
+    state = store_state(server)
+    assert state["loaded"] >= NUM_DOCUMENTS and state["load_errors"] == state["late"] == 0
+    assert_nothing_leaked(server)
+    server.post("/flush_cache?timeout=60")
+    assert idle_state(server)["free_slots"] == 6000
+    assert ask(server) == filled[1]  # from the store again
+    server.stop(grace_s=0)
+
+
+def test_flipped_bits_and_half_files_are_reported_removed_and_computed(start, tiny_llama, filled, folder):
+    rng = random.Random(7)
+    damaged = segments(folder)
+    for i, path in enumerate(damaged):
+        data = bytearray(path.read_bytes())
+        if i % 2:
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(data if i % 2 else data[: len(data) // 2])
+    server = start(tiny_llama, *FLAGS, config={**CONFIG, "store": str(folder)})
+    warm(server)
+    assert ask(server) == filled[1]
+    state = store_state(server, stored=NUM_DOCUMENTS)
+    assert state["load_errors"] >= NUM_DOCUMENTS and state["loaded"] == 0
+    assert state["stored"] >= NUM_DOCUMENTS  # what was computed takes their place
+    assert_nothing_leaked(server)
+    server.stop(grace_s=0)
+
+
+def test_another_model_and_another_tenant_find_nothing(start, tiny_llama, filled, folder, tmp_path):
+    server = start(tiny_llama, *FLAGS, config={**CONFIG, "store": str(folder)})
+    for document in prompts():
+        body = {"input_ids": document, "extra_key": "tenant", "sampling_params": {"max_new_tokens": 1}}
+        server.post("/generate", body)
+    assert store_state(server)["loaded"] == 0
+    server.stop(grace_s=0)
+    other = save_tiny_llama(tmp_path / "other", seed=1)
+    server = start(other, *FLAGS, config={**CONFIG, "store": str(folder)})
+    warm(server)
+    state = store_state(server, stored=NUM_DOCUMENTS)
+    assert state["loaded"] == 0 and state["stored"] >= NUM_DOCUMENTS
+    server.stop(grace_s=0)
+
+
+def test_a_store_that_goes_away_costs_nothing_but_the_wait(start, tiny_llama, filled, folder):
+    server = start(tiny_llama, *FLAGS, config={**CONFIG, "store": str(folder)})
+    folder.rename(folder.with_name("gone"))
+    folder.write_text("a file where the folder was")
+    warm(server)
+    assert ask(server) == filled[1]
+    state = store_state(server)
+    assert state["loaded"] == 0 and state["load_errors"] >= 1 and state["not_stored"] >= 1
+    assert_nothing_leaked(server)
+    server.stop(grace_s=0)
+
+
+def test_a_store_that_cannot_be_used_is_refused_by_name(start, tiny_llama, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LaunchError, match="cannot be made"):
+        start(tiny_llama, *FLAGS, config={**CONFIG, "store": str(tmp_path / "file" / "store")})
+    with pytest.raises(LaunchError, match="nonsense://bucket"):
+        start(tiny_llama, *FLAGS, config={**CONFIG, "store": "nonsense://bucket/x"})
+    with pytest.raises(LaunchError, match="only one rank is supported"):
+        start(
+            tiny_llama,
+            *FLAGS,
+            "--tp-size",
+            "2",
+            config={**CONFIG, "store": str(tmp_path / "store")},
+            env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+        )

@@ -1,0 +1,78 @@
+"""Small identities and segments for tests of the store."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import torch
+
+from sgl_kvevict.store import Namespace, SegmentRecord, StoreIdentity
+
+NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2, 2, 4
+MIN_PREFIX = 16
+
+
+def identity(**changes: Any) -> StoreIdentity:
+    """A server's identity."""
+    base = StoreIdentity(
+        model="ab" * 32,
+        architecture="LlamaForCausalLM",
+        dtype="torch.float32",
+        scales=(),
+        num_layers=NUM_LAYERS,
+        num_kv_heads=NUM_HEADS,
+        head_dim=HEAD_DIM,
+        rotary="cd" * 32,
+        rank=0,
+        num_ranks=1,
+        policy='{"policy":"snapkv","budget":0.2}',
+        min_prefix_tokens=MIN_PREFIX,
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    """A prompt."""
+    rng = random.Random(seed)
+    return [rng.randrange(1000) for _ in range(count)]
+
+
+def record(
+    own: StoreIdentity, namespace: Namespace, path: list[int], start: int = 0, seed: int = 0, **changes: Any
+) -> SegmentRecord:
+    """A segment of the tokens of a path from ``start`` on, with random entries."""
+    generator = torch.Generator().manual_seed(seed)
+    runs = []
+    for _ in range(NUM_LAYERS * NUM_HEADS):
+        chosen = torch.randperm(len(path) - start, generator=generator)[: 3 + len(runs)].sort().values
+        runs.append(chosen.int() + start)
+    positions = torch.cat(runs)
+    rows = torch.randn(2, len(positions), HEAD_DIM, generator=generator).to(getattr(torch, own.dtype[6:]))
+    base = SegmentRecord(
+        key=namespace.segment(path, start),
+        identity=own.digest,
+        start=start,
+        end=len(path),
+        splittable=True,
+        is_read=False,
+        created=1.5,
+        tokens=torch.tensor(path),
+        keep_lens=torch.tensor([len(run) for run in runs], dtype=torch.int32).view(NUM_LAYERS, NUM_HEADS),
+        positions=positions,
+        k=rows[0],
+        v=rows[1],
+        worth=torch.arange(len(positions), dtype=torch.int16),
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def assert_same(ours: SegmentRecord, theirs: SegmentRecord) -> None:
+    """Every field and every bit is the same."""
+    for field in dataclasses.fields(SegmentRecord):
+        a, b = getattr(ours, field.name), getattr(theirs, field.name)
+        if isinstance(a, torch.Tensor):
+            assert a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)), field.name
+        else:
+            assert a == b, field.name

@@ -1,0 +1,177 @@
+"""Segments leave one pool as bytes and come back into another one's slots: contents and conservation."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.harness_store import adoption, exported
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.errors import StoreError
+from sgl_kvevict.sglang_adapter.introspection import cache_state
+
+DOCUMENT = [i * 7 % 11 for i in range(60)]
+TURN = [*DOCUMENT, *(i * 5 % 11 for i in range(40))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_args(tmp_path_factory):
+    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+
+
+def spans(harness):
+    return sorted((s.start, s.end) for s in harness.tree.spans.values())
+
+
+def stored(prompts, extra_key=None, **kind):
+    """Segments that a server makes of prompts."""
+    harness = Harness(**kind)
+    for prompt in prompts:
+        harness.finish(harness.run(prompt, extra_key))
+    return exported(harness)
+
+
+def assert_found(harness, prompt, prefix_len, extra_key=None):
+    """A request finds so much, and reads every entry right; the harness checks each."""
+    req = harness.request(prompt, extra_key)
+    assert harness.admit(req) and req.prefix_len == prefix_len
+    assert harness.prefill(req)
+    harness.decode(req)
+    harness.finish(req)
+
+
+@pytest.mark.parametrize("splittable", [True, False])
+def test_a_segment_comes_back_into_another_pool(splittable):
+    (record,) = stored([DOCUMENT], policy=PseudoRandomPolicy(splittable=splittable))
+    harness = Harness(num_slots=90, policy=PseudoRandomPolicy(splittable=splittable))
+    harness.finish(harness.run([9, 9, 9]))  # so that slots are others
+    assert adoption(harness).adopt(record, None, None)
+    harness.check()
+    assert spans(harness) == [(0, 56)]
+    assert cache_state(harness.tree)["compressed_slots"] == 17 and harness.tree.protected_size() == 0
+    assert_found(harness, [*DOCUMENT[:56], 10, 10, 10], 56)
+    again = exported(harness)[0]
+    assert torch.equal(again.k, record.k) and torch.equal(again.positions, record.positions)
+    assert again.key == record.key and (again.worth is None or torch.equal(again.worth, record.worth))
+
+
+def test_a_prompt_that_leaves_the_segment_in_the_middle_uses_its_beginning():
+    (record,) = stored([DOCUMENT])
+    harness = Harness()
+    adoption(harness).adopt(record, None, None)
+    assert_found(harness, [*DOCUMENT[:30], *[9] * 20], 30)
+    assert spans(harness)[:2] == [(0, 30), (30, 46)]
+
+
+def test_turns_come_back_one_after_the_other():
+    records = stored([DOCUMENT, TURN], num_slots=240)
+    assert [(record.start, record.end) for record in records] == [(0, 56), (56, 96)]
+    harness = Harness(num_slots=240)
+    assert not adoption(harness).adopt(records[1], None, None)  # what comes before it is not there
+    harness.check()
+    assert cache_state(harness.tree)["free_slots"] == 240
+    for record in records:
+        assert adoption(harness).adopt(record, None, None)
+        harness.check()
+    assert_found(harness, [*TURN[:96], 10, 10], 96)
+
+
+def test_uncompressed_nodes_give_way_under_their_readers():
+    (record,) = stored([DOCUMENT])
+    harness = Harness(num_slots=240, config=KVEvictConfig(budget=0.3, tail_tokens=4, min_prefix_tokens=50))
+    reader = harness.run(DOCUMENT[:20])
+    assert spans(harness) == []
+    assert adoption(harness).adopt(record, None, None)
+    harness.check()
+    assert spans(harness) == [(0, 20), (20, 56)]
+    harness.decode(reader)
+    harness.finish(reader)
+    assert_found(harness, [*DOCUMENT[:56], 10], 56)
+
+
+def test_who_reads_exactly_is_left_alone():
+    (record,) = stored([DOCUMENT])
+    harness = Harness(num_slots=240, config=KVEvictConfig(budget=0.3, tail_tokens=4, min_prefix_tokens=50))
+    reader = harness.request(DOCUMENT[:20])
+    harness.tree.manager.readers.make_exact(reader)
+    harness.admit(reader)
+    harness.prefill(reader)
+    free = harness.allocator.available_size()
+    assert not adoption(harness).adopt(record, None, None)
+    harness.check()
+    assert harness.allocator.available_size() == free and spans(harness) == []
+    harness.decode(reader)
+    harness.finish(reader)
+
+
+def test_nothing_changes_where_the_tree_has_all_of_it():
+    (record,) = stored([DOCUMENT])
+    harness = Harness()
+    harness.finish(harness.run(DOCUMENT))
+    free = harness.allocator.available_size()
+    assert not adoption(harness).adopt(record, None, None)
+    harness.check()
+    assert harness.allocator.available_size() == free
+
+
+def test_others_give_way_as_for_any_insertion():
+    (record,) = stored([DOCUMENT])
+    harness = Harness(num_slots=30)
+    harness.finish(harness.run([9] * 5 + [8] * 20))
+    assert adoption(harness).adopt(record, None, None)
+    harness.check()
+    assert (0, 56) in spans(harness)
+    full = Harness(num_slots=24, config=KVEvictConfig(budget=0.3, tail_tokens=4, min_prefix_tokens=50))
+    reader = full.run([9] * 5 + [8] * 5)
+    assert not adoption(full).adopt(record, None, None)
+    full.check()
+    full.finish(reader)
+
+
+def test_namespaces_stay_apart():
+    (record,) = stored([DOCUMENT], "tenant")
+    harness = Harness()
+    assert adoption(harness).adopt(record, "tenant", None)
+    assert_found(harness, [*DOCUMENT[:56], 10], 56, "tenant")
+    assert_found(harness, [*DOCUMENT[:56], 10], 0)
+
+
+def test_what_does_not_fit_the_pool_is_refused():
+    (record,) = stored([DOCUMENT])
+    harness = Harness()
+    with pytest.raises(StoreError, match="runs"):
+        adoption(harness).adopt(dataclasses.replace(record, keep_lens=record.keep_lens[:1]), None, None)
+    with pytest.raises(StoreError, match="entries for 2 tokens"):
+        adoption(harness).adopt(dataclasses.replace(record, start=54), None, None)
+    harness.check()
+    assert cache_state(harness.tree)["free_slots"] == harness.num_slots
+
+
+def test_a_tail_follows_its_segment():
+    (record,) = stored([DOCUMENT])
+    assert record.tail_tokens.tolist() == DOCUMENT[56:]
+    harness = Harness()
+    into = adoption(harness)
+    assert not into.adopt_tail(record, None, None)  # before its segment
+    harness.check()
+    into.adopt(record, None, None)
+    assert into.adopt_tail(record, None, None)
+    harness.check()
+    assert not into.adopt_tail(record, None, None)
+    harness.check()
+    assert cache_state(harness.tree)["full_tokens"] == 4
+    assert_found(harness, [*DOCUMENT, 10, 10], 60)
+    several = stored([DOCUMENT[:56] + [i] * 4 for i in range(2)], num_slots=240)
+    assert several[0].tail_tokens is None  # no one tail is what all questions share
+
+
+def test_an_adopted_segment_is_squeezed_and_dropped_like_any_other():
+    (record,) = stored([DOCUMENT])
+    harness = Harness()
+    adoption(harness).adopt(record, None, None)
+    while harness.evict(1):
+        pass
+    assert spans(harness) == [] and harness.allocator.available_size() == harness.num_slots

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import pickle
+import random
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from helpers.stored import assert_same, identity, record, tokens
+from sgl_kvevict.errors import CorruptSegmentError
+from sgl_kvevict.store import decode_segment, encode_segment
+from sgl_kvevict.store.segment_file import MAGIC, read_header
+
+OWN = identity()
+SPACE = OWN.namespace(None, None)
+RECORD = record(OWN, SPACE, tokens(40))
+
+
+TAIL = {"tail_tokens": torch.arange(3), "tail_k": torch.ones(2, 3, 2, 4), "tail_v": torch.zeros(2, 3, 2, 4)}
+
+
+def sealed(payload: bytes, version: int = 1, length: int | None = None) -> bytes:
+    """A file with a right checksum, as somebody would make it who knows the format."""
+    head = MAGIC + version.to_bytes(8, "little") + (len(payload) if length is None else length).to_bytes(8, "little")
+    return head + hashlib.sha256(head + payload).digest() + payload
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("with_state", [False, True])
+def test_what_is_read_is_what_was_written(dtype, with_state):
+    changes = {"worth": None, "policy_state": torch.randn(2, 2), "is_read": True} if with_state else {}
+    changes |= {name: each.to(dtype) if "tokens" not in name else each for name, each in TAIL.items()}
+    ours = dataclasses.replace(RECORD, k=RECORD.k.to(dtype), v=RECORD.v.to(dtype), **changes)
+    assert_same(ours, decode_segment(encode_segment(ours), ours.key))
+
+
+def test_the_header_tells_what_is_inside():
+    header = read_header(encode_segment(RECORD))
+    assert (header["start"], header["end"], header["key"]) == (0, 40, RECORD.key)
+    assert header["tensors"]["k"] == ["F32", [18, 4]]
+
+
+def test_no_flipped_bit_is_ever_loaded():
+    data = encode_segment(RECORD)
+    rng = random.Random(1)
+    for _ in range(1000):
+        flipped = bytearray(data)
+        flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        with pytest.raises(CorruptSegmentError):
+            decode_segment(bytes(flipped), RECORD.key)
+
+
+def test_no_part_of_a_file_is_ever_loaded():
+    data = encode_segment(RECORD)
+    for length in [*range(0, 200), *range(200, len(data), 37)]:
+        with pytest.raises(CorruptSegmentError):
+            decode_segment(data[:length], RECORD.key)
+    for more in (b"\0", data):
+        with pytest.raises(CorruptSegmentError):
+            decode_segment(data + more, RECORD.key)
+
+
+def test_a_segment_under_another_name_is_refused():
+    with pytest.raises(CorruptSegmentError, match="key: got"):
+        decode_segment(encode_segment(RECORD), "00" * 32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"start": -1}, "start and end"),
+        ({"start": 40}, "start and end"),
+        ({"end": 1 << 60}, "start and end"),
+        ({"end": 41}, "tokens: got shape"),
+        ({"end": "40"}, "end: got"),
+        ({"splittable": 1}, "splittable: got"),
+        ({"tokens": RECORD.tokens.int()}, "tokens: got torch.int32"),
+        ({"positions": RECORD.positions.long()}, "positions: got torch.int64"),
+        ({"positions": RECORD.positions[:-1]}, "k: got shape"),
+        ({"positions": RECORD.positions.flip(0)}, "ascending"),
+        ({"positions": RECORD.positions + 30}, "positions: expected all in"),
+        ({"positions": RECORD.positions - 30}, "positions: expected all in"),
+        ({"keep_lens": torch.tensor([[3, 4], [5, 7]], dtype=torch.int32)}, "sums to 19"),
+        ({"keep_lens": torch.tensor([[-1, 8], [5, 6]], dtype=torch.int32)}, "lengths from 0"),
+        ({"keep_lens": torch.tensor([[41, 4], [5, 6]], dtype=torch.int32)}, "lengths from 0"),
+        ({"keep_lens": torch.tensor([3, 4, 5, 6], dtype=torch.int32)}, "keep_lens and k"),
+        ({"keep_lens": torch.empty(0, 2, dtype=torch.int32)}, "lengths from 0"),
+        ({"k": RECORD.k.double()}, "k and v"),
+        ({"v": RECORD.v.half()}, "k and v"),
+        ({"v": RECORD.v[:, :2]}, "v: got shape"),
+        ({"worth": RECORD.worth[:3]}, "worth: got shape"),
+        ({"policy_state": torch.zeros(3, 3)}, "policy_state: got shape"),
+        ({"tail_tokens": torch.arange(3)}, "tensors: got"),
+        ({**TAIL, "tail_v": None}, "tensors: got"),
+        ({**TAIL, "tail_tokens": torch.arange(2)}, "tail_k: got shape"),
+        ({**TAIL, "tail_tokens": torch.arange(0)}, "tail_tokens: got 0"),
+        ({**TAIL, "tail_tokens": torch.arange(3).int()}, "tail_tokens: got torch.int32"),
+        ({**TAIL, "tail_k": TAIL["tail_k"].half()}, "k and v"),
+        ({**TAIL, "tail_v": TAIL["tail_v"][:1]}, "tail_v: got shape"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_though_its_checksum_is_right(changes, what):
+    with pytest.raises(CorruptSegmentError, match=what):
+        decode_segment(encode_segment(dataclasses.replace(RECORD, **changes)), RECORD.key)
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        (b"", "not a segment"),
+        (pickle.dumps({"k": 1}) * 20, "not a segment"),
+        (sealed(b"", version=2), "version: got 2"),
+        (sealed(b"", length=1 << 63), "length: got 0"),
+        (sealed(b""), "header: got 0"),
+        (sealed((1 << 63).to_bytes(8, "little") + b"{}"), "header: got"),
+        (sealed((100).to_bytes(8, "little") + b"{}"), "header: got 100"),
+        (sealed((2).to_bytes(8, "little") + b"{]"), "cannot be read"),
+        (sealed((2).to_bytes(8, "little") + b"[]"), "not an object"),
+        (sealed((60_000).to_bytes(8, "little") + b"[" * 60_000), "cannot be read"),
+        (sealed(save({"k": torch.zeros(2, 2)})), "fields: got"),
+        (sealed(save({"k": torch.zeros(2, 2)}, {"key": "1"})), "fields: got"),
+    ],
+)
+def test_hostile_files_are_refused(data, what):
+    with pytest.raises(CorruptSegmentError, match=what):
+        decode_segment(data, RECORD.key)
+
+
+def test_offsets_beyond_the_end_are_refused():
+    payload = encode_segment(RECORD)[64:]
+    length = int.from_bytes(payload[:8], "little")
+    header = json.loads(payload[8 : 8 + length])
+    header["v"]["data_offsets"] = [0, 1 << 50]
+    text = json.dumps(header).encode()
+    with pytest.raises(CorruptSegmentError, match="cannot be read"):
+        decode_segment(sealed(len(text).to_bytes(8, "little") + text + payload[8 + length :]), RECORD.key)

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from helpers.stored import identity, record, tokens
+from sgl_kvevict.errors import StoreError
+from sgl_kvevict.store import ReadAhead, SegmentStore, Wanted, WriteBehind, open_backend
+from sgl_kvevict.store.reader import PAUSE_S
+from sgl_kvevict.store.segments import segment_name
+from sgl_kvevict.store.workers import Workers
+
+OWN = identity()
+SPACE = OWN.namespace(None, None)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return SegmentStore(open_backend(str(tmp_path)), OWN)
+
+
+def fetched(reader, prompt, compressed=0, cached=0, space=SPACE):
+    fetch = reader.start(Wanted(prompt, space, compressed, cached))
+    assert fetch is not None and reader._workers.drain(10) and fetch.is_done
+    return fetch
+
+
+def test_what_comes_too_fast_is_dropped_and_counted_and_nobody_waits(store, monkeypatch):
+    gate = threading.Event()
+    put = store.put
+    monkeypatch.setattr(store, "put", lambda *args: gate.wait(10) and put(*args))
+    writer = WriteBehind(store, max_bytes=250)
+    records = [record(OWN, SPACE, tokens(40, seed)) for seed in range(4)]
+    taken = [writer.has_room(100) and writer.write(lambda r=r: r, SPACE, 100) for r in records]
+    assert taken == [True, True, False, False] and writer.num_dropped == 2
+    gate.set()
+    assert writer.drain(10)
+    assert [(done.num_tokens, done.num_bytes > 0, done.error) for done in writer.done] == [(40, True, None)] * 2
+    assert writer.has_room(250)
+    assert writer.write(lambda: records[0], SPACE, 100) and writer.drain(10)
+    assert writer.done[-1].num_bytes == 0  # it was there
+
+
+def test_a_write_that_fails_is_told(store, monkeypatch):
+    def fail(name, data):
+        raise StoreError("disk full")
+
+    monkeypatch.setattr(store.backend, "put", fail)
+    writer = WriteBehind(store)
+    writer.write(lambda: record(OWN, SPACE, tokens(40)), SPACE, 100)
+    assert writer.drain(10) and writer.done[0].error == "disk full" and writer.has_room(1)
+
+
+def test_an_error_nobody_expects_ends_no_thread(caplog):
+    workers = Workers("test", 1, 2)
+    workers.submit(lambda: 1 / 0)
+    assert workers.drain(10)
+    done = threading.Event()
+    workers.submit(done.set)
+    assert done.wait(10) and "division by zero" in caplog.text
+
+
+def test_segments_of_a_path_are_fetched_one_after_the_other(store):
+    document = tokens(200)
+    turn = [*document, *tokens(150, seed=1)]
+    store.put(record(OWN, SPACE, document), SPACE)
+    store.put(record(OWN, SPACE, turn, start=200), SPACE)
+    reader = ReadAhead(store, 1.0)
+    assert [(each.start, each.end) for each in fetched(reader, [*turn, 1]).records] == [(0, 200), (200, 350)]
+    assert [each.end for each in fetched(reader, [*turn[:330], 1, 2]).records] == [200, 350]
+    assert [each.start for each in fetched(reader, [*turn, 1], 200, 200).records] == [200]
+    assert fetched(reader, [*turn, 1], 100, 200).records == []  # the tree is compressed up to elsewhere
+    assert reader.start(Wanted([*turn, 1], SPACE, 350, 350)) is None
+
+
+def test_the_longest_agreement_wins_and_a_small_one_is_not_fetched(store):
+    document = tokens(200)
+    branches = [[*document, *tokens(100, seed)] for seed in (1, 2)]
+    for branch in (document, *branches):
+        store.put(record(OWN, SPACE, branch), SPACE)
+    reader = ReadAhead(store, 1.0)
+    assert fetched(reader, [*branches[1], 1]).records[0].key == SPACE.segment(branches[1], 0)
+    assert fetched(reader, [*document, *tokens(50, seed=3)]).records[0].end in (200, 300)
+    assert fetched(reader, [*document[:80], *tokens(50, seed=3)]).records == []  # less than half of any
+    assert fetched(reader, [*document[:180], *tokens(50, seed=3)], 0, 170).records == []  # wins less than a prefix
+
+
+def test_what_cannot_be_split_is_fetched_only_as_a_whole(store):
+    document = tokens(200)
+    store.put(record(OWN, SPACE, document, splittable=False), SPACE)
+    reader = ReadAhead(store, 1.0)
+    assert fetched(reader, [*document[:190], *tokens(50, seed=3)]).records == []
+    assert fetched(reader, [*document[:199], 1001, 3]).records == []  # only its last tokens, after all whole blocks
+    assert len(fetched(reader, [*document, 3]).records) == 1
+
+
+def test_a_corrupt_segment_is_reported_removed_and_the_next_best_taken(store):
+    document = tokens(200)
+    longer = [*document, *tokens(60, seed=1)]
+    for path in (document, longer):
+        store.put(record(OWN, SPACE, path), SPACE)
+    key = SPACE.segment(longer, 0)
+    store.backend.put(segment_name(OWN.digest, key), b"half")
+    fetch = fetched(ReadAhead(store, 1.0), [*longer, 1])
+    assert [each.end for each in fetch.records] == [200]
+    assert len(fetch.errors) == 1 and key in fetch.errors[0] and not store.exists(key)
+
+
+def test_a_store_in_trouble_gets_a_pause(store, monkeypatch):
+    now = [0.0]
+    reader = ReadAhead(store, 0.1, lambda: now[0])
+
+    def fail(name):
+        raise StoreError("unreachable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.backend, "get", fail)
+        assert fetched(reader, tokens(100)).errors == ["unreachable"]
+        assert reader.start(Wanted(tokens(100), SPACE, 0, 0)) is None and reader.num_skipped == 1
+    now[0] = PAUSE_S
+    assert fetched(reader, tokens(100)).errors == []
+
+
+def test_who_waited_long_enough_waits_no_longer(store, monkeypatch):
+    store.put(record(OWN, SPACE, tokens(200)), SPACE)
+    gate, now = threading.Event(), [0.0]
+    get = store.backend.get
+    monkeypatch.setattr(store.backend, "get", lambda name: (gate.wait(10), get(name))[1])
+    reader = ReadAhead(store, 0.1, lambda: now[0])
+    fetch = reader.start(Wanted([*tokens(200), 1], SPACE, 0, 0))
+    assert fetch is not None and not reader.is_late(fetch)
+    now[0] = 0.1
+    assert reader.is_late(fetch) and fetch.is_abandoned
+    assert reader.start(Wanted([*tokens(200), 1], SPACE, 0, 0)) is None
+    gate.set()
+    assert reader._workers.drain(10) and fetch.is_done and fetch.records[1:] == []
+
+
+def test_requests_for_the_same_segment_share_one_read(store, monkeypatch):
+    store.put(record(OWN, SPACE, tokens(200)), SPACE)
+    reads = []
+    get = store.get
+
+    def slow(key):
+        reads.append(key)
+        time.sleep(0.05)
+        return get(key)
+
+    monkeypatch.setattr(store, "get", slow)
+    reader = ReadAhead(store, 5.0)
+    fetches = [reader.start(Wanted([*tokens(200), i], SPACE, 0, 0)) for i in range(6)]
+    assert reader._workers.drain(10) and len(reads) == 1
+    assert len({id(fetch.records[0]) for fetch in fetches}) == 1
