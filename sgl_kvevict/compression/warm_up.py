@@ -17,7 +17,7 @@ WARM_UP_TOKENS = 192
 
 
 def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
-    """Observe, compress, cut and repack a made-up prompt as configured, in memory of its own.
+    """Observe, compress, cut, repack, read again and squeeze a made-up prompt as configured, in memory of its own.
 
     SGLang's own warm-up reaches none of it: its prompts are shorter than what is compressed.
 
@@ -46,6 +46,11 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
             part.runs()
         lower.drop()
         store.repack([upper])
+        span = upper
+    if twin.policy.readers is not None:
+        _read(twin, span, queries.to(q_dtype))
+    if span.segment.worth is not None:
+        store.squeeze([span], max(span.segment.num_slots // 2, 1))
 
 
 def _observe(compressor: Compressor, queries: Tensor, slots: Tensor) -> PromptObservation | ReaderObservation:
@@ -65,3 +70,13 @@ def _observe(compressor: Compressor, queries: Tensor, slots: Tensor) -> PromptOb
     for layer in range(store.geometry.num_layers):
         prompt.record(layer, queries, lse, store.k_arena[layer], scale)
     return prompt
+
+
+def _read(compressor: Compressor, span: Span, queries: Tensor) -> None:
+    """Passes read what was compressed before they came."""
+    store, segment = compressor.store, span.segment
+    readers = compressor.new_reader_observation(span.end, span.end, segments=[segment])
+    no_slots = segment.token_slots[:0]
+    chunk = readers.begin_chunk(readers, span.end, span.end + len(queries), no_slots, [segment])
+    lse = torch.full(queries.shape[:2], 6.0, device=queries.device)
+    chunk.record(0, queries, lse, store.k_arena[0], float(queries.shape[2] ** -0.5))

@@ -71,7 +71,24 @@ def test_compressions_of_other_lengths(policy_name: str, stored: torch.dtype) ->
                 upper.runs()
                 lower.drop()
                 compressor.store.repack([upper])
+                read_and_squeeze(compressor, upper, queries)
     assert_nothing_new(warm, served)
+
+
+def read_and_squeeze(compressor: Compressor, span: Span, queries: torch.Tensor) -> None:
+    """Passes read what was compressed before they came, if the policy has passes; then it shrinks."""
+    store, segment = compressor.store, span.segment
+    if compressor.policy.readers is not None:
+        read(compressor, span, queries)
+        compressor.was_read(segment)
+    store.squeeze([span], segment.num_slots // 2)
+
+
+def read(compressor: Compressor, span: Span, queries: torch.Tensor) -> None:
+    store, segment = compressor.store, span.segment
+    readers = compressor.new_reader_observation(span.end, span.end, segments=[segment])
+    chunk = readers.begin_chunk(readers, span.end, span.end + len(queries), torch.arange(0), [segment])
+    chunk.record(0, queries, torch.full(queries.shape[:2], 6.0), store.k_arena[0], 0.25)
 
 
 @STORED
