@@ -29,6 +29,7 @@ FAULTS: Mapping[Place, str] = {
     Place.RELEASE: f"{LIFECYCLE}.ranges.Ranges.try_pending",
     Place.OBSERVER: f"{ADAPTER}.observers.CountingObserver.scored",
     Place.SOCKETS: "sgl_kvevict.events.service.EventService._publish_queued",
+    Place.STORE: f"{LIFECYCLE}.storing.export_segment",
     Place.STATE: f"{ADAPTER}.introspection.cache_state",
 }
 """A function that runs at each guarded place."""
