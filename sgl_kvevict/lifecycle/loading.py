@@ -221,14 +221,15 @@ class Loading:
 
     def _place(self, records: Sequence[SegmentRecord], prompt: Prompt) -> None:
         for record in records:
-            if not self._adoption.adopt(record, prompt.extra_key, prompt.cache_salt):
+            num_tokens = self._adoption.adopt(record, prompt.extra_key, prompt.cache_salt)
+            if num_tokens == 0:
                 self.totals.not_placed += 1
                 continue
             self.totals.loaded += 1
-            self.totals.loaded_tokens += record.end - record.start
+            self.totals.loaded_tokens += num_tokens
             if record.tail_tokens is not None and _goes_on(prompt, record):
                 self._adoption.adopt_tail(record, prompt.extra_key, prompt.cache_salt)
-            self.observer.loaded(record.key, record.start, record.end)
+            self.observer.loaded(record.key, record.end - num_tokens, record.end)
 
 
 def _goes_on(prompt: Prompt, record: SegmentRecord) -> bool:

@@ -140,7 +140,7 @@ class Adoption:
         self._readers = readers
         self._store = store
 
-    def adopt(self, record: SegmentRecord, extra_key: str | None, cache_salt: str | None) -> bool:
+    def adopt(self, record: SegmentRecord, extra_key: str | None, cache_salt: str | None) -> int:
         """Give a stored segment slots and nodes.
 
         Args:
@@ -149,9 +149,9 @@ class Adoption:
             cache_salt: likewise.
 
         Returns:
-            False, and nothing has changed but what gave way: there were no slots; or the tree has all of it, or what
-            comes before it is not there or not compressed, or somebody reads exactly what it would take the place of.
-            What the tree has compressed of its beginning stays as it is.
+            How many of its last tokens came into the tree: of its beginning stays what the tree has compressed. 0, and
+            nothing has changed but what gave way: there were no slots; or the tree has all of it, or what comes before
+            it is not there or not compressed, or somebody reads exactly what it would take the place of.
 
         Raises:
             StoreError: the record's entries do not fit this server's pool.
@@ -168,14 +168,14 @@ class Adoption:
             record = record.after(waterline)
         fewest = -self._tree.largest(-record.num_entries)  # of all ranks, as are the slots
         if fewest == 0 or not self._fits(record, there):
-            return False  # before others give way for it
+            return 0  # before others give way for it
         slots = self._tree.alloc(self._tree.largest(geometry.slots_for(record.num_entries), record.start, record.end))
         if slots is None:
-            return False
+            return 0
         if self._install(record, tokens, slots, extra_key, cache_salt):
-            return True
+            return record.end - record.start
         self._tree.free(slots)
-        return False
+        return 0
 
     def adopt_tail(self, record: SegmentRecord, extra_key: str | None, cache_salt: str | None) -> bool:
         """Give the tail of a segment that is in the tree slots and a node; False: it has none, or there is no place."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from threading import Lock
 from weakref import WeakValueDictionary
 
@@ -20,6 +21,8 @@ MAX_WAITING = 64
 """Fetches that wait for a thread; further requests go on without."""
 MAX_SEGMENTS = 8
 """Of one prompt that are fetched one after the other."""
+MAX_TRIES = 8
+"""Segments that are read in order to find the one that agrees farthest: blocks' hashes leave open less than a block."""
 MIN_USED = 0.5
 """Share of a segment's tokens that a prompt must agree with, so that fetching all of it pays."""
 PAUSE_S = 5.0
@@ -162,16 +165,18 @@ class ReadAhead:
         self, fetch: Fetch, entries: Sequence[ManifestEntry], chain: Sequence[bytes], compressed: int, cached: int
     ) -> SegmentRecord | None:
         """The segment that goes farthest beyond what is cached, of those that begin where the tree can take them."""
-        for overlap, entry in self._candidates(fetch.wanted, entries, chain, compressed):
-            if overlap - cached < self.min_prefix_tokens:
-                return None
+        best, longest = None, cached + self.min_prefix_tokens - 1
+        candidates = self._candidates(fetch.wanted, entries, chain, compressed)
+        for overlap, entry in islice(candidates, MAX_TRIES):
+            if overlap <= longest:
+                break
             record = self._get(fetch, entry.key)
             if record is None:
                 continue
             same = common_length(fetch.wanted.tokens, record.tokens.tolist())
-            if same - cached >= self.min_prefix_tokens and (record.splittable or same == record.end):
-                return record
-        return None
+            if same > longest and _pays(entry, same, compressed):
+                best, longest = record, same
+        return best
 
     def _candidates(
         self, wanted: Wanted, entries: Sequence[ManifestEntry], chain: Sequence[bytes], start: int
@@ -183,8 +188,7 @@ class ReadAhead:
         begun = (entry for entry in entries if entry.start == start or (entry.splittable and entry.start < start))
         found = [(entry.overlap(chain, len(wanted.tokens)), entry) for entry in begun]
         for overlap, entry in sorted(found, key=lambda each: (-each[0], -each[1].start)):
-            used = (overlap - start) / (entry.end - entry.start)
-            if overlap == entry.end or (entry.splittable and used >= MIN_USED):
+            if _pays(entry, overlap, start):
                 yield overlap, entry
 
     def _get(self, fetch: Fetch, key: str) -> SegmentRecord | None:
@@ -205,6 +209,11 @@ class ReadAhead:
 
     def _pause(self) -> None:
         self._paused_until = self._clock() + PAUSE_S
+
+
+def _pays(entry: ManifestEntry, same: int, start: int) -> bool:
+    """Whether a segment is worth reading for a prompt that agrees with it up to a position."""
+    return same == entry.end or (entry.splittable and same - start >= MIN_USED * (entry.end - entry.start))
 
 
 def common_length(ours: Sequence[int], theirs: Sequence[int]) -> int:

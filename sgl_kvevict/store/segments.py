@@ -13,6 +13,7 @@ from sgl_kvevict.store.backend import Backend, Item
 from sgl_kvevict.store.directory import DirectoryBackend
 from sgl_kvevict.store.identity import FORMAT_VERSION, Namespace, StoreIdentity
 from sgl_kvevict.store.manifest import MAX_ENTRIES, ManifestEntry, decode_manifest, merge_manifest
+from sgl_kvevict.store.mooncake import MooncakeBackend
 from sgl_kvevict.store.remote import RemoteBackend
 from sgl_kvevict.store.segment_file import SegmentRecord, decode_segment, encode_segment
 
@@ -31,6 +32,8 @@ def open_backend(url: str, max_bytes: int | None = None) -> Backend:
         ConfigError: what the URL needs is not installed, or there is no such protocol.
         StoreError: the folder cannot be made.
     """
+    if url.startswith("mooncake://"):
+        return MooncakeBackend(url)
     return RemoteBackend(url) if "://" in url else DirectoryBackend(Path(url).expanduser(), max_bytes)
 
 
