@@ -11,6 +11,7 @@ What follows ``--`` is passed to every replica's SGLang.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -66,10 +67,8 @@ class Replica:
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
     """Kill a process and all that it started."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -10,10 +10,12 @@ import pytest
 from helpers.harness import publish_server_args
 from helpers.harness_store import Server
 from sgl_kvevict.compression import CacheObservation
-from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.config import EventsConfig, KVEvictConfig
 from sgl_kvevict.errors import StoreError
+from sgl_kvevict.events.types import Loaded, LoadFailed, Stored
 from sgl_kvevict.lifecycle.loading import READ_AHEAD
 from sgl_kvevict.sglang_adapter.introspection import cache_state
+from sgl_kvevict.sglang_adapter.observers import CountingObserver, PublishingObserver
 from sgl_kvevict.sglang_adapter.storing import (
     after_queueing,
     after_shutdown,
@@ -21,6 +23,7 @@ from sgl_kvevict.sglang_adapter.storing import (
     in_order,
     without_adapter,
 )
+from sgl_kvevict.store import Written
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 
@@ -239,6 +242,27 @@ def test_a_server_that_stops_writes_what_waits(tmp_path, monkeypatch):
     assert len(list(server.segments.list())) == 1
     server.harness.finish(server.harness.run([7] * 40))
     assert server.writer.num_waiting == 0  # nothing new is taken
+
+
+def test_what_is_told_is_counted_and_published(tmp_path):
+    """Counters of /metrics, and events, from the same calls."""
+    events, counting = [], CountingObserver(4)
+    service = SimpleNamespace(publish=events.append, config=EventsConfig())
+    publishing = PublishingObserver(service, "p", 4)
+    publishing.stored(Written("ab" * 32, 56, 900))
+    for observer in (counting, publishing):
+        observer.stored(Written("cd" * 32, 30, 0, "disk full"))
+        observer.stored(Written("ef" * 32, 30, 0))
+        observer.loaded("ab" * 32, 20, 56)
+        observer.load_failed("late", "")
+        observer.load_failed("error", "unreachable")
+    counting.stored(Written("ab" * 32, 56, 900))
+    totals = counting.totals
+    assert (totals.stored_segments, totals.stored_bytes, totals.not_stored) == (1, 900, 1)
+    assert (totals.loaded_segments, totals.loaded_tokens, totals.late_loads, totals.failed_loads) == (1, 36, 1, 1)
+    assert [type(event) for event in events] == [Stored, Stored, Stored, Loaded, LoadFailed, LoadFailed]
+    assert (events[0].key, events[0].tokens, events[0].bytes) == ("ab" * 8, 56, 900)
+    assert (events[1].error, events[3].start, events[5].error) == ("disk full", 20, "unreachable")
 
 
 def test_random_traffic_with_restarts_keeps_every_slot(tmp_path):
