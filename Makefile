@@ -3,7 +3,7 @@
 BIN := .venv/bin
 ARGS ?=
 export HF_HUB_OFFLINE := 1
-# OpenMP threads wait awake for microseconds only: see CPU_ENV in sgl_kvevict/launcher.py.
+# OpenMP threads spin for microseconds only: see CPU_ENV in sgl_kvevict/launcher.py.
 export GOMP_SPINCOUNT := 10000
 
 .DEFAULT_GOAL := help
