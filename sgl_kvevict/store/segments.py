@@ -63,7 +63,6 @@ class SegmentStore:
     def __init__(self, backend: Backend, identity: StoreIdentity) -> None:
         self.backend = backend
         self.identity = identity
-        self._is_described = False
 
     def put(self, record: SegmentRecord, namespace: Namespace) -> int:
         """Write a segment and list it in its manifests.
@@ -186,13 +185,10 @@ class SegmentStore:
         return f"{ROOT}/{self.identity.digest}/manifests/{first[:2]}/{first}"
 
     def _describe(self) -> None:
-        """Say in words whose segments these are, once."""
-        if self._is_described:
-            return
+        """Say in words whose segments these are, if it is not there (any more)."""
         name = f"{ROOT}/{self.identity.digest}/{IDENTITY}"
         if not self.backend.exists(name):
             self.backend.put(name, json.dumps(self.identity.describe(), indent=1, sort_keys=True).encode())
-        self._is_described = True
 
 
 def segment_name(identity: str, key: str) -> str:

@@ -267,7 +267,7 @@ def test_what_is_told_is_counted_and_published(tmp_path):
 
 def test_random_traffic_with_restarts_keeps_every_slot(tmp_path):
     """Small pools, shared beginnings, loads that push others out: contents and conservation after every step."""
-    documents = [[(i * step) % 11 for i in range(60)] for step in (3, 5, 7)]
+    documents = [[*DOCUMENT[:12], *((i * step) % 11 for i in range(1, 49))] for step in (3, 5, 8)]
     for start in range(3):
         server = Server(tmp_path, num_slots=110)
         for i in range(9):
