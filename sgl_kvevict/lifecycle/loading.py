@@ -18,6 +18,8 @@ from sgl_kvevict.store import Fetch, ReadAhead, SegmentRecord, StoreIdentity, Wa
 
 READ_AHEAD = 16
 """For so many requests at the head of the queue prefixes are fetched: what came much too early would be pushed out."""
+MAX_LOOKED_AT = 256
+"""So many requests of the queue are looked at in each turn of the loop, however long it is."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ class Loading:
             waiting = self._waiting.get(reader)
             if waiting is not None and not waiting.is_begun:
                 self._begin(waiting)
-        there = {reader: self._waiting[reader] for reader in queue if reader in self._waiting}
+        there = {reader: self._waiting[reader] for reader in queue[:MAX_LOOKED_AT] if reader in self._waiting}
         still = set()
         for (reader, waiting), answer in zip(there.items(), self._agree(list(there.values())), strict=True):
             if answer is Answer.COMING:
