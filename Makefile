@@ -3,7 +3,7 @@
 BIN := .venv/bin
 ARGS ?=
 export HF_HUB_OFFLINE := 1
-# OpenMP threads wait awake for microseconds only: see CPU_ENV in sgl_kvevict/launcher.py.
+# OpenMP threads spin for microseconds only: see CPU_ENV in sgl_kvevict/launcher.py.
 export GOMP_SPINCOUNT := 10000
 
 .DEFAULT_GOAL := help
@@ -38,8 +38,9 @@ lint: setup ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 
+# Two files of tests at a time: most of them keep one core busy, and a server that starts does too.
 test: model ## run the test suite (ARGS="tests/kernels -k compact"; ARGS="-m 'not slow'")
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n 2 --dist loadfile)
 
 bench-smoke: model ## a few ratios to stock beside the committed ones; fails below 80 % of them, under 3 minutes
 	@$(BIN)/python -W ignore benchmarks/serving/smoke.py $(ARGS)
