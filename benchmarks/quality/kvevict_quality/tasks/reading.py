@@ -65,7 +65,7 @@ def reading(rng: random.Random, num_tokens: int, count: CountTokens, seed: int, 
 
     The contexts of a run ask every question once before any is asked again, but for eight: those are sample questions,
     which are given to the policy ``questions``. No paragraph stands in a context twice, so a context is never longer
-    than both texts (about 4,100 tokens).
+    than both texts (about 4,000 tokens).
 
     Args:
         rng: decides how much text stands before the paragraphs that the questions are about.
