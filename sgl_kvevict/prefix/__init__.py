@@ -2,6 +2,6 @@
 
 from sgl_kvevict.prefix.readings import EntryReadings
 from sgl_kvevict.prefix.span import Segment, Span
-from sgl_kvevict.prefix.store import SpanStore
+from sgl_kvevict.prefix.store import SpanStore, View
 
-__all__ = ["EntryReadings", "Segment", "Span", "SpanStore"]
+__all__ = ["EntryReadings", "Segment", "Span", "SpanStore", "View"]
