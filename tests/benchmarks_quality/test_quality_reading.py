@@ -54,6 +54,7 @@ def test_passages_are_short_and_in_the_order_of_the_texts(entries):
 def test_questions_are_many_distinct_and_spread_over_both_texts(entries):
     assert len(entries) >= 200
     assert len({entry.question.text.lower() for entry in entries}) == len(entries)
+    assert len({entry.question.lead for entry in entries}) == len(entries)
     for text, at_least in ((HANDBOOK, 100), (ALICE, 40)):
         paragraphs = text.read_text(encoding="utf-8").split("\n\n")
         assert (
@@ -119,7 +120,7 @@ def test_contexts_that_are_too_short_are_refused():
 def test_a_passage_that_is_not_there_is_refused(tmp_path, monkeypatch):
     from kvevict_quality.tasks import reading
 
-    line = '{"passage": "No such paragraph", "question": "?", "answer": "x", "variants": []}\n'
+    line = '{"passage": "No such paragraph", "question": "?", "lead": "", "answer": "x", "variants": []}\n'
     path = tmp_path / "reading.jsonl"
     path.write_text(line, encoding="utf-8")
     monkeypatch.setattr(reading, "QUESTIONS", path)

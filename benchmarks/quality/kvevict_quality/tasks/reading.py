@@ -4,6 +4,7 @@ They stand in ``reading.jsonl`` in the order of the texts, one JSON object a lin
 
 * ``passage``: first words of the one paragraph of ``corpus.prose`` that answers the question
 * ``question``
+* ``lead``: first words of a sentence that answers it, put into the assistant's mouth
 * ``answer``: words of that paragraph, as they stand there
 * ``variants``: other forms of the answer that count too, such as figures for a number; may be empty
 """
@@ -25,8 +26,7 @@ QUESTIONS = Path(__file__).with_name("reading.jsonl")
 ASKED = 8
 #: A context asks every so-manyth question of a stretch of text, so that they are about several paragraphs.
 STRIDE = 3
-_LEAD = "Answer:"
-_ANSWER_TOKENS = 24
+_ANSWER_TOKENS = 12
 #: Between two paragraphs.
 _BREAK_TOKENS = 2
 
@@ -56,7 +56,7 @@ def entries() -> tuple[Entry, ...]:
                 "paragraphs begin; allowed: the first words of one"
             )
         forms = (given["answer"],), _ANSWER_TOKENS, tuple(given["variants"])
-        found.append(Entry(paragraphs[0], Question(given["question"], _LEAD, *forms)))
+        found.append(Entry(paragraphs[0], Question(given["question"], given["lead"], *forms)))
     return tuple(found)
 
 
