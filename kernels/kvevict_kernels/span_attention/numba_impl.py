@@ -51,7 +51,8 @@ _barrier = types.ExternalFunction("kvevict_omp_barrier", types.void())
 _LOWEST, _ZERO, _ONE, _MINUS_INFINITY = np.float32(-1e30), np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
 _BLOCK, _CHUNK, _MAX_CHUNKS, _KEY_COST = w.BLOCK, w.CHUNK, w.MAX_CHUNKS, w.KEY_COST
 _LINE = 64
-_SCORES_AT = 8 * _BLOCK
+_BIASES_AT = 8 * _BLOCK
+_SCORES_AT = _BIASES_AT + 4 * _BLOCK
 _KEYS_AT = _SCORES_AT + 4 * TILE_ROWS * _BLOCK
 
 
@@ -148,6 +149,10 @@ def _load_keys(words, part, head, first, num_keys, num_next, scratch):
             prefetch(line + to_values)
     for i in range(num_keys, _BLOCK):
         rows[i] = words[w.ZEROS]
+    if part < num_spans and words[w.BIASES] != 0:
+        biases, of_slots = floats(scratch + _BIASES_AT), floats(words[w.BIASES])
+        for i in range(num_keys):
+            biases[i] = of_slots[(rows[i] - words[w.K]) // row_bytes]
     for i in range(0, num_keys, LANES):
         for column in range(0, head_dim, LANES):
             target = scratch + _KEYS_AT + 4 * (column * _BLOCK + i)
@@ -167,6 +172,7 @@ def _attend_chunk(words, part, head, unit_len, first, last, row_0, scratch):
     sums, scores = words[w.SUMS] + 4 * row_0 * head_dim, scratch + _SCORES_AT
     queries, keys, values = _queries_in(scratch, head_dim), scratch + _KEYS_AT, _values_in(scratch, head_dim)
     is_own = part >= words[w.NUM_SPANS]
+    has_biases = not is_own and words[w.BIASES] != 0
     fill(sums, num_rows * head_dim, _ZERO)
     for r in range(num_rows):
         maxima[r], totals[r] = _LOWEST, _ZERO
@@ -184,6 +190,8 @@ def _attend_chunk(words, part, head, unit_len, first, last, row_0, scratch):
                     num_seen = min(num_keys, unit_len - (num_rows - tile - r - 1) // group - start)
                 row = scores + 4 * r * _BLOCK
                 num_seen = max(num_seen, 0)
+                if has_biases:
+                    add_row(_BLOCK, scratch + _BIASES_AT, row, _ONE, _ONE)
                 fill(row + 4 * num_seen, _BLOCK - num_seen, _MINUS_INFINITY)
                 before = maxima[tile + r]
                 largest = max(before, row_maximum(_BLOCK, row))
