@@ -101,6 +101,10 @@ class PassPort(Protocol):
         """The last step was a prefill that requests waited for which are decoding."""
 
     @property
+    def quiet_turns(self) -> int:
+        """Turns of the scheduler without a user, a few hundredths of a second, before the server counts as idle."""
+
+    @property
     def is_paused(self) -> bool:
         """Nothing new may be started: the engine is paused, or a flush waits for an idle server."""
 

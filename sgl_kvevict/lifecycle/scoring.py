@@ -181,7 +181,9 @@ class PrefixScoring:
             return
         if not self.num_waiting or passes.is_paused:
             return
-        num_tokens = self._pacing.step(passes.num_users, is_counted=not passes.was_prefill)
+        num_tokens = self._pacing.step(
+            passes.num_users, is_counted=not passes.was_prefill, quiet_turns=passes.quiet_turns
+        )
         if num_tokens == 0:
             return
         if self._fits.step():

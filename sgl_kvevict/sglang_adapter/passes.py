@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
     from transformers import PreTrainedTokenizerBase
 
+QUIET_TURNS = 500
+"""Turns of a scheduler that spins while it has nothing to do: TURNS_MS."""
+QUIET_WAITS = 1
+"""Turns of one that sleeps then (``--sleep-on-idle``): up to a second each, or until a message comes."""
+
 _NUMBERS = itertools.count(1)
 
 
@@ -58,6 +63,11 @@ class SchedulerPasses:
         """The last batch was a prefill, and no part of it the requests that are decoding."""
         last = self._scheduler.last_batch
         return last is not None and last.forward_mode.is_extend() and bool(self._scheduler.running_batch.reqs)
+
+    @property
+    def quiet_turns(self) -> int:
+        """Turns, not time: every rank makes the same number of them."""
+        return QUIET_TURNS if self._scheduler.idle_sleeper is None else QUIET_WAITS
 
     @property
     def is_paused(self) -> bool:

@@ -219,7 +219,7 @@ class FakePasses:
 
     tokenizer = None
     room = 1000
-    num_users = 0
+    num_users = quiet_turns = 0
     was_prefill = False
     is_paused = False
 

@@ -24,8 +24,16 @@ class Letters:
         return "".join("." if token == self.FULL_STOP else "a" for token in tokens)
 
 
+class NoQuietTurns(SchedulerPasses):
+    """The first turn without a user counts as idle."""
+
+    quiet_turns = 0
+
+
 class MiniScheduler:
     """Lets the tree start passes, and runs them."""
+
+    port = NoQuietTurns
 
     def __init__(self, harness: Harness) -> None:
         self.harness = harness
@@ -40,6 +48,7 @@ class MiniScheduler:
         self.running_batch = SimpleNamespace(reqs=[])
         self.last_batch = self.chunked_req = None
         self._engine_paused = False
+        self.idle_sleeper: object | None = None
         self.flush_wrapper = SimpleNamespace(_pending=None)
 
     def _set_or_validate_priority(self, req: Req) -> bool:
@@ -51,7 +60,7 @@ class MiniScheduler:
 
     def turn(self) -> None:
         """One turn of the loop, in which nothing is run."""
-        self.harness.tree.manager.between_steps(SchedulerPasses(self))
+        self.harness.tree.manager.between_steps(self.port(self))
 
     def run_pass(self, chunk: int | None = None) -> bool:
         """Admit and run the waiting pass, as far as slots last; False if there is none."""

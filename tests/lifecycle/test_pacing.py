@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -61,6 +62,29 @@ def test_who_comes_to_an_idle_server_has_the_first_steps_to_itself():
     pacing = Pacing(0.1, 512)
     assert pacing.step(0) == BUSY_TOKENS
     assert steps_until_allowed(pacing, 1) == (9, BUSY_TOKENS)
+
+
+def test_gaps_between_users_are_no_idle_server():
+    """Clients that ask without a pause: nothing starts in a gap that would not start beside them."""
+    pacing = Pacing(0.1, 512)
+    starts = []
+    for step in range(400):
+        num_users = 0 if step % 20 < 3 else 4
+        if num_tokens := pacing.step(num_users, quiet_turns=5):
+            assert num_tokens == BUSY_TOKENS
+            pacing.started(num_tokens)
+            starts.append(step)
+    steps_beside_users = [sum(step % 20 >= 3 for step in range(*each)) for each in itertools.pairwise(starts)]
+    assert len(starts) > 20 and min(steps_beside_users) >= 9
+
+
+def test_a_server_is_idle_after_enough_turns():
+    pacing = Pacing(0.1, 512)
+    assert [pacing.step(0, quiet_turns=3) for _ in range(5)] == [0, 0, 0, BUSY_TOKENS, BUSY_TOKENS]
+    pacing.started(BUSY_TOKENS)
+    assert pacing.step(0, quiet_turns=3) == 2 * BUSY_TOKENS  # it stays idle while passes follow each other
+    assert pacing.step(1, quiet_turns=3) == 0
+    assert [pacing.step(0, quiet_turns=3) for _ in range(4)] == [0, 0, 0, BUSY_TOKENS]
 
 
 def test_prefills_that_running_requests_wait_for_do_not_count():

@@ -14,14 +14,13 @@ from helpers.passes import Letters, MiniScheduler
 from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.lifecycle.pacing import BUSY_TOKENS
-from sgl_kvevict.lifecycle.probes import (
-    REPEAT,
-)
+from sgl_kvevict.lifecycle.probes import REPEAT
 from sgl_kvevict.lifecycle.votes import ANSWER_REACH
 from sgl_kvevict.policies.observation import Readers
 from sgl_kvevict.request import ticket_digest
 from sgl_kvevict.sglang_adapter.introspection import cache_state
 from sgl_kvevict.sglang_adapter.observers import CountingObserver
+from sgl_kvevict.sglang_adapter.passes import QUIET_TURNS, QUIET_WAITS, SchedulerPasses
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 TICKET = "a-random-text-of-the-asker"
@@ -182,6 +181,14 @@ def test_prefills_of_users_are_not_counted_while_others_decode():
     assert not scheduler.waiting_queue
     scheduler.last_batch.forward_mode.is_extend = lambda: False
     assert turns_until_a_pass(scheduler, 0) == 2
+
+
+@pytest.mark.parametrize(("sleeper", "turns"), [(None, QUIET_TURNS), (object(), QUIET_WAITS)])
+def test_a_scheduler_is_idle_after_turns_without_a_user(sleeper, turns):
+    harness, scheduler = cache()
+    scheduler.port, scheduler.idle_sleeper = SchedulerPasses, sleeper
+    harness.finish(harness.run(DOCUMENT, options=WARM))
+    assert turns_until_a_pass(scheduler, 0) == turns + 1
 
 
 def test_questions_given_with_a_prefix_replace_its_repetition():
