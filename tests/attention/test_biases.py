@@ -14,6 +14,7 @@ from helpers.poison import poisoned_allocations
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits, rounding_noise
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
 from sgl_kvevict.attention import Attention, CpuAttention, build_attention
+from sgl_kvevict.attention.choice import bias_reasons
 from sgl_kvevict.attention.numba_attention import MAX_SHORT_TOKENS, NumbaAttention
 from sgl_kvevict.attention.triton_attention import TritonAttention
 from sgl_kvevict.errors import UnsupportedSetupError
@@ -163,6 +164,14 @@ def test_what_cannot_read_biases_is_refused(make_world: MakeWorld, monkeypatch: 
     monkeypatch.setattr("sgl_kvevict.attention.backend.resolve_attention", lambda *args: "flashinfer")
     with pytest.raises(UnsupportedSetupError, match="'flashinfer', which cannot read the biases of fitted prefixes"):
         build_attention("flashinfer", world.geometry, world.k, world.v, biases=world.biases)
+
+
+def test_reasons_name_what_cannot_be_fitted() -> None:
+    """Before anything is built, with every other reason."""
+    assert bias_reasons("auto", torch.float32) == [] == bias_reasons("triton", torch.bfloat16)
+    assert "'flashinfer'" in bias_reasons("flashinfer", torch.bfloat16)[0]
+    (reason,) = bias_reasons("auto", torch.float8_e4m3fn)
+    assert "float8" in reason and "--kv-cache-dtype auto" in reason
 
 
 @pytest.mark.parametrize("wrong", ["shape", "dtype"])
