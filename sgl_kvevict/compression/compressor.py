@@ -128,9 +128,10 @@ class Compressor:
         self, start: int, end: int, reach: int = 0, segments: Sequence[Segment] = ()
     ) -> ReaderObservation:
         """Return an empty :class:`ReaderObservation` of what readers pay ``[start, end)``, and entries of segments."""
-        fitter, store, budget = self.policy.fitter, self.store, self.config.budget
+        fitter, store, config = self.policy.fitter, self.store, self.config
         products = None
-        if fitter is not None and not reach and start < end and (isinstance(budget, int) or budget < 1):
+        is_long = end - config.tail_tokens - start >= config.min_prefix_tokens
+        if fitter is not None and is_long and not reach and (isinstance(config.budget, int) or config.budget < 1):
             block = fitter.block_len(end - start)
             products = AttentionProducts(store.geometry, start, end - start, block, store.v_arena.element_size())
         return ReaderObservation(store.geometry, start, end, reach, segments, store.k_arena, products)

@@ -94,7 +94,7 @@ class PendingFit:
         num_heads, num_tokens = segment.geometry.num_kv_heads, self._end - self._start
         layers, tokens, heads = self._places(segment)
         kept = torch.zeros(num_heads * num_tokens + 1, dtype=torch.bool, device=tokens.device)
-        kept[torch.where(layers == layer, heads * num_tokens + tokens, num_heads * num_tokens)] = True
+        kept.index_fill_(0, torch.where(layers == layer, heads * num_tokens + tokens, num_heads * num_tokens), True)
         return kept[:-1].view(num_heads, num_tokens)
 
 

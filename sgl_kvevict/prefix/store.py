@@ -102,7 +102,7 @@ class SpanStore:
             with accounting():
                 compact_kv(self.k_arena, self.v_arena, sources, head_slots, indptr=merge.indptr, weights=merge.weights)
         if self._biases is not None:
-            self._biases[head_slots.long()] = 0.0
+            self._biases.index_fill_(0, head_slots.long(), 0.0)
         segment = Segment(
             geometry,
             token_slots=held.clone(),

@@ -139,17 +139,19 @@ def answers(store: SpanStore, span: Span, layer: int, weights: Tensor) -> Tensor
 def test_only_a_policy_that_fits_keeps_products() -> None:
     """And only of ranges that are read by passes, not by questions."""
     for fit, count in ((True, 1), (False, 0)):
-        config, policy = configured_policy(KVEvictConfig(policy="reconstruction", fit=fit))
+        config, policy = configured_policy(KVEvictConfig(policy="reconstruction", fit=fit, min_prefix_tokens=16))
         assert policy is not None
         compressor = Compressor(config, policy, make_store(has_biases=fit))
         assert (compressor.new_reader_observation(0, 64).products is not None) == bool(count)
         assert compressor.new_reader_observation(0, 64, 15).products is None
         assert compressor.new_reader_observation(64, 64).products is None
+        assert compressor.new_reader_observation(0, 47).products is None  # too short to be compressed
 
 
 def test_a_range_that_shrinks_while_it_is_read_is_not_fitted() -> None:
     """What it evicted then is not there any more."""
-    config, policy = configured_policy(KVEvictConfig(policy="reconstruction", fit=True, budget=0.5))
+    values = {"policy": "reconstruction", "fit": True, "budget": 0.5, "min_prefix_tokens": 16}
+    config, policy = configured_policy(KVEvictConfig(**values))
     assert policy is not None
     compressor = Compressor(config, policy, make_store())
     readers, seen = (compressor.new_reader_observation(0, NUM_TOKENS) for _ in range(2))
