@@ -135,6 +135,8 @@ def _load_keys(words, part, head, first, num_keys, num_next, scratch):
         factor, shift = num_heads, layer * words[w.NUM_TOKEN_SLOTS] * num_heads + head
     rows, values = int64s(scratch), _values_in(scratch, head_dim)
     row_bytes, to_values = head_dim * item_bytes(kind), words[w.V] - words[w.K]
+    has_biases = part < num_spans and words[w.BIASES] != 0
+    biases, biases_of_slots = floats(scratch + _BIASES_AT), floats(words[w.BIASES])
     for i in range(num_keys):
         slot = shift + factor * np.int64(slots[i])
         if slot < 0 or slot >= words[w.NUM_HEAD_SLOTS]:
@@ -142,6 +144,8 @@ def _load_keys(words, part, head, first, num_keys, num_next, scratch):
             slot = np.int64(0)
         rows[i] = words[w.K] + slot * row_bytes
         load_row(kind, head_dim, rows[i] + to_values, values + 4 * i * head_dim, _ONE)
+        if has_biases:
+            biases[i] = biases_of_slots[slot]
     for i in range(num_keys, num_keys + num_next):
         row = words[w.K] + (shift + factor * np.int64(slots[i])) * row_bytes
         for line in range(row, row + row_bytes, _LINE):
@@ -149,10 +153,6 @@ def _load_keys(words, part, head, first, num_keys, num_next, scratch):
             prefetch(line + to_values)
     for i in range(num_keys, _BLOCK):
         rows[i] = words[w.ZEROS]
-    if part < num_spans and words[w.BIASES] != 0:
-        biases, of_slots = floats(scratch + _BIASES_AT), floats(words[w.BIASES])
-        for i in range(num_keys):
-            biases[i] = of_slots[(rows[i] - words[w.K]) // row_bytes]
     for i in range(0, num_keys, LANES):
         for column in range(0, head_dim, LANES):
             target = scratch + _KEYS_AT + 4 * (column * _BLOCK + i)
