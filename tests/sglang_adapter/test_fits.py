@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.harness_store import adoption, exported
 from helpers.naming_fitter import NamingFitter, name_of
 from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.errors import StoreError
 from sgl_kvevict.guard import Place
 from sgl_kvevict.policies.observation import Readers
 from sgl_kvevict.prefix import Segment
@@ -224,3 +226,22 @@ def test_a_range_that_waits_for_an_exact_reader_is_only_selected():
     harness.finish(exact)
     assert state(harness)["compressions"] == 1
     assert not len(harness.tree.manager.fits) and not segment_of(harness).is_fitted
+
+
+def test_a_fitted_segment_leaves_for_a_store_and_comes_back():
+    """Through bytes, into other slots of another pool; who fits nothing refuses it, and goes on."""
+    harness, scheduler = cache()
+    finish(scheduler)
+    (record,) = exported(harness)
+    other, _ = cache()
+    other.flush()
+    other.finish(other.run([9, 9, 9]))  # so that slots are others
+    assert adoption(other).adopt(record, None, None)
+    assert_fitted(other)
+    reader = other.run([*DOCUMENT, 5, 6])
+    assert other.num_biases_read >= segment_of(other).num_entries
+    other.finish(reader)
+    plain = Harness(num_slots=400, config=KVEvictConfig(**VALUES))
+    with pytest.raises(StoreError, match="nothing is fitted here"):
+        adoption(plain).adopt(record, None, None)
+    plain.check()
