@@ -255,7 +255,8 @@ class KVEvictConfig(BaseModel):
         min_length=1,
         description="where compressed prefixes are kept beyond the server's life and shared by servers",
         json_schema_extra={
-            "allowed": "null (off), the path of a folder, or a URL that fsspec knows (s3://BUCKET/NAME)"
+            "allowed": "null (off), the path of a folder, a URL that fsspec knows (s3://BUCKET/NAME), or "
+            "mooncake://HOST:PORT/NAME"
         },
     )
     store_bytes: int = Field(

@@ -47,6 +47,9 @@ FOUR = "4x the pool"
 PASSES = "prefix 3000, 4 clients, passes"
 NO_PASSES = "no passes"
 LONG = "0.5x, one prefix of 3072, 32 new tokens"
+NO_STORE = "no store"
+RESTARTED = "a document of 2,800 tokens, after a restart"
+WRITING = "2x the pool, new documents all the time"
 TREE = ("match, hit", "match, miss", "lock and unlock", "match that splits a node", "insert a branch", "evict one leaf")
 STOCK_TREE = "stock UnifiedRadixCache"
 PYTHON_TREE = "stock, Python core"
@@ -77,6 +80,11 @@ BARS = (
     Bar("shared-prefix", "0.5x the pool", "none", "requests_per_s", 0.97),
     Bar("shared-prefix", "0.5x the pool", "budget 1", "requests_per_s", 0.97),
     Bar("shared-prefix", LONG, DEFAULT, "requests_per_s", 1.5),
+    Bar("store", RESTARTED, "store", "ttft_ms", 0.25, is_cost=True, baseline=NO_STORE),
+    Bar("store", RESTARTED, "store", "same_answers_pct", 100, is_absolute=True),
+    Bar("store", RESTARTED, "store", "bytes_pct", 22, is_cost=True, is_absolute=True),
+    Bar("store", WRITING, "store, written only", "requests_per_s", 0.97, baseline=NO_STORE),
+    Bar("store", "8x the pool", "store", "requests_per_s", 1.5, baseline=NO_STORE),
     Bar("decode", "prefix 4096, batch 8", DEFAULT, "decode_tokens_per_s", 8.0),
     Bar("decode", "prefix 3000, batch 1", DEFAULT, "decode_tokens_per_s", 2.0),
     Bar("decode", "prefix 3000, batch 1", DEFAULT, "ttft_s", 0.3, is_cost=True),

@@ -1,132 +1,215 @@
-"""What a store saves after a restart: the first token of a question on a document, loaded or computed again.
+"""What a store of prefixes saves and costs, in the default configuration.
 
-Three servers, one after the other, on the same model: the first compresses the documents, answers one question on each
-and is stopped; the second has its store; the third has none. Prints one JSON object.
+After a restart, while it is written to, and when far more prefixes are asked about than the pool can hold. A server
+compresses documents and is stopped. Two others are asked about them, one with its store, one without. Then servers with
+and without a store take turns round by round, and are asked the same questions.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sgl_kvevict.launcher import CPU_ENV, KVEVICT_CPU_FLAGS, RunningServer, config_env, launch
-from sgl_kvevict.measure import plugin_state, time_stream
-from sgl_kvevict.model import ensure_demo_model
+from serving_bench.fleet import COMMON_FLAGS, Fleet, flush_all, running
+from serving_bench.needles import Needles, figures, rounds
+from serving_bench.options import LOGS, Recorder, in_turn, parse_options
+from serving_bench.page import Page, Table
+from serving_bench.streams import Stream, stream_all
+from serving_bench.texts import document, question
+
+from sgl_kvevict import client
+from sgl_kvevict.launcher import System, kvevict_system
+from sgl_kvevict.measure import plugin_state
 from sgl_kvevict.store.segment_file import read_header
 
-POLICY = {"policy": "snapkv", "budget": 0.2}
+RESTART = "a document of 2,800 tokens, after a restart"
+WRITING = "2x the pool, new documents all the time"
+LARGE = "8x the pool"
+WITHOUT, WITH, WRITING_ONLY = "no store", "store", "store, written only"
+DOCUMENT_TOKENS = 2800
+RESTART_POOL = 20_000
+POOL_SLOTS = 4096
+CONTEXT_TOKENS = 1024
+CONCURRENCY = 2
+LARGE_ROUND = 16
 ANSWER_TOKENS = 16
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
-WORDS = [
-    "river",
-    "stone",
-    "lamp",
-    "winter",
-    "garden",
-    "letter",
-    "train",
-    "silver",
-    "window",
-    "bread",
-    "market",
-    "candle",
-]
+
+PAGE = Page(
+    name="store",
+    command="python benchmarks/serving/bench_store.py",
+    summary=(
+        f"The default configuration, with a store in a folder and without. After a restart: the first question on each "
+        f"document of {DOCUMENT_TOKENS:,} tokens, which another server had compressed (warm) and was stopped; the same "
+        "answers are those that are, token for token, what that server had said. The rest: contexts of "
+        f"{CONTEXT_TOKENS:,} tokens with needles, {CONCURRENCY} questions at a time, a pool of {POOL_SLOTS:,} token "
+        f"slots. At 2x the pool each repetition has contexts of its own, each asked about twice, so that segments are "
+        f"written all the time; at 8x every repetition asks {LARGE_ROUND} questions, every context once before any "
+        "comes again, after all were shown once."
+    ),
+    tables=(
+        Table("ttft_ms", "First token, ms", digits=0),
+        Table("same_answers_pct", "Answers as before the restart, %", has_ratio=False, digits=0),
+        Table("bytes_pct", "Bytes stored of a document, % of its full KV", has_ratio=False, digits=1),
+        Table("requests_per_s", "Requests/s"),
+        Table("hit_rate_pct", "Prompt tokens found in the cache, %", has_ratio=False, digits=0),
+        Table("needle_score", "Needle score", has_ratio=False),
+        Table("stored", "Segments written", has_ratio=False, digits=0),
+        Table("loaded", "Segments loaded", has_ratio=False, digits=0),
+    ),
+    baseline=WITHOUT,
+)
 
 
-def document(number: int, num_words: int) -> str:
-    """Words in an order of its own."""
-    return " ".join(WORDS[(i * (number + 3) + i // 7) % len(WORDS)] for i in range(num_words)) + f" number {number}. "
-
-
-def question(number: int) -> str:
-    """What is asked of a document."""
-    return f"\nQuestion {number}: which word comes first, and which one last, in the text above?\nAnswer:"
-
-
-@contextmanager
-def serving(model: str, config: Mapping[str, Any], log: Path, pool: int) -> Iterator[RunningServer]:
-    """A server with a configuration."""
-    flags = [*KVEVICT_CPU_FLAGS, "--max-total-tokens", str(pool)]
-    server = launch(model, flags=flags, env={**CPU_ENV, **config_env(config)}, log_path=log)
-    try:
-        yield server
-    finally:
-        server.stop(grace_s=0)
-
-
-def ask(server: RunningServer, prompt: str) -> str:
-    """One answer."""
-    sampling = {"temperature": 0, "max_new_tokens": ANSWER_TOKENS, "ignore_eos": True}
-    reply: dict[str, Any] = json.loads(server.post("/generate", {"text": prompt, "sampling_params": sampling}))
-    return str(reply["text"])
-
-
-def share_of_full(data: bytes) -> float:
-    """Bytes of a stored segment, against those of all keys and values of its tokens."""
-    header = read_header(data)
-    num_layers, num_heads = header["tensors"]["keep_lens"][1]
-    dtype, (_, head_dim) = header["tensors"]["k"]
-    num_tokens = header["end"] - header["start"]
-    return len(data) / (num_tokens * num_layers * num_heads * 2 * head_dim * ITEM_BYTES[dtype])
-
-
-def wait_until_stored(server: RunningServer, count: int) -> None:
-    """Until so many segments have been written."""
-    for _ in range(600):
-        state = plugin_state(server)
-        if state is not None and state["store"]["stored"] >= count:
-            return
-        time.sleep(0.1)
-    raise TimeoutError(f"not {count} segments were stored: {plugin_state(server)}")
+def system(name: str, pool: int, store: Path | None, **config: Any) -> System:
+    """Ours, with a store or without."""
+    given = config if store is None else {**config, "store": str(store)}
+    return kvevict_system(name, given, ("--max-total-tokens", str(pool), *COMMON_FLAGS))
 
 
 def main() -> None:
     """Run the benchmark."""
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--model", default=None, help="model folder; default: the demo model")
-    options.add_argument("--documents", type=int, default=3)
-    options.add_argument("--words", type=int, default=2100)
-    options.add_argument("--pool", type=int, default=16_000, help="token slots")
-    given = options.parse_args()
-    model = given.model or str(ensure_demo_model())
-    texts = [document(i, given.words) for i in range(given.documents)]
+    options = parse_options(__doc__ or "")
+    points = [RESTART, WRITING, LARGE]
+    recorder = Recorder(PAGE, options, points)
+    chosen = options.chosen(points)
     with tempfile.TemporaryDirectory() as folder:
-        place, logs = Path(folder) / "store", Path(folder)
-        with serving(model, {**POLICY, "store": str(place)}, logs / "first.log", given.pool) as server:
-            for text in texts:
-                time_stream(server, text, 1)
-            before = [ask(server, text + question(i)) for i, text in enumerate(texts)]
-            wait_until_stored(server, given.documents)
-        shares = [share_of_full(path.read_bytes()) for path in place.rglob("segments/*/*")]
-        times: dict[str, list[float]] = {}
-        for name, config in (("loaded", {**POLICY, "store": str(place)}), ("computed", POLICY)):
-            with serving(model, config, logs / f"{name}.log", given.pool) as server:
-                time_stream(server, "Good morning.", 4)
-                timings = [time_stream(server, text + question(i), ANSWER_TOKENS) for i, text in enumerate(texts)]
-                times[name] = [timing.ttft_s for timing in timings]
-                if name == "loaded":
-                    after = [ask(server, text + question(i)) for i, text in enumerate(texts)]
-                    cached = [timing.cached_tokens for timing in timings]
-                    state = plugin_state(server)
-    median = {name: statistics.median(seconds) for name, seconds in times.items()}
-    figures = {
-        "prompt_tokens": [timing.prompt_tokens for timing in timings],
-        "cached_tokens_after_restart": cached,
-        "first_token_s": times,
-        "ratio": median["loaded"] / median["computed"],
-        "same_answers": sum(a == b for a, b in zip(before, after, strict=True)),
-        "of": len(texts),
-        "bytes_against_full_kv": shares,
-        "store": None if state is None else state["store"],
-    }
-    print(json.dumps(figures, indent=1))
+        if RESTART in chosen:
+            measure_restart(Path(folder) / "restart", recorder)
+        if WRITING in chosen or LARGE in chosen:
+            systems = [
+                system(WITHOUT, POOL_SLOTS, None),
+                system(WRITING_ONLY, POOL_SLOTS, Path(folder) / "written", store_wait_ms=0),
+                system(WITH, POOL_SLOTS, Path(folder) / "used"),
+            ]
+            needles = Needles(options.model, CONTEXT_TOKENS)
+            with running(systems, options.model, LOGS / PAGE.name, recorder.progress) as fleet:
+                if WRITING in chosen:
+                    measure_writing(fleet, needles, recorder)
+                if LARGE in chosen:
+                    measure_large(fleet, needles, recorder)
+    recorder.close()
+
+
+@dataclass(frozen=True)
+class Before:
+    """What the server said that was stopped.
+
+    Attributes:
+        prompt: document and question.
+        answer: token ids.
+    """
+
+    prompt: list[int]
+    answer: tuple[int, ...]
+
+
+def measure_restart(store: Path, recorder: Recorder) -> None:
+    """One document a repetition."""
+    options = recorder.options
+    before = compress(store, recorder)
+    shares = [share_of_full(path) for path in sorted(store.rglob("segments/*/*"))]
+    pool = RESTART_POOL
+    systems, logs = [system(WITHOUT, pool, None), system(WITH, pool, store)], LOGS / PAGE.name / "restarted"
+    with running(systems, options.model, logs, recorder.progress) as fleet:
+        for server in fleet.values():
+            ask(server.url, [question(options.model, 0)])  # the first request of all
+
+        def one(name: str, repetition: int) -> None:
+            asked = before[repetition - 1]
+            (answered,) = ask(fleet[name].url, [asked.prompt])
+            metrics = {"ttft_ms": 1e3 * answered.ttft_s, "cached_tokens": float(answered.cached_tokens)}
+            if name == WITH:
+                metrics["same_answers_pct"] = 100.0 * (answered.output_ids == asked.answer)
+                metrics["bytes_pct"] = 100 * shares[repetition - 1]
+            recorder.add(RESTART, name, repetition, metrics)
+
+        in_turn(list(fleet), options.repeats, one)
+
+
+def compress(store: Path, recorder: Recorder) -> list[Before]:
+    """Have documents compressed and stored, ask one question on each, and stop the server."""
+    options = recorder.options
+    found = []
+    systems, logs = [system(WITH, RESTART_POOL, store)], LOGS / PAGE.name / "first"
+    with running(systems, options.model, logs, recorder.progress) as fleet:
+        server = fleet[WITH]
+        for number in range(options.repeats):
+            text = document(options.model, number, DOCUMENT_TOKENS)
+            warmed = client.warm(server.url, input_ids=text)
+            recorder.progress(f"document {number + 1} was {warmed.outcome} after {warmed.seconds:.0f} s")
+            prompt = [*text, *question(options.model, number)]
+            (answered,) = ask(server.url, [prompt])
+            found.append(Before(prompt, answered.output_ids))
+        while counters(fleet, WITH)["stored"] < options.repeats:
+            time.sleep(0.1)
+    return found
+
+
+def measure_writing(fleet: Fleet, needles: Needles, recorder: Recorder) -> None:
+    """New contexts in every repetition, each asked about twice."""
+    repeats, size = recorder.options.repeats, 2 * POOL_SLOTS // CONTEXT_TOKENS
+
+    def one(name: str, repetition: int) -> None:
+        contexts = needles.contexts(size, 1000 + repetition * size)
+        first, second = rounds(contexts, 2, size)
+        measure_round(fleet, name, WRITING, repetition, needles, [*first, *second], recorder)
+
+    flush_all(fleet)
+    in_turn([WITHOUT, WRITING_ONLY], repeats, one)
+
+
+def measure_large(fleet: Fleet, needles: Needles, recorder: Recorder) -> None:
+    """The same contexts in every repetition, more than the pool holds."""
+    repeats, size = recorder.options.repeats, 8 * POOL_SLOTS // CONTEXT_TOKENS
+    asked = rounds(needles.contexts(size, 0), size // LARGE_ROUND + repeats, LARGE_ROUND)
+    shown, asked = asked[: size // LARGE_ROUND], asked[size // LARGE_ROUND :]
+    flush_all(fleet)
+    for name in (WITHOUT, WITH):
+        recorder.progress(f"{LARGE}: showing {size} contexts to {name}")
+        for part in shown:
+            needles.ask(fleet[name].url, part, CONCURRENCY)
+
+    def one(name: str, repetition: int) -> None:
+        measure_round(fleet, name, LARGE, repetition, needles, asked[repetition - 1], recorder)
+
+    in_turn([WITHOUT, WITH], repeats, one)
+
+
+def measure_round(
+    fleet: Fleet, name: str, point: str, repetition: int, needles: Needles, asked: Sequence[Any], recorder: Recorder
+) -> None:
+    """Questions to one server; what it wrote and loaded meanwhile."""
+    before = counters(fleet, name)
+    answers, seconds = needles.ask(fleet[name].url, asked, CONCURRENCY)
+    after = counters(fleet, name)
+    used = {key: float(after[key] - before[key]) for key in ("stored", "loaded", "late") if name != WITHOUT}
+    recorder.add(point, name, repetition, figures(answers, seconds) | used)
+
+
+def counters(fleet: Fleet, name: str) -> dict[str, Any]:
+    """Counters of a server's store; none where it has none."""
+    state = plugin_state(fleet[name]) or {}
+    found: dict[str, Any] = state.get("store", {})
+    return found
+
+
+def ask(url: str, prompts: Sequence[Sequence[int]]) -> list[Stream]:
+    """Answers of a fixed length."""
+    return stream_all(url, prompts, ANSWER_TOKENS)
+
+
+def share_of_full(path: Path) -> float:
+    """Bytes of a stored segment with its tail, against those of all keys and values of its tokens."""
+    header = read_header(path.read_bytes())
+    num_layers, num_heads = header["tensors"]["keep_lens"][1]
+    dtype, (_, head_dim) = header["tensors"]["k"]
+    num_tokens = header["end"] - header["start"] + header["tensors"].get("tail_tokens", ["", [0]])[1][0]
+    return path.stat().st_size / (num_tokens * num_layers * num_heads * 2 * head_dim * ITEM_BYTES[dtype])
 
 
 if __name__ == "__main__":

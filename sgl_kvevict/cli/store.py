@@ -34,24 +34,30 @@ def list_all(url: Url, as_json: Json = False) -> None:
     from rich.table import Table
 
     from sgl_kvevict.store import describe_identity, list_segments
+    from sgl_kvevict.store.maintenance import tokens_of_segments
 
     backend = _open(url)
     segments = sorted(list_segments(backend), key=lambda each: -each.item.used)
+    tokens = tokens_of_segments(backend)
     if as_json:
         rows = [
-            {"key": each.key, "identity": each.identity, "bytes": each.item.size, "used": each.item.used}
+            {
+                **{"key": each.key, "identity": each.identity, "bytes": each.item.size, "used": each.item.used},
+                "tokens": tokens.get(each.key),
+            }
             for each in segments
         ]
         typer.echo(json.dumps(rows))
         return
     made_by = {identity: describe_identity(backend, identity) or {} for identity in {e.identity for e in segments}}
-    table = Table("key", "bytes", "used", "model", box=None, pad_edge=False)
+    table = Table("key", "tokens", "bytes", "used", "model", box=None, pad_edge=False)
     now = time.time()
     for each in segments:
         age = f"{max(now - each.item.used, 0) / 3600:.1f} h ago"
         known = made_by[each.identity]
         model = f"{known.get('architecture', 'unknown')} {str(known.get('model', ''))[:8]}"
-        table.add_row(each.key[:SHOWN_DIGITS], f"{each.item.size:,}", age, model)
+        stands_for = f"{tokens[each.key]:,}" if each.key in tokens else "not listed"
+        table.add_row(each.key[:SHOWN_DIGITS], stands_for, f"{each.item.size:,}", age, model)
     table.caption = f"{len(segments):,} segments, {sum(each.item.size for each in segments):,} bytes"
     Console().print(table)
 

@@ -69,6 +69,9 @@ class TreePort(Protocol):
     def largest(self, value: int, *same: int) -> int:
         """See :class:`sgl_kvevict.prefix.store.LargestOfRanks`."""
 
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Numbers of every tensor-parallel rank, as many on each, by rank."""
+
 
 class PassState(Enum):
     """Where a pass is."""

@@ -155,7 +155,9 @@ class Pressure:
                 continue
             self._compressor.was_read(segment)
             slots = self._config.slots_at(float(self._config.budget), segment.end - segment.start)
-            if slots < segment.num_slots and self._readers.movable(owner) is not None:
+            if slots == segment.num_slots:
+                self._ranges.on_budget(self._spans.last_of(owner))
+            elif slots < segment.num_slots and self._readers.movable(owner) is not None:
                 self._squeeze_to(owner, slots)
 
     def discard(self, node: Node) -> None:

@@ -18,7 +18,7 @@ from sgl_kvevict.lifecycle.ranges import Ranges
 from sgl_kvevict.lifecycle.readers import LiveReaders
 from sgl_kvevict.lifecycle.spans import SpanTable
 from sgl_kvevict.policies.parts import PolicyState
-from sgl_kvevict.prefix import Segment, SpanStore
+from sgl_kvevict.prefix import Segment, SpanStore, View
 from sgl_kvevict.store import Namespace, SegmentRecord, StoreIdentity
 
 
@@ -40,7 +40,10 @@ class Leaving:
 def export_segment(
     node: Node, tree: TreePort, spans: SpanTable, store: SpanStore, identity: StoreIdentity, num_tail: int
 ) -> Leaving | None:
-    """Copy what a store keeps of a segment. Nothing is read from the device here.
+    """Copy what a store keeps of a segment.
+
+    What comes before it on the path, and belongs to a segment that other prompts go on with, is copied with it: so a
+    document behind a chat header is stored whole, and a server that has only this path needs no other prompt's segment.
 
     Args:
         node: the last one that holds a span of it.
@@ -51,44 +54,60 @@ def export_segment(
         num_tail: uncompressed tokens after it to take along, if only one prompt goes on there.
 
     Returns:
-        None: parts of it are dead, so that it is not what a prompt would find.
+        None: it is shorter than what prompts look for.
     """
-    segment = spans[node].segment
-    if segment.num_live_entries != segment.num_entries:
-        return None
     path = path_to(node)
+    segment, views = spans[node].segment, _views_of(path, spans)
+    start, end = views[0].start, views[-1].end
+    if end - start < identity.min_prefix_tokens:
+        return None
     tokens, namespace = tokens_of(path), namespace_of(node.key, identity)
-    k, v = store.rows(segment)
+    copied = store.copy(views)
     tail = _tail_of(node, spans, num_tail)
     tail_k, tail_v = store.token_rows(tree.token_slots([tail])[:num_tail]) if tail is not None else (None, None)
     state = segment.policy_state
     assert state is None or isinstance(state, PolicyState)
     record = SegmentRecord(
-        key=namespace.segment(tokens, segment.start),
+        key=namespace.segment(tokens, start),
         identity=identity.digest,
-        start=segment.start,
-        end=segment.end,
+        start=start,
+        end=end,
         splittable=segment.splittable,
         is_read=segment.is_read,
         created=time.time(),
         tokens=torch.tensor(tokens, dtype=torch.int64),
-        keep_lens=segment.indptr.diff().view(segment.geometry.num_layers, segment.geometry.num_kv_heads),
-        positions=segment.positions,
-        k=k,
-        v=v,
-        worth=segment.worth,
+        keep_lens=copied.keep_lens,
+        positions=copied.positions,
+        k=copied.k,
+        v=copied.v,
+        worth=copied.worth,
         policy_state=None if state is None else state.threshold,
-        biases=store.biases(segment),
+        biases=copied.biases,
         tail_tokens=None if tail is None else torch.tensor(list(tail.key.token_ids[:num_tail]), dtype=torch.int64),
         tail_k=tail_k,
         tail_v=tail_v,
     )
-    num_bytes = (k.numel() + (0 if tail_k is None else tail_k.numel())) * k.element_size() * 2
-    if not k.is_cuda:
+    num_bytes = (copied.k.numel() + (0 if tail_k is None else tail_k.numel())) * copied.k.element_size() * 2
+    if not copied.k.is_cuda:
         return Leaving(namespace, num_bytes, lambda: record)
-    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record()
-    return Leaving(namespace, num_bytes, lambda: _on_host(record, copied))
+    launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    launched.record()
+    return Leaving(namespace, num_bytes, lambda: _on_host(record, launched))
+
+
+def _views_of(path: Sequence[Node], spans: SpanTable) -> list[View]:
+    """The last segment of a path, and of those right before it the parts that the path leaves in the middle."""
+    views: list[View] = []
+    for node in path:
+        span = spans[node]
+        if views and views[-1].segment is span.segment:
+            views[-1] = View(span.segment, views[-1].start, span.end)
+        else:
+            views.append(View(span.segment, span.start, span.end))
+    first = len(views) - 1
+    while first and not views[first - 1].is_whole:
+        first -= 1
+    return views[first:]
 
 
 def _tail_of(node: Node, spans: SpanTable, num_tail: int) -> Node | None:
@@ -122,7 +141,7 @@ class Adoption:
         self._readers = readers
         self._store = store
 
-    def adopt(self, record: SegmentRecord, extra_key: str | None, cache_salt: str | None) -> bool:
+    def adopt(self, record: SegmentRecord, extra_key: str | None, cache_salt: str | None) -> int:
         """Give a stored segment slots and nodes.
 
         Args:
@@ -131,8 +150,9 @@ class Adoption:
             cache_salt: likewise.
 
         Returns:
-            False, and nothing has changed but what gave way: there were no slots; or the tree has all of it, or what
-            comes before it is not there or not compressed, or somebody reads exactly what it would take the place of.
+            How many of its last tokens came into the tree: of its beginning stays what the tree has compressed. 0, and
+            nothing has changed but what gave way: there were no slots; or the tree has all of it, or what comes before
+            it is not there or not compressed, or somebody reads exactly what it would take the place of.
 
         Raises:
             StoreError: the record's entries do not fit this server's pool.
@@ -142,19 +162,23 @@ class Adoption:
             raise StoreError(f"a segment of {tuple(record.keep_lens.shape)} runs")
         if record.biases is not None and not self._store.has_biases:
             raise StoreError("a fitted segment, and nothing is fitted here")
-        num_slots = geometry.slots_for(record.num_entries)
-        if num_slots > record.end - record.start:
+        if geometry.slots_for(record.num_entries) > record.end - record.start:
             raise StoreError(f"a segment of {record.num_entries} entries for {record.end - record.start} tokens")
         tokens: list[int] = record.tokens.tolist()
-        if not self._fits(record, self._tree.find(tokens, extra_key, cache_salt)):
-            return False  # before others give way for it
-        slots = self._tree.alloc(num_slots)
+        there = self._tree.find(tokens, extra_key, cache_salt)
+        waterline = self._spans.waterline(there)
+        if record.splittable and record.start < waterline < record.end:
+            record = record.after(waterline)
+        fewest = -self._tree.largest(-record.num_entries)  # of all ranks, as are the slots
+        if fewest == 0 or not self._fits(record, there):
+            return 0  # before others give way for it
+        slots = self._tree.alloc(self._tree.largest(geometry.slots_for(record.num_entries), record.start, record.end))
         if slots is None:
-            return False
+            return 0
         if self._install(record, tokens, slots, extra_key, cache_salt):
-            return True
+            return record.end - record.start
         self._tree.free(slots)
-        return False
+        return 0
 
     def adopt_tail(self, record: SegmentRecord, extra_key: str | None, cache_salt: str | None) -> bool:
         """Give the tail of a segment that is in the tree slots and a node; False: it has none, or there is no place."""

@@ -14,6 +14,7 @@ from kvevict_kernels.compact_kv import compact_kv
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.guard import accounting
+from sgl_kvevict.prefix.copied import CopiedEntries, View
 from sgl_kvevict.prefix.span import Segment, Span
 from sgl_kvevict.ragged import MergePlan, Selection
 
@@ -116,21 +117,38 @@ class SpanStore:
         )
         return segment, freed
 
-    def rows(self, segment: Segment) -> tuple[Tensor, Tensor]:
-        """Copies of the rows of a segment's entries.
+    def copy(self, views: Sequence[View]) -> CopiedEntries:
+        """Copy the entries of consecutive tokens of one path, as if one segment held them.
 
-        Returns:
-            Keys and values, each [num_entries, head_dim], in the arena's dtype, on its device.
+        Nothing is read from the device for one whole segment. The number of entries of a part has to be.
         """
-        slots = segment.head_slots.long()
-        k, v = (_bytes_of(arena)[slots].view(arena.dtype) for arena in (self.k_arena, self.v_arena))
-        return k, v
+        segment = views[-1].segment
+        if len(views) == 1 and views[0].is_whole:
+            _, keep_lens = segment.cut(segment.start, segment.end)
+            return self._copied(views, keep_lens, segment.positions, segment.head_slots, segment.worth)
+        all_lens, runs, positions, head_slots, worths = [], [], [], [], []
+        for view in views:
+            starts, lens = view.segment.cut(view.start, view.end)
+            kept = _entries_at(starts, lens, int(lens.sum()))
+            all_lens.append(lens)
+            runs.append(torch.repeat_interleave(lens.flatten().long()))
+            positions.append(view.segment.positions[kept])
+            head_slots.append(view.segment.head_slots[kept])
+            worths.append(None if view.segment.worth is None else view.segment.worth[kept])
+        keep_lens = torch.stack(all_lens).sum(0, dtype=torch.int32)
+        order = torch.cat(runs).argsort(stable=True)
+        known = [worth for worth in worths if worth is not None]
+        worth = torch.cat(known)[order] if len(known) == len(views) else None
+        return self._copied(views, keep_lens, torch.cat(positions)[order], torch.cat(head_slots)[order], worth)
 
-    def biases(self, segment: Segment) -> Tensor | None:
-        """[num_entries], float32, copies of the biases of a segment's entries; None: it is not fitted."""
-        if self._biases is None or not segment.is_fitted:
-            return None
-        return self._biases[segment.head_slots.long()]
+    def _copied(
+        self, views: Sequence[View], keep_lens: Tensor, positions: Tensor, head_slots: Tensor, worth: Tensor | None
+    ) -> CopiedEntries:
+        slots = head_slots.long()
+        k, v = (_bytes_of(arena)[slots].view(arena.dtype) for arena in (self.k_arena, self.v_arena))
+        is_fitted = any(view.segment.is_fitted for view in views)
+        biases = self._biases[slots] if is_fitted and self._biases is not None else None
+        return CopiedEntries(keep_lens, positions, k, v, worth, biases)
 
     @accounting()
     def fit(self, segment: Segment, entries: Tensor, values: Tensor, biases: Tensor) -> None:
@@ -212,7 +230,7 @@ class SpanStore:
         """Lay out a segment in slots that hold nothing yet.
 
         Args:
-            token_slots: [num_slots], int64, as many as its entries need.
+            token_slots: [num_slots], int64, as many as its entries need, or as those of another rank do.
             keep_lens: [num_layers, num_kv_heads], int32, entries of each run.
             positions: [num_entries], int32, see :attr:`Segment.positions`.
             start: logical position of the first token.
@@ -221,10 +239,10 @@ class SpanStore:
             worth: [num_entries], int16, see :attr:`Segment.worth`.
 
         Raises:
-            InvariantError: there are more or fewer slots than the entries need.
+            InvariantError: there are fewer slots than the entries need.
         """
         num_entries, device = positions.numel(), token_slots.device
-        if token_slots.numel() != self.geometry.slots_for(num_entries):
+        if token_slots.numel() < self.geometry.slots_for(num_entries):
             raise InvariantError(f"{num_entries} entries in {token_slots.numel()} token slots")
         indptr, head_slots = alloc_head_slots(
             keep_lens.to(device), token_slots, self.geometry.num_token_slots, num_entries
@@ -265,11 +283,7 @@ class SpanStore:
         old.num_live_entries = num_entries
         if num_slots == old.num_slots:
             return old.token_slots[:0]
-        lens = keep_lens.flatten().long()
-        indptr = torch.nn.functional.pad(lens.cumsum(0), (1, 0))
-        shift = torch.repeat_interleave(starts.flatten().long() - indptr[:-1], lens, output_size=num_entries)
-        kept = torch.arange(num_entries, device=lens.device) + shift
-        return self._move(spans, kept, keep_lens, num_slots)
+        return self._move(spans, _entries_at(starts, keep_lens, num_entries), keep_lens, num_slots)
 
     @accounting()
     def squeeze(self, spans: Sequence[Span], num_slots: int) -> Tensor:
@@ -343,6 +357,14 @@ class SpanStore:
         """Head slots of uncompressed entries; all [M], int32: layer, token slot and KV head of each."""
         result = layers.int() * self.geometry.num_token_slots  # head slots fit 32 bits, so these steps do
         return result.add_(slots).mul_(self.geometry.num_kv_heads).add_(heads)
+
+
+def _entries_at(starts: Tensor, lens: Tensor, num_entries: int) -> Tensor:
+    """[num_entries], int64, numbers of the entries of each run from ``starts`` on; sizes as :meth:`Segment.cut` has."""
+    lens = lens.flatten().long()
+    indptr = torch.nn.functional.pad(lens.cumsum(0), (1, 0))
+    shift = torch.repeat_interleave(starts.flatten().long() - indptr[:-1], lens, output_size=num_entries)
+    return torch.arange(num_entries, device=lens.device) + shift
 
 
 def _bytes_of(arena: Tensor) -> Tensor:

@@ -94,6 +94,12 @@ HOOKS = (
         why="a request would be prefilled before what was fetched for it is in the tree",
     ),
     Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.handle_shutdown",
+        kind="AFTER",
+        function="sgl_kvevict.sglang_adapter.storing.after_shutdown",
+        why="what waits to be written to the store would be lost when the server is stopped",
+    ),
+    Hook(
         target="sglang.srt.managers.scheduler.Scheduler.abort_request",
         kind="AROUND",
         function="sgl_kvevict.sglang_adapter.operations.around_abort",

@@ -112,3 +112,7 @@ class UnifiedTreePort:
     def largest(self, value: int, *same: int) -> int:
         """Largest value of all ranks; see :meth:`TensorRanks.largest`."""
         return self.ranks.largest(value, *same)
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Numbers of every rank; see :meth:`TensorRanks.gather`."""
+        return self.ranks.gather(numbers)

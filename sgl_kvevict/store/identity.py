@@ -82,8 +82,8 @@ class Namespace:
 
     seed: bytes
 
-    def first_block(self, tokens: Sequence[int], num_tokens: int) -> str:
-        """Name of the manifest of all segments whose paths begin with the first ``num_tokens`` tokens."""
+    def first_tokens(self, tokens: Sequence[int], num_tokens: int) -> str:
+        """Name of the manifest of segments whose paths begin with the first ``num_tokens`` tokens."""
         return self._name(b"first", num_tokens, tokens[:num_tokens])
 
     def segment(self, tokens: Sequence[int], start: int) -> str:

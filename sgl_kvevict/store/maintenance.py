@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from sgl_kvevict.errors import ConfigError, CorruptSegmentError, cut
@@ -36,6 +37,17 @@ def find_segments(backend: Backend, keys: Sequence[str]) -> list[StoredSegment]:
             )
         named += found
     return named
+
+
+def tokens_of_segments(backend: Backend) -> dict[str, int]:
+    """Tokens that each segment stands for, by key, as manifests say; those that no sound one lists are not in it."""
+    tokens: dict[str, int] = {}
+    for item in list(backend.list()):
+        data = backend.get(item.name) if _kind(item.name) == "manifests" else None
+        if data is not None:
+            with suppress(CorruptSegmentError):  # `verify` tells of it
+                tokens |= {entry.key: entry.end - entry.start for entry in decode_manifest(data)}
+    return tokens
 
 
 def verify_store(backend: Backend, say: Callable[[str], None], *, delete: bool = False) -> Counter[str]:

@@ -24,6 +24,7 @@ class ManifestEntry:
         start: logical position of its first token.
         end: logical position after its last one.
         splittable: a prompt that leaves it in the middle can use its beginning.
+        is_read: readers ordered its entries, not what a policy expected of them.
         chain: hashes of the whole blocks of its path, see :meth:`sgl_kvevict.store.identity.Namespace.chain`.
     """
 
@@ -31,6 +32,7 @@ class ManifestEntry:
     start: int
     end: int
     splittable: bool
+    is_read: bool
     chain: tuple[bytes, ...]
 
     def overlap(self, chain: Sequence[bytes], num_tokens: int) -> int:
@@ -59,6 +61,7 @@ def encode_manifest(entries: Sequence[ManifestEntry]) -> bytes:
             "start": entry.start,
             "end": entry.end,
             "splittable": entry.splittable,
+            "is_read": entry.is_read,
             "chain": b"".join(entry.chain).hex(),
         }
         for entry in entries
@@ -101,13 +104,15 @@ def merge_manifest(data: bytes | None, entries: Sequence[ManifestEntry]) -> byte
 
 
 def _entry(values: dict[str, object]) -> ManifestEntry:
-    key, start, end, splittable = (values[name] for name in ("key", "start", "end", "splittable"))
+    key, start, end, splittable, is_read = (values[name] for name in ("key", "start", "end", "splittable", "is_read"))
     hashes = bytes.fromhex(str(values["chain"]))
     if not isinstance(key, str) or len(key) != 64 or set(key) - set("0123456789abcdef"):
         raise ValueError(f"key {shown(key)}")
-    if type(start) is not int or type(end) is not int or type(splittable) is not bool or not 0 <= start < end:
-        raise ValueError(f"start {shown(start)}, end {shown(end)}, splittable {shown(splittable)}")
+    if type(start) is not int or type(end) is not int or not 0 <= start < end:
+        raise ValueError(f"start {shown(start)}, end {shown(end)}")
+    if type(splittable) is not bool or type(is_read) is not bool:
+        raise ValueError(f"splittable {shown(splittable)}, is_read {shown(is_read)}")
     if len(hashes) != end // CHAIN_TOKENS * CHAIN_BYTES:
         raise ValueError(f"{len(hashes)} bytes of hashes for {end} tokens")
     chain = tuple(hashes[i : i + CHAIN_BYTES] for i in range(0, len(hashes), CHAIN_BYTES))
-    return ManifestEntry(key, start, end, splittable, chain)
+    return ManifestEntry(key, start, end, splittable, is_read, chain)

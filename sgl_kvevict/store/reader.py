@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from threading import Lock
 from weakref import WeakValueDictionary
 
@@ -20,10 +21,13 @@ MAX_WAITING = 64
 """Fetches that wait for a thread; further requests go on without."""
 MAX_SEGMENTS = 8
 """Of one prompt that are fetched one after the other."""
+MAX_TRIES = 8
+"""Segments that are read in order to find the one that agrees farthest: blocks' hashes leave open less than a block."""
 MIN_USED = 0.5
 """Share of a segment's tokens that a prompt must agree with, so that fetching all of it pays."""
 PAUSE_S = 5.0
-"""After an error of the store, or a fetch that came too late, requests go on without it for so long."""
+"""After an error of the store, or when it gave nothing for as long as a request waits, requests go on without it for
+so long."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ class ReadAhead:
         self._wait_s = wait_s
         self._clock = clock
         self._paused_until = float("-inf")
+        self._last_given = float("-inf")
         self._workers = Workers("kvevict-store-read", NUM_THREADS, MAX_WAITING)
         self._recent: WeakValueDictionary[str, SegmentRecord] = WeakValueDictionary()
         self._locks = [Lock() for _ in range(4 * NUM_THREADS)]
@@ -91,23 +96,35 @@ class ReadAhead:
         """Tokens that a fetch must win at least, and by which a prompt is looked up."""
         return self._store.identity.min_prefix_tokens
 
+    def deadline(self) -> float:
+        """When who begins to wait now has waited long enough."""
+        return self._clock() + self._wait_s
+
+    def has_passed(self, deadline: float) -> bool:
+        """Whether somebody has waited long enough."""
+        return self._clock() >= deadline
+
     def start(self, wanted: Wanted) -> Fetch | None:
         """Begin to fetch; None: there is nothing to hope for, or the store is in trouble."""
         if len(wanted.tokens) - wanted.cached < self.min_prefix_tokens:
             return None
-        now = self._clock()
-        fetch = Fetch(wanted, now + self._wait_s)
-        if now >= self._paused_until and self._workers.submit(lambda: self._run(fetch)):
+        fetch = Fetch(wanted, self.deadline())
+        if self.has_passed(self._paused_until) and self._workers.submit(lambda: self._run(fetch)):
             return fetch
         self.num_skipped += 1
         return None
 
     def is_late(self, fetch: Fetch) -> bool:
-        """Whether nobody should wait for a fetch any more; then it is abandoned, and the store has a pause."""
-        if fetch.is_done or self._clock() < fetch.deadline:
+        """Whether nobody should wait for a fetch any more; then it is abandoned.
+
+        If the store gave nothing to anybody meanwhile, it has a pause.
+        """
+        now = self._clock()
+        if fetch.is_done or now < fetch.deadline:
             return False
         self.abandon(fetch)
-        self._pause()
+        if now - self._last_given >= self._wait_s:
+            self._pause()
         return True
 
     def abandon(self, fetch: Fetch) -> None:
@@ -120,6 +137,7 @@ class ReadAhead:
         try:
             if not fetch.is_abandoned:
                 self._fetch(fetch)
+                self._last_given = self._clock()
         except StoreError as error:
             fetch.errors.append(str(error))
             if not isinstance(error, CorruptSegmentError):
@@ -140,30 +158,37 @@ class ReadAhead:
                 return
             fetch.records.append(record)
             compressed = cached = common_length(wanted.tokens, record.tokens.tolist())
+            if compressed < record.end:
+                return  # the prompt leaves this one in the middle
 
     def _best(
-        self, fetch: Fetch, entries: list[ManifestEntry], chain: Sequence[bytes], compressed: int, cached: int
+        self, fetch: Fetch, entries: Sequence[ManifestEntry], chain: Sequence[bytes], compressed: int, cached: int
     ) -> SegmentRecord | None:
-        """The segment from ``compressed`` on that goes farthest beyond what is cached."""
-        for overlap, entry in self._candidates(fetch.wanted, entries, chain, compressed):
-            if overlap - cached < self.min_prefix_tokens:
-                return None
+        """The segment that goes farthest beyond what is cached, of those that begin where the tree can take them."""
+        best, longest = None, cached + self.min_prefix_tokens - 1
+        candidates = self._candidates(fetch.wanted, entries, chain, compressed)
+        for overlap, entry in islice(candidates, MAX_TRIES):
+            if overlap <= longest:
+                break
             record = self._get(fetch, entry.key)
             if record is None:
                 continue
             same = common_length(fetch.wanted.tokens, record.tokens.tolist())
-            if same - cached >= self.min_prefix_tokens and (record.splittable or same == record.end):
-                return record
-        return None
+            if same > longest and _pays(entry, same, compressed):
+                best, longest = record, same
+        return best
 
     def _candidates(
-        self, wanted: Wanted, entries: list[ManifestEntry], chain: Sequence[bytes], start: int
+        self, wanted: Wanted, entries: Sequence[ManifestEntry], chain: Sequence[bytes], start: int
     ) -> Iterator[tuple[int, ManifestEntry]]:
-        """Entries that begin at a position, and how far the prompt agrees with them, the farthest first."""
-        found = [(entry.overlap(chain, len(wanted.tokens)), entry) for entry in entries if entry.start == start]
-        for overlap, entry in sorted(found, key=lambda each: -each[0]):
-            used = (overlap - start) / (entry.end - start)
-            if used == 1 or (entry.splittable and used >= MIN_USED):
+        """Entries that go on from a position, and how far the prompt agrees with them, the farthest first.
+
+        One that begins before the position has its first entries cut off, if it can be cut.
+        """
+        begun = (entry for entry in entries if entry.start == start or (entry.splittable and entry.start < start))
+        found = [(entry.overlap(chain, len(wanted.tokens)), entry) for entry in begun]
+        for overlap, entry in sorted(found, key=lambda each: (-each[0], -each[1].start)):
+            if _pays(entry, overlap, start):
                 yield overlap, entry
 
     def _get(self, fetch: Fetch, key: str) -> SegmentRecord | None:
@@ -184,6 +209,11 @@ class ReadAhead:
 
     def _pause(self) -> None:
         self._paused_until = self._clock() + PAUSE_S
+
+
+def _pays(entry: ManifestEntry, same: int, start: int) -> bool:
+    """Whether a segment is worth reading for a prompt that agrees with it up to a position."""
+    return same == entry.end or (entry.splittable and same - start >= MIN_USED * (entry.end - entry.start))
 
 
 def common_length(ours: Sequence[int], theirs: Sequence[int]) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -96,6 +96,22 @@ class SegmentRecord:
     def num_entries(self) -> int:
         """Entries stored."""
         return self.positions.numel()
+
+    def after(self, position: int) -> SegmentRecord:
+        """The same without the entries of tokens before a logical position; not to be stored."""
+        kept = self.positions >= position
+        runs = torch.repeat_interleave(self.keep_lens.flatten().long())[kept]
+        k, v = (rows.view(torch.uint8)[kept].view(rows.dtype) for rows in (self.k, self.v))
+        return replace(
+            self,
+            start=position,
+            keep_lens=runs.bincount(minlength=self.keep_lens.numel()).int().view(self.keep_lens.shape),
+            positions=self.positions[kept],
+            k=k,
+            v=v,
+            worth=None if self.worth is None else self.worth[kept],
+            biases=None if self.biases is None else self.biases[kept],
+        )
 
 
 def encode_segment(record: SegmentRecord) -> bytes:

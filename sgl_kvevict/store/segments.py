@@ -12,7 +12,8 @@ from sgl_kvevict.errors import CorruptSegmentError
 from sgl_kvevict.store.backend import Backend, Item
 from sgl_kvevict.store.directory import DirectoryBackend
 from sgl_kvevict.store.identity import FORMAT_VERSION, Namespace, StoreIdentity
-from sgl_kvevict.store.manifest import ManifestEntry, decode_manifest, merge_manifest
+from sgl_kvevict.store.manifest import MAX_ENTRIES, ManifestEntry, decode_manifest, merge_manifest
+from sgl_kvevict.store.mooncake import MooncakeBackend
 from sgl_kvevict.store.remote import RemoteBackend
 from sgl_kvevict.store.segment_file import SegmentRecord, decode_segment, encode_segment
 
@@ -31,6 +32,8 @@ def open_backend(url: str, max_bytes: int | None = None) -> Backend:
         ConfigError: what the URL needs is not installed, or there is no such protocol.
         StoreError: the folder cannot be made.
     """
+    if url.startswith("mooncake://"):
+        return MooncakeBackend(url)
     return RemoteBackend(url) if "://" in url else DirectoryBackend(Path(url).expanduser(), max_bytes)
 
 
@@ -60,17 +63,18 @@ class SegmentStore:
     def __init__(self, backend: Backend, identity: StoreIdentity) -> None:
         self.backend = backend
         self.identity = identity
-        self._is_described = False
 
     def put(self, record: SegmentRecord, namespace: Namespace) -> int:
-        """Write a segment and list it in its manifest.
+        """Write a segment and list it in its manifests.
+
+        One that is there is left alone, unless readers have ordered the new one and nobody that one.
 
         Args:
             record: the segment, of this identity.
             namespace: whose it is.
 
         Returns:
-            Bytes written; 0 if the segment was there, then only the manifest is looked after.
+            Bytes written; 0 if the segment was there, then only the manifests are looked after.
 
         Raises:
             StoreError: it cannot be written.
@@ -81,33 +85,43 @@ class SegmentStore:
             raise ValueError(f"the segment {record.key} is not of identity {self.identity.digest} and its namespace")
         self._describe()
         name, written = segment_name(record.identity, record.key), 0
-        if not self.backend.exists(name):
+        try:
+            listed = {entry.key: entry.is_read for entry in self._listed(tokens, namespace)}
+        except CorruptSegmentError:
+            listed = {}  # it was removed, and is begun anew
+        is_there = self.backend.exists(name)
+        if not is_there or (record.is_read and not listed.get(record.key, True)):
             data = encode_segment(record)
             self.backend.put(name, data)
             written = len(data)
-        entry = ManifestEntry(record.key, record.start, record.end, record.splittable, tuple(namespace.chain(tokens)))
-        first = namespace.first_block(tokens, self.identity.min_prefix_tokens)
-        self.backend.update(self._manifest_name(first), lambda data: merge_manifest(data, [entry]))
+        is_read = record.is_read if written else listed.get(record.key, record.is_read)
+        chain = tuple(namespace.chain(tokens))
+        entry = ManifestEntry(record.key, record.start, record.end, record.splittable, is_read, chain)
+        for depth in self._depths(len(tokens)):
+            manifest = self._manifest_name(namespace.first_tokens(tokens, depth))
+            self.backend.update(manifest, lambda data: merge_manifest(data, [entry]))
         return written
 
-    def find(self, tokens: Sequence[int], namespace: Namespace) -> list[ManifestEntry]:
-        """Segments whose paths begin as a prompt does, the newest first; one look-up.
+    def find(self, tokens: Sequence[int], namespace: Namespace) -> Sequence[ManifestEntry]:
+        """Segments whose paths begin as a prompt does, the newest first.
+
+        One look-up, unless so many begin alike that the first manifest is full: then those of more tokens are asked
+        too, the longest first.
 
         Raises:
             StoreError: the store cannot be read.
-            CorruptSegmentError: the manifest is none; it is removed, and what it listed is not found any more.
+            CorruptSegmentError: a manifest is none; it is removed, and what it listed is not found through it.
         """
-        if len(tokens) < self.identity.min_prefix_tokens:
-            return []
-        first = namespace.first_block(tokens, self.identity.min_prefix_tokens)
-        data = self.backend.get(self._manifest_name(first))
-        if data is None:
-            return []
-        try:
-            return decode_manifest(data)[::-1]
-        except CorruptSegmentError:
-            self.backend.delete(self._manifest_name(first))
-            raise
+        entries = self._listed(tokens, namespace)
+        if len(entries) < MAX_ENTRIES:
+            return entries
+        longer: list[ManifestEntry] = []
+        for depth in self._depths(len(tokens))[:0:-1]:
+            found = self._read_manifest(namespace.first_tokens(tokens, depth))
+            longer += found
+            if len(found) == MAX_ENTRIES:  # those of fewer tokens forgot some of these
+                break
+        return list({entry.key: entry for entry in [*longer, *entries]}.values())
 
     def get(self, key: str) -> SegmentRecord | None:
         """Read and check a segment; None: there is none.
@@ -145,17 +159,36 @@ class SegmentStore:
         """All segments of this identity."""
         return list_segments(self.backend, self.identity.digest)
 
+    def _listed(self, tokens: Sequence[int], namespace: Namespace) -> Sequence[ManifestEntry]:
+        """What the first manifest of a sequence lists, the newest first."""
+        depth = self.identity.min_prefix_tokens
+        return self._read_manifest(namespace.first_tokens(tokens, depth)) if len(tokens) >= depth else []
+
+    def _read_manifest(self, first: str) -> Sequence[ManifestEntry]:
+        data = self.backend.get(self._manifest_name(first))
+        if data is None:
+            return []
+        try:
+            return decode_manifest(data)[::-1]
+        except CorruptSegmentError:
+            self.backend.delete(self._manifest_name(first))
+            raise
+
+    def _depths(self, num_tokens: int) -> Sequence[int]:
+        """By how many of its first tokens a sequence is listed: ``min_prefix_tokens`` times 1, 2, 4, ..."""
+        depths = [self.identity.min_prefix_tokens]
+        while 2 * depths[-1] <= num_tokens:
+            depths.append(2 * depths[-1])
+        return depths
+
     def _manifest_name(self, first: str) -> str:
         return f"{ROOT}/{self.identity.digest}/manifests/{first[:2]}/{first}"
 
     def _describe(self) -> None:
-        """Say in words whose segments these are, once."""
-        if self._is_described:
-            return
+        """Say in words whose segments these are, if it is not there (any more)."""
         name = f"{ROOT}/{self.identity.digest}/{IDENTITY}"
         if not self.backend.exists(name):
             self.backend.put(name, json.dumps(self.identity.describe(), indent=1, sort_keys=True).encode())
-        self._is_described = True
 
 
 def segment_name(identity: str, key: str) -> str:

@@ -32,6 +32,11 @@ class Workers:
         """Whether nothing more can be handed over now."""
         return len(self._work) >= self._max_waiting
 
+    @property
+    def num_waiting(self) -> int:
+        """Pieces of work that wait, or are under way."""
+        return len(self._work) + self._num_busy
+
     def submit(self, work: Callable[[], None]) -> bool:
         """Hand over work; False: the queue is full, and nothing happens."""
         with self._changed:

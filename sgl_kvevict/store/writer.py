@@ -57,6 +57,11 @@ class WriteBehind:
         self._lock = Lock()
         self._workers = Workers("kvevict-store-write", 1, MAX_WAITING)
 
+    @property
+    def num_waiting(self) -> int:
+        """Segments that wait, or are being written."""
+        return self._workers.num_waiting
+
     def has_room(self, num_bytes: int) -> bool:
         """Whether a segment of that size would be taken now; if not, it counts as dropped."""
         if self._workers.is_full or self._num_bytes + num_bytes > self._max_bytes:

@@ -37,6 +37,7 @@ def test_ls_lists_every_segment(capsys, folder):
     assert code == 0 and all(each.key[:16] in out for each in RECORDS) and "3 segments" in out
     listed = json.loads(run(capsys, "ls", str(folder), "--json")[1])
     assert {each["key"] for each in listed} == {each.key for each in RECORDS}
+    assert {each["tokens"] for each in listed} == {64}
 
 
 def test_show_tells_what_is_known_but_no_token(capsys, folder):
@@ -54,7 +55,7 @@ def test_rm_removes_what_is_named(capsys, folder):
 
 
 def test_verify_finds_one_flipped_bit(capsys, folder):
-    assert run(capsys, "verify", str(folder))[:2] == (0, "3 segments and 1 manifests are sound\n")
+    assert run(capsys, "verify", str(folder))[:2] == (0, "3 segments and 5 manifests are sound\n")
     path = path_of(folder, RECORDS[1])
     data = bytearray(path.read_bytes())
     data[-1] ^= 4
@@ -68,7 +69,7 @@ def test_push_and_pull_copy_what_is_missing_and_nothing_corrupt(capsys, folder, 
     path_of(folder, RECORDS[2]).write_bytes(b"half")
     other = tmp_path / "other"
     code, out, err = run(capsys, "push", str(folder), str(other))
-    assert code == 1 and "2 segments and 1 manifests copied" in out and RECORDS[2].key in err
+    assert code == 1 and "2 segments and 5 manifests copied" in out and RECORDS[2].key in err
     store = SegmentStore(open_backend(str(other)), OWN)
     store.put(RECORDS[2], SPACE)
     path_of(folder, RECORDS[2]).unlink()

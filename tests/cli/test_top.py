@@ -35,11 +35,14 @@ from sgl_kvevict.events.types import (
     Compressed,
     Dropped,
     EventsLost,
+    Loaded,
+    LoadFailed,
     Refused,
     Repacked,
     ScoringPass,
     Split,
     Squeezed,
+    Stored,
 )
 
 
@@ -83,6 +86,16 @@ def test_the_screen_shows_pool_prefixes_rates_and_events():
     assert "up 1 min" in text
 
 
+def test_a_server_with_a_store_shows_what_was_stored_and_loaded():
+    state = TopState("x")
+    state.update(report())
+    assert "loaded" not in drawn(state)
+    with_store = report()
+    with_store.totals = Totals(stored_segments=1200, loaded_segments=7)
+    state.update(with_store)
+    assert "stored 1,200, loaded 7" in " ".join(drawn(state).split())
+
+
 def test_a_server_that_does_not_answer_is_said_so_and_the_last_report_stays():
     state = TopState("tcp://here:1", silent="no answer from tcp://here:1 within 5 s")
     assert "no answer from tcp://here:1" in drawn(state)
@@ -117,6 +130,12 @@ def test_rates_are_of_the_last_seconds_and_of_one_server_run():
         (ScoringPass(0, 512, 0.25), "scored tokens 0-512 (250.0 ms)"),
         (Refused("in-use", 900), "left 900 tokens as they are: somebody reads them exactly"),
         (Refused("not-cached", 900), "left 900 tokens as they are: not cached"),
+        (Stored("ab", 900, 2000), "stored 900 tokens: 2,000 bytes"),
+        (Stored("ab", 900, 0), "stored 900 tokens: was there"),
+        (Stored("", 900, 0, "disk full"), "stored 900 tokens: disk full"),
+        (Loaded("ab", 20, 900), "loaded tokens 20-900 from the store"),
+        (LoadFailed("late", ""), "went on without the store: it came too late"),
+        (LoadFailed("error", "unreachable"), "went on without the store: unreachable"),
         (Cleared(), "flushed the whole cache"),
         (EventsLost(12), "12 events were lost"),
     ],

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.fitted import biases_of, rows_of
 from sgl_kvevict.compression import Compressor, warm_up
 from sgl_kvevict.compression.attention_products import QUERY_STEP, WEIGHTS_PER_TILE, AttentionProducts
 from sgl_kvevict.config import KVEvictConfig
@@ -109,9 +110,9 @@ def test_what_a_pass_saw_becomes_a_fit(scope: str) -> None:
     for h in range(3):
         mask[h, segment.positions[int(segment.indptr[h]) : int(segment.indptr[h + 1])].long()] = True
     want = policy.fitter.fit(expected(seen[0][..., :NUM_TOKENS], block), rows[0].transpose(0, 1), mask)
-    torch.testing.assert_close(store.rows(segment)[1][: len(head)], want.values[0, head], rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(store.biases(segment)[: len(head)], want.biases[0, head], rtol=1e-3, atol=1e-3)
-    kept_keys = store.rows(segment)[0][: len(head)]
+    torch.testing.assert_close(rows_of(store, segment)[1][: len(head)], want.values[0, head], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(biases_of(store, segment)[: len(head)], want.biases[0, head], rtol=1e-3, atol=1e-3)
+    kept_keys = rows_of(store, segment)[0][: len(head)]
     assert torch.equal(kept_keys, keys[0, head, 0])
 
 
@@ -127,7 +128,7 @@ def answers(store: SpanStore, span: Span, layer: int, weights: Tensor) -> Tensor
         begin, count = int(runs.starts[layer, head // 2]), int(runs.lens[layer, head // 2])
         slots = runs.head_slots[begin : begin + count].long()
         kept = span.segment.positions[begin : begin + count].long()
-        biases = store.biases(span.segment)
+        biases = biases_of(store, span.segment)
         factors = torch.ones(count) if biases is None else biases[begin : begin + count].exp()
         mine = weights[head][:, kept] * factors
         others = 1 - weights[head][:, :NUM_TOKENS].sum(1, keepdim=True)

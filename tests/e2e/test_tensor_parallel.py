@@ -127,3 +127,30 @@ def test_slots_stay_equal_and_come_back(start, tiny_llama, tmp_path):
     time.sleep(1.5)  # metrics are refreshed once a second
     written = re.findall(r"^kvevict:compressions_total\{.*\} (\S+)$", server.get_text("/metrics"), re.MULTILINE)
     assert list(map(float, written)) == [totals.compressions]
+
+
+def test_ranks_load_their_parts_of_a_prefix_after_a_restart(start, tiny_llama, tmp_path):
+    config = {
+        **CONFIG,
+        "policy": "snapkv",
+        "policy_options": {"window_size": 16},
+        "store": str(tmp_path / "store"),
+    }
+    rng = random.Random(4)
+    document = [rng.randrange(3, VOCAB_SIZE) for _ in range(400)]
+    question = [*document, *(rng.randrange(3, VOCAB_SIZE) for _ in range(9))]
+    answers = []
+    for number in range(2):
+        server = start(tiny_llama, *FLAGS, config=config, env={**ENV, "SGLANG_TEST_RETRACT": "0"})
+        if number == 0:
+            generate(server, document, 1)
+        reply = generate(server, question, 12)
+        answers.append((reply["output_ids"], reply["meta_info"]["cached_tokens"]))
+        state = assert_all_slots_are_back(server)
+        assert state["store"]["loaded"] == number
+        deadline = time.monotonic() + 20
+        while len(list((tmp_path / "store").rglob("segments/*/*"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        server.stop(grace_s=0)
+    assert answers[0] == answers[1] and answers[1][1] >= 384
+    assert len(list((tmp_path / "store").rglob("identity.json"))) == 2  # each rank has its own

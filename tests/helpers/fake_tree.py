@@ -206,6 +206,9 @@ class FakeTree:
     def clear_row(self, reader: FakeReader, end: int) -> None:
         reader.row[:end] = 0
 
+    def gather(self, numbers):
+        return [list(numbers)]
+
     def largest(self, value: int, *same: int) -> int:
         return value
 

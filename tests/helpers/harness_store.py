@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from helpers.harness import Harness
+from sgl_kvevict.lifecycle.loading import Loading, Prompt
+from sgl_kvevict.lifecycle.observer import CacheObserver
 from sgl_kvevict.lifecycle.stored import Adoption, export_segment
-from sgl_kvevict.store import SegmentRecord, StoreIdentity, decode_segment, encode_segment
+from sgl_kvevict.lifecycle.storing import StoredPrefixes
+from sgl_kvevict.store import (
+    ReadAhead,
+    SegmentRecord,
+    SegmentStore,
+    StoreIdentity,
+    WriteBehind,
+    decode_segment,
+    encode_segment,
+    open_backend,
+)
 
 IDENTITY = StoreIdentity(
     model="ab" * 32,
@@ -39,3 +51,64 @@ def adoption(harness: Harness) -> Adoption:
     """What brings segments into a harness's tree."""
     manager = harness.tree.manager
     return Adoption(harness.tree.port, manager.spans, manager.ranges, manager.readers, harness.tree.store)
+
+
+class Heard(CacheObserver):
+    """Remembers what was told of the store."""
+
+    def __init__(self):
+        self.stored_segments, self.loads, self.failures = [], [], []
+
+    def stored(self, written):
+        self.stored_segments.append(written)
+
+    def loaded(self, key, start, end):
+        self.loads.append((start, end))
+
+    def load_failed(self, reason, error):
+        self.failures.append(reason)
+
+
+class Server:
+    """A harness with a store; ``now`` is its clock."""
+
+    def __init__(self, folder, identity=IDENTITY, **kind):
+        self.now = 0.0
+        self.harness = Harness(**kind)
+        tree = self.harness.tree
+        self.segments = SegmentStore(open_backend(str(folder)), identity)
+        self.writer = WriteBehind(self.segments)
+        self.reader = ReadAhead(self.segments, 1.0, lambda: self.now)
+        self.loading = Loading(tree.port, tree.spans, adoption(self.harness), identity, self.reader, tree.guard)
+        self.stored = StoredPrefixes(
+            tree.port, tree.spans, tree.store, identity, self.writer, tree.guard, 4, self.loading
+        )
+        tree.manager.use_store(self.stored)
+        self.heard = self.stored.observer = Heard()
+
+    def queue(self, prompt, extra_key=None):
+        """A request that is queued, of which ``prompt`` can be found."""
+        req = self.harness.request([*prompt, 9], extra_key)
+        self.loading.queued(req, Prompt(req.origin_input_ids, len(prompt), extra_key, None))
+        return req
+
+    def settle(self, *queue):
+        """What follows once everything that was begun has come; then who waits still."""
+        self.loading.settle(queue)
+        assert self.reader._workers.drain(10)
+        return self.loading.settle(queue)
+
+    def serve(self, prompt, *, extra_key=None):
+        """Queue a request, wait for the store, and run it; return how much it found."""
+        req = self.harness.request(prompt, extra_key)
+        self.loading.queued(req, Prompt(prompt, len(prompt) - 1, extra_key, None))
+        assert self.settle(req) == set()
+        self.harness.check()
+        assert self.harness.admit(req)
+        found = req.prefix_len
+        assert self.harness.prefill(req)
+        self.harness.decode(req)
+        self.harness.finish(req)
+        assert self.writer.drain(10)
+        self.stored.between_steps()
+        return found

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.fitted import biases_of, rows_of
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.prefix import Segment, Span, SpanStore
@@ -51,10 +52,10 @@ def named(segment: Segment) -> Tensor:
 
 def assert_fitted(store: SpanStore, segment: Segment) -> None:
     """Every entry has its own fit."""
-    biases = store.biases(segment)
+    biases = biases_of(store, segment)
     assert biases is not None
     assert torch.equal(biases, -named(segment))
-    assert torch.equal(store.rows(segment)[1], named(segment)[:, None].expand(-1, 4))
+    assert torch.equal(rows_of(store, segment)[1], named(segment)[:, None].expand(-1, 4))
 
 
 def test_a_new_segment_has_biases_of_zero() -> None:
@@ -62,23 +63,23 @@ def test_a_new_segment_has_biases_of_zero() -> None:
     store = make_store()
     segment, span = pack(store)
     assert not span.runs().is_fitted
-    assert store.biases(segment) is None
+    assert biases_of(store, segment) is None
     segment.is_fitted = True
-    assert torch.equal(store.biases(segment), torch.zeros(segment.num_entries))
+    assert torch.equal(biases_of(store, segment), torch.zeros(segment.num_entries))
 
 
 def test_readers_of_a_fitted_segment_get_other_runs() -> None:
     """What was laid out for the runs before does not read biases; entries and order stay."""
     store = make_store()
     segment, span = pack(store)
-    keys = store.rows(segment)[0]
+    keys = rows_of(store, segment)[0]
     before = span.runs()
     fit(store, segment)
     after = span.runs()
     assert (before.is_fitted, after.is_fitted) == (False, True)
     assert after is span.runs()
     assert torch.equal(before.head_slots, after.head_slots)
-    assert torch.equal(store.rows(segment)[0], keys)
+    assert torch.equal(rows_of(store, segment)[0], keys)
     assert_fitted(store, segment)
 
 
@@ -86,10 +87,10 @@ def test_a_part_of_the_entries_may_be_fitted() -> None:
     """The others keep their value, and no bias."""
     store = make_store()
     segment, _ = pack(store)
-    values = store.rows(segment)[1]
+    values = rows_of(store, segment)[1]
     chosen = torch.rand(segment.num_entries) < 0.5
     store.fit(segment, chosen, torch.full_like(values, 7.0), torch.full((segment.num_entries,), 3.0))
-    biases, now = store.biases(segment), store.rows(segment)[1]
+    biases, now = biases_of(store, segment), rows_of(store, segment)[1]
     assert torch.equal(biases, torch.where(chosen, 3.0, 0.0))
     assert torch.equal(now, torch.where(chosen[:, None], 7.0, values))
 
@@ -116,9 +117,9 @@ def test_a_stored_fit_comes_back_into_other_slots() -> None:
     store = make_store()
     segment, _ = pack(store)
     fit(store, segment)
-    k, v = store.rows(segment)
+    k, v = rows_of(store, segment)
     lens = segment.indptr.diff().view(2, 3)
-    for biases in (store.biases(segment), None):
+    for biases in (biases_of(store, segment), None):
         slots = torch.randperm(63)[: segment.num_slots] + 1
         placed = store.new_segment(slots, lens, segment.positions, START, START + NUM_TOKENS)
         store.place(placed, k, v, biases)
@@ -126,7 +127,7 @@ def test_a_stored_fit_comes_back_into_other_slots() -> None:
         if biases is not None:
             assert_fitted(store, placed)
         placed.is_fitted = True
-        assert torch.equal(store.biases(placed), torch.zeros(segment.num_entries) if biases is None else biases)
+        assert torch.equal(biases_of(store, placed), torch.zeros(segment.num_entries) if biases is None else biases)
 
 
 def test_a_store_without_biases_fits_nothing() -> None:
@@ -138,4 +139,4 @@ def test_a_store_without_biases_fits_nothing() -> None:
     with pytest.raises(InvariantError, match="without biases"):
         fit(bare, segment)
     with pytest.raises(InvariantError, match="without biases"):
-        bare.place(segment, *store.rows(segment), torch.zeros(segment.num_entries))
+        bare.place(segment, *rows_of(store, segment), torch.zeros(segment.num_entries))

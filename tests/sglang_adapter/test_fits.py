@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers.fitted import biases_of, rows_of
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.harness_store import adoption, exported
 from helpers.naming_fitter import NamingFitter, name_of
@@ -48,7 +49,7 @@ def segment_of(harness: Harness) -> Segment:
 def assert_fitted(harness: Harness, *, but: range = range(0)) -> None:
     """All entries have their biases but those of some tokens, which have none."""
     segment = segment_of(harness)
-    biases, values = harness.tree.store.biases(segment), harness.tree.store.rows(segment)[1]
+    biases, values = biases_of(harness.tree.store, segment), rows_of(harness.tree.store, segment)[1]
     is_left = (segment.positions >= but.start) & (segment.positions < but.stop)
     assert torch.equal(biases, torch.where(is_left, 0.0, name_of(values)))
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.fitted import biases_of, rows_of
 from helpers.harness import Harness, publish_server_args
 from helpers.naming_fitter import NamingFitter, name_of
 from helpers.passes import MiniScheduler
@@ -106,7 +107,7 @@ def test_what_passes_have_read_is_fitted_and_what_only_shrank_is_not(monkeypatch
     fitted = [segment for segment in segments if segment.is_fitted]
     assert len(segments) == 4 and len(fitted) == 3 == pupil.harness.tree.compressor.stats.fits
     for segment in fitted:
-        biases, values = pupil.harness.tree.store.biases(segment), pupil.harness.tree.store.rows(segment)[1]
+        biases, values = biases_of(pupil.harness.tree.store, segment), rows_of(pupil.harness.tree.store, segment)[1]
         assert segment.is_read and torch.equal(biases, name_of(values))
 
 

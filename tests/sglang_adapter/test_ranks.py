@@ -6,9 +6,6 @@ The ranks are threads with a real process group (gloo) between them, each with i
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,6 +13,7 @@ from torch import distributed
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import MiniScheduler
+from helpers.threads_as_ranks import on_two_ranks
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.policies.observation import Readers
@@ -32,18 +30,6 @@ CONFIG = KVEvictConfig(
 @pytest.fixture(scope="module", autouse=True)
 def server_args(tmp_path_factory):
     publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
-
-
-def on_two_ranks(run: Callable[[int, distributed.ProcessGroup], Any]) -> list[Any]:
-    """Run a function as two ranks; return what they return."""
-    store = distributed.HashStore()
-
-    def rank(number: int) -> Any:
-        group = distributed.ProcessGroupGloo(store, number, 2, timedelta(seconds=30))
-        return run(number, group)
-
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(rank, range(2)))
 
 
 class Recorded(TensorRanks):

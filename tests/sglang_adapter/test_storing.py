@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
 
-from helpers.harness import Harness, publish_server_args
-from helpers.harness_store import IDENTITY, adoption
+from helpers.harness import publish_server_args
+from helpers.harness_store import Server
 from sgl_kvevict.compression import CacheObservation
-from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.config import EventsConfig, KVEvictConfig
 from sgl_kvevict.errors import StoreError
-from sgl_kvevict.lifecycle.observer import CacheObserver
-from sgl_kvevict.lifecycle.storing import StoredPrefixes
+from sgl_kvevict.events.types import Loaded, LoadFailed, Stored
+from sgl_kvevict.lifecycle.loading import READ_AHEAD
 from sgl_kvevict.sglang_adapter.introspection import cache_state
-from sgl_kvevict.sglang_adapter.storing import around_admission, in_order
-from sgl_kvevict.store import ReadAhead, SegmentStore, WriteBehind, open_backend
+from sgl_kvevict.sglang_adapter.observers import CountingObserver, PublishingObserver
+from sgl_kvevict.sglang_adapter.storing import (
+    after_queueing,
+    after_shutdown,
+    around_admission,
+    in_order,
+    without_adapter,
+)
+from sgl_kvevict.store import Written
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 
@@ -23,56 +31,6 @@ DOCUMENT = [i * 7 % 11 for i in range(60)]
 @pytest.fixture(scope="module", autouse=True)
 def server_args(tmp_path_factory):
     publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
-
-
-class Heard(CacheObserver):
-    """Remembers what was told of the store."""
-
-    def __init__(self):
-        self.stored_segments, self.loads, self.failures = [], [], []
-
-    def stored(self, written):
-        self.stored_segments.append(written)
-
-    def loaded(self, key, start, end):
-        self.loads.append((start, end))
-
-    def load_failed(self, reason, error):
-        self.failures.append(reason)
-
-
-class Server:
-    """A harness with a store; ``now`` is its clock."""
-
-    def __init__(self, folder, **kind):
-        self.now = 0.0
-        self.harness = Harness(**kind)
-        tree = self.harness.tree
-        self.segments = SegmentStore(open_backend(str(folder)), IDENTITY)
-        self.writer = WriteBehind(self.segments)
-        self.reader = ReadAhead(self.segments, 1.0, lambda: self.now)
-        self.stored = StoredPrefixes(
-            tree.port, tree.spans, tree.store, adoption(self.harness), IDENTITY, self.writer, self.reader, tree.guard, 4
-        )
-        tree.manager.use_store(self.stored)
-        self.heard = self.stored.observer = Heard()
-
-    def serve(self, prompt, *, waits=True, extra_key=None):
-        """Queue a request, wait for the store, and run it; return how much it found."""
-        req = self.harness.request(prompt, extra_key)
-        self.stored.queued(req, prompt[:-1], extra_key, None)
-        if waits:
-            assert self.reader._workers.drain(10)
-        assert self.stored.settle() == set()
-        self.harness.check()
-        assert self.harness.admit(req)
-        found = req.prefix_len
-        assert self.harness.prefill(req)
-        self.harness.decode(req)
-        self.harness.finish(req)
-        assert self.writer.drain(10)
-        self.stored.between_steps()
-        return found
 
 
 def test_a_prefix_outlives_its_server(tmp_path):
@@ -98,12 +56,10 @@ def test_a_tail_comes_back_for_prompts_that_go_on_with_it(tmp_path):
 def test_requests_that_wait_for_the_same_prefix_bring_it_once(tmp_path):
     Server(tmp_path).serve(DOCUMENT)
     server = Server(tmp_path, num_slots=30)
-    twins = [server.harness.request([*DOCUMENT[:56], 9, i]) for i in range(3)]
-    for req in twins:
-        server.stored.queued(req, [*DOCUMENT[:56], 9], None, None)
-    assert server.reader._workers.drain(10) and server.stored.settle() == set()
+    twins = [server.queue([*DOCUMENT[:56], i]) for i in range(3)]
+    assert server.settle(*twins) == set()
     server.harness.check()
-    assert (server.stored.totals.loaded, server.stored.totals.not_placed) == (1, 2)
+    assert (server.loading.totals.loaded, server.loading.totals.not_placed) == (1, 2)
     assert cache_state(server.harness.tree)["free_slots"] == 30 - 17
     for req in twins:
         assert server.harness.admit(req) and req.prefix_len == 56
@@ -146,11 +102,10 @@ def test_who_waits_too_long_goes_on_without(tmp_path, monkeypatch):
     Server(tmp_path).serve(DOCUMENT)
     server = Server(tmp_path)
     monkeypatch.setattr(server.reader._workers, "submit", lambda work: True)  # it never comes to it
-    req = server.harness.request([*DOCUMENT[:56], 9, 9])
-    server.stored.queued(req, [*DOCUMENT[:56], 9], None, None)
-    assert server.stored.settle() == {req}
+    req = server.queue([*DOCUMENT[:56], 9])
+    assert server.loading.settle([req]) == {req}
     server.now = 1.0
-    assert server.stored.settle() == set() and server.heard.failures == ["late"]
+    assert server.loading.settle([req]) == set() and server.heard.failures == ["late"]
     assert server.stored.state()["late"] == 1
 
 
@@ -171,7 +126,7 @@ def test_a_store_that_fails_is_told_and_the_prompt_computed(tmp_path, monkeypatc
 
 def test_an_error_nobody_expects_is_held(tmp_path, monkeypatch):
     server = Server(tmp_path)
-    monkeypatch.setattr(server.harness.tree.store, "rows", lambda segment: 1 / 0)
+    monkeypatch.setattr(server.harness.tree.store, "copy", lambda views: 1 / 0)
     monkeypatch.setattr(server.reader, "start", lambda wanted: 1 / 0)
     assert server.serve(DOCUMENT) == 0
     errors = {place.value: count for place, count in server.harness.tree.guard.errors.items() if count}
@@ -181,17 +136,138 @@ def test_an_error_nobody_expects_is_held(tmp_path, monkeypatch):
 def test_new_weights_switch_the_store_off(tmp_path):
     Server(tmp_path).serve(DOCUMENT)
     server = Server(tmp_path)
-    waiting = server.harness.request([*DOCUMENT, 9])
-    server.stored.queued(waiting, DOCUMENT, None, None)
+    waiting = server.queue(DOCUMENT)
+    server.loading.settle([waiting])
     server.harness.tree.forget_compressed()
-    assert server.stored.settle() == set() and not server.stored.is_on
-    assert server.serve([*DOCUMENT[:56], 9, 9]) == 0
+    assert server.loading.settle([waiting]) == set() and not server.stored.is_on
+    assert server.heard.loads == []
+    late = server.harness.request([*DOCUMENT, 8])
+    after_queueing(None, SimpleNamespace(tree_cache=server.harness.tree), late)
+    assert server.loading.num_waiting == 0
+    server.harness.finish(server.harness.run(DOCUMENT))
+    assert server.writer.drain(10)
+    server.stored.between_steps()
     assert server.heard.stored_segments == [] and server.heard.loads == []
+
+
+def test_a_document_behind_a_shared_header_needs_no_other_document(tmp_path):
+    """As behind every chat header: the second document's segment begins where the first one's path is left."""
+    documents = [[*DOCUMENT[:10], *((i * step) % 11 for i in range(1, 51))] for step in (3, 5)]
+    first = Server(tmp_path, num_slots=200)
+    for document in documents:
+        first.serve(document)
+    assert {span.segment.start for span in first.harness.tree.spans.values()} == {0, 10}
+    for i in (0, 1):
+        second = Server(tmp_path, num_slots=200)
+        assert second.serve([*documents[i][:56], 9, 9, 9]) >= 56  # the tail's first token may be the question's
+        assert second.heard.loads == [(0, 56)]
+        other = documents[1 - i]
+        assert second.serve([*other[:56], 8, 8, 8]) >= 56  # the header is there; the rest of it comes
+        assert second.heard.loads == [(0, 56), (10, 56)]
+        assert cache_state(second.harness.tree)["leaked_slots"] == 0
+
+
+def test_what_readers_order_later_takes_the_place_of_what_was_stored(tmp_path):
+    config = KVEvictConfig(budget=0.3, light_budget=None, min_budget=0.1, tail_tokens=4, min_prefix_tokens=6)
+    server = Server(tmp_path, config=config, num_slots=200)
+    server.serve(DOCUMENT)
+    (stored,) = server.segments.list()
+    assert not server.segments.get(stored.key).is_read
+    (owner,) = server.harness.tree.spans
+    server.harness.tree.spans[owner].segment.is_read = True
+    server.harness.tree.manager.ranges.on_budget(owner)
+    assert server.writer.drain(10) and server.segments.get(stored.key).is_read
+
+
+def test_prefixes_are_fetched_for_the_head_of_the_queue_first(tmp_path):
+    Server(tmp_path).serve(DOCUMENT)
+    server = Server(tmp_path, num_slots=200)
+    queue = [server.queue([*DOCUMENT[:56], i % 11]) for i in range(READ_AHEAD + 2)]
+    short = server.harness.request([1, 2, 3])
+    assert server.loading.settle([short, *queue]) == set(queue)
+    assert server.reader._workers.drain(10)
+    assert server.loading.settle([short, *queue]) == set(queue[READ_AHEAD - 1 :])  # it is not yet their turn
+    assert server.settle(*queue[READ_AHEAD - 1 :]) == set()
+    assert server.loading.num_waiting == 0 and server.loading.totals.loaded == 1
+
+
+def test_nobody_waits_for_ever_behind_those_whose_turn_it_is(tmp_path, monkeypatch):
+    Server(tmp_path).serve(DOCUMENT)
+    server = Server(tmp_path, num_slots=200)
+    queue = [server.queue([*DOCUMENT[:56], i % 11]) for i in range(READ_AHEAD + 2)]
+    assert server.loading.settle(queue) == set(queue)
+    server.now = 1.0  # all that were begun have come, and stay in the queue: others run
+    assert server.reader._workers.drain(10)
+    assert server.loading.settle(queue) == set()
+    assert server.settle(*queue[READ_AHEAD:]) == set()  # when it is their turn in the end, they are looked for
+    assert server.loading.num_waiting == 0
+
+
+def test_a_working_set_of_many_times_the_pool_comes_back_from_the_store(tmp_path):
+    """What was dropped is loaded again, never computed; who is loaded pushes others out, as any insertion does."""
+    documents = [[*DOCUMENT[:5], *((i * i * step + step) % 11 for i in range(55))] for step in range(1, 11)]
+    for document in documents:
+        Server(tmp_path, num_slots=200).serve(document)
+    server = Server(tmp_path, num_slots=75)  # of 600 tokens
+    for turn in range(4):
+        for number, document in enumerate(documents):
+            assert server.serve([*document[:56], turn, number % 11, 9]) >= 55, (turn, number)
+    assert server.loading.totals.loaded >= 30 and server.loading.totals.late == 0
+    assert cache_state(server.harness.tree)["leaked_slots"] == 0
+
+
+def test_what_an_adapter_made_is_neither_stored_nor_looked_for(tmp_path):
+    adapter = "0123456789abcdef" * 2
+    assert without_adapter(None) and without_adapter("tenant") and not without_adapter("tenant" + adapter)
+    server = Server(tmp_path, num_slots=200)
+    server.stored.keeps = without_adapter
+    scheduler = SimpleNamespace(tree_cache=server.harness.tree)
+    for extra_key, waits in ((adapter, 0), ("tenant" + adapter, 0), ("tenant", 1)):
+        server.serve(DOCUMENT, extra_key=extra_key)
+        assert len(list(server.segments.list())) == waits
+        req = server.harness.request([*DOCUMENT, 9], extra_key)
+        after_queueing(None, scheduler, req)
+        assert server.loading.num_waiting == waits
+
+
+def test_a_server_that_stops_writes_what_waits(tmp_path, monkeypatch):
+    server = Server(tmp_path, num_slots=200)
+    gate, put = threading.Event(), server.segments.put
+    monkeypatch.setattr(server.segments, "put", lambda *args: gate.wait(10) and put(*args))
+    server.harness.finish(server.harness.run(DOCUMENT))
+    assert server.stored.close(0.01) == 1  # in bounded time
+    gate.set()
+    scheduler = SimpleNamespace(tree_cache=server.harness.tree)
+    after_shutdown(None, scheduler)
+    assert len(list(server.segments.list())) == 1
+    server.harness.finish(server.harness.run([7] * 40))
+    assert server.writer.num_waiting == 0  # nothing new is taken
+
+
+def test_what_is_told_is_counted_and_published(tmp_path):
+    """Counters of /metrics, and events, from the same calls."""
+    events, counting = [], CountingObserver(4)
+    service = SimpleNamespace(publish=events.append, config=EventsConfig())
+    publishing = PublishingObserver(service, "p", 4)
+    publishing.stored(Written("ab" * 32, 56, 900))
+    for observer in (counting, publishing):
+        observer.stored(Written("cd" * 32, 30, 0, "disk full"))
+        observer.stored(Written("ef" * 32, 30, 0))
+        observer.loaded("ab" * 32, 20, 56)
+        observer.load_failed("late", "")
+        observer.load_failed("error", "unreachable")
+    counting.stored(Written("ab" * 32, 56, 900))
+    totals = counting.totals
+    assert (totals.stored_segments, totals.stored_bytes, totals.not_stored) == (1, 900, 1)
+    assert (totals.loaded_segments, totals.loaded_tokens, totals.late_loads, totals.failed_loads) == (1, 36, 1, 1)
+    assert [type(event) for event in events] == [Stored, Stored, Stored, Loaded, LoadFailed, LoadFailed]
+    assert (events[0].key, events[0].tokens, events[0].bytes) == ("ab" * 8, 56, 900)
+    assert (events[1].error, events[3].start, events[5].error) == ("disk full", 20, "unreachable")
 
 
 def test_random_traffic_with_restarts_keeps_every_slot(tmp_path):
     """Small pools, shared beginnings, loads that push others out: contents and conservation after every step."""
-    documents = [[(i * step) % 11 for i in range(60)] for step in (3, 5, 7)]
+    documents = [[*DOCUMENT[:12], *((i * step) % 11 for i in range(1, 49))] for step in (3, 5, 8)]
     for start in range(3):
         server = Server(tmp_path, num_slots=110)
         for i in range(9):
@@ -199,13 +275,13 @@ def test_random_traffic_with_restarts_keeps_every_slot(tmp_path):
             server.serve([*document[: 60 - 7 * (i % 3)], *([i] * 6)])
         assert cache_state(server.harness.tree)["leaked_slots"] == 0
         assert server.harness.tree.guard.errors == dict.fromkeys(server.harness.tree.guard.errors, 0)
-        assert (server.stored.totals.loaded > 0) == (start > 0)
+        assert (server.loading.totals.loaded > 0) == (start > 0)
 
 
 def test_who_waits_is_passed_over_and_keeps_its_place(tmp_path):
     server = Server(tmp_path)
     a, b, c, d = (server.harness.request([1, 2, i]) for i in range(4))
-    server.stored.settle = lambda: {a, c}
+    server.loading.settle = lambda queue: {a, c}
     scheduler = SimpleNamespace(tree_cache=server.harness.tree, waiting_queue=[a, b, c], chunked_req=None)
     seen = []
 

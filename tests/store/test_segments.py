@@ -119,23 +119,48 @@ def test_a_segment_of_another_shape_is_refused(backend):
 
 def test_a_corrupt_manifest_is_reported_once_and_begun_anew(backend):
     store = SegmentStore(backend, OWN)
-    ours = record(OWN, SPACE, tokens(40))
+    ours = record(OWN, SPACE, tokens(30))
     store.put(ours, SPACE)
     (manifest,) = [item.name for item in backend.list() if "/manifests/" in item.name]
     data = bytearray(backend.get(manifest))
     data[100] ^= 1
     backend.put(manifest, bytes(data))
     with pytest.raises(CorruptSegmentError, match="checksum"):
-        store.find(tokens(40), SPACE)
-    assert store.find(tokens(40), SPACE) == []
+        store.find(tokens(30), SPACE)
+    assert store.find(tokens(30), SPACE) == []
     store.put(ours, SPACE)
-    assert len(store.find(tokens(40), SPACE)) == 1
+    assert len(store.find(tokens(30), SPACE)) == 1
 
 
 def test_a_manifest_lists_the_newest_segments():
-    entries = [ManifestEntry(f"{i:064x}", 0, 64, True, (bytes(8),)) for i in range(5)]
+    entries = [ManifestEntry(f"{i:064x}", 0, 64, True, False, (bytes(8),)) for i in range(5)]
     assert decode_manifest(encode_manifest(entries)) == entries
     assert MAX_ENTRIES >= 5
+
+
+def test_who_begins_alike_with_too_many_others_is_found_all_the_same(backend, monkeypatch):
+    """A long system prompt before many documents: the manifest of its first tokens forgets the oldest."""
+    monkeypatch.setattr("sgl_kvevict.store.manifest.MAX_ENTRIES", 3)
+    monkeypatch.setattr("sgl_kvevict.store.segments.MAX_ENTRIES", 3)
+    store = SegmentStore(backend, OWN)
+    system = tokens(40)
+    documents = [[*system, *tokens(60, seed=i)] for i in range(5)]
+    for document in documents:
+        store.put(record(OWN, SPACE, document), SPACE)
+    found = [{entry.key for entry in store.find([*document, 5], SPACE)} for document in documents]
+    assert all(SPACE.segment(document, 0) in keys for document, keys in zip(documents, found, strict=True))
+    assert len(store.find([*system, 1, 2], SPACE)) == 3  # the newest
+
+
+def test_what_readers_ordered_takes_the_place_of_what_nobody_has_read(backend):
+    store = SegmentStore(backend, OWN)
+    unread = record(OWN, SPACE, tokens(40))
+    read = record(OWN, SPACE, tokens(40), seed=1, is_read=True)
+    written = [store.put(each, SPACE) > 0 for each in (unread, read, read, unread)]
+    assert written == [True, True, False, False]
+    assert_same(store.get(read.key), read)
+    (entry,) = store.find(tokens(40), SPACE)
+    assert entry.is_read
 
 
 def put_many(url: str, numbers: list[int]) -> None:

@@ -71,7 +71,8 @@ def test_segments_of_a_path_are_fetched_one_after_the_other(store):
     assert [(each.start, each.end) for each in fetched(reader, [*turn, 1]).records] == [(0, 200), (200, 350)]
     assert [each.end for each in fetched(reader, [*turn[:330], 1, 2]).records] == [200, 350]
     assert [each.start for each in fetched(reader, [*turn, 1], 200, 200).records] == [200]
-    assert fetched(reader, [*turn, 1], 100, 200).records == []  # the tree is compressed up to elsewhere
+    assert fetched(reader, [*turn, 1], 250, 260).records[0].start == 200  # the tree is compressed up to its middle
+    assert fetched(reader, [*turn, 1], 100, 200).records == []  # what wins so much begins behind that
     assert reader.start(Wanted([*turn, 1], SPACE, 350, 350)) is None
 
 
@@ -136,6 +137,20 @@ def test_who_waited_long_enough_waits_no_longer(store, monkeypatch):
     assert reader.start(Wanted([*tokens(200), 1], SPACE, 0, 0)) is None
     gate.set()
     assert reader._workers.drain(10) and fetch.is_done and fetch.records[1:] == []
+
+
+def test_a_wait_that_is_too_long_costs_the_store_a_pause_only_if_it_gave_nothing(store, monkeypatch):
+    store.put(record(OWN, SPACE, tokens(200)), SPACE)
+    now = [0.0]
+    reader = ReadAhead(store, 0.1, lambda: now[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(reader._workers, "submit", lambda work: True)  # others are before it all the time
+        fetch = reader.start(Wanted([*tokens(200), 1], SPACE, 0, 0))
+    now[0] = 0.05
+    fetched(reader, [*tokens(200), 1])
+    now[0] = 0.1
+    assert reader.is_late(fetch)
+    assert fetched(reader, [*tokens(200), 2]).records != []  # no pause
 
 
 def test_requests_for_the_same_segment_share_one_read(store, monkeypatch):

@@ -24,7 +24,12 @@ def prose() -> tuple[str, ...]:
 @functools.cache
 def sentences() -> tuple[str, ...]:
     """The sentences of the prose, in order."""
-    return tuple(s for block in prose() for s in re.split(r'(?<=[.!?])\s+(?=[A-Z"])', block) if len(s) > 20)
+    return tuple(s for block in prose() for s in split_sentences(block) if len(s) > 20)
+
+
+def split_sentences(paragraph: str) -> list[str]:
+    """The sentences of a paragraph, in order."""
+    return re.split(r'(?<=[.!?])\s+(?=[A-Z"])', paragraph)
 
 
 def haystack(rng: random.Random, needles: Sequence[str], num_tokens: int, count: CountTokens) -> str:

@@ -12,14 +12,12 @@ from pathlib import Path
 from kvevict_quality import fidelity
 from kvevict_quality.asking import Prepared, ask_all, ask_aware, prepare
 from kvevict_quality.rows import Row, commit, merge_rows, read_rows
-from kvevict_quality.sample import Prompts, Sample
+from kvevict_quality.sample import SAMPLES_INDEX, Prompts, Sample
 from kvevict_quality.systems import FULL, KNOWN_QUESTIONS, Setup
 from kvevict_quality.tasks import make_sample
 from sgl_kvevict.launcher import RunningServer, has_fast_bfloat16, launch
 
 Progress = Callable[[str], None]
-#: Index of the context whose questions serve as samples; no measured context has it.
-SAMPLES_INDEX = 1_000_000
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 _MARK = "<<<{}>>>"
+#: Index of the context whose questions serve as samples; no measured context has it.
+SAMPLES_INDEX = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -18,16 +20,27 @@ class Question:
         lead: words put into the assistant's mouth, which it goes on from.
         answers: values; the score is the share of them that the output contains (any case), as in RULER.
         max_new_tokens: length of the answer.
+        variants: other forms of the answer, each of which counts as it.
+
+    Raises:
+        ValueError: variants, and not exactly one answer.
     """
 
     text: str
     lead: str
     answers: tuple[str, ...]
     max_new_tokens: int
+    variants: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.variants and len(self.answers) != 1:
+            raise ValueError(f"variants: got some for {len(self.answers)} answers; allowed: for one answer")
 
     def score(self, output: str) -> float:
         """Share of the values that the output contains."""
-        return sum(answer.lower() in output.lower() for answer in self.answers) / len(self.answers)
+        text = output.lower()
+        found = [any(form.lower() in text for form in (answer, *self.variants)) for answer in self.answers]
+        return sum(found) / len(found)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvevict_quality.corpus import CountTokens
 from kvevict_quality.sample import Sample
-from kvevict_quality.tasks import chat, lookup, needles, shots, words
+from kvevict_quality.tasks import chat, lookup, needles, reading, shots, words
 
 Make = Callable[[random.Random, int, CountTokens], Sample]
 
@@ -18,7 +18,7 @@ NEEDLE_TASKS: Mapping[str, Make] = {
     "needle-multi-value": needles.multi_value,
     "needle-multi-query": needles.multi_query,
 }
-TASKS: Mapping[str, Make] = {
+_DRAWN: Mapping[str, Make] = {
     **NEEDLE_TASKS,
     "variable-tracking": needles.variable_tracking,
     "common-words": words.common_words,
@@ -31,7 +31,9 @@ TASKS: Mapping[str, Make] = {
     "pattern": shots.pattern,
     "long-chat": shots.long_chat,
 }
-GROUPS: Mapping[str, tuple[str, ...]] = {"needles": tuple(NEEDLE_TASKS), "all": tuple(TASKS)}
+READING = "reading"
+TASKS = (*_DRAWN, READING)
+GROUPS: Mapping[str, tuple[str, ...]] = {"needles": tuple(NEEDLE_TASKS), "all": TASKS}
 #: Tasks that are no generated ones.
 OTHER_TASKS = ("fidelity",)
 #: Room that is left in a context for the chat template.
@@ -49,7 +51,9 @@ def make_sample(task: str, tokens: int, seed: int, index: int, count: CountToken
         count: tokens of a text.
     """
     rng = random.Random(zlib.crc32(f"{task}/{tokens}/{seed}/{index}".encode()))
-    return TASKS[task](rng, tokens - TEMPLATE_TOKENS, count)
+    if task == READING:
+        return reading.reading(rng, tokens - TEMPLATE_TOKENS, count, seed, index)
+    return _DRAWN[task](rng, tokens - TEMPLATE_TOKENS, count)
 
 
 def select_tasks(names: Sequence[str]) -> tuple[str, ...]:

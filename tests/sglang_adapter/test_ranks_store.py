@@ -1,0 +1,99 @@
+"""Two tensor-parallel ranks and a store: each reads its own part of a prefix, and all load it or none does."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+from helpers.harness import PseudoRandomPolicy, publish_server_args
+from helpers.harness_store import IDENTITY, Server
+from helpers.threads_as_ranks import on_two_ranks
+from sgl_kvevict.sglang_adapter.introspection import cache_state, rank_states
+
+DOCUMENTS = [[*(i * 7 % 11 for i in range(10)), *((i * step) % 11 for i in range(1, 61))] for step in (3, 5, 7)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_args(tmp_path_factory):
+    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+
+
+def server_of(rank, group, folder, **kind) -> Server:
+    identity = dataclasses.replace(IDENTITY, rank=rank, num_ranks=2)
+    return Server(folder, identity, policy=PseudoRandomPolicy(rank=rank), group=group, **kind)
+
+
+def fill(folder):
+    def run(rank, group):
+        server = server_of(rank, group, folder, num_slots=300)
+        for document in DOCUMENTS:
+            server.serve(document)
+        return sorted(stored.key for stored in server.segments.list())
+
+    ours, theirs = on_two_ranks(run)
+    assert len(ours) == len(theirs) == len(DOCUMENTS) and not set(ours) & set(theirs)
+
+
+def ask_all(folder, before=lambda server, rank: None, num_slots=300):
+    """Ask about each document, on two ranks that have an empty tree; what each rank found and loaded."""
+
+    def run(rank, group):
+        server = server_of(rank, group, folder, num_slots=num_slots)
+        before(server, rank)
+        found = [server.serve([*document[:66], 9, 9, i]) for i, document in enumerate(DOCUMENTS * 2)]
+        states = rank_states(server.harness.tree)
+        assert cache_state(server.harness.tree)["leaked_slots"] == 0
+        return SimpleNamespace(found=found, totals=server.loading.totals, states=states)
+
+    ours, theirs = on_two_ranks(run)
+    assert ours.found == theirs.found and ours.states == theirs.states and ours.states[0] == ours.states[1]
+    return ours
+
+
+def test_ranks_load_their_own_parts_of_what_all_have(tmp_path):
+    fill(tmp_path)
+    asked = ask_all(tmp_path)
+    assert min(asked.found) >= 66 and asked.totals.loaded == 3
+
+
+def test_ranks_load_again_what_was_pushed_out(tmp_path):
+    fill(tmp_path)
+    asked = ask_all(tmp_path, num_slots=40)
+    assert min(asked.found) >= 66 and asked.totals.loaded >= 4
+
+
+def test_what_one_rank_lacks_no_rank_loads(tmp_path):
+    fill(tmp_path)
+
+    def lose(server, rank):
+        if rank == 1:
+            for stored in list(server.segments.list()):
+                server.segments.delete(stored.key)
+
+    asked = ask_all(tmp_path, lose)
+    assert asked.found[0] == 0 and asked.totals.loaded == 0
+
+
+def test_when_one_rank_has_waited_too_long_no_rank_loads(tmp_path):
+    fill(tmp_path)
+
+    def stall(server, rank):
+        if rank == 1:
+            server.reader.is_late = lambda fetch: not fetch.is_done
+            server.reader._workers.submit = lambda work: True  # it never comes to it
+
+    asked = ask_all(tmp_path, stall)
+    assert asked.found[0] == 0 and asked.totals.loaded == 0 and asked.totals.late >= 1
+
+
+def test_when_the_store_of_one_rank_is_in_trouble_no_rank_loads(tmp_path):
+    fill(tmp_path)
+
+    def refuse(server, rank):
+        if rank == 0:
+            server.reader.start = lambda wanted: None
+
+    asked = ask_all(tmp_path, refuse)
+    assert asked.found[0] == 0 and asked.totals.loaded == 0
