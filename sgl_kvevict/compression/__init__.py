@@ -2,6 +2,7 @@
 
 from sgl_kvevict.compression.compressor import Compression, Compressor, Observation
 from sgl_kvevict.compression.observation import CacheObservation, PromptObservation
+from sgl_kvevict.compression.pending_fit import PendingFit
 from sgl_kvevict.compression.reader_observation import ReaderChunk, ReaderObservation
 from sgl_kvevict.compression.warm_up import warm_up
 
@@ -10,6 +11,7 @@ __all__ = [
     "Compression",
     "Compressor",
     "Observation",
+    "PendingFit",
     "PromptObservation",
     "ReaderChunk",
     "ReaderObservation",

@@ -32,14 +32,19 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
     device = real.k_arena.device
     random = torch.Generator(device=device).manual_seed(0)
     k, v = (torch.randn(shape, generator=random, device=device).to(real.k_arena.dtype) for _ in range(2))
-    store = SpanStore(geometry, k, v)
+    store = SpanStore(geometry, k, v, torch.zeros(shape[:3], device=device) if real.has_biases else None)
     spec = compressor.observes
     twin = Compressor(compressor.config, compressor.policy, store, spec.rotary, spec.output_grams, compressor.learner)
     queries = torch.randn(num_tokens, geometry.num_qo_heads, geometry.head_dim, generator=random, device=device)
     slots = torch.arange(1, num_tokens + 1, device=device)
     observation = _observe(twin, queries.to(q_dtype), slots)
-    segment = twin.compress(slots, 0, observation).segment
+    compression = twin.compress(slots, 0, observation)
+    segment, fit = compression.segment, compression.fit
     span = Span(segment, 0, num_tokens, is_owner=True)
+    while fit is not None and not fit.is_done:
+        fit.step(segment)
+    if fit is not None:
+        fit.apply(store, segment, [])
     if twin.policy.splittable:
         upper, lower = span.split(num_tokens // 2)
         for part in (upper, lower):

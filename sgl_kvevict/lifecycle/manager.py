@@ -12,6 +12,7 @@ from torch import Tensor
 from sgl_kvevict.compression import Compressor, PromptObservation, ReaderChunk
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle.eviction import CostAwareRecency
+from sgl_kvevict.lifecycle.fitting import Fits
 from sgl_kvevict.lifecycle.jobs import ScoringJobs
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.lifecycle.observer import CacheObserver
@@ -54,6 +55,7 @@ class PrefixManager:
         ranges: what is to be compressed; None without a compressor.
         pressure: what shrinks when slots are short; None without a compressor.
         scoring: has prefixes read before they are compressed; None for policies that need no readers.
+        fits: of what was compressed after its passes; None for policies that need no readers.
         stored: keeps prefixes in a store; None: nothing does.
         max_sharers: most requests that ever read one span in one forward.
     """
@@ -68,6 +70,7 @@ class PrefixManager:
         self.ranges: Ranges | None = None
         self.scoring: PrefixScoring | None = None
         self.votes: Votes | None = None
+        self.fits: Fits | None = None
         self.readers = LiveReaders(tree)
         self.pressure: Pressure | None = None
         self.max_sharers = 0
@@ -84,8 +87,10 @@ class PrefixManager:
         readers = compressor.policy.readers
         if readers is not None:
             jobs = ScoringJobs()
-            self.votes = Votes(compressor, self.ranges, jobs)
-            self.scoring = PrefixScoring(compressor, readers, self.ranges, self.pressure, jobs, self.votes, guard)
+            fits = self.fits = Fits(self.spans, compressor, guard)
+            votes = self.votes = Votes(compressor, self.ranges, jobs, fits)
+            self.scoring = PrefixScoring(compressor, readers, self.ranges, self.pressure, jobs, votes, fits, guard)
+            self.ranges.on_fit = fits.add
             self.pressure.is_being_read = self.scoring.reads
 
     @property
@@ -110,6 +115,8 @@ class PrefixManager:
         assert self.ranges is not None
         self.stored = stored
         self.ranges.on_budget = stored.on_budget
+        if self.fits is not None:
+            self.fits.on_ended = stored.on_budget
         stored.observer = self._observer
 
     # ---- what happens to requests -----------------------------------------------------------------------------
@@ -237,7 +244,7 @@ class PrefixManager:
         Returns:
             [num_slots], int64, token slots that come back; None: it held no span, so they are its ordinary ones.
         """
-        for part in (self.ranges, self.pressure, self.scoring, self.votes):
+        for part in (self.ranges, self.pressure, self.scoring, self.votes, self.fits):
             if part is not None:
                 part.discard(node)
         drop = self.spans.drop(node, self._tree.largest)
@@ -261,7 +268,7 @@ class PrefixManager:
     def forget_seen(self) -> None:
         """Nothing that was seen or scored is of use any more: the tree is empty, or the model has other weights."""
         self._observations.clear()
-        for part in (self.ranges, self.pressure, self.scoring, self.votes):
+        for part in (self.ranges, self.pressure, self.scoring, self.votes, self.fits):
             if part is not None:
                 part.clear()
 

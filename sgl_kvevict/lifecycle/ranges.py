@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from sgl_kvevict.compression import Compression, Compressor, Observation
+from sgl_kvevict.compression import Compression, Compressor, Observation, PendingFit, ReaderObservation
 from sgl_kvevict.guard import Guard, Place, accounting
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.lifecycle.observer import REFUSED_IN_USE, REFUSED_NO_MEMORY, CacheObserver
@@ -52,6 +52,7 @@ class Ranges:
         observer: told of what is compressed, and of what has to wait.
         on_installed: told which consecutive nodes hold a new segment.
         on_budget: told of the last node of a segment that takes what the budget says, and no step before it.
+        on_fit: told of the last node of such a segment, and of its fit, in place of ``on_budget``, which comes after.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Ranges:
         self.observer = CacheObserver()
         self.on_installed: Callable[[Sequence[Node]], None] = lambda nodes: None
         self.on_budget: Callable[[Node], None] = lambda last: None
+        self.on_fit: Callable[[Node, PendingFit], None] = lambda last, fit: None
         self._tree = tree
         self._spans = spans
         self._readers = readers
@@ -154,6 +156,9 @@ class Ranges:
 
     def _wait(self, pending: PendingRange) -> None:
         self.discard(pending.node)
+        if isinstance(pending.observation, ReaderObservation) and pending.observation.products is not None:
+            pending.observation.products = None  # its memory would be held for as long as somebody reads exactly
+            self._compressor.stats.fits_given_up += 1
         self._pending[pending.node] = pending
         self._bytes[pending.node] = pending.observation.num_bytes
         while self.num_bytes > self._compressor.config.observation_bytes:
@@ -180,7 +185,9 @@ class Ranges:
                 break
             self._install(group, done.segment, done.freed)
             self.observer.compressed(group, done)
-            if pending.share in (None, self._compressor.config.budget):
+            if done.fit is not None:
+                self.on_fit(group[-1], done.fit)
+            elif pending.share in (None, self._compressor.config.budget):
                 self.on_budget(group[-1])
             waterline += done.num_tokens
             won += done.freed.numel()

@@ -126,6 +126,10 @@ class SpanTable(dict[Node, Span]):
         """Topmost node with a span of the same segment as this node's."""
         return self._nodes_of_segment(node, self[node].segment)[0]
 
+    def ends_of(self, last: Node) -> list[int]:
+        """Logical positions at which the views of a segment end, of which a node holds the last one."""
+        return [self[node].end for node in self._nodes_of_segment(last, self[last].segment)]
+
     def last_of(self, owner: Node) -> Node:
         """Last node with a span of the segment that a node owns."""
         return self._views_of(owner)[-1]

@@ -31,6 +31,7 @@ class Segment:
         tokens_per_slot: what one of its slots saves (tokens).
         worth: [num_entries], int16, what a squeeze keeps longest has most; None: it cannot be squeezed.
         is_read: ``worth`` is what readers paid, not what a policy expected of them.
+        is_fitted: its values and biases were fitted to what it does not keep; the biases of others are 0.
         readings: what the passes that are under way paid so far; None, or closed: none are.
         policy_state: what the policy wants to know at the path's next compression; opaque here.
         num_spans: live spans that read this segment.
@@ -61,6 +62,7 @@ class Segment:
         self.worth = worth
         self.tokens_per_slot = (end - start) / max(token_slots.numel(), 1)
         self.is_read = False
+        self.is_fitted = False
         self.readings: EntryReadings | None = None
         self.policy_state: object | None = None
         self.num_spans = 0
@@ -97,8 +99,8 @@ class Segment:
 class Span:
     """The compressed KV of the tokens ``[start, end)`` of a path, as one tree node holds it.
 
-    What a reader sees (entries and their order) never changes; a repack may move the entries to another segment,
-    after which :meth:`runs` returns a new object.
+    What a reader sees (entries and their order) never changes; a repack may move the entries to another segment, and a
+    fit give them other values and biases, after which :meth:`runs` returns a new object.
 
     Attributes:
         segment: where the entries are.
@@ -131,9 +133,10 @@ class Span:
         Computed at the first call, on the caller's stream: splitting stays pure host work, so it may happen while
         a forward that reads the span is still running.
         """
-        if self._runs is None:
-            starts, lens = self.segment.cut(self.start, self.end)
-            self._runs = SpanRuns(self.segment.head_slots, starts, lens, self.num_tokens)
+        segment = self.segment
+        if self._runs is None or self._runs.is_fitted is not segment.is_fitted:
+            starts, lens = segment.cut(self.start, self.end)
+            self._runs = SpanRuns(segment.head_slots, starts, lens, self.num_tokens, segment.is_fitted)
         return self._runs
 
     def split(self, position: int) -> tuple[Span, Span]:

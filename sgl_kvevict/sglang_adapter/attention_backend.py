@@ -14,6 +14,7 @@ from torch import Tensor
 from kvevict_kernels.checks import FP8
 from sgl_kvevict.attention import AttentionBatch, CapturableAttention, build_attention, resolve_attention
 from sgl_kvevict.attention.backend import kernel_reasons
+from sgl_kvevict.attention.choice import bias_reasons
 from sgl_kvevict.compression import PromptObservation, ReaderChunk
 from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import UnsupportedSetupError
@@ -68,6 +69,8 @@ class KVEvictAttentionBackend(AttentionBackend):
         reasons += layer_reasons(model_runner.model)
         head_dim = model_runner.model_config.head_dim
         reasons += kernel_reasons(config.attention, device, self.token_to_kv_pool.dtype, head_dim)
+        if arena is not None and arena.biases is not None:
+            reasons += bias_reasons(config.attention, self.token_to_kv_pool.dtype)
         if reasons:
             raise UnsupportedSetupError(reasons)
         assert arena is not None
@@ -82,7 +85,9 @@ class KVEvictAttentionBackend(AttentionBackend):
         )
         self.start_layer = self.token_to_kv_pool.start_layer
         self.arena = arena
-        self.attention = build_attention(config.attention, self.geometry, arena.k, arena.v, model_runner.dtype)
+        self.attention = build_attention(
+            config.attention, self.geometry, arena.k, arena.v, model_runner.dtype, arena.biases
+        )
         self._on_gpu: bool = device.type == "cuda"
         self._captured: CapturableAttention
         self.tree: KVEvictTree | None = None

@@ -94,7 +94,7 @@ def _missing_parts(backend: Any, arena: Arena | None) -> list[str]:
 def _assemble(
     ctx: TreeCacheBuildContext, config: KVEvictConfig, policy: Policy | None, arena: Arena, geometry: KVGeometry
 ) -> KVEvictTree:
-    store = SpanStore(geometry, arena.k, arena.v)
+    store = SpanStore(geometry, arena.k, arena.v, arena.biases)
     compressor = distilling = None
     if policy is not None:
         model = ctx.tp_worker.model_runner.model

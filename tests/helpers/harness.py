@@ -25,6 +25,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from torch.distributed import ProcessGroup
 
+from helpers.naming_fitter import name_of
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
@@ -106,7 +107,10 @@ class Harness:
             enable_session_radix_cache=self.has_sessions,
             tree_components=(FULL,),
         )
-        store = SpanStore(self.geometry, self.k, self.v)
+        self.biases = None
+        if self.policy is not None and self.policy.fitter is not None:
+            self.biases = torch.full(shape[:3], float("nan"))
+        store = SpanStore(self.geometry, self.k, self.v, self.biases)
         kind = LearnedCompressor if self.has_learned else Compressor
         compressor = None if self.policy is None else kind(self.config, self.policy, store, NO_ROTARY)
         self.tree = KVEvictTree(params, store, compressor)
@@ -114,6 +118,7 @@ class Harness:
             full = self.tree.components[FULL]
             full.floor_cache_len = lambda length: length // self.cache_grid * self.cache_grid
             full.create_match_validator = lambda match_device_only=False: self._is_on_grid
+        self.num_biases_read = 0
         self.live: list[Req] = []
         self._count = 0
 
@@ -312,6 +317,8 @@ class Harness:
             ):
                 slots = runs.head_slots[begin : begin + length].long()
                 self._check_run(run, self.k.view(-1, 2)[slots], self.v.view(-1, 2)[slots], expected)
+                if self.biases is not None:
+                    self._check_biases(self.biases.view(-1)[slots], self.v.view(-1, 2)[slots], runs.is_fitted)
             waterline += runs.num_tokens
         assert row[:waterline].eq(0).all()
         suffix = row[waterline:seq_len].long()
@@ -326,6 +333,11 @@ class Harness:
         assert keys[:, 1].tolist() == [run] * len(keys)
         positions = [expected[code] for code in keys[:, 0].tolist()]
         assert positions == sorted(set(positions))
+
+    def _check_biases(self, biases: torch.Tensor, values: torch.Tensor, is_fitted: bool) -> None:
+        """Every bias is that of its own value, or 0 where nothing was fitted."""
+        assert ((biases == 0) | (is_fitted & (biases == name_of(values)))).all()
+        self.num_biases_read += int(biases.count_nonzero())
 
     # ---- conservation ---------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.naming_fitter import NamingFitter
 from helpers.passes import MiniScheduler
 from sgl_kvevict.policies.observation import Readers, Signal
 
@@ -176,6 +177,32 @@ class PressureMachine(PassesMachine):
     options: ClassVar[dict[str, Any]] = {"has_learned": True}
 
 
+class FitsMachine(PassesMachine):
+    """What passes have read is fitted later, piece by piece, while everything else goes on."""
+
+    policy = PseudoRandomPolicy(readers=Readers.REPETITION, fitter=NamingFitter())
+
+    @rule(base=st.sampled_from(BASES), shared=st.integers(20, 48), turns=st.integers(0, 3))
+    def passes_read(self, base, shared, turns):
+        """A text is found again, and read by passes to its end; then its fit begins."""
+        for suffix in ([0], [1]):
+            req = self.harness.run(base[:shared] + suffix)
+            if req in self.harness.live:
+                self.harness.finish(req)
+        while self.scheduler.run_pass():
+            pass
+        for _ in range(turns):
+            self.scheduler.turn()
+        self._settle()
+
+
+class FitsUnderPressureMachine(FitsMachine):
+    """Segments that wait for their fit, or have it, are squeezed, cut, moved and dropped."""
+
+    num_slots = 160
+    options: ClassVar[dict[str, Any]] = {"has_learned": True}
+
+
 class ColdMachine(PressureMachine):
     """Before anything is learned: what prompts left behind while slots were short has to do."""
 
@@ -289,6 +316,8 @@ MACHINES = (
     UnsplittableMachine,
     PassesMachine,
     PressureMachine,
+    FitsMachine,
+    FitsUnderPressureMachine,
     ColdMachine,
     ExactMachine,
     CoarsePressureMachine,
