@@ -3,6 +3,7 @@
 from sgl_kvevict.compression.compressor import Compression, Compressor, Observation
 from sgl_kvevict.compression.observation import CacheObservation, PromptObservation
 from sgl_kvevict.compression.reader_observation import ReaderChunk, ReaderObservation
+from sgl_kvevict.compression.suffix import Suffix, SuffixCompressor, SuffixStep
 from sgl_kvevict.compression.warm_up import warm_up
 
 __all__ = [
@@ -13,5 +14,8 @@ __all__ = [
     "PromptObservation",
     "ReaderChunk",
     "ReaderObservation",
+    "Suffix",
+    "SuffixCompressor",
+    "SuffixStep",
     "warm_up",
 ]

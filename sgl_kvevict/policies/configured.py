@@ -8,6 +8,7 @@ from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.registry import build_policy, paper_options, paper_settings, split_name
+from sgl_kvevict.policies.suffix import suffix_reasons
 
 
 def configured_policy(config: KVEvictConfig) -> tuple[KVEvictConfig, Policy | None]:
@@ -21,7 +22,8 @@ def configured_policy(config: KVEvictConfig) -> tuple[KVEvictConfig, Policy | No
         resolving twice changes nothing), and its policy; None for "none".
 
     Raises:
-        ConfigError: unknown policy or option, bad value, or a budget or tail that does not fit the policy.
+        ConfigError: unknown policy or option, bad value, or a budget, tail or ``decode_block`` that does not fit the
+            policy.
     """
     config = _spelled_out(config)
     policy = build_policy(config.policy, config.policy_options)
@@ -37,6 +39,8 @@ def configured_policy(config: KVEvictConfig) -> tuple[KVEvictConfig, Policy | No
             f"tail_tokens: got {config.tail_tokens} for policy {config.policy!r}; allowed: 1 to {limit} "
             f"({policy.why_max_tail})"
         )
+    if config.decode_block is not None:
+        problems += [f"decode_block: got {config.decode_block}, but {reason}" for reason in suffix_reasons(policy)]
     if problems:
         raise ConfigError("\n".join(problems))
     return config, policy

@@ -104,6 +104,48 @@ class SpanStore:
         )
         return segment, freed
 
+    @accounting()
+    def write(
+        self,
+        token_slots: Tensor,
+        sources: Tensor,
+        keep_lens: Tensor,
+        positions: Tensor,
+        bounds: tuple[int, int],
+        merge: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Segment, Tensor]:
+        """Move entries, compressed before or not, into the first of some slots.
+
+        Args:
+            token_slots: [num_slots], int64, all that the entries may be in now.
+            sources: [num_entries], int32, head slots of the entries, run after run; with ``merge`` [num_sources].
+            keep_lens: [num_layers, num_kv_heads], int32, entries of each run.
+            positions: [num_entries], int32, see :attr:`Segment.positions`.
+            bounds: logical positions of the first token, and after the last one.
+            merge: ``indptr`` and ``weights`` as in :class:`MergePlan`; its sources are ``sources``.
+
+        Returns:
+            The segment, and the slots that are free now ([n], int64).
+        """
+        num_entries = positions.numel()
+        num_slots = self.geometry.slots_for(num_entries)
+        held, freed = token_slots[:num_slots], token_slots[num_slots:]
+        indptr, head_slots = alloc_head_slots(keep_lens, held, self.geometry.num_token_slots, num_entries)
+        if merge is None:
+            compact_kv(self.k_arena, self.v_arena, sources, head_slots)
+        else:
+            compact_kv(self.k_arena, self.v_arena, sources, head_slots, indptr=merge[0], weights=merge[1])
+        segment = Segment(
+            self.geometry,
+            token_slots=held.clone(),
+            head_slots=head_slots,
+            positions=positions,
+            indptr=indptr,
+            start=bounds[0],
+            end=bounds[1],
+        )
+        return segment, freed
+
     def rows(self, segment: Segment) -> tuple[Tensor, Tensor]:
         """Copies of the rows of a segment's entries.
 
@@ -277,13 +319,31 @@ class SpanStore:
             splittable=old.splittable,
             worth=None if old.worth is None else old.worth[kept],
         )
-        new.policy_state = old.policy_state
+        new.policy_state, new.is_generated = old.policy_state, old.is_generated
         new.is_read, new.readings = old.is_read, old.readings
         if new.readings is not None:
             new.readings.keep(kept)
         for span in spans:
             span.move_to(new)
         return freed
+
+    def head_slots(self, layer: int, token_slots: Tensor) -> Tensor:
+        """[num_kv_heads, num_tokens], int32, head slots of one layer's rows of uncompressed tokens."""
+        heads = torch.arange(self.geometry.num_kv_heads, dtype=torch.int32, device=token_slots.device)
+        first = layer * self.geometry.num_token_slots
+        return (token_slots.int() + first) * self.geometry.num_kv_heads + heads[:, None]
+
+    def keys(self, head_slots: Tensor) -> Tensor:
+        """[*shape of ``head_slots``, head_dim], copies of keys, in the arena's dtype."""
+        return self._gather(self.k_arena, head_slots)
+
+    def values(self, head_slots: Tensor) -> Tensor:
+        """[*shape of ``head_slots``, head_dim], copies of values, in the arena's dtype."""
+        return self._gather(self.v_arena, head_slots)
+
+    def _gather(self, arena: Tensor, head_slots: Tensor) -> Tensor:
+        rows = _bytes_of(arena)[head_slots.flatten().long()].view(arena.dtype)
+        return rows.view(*head_slots.shape, self.geometry.head_dim)
 
     def _head_slots(self, layers: Tensor, slots: Tensor, heads: Tensor) -> Tensor:
         """Head slots of uncompressed entries; all [M], int32: layer, token slot and KV head of each."""
