@@ -218,9 +218,7 @@ class SuffixCompressor:
             sums.append(paid)
         suffix.sums, suffix.num_pending = sums, 0
 
-    def compress(
-        self, suffix: Suffix, token_slots: Tensor, num_new: int, parent: Segment | None
-    ) -> Compression:
+    def compress(self, suffix: Suffix, token_slots: Tensor, num_new: int, parent: Segment | None) -> Compression:
         """Write a suffix's segment anew: what it kept, and the next tokens, compete for its budget.
 
         Args:
@@ -341,9 +339,9 @@ class SuffixCompressor:
         )
 
     def _window(self, suffix: Suffix, layer: int) -> tuple[QueryWindow, float]:
-        """The last queries, at positions counted as those of the candidates."""
+        """The last queries, at positions counted as those of the candidates; none of a compressed token."""
         assert self.lanes is not None
-        count = min(suffix.num_pending, self._policy.window_size)
+        count = min(suffix.num_pending, self._policy.window_size, suffix.end - suffix.compressed_end)
         queries, lse, sm_scale = self.lanes.rows(layer, self._places(suffix, count))
         start = suffix.lens[layer] + suffix.end - count - suffix.compressed_end
         return QueryWindow(queries, lse, start), sm_scale

@@ -104,8 +104,11 @@ class Generations:
         """
         if self._compressor.lanes is None:
             return None
-        followed = [(row, length - 1, self._suffixes[reader])
-                    for reader, length, row in zip(readers, seq_lens, rows, strict=True) if reader in self._suffixes]
+        followed = [
+            (row, length - 1, self._suffixes[reader])
+            for reader, length, row in zip(readers, seq_lens, rows, strict=True)
+            if reader in self._suffixes
+        ]
         return self._compressor.step(followed, num_rows=rows[-1] + 1)
 
     def between_steps(self) -> None:

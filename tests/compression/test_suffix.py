@@ -100,7 +100,9 @@ class Head:
         self.threshold = mean if self.threshold is None else BETA * mean + (1 - BETA) * self.threshold
         keys, values = list(self.keys), list(self.values)
         for j in kept:
-            joined = [(i, cosine) for i, (target, cosine) in nearest.items() if target == j and cosine >= self.threshold]
+            joined = [
+                (i, cosine) for i, (target, cosine) in nearest.items() if target == j and cosine >= self.threshold
+            ]
             weights = np.exp([1.0] + [cosine for _, cosine in joined])
             weights /= weights.sum()
             sources = [j] + [i for i, _ in joined]
@@ -119,7 +121,12 @@ class Run:
         if policy in ("d2o", "streaming-llm"):
             options["num_sink_tokens"] = SINKS
         self.config = KVEvictConfig(
-            policy=policy, budget=budget, tail_tokens=TAIL, sink_tokens=SINKS, decode_block=block, policy_options=options
+            policy=policy,
+            budget=budget,
+            tail_tokens=TAIL,
+            sink_tokens=SINKS,
+            decode_block=block,
+            policy_options=options,
         )
         geometry = KVGeometry(LAYERS, HEADS * GROUP, HEADS, DIM, 400)
         self.k, self.v = (torch.zeros(LAYERS, 400, HEADS, DIM) for _ in range(2))
@@ -185,7 +192,10 @@ def test_what_is_kept_and_attended_to(policy, budget):
             for head in range(HEADS):
                 queries = slice(head * GROUP, (head + 1) * GROUP)
                 out = heads[layer][head].attend(
-                    position, q[layer, queries].astype(float), k[layer, head].astype(float), v[layer, head].astype(float)
+                    position,
+                    q[layer, queries].astype(float),
+                    k[layer, head].astype(float),
+                    v[layer, head].astype(float),
                 )
                 np.testing.assert_allclose(outs[layer, queries].numpy(), out, rtol=1e-4, atol=1e-5)
         kept = run.compress(position)
