@@ -3,11 +3,11 @@
 BIN := .venv/bin
 ARGS ?=
 export HF_HUB_OFFLINE := 1
-# OpenMP threads wait awake for microseconds only: see CPU_ENV in sgl_kvevict/launcher.py.
+# OpenMP threads spin for microseconds only: see CPU_ENV in sgl_kvevict/launcher.py.
 export GOMP_SPINCOUNT := 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve gallery lint test bench-smoke test-machines test-policies test-sglang test-peers \
+.PHONY: help setup model demo serve gallery lint test bench-smoke test-machines test-policies test-models test-sglang test-peers \
 	test-compile campaign bench-serving bench-quality bench-peers bench-policies bench-papers
 
 # `make help` shows the lines that begin with "##@" as headings, and every target's text after "##".
@@ -38,8 +38,9 @@ lint: setup ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 
+# Two files of tests at a time: most of them keep one core busy, and a server that starts does too.
 test: model ## run the test suite (ARGS="tests/kernels -k compact"; ARGS="-m 'not slow'")
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n 2 --dist loadfile)
 
 bench-smoke: model ## a few ratios to stock beside the committed ones; fails below 80 % of them, under 3 minutes
 	@$(BIN)/python -W ignore benchmarks/serving/smoke.py $(ARGS)
@@ -51,6 +52,9 @@ test-machines: setup ## 100,000 random operations on the tree (ARGS="1000000 7":
 test-policies: model ## every policy in a real server with the demo's programs, two budgets; half an hour
 	@rm -f docs/results/policies-served.md
 	@KVEVICT_ALL_POLICIES=docs/results/policies-served.md $(BIN)/python -m pytest tests/e2e/test_policies.py $(ARGS)
+
+test-models: setup ## every family of docs/models.md in real servers, tiny random models; half an hour
+	@$(BIN)/python -m pytest tests/models/check_served.py $(ARGS)
 
 test-sglang: ## what we rely on, in another version of SGLang (VERSION=0.5.24)
 	@scripts/test_sglang.sh "$(VERSION)" $(ARGS)

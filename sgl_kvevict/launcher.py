@@ -29,8 +29,8 @@ from typing import Any
 from .errors import KVEvictError
 
 #: Environment of every server on a machine without a GPU: our platform plugin, models from local folders, and
-#: OpenMP threads that wait awake for some microseconds only. Asleep, every operation of a decode step pays for waking
-#: them; awake for as long as is the default, they take the cores from SGLang's other processes.
+#: OpenMP threads that spin for some microseconds before they sleep. If they slept at once, every operation of a decode
+#: step would pay for waking them; if they spun as long as by default, they would take cores from SGLang's processes.
 CPU_ENV: Mapping[str, str] = {
     "SGLANG_PLATFORM": "kvevict_cpu",
     "HF_HUB_OFFLINE": "1",

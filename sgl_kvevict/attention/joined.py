@@ -131,7 +131,7 @@ class JoinedStep:
         num_layers, num_rows, per_row = rows.units.shape
         num_units, num_queries = runs.lens.shape[1], per_row * geometry.group_size
         self._q_shape = (num_units, geometry.group_size * geometry.head_dim)
-        # An empty place asks the last unit's questions about its suffix; nobody reads the answers.
+        # Places without a unit repeat the last unit's queries; their results are not read.
         units = rows.units.clamp(max=num_units - 1)
         self._requests = units // geometry.num_kv_heads
         self._lanes = geometry.num_kv_heads

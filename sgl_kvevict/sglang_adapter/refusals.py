@@ -80,7 +80,8 @@ FLAGS = (
 _MODEL_CHECKS: tuple[tuple[Callable[[ModelConfig], bool], str], ...] = (
     (lambda m: m.attention_arch != AttentionArch.MHA, "the model uses latent attention (MLA); only MHA and GQA work"),
     (lambda m: m.is_encoder_decoder, "the model is an encoder-decoder"),
-    (lambda m: bool(m.is_hybrid_swa or m.sliding_window_size), "the model has sliding-window attention layers"),
+    (lambda m: bool(m.is_hybrid_swa), "the model has sliding-window attention layers with a KV pool of their own"),
+    (lambda m: bool(m.attention_chunk_size), "the model attends within chunks"),
     (
         lambda m: bool(getattr(m.hf_text_config, "attn_logit_softcapping", None)),
         "the model caps its attention logits",

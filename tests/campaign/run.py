@@ -1,9 +1,10 @@
 """Run the campaign: ``make campaign`` (ARGS="machine fuzz"). Stops at the first failure; goes on where it stopped.
 
-What is done is kept in ``out/campaign/``, one file a part, after every unit; a part that is stopped in any way (also
-with SIGTERM) loses the unit that ran, and begins with it again. Parts may run beside each other, each once, at low
-priority, to be left in the background. ``--share 0.02`` tries every kind of unit once at a fiftieth of its
-size, and keeps nothing. When a part ends, the table of ``docs/reliability.md`` is written anew.
+What is done is kept in ``docs/results/campaign/``, one file a part, after every unit, with the commits that it was done
+on: it is committed, so that hours of several machines add up. A part that is stopped in any way (also with SIGTERM)
+loses the unit that ran, and begins with it again. Parts may run beside each other, each once, at low priority, to be
+left in the background. ``--share 0.02`` tries every kind of unit once at a fiftieth of its size, and keeps nothing.
+After every unit the table of ``docs/reliability.md`` is written anew.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import fcntl
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -27,7 +29,8 @@ from campaign.parts import Part
 from helpers.modes import MODES
 
 ROOT = Path(__file__).resolve().parents[2]
-STATE = ROOT / "out" / "campaign"
+STATE = ROOT / "docs" / "results" / "campaign"
+LOCKS = ROOT / "out" / "campaign"
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- campaign -->\n", "<!-- /campaign -->\n"
 LOW_PRIORITY = 10
@@ -55,22 +58,43 @@ PARTS = (
 def load(name: str) -> dict[str, Any]:
     """What was done of a part until now."""
     path = STATE / f"{name}.json"
-    nothing: dict[str, Any] = {"units": 0, "failures": 0, "seconds": 0.0, "counts": {"done": 0}}
+    nothing: dict[str, Any] = {"units": 0, "failures": 0, "seconds": 0.0, "counts": {"done": 0}, "commits": {}}
     return json.loads(path.read_text()) if path.exists() else nothing
 
 
 def save(name: str, state: dict[str, Any]) -> None:
     """Keep what was done, all of it or nothing."""
-    path = STATE / f"{name}.new"
-    path.write_text(json.dumps(state, indent=1))
+    STATE.mkdir(parents=True, exist_ok=True)
+    path = LOCKS / f"{name}.new"
+    path.write_text(json.dumps(state, indent=1) + "\n")
     path.replace(STATE / f"{name}.json")
+    write_table()
+
+
+def write_table() -> None:
+    """What was done of all parts, in the documentation."""
+    with (LOCKS / "table.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        text = table({part.name: load(part.name) for part in PARTS})
+        PAGE.write_text(before + BEGIN + text + END + rest.partition(END)[2])
+
+
+def commit() -> str:
+    """The commit that is checked out, marked if code was changed since."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--", "sgl_kvevict", "kernels", "tests")
+    return git("rev-parse", "--short=7", "HEAD") + (" and changes" if changed else "")
 
 
 @contextmanager
 def alone(name: str) -> Iterator[None]:
     """Run a part once at a time."""
-    STATE.mkdir(parents=True, exist_ok=True)
-    with (STATE / f"{name}.lock").open("w") as lock:
+    LOCKS.mkdir(parents=True, exist_ok=True)
+    with (LOCKS / f"{name}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -80,7 +104,7 @@ def alone(name: str) -> Iterator[None]:
 
 def run_part(part: Part) -> bool:
     """Do units until the target is reached; False after a failure."""
-    state = load(part.name)
+    state, on = load(part.name), commit()
     while state["counts"]["done"] < part.target:
         seed, begin = state["units"], time.monotonic()
         try:
@@ -92,6 +116,7 @@ def run_part(part: Part) -> bool:
             save(part.name, state)
             return False
         add(state["counts"], counts)
+        state["commits"][on] = state["commits"].get(on, 0) + counts["done"]
         state["units"] += 1
         state["seconds"] += time.monotonic() - begin
         save(part.name, state)
@@ -130,14 +155,15 @@ def try_part(part: Part, share: float) -> bool:
 
 def table(states: dict[str, dict[str, Any]]) -> str:
     """The figures as a table."""
-    heads = ("part", "what", "done", "of", "failures", "seeds", "hours", "counted")
+    heads = ("part", "what", "done", "of", "failures", "seeds", "hours", "commits", "counted")
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for part in PARTS:
         state = states[part.name]
         counted = ", ".join(f"{name}: {value:,.0f}" for name, value in state["counts"].items() if name != "done")
         seeds = f"0 to {state['units'] - 1}" if state["units"] else ""
         done, failures = f"{state['counts']['done']:,.0f}", str(state["failures"])
-        row = (part.name, part.what, done, f"{part.target:,}", failures, seeds, f"{state['seconds'] / 3600:.1f}")
+        hours, commits = f"{state['seconds'] / 3600:.1f}", ", ".join(state["commits"])
+        row = (part.name, part.what, done, f"{part.target:,}", failures, seeds, hours, commits)
         lines.append("| " + " | ".join((*row, counted)) + " |")
     return "\n".join(lines) + "\n"
 
@@ -160,9 +186,6 @@ def main() -> int:
         with alone(part.name):
             if not run_part(part):
                 return 1
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        text = table({part.name: load(part.name) for part in PARTS})
-        PAGE.write_text(before + BEGIN + text + END + rest.partition(END)[2])
     return 0
 
 

@@ -1,6 +1,6 @@
 """The threads that PyTorch's operations use: its own OpenMP runtime, asked to run a compiled function.
 
-A second runtime (numba brings one) has threads of its own, which take the cores from PyTorch's while they wait awake.
+A second runtime (numba brings one) has threads of its own, which take cores from PyTorch's while they spin.
 """
 
 from __future__ import annotations

@@ -1,0 +1,82 @@
+"""Every family of ``docs/models.md`` in real servers: ``make test-models``."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models.families import FAMILIES, Family, config_of
+from transformers import AutoModelForCausalLM
+
+from helpers.e2e_env import ENV
+from helpers.traffic import generate, idle_state
+from sgl_kvevict.launcher import (
+    KVEVICT_CPU_FLAGS,
+    STOCK_CPU_FLAGS,
+    LaunchError,
+    RunningServer,
+    config_env,
+    launch,
+)
+from sgl_kvevict.measure import wait_until_scored
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "3000", "--context-length", "1024")
+COMMON = {"min_prefix_tokens": 64, "tail_tokens": 16}
+EVERYTHING = COMMON | {"policy": "echo", "budget": 1.0}
+"""Everything is kept, in spans; ``echo`` needs to know the model's rotary embedding."""
+DEFAULT = COMMON | {"pass_share": 1.0, "scoring_pass_tokens": 128}
+"""The default policy and budget, for a small prefix."""
+
+
+def save(family: Family, folder: Path) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(family))
+    model.to(getattr(torch, family.dtype)).save_pretrained(folder)
+    return folder
+
+
+def serve(family: Family, model: Path, log: Path, config: dict[str, Any] | None) -> RunningServer:
+    base = STOCK_CPU_FLAGS if config is None else KVEVICT_CPU_FLAGS
+    env = ENV | ({} if config is None else config_env(config))
+    return launch(str(model), flags=[*base, *FLAGS, "--dtype", family.dtype], env=env, log_path=log)
+
+
+def prompts() -> list[list[int]]:
+    """Four that share 300 tokens, or 150 of them, and one of its own."""
+    rng = random.Random(0)
+    document, other = ([rng.randrange(3, 500) for _ in range(count)] for count in (300, 40))
+    return [document, [*document, 7, 8, 9], [*document, *other], [*document[:150], *other], other]
+
+
+def answers(server: RunningServer) -> list[list[int]]:
+    return [generate(server, prompt, 6)["output_ids"] for prompt in prompts()]
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.reason is None], ids=lambda f: f.model_type)
+def test_served(family, tmp_path):
+    model = save(family, tmp_path / "model")
+    with serve(family, model, tmp_path / "stock.log", None) as stock:
+        expected = answers(stock)
+    with serve(family, model, tmp_path / "whole.log", EVERYTHING) as ours:
+        assert answers(ours) == expected
+        state = idle_state(ours)
+        assert state["compressed_tokens"] >= 284 and state["leaked_slots"] == 0
+    with serve(family, model, tmp_path / "default.log", DEFAULT) as ours:
+        for _ in range(2):
+            assert [len(tokens) for tokens in answers(ours)] == [6] * 5
+        wait_until_scored(ours)
+        state = idle_state(ours)
+        assert state["compressed_tokens"] >= 284 and state["compressed_slots"] < 0.3 * state["compressed_tokens"]
+        assert state["leaked_slots"] == 0 and ours.leak_messages() == []
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.needs_layers], ids=lambda f: f.model_type)
+def test_refused_when_the_model_is_built(family, tmp_path):
+    model = save(family, tmp_path / "model")
+    with pytest.raises(LaunchError, match=family.reason):
+        serve(family, model, tmp_path / "server.log", DEFAULT)

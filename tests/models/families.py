@@ -1,0 +1,157 @@
+"""Model families: which are served, which are refused and why; ``docs/models.md`` is written from this list.
+
+``python tests/models/families.py`` writes the page, ``--check`` fails when it is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+WINDOW = 64
+MLA = "the model uses latent attention (MLA); only MHA and GQA work"
+CAPS = "the model caps its attention logits"
+WINDOWED_LAYER = "a layer's attention has a sliding window"
+TWO_POOLS = "the model has sliding-window attention layers with a KV pool of their own"
+CHUNKS = "the model attends within chunks"
+RECURRENT = "the model has recurrent (mamba) layers"
+IMAGES = "multimodal models are not tested"
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of model, as a tiny random one stands for it.
+
+    Attributes:
+        name: as its makers call it.
+        model_type: of the configuration in transformers.
+        changes: fields of the tiny configuration that are special to it.
+        reason: why it is refused; None: it is served.
+        needs_layers: only the built model shows the reason, its configuration does not.
+        note: what else a user should know.
+        dtype: of weights and KV in the check.
+    """
+
+    name: str
+    model_type: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    reason: str | None = None
+    needs_layers: bool = False
+    note: str = ""
+    dtype: str = "float32"
+
+
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+FAMILIES = (
+    Family("Llama 2, 3; SmolLM2", "llama"),
+    Family(
+        "Mistral, Ministral",
+        "mistral",
+        {"sliding_window": WINDOW},
+        note="SGLang ignores the window that some configurations name",
+    ),
+    Family("Qwen2, Qwen2.5", "qwen2"),
+    Family("Qwen3", "qwen3"),
+    Family("Qwen3 MoE", "qwen3_moe", _MOE),
+    Family("Mixtral", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    Family("Phi-3, Phi-4", "phi3", {"sliding_window": None, "pad_token_id": 0}),
+    Family("Gemma", "gemma"),
+    Family("Granite 3", "granite"),
+    Family("OLMo 2", "olmo2"),
+    Family("GLM-4", "glm4", {"pad_token_id": 0}),
+    Family("ERNIE 4.5", "ernie4_5"),
+    Family("Arcee", "arcee"),
+    Family("Apertus", "apertus"),
+    Family("Gemma 2", "gemma2", {"sliding_window": WINDOW}, reason=CAPS),
+    Family("Gemma 3", "gemma3_text", {"sliding_window": WINDOW}, reason=WINDOWED_LAYER, needs_layers=True),
+    Family(
+        "gpt-oss",
+        "gpt_oss",
+        {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
+        reason=TWO_POOLS,
+    ),
+    Family("Llama 4", "llama4_text", {"num_local_experts": 2, "intermediate_size_mlp": 128}, reason=CHUNKS),
+    Family(
+        "DeepSeek V2, V3, R1; Kimi K2",
+        "deepseek_v3",
+        {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "kv_lora_rank": 32, "q_lora_rank": 32},
+        reason=MLA,
+    ),
+    Family("Qwen3-Next", "qwen3_next", _MOE | {"shared_expert_intermediate_size": 64}, reason=RECURRENT),
+    Family("Falcon-H1", "falcon_h1", reason=RECURRENT),
+)
+
+
+def config_of(family: Family) -> Any:
+    """The transformers configuration of a family's tiny model."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    values = sizes | {"initializer_range": 0.25, "tie_word_embeddings": False} | dict(family.changes)
+    config = AutoConfig.for_model(family.model_type, **values)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type]]
+    config.dtype = family.dtype
+    return config
+
+
+def page() -> str:
+    """``docs/models.md``."""
+    served = [f"| {f.name} | `{config_of(f).architectures[0]}` | {f.note} |" for f in FAMILIES if f.reason is None]
+    refused = [f"| {f.name} | `{config_of(f).architectures[0]}` | {f.reason} |" for f in FAMILIES if f.reason]
+    return f"""# Models
+
+Written by `python tests/models/families.py` from the list that `make test-models` walks through: a tiny random model of
+each family, in real servers. *Served* means: at budget 1.0, read from spans, it gives stock SGLang's greedy tokens,
+and with the default configuration its prefixes are compressed. *Refused* means: the server stops at start and says why.
+
+What decides is a model's attention, not its name: causal multi-head or grouped-query attention over everything before
+a token, with keys and values of the same width. Families that are not listed are served if SGLang's plain
+`RadixAttention` layers do that, and refused otherwise.
+
+## Served
+
+| family | architecture | |
+|---|---|---|
+{chr(10).join(served)}
+
+## Refused
+
+| family | architecture | reason |
+|---|---|---|
+{chr(10).join(refused)}
+
+Also refused: multimodal checkpoints ("{IMAGES}"), encoder-decoders, keys and values of
+different widths, and Nemotron-H, for its recurrent layers, like Falcon-H1.
+"""
+
+
+def main() -> None:
+    """Write the page, or check it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="fail when the page is not up to date")
+    if parser.parse_args().check:
+        if PAGE.read_text(encoding="utf-8") != page():
+            raise SystemExit(f"{PAGE.name} is out of date: run python tests/models/families.py")
+        return
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""What ``docs/models.md`` says of families, as far as configurations show it; ``check_served.py`` has the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from models.families import FAMILIES, PAGE, Family, config_of, page
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.mem_cache.kv_cache_builder import uses_ssm_state
+
+from sgl_kvevict.sglang_adapter.refusals import model_reasons
+
+pytestmark = pytest.mark.sglang
+
+
+def reasons(family: Family, folder: Path) -> list[str]:
+    config_of(family).save_pretrained(folder)
+    config = ModelConfig(model_path=str(folder))
+    return model_reasons(config, is_hybrid_ssm=uses_ssm_state(config))
+
+
+def test_the_page_is_up_to_date():
+    assert PAGE.read_text(encoding="utf-8") == page()
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.reason and not f.needs_layers], ids=lambda f: f.name)
+def test_refused_families_are_refused_with_their_reason(family, tmp_path):
+    assert family.reason in reasons(family, tmp_path)
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if not f.reason or f.needs_layers], ids=lambda f: f.name)
+def test_configurations_of_others_are_fine(family, tmp_path):
+    assert reasons(family, tmp_path) == []
