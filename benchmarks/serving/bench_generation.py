@@ -47,9 +47,10 @@ PAGE = Page(
     command="python benchmarks/serving/bench_generation.py",
     summary=(
         f"One answer to a prompt of {PROMPT_TOKENS} tokens. `h2o` and `streaming-llm`: budget {BUDGET:g}, "
-        f"`decode_block` {BLOCK}. `whole`: our attention backend with nothing compressed, so what the others gain beyond it is "
-        f"compression's. Timed are the last {LAST_TOKENS} tokens; stock and `whole` get all tokens before them as a "
-        "prompt. Slots are the most that were not free, prompt included; SGLang refreshes that gauge every 40 steps."
+        f"`decode_block` {BLOCK}. `whole`: our attention backend with nothing compressed, so what the others gain "
+        f"beyond it is compression's. Timed are the last {LAST_TOKENS} tokens; stock and `whole` get all tokens before "
+        "them as a prompt. Slots are the most that were not free, prompt included; SGLang refreshes that gauge every "
+        "40 steps."
     ),
     tables=(
         Table("decode_tokens_per_s", "Decode at the answer's end, tokens/s", digits=1),
