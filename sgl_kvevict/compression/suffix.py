@@ -38,10 +38,12 @@ class Suffix:
             segment's entries and to the tokens behind it; [] before the first are counted.
         lane: where the last queries are; None: they are not recorded.
         num_pending: of them, those that are not in ``sums``.
+        tried: logical position up to which it was last tried to compress.
     """
 
     def __init__(self, start: int, num_layers: int) -> None:
         self.lane: int | None = None
+        self.tried = start
         self._num_layers = num_layers
         self.begin(start)
 

@@ -95,8 +95,9 @@ def _generate(compressor: Compressor, queries: Tensor, slots: Tensor) -> None:
     ends = [num_tokens * 3 // 4 - 1, num_tokens - 2, num_tokens - 1]
     for position in range(suffix.start, num_tokens):
         step = suffixes.step([(0, position, suffix)], 1)
-        for layer in range(compressor.store.geometry.num_layers if step is not None else 0):
-            step.record(layer, queries[position : position + 1], lse, scale)
+        if step is not None:
+            for layer in range(compressor.store.geometry.num_layers):
+                step.record(layer, queries[position : position + 1], lse, scale)
         if suffixes.is_full(suffix):
             suffixes.count(suffix, slots[suffix.compressed_end : position + 1])
         if position in ends:

@@ -123,7 +123,8 @@ class Generations:
 
     def _visit(self, reader: Reader, suffix: Suffix) -> None:
         end = self._tree.num_known(reader) - self._tail
-        is_due = end - suffix.compressed_end >= self._block and self._compressor.is_followed(suffix)
+        done = max(suffix.compressed_end, suffix.tried)
+        is_due = end - done >= self._block and self._compressor.is_followed(suffix)
         if not is_due and not self._compressor.is_full(suffix):
             return
         last = self._tree.locked_by(reader)
@@ -146,6 +147,7 @@ class Generations:
 
     def _compress(self, reader: Reader, suffix: Suffix, end: int) -> None:
         """Put what a request has generated into the tree, and compress it there."""
+        suffix.tried = end
         last = self._tree.keep(reader, end)
         if last is None:
             return
