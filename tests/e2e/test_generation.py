@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import time
@@ -22,8 +23,12 @@ FLAGS = (
 CONFIG = {"policy": "h2o", "min_prefix_tokens": 48, "tail_tokens": TAIL, "decode_block": BLOCK}
 ENV = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "250"}
 """What is reserved for an answer: a quarter of the longest one, and a few blocks."""
+RANKS = {
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # one list of cores a rank
+    "SGLANG_TEST_RETRACT": "1",
+    "SGLANG_TEST_RETRACT_INTERVAL": "40",
+}
 LONG = 700
-EXACT = {"kvevict": {"exact": True}}
 
 
 def prompt_of(seed, length=40):
@@ -81,11 +86,14 @@ def test_answers_that_do_not_fit_the_pool_together_are_generated_together(server
     assert_all_slots_are_back(server)
 
 
-def test_requests_end_abort_and_are_taken_off_in_every_phase(server):
-    jobs = random_jobs(60, seed=5, vocab_size=VOCAB_SIZE)
-    longer = [job.__class__(job.rid, job.input_ids, 6 * job.max_new_tokens, job.abort_after_s) for job in jobs]
-    run_jobs(server, longer, concurrency=16)
-    assert "#retracted_reqs" in server.log()
+def long_jobs(count, seed):
+    """Prompts that share beginnings, answers of up to 240 tokens, some aborted."""
+    jobs = random_jobs(count, seed=seed, vocab_size=VOCAB_SIZE)
+    return [dataclasses.replace(job, max_new_tokens=6 * job.max_new_tokens) for job in jobs]
+
+
+def test_requests_end_and_abort_in_every_phase(server):
+    run_jobs(server, long_jobs(60, seed=5), concurrency=16)
     assert_all_slots_are_back(server)
     server.stop(grace_s=0)
 
@@ -104,13 +112,14 @@ def test_answers_equal_stock_at_budget_one(start, tiny_llama):
     server.stop(grace_s=0)
 
 
-def test_ranks_stay_equal(start, tiny_llama):
+def test_ranks_stay_equal_when_requests_are_taken_off(start, tiny_llama):
     flags = (*FLAGS, "--tp-size", "2", "--disable-overlap-schedule")
-    env = ENV | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    server = start(tiny_llama, *flags, config=CONFIG | {"policy": "d2o", "budget": 0.25}, env=env)
+    server = start(tiny_llama, *flags, config=CONFIG | {"policy": "d2o", "budget": 0.25}, env=ENV | RANKS)
     with ThreadPoolExecutor(3) as pool:
-        answers = list(pool.map(lambda seed: generate(server, prompt_of(seed), 300), (9, 10, 9)))
-    assert [len(answer["output_ids"]) for answer in answers] == [300] * 3
+        answers = list(pool.map(lambda seed: generate(server, prompt_of(seed), 200), (9, 10, 9)))
+    assert [len(answer["output_ids"]) for answer in answers] == [200] * 3
+    run_jobs(server, long_jobs(30, seed=6), concurrency=8)
+    assert "#retracted_reqs" in server.log()
     state = assert_all_slots_are_back(server)
     first, second = state["ranks"]
     assert first == second and state["compressions"] > 10
