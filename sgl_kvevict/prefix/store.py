@@ -11,6 +11,7 @@ from torch import Tensor
 from kvevict_kernels import radix_select
 from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from kvevict_kernels.compact_kv import compact_kv
+from kvevict_kernels.stored_rows import as_moved
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.guard import accounting
@@ -342,8 +343,8 @@ class SpanStore:
         return self._gather(self.v_arena, head_slots)
 
     def _gather(self, arena: Tensor, head_slots: Tensor) -> Tensor:
-        rows = _bytes_of(arena)[head_slots.flatten().long()].view(arena.dtype)
-        return rows.view(*head_slots.shape, self.geometry.head_dim)
+        rows = torch.index_select(as_moved(arena.flatten(0, 2)), 0, head_slots.flatten())
+        return rows.view(arena.dtype).view(*head_slots.shape, self.geometry.head_dim)
 
     def _head_slots(self, layers: Tensor, slots: Tensor, heads: Tensor) -> Tensor:
         """Head slots of uncompressed entries; all [M], int32: layer, token slot and KV head of each."""
