@@ -38,10 +38,14 @@ def start(tmp_path_factory) -> Iterator[Start]:
     with ExitStack() as stack:
 
         def start_server(
-            model: Path, *flags: str, config: dict | None = None, env: dict | None = None
+            model: Path, *flags: str, config: dict | None = None, env: dict | None = None, spins: bool = False
         ) -> RunningServer:
-            """Stock SGLang, or ours if there is a configuration."""
-            base = STOCK_CPU_FLAGS if config is None else KVEVICT_CPU_FLAGS
+            """Stock SGLang, or ours if there is a configuration.
+
+            An idle scheduler of SGLang keeps a core busy unless it is told to sleep; ``spins``: it is not told.
+            """
+            base = [*(STOCK_CPU_FLAGS if config is None else KVEVICT_CPU_FLAGS)]
+            base += [] if spins else ["--sleep-on-idle"]
             variables = ENV | (env or {}) | ({} if config is None else config_env(config))
             log = tmp_path_factory.mktemp("server") / "server.log"
             server = launch(str(model), flags=[*base, *flags], env=variables, log_path=log)

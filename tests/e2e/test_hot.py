@@ -36,7 +36,7 @@ def happens_before_the_answer(server, reader: Future, has_happened: Callable[[di
 
 
 def test_a_prefix_is_compressed_while_clients_never_pause(start, tiny_llama):
-    server = start(tiny_llama, *FLAGS, config=CONFIG)
+    server = start(tiny_llama, *FLAGS, config=CONFIG, spins=True)
     rng = random.Random(3)
     prefix = [rng.randrange(3, VOCAB_SIZE) for _ in range(300)]
     stop = threading.Event()

@@ -34,7 +34,8 @@ def ask(server, text, max_new_tokens=6):
 
 @pytest.fixture(scope="module")
 def server(start, demo_model):
-    return start(demo_model, "--max-total-tokens", "6000", config={"policy": "reconstruction", "budget": BUDGET})
+    config = {"policy": "reconstruction", "budget": BUDGET}
+    return start(demo_model, "--max-total-tokens", "6000", config=config, spins=True)
 
 
 def test_a_warmed_prefix_is_compressed_and_still_answers(server):
