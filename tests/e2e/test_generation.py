@@ -15,20 +15,20 @@ from helpers.traffic import generate, idle_state, random_jobs, run_jobs
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
-POOL, BLOCK, TAIL = 900, 32, 16
+POOL, BLOCK, TAIL = 700, 32, 16
 FLAGS = (
     *("--skip-tokenizer-init", "--dtype", "float32", "--max-total-tokens", str(POOL), "--context-length", "2048"),
     *("--enable-mixed-chunk", "--chunked-prefill-size", "64"),
 )
 CONFIG = {"policy": "h2o", "min_prefix_tokens": 48, "tail_tokens": TAIL, "decode_block": BLOCK}
-ENV = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "250"}
-"""What is reserved for an answer: a quarter of the longest one, and a few blocks."""
+ENV = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "150"}
+"""What is reserved for an answer: a quarter of the longest one, a block and the window."""
 RANKS = {
     "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # one list of cores a rank
     "SGLANG_TEST_RETRACT": "1",
     "SGLANG_TEST_RETRACT_INTERVAL": "40",
 }
-LONG = 700
+LONG = 400
 
 
 def prompt_of(seed, length=40):
@@ -52,7 +52,7 @@ def most_slots_held(server, running):
         most = max(most, state["total_slots"] - state["free_slots"])
         looks += 1
         time.sleep(0.02)
-    assert looks > 20
+    assert looks > 10
     return most
 
 
@@ -75,7 +75,7 @@ def test_a_long_answer_holds_its_budget_and_a_block(server):
 
 
 def test_answers_that_do_not_fit_the_pool_together_are_generated_together(server):
-    """Three of 740 tokens: 2,220 tokens in 900 slots, none taken off to make room for others."""
+    """Three of 440 tokens: 1,320 tokens in 700 slots, none taken off to make room for others."""
     server.post("/flush_cache?timeout=60")
     with ThreadPoolExecutor(3) as pool:
         answers = list(pool.map(lambda seed: generate(server, prompt_of(seed), LONG), (2, 3, 4)))
@@ -93,7 +93,7 @@ def long_jobs(count, seed):
 
 
 def test_requests_end_and_abort_in_every_phase(server):
-    run_jobs(server, long_jobs(60, seed=5), concurrency=16)
+    run_jobs(server, long_jobs(24, seed=5), concurrency=16)
     assert_all_slots_are_back(server)
     server.stop(grace_s=0)
 
@@ -102,13 +102,13 @@ def test_answers_equal_stock_at_budget_one(start, tiny_llama):
     stock = start(tiny_llama, *FLAGS)
     prompts = [prompt_of(seed, 120) for seed in (7, 8)]
     with ThreadPoolExecutor(2) as pool:
-        expected = [answer["output_ids"] for answer in pool.map(lambda p: generate(stock, p, 200), prompts)]
+        expected = [answer["output_ids"] for answer in pool.map(lambda p: generate(stock, p, 120), prompts)]
     stock.stop(grace_s=0)
     server = start(tiny_llama, *FLAGS, config=CONFIG | {"policy": "d2o", "budget": 1.0})
     with ThreadPoolExecutor(2) as pool:
-        answers = [answer["output_ids"] for answer in pool.map(lambda p: generate(server, p, 200), prompts)]
+        answers = [answer["output_ids"] for answer in pool.map(lambda p: generate(server, p, 120), prompts)]
     assert answers == expected
-    assert assert_all_slots_are_back(server)["compressions"] >= 12
+    assert assert_all_slots_are_back(server)["compressions"] >= 6
     server.stop(grace_s=0)
 
 
@@ -116,10 +116,10 @@ def test_ranks_stay_equal_when_requests_are_taken_off(start, tiny_llama):
     flags = (*FLAGS, "--tp-size", "2", "--disable-overlap-schedule")
     server = start(tiny_llama, *flags, config=CONFIG | {"policy": "d2o", "budget": 0.25}, env=ENV | RANKS)
     with ThreadPoolExecutor(3) as pool:
-        answers = list(pool.map(lambda seed: generate(server, prompt_of(seed), 200), (9, 10, 9)))
-    assert [len(answer["output_ids"]) for answer in answers] == [200] * 3
-    run_jobs(server, long_jobs(30, seed=6), concurrency=8)
+        answers = list(pool.map(lambda seed: generate(server, prompt_of(seed), 120), (9, 10, 9)))
+    assert [len(answer["output_ids"]) for answer in answers] == [120] * 3
+    run_jobs(server, long_jobs(10, seed=6), concurrency=5)
     assert "#retracted_reqs" in server.log()
     state = assert_all_slots_are_back(server)
     first, second = state["ranks"]
-    assert first == second and state["compressions"] > 10
+    assert first == second and state["compressions"] > 6
