@@ -169,6 +169,13 @@ class KVEvictConfig(BaseModel):
         description="a range shorter than this stays uncompressed until it has grown",
         json_schema_extra={"allowed": "an integer >= 1"},
     )
+    decode_block: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens that a request generates before they are compressed, together with what it generated "
+        "before; its last tail_tokens stay uncompressed",
+        json_schema_extra={"allowed": "null (off), or an integer >= 1"},
+    )
     score_after_matches: int | None = Field(
         default=1,
         ge=1,

@@ -4,6 +4,7 @@ from sgl_kvevict.compression.compressor import Compression, Compressor, Observat
 from sgl_kvevict.compression.observation import CacheObservation, PromptObservation
 from sgl_kvevict.compression.pending_fit import PendingFit
 from sgl_kvevict.compression.reader_observation import ReaderChunk, ReaderObservation
+from sgl_kvevict.compression.suffix import Suffix, SuffixCompressor, SuffixStep
 from sgl_kvevict.compression.warm_up import warm_up
 
 __all__ = [
@@ -15,5 +16,8 @@ __all__ = [
     "PromptObservation",
     "ReaderChunk",
     "ReaderObservation",
+    "Suffix",
+    "SuffixCompressor",
+    "SuffixStep",
     "warm_up",
 ]

@@ -62,6 +62,7 @@ class Compression:
         merged_entries: entries folded into stored ones; those neither stored nor merged are evicted.
         seconds: host time spent (on a GPU: launching only).
         fit: what is to be fitted to what the segment does not keep; None: nothing.
+        replaced: what its first tokens were stored in before, if they were compressed already.
     """
 
     segment: Segment
@@ -71,6 +72,17 @@ class Compression:
     merged_entries: int
     seconds: float
     fit: PendingFit | None = None
+    replaced: Segment | None = None
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that were uncompressed before."""
+        return self.num_tokens - (0 if self.replaced is None else self.replaced.end - self.replaced.start)
+
+    @property
+    def new_entries(self) -> int:
+        """Entries stored, less those that were stored before."""
+        return self.segment.num_entries - (0 if self.replaced is None else self.replaced.num_entries)
 
 
 class Compressor:

@@ -8,7 +8,14 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from sgl_kvevict.compression import Compression, Compressor, Observation, PendingFit, ReaderObservation
+from sgl_kvevict.compression import (
+    CacheObservation,
+    Compression,
+    Compressor,
+    Observation,
+    PendingFit,
+    ReaderObservation,
+)
 from sgl_kvevict.guard import Guard, Place, accounting
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.lifecycle.observer import REFUSED_IN_USE, REFUSED_NO_MEMORY, CacheObserver
@@ -138,6 +145,19 @@ class Ranges:
         """
         return self._try(PendingRange(node, end, observation, share)) or 0
 
+    def keep_whole(self, path: Sequence[Node], end: int) -> bool:
+        """Let what is uncompressed of a path, up to ``end``, be read from a span that keeps all of it.
+
+        What comes after can be compressed then: spans come first on every path.
+
+        Returns:
+            False: somebody would not follow, or the policy failed.
+        """
+        last = self.node_ending_at(path, end)
+        pending = PendingRange(last, end, CacheObservation(), share=1.0)
+        waterline = self._spans.waterline(path)
+        return self._write_all(path_to(last), waterline, pending) is not None
+
     def try_pending(self) -> None:
         """Somebody let go of a path: compress what waited for that, oldest first."""
         for pending in self:
@@ -173,6 +193,10 @@ class Ranges:
         if pending.end - waterline < self._compressor.config.min_prefix_tokens:
             self.discard(pending.node)
             return 0
+        return self._write_all(path, waterline, pending)
+
+    def _write_all(self, path: Sequence[Node], waterline: int, pending: PendingRange) -> int | None:
+        """Write what a path has from the waterline on; see :meth:`_try`."""
         nodes = [node for node in path if node not in self._spans]
         readers = self._readers.movable(nodes[0])
         if readers is None:
@@ -191,7 +215,7 @@ class Ranges:
                 self.on_budget(group[-1])
             waterline += done.num_tokens
             won += done.freed.numel()
-        self._move(readers)
+        self.move(readers)
         return won
 
     @accounting()
@@ -205,9 +229,9 @@ class Ranges:
             readers: who reads the first of them, see :meth:`LiveReaders.movable`.
         """
         self._install(nodes, segment, freed)
-        self._move(readers)
+        self.move(readers)
 
-    def _move(self, readers: Sequence[Reader]) -> None:
+    def move(self, readers: Sequence[Reader]) -> None:
         """Readers find what was compressed of their paths in spans from their next forward on."""
         for reader in readers:
             last = self._tree.locked_by(reader)

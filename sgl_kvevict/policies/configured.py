@@ -11,6 +11,7 @@ from sgl_kvevict.policies.fitters import AttentionMatcher
 from sgl_kvevict.policies.observation import Readers
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.registry import build_policy, paper_options, paper_settings, split_name
+from sgl_kvevict.policies.suffix import suffix_reasons
 
 
 def configured_policy(config: KVEvictConfig) -> tuple[KVEvictConfig, Policy | None]:
@@ -24,7 +25,8 @@ def configured_policy(config: KVEvictConfig) -> tuple[KVEvictConfig, Policy | No
         resolving twice changes nothing), and its policy, with a fitter if it is to fit; None for "none".
 
     Raises:
-        ConfigError: unknown policy or option, bad value, or a budget or tail that does not fit the policy.
+        ConfigError: unknown policy or option, bad value, or a budget, tail or ``decode_block`` that does not fit the
+            policy.
     """
     config = _spelled_out(config)
     policy = build_policy(config.policy, config.policy_options)
@@ -45,6 +47,8 @@ def configured_policy(config: KVEvictConfig) -> tuple[KVEvictConfig, Policy | No
             f"fit: got true for policy {config.policy!r}; allowed: false, or a policy that passes read and that merges "
             "nothing (distilled, reconstruction)"
         )
+    if config.decode_block is not None:
+        problems += [f"decode_block: got {config.decode_block}, but {reason}" for reason in suffix_reasons(policy)]
     if problems:
         raise ConfigError("\n".join(problems))
     if policy is not None and config.fit:

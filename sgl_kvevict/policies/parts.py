@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -218,7 +219,7 @@ class Merger(Protocol):
         """No kept entry holds information of a later token, so its span may be cut at any token."""
 
     def merge(
-        self, observations: list[LayerObservation], kept: Tensor, state: PolicyState | None
+        self, observations: Sequence[LayerObservation], kept: Tensor, state: PolicyState | None
     ) -> tuple[MergePlan, PolicyState]:
         """Plan the merge.
 

@@ -169,7 +169,7 @@ class Policy:
     def _score(self, observations: list[LayerObservation], per_head: int, protected: int) -> RangeScores:
         first = observations[0]
         num_first = min(max(protected, self.num_sink_tokens - first.start), per_head, first.num_tokens)
-        in_range, num_behind = self._kept_window(first)
+        in_range, num_behind = self.kept_window(first)
         num_last = min(in_range, per_head - num_first)
         stacks: list[Tensor | None] = []
         for row, observation in enumerate(observations):
@@ -185,7 +185,7 @@ class Policy:
             raise InvariantError(f"policy {self.name!r}: no layer was scored")
         return RangeScores(values, tie_break, importance, num_first, num_last, num_behind)
 
-    def _kept_window(self, observation: LayerObservation) -> tuple[int, int]:
+    def kept_window(self, observation: LayerObservation) -> tuple[int, int]:
         """Tokens of the kept window inside the range (none when the tail covers the window), and behind it."""
         if not self.scorer.kept_window:
             return 0, 0

@@ -34,6 +34,8 @@ class Segment:
         is_fitted: its values and biases were fitted to what it does not keep; the biases of others are 0.
         readings: what the passes that are under way paid so far; None, or closed: none are.
         policy_state: what the policy wants to know at the path's next compression; opaque here.
+        is_generated: written while a request generated. It grows by a view at a time, so who reads all of it reads it
+            as one, see :meth:`SpanTable.runs`.
         num_spans: live spans that read this segment.
         num_live_entries: entries that a live span reads; the others are dead.
     """
@@ -65,6 +67,8 @@ class Segment:
         self.is_fitted = False
         self.readings: EntryReadings | None = None
         self.policy_state: object | None = None
+        self.is_generated = False
+        self._runs: SpanRuns | None = None
         self.num_spans = 0
         self.num_live_entries = head_slots.numel()
 
@@ -77,6 +81,12 @@ class Segment:
     def num_entries(self) -> int:
         """Entries stored, dead ones included."""
         return self.head_slots.numel()
+
+    def runs(self) -> SpanRuns:
+        """All entries; always the same object."""
+        if self._runs is None:
+            self._runs = SpanRuns(self.head_slots, *self.cut(self.start, self.end), self.end - self.start)
+        return self._runs
 
     def cut(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Entries of each run whose token is in ``[start, end)``; of the whole segment nothing is searched.

@@ -7,6 +7,7 @@ tokens, layers, heads, namespaces or slots shows when a request's view of the ca
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from array import array
 from collections import Counter
@@ -31,7 +32,7 @@ from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.lifecycle.nodes import length_of, path_to
-from sgl_kvevict.policies import Rotary
+from sgl_kvevict.policies import Policy, Rotary
 from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.sglang_adapter.introspection import cache_state
 from sgl_kvevict.sglang_adapter.span_component import FULL
@@ -80,7 +81,7 @@ class Harness:
     config: KVEvictConfig = field(
         default_factory=lambda: KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6)
     )
-    policy: PseudoRandomPolicy | None = field(default_factory=PseudoRandomPolicy)
+    policy: PseudoRandomPolicy | Policy | None = field(default_factory=PseudoRandomPolicy)
     group: ProcessGroup | None = None
     eviction_policy: str = "lru"
     eviction_config: dict | None = None
@@ -216,9 +217,25 @@ class Harness:
         req.kv.kv_committed_len = req.kv.kv_allocated_len = position + 1
         self._write_tokens(req, position, position + 1, slots)
         self._forward(req, position + 1)
+        self._record_step(req, position + 1)
         req.output_ids.append(self._next_token(req))
         self.check()
         return True
+
+    def _record_step(self, req: Req, seq_len: int) -> None:
+        """Hand the query of a decode step to who follows the request: zeros, which attend to all tokens alike."""
+        step = self.tree.manager.step_observed([req], [seq_len], [0])
+        if step is not None:
+            queries = torch.zeros(1, self.geometry.num_qo_heads, self.geometry.head_dim)
+            lse = torch.full((1, self.geometry.num_qo_heads), math.log(seq_len))
+            for layer in range(self.geometry.num_layers):
+                step.record(layer, queries, lse, 1.0)
+
+    def turn(self) -> None:
+        """Between two steps: compress what requests have generated."""
+        if self.tree.manager.generations is not None:
+            self.tree.manager.generations.between_steps()
+            self.check()
 
     def finish(self, req: Req) -> None:
         """Finish a request and let the tree keep what it computed."""
