@@ -56,9 +56,7 @@ class EventsConfig(BaseModel):
         json_schema_extra={"allowed": _ENDPOINT_ALLOWED},
     )
     topic: str = Field(
-        default="kvevict",
-        description="first frame of every event message",
-        json_schema_extra={"allowed": "a string"},
+        default="kvevict", description="first frame of every event message", json_schema_extra={"allowed": "a string"}
     )
     buffer_steps: int = Field(
         default=10_000,
@@ -172,8 +170,7 @@ class KVEvictConfig(BaseModel):
     decode_block: int | None = Field(
         default=None,
         ge=1,
-        description="tokens that a request generates before they are compressed, together with what it generated "
-        "before; its last tail_tokens stay uncompressed",
+        description="tokens a request generates before they are compressed, with what it generated before",
         json_schema_extra={"allowed": "null (off), or an integer >= 1"},
     )
     score_after_matches: int | None = Field(
@@ -230,10 +227,7 @@ class KVEvictConfig(BaseModel):
         json_schema_extra={"allowed": "an integer >= 0"},
     )
     max_question_chars: int = Field(
-        default=1000,
-        ge=1,
-        description="characters of one of these questions",
-        json_schema_extra={"allowed": "an integer >= 1"},
+        default=1000, ge=1, description="characters of one question", json_schema_extra={"allowed": "an integer >= 1"}
     )
     max_question_tokens: int = Field(
         default=4096,
