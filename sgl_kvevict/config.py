@@ -134,6 +134,18 @@ class KVEvictConfig(BaseModel):
         "scored it or token slots are short; false: it is compressed with learned scores when its prompt is complete",
         json_schema_extra={"allowed": "true or false"},
     )
+    fit: bool = Field(
+        default=False,
+        description="policies that passes read (distilled, reconstruction): give kept entries values and biases that "
+        "answer for evicted ones too; 4 bytes more for each K and V row of the pool",
+        json_schema_extra={"allowed": "true or false"},
+    )
+    fit_scope: Literal["causal", "range"] = Field(
+        default="causal",
+        description="what a fitted value may hold; causal: of tokens of its own block of 64; range: of all tokens that "
+        "were compressed with it, later ones too, which whoever shares only its beginning reads then",
+        json_schema_extra={"allowed": "'causal' or 'range'"},
+    )
     budget_includes_tail: bool = Field(
         default=False,
         description="count the uncompressed tail as part of the budget, as papers count their observation window",
@@ -156,6 +168,13 @@ class KVEvictConfig(BaseModel):
         ge=1,
         description="a range shorter than this stays uncompressed until it has grown",
         json_schema_extra={"allowed": "an integer >= 1"},
+    )
+    decode_block: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens that a request generates before they are compressed, together with what it generated "
+        "before; its last tail_tokens stay uncompressed",
+        json_schema_extra={"allowed": "null (off), or an integer >= 1"},
     )
     score_after_matches: int | None = Field(
         default=1,

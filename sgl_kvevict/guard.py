@@ -35,6 +35,8 @@ class Place(Enum):
     """Queries of a prompt, a vote or a pass are recorded: what was observed is thrown away."""
     COMPRESSION = "compression"
     """A policy decides what to keep: the range stays uncompressed."""
+    FIT = "fit"
+    """Values and biases are fitted: the segment stays as it was selected."""
     STORE = "store"
     """A prefix is handed to the store, looked for in it, or taken from it: it is not stored, or computed."""
     RELEASE = "release"
@@ -47,7 +49,7 @@ class Place(Enum):
     """``GET /server_info`` shows the cache: what failed is missing."""
 
 
-PER_RANK = frozenset({Place.OBSERVATION, Place.COMPRESSION})
+PER_RANK = frozenset({Place.OBSERVATION, Place.COMPRESSION, Place.FIT})
 """Places that compute with one rank's own heads: an error on one rank is not one on the others."""
 
 

@@ -218,7 +218,7 @@ def launch(
     flags: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     log_path: str | Path,
-    timeout_s: float = 240.0,
+    timeout_s: float = 400.0,
 ) -> RunningServer:
     """Start ``sglang.launch_server`` on a free port and wait until it answers a generation.
 

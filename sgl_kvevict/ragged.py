@@ -56,9 +56,11 @@ class SpanRuns:
         starts: [num_layers, num_kv_heads], int32, first entry of each run.
         lens: [num_layers, num_kv_heads], int32, entries of each run; may be 0.
         num_tokens: logical tokens the span stands for.
+        is_fitted: its entries have biases, which are added to their scores; those of other spans' head slots are 0.
     """
 
     head_slots: Tensor
     starts: Tensor
     lens: Tensor
     num_tokens: int
+    is_fitted: bool = False

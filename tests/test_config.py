@@ -70,6 +70,7 @@ def test_an_integer_budget_counts_entries_and_a_float_is_a_share(text: str, kind
         ("budget", "0.2", "(0, 1]"),
         ("budget", None, "(0, 1]"),
         ("tail_tokens", 0, "an integer >= 1"),
+        ("decode_block", 0, "null (off), or an integer >= 1"),
         ("tail_tokens", 32.0, "an integer >= 1"),
         ("tail_tokens", "32", "an integer >= 1"),
         ("budget_includes_tail", 1, "true or false"),

@@ -87,14 +87,24 @@ def replicas(options: argparse.Namespace, logs: Path) -> list[Replica]:
 
 
 def gateway(options: argparse.Namespace, servers: Sequence[Replica], logs: Path) -> subprocess.Popen[bytes]:
-    """Start the gateway: by cache affinity, asking every second which replicas live."""
+    """Start the gateway: by cache affinity, asking every other second which replicas live."""
     command = [str(BIN / "smg"), "launch", "--host", "127.0.0.1", "--port", str(options.port)]
     command += ["--worker-urls", *(server.url for server in servers), "--policy", "cache_aware"]
-    command += ["--health-check-interval-secs", "1", "--health-check-timeout-secs", "1"]
+    command += ["--health-check-interval-secs", "2", "--health-check-timeout-secs", "10"]
     command += ["--health-failure-threshold", "1", "--health-success-threshold", "1"]
     command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(options.port + 1 + options.replicas)]
     with (logs / "gateway.log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+
+def healthy_workers(url: str) -> int:
+    """How many replicas the gateway sends requests to: it takes them in some time after it answers itself."""
+    try:
+        with urllib.request.urlopen(f"{url}/workers", timeout=5) as response:
+            workers = json.loads(response.read())["workers"]
+    except (urllib.error.URLError, OSError):
+        return 0
+    return sum(bool(worker["is_healthy"]) for worker in workers)
 
 
 def wait_for(servers: Sequence[Replica]) -> None:
@@ -147,8 +157,11 @@ def main() -> None:
     try:
         wait_for(servers)
         front = gateway(options, servers, options.logs)
+        address = f"http://127.0.0.1:{options.port}"
+        while front.poll() is None and healthy_workers(address) < len(servers):
+            time.sleep(0.2)
         names = ", ".join(server.url for server in servers)
-        print(f"gateway http://127.0.0.1:{options.port}; replicas {names}; logs in {options.logs}", flush=True)
+        print(f"gateway {address}; replicas {names}; logs in {options.logs}", flush=True)
         while front.poll() is None:
             for server in servers:
                 server.revive()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvevict_kernels.span_attention import reason_not_to_run
 from sgl_kvevict.attention.batch import AttentionBatch
-from sgl_kvevict.attention.choice import cpu_reasons, flashinfer_reasons, triton_reasons
+from sgl_kvevict.attention.choice import NO_BIASES, cpu_reasons, flashinfer_reasons, triton_reasons
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 
@@ -137,7 +137,12 @@ def kernel_reasons(name: str, device: torch.device, dtype: torch.dtype, head_dim
 
 
 def build_attention(
-    name: str, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None = None
+    name: str,
+    geometry: KVGeometry,
+    k_arena: Tensor,
+    v_arena: Tensor,
+    q_dtype: torch.dtype | None = None,
+    biases: Tensor | None = None,
 ) -> Attention:
     """Build what the configuration asks for, on the arenas' device.
 
@@ -147,50 +152,57 @@ def build_attention(
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous.
         v_arena: like ``k_arena``.
         q_dtype: of the queries, where the arena holds float8.
+        biases: [num_layers, num_token_slots, num_kv_heads], float32, of entries of fitted spans; None: none is fitted.
 
     Raises:
-        UnsupportedSetupError: see :func:`resolve_attention`.
+        UnsupportedSetupError: see :func:`resolve_attention`; or the implementation cannot read biases.
     """
     chosen = resolve_attention(name, k_arena.device.type, geometry.head_dim)
     if chosen == "torch" and name == "auto":
         logger.warning("attention is 'torch', which takes longer: %s", reason_not_to_run(geometry.head_dim))
-    return _BUILDERS[chosen](geometry, k_arena, v_arena, q_dtype)
+    return _BUILDERS[chosen](geometry, k_arena, v_arena, q_dtype, biases)
 
 
-def _build_numba(geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None) -> Attention:
+def _build_numba(
+    geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None, biases: Tensor | None
+) -> Attention:
     from sgl_kvevict.attention.numba_attention import NumbaAttention
 
-    return NumbaAttention(geometry, k_arena, v_arena)
+    return NumbaAttention(geometry, k_arena, v_arena, biases)
 
 
-def _build_torch(geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None) -> Attention:
+def _build_torch(
+    geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None, biases: Tensor | None
+) -> Attention:
     from sgl_kvevict.attention.cpu import CpuAttention
 
-    return CpuAttention(geometry, k_arena, v_arena)
+    return CpuAttention(geometry, k_arena, v_arena, biases)
 
 
 def _build_triton(
-    geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None
+    geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None, biases: Tensor | None
 ) -> Attention:
     from sgl_kvevict.attention.flashinfer_prefill import find_plain_prefill
     from sgl_kvevict.attention.triton_attention import TritonAttention
 
     plain_prefill = find_plain_prefill(geometry, k_arena, v_arena)
-    attention = TritonAttention(geometry, k_arena, v_arena, q_dtype, plain_prefill)
+    attention = TritonAttention(geometry, k_arena, v_arena, q_dtype, plain_prefill, biases)
     if k_arena.is_cuda:
         attention.warm_up()
     return attention
 
 
 def _build_flashinfer(
-    geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None
+    geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None, biases: Tensor | None
 ) -> Attention:
+    if biases is not None:
+        raise UnsupportedSetupError([NO_BIASES])
     from sgl_kvevict.attention.flashinfer_attention import FlashInferAttention
 
     return FlashInferAttention(geometry, k_arena, v_arena)
 
 
-_BUILDERS: dict[str, Callable[[KVGeometry, Tensor, Tensor, torch.dtype | None], Attention]] = {
+_BUILDERS: dict[str, Callable[[KVGeometry, Tensor, Tensor, torch.dtype | None, Tensor | None], Attention]] = {
     "numba": _build_numba,
     "torch": _build_torch,
     "triton": _build_triton,

@@ -10,6 +10,7 @@ MAX_HEAD_DIM = 256
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 DTYPES_16 = (torch.bfloat16, torch.float16)
 DTYPES_CPU = (*DTYPES_16, torch.float32)
+NO_BIASES = "attention is 'flashinfer', which cannot read the biases of fitted prefixes (fit is true); 'triton' can"
 FP8_CAPABILITY = (8, 9)
 """Compute capability from which on a GPU converts float8_e4m3fn."""
 
@@ -56,6 +57,19 @@ def flashinfer_reasons(dtype: torch.dtype, head_dim: int) -> list[str]:
         reasons.append(f"attention 'flashinfer' needs a head_dim of 64, 128 or 256; the model's is {head_dim}")
     if dtype not in DTYPES_16:
         reasons.append(f"attention 'flashinfer' needs bfloat16 or float16 KV; {_pool_dtype(dtype)}")
+    return reasons
+
+
+def bias_reasons(name: str, dtype: torch.dtype) -> list[str]:
+    """Return one sentence for everything that cannot be fitted.
+
+    Args:
+        name: as configured.
+        dtype: of the KV pool.
+    """
+    reasons = [NO_BIASES] if name == "flashinfer" else []
+    if dtype == FP8:
+        reasons.append(f"fit is true, and what fitted values lose in float8 is not known; {_pool_dtype(dtype)}")
     return reasons
 
 

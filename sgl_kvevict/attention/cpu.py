@@ -27,22 +27,29 @@ class CpuAttention:
         geometry: sizes.
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous.
         v_arena: like ``k_arena``.
+        biases: [num_layers, num_token_slots, num_kv_heads], float32, added to the scores of entries of fitted spans, 0
+            for those of others; None: no span is ever fitted.
 
     Raises:
         ValueError: wrong shape, dtype or device of an arena.
     """
 
-    def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> None:
+    def __init__(
+        self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, biases: Tensor | None = None
+    ) -> None:
         shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
         check_tensor("k_arena", k_arena, shape, KV_DTYPES, torch.device("cpu"))
         check_tensor("v_arena", v_arena, shape, k_arena.dtype, torch.device("cpu"))
+        if biases is not None:
+            check_tensor("biases", biases, shape[:3], torch.float32, torch.device("cpu"))
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena
+        self.biases = biases
         self._views = ArenaViews(k_arena, v_arena)
         self._scratch = Scratch()
         self._compositions: RecentCompositions[tuple[Path, ...], Composition] = RecentCompositions()
-        self._extend = ExtendAttention(k_arena, v_arena, RunBounds())
+        self._extend = ExtendAttention(k_arena, v_arena, RunBounds(), biases)
         self._decode_step: DecodeStep | JoinedStep | None = None
         self._decode_rows: Tensor | None = None
         self._extending: list[ExtendRequest] = []
@@ -92,7 +99,7 @@ class CpuAttention:
         waterlines = [batch.waterlines[i] for i in requests]
         seq_lens = [batch.seq_lens[i] for i in requests]
         paths = tuple(batch.paths[i] for i in requests)
-        composition = self._compositions.get(paths, lambda: Composition(paths, self.geometry))
+        composition = self._compositions.get(paths, lambda: Composition(paths, self.geometry, self.biases))
         suffix_lens = [end - start for start, end in zip(waterlines, seq_lens, strict=True)]
         if (joined := composition.joined_for(suffix_lens, self._views.k_rows, self._views.v_rows)) is not None:
             joined.locate(waterlines, seq_lens, pool_rows, batch.req_to_token)

@@ -101,9 +101,10 @@ class Composition:
     Args:
         paths: per request, the spans on its path.
         geometry: sizes.
+        biases: [num_layers, num_token_slots, num_kv_heads], float32, of entries of fitted spans; None: there are none.
     """
 
-    def __init__(self, paths: Sequence[Path], geometry: KVGeometry) -> None:
+    def __init__(self, paths: Sequence[Path], geometry: KVGeometry, biases: Tensor | None = None) -> None:
         self.geometry = geometry
         self.num_requests = len(paths)
         self.layout: Layout | None = None
@@ -115,7 +116,7 @@ class Composition:
         groups = group_spans(paths)
         for number in sorted({sharer_class(len(group.members)) for group in groups}):
             chosen = [group for group in groups if sharer_class(len(group.members)) == number]
-            units = join_units(chosen, geometry)
+            units = join_units(chosen, geometry, biases)
             if number == 0:
                 self._own, self._own_groups = units, chosen
             else:

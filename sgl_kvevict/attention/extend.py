@@ -81,11 +81,14 @@ class ExtendAttention:
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim].
         v_arena: like ``k_arena``.
         bounds: host copies of run bounds.
+        biases: [num_layers, num_token_slots, num_kv_heads], float32, added to the scores of entries of fitted spans;
+            None: there are none.
     """
 
     k_arena: Tensor
     v_arena: Tensor
     bounds: RunBounds
+    biases: Tensor | None = None
 
     def run(self, request: ExtendRequest, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
         """Attend with the new tokens of one request.
@@ -121,6 +124,7 @@ class ExtendAttention:
         group = q.shape[1] // num_heads
         k_rows, v_rows = self.k_arena.view(-1, 1, head_dim), self.v_arena.view(-1, 1, head_dim)
         cached = (request.cached_slots + layer * num_token_slots) * num_heads
+        biases = self.biases if any(span.is_fitted for span in request.path) else None
         out = torch.zeros_like(q)
         lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
         for head in range(num_heads):
@@ -129,11 +133,21 @@ class ExtendAttention:
             if head_slots.numel():
                 heads = slice(head * group, (head + 1) * group)
                 k, v = k_rows.index_select(0, head_slots), v_rows.index_select(0, head_slots)
-                out[:, heads], lse[:, heads] = _attend(q[:, heads], k, v, sm_scale, is_causal=False)
+                mask = None if biases is None else self._of_entries(biases, head_slots, cached.numel())
+                out[:, heads], lse[:, heads] = _attend(q[:, heads], k, v, sm_scale, is_causal=False, biases=mask)
         return out, lse
 
+    @staticmethod
+    def _of_entries(biases: Tensor, head_slots: Tensor, num_cached: int) -> Tensor:
+        """[1, 1, 1, num_keys], float32, biases of runs, and 0 for the cached tokens behind them."""
+        added = biases.view(-1).index_select(0, head_slots)
+        added[added.numel() - num_cached :] = 0.0
+        return added.view(1, 1, 1, -1)
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, *, is_causal: bool) -> tuple[Tensor, Tensor]:
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, sm_scale: float, *, is_causal: bool, biases: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """One fused call.
 
     Args:
@@ -142,6 +156,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, *, is_causal: bool
         v: like ``k``.
         sm_scale: softmax scale.
         is_causal: key ``j`` is visible from query ``j`` on.
+        biases: [1, 1, 1, num_keys], float32, added to the scores; None: nothing is.
 
     Returns:
         out [num_new, num_qo_heads, head_dim] and lse [num_new, num_qo_heads].
@@ -156,11 +171,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, *, is_causal: bool
     k, v = k.transpose(0, 1)[:, None].contiguous(), v.transpose(0, 1)[:, None].contiguous()
     if num_new <= STACKED_TOKENS and not is_causal:
         stacked = grouped.reshape(num_kv_heads, 1, group * num_new, head_dim)
-        out, lse = fused_attention(stacked, k, v, 0.0, False, scale=sm_scale)
+        out, lse = fused_attention(stacked, k, v, 0.0, False, attn_mask=biases, scale=sm_scale)
         out, lse = out.view(grouped.shape), lse.reshape(grouped.shape[:3])
     else:
         shape = (num_kv_heads, group, num_keys, head_dim)
-        out, lse = fused_attention(grouped, k.expand(shape), v.expand(shape), 0.0, is_causal, scale=sm_scale)
+        k, v = k.expand(shape), v.expand(shape)
+        out, lse = fused_attention(grouped, k, v, 0.0, is_causal, attn_mask=biases, scale=sm_scale)
     return out.permute(2, 0, 1, 3).reshape(q.shape), lse.permute(2, 0, 1).reshape(q.shape[:2])
 
 

@@ -32,11 +32,13 @@ class Runs:
         starts: [num_layers, num_units], int64, in ``head_slots``; units are request * num_kv_heads + KV head.
         lens: [num_layers, num_units], int64, 0 for requests without spans.
         head_slots: [num_entries], int32.
+        biases: [num_entries], float32, added to their scores; None: nothing is.
     """
 
     starts: Tensor
     lens: Tensor
     head_slots: Tensor
+    biases: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def runs_of_requests(groups: Sequence[SpanGroup], units: UnitLists, num_requests
     lens = torch.zeros_like(starts)
     starts[:, members] = units.kv_starts.view(shape)
     lens[:, members] = units.kv_lens.view(shape)
-    return Runs(starts.flatten(1), lens.flatten(1), units.kv_indices)
+    return Runs(starts.flatten(1), lens.flatten(1), units.kv_indices, units.kv_biases)
 
 
 def arrange_rows(lens: Tensor, room: int, num_threads: int) -> Rows:
@@ -141,7 +143,8 @@ class JoinedStep:
         entry, owner = _lay_out(runs, rows, room)
         self._head_slots, positions = _pack(runs.head_slots[entry], rows.widths)
         self._suffix_blocks = _first_blocks(positions, per_row * room).flatten()
-        seen = torch.where(owner[:, :, None] == torch.arange(per_row).view(-1, 1), 0.0, float("-inf"))
+        added = 0.0 if runs.biases is None else runs.biases[entry][:, :, None]
+        seen = torch.where(owner[:, :, None] == torch.arange(per_row).view(-1, 1), added, float("-inf"))
         seen = seen[:, :, :, None].expand(-1, -1, -1, geometry.group_size, -1)
         self._mask, positions = _pack(seen, rows.widths)
         blocks = _first_blocks(positions, per_row * room).view(*seen.shape[:-1], per_row, -1)

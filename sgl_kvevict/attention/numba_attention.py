@@ -32,16 +32,20 @@ class NumbaAttention:
         geometry: sizes.
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous.
         v_arena: like ``k_arena``.
+        biases: [num_layers, num_token_slots, num_kv_heads], float32, added to the scores of entries of fitted spans, 0
+            for those of others; None: no span is ever fitted.
 
     Raises:
         ValueError: wrong shape, dtype or device of an arena.
         RuntimeError: this machine cannot run it (``span_attention.reason_not_to_run``).
     """
 
-    def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> None:
+    def __init__(
+        self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, biases: Tensor | None = None
+    ) -> None:
         self.geometry = geometry
-        self._spans = SpanAttention(k_arena, v_arena, geometry.num_qo_heads)
-        self._extend = ExtendAttention(k_arena, v_arena, RunBounds())
+        self._spans = SpanAttention(k_arena, v_arena, geometry.num_qo_heads, biases)
+        self._extend = ExtendAttention(k_arena, v_arena, RunBounds(), biases)
         self._compositions: RecentCompositions[Composition, Layout] = RecentCompositions()
         self._layout: Layout | None = None
         self._long: list[ExtendRequest] = []

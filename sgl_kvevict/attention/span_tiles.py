@@ -43,12 +43,14 @@ class UnitLists:
         kv_starts: [num_units], int64, where each unit starts in ``kv_indices``.
         kv_lens: [num_units], int64.
         kv_indices: [num_entries], int32, head slots.
+        kv_biases: [num_entries], float32, added to their scores; None: no span is fitted.
     """
 
     q_table: Tensor
     kv_starts: Tensor
     kv_lens: Tensor
     kv_indices: Tensor
+    kv_biases: Tensor | None
 
     def tiles(self, num_layers: int, block: int, lanes: int) -> list[Tiles]:
         """Cut into blocks; the tiles of each layer."""
@@ -60,6 +62,7 @@ class UnitLists:
             block=block,
             lanes=lanes,
             num_groups=num_layers,
+            biases=self.kv_biases,
         )
         ends = torch.tensor(counts).cumsum(0).tolist()
         return [tiles[end - count : end] for end, count in zip(ends, counts, strict=True)]
@@ -82,14 +85,22 @@ def sharer_class(num_members: int) -> int:
     return sum(num_members > limit for limit in SHARER_CLASSES[:-1])
 
 
-def join_units(groups: Sequence[SpanGroup], geometry: KVGeometry) -> UnitLists:
-    """List the runs of groups unit by unit, in (layer, group, KV head) order."""
+def join_units(groups: Sequence[SpanGroup], geometry: KVGeometry, biases: Tensor | None = None) -> UnitLists:
+    """List the runs of groups unit by unit, in (layer, group, KV head) order.
+
+    Args:
+        groups: whose runs.
+        geometry: sizes.
+        biases: [num_layers, num_token_slots, num_kv_heads], float32, of head slots; None: no span is fitted.
+    """
     kv_lens, kv_indices = join_runs(groups, geometry)
+    is_fitted = any(span.is_fitted for group in groups for span in group.spans)
     return UnitLists(
         q_table=_q_table(groups, geometry).repeat(geometry.num_layers, 1),
         kv_starts=kv_lens.cumsum(0) - kv_lens,
         kv_lens=kv_lens,
         kv_indices=kv_indices,
+        kv_biases=biases.view(-1).index_select(0, kv_indices) if biases is not None and is_fitted else None,
     )
 
 

@@ -54,6 +54,8 @@ class TritonAttention:
         v_arena: like ``k_arena``.
         q_dtype: of queries and results, where the arena holds float8; default: bfloat16. Else they have its dtype.
         plain_prefill: attends for long prefills that read no span; None: our kernel does.
+        biases: [num_layers, num_token_slots, num_kv_heads], float32, added to the scores of entries of spans, 0 for
+            those of spans that are not fitted; None: no span is ever fitted, and the kernels read none.
 
     Raises:
         ValueError: wrong shape, dtype or device of an arena.
@@ -67,15 +69,19 @@ class TritonAttention:
         v_arena: Tensor,
         q_dtype: torch.dtype | None = None,
         plain_prefill: PlainPrefill | None = None,
+        biases: Tensor | None = None,
     ) -> None:
         if reasons := triton_reasons(k_arena.dtype, geometry.head_dim, k_arena.device):
             raise UnsupportedSetupError(reasons)
         shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
         check_tensor("k_arena", k_arena, shape, (*KV_DTYPES, FP8))
         check_tensor("v_arena", v_arena, shape, k_arena.dtype, k_arena.device)
+        if biases is not None:
+            check_tensor("biases", biases, shape[:3], torch.float32, k_arena.device)
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena
+        self.biases = biases
         self.plain_prefill = plain_prefill
         is_fp8 = k_arena.dtype == FP8
         self.q_dtype = (q_dtype or torch.bfloat16) if is_fp8 else k_arena.dtype
@@ -181,7 +187,7 @@ class TritonAttention:
         out = torch.empty(q.shape, dtype=queries.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         k_scale, v_scale = self.geometry.scales.of(layer)
-        inputs = LayerInputs(layer, queries, self.k_arena, self.v_arena, sm_scale * k_scale, v_scale)
+        inputs = LayerInputs(layer, queries, self.k_arena, self.v_arena, sm_scale * k_scale, v_scale, self.biases)
         run_ragged_decode(composition.directory, composition.step, inputs, out=out, lse=lse)
         run_ragged_extend(composition.directory, composition.step, inputs, out=out, lse=lse)
         if self.plain_prefill is not None:

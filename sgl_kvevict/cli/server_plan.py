@@ -168,9 +168,10 @@ def describe(config: KVEvictConfig) -> str:
     """Policy and sizes of a configuration in a few words."""
     options = "".join(f" {name}={value}" for name, value in config.policy_options.items())
     unit = "entries per head" if isinstance(config.budget, int) else "of the entries"
+    blocks = "" if config.decode_block is None else f", answers in blocks of {config.decode_block}"
     return (
         f"policy {config.policy}{options}, keeps {config.budget} {unit}, tail {config.tail_tokens}, "
-        f"sinks {config.sink_tokens}, compresses from {config.min_prefix_tokens} tokens on"
+        f"sinks {config.sink_tokens}, compresses from {config.min_prefix_tokens} tokens on{blocks}"
     )
 
 

@@ -2,7 +2,9 @@
 
 from sgl_kvevict.compression.compressor import Compression, Compressor, Observation
 from sgl_kvevict.compression.observation import CacheObservation, PromptObservation
+from sgl_kvevict.compression.pending_fit import PendingFit
 from sgl_kvevict.compression.reader_observation import ReaderChunk, ReaderObservation
+from sgl_kvevict.compression.suffix import Suffix, SuffixCompressor, SuffixStep
 from sgl_kvevict.compression.warm_up import warm_up
 
 __all__ = [
@@ -10,8 +12,12 @@ __all__ = [
     "Compression",
     "Compressor",
     "Observation",
+    "PendingFit",
     "PromptObservation",
     "ReaderChunk",
     "ReaderObservation",
+    "Suffix",
+    "SuffixCompressor",
+    "SuffixStep",
     "warm_up",
 ]

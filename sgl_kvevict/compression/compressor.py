@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from sgl_kvevict.compression.attention_products import AttentionProducts
 from sgl_kvevict.compression.learned import Show, with_learned_scores
 from sgl_kvevict.compression.observation import CacheObservation, ObservationSpec, PromptObservation
+from sgl_kvevict.compression.pending_fit import PendingFit
 from sgl_kvevict.compression.reader_observation import ReaderObservation
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import CachedRange, Lesson, ScoreLearner
@@ -34,12 +36,18 @@ class CompressionStats:
         compressed_tokens: tokens that went into them.
         released_slots: token slots given back by them.
         seconds: host time spent (on a GPU: launching only).
+        fits: segments that were fitted.
+        fits_given_up: segments that stayed as they were selected: no memory, an error, or they were dropped.
+        fit_seconds: host time spent on fits, without what passes did for them.
     """
 
     compressions: int = 0
     compressed_tokens: int = 0
     released_slots: int = 0
     seconds: float = 0.0
+    fits: int = 0
+    fits_given_up: int = 0
+    fit_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,8 @@ class Compression:
         num_tokens: length of the range.
         merged_entries: entries folded into stored ones; those neither stored nor merged are evicted.
         seconds: host time spent (on a GPU: launching only).
+        fit: what is to be fitted to what the segment does not keep; None: nothing.
+        replaced: what its first tokens were stored in before, if they were compressed already.
     """
 
     segment: Segment
@@ -61,6 +71,18 @@ class Compression:
     num_tokens: int
     merged_entries: int
     seconds: float
+    fit: PendingFit | None = None
+    replaced: Segment | None = None
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that were uncompressed before."""
+        return self.num_tokens - (0 if self.replaced is None else self.replaced.end - self.replaced.start)
+
+    @property
+    def new_entries(self) -> int:
+        """Entries stored, less those that were stored before."""
+        return self.segment.num_entries - (0 if self.replaced is None else self.replaced.num_entries)
 
 
 class Compressor:
@@ -118,7 +140,13 @@ class Compressor:
         self, start: int, end: int, reach: int = 0, segments: Sequence[Segment] = ()
     ) -> ReaderObservation:
         """Return an empty :class:`ReaderObservation` of what readers pay ``[start, end)``, and entries of segments."""
-        return ReaderObservation(self.store.geometry, start, end, reach, segments, self.store.k_arena)
+        fitter, store, config = self.policy.fitter, self.store, self.config
+        products = None
+        is_long = end - config.tail_tokens - start >= config.min_prefix_tokens
+        if fitter is not None and is_long and not reach and (isinstance(config.budget, int) or config.budget < 1):
+            block = fitter.block_len(end - start)
+            products = AttentionProducts(store.geometry, start, end - start, block, store.v_arena.element_size())
+        return ReaderObservation(store.geometry, start, end, reach, segments, store.k_arena, products)
 
     def was_read(self, segment: Segment) -> None:
         """The readers of a segment's entries have come: from now on their attention says what it gives up first."""
@@ -180,6 +208,7 @@ class Compressor:
             end, scales = start + num_tokens, geometry.scales
             tokens = CachedRange(self.store.k_arena, self.store.v_arena, token_slots, start, end, scales)
             observe = with_learned_scores(show, learner.weights, tokens, learner.rotary)
+        fit = self._fit(token_slots, start, observation) if num_slots < num_tokens else None
         protected = min(max(config.sink_tokens - start, 0), num_slots)
         state = None if parent is None else parent.policy_state
         assert state is None or isinstance(state, PolicyState)
@@ -202,7 +231,14 @@ class Compressor:
         seconds = time.perf_counter() - begin
         self.stats.seconds += seconds
         merged = 0 if decision.merge is None else decision.merge.indices.numel() - segment.num_entries
-        return Compression(segment, freed, start, num_tokens, merged, seconds)
+        return Compression(segment, freed, start, num_tokens, merged, seconds, fit)
+
+    def _fit(self, token_slots: Tensor, start: int, observation: Observation) -> PendingFit | None:
+        """What the fit of a range that is about to be compressed needs; None: it has none, or nobody read the range."""
+        products = observation.products if isinstance(observation, ReaderObservation) else None
+        if self.policy.fitter is None or products is None or products.start != start:
+            return None
+        return PendingFit(self.policy.fitter, products, self.store.token_values(token_slots), start)
 
     def state(self) -> dict[str, Any]:
         """Return policy, budget and counters in plain values."""
@@ -213,4 +249,7 @@ class Compressor:
             "compression_seconds": self.stats.seconds,
             "released_slots": self.stats.released_slots,
         }
+        if self.policy.fitter is not None:
+            stats = self.stats
+            state |= {"fits": stats.fits, "fits_given_up": stats.fits_given_up, "fit_seconds": stats.fit_seconds}
         return state if self.learner is None else state | {"learned_scores": self.learner.state()}

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from kvevict_kernels.accumulated_attention import accumulated_attention
+from sgl_kvevict.compression.attention_products import AttentionProducts
 from sgl_kvevict.compression.entry_attention import add_entry_attention
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.observation import LayerObservation
@@ -38,6 +39,7 @@ class ReaderObservation:
         reach: how far around a token (tokens).
         segments: those before the range whose entries are observed too.
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], where their keys are; None: there will be none.
+        products: what a fit of the range needs to know of its readers; None: it is not fitted.
 
     Attributes:
         readings: what was paid to entries of segments.
@@ -53,8 +55,10 @@ class ReaderObservation:
         reach: int = 0,
         segments: Sequence[Segment] = (),
         k_arena: Tensor | None = None,
+        products: AttentionProducts | None = None,
     ) -> None:
         self.k_arena = k_arena
+        self.products = products
         self.readings: list[EntryReadings] = []
         for segment in segments:
             self._observe_entries(segment, segment.positions.new_zeros(segment.num_entries, dtype=torch.float32))
@@ -72,7 +76,8 @@ class ReaderObservation:
     def num_bytes(self) -> int:
         """Memory that it takes once something was recorded."""
         entries = sum(readings.squares.nbytes for readings in self.readings)
-        return 4 * self._geometry.heads_per_token * (self.end - self.start) + entries
+        products = 0 if self.products is None else self.products.num_bytes
+        return 4 * self._geometry.heads_per_token * (self.end - self.start) + entries + products
 
     def k_scale(self, layer: int) -> float:
         """What a stored 1 of a layer's keys is worth."""
@@ -96,6 +101,7 @@ class ReaderObservation:
             self._squares = self._squares[..., num_tokens:].clone()
         self._observe_entries(segment, squares)
         self.start = segment.end
+        self.products = None  # what it evicted cannot be fitted to any more
 
     def observes(self, segment: Segment) -> bool:
         """Whether the entries of a segment are observed."""
@@ -235,3 +241,6 @@ class ReaderChunk:
             reduction="squares",
         )
         self.observation.add(layer, squares, sm_scale)
+        products = self.observation.products
+        if products is not None:
+            products.add(layer, queries, lse, k_buffer, self.token_slots, sm_scale)

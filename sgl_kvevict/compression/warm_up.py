@@ -10,6 +10,7 @@ from torch import Tensor
 from sgl_kvevict.compression.compressor import Compressor
 from sgl_kvevict.compression.observation import PromptObservation
 from sgl_kvevict.compression.reader_observation import ReaderObservation
+from sgl_kvevict.compression.suffix import SuffixCompressor
 from sgl_kvevict.prefix import Span, SpanStore
 
 WARM_UP_TOKENS = 192
@@ -17,7 +18,7 @@ WARM_UP_TOKENS = 192
 
 
 def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
-    """Observe, compress, cut, repack, read again and squeeze a made-up prompt as configured, in memory of its own.
+    """Observe, compress, cut, repack, read again, squeeze and go on a made-up prompt as configured, in its own memory.
 
     SGLang's own warm-up reaches none of it: its prompts are shorter than what is compressed.
 
@@ -32,14 +33,19 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
     device = real.k_arena.device
     random = torch.Generator(device=device).manual_seed(0)
     k, v = (torch.randn(shape, generator=random, device=device).to(real.k_arena.dtype) for _ in range(2))
-    store = SpanStore(geometry, k, v)
+    store = SpanStore(geometry, k, v, torch.zeros(shape[:3], device=device) if real.has_biases else None)
     spec = compressor.observes
     twin = Compressor(compressor.config, compressor.policy, store, spec.rotary, spec.output_grams, compressor.learner)
     queries = torch.randn(num_tokens, geometry.num_qo_heads, geometry.head_dim, generator=random, device=device)
     slots = torch.arange(1, num_tokens + 1, device=device)
     observation = _observe(twin, queries.to(q_dtype), slots)
-    segment = twin.compress(slots, 0, observation).segment
+    compression = twin.compress(slots, 0, observation)
+    segment, fit = compression.segment, compression.fit
     span = Span(segment, 0, num_tokens, is_owner=True)
+    while fit is not None and not fit.is_done:
+        fit.step(segment)
+    if fit is not None:
+        fit.apply(store, segment, [])
     if twin.policy.splittable:
         upper, lower = span.split(num_tokens // 2)
         for part in (upper, lower):
@@ -49,6 +55,8 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
         span = upper
     if twin.policy.readers is not None:
         _read(twin, span, queries.to(q_dtype))
+    if twin.config.decode_block is not None:
+        _generate(twin, queries.to(q_dtype), slots)
     if span.segment.worth is not None:
         store.squeeze([span], max(span.segment.num_slots // 2, 1))
 
@@ -80,3 +88,23 @@ def _read(compressor: Compressor, span: Span, queries: Tensor) -> None:
     chunk = readers.begin_chunk(readers, span.end, span.end + len(queries), no_slots, [segment])
     lse = torch.full(queries.shape[:2], 6.0, device=queries.device)
     chunk.record(0, queries, lse, store.k_arena[0], float(queries.shape[2] ** -0.5))
+
+
+def _generate(compressor: Compressor, queries: Tensor, slots: Tensor) -> None:
+    """The second half of the made-up prompt is generated, in blocks of odd and even lengths."""
+    suffixes = SuffixCompressor(compressor)
+    num_tokens = slots.numel()
+    suffix = suffixes.new(num_tokens // 2)
+    lse = torch.full((1, queries.shape[1]), 6.0, device=queries.device)
+    scale = float(queries.shape[2] ** -0.5)
+    ends = [num_tokens * 3 // 4 - 1, num_tokens - 2, num_tokens - 1]
+    for position in range(suffix.start, num_tokens):
+        step = suffixes.step([(0, position, suffix)], 1)
+        if step is not None:
+            for layer in range(compressor.store.geometry.num_layers):
+                step.record(layer, queries[position : position + 1], lse, scale)
+        if suffixes.is_full(suffix):
+            suffixes.count(suffix, slots[suffix.compressed_end : position + 1])
+        if position in ends:
+            new = slots[suffix.compressed_end : position + 1]
+            suffixes.compress(suffix, new, new.numel(), None)

@@ -151,8 +151,8 @@ class Gauges(msgspec.Struct, frozen=True):
         shared_spans: spans that two or more running requests read.
         readers: running requests that read a span, summed over spans.
         max_readers: most running requests on one span.
-        scoring_jobs: prefixes that wait for scoring passes.
-        observation_bytes: memory, outside the pool, of what readers attended to.
+        scoring_jobs: prefixes that wait for scoring passes, or for their fit.
+        observation_bytes: memory, outside the pool, of what readers attended to, and of fits.
     """
 
     pool: Pool

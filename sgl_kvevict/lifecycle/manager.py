@@ -9,9 +9,11 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from sgl_kvevict.compression import Compressor, PromptObservation, ReaderChunk
+from sgl_kvevict.compression import Compressor, PromptObservation, ReaderChunk, SuffixCompressor, SuffixStep
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle.eviction import CostAwareRecency
+from sgl_kvevict.lifecycle.fitting import Fits
+from sgl_kvevict.lifecycle.generation import Generations
 from sgl_kvevict.lifecycle.jobs import ScoringJobs
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.lifecycle.observer import CacheObserver
@@ -54,6 +56,8 @@ class PrefixManager:
         ranges: what is to be compressed; None without a compressor.
         pressure: what shrinks when slots are short; None without a compressor.
         scoring: has prefixes read before they are compressed; None for policies that need no readers.
+        fits: of what was compressed after its passes; None for policies that need no readers.
+        generations: compresses what requests generate; None unless ``decode_block`` is set.
         stored: keeps prefixes in a store; None: nothing does.
         max_sharers: most requests that ever read one span in one forward.
     """
@@ -68,6 +72,8 @@ class PrefixManager:
         self.ranges: Ranges | None = None
         self.scoring: PrefixScoring | None = None
         self.votes: Votes | None = None
+        self.fits: Fits | None = None
+        self.generations: Generations | None = None
         self.readers = LiveReaders(tree)
         self.pressure: Pressure | None = None
         self.max_sharers = 0
@@ -81,11 +87,19 @@ class PrefixManager:
         num_slots = store.geometry.num_token_slots
         self.pressure = Pressure(tree, self.spans, self.ranges, self.readers, compressor, self.order, num_slots)
         self.ranges.on_installed = self._installed
+        config = compressor.config
+        if config.decode_block is not None:
+            suffixes = SuffixCompressor(compressor)
+            self.generations = Generations(
+                tree, self.spans, self.readers, self.ranges, suffixes, config.decode_block, config.tail_tokens, guard
+            )
         readers = compressor.policy.readers
         if readers is not None:
             jobs = ScoringJobs()
-            self.votes = Votes(compressor, self.ranges, jobs)
-            self.scoring = PrefixScoring(compressor, readers, self.ranges, self.pressure, jobs, self.votes, guard)
+            fits = self.fits = Fits(self.spans, compressor, guard)
+            votes = self.votes = Votes(compressor, self.ranges, jobs, fits)
+            self.scoring = PrefixScoring(compressor, readers, self.ranges, self.pressure, jobs, votes, fits, guard)
+            self.ranges.on_fit = fits.add
             self.pressure.is_being_read = self.scoring.reads
 
     @property
@@ -96,20 +110,23 @@ class PrefixManager:
     @observer.setter
     def observer(self, observer: CacheObserver) -> None:
         self._observer = observer
-        for part in (self.ranges, self.pressure, self.scoring, self.votes, self.stored):
+        for part in (self.ranges, self.pressure, self.scoring, self.votes, self.generations, self.stored):
             if part is not None:
                 part.observer = observer
 
     @property
     def observation_bytes(self) -> int:
         """Memory, outside the pool, of what readers attended to and of what waits."""
-        return sum(part.num_bytes for part in (self.ranges, self.pressure, self.votes) if part is not None)
+        parts = (self.ranges, self.pressure, self.votes, self.generations)
+        return sum(part.num_bytes for part in parts if part is not None)
 
     def use_store(self, stored: StoredPrefixes) -> None:
         """Keep prefixes in a store from now on."""
         assert self.ranges is not None
         self.stored = stored
         self.ranges.on_budget = stored.on_budget
+        if self.fits is not None:
+            self.fits.on_ended = stored.on_budget
         stored.observer = self._observer
 
     # ---- what happens to requests -----------------------------------------------------------------------------
@@ -140,6 +157,17 @@ class PrefixManager:
             return self._observe(reader, node, start, end, prompt_len)
         self.forget_observed(reader)
         return []
+
+    def step_observed(
+        self, readers: Sequence[Reader], seq_lens: Sequence[int], rows: Sequence[int]
+    ) -> SuffixStep | None:
+        """A forward is about to run in which requests generate; see :meth:`Generations.step`."""
+        if self.generations is None:
+            return None
+        with self.guard.at(Place.OBSERVATION):
+            return self.generations.step(readers, seq_lens, rows)
+        self.generations.clear()
+        return None
 
     def forget_observed(self, reader: Reader) -> None:
         """What was seen of a request is of no use: something went wrong."""
@@ -184,6 +212,8 @@ class PrefixManager:
         """A request let go of its path: forget its state and compress what waited for it."""
         self._observations.pop(reader, None)
         self.readers.discard(reader)
+        if self.generations is not None:
+            self.generations.end(reader)
         with self.guard.at(Place.RELEASE):
             if self.scoring is not None and reader is self.scoring.running and why is not Released.RETRACTED:
                 self.scoring.pass_ended(aborted=why is Released.ABORTED)
@@ -192,6 +222,8 @@ class PrefixManager:
 
     def between_steps(self, passes: PassPort) -> None:
         """The scheduler is between two steps."""
+        if self.generations is not None:
+            self.generations.between_steps()
         if self.scoring is not None:
             self.scoring.between_steps(passes)
         if self.stored is not None:
@@ -206,8 +238,7 @@ class PrefixManager:
         Args:
             nodes: last node of each request's path.
         """
-        spans = self.spans
-        paths = tuple(tuple(spans[node].runs() for node in path_to(last) if node in spans) for last in nodes)
+        paths = tuple(self.spans.runs(path_to(last)) for last in nodes)
         sharers = Counter(runs for path in paths for runs in path)
         self.max_sharers = max(self.max_sharers, *sharers.values(), 0)
         return paths
@@ -237,7 +268,7 @@ class PrefixManager:
         Returns:
             [num_slots], int64, token slots that come back; None: it held no span, so they are its ordinary ones.
         """
-        for part in (self.ranges, self.pressure, self.scoring, self.votes):
+        for part in (self.ranges, self.pressure, self.scoring, self.votes, self.fits):
             if part is not None:
                 part.discard(node)
         drop = self.spans.drop(node, self._tree.largest)
@@ -261,7 +292,7 @@ class PrefixManager:
     def forget_seen(self) -> None:
         """Nothing that was seen or scored is of use any more: the tree is empty, or the model has other weights."""
         self._observations.clear()
-        for part in (self.ranges, self.pressure, self.scoring, self.votes):
+        for part in (self.ranges, self.pressure, self.scoring, self.votes, self.fits, self.generations):
             if part is not None:
                 part.clear()
 
@@ -273,6 +304,8 @@ class PrefixManager:
         observation = self._observations.get(reader)
         if self.compressor is None or observation is None or observation.is_complete:
             return []
+        if self.generations is not None and end >= prompt_len:
+            self.generations.begin(reader, end)
         config = self.compressor.config
         if self.scoring is None and prompt_len < config.min_prefix_tokens + config.tail_tokens:
             return []

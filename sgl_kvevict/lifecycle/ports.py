@@ -60,6 +60,16 @@ class TreePort(Protocol):
             The path's last node; None, and nothing added: it may not be cached.
         """
 
+    def num_known(self, reader: Reader) -> int:
+        """Tokens of a request that generates, prompt included; 0 for one whose own tokens are not to be cached."""
+
+    def keep(self, reader: Reader, end: int) -> Node | None:
+        """Put the tokens ``[0, end)`` of a request that generates into the tree, and lock them for it.
+
+        Returns:
+            Last node of their path, which may end before ``end``; None: they may not be cached.
+        """
+
     def row(self, reader: Reader, start: int, end: int) -> Tensor:
         """[end - start], int64, ordinary slots of the tokens ``[start, end)`` of a reader, its own included."""
 

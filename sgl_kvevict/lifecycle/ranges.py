@@ -8,7 +8,14 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from sgl_kvevict.compression import Compression, Compressor, Observation
+from sgl_kvevict.compression import (
+    CacheObservation,
+    Compression,
+    Compressor,
+    Observation,
+    PendingFit,
+    ReaderObservation,
+)
 from sgl_kvevict.guard import Guard, Place, accounting
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.lifecycle.observer import REFUSED_IN_USE, REFUSED_NO_MEMORY, CacheObserver
@@ -52,6 +59,7 @@ class Ranges:
         observer: told of what is compressed, and of what has to wait.
         on_installed: told which consecutive nodes hold a new segment.
         on_budget: told of the last node of a segment that takes what the budget says, and no step before it.
+        on_fit: told of the last node of such a segment, and of its fit, in place of ``on_budget``, which comes after.
     """
 
     def __init__(
@@ -60,6 +68,7 @@ class Ranges:
         self.observer = CacheObserver()
         self.on_installed: Callable[[Sequence[Node]], None] = lambda nodes: None
         self.on_budget: Callable[[Node], None] = lambda last: None
+        self.on_fit: Callable[[Node, PendingFit], None] = lambda last, fit: None
         self._tree = tree
         self._spans = spans
         self._readers = readers
@@ -136,6 +145,19 @@ class Ranges:
         """
         return self._try(PendingRange(node, end, observation, share)) or 0
 
+    def keep_whole(self, path: Sequence[Node], end: int) -> bool:
+        """Let what is uncompressed of a path, up to ``end``, be read from a span that keeps all of it.
+
+        What comes after can be compressed then: spans come first on every path.
+
+        Returns:
+            False: somebody would not follow, or the policy failed.
+        """
+        last = self.node_ending_at(path, end)
+        pending = PendingRange(last, end, CacheObservation(), share=1.0)
+        waterline = self._spans.waterline(path)
+        return self._write_all(path_to(last), waterline, pending) is not None
+
     def try_pending(self) -> None:
         """Somebody let go of a path: compress what waited for that, oldest first."""
         for pending in self:
@@ -154,6 +176,9 @@ class Ranges:
 
     def _wait(self, pending: PendingRange) -> None:
         self.discard(pending.node)
+        if isinstance(pending.observation, ReaderObservation) and pending.observation.products is not None:
+            pending.observation.products = None  # its memory would be held for as long as somebody reads exactly
+            self._compressor.stats.fits_given_up += 1
         self._pending[pending.node] = pending
         self._bytes[pending.node] = pending.observation.num_bytes
         while self.num_bytes > self._compressor.config.observation_bytes:
@@ -168,6 +193,10 @@ class Ranges:
         if pending.end - waterline < self._compressor.config.min_prefix_tokens:
             self.discard(pending.node)
             return 0
+        return self._write_all(path, waterline, pending)
+
+    def _write_all(self, path: Sequence[Node], waterline: int, pending: PendingRange) -> int | None:
+        """Write what a path has from the waterline on; see :meth:`_try`."""
         nodes = [node for node in path if node not in self._spans]
         readers = self._readers.movable(nodes[0])
         if readers is None:
@@ -180,11 +209,13 @@ class Ranges:
                 break
             self._install(group, done.segment, done.freed)
             self.observer.compressed(group, done)
-            if pending.share in (None, self._compressor.config.budget):
+            if done.fit is not None:
+                self.on_fit(group[-1], done.fit)
+            elif pending.share in (None, self._compressor.config.budget):
                 self.on_budget(group[-1])
             waterline += done.num_tokens
             won += done.freed.numel()
-        self._move(readers)
+        self.move(readers)
         return won
 
     @accounting()
@@ -198,9 +229,9 @@ class Ranges:
             readers: who reads the first of them, see :meth:`LiveReaders.movable`.
         """
         self._install(nodes, segment, freed)
-        self._move(readers)
+        self.move(readers)
 
-    def _move(self, readers: Sequence[Reader]) -> None:
+    def move(self, readers: Sequence[Reader]) -> None:
         """Readers find what was compressed of their paths in spans from their next forward on."""
         for reader in readers:
             last = self._tree.locked_by(reader)

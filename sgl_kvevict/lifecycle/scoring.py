@@ -9,6 +9,7 @@ from weakref import WeakSet
 from sgl_kvevict.compression import Compressor, PromptObservation, ReaderObservation
 from sgl_kvevict.distill import Lesson, LessonResult
 from sgl_kvevict.guard import Guard, Place
+from sgl_kvevict.lifecycle.fitting import Fits
 from sgl_kvevict.lifecycle.jobs import Outcome, ScoringJob, ScoringJobs
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to, tokens_of
 from sgl_kvevict.lifecycle.observer import REFUSED_NO_ROOM, CacheObserver
@@ -39,6 +40,7 @@ class PrefixScoring:
         pressure: knows what was compressed before its passes came, and shrinks it when they have.
         jobs: prefixes that wait for passes.
         votes: makes room for what passes see.
+        fits: of what was compressed after its passes; they come before further passes, and count as such.
         guard: holds errors of a job; the job then ends as "failed".
 
     Attributes:
@@ -55,6 +57,7 @@ class PrefixScoring:
         pressure: Pressure,
         jobs: ScoringJobs,
         votes: Votes,
+        fits: Fits,
         guard: Guard,
     ) -> None:
         self.observer = CacheObserver()
@@ -64,6 +67,7 @@ class PrefixScoring:
         self._compressor = compressor
         self._config = compressor.config
         self._votes = votes
+        self._fits = fits
         self._ranges = ranges
         self._pressure = pressure
         self._guard = guard
@@ -153,6 +157,11 @@ class PrefixScoring:
     # ---- passes -----------------------------------------------------------------------------------------------
 
     @property
+    def num_waiting(self) -> int:
+        """Prefixes that wait for passes, or for their fit."""
+        return len(self.jobs) + len(self._fits)
+
+    @property
     def running(self) -> Reader | None:
         """The pass that waits or runs."""
         return self._pass
@@ -170,12 +179,15 @@ class PrefixScoring:
         if self._pass is not None:
             self._check_pass(self._pass, passes)
             return
-        if not self.jobs or passes.is_paused:
+        if not self.num_waiting or passes.is_paused:
             return
         num_tokens = self._pacing.step(
             passes.num_users, is_counted=not passes.was_prefill, quiet_turns=passes.quiet_turns
         )
         if num_tokens == 0:
+            return
+        if self._fits.step():
+            self._pacing.started(num_tokens)
             return
         job = self.jobs.next(self._teaches)
         assert job is not None

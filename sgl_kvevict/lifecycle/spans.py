@@ -12,6 +12,7 @@ from sgl_kvevict.guard import accounting
 from sgl_kvevict.lifecycle.nodes import Node
 from sgl_kvevict.prefix import Segment, Span, SpanStore
 from sgl_kvevict.prefix.store import LargestOfRanks
+from sgl_kvevict.ragged import SpanRuns
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,41 @@ class SpanTable(dict[Node, Span]):
             end = start + len(node.key)
             self[node] = Span(segment, start, end, is_owner=i == 0)
             start = end
+
+    @accounting()
+    def grow(self, nodes: Sequence[Node], segment: Segment) -> None:
+        """Give consecutive nodes their spans of a new segment, which takes the place of one that some of them held.
+
+        Args:
+            nodes: root side first; those that hold spans hold all of one segment.
+            segment: what was written for all of them.
+        """
+        start = segment.start
+        for i, node in enumerate(nodes):
+            if node in self:
+                self[node].move_to(segment)
+            else:
+                self[node] = Span(segment, start, start + len(node.key), is_owner=i == 0)
+            start += len(node.key)
+
+    def runs(self, path: Sequence[Node]) -> tuple[SpanRuns, ...]:
+        """What a request reads that locks a path: its spans, root side first.
+
+        A segment that grew while a request generated has many views; who reads all of them reads the segment.
+        """
+        spans = [self[node] for node in path if node in self]
+        runs = []
+        i = 0
+        while i < len(spans):
+            segment, last = spans[i].segment, i + spans[i].segment.num_spans - 1
+            is_whole = segment.is_generated and last < len(spans) and spans[last].segment is segment
+            if is_whole and spans[i].is_owner:
+                runs.append(segment.runs())
+                i = last
+            else:
+                runs.append(spans[i].runs())
+            i += 1
+        return tuple(runs)
 
     @accounting()
     def split(self, upper: Node, lower: Node) -> Span | None:
@@ -125,6 +161,10 @@ class SpanTable(dict[Node, Span]):
     def owner_of(self, node: Node) -> Node:
         """Topmost node with a span of the same segment as this node's."""
         return self._nodes_of_segment(node, self[node].segment)[0]
+
+    def ends_of(self, last: Node) -> list[int]:
+        """Logical positions at which the views of a segment end, of which a node holds the last one."""
+        return [self[node].end for node in self._nodes_of_segment(last, self[last].segment)]
 
     def last_of(self, owner: Node) -> Node:
         """Last node with a span of the segment that a node owns."""

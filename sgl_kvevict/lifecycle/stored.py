@@ -82,6 +82,7 @@ def export_segment(
         v=copied.v,
         worth=copied.worth,
         policy_state=None if state is None else state.threshold,
+        biases=copied.biases,
         tail_tokens=None if tail is None else torch.tensor(list(tail.key.token_ids[:num_tail]), dtype=torch.int64),
         tail_k=tail_k,
         tail_v=tail_v,
@@ -159,6 +160,8 @@ class Adoption:
         geometry = self._store.geometry
         if tuple(record.keep_lens.shape) != (geometry.num_layers, geometry.num_kv_heads):
             raise StoreError(f"a segment of {tuple(record.keep_lens.shape)} runs")
+        if record.biases is not None and not self._store.has_biases:
+            raise StoreError("a fitted segment, and nothing is fitted here")
         if geometry.slots_for(record.num_entries) > record.end - record.start:
             raise StoreError(f"a segment of {record.num_entries} entries for {record.end - record.start} tokens")
         tokens: list[int] = record.tokens.tolist()
@@ -234,7 +237,7 @@ class Adoption:
             splittable=record.splittable,
             worth=record.worth,
         )
-        self._store.place(segment, record.k, record.v)
+        self._store.place(segment, record.k, record.v, record.biases)
         segment.is_read = record.is_read
         if record.policy_state is not None:
             segment.policy_state = PolicyState(record.policy_state.to(slots.device))

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from sgl_kvevict.compression import Compressor, ReaderObservation
+from sgl_kvevict.lifecycle.fitting import Fits
 from sgl_kvevict.lifecycle.jobs import ScoringJobs
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of
 from sgl_kvevict.lifecycle.observer import REFUSED_NO_MEMORY, CacheObserver
@@ -20,29 +21,32 @@ ANSWER_REACH = 15
 class Votes:
     """One observation per prefix, which its readers fill while they are prefilled, at no extra forward.
 
-    Votes and what passes see share one limit of memory; the oldest votes make room.
+    Votes, what passes see and fits share one limit of memory; the oldest votes make room. A prefix for whose fit there
+    is none is only selected.
 
     Args:
         compressor: makes observations; its configuration says how many votes decide, and how much they may take.
         ranges: compresses a prefix that enough readers voted on.
         jobs: whose observations count for the limit.
+        fits: which count too.
 
     Attributes:
         observer: told of what had no room.
     """
 
-    def __init__(self, compressor: Compressor, ranges: Ranges, jobs: ScoringJobs) -> None:
+    def __init__(self, compressor: Compressor, ranges: Ranges, jobs: ScoringJobs, fits: Fits) -> None:
         self.observer = CacheObserver()
         self._compressor = compressor
         self._config = compressor.config
         self._ranges = ranges
         self._jobs = jobs
+        self._fits = fits
         self._votes: OrderedDict[Node, ReaderObservation] = OrderedDict()
 
     @property
     def num_bytes(self) -> int:
-        """Memory that votes, and what passes have seen, take."""
-        return self._jobs.num_bytes + sum(vote.num_bytes for vote in self._votes.values())
+        """Memory that votes, what passes have seen, and fits take."""
+        return self._jobs.num_bytes + self._fits.num_bytes + sum(vote.num_bytes for vote in self._votes.values())
 
     def new_observation(
         self, bounds: tuple[int, int], reach: int, segments: Sequence[Segment] = ()
@@ -54,6 +58,10 @@ class Votes:
             _, vote = self._votes.popitem(last=False)
             excess -= vote.num_bytes
             self.observer.refused(REFUSED_NO_MEMORY, vote.end - vote.start)
+        if excess > 0 and observation.products is not None:
+            excess -= observation.products.num_bytes
+            observation.products = None
+            self._compressor.stats.fits_given_up += 1
         if excess <= 0:
             return observation
         observation.close()

@@ -1,10 +1,12 @@
-"""Which entries of a prefix to keep: policies composed of scorer, budget allocator, selector and merger."""
+"""Which entries of a prefix to keep: policies of scorer, budget allocator, selector, and merger or fitter."""
 
 from sgl_kvevict.policies.configured import configured_policy
 from sgl_kvevict.policies.observation import LayerObservation, QueryWindow, Readers, Signal
 from sgl_kvevict.policies.parts import (
     BudgetAllocator,
     Decision,
+    Fitted,
+    Fitter,
     Merger,
     PolicyState,
     RangeScores,
@@ -21,6 +23,8 @@ from sgl_kvevict.policies.rotary import Rotary
 __all__ = [
     "BudgetAllocator",
     "Decision",
+    "Fitted",
+    "Fitter",
     "LayerObservation",
     "Merger",
     "Policy",

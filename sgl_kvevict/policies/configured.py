@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.policies.fitters import AttentionMatcher
+from sgl_kvevict.policies.observation import Readers
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.registry import build_policy, paper_options, paper_settings, split_name
+from sgl_kvevict.policies.suffix import suffix_reasons
 
 
 def configured_policy(config: KVEvictConfig) -> tuple[KVEvictConfig, Policy | None]:
@@ -18,10 +22,11 @@ def configured_policy(config: KVEvictConfig) -> tuple[KVEvictConfig, Policy | No
 
     Returns:
         The configuration with every option and field that ``@paper`` sets spelled out (those that were given win, so
-        resolving twice changes nothing), and its policy; None for "none".
+        resolving twice changes nothing), and its policy, with a fitter if it is to fit; None for "none".
 
     Raises:
-        ConfigError: unknown policy or option, bad value, or a budget or tail that does not fit the policy.
+        ConfigError: unknown policy or option, bad value, or a budget, tail or ``decode_block`` that does not fit the
+            policy.
     """
     config = _spelled_out(config)
     policy = build_policy(config.policy, config.policy_options)
@@ -37,8 +42,17 @@ def configured_policy(config: KVEvictConfig) -> tuple[KVEvictConfig, Policy | No
             f"tail_tokens: got {config.tail_tokens} for policy {config.policy!r}; allowed: 1 to {limit} "
             f"({policy.why_max_tail})"
         )
+    if config.fit and (policy is None or policy.readers is not Readers.REPETITION or policy.merger is not None):
+        problems.append(
+            f"fit: got true for policy {config.policy!r}; allowed: false, or a policy that passes read and that merges "
+            "nothing (distilled, reconstruction)"
+        )
+    if config.decode_block is not None:
+        problems += [f"decode_block: got {config.decode_block}, but {reason}" for reason in suffix_reasons(policy)]
     if problems:
         raise ConfigError("\n".join(problems))
+    if policy is not None and config.fit:
+        policy = replace(policy, fitter=AttentionMatcher(is_causal=config.fit_scope == "causal"))
     return config, policy
 
 

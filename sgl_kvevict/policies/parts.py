@@ -1,7 +1,8 @@
-"""The four parts of a policy and what passes between them."""
+"""The parts of a policy and what passes between them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -126,6 +127,21 @@ class Decision:
     worth: Tensor | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """What one layer's kept entries become.
+
+    Attributes:
+        values: [num_kv_heads, num_tokens, head_dim], float32.
+        biases: [num_kv_heads, num_tokens], float32, natural logarithms, added to scores.
+        is_fitted: [num_kv_heads, num_tokens], bool: the others are left as they are, whatever stands there.
+    """
+
+    values: Tensor
+    biases: Tensor
+    is_fitted: Tensor
+
+
 class Scorer(Protocol):
     """How important each token is to each head of a layer. Frozen, pure."""
 
@@ -203,7 +219,7 @@ class Merger(Protocol):
         """No kept entry holds information of a later token, so its span may be cut at any token."""
 
     def merge(
-        self, observations: list[LayerObservation], kept: Tensor, state: PolicyState | None
+        self, observations: Sequence[LayerObservation], kept: Tensor, state: PolicyState | None
     ) -> tuple[MergePlan, PolicyState]:
         """Plan the merge.
 
@@ -211,4 +227,26 @@ class Merger(Protocol):
             observations: one per layer.
             kept: [num_layers, num_kv_heads, num_tokens], bool.
             state: of the path's previous compression.
+        """
+
+
+class Fitter(Protocol):
+    """Values and biases of kept entries that answer for evicted ones. Frozen, pure."""
+
+    @property
+    def is_causal(self) -> bool:
+        """A value holds nothing of tokens behind its own block."""
+
+    def block_len(self, num_tokens: int) -> int:
+        """Tokens of a range that are fitted together; the last block of a range may be shorter."""
+
+    def fit(self, products: Tensor, values: Tensor, kept: Tensor) -> Fitted:
+        """Fit one layer.
+
+        Args:
+            products: [num_kv_heads, num_blocks, block, block], float32: of the attention that readers' queries paid any
+                two tokens of a block, summed over queries and over the query heads of a group; 0 for tokens behind the
+                range's end.
+            values: [num_kv_heads, num_tokens, head_dim], float32, of all tokens of the range.
+            kept: [num_kv_heads, num_tokens], bool.
         """

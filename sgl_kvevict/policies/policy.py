@@ -1,4 +1,4 @@
-"""A policy: four parts that fit together, run once per compression."""
+"""A policy: parts that fit together, run once per compression."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sgl_kvevict.policies.parts import (
     BudgetAllocator,
     Cautious,
     Decision,
+    Fitter,
     Merger,
     PolicyState,
     RangeScores,
@@ -28,7 +29,7 @@ from sgl_kvevict.ragged import Selection
 
 @dataclass(frozen=True)
 class Policy:
-    """Scorer + budget allocator + selector (+ merger). Frozen and stateless: one object serves all requests.
+    """Scorer + budget allocator + selector (+ merger or fitter). Frozen and stateless: one object serves all requests.
 
     Tokens kept without competing (the caller's protected ones, the method's own sinks, and those tokens of
     the observation window that lie inside the range) are taken out of the budget first, as the papers do with
@@ -41,6 +42,8 @@ class Policy:
         allocator: entries per (layer, head).
         selector: which tokens.
         merger: what evicted tokens leave behind; None = nothing.
+        fitter: what kept entries become, so that they answer for evicted ones, after passes have read the range; None
+            = nothing.
         num_sink_tokens: first tokens of a *path* that the method itself keeps in every head.
         reuse_layers: layers that share the positions chosen by the first of them; the others are not
             observed.
@@ -63,6 +66,7 @@ class Policy:
     readers: Readers | None = None
     max_tail_tokens: int | None = None
     why_max_tail: str = ""
+    fitter: Fitter | None = None
 
     def __post_init__(self) -> None:
         have = self.scorer.traits
@@ -82,6 +86,10 @@ class Policy:
             )
         if self.reuse_layers > 1 and self.merger is not None:
             raise ConfigError(f"policy {self.name!r}: merging needs every layer, so reuse_layers must be 1")
+        if self.fitter is not None and self.merger is not None:
+            raise ConfigError(f"policy {self.name!r}: it merges what it evicts, so nothing is fitted to that")
+        if self.fitter is not None and self.readers is not Readers.REPETITION:
+            raise ConfigError(f"policy {self.name!r}: only what passes read can be fitted, so it needs their readers")
         if (self.readers is None) == (Signal.READER_ATTENTION in self.needs):
             raise ConfigError(
                 f"policy {self.name!r}: readers={self.readers} and a scorer that needs "
@@ -161,7 +169,7 @@ class Policy:
     def _score(self, observations: list[LayerObservation], per_head: int, protected: int) -> RangeScores:
         first = observations[0]
         num_first = min(max(protected, self.num_sink_tokens - first.start), per_head, first.num_tokens)
-        in_range, num_behind = self._kept_window(first)
+        in_range, num_behind = self.kept_window(first)
         num_last = min(in_range, per_head - num_first)
         stacks: list[Tensor | None] = []
         for row, observation in enumerate(observations):
@@ -177,7 +185,7 @@ class Policy:
             raise InvariantError(f"policy {self.name!r}: no layer was scored")
         return RangeScores(values, tie_break, importance, num_first, num_last, num_behind)
 
-    def _kept_window(self, observation: LayerObservation) -> tuple[int, int]:
+    def kept_window(self, observation: LayerObservation) -> tuple[int, int]:
         """Tokens of the kept window inside the range (none when the tail covers the window), and behind it."""
         if not self.scorer.kept_window:
             return 0, 0

@@ -31,8 +31,11 @@ class Segment:
         tokens_per_slot: what one of its slots saves (tokens).
         worth: [num_entries], int16, what a squeeze keeps longest has most; None: it cannot be squeezed.
         is_read: ``worth`` is what readers paid, not what a policy expected of them.
+        is_fitted: its values and biases were fitted to what it does not keep; the biases of others are 0.
         readings: what the passes that are under way paid so far; None, or closed: none are.
         policy_state: what the policy wants to know at the path's next compression; opaque here.
+        is_generated: written while a request generated. It grows by a view at a time, so who reads all of it reads it
+            as one, see :meth:`SpanTable.runs`.
         num_spans: live spans that read this segment.
         num_live_entries: entries that a live span reads; the others are dead.
     """
@@ -61,8 +64,11 @@ class Segment:
         self.worth = worth
         self.tokens_per_slot = (end - start) / max(token_slots.numel(), 1)
         self.is_read = False
+        self.is_fitted = False
         self.readings: EntryReadings | None = None
         self.policy_state: object | None = None
+        self.is_generated = False
+        self._runs: SpanRuns | None = None
         self.num_spans = 0
         self.num_live_entries = head_slots.numel()
 
@@ -75,6 +81,12 @@ class Segment:
     def num_entries(self) -> int:
         """Entries stored, dead ones included."""
         return self.head_slots.numel()
+
+    def runs(self) -> SpanRuns:
+        """All entries; always the same object."""
+        if self._runs is None:
+            self._runs = SpanRuns(self.head_slots, *self.cut(self.start, self.end), self.end - self.start)
+        return self._runs
 
     def cut(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Entries of each run whose token is in ``[start, end)``; of the whole segment nothing is searched.
@@ -97,8 +109,8 @@ class Segment:
 class Span:
     """The compressed KV of the tokens ``[start, end)`` of a path, as one tree node holds it.
 
-    What a reader sees (entries and their order) never changes; a repack may move the entries to another segment,
-    after which :meth:`runs` returns a new object.
+    What a reader sees (entries and their order) never changes; a repack may move the entries to another segment, and a
+    fit give them other values and biases, after which :meth:`runs` returns a new object.
 
     Attributes:
         segment: where the entries are.
@@ -131,9 +143,10 @@ class Span:
         Computed at the first call, on the caller's stream: splitting stays pure host work, so it may happen while
         a forward that reads the span is still running.
         """
-        if self._runs is None:
-            starts, lens = self.segment.cut(self.start, self.end)
-            self._runs = SpanRuns(self.segment.head_slots, starts, lens, self.num_tokens)
+        segment = self.segment
+        if self._runs is None or self._runs.is_fitted is not segment.is_fitted:
+            starts, lens = segment.cut(self.start, self.end)
+            self._runs = SpanRuns(segment.head_slots, starts, lens, self.num_tokens, segment.is_fitted)
         return self._runs
 
     def split(self, position: int) -> tuple[Span, Span]:

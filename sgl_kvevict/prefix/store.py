@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,8 +12,9 @@ from kvevict_kernels import radix_select
 from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from kvevict_kernels.compact_kv import compact_kv
 from sgl_kvevict.errors import InvariantError
-from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.guard import accounting
+from sgl_kvevict.prefix.arena_rows import ArenaRows, bytes_of
+from sgl_kvevict.prefix.copied import CopiedEntries, View
 from sgl_kvevict.prefix.span import Segment, Span
 from sgl_kvevict.ragged import MergePlan, Selection
 
@@ -31,62 +31,13 @@ def only_rank(value: int, *same: int) -> int:
     return value
 
 
-@dataclass(frozen=True)
-class View:
-    """Consecutive tokens of a segment.
-
-    Attributes:
-        segment: which.
-        start: logical position of the first token.
-        end: logical position after the last one.
-    """
-
-    segment: Segment
-    start: int
-    end: int
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it has all entries of its segment."""
-        return (self.start, self.end) == (self.segment.start, self.segment.end)
-
-
-@dataclass(frozen=True)
-class CopiedEntries:
-    """Entries that are in no pool.
-
-    Attributes:
-        keep_lens: [num_layers, num_kv_heads], int32, entries of each run.
-        positions: [num_entries], int32, see :attr:`Segment.positions`.
-        k: [num_entries, head_dim], in the arena's dtype, on its device.
-        v: likewise.
-        worth: [num_entries], int16, see :attr:`Segment.worth`.
-    """
-
-    keep_lens: Tensor
-    positions: Tensor
-    k: Tensor
-    v: Tensor
-    worth: Tensor | None
-
-
-class SpanStore:
+class SpanStore(ArenaRows):
     """Packs entries into token slots of one arena.
 
     Entries are laid out run after run in the segment's own index space (layer, then token slot, then lane), and any
     lane may hold any (layer, head)'s entry: a segment of ``C`` entries takes ``ceil(C / (num_layers * num_kv_heads))``
     token slots however uneven its runs are.
-
-    Args:
-        geometry: sizes of the arena.
-        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim].
-        v_arena: likewise.
     """
-
-    def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> None:
-        self.geometry = geometry
-        self.k_arena = k_arena
-        self.v_arena = v_arena
 
     def pack(
         self,
@@ -131,6 +82,8 @@ class SpanStore:
             sources = self._head_slots(merge.layers, token_slots.int()[merge.indices], merge.heads)
             with accounting():
                 compact_kv(self.k_arena, self.v_arena, sources, head_slots, indptr=merge.indptr, weights=merge.weights)
+        if self._biases is not None:
+            self._biases.index_fill_(0, head_slots.long(), 0.0)
         segment = Segment(
             geometry,
             token_slots=held.clone(),
@@ -144,6 +97,48 @@ class SpanStore:
         )
         return segment, freed
 
+    @accounting()
+    def write(
+        self,
+        token_slots: Tensor,
+        sources: Tensor,
+        keep_lens: Tensor,
+        positions: Tensor,
+        bounds: tuple[int, int],
+        merge: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Segment, Tensor]:
+        """Move entries, compressed before or not, into the first of some slots.
+
+        Args:
+            token_slots: [num_slots], int64, all that the entries may be in now.
+            sources: [num_entries], int32, head slots of the entries, run after run; with ``merge`` [num_sources].
+            keep_lens: [num_layers, num_kv_heads], int32, entries of each run.
+            positions: [num_entries], int32, see :attr:`Segment.positions`.
+            bounds: logical positions of the first token, and after the last one.
+            merge: ``indptr`` and ``weights`` as in :class:`MergePlan`; its sources are ``sources``.
+
+        Returns:
+            The segment, and the slots that are free now ([n], int64).
+        """
+        num_entries = positions.numel()
+        num_slots = self.geometry.slots_for(num_entries)
+        held, freed = token_slots[:num_slots], token_slots[num_slots:]
+        indptr, head_slots = alloc_head_slots(keep_lens, held, self.geometry.num_token_slots, num_entries)
+        if merge is None:
+            compact_kv(self.k_arena, self.v_arena, sources, head_slots)
+        else:
+            compact_kv(self.k_arena, self.v_arena, sources, head_slots, indptr=merge[0], weights=merge[1])
+        segment = Segment(
+            self.geometry,
+            token_slots=held.clone(),
+            head_slots=head_slots,
+            positions=positions,
+            indptr=indptr,
+            start=bounds[0],
+            end=bounds[1],
+        )
+        return segment, freed
+
     def copy(self, views: Sequence[View]) -> CopiedEntries:
         """Copy the entries of consecutive tokens of one path, as if one segment held them.
 
@@ -152,7 +147,7 @@ class SpanStore:
         segment = views[-1].segment
         if len(views) == 1 and views[0].is_whole:
             _, keep_lens = segment.cut(segment.start, segment.end)
-            return self._copied(keep_lens, segment.positions, segment.head_slots, segment.worth)
+            return self._copied(views, keep_lens, segment.positions, segment.head_slots, segment.worth)
         all_lens, runs, positions, head_slots, worths = [], [], [], [], []
         for view in views:
             starts, lens = view.segment.cut(view.start, view.end)
@@ -166,43 +161,59 @@ class SpanStore:
         order = torch.cat(runs).argsort(stable=True)
         known = [worth for worth in worths if worth is not None]
         worth = torch.cat(known)[order] if len(known) == len(views) else None
-        return self._copied(keep_lens, torch.cat(positions)[order], torch.cat(head_slots)[order], worth)
+        return self._copied(views, keep_lens, torch.cat(positions)[order], torch.cat(head_slots)[order], worth)
 
-    def _copied(self, keep_lens: Tensor, positions: Tensor, head_slots: Tensor, worth: Tensor | None) -> CopiedEntries:
+    def _copied(
+        self, views: Sequence[View], keep_lens: Tensor, positions: Tensor, head_slots: Tensor, worth: Tensor | None
+    ) -> CopiedEntries:
         slots = head_slots.long()
-        k, v = (_bytes_of(arena)[slots].view(arena.dtype) for arena in (self.k_arena, self.v_arena))
-        return CopiedEntries(keep_lens, positions, k, v, worth)
+        k, v = (bytes_of(arena)[slots].view(arena.dtype) for arena in (self.k_arena, self.v_arena))
+        is_fitted = any(view.segment.is_fitted for view in views)
+        biases = self._biases[slots] if is_fitted and self._biases is not None else None
+        return CopiedEntries(keep_lens, positions, k, v, worth, biases)
 
-    def token_rows(self, token_slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of the rows of uncompressed tokens.
+    @accounting()
+    def fit(self, segment: Segment, entries: Tensor, values: Tensor, biases: Tensor) -> None:
+        """Give entries of a segment fitted values and biases, in the place of those that they have.
 
         Args:
-            token_slots: [num_tokens], int64.
+            segment: a live one.
+            entries: [num_entries], bool, which of its entries; the others stay as they are.
+            values: [num_entries, head_dim], in any dtype, of all of its entries; others are not looked at.
+            biases: [num_entries], float32, likewise.
 
-        Returns:
-            Keys and values, each [num_layers, num_tokens, num_kv_heads, head_dim], in the arena's dtype.
+        Raises:
+            InvariantError: the store has no place for biases.
         """
-        k, v = (arena.view(torch.uint8)[:, token_slots].view(arena.dtype) for arena in (self.k_arena, self.v_arena))
-        return k, v
+        if self._biases is None:
+            raise InvariantError("a segment is to be fitted in a store without biases")
+        slots = segment.head_slots.long()
+        rows = self.v_arena.view(-1, self.geometry.head_dim)
+        rows[slots] = torch.where(entries[:, None], values.to(rows.dtype), rows[slots])
+        self._biases[slots] = torch.where(entries, biases, self._biases[slots])
+        segment.is_fitted = True
 
     @accounting()
-    def place_tokens(self, token_slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write the rows of uncompressed tokens; sizes as :meth:`token_rows` returns them, on any device."""
-        for arena, rows in ((self.k_arena, k), (self.v_arena, v)):
-            arena.view(torch.uint8)[:, token_slots] = rows.contiguous().view(torch.uint8).to(arena.device)
-
-    @accounting()
-    def place(self, segment: Segment, k: Tensor, v: Tensor) -> None:
+    def place(self, segment: Segment, k: Tensor, v: Tensor, biases: Tensor | None = None) -> None:
         """Write the rows of a segment whose entries are in no pool yet.
 
         Args:
             segment: with the slots that it holds.
             k: [num_entries, head_dim], in the arena's dtype, on any device.
             v: likewise.
+            biases: [num_entries], float32, of a fitted one, on any device; None: it is not fitted.
+
+        Raises:
+            InvariantError: it is fitted, and the store has no place for biases.
         """
         slots = segment.head_slots.long()
         for arena, rows in ((self.k_arena, k), (self.v_arena, v)):
-            _bytes_of(arena)[slots] = rows.contiguous().view(torch.uint8).to(arena.device)
+            bytes_of(arena)[slots] = rows.contiguous().view(torch.uint8).to(arena.device)
+        segment.is_fitted = biases is not None
+        if self._biases is not None:
+            self._biases[slots] = 0.0 if biases is None else biases.to(self._biases.device)
+        elif biases is not None:
+            raise InvariantError("a fitted segment is to be placed in a store without biases")
 
     @accounting()
     def new_segment(
@@ -321,6 +332,8 @@ class SpanStore:
         held, freed = old.token_slots[:num_slots].clone(), old.token_slots[num_slots:]
         indptr, head_slots = alloc_head_slots(keep_lens, held, self.geometry.num_token_slots, kept.numel())
         compact_kv(self.k_arena, self.v_arena, old.head_slots[kept], head_slots)
+        if self._biases is not None:
+            self._biases[head_slots.long()] = self._biases[old.head_slots[kept].long()]
         new = Segment(
             self.geometry,
             token_slots=held,
@@ -332,18 +345,13 @@ class SpanStore:
             splittable=old.splittable,
             worth=None if old.worth is None else old.worth[kept],
         )
-        new.policy_state = old.policy_state
-        new.is_read, new.readings = old.is_read, old.readings
+        new.policy_state, new.is_generated = old.policy_state, old.is_generated
+        new.is_read, new.is_fitted, new.readings = old.is_read, old.is_fitted, old.readings
         if new.readings is not None:
             new.readings.keep(kept)
         for span in spans:
             span.move_to(new)
         return freed
-
-    def _head_slots(self, layers: Tensor, slots: Tensor, heads: Tensor) -> Tensor:
-        """Head slots of uncompressed entries; all [M], int32: layer, token slot and KV head of each."""
-        result = layers.int() * self.geometry.num_token_slots  # head slots fit 32 bits, so these steps do
-        return result.add_(slots).mul_(self.geometry.num_kv_heads).add_(heads)
 
 
 def _entries_at(starts: Tensor, lens: Tensor, num_entries: int) -> Tensor:
@@ -352,11 +360,6 @@ def _entries_at(starts: Tensor, lens: Tensor, num_entries: int) -> Tensor:
     indptr = torch.nn.functional.pad(lens.cumsum(0), (1, 0))
     shift = torch.repeat_interleave(starts.flatten().long() - indptr[:-1], lens, output_size=num_entries)
     return torch.arange(num_entries, device=lens.device) + shift
-
-
-def _bytes_of(arena: Tensor) -> Tensor:
-    """The rows of an arena, one a head slot, as bytes: not every number type can be gathered."""
-    return arena.flatten(0, 2).view(torch.uint8)
 
 
 def _segment_of(spans: Sequence[Span]) -> Segment:

@@ -12,6 +12,8 @@ from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool
 from sglang.srt.runtime_context import get_server_args
 from torch import Tensor
 
+from sgl_kvevict.config import load_config
+from sgl_kvevict.policies.configured import configured_policy
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 
 
@@ -23,15 +25,24 @@ class Arena:
         k: [num_layers, num_token_slots, num_kv_heads, head_dim], the pool's dtype; ``pool.k_buffer[l]`` is ``k[l]``,
             seen as bytes where the pool stores float8 so.
         v: likewise.
+        biases: [num_layers, num_token_slots, num_kv_heads], float32, added to the scores of compressed entries; None:
+            the configured policy fits nothing.
     """
 
     k: Tensor
     v: Tensor
+    biases: Tensor | None = None
 
 
 def kvevict_is_selected() -> bool:
     """Whether this server was started with ``--radix-cache-backend kvevict``."""
     return bool(get_server_args().radix_cache_backend == BACKEND_NAME)
+
+
+def _fits() -> bool:
+    """Whether the configured policy fits what it keeps."""
+    policy = configured_policy(load_config())[1]
+    return policy is not None and policy.fitter is not None
 
 
 def create_arena_buffers(pool: MHATokenToKVPool) -> None:
@@ -47,7 +58,8 @@ def create_arena_buffers(pool: MHATokenToKVPool) -> None:
             torch.zeros((pool.layer_num, *shape), dtype=pool.store_dtype, device=pool.device)
             for shape in (k_shape, v_shape)
         )
-    pool.kvevict_arena = Arena(k.view(pool.dtype), v.view(pool.dtype))
+        biases = torch.zeros(k.shape[:3], device=pool.device) if _fits() else None
+    pool.kvevict_arena = Arena(k.view(pool.dtype), v.view(pool.dtype), biases)
     pool.k_buffer = list(k.unbind(0))
     pool.v_buffer = list(v.unbind(0))
 

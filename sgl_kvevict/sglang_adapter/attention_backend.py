@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,8 @@ from torch import Tensor
 from kvevict_kernels.checks import FP8
 from sgl_kvevict.attention import AttentionBatch, CapturableAttention, build_attention, resolve_attention
 from sgl_kvevict.attention.backend import kernel_reasons
-from sgl_kvevict.compression import PromptObservation, ReaderChunk
+from sgl_kvevict.attention.choice import bias_reasons
+from sgl_kvevict.compression import PromptObservation, ReaderChunk, SuffixStep
 from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import UNSCALED, KVGeometry
@@ -68,6 +70,8 @@ class KVEvictAttentionBackend(AttentionBackend):
         reasons += layer_reasons(model_runner.model)
         head_dim = model_runner.model_config.head_dim
         reasons += kernel_reasons(config.attention, device, self.token_to_kv_pool.dtype, head_dim)
+        if arena is not None and arena.biases is not None:
+            reasons += bias_reasons(config.attention, self.token_to_kv_pool.dtype)
         if reasons:
             raise UnsupportedSetupError(reasons)
         assert arena is not None
@@ -82,11 +86,14 @@ class KVEvictAttentionBackend(AttentionBackend):
         )
         self.start_layer = self.token_to_kv_pool.start_layer
         self.arena = arena
-        self.attention = build_attention(config.attention, self.geometry, arena.k, arena.v, model_runner.dtype)
+        self.attention = build_attention(
+            config.attention, self.geometry, arena.k, arena.v, model_runner.dtype, arena.biases
+        )
         self._on_gpu: bool = device.type == "cuda"
         self._captured: CapturableAttention
         self.tree: KVEvictTree | None = None
         self._observed: list[tuple[slice, PromptObservation | ReaderChunk]] = []
+        self._step: SuffixStep | None = None
 
     def attach(self, tree: KVEvictTree) -> None:
         """Connect the tree that resolves what each request reads."""
@@ -102,6 +109,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         readers = readers_of(forward_batch.rids)
         batch = self._batch(readers, seq_lens, extend_lens, forward_batch.req_pool_indices, forward_batch.seq_lens)
         self.attention.plan(batch)
+        self._step = self._observed_step(readers, seq_lens, extend_lens)
         self._observed = [] if extend_lens is None else self._observed_rows(readers, seq_lens, extend_lens)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -153,6 +161,15 @@ class KVEvictAttentionBackend(AttentionBackend):
             req_to_token=self.req_to_token_pool.req_to_token,
             device_seq_lens=device_seq_lens if self._on_gpu else None,
         )
+
+    def _observed_step(
+        self, readers: Sequence[Req] | None, seq_lens: list[int], extend_lens: list[int] | None
+    ) -> SuffixStep | None:
+        """What requests that generate are followed with: they have a row each, also among the rows of a prefill."""
+        if self.tree is None or readers is None or self.tree.manager.generations is None:
+            return None
+        ends = itertools.accumulate(extend_lens or [1] * len(seq_lens))
+        return self.tree.manager.step_observed(readers, seq_lens, [end - 1 for end in ends])
 
     def _observed_rows(
         self, readers: Sequence[Req] | None, seq_lens: list[int], extend_lens: list[int]
@@ -218,6 +235,15 @@ class KVEvictAttentionBackend(AttentionBackend):
         observation.fail()
         self._observed.remove(observed)
 
+    def _record_step(self, index: int, queries: Tensor, lse: Tensor, scale: float) -> None:
+        """Record the queries of one layer of who generates; if that fails, nobody is followed any further."""
+        assert self.tree is not None and self.tree.manager.generations is not None and self._step is not None
+        with self.tree.guard.at(Place.OBSERVATION):
+            self._step.record(index, queries, lse, scale)
+            return
+        self._step = None
+        self.tree.manager.generations.clear()
+
     def _attend(
         self,
         q: Tensor,
@@ -234,6 +260,8 @@ class KVEvictAttentionBackend(AttentionBackend):
             self.token_to_kv_pool.set_kv_buffer(layer, location, k, v, *scales)
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out, lse = self.attention.run(index, queries, layer.scaling)
+        if self._step is not None:
+            self._record_step(index, queries, lse, layer.scaling)
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim), queries, lse
 
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:

@@ -23,7 +23,13 @@ from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME, HOOKS, require_suppo
 from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.model_parts import find_output_grams, find_rotary
 from sgl_kvevict.sglang_adapter.monitor import watch
-from sgl_kvevict.sglang_adapter.refusals import model_reasons, policy_reasons, pool_reasons, server_reasons
+from sgl_kvevict.sglang_adapter.refusals import (
+    model_reasons,
+    policy_reasons,
+    pool_reasons,
+    server_reasons,
+    suffix_reasons,
+)
 from sgl_kvevict.sglang_adapter.storing import use_store
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
@@ -52,6 +58,7 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     reasons += pool_reasons(pool)
     reasons += _missing_parts(backend, arena)
     reasons += policy_reasons(policy, ctx.model_config.head_dim, torch.device(pool.device))
+    reasons += suffix_reasons(config, policy, ctx.server_args, torch.device(pool.device).type)
     if reasons:
         raise UnsupportedSetupError(reasons)
     assert isinstance(backend, KVEvictAttentionBackend) and arena is not None
@@ -94,7 +101,7 @@ def _missing_parts(backend: Any, arena: Arena | None) -> list[str]:
 def _assemble(
     ctx: TreeCacheBuildContext, config: KVEvictConfig, policy: Policy | None, arena: Arena, geometry: KVGeometry
 ) -> KVEvictTree:
-    store = SpanStore(geometry, arena.k, arena.v)
+    store = SpanStore(geometry, arena.k, arena.v, arena.biases)
     compressor = distilling = None
     if policy is not None:
         model = ctx.tp_worker.model_runner.model

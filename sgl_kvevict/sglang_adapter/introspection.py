@@ -69,7 +69,7 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
         shared_spans=shared,
         readers=readers,
         max_readers=max_readers,
-        scoring_jobs=0 if tree.manager.scoring is None else len(tree.manager.scoring.jobs),
+        scoring_jobs=0 if tree.manager.scoring is None else tree.manager.scoring.num_waiting,
         observation_bytes=tree.manager.observation_bytes,
     )
 
@@ -100,7 +100,7 @@ def cache_state(tree: KVEvictTree) -> dict[str, Any]:
         state["store"] = tree.manager.stored.state()
     scoring = tree.manager.scoring
     if scoring is not None:
-        state |= {"scoring_jobs": len(scoring.jobs), "warm_outcomes": dict(scoring.jobs.outcomes)}
+        state |= {"scoring_jobs": scoring.num_waiting, "warm_outcomes": dict(scoring.jobs.outcomes)}
     return state
 
 

@@ -36,7 +36,7 @@ GAUGES: Mapping[str, tuple[str, Callable[[Gauges], float]]] = {
     "segments": ("Segments that store them.", lambda g: g.segments),
     "dead_entries": ("Entries stored that no span reads any more.", lambda g: g.dead_entries),
     "pending_ranges": ("Ranges that wait for their readers before they are compressed.", lambda g: g.pending_ranges),
-    "scoring_jobs": ("Prefixes that wait for scoring passes.", lambda g: g.scoring_jobs),
+    "scoring_jobs": ("Prefixes that wait for scoring passes, or for their fit.", lambda g: g.scoring_jobs),
     "observation_bytes": ("Memory, outside the pool, of what readers attended to.", lambda g: g.observation_bytes),
     "shared_spans": ("Spans that two or more running requests read.", lambda g: g.shared_spans),
     "readers_per_span": ("Running requests per span, on average.", lambda g: g.readers / max(g.spans, 1)),

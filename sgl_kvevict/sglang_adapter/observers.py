@@ -105,10 +105,10 @@ class CountingObserver(CacheObserver):
     def compressed(self, nodes: Sequence[Node], compression: Compression) -> None:
         totals = self.totals
         totals.compressions += 1
-        totals.compressed_tokens += compression.num_tokens
+        totals.compressed_tokens += compression.new_tokens
         totals.compression_seconds += compression.seconds
         totals.released_slots += compression.freed.numel()
-        totals.kept_entries += compression.segment.num_entries
+        totals.kept_entries += compression.new_entries
         totals.evicted_entries += evicted_entries(compression, self._heads_per_token)
         totals.merged_entries += compression.merged_entries
 
@@ -225,5 +225,4 @@ class PublishingObserver(CacheObserver):
 
 def evicted_entries(compression: Compression, heads_per_token: int) -> int:
     """Entries of the range that are neither stored nor merged into stored ones."""
-    all_entries = compression.num_tokens * heads_per_token
-    return all_entries - compression.segment.num_entries - compression.merged_entries
+    return compression.new_tokens * heads_per_token - compression.new_entries - compression.merged_entries

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from torch import nn
 
 from kvevict_kernels.device_limits import limits_of
 from kvevict_kernels.window_scores.pooling import Pooling, largest_kernel_size
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.policies.observation import Signal
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.scorers.window_attention import WindowAttentionScorer
 
@@ -126,6 +129,23 @@ def policy_reasons(policy: Policy | None, head_dim: int, device: torch.device) -
         f"kernel_size is {scorer.kernel_size}; with a head_dim of {head_dim} this GPU's shared memory allows at most "
         f"{largest} (or pooling 'avg', or order 'mean-pool')"
     ]
+
+
+def suffix_reasons(config: KVEvictConfig, policy: Policy | None, server_args: ServerArgs, device: str) -> list[str]:
+    """Return one sentence for everything that cannot be done while requests generate (``decode_block``)."""
+    if config.decode_block is None or policy is None:
+        return []
+    reasons = []
+    if server_args.strip_thinking_cache:
+        reasons.append("--strip-thinking-cache takes answers out of the cache, in which decode_block compresses them")
+    looks = {Signal.WINDOW_QUERIES, Signal.ACCUMULATED_ATTENTION} & policy.needs
+    if looks and device == "cuda" and not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
+        reasons.append(
+            f"decode_block with policy {policy.name!r} looks at the queries of every decode step, which a captured "
+            "step does not show: start with --cuda-graph-backend-decode disabled, or with policy streaming-llm, knorm "
+            "or keydiff"
+        )
+    return reasons
 
 
 def pool_reasons(pool: Any) -> list[str]:

@@ -98,6 +98,20 @@ class UnifiedTreePort:
         result = self._cache.insert(InsertParams(key=key, value=fillers, prev_prefix_len=len(tokens)))
         return None if result.rotation_tail_declined else self._cache.tree_core.node_by_id(result.last_device_node)
 
+    def num_known(self, reader: Req) -> int:
+        """Tokens of a running request; 0 if it ends now, keeps its tokens to itself, or is one of several beams."""
+        if reader.finished() or reader.skip_radix_cache_insert or reader.beam_group is not None:
+            return 0
+        return len(reader.origin_input_ids) + len(reader.output_ids)
+
+    def keep(self, reader: Req, end: int) -> UnifiedTreeNode | None:
+        """Checkpoint what a request generated, as SGLang does with chunks of a prompt."""
+        reader.refresh_fill_ids()
+        self._cache.checkpoint(reader, up_to=end)
+        if reader.kv.cache_protected_len == 0:
+            return None
+        return self._cache.tree_core.node_by_id(reader.last_node)
+
     def row(self, reader: Req, start: int, end: int) -> torch.Tensor:
         """[end - start], int64, slots of a part of a request's row."""
         rows: torch.Tensor = self._cache.req_to_token_pool.req_to_token

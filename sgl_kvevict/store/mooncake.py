@@ -76,12 +76,15 @@ class MooncakeBackend:
 
     def get(self, name: str) -> bytes | None:
         """See :meth:`Backend.get`."""
-        data = bytes(self._connected().get(self._key(name)))
-        if data:
-            return data
-        if self.exists(name):  # nothing empty is ever stored
-            raise StoreError(f"store {self.url!r} cannot be read: {name} is listed, but who held it is gone")
-        return None
+        store = self._connected()
+        for attempt in range(TRIES):
+            data = bytes(store.get(self._key(name)))
+            if data:  # nothing empty is ever stored
+                return data
+            if not self.exists(name):
+                return None
+            time.sleep(TRY_AGAIN_S * 2**attempt)  # somebody may be writing it
+        raise StoreError(f"store {self.url!r} cannot be read: {name} is listed, but who held it is gone")
 
     def exists(self, name: str) -> bool:
         """See :meth:`Backend.exists`."""

@@ -30,18 +30,19 @@ from sgl_kvevict.store.identity import FORMAT_VERSION
 MAGIC = b"sgl-kvevict-seg\n"
 PREFIX_BYTES = 64
 MAX_HEADER_BYTES = 1 << 16
-"""Of the safetensors header: it names ten tensors and seven fields."""
+"""Of the safetensors header: it names eleven tensors and seven fields."""
 MAX_TOKENS = 1 << 26
 _FIELDS = ("key", "identity", "start", "end", "splittable", "is_read", "created")
 _REQUIRED = {"tokens", "keep_lens", "positions", "k", "v"}
 _TAIL = {"tail_tokens", "tail_k", "tail_v"}
-_OPTIONAL = {"worth", "policy_state"} | _TAIL
+_OPTIONAL = {"worth", "policy_state", "biases"} | _TAIL
 _DTYPES = {
     "tokens": torch.int64,
     "keep_lens": torch.int32,
     "positions": torch.int32,
     "worth": torch.int16,
     "policy_state": torch.float32,
+    "biases": torch.float32,
     "tail_tokens": torch.int64,
 }
 _ROW_DTYPES = {torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn}
@@ -66,6 +67,7 @@ class SegmentRecord:
         v: likewise.
         worth: [num_entries], int16, or None.
         policy_state: [num_layers, num_kv_heads], float32, what the policy wants to know later, or None.
+        biases: [num_entries], float32, added to the scores of its entries; None: it is not fitted.
         tail_tokens: [num_tail], int64, tokens that follow, uncompressed, in the prompt; None: no tail.
         tail_k: [num_layers, num_tail, num_kv_heads, head_dim], in the dtype of the pool, or None.
         tail_v: likewise.
@@ -85,6 +87,7 @@ class SegmentRecord:
     v: Tensor
     worth: Tensor | None = None
     policy_state: Tensor | None = None
+    biases: Tensor | None = None
     tail_tokens: Tensor | None = None
     tail_k: Tensor | None = None
     tail_v: Tensor | None = None
@@ -107,6 +110,7 @@ class SegmentRecord:
             k=k,
             v=v,
             worth=None if self.worth is None else self.worth[kept],
+            biases=None if self.biases is None else self.biases[kept],
         )
 
 
@@ -145,6 +149,7 @@ def decode_segment(data: bytes, key: str) -> SegmentRecord:
     record = SegmentRecord(**values)
     _check_shapes(record)
     _check_positions(record)
+    _check_biases(record)
     return record
 
 
@@ -240,6 +245,7 @@ def _check_shapes(record: SegmentRecord) -> None:
         "v": (num_entries, record.k.shape[1]),
         "worth": (num_entries,),
         "policy_state": heads,
+        "biases": (num_entries,),
     }
     if record.tail_tokens is not None:
         num_tail = record.tail_tokens.numel()
@@ -251,6 +257,12 @@ def _check_shapes(record: SegmentRecord) -> None:
         tensor = getattr(record, name)
         if tensor is not None and tuple(tensor.shape) != shape:
             raise CorruptSegmentError(f"{name}: got shape {tuple(tensor.shape)}; expected {shape}")
+
+
+def _check_biases(record: SegmentRecord) -> None:
+    """A bias that is no number would be every answer's."""
+    if record.biases is not None and not bool(record.biases.isfinite().all()):
+        raise CorruptSegmentError("biases: expected finite numbers")
 
 
 def _check_positions(record: SegmentRecord) -> None:

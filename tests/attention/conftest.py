@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ class World:
         shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
         self.k = torch.full(shape, torch.nan, dtype=dtype)
         self.v = torch.full(shape, torch.nan, dtype=dtype)
+        self.biases = torch.full(shape[:3], torch.nan)
         self.free = (torch.randperm(geometry.num_token_slots - 1) + 1).tolist()
         self.req_to_token = torch.zeros(32, CONTEXT, dtype=torch.int32)
         self.free_rows = torch.randperm(32).tolist()
@@ -51,6 +53,7 @@ class World:
         head_slots = held[torch.randperm(held.numel())[:num_entries]]
         for arena in (self.k, self.v):
             arena.view(-1, geometry.head_dim)[head_slots] = torch.randn(num_entries, geometry.head_dim).to(self.dtype)
+        self.biases.view(-1)[head_slots] = 0.0
         starts = (lens.flatten().cumsum(0) - lens.flatten()).view(lens.shape)
         return SpanRuns(head_slots.int(), starts.int(), lens.int(), num_tokens)
 
@@ -58,6 +61,12 @@ class World:
         """A span with runs of 0 to ``longest`` entries."""
         shape = (self.geometry.num_layers, self.geometry.num_kv_heads)
         return self.span(torch.randint(0, longest + 1, shape), num_tokens=longest + 3)
+
+    def fitted_span(self, longest: int, spread: float = 2.0) -> SpanRuns:
+        """An uneven span whose entries have random biases."""
+        span = self.uneven_span(longest)
+        self.biases.view(-1)[span.head_slots.long()] = spread * torch.randn(span.head_slots.numel())
+        return replace(span, is_fitted=True)
 
     def add(self, path: tuple[SpanRuns, ...], num_uncompressed: int) -> None:
         """Add a request with this path and so many tokens after it."""
@@ -109,26 +118,29 @@ class World:
         first = 0
         for i, new in enumerate(extend_lens):
             for q_head in range(self.geometry.num_qo_heads):
-                k, v = self._seen(i, layer, q_head // self.geometry.group_size)
+                k, v, biases = self._seen(i, layer, q_head // self.geometry.group_size)
                 mine = q[first : first + new, q_head]
                 mask = torch.ones(new, len(k), dtype=torch.bool).tril(len(k) - new)
-                scores = (mine.float() @ k.float().T * self.sm_scale).masked_fill(~mask, -torch.inf)
+                scores = (mine.float() @ k.float().T * self.sm_scale + biases).masked_fill(~mask, -torch.inf)
                 outs.append(scores.softmax(-1) @ v.float())
                 lses.append(scores.logsumexp(-1))
                 kv = (x[None, None].to(mine.dtype) for x in (k, v))
-                plain = scaled_dot_product_attention(mine[None, None], *kv, attn_mask=mask, scale=self.sm_scale)
+                added = torch.where(mask, biases, -torch.inf).to(mine.dtype)
+                plain = scaled_dot_product_attention(mine[None, None], *kv, attn_mask=added, scale=self.sm_scale)
                 baselines.append(plain[0, 0])
             first += new
         return self._rows(outs, extend_lens), self._rows(lses, extend_lens), self._rows(baselines, extend_lens)
 
-    def _seen(self, i: int, layer: int, head: int) -> tuple[Tensor, Tensor]:
-        """K and V of one request, layer and head: its path's runs, then its own tokens."""
+    def _seen(self, i: int, layer: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
+        """K, V and biases of one request, layer and head: its path's runs, then its own tokens, without biases."""
         runs = [span.head_slots[span.starts[layer, head] :][: span.lens[layer, head]].long() for span in self.paths[i]]
         slots = self.req_to_token[self.rows[i], self.waterlines[i] : self.seq_lens[i]].long()
         own = (layer * self.geometry.num_token_slots + slots) * self.geometry.num_kv_heads + head
         entries = torch.cat([*runs, own])
         head_dim = self.geometry.head_dim
-        return self.k.view(-1, head_dim)[entries], self.v.view(-1, head_dim)[entries]
+        biases = self.biases.view(-1)[entries]
+        biases[len(entries) - len(own) :] = 0.0
+        return self.k.view(-1, head_dim)[entries], self.v.view(-1, head_dim)[entries], biases
 
     def _rows(self, parts: list[Tensor], extend_lens: list[int]) -> Tensor:
         """[num_new_tokens, num_qo_heads, ...] from one part per (request, q head)."""

@@ -152,3 +152,18 @@ def test_known_questions_are_asked_of_the_policy_questions():
     setup = Setup(KNOWN_QUESTIONS, 0.2)
     assert setup.name == "known-questions-0.2" and setup.engine == "kvevict"
     assert '"policy": "questions"' in setup.system().env["KVEVICT_CONFIG"]
+
+
+def test_a_fit_is_a_field_of_the_configuration() -> None:
+    """Written down like an option, so that its rows stand beside those that were only selected."""
+    from kvevict_quality.systems import Setup, parse_policy
+
+    from sgl_kvevict.config import KVEvictConfig
+    from sgl_kvevict.policies import configured_policy
+
+    name, options = parse_policy("reconstruction:fit=true,fit_scope=range,budget_rule=adaptive")
+    setup = Setup(name, 0.1, options)
+    assert setup.options_text == "budget_rule=adaptive fit=True fit_scope=range"
+    config = KVEvictConfig.model_validate(setup._config())
+    assert (config.fit, config.fit_scope, config.policy_options) == (True, "range", {"budget_rule": "adaptive"})
+    assert not configured_policy(config)[1].fitter.is_causal

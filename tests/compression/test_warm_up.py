@@ -11,7 +11,7 @@ from helpers.specialisations import recorded
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
 from sgl_kvevict.attention import AttentionBatch
 from sgl_kvevict.attention.triton_attention import TritonAttention
-from sgl_kvevict.compression import Compressor, warm_up
+from sgl_kvevict.compression import Compressor, SuffixCompressor, warm_up
 from sgl_kvevict.compression.warm_up import _observe
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
@@ -36,6 +36,9 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 STORED = pytest.mark.parametrize("stored", [torch.float16, torch.float8_e4m3fn], ids=str)
+
+
+BLOCKS = pytest.mark.parametrize("policy_name", ["h2o", "d2o", "snapkv", "knorm"])
 
 
 def arena(stored: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,4 +126,31 @@ def test_batches_of_other_sizes(stored: torch.dtype) -> None:
             attention.plan(batch)
             for layer in (0, 1):
                 attention.run(layer, torch.randn(sum(new_lens), 8, 16).half(), 0.25)
+    assert_nothing_new(warm, served)
+
+
+@STORED
+@BLOCKS
+def test_suffixes_of_other_lengths(policy_name: str, stored: torch.dtype) -> None:
+    """Blocks of other lengths, at other slots, of a request that began elsewhere."""
+    config = KVEvictConfig(policy=policy_name, budget=0.3, decode_block=20)
+    policy = build_policy(policy_name, {})
+    assert policy is not None
+    compressor = Compressor(config, policy, SpanStore(GEOMETRY, *arena(stored)))
+    with recorded() as warm:
+        warm_up(compressor, torch.float16)
+    assert compressor.stats.compressions == 0
+    suffixes, row = SuffixCompressor(compressor), torch.arange(3, 300)
+    suffix = suffixes.new(33)
+    with recorded() as served:
+        for position in range(33, 200):
+            step = suffixes.step([(0, position, suffix)], 1)
+            for layer in range(GEOMETRY.num_layers if step is not None else 0):
+                queries = torch.randn(1, GEOMETRY.num_qo_heads, GEOMETRY.head_dim).half()
+                step.record(layer, queries, torch.full((1, GEOMETRY.num_qo_heads), 6.0), 0.25)
+            if suffixes.is_full(suffix):
+                suffixes.count(suffix, row[suffix.compressed_end : position + 1])
+            if position - suffix.compressed_end >= 37:
+                suffixes.compress(suffix, row[suffix.compressed_end : position + 1], 32, None)
+    assert compressor.stats.compressions == 5
     assert_nothing_new(warm, served)

@@ -78,7 +78,8 @@ class FakeTree:
         self.geometry = KVGeometry(2, 2, 2, 2, num_slots)
         self.now = 0.0
         arena = torch.zeros(2, num_slots, 2, 2)
-        store = SpanStore(self.geometry, arena, arena.clone())
+        biases = None if getattr(policy, "fitter", None) is None else torch.full(arena.shape[:3], torch.nan)
+        store = SpanStore(self.geometry, arena, arena.clone(), biases)
         self.guard = Guard()
         compressor = (LearnedCompressor if has_learned else Compressor)(config, policy, store)
         self.manager = PrefixManager(self, store, compressor, self.guard, lambda: self.now)
@@ -236,6 +237,9 @@ class FakePasses:
         self.waiting.append(reader)
         return reader
 
+    def record(self, chunk: object) -> None:
+        """What a pass sees; nothing here."""
+
     def state(self, reader: FakeReader) -> PassState:
         if reader.node is not None:
             return PassState.RUNNING
@@ -254,6 +258,7 @@ class FakePasses:
         self.tree.lock(reader, node)
         length = sum(len(each.key) for each in path_to(node))
         reader.row[:length] = torch.cat([each.slots for each in path_to(node)])
-        self.tree.observe(reader, node, length, length + 10)
+        for chunk in self.tree.observe(reader, node, length, length + 10):
+            self.record(chunk)
         self.tree.release(reader, why)
         return True

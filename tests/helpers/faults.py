@@ -26,6 +26,7 @@ FAULTS: Mapping[Place, str] = {
     Place.PASS: f"{LIFECYCLE}.scoring.repetition_probes",
     Place.OBSERVATION: "sgl_kvevict.compression.ReaderChunk.record",
     Place.COMPRESSION: "sgl_kvevict.compression.Compressor.compress",
+    Place.FIT: "sgl_kvevict.compression.PendingFit.step",
     Place.RELEASE: f"{LIFECYCLE}.ranges.Ranges.try_pending",
     Place.OBSERVER: f"{ADAPTER}.observers.CountingObserver.scored",
     Place.SOCKETS: "sgl_kvevict.events.service.EventService._publish_queued",

@@ -29,7 +29,7 @@ FP8_ARCH = 89
 HEADS: dict[str, Any] = {"H": 8, "G": 4}
 
 BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "rows_ptr", "staging_ptr")
-FLOAT32 = ("partial_out_ptr", "partial_lse_ptr", "lse_ptr", "weights_ptr", "pooled_ptr", "mean_ptr")
+FLOAT32 = ("partial_out_ptr", "partial_lse_ptr", "lse_ptr", "weights_ptr", "pooled_ptr", "mean_ptr", "biases_ptr")
 INT64 = ("entries_ptr", "span_address_ptr", "span_starts_ptr", "span_lens_ptr", "pool_rows_ptr", "token_slots_ptr")
 INT64 += ("run_address_ptr", "partial_start_ptr", "remaining_ptr")
 INT8 = ("staged_ptr",)
@@ -62,6 +62,13 @@ def spec(kernel: str, arch: int, constants: dict[str, Any], **more: Any) -> Spec
 
 def attention_kernels(arch: int, head_dim: int, stored: str = "bf16") -> Iterator[Spec]:
     """The kernels with a loop of products, then their merges; ``stored``: what the arena holds."""
+    for one in _attention_kernels(arch, head_dim, stored):
+        yield one
+        if stored == "bf16" and one["args"].get("biases_ptr", "") is None:  # fp8 rows are not fitted
+            yield {**one, "args": {**one["args"], "biases_ptr": "*fp32"}}
+
+
+def _attention_kernels(arch: int, head_dim: int, stored: str) -> Iterator[Spec]:
     limits = DEVICES[arch]
     tiles = tiles_for(limits, head_dim)
     sizes = {**HEADS, "D": head_dim, "BLOCK_D": head_dim, "UPCAST": False}
@@ -71,12 +78,13 @@ def attention_kernels(arch: int, head_dim: int, stored: str = "bf16") -> Iterato
         block = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
         options = {"num_stages": tile.stages, "num_warps": tile.warps}
         if which == EXTEND:
+            block["biases_ptr"] = None
             yield spec("ragged_extend.triton_impl:_extend_kernel", arch, sizes | block, options=options)
             rows = {"BLOCK_M": tile.rows, "ROWS": 16}
             if stored == "bf16":  # merges do not look at the arena
                 yield spec("ragged_extend.triton_impl:_combine_kernel", arch, sizes | rows)
         else:
-            block |= {"CLASS": which, "LEAST": MIN_CHUNKS[which]}
+            block |= {"CLASS": which, "LEAST": MIN_CHUNKS[which], "biases_ptr": None}
             yield spec("ragged_decode.triton_impl:_split_kernel", arch, sizes | block, options=options)
     if stored == "bf16":
         yield spec("ragged_decode.merge.triton_impl:_merge_kernel", arch, sizes | {"BLOCK": 32})
@@ -134,7 +142,7 @@ def label(one: Spec) -> str:
     if "keys_ptr" in args:
         return f"{name}, {args['keys_ptr'].removeprefix('*u')}-bit keys"
     if name in ("split", "extend"):
-        return f"{name}, {args['BLOCK_M']} q rows"
+        return f"{name}, {args['BLOCK_M']} q rows{'' if args['biases_ptr'] is None else ', biases'}"
     if name == "window_scores":
         return f"{name}, pooling {args['KERNEL']}"
     if name == "accumulated_attention":

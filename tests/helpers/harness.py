@@ -7,6 +7,7 @@ tokens, layers, heads, namespaces or slots shows when a request's view of the ca
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from array import array
 from collections import Counter
@@ -25,12 +26,13 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from torch.distributed import ProcessGroup
 
+from helpers.naming_fitter import name_of
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.lifecycle.nodes import length_of, path_to
-from sgl_kvevict.policies import Rotary
+from sgl_kvevict.policies import Policy, Rotary
 from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.sglang_adapter.introspection import cache_state
 from sgl_kvevict.sglang_adapter.span_component import FULL
@@ -79,7 +81,7 @@ class Harness:
     config: KVEvictConfig = field(
         default_factory=lambda: KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6)
     )
-    policy: PseudoRandomPolicy | None = field(default_factory=PseudoRandomPolicy)
+    policy: PseudoRandomPolicy | Policy | None = field(default_factory=PseudoRandomPolicy)
     group: ProcessGroup | None = None
     eviction_policy: str = "lru"
     eviction_config: dict | None = None
@@ -106,7 +108,10 @@ class Harness:
             enable_session_radix_cache=self.has_sessions,
             tree_components=(FULL,),
         )
-        store = SpanStore(self.geometry, self.k, self.v)
+        self.biases = None
+        if self.policy is not None and self.policy.fitter is not None:
+            self.biases = torch.full(shape[:3], float("nan"))
+        store = SpanStore(self.geometry, self.k, self.v, self.biases)
         kind = LearnedCompressor if self.has_learned else Compressor
         compressor = None if self.policy is None else kind(self.config, self.policy, store, NO_ROTARY)
         self.tree = KVEvictTree(params, store, compressor)
@@ -114,6 +119,7 @@ class Harness:
             full = self.tree.components[FULL]
             full.floor_cache_len = lambda length: length // self.cache_grid * self.cache_grid
             full.create_match_validator = lambda match_device_only=False: self._is_on_grid
+        self.num_biases_read = 0
         self.live: list[Req] = []
         self._count = 0
 
@@ -211,9 +217,25 @@ class Harness:
         req.kv.kv_committed_len = req.kv.kv_allocated_len = position + 1
         self._write_tokens(req, position, position + 1, slots)
         self._forward(req, position + 1)
+        self._record_step(req, position + 1)
         req.output_ids.append(self._next_token(req))
         self.check()
         return True
+
+    def _record_step(self, req: Req, seq_len: int) -> None:
+        """Hand the query of a decode step to who follows the request: zeros, which attend to all tokens alike."""
+        step = self.tree.manager.step_observed([req], [seq_len], [0])
+        if step is not None:
+            queries = torch.zeros(1, self.geometry.num_qo_heads, self.geometry.head_dim)
+            lse = torch.full((1, self.geometry.num_qo_heads), math.log(seq_len))
+            for layer in range(self.geometry.num_layers):
+                step.record(layer, queries, lse, 1.0)
+
+    def turn(self) -> None:
+        """Between two steps: compress what requests have generated."""
+        if self.tree.manager.generations is not None:
+            self.tree.manager.generations.between_steps()
+            self.check()
 
     def finish(self, req: Req) -> None:
         """Finish a request and let the tree keep what it computed."""
@@ -312,6 +334,8 @@ class Harness:
             ):
                 slots = runs.head_slots[begin : begin + length].long()
                 self._check_run(run, self.k.view(-1, 2)[slots], self.v.view(-1, 2)[slots], expected)
+                if self.biases is not None:
+                    self._check_biases(self.biases.view(-1)[slots], self.v.view(-1, 2)[slots], runs.is_fitted)
             waterline += runs.num_tokens
         assert row[:waterline].eq(0).all()
         suffix = row[waterline:seq_len].long()
@@ -326,6 +350,11 @@ class Harness:
         assert keys[:, 1].tolist() == [run] * len(keys)
         positions = [expected[code] for code in keys[:, 0].tolist()]
         assert positions == sorted(set(positions))
+
+    def _check_biases(self, biases: torch.Tensor, values: torch.Tensor, is_fitted: bool) -> None:
+        """Every bias is that of its own value, or 0 where nothing was fitted."""
+        assert ((biases == 0) | (is_fitted & (biases == name_of(values)))).all()
+        self.num_biases_read += int(biases.count_nonzero())
 
     # ---- conservation ---------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sgl_kvevict.policies.observation import Readers, Signal
-from sgl_kvevict.policies.parts import Decision
+from sgl_kvevict.policies.parts import Decision, Fitter
 from sgl_kvevict.ragged import MergePlan, Selection
 
 
@@ -20,6 +20,7 @@ class PseudoRandomPolicy:
     needs: frozenset[Signal] = frozenset()
     splittable: bool = True
     readers: Readers | None = None
+    fitter: Fitter | None = None
     rank: int = 0
 
     def select(self, observe, geometry, total, protected, state=None, *, with_worth=False):

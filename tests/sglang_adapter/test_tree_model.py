@@ -17,7 +17,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.naming_fitter import NamingFitter
 from helpers.passes import MiniScheduler
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.policies import build_policy
 from sgl_kvevict.policies.observation import Readers, Signal
 
 BASES = ([i * 7 % 11 for i in range(48)], [i * 5 % 7 for i in range(48)])
@@ -176,6 +179,32 @@ class PressureMachine(PassesMachine):
     options: ClassVar[dict[str, Any]] = {"has_learned": True}
 
 
+class FitsMachine(PassesMachine):
+    """What passes have read is fitted later, piece by piece, while everything else goes on."""
+
+    policy = PseudoRandomPolicy(readers=Readers.REPETITION, fitter=NamingFitter())
+
+    @rule(base=st.sampled_from(BASES), shared=st.integers(20, 48), turns=st.integers(0, 3))
+    def passes_read(self, base, shared, turns):
+        """A text is found again, and read by passes to its end; then its fit begins."""
+        for suffix in ([0], [1]):
+            req = self.harness.run(base[:shared] + suffix)
+            if req in self.harness.live:
+                self.harness.finish(req)
+        while self.scheduler.run_pass():
+            pass
+        for _ in range(turns):
+            self.scheduler.turn()
+        self._settle()
+
+
+class FitsUnderPressureMachine(FitsMachine):
+    """Segments that wait for their fit, or have it, are squeezed, cut, moved and dropped."""
+
+    num_slots = 160
+    options: ClassVar[dict[str, Any]] = {"has_learned": True}
+
+
 class ColdMachine(PressureMachine):
     """Before anything is learned: what prompts left behind while slots were short has to do."""
 
@@ -261,6 +290,42 @@ class SessionMachine(CacheMachine):
         self.harness.tree.open_radix_session(session)
 
 
+class GenerationMachine(CacheMachine):
+    """Requests generate for long, and what they generate is compressed meanwhile."""
+
+    policy = build_policy("h2o", {})
+    num_slots = 150
+    options: ClassVar[dict[str, Any]] = {
+        "config": KVEvictConfig(
+            policy="h2o", budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, decode_block=3
+        )
+    }
+
+    def _admit(self, req, first_chunk):
+        if sum(req.origin_input_ids) % 7 == 0:
+            self.harness.tree.manager.readers.make_exact(req)
+        super()._admit(req, first_chunk)
+
+    @rule()
+    def turn(self):
+        self.harness.turn()
+
+    @precondition(lambda self: self.decoding)
+    @rule(data=st.data(), steps=st.integers(5, 40))
+    def generate(self, data, steps):
+        req = data.draw(st.sampled_from(self.decoding))
+        for _ in range(steps):
+            if req in self.harness.live and self.harness.decode(req):
+                self.harness.turn()
+        self._settle()
+
+
+class CoarseGenerationMachine(GenerationMachine):
+    """The same where only some lengths are cached."""
+
+    options: ClassVar[dict[str, Any]] = {**GenerationMachine.options, "cache_grid": 7}
+
+
 class StockMachine(CacheMachine):
     """Policy ``none``: the same accounting without any compression."""
 
@@ -289,6 +354,8 @@ MACHINES = (
     UnsplittableMachine,
     PassesMachine,
     PressureMachine,
+    FitsMachine,
+    FitsUnderPressureMachine,
     ColdMachine,
     ExactMachine,
     CoarsePressureMachine,
@@ -299,6 +366,8 @@ MACHINES = (
     TailMachine,
     FrequencyMachine,
     SessionMachine,
+    GenerationMachine,
+    CoarseGenerationMachine,
     StockMachine,
 )
 

@@ -38,6 +38,25 @@ def test_what_is_read_is_what_was_written(dtype, with_state):
     assert_same(ours, decode_segment(encode_segment(ours), ours.key))
 
 
+def test_biases_of_a_fitted_segment_are_stored():
+    ours = dataclasses.replace(RECORD, biases=torch.randn(18))
+    assert_same(ours, decode_segment(encode_segment(ours), ours.key))
+
+
+@pytest.mark.parametrize(
+    ("biases", "what"),
+    [
+        (torch.zeros(17), "biases: got shape"),
+        (torch.zeros(18, dtype=torch.float16), "biases: got torch.float16"),
+        (torch.full((18,), torch.nan), "biases: expected finite numbers"),
+    ],
+)
+def test_biases_that_nobody_wrote_are_refused(biases, what):
+    ours = dataclasses.replace(RECORD, biases=biases)
+    with pytest.raises(CorruptSegmentError, match=what):
+        decode_segment(encode_segment(ours), ours.key)
+
+
 def test_the_header_tells_what_is_inside():
     header = read_header(encode_segment(RECORD))
     assert (header["start"], header["end"], header["key"]) == (0, 40, RECORD.key)

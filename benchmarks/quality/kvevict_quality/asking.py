@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvevict_quality.sample import Prompts, Question, Sample
 from sgl_kvevict.client import warm
 from sgl_kvevict.launcher import RunningServer
-from sgl_kvevict.measure import flush, plugin_state
+from sgl_kvevict.measure import flush, plugin_state, wait_until_scored
 
 CONCURRENCY = 8
 _TIMEOUT_S = 600.0
@@ -46,6 +46,7 @@ def prepare(server: RunningServer, context_ids: Sequence[int], questions: Sequen
     flush(server)
     begin = time.perf_counter()
     warmed = warm(server.url, input_ids=context_ids, questions=questions, timeout=_TIMEOUT_S)
+    wait_until_scored(server)  # and fitted
     seconds = time.perf_counter() - begin
     state = plugin_state(server)
     if state is None:

@@ -16,6 +16,8 @@ KNOWN_QUESTIONS = "known-questions"
 """The policy ``questions``, given the very questions that will be asked: not to be had where a prefix is shared, but
 what a budget could hold."""
 POOL_SLOTS = 24_000
+FIT_FIELDS = ("fit", "fit_scope")
+"""Named like options of a policy, and written down as such, but fields of the configuration."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Setup:
     Attributes:
         policy: a policy's name, ``FULL`` or ``KNOWN_QUESTIONS``.
         budget: share of the entries; 1.0 for ``FULL``.
-        options: of the policy.
+        options: of the policy; those of ``FIT_FIELDS`` go into the configuration.
         aware: context and question come in one prompt, compressed before the answer.
 
     Raises:
@@ -76,7 +78,9 @@ class Setup:
 
     def _config(self) -> dict[str, Any]:
         policy = "questions" if self.policy == KNOWN_QUESTIONS else self.policy
-        values = {"policy": policy, "budget": self.budget, "policy_options": dict(self.options)}
+        fit = {name: value for name, value in self.options.items() if name in FIT_FIELDS}
+        options = {name: value for name, value in self.options.items() if name not in FIT_FIELDS}
+        values = {"policy": policy, "budget": self.budget, "policy_options": options, **fit}
         return values | {"wait_for_passes": False}  # what learned scores alone keep; other policies do not look at it
 
     def _policy(self) -> Policy:

@@ -6,11 +6,16 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 
 from sgl_kvevict.events.client import EventStream
 from sgl_kvevict.events.types import AnyEvent
+from sgl_kvevict.launcher import RunningServer
+from sgl_kvevict.measure import parse_gauges
 
+LOOKS_S = 0.5
+"""Between two looks at a server's gauges, which it refreshes every few dozen steps."""
 CONNECTS_S = 0.5
 """A subscription takes a moment to reach the server; what was published before is not seen."""
 
@@ -64,3 +69,13 @@ def watching(endpoint: str) -> Iterator[Watch]:
         loop.call_soon_threadsafe(task.cancel)
         thread.join()
         loop.close()
+
+
+def most_slots(server: RunningServer, running: Future[object]) -> int:
+    """Most token slots that were not free, as SGLang's gauges show it, until something is done."""
+    most = 0
+    while not running.done():
+        gauges = parse_gauges(server.get_text("/metrics"))
+        most = max(most, gauges.total - gauges.available)
+        time.sleep(LOOKS_S)
+    return most

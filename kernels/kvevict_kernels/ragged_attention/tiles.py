@@ -28,7 +28,7 @@ class Tiles:
         q_rows: [num_tiles, rows, lanes], int32, q row of each partial; fillers repeat a row of their unit.
         owners: [num_tiles, rows, lanes], int32, the same with -1 for partials that nobody wants.
         kv_rows: [num_tiles, block, lanes], int32, KV row of each entry; fillers repeat a row of their run.
-        mask: [num_tiles, lanes, 1, block], float32, 0 for entries and -inf for fillers.
+        mask: [num_tiles, lanes, 1, block], float32, 0, or what is given, for entries and -inf for fillers.
     """
 
     q_rows: Tensor
@@ -75,6 +75,7 @@ def build_tiles(
     block: int,
     lanes: int = 1,
     num_groups: int = 1,
+    biases: Tensor | None = None,
 ) -> tuple[Tiles, list[int]]:
     """Cut units into blocks and lay the blocks out in tiles.
 
@@ -89,6 +90,7 @@ def build_tiles(
         block: KV rows per block.
         lanes: blocks per tile.
         num_groups: groups of units.
+        biases: [num_entries], float32, added to the scores of each entry; None: nothing is.
 
     Returns:
         tiles, and the number of tiles per group (host).
@@ -110,7 +112,8 @@ def build_tiles(
     length = length.int()
     entry = torch.minimum(offset, length[:, None] - 1) + (kv_starts[unit] + start).int()[:, None]
     kv_rows = kv_indices.index_select(0, entry.view(-1)).view(-1, lanes, block).transpose(1, 2)
-    mask = torch.where(offset < length[:, None], 0.0, float("-inf"))  # float32 suits every dtype of q
+    added = 0.0 if biases is None else biases.index_select(0, entry.view(-1)).view(entry.shape)
+    mask = torch.where(offset < length[:, None], added, float("-inf"))  # float32 suits every dtype of q
     owners = q_table[unit]
     q_rows = torch.where(owners < 0, owners[:, :1], owners)
     owners = owners.masked_fill(is_filler[:, None], -1)

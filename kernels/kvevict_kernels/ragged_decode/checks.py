@@ -27,6 +27,8 @@ def check_run(tables: Tables, inputs: LayerInputs, out: Tensor, lse: Tensor) -> 
     arena_shape = (sizes.num_layers, None, sizes.num_kv_heads, q.shape[2])
     check_tensor("k_arena", inputs.k_arena, arena_shape, (q.dtype, FP8), q.device)
     check_tensor("v_arena", inputs.v_arena, tuple(inputs.k_arena.shape), inputs.k_arena.dtype, q.device)
+    if inputs.biases is not None:
+        check_tensor("biases", inputs.biases, tuple(inputs.k_arena.shape[:3]), torch.float32, q.device)
     check_int("layer", inputs.layer, 0, sizes.num_layers - 1)
     for name, scale in (("sm_scale", inputs.sm_scale), ("v_scale", inputs.v_scale)):
         if not math.isfinite(scale) or scale <= 0:

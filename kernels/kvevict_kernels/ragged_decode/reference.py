@@ -33,6 +33,9 @@ def ragged_attention_over_paths_reference(tables: Tables, step: Step, inputs: La
                 rows = torch.cat([*runs, (layer * num_token_slots + own) * num_kv_heads + head])
                 if rows.numel():
                     scores = k_rows[rows] @ q[row, q_head].float() * inputs.sm_scale
+                    if inputs.biases is not None:
+                        num_entries = rows.numel() - own.numel()
+                        scores[:num_entries] += inputs.biases.view(-1)[rows[:num_entries]]
                     out[row, q_head] = scores.softmax(0) @ v_rows[rows] * inputs.v_scale
                     lse[row, q_head] = scores.logsumexp(0)
             row += 1

@@ -158,6 +158,8 @@ class LayerInputs:
         v_arena: like ``k_arena``.
         sm_scale: factor of the products of queries and stored keys: softmax scale, times the layer's scale of keys.
         v_scale: what a stored 1 of a value is worth in this layer.
+        biases: [num_layers, num_token_slots, num_kv_heads], float32, added to the scores of entries of spans; None:
+            nothing is.
     """
 
     layer: int
@@ -166,6 +168,7 @@ class LayerInputs:
     v_arena: Tensor
     sm_scale: float
     v_scale: float = 1.0
+    biases: Tensor | None = None
 
 
 def build_tables(

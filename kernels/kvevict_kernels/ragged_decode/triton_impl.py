@@ -64,8 +64,10 @@ def attend_block(
     b_out,  # [BLOCK_M, BLOCK_D] float32
     k_ptr,  # [X, D]
     v_ptr,  # [X, D]
+    biases_ptr,  # [X] float32, or None
     head_slot,  # [BLOCK_N] int64
     m_n,  # [BLOCK_N] real keys
+    m_b,  # [BLOCK_N] keys of spans
     seen,  # [BLOCK_M, BLOCK_N]
     o_d,
     scale_log2,
@@ -79,6 +81,8 @@ def attend_block(
     b_k = b_k.to(b_q.dtype)
     b_v = b_v.to(b_q.dtype)
     s = scale_log2 * tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    if biases_ptr is not None:
+        s += 1.4426950408889634 * tl.load(biases_ptr + head_slot, mask=m_b, other=0.0)[None, :]
     s = tl.where(seen, s, float("-inf"))
     new_max = tl.maximum(b_max, tl.max(s, 1))
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -197,6 +201,7 @@ def _split_kernel(
     q_ptr,  # [N, H * G, D], tokens q_stride elements apart
     k_ptr,  # [L, T, H, D]
     v_ptr,
+    biases_ptr,  # [L, T, H] float32, or None
     seq_lens_ptr,
     pool_rows_ptr,
     suffix_work_ptr,
@@ -262,8 +267,8 @@ def _split_kernel(
             m_n = n < num_kv
             head_slot = tl.load(index_ptr + n, mask=m_n, other=0).to(tl.int64) * slot_scale + slot_shift
             b_max, b_sum, b_out = attend_block(
-                b_q, b_max, b_sum, b_out, k_ptr, v_ptr, head_slot, m_n, n[None, :] < limit[:, None], o_d, scale_log2,
-                D=D,
+                b_q, b_max, b_sum, b_out, k_ptr, v_ptr, biases_ptr, head_slot, m_n, m_n & (is_suffix == 0),
+                n[None, :] < limit[:, None], o_d, scale_log2, D=D,
             )  # fmt: skip
         p_row = partial + i_row
         divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
@@ -313,6 +318,7 @@ def _launch_split(directory: Directory, step: Step, which: int, inputs: LayerInp
         q,
         inputs.k_arena,
         inputs.v_arena,
+        inputs.biases,
         step.seq_lens,
         step.pool_rows,
         step.work[which],
@@ -354,7 +360,7 @@ def _num_programs(inputs: LayerInputs, tile: Tile, args: tuple[object, ...], opt
     q = inputs.q
     if not q.is_cuda:
         return INTERPRETER_PROGRAMS
-    key = (q.device, q.dtype, inputs.k_arena.dtype, *options.values())
+    key = (q.device, q.dtype, inputs.k_arena.dtype, inputs.biases is None, *options.values())
     if key not in _NUM_PROGRAMS:
         compiled = _split_kernel.warmup(*args, grid=(1,), **options)
         compiled._init_handles()

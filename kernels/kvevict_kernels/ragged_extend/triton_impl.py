@@ -71,6 +71,7 @@ def _extend_kernel(
     q_ptr,  # [N, H * G, D], tokens q_stride elements apart
     k_ptr,  # [L, T, H, D]
     v_ptr,
+    biases_ptr,  # [L, T, H] float32, or None
     out_ptr,  # [N, H * G, D]
     lse_ptr,  # [N, H * G] float32, natural
     partial_out_ptr,  # [P, D] float32
@@ -150,8 +151,8 @@ def _extend_kernel(
             m_n = n < to_key
             head_slot = tl.load(index_ptr + n, mask=m_n, other=0).to(tl.int64) * slot_scale + slot_shift
             b_max, b_sum, b_out = attend_block(
-                b_q, b_max, b_sum, b_out, k_ptr, v_ptr, head_slot, m_n, n[None, :] < limit[:, None], o_d, scale_log2,
-                D=D,
+                b_q, b_max, b_sum, b_out, k_ptr, v_ptr, biases_ptr, head_slot, m_n, m_n & (is_own == 0),
+                n[None, :] < limit[:, None], o_d, scale_log2, D=D,
             )  # fmt: skip
         begin -= num_kv
         end -= num_kv
@@ -240,6 +241,7 @@ def run_extend(directory: Directory, step: Step, inputs: LayerInputs, out: Tenso
         q,
         inputs.k_arena,
         inputs.v_arena,
+        inputs.biases,
         out,
         lse,
         *directory.partials,

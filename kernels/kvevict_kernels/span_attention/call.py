@@ -55,21 +55,26 @@ class SpanAttention:
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous, on the CPU.
         v_arena: like ``k_arena``.
         num_qo_heads: a multiple of the KV heads.
+        biases: [num_layers, num_token_slots, num_kv_heads], float32, contiguous: what is added to the scores of a
+            span's head slots, 0 for those of spans that are not fitted; None: there are no fitted spans.
 
     Raises:
         ValueError: wrong shape, dtype or device of an arena.
         RuntimeError: see :func:`reason_not_to_run`.
     """
 
-    def __init__(self, k_arena: Tensor, v_arena: Tensor, num_qo_heads: int) -> None:
+    def __init__(self, k_arena: Tensor, v_arena: Tensor, num_qo_heads: int, biases: Tensor | None = None) -> None:
         check_tensor("k_arena", k_arena, (None, None, None, None), KV_DTYPES, torch.device("cpu"))
         check_tensor("v_arena", v_arena, k_arena.shape, k_arena.dtype, torch.device("cpu"))
+        if biases is not None:
+            check_tensor("biases", biases, k_arena.shape[:3], torch.float32, torch.device("cpu"))
         num_layers, num_token_slots, num_kv_heads, head_dim = k_arena.shape
         reason = reason_not_to_run(head_dim)
         team = torch_team()
         if reason is not None or team is None:
             raise RuntimeError(f"attention cannot be compiled: {reason}")
         self._arenas = (k_arena, v_arena)
+        self._biases = biases
         self._shape = k_arena.shape
         self._group = num_qo_heads // num_kv_heads
         self._team = team
@@ -95,6 +100,8 @@ class SpanAttention:
         layout = Layout(paths, new_lens, first_tokens, self._shape)
         for word, number in self._constants.items():
             layout.words[word] = number
+        if self._biases is not None and any(span.is_fitted for span in layout.spans):
+            layout.words[w.BIASES] = self._biases.data_ptr()
         return layout
 
     def prepare(self, layout: Layout) -> None:

@@ -35,6 +35,10 @@ class Runs(Protocol):
     def lens(self) -> Tensor:
         """[num_layers, num_kv_heads], int32; may be 0."""
 
+    @property
+    def is_fitted(self) -> bool:
+        """Its head slots have biases other than 0."""
+
 
 class Layout:
     """What does not change from step to step, while the same requests go on reading the same spans.

@@ -28,6 +28,7 @@ NO_SLOT = 1 << 62
     SCALE,  # softmax scale, float32 in the lower half
     K,  # address of the arena's keys
     V,  # address of the arena's values
+    BIASES,  # address of the biases of the arena's head slots, float32; 0: no span of the batch has any
     KIND,  # number: kind of the arenas
     HEAD_DIM,  # number
     NUM_HEADS,  # number of KV heads
@@ -55,4 +56,4 @@ NO_SLOT = 1 << 62
     ZEROS,  # address of a row of zeros
     WRONG_SLOT,  # number: a head slot that is not in the arena, or NO_SLOT; written by the call
     NUM_WORDS,
-) = range(37)
+) = range(38)

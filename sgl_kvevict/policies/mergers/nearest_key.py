@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -57,7 +58,7 @@ class NearestKeyMerger:
         return self.direction == "causal"
 
     def merge(
-        self, observations: list[LayerObservation], kept: Tensor, state: PolicyState | None
+        self, observations: Sequence[LayerObservation], kept: Tensor, state: PolicyState | None
     ) -> tuple[MergePlan, PolicyState]:
         """Plan the merge; see :class:`Merger`."""
         # sync: similarity blocks are sized by the longest run; once per compression

@@ -1,0 +1,89 @@
+"""The last queries of requests that generate: a fixed number per request, kept on the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvevict_kernels.transfer import to_device
+from sgl_kvevict.geometry import KVGeometry
+
+
+class QueryLanes:
+    """A lane of ``depth`` queries for each request that is followed, in every layer; the newest replaces the oldest.
+
+    A step writes one row per request and layer, all of a batch with one call; where, is copied to the device once.
+
+    Args:
+        geometry: sizes.
+        depth: queries per lane.
+        max_bytes: of all lanes together; there is one lane at least.
+        element_size: of a number of a query (bytes).
+    """
+
+    def __init__(self, geometry: KVGeometry, depth: int, max_bytes: int, element_size: int) -> None:
+        self.depth = depth
+        row_bytes = geometry.num_layers * geometry.num_qo_heads * (geometry.head_dim * element_size + 4)
+        self._max_lanes = max(max_bytes // (row_bytes * depth), 1)
+        self._free: list[int] = []
+        self._num_lanes = 0
+        self._queries: list[Tensor | None] = [None] * geometry.num_layers
+        self._lse: list[Tensor | None] = [None] * geometry.num_layers
+        self._scales = [0.0] * geometry.num_layers
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the lanes."""
+        return sum(part.nbytes for part in (*self._queries, *self._lse) if part is not None)
+
+    def take(self) -> int | None:
+        """A free lane; None: there are as many as may be."""
+        if self._free:
+            return self._free.pop()
+        if self._num_lanes == self._max_lanes:
+            return None
+        self._num_lanes += 1
+        return self._num_lanes - 1
+
+    def give_back(self, lane: int) -> None:
+        """A request is not followed any more."""
+        self._free.append(lane)
+
+    def places(self, lanes: list[int], positions: list[int], device: torch.device) -> Tensor:
+        """[n], int64: where the queries at some positions are kept, each of another lane or position."""
+        places = [lane * self.depth + position % self.depth for lane, position in zip(lanes, positions, strict=True)]
+        return to_device(torch.tensor(places, dtype=torch.int64), device)
+
+    def record(self, layer: int, places: Tensor, queries: Tensor, lse: Tensor, sm_scale: float) -> None:
+        """Keep queries of one layer.
+
+        Args:
+            layer: layer index.
+            places: [n], int64, from :meth:`places`.
+            queries: [n, num_qo_heads, head_dim], after RoPE.
+            lse: [n, num_qo_heads], float32, natural log-sum-exp over all keys each query saw.
+            sm_scale: softmax scale of the layer.
+        """
+        self._scales[layer] = sm_scale
+        self._queries[layer] = _kept(self._queries[layer], queries, self._num_lanes * self.depth)
+        self._lse[layer] = _kept(self._lse[layer], lse, self._num_lanes * self.depth)
+        for kept, rows in ((self._queries[layer], queries), (self._lse[layer], lse)):
+            assert kept is not None
+            kept.index_copy_(0, places, rows)
+
+    def rows(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor, float]:
+        """Queries [n, num_qo_heads, head_dim], their log-sum-exp [n, num_qo_heads], and the layer's softmax scale."""
+        queries, lse = self._queries[layer], self._lse[layer]
+        assert queries is not None and lse is not None
+        return queries.index_select(0, places), lse.index_select(0, places), self._scales[layer]
+
+
+def _kept(kept: Tensor | None, rows: Tensor, num_rows: int) -> Tensor:
+    """A buffer of so many rows like ``rows``, with what was in the one before."""
+    if kept is not None and kept.shape[0] >= num_rows:
+        return kept
+    size = num_rows if kept is None else max(num_rows, 2 * kept.shape[0])
+    grown = rows.new_zeros(size, *rows.shape[1:])
+    if kept is not None:
+        grown[: kept.shape[0]] = kept
+    return grown

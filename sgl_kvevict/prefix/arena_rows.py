@@ -1,0 +1,83 @@
+"""The KV arena as rows: by head slot, and by the token slots of what is not compressed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvevict_kernels.stored_rows import as_moved
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.guard import accounting
+
+
+class ArenaRows:
+    """Reads rows of one arena, and writes those of uncompressed tokens.
+
+    Args:
+        geometry: sizes of the arena.
+        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim].
+        v_arena: likewise.
+        biases: [num_layers, num_token_slots, num_kv_heads], float32, of every head slot; those of segments that are not
+            fitted are 0, those of other head slots mean nothing. None: no segment is ever fitted.
+    """
+
+    def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, biases: Tensor | None = None) -> None:
+        self.geometry = geometry
+        self.k_arena = k_arena
+        self.v_arena = v_arena
+        self._biases = None if biases is None else biases.view(-1)
+
+    @property
+    def has_biases(self) -> bool:
+        """Segments may be fitted."""
+        return self._biases is not None
+
+    def token_rows(self, token_slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the rows of uncompressed tokens.
+
+        Args:
+            token_slots: [num_tokens], int64.
+
+        Returns:
+            Keys and values, each [num_layers, num_tokens, num_kv_heads, head_dim], in the arena's dtype.
+        """
+        k, v = (arena.view(torch.uint8)[:, token_slots].view(arena.dtype) for arena in (self.k_arena, self.v_arena))
+        return k, v
+
+    def token_values(self, token_slots: Tensor) -> Tensor:
+        """[num_layers, num_tokens, num_kv_heads, head_dim], copies of the values of uncompressed tokens."""
+        return self.v_arena.view(torch.uint8)[:, token_slots].view(self.v_arena.dtype)
+
+    @accounting()
+    def place_tokens(self, token_slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write the rows of uncompressed tokens; sizes as :meth:`token_rows` returns them, on any device."""
+        for arena, rows in ((self.k_arena, k), (self.v_arena, v)):
+            arena.view(torch.uint8)[:, token_slots] = rows.contiguous().view(torch.uint8).to(arena.device)
+
+    def head_slots(self, layer: int, token_slots: Tensor) -> Tensor:
+        """[num_kv_heads, num_tokens], int32, head slots of one layer's rows of uncompressed tokens."""
+        heads = torch.arange(self.geometry.num_kv_heads, dtype=torch.int32, device=token_slots.device)
+        first = layer * self.geometry.num_token_slots
+        return (token_slots.int() + first) * self.geometry.num_kv_heads + heads[:, None]
+
+    def keys(self, head_slots: Tensor) -> Tensor:
+        """[*shape of ``head_slots``, head_dim], copies of keys, in the arena's dtype."""
+        return self._gather(self.k_arena, head_slots)
+
+    def values(self, head_slots: Tensor) -> Tensor:
+        """[*shape of ``head_slots``, head_dim], copies of values, in the arena's dtype."""
+        return self._gather(self.v_arena, head_slots)
+
+    def _gather(self, arena: Tensor, head_slots: Tensor) -> Tensor:
+        rows = torch.index_select(as_moved(arena.flatten(0, 2)), 0, head_slots.flatten())
+        return rows.view(arena.dtype).view(*head_slots.shape, self.geometry.head_dim)
+
+    def _head_slots(self, layers: Tensor, slots: Tensor, heads: Tensor) -> Tensor:
+        """Head slots of uncompressed entries; all [M], int32: layer, token slot and KV head of each."""
+        result = layers.int() * self.geometry.num_token_slots  # head slots fit 32 bits, so these steps do
+        return result.add_(slots).mul_(self.geometry.num_kv_heads).add_(heads)
+
+
+def bytes_of(arena: Tensor) -> Tensor:
+    """The rows of an arena, one a head slot, as bytes: not every number type can be gathered."""
+    return arena.flatten(0, 2).view(torch.uint8)

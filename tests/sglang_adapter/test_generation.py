@@ -1,0 +1,284 @@
+"""What requests generate is compressed while they do: who owns which slots at every transition."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.model_executor import cuda_graph_config
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
+
+from helpers.harness import Harness, publish_server_args
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.policies import build_policy
+from sgl_kvevict.sglang_adapter.introspection import cache_state
+from sgl_kvevict.sglang_adapter.refusals import suffix_reasons
+
+PROMPT = [i * 7 % 11 for i in range(40)]
+POLICIES = ("h2o", "streaming-llm", "snapkv", "knorm", "keydiff")
+BLOCK, TAIL = 8, 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_args(tmp_path_factory):
+    publish_server_args(tmp_path_factory.mktemp("model"))
+
+
+def make(policy="h2o", budget=0.25, num_slots=400, block=BLOCK, **fields):
+    config = KVEvictConfig(
+        policy=policy,
+        budget=budget,
+        tail_tokens=TAIL,
+        sink_tokens=2,
+        min_prefix_tokens=6,
+        decode_block=block,
+        policy_options={"window_size": 4} if policy == "snapkv" else {},
+        **fields,
+    )
+    return Harness(num_slots=num_slots, config=config, policy=build_policy(policy, config.policy_options))
+
+
+def start(harness, tokens=PROMPT, max_new_tokens=10_000, **options):
+    req = harness.request(list(tokens), **options)
+    req.sampling_params.max_new_tokens = max_new_tokens
+    assert harness.admit(req)
+    assert harness.prefill(req)
+    return req
+
+
+def generate(harness, req, steps):
+    for _ in range(steps):
+        assert harness.decode(req)
+        harness.turn()
+
+
+def held(harness):
+    return harness.num_slots - harness.allocator.available_size()
+
+
+def generated_segments(harness):
+    return {span.segment for span in harness.tree.spans.values() if span.segment.is_generated}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_slots_come_back_while_a_request_runs(policy):
+    harness = make(policy)
+    req = start(harness)
+    prompt = held(harness)
+    for done in range(1, 201):
+        generate(harness, req, 1)
+        assert held(harness) <= prompt + math.ceil(0.25 * done) + BLOCK + TAIL
+    assert len(generated_segments(harness)) == 1
+    harness.finish(req)
+    assert cache_state(harness.tree)["leaked_slots"] == 0
+
+
+def test_entries_per_head_are_a_cap_however_long_an_answer_is():
+    harness = make("h2o", budget=12)
+    req = start(harness)
+    prompt = held(harness)
+    for _ in range(200):
+        generate(harness, req, 1)
+        assert held(harness) <= prompt + 12 + BLOCK + TAIL
+    harness.finish(req)
+
+
+def test_a_request_outgrows_the_pool_without_being_retracted():
+    harness = make("h2o", num_slots=110)
+    req = start(harness)
+    generate(harness, req, 200)  # 240 tokens
+    assert req in harness.live
+
+
+def test_the_segment_of_an_answer_is_read_as_one():
+    harness = make()
+    req = start(harness)
+    generate(harness, req, 100)
+    (path,) = harness.tree.read_paths([req])
+    assert len(path) == 3  # prompt, its tail, answer
+    again = harness.tree.read_paths([req])[0]
+    assert all(one is other for one, other in zip(path, again, strict=True))
+
+
+def test_the_next_turn_finds_the_compressed_answer():
+    harness = make()
+    req = start(harness)
+    generate(harness, req, 60)
+    answered = list(req.origin_input_ids) + list(req.output_ids)
+    harness.finish(req)
+    slots = held(harness)
+    assert slots < 60
+    turn = harness.request([*answered, 1, 2, 3])
+    turn.sampling_params.max_new_tokens = 10_000
+    assert harness.admit(turn) and turn.prefix_len == len(answered) - 1
+    harness.prefill(turn)
+    generate(harness, turn, 60)
+    assert len(generated_segments(harness)) == 2
+    harness.finish(turn)
+
+
+@pytest.mark.parametrize("steps", [1, BLOCK, BLOCK + TAIL - 1, BLOCK + TAIL, BLOCK + TAIL + 1, 60])
+@pytest.mark.parametrize("end", ["finish", "retract", "abort"])
+def test_a_request_may_end_at_any_time(steps, end):
+    harness = make()
+    req = start(harness)
+    generate(harness, req, steps)
+    getattr(harness, end)(req)
+    assert len(harness.tree.manager.generations) == 0
+    assert harness.tree.protected_size() == 0
+    harness.evict(harness.num_slots)
+    assert harness.allocator.available_size() == harness.num_slots
+
+
+def test_a_retracted_request_goes_on_with_what_it_had():
+    harness = make()
+    req = start(harness)
+    generate(harness, req, 50)
+    harness.retract(req)
+    assert harness.admit(req)
+    assert req.prefix_len == 80  # five blocks
+    harness.prefill(req)
+    generate(harness, req, 50)
+    assert len(generated_segments(harness)) == 2
+    harness.finish(req)
+
+
+def test_what_is_dropped_while_a_retracted_request_waits_is_computed_again():
+    harness = make()
+    req = start(harness)
+    generate(harness, req, 50)
+    harness.retract(req)
+    harness.evict(harness.num_slots)
+    assert harness.admit(req) and req.prefix_len == 0
+    harness.prefill(req)
+    generate(harness, req, 30)
+    harness.finish(req)
+
+
+def test_twins_share_what_the_first_of_them_compressed():
+    harness = make()
+    twins = [start(harness), start(harness)]
+    for _ in range(60):
+        for req in twins:
+            assert harness.decode(req)
+        harness.turn()
+    first, second = harness.tree.read_paths(twins)
+    assert first[0] is second[0] and held(harness) < 40 + 60
+    for req in twins:
+        harness.finish(req)
+
+
+def test_an_answer_that_others_extend_stays_as_it_is():
+    harness = make()
+    req = start(harness)
+    generate(harness, req, 40)
+    (segment,) = generated_segments(harness)
+    answered = list(req.origin_input_ids) + list(req.output_ids)
+    other = start(harness, [*answered[: segment.end - 3], 9, 9, 9, 9])
+    generate(harness, req, 30)
+    assert segment in generated_segments(harness) and len(generated_segments(harness)) == 2
+    harness.decode(other)
+    harness.finish(other)
+    generate(harness, req, 30)
+    harness.finish(req)
+
+
+def test_what_reads_exactly_is_not_compressed():
+    harness = make()
+    req = harness.request(PROMPT)
+    req.sampling_params.max_new_tokens = 10_000
+    harness.tree.manager.readers.make_exact(req)
+    assert harness.admit(req)
+    harness.prefill(req)
+    generate(harness, req, 60)
+    assert not harness.tree.spans
+    other = start(harness)  # has to wait for the exact one with its prompt, and with what comes behind it
+    generate(harness, other, 30)
+    assert not harness.tree.spans
+    harness.finish(req)
+    generate(harness, other, 1)
+    assert len(generated_segments(harness)) == 1
+    harness.finish(other)
+
+
+def test_short_prompts_are_kept_whole():
+    harness = make()
+    req = start(harness, [1, 2, 3])
+    generate(harness, req, 40)
+    spans = sorted((span.start, span.end, span.segment.num_slots) for span in harness.tree.spans.values())
+    assert spans[0] == (0, 3, 3)
+    harness.finish(req)
+
+
+def test_requests_go_on_uncompressed_after_new_weights():
+    harness = make()
+    req = start(harness)
+    generate(harness, req, 30)
+    harness.tree.forget_compressed()
+    generate(harness, req, 30)
+    harness.finish(req)
+    assert not harness.tree.spans  # nobody reads them any more
+
+
+def test_with_a_budget_of_one_everything_is_kept():
+    harness = make(budget=1.0)
+    req = start(harness)
+    generate(harness, req, 60)
+    assert held(harness) == 40 + 60
+    (segment,) = generated_segments(harness)
+    assert segment.num_slots == segment.end - segment.start
+    harness.finish(req)
+
+
+def test_a_policy_that_fails_leaves_the_request_alone(monkeypatch):
+    harness = make()
+    req = start(harness)
+    generate(harness, req, 20)
+
+    def fail(*_args, **_kwargs):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr("sgl_kvevict.compression.suffix.choose_suffix", fail)
+    generate(harness, req, 30)
+    assert sum(harness.tree.guard.errors.values()) == 1
+    harness.finish(req)
+    harness.evict(harness.num_slots)
+    assert harness.allocator.available_size() == harness.num_slots
+
+
+def test_requests_without_a_lane_are_followed_when_one_is_free():
+    harness = make(observation_bytes=0)  # one lane
+    first, second = start(harness), start(harness, PROMPT[::-1])
+    for _ in range(40):
+        for req in (first, second):
+            assert harness.decode(req)
+        harness.turn()
+    assert len(generated_segments(harness)) == 1
+    harness.finish(first)
+    generate(harness, second, 40)
+    assert len(generated_segments(harness)) == 2
+    harness.finish(second)
+
+
+def test_what_cannot_be_done_while_requests_generate_is_refused(monkeypatch):
+    config, policy = KVEvictConfig(policy="h2o", decode_block=8), build_policy("h2o", {})
+    fine, strips = SimpleNamespace(strip_thinking_cache=False), SimpleNamespace(strip_thinking_cache=True)
+    assert suffix_reasons(config, policy, fine, "cpu") == []
+    (reason,) = suffix_reasons(config, policy, strips, "cpu")
+    assert "--strip-thinking-cache" in reason
+    assert suffix_reasons(KVEvictConfig(policy="h2o"), policy, strips, "cpu") == []
+    for backend, num_reasons in (("full", 1), ("disabled", 0)):
+        graphs = CudaGraphConfig(decode=PhaseConfig(backend=backend), prefill=PhaseConfig(backend="disabled"))
+        context = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs))
+        monkeypatch.setattr(cuda_graph_config, "get_exec", lambda context=context: context)
+        assert len(suffix_reasons(config, policy, fine, "cuda")) == num_reasons
+        assert suffix_reasons(config, build_policy("knorm", {}), fine, "cuda") == []
+
+
+def test_off_by_default():
+    harness = make(block=None)
+    req = start(harness)
+    generate(harness, req, 60)
+    assert harness.tree.manager.generations is None and not generated_segments(harness)
+    harness.finish(req)
