@@ -56,9 +56,7 @@ class EventsConfig(BaseModel):
         json_schema_extra={"allowed": _ENDPOINT_ALLOWED},
     )
     topic: str = Field(
-        default="kvevict",
-        description="first frame of every event message",
-        json_schema_extra={"allowed": "a string"},
+        default="kvevict", description="first frame of every event message", json_schema_extra={"allowed": "a string"}
     )
     buffer_steps: int = Field(
         default=10_000,
@@ -136,14 +134,12 @@ class KVEvictConfig(BaseModel):
     )
     fit: bool = Field(
         default=False,
-        description="policies that passes read (distilled, reconstruction): give kept entries values and biases that "
-        "answer for evicted ones too; 4 bytes more for each K and V row of the pool",
+        description="policies that passes read: kept entries get values and biases that answer for evicted ones too",
         json_schema_extra={"allowed": "true or false"},
     )
     fit_scope: Literal["causal", "range"] = Field(
         default="causal",
-        description="what a fitted value may hold; causal: of tokens of its own block of 64; range: of all tokens that "
-        "were compressed with it, later ones too, which whoever shares only its beginning reads then",
+        description="a fitted value holds something of its own block of 64 tokens, or of all compressed with it",
         json_schema_extra={"allowed": "'causal' or 'range'"},
     )
     budget_includes_tail: bool = Field(
@@ -172,8 +168,7 @@ class KVEvictConfig(BaseModel):
     decode_block: int | None = Field(
         default=None,
         ge=1,
-        description="tokens that a request generates before they are compressed, together with what it generated "
-        "before; its last tail_tokens stay uncompressed",
+        description="tokens a request generates before they are compressed, with what it generated before",
         json_schema_extra={"allowed": "null (off), or an integer >= 1"},
     )
     score_after_matches: int | None = Field(
@@ -230,10 +225,7 @@ class KVEvictConfig(BaseModel):
         json_schema_extra={"allowed": "an integer >= 0"},
     )
     max_question_chars: int = Field(
-        default=1000,
-        ge=1,
-        description="characters of one of these questions",
-        json_schema_extra={"allowed": "an integer >= 1"},
+        default=1000, ge=1, description="characters of one question", json_schema_extra={"allowed": "an integer >= 1"}
     )
     max_question_tokens: int = Field(
         default=4096,
@@ -256,7 +248,6 @@ class KVEvictConfig(BaseModel):
         description="GET /server_info also shows which tokens of the largest span each head kept (reads the device)",
         json_schema_extra={"allowed": "true or false"},
     )
-
     store: str | None = Field(
         default=None,
         min_length=1,
@@ -278,7 +269,6 @@ class KVEvictConfig(BaseModel):
         description="milliseconds that a queued request waits at most for what the store has of its prompt",
         json_schema_extra={"allowed": "an integer >= 0 (0: nothing is read)"},
     )
-
     events: EventsConfig | None = Field(
         default=None,
         description="event stream and inspection sockets; {} switches them on, on loopback",

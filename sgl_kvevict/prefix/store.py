@@ -82,8 +82,7 @@ class SpanStore(ArenaRows):
             sources = self._head_slots(merge.layers, token_slots.int()[merge.indices], merge.heads)
             with accounting():
                 compact_kv(self.k_arena, self.v_arena, sources, head_slots, indptr=merge.indptr, weights=merge.weights)
-        if self._biases is not None:
-            self._biases.index_fill_(0, head_slots.long(), 0.0)
+        self._without_biases(head_slots)
         segment = Segment(
             geometry,
             token_slots=held.clone(),
@@ -128,6 +127,7 @@ class SpanStore(ArenaRows):
             compact_kv(self.k_arena, self.v_arena, sources, head_slots)
         else:
             compact_kv(self.k_arena, self.v_arena, sources, head_slots, indptr=merge[0], weights=merge[1])
+        self._without_biases(head_slots)
         segment = Segment(
             self.geometry,
             token_slots=held.clone(),
@@ -138,6 +138,11 @@ class SpanStore(ArenaRows):
             end=bounds[1],
         )
         return segment, freed
+
+    def _without_biases(self, head_slots: Tensor) -> None:
+        """Entries that are not fitted are written to head slots that may have been those of fitted ones."""
+        if self._biases is not None:
+            self._biases.index_fill_(0, head_slots.long(), 0.0)
 
     def copy(self, views: Sequence[View]) -> CopiedEntries:
         """Copy the entries of consecutive tokens of one path, as if one segment held them.

@@ -68,6 +68,17 @@ def test_a_new_segment_has_biases_of_zero() -> None:
     assert torch.equal(biases_of(store, segment), torch.zeros(segment.num_entries))
 
 
+def test_entries_that_are_written_to_other_slots_have_biases_of_zero() -> None:
+    """What a request generated goes into slots that may have been those of a fitted segment."""
+    store = make_store()
+    keep_lens = torch.full((2, 3), 4, dtype=torch.int32)
+    sources = torch.cat([store.head_slots(layer, torch.arange(1, 5)).flatten() for layer in range(2)])
+    positions = torch.arange(START, START + 4, dtype=torch.int32).repeat(6)
+    segment, _ = store.write(torch.arange(1, 5), sources, keep_lens, positions, (START, START + 4))
+    segment.is_fitted = True
+    assert torch.equal(biases_of(store, segment), torch.zeros(24))
+
+
 def test_readers_of_a_fitted_segment_get_other_runs() -> None:
     """What was laid out for the runs before does not read biases; entries and order stay."""
     store = make_store()
