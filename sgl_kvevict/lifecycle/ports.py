@@ -115,7 +115,7 @@ class PassPort(Protocol):
 
     @property
     def quiet_turns(self) -> int:
-        """Turns of the scheduler without a user, a few hundredths of a second, before the server counts as idle."""
+        """Turns of the scheduler without a user, some tenth of a second, before the server counts as idle."""
 
     @property
     def is_paused(self) -> bool:

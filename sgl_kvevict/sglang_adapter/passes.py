@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 QUIET_TURNS = 500
-"""Turns of a scheduler that spins while it has nothing to do: TURNS_MS."""
+"""Turns of a scheduler that spins while it has nothing to do: 0.14 s at the 3,500 a second counted on a busy CPU."""
 QUIET_WAITS = 1
 """Turns of one that sleeps then (``--sleep-on-idle``): up to a second each, or until a message comes."""
 
