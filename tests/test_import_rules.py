@@ -49,7 +49,7 @@ ONLY_IN = {
     "zmq": ("sgl_kvevict/events/",),
     "msgspec": ("sgl_kvevict/events/", "sgl_kvevict/cli/"),
     "uvloop": ("sgl_kvevict/cli/",),
-    "prometheus_client": ("sgl_kvevict/sglang_adapter/metrics.py",),
+    "prometheus_client": ("sgl_kvevict/sglang_adapter/monitoring/metrics.py",),
 }
 NEVER = {"tests", "helpers", "benchmarks", "examples", "pytest", "hypothesis", "matplotlib"}
 
@@ -122,7 +122,7 @@ def test_every_file_keeps_the_rules() -> None:
         ("sgl_kvevict/prefix/span.py", "from sgl_kvevict.policies.registry import build_policy"),
         ("sgl_kvevict/prefix/span.py", "from sgl_kvevict import attention"),
         ("sgl_kvevict/prefix/span.py", "from ..policies import registry"),
-        ("sgl_kvevict/policies/registry.py", "from sgl_kvevict.attention.cpu import CpuAttention"),
+        ("sgl_kvevict/policies/registry.py", "from sgl_kvevict.attention.cpu.torch_attention import TorchAttention"),
         ("sgl_kvevict/attention/cpu.py", "import sgl_kvevict.policies.registry"),
         ("sgl_kvevict/attention/cpu.py", "def f():\n    import flashinfer"),
         ("sgl_kvevict/compression/compressor.py", "import sglang.srt.mem_cache"),
@@ -137,7 +137,7 @@ def test_every_file_keeps_the_rules() -> None:
         ("sgl_kvevict/__init__.py", "from sgl_kvevict.cli import main"),
         ("kvevict_kernels/compact_kv/__init__.py", "import triton"),
         ("kvevict_kernels/span_attention/call.py", "import numba"),
-        ("sgl_kvevict/attention/numba_attention.py", "from numba import njit"),
+        ("sgl_kvevict/attention/cpu/numba_attention.py", "from numba import njit"),
         ("kvevict_kernels/compact_kv/__init__.py", "from sgl_kvevict import geometry"),
         ("kvevict_kernels/compact_kv/__init__.py", "from sgl_kvevict.errors import KVEvictError"),
         ("sgl_kvevict/model.py", "from helpers.tolerance import check"),

@@ -32,8 +32,8 @@ from sgl_kvevict.compression import Compression
 from sgl_kvevict.events.client import EventStream
 from sgl_kvevict.events.questions import Status, Tree
 from sgl_kvevict.lifecycle.observer import CacheObserver
-from sgl_kvevict.sglang_adapter.metrics import MetricsObserver
-from sgl_kvevict.sglang_adapter.observers import ObserverGroup
+from sgl_kvevict.sglang_adapter.monitoring.metrics import MetricsObserver
+from sgl_kvevict.sglang_adapter.monitoring.observers import ObserverGroup
 from sgl_kvevict.sglang_adapter.passes import after_ingest
 from sgl_kvevict.sglang_adapter.span_component import FULL
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvevict_kernels.span_attention import reason_not_to_run
 from sgl_kvevict.attention.batch import AttentionBatch
-from sgl_kvevict.attention.choice import NO_BIASES, cpu_reasons, flashinfer_reasons, triton_reasons
+from sgl_kvevict.attention.reasons import NO_BIASES, cpu_reasons, flashinfer_reasons, triton_reasons
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 
@@ -166,7 +166,7 @@ def build_attention(
 def _build_numba(
     geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None, biases: Tensor | None
 ) -> Attention:
-    from sgl_kvevict.attention.numba_attention import NumbaAttention
+    from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
 
     return NumbaAttention(geometry, k_arena, v_arena, biases)
 
@@ -174,16 +174,16 @@ def _build_numba(
 def _build_torch(
     geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None, biases: Tensor | None
 ) -> Attention:
-    from sgl_kvevict.attention.cpu import CpuAttention
+    from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
 
-    return CpuAttention(geometry, k_arena, v_arena, biases)
+    return TorchAttention(geometry, k_arena, v_arena, biases)
 
 
 def _build_triton(
     geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None, biases: Tensor | None
 ) -> Attention:
-    from sgl_kvevict.attention.flashinfer_prefill import find_plain_prefill
-    from sgl_kvevict.attention.triton_attention import TritonAttention
+    from sgl_kvevict.attention.flashinfer.prefill import find_plain_prefill
+    from sgl_kvevict.attention.triton.attention import TritonAttention
 
     plain_prefill = find_plain_prefill(geometry, k_arena, v_arena)
     attention = TritonAttention(geometry, k_arena, v_arena, q_dtype, plain_prefill, biases)
@@ -197,7 +197,7 @@ def _build_flashinfer(
 ) -> Attention:
     if biases is not None:
         raise UnsupportedSetupError([NO_BIASES])
-    from sgl_kvevict.attention.flashinfer_attention import FlashInferAttention
+    from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
 
     return FlashInferAttention(geometry, k_arena, v_arena)
 

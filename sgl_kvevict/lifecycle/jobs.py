@@ -108,9 +108,7 @@ class ScoringJobs:
         """
         begun = self.begun
         candidates = begun if len(begun) >= MAX_BEGUN_JOBS else self._by_node.values()
-        return min(
-            candidates, key=lambda job: (not prefers(job), self._turns.get(job.namespace, 0)), default=None
-        )
+        return min(candidates, key=lambda job: (not prefers(job), self._turns.get(job.namespace, 0)), default=None)
 
     @property
     def begun(self) -> list[ScoringJob]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvevict_kernels.checks import FP8
 from sgl_kvevict.attention import AttentionBatch, CapturableAttention, build_attention, resolve_attention
 from sgl_kvevict.attention.backend import kernel_reasons
-from sgl_kvevict.attention.choice import bias_reasons
+from sgl_kvevict.attention.reasons import bias_reasons
 from sgl_kvevict.compression import PromptObservation, ReaderChunk, SuffixStep
 from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import UnsupportedSetupError

@@ -22,7 +22,7 @@ from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME, HOOKS, require_supported_sglang
 from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.model_parts import find_output_grams, find_rotary
-from sgl_kvevict.sglang_adapter.monitor import watch
+from sgl_kvevict.sglang_adapter.monitoring.watch import watch
 from sgl_kvevict.sglang_adapter.refusals import (
     model_reasons,
     policy_reasons,

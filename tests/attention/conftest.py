@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvevict_kernels.ragged_decode.chunks import extend_splits, span_chunk
 from kvevict_kernels.ragged_decode.tile_table import Tile
-from sgl_kvevict.attention import Attention, AttentionBatch, CpuAttention
+from sgl_kvevict.attention import Attention, AttentionBatch, TorchAttention
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.ragged import SpanRuns
 
@@ -40,7 +40,7 @@ class World:
         self.waterlines: list[int] = []
         self.seq_lens: list[int] = []
         self.rows: list[int] = []
-        self.attention: Attention = CpuAttention(geometry, self.k, self.v)
+        self.attention: Attention = TorchAttention(geometry, self.k, self.v)
 
     def span(self, lens: Tensor, num_tokens: int) -> SpanRuns:
         """Pack runs of these lengths, [num_layers, num_kv_heads], into token slots of all layers, in any order."""

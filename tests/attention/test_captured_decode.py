@@ -12,7 +12,7 @@ from torch import Tensor
 from helpers.graph_tape import GraphTape
 from helpers.tolerance import assert_same_bits
 from sgl_kvevict.attention import AttentionBatch
-from sgl_kvevict.attention.triton_attention import TritonAttention
+from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 from sgl_kvevict.ragged import SpanRuns
 

@@ -10,8 +10,8 @@ import torch
 from helpers.fake_flashinfer import FakePagedWrapper
 from helpers.poison import poisoned_allocations
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
-from sgl_kvevict.attention.flashinfer_attention import FlashInferAttention
-from sgl_kvevict.attention.flashinfer_lists import build_span_lists
+from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
+from sgl_kvevict.attention.flashinfer.lists import build_span_lists
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def test_extend_and_decode_rows(make_world: MakeWorld) -> None:
 
 
 def test_long_runs_are_cut_into_parts(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sgl_kvevict.attention.flashinfer_lists.PART_ENTRIES", 8)
+    monkeypatch.setattr("sgl_kvevict.attention.flashinfer.lists.PART_ENTRIES", 8)
     world = make_world(2, 4, 64)
     many_kinds(world)
     attention = make(world)

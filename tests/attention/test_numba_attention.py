@@ -10,7 +10,7 @@ from helpers.poison import poisoned_allocations
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits
 from kvevict_kernels.span_attention import Layout, words
 from kvevict_kernels.span_attention.layout import count_chunks
-from sgl_kvevict.attention.numba_attention import MAX_SHORT_TOKENS, NumbaAttention
+from sgl_kvevict.attention.cpu.numba_attention import MAX_SHORT_TOKENS, NumbaAttention
 from sgl_kvevict.errors import InvariantError
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from helpers.poison import poisoned_allocations
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits, rounding_noise
 from kvevict_kernels.device_limits import INTERPRETER
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
-from sgl_kvevict.attention import Attention, AttentionBatch, CpuAttention
-from sgl_kvevict.attention.flashinfer_prefill import PlainPrefill
-from sgl_kvevict.attention.triton_attention import TritonAttention
+from sgl_kvevict.attention import Attention, AttentionBatch, TorchAttention
+from sgl_kvevict.attention.flashinfer.prefill import PlainPrefill
+from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.ragged import SpanRuns
 
@@ -61,7 +61,7 @@ class Runner:
 
 
 def check(runner: Runner, extend_lens: list[int] | None = None, layer: int = 1) -> None:
-    """Compare a layer with dense attention in float32, and with CpuAttention."""
+    """Compare a layer with dense attention in float32, and with TorchAttention."""
     world = runner.world
     q = world.queries(extend_lens)
     out, lse = runner.attend(layer, q, extend_lens)
@@ -247,7 +247,7 @@ def test_other_queries_than_planned(make_world: MakeWorld) -> None:
     attention: Attention = TritonAttention(world.geometry, world.k, world.v)
     with pytest.raises(InvariantError, match=r"q: planned \[0, 9, 64\], got \[1, 9, 64\]"):
         attention.run(0, torch.zeros(1, 9, 64), 0.1)
-    attention = CpuAttention(world.geometry, world.k, world.v)
+    attention = TorchAttention(world.geometry, world.k, world.v)
     assert attention.geometry is world.geometry
 
 

@@ -13,8 +13,8 @@ from helpers.event_sockets import description_of
 from helpers.passes import MiniScheduler
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.events.service import EventService
-from sgl_kvevict.sglang_adapter.introspection import cache_state
-from sgl_kvevict.sglang_adapter.observers import CountingObserver, ObserverGroup, PublishingObserver
+from sgl_kvevict.sglang_adapter.monitoring.observers import CountingObserver, ObserverGroup, PublishingObserver
+from sgl_kvevict.sglang_adapter.monitoring.state import cache_state
 
 POLICIES = ("reconstruction", "questions", "snapkv")
 MAX_GROWTH_MB = 40.0

@@ -52,9 +52,7 @@ def expected(weights: Tensor, block: int) -> Tensor:
 
 @pytest.mark.parametrize("block", [16, 30, 157])
 @pytest.mark.parametrize("per_tile", [1, 5000, 2**20])
-def test_products_are_summed_over_queries_and_parts(
-    block: int, per_tile: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_are_summed_over_queries_and_parts(block: int, per_tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of any size; passes in two parts; a last block that is short."""
     monkeypatch.setitem(WEIGHTS_PER_TILE, "cpu", per_tile)
     store = make_store()

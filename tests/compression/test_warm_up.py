@@ -10,7 +10,7 @@ import torch
 from helpers.specialisations import recorded
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
 from sgl_kvevict.attention import AttentionBatch
-from sgl_kvevict.attention.triton_attention import TritonAttention
+from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.compression import Compressor, SuffixCompressor, warm_up
 from sgl_kvevict.compression.warm_up import _observe
 from sgl_kvevict.config import KVEvictConfig

@@ -34,7 +34,7 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.lifecycle.nodes import length_of, path_to
 from sgl_kvevict.policies import Policy, Rotary
 from sgl_kvevict.prefix import SpanStore
-from sgl_kvevict.sglang_adapter.introspection import cache_state
+from sgl_kvevict.sglang_adapter.monitoring.state import cache_state
 from sgl_kvevict.sglang_adapter.span_component import FULL
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 

@@ -9,8 +9,8 @@ from helpers.event_sockets import description_of
 from helpers.harness import Harness
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.events.service import EventService
-from sgl_kvevict.sglang_adapter.inspection import InspectingObserver
-from sgl_kvevict.sglang_adapter.observers import CountingObserver, ObserverGroup, PublishingObserver
+from sgl_kvevict.sglang_adapter.monitoring.answers import InspectingObserver
+from sgl_kvevict.sglang_adapter.monitoring.observers import CountingObserver, ObserverGroup, PublishingObserver
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 

@@ -14,8 +14,8 @@ from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.lifecycle.jobs import MAX_BEGUN_JOBS, MAX_REMEMBERED
 from sgl_kvevict.policies.observation import Readers, Signal
 from sgl_kvevict.request import ticket_digest
-from sgl_kvevict.sglang_adapter.introspection import cache_state, read_gauges
-from sgl_kvevict.sglang_adapter.observers import CountingObserver
+from sgl_kvevict.sglang_adapter.monitoring.observers import CountingObserver
+from sgl_kvevict.sglang_adapter.monitoring.state import cache_state, read_gauges
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 BYTES = 4 * 4 * 56  # float32, 2 layers and 2 KV heads, 60 tokens without a tail of 4

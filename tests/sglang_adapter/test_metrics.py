@@ -11,9 +11,9 @@ from prometheus_client import REGISTRY
 
 from helpers.harness import Harness, publish_server_args
 from helpers.watched import DOCUMENT
-from sgl_kvevict.sglang_adapter.introspection import read_gauges
-from sgl_kvevict.sglang_adapter.metrics import MetricsObserver
-from sgl_kvevict.sglang_adapter.observers import CountingObserver, ObserverGroup
+from sgl_kvevict.sglang_adapter.monitoring.metrics import MetricsObserver
+from sgl_kvevict.sglang_adapter.monitoring.observers import CountingObserver, ObserverGroup
+from sgl_kvevict.sglang_adapter.monitoring.state import read_gauges
 
 ROOT = Path(__file__).resolve().parents[2]
 LABELS = {"cache_type": "KVEvictTree", "tp_rank": "0"}
@@ -70,13 +70,13 @@ def test_series_follow_the_cache(harness):
 
 
 def test_counters_are_written_at_most_once_a_second(harness, monkeypatch):
-    monkeypatch.setattr("sgl_kvevict.sglang_adapter.metrics.time.monotonic", lambda: 1e9)
+    monkeypatch.setattr("sgl_kvevict.sglang_adapter.monitoring.metrics.time.monotonic", lambda: 1e9)
     harness.tree.manager.observer.between_steps()
     before = value("dropped_nodes_total")
     harness.evict(10)
     harness.tree.manager.observer.between_steps()
     assert value("dropped_nodes_total") == before
-    monkeypatch.setattr("sgl_kvevict.sglang_adapter.metrics.time.monotonic", lambda: 1e9 + 1)
+    monkeypatch.setattr("sgl_kvevict.sglang_adapter.monitoring.metrics.time.monotonic", lambda: 1e9 + 1)
     harness.tree.manager.observer.between_steps()
     assert value("dropped_nodes_total") > before
 

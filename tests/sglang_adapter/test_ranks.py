@@ -18,8 +18,8 @@ from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.policies import build_policy
 from sgl_kvevict.policies.observation import Readers
-from sgl_kvevict.sglang_adapter.introspection import rank_states
-from sgl_kvevict.sglang_adapter.observers import CountingObserver
+from sgl_kvevict.sglang_adapter.monitoring.observers import CountingObserver
+from sgl_kvevict.sglang_adapter.monitoring.state import rank_states
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 
 DOCUMENTS = ([i * 7 % 11 for i in range(70)], [i * 5 % 7 for i in range(70)])

@@ -9,7 +9,7 @@ from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies.observation import Readers
 from sgl_kvevict.request import ticket_digest
-from sgl_kvevict.sglang_adapter.introspection import cache_state
+from sgl_kvevict.sglang_adapter.monitoring.state import cache_state
 from sgl_kvevict.sglang_adapter.passes import SchedulerPasses
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]

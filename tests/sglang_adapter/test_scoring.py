@@ -18,8 +18,8 @@ from sgl_kvevict.lifecycle.probes import REPEAT
 from sgl_kvevict.lifecycle.votes import ANSWER_REACH
 from sgl_kvevict.policies.observation import Readers
 from sgl_kvevict.request import ticket_digest
-from sgl_kvevict.sglang_adapter.introspection import cache_state
-from sgl_kvevict.sglang_adapter.observers import CountingObserver
+from sgl_kvevict.sglang_adapter.monitoring.observers import CountingObserver
+from sgl_kvevict.sglang_adapter.monitoring.state import cache_state
 from sgl_kvevict.sglang_adapter.passes import QUIET_TURNS, QUIET_WAITS, SchedulerPasses
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]

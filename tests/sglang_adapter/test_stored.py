@@ -11,7 +11,7 @@ from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.harness_store import adoption, exported
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import StoreError
-from sgl_kvevict.sglang_adapter.introspection import cache_state
+from sgl_kvevict.sglang_adapter.monitoring.state import cache_state
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 TURN = [*DOCUMENT, *(i * 5 % 11 for i in range(40))]

@@ -14,8 +14,8 @@ from sgl_kvevict.config import EventsConfig, KVEvictConfig
 from sgl_kvevict.errors import StoreError
 from sgl_kvevict.events.types import Loaded, LoadFailed, Stored
 from sgl_kvevict.lifecycle.loading import READ_AHEAD
-from sgl_kvevict.sglang_adapter.introspection import cache_state
-from sgl_kvevict.sglang_adapter.observers import CountingObserver, PublishingObserver
+from sgl_kvevict.sglang_adapter.monitoring.observers import CountingObserver, PublishingObserver
+from sgl_kvevict.sglang_adapter.monitoring.state import cache_state
 from sgl_kvevict.sglang_adapter.storing import (
     after_queueing,
     after_shutdown,

@@ -8,7 +8,7 @@ from torch import Tensor
 from gpu_bench.setting import Setting
 from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from sgl_kvevict.attention import AttentionBatch
-from sgl_kvevict.attention.triton_attention import TritonAttention
+from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.ragged import SpanRuns
 

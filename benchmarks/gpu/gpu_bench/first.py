@@ -11,7 +11,7 @@ import torch
 from gpu_bench.clock import synchronize
 from gpu_bench.insertion import POLICIES, Prefix
 from gpu_bench.setting import Setting
-from sgl_kvevict.attention.triton_attention import TritonAttention
+from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.compression import Compressor, warm_up
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies.registry import build_policy

@@ -19,7 +19,7 @@ from gpu_bench.clock import synchronize
 from gpu_bench.setting import Setting
 from kvevict_kernels.compact_kv import compact_kv
 from sgl_kvevict.attention import AttentionBatch
-from sgl_kvevict.attention.triton_attention import TritonAttention
+from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.ragged import SpanRuns
 
 ROUNDS = 20

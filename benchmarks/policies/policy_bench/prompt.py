@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from sgl_kvevict.attention.extend import ExtendAttention, ExtendRequest, RunBounds
+from sgl_kvevict.attention.cpu.torch_extend import ExtendAttention, ExtendRequest, RunBounds
 from sgl_kvevict.compression.observation import ObservationSpec, PromptObservation
 from sgl_kvevict.distill import ModelIdentity, ScoreWeights, find_weights, load_weights, weights_folders
 from sgl_kvevict.distill.fingerprint import fingerprint_of

@@ -177,7 +177,7 @@ def run_ragged_decode(directory: Directory, step: Step, inputs: LayerInputs, *, 
 
 
 def _run_reference(tables: Tables, step: Step, inputs: LayerInputs, out: Tensor, lse: Tensor) -> None:
-    """What CPU tensors get: nobody serves with this, CpuAttention is for that."""
+    """What CPU tensors get: nobody serves with this, TorchAttention is for that."""
     want_out, want_lse = ragged_attention_over_paths_reference(tables, step, inputs)
     first = tables.request_members[tables.merge_request.long()] + tables.merge_token
     rows = tables.members[first.long()].long()

@@ -17,8 +17,8 @@ from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 from kvevict_kernels.ragged_extend import run_ragged_extend
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.attention.batch import AttentionBatch, Path
-from sgl_kvevict.attention.choice import triton_reasons
-from sgl_kvevict.attention.flashinfer_prefill import PlainPrefill
+from sgl_kvevict.attention.flashinfer.prefill import PlainPrefill
+from sgl_kvevict.attention.reasons import triton_reasons
 from sgl_kvevict.attention.recent_compositions import RecentCompositions
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry

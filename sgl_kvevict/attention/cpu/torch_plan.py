@@ -19,7 +19,7 @@ from torch import Tensor
 from kvevict_kernels.ragged_attention.cpu import tile_passes
 from kvevict_kernels.ragged_attention.tiles import Tiles, choose_block, merge_table
 from sgl_kvevict.attention.batch import Path
-from sgl_kvevict.attention.joined import JoinedStep, arrange_rows, fits_one_pass, room_for, runs_of_requests
+from sgl_kvevict.attention.cpu.torch_rows import JoinedStep, arrange_rows, fits_one_pass, room_for, runs_of_requests
 from sgl_kvevict.attention.span_tiles import SpanGroup, UnitLists, group_spans, join_units, sharer_class
 from sgl_kvevict.attention.suffix_slots import look_up_slots
 from sgl_kvevict.geometry import KVGeometry

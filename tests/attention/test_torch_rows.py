@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sgl_kvevict.attention.joined import BLOCK, SUFFIX_ROOM, arrange_rows
+from sgl_kvevict.attention.cpu.torch_rows import BLOCK, SUFFIX_ROOM, arrange_rows
 
 ROOM = SUFFIX_ROOM
 

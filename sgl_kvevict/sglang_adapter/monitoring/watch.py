@@ -18,8 +18,8 @@ from sgl_kvevict.config import EventsConfig, KVEvictConfig
 from sgl_kvevict.events.questions import Description
 from sgl_kvevict.events.service import EventService
 from sgl_kvevict.lifecycle.observer import CacheObserver
-from sgl_kvevict.sglang_adapter.inspection import InspectingObserver
-from sgl_kvevict.sglang_adapter.observers import CountingObserver, ObserverGroup, PublishingObserver
+from sgl_kvevict.sglang_adapter.monitoring.answers import InspectingObserver
+from sgl_kvevict.sglang_adapter.monitoring.observers import CountingObserver, ObserverGroup, PublishingObserver
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def watch(tree: KVEvictTree, config: KVEvictConfig, server_args: ServerArgs, *, 
             observers.append(InspectingObserver(tree, service, counting.totals, started))
     if enable_metrics:
         # Imported here: prometheus_client decides at import whether several processes share the metrics.
-        from sgl_kvevict.sglang_adapter.metrics import MetricsObserver
+        from sgl_kvevict.sglang_adapter.monitoring.metrics import MetricsObserver
 
         labels = {name: str(value) for name, value in tree.metrics_collector.labels.items()}
         observers.append(

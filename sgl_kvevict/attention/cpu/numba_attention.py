@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvevict_kernels.span_attention import Layout, SpanAttention
 from sgl_kvevict.attention.batch import AttentionBatch, Path
-from sgl_kvevict.attention.extend import ExtendAttention, ExtendRequest, RunBounds, plan_extend
+from sgl_kvevict.attention.cpu.torch_extend import ExtendAttention, ExtendRequest, RunBounds, plan_extend
 from sgl_kvevict.attention.recent_compositions import RecentCompositions
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
@@ -40,9 +40,7 @@ class NumbaAttention:
         RuntimeError: this machine cannot run it (``span_attention.reason_not_to_run``).
     """
 
-    def __init__(
-        self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, biases: Tensor | None = None
-    ) -> None:
+    def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, biases: Tensor | None = None) -> None:
         self.geometry = geometry
         self._spans = SpanAttention(k_arena, v_arena, geometry.num_qo_heads, biases)
         self._extend = ExtendAttention(k_arena, v_arena, RunBounds(), biases)

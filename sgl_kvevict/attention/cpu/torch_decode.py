@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.ragged_attention.cpu import Scratch, attend_blocks, attend_tiles, merge_partials
-from sgl_kvevict.attention.decode_plan import Layout, Pass, SuffixSlots
+from sgl_kvevict.attention.cpu.torch_plan import Layout, Pass, SuffixSlots
 
 
 class ArenaViews:

@@ -1,7 +1,7 @@
 """Decode without a merge: everything that a request reads with one KV head lies in one row.
 
-Cutting into tiles (:mod:`sgl_kvevict.attention.decode_plan`) keeps filler small and reads shared spans once, but costs
-about twice the calls. Where nothing is shared and the batch is small, the calls are what a step costs.
+Cutting into tiles (:mod:`sgl_kvevict.attention.cpu.torch_plan`) keeps filler small and reads shared spans once, but
+costs about twice the calls. Where nothing is shared and the batch is small, the calls are what a step costs.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class JoinedStep:
         self._mask.view(-1, BLOCK).index_copy_(0, self._suffix_mask_blocks, seen.reshape(-1, BLOCK))
 
     def run(self, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
-        """Attend; see :meth:`sgl_kvevict.attention.decode.DecodeStep.run`."""
+        """Attend; see :meth:`sgl_kvevict.attention.cpu.torch_decode.DecodeStep.run`."""
         work = self._layers[layer]
         torch.index_select(self._k_rows, 0, work.head_slots, out=work.gathered)
         work.k.copy_(work.gathered)

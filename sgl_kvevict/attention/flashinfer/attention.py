@@ -15,14 +15,14 @@ from torch import Tensor
 
 from kvevict_kernels.checks import check_tensor
 from sgl_kvevict.attention.batch import AttentionBatch, CompositionKey
-from sgl_kvevict.attention.choice import DTYPES_16, flashinfer_reasons
-from sgl_kvevict.attention.flashinfer_lists import (
+from sgl_kvevict.attention.flashinfer.lists import (
     SpanLists,
     SuffixLists,
     build_span_lists,
     build_suffix_lists,
     merge_base2,
 )
+from sgl_kvevict.attention.reasons import DTYPES_16, flashinfer_reasons
 from sgl_kvevict.attention.recent_compositions import MAX_COMPOSITIONS, RecentCompositions
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry

@@ -8,16 +8,16 @@ from torch import Tensor
 from kvevict_kernels.checks import KV_DTYPES, check_tensor
 from kvevict_kernels.ragged_attention.cpu import Scratch
 from sgl_kvevict.attention.batch import AttentionBatch, Path
-from sgl_kvevict.attention.decode import ArenaViews, DecodeStep
-from sgl_kvevict.attention.decode_plan import Composition, locate_suffixes
-from sgl_kvevict.attention.extend import ExtendAttention, ExtendRequest, RunBounds, plan_extend
-from sgl_kvevict.attention.joined import JoinedStep
+from sgl_kvevict.attention.cpu.torch_decode import ArenaViews, DecodeStep
+from sgl_kvevict.attention.cpu.torch_extend import ExtendAttention, ExtendRequest, RunBounds, plan_extend
+from sgl_kvevict.attention.cpu.torch_plan import Composition, locate_suffixes
+from sgl_kvevict.attention.cpu.torch_rows import JoinedStep
 from sgl_kvevict.attention.recent_compositions import RecentCompositions
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 
 
-class CpuAttention:
+class TorchAttention:
     """Attention of new tokens over compressed spans (other keys per KV head) and uncompressed token slots.
 
     Requests with one new token go through the batched decode path, also inside of a prefill step; spans that
@@ -34,9 +34,7 @@ class CpuAttention:
         ValueError: wrong shape, dtype or device of an arena.
     """
 
-    def __init__(
-        self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, biases: Tensor | None = None
-    ) -> None:
+    def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, biases: Tensor | None = None) -> None:
         shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
         check_tensor("k_arena", k_arena, shape, KV_DTYPES, torch.device("cpu"))
         check_tensor("v_arena", v_arena, shape, k_arena.dtype, torch.device("cpu"))

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.attention.batch import AttentionBatch
-from sgl_kvevict.attention.choice import flashinfer_reasons
-from sgl_kvevict.attention.flashinfer_attention import PagedWrapper, Planned, flashinfer_wrappers, plan_suffixes
-from sgl_kvevict.attention.flashinfer_lists import build_suffix_lists
+from sgl_kvevict.attention.flashinfer.attention import PagedWrapper, Planned, flashinfer_wrappers, plan_suffixes
+from sgl_kvevict.attention.flashinfer.lists import build_suffix_lists
+from sgl_kvevict.attention.reasons import flashinfer_reasons
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 

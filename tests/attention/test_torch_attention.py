@@ -7,9 +7,9 @@ import torch
 
 from helpers.poison import poisoned_allocations
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
-from sgl_kvevict.attention import AttentionBatch, CpuAttention
-from sgl_kvevict.attention.decode import DecodeStep
-from sgl_kvevict.attention.joined import JoinedStep
+from sgl_kvevict.attention import AttentionBatch, TorchAttention
+from sgl_kvevict.attention.cpu.torch_decode import DecodeStep
+from sgl_kvevict.attention.cpu.torch_rows import JoinedStep
 from sgl_kvevict.errors import InvariantError
 
 if TYPE_CHECKING:
@@ -273,9 +273,9 @@ def test_other_queries_than_planned_are_refused(make_world: MakeWorld) -> None:
 def test_arenas_of_other_sizes_are_refused(make_world: MakeWorld) -> None:
     world = make_world()
     with pytest.raises(ValueError, match=r"k_arena: expected shape \[2, 4000, 3, 64\], got \[1, 4000, 3, 64\]"):
-        CpuAttention(world.geometry, world.k[:1], world.v)
+        TorchAttention(world.geometry, world.k[:1], world.v)
     with pytest.raises(ValueError, match="v_arena: expected dtype bfloat16, got float32"):
-        CpuAttention(world.geometry, world.k, world.v.float())
+        TorchAttention(world.geometry, world.k, world.v.float())
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.observer import CacheObserver
 from sgl_kvevict.prefix import Segment, Span
 from sgl_kvevict.prefix.kept import kept_share
-from sgl_kvevict.sglang_adapter.introspection import read_gauges
+from sgl_kvevict.sglang_adapter.monitoring.state import read_gauges
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode

@@ -15,7 +15,7 @@ from sgl_kvevict.events.questions import Gauges, Totals
 from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.nodes import Node
 from sgl_kvevict.lifecycle.observer import CacheObserver
-from sgl_kvevict.sglang_adapter.introspection import read_gauges
+from sgl_kvevict.sglang_adapter.monitoring.state import read_gauges
 
 if TYPE_CHECKING:
     from sgl_kvevict.sglang_adapter.tree import KVEvictTree
