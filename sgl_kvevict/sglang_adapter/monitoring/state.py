@@ -44,7 +44,7 @@ def add_state(_result: None, controller: SchedulerInternalStateController, state
 
 def read_gauges(tree: KVEvictTree) -> Gauges:
     """Return what the cache holds now; a walk over the spans on the host, nothing is read from the device."""
-    allocator = tree.token_to_kv_pool_allocator
+    allocator = tree.slot_allocator
     free = allocator.available_size()
     held = tree.evictable_size() + tree.protected_size()
     span_tokens = compressed_slots = segments = dead_entries = shared = readers = max_readers = 0
@@ -110,7 +110,7 @@ def rank_states(tree: KVEvictTree) -> list[dict[str, int]]:
     Returns:
         Token slots by who holds them, the number of nodes, and a checksum of their tokens, slots and locks.
     """
-    allocator = tree.token_to_kv_pool_allocator
+    allocator = tree.slot_allocator
     shape = [(len(node.key), tree.node_slots(node), tree.num_readers(node)) for node in tree.nodes()]
     numbers = {
         "free_slots": allocator.available_size(),
