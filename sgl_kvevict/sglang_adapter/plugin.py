@@ -38,6 +38,7 @@ def register() -> None:
     register_attention_backend(BACKEND_NAME)(_build_attention_backend)
     add_attention_backend_choices([BACKEND_NAME])
     register_resolution_hook("handle_attention_backend_compatibility")(_after_attention_backend)
+    register_resolution_hook("handle_model_specific_adjustments")(_around_model_adjustments)
     for hook in HOOKS:
         HookRegistry.register(hook.target, hook.load(), hook.hook_type())
 
@@ -70,3 +71,9 @@ def _after_attention_backend(server_args: ServerArgs, previous: Callable[[Server
     from sgl_kvevict.sglang_adapter.graphs import after_attention_backend
 
     after_attention_backend(server_args, previous)
+
+
+def _around_model_adjustments(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
+    from sgl_kvevict.sglang_adapter.model_hook import around_model_adjustments
+
+    around_model_adjustments(server_args, previous)

@@ -29,6 +29,9 @@ def check_run(tables: Tables, inputs: LayerInputs, out: Tensor, lse: Tensor) -> 
     check_tensor("v_arena", inputs.v_arena, tuple(inputs.k_arena.shape), inputs.k_arena.dtype, q.device)
     if inputs.biases is not None:
         check_tensor("biases", inputs.biases, tuple(inputs.k_arena.shape[:3]), torch.float32, q.device)
+    if inputs.sink_logits is not None:
+        check_tensor("sink_logits", inputs.sink_logits, (num_qo_heads,), KV_DTYPES, q.device)
+    check_int("window", inputs.window, 0, None if sizes.has_windows else 0)
     check_int("layer", inputs.layer, 0, sizes.num_layers - 1)
     for name, scale in (("sm_scale", inputs.sm_scale), ("v_scale", inputs.v_scale)):
         if not math.isfinite(scale) or scale <= 0:
