@@ -31,6 +31,18 @@ def full_layers_of(pool: KVCache) -> dict[int, int]:
     return {pool.start_layer + place: place for place in range(pool.layer_num)}
 
 
+def window_pool_of(pool: KVCache) -> KVCache | None:
+    """Return the pool of the layers with a sliding window; None: they have none of their own."""
+    return pool.swa_kv_pool if type(pool) is SWAKVPool else None
+
+
+def window_layers_of(pool: KVCache) -> dict[int, int]:
+    """Return the layers of that pool: place in it by number in the model."""
+    if type(pool) is not SWAKVPool:
+        return {}
+    return {layer: place for layer, (place, has_window) in pool.layers_mapping.items() if has_window}
+
+
 def state_slots(params: CacheInitParams, k_arena: Tensor) -> Callable[[UnifiedTreeNode], float | None] | None:
     """Return what tells how many token slots the memory of a node's recurrent state would make.
 

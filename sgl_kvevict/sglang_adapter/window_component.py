@@ -98,7 +98,7 @@ class SpanAwareSWA(SWAComponent):
             return freed
         num_slots = int(self.reclaimable_value_len(node))
         cache_actions.append(FreeWindow(data.value))
-        self.tree_core.component_evictable_size_[SWA] -= num_slots
+        self.tree_core.adjust_component_size(node.id, SWA, -num_slots)
         del data.metadata[_OWN]
         data.value = None
         return num_slots, 0
@@ -128,7 +128,7 @@ class SpanAwareSWA(SWAComponent):
         if isinstance(action, FreeWindow):
             allocator.swa_attn_allocator.free(action.slots)
         elif isinstance(action, TakeWindow):
-            slots = self._translate_full_to_swa(action.incoming)
+            slots = allocator.translate_loc_from_full_to_swa(action.incoming).long()
             allocator.clear_full_to_swa_mapping(action.incoming)
             allocator.free_full_segment(action.incoming, start_pos=0)
             self.tree_core.node_by_id(action.node_id).component_data[SWA].metadata[_OWN] = True

@@ -13,16 +13,28 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from helpers.harness import Harness
+from sgl_kvevict.attention import AttentionBatch
+from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.sglang_adapter.span_component import FULL
 from sgl_kvevict.sglang_adapter.window_component import SWA
+from sgl_kvevict.sglang_adapter.window_layers import WindowLayers
 
 WINDOW = 6
 """Tokens that a layer with a window sees before the token itself."""
 
 
+class LastBatch:
+    """Attention over the pool of windows that only remembers what it would read."""
+
+    geometry = KVGeometry(2, 4, 2, 2, 1000, windows=(WINDOW + 1,) * 2)
+
+    def plan(self, batch: AttentionBatch) -> None:
+        self.batch = batch
+
+
 @dataclass
 class TwoPoolHarness(Harness):
-    """Every token has a slot in each pool; windows are written, read back and counted too.
+    """Every token has a slot in each pool; windows are written, read back as attention does, and counted too.
 
     Attributes:
         num_window_slots: of the pool of the layers with a window; None: as many as the other has.
@@ -33,6 +45,9 @@ class TwoPoolHarness(Harness):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.windows = torch.zeros(self._window_slots() + 1)
+        self.last = LastBatch()
+        self.window_layers = WindowLayers(self.allocator.get_kvcache(), self.last, self.rows.req_to_token)
+        self._is_decode = False
 
     def _window_slots(self) -> int:
         return self.num_window_slots or self.num_slots
@@ -55,7 +70,12 @@ class TwoPoolHarness(Harness):
             self.tree.release_swa_prefix_lock(req)
         self.allocator.free_group_end()
         self.check()
+        self._is_decode = True
         return super().decode(req)
+
+    def prefill(self, req: Req, end: int | None = None) -> bool:
+        self._is_decode = False
+        return super().prefill(req, end)
 
     def evict_windows(self, num_slots: int) -> int:
         """Take windows away; return what came back, checked against the allocator."""
@@ -87,10 +107,23 @@ class TwoPoolHarness(Harness):
     def _forward(self, req: Req, seq_len: int) -> None:
         """Read what layers with a window see from the first new token on, too."""
         super()._forward(req, seq_len)
+        row = req.kv.req_pool_idx
+        paths = self.tree.read_paths([req])
+        batch = AttentionBatch(
+            paths=paths,
+            waterlines=[sum(runs.num_tokens for runs in path) for path in paths],
+            seq_lens=[seq_len],
+            extend_lens=None if self._is_decode else [seq_len - self._begin],
+            req_pool_indices=torch.tensor([row]),
+            req_to_token=self.rows.req_to_token,
+        )
+        new_slots = self.rows.req_to_token[row, self._begin : seq_len]
+        self.window_layers.plan(self.tree, [req], batch, new_slots)
         first = max(0, self._begin - WINDOW)
-        slots = self.tree.window_slots(req, first, seq_len)
-        assert slots.gt(0).all(), (first, seq_len, slots)
+        slots = self.last.batch.req_to_token[row, first:seq_len]
+        assert slots.gt(0).all()
         assert self.windows[slots].tolist() == self._codes(req, seq_len)[first:]
+        assert slots.tolist() == self.tree.window_slots(req, first, seq_len).tolist()
 
     def check(self) -> None:
         """The same for the slots of the windows, and for who is paired with whom."""

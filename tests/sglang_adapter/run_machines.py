@@ -41,6 +41,7 @@ def main(wanted: str = "100_000", first_seed: str = "1", pools: str = "one") -> 
             hypothesis.seed(seed)(machine)
             run_state_machine_as_test(machine, settings=settings)
             by_machine[machine] += CacheMachine.num_operations - before
+            print(f"seed {seed}, {machine.__name__}: {CacheMachine.num_operations - before:,} operations", flush=True)
         print(f"seed {seed}: {sum(by_machine.values()) - done:,} operations, no failure", flush=True)
         seed += 1
     for machine, count in by_machine.items():

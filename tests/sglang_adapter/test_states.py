@@ -6,6 +6,7 @@ import pytest
 
 from helpers.harness import publish_server_args
 from helpers.states import StatesHarness
+from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.lifecycle.nodes import path_to
 from sgl_kvevict.sglang_adapter.kv_pools import MAMBA
 from sgl_kvevict.sglang_adapter.monitoring.state import cache_state
@@ -66,15 +67,15 @@ def test_taking_a_state_away_leaves_the_compressed_prefix_to_others():
 
 
 def test_what_is_below_no_state_goes_first():
-    harness = StatesHarness(num_slots=200)
+    config = KVEvictConfig(budget=0.3, min_budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6)
+    harness = StatesHarness(num_slots=200, config=config)
+    other = [9, *DOCUMENT[1:]]
     harness.finish(harness.run(DOCUMENT))
-    harness.finish(harness.run([9, *DOCUMENT]))
-    leaf = next(node for node in harness.tree.nodes() if node.component_data[MAMBA].value is not None)
-    harness.evict(len(leaf.key))  # the older prompt's tail, and its state with it
-    assert states(harness) == [61]
-    harness.evict(1)  # nobody finds its span any more
-    assert found(harness, [9, *DOCUMENT, 1]) == 61
-    assert len({span.segment for span in harness.tree.spans.values()}) == 1
+    harness.finish(harness.run(other))
+    assert harness.evict(1) == 4  # the older prompt's tail, and its state with it
+    assert (found(harness, [*DOCUMENT, 1]), found(harness, [*other, 1])) == (0, 60)
+    assert harness.evict(1) == 17  # nobody finds its span any more, although it was looked for last
+    assert found(harness, [*other, 1]) == 60
 
 
 def test_a_state_counts_as_the_slots_that_its_memory_would_make():
