@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch import Tensor
 
 from sgl_kvevict.attention import Attention, AttentionBatch, CapturableAttention
+from sgl_kvevict.attention.batch import Path
 from sgl_kvevict.sglang_adapter.kv_pools import window_layers_of
 
 if TYPE_CHECKING:
@@ -111,9 +112,10 @@ class WindowLayers:
         return self._attention
 
     def _read_by(self, batch: AttentionBatch) -> AttentionBatch:
+        """The same requests as these layers see them: nothing is compressed."""
         num_requests = len(batch.seq_lens)
-        rows = {"paths": ((),) * num_requests, "waterlines": [0] * num_requests, "req_to_token": self._rows}
-        return replace(batch, **rows)
+        paths: tuple[Path, ...] = ((),) * num_requests
+        return replace(batch, paths=paths, waterlines=[0] * num_requests, req_to_token=self._rows)
 
     def _begin_rows(self, tree: KVEvictTree | None, readers: Sequence[Req] | None, batch: AttentionBatch) -> None:
         """Look up what is before the new tokens, for requests of which the tree holds something else than before.
