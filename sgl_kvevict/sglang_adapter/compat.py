@@ -66,7 +66,7 @@ HOOKS = (
     Hook(
         target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_env_vars",
         kind="AFTER",
-        function="sgl_kvevict.sglang_adapter.monitoring.state.add_state",
+        function="sgl_kvevict.sglang_adapter.monitoring.server_info.add_state",
         why="GET /server_info shows what the compressed cache holds",
     ),
     Hook(

@@ -22,7 +22,7 @@ from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME, HOOKS, require_supported_sglang
 from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.model_parts import find_output_grams, find_rotary
-from sgl_kvevict.sglang_adapter.monitoring.watch import watch
+from sgl_kvevict.sglang_adapter.monitoring.start import start_monitoring
 from sgl_kvevict.sglang_adapter.refusals import (
     model_reasons,
     policy_reasons,
@@ -65,7 +65,7 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     tree = _assemble(ctx, config, policy, arena, backend.geometry)
     backend.attach(tree)
     use_store(tree, config, ctx)
-    watch(tree, config, ctx.server_args, enable_metrics=ctx.params.enable_metrics and tree.ranks.is_first)
+    start_monitoring(tree, config, ctx.server_args, enable_metrics=ctx.params.enable_metrics and tree.ranks.is_first)
     if not tree.ranks.is_first:
         return tree
     logger.info("kvevict: %s", describe(config, backend.geometry, tree.ranks.size))

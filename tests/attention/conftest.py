@@ -12,9 +12,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvevict_kernels.ragged_decode.chunks import extend_splits, span_chunk
 from kvevict_kernels.ragged_decode.tile_table import Tile
+from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import Attention, AttentionBatch, TorchAttention
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.ragged import SpanRuns
 
 CONTEXT = 1500
 
@@ -99,7 +99,6 @@ class World:
         """All requests; the last tokens of each are the new ones."""
         return AttentionBatch(
             paths=tuple(self.paths),
-            waterlines=list(self.waterlines),
             seq_lens=list(self.seq_lens),
             extend_lens=extend_lens,
             req_pool_indices=torch.tensor(self.rows),

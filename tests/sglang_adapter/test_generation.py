@@ -12,7 +12,7 @@ from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseCo
 from helpers.harness import Harness, publish_server_args
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies import build_policy
-from sgl_kvevict.sglang_adapter.monitoring.state import cache_state
+from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.refusals import suffix_reasons
 
 PROMPT = [i * 7 % 11 for i in range(40)]
