@@ -19,7 +19,7 @@ from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.sglang_adapter.arena import Arena, arena_of
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
-from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME, HOOKS, require_supported_sglang
+from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME, POOL_HOOK, require_supported_sglang
 from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.model_parts import find_output_grams, find_rotary
 from sgl_kvevict.sglang_adapter.monitoring.start import start_monitoring
@@ -94,7 +94,7 @@ def _missing_parts(backend: Any, arena: Arena | None) -> list[str]:
             f"the attention backend is {type(backend).__name__}; start with --attention-backend {BACKEND_NAME}"
         )
     if arena is None:
-        reasons.append(f"the KV pool is not ours (the hook on {HOOKS[0].target} was not applied)")
+        reasons.append(f"the KV pool is not ours (the hook on {POOL_HOOK.target} was not applied)")
     return reasons
 
 
