@@ -24,11 +24,11 @@ from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.model_parts import find_output_grams, find_rotary
 from sgl_kvevict.sglang_adapter.monitoring.start import start_monitoring
 from sgl_kvevict.sglang_adapter.refusals import (
+    generation_reasons,
     model_reasons,
     policy_reasons,
     pool_reasons,
     server_reasons,
-    suffix_reasons,
 )
 from sgl_kvevict.sglang_adapter.storing import use_store
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
@@ -58,7 +58,7 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     reasons += pool_reasons(pool)
     reasons += _missing_parts(backend, arena)
     reasons += policy_reasons(policy, ctx.model_config.head_dim, torch.device(pool.device))
-    reasons += suffix_reasons(config, policy, ctx.server_args, torch.device(pool.device).type)
+    reasons += generation_reasons(config, policy, ctx.server_args, torch.device(pool.device).type)
     if reasons:
         raise UnsupportedSetupError(reasons)
     assert isinstance(backend, KVEvictAttentionBackend) and arena is not None

@@ -21,7 +21,7 @@ from helpers.watched import DOCUMENT, WatchedHarness
 from sgl_kvevict.cli import inspect as inspection
 from sgl_kvevict.cli import main
 from sgl_kvevict.config import EventsConfig
-from sgl_kvevict.events.questions import KeptReport, Node, Pool, TreeReport
+from sgl_kvevict.events.questions import KeptReport, Pool, TreeNode, TreeReport
 from sgl_kvevict.model import demo_model_path
 
 CHROMIUM = next(
@@ -116,9 +116,9 @@ def snapshot() -> inspection.Snapshot:
     kept[1, 10:20] = 255
     kept[2, 40:] = 128
     nodes = [
-        Node(5, 0, 0, 50, 10.0, 0.2, True, 2, 3.0),
-        Node(6, 5, 50, 30, 30.0, 1.0, False, 1, 3.0, EVIL),
-        Node(7, 5, 50, 20, 4.0, 0.2, True, 0, 99.0),
+        TreeNode(5, 0, 0, 50, 10.0, 0.2, True, 2, 3.0),
+        TreeNode(6, 5, 50, 30, 30.0, 1.0, False, 1, 3.0, EVIL),
+        TreeNode(7, 5, 50, 20, 4.0, 0.2, True, 0, 99.0),
     ]
     return inspection.Snapshot(
         endpoint="tcp://127.0.0.1:1",
@@ -193,7 +193,7 @@ def test_the_page_in_a_browser(tmp_path):
     colours = {node: colour for node, *_, colour in result["nodes"]}
     assert colours[6] == "rgb(8, 48, 107)" and colours[5] == colours[7] != colours[6]
 
-    assert result["selected"] == "Node 5"
+    assert result["selected"] == "TreeNode 5"
     assert result["hover"] == f"layer 0, head 1: 100 % kept\ntoken 12\n{EVIL}"
     assert result["column"] == f"all heads: 25 % kept\ntoken 12\n{EVIL}"
     assert result["half"].startswith("layer 1, head 0: 50.2 % kept\ntoken 45\nw45")
@@ -201,7 +201,7 @@ def test_the_page_in_a_browser(tmp_path):
     assert (dark, white, after) == ([8, 48, 107], [255, 255, 255], [255, 255, 255]) and half not in (dark, white)
 
     title, facts, tokens, note = result["clicked"]
-    assert title == "Node 6" and "everything (uncompressed)" in facts and EVIL in facts
+    assert title == "TreeNode 6" and "everything (uncompressed)" in facts and EVIL in facts
     assert tokens.startswith("w0 w1 ") and EVIL in tokens and "keeps everything" in note
     assert "No map was taken" in result["unmapped"]
     assert result["zoomed"] == [[7, result["width"]]] and result["all"] == 3

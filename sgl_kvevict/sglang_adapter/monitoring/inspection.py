@@ -17,7 +17,6 @@ from sgl_kvevict.events.questions import (
     Failure,
     Kept,
     KeptReport,
-    Node,
     Prefix,
     Status,
     StatusReport,
@@ -25,6 +24,7 @@ from sgl_kvevict.events.questions import (
     TokensReport,
     Totals,
     Tree,
+    TreeNode,
     TreeReport,
 )
 from sgl_kvevict.events.service import EventService
@@ -132,7 +132,7 @@ def tree_report(tree: KVEvictTree, limit: int, *, expose_tokens: bool) -> TreeRe
         span = tree.spans.get(node)
         slots, kept = (float(len(node.key)), 1.0) if span is None else _share(span, entries[span])
         nodes.append(
-            Node(
+            TreeNode(
                 id=node.id,
                 parent=0 if node.parent is tree.root_node else node.parent.id,
                 start=start,
