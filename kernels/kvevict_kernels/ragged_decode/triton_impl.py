@@ -312,7 +312,7 @@ def run_split(directory: Directory, step: Step, inputs: LayerInputs, out: Tensor
 def _launch_split(directory: Directory, step: Step, which: int, inputs: LayerInputs) -> None:
     q, head_dim = inputs.q, inputs.q.shape[2]
     tables, class_tables = directory.tables, directory.tables.classes[which]
-    tile = tiles_for(limits_of(q.device), head_dim)[which]
+    tile = tiles_for(limits_of(q.device), head_dim, has_biases=inputs.biases is not None)[which]
     args = (
         directory.entries,
         q,
