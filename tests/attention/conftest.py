@@ -195,7 +195,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("kvevict_kernels.ragged_decode.host_lists.MIN_CHUNKS", small["MIN_CHUNKS"])
     tiles = (Tile(16, 16, 5, 4), Tile(64, 16, 5, 4), Tile(128, 16, 5, 8))
     for module in ("ragged_decode", "ragged_decode.triton_impl", "ragged_extend.triton_impl"):
-        monkeypatch.setattr(f"kvevict_kernels.{module}.tiles_for", lambda limits, head_dim: tiles)
+        monkeypatch.setattr(f"kvevict_kernels.{module}.tiles_for", lambda limits, head_dim, **_: tiles)
     for planned in (span_chunk, extend_splits):
         planned.cache_clear()
     yield

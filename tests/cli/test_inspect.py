@@ -193,7 +193,7 @@ def test_the_page_in_a_browser(tmp_path):
     colours = {node: colour for node, *_, colour in result["nodes"]}
     assert colours[6] == "rgb(8, 48, 107)" and colours[5] == colours[7] != colours[6]
 
-    assert result["selected"] == "TreeNode 5"
+    assert result["selected"] == "Node 5"
     assert result["hover"] == f"layer 0, head 1: 100 % kept\ntoken 12\n{EVIL}"
     assert result["column"] == f"all heads: 25 % kept\ntoken 12\n{EVIL}"
     assert result["half"].startswith("layer 1, head 0: 50.2 % kept\ntoken 45\nw45")
@@ -201,7 +201,7 @@ def test_the_page_in_a_browser(tmp_path):
     assert (dark, white, after) == ([8, 48, 107], [255, 255, 255], [255, 255, 255]) and half not in (dark, white)
 
     title, facts, tokens, note = result["clicked"]
-    assert title == "TreeNode 6" and "everything (uncompressed)" in facts and EVIL in facts
+    assert title == "Node 6" and "everything (uncompressed)" in facts and EVIL in facts
     assert tokens.startswith("w0 w1 ") and EVIL in tokens and "keeps everything" in note
     assert "No map was taken" in result["unmapped"]
     assert result["zoomed"] == [[7, result["width"]]] and result["all"] == 3

@@ -62,15 +62,18 @@ def spec(kernel: str, arch: int, constants: dict[str, Any], **more: Any) -> Spec
 
 def attention_kernels(arch: int, head_dim: int, stored: str = "bf16") -> Iterator[Spec]:
     """The kernels with a loop of products, then their merges; ``stored``: what the arena holds."""
-    for one in _attention_kernels(arch, head_dim, stored):
+    biased = iter(_attention_kernels(arch, head_dim, stored, has_biases=True))
+    for one in _attention_kernels(arch, head_dim, stored, has_biases=False):
         yield one
-        if stored == "bf16" and one["args"].get("biases_ptr", "") is None:  # fp8 rows are not fitted
-            yield {**one, "args": {**one["args"], "biases_ptr": "*fp32"}}
+        with_biases = next(biased)
+        if stored == "bf16" and with_biases["args"].get("biases_ptr") is not None:  # fp8 rows are not fitted
+            yield with_biases
 
 
-def _attention_kernels(arch: int, head_dim: int, stored: str) -> Iterator[Spec]:
+def _attention_kernels(arch: int, head_dim: int, stored: str, *, has_biases: bool) -> Iterator[Spec]:
     limits = DEVICES[arch]
-    tiles = tiles_for(limits, head_dim)
+    tiles = tiles_for(limits, head_dim, has_biases=has_biases)
+    biases = "*fp32" if has_biases else None
     sizes = {**HEADS, "D": head_dim, "BLOCK_D": head_dim, "UPCAST": False}
     sizes |= {"k_ptr": f"*{stored}", "v_ptr": f"*{stored}"}
     sizes |= {"NUM_ITEMS": ITEMS_PER_SM * limits.num_sms, "STEP": CHUNK_STEP}
@@ -78,13 +81,13 @@ def _attention_kernels(arch: int, head_dim: int, stored: str) -> Iterator[Spec]:
         block = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
         options = {"num_stages": tile.stages, "num_warps": tile.warps}
         if which == EXTEND:
-            block["biases_ptr"] = None
+            block["biases_ptr"] = biases
             yield spec("ragged_extend.triton_impl:_extend_kernel", arch, sizes | block, options=options)
             rows = {"BLOCK_M": tile.rows, "ROWS": 16}
             if stored == "bf16":  # merges do not look at the arena
                 yield spec("ragged_extend.triton_impl:_combine_kernel", arch, sizes | rows)
         else:
-            block |= {"CLASS": which, "LEAST": MIN_CHUNKS[which], "biases_ptr": None}
+            block |= {"CLASS": which, "LEAST": MIN_CHUNKS[which], "biases_ptr": biases}
             yield spec("ragged_decode.triton_impl:_split_kernel", arch, sizes | block, options=options)
     if stored == "bf16":
         yield spec("ragged_decode.triton_merge:_merge_kernel", arch, sizes | {"BLOCK": 32})

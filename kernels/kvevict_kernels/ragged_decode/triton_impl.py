@@ -313,7 +313,7 @@ def run_split(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: T
 def _launch_split(addresses: TableAddresses, step: Step, which: int, inputs: LayerInputs) -> None:
     q, head_dim = inputs.q, inputs.q.shape[2]
     tables, class_tables = addresses.tables, addresses.tables.classes[which]
-    tile = tiles_for(limits_of(q.device), head_dim)[which]
+    tile = tiles_for(limits_of(q.device), head_dim, has_biases=inputs.biases is not None)[which]
     args = (
         addresses.on_device,
         q,
