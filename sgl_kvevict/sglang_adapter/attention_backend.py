@@ -15,7 +15,7 @@ from torch import Tensor
 from kvevict_kernels.checks import FP8
 from sgl_kvevict.attention import AttentionBatch, CapturableAttention, build_attention, resolve_attention
 from sgl_kvevict.attention.backend import kernel_reasons
-from sgl_kvevict.attention.reasons import bias_reasons
+from sgl_kvevict.attention.refusals import bias_reasons
 from sgl_kvevict.compression import PromptObservation, ReaderChunk, SuffixStep
 from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import UnsupportedSetupError
@@ -157,7 +157,6 @@ class KVEvictAttentionBackend(AttentionBackend):
             paths = self.tree.read_paths(readers)
         return AttentionBatch(
             paths=paths,
-            waterlines=[sum(runs.num_tokens for runs in path) for path in paths],
             seq_lens=seq_lens,
             extend_lens=extend_lens,
             req_pool_indices=req_pool_indices,
