@@ -38,7 +38,7 @@ def ragged_attention_over_paths_reference(tables: Tables, step: Step, inputs: La
                         scores[:num_entries] += inputs.biases.view(-1)[rows[:num_entries]]
                     if inputs.window:
                         end = waterline + own.numel()
-                        positions = [span.positions[place] for span, place in zip(path, places, strict=True)]
+                        positions = [_positions(span, place) for span, place in zip(path, places, strict=True)]
                         seen = torch.cat([*positions, torch.arange(waterline, end, device=rows.device)])
                         scores = scores.masked_fill(seen < end - inputs.window, float("-inf"))
                     lse[row, q_head] = scores.logsumexp(0)
@@ -52,3 +52,8 @@ def ragged_attention_over_paths_reference(tables: Tables, step: Step, inputs: La
 def _run(span: SpanRuns, layer: int, head: int) -> slice:
     start = int(span.starts[layer, head])
     return slice(start, start + int(span.lens[layer, head]))
+
+
+def _positions(span: SpanRuns, place: slice) -> Tensor:
+    assert span.positions is not None
+    return span.positions[place]
