@@ -99,8 +99,7 @@ class FlashInferAttention:
     ) -> None:
         if reasons := flashinfer_reasons(k_arena.dtype, geometry.head_dim):
             raise UnsupportedSetupError(reasons)
-        shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
-        check_arenas(k_arena, v_arena, None, shape, DTYPES_16)
+        check_arenas(k_arena, v_arena, None, geometry.arena_shape, DTYPES_16)
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena
