@@ -103,7 +103,6 @@ class FlashInferAttention:
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena
-        self.num_span_plans = 0
         make = make_wrapper or flashinfer_wrappers(k_arena.device)
         self._span_wrappers = [Planned(make(), k_arena.device) for _ in range(MAX_BATCHES)]
         self._suffix_wrappers = [Planned(make(), k_arena.device) for _ in range(SUFFIX_WRAPPERS)]
@@ -166,7 +165,6 @@ class FlashInferAttention:
             raise UnsupportedSetupError(
                 [f"this FlashInfer's wrapper has no {_INDPTR_ATTRIBUTE}; attention 'flashinfer' supports 0.7.2"]
             )
-        self.num_span_plans += 1
         return _PlannedSpans(lists, planned)
 
 

@@ -81,7 +81,6 @@ class TritonAttention:
         self.plain_prefill = plain_prefill
         is_fp8 = k_arena.dtype == FP8
         self.q_dtype = (q_dtype or torch.bfloat16) if is_fp8 else k_arena.dtype
-        self.num_batches_planned = 0
         self._recent: RecentBatches[_Key, _PlannedBatch] = RecentBatches()
         self._planned: _PlannedBatch | None = None
         self._sizes = sizes_on(
@@ -121,7 +120,6 @@ class TritonAttention:
         self._recent = RecentBatches()
         self._planned = None
         self._partials = self._scratch(0)
-        self.num_batches_planned = 0
 
     def plan(self, batch: AttentionBatch) -> None:
         """Prepare the layers of one forward.
@@ -198,7 +196,6 @@ class TritonAttention:
     def _build(
         self, paths: tuple[Path, ...], new_lens: tuple[int, ...], suffix_bounds: tuple[int, ...]
     ) -> _PlannedBatch:
-        self.num_batches_planned += 1
         tables = plan_ragged_decode(
             paths,
             new_lens,
