@@ -148,7 +148,7 @@ def rows_to_stage(src: Tensor, dst: Tensor, num_token_slots: int, num_kv_heads: 
     Returns:
         [C], int8: 1 where the row has to go through the temporary, else 0.
 
-    Cost: a few passes over C indices and one over the token slots; no host sync.
+    Cost: reads C indices a few times and the token slots once; no host sync.
     """
     written = torch.zeros(num_token_slots, dtype=torch.int8, device=dst.device)
     written.index_fill_(0, (dst // num_kv_heads % num_token_slots).long(), 1)
