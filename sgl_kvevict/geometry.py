@@ -98,6 +98,11 @@ class KVGeometry:
         return self.num_layers * self.num_kv_heads
 
     @property
+    def arena_shape(self) -> tuple[int, int, int, int]:
+        """``(num_layers, num_token_slots, num_kv_heads, head_dim)``, of K and of V."""
+        return self.num_layers, self.num_token_slots, self.num_kv_heads, self.head_dim
+
+    @property
     def num_head_slots(self) -> int:
         """Head slots in the whole arena."""
         return self.num_token_slots * self.num_runs

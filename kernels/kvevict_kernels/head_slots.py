@@ -24,3 +24,8 @@ def head_slot_of(layer: Any, token_slot: Any, lane: Any, num_token_slots: Any, n
     slot = layer * num_token_slots + token_slot
     slot *= num_kv_heads
     return slot + lane
+
+
+def token_slot_of(head_slot: Any, num_token_slots: Any, num_kv_heads: Any) -> Any:
+    """Token slot in which a row lies; arguments as for :func:`head_slot_of`."""
+    return head_slot // num_kv_heads % num_token_slots

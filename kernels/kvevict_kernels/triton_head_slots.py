@@ -6,4 +6,6 @@ import triton
 
 from kvevict_kernels import head_slots
 
-head_slot_of = triton.jit(head_slots.head_slot_of)
+_compiled = triton.jit(head_slots.head_slot_of)
+# Triton's interpreter runs plain functions as they are, but compiles none without triton.language in its module.
+head_slot_of = _compiled if isinstance(_compiled, triton.JITFunction) else head_slots.head_slot_of

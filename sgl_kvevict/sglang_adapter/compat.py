@@ -103,19 +103,19 @@ HOOKS = (
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler._add_request_to_queue",
         kind="AFTER",
-        function="sgl_kvevict.sglang_adapter.storing.after_queueing",
+        function="sgl_kvevict.sglang_adapter.scheduler_store.after_queueing",
         why="what the store knows of a prompt would be computed instead of fetched",
     ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill",
         kind="AROUND",
-        function="sgl_kvevict.sglang_adapter.storing.around_admission",
+        function="sgl_kvevict.sglang_adapter.scheduler_store.around_admission",
         why="a request would be prefilled before what was fetched for it is in the tree",
     ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.handle_shutdown",
         kind="AFTER",
-        function="sgl_kvevict.sglang_adapter.storing.after_shutdown",
+        function="sgl_kvevict.sglang_adapter.scheduler_store.after_shutdown",
         why="what waits to be written to the store would be lost when the server is stopped",
     ),
     Hook(
@@ -148,7 +148,7 @@ HOOKS = (
     Hook(
         target="sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
         kind="AFTER",
-        function="sgl_kvevict.sglang_adapter.readers.after_init_new",
+        function="sgl_kvevict.sglang_adapter.forward_readers.after_init_new",
         why="a forward knows its requests by name only, and clients choose the names",
     ),
     Hook(

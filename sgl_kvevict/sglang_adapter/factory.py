@@ -31,7 +31,7 @@ from sgl_kvevict.sglang_adapter.refusals import (
     server_reasons,
     window_reasons,
 )
-from sgl_kvevict.sglang_adapter.storing import use_store
+from sgl_kvevict.sglang_adapter.scheduler_store import use_store
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ class World:
         self.geometry = geometry
         self.dtype = dtype
         self.sm_scale = geometry.head_dim**-0.5
-        shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
+        shape = geometry.arena_shape
         self.k = torch.full(shape, torch.nan, dtype=dtype)
         self.v = torch.full(shape, torch.nan, dtype=dtype)
         self.biases = torch.full(shape[:3], torch.nan)

@@ -164,7 +164,7 @@ def test_a_captured_step_holds_only_memory_that_lasts(make_world: MakeWorld) -> 
     """Kernels read what is the graph's own or lives as long as the server: nothing of the warm-up or of a batch."""
     captured = Captured(make_world(2, 4, 16, num_token_slots=100), 4, "cpu")
     attention = captured.attention
-    lasting = [attention.k_arena, attention.v_arena, attention._captured_entries]
+    lasting = [attention.k_arena, attention.v_arena, attention._captured_addresses]
     lasting += [captured.seq_lens, captured.pool_rows, captured.req_to_token, captured.q]
     addresses = {x.untyped_storage().data_ptr() for x in lasting}
     assert {x.untyped_storage().data_ptr() for x in captured.tape.foreign} <= addresses

@@ -101,16 +101,22 @@ def test_spans_are_planned_once_per_batch(make_world: MakeWorld) -> None:
     shared = world.uneven_span(40)
     world.add((shared,), 9)
     world.add((shared, world.uneven_span(20)), 3)
-    attention = make(world)
+    wrappers: list[FakePagedWrapper] = []
+
+    def make_wrapper() -> FakePagedWrapper:
+        wrappers.append(FakePagedWrapper())
+        return wrappers[-1]
+
+    attention = FlashInferAttention(world.geometry, world.k, world.v, make_wrapper)
     for _ in range(4):
         check(world, attention)
         world.grow(0, 1)
         world.grow(1, 1)
-    assert attention.num_span_plans == 1
+    assert sum(wrapper.num_span_plans for wrapper in wrappers) == 1
     for _ in range(3):
         world.add((shared,), 5)
         check(world, attention)
-    assert attention.num_span_plans == 4
+    assert sum(wrapper.num_span_plans for wrapper in wrappers) == 4
     suffix_plans = [planned.wrapper.num_plans for planned in attention._suffix_wrappers]
     assert sum(suffix_plans) == 7
     assert max(suffix_plans) == 3
@@ -122,7 +128,7 @@ def test_nothing_compressed(make_world: MakeWorld) -> None:
     world.add((), 1)
     attention = make(world)
     check(world, attention)
-    assert attention.num_span_plans == 0
+    assert attention._spans.planned is None
 
 
 def test_what_flashinfer_cannot_do_is_refused(make_world: MakeWorld) -> None:

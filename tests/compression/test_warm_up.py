@@ -100,7 +100,7 @@ def test_batches_of_other_sizes(stored: torch.dtype) -> None:
     attention = TritonAttention(GEOMETRY, *arena(stored), q_dtype=torch.float16)
     with recorded() as warm:
         attention.warm_up()
-    assert attention.num_batches_planned == 0
+    assert not len(attention._recent)
     head_slots = torch.randint(0, 4000, (401,), dtype=torch.int32)
     lens = torch.tensor([[30, 7], [0, 64]], dtype=torch.int32)
     starts = torch.tensor([[5, 100], [0, 301]], dtype=torch.int32)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from kvevict_kernels.head_slots import head_slot_of
+from kvevict_kernels.head_slots import head_slot_of, token_slot_of
 
 SHAPE = (3, 7, 5)  # layers, token slots, KV heads
 
@@ -12,7 +12,9 @@ def test_rows_are_numbered_as_they_lie_in_the_arena() -> None:
     for layer in range(3):
         for token_slot in range(7):
             for lane in range(5):
-                assert head_slot_of(layer, token_slot, lane, *SHAPE[1:]) == arena[layer, token_slot, lane]
+                head_slot = head_slot_of(layer, token_slot, lane, *SHAPE[1:])
+                assert head_slot == arena[layer, token_slot, lane]
+                assert token_slot_of(head_slot, *SHAPE[1:]) == token_slot
 
 
 def test_tensors_are_broadcast_and_left_alone() -> None:

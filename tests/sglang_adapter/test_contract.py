@@ -44,9 +44,11 @@ from sglang.srt.model_executor.runner.base_runner import BaseRunner
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import ServerArgs
 
+from helpers.faults import FAULTS
 from helpers.harness import TINY_LLAMA
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.events.questions import Totals
+from sgl_kvevict.guard import Place
 from sgl_kvevict.sglang_adapter import compat
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.refusals import FLAGS
@@ -363,6 +365,11 @@ def test_hook_targets_resolve(hook):
     else:
         assert callable(pkgutil.resolve_name(hook.target)) and hook.kind in HookType.__members__
     assert callable(hook.load()) and len(hook.why) > 20
+
+
+@pytest.mark.parametrize("place", Place, ids=lambda place: place.value)
+def test_what_the_tests_of_faults_break_exists(place):
+    assert callable(pkgutil.resolve_name(FAULTS[place]))
 
 
 def test_unsupported_version_is_refused_by_name(monkeypatch):

@@ -17,7 +17,7 @@ from sgl_kvevict.lifecycle.loading import READ_AHEAD
 from sgl_kvevict.sglang_adapter.monitoring.event_stream import EventStreamListener
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.monitoring.totals import TotalsListener
-from sgl_kvevict.sglang_adapter.storing import (
+from sgl_kvevict.sglang_adapter.scheduler_store import (
     after_queueing,
     after_shutdown,
     around_admission,

@@ -68,7 +68,7 @@ class Scratch:
 def attend_tiles(
     tiles: Tiles, q: Tensor, k_rows: Tensor, v_rows: Tensor, sm_scale: float, scratch: Scratch
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Partial results of tiles, in passes of bounded memory; see :func:`attend_blocks` for what is returned."""
+    """Partial results of tiles, in calls of bounded memory; see :func:`attend_blocks` for what is returned."""
     head_dim = q.shape[1]
     _, block, lanes = tiles.kv_rows.shape
     for chosen in tile_calls(tiles.num_tiles, block * lanes * head_dim):

@@ -36,8 +36,7 @@ class TorchAttention:
     """
 
     def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, biases: Tensor | None = None) -> None:
-        shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
-        check_arenas(k_arena, v_arena, biases, shape, KV_DTYPES, torch.device("cpu"))
+        check_arenas(k_arena, v_arena, biases, geometry.arena_shape, KV_DTYPES, torch.device("cpu"))
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena

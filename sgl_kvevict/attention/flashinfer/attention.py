@@ -100,12 +100,10 @@ class FlashInferAttention:
     ) -> None:
         if reasons := flashinfer_reasons(k_arena.dtype, geometry.head_dim, has_windows=geometry.has_windows):
             raise UnsupportedSetupError(reasons)
-        shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
-        check_arenas(k_arena, v_arena, None, shape, DTYPES_16)
+        check_arenas(k_arena, v_arena, None, geometry.arena_shape, DTYPES_16)
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena
-        self.num_span_plans = 0
         make = make_wrapper or flashinfer_wrappers(k_arena.device)
         self._span_wrappers = [Planned(make(), k_arena.device) for _ in range(MAX_BATCHES)]
         self._suffix_wrappers = [Planned(make(), k_arena.device) for _ in range(SUFFIX_WRAPPERS)]
@@ -168,7 +166,6 @@ class FlashInferAttention:
             raise UnsupportedSetupError(
                 [f"this FlashInfer's wrapper has no {_INDPTR_ATTRIBUTE}; attention 'flashinfer' supports 0.7.2"]
             )
-        self.num_span_plans += 1
         return _PlannedSpans(lists, planned)
 
 

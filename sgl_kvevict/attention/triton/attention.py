@@ -73,8 +73,7 @@ class TritonAttention:
     ) -> None:
         if reasons := triton_reasons(k_arena.dtype, geometry.head_dim, k_arena.device):
             raise UnsupportedSetupError(reasons)
-        shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
-        check_arenas(k_arena, v_arena, biases, shape, (*KV_DTYPES, FP8))
+        check_arenas(k_arena, v_arena, biases, geometry.arena_shape, (*KV_DTYPES, FP8))
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena
@@ -82,7 +81,6 @@ class TritonAttention:
         self.plain_prefill = plain_prefill
         is_fp8 = k_arena.dtype == FP8
         self.q_dtype = (q_dtype or torch.bfloat16) if is_fp8 else k_arena.dtype
-        self.num_batches_planned = 0
         self._recent: RecentBatches[_Key, _PlannedBatch] = RecentBatches()
         self._planned: _PlannedBatch | None = None
         self._sizes = sizes_on(
@@ -94,7 +92,7 @@ class TritonAttention:
             has_windows=geometry.has_windows,
         )
         self._partials = self._scratch(0)
-        self._captured_entries = torch.empty(NUM_ADDRESSES, dtype=torch.int64, device=k_arena.device)
+        self._captured_addresses = torch.empty(NUM_ADDRESSES, dtype=torch.int64, device=k_arena.device)
 
     def warm_up(self) -> None:
         """Launch every kernel once as serving does, so that none is compiled while requests wait.
@@ -125,7 +123,6 @@ class TritonAttention:
         self._recent = RecentBatches()
         self._planned = None
         self._partials = self._scratch(0)
-        self.num_batches_planned = 0
 
     def plan(self, batch: AttentionBatch) -> None:
         """Prepare the layers of one forward.
@@ -162,7 +159,7 @@ class TritonAttention:
         """Lay out; see :meth:`sgl_kvevict.attention.backend.CapturableAttention.start_capture`."""
         ones = (1,) * num_requests
         addresses = self._build(((),) * num_requests, ones, ones).addresses
-        self._planned = _PlannedBatch(addresses.captured_at(self._captured_entries))
+        self._planned = _PlannedBatch(addresses.captured_at(self._captured_addresses))
 
     def follow(self, batch: AttentionBatch, num_requests: int) -> None:
         """Swap the tables; see :meth:`sgl_kvevict.attention.backend.CapturableAttention.follow`."""
@@ -171,7 +168,7 @@ class TritonAttention:
         padding = num_requests - len(batch.paths)
         bounds = _suffix_bounds(batch) + (1,) * padding
         planned = self._planned_of(batch.paths + ((),) * padding, (1,) * num_requests, bounds)
-        self._captured_entries.copy_(planned.addresses.on_device)
+        self._captured_addresses.copy_(planned.addresses.on_device)
 
     def run(self, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Attend as planned; see :meth:`sgl_kvevict.attention.backend.Attention.run`."""
@@ -212,7 +209,6 @@ class TritonAttention:
     def _build(
         self, paths: tuple[Path, ...], new_lens: tuple[int, ...], suffix_bounds: tuple[int, ...]
     ) -> _PlannedBatch:
-        self.num_batches_planned += 1
         tables = plan_ragged_decode(
             paths,
             new_lens,
