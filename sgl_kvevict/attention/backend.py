@@ -68,6 +68,13 @@ class CapturableAttention(Attention, Protocol):
     layer; before each replay :meth:`follow`.
     """
 
+    def warm_up(self, sink_dtype: torch.dtype | None = None) -> None:
+        """Launch every kernel once as serving does, so that none is compiled while requests wait.
+
+        Args:
+            sink_dtype: of the sink logits that all layers have; None: none has any.
+        """
+
     def start_capture(self, num_requests: int) -> None:
         """Lay out decode steps of so many requests."""
 

@@ -25,7 +25,7 @@ from sgl_kvevict.sglang_adapter.arena import arena_of, kvevict_is_selected
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 from sgl_kvevict.sglang_adapter.forward_readers import readers_of
 from sgl_kvevict.sglang_adapter.graphs import graph_reasons
-from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_windows
+from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_sink_dtype, find_windows
 from sgl_kvevict.sglang_adapter.refusals import layer_reasons
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
@@ -93,6 +93,9 @@ class KVEvictAttentionBackend(AttentionBackend):
             config.attention, self.geometry, arena.k, arena.v, model_runner.dtype, arena.biases
         )
         self._on_gpu: bool = device.type == "cuda"
+        sink_dtype = find_sink_dtype(model_runner.model)
+        if self._on_gpu and sink_dtype is not None and isinstance(self.attention, CapturableAttention):
+            self.attention.warm_up(sink_dtype)
         self._captured: CapturableAttention
         self.tree: KVEvictTree | None = None
         self._observed: list[tuple[slice, PromptObservation | ReaderChunk]] = []

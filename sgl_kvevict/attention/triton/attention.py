@@ -94,8 +94,8 @@ class TritonAttention:
         self._partials = self._scratch(0)
         self._captured_addresses = torch.empty(NUM_ADDRESSES, dtype=torch.int64, device=k_arena.device)
 
-    def warm_up(self) -> None:
-        """Launch every kernel once as serving does, so that none is compiled while requests wait.
+    def warm_up(self, sink_dtype: torch.dtype | None = None) -> None:
+        """Launch kernels; see :meth:`sgl_kvevict.attention.backend.CapturableAttention.warm_up`.
 
         Reads token slot 0 and row 0 of a table of its own, and writes to memory of its own.
         """
@@ -115,11 +115,12 @@ class TritonAttention:
             req_to_token=torch.zeros(1, length, dtype=torch.int32, device=device),
         )
         shape = (sum(new_lens), geometry.num_qo_heads, geometry.head_dim)
+        sink_logits = None if sink_dtype is None else torch.zeros(shape[1], dtype=sink_dtype, device=device)
         for chosen in (batch, replace(batch, extend_lens=None)):
             self.plan(chosen)
             q = torch.zeros(shape, dtype=self.q_dtype, device=device)[: sum(chosen.new_lens)]
             for layer in {geometry.window(layer) > 0: layer for layer in range(geometry.num_layers)}.values():
-                self.run(layer, q, 1.0)
+                self.run(layer, q, 1.0, sink_logits)
         self._recent = RecentBatches()
         self._planned = None
         self._partials = self._scratch(0)
