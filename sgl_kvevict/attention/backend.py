@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvevict_kernels.span_attention import reason_not_to_run
 from sgl_kvevict.attention.batch import AttentionBatch
-from sgl_kvevict.attention.reasons import NO_BIASES, cpu_reasons, flashinfer_reasons, triton_reasons
+from sgl_kvevict.attention.refusals import NO_BIASES, cpu_reasons, flashinfer_reasons, triton_reasons
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 
@@ -67,6 +67,13 @@ class CapturableAttention(Attention, Protocol):
     Before the recording :meth:`start_capture`; recorded are one :meth:`start_step` and :meth:`Attention.run` of every
     layer; before each replay :meth:`follow`.
     """
+
+    def warm_up(self, sink_dtype: torch.dtype | None = None) -> None:
+        """Launch every kernel once as serving does, so that none is compiled while requests wait.
+
+        Args:
+            sink_dtype: of the sink logits that all layers have; None: none has any.
+        """
 
     def start_capture(self, num_requests: int) -> None:
         """Lay out decode steps of so many requests."""

@@ -219,7 +219,7 @@ class Compressor:
         protected = min(max(config.sink_tokens - start, 0), num_slots)
         state = None if parent is None else parent.policy_state
         assert state is None or isinstance(state, PolicyState)
-        total, with_worth = num_slots * geometry.heads_per_token, len(config.shares) > 1
+        total, with_worth = num_slots * geometry.num_runs, len(config.shares) > 1
         is_cut = geometry.has_windows and num_slots < num_tokens
         if is_cut:
             decision = select_beside_windows(

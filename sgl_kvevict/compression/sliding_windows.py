@@ -32,7 +32,7 @@ def last_tokens(geometry: KVGeometry, num_tokens: int, total: int) -> list[int]:
         num_tokens: of the range.
         total: entries to keep over all layers and heads.
     """
-    share = total // geometry.heads_per_token
+    share = total // geometry.num_runs
     return [min(window - 1, num_tokens, share) if window else 0 for window in geometry.windows]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvevict_kernels.checks import FP8
 from sgl_kvevict.attention import AttentionBatch, CapturableAttention, build_attention, resolve_attention
 from sgl_kvevict.attention.backend import kernel_reasons
-from sgl_kvevict.attention.reasons import bias_reasons
+from sgl_kvevict.attention.refusals import bias_reasons
 from sgl_kvevict.compression import PromptObservation, ReaderChunk, SuffixStep
 from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import UnsupportedSetupError
@@ -23,10 +23,10 @@ from sgl_kvevict.geometry import UNSCALED, KVGeometry
 from sgl_kvevict.guard import Place
 from sgl_kvevict.sglang_adapter.arena import Arena, arena_of, kvevict_is_selected
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
+from sgl_kvevict.sglang_adapter.forward_readers import readers_of
 from sgl_kvevict.sglang_adapter.graphs import graph_reasons
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of, full_pool_of, window_layers_of, window_pool_of
-from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_windows
-from sgl_kvevict.sglang_adapter.readers import readers_of
+from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_sink_dtype, find_windows
 from sgl_kvevict.sglang_adapter.refusals import layer_reasons
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 from sgl_kvevict.sglang_adapter.window_layers import WindowLayers
@@ -79,7 +79,8 @@ class KVEvictAttentionBackend(AttentionBackend):
         self.places = {} if arena is None else full_layers_of(self.token_to_kv_pool)
         windows = find_windows(model_runner.model, self.places)
         kv_dtype = pool.dtype
-        reasons += kernel_reasons(config.attention, device, kv_dtype, head_dim, has_windows=bool(windows))
+        has_windows = bool(windows) or window_pool_of(self.token_to_kv_pool) is not None
+        reasons += kernel_reasons(config.attention, device, kv_dtype, head_dim, has_windows=has_windows)
         if arena is not None and arena.biases is not None:
             reasons += bias_reasons(config.attention, kv_dtype)
         if reasons:
@@ -92,6 +93,10 @@ class KVEvictAttentionBackend(AttentionBackend):
         )
         self._window_layers = _window_layers(model_runner, config.attention)
         self._on_gpu: bool = device.type == "cuda"
+        sink_dtype = find_sink_dtype(model_runner.model)
+        for attention in (self.attention, None if self._window_layers is None else self._window_layers.attention):
+            if self._on_gpu and sink_dtype is not None and isinstance(attention, CapturableAttention):
+                attention.warm_up(sink_dtype)
         self._captured: CapturableAttention
         self.tree: KVEvictTree | None = None
         self._observed: list[tuple[slice, PromptObservation | ReaderChunk]] = []
@@ -163,7 +168,6 @@ class KVEvictAttentionBackend(AttentionBackend):
             paths = self.tree.read_paths(readers)
         return AttentionBatch(
             paths=paths,
-            waterlines=[sum(runs.num_tokens for runs in path) for path in paths],
             seq_lens=seq_lens,
             extend_lens=extend_lens,
             req_pool_indices=req_pool_indices,

@@ -70,6 +70,15 @@ def find_windows(model: nn.Module, places: Mapping[int, int]) -> tuple[int, ...]
     return windows if any(windows) else ()
 
 
+def find_sink_dtype(model: nn.Module) -> torch.dtype | None:
+    """Return the dtype of the sink logits that lie beside a model's attention layers; None if there are none."""
+    for module in model.modules():
+        sinks = getattr(module, "sinks", None)
+        if isinstance(sinks, Tensor) and any(isinstance(child, RadixAttention) for child in module.children()):
+            return sinks.dtype
+    return None
+
+
 def find_output_grams(model: nn.Module, geometry: KVGeometry, places: Mapping[int, int]) -> Tensor:
     """Return the :func:`output_gram` of every layer.
 

@@ -33,11 +33,14 @@ class WindowLayers:
         pool: SGLang's, of both kinds of layers.
         attention: over the part with windows; its geometry says how far its layers see.
         req_to_token: [num_rows, max_context_len], int32, SGLang's rows.
+
+    Attributes:
+        attention: see above.
     """
 
     def __init__(self, pool: SWAKVPool, attention: Attention, req_to_token: Tensor) -> None:
         self._pool = pool
-        self._attention = attention
+        self.attention = attention
         self._places = window_layers_of(pool)
         self._rows = torch.zeros_like(req_to_token)
         self._reach = max(attention.geometry.windows) - 1
@@ -63,7 +66,7 @@ class WindowLayers:
         for seq_len, new in zip(batch.seq_lens, batch.new_lens, strict=True):
             positions.append(torch.arange(seq_len - new, seq_len))
         self._take(rows, torch.cat(positions).to(rows.device, non_blocking=True), out_cache_loc)
-        self._attention.plan(self._read_by(batch))
+        self.attention.plan(self._read_by(batch))
 
     def start_capture(self, num_requests: int) -> None:
         """Lay out decode steps of so many requests; see :meth:`CapturableAttention.start_capture`."""
@@ -100,22 +103,21 @@ class WindowLayers:
             Like ``queries``.
         """
         place = self._places[layer.layer_id]
-        geometry = self._attention.geometry
+        geometry = self.attention.geometry
         if new_kv is not None:
             scales = geometry.scales.of(place) if geometry.scales.k else (1.0, 1.0)
             self._pool.set_kv_buffer(layer, KVWriteLoc(out_cache_loc, self._new_slots), *new_kv, *scales)
-        return self._attention.run(place, queries, layer.scaling, sink_logits)[0]
+        return self.attention.run(place, queries, layer.scaling, sink_logits)[0]
 
     @property
     def _captured(self) -> CapturableAttention:
-        assert isinstance(self._attention, CapturableAttention)
-        return self._attention
+        assert isinstance(self.attention, CapturableAttention)
+        return self.attention
 
     def _read_by(self, batch: AttentionBatch) -> AttentionBatch:
         """The same requests as these layers see them: nothing is compressed."""
-        num_requests = len(batch.seq_lens)
-        paths: tuple[Path, ...] = ((),) * num_requests
-        return replace(batch, paths=paths, waterlines=[0] * num_requests, req_to_token=self._rows)
+        paths: tuple[Path, ...] = ((),) * len(batch.seq_lens)
+        return replace(batch, paths=paths, req_to_token=self._rows)
 
     def _begin_rows(self, tree: KVEvictTree | None, readers: Sequence[Req] | None, batch: AttentionBatch) -> None:
         """Look up what is before the new tokens, for requests of which the tree holds something else than before.

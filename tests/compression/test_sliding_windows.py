@@ -58,7 +58,7 @@ def test_windows_are_kept_and_their_room_goes_to_the_others() -> None:
     for layer, window in enumerate(WINDOWS):
         if window:
             assert positions(segment, layer) == [last(min(window - 1, share))] * heads
-    assert segment.num_slots == share and segment.num_entries == share * segment.geometry.heads_per_token
+    assert segment.num_slots == share and segment.num_entries == share * segment.geometry.num_runs
     rest = share * len(WINDOWS) - (19 + share + 32 + 0)
     assert sum(len(run) for layer in (0, 3) for run in positions(segment, layer)) == rest * heads
     assert rest > 2 * share
@@ -97,7 +97,7 @@ def test_what_lacks_tokens_cannot_be_split() -> None:
     """At budget 1.0 nothing lacks."""
     assert not compressed(make(0.3))[0].splittable
     whole = compressed(make(1.0))[0]
-    assert whole.splittable and whole.num_entries == NUM_TOKENS * whole.geometry.heads_per_token
+    assert whole.splittable and whole.num_entries == NUM_TOKENS * whole.geometry.num_runs
     assert not make(0.3).splittable and make(0.3, (0, 0)).splittable
 
 

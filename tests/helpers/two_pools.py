@@ -108,10 +108,8 @@ class TwoPoolHarness(Harness):
         """Read what layers with a window see from the first new token on, too."""
         super()._forward(req, seq_len)
         row = req.kv.req_pool_idx
-        paths = self.tree.read_paths([req])
         batch = AttentionBatch(
-            paths=paths,
-            waterlines=[sum(runs.num_tokens for runs in path) for path in paths],
+            paths=self.tree.read_paths([req]),
             seq_lens=[seq_len],
             extend_lens=None if self._is_decode else [seq_len - self._begin],
             req_pool_indices=torch.tensor([row]),

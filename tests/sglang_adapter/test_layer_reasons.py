@@ -14,7 +14,7 @@ from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import UNSCALED, KVGeometry, KVScales
 from sgl_kvevict.policies.registry import build_policy
 from sgl_kvevict.sglang_adapter import refusals
-from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_windows
+from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_sink_dtype, find_windows
 from sgl_kvevict.sglang_adapter.refusals import layer_reasons, policy_reasons, window_reasons
 
 PLACES = {0: 0, 1: 1, 2: 2}
@@ -61,6 +61,17 @@ def test_windows_are_the_layers() -> None:
     assert find_windows(windowed, {1: 0}) == ()  # the others have another pool
     assert find_windows(windowed, {2: 0, 0: 1}) == (128, 0)
     assert layer_reasons(windowed) == []
+
+
+def test_sink_logits_lie_beside_the_attention() -> None:
+    """As in gpt-oss; what else is called so is not meant."""
+    layer = nn.Module()
+    layer.attention = RadixAttention(4, 16, 0.25, 2, layer_id=0)
+    layer.sinks = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    assert find_sink_dtype(nn.Sequential(model(), layer)) == torch.bfloat16
+    elsewhere = nn.Module()
+    elsewhere.sinks = layer.sinks
+    assert find_sink_dtype(nn.Sequential(model(), elsewhere)) is None
 
 
 def test_what_windows_rule_out_is_named() -> None:

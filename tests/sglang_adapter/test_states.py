@@ -36,7 +36,7 @@ def states(harness):
 def test_a_span_ends_before_the_state_and_prompts_are_found_at_the_state():
     harness = StatesHarness()
     req = harness.run(DOCUMENT)
-    assert cache_state(harness.tree)["compressed_slots"] == 17  # ceil(0.3 * 56): the tail of 4 holds the state
+    assert cache_state(harness.tree)["span_slots"] == 17  # ceil(0.3 * 56): the tail of 4 holds the state
     harness.decode(req)
     harness.finish(req)
     assert states(harness) == [60, 61]

@@ -39,7 +39,7 @@ def test_full_layers_take_their_budget_and_windows_stay_where_a_prompt_may_go_on
     harness = TwoPoolHarness()
     harness.finish(harness.run(DOCUMENT))
     assert segments(harness) == [(0, 56)]
-    assert cache_state(harness.tree)["compressed_slots"] == 17  # ceil(0.3 * 56)
+    assert cache_state(harness.tree)["span_slots"] == 17  # ceil(0.3 * 56)
     assert windows(harness) == WINDOW + 1  # what the prompt's last token saw, and the token
     assert found(harness, [*DOCUMENT, 1]) == 60
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvevict_kernels.ragged_decode.host_lists import RunLists
+from kvevict_kernels.head_slots import head_slot_of
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step, Tables
+from kvevict_kernels.span_runs import SpanRuns
 
 
 def ragged_attention_over_paths_reference(tables: Tables, step: Step, inputs: LayerInputs) -> tuple[Tensor, Tensor]:
@@ -29,7 +30,7 @@ def ragged_attention_over_paths_reference(tables: Tables, step: Step, inputs: La
                 head = q_head // tables.sizes.group_size
                 places = [_run(span, layer, head) for span in path]
                 runs = [span.head_slots[place].long() for span, place in zip(path, places, strict=True)]
-                rows = torch.cat([*runs, (layer * num_token_slots + own) * num_kv_heads + head])
+                rows = torch.cat([*runs, head_slot_of(layer, own, head, num_token_slots, num_kv_heads)])
                 if rows.numel():
                     scores = k_rows[rows] @ q[row, q_head].float() * inputs.sm_scale
                     if inputs.biases is not None:
@@ -37,7 +38,7 @@ def ragged_attention_over_paths_reference(tables: Tables, step: Step, inputs: La
                         scores[:num_entries] += inputs.biases.view(-1)[rows[:num_entries]]
                     if inputs.window:
                         end = waterline + own.numel()
-                        positions = [span.positions[place] for span, place in zip(path, places, strict=True)]
+                        positions = [_positions(span, place) for span, place in zip(path, places, strict=True)]
                         seen = torch.cat([*positions, torch.arange(waterline, end, device=rows.device)])
                         scores = scores.masked_fill(seen < end - inputs.window, float("-inf"))
                     lse[row, q_head] = scores.logsumexp(0)
@@ -48,6 +49,11 @@ def ragged_attention_over_paths_reference(tables: Tables, step: Step, inputs: La
     return out.to(q.dtype), lse
 
 
-def _run(span: RunLists, layer: int, head: int) -> slice:
+def _run(span: SpanRuns, layer: int, head: int) -> slice:
     start = int(span.starts[layer, head])
     return slice(start, start + int(span.lens[layer, head]))
+
+
+def _positions(span: SpanRuns, place: slice) -> Tensor:
+    assert span.positions is not None
+    return span.positions[place]
