@@ -71,6 +71,9 @@ class KVEvictAttentionBackend(AttentionBackend):
             )
         elif arena is None:
             reasons.append(f"the KV pool is a {type(pool).__name__} whose buffers are not one arena")
+        windows_pool = window_pool_of(self.token_to_kv_pool)
+        if windows_pool is not None and arena_of(windows_pool) is None:
+            reasons.append(f"the KV pool of layers with a window is a {type(windows_pool).__name__}, not one arena")
         config = load_config()
         device = torch.device(model_runner.device)
         reasons += device_reasons(config.attention, device.type)
@@ -79,7 +82,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         self.places = {} if arena is None else full_layers_of(self.token_to_kv_pool)
         windows = find_windows(model_runner.model, self.places)
         kv_dtype = pool.dtype
-        has_windows = bool(windows) or window_pool_of(self.token_to_kv_pool) is not None
+        has_windows = bool(windows) or windows_pool is not None
         reasons += kernel_reasons(config.attention, device, kv_dtype, head_dim, has_windows=has_windows)
         if arena is not None and arena.biases is not None:
             reasons += bias_reasons(config.attention, kv_dtype)
@@ -274,6 +277,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         save_kv_cache: bool,
         sink_logits: Tensor | None,
     ) -> Tensor:
+        """Attend in a layer whose KV is in the pool of layers with a sliding window."""
         assert self._window_layers is not None
         new_kv = (k, v) if save_kv_cache and k is not None and v is not None else None
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)

@@ -150,12 +150,12 @@ class SpanAwareSWA(SWAComponent):
         slots: torch.Tensor = self.cache.token_to_kv_pool_allocator.full_to_swa_index_mapping[row.long()]
         end = sum(len(node.key) for node in path)
         for node in reversed(path):
+            if end <= start:
+                break
             first = end - len(node.key)
             own = node.component_data[SWA].value if node in self._spans else None
             if own is not None:
                 skipped = max(0, start - first)
                 slots[first + skipped - start : end - start] = own[skipped:]
             end = first
-            if end <= start:
-                break
         return slots

@@ -59,13 +59,16 @@ class WindowLayers:
             out_cache_loc: [num_new_tokens], int, full-attention slots of the new tokens.
         """
         self._begin_rows(tree, readers, batch)
-        rows, positions = batch.req_pool_indices, []
-        if batch.extend_lens is not None:
-            lens = torch.tensor(batch.extend_lens, device=rows.device)
+        rows, device = batch.req_pool_indices, batch.req_pool_indices.device
+        if batch.extend_lens is None:
+            ends = batch.device_seq_lens
+            positions = (torch.tensor(batch.seq_lens, device=device) if ends is None else ends) - 1
+        else:
+            lens = torch.tensor(batch.extend_lens, device=device)
             rows = torch.repeat_interleave(rows, lens, output_size=sum(batch.extend_lens))
-        for seq_len, new in zip(batch.seq_lens, batch.new_lens, strict=True):
-            positions.append(torch.arange(seq_len - new, seq_len))
-        self._take(rows, torch.cat(positions).to(rows.device, non_blocking=True), out_cache_loc)
+            bounds = zip(batch.seq_lens, batch.extend_lens, strict=True)
+            positions = torch.cat([torch.arange(end - new, end) for end, new in bounds]).to(device)
+        self._take(rows, positions, out_cache_loc)
         self.attention.plan(self._read_by(batch))
 
     def start_capture(self, num_requests: int) -> None:

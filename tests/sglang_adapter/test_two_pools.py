@@ -54,6 +54,16 @@ def test_a_decoding_request_reads_its_window_in_a_compressed_prefix():
     assert segments(harness) == [(0, 56)]
 
 
+def test_a_window_that_lies_behind_the_compressed_prefix_is_read_from_the_row():
+    harness = TwoPoolHarness()
+    req = harness.run(DOCUMENT)
+    for _ in range(2 * WINDOW):
+        harness.decode(req)
+    own = harness.rows.req_to_token[req.kv.req_pool_idx, 64:72].long()
+    assert harness.tree.window_slots(req, 64, 72).tolist() == harness._paired(own).tolist()
+    assert harness.tree.window_slots(req, 60, 60).tolist() == []
+
+
 def test_a_prompt_that_leaves_a_compressed_prefix_elsewhere_leaves_a_window_there():
     harness = TwoPoolHarness()
     harness.finish(harness.run(DOCUMENT))
