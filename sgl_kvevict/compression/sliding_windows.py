@@ -82,7 +82,8 @@ def select_beside_windows(
     indices = (torch.arange(num_entries, device=device) - (starts + lens - num_tokens)[runs]).int()
     worth = None
     if decision is not None:
-        of_others = _places(*(x.view(keep_lens.shape)[chosen].flatten() for x in (starts, lens)), num_rest)
+        first, count = (x.view(keep_lens.shape)[chosen].flatten() for x in (starts, lens))
+        of_others = _places(first, count, num_rest)
         indices[of_others] = decision.selection.indices
         if decision.worth is not None:
             worth = decision.worth.new_zeros(num_entries)

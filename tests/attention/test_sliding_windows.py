@@ -105,7 +105,7 @@ def test_a_few_requests_that_share_nothing(build: Build, make_world: MakeWorld, 
 
 
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
-@pytest.mark.parametrize("windows", [WINDOWS, (300, 33)], ids=str)
+@pytest.mark.parametrize("windows", [(0, 7, 40), (300, 33, 1)], ids=str)
 def test_prefills_see_their_windows(
     build: Build, make_world: MakeWorld, windows: tuple[int, ...], has_sinks: bool
 ) -> None:
@@ -125,9 +125,9 @@ def test_prefills_see_their_windows(
 def test_a_long_prompt_alone(build: Build, make_world: MakeWorld) -> None:
     """Several blocks of queries, of which only the first ones see the span, and parts of keys on a device."""
     world = make_world(1, 2, 16, dtype=torch.float32, windows=(50, 0), num_token_slots=1500)
-    world.add((world.uneven_span(100),), 600)
+    world.add((world.uneven_span(100),), 400)
     world.sink_logits = torch.randn(2)
-    check(world, build(world), [580])
+    check(world, build(world), [380])
 
 
 @pytest.mark.parametrize("extend_lens", [None, [1, 8, 1, 2, 25, 6, 1]], ids=["decode", "extend"])

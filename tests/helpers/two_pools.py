@@ -44,7 +44,7 @@ class TwoPoolHarness(Harness):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.windows = torch.zeros(self._window_slots() + 1)
+        self.codes = torch.zeros(self._window_slots() + 1)
         self.last = LastBatch()
         self.window_layers = WindowLayers(self.allocator.get_kvcache(), self.last, self.rows.req_to_token)
         self._is_decode = False
@@ -91,7 +91,7 @@ class TwoPoolHarness(Harness):
         self.check()
         slots = super()._alloc(count)
         if slots is not None:
-            self.windows[self._paired(slots)] = float("nan")
+            self.codes[self._paired(slots)] = float("nan")
         return slots
 
     def _paired(self, slots: torch.Tensor) -> torch.Tensor:
@@ -102,7 +102,7 @@ class TwoPoolHarness(Harness):
         paired = self._paired(slots)
         assert paired.gt(0).all()
         self._begin = start
-        self.windows[paired] = torch.tensor(self._codes(req, end)[start:end])
+        self.codes[paired] = torch.tensor(self._codes(req, end)[start:end])
 
     def _forward(self, req: Req, seq_len: int) -> None:
         """Read what layers with a window see from the first new token on, too."""
@@ -120,7 +120,7 @@ class TwoPoolHarness(Harness):
         first = max(0, self._begin - WINDOW)
         slots = self.last.batch.req_to_token[row, first:seq_len]
         assert slots.gt(0).all()
-        assert self.windows[slots].tolist() == self._codes(req, seq_len)[first:]
+        assert self.codes[slots].tolist() == self._codes(req, seq_len)[first:]
         assert slots.tolist() == self.tree.window_slots(req, first, seq_len).tolist()
 
     def check(self) -> None:

@@ -37,7 +37,7 @@ class Windows:
         assert self.harness.allocator.swa_available_size() == self.harness._window_slots()
 
 
-class WindowsMachine(Windows, CacheMachine):
+class WindowPoolMachine(Windows, CacheMachine):
     """Two pools of the same size."""
 
 
@@ -88,7 +88,7 @@ class WindowStockMachine(Windows, StockMachine):
 
 
 WINDOW_MACHINES = (
-    WindowsMachine,
+    WindowPoolMachine,
     FewWindowsMachine,
     WindowPassesMachine,
     WindowPressureMachine,

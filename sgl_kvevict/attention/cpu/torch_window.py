@@ -16,14 +16,21 @@ class QueryBlock:
     """Some consecutive new tokens of a request.
 
     Attributes:
-        rows: which of its new tokens.
+        begin: the first of them among the new tokens.
+        num_queries: how many.
         first: position of the first of them.
         window: tokens that each sees, itself included.
     """
 
-    rows: slice
+    begin: int
+    num_queries: int
     first: int
     window: int
+
+    @property
+    def rows(self) -> slice:
+        """Which of the new tokens."""
+        return slice(self.begin, self.begin + self.num_queries)
 
     @property
     def oldest(self) -> int:
@@ -33,7 +40,7 @@ class QueryBlock:
     @property
     def end(self) -> int:
         """The position behind the last of them."""
-        return self.first + self.rows.stop - self.rows.start
+        return self.first + self.num_queries
 
     def mask(self, key_positions: Tensor) -> Tensor:
         """What is added to the scores, [1, 1, num_queries, num_keys], float32: 0 for what a query sees, else -inf."""
@@ -45,6 +52,6 @@ class QueryBlock:
 def query_blocks(num_new: int, first: int, window: int) -> list[QueryBlock]:
     """Cut the new tokens of a request, of which the first is at position ``first``."""
     return [
-        QueryBlock(slice(begin, min(begin + QUERY_BLOCK, num_new)), first + begin, window)
+        QueryBlock(begin, min(QUERY_BLOCK, num_new - begin), first + begin, window)
         for begin in range(0, num_new, QUERY_BLOCK)
     ]
