@@ -69,7 +69,8 @@ class StatefulRecency(CostAwareRecency):
 
     Dropping a leaf without a state loses nothing: nobody finds its tokens. With its state go the tokens since the state
     above it; what is won are the slots from there on that nobody else holds, and the state's memory. Compressing and
-    squeezing cost what they cost elsewhere: the state stays.
+    squeezing cost what they cost elsewhere: the state stays. A priority falls when a state comes to lie above a leaf's;
+    a :class:`NodeHeap` finds that out when the leaf comes to its top, so such a leaf may go later than it should.
 
     Args:
         spans: see :class:`CostAwareRecency`.
