@@ -58,8 +58,8 @@ PAGE = Page(
     summary=(
         f"SGLang's `bench_serving` client, requests of its `generated-shared-prefix` generator: prefixes of 1,024 "
         f"random tokens, questions of {QUESTION_TOKENS}, {OUTPUT_TOKENS} generated tokens, {CONCURRENCY} requests at a "
-        f"time, a pool of {POOL_SLOTS:,} token slots. Each prefix was sent once before, one at a time (to stock the last "
-        "ones alone, twice what its pool holds: it has dropped all others by then); questions are always new."
+        f"time, a pool of {POOL_SLOTS:,} token slots. Each prefix was sent once before, one at a time (to stock "
+        "the last ones alone, twice what its pool holds: it has dropped all others by then); questions are always new."
     ),
     tables=(
         Table("requests_per_s", "Requests/s"),
