@@ -64,8 +64,8 @@ class PromptObservation:
 
     The window's queries are kept instead of their scores: they are a constant few rows per layer, they can still be
     scored when the range to compress is known (it may have shrunk since, or may be compressed much later), and the
-    log-sum-exp that the forward computed anyway makes the scores true attention weights in one pass over the keys.
-    Statistics over all queries are summed up as the chunks pass. Only queries that this prefill computed count: those
+    log-sum-exp that the forward computed anyway makes the scores true attention weights while the keys are read
+    once. Statistics over all queries are summed up chunk by chunk. Only queries that this prefill computed count: those
     of tokens that were found in the cache are gone.
 
     Args:

@@ -30,7 +30,7 @@ HEADS: dict[str, Any] = {"H": 8, "G": 4}
 
 BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "rows_ptr", "staging_ptr")
 FLOAT32 = ("partial_out_ptr", "partial_lse_ptr", "lse_ptr", "weights_ptr", "pooled_ptr", "mean_ptr", "biases_ptr")
-INT64 = ("entries_ptr", "span_address_ptr", "span_starts_ptr", "span_lens_ptr", "pool_rows_ptr", "token_slots_ptr")
+INT64 = ("addresses_ptr", "span_address_ptr", "span_starts_ptr", "span_lens_ptr", "pool_rows_ptr", "token_slots_ptr")
 INT64 += ("run_address_ptr", "partial_start_ptr", "remaining_ptr")
 INT8 = ("staged_ptr",)
 NUMBERS = {"req_to_token": "i64", "scale_log2": "fp32", "v_scale": "fp32", "sm_scale": "fp32", "first_column": "i32"}
@@ -90,7 +90,7 @@ def _attention_kernels(arch: int, head_dim: int, stored: str, *, has_biases: boo
             block |= {"CLASS": which, "LEAST": MIN_CHUNKS[which], "biases_ptr": biases}
             yield spec("ragged_decode.triton_impl:_split_kernel", arch, sizes | block, options=options)
     if stored == "bf16":
-        yield spec("ragged_decode.merge.triton_impl:_merge_kernel", arch, sizes | {"BLOCK": 32})
+        yield spec("ragged_decode.triton_merge:_merge_kernel", arch, sizes | {"BLOCK": 32})
 
 
 def head_dim_kernels(arch: int, head_dim: int, stored: str = "bf16") -> Iterator[Spec]:
@@ -118,8 +118,8 @@ def small_kernels(arch: int) -> Iterator[Spec]:
     """Kernels that touch no rows."""
     limits = DEVICES[arch]
     rows = {f"ROWS_{which}": rows for which, rows in enumerate(DECODE_ROWS)}
-    yield spec("ragged_decode.layout.triton_impl:_runs_kernel", arch, HEADS | rows | {"BLOCK": 256})
-    yield spec("ragged_decode.layout.triton_impl:_work_kernel", arch, HEADS | {"FILL": 128})
+    yield spec("ragged_decode.triton_layout:_runs_kernel", arch, HEADS | rows | {"BLOCK": 256})
+    yield spec("ragged_decode.triton_layout:_work_kernel", arch, HEADS | {"FILL": 128})
     counting = {"CLASS": 0, "LEAST": MIN_CHUNKS[0], "ROW_TILE": 16, "BLOCK": 128, "FILL": 128, "STEP": CHUNK_STEP}
     counting |= {"NUM_ITEMS": ITEMS_PER_SM * limits.num_sms}
     yield spec("ragged_decode.triton_impl:_suffix_work_kernel", arch, HEADS | counting)
