@@ -15,7 +15,7 @@ from sgl_kvevict.compression import Compressor, SuffixCompressor, warm_up
 from sgl_kvevict.compression.warm_up import _observe
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies.registry import build_policy
+from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.prefix import Span, SpanStore
 from sgl_kvevict.ragged import SpanRuns
 
