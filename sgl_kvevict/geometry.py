@@ -77,15 +77,20 @@ class KVGeometry:
         return self.num_qo_heads // self.num_kv_heads
 
     @property
-    def heads_per_token(self) -> int:
-        """Head slots in one token slot (all layers and KV heads)."""
+    def num_runs(self) -> int:
+        """Runs of a span, one per (layer, KV head): as many head slots are in a token slot, one for each."""
         return self.num_layers * self.num_kv_heads
+
+    @property
+    def arena_shape(self) -> tuple[int, int, int, int]:
+        """``(num_layers, num_token_slots, num_kv_heads, head_dim)``, of K and of V."""
+        return self.num_layers, self.num_token_slots, self.num_kv_heads, self.head_dim
 
     @property
     def num_head_slots(self) -> int:
         """Head slots in the whole arena."""
-        return self.num_token_slots * self.heads_per_token
+        return self.num_token_slots * self.num_runs
 
     def slots_for(self, num_entries: int) -> int:
-        """Token slots that ``num_entries`` packed entries take: ``ceil(num_entries / heads_per_token)``."""
-        return -(-num_entries // self.heads_per_token)
+        """Token slots that ``num_entries`` packed entries take: ``ceil(num_entries / num_runs)``."""
+        return -(-num_entries // self.num_runs)

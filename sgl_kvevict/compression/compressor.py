@@ -214,7 +214,7 @@ class Compressor:
         state = None if parent is None else parent.policy_state
         assert state is None or isinstance(state, PolicyState)
         decision = self.policy.select(
-            show, geometry, num_slots * geometry.heads_per_token, protected, state, with_worth=len(config.shares) > 1
+            show, geometry, num_slots * geometry.num_runs, protected, state, with_worth=len(config.shares) > 1
         )
         segment, freed = self.store.pack(
             token_slots,

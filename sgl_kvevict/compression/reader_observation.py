@@ -78,7 +78,7 @@ class ReaderObservation:
         """Memory that it takes once something was recorded."""
         entries = sum(readings.squares.nbytes for readings in self.readings)
         products = 0 if self.products is None else self.products.num_bytes
-        return 4 * self._geometry.heads_per_token * (self.end - self.start) + entries + products
+        return 4 * self._geometry.num_runs * (self.end - self.start) + entries + products
 
     def k_scale(self, layer: int) -> float:
         """What a stored 1 of a layer's keys is worth."""
@@ -96,7 +96,7 @@ class ReaderObservation:
         if self._squares is None:
             squares = segment.positions.new_zeros(segment.num_entries, dtype=torch.float32)
         else:
-            runs = torch.arange(self._geometry.heads_per_token, device=segment.indptr.device)
+            runs = torch.arange(self._geometry.num_runs, device=segment.indptr.device)
             runs = torch.repeat_interleave(runs, segment.indptr.diff(), output_size=segment.num_entries)
             squares = self._squares.flatten(0, 1)[runs, segment.positions - segment.start]
             self._squares = self._squares[..., num_tokens:].clone()

@@ -29,7 +29,7 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
     real = compressor.store
     num_tokens = max(WARM_UP_TOKENS, 2 * compressor.policy.window_size)
     geometry = replace(real.geometry, num_token_slots=num_tokens + 1)
-    shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
+    shape = geometry.arena_shape
     device = real.k_arena.device
     random = torch.Generator(device=device).manual_seed(0)
     k, v = (torch.randn(shape, generator=random, device=device).to(real.k_arena.dtype) for _ in range(2))

@@ -141,7 +141,7 @@ class Policy:
         """
         views = [show(0)]
         num_tokens = views[0].num_tokens
-        runs = geometry.heads_per_token
+        runs = geometry.num_runs
         if not 0 <= protected <= total // runs or total > num_tokens * runs:
             raise ValueError(
                 f"total must be between protected * {runs} = {protected * runs} and {num_tokens * runs} "
@@ -192,7 +192,7 @@ class Policy:
 
     def _keep(self, scores: RangeScores, geometry: KVGeometry, total: int) -> Tensor:
         """[num_layers, num_kv_heads, num_tokens], bool."""
-        net = total - geometry.heads_per_token * scores.num_pinned
+        net = total - geometry.num_runs * scores.num_pinned
         if self.reuse_layers > 1:
             if net % geometry.num_layers:
                 raise ValueError(f"with layer reuse, total must be a multiple of the layers, got {total}")

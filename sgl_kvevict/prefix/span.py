@@ -10,10 +10,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvevict_kernels.cut_runs import cut_runs
+from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.prefix.readings import EntryReadings
-from sgl_kvevict.ragged import SpanRuns
 
 
 class Segment:

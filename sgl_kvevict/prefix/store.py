@@ -70,7 +70,7 @@ class SpanStore(ArenaRows):
         )
         if merge is None:
             runs = torch.repeat_interleave(
-                torch.arange(geometry.heads_per_token, dtype=torch.int32, device=held.device),
+                torch.arange(geometry.num_runs, dtype=torch.int32, device=held.device),
                 selection.keep_lens.flatten().long(),
                 output_size=selection.num_entries,
             )
@@ -313,7 +313,7 @@ class SpanStore(ArenaRows):
         keys = old.worth.int()
         if old.num_live_entries < old.num_entries:  # a lower part was dropped, and no slot was saved by it
             keys = torch.where(old.positions < spans[-1].end, keys, torch.iinfo(keys.dtype).min)
-        num_entries = min(num_slots * self.geometry.heads_per_token, old.num_live_entries)
+        num_entries = min(num_slots * self.geometry.num_runs, old.num_live_entries)
         mask = radix_select.top_mask(keys[None], num_entries)[0]
         kept = torch.nonzero_static(mask, size=num_entries).squeeze(-1)
         before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvevict_kernels.checks import FP8
 from sgl_kvevict.attention import AttentionBatch, CapturableAttention, build_attention, resolve_attention
 from sgl_kvevict.attention.backend import kernel_reasons
-from sgl_kvevict.attention.reasons import bias_reasons
+from sgl_kvevict.attention.refusals import bias_reasons
 from sgl_kvevict.compression import PromptObservation, ReaderChunk, SuffixStep
 from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import UnsupportedSetupError
@@ -23,9 +23,9 @@ from sgl_kvevict.geometry import UNSCALED, KVGeometry
 from sgl_kvevict.guard import Place
 from sgl_kvevict.sglang_adapter.arena import arena_of, kvevict_is_selected
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
+from sgl_kvevict.sglang_adapter.forward_readers import readers_of
 from sgl_kvevict.sglang_adapter.graphs import graph_reasons
 from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales
-from sgl_kvevict.sglang_adapter.readers import readers_of
 from sgl_kvevict.sglang_adapter.refusals import layer_reasons
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
@@ -154,7 +154,6 @@ class KVEvictAttentionBackend(AttentionBackend):
             paths = self.tree.read_paths(readers)
         return AttentionBatch(
             paths=paths,
-            waterlines=[sum(runs.num_tokens for runs in path) for path in paths],
             seq_lens=seq_lens,
             extend_lens=extend_lens,
             req_pool_indices=req_pool_indices,

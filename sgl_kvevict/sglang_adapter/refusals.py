@@ -131,7 +131,7 @@ def policy_reasons(policy: Policy | None, head_dim: int, device: torch.device) -
     ]
 
 
-def suffix_reasons(config: KVEvictConfig, policy: Policy | None, server_args: ServerArgs, device: str) -> list[str]:
+def generation_reasons(config: KVEvictConfig, policy: Policy | None, server_args: ServerArgs, device: str) -> list[str]:
     """Return one sentence for everything that cannot be done while requests generate (``decode_block``)."""
     if config.decode_block is None or policy is None:
         return []

@@ -12,9 +12,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvevict_kernels.ragged_decode.chunks import extend_splits, span_chunk
 from kvevict_kernels.ragged_decode.tile_table import Tile
+from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import Attention, AttentionBatch, TorchAttention
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.ragged import SpanRuns
 
 CONTEXT = 1500
 
@@ -29,7 +29,7 @@ class World:
         self.geometry = geometry
         self.dtype = dtype
         self.sm_scale = geometry.head_dim**-0.5
-        shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
+        shape = geometry.arena_shape
         self.k = torch.full(shape, torch.nan, dtype=dtype)
         self.v = torch.full(shape, torch.nan, dtype=dtype)
         self.biases = torch.full(shape[:3], torch.nan)
@@ -99,7 +99,6 @@ class World:
         """All requests; the last tokens of each are the new ones."""
         return AttentionBatch(
             paths=tuple(self.paths),
-            waterlines=list(self.waterlines),
             seq_lens=list(self.seq_lens),
             extend_lens=extend_lens,
             req_pool_indices=torch.tensor(self.rows),
@@ -196,7 +195,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("kvevict_kernels.ragged_decode.host_lists.MIN_CHUNKS", small["MIN_CHUNKS"])
     tiles = (Tile(16, 16, 5, 4), Tile(64, 16, 5, 4), Tile(128, 16, 5, 8))
     for module in ("ragged_decode", "ragged_decode.triton_impl", "ragged_extend.triton_impl"):
-        monkeypatch.setattr(f"kvevict_kernels.{module}.tiles_for", lambda limits, head_dim: tiles)
+        monkeypatch.setattr(f"kvevict_kernels.{module}.tiles_for", lambda limits, head_dim, **_: tiles)
     for planned in (span_chunk, extend_splits):
         planned.cache_clear()
     yield

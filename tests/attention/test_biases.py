@@ -15,7 +15,7 @@ from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits, 
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
 from sgl_kvevict.attention import Attention, TorchAttention, build_attention
 from sgl_kvevict.attention.cpu.numba_attention import MAX_SHORT_TOKENS, NumbaAttention
-from sgl_kvevict.attention.reasons import bias_reasons
+from sgl_kvevict.attention.refusals import bias_reasons
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.errors import UnsupportedSetupError
 

@@ -7,9 +7,10 @@ import torch
 
 from helpers.poison import poisoned_allocations
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
+from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import AttentionBatch, TorchAttention
-from sgl_kvevict.attention.cpu.torch_decode import DecodeStep
-from sgl_kvevict.attention.cpu.torch_rows import JoinedStep
+from sgl_kvevict.attention.cpu.torch_decode import TileStep
+from sgl_kvevict.attention.cpu.torch_rows import RowStep
 from sgl_kvevict.errors import InvariantError
 
 if TYPE_CHECKING:
@@ -91,9 +92,9 @@ def test_a_shared_span_is_read_once_for_all(make_world: MakeWorld) -> None:
         world.add((span,), 10)
     world.attention.plan(world.batch())
     step = world.attention._decode_step
-    assert isinstance(step, DecodeStep)
+    assert isinstance(step, TileStep)
     for layer, work in enumerate(step.layout.layers):
-        assert all(one_pass.own_rows is None for one_pass in work.passes)
+        assert all(call.own_rows is None for call in work.calls)
         read = torch.cat([tiles.kv_rows[:, :, 0][tiles.mask[:, 0, 0].isfinite()] for tiles in work.shared])
         runs = zip(span.starts[layer].tolist(), span.lens[layer].tolist(), strict=True)
         mine = torch.cat([span.head_slots[start : start + length] for start, length in runs])
@@ -115,7 +116,7 @@ def test_steps_and_changing_batches(make_world: MakeWorld) -> None:
         if step == 7:
             world.remove(0)
         check(world)
-    assert len(world.attention._compositions) <= 2
+    assert len(world.attention._recent) <= 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -137,7 +138,7 @@ def test_decode_of_small_batches_that_share_nothing(
     world.add((world.span(some_empty, num_tokens=9),), 30)
     for _ in range(5):
         check(world)
-        assert isinstance(world.attention._decode_step, JoinedStep)
+        assert isinstance(world.attention._decode_step, RowStep)
         world.grow(0, 1)
         world.grow(2, 40)
     world.remove(0)
@@ -161,7 +162,7 @@ def test_what_does_not_fit_one_pass_is_cut_into_tiles(make_world: MakeWorld) -> 
     for _ in range(6):
         world.add((world.uneven_span(900),), 200)
     check(world)
-    assert isinstance(world.attention._decode_step, DecodeStep)
+    assert isinstance(world.attention._decode_step, TileStep)
 
 
 def test_the_span_part_of_a_plan_is_kept(make_world: MakeWorld) -> None:
@@ -173,7 +174,7 @@ def test_the_span_part_of_a_plan_is_kept(make_world: MakeWorld) -> None:
     for _ in range(3):
         world.attention.plan(world.batch())
         step = world.attention._decode_step
-        assert isinstance(step, DecodeStep)
+        assert isinstance(step, TileStep)
         layouts.append(step.layout)
         world.grow(0, 1)
         world.grow(1, 1)
@@ -205,7 +206,7 @@ def test_extend_one_request(make_world: MakeWorld, new: int) -> None:
 
 
 def test_mixed_steps_reuse_the_decode_plan(make_world: MakeWorld) -> None:
-    """Decode rows between prefill rows are the same composition as the decode steps before and after."""
+    """Decode rows between prefill rows are planned once with the decode steps before and after."""
     world = make_world()
     shared = world.uneven_span(100)
     world.add((shared,), 20)
@@ -216,12 +217,12 @@ def test_mixed_steps_reuse_the_decode_plan(make_world: MakeWorld) -> None:
     world.remove(1)
     check(world)
     alone = world.attention._decode_step
-    assert isinstance(mixed, DecodeStep) and isinstance(alone, DecodeStep)
+    assert isinstance(mixed, TileStep) and isinstance(alone, TileStep)
     assert alone.layout is mixed.layout
 
 
-def test_passes_do_not_show(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvevict_kernels.ragged_attention.cpu.PASS_BYTES", 1)
+def test_small_calls_do_not_show(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvevict_kernels.ragged_attention.cpu.CALL_BYTES", 1)
     world = make_world()
     shared = world.uneven_span(300)
     world.add((shared, world.uneven_span(200)), 200)
@@ -278,19 +279,22 @@ def test_arenas_of_other_sizes_are_refused(make_world: MakeWorld) -> None:
         TorchAttention(world.geometry, world.k, world.v.float())
 
 
+EMPTY_RUNS = torch.zeros(1, 1, dtype=torch.int32)
+ALL_FOUR = SpanRuns(torch.zeros(0, dtype=torch.int32), EMPTY_RUNS, EMPTY_RUNS, num_tokens=4)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"waterlines": [4]}, "request 0: waterline 4, 1 new of 4 tokens"),
-        ({"waterlines": [-1]}, "request 0: waterline -1"),
-        ({"extend_lens": [5]}, "request 0: waterline 3, 5 new of 4 tokens"),
+        ({"paths": ((ALL_FOUR,),)}, "request 0: waterline 4, 1 new of 4 tokens"),
+        ({"extend_lens": [5]}, "request 0: waterline 0, 5 new of 4 tokens"),
         ({"seq_lens": [5000]}, "rows of 1500"),
-        ({"paths": ()}, r"expected 1 of each, got \(0, 1, 1, 1\)"),
-        ({"extend_lens": [1, 1]}, r"expected 1 of each, got \(1, 1, 2, 1\)"),
+        ({"paths": ()}, r"expected 1 of each, got \(0, 1, 1\)"),
+        ({"extend_lens": [1, 1]}, r"expected 1 of each, got \(1, 2, 1\)"),
     ],
 )
 def test_contradicting_lengths_are_refused(change: dict[str, object], message: str) -> None:
-    batch: dict[str, object] = {"paths": ((),), "waterlines": [3], "seq_lens": [4], "extend_lens": None}
+    batch: dict[str, object] = {"paths": ((),), "seq_lens": [4], "extend_lens": None}
     batch |= {"req_pool_indices": torch.zeros(1), "req_to_token": torch.zeros(1, 1500, dtype=torch.int32), **change}
     with pytest.raises(InvariantError, match=message):
         AttentionBatch(**batch)  # type: ignore[arg-type]

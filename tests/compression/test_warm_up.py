@@ -9,6 +9,7 @@ import torch
 
 from helpers.specialisations import recorded
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
+from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import AttentionBatch
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.compression import Compressor, SuffixCompressor, warm_up
@@ -17,7 +18,6 @@ from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.prefix import Span, SpanStore
-from sgl_kvevict.ragged import SpanRuns
 
 GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=8, num_kv_heads=2, head_dim=16, num_token_slots=1003)
 OPS = (
@@ -100,7 +100,7 @@ def test_batches_of_other_sizes(stored: torch.dtype) -> None:
     attention = TritonAttention(GEOMETRY, *arena(stored), q_dtype=torch.float16)
     with recorded() as warm:
         attention.warm_up()
-    assert attention.num_compositions_built == 0
+    assert not len(attention._recent)
     head_slots = torch.randint(0, 4000, (401,), dtype=torch.int32)
     lens = torch.tensor([[30, 7], [0, 64]], dtype=torch.int32)
     starts = torch.tensor([[5, 100], [0, 301]], dtype=torch.int32)
@@ -117,7 +117,6 @@ def test_batches_of_other_sizes(stored: torch.dtype) -> None:
             waterlines = [sum(one.num_tokens for one in path) for path in paths]
             batch = AttentionBatch(
                 paths=paths,
-                waterlines=waterlines,
                 seq_lens=[start + 41 + new for start, new in zip(waterlines, new_lens, strict=True)],
                 extend_lens=None if max(new_lens) == 1 else new_lens,
                 req_pool_indices=torch.arange(9)[1 : len(paths) + 1],

@@ -28,10 +28,10 @@ FAULTS: Mapping[Place, str] = {
     Place.COMPRESSION: "sgl_kvevict.compression.Compressor.compress",
     Place.FIT: "sgl_kvevict.compression.PendingFit.step",
     Place.RELEASE: f"{LIFECYCLE}.ranges.Ranges.try_pending",
-    Place.OBSERVER: f"{ADAPTER}.observers.CountingObserver.scored",
+    Place.LISTENER: f"{ADAPTER}.monitoring.totals.TotalsListener.scored",
     Place.SOCKETS: "sgl_kvevict.events.service.EventService._publish_queued",
     Place.STORE: f"{LIFECYCLE}.storing.export_segment",
-    Place.STATE: f"{ADAPTER}.introspection.cache_state",
+    Place.STATE: f"{ADAPTER}.monitoring.server_info.cache_state",
 }
 """A function that runs at each guarded place."""
 

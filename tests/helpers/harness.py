@@ -34,7 +34,7 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.lifecycle.nodes import length_of, path_to
 from sgl_kvevict.policies import Policy, Rotary
 from sgl_kvevict.prefix import SpanStore
-from sgl_kvevict.sglang_adapter.monitoring.state import cache_state
+from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.span_component import FULL
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
@@ -312,7 +312,7 @@ class Harness:
     def _write_tokens(self, req: Req, start: int, end: int, slots: torch.Tensor) -> None:
         codes = torch.tensor(self._codes(req, end)[start:end])
         rows = slots.long()
-        runs = torch.arange(self.geometry.heads_per_token, dtype=torch.float32)
+        runs = torch.arange(self.geometry.num_runs, dtype=torch.float32)
         runs = runs.view(self.geometry.num_layers, 1, self.geometry.num_kv_heads)
         for arena, sign in ((self.k, 1.0), (self.v, -1.0)):
             arena[:, rows, :, 0] = sign * codes.view(1, -1, 1).expand(self.geometry.num_layers, -1, 2)

@@ -27,7 +27,7 @@ class PseudoRandomPolicy:
         view = show(0)
         tokens = view.num_tokens
         generator = torch.Generator().manual_seed(view.start * 1009 + tokens + self.rank * 7919)
-        runs = geometry.heads_per_token
+        runs = geometry.num_runs
         score = torch.rand(runs, tokens, generator=generator) * torch.rand(runs, 1, generator=generator)
         score[:, :protected] = 2.0
         kept = torch.zeros(runs * tokens, dtype=torch.bool)

@@ -65,13 +65,13 @@ def test_served(family, tmp_path):
     with serve(family, model, tmp_path / "whole.log", EVERYTHING) as ours:
         assert answers(ours) == expected
         state = idle_state(ours)
-        assert state["compressed_tokens"] >= 284 and state["leaked_slots"] == 0
+        assert state["span_tokens"] >= 284 and state["leaked_slots"] == 0
     with serve(family, model, tmp_path / "default.log", DEFAULT) as ours:
         for _ in range(2):
             assert [len(tokens) for tokens in answers(ours)] == [6] * 5
         wait_until_scored(ours)
         state = idle_state(ours)
-        assert state["compressed_tokens"] >= 284 and state["compressed_slots"] < 0.3 * state["compressed_tokens"]
+        assert state["span_tokens"] >= 284 and state["span_slots"] < 0.3 * state["span_tokens"]
         assert state["leaked_slots"] == 0 and ours.leak_messages() == []
 
 

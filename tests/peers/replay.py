@@ -107,7 +107,7 @@ class Recording:
         if policy is None:
             raise ValueError(f"case {case.name}: policy {case.policy!r} keeps everything")
         needs, window_size = policy.needs, policy.window_size
-        total = num_entries - case.tail * self.geometry.heads_per_token
+        total = num_entries - case.tail * self.geometry.num_runs
         decision = policy.select(
             lambda layer: self.show(layer, case.tail, window_size, needs), self.geometry, total, case.protected
         )

@@ -39,7 +39,7 @@ def stored(prompt: Any, kept: Run, name: str, budget: int, **options: Any) -> li
     config, policy = resolve(name, budget, policy_options=options)
     assert config.tail_tokens == prompt.length - prompt.end
     slots = config.num_slots(prompt.end)
-    decision = prompt.run(policy, slots * prompt.geometry.heads_per_token, min(config.sink_tokens, slots))
+    decision = prompt.run(policy, slots * prompt.geometry.num_runs, min(config.sink_tokens, slots))
     tail = list(range(prompt.end, prompt.length))
     return [[head + tail for head in layer] for layer in kept(decision)]
 

@@ -16,7 +16,7 @@ from sgl_kvevict.lifecycle import jobs
 from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.request import ticket_digest
 from sgl_kvevict.sglang_adapter import operations
-from sgl_kvevict.sglang_adapter.monitoring.state import cache_state
+from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 POLICIES = [*CacheAwarePolicy, *CacheAgnosticPolicy]

@@ -40,11 +40,11 @@ class Prefix:
         self.queries = torch.empty(queries, dtype=torch.bfloat16, device=setting.device).normal_()
         self.lse = torch.full(queries[:2], 12.0, device=setting.device)
         self.reader_attention = torch.rand(heads, tokens, device=setting.device)
-        self.num_kept = setting.kept_tokens * self.geometry.heads_per_token
+        self.num_kept = setting.kept_tokens * self.geometry.num_runs
 
     def selection(self) -> Selection:
         """A random one whose runs are uneven."""
-        runs, tokens = self.geometry.heads_per_token, self.setting.prefix_tokens
+        runs, tokens = self.geometry.num_runs, self.setting.prefix_tokens
         score = torch.rand(runs, tokens, device=self.setting.device)
         score *= torch.rand(runs, 1, device=self.setting.device) + 0.5
         kept = torch.zeros(runs * tokens, dtype=torch.bool, device=self.setting.device)

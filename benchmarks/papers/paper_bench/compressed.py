@@ -62,7 +62,7 @@ class Compressible:
             return seen.show(layer, 0, prompt.k_arena[layer], prompt.v_arena[layer], slots)
 
         num_slots = config.num_slots(num_range)
-        total = num_slots * prompt.geometry.heads_per_token
+        total = num_slots * prompt.geometry.num_runs
         decision = built.select(show, prompt.geometry, total, min(config.sink_tokens, num_slots))
         return Kept(decision, num_range, mask_of(decision, num_range))
 

@@ -103,7 +103,7 @@ class PolicyRun:
                 raise FileNotFoundError("no learned scores of this model: make them with 'sgl-kvevict learn'")
             tokens = CachedRange(prompt.k_arena, prompt.v_arena, self.token_slots, 0, self.token_slots.numel())
             show = with_learned_scores(show_left, prompt.score_weights, tokens, prompt.rotary)
-        total = self.num_slots * prompt.geometry.heads_per_token
+        total = self.num_slots * prompt.geometry.num_runs
         return self.policy.select(show, prompt.geometry, total, SINK_TOKENS)
 
     def compact(self, decision: Decision, store: SpanStore) -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
-
-from torch import Tensor
 
 from kvevict_kernels.ragged_decode.chunks import (
     ITEMS_PER_SM,
@@ -19,30 +16,11 @@ from kvevict_kernels.ragged_decode.chunks import (
     suffix_splits,
 )
 from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS
+from kvevict_kernels.span_runs import SpanRuns, waterline_of
 
 SPLIT_ROWS = 128
 """A request with more q rows per KV head than this is left to ``ragged_extend``."""
 NUM_CLASSES = len(DECODE_ROWS)
-
-
-class RunLists(Protocol):
-    """One compressed span: run ``(l, h)`` is ``head_slots[starts[l, h] : starts[l, h] + lens[l, h]]``."""
-
-    @property
-    def head_slots(self) -> Tensor:
-        """[num_entries], int32."""
-
-    @property
-    def starts(self) -> Tensor:
-        """[num_layers, num_kv_heads], int32."""
-
-    @property
-    def lens(self) -> Tensor:
-        """[num_layers, num_kv_heads], int32, at most ``num_tokens`` each."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the span stands for."""
 
 
 def uses_split(new_len: int, group_size: int) -> bool:
@@ -84,7 +62,7 @@ class HostLists:
 
     def __init__(
         self,
-        paths: Sequence[Sequence[RunLists]],
+        paths: Sequence[Sequence[SpanRuns]],
         new_lens: Sequence[int],
         suffix_bounds: Sequence[int],
         sizes: Sizes,
@@ -97,7 +75,7 @@ class HostLists:
         self.elsewhere = set(elsewhere)
         self.group_size = sizes.group_size
         self.is_split = [uses_split(new, self.group_size) for new in new_lens]
-        self.spans: list[RunLists] = list({id(span): span for path in paths for span in path}.values())
+        self.spans: list[SpanRuns] = list({id(span): span for path in paths for span in path}.values())
         self.span_rows = self._readers()
         self.span_class = [row_class(len(rows) * self.group_size) for rows in self.span_rows]
         self.request_class = [row_class(new * self.group_size) for new in new_lens]
@@ -110,7 +88,7 @@ class HostLists:
         self.num_splits = [self._num_splits(i) for i in range(len(new_lens))]
         self.num_partials = max(self._place_partials(), self._place_extend_partials())
 
-    def _average(self, span: RunLists) -> int:
+    def _average(self, span: SpanRuns) -> int:
         """Entries of a run, on average over the segment that the span was cut from."""
         runs = self.sizes.num_layers * self.sizes.num_kv_heads
         return min(-(-span.head_slots.numel() // runs), span.num_tokens)
@@ -226,7 +204,7 @@ class HostLists:
             "members": members + list(range(sum(self.new_lens))),
             "request_members": [len(members) + row for row in self.first_rows],
             "new_lens_device": list(self.new_lens),
-            "waterlines": [sum(span.num_tokens for span in path) for path in self.paths],
+            "waterlines": [waterline_of(path) for path in self.paths],
             "request_chunk": [MIN_CHUNKS[which] for which in self.request_class],
             "num_splits": self.num_splits,
             "path_start": self.path_start,

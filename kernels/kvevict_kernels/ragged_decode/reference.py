@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvevict_kernels.head_slots import head_slot_of
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step, Tables
 
 
@@ -30,7 +31,7 @@ def ragged_attention_over_paths_reference(tables: Tables, step: Step, inputs: La
                     span.head_slots[int(span.starts[layer, head]) :][: int(span.lens[layer, head])].long()
                     for span in path
                 ]
-                rows = torch.cat([*runs, (layer * num_token_slots + own) * num_kv_heads + head])
+                rows = torch.cat([*runs, head_slot_of(layer, own, head, num_token_slots, num_kv_heads)])
                 if rows.numel():
                     scores = k_rows[rows] @ q[row, q_head].float() * inputs.sm_scale
                     if inputs.biases is not None:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvevict_kernels.ragged_decode.host_lists import NUM_CLASSES, HostLists, RunLists, Sizes
+from kvevict_kernels.ragged_decode.host_lists import NUM_CLASSES, HostLists, Sizes
+from kvevict_kernels.span_runs import SpanRuns
 from kvevict_kernels.transfer import to_device
 
 
@@ -82,7 +83,7 @@ class Tables:
         num_partials: partial rows that one layer needs, at most.
     """
 
-    paths: tuple[tuple[RunLists, ...], ...]
+    paths: tuple[tuple[SpanRuns, ...], ...]
     new_lens: tuple[int, ...]
     sizes: Sizes
     span_address: Tensor
@@ -154,7 +155,8 @@ class LayerInputs:
         layer: layer index.
         q: [num_new_tokens, num_qo_heads, head_dim], bfloat16, float16 or float32, request after request; tokens may
             lie apart (a slice of a fused projection), heads of one token lie together.
-        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], dtype of ``q`` or float8_e4m3fn.
+        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], dtype of ``q`` or float8_e4m3fn; the caller has
+            checked all three with :func:`kvevict_kernels.checks.check_arenas`, once.
         v_arena: like ``k_arena``.
         sm_scale: factor of the products of queries and stored keys: softmax scale, times the layer's scale of keys.
         v_scale: what a stored 1 of a value is worth in this layer.
@@ -172,7 +174,7 @@ class LayerInputs:
 
 
 def build_tables(
-    paths: Sequence[Sequence[RunLists]],
+    paths: Sequence[Sequence[SpanRuns]],
     new_lens: Sequence[int],
     suffix_bounds: Sequence[int],
     *,

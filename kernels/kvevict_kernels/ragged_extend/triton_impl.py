@@ -14,10 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kvevict_kernels.device_limits import limits_of
-from kvevict_kernels.ragged_decode.directory import Directory
+from kvevict_kernels.ragged_decode.addresses import TableAddresses
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 from kvevict_kernels.ragged_decode.tile_table import EXTEND, tiles_for
 from kvevict_kernels.ragged_decode.triton_impl import LOG2_E, attend_block
+from kvevict_kernels.triton_head_slots import head_slot_of
 
 COMBINE_ROWS = 16
 TABLES = (
@@ -142,7 +143,7 @@ def _extend_kernel(
         )
         is_own = (j >= path_end).to(tl.int32)
         slot_scale = 1 + is_own * (H - 1)
-        slot_shift = is_own * (layer.to(tl.int64) * num_token_slots * H + head)
+        slot_shift = is_own * head_slot_of(layer.to(tl.int64), 0, head, num_token_slots, H)
         to_key = tl.minimum(end, num_kv)
         limit = tl.minimum(tl.where(is_own > 0, num_before + token + 1, num_kv), to_key)
         index_ptr = address.to(tl.pointer_type(tl.int32))
@@ -223,11 +224,11 @@ def _combine_kernel(
         tl.store(lse_ptr + row, (b_max + tl.log2(divisor)) * 0.6931471805599453, mask=m_m)
 
 
-def run_extend(directory: Directory, step: Step, inputs: LayerInputs, out: Tensor, lse: Tensor) -> None:
+def run_extend(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: Tensor, lse: Tensor) -> None:
     """Device path of :func:`kvevict_kernels.ragged_extend.run_ragged_extend`: a launch, a second if keys are split."""
     q, head_dim = inputs.q, inputs.q.shape[2]
-    tables, sizes = directory.tables, directory.tables.sizes
-    tile = tiles_for(limits_of(q.device), head_dim)[EXTEND]
+    tables, sizes = addresses.tables, addresses.tables.sizes
+    tile = tiles_for(limits_of(q.device), head_dim, has_biases=inputs.biases is not None)[EXTEND]
     num_programs = tables.tile_request.numel()
     constants = {
         "H": sizes.num_kv_heads,
@@ -244,7 +245,7 @@ def run_extend(directory: Directory, step: Step, inputs: LayerInputs, out: Tenso
         inputs.biases,
         out,
         lse,
-        *directory.partials,
+        *addresses.partials,
         *tiles,
         tables.path_start,
         tables.path_span,
@@ -274,7 +275,7 @@ def run_extend(directory: Directory, step: Step, inputs: LayerInputs, out: Tenso
         members = (tables.members, tables.request_members, tables.new_lens_device)
         grid = (num_programs, sizes.num_kv_heads, triton.cdiv(tile.rows, COMBINE_ROWS))
         _combine_kernel[grid](
-            *(out, lse, *directory.partials, *tiles, *members, inputs.v_scale),
+            *(out, lse, *addresses.partials, *tiles, *members, inputs.v_scale),
             ROWS=COMBINE_ROWS,
             **constants,
         )

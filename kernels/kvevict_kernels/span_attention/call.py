@@ -15,10 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvevict_kernels.checks import KV_DTYPES, check_tensor
+from kvevict_kernels import head_slots
+from kvevict_kernels.checks import KV_DTYPES, check_arenas
 from kvevict_kernels.span_attention import words as w
-from kvevict_kernels.span_attention.layout import Layout, Runs
+from kvevict_kernels.span_attention.layout import Layout
 from kvevict_kernels.span_attention.openmp import Team, torch_team
+from kvevict_kernels.span_runs import SpanRuns
 
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _LINE = 64
@@ -64,10 +66,7 @@ class SpanAttention:
     """
 
     def __init__(self, k_arena: Tensor, v_arena: Tensor, num_qo_heads: int, biases: Tensor | None = None) -> None:
-        check_tensor("k_arena", k_arena, (None, None, None, None), KV_DTYPES, torch.device("cpu"))
-        check_tensor("v_arena", v_arena, k_arena.shape, k_arena.dtype, torch.device("cpu"))
-        if biases is not None:
-            check_tensor("biases", biases, k_arena.shape[:3], torch.float32, torch.device("cpu"))
+        check_arenas(k_arena, v_arena, biases, (None, None, None, None), KV_DTYPES, torch.device("cpu"))
         num_layers, num_token_slots, num_kv_heads, head_dim = k_arena.shape
         reason = reason_not_to_run(head_dim)
         team = torch_team()
@@ -95,7 +94,9 @@ class SpanAttention:
             w.ZEROS: self._zeros.ctypes.data,
         }
 
-    def lay_out(self, paths: Sequence[Sequence[Runs]], new_lens: Sequence[int], first_tokens: Sequence[int]) -> Layout:
+    def lay_out(
+        self, paths: Sequence[Sequence[SpanRuns]], new_lens: Sequence[int], first_tokens: Sequence[int]
+    ) -> Layout:
         """Lay out a batch; see :class:`Layout`. :meth:`prepare` it before every step."""
         layout = Layout(paths, new_lens, first_tokens, self._shape)
         for word, number in self._constants.items():
@@ -162,7 +163,7 @@ class _Buffer:
 @cache
 def _stamp() -> int:
     """Of the sources that the call is compiled from."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+    sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(head_slots.__file__)]
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).digest()
     return int.from_bytes(digest[:7], "little")
 

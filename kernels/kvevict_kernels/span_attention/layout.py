@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,32 +11,10 @@ from torch import Tensor
 
 from kvevict_kernels.checks import check_tensor
 from kvevict_kernels.span_attention import words as w
+from kvevict_kernels.span_runs import SpanRuns
 
 Words = NDArray[np.int64]
 _CPU = torch.device("cpu")
-
-
-class Runs(Protocol):
-    """A compressed span; compared by identity.
-
-    Run ``(l, h)`` is ``head_slots[starts[l, h] : starts[l, h] + lens[l, h]]``.
-    """
-
-    @property
-    def head_slots(self) -> Tensor:
-        """[num_entries], int32, rows of the arena."""
-
-    @property
-    def starts(self) -> Tensor:
-        """[num_layers, num_kv_heads], int32."""
-
-    @property
-    def lens(self) -> Tensor:
-        """[num_layers, num_kv_heads], int32; may be 0."""
-
-    @property
-    def is_fitted(self) -> bool:
-        """Its head slots have biases other than 0."""
 
 
 class Layout:
@@ -55,7 +32,7 @@ class Layout:
 
     def __init__(
         self,
-        paths: Sequence[Sequence[Runs]],
+        paths: Sequence[Sequence[SpanRuns]],
         new_lens: Sequence[int],
         first_tokens: Sequence[int],
         shape: torch.Size,

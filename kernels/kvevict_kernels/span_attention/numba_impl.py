@@ -17,6 +17,7 @@ from llvmlite import binding
 from numba import carray, cfunc, njit
 from numba.core import types
 
+from kvevict_kernels.head_slots import head_slot_of
 from kvevict_kernels.span_attention import words as w
 from kvevict_kernels.span_attention.numba_rows import (
     WIDTH,
@@ -47,6 +48,7 @@ from kvevict_kernels.span_attention.openmp import Team
 _thread_number = types.ExternalFunction("kvevict_omp_thread_number", types.int32())
 _thread_count = types.ExternalFunction("kvevict_omp_thread_count", types.int32())
 _barrier = types.ExternalFunction("kvevict_omp_barrier", types.void())
+_head_slot_of = njit(head_slot_of)
 
 _LOWEST, _ZERO, _ONE, _MINUS_INFINITY = np.float32(-1e30), np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
 _BLOCK, _CHUNK, _MAX_CHUNKS, _KEY_COST = w.BLOCK, w.CHUNK, w.MAX_CHUNKS, w.KEY_COST
@@ -132,7 +134,7 @@ def _load_keys(words, part, head, first, num_keys, num_next, scratch):
         factor, shift = 1, 0
     else:
         slots = int32s(int64s(words[w.SUFFIX_SLOTS])[part - num_spans] + 4 * first)
-        factor, shift = num_heads, layer * words[w.NUM_TOKEN_SLOTS] * num_heads + head
+        factor, shift = num_heads, _head_slot_of(layer, 0, head, words[w.NUM_TOKEN_SLOTS], num_heads)
     rows, values = int64s(scratch), _values_in(scratch, head_dim)
     row_bytes, to_values = head_dim * item_bytes(kind), words[w.V] - words[w.K]
     has_biases = part < num_spans and words[w.BIASES] != 0

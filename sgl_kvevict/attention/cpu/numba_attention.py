@@ -8,7 +8,7 @@ from torch import Tensor
 from kvevict_kernels.span_attention import Layout, SpanAttention
 from sgl_kvevict.attention.batch import AttentionBatch, Path
 from sgl_kvevict.attention.cpu.torch_extend import ExtendAttention, ExtendRequest, RunBounds, plan_extend
-from sgl_kvevict.attention.recent_compositions import RecentCompositions
+from sgl_kvevict.attention.recent_batches import RecentBatches
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 
@@ -20,7 +20,8 @@ prefills are large matrix products, for which PyTorch has the processor's own in
 results of the call would take much memory.
 """
 
-Composition = tuple[tuple[Path, ...], tuple[int, ...], tuple[int, ...]]
+_Key = tuple[tuple[Path, ...], tuple[int, ...], tuple[int, ...]]
+"""Paths, numbers of new tokens and places of the first of them."""
 
 
 class NumbaAttention:
@@ -44,7 +45,7 @@ class NumbaAttention:
         self.geometry = geometry
         self._spans = SpanAttention(k_arena, v_arena, geometry.num_qo_heads, biases)
         self._extend = ExtendAttention(k_arena, v_arena, RunBounds(), biases)
-        self._compositions: RecentCompositions[Composition, Layout] = RecentCompositions()
+        self._recent: RecentBatches[_Key, Layout] = RecentBatches()
         self._layout: Layout | None = None
         self._long: list[ExtendRequest] = []
         self._num_new = -1
@@ -84,7 +85,7 @@ class NumbaAttention:
         short_lens = tuple(new_lens[i] for i in requests)
         ends = torch.tensor(new_lens).cumsum(0).tolist()
         first_tokens = tuple(ends[i] - new_lens[i] for i in requests)
-        layout = self._compositions.get(
+        layout = self._recent.get(
             (paths, short_lens, first_tokens), lambda: self._spans.lay_out(paths, short_lens, first_tokens)
         )
         layout.locate(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvevict_kernels.checks import KV_DTYPES, check_tensor
+from kvevict_kernels.checks import KV_DTYPES, check_arenas
 from kvevict_kernels.ragged_attention.cpu import Scratch
 from sgl_kvevict.attention.batch import AttentionBatch, Path
-from sgl_kvevict.attention.cpu.torch_decode import ArenaViews, DecodeStep
+from sgl_kvevict.attention.cpu.torch_decode import ArenaViews, TileStep
 from sgl_kvevict.attention.cpu.torch_extend import ExtendAttention, ExtendRequest, RunBounds, plan_extend
-from sgl_kvevict.attention.cpu.torch_plan import Composition, locate_suffixes
-from sgl_kvevict.attention.cpu.torch_rows import JoinedStep
-from sgl_kvevict.attention.recent_compositions import RecentCompositions
+from sgl_kvevict.attention.cpu.torch_rows import RowStep
+from sgl_kvevict.attention.cpu.torch_tiles import SpanTiles, locate_suffixes
+from sgl_kvevict.attention.recent_batches import RecentBatches
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 
@@ -35,20 +35,16 @@ class TorchAttention:
     """
 
     def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, biases: Tensor | None = None) -> None:
-        shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
-        check_tensor("k_arena", k_arena, shape, KV_DTYPES, torch.device("cpu"))
-        check_tensor("v_arena", v_arena, shape, k_arena.dtype, torch.device("cpu"))
-        if biases is not None:
-            check_tensor("biases", biases, shape[:3], torch.float32, torch.device("cpu"))
+        check_arenas(k_arena, v_arena, biases, geometry.arena_shape, KV_DTYPES, torch.device("cpu"))
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena
         self.biases = biases
         self._views = ArenaViews(k_arena, v_arena)
         self._scratch = Scratch()
-        self._compositions: RecentCompositions[tuple[Path, ...], Composition] = RecentCompositions()
+        self._recent: RecentBatches[tuple[Path, ...], SpanTiles] = RecentBatches()
         self._extend = ExtendAttention(k_arena, v_arena, RunBounds(), biases)
-        self._decode_step: DecodeStep | JoinedStep | None = None
+        self._decode_step: TileStep | RowStep | None = None
         self._decode_rows: Tensor | None = None
         self._extending: list[ExtendRequest] = []
         self._num_new = -1
@@ -90,18 +86,18 @@ class TorchAttention:
             out[rows], lse[rows] = self._decode_step.run(layer, q[rows], sm_scale)
         return out, lse
 
-    def _plan_decode(self, batch: AttentionBatch, requests: list[int]) -> DecodeStep | JoinedStep:
+    def _plan_decode(self, batch: AttentionBatch, requests: list[int]) -> TileStep | RowStep:
         pool_rows = batch.req_pool_indices
         if len(requests) < len(batch.seq_lens):
             pool_rows = pool_rows[requests]
         waterlines = [batch.waterlines[i] for i in requests]
         seq_lens = [batch.seq_lens[i] for i in requests]
         paths = tuple(batch.paths[i] for i in requests)
-        composition = self._compositions.get(paths, lambda: Composition(paths, self.geometry, self.biases))
+        spans = self._recent.get(paths, lambda: SpanTiles(paths, self.geometry, self.biases))
         suffix_lens = [end - start for start, end in zip(waterlines, seq_lens, strict=True)]
-        if (joined := composition.joined_for(suffix_lens, self._views.k_rows, self._views.v_rows)) is not None:
+        if (joined := spans.joined_for(suffix_lens, self._views.k_rows, self._views.v_rows)) is not None:
             joined.locate(waterlines, seq_lens, pool_rows, batch.req_to_token)
             return joined
-        layout = composition.layout_for(suffix_lens)
+        layout = spans.layout_for(suffix_lens)
         suffix = locate_suffixes(layout, waterlines, seq_lens, pool_rows, batch.req_to_token)
-        return DecodeStep(self._views, layout, suffix, self._scratch)
+        return TileStep(self._views, layout, suffix, self._scratch)

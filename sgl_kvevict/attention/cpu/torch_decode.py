@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.ragged_attention.cpu import Scratch, attend_blocks, attend_tiles, merge_partials
-from sgl_kvevict.attention.cpu.torch_plan import Layout, Pass, SuffixSlots
+from sgl_kvevict.attention.cpu.torch_tiles import FusedCall, SuffixSlots, TileLayout
 
 
 class ArenaViews:
@@ -29,7 +29,7 @@ class ArenaViews:
 
 
 @dataclass(frozen=True)
-class DecodeStep:
+class TileStep:
     """Runs the layers of one step.
 
     Suffix tiles and tiles of unshared spans have the same shape, [block, num_kv_heads] rows, and share a call: a
@@ -43,7 +43,7 @@ class DecodeStep:
     """
 
     arenas: ArenaViews
-    layout: Layout
+    layout: TileLayout
     suffix: SuffixSlots
     scratch: Scratch
 
@@ -62,13 +62,13 @@ class DecodeStep:
         work = self.layout.layers[layer]
         arenas = self.arenas
         q_rows = q.reshape(-1, q.shape[2]).float()
-        partials = [self._run_pass(call, layer, q_rows, sm_scale) for call in work.passes]
+        partials = [self._run_call(call, layer, q_rows, sm_scale) for call in work.calls]
         for shared in work.shared:
             partials.extend(attend_tiles(shared, q_rows, arenas.k_rows, arenas.v_rows, sm_scale, self.scratch))
         out, lse = merge_partials(partials, work.table, work.bias)
         return out.view(q.shape).to(q.dtype), lse.view(q.shape[:2])
 
-    def _run_pass(self, call: Pass, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
+    def _run_call(self, call: FusedCall, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
         arenas = self.arenas
         num_tiles, block, lanes, head_dim = call.shape
         sources = []

@@ -12,9 +12,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from kvevict_kernels.head_slots import head_slot_of
 from kvevict_kernels.ragged_attention.cpu import fused_attention
+from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention.batch import AttentionBatch, Path
-from sgl_kvevict.ragged import SpanRuns
 
 STACKED_TOKENS = 16
 """Up to so many new tokens, the q heads of a group are stacked into one: fewer, larger products."""
@@ -123,7 +124,7 @@ class ExtendAttention:
         num_token_slots, num_heads, head_dim = self.k_arena.shape[1:]
         group = q.shape[1] // num_heads
         k_rows, v_rows = self.k_arena.view(-1, 1, head_dim), self.v_arena.view(-1, 1, head_dim)
-        cached = (request.cached_slots + layer * num_token_slots) * num_heads
+        cached: Tensor = head_slot_of(layer, request.cached_slots, 0, num_token_slots, num_heads)  # of the first head
         biases = self.biases if any(span.is_fitted for span in request.path) else None
         out = torch.zeros_like(q)
         lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)

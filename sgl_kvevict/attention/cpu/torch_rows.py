@@ -1,6 +1,6 @@
 """Decode without a merge: everything that a request reads with one KV head lies in one row.
 
-Cutting into tiles (:mod:`sgl_kvevict.attention.cpu.torch_plan`) keeps filler small and reads shared spans once, but
+Cutting into tiles (:mod:`sgl_kvevict.attention.cpu.torch_tiles`) keeps filler small and reads shared spans once, but
 costs about twice the calls. Where nothing is shared and the batch is small, the calls are what a step costs.
 """
 
@@ -13,32 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvevict_kernels.ragged_attention.cpu import PASS_BYTES, fused_attention
-from sgl_kvevict.attention.span_tiles import SpanGroup, UnitLists
-from sgl_kvevict.attention.suffix_slots import look_up_slots
+from kvevict_kernels.head_slots import head_slot_of
+from kvevict_kernels.ragged_attention.cpu import CALL_BYTES, fused_attention
+from sgl_kvevict.attention.cpu.suffix_slots import look_up_slots
+from sgl_kvevict.attention.span_groups import JoinedRuns, SpanGroup
 from sgl_kvevict.geometry import KVGeometry
 
 SUFFIX_ROOM = 64
 """Suffixes get room in multiples of this (tokens); rows are built anew when one has outgrown it."""
 BLOCK = 16
 """Rows are multiples of this wide (entries), because a step writes the suffixes in such blocks; divides the room."""
-
-
-@dataclass(frozen=True)
-class Runs:
-    """What each unit, a KV head of a request, reads of spans.
-
-    Attributes:
-        starts: [num_layers, num_units], int64, in ``head_slots``; units are request * num_kv_heads + KV head.
-        lens: [num_layers, num_units], int64, 0 for requests without spans.
-        head_slots: [num_entries], int32.
-        biases: [num_entries], float32, added to their scores; None: nothing is.
-    """
-
-    starts: Tensor
-    lens: Tensor
-    head_slots: Tensor
-    biases: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -59,12 +43,14 @@ class Rows:
         return self.widths * self.units.shape[1]
 
 
-def runs_of_requests(groups: Sequence[SpanGroup], units: UnitLists, num_requests: int, geometry: KVGeometry) -> Runs:
-    """List spans that one request reads alone by request.
+def runs_of_requests(
+    groups: Sequence[SpanGroup], runs: JoinedRuns, num_requests: int, geometry: KVGeometry
+) -> JoinedRuns:
+    """Arrange spans that one request reads alone by request: units are request * num_kv_heads + KV head.
 
     Args:
         groups: at most one per request.
-        units: their runs.
+        runs: theirs.
         num_requests: requests of the batch, those without spans included.
         geometry: sizes.
     """
@@ -72,9 +58,9 @@ def runs_of_requests(groups: Sequence[SpanGroup], units: UnitLists, num_requests
     members = [group.members[0] for group in groups]
     starts = torch.zeros(geometry.num_layers, num_requests, geometry.num_kv_heads, dtype=torch.int64)
     lens = torch.zeros_like(starts)
-    starts[:, members] = units.kv_starts.view(shape)
-    lens[:, members] = units.kv_lens.view(shape)
-    return Runs(starts.flatten(1), lens.flatten(1), units.kv_indices, units.kv_biases)
+    starts[:, members] = runs.starts.view(shape)
+    lens[:, members] = runs.lens.view(shape)
+    return JoinedRuns(starts.flatten(1), lens.flatten(1), runs.head_slots, runs.biases)
 
 
 def arrange_rows(lens: Tensor, room: int, num_threads: int) -> Rows:
@@ -102,9 +88,9 @@ def arrange_rows(lens: Tensor, room: int, num_threads: int) -> Rows:
     return min(alone, paired, key=time)
 
 
-def fits_one_pass(rows: Rows, geometry: KVGeometry) -> bool:
+def fits_one_call(rows: Rows, geometry: KVGeometry) -> bool:
     """Whether the rows are small enough: gathered K and V, in float32, stay in the caches."""
-    return int(rows.num_entries.max()) * geometry.head_dim * 8 <= PASS_BYTES
+    return int(rows.num_entries.max()) * geometry.head_dim * 8 <= CALL_BYTES
 
 
 def room_for(suffix_lens: Sequence[int]) -> int:
@@ -112,7 +98,7 @@ def room_for(suffix_lens: Sequence[int]) -> int:
     return -(-max(suffix_lens) // SUFFIX_ROOM) * SUFFIX_ROOM
 
 
-class JoinedStep:
+class RowStep:
     """Rows filled with suffixes and spans, and attention over them.
 
     A row is room for the suffix of each of its units, then the entries of their spans, unit after unit, then filler.
@@ -127,7 +113,9 @@ class JoinedStep:
         v_rows: like ``k_rows``.
     """
 
-    def __init__(self, runs: Runs, rows: Rows, room: int, geometry: KVGeometry, k_rows: Tensor, v_rows: Tensor) -> None:
+    def __init__(
+        self, runs: JoinedRuns, rows: Rows, room: int, geometry: KVGeometry, k_rows: Tensor, v_rows: Tensor
+    ) -> None:
         self.room = room
         self._k_rows, self._v_rows = k_rows, v_rows
         num_layers, num_rows, per_row = rows.units.shape
@@ -137,8 +125,9 @@ class JoinedStep:
         units = rows.units.clamp(max=num_units - 1)
         self._requests = units // geometry.num_kv_heads
         self._lanes = geometry.num_kv_heads
-        first_slots = torch.arange(num_layers).view(-1, 1, 1) * (geometry.num_token_slots * self._lanes)
-        self._first_slots = (first_slots + units % self._lanes).int()[..., None]
+        layers = torch.arange(num_layers).view(-1, 1, 1)
+        first_slots = head_slot_of(layers, 0, units % self._lanes, geometry.num_token_slots, self._lanes)
+        self._first_slots = first_slots.int()[..., None]
         # One storage for all layers, so that a step writes the suffixes of all of them at once.
         entry, owner = _lay_out(runs, rows, room)
         self._head_slots, positions = _pack(runs.head_slots[entry], rows.widths)
@@ -195,7 +184,7 @@ class JoinedStep:
         self._mask.view(-1, BLOCK).index_copy_(0, self._suffix_mask_blocks, seen.reshape(-1, BLOCK))
 
     def run(self, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
-        """Attend; see :meth:`sgl_kvevict.attention.cpu.torch_decode.DecodeStep.run`."""
+        """Attend; see :meth:`sgl_kvevict.attention.cpu.torch_decode.TileStep.run`."""
         work = self._layers[layer]
         torch.index_select(self._k_rows, 0, work.head_slots, out=work.gathered)
         work.k.copy_(work.gathered)
@@ -224,7 +213,7 @@ class _LayerRows:
     v_heads: Tensor
 
 
-def _lay_out(runs: Runs, rows: Rows, room: int) -> tuple[Tensor, Tensor]:
+def _lay_out(runs: JoinedRuns, rows: Rows, room: int) -> tuple[Tensor, Tensor]:
     """Say what each column of each row holds.
 
     Returns:

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvevict_kernels.checks import check_tensor
-from sgl_kvevict.attention.batch import AttentionBatch, CompositionKey
+from kvevict_kernels.checks import check_arenas
+from sgl_kvevict.attention.batch import AttentionBatch, BatchKey
 from sgl_kvevict.attention.flashinfer.lists import (
     SpanLists,
     SuffixLists,
@@ -22,8 +22,8 @@ from sgl_kvevict.attention.flashinfer.lists import (
     build_suffix_lists,
     merge_base2,
 )
-from sgl_kvevict.attention.reasons import DTYPES_16, flashinfer_reasons
-from sgl_kvevict.attention.recent_compositions import MAX_COMPOSITIONS, RecentCompositions
+from sgl_kvevict.attention.recent_batches import MAX_BATCHES, RecentBatches
+from sgl_kvevict.attention.refusals import DTYPES_16, flashinfer_reasons
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 
@@ -67,8 +67,8 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class _Spans:
-    """Planned spans of one composition; both None if it reads none."""
+class _PlannedSpans:
+    """Planned spans of one batch; both None if it reads none."""
 
     lists: SpanLists | None
     planned: Planned | None
@@ -99,24 +99,21 @@ class FlashInferAttention:
     ) -> None:
         if reasons := flashinfer_reasons(k_arena.dtype, geometry.head_dim):
             raise UnsupportedSetupError(reasons)
-        shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
-        check_tensor("k_arena", k_arena, shape, DTYPES_16)
-        check_tensor("v_arena", v_arena, shape, k_arena.dtype, k_arena.device)
+        check_arenas(k_arena, v_arena, None, geometry.arena_shape, DTYPES_16)
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena
-        self.num_span_plans = 0
         make = make_wrapper or flashinfer_wrappers(k_arena.device)
-        self._span_wrappers = [Planned(make(), k_arena.device) for _ in range(MAX_COMPOSITIONS)]
+        self._span_wrappers = [Planned(make(), k_arena.device) for _ in range(MAX_BATCHES)]
         self._suffix_wrappers = [Planned(make(), k_arena.device) for _ in range(SUFFIX_WRAPPERS)]
-        self._compositions: RecentCompositions[CompositionKey, _Spans] = RecentCompositions(self._take_back_wrapper)
+        self._recent: RecentBatches[BatchKey, _PlannedSpans] = RecentBatches(self._take_back_wrapper)
         self._num_new = -1
-        self._spans = _Spans(None, None)
+        self._spans = _PlannedSpans(None, None)
 
     def plan(self, batch: AttentionBatch) -> None:
         """Prepare the layers of one forward; see :meth:`sgl_kvevict.attention.backend.Attention.plan`."""
         self._num_new = sum(batch.new_lens)
-        self._spans = self._compositions.get(batch.composition, lambda: self._plan_spans(batch))
+        self._spans = self._recent.get(batch.key, lambda: self._plan_spans(batch))
         self._suffix_wrappers.append(self._suffix_wrappers.pop(0))
         plan_suffixes(self._suffix_wrappers[-1], build_suffix_lists(batch), self.geometry, self.k_arena.dtype)
 
@@ -140,14 +137,14 @@ class FlashInferAttention:
             out, lse = merge_base2(lists, span_out, span_lse, out, lse)
         return out.to(q.dtype), lse * math.log(2.0)
 
-    def _take_back_wrapper(self, dropped: _Spans) -> None:
+    def _take_back_wrapper(self, dropped: _PlannedSpans) -> None:
         if dropped.planned is not None:
             self._span_wrappers.append(dropped.planned)
 
-    def _plan_spans(self, batch: AttentionBatch) -> _Spans:
+    def _plan_spans(self, batch: AttentionBatch) -> _PlannedSpans:
         lists = build_span_lists(batch.paths, batch.new_lens, self.geometry, self.k_arena.device)
         if lists is None:
-            return _Spans(None, None)
+            return _PlannedSpans(None, None)
         planned = self._span_wrappers.pop()
         # Without split-KV the plan depends on qo_indptr alone, and the kernel reads each layer's lengths from the
         # device (run): rows of one entry stand in for all layers here.
@@ -168,8 +165,7 @@ class FlashInferAttention:
             raise UnsupportedSetupError(
                 [f"this FlashInfer's wrapper has no {_INDPTR_ATTRIBUTE}; attention 'flashinfer' supports 0.7.2"]
             )
-        self.num_span_plans += 1
-        return _Spans(lists, planned)
+        return _PlannedSpans(lists, planned)
 
 
 def plan_suffixes(planned: Planned, lists: SuffixLists, geometry: KVGeometry, dtype: torch.dtype) -> None:

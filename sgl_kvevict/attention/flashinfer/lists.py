@@ -16,7 +16,7 @@ from torch import Tensor
 from kvevict_kernels.ragged_attention.tiles import merge_table
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.attention.batch import AttentionBatch, Path
-from sgl_kvevict.attention.span_tiles import SpanGroup, group_spans, join_runs
+from sgl_kvevict.attention.span_groups import JoinedRuns, SpanGroup, group_spans, join_runs
 from sgl_kvevict.geometry import KVGeometry
 
 PART_ENTRIES = 1024
@@ -98,11 +98,11 @@ def build_span_lists(
     owners = torch.cat(q_rows)
     table, counts = merge_table(owners, ends[-1] * geometry.num_kv_heads)
     bias = torch.where(torch.arange(table.shape[1]) < counts[:, None], 0.0, float("-inf"))
-    lens, kv_indices = join_runs(groups, geometry)
+    runs = join_runs(groups, geometry)
     return SpanLists(
         qo_indptr=_indptr(num_queries),
-        kv_indptr=_cut_runs(lens, parts, geometry),
-        kv_indices=kv_indices,
+        kv_indptr=_cut_runs(runs, parts, geometry),
+        kv_indices=runs.head_slots,
         q_rows=owners.to(device),
         merge_table=table.to(device),
         merge_bias=bias[..., None].to(device),
@@ -159,22 +159,20 @@ def _num_parts(group: SpanGroup, num_rows: int, geometry: KVGeometry) -> int:
     """Parts of each of the group's runs: depends on its spans alone, and on whether its queries fill a tile."""
     if num_rows > MAX_SPLIT_ROWS:
         return 1
-    average = sum(span.head_slots.numel() for span in group.spans) // geometry.heads_per_token
+    average = sum(span.head_slots.numel() for span in group.spans) // geometry.num_runs
     return min(MAX_PARTS, max(1, -(-average // PART_ENTRIES)))
 
 
-def _cut_runs(lens: Tensor, parts: list[int], geometry: KVGeometry) -> Tensor:
+def _cut_runs(runs: JoinedRuns, parts: list[int], geometry: KVGeometry) -> Tensor:
     """Bounds of all parts of all runs, [num_layers, num_rows + 1], int32."""
-    device = lens.device
-    by_layer = lens.view(geometry.num_layers, -1)
+    device = runs.lens.device
     counts = torch.tensor([count for count in parts for _ in range(geometry.num_kv_heads)])
     unit = torch.arange(counts.numel()).repeat_interleave(counts)
     first = counts.cumsum(0) - counts
     part = torch.arange(unit.numel()) - first[unit]
     unit, part, count = unit.to(device), part.to(device), counts[unit].to(device)
-    starts = (lens.cumsum(0) - lens).view(geometry.num_layers, -1)
-    begin = starts[:, unit] + by_layer[:, unit] * part // count
-    end = starts[:, -1:] + by_layer[:, -1:]
+    begin = runs.starts[:, unit] + runs.lens[:, unit] * part // count
+    end = runs.starts[:, -1:] + runs.lens[:, -1:]
     return torch.cat([begin, end], dim=1).int()
 
 

@@ -13,7 +13,7 @@ from kvevict_kernels.transfer import to_device
 from sgl_kvevict.attention.batch import AttentionBatch
 from sgl_kvevict.attention.flashinfer.attention import PagedWrapper, Planned, flashinfer_wrappers, plan_suffixes
 from sgl_kvevict.attention.flashinfer.lists import build_suffix_lists
-from sgl_kvevict.attention.reasons import flashinfer_reasons
+from sgl_kvevict.attention.refusals import flashinfer_reasons
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 
@@ -57,7 +57,6 @@ class PlainPrefill:
         part = replace(
             batch,
             paths=((),) * len(requests),
-            waterlines=[0] * len(requests),
             seq_lens=[batch.seq_lens[i] for i in requests],
             extend_lens=[batch.new_lens[i] for i in requests],
             req_pool_indices=batch.req_pool_indices.index_select(0, chosen),

@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvevict_kernels.checks import FP8, KV_DTYPES, check_tensor
-from kvevict_kernels.ragged_decode import list_tables, plan_ragged_decode, run_ragged_decode, sizes_on, start_step
+from kvevict_kernels.checks import FP8, KV_DTYPES, check_arenas
+from kvevict_kernels.ragged_decode import list_addresses, plan_ragged_decode, run_ragged_decode, sizes_on, start_step
+from kvevict_kernels.ragged_decode.addresses import NUM_ADDRESSES, TableAddresses
 from kvevict_kernels.ragged_decode.chunks import bucket
-from kvevict_kernels.ragged_decode.directory import NUM_ENTRIES, Directory
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS, uses_split
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 from kvevict_kernels.ragged_extend import run_ragged_extend
+from kvevict_kernels.span_runs import SpanRuns
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.attention.batch import AttentionBatch, Path
 from sgl_kvevict.attention.flashinfer.prefill import PlainPrefill
-from sgl_kvevict.attention.reasons import triton_reasons
-from sgl_kvevict.attention.recent_compositions import RecentCompositions
+from sgl_kvevict.attention.recent_batches import RecentBatches
+from sgl_kvevict.attention.refusals import triton_reasons
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.ragged import SpanRuns
 
 WARM_UP_KEYS = 1024
 """Enough for the keys of a short prefill to be split."""
@@ -31,10 +31,10 @@ _Key = tuple[tuple[Path, ...], tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass
-class _Composition:
+class _PlannedBatch:
     """What a batch reads, and the buffers of its steps."""
 
-    directory: Directory
+    addresses: TableAddresses
     step: Step | None = None
 
 
@@ -73,11 +73,7 @@ class TritonAttention:
     ) -> None:
         if reasons := triton_reasons(k_arena.dtype, geometry.head_dim, k_arena.device):
             raise UnsupportedSetupError(reasons)
-        shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
-        check_tensor("k_arena", k_arena, shape, (*KV_DTYPES, FP8))
-        check_tensor("v_arena", v_arena, shape, k_arena.dtype, k_arena.device)
-        if biases is not None:
-            check_tensor("biases", biases, shape[:3], torch.float32, k_arena.device)
+        check_arenas(k_arena, v_arena, biases, geometry.arena_shape, (*KV_DTYPES, FP8))
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena
@@ -85,9 +81,8 @@ class TritonAttention:
         self.plain_prefill = plain_prefill
         is_fp8 = k_arena.dtype == FP8
         self.q_dtype = (q_dtype or torch.bfloat16) if is_fp8 else k_arena.dtype
-        self.num_compositions_built = 0
-        self._compositions: RecentCompositions[_Key, _Composition] = RecentCompositions()
-        self._composition: _Composition | None = None
+        self._recent: RecentBatches[_Key, _PlannedBatch] = RecentBatches()
+        self._planned: _PlannedBatch | None = None
         self._sizes = sizes_on(
             k_arena.device,
             num_layers=geometry.num_layers,
@@ -96,7 +91,7 @@ class TritonAttention:
             head_dim=geometry.head_dim,
         )
         self._partials = self._scratch(0)
-        self._captured_entries = torch.empty(NUM_ENTRIES, dtype=torch.int64, device=k_arena.device)
+        self._captured_addresses = torch.empty(NUM_ADDRESSES, dtype=torch.int64, device=k_arena.device)
 
     def warm_up(self) -> None:
         """Launch every kernel once as serving does, so that none is compiled while requests wait.
@@ -112,7 +107,6 @@ class TritonAttention:
         length = 1 + bucket(max(new_lens)) + WARM_UP_KEYS
         batch = AttentionBatch(
             paths=((span,), (span,), (span,), ()),
-            waterlines=[1, 1, 1, 0],
             seq_lens=[length] * 4,
             extend_lens=new_lens,
             req_pool_indices=torch.zeros(4, dtype=torch.int64, device=device),
@@ -123,36 +117,35 @@ class TritonAttention:
             self.plan(chosen)
             rows = sum(chosen.new_lens)
             self.run(0, torch.zeros(shape, dtype=self.q_dtype, device=device)[:rows], 1.0)
-        self._compositions = RecentCompositions()
-        self._composition = None
+        self._recent = RecentBatches()
+        self._planned = None
         self._partials = self._scratch(0)
-        self.num_compositions_built = 0
 
     def plan(self, batch: AttentionBatch) -> None:
         """Prepare the layers of one forward.
 
         Args:
             batch: the requests of the forward; with ``device_seq_lens`` nothing is copied from the host while
-                the composition stays the same.
+                the planned stays the same.
         """
-        composition = self._composition_of(batch.paths, batch.new_lens, _suffix_bounds(batch))
+        planned = self._planned_of(batch.paths, batch.new_lens, _suffix_bounds(batch))
         seq_lens = batch.device_seq_lens
         if seq_lens is None:
             seq_lens = to_device(torch.tensor(batch.seq_lens, dtype=torch.int32), self.k_arena.device)
-        self._composition = composition
+        self._planned = planned
         if self.plain_prefill is not None:
             self.plain_prefill.plan(batch, self._plain_requests(batch.paths, batch.new_lens))
         self.start_step(seq_lens, batch.req_pool_indices, batch.req_to_token)
 
     def start_step(self, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor) -> None:
         """Take lengths; see :meth:`sgl_kvevict.attention.backend.CapturableAttention.start_step`."""
-        composition = self._composition
-        if composition is None:
+        planned = self._planned
+        if planned is None:
             raise InvariantError("a step was started before a batch was planned")
         # A graph has its buffers in its own pool: those of its warm-up do not live as long.
-        previous = None if composition.directory.is_captured else composition.step
-        composition.step = start_step(
-            composition.directory,
+        previous = None if planned.addresses.is_captured else planned.step
+        planned.step = start_step(
+            planned.addresses,
             req_to_token=req_to_token,
             pool_rows=req_pool_indices.long(),
             seq_lens=seq_lens.int(),
@@ -162,8 +155,8 @@ class TritonAttention:
     def start_capture(self, num_requests: int) -> None:
         """Lay out; see :meth:`sgl_kvevict.attention.backend.CapturableAttention.start_capture`."""
         ones = (1,) * num_requests
-        directory = self._build(((),) * num_requests, ones, ones).directory
-        self._composition = _Composition(directory.captured_at(self._captured_entries))
+        addresses = self._build(((),) * num_requests, ones, ones).addresses
+        self._planned = _PlannedBatch(addresses.captured_at(self._captured_addresses))
 
     def follow(self, batch: AttentionBatch, num_requests: int) -> None:
         """Swap the tables; see :meth:`sgl_kvevict.attention.backend.CapturableAttention.follow`."""
@@ -171,15 +164,15 @@ class TritonAttention:
             raise InvariantError(f"{num_requests} decode rows were captured, got {batch.new_lens} new tokens")
         padding = num_requests - len(batch.paths)
         bounds = _suffix_bounds(batch) + (1,) * padding
-        composition = self._composition_of(batch.paths + ((),) * padding, (1,) * num_requests, bounds)
-        self._captured_entries.copy_(composition.directory.entries)
+        planned = self._planned_of(batch.paths + ((),) * padding, (1,) * num_requests, bounds)
+        self._captured_addresses.copy_(planned.addresses.on_device)
 
     def run(self, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
         """Attend as planned; see :meth:`sgl_kvevict.attention.backend.Attention.run`."""
-        composition = self._composition
-        num_new = 0 if composition is None else composition.directory.tables.num_new
+        planned = self._planned
+        num_new = 0 if planned is None else planned.addresses.tables.num_new
         shape = (num_new, self.geometry.num_qo_heads, self.geometry.head_dim)
-        if composition is None or composition.step is None or tuple(q.shape) != shape:
+        if planned is None or planned.step is None or tuple(q.shape) != shape:
             raise InvariantError(f"q: planned {list(shape)}, got {list(q.shape)}")
         queries = q.to(self.q_dtype)
         if not queries[0].is_contiguous():  # a slice of a fused projection is read where it lies
@@ -188,22 +181,21 @@ class TritonAttention:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         k_scale, v_scale = self.geometry.scales.of(layer)
         inputs = LayerInputs(layer, queries, self.k_arena, self.v_arena, sm_scale * k_scale, v_scale, self.biases)
-        run_ragged_decode(composition.directory, composition.step, inputs, out=out, lse=lse)
-        run_ragged_extend(composition.directory, composition.step, inputs, out=out, lse=lse)
+        run_ragged_decode(planned.addresses, planned.step, inputs, out=out, lse=lse)
+        run_ragged_extend(planned.addresses, planned.step, inputs, out=out, lse=lse)
         if self.plain_prefill is not None:
             self.plain_prefill.run(layer, queries, sm_scale, out, lse)
         return out.to(q.dtype), lse
 
-    def _composition_of(
+    def _planned_of(
         self, paths: tuple[Path, ...], new_lens: Sequence[int], suffix_bounds: tuple[int, ...]
-    ) -> _Composition:
+    ) -> _PlannedBatch:
         new = tuple(new_lens)
-        return self._compositions.get((paths, new, suffix_bounds), lambda: self._build(paths, new, suffix_bounds))
+        return self._recent.get((paths, new, suffix_bounds), lambda: self._build(paths, new, suffix_bounds))
 
     def _build(
         self, paths: tuple[Path, ...], new_lens: tuple[int, ...], suffix_bounds: tuple[int, ...]
-    ) -> _Composition:
-        self.num_compositions_built += 1
+    ) -> _PlannedBatch:
         tables = plan_ragged_decode(
             paths,
             new_lens,
@@ -214,7 +206,7 @@ class TritonAttention:
         )
         if self._partials[0].shape[0] < tables.num_partials:
             self._partials = self._scratch(tables.num_partials)
-        return _Composition(list_tables(tables, self._partials))
+        return _PlannedBatch(list_addresses(tables, self._partials))
 
     def _plain_requests(self, paths: Sequence[Path], new_lens: Sequence[int]) -> list[int]:
         """Requests that ``plain_prefill`` attends for."""

@@ -13,9 +13,9 @@ from prometheus_client import Counter, Gauge, Histogram
 from sgl_kvevict.compression import Compression
 from sgl_kvevict.events.questions import Gauges, Totals
 from sgl_kvevict.guard import Place
+from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.nodes import Node
-from sgl_kvevict.lifecycle.observer import CacheObserver
-from sgl_kvevict.sglang_adapter.monitoring.state import read_gauges
+from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
 
 if TYPE_CHECKING:
     from sgl_kvevict.sglang_adapter.tree import KVEvictTree
@@ -79,7 +79,7 @@ REFUSALS: Mapping[str, Callable[[Totals], int]] = {
 COMPRESSION_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
-class MetricsObserver(CacheObserver):
+class MetricsListener(CacheListener):
     """Writes metrics; create it where ``PROMETHEUS_MULTIPROC_DIR`` is set already, once per process.
 
     Counters and gauges are written at most once a second, so a burst of changes costs nothing more.

@@ -1,4 +1,4 @@
-"""Connects a tree with whoever watches it: the event stream, the inspection socket and the metrics."""
+"""Starts what is configured: totals, the event stream, the inspection socket and the metrics."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from sglang.srt.runtime_context import get_parallel
 from sgl_kvevict.config import EventsConfig, KVEvictConfig
 from sgl_kvevict.events.questions import Description
 from sgl_kvevict.events.service import EventService
-from sgl_kvevict.lifecycle.observer import CacheObserver
-from sgl_kvevict.sglang_adapter.monitoring.answers import InspectingObserver
-from sgl_kvevict.sglang_adapter.monitoring.observers import CountingObserver, ObserverGroup, PublishingObserver
+from sgl_kvevict.lifecycle.listener import CacheListener, ListenerGroup
+from sgl_kvevict.sglang_adapter.monitoring.event_stream import EventStreamListener
+from sgl_kvevict.sglang_adapter.monitoring.inspection import InspectionListener
+from sgl_kvevict.sglang_adapter.monitoring.totals import TotalsListener
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
@@ -28,8 +29,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def watch(tree: KVEvictTree, config: KVEvictConfig, server_args: ServerArgs, *, enable_metrics: bool) -> None:
-    """Give the tree its observers, as configured; without events and metrics it keeps the one that does nothing.
+def start_monitoring(
+    tree: KVEvictTree, config: KVEvictConfig, server_args: ServerArgs, *, enable_metrics: bool
+) -> None:
+    """Give the tree its listeners, as configured; without events and metrics it keeps the one that does nothing.
 
     Raises:
         ConfigError: an address of the event sockets cannot be bound.
@@ -40,25 +43,25 @@ def watch(tree: KVEvictTree, config: KVEvictConfig, server_args: ServerArgs, *, 
         service = _start_service(config, config.events, tree, server_args, started)
     if service is None and not enable_metrics:
         return
-    heads_per_token = tree.store.geometry.heads_per_token
-    counting = CountingObserver(heads_per_token)
-    observers: list[CacheObserver] = [counting]
+    num_runs = tree.store.geometry.num_runs
+    counting = TotalsListener(num_runs)
+    listeners: list[CacheListener] = [counting]
     if service is not None:
         if service.config.endpoint is not None:
-            observers.append(PublishingObserver(service, config.policy, heads_per_token))
+            listeners.append(EventStreamListener(service, config.policy, num_runs))
         if service.config.inspect_endpoint is not None:
-            observers.append(InspectingObserver(tree, service, counting.totals, started))
+            listeners.append(InspectionListener(tree, service, counting.totals, started))
     if enable_metrics:
         # Imported here: prometheus_client decides at import whether several processes share the metrics.
-        from sgl_kvevict.sglang_adapter.monitoring.metrics import MetricsObserver
+        from sgl_kvevict.sglang_adapter.monitoring.metrics import MetricsListener
 
         labels = {name: str(value) for name, value in tree.metrics_collector.labels.items()}
-        observers.append(
-            MetricsObserver(
+        listeners.append(
+            MetricsListener(
                 tree, counting.totals, labels, lambda: 0 if service is None else service.lost_events, tree.guard.errors
             )
         )
-    tree.manager.observer = ObserverGroup(observers, tree.guard)
+    tree.manager.listener = ListenerGroup(listeners, tree.guard)
 
 
 def _start_service(

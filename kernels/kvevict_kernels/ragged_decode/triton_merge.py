@@ -7,8 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kvevict_kernels.ragged_decode import chunks
-from kvevict_kernels.ragged_decode.directory import Directory
-from kvevict_kernels.ragged_decode.entries.triton_impl import (
+from kvevict_kernels.ragged_decode.addresses import TableAddresses
+from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
+from kvevict_kernels.ragged_decode.triton_addresses import (
     MEMBERS,
     MERGE_REQUEST,
     MERGE_TOKEN,
@@ -32,8 +33,7 @@ from kvevict_kernels.ragged_decode.entries.triton_impl import (
     int32s_at,
     int64s_at,
 )
-from kvevict_kernels.ragged_decode.layout.triton_impl import run_chunk
-from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
+from kvevict_kernels.ragged_decode.triton_layout import run_chunk
 
 MERGE_BLOCK = 32
 """Partials that are folded at once: as many as a run of one request has, so that their loads wait once or twice."""
@@ -66,7 +66,7 @@ def fold(b_max, b_sum, b_out, out_ptr, lse_ptr, first, num, stride, o_d, D: tl.c
 
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["seq_lens_ptr"])
 def _merge_kernel(
-    entries_ptr,
+    addresses_ptr,
     out_ptr,  # [N, H * G, D]
     lse_ptr,  # [N, H * G] float32, natural
     seq_lens_ptr,
@@ -81,12 +81,12 @@ def _merge_kernel(
     BLOCK: tl.constexpr,
 ):
     """One program per (new token, q head): its path from the root on, then its suffix."""
-    request = tl.load(int32s_at(entries_ptr, MERGE_REQUEST) + tl.program_id(0))
-    token = tl.load(int32s_at(entries_ptr, MERGE_TOKEN) + tl.program_id(0))
-    partial_out_ptr = floats_at(entries_ptr, PARTIAL_OUT)
-    partial_lse_ptr = floats_at(entries_ptr, PARTIAL_LSE)
-    path_start_ptr = int32s_at(entries_ptr, PATH_START)
-    first_span = layer * tl.load(entries_ptr + NUM_SPANS).to(tl.int32)
+    request = tl.load(int32s_at(addresses_ptr, MERGE_REQUEST) + tl.program_id(0))
+    token = tl.load(int32s_at(addresses_ptr, MERGE_TOKEN) + tl.program_id(0))
+    partial_out_ptr = floats_at(addresses_ptr, PARTIAL_OUT)
+    partial_lse_ptr = floats_at(addresses_ptr, PARTIAL_LSE)
+    path_start_ptr = int32s_at(addresses_ptr, PATH_START)
+    first_span = layer * tl.load(addresses_ptr + NUM_SPANS).to(tl.int32)
     q_head = tl.program_id(1)
     head = q_head // G
     o_d = tl.arange(0, BLOCK_D)
@@ -94,39 +94,39 @@ def _merge_kernel(
     b_sum = tl.zeros([], dtype=tl.float32)
     b_out = tl.zeros([BLOCK_D], dtype=tl.float32)
     for j in range(tl.load(path_start_ptr + request), tl.load(path_start_ptr + request + 1)):
-        span = tl.load(int32s_at(entries_ptr, PATH_SPAN) + j)
-        rows = tl.load(int32s_at(entries_ptr, SPAN_MEMBERS) + span) * G
+        span = tl.load(int32s_at(addresses_ptr, PATH_SPAN) + j)
+        rows = tl.load(int32s_at(addresses_ptr, SPAN_MEMBERS) + span) * G
         unit = (first_span + span) * H + head
-        length = tl.load(int32s_at(entries_ptr, RUN_LENS) + unit)
-        chunk = tl.load(int32s_at(entries_ptr, SPAN_CHUNK) + span)
-        num = tl.cdiv(length, run_chunk(length, chunk, tl.load(int32s_at(entries_ptr, SPAN_CAP) + span)))
-        member = tl.load(int32s_at(entries_ptr, PATH_MEMBER) + j)
-        first = tl.load(int64s_at(entries_ptr, PARTIAL_START) + unit) + (member + token) * G + q_head % G
+        length = tl.load(int32s_at(addresses_ptr, RUN_LENS) + unit)
+        chunk = tl.load(int32s_at(addresses_ptr, SPAN_CHUNK) + span)
+        num = tl.cdiv(length, run_chunk(length, chunk, tl.load(int32s_at(addresses_ptr, SPAN_CAP) + span)))
+        member = tl.load(int32s_at(addresses_ptr, PATH_MEMBER) + j)
+        first = tl.load(int64s_at(addresses_ptr, PARTIAL_START) + unit) + (member + token) * G + q_head % G
         b_max, b_sum, b_out = fold(
             b_max, b_sum, b_out, partial_out_ptr, partial_lse_ptr, first, num, rows, o_d, D=D, BLOCK=BLOCK
         )
-    rows = tl.load(int32s_at(entries_ptr, NEW_LENS) + request) * G
-    length = tl.load(seq_lens_ptr + request) - tl.load(int32s_at(entries_ptr, WATERLINES) + request)
-    least = tl.load(int32s_at(entries_ptr, REQUEST_CHUNK) + request)
+    rows = tl.load(int32s_at(addresses_ptr, NEW_LENS) + request) * G
+    length = tl.load(seq_lens_ptr + request) - tl.load(int32s_at(addresses_ptr, WATERLINES) + request)
+    least = tl.load(int32s_at(addresses_ptr, REQUEST_CHUNK) + request)
     chunk = suffix_chunk(length, least, H=H, NUM_ITEMS=NUM_ITEMS, STEP=STEP)
     num = tl.cdiv(length, chunk)
-    first = tl.load(int64s_at(entries_ptr, SUFFIX_PARTIAL) + request) + head * rows + token * G + q_head % G
+    first = tl.load(int64s_at(addresses_ptr, SUFFIX_PARTIAL) + request) + head * rows + token * G + q_head % G
     b_max, b_sum, b_out = fold(
         b_max, b_sum, b_out, partial_out_ptr, partial_lse_ptr, first, num, rows * H, o_d, D=D, BLOCK=BLOCK
     )
-    member = tl.load(int32s_at(entries_ptr, REQUEST_MEMBERS) + request) + token
-    row = tl.load(int32s_at(entries_ptr, MEMBERS) + member).to(tl.int64) * (H * G) + q_head
+    member = tl.load(int32s_at(addresses_ptr, REQUEST_MEMBERS) + request) + token
+    row = tl.load(int32s_at(addresses_ptr, MEMBERS) + member).to(tl.int64) * (H * G) + q_head
     divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
     tl.store(out_ptr + row * D + o_d, b_out / divisor * v_scale, mask=o_d < D)
     tl.store(lse_ptr + row, (b_max + tl.log2(divisor)) * 0.6931471805599453)
 
 
-def run_merge(directory: Directory, step: Step, inputs: LayerInputs, out: Tensor, lse: Tensor) -> None:
+def run_merge(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: Tensor, lse: Tensor) -> None:
     """Write the rows of ``out`` and ``lse`` that the split kernel attended for."""
     num_qo_heads, head_dim = out.shape[1:]
-    tables = directory.tables
+    tables = addresses.tables
     _merge_kernel[(tables.merge_request.numel(), num_qo_heads)](
-        directory.entries,
+        addresses.on_device,
         out,
         lse,
         step.seq_lens,

@@ -17,7 +17,6 @@ from sgl_kvevict.events.questions import (
     Failure,
     Kept,
     KeptReport,
-    Node,
     Prefix,
     Status,
     StatusReport,
@@ -25,14 +24,15 @@ from sgl_kvevict.events.questions import (
     TokensReport,
     Totals,
     Tree,
+    TreeNode,
     TreeReport,
 )
 from sgl_kvevict.events.service import EventService
 from sgl_kvevict.guard import Place
-from sgl_kvevict.lifecycle.observer import CacheObserver
+from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.prefix import Segment, Span
 from sgl_kvevict.prefix.kept import kept_share
-from sgl_kvevict.sglang_adapter.monitoring.state import read_gauges
+from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
@@ -47,7 +47,7 @@ _SORT_KEYS: dict[str, Callable[[Prefix], float]] = {
 }
 
 
-class InspectingObserver(CacheObserver):
+class InspectionListener(CacheListener):
     """Answers what was asked since the last step.
 
     Args:
@@ -69,7 +69,7 @@ class InspectingObserver(CacheObserver):
             return
         for question in self._service.take_questions():
             reply: AnyReply = Failure("internal error; the server's log has it")
-            with self._tree.guard.at(Place.OBSERVER):
+            with self._tree.guard.at(Place.LISTENER):
                 reply = self._reply(self._tree, question.request)
             self._service.answer(question, reply)
 
@@ -132,7 +132,7 @@ def tree_report(tree: KVEvictTree, limit: int, *, expose_tokens: bool) -> TreeRe
         span = tree.spans.get(node)
         slots, kept = (float(len(node.key)), 1.0) if span is None else _share(span, entries[span])
         nodes.append(
-            Node(
+            TreeNode(
                 id=node.id,
                 parent=0 if node.parent is tree.root_node else node.parent.id,
                 start=start,
@@ -161,7 +161,7 @@ def _share(span: Span, entries: int) -> tuple[float, float]:
     segment = span.segment
     live = segment.num_live_entries
     slots = segment.num_slots * entries / live if live else float(span.charged_slots)
-    return slots, entries / (span.num_tokens * segment.geometry.heads_per_token)
+    return slots, entries / (span.num_tokens * segment.geometry.num_runs)
 
 
 def kept_report(tree: KVEvictTree, request: Kept) -> KeptReport | Failure:

@@ -1,10 +1,10 @@
 """What a decode step reads, split by how often it changes.
 
-- :class:`Composition`: the spans of a batch, until requests come or go or their paths change.
-- :class:`Layout`: how spans and suffixes are cut into tiles and merged, until a suffix grows into a new block.
+- :class:`SpanTiles`: the spans of a batch, until requests come or go or their paths change.
+- :class:`TileLayout`: how spans and suffixes are cut into tiles and merged, until a suffix grows into a new block.
 - :class:`SuffixSlots`: the token slots of the suffixes, every step.
 
-Small batches that share nothing are not cut: :class:`JoinedStep`.
+Small batches that share nothing are not cut: :class:`RowStep`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvevict_kernels.ragged_attention.cpu import tile_passes
-from kvevict_kernels.ragged_attention.tiles import Tiles, choose_block, merge_table
+from kvevict_kernels.ragged_attention.cpu import tile_calls
+from kvevict_kernels.ragged_attention.tiles import Tiles, build_tiles, choose_block, merge_table
 from sgl_kvevict.attention.batch import Path
-from sgl_kvevict.attention.cpu.torch_rows import JoinedStep, arrange_rows, fits_one_pass, room_for, runs_of_requests
-from sgl_kvevict.attention.span_tiles import SpanGroup, UnitLists, group_spans, join_units, sharer_class
-from sgl_kvevict.attention.suffix_slots import look_up_slots
+from sgl_kvevict.attention.cpu.suffix_slots import look_up_slots
+from sgl_kvevict.attention.cpu.torch_rows import RowStep, arrange_rows, fits_one_call, room_for, runs_of_requests
+from sgl_kvevict.attention.span_groups import JoinedRuns, SpanGroup, group_spans, join_runs
 from sgl_kvevict.geometry import KVGeometry
+
+SHARER_CLASSES = (1, 4, 16, 64)
+"""Groups with up to so many requests are padded to the same number of q rows; the last class is open."""
 
 
 @dataclass(frozen=True)
-class Pass:
+class FusedCall:
     """One fused call of a layer: some suffix tiles, then some tiles of spans that one request reads alone.
 
     Attributes:
@@ -45,26 +48,26 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class LayerWork:
+class LayerTiles:
     """One layer's share of a layout.
 
-    Partials are numbered through: passes in order, then ``shared`` in order; in each [num_tiles, rows, lanes].
+    Partials are numbered through: calls in order, then ``shared`` in order; in each [num_tiles, rows, lanes].
 
     Attributes:
-        passes: suffix tiles and tiles of unshared spans.
+        calls: suffix tiles and tiles of unshared spans.
         shared: tiles of spans that several requests read.
         table: [num_q_rows, width], int64, partials of each q row.
         bias: [num_q_rows, width], float32, -inf where ``table`` only fills up; None if no layer needs it.
     """
 
-    passes: list[Pass]
+    calls: list[FusedCall]
     shared: tuple[Tiles, ...]
     table: Tensor
     bias: Tensor | None
 
 
 @dataclass(frozen=True)
-class Layout:
+class TileLayout:
     """Tiles and merge tables for given numbers of suffix blocks.
 
     Attributes:
@@ -79,7 +82,7 @@ class Layout:
     suffix_blocks: list[int]
     tile_request: Tensor
     tile_offset: Tensor
-    layers: list[LayerWork]
+    layers: list[LayerTiles]
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class SuffixSlots:
     mask: Tensor
 
 
-class Composition:
+class SpanTiles:
     """The spans that a batch reads, as units; builds layouts.
 
     Args:
@@ -107,23 +110,22 @@ class Composition:
     def __init__(self, paths: Sequence[Path], geometry: KVGeometry, biases: Tensor | None = None) -> None:
         self.geometry = geometry
         self.num_requests = len(paths)
-        self.layout: Layout | None = None
-        self.joined: JoinedStep | None = None
-        self._own: UnitLists | None = None
+        self.layout: TileLayout | None = None
+        self.joined: RowStep | None = None
+        self._own: JoinedRuns | None = None
         self._own_groups: list[SpanGroup] = []
         self._shared: list[list[Tiles]] = []
         self._own_tiles: tuple[int, list[Tiles]] | None = None
         groups = group_spans(paths)
         for number in sorted({sharer_class(len(group.members)) for group in groups}):
             chosen = [group for group in groups if sharer_class(len(group.members)) == number]
-            units = join_units(chosen, geometry, biases)
+            runs = join_runs(chosen, geometry, biases)
             if number == 0:
-                self._own, self._own_groups = units, chosen
+                self._own, self._own_groups = runs, chosen
             else:
-                block = choose_block(units.kv_lens.view(geometry.num_layers, -1))
-                self._shared.append(units.tiles(geometry.num_layers, block, lanes=1))
+                self._shared.append(cut_runs_into_tiles(chosen, runs, geometry, choose_block(runs.lens), lanes=1))
 
-    def joined_for(self, suffix_lens: list[int], k_rows: Tensor, v_rows: Tensor) -> JoinedStep | None:
+    def joined_for(self, suffix_lens: list[int], k_rows: Tensor, v_rows: Tensor) -> RowStep | None:
         """Return rows that need no merge; None where spans are shared, or too much is read.
 
         Args:
@@ -136,15 +138,15 @@ class Composition:
             return self.joined
         self.joined = None
         own = self._own
-        if own is None or own.kv_indices.numel() == 0 or self._shared:
+        if own is None or own.head_slots.numel() == 0 or self._shared:
             return None
         runs = runs_of_requests(self._own_groups, own, self.num_requests, self.geometry)
         rows = arrange_rows(runs.lens, room, torch.get_num_threads())
-        if fits_one_pass(rows, self.geometry):
-            self.joined = JoinedStep(runs, rows, room, self.geometry, k_rows, v_rows)
+        if fits_one_call(rows, self.geometry):
+            self.joined = RowStep(runs, rows, room, self.geometry, k_rows, v_rows)
         return self.joined
 
-    def layout_for(self, suffix_lens: list[int]) -> Layout:
+    def layout_for(self, suffix_lens: list[int]) -> TileLayout:
         """Return the layout for suffixes of these lengths; the last one, if it fits.
 
         Args:
@@ -158,7 +160,7 @@ class Composition:
         blocks = [-(-length // block) for length in suffix_lens]
         tile_request = torch.arange(self.num_requests).repeat_interleave(torch.tensor(blocks))
         first_tile = torch.tensor(blocks).cumsum(0) - torch.tensor(blocks)
-        self.layout = Layout(
+        self.layout = TileLayout(
             block=block,
             suffix_blocks=blocks,
             tile_request=tile_request,
@@ -171,26 +173,26 @@ class Composition:
         heads = self.geometry.num_kv_heads
         lens = torch.tensor(suffix_lens).repeat_interleave(heads)[None]
         if self._own is not None:
-            own = self._own.kv_lens.view(self.geometry.num_layers, -1)
-            lens = torch.cat([lens.expand(self.geometry.num_layers, -1), own], dim=1)
+            lens = torch.cat([lens.expand(self.geometry.num_layers, -1), self._own.lens], dim=1)
         return choose_block(lens, is_merged_anyway=self._own is not None or bool(self._shared))
 
     def _tiles_of_own(self, block: int) -> list[Tiles] | None:
         if self._own is None:
             return None
         if self._own_tiles is None or self._own_tiles[0] != block:
-            tiles = self._own.tiles(self.geometry.num_layers, block, lanes=self.geometry.num_kv_heads)
+            geometry = self.geometry
+            tiles = cut_runs_into_tiles(self._own_groups, self._own, geometry, block, lanes=geometry.num_kv_heads)
             self._own_tiles = (block, tiles)
         return self._own_tiles[1]
 
-    def _layer_work(self, block: int, tile_request: Tensor) -> list[LayerWork]:
+    def _layer_work(self, block: int, tile_request: Tensor) -> list[LayerTiles]:
         suffix_rows = self._suffix_q_rows(tile_request)
         own = self._tiles_of_own(block)
         span_tiles = ([] if own is None else [own]) + self._shared
         table, bias = self._merge_tables(suffix_rows, span_tiles)
         return [
-            LayerWork(
-                passes=self._passes(block, suffix_rows, None if own is None else own[layer]),
+            LayerTiles(
+                calls=self._fused_calls(block, suffix_rows, None if own is None else own[layer]),
                 shared=tuple(tiles[layer] for tiles in self._shared if tiles[layer].num_tiles),
                 table=table[layer],
                 bias=None if bias is None else bias[layer],
@@ -198,17 +200,17 @@ class Composition:
             for layer in range(self.geometry.num_layers)
         ]
 
-    def _passes(self, block: int, suffix_rows: Tensor, own: Tiles | None) -> list[Pass]:
+    def _fused_calls(self, block: int, suffix_rows: Tensor, own: Tiles | None) -> list[FusedCall]:
         lanes, head_dim = self.geometry.num_kv_heads, self.geometry.head_dim
         num_suffix = suffix_rows.shape[0]
         q_rows = suffix_rows if own is None else torch.cat([suffix_rows, own.q_rows])
-        passes = []
-        for tiles in tile_passes(q_rows.shape[0], block * lanes * head_dim):
+        calls = []
+        for tiles in tile_calls(q_rows.shape[0], block * lanes * head_dim):
             own_tiles = None
             if own is not None and tiles.stop > num_suffix:
                 own_tiles = own[max(tiles.start - num_suffix, 0) : tiles.stop - num_suffix]
-            passes.append(
-                Pass(
+            calls.append(
+                FusedCall(
                     suffix=slice(tiles.start, min(tiles.stop, num_suffix)),
                     q_rows=q_rows[tiles].reshape(-1),
                     shape=(tiles.stop - tiles.start, block, lanes, head_dim),
@@ -216,7 +218,7 @@ class Composition:
                     own_mask=None if own_tiles is None else own_tiles.mask,
                 )
             )
-        return passes
+        return calls
 
     def _suffix_q_rows(self, tile_request: Tensor) -> Tensor:
         heads = self._q_heads
@@ -247,8 +249,31 @@ class Composition:
         return table, torch.where(is_filler, float("-inf"), 0.0)
 
 
+def sharer_class(num_members: int) -> int:
+    """Index into ``SHARER_CLASSES``; 0 is for spans that one request reads alone."""
+    return sum(num_members > limit for limit in SHARER_CLASSES[:-1])
+
+
+def cut_runs_into_tiles(
+    groups: Sequence[SpanGroup], runs: JoinedRuns, geometry: KVGeometry, block: int, lanes: int
+) -> list[Tiles]:
+    """Cut the runs of groups into blocks of ``block`` entries, ``lanes`` of them to a tile; the tiles of each layer."""
+    tiles, counts = build_tiles(
+        _q_table(groups, geometry).repeat(geometry.num_layers, 1),
+        runs.starts.view(-1),
+        runs.lens.view(-1),
+        runs.head_slots,
+        block=block,
+        lanes=lanes,
+        num_groups=geometry.num_layers,
+        biases=runs.biases,
+    )
+    ends = torch.tensor(counts).cumsum(0).tolist()
+    return [tiles[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
 def locate_suffixes(
-    layout: Layout, waterlines: list[int], seq_lens: list[int], rows: Tensor, req_to_token: Tensor
+    layout: TileLayout, waterlines: list[int], seq_lens: list[int], rows: Tensor, req_to_token: Tensor
 ) -> SuffixSlots:
     """Look up the token slots ``[waterline, seq_len)`` of each request.
 
@@ -283,3 +308,15 @@ def _span_merge_table(span_tiles: list[list[Tiles]], num_rows: int) -> tuple[Ten
     table, counts = merge_table(torch.cat(owners), num_layers * num_rows)
     table = table.view(num_layers, num_rows, -1) - torch.tensor(first_partial).view(-1, 1, 1)
     return table, counts.view(num_layers, num_rows, 1)
+
+
+def _q_table(groups: Sequence[SpanGroup], geometry: KVGeometry) -> Tensor:
+    """Q rows of each unit, member by member; [num_groups * num_kv_heads, rows], -1 fills up."""
+    widest = max(len(group.members) for group in groups)
+    members = torch.full((len(groups), widest), -1)
+    for i, group in enumerate(groups):
+        members[i, : len(group.members)] = torch.tensor(group.members)
+    heads = torch.arange(geometry.num_qo_heads).view(1, geometry.num_kv_heads, 1, geometry.group_size)
+    members = members[:, None, :, None]
+    rows = torch.where(members >= 0, members * geometry.num_qo_heads + heads, -1)
+    return rows.reshape(len(groups) * geometry.num_kv_heads, -1)

@@ -1,6 +1,6 @@
 """The tables of a batch, found by address.
 
-The decode kernels get one pointer to a list of addresses instead of a pointer to every table. A captured launch keeps
+The decode kernels get one pointer, to a list of addresses, instead of a pointer to every table. A captured launch keeps
 that pointer, so a later replay reads the tables of another batch, of any size, once their addresses are copied there.
 """
 
@@ -30,31 +30,41 @@ PARTIAL_OUT = len(BATCH_FIELDS) + NUM_CLASSES * CLASS_SIZE
 PARTIAL_LSE = PARTIAL_OUT + 1
 NUM_SPANS = PARTIAL_OUT + 2
 """A number too."""
-NUM_ENTRIES = PARTIAL_OUT + 3
+NUM_ADDRESSES = PARTIAL_OUT + 3
 
 
 @dataclass(frozen=True, eq=False)
-class Directory:
+class TableAddresses:
     """Where the decode kernels find what a batch reads.
 
     Attributes:
         tables: of the batch; also what sizes the launches.
         partials: scratch, [>= tables.num_partials, head_dim] and [>= tables.num_partials], float32; held, because
             the kernels find it by address.
-        entries: [NUM_ENTRIES], int64.
-        is_captured: launches are recorded, and repeated when ``entries`` lists another batch of as many requests
+        on_device: [NUM_ADDRESSES], int64, the list.
+        is_captured: launches are recorded, and repeated when ``on_device`` lists another batch of as many requests
             with one new token each: their sizes depend on nothing else.
     """
 
     tables: Tables
     partials: tuple[Tensor, Tensor]
-    entries: Tensor
+    on_device: Tensor
     is_captured: bool = False
 
-    def captured_at(self, entries: Tensor) -> Directory:
+    @classmethod
+    def of(cls, tables: Tables, partials: tuple[Tensor, Tensor]) -> TableAddresses:
+        """List the addresses of tables and scratch: one small copy to the device, without waiting for it."""
+        found = [getattr(tables, name).data_ptr() for name in BATCH_FIELDS]
+        for class_tables in tables.classes:
+            found += [getattr(class_tables, name).data_ptr() for name in CLASS_FIELDS]
+            found.append(class_tables.max_items)
+        found += [partials[0].data_ptr(), partials[1].data_ptr(), tables.num_spans]
+        return cls(tables, partials, to_device(torch.tensor(found, dtype=torch.int64), partials[0].device))
+
+    def captured_at(self, place: Tensor) -> TableAddresses:
         """List the batch at a place that outlives it, for launches that are about to be recorded."""
-        entries.copy_(self.entries)
-        return replace(self, entries=entries, is_captured=True)
+        place.copy_(self.on_device)
+        return replace(self, on_device=place, is_captured=True)
 
     @property
     def class_indices(self) -> list[int]:
@@ -67,13 +77,3 @@ class Directory:
             return True
         most_rows = len(self.tables.new_lens) * self.tables.sizes.group_size
         return self.is_captured and (which == 0 or most_rows > DECODE_ROWS[which - 1])
-
-
-def build_directory(tables: Tables, partials: tuple[Tensor, Tensor]) -> Directory:
-    """List the addresses of tables and scratch: one small copy to the device, without waiting for it."""
-    found = [getattr(tables, name).data_ptr() for name in BATCH_FIELDS]
-    for class_tables in tables.classes:
-        found += [getattr(class_tables, name).data_ptr() for name in CLASS_FIELDS]
-        found.append(class_tables.max_items)
-    found += [partials[0].data_ptr(), partials[1].data_ptr(), tables.num_spans]
-    return Directory(tables, partials, to_device(torch.tensor(found, dtype=torch.int64), partials[0].device))

@@ -1,4 +1,4 @@
-"""What is built once per composition of a batch, and kept while the composition comes again."""
+"""What is built once for a batch, and kept while the same requests go on reading the same."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-MAX_COMPOSITIONS = 2
+MAX_BATCHES = 2
 """A server alternates between at most two that come again: decode steps, and decode rows inside of prefill steps."""
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class RecentCompositions(Generic[K, V]):
-    """Keeps what was built for the ``MAX_COMPOSITIONS`` compositions used last.
+class RecentBatches(Generic[K, V]):
+    """Keeps what was built for the ``MAX_BATCHES`` batches used last.
 
     Args:
         on_drop: takes back what a dropped value holds; called before the value in its place is built.
@@ -28,16 +28,16 @@ class RecentCompositions(Generic[K, V]):
         return len(self._kept)
 
     def get(self, key: K, build: Callable[[], V]) -> V:
-        """Return what was built for a composition.
+        """Return what was built for a batch.
 
         Args:
-            key: the composition.
+            key: what the batch shares with its next steps.
             build: makes the value, which is not None; called if none is kept, after the one used longest ago has
                 made room.
         """
         value = self._kept.pop(key, None)
         if value is None:
-            if len(self._kept) == MAX_COMPOSITIONS:
+            if len(self._kept) == MAX_BATCHES:
                 _, oldest = self._kept.popitem(last=False)
                 if self._on_drop is not None:
                     self._on_drop(oldest)

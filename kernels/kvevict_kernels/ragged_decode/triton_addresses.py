@@ -1,12 +1,12 @@
-"""How a kernel reads a :class:`~kvevict_kernels.ragged_decode.directory.Directory`."""
+"""How a kernel reads a :class:`~kvevict_kernels.ragged_decode.addresses.TableAddresses`."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from kvevict_kernels.ragged_decode import directory
-from kvevict_kernels.ragged_decode.directory import BATCH_FIELDS, CLASS_FIELDS, CLASS_SIZE
+from kvevict_kernels.ragged_decode import addresses
+from kvevict_kernels.ragged_decode.addresses import BATCH_FIELDS, CLASS_FIELDS, CLASS_SIZE
 
 
 def _of_batch(name: str) -> tl.constexpr:
@@ -40,37 +40,37 @@ ITEM_START = _of_class("item_start")
 ITEM_COUNT = _of_class("item_count")
 REQUESTS = _of_class("requests")
 MAX_ITEMS = tl.constexpr(len(BATCH_FIELDS) + len(CLASS_FIELDS))
-PARTIAL_OUT = tl.constexpr(directory.PARTIAL_OUT)
-PARTIAL_LSE = tl.constexpr(directory.PARTIAL_LSE)
-NUM_SPANS = tl.constexpr(directory.NUM_SPANS)
+PARTIAL_OUT = tl.constexpr(addresses.PARTIAL_OUT)
+PARTIAL_LSE = tl.constexpr(addresses.PARTIAL_LSE)
+NUM_SPANS = tl.constexpr(addresses.NUM_SPANS)
 PER_CLASS = tl.constexpr(CLASS_SIZE)
 
 
 @triton.jit
-def int32s_at(entries_ptr, ENTRY: tl.constexpr):
+def int32s_at(addresses_ptr, ENTRY: tl.constexpr):
     """Pointer to a table of int32."""
-    return tl.load(entries_ptr + ENTRY).to(tl.pointer_type(tl.int32))
+    return tl.load(addresses_ptr + ENTRY).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
-def int64s_at(entries_ptr, ENTRY: tl.constexpr):
+def int64s_at(addresses_ptr, ENTRY: tl.constexpr):
     """Pointer to a table of int64."""
-    return tl.load(entries_ptr + ENTRY).to(tl.pointer_type(tl.int64))
+    return tl.load(addresses_ptr + ENTRY).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
-def floats_at(entries_ptr, ENTRY: tl.constexpr):
+def floats_at(addresses_ptr, ENTRY: tl.constexpr):
     """Pointer to float32 scratch, which the allocator aligns."""
-    return tl.multiple_of(tl.load(entries_ptr + ENTRY).to(tl.pointer_type(tl.float32)), 16)
+    return tl.multiple_of(tl.load(addresses_ptr + ENTRY).to(tl.pointer_type(tl.float32)), 16)
 
 
 @triton.jit
-def class_int32s_at(entries_ptr, ENTRY: tl.constexpr, CLASS: tl.constexpr):
+def class_int32s_at(addresses_ptr, ENTRY: tl.constexpr, CLASS: tl.constexpr):
     """Pointer to a class's table of int32."""
-    return int32s_at(entries_ptr, ENTRY + CLASS * PER_CLASS)
+    return int32s_at(addresses_ptr, ENTRY + CLASS * PER_CLASS)
 
 
 @triton.jit
-def max_items_of(entries_ptr, CLASS: tl.constexpr):
+def max_items_of(addresses_ptr, CLASS: tl.constexpr):
     """Places per layer in a class's list of work items."""
-    return tl.load(entries_ptr + MAX_ITEMS + CLASS * PER_CLASS)
+    return tl.load(addresses_ptr + MAX_ITEMS + CLASS * PER_CLASS)

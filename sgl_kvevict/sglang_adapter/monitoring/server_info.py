@@ -1,14 +1,14 @@
-"""What a live tree tells about itself: plain numbers for ``GET /server_info`` and for the sockets of ``events``."""
+"""The key ``kvevict`` of ``GET /server_info``."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from sgl_kvevict.events.questions import Gauges, Pool
 from sgl_kvevict.guard import Place
 from sgl_kvevict.prefix import Span
 from sgl_kvevict.prefix.kept import kept_share
+from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler_components.internal_state import SchedulerInternalStateController
@@ -42,38 +42,6 @@ def add_state(_result: None, controller: SchedulerInternalStateController, state
         shown["ranks"] = rank_states(tree)  # every rank must come here, so nothing is held
 
 
-def read_gauges(tree: KVEvictTree) -> Gauges:
-    """Return what the cache holds now; a walk over the spans on the host, nothing is read from the device."""
-    allocator = tree.token_to_kv_pool_allocator
-    free = allocator.available_size()
-    held = tree.evictable_size() + tree.protected_size()
-    span_tokens = compressed_slots = segments = dead_entries = shared = readers = max_readers = 0
-    for node, span in tree.spans.items():
-        span_tokens += span.num_tokens
-        if span.is_owner:
-            segments += 1
-            compressed_slots += span.segment.num_slots
-            dead_entries += span.segment.num_entries - span.segment.num_live_entries
-        shared += tree.num_readers(node) > 1
-        readers += tree.num_readers(node)
-        max_readers = max(max_readers, tree.num_readers(node))
-    full = held - compressed_slots
-    return Gauges(
-        pool=Pool(allocator.size, free, compressed_slots, full, allocator.size - free - held),
-        logical_tokens=full + span_tokens,
-        span_tokens=span_tokens,
-        spans=len(tree.spans),
-        segments=segments,
-        dead_entries=dead_entries,
-        pending_ranges=0 if tree.manager.ranges is None else len(tree.manager.ranges),
-        shared_spans=shared,
-        readers=readers,
-        max_readers=max_readers,
-        scoring_jobs=0 if tree.manager.scoring is None else tree.manager.scoring.num_waiting,
-        observation_bytes=tree.manager.observation_bytes,
-    )
-
-
 def cache_state(tree: KVEvictTree) -> dict[str, Any]:
     """Return what the cache holds, in plain numbers."""
     gauges = read_gauges(tree)
@@ -82,8 +50,8 @@ def cache_state(tree: KVEvictTree) -> dict[str, Any]:
         "policy": "none",
         "spans": gauges.spans,
         "segments": gauges.segments,
-        "compressed_tokens": gauges.span_tokens,
-        "compressed_slots": gauges.pool.compressed,
+        "span_tokens": gauges.span_tokens,
+        "span_slots": gauges.pool.compressed,
         "full_tokens": gauges.pool.full,
         "free_slots": gauges.pool.free,
         "evictable_slots": tree.evictable_size(),

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kvevict.attention.span_tiles import SpanGroup, group_spans, join_units
+from kvevict_kernels.span_runs import SpanRuns
+from sgl_kvevict.attention.cpu.torch_tiles import cut_runs_into_tiles
+from sgl_kvevict.attention.span_groups import SpanGroup, group_spans, join_runs
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.ragged import SpanRuns
 
 GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=4, num_kv_heads=2, head_dim=8, num_token_slots=100)
 
@@ -29,11 +30,13 @@ def test_spans_are_grouped_by_their_readers() -> None:
     assert groups == [SpanGroup((0, 2), (A, B)), SpanGroup((2,), (C,)), SpanGroup((3,), (twin,))]
 
 
-def test_units_by_hand() -> None:
-    units = join_units([SpanGroup((0, 2), (A, C)), SpanGroup((1,), (B,))], GEOMETRY)
+def test_joined_runs_by_hand() -> None:
+    groups = [SpanGroup((0, 2), (A, C)), SpanGroup((1,), (B,))]
+    runs = join_runs(groups, GEOMETRY)
     expected = [[100, 101], [102, 50, 51], [106], [107], [52], [103, 104, 105, 53], [108, 109], []]
-    assert units.kv_lens.tolist() == [len(unit) for unit in expected]
-    starts = units.kv_starts.tolist()
-    assert [units.kv_indices[s : s + n].tolist() for s, n in zip(starts, map(len, expected), strict=True)] == expected
+    assert runs.lens.flatten().tolist() == [len(unit) for unit in expected]
+    starts = runs.starts.flatten().tolist()
+    assert [runs.head_slots[s : s + n].tolist() for s, n in zip(starts, map(len, expected), strict=True)] == expected
     q_rows = [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, -1, -1], [6, 7, -1, -1]]
-    assert units.q_table.tolist() == q_rows * 2
+    tiles = cut_runs_into_tiles(groups, runs, GEOMETRY, block=4, lanes=1)  # the last unit is empty: no tile
+    assert [layer.owners.squeeze(2).tolist() for layer in tiles] == [q_rows, q_rows[:3]]
