@@ -310,12 +310,12 @@ def loads_self(step: dis.Instruction) -> bool:
 
 
 def names_written_to_others(module: ModuleType) -> set[str]:
-    """Attributes that the functions of one of our modules write to anything but ``self``."""
+    """Public attributes that the functions of one of our modules write to anything but ``self``."""
     names: set[str] = set()
     for code in codes_of(module):
         steps = list(dis.get_instructions(code))
         for before, step in itertools.pairwise(steps):
-            if step.opname == "STORE_ATTR" and not loads_self(before):
+            if step.opname == "STORE_ATTR" and step.argval[0] != "_" and not loads_self(before):
                 names.add(step.argval)
     return names
 
@@ -364,7 +364,7 @@ def test_refused_arguments_exist_and_their_default_is_allowed(flag, default_args
     assert flag.reason(default_args) is None or getattr(default_args, flag.field) is None
 
 
-@pytest.mark.parametrize("hook", compat.HOOKS, ids=lambda hook: hook.target.rsplit(".", 1)[1])
+@pytest.mark.parametrize("hook", compat.HOOKS, ids=lambda hook: hook.target.rsplit(".", 1)[-1])
 def test_hook_targets_resolve(hook):
     if hook.kind == compat.RESOLUTION:
         assert hook.target in resolution_hooks._OVERRIDABLE_HOOKS
