@@ -119,11 +119,11 @@ def test_every_file_keeps_the_rules() -> None:
 @pytest.mark.parametrize(
     ("relative", "source"),
     [
-        ("sgl_kvevict/prefix/span.py", "from sgl_kvevict.policies.registry import build_policy"),
+        ("sgl_kvevict/prefix/span.py", "from sgl_kvevict.policies.by_name import build_policy"),
         ("sgl_kvevict/prefix/span.py", "from sgl_kvevict import attention"),
-        ("sgl_kvevict/prefix/span.py", "from ..policies import registry"),
-        ("sgl_kvevict/policies/registry.py", "from sgl_kvevict.attention.cpu.torch_attention import TorchAttention"),
-        ("sgl_kvevict/attention/batch.py", "import sgl_kvevict.policies.registry"),
+        ("sgl_kvevict/prefix/span.py", "from ..policies import by_name"),
+        ("sgl_kvevict/policies/by_name.py", "from sgl_kvevict.attention.cpu.torch_attention import TorchAttention"),
+        ("sgl_kvevict/attention/batch.py", "import sgl_kvevict.policies.by_name"),
         ("sgl_kvevict/attention/batch.py", "def f():\n    import flashinfer"),
         ("sgl_kvevict/compression/compressor.py", "import sglang.srt.mem_cache"),
         ("sgl_kvevict/compression/compressor.py", "from sgl_kvevict.sglang_adapter import tree"),
@@ -159,7 +159,7 @@ def test_a_breach_is_found(relative: str, source: str) -> None:
         ("kvevict_kernels/span_attention/numba_impl.py", "from numba import njit\nfrom llvmlite import ir"),
         ("sgl_kvevict/sglang_adapter/tree.py", "from sglang.srt.mem_cache.radix_cache import RadixKey"),
         ("sgl_kvevict/lifecycle/ranges.py", "from sgl_kvevict.compression import Compressor"),
-        ("sgl_kvevict/cli/__init__.py", "from sgl_kvevict.policies.registry import list_policies"),
+        ("sgl_kvevict/cli/__init__.py", "from sgl_kvevict.policies.by_name import list_policies"),
     ],
 )
 def test_a_legal_import_passes(relative: str, source: str) -> None:

@@ -14,7 +14,8 @@ from kvevict_kernels.accumulated_attention import accumulated_attention
 from sgl_kvevict.compression.attention_products import AttentionProducts
 from sgl_kvevict.compression.entry_attention import add_entry_attention
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies.observation import LayerObservation
+from sgl_kvevict.policies.layer_view import LayerView
+from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.prefix import EntryReadings, Segment
 
 
@@ -157,19 +158,20 @@ class ReaderObservation:
         self._squares[layer] += squares
         self._sm_scales[layer] = sm_scale
 
-    def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerObservation:
+    def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerView:
         """Return what a policy sees of a part of the range in one layer; see :meth:`PromptObservation.show`."""
         first = start - self.start
         k_scale, v_scale = self._geometry.scales.of(layer)
         part = slice(first, first + token_slots.numel())
-        return LayerObservation(
+        paid = None if self._squares is None else self._spread(self._squares[layer], part).sqrt()
+        return LayerView(
             layer=layer,
             start=start,
             k_buffer=k_buffer,
             v_buffer=v_buffer,
             token_slots=token_slots,
             sm_scale=self._sm_scales[layer],
-            reader_attention=None if self._squares is None else self._spread(self._squares[layer], part).sqrt(),
+            signals={} if paid is None else {Signal.READER_ATTENTION: paid},
             k_scale=k_scale,
             v_scale=v_scale,
         )

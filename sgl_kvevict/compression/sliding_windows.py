@@ -10,7 +10,6 @@ Who reads a part of the range would see other tokens: such a segment cannot be s
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.geometry import KVGeometry, KVScales
-from sgl_kvevict.policies.observation import LayerObservation
+from sgl_kvevict.policies.layer_view import Show
 from sgl_kvevict.policies.parts import Decision
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.ragged import Selection
@@ -38,7 +37,7 @@ def last_tokens(geometry: KVGeometry, num_tokens: int, total: int) -> list[int]:
 
 def select_beside_windows(
     policy: Policy,
-    observe: Callable[[int], LayerObservation],
+    show: Show,
     geometry: KVGeometry,
     num_tokens: int,
     total: int,
@@ -51,7 +50,7 @@ def select_beside_windows(
 
     Args:
         policy: decides about layers without a window, as if the model had no others; it does not merge.
-        observe: gives a layer's observation.
+        show: gives what the policy sees of a layer.
         geometry: sizes; some layers have windows.
         num_tokens: of the range.
         total: entries to keep over all layers and heads, fewer than there are.
@@ -72,7 +71,7 @@ def select_beside_windows(
     if others:
         num_rest -= num_rest % len(others) if policy.reuse_layers > 1 else 0
         part = _without_windows(geometry, others)
-        decision = policy.select(lambda row: observe(others[row]), part, num_rest, protected, with_worth=with_worth)
+        decision = policy.select(lambda row: show(others[row]), part, num_rest, protected, with_worth=with_worth)
         keep_lens.index_copy_(0, chosen, decision.selection.keep_lens)
     num_entries = num_last + (num_rest if others else 0)
     lens = keep_lens.flatten().long()

@@ -11,7 +11,7 @@ from sgl_kvevict.lifecycle.jobs import ScoringJobs
 from sgl_kvevict.lifecycle.listener import REFUSED_NO_MEMORY, CacheListener
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of
 from sgl_kvevict.lifecycle.ranges import Ranges
-from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.prefix import Segment
 
 ANSWER_REACH = 15

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
-from sgl_kvevict.compression import Compressor, warm_up
+from sgl_kvevict.compression import Compressor, needs_rotary, warm_up
 from sgl_kvevict.config import KVEvictConfig, load_config
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.configured import configured_policy
-from sgl_kvevict.policies.observation import Signal
 from sgl_kvevict.policies.policy import Policy
+from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.sglang_adapter.arena import Arena, arena_of
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
@@ -128,7 +128,7 @@ def _assemble(
         if Signal.LEARNED_SCORES in policy.needs:
             distilling = Distilling(config, ctx, geometry, arena.k.device)
             rotary = distilling.learner.rotary
-        elif {Signal.QUERY_MOMENTS, Signal.ECHO_ATTENTION} & policy.needs:
+        elif needs_rotary(policy.needs):
             rotary = find_rotary(model)
         learner = None if distilling is None else distilling.learner
         compressor = Compressor(config, policy, store, rotary, output_grams, learner)

@@ -10,10 +10,10 @@ from sglang.srt.layers.linear import RowParallelLinear
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor, nn
 
+from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import UNSCALED, KVGeometry, KVScales
-from sgl_kvevict.policies.rotary import Rotary
-from sgl_kvevict.policies.scorers.robust_attention import output_gram
+from sgl_kvevict.policies.output_gram import output_gram
 
 
 def find_rotary(model: nn.Module) -> Rotary:

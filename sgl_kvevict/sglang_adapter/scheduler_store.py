@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.lifecycle.loading import Loading, Prompt
 from sgl_kvevict.lifecycle.stored import Adoption
 from sgl_kvevict.lifecycle.storing import StoredPrefixes, all_namespaces
-from sgl_kvevict.policies.rotary import Rotary
 from sgl_kvevict.sglang_adapter.distilling import model_fingerprint, rotary_of
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 from sgl_kvevict.store import ReadAhead, SegmentStore, StoreIdentity, WriteBehind, open_backend

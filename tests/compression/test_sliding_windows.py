@@ -7,10 +7,10 @@ from torch import Tensor
 
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
 from sgl_kvevict.compression import Compressor
-from sgl_kvevict.compression.observation import CacheObservation
+from sgl_kvevict.compression.prompt_observation import CacheObservation
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies.registry import build_policy
+from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.prefix import Segment, Span, SpanStore
 
 NUM_TOKENS, START = 150, 40

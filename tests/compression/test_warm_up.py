@@ -17,7 +17,7 @@ from sgl_kvevict.compression import Compressor, SuffixCompressor, warm_up
 from sgl_kvevict.compression.warm_up import _observe
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies.registry import build_policy
+from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.prefix import Span, SpanStore
 
 GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=8, num_kv_heads=2, head_dim=16, num_token_slots=1003)

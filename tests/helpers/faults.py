@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvevict.guard import Place
+from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.registry import build_policy
 
 FAULT_FILE = "KVEVICT_TEST_FAULT_FILE"
 ADAPTER = "sgl_kvevict.sglang_adapter"

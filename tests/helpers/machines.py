@@ -18,7 +18,7 @@ from helpers.naming_fitter import NamingFitter
 from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies import build_policy
-from sgl_kvevict.policies.observation import Readers, Signal
+from sgl_kvevict.policies.signals import Readers, Signal
 
 BASES = ([i * 7 % 11 for i in range(48)], [i * 5 % 7 for i in range(48)])
 

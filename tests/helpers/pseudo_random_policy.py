@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_kvevict.policies.observation import Readers, Signal
 from sgl_kvevict.policies.parts import Decision, Fitter
+from sgl_kvevict.policies.signals import Readers, Signal
 from sgl_kvevict.ragged import MergePlan, Selection
 
 
@@ -24,10 +24,10 @@ class PseudoRandomPolicy:
     reuse_layers: int = 1
     rank: int = 0
 
-    def select(self, observe, geometry, total, protected, state=None, *, with_worth=False):
-        observation = observe(0)
-        tokens = observation.num_tokens
-        generator = torch.Generator().manual_seed(observation.start * 1009 + tokens + self.rank * 7919)
+    def select(self, show, geometry, total, protected, state=None, *, with_worth=False):
+        view = show(0)
+        tokens = view.num_tokens
+        generator = torch.Generator().manual_seed(view.start * 1009 + tokens + self.rank * 7919)
         runs = geometry.num_runs
         score = torch.rand(runs, tokens, generator=generator) * torch.rand(runs, 1, generator=generator)
         score[:, :protected] = 2.0

@@ -13,7 +13,7 @@ from sgl_kvevict.compression import Compressor
 from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.manager import Released
-from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.request import ticket_digest
 
 TICKET = "a-random-text-of-the-asker"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from helpers.fake_tree import CONFIG, FakeNode, FakeTree
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from sgl_kvevict.lifecycle.pressure import LOSS_OF_COMPRESSING, LOSS_OF_SQUEEZING
-from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.policies.signals import Readers
 
 SHRINKING = CONFIG.model_copy(update={"budget": 0.5, "min_budget": 0.25})
 

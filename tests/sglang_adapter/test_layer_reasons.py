@@ -12,7 +12,7 @@ from torch import nn
 from kvevict_kernels.device_limits import DeviceLimits
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import UNSCALED, KVGeometry, KVScales
-from sgl_kvevict.policies.registry import build_policy
+from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.sglang_adapter import refusals
 from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_sink_dtype, find_windows
 from sgl_kvevict.sglang_adapter.refusals import layer_reasons, policy_reasons, window_reasons

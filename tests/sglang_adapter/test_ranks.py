@@ -17,7 +17,7 @@ from helpers.threads_as_ranks import on_two_ranks
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.policies import build_policy
-from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.sglang_adapter.monitoring.server_info import rank_states
 from sgl_kvevict.sglang_adapter.monitoring.totals import TotalsListener
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
