@@ -9,7 +9,7 @@ from helpers.states import StatesHarness
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.lifecycle.nodes import path_to
 from sgl_kvevict.sglang_adapter.kv_pools import MAMBA
-from sgl_kvevict.sglang_adapter.monitoring.state import cache_state
+from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 

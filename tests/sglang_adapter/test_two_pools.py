@@ -6,7 +6,7 @@ import pytest
 
 from helpers.harness import publish_server_args
 from helpers.two_pools import WINDOW, TwoPoolHarness
-from sgl_kvevict.sglang_adapter.monitoring.state import cache_state
+from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.window_component import SWA
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
