@@ -270,7 +270,7 @@ WRITTEN = {
     "ScheduleBatch": {"batch_is_full"},
 }
 """Attributes of SGLang's objects that we write."""
-OURS = {field.name for field in dataclasses.fields(Totals)} | {"listener", "on_learned"}
+OURS = {*Totals.__struct_fields__, "listener", "on_learned"}
 """Attributes of our own objects that somebody else than the object writes."""
 
 
@@ -302,14 +302,20 @@ def used_names(module: ModuleType, *steps: str) -> set[str]:
     return {step.argval for code in codes for step in dis.get_instructions(code) if step.opname in steps}
 
 
+def loads_self(step: dis.Instruction) -> bool:
+    """Whether a step puts ``self`` on the stack, alone or behind another variable."""
+    if not step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
+        return False
+    return (step.argval[-1] if isinstance(step.argval, tuple) else step.argval) == "self"
+
+
 def names_written_to_others(module: ModuleType) -> set[str]:
-    """Attributes that the functions of one of our modules write to anything but ``self``."""
+    """Public attributes that the functions of one of our modules write to anything but ``self``."""
     names: set[str] = set()
     for code in codes_of(module):
         steps = list(dis.get_instructions(code))
         for before, step in itertools.pairwise(steps):
-            owner = before.argval[-1] if isinstance(before.argval, tuple) else before.argval
-            if step.opname == "STORE_ATTR" and not (before.opname.startswith("LOAD_FAST") and owner == "self"):
+            if step.opname == "STORE_ATTR" and step.argval[0] != "_" and not loads_self(before):
                 names.add(step.argval)
     return names
 
@@ -358,7 +364,7 @@ def test_refused_arguments_exist_and_their_default_is_allowed(flag, default_args
     assert flag.reason(default_args) is None or getattr(default_args, flag.field) is None
 
 
-@pytest.mark.parametrize("hook", compat.HOOKS, ids=lambda hook: hook.target.rsplit(".", 1)[1])
+@pytest.mark.parametrize("hook", compat.HOOKS, ids=lambda hook: hook.target.rsplit(".", 1)[-1])
 def test_hook_targets_resolve(hook):
     if hook.kind == compat.RESOLUTION:
         assert hook.target in resolution_hooks._OVERRIDABLE_HOOKS
