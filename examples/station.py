@@ -21,7 +21,7 @@ DEFAULT_URL = "http://127.0.0.1:30000"
 
 def cache_line(cache: dict[str, Any]) -> str:
     """One line on what the plugin holds, from its entry in ``GET /server_info``."""
-    tokens, slots = cache["compressed_tokens"], cache["compressed_slots"]
+    tokens, slots = cache["span_tokens"], cache["span_slots"]
     return f"compressed prefixes: {tokens:,} tokens in {slots:,} token slots"
 
 

@@ -1,7 +1,7 @@
 """The configuration: one frozen model, read once from one environment variable.
 
 SGLang has no field for a plugin's settings, so they travel in ``KVEVICT_CONFIG``, which every process of
-a server inherits. Policy names and options are checked where policies are known (``policies.registry``).
+a server inherits. Policy names and options are checked where policies are known (``policies.by_name``).
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Place(Enum):
     """A prefix is handed to the store, looked for in it, or taken from it: it is not stored, or computed."""
     RELEASE = "release"
     """A request has let go of its path, and its job, or ranges that waited for it, go on: they wait on."""
-    OBSERVER = "observer"
+    LISTENER = "listener"
     """Metrics are written, events queued, questions answered: this one is not."""
     SOCKETS = "sockets"
     """The event thread sends and receives: this message is lost."""

@@ -43,24 +43,3 @@ class MergePlan:
     heads: Tensor
     indices: Tensor
     weights: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class SpanRuns:
-    """One compressed span as attention reads it. Immutable; compared and hashed by identity.
-
-    Run ``(l, h)`` is ``head_slots[starts[l, h] : starts[l, h] + lens[l, h]]``.
-
-    Attributes:
-        head_slots: [segment_entries], int32, head slots of the whole segment (shared by all spans cut from it).
-        starts: [num_layers, num_kv_heads], int32, first entry of each run.
-        lens: [num_layers, num_kv_heads], int32, entries of each run; may be 0.
-        num_tokens: logical tokens the span stands for.
-        is_fitted: its entries have biases, which are added to their scores; those of other spans' head slots are 0.
-    """
-
-    head_slots: Tensor
-    starts: Tensor
-    lens: Tensor
-    num_tokens: int
-    is_fitted: bool = False

@@ -20,7 +20,7 @@ from sgl_kvevict.cli.server_plan import (
 from sgl_kvevict.config import ENV_VAR, KVEvictConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.model import DEMO_MODEL_NAME, demo_model_path
-from sgl_kvevict.policies.registry import list_policies
+from sgl_kvevict.policies.by_name import list_policies
 
 
 @pytest.fixture(autouse=True)
@@ -212,7 +212,7 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
 
 def test_a_policy_in_the_current_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_policies.py").write_text(
-        "from sgl_kvevict.policies.registry import build_policy\n"
+        "from sgl_kvevict.policies.by_name import build_policy\n"
         "def short_window(size):\n"
         "    return build_policy('snapkv', {'window_size': size})\n"
     )

@@ -31,9 +31,8 @@ from helpers.watched import WatchedHarness
 from sgl_kvevict.compression import Compression
 from sgl_kvevict.events.client import EventStream
 from sgl_kvevict.events.questions import Status, Tree
-from sgl_kvevict.lifecycle.observer import CacheObserver
-from sgl_kvevict.sglang_adapter.metrics import MetricsObserver
-from sgl_kvevict.sglang_adapter.observers import ObserverGroup
+from sgl_kvevict.lifecycle.listener import CacheListener, ListenerGroup
+from sgl_kvevict.sglang_adapter.monitoring.metrics import MetricsListener
 from sgl_kvevict.sglang_adapter.passes import after_ingest
 from sgl_kvevict.sglang_adapter.span_component import FULL
 
@@ -61,11 +60,11 @@ def row(name: str, seconds: float, of_step: bool = True) -> None:
 
 def with_metrics(watched: WatchedHarness) -> None:
     """Add metrics to what a harness has; once per process."""
-    group = watched.harness.tree.manager.observer
-    assert isinstance(group, ObserverGroup)
+    group = watched.harness.tree.manager.listener
+    assert isinstance(group, ListenerGroup)
     tree = watched.harness.tree
-    metrics = MetricsObserver(tree, watched.counting.totals, {"tp_rank": "0"}, lambda: 0, tree.guard.errors)
-    tree.manager.observer = ObserverGroup([*group.observers, metrics], tree.guard)
+    metrics = MetricsListener(tree, watched.counting.totals, {"tp_rank": "0"}, lambda: 0, tree.guard.errors)
+    tree.manager.listener = ListenerGroup([*group.listeners, metrics], tree.guard)
 
 
 def publishing_share(watched: WatchedHarness, events_per_s: int) -> float:
@@ -77,7 +76,7 @@ def publishing_share(watched: WatchedHarness, events_per_s: int) -> float:
     begin, seconds = time.clock_gettime(clock), 2.0
     for _ in range(int(seconds * 100)):
         for _ in range(events_per_s // 100):
-            watched.harness.tree.manager.observer.dropped(node, None, 50)
+            watched.harness.tree.manager.listener.dropped(node, None, 50)
         time.sleep(0.01)
     return (time.clock_gettime(clock) - begin) / seconds
 
@@ -136,7 +135,7 @@ def main() -> None:
     bare = quartile(lambda: per_call(lambda: (lambda _scheduler: None)(scheduler), 20_000), repeats)
     row("off: one turn of the loop (SGLang's hook wrapper and our check)", off - bare)
     row("  of that SGLang's hook wrapper", empty - bare)
-    nobody = CacheObserver()
+    nobody = CacheListener()
     telling = quartile(lambda: per_call(lambda: nobody.repacked(None, None, 0), 20_000), repeats)
     row("off: telling nobody of one change", telling)
 
@@ -149,19 +148,19 @@ def main() -> None:
         on = quartile(lambda: per_call(lambda: turn(scheduler), 20_000), repeats)
         row("on: one turn of the loop, nobody asks", on - bare)
         node = SimpleNamespace(id=3, key=[0] * 50)
-        observer = harness.tree.manager.observer
-        dropped = quartile(lambda: per_call(lambda: observer.dropped(node, None, 50), 2_000), repeats)
+        listener = harness.tree.manager.listener
+        dropped = quartile(lambda: per_call(lambda: listener.dropped(node, None, 50), 2_000), repeats)
         row("on: one event (a node dropped)", dropped)
 
         compression = watched_compression(harness)
-        compressed = quartile(lambda: per_call(lambda: observer.compressed([node], compression), 2_000), repeats)
+        compressed = quartile(lambda: per_call(lambda: listener.compressed([node], compression), 2_000), repeats)
         row("on: one event (a range compressed)", compressed)
         for rate in (0, 1_000):
             share = quartile(lambda rate=rate: publishing_share(watched, rate), 3)
             print(f"{f'on: publishing thread at {rate:,} events a second':<62}{100 * share:>12.2f} %  of a CPU")
 
         grow(harness, 5_000)
-        inspecting = next(o for o in observer.observers if type(o).__name__ == "InspectingObserver")
+        inspecting = next(o for o in listener.listeners if type(o).__name__ == "InspectionListener")
         status = quartile(lambda: per_call(lambda: inspecting._reply(harness.tree, Status(limit=50)), 3), repeats)
         row("a 'top' report of a tree with 1,000 spans (once a second)", status, of_step=False)
         look = quartile(lambda: per_call(lambda: inspecting._reply(harness.tree, Tree(5000)), 3), repeats)

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvevict_kernels.alloc_head_slots import alloc_head_slots
+from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import Attention, AttentionBatch, build_attention
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.ragged import SpanRuns
 
 GEOMETRY = KVGeometry(num_layers=30, num_qo_heads=9, num_kv_heads=3, head_dim=64, num_token_slots=32768)
 SM_SCALE = GEOMETRY.head_dim**-0.5
@@ -131,7 +131,6 @@ class Setup:
                 spans.append(uneven_span(case.span_entries, row, self.generator))
         self.batch = AttentionBatch(
             paths=tuple((spans[i % len(spans)],) if case.span_entries else () for i in range(count)),
-            waterlines=[waterline] * count,
             seq_lens=[total] * count,
             extend_lens=[new] * count if case.new else None,
             req_pool_indices=torch.arange(count),

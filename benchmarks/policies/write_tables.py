@@ -1,4 +1,4 @@
-"""Write the generated parts of docs/policies.md: from the registry, the policies' parts and the measured costs.
+"""Write the generated parts of docs/policies.md: from what methods say of themselves, and measured costs.
 
 Run: python benchmarks/policies/write_tables.py [--check]
 """
@@ -14,43 +14,23 @@ from typing import Any
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies import Policy, PolicyInfo, build_policy, list_policies
-from sgl_kvevict.policies.presets.budget import RULES, BudgetOptions
-from sgl_kvevict.policies.presets.paper import PAPER
+from sgl_kvevict.policies.budget_options import RULES, BudgetOptions
+from sgl_kvevict.policies.by_name import papers
+from sgl_kvevict.policies.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "policies.md"
 COSTS = ROOT / "docs" / "results" / "policies-cost.csv"
 COST_TOKENS = 4096
 
-#: Where each policy comes from, and when to use it.
-SOURCES: dict[str, tuple[str, str]] = {
-    "distilled": ("this project, after KVzap (arXiv 2601.07891)", "always: no pass once something is learned"),
-    "reconstruction": ("KVzip (arXiv 2505.23416)", "shared prefixes whose questions are unknown"),
-    "questions": ("this project", "shared prefixes whose typical questions are known"),
-    "echo": ("this project, after KVzip", "questions are unknown and a second reading costs too much"),
-    "defensive": ("DefensiveKV; CriticalKV (arXiv 2502.03805), Sec. 4", "a peer; the question ends the prompt"),
-    "streaming-llm": ("StreamingLLM (arXiv 2309.17453), Sec. 3", "a cheap baseline; chats where only the end counts"),
-    "snapkv": ("SnapKV (arXiv 2404.14469); Ada-KV (arXiv 2407.11550), Alg. 2", "the question ends the prompt"),
-    "pyramidkv": ("PyramidKV (arXiv 2406.02069), Sec. 4.2", "the same, small budgets"),
-    "h2o": ("H2O (arXiv 2306.14048), Sec. 4", "nothing is known of the questions; costs a second attention"),
-    "ada-snapkv": ("Ada-KV (arXiv 2407.11550), Alg. 1 and 2", "SnapKV's cost, better heads"),
-    "ada-pyramidkv": ("Ada-KV (arXiv 2407.11550), Alg. 2", "as ada-snapkv, small budgets"),
-    "chunkkv": ("ChunkKV (arXiv 2502.00299), Alg. 1, Sec. 3.3", "text whose sentences should stay whole"),
-    "d2o": ("D2O (arXiv 2406.13035), Sec. 3", "small budgets where evicted tokens should leave a trace"),
-    "k-vec": ("K-VEC (arXiv 2606.29563), Alg. 1", "heads that all keep the same tokens"),
-    "knorm": ("Devoto et al. (arXiv 2406.11430), Sec. 3", "a peer; the cheapest that looks at content"),
-    "keydiff": ("KeyDiff (arXiv 2504.15364), Sec. 4", "a peer; varied tokens, no queries needed"),
-    "expected-attention": ("Expected Attention (arXiv 2510.00636), Sec. 3", "a peer; unknown questions, cheap"),
-    "random": ("none", "the control of an experiment"),
-}
-
 
 def policies_table() -> str:
     """One row per policy."""
     costs = read_costs()
+    methods = {method.name: method for method in METHODS}
     lines = ["| policy | keeps | parts | signals | from | use it when | cost |", "|---|---|---|---|---|---|---|"]
     for info, policy in built_policies():
-        source, use = SOURCES[info.name]
+        source, use = methods[info.name].source, methods[info.name].use_when
         signals = ", ".join(sorted(f"`{signal.value}`" for signal in policy.needs)) or "none"
         cost = costs.get(info.name, "see below")
         lines.append(f"| `{info.name}` | {info.summary} | {parts(policy)} | {signals} | {source} | {use} | {cost} |")
@@ -95,9 +75,9 @@ def paper_table() -> str:
     """What ``NAME@paper`` sets, and where the paper says so."""
     lines = ["| policy | field | value | where it is printed |", "|---|---|---|---|"]
     for info, _ in built_policies():
-        if info.name not in PAPER:
+        settings = papers().get(info.name)
+        if settings is None:
             continue
-        settings = PAPER[info.name]
         defaults = {option.name: option.default for option in info.options}
         options = {**defaults, **{value.name: value.value for value in settings.options}}
         lines.append(f"| `{info.name}@paper` | | | {settings.paper} |")

@@ -34,8 +34,9 @@ from sgl_kvevict.distill.learner import top_recall
 from sgl_kvevict.distill.texts import Kind, training_texts
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.model import ensure_demo_model
-from sgl_kvevict.policies.observation import LayerObservation, QueryWindow
-from sgl_kvevict.policies.scorers.distilled import WINDOW_SIZE
+from sgl_kvevict.policies.layer_view import LayerView
+from sgl_kvevict.policies.methods.distilled import WINDOW_SIZE
+from sgl_kvevict.policies.signals import QueryWindow, Signal
 
 WORK = ROOT / "out" / "distill"
 RESULTS = ROOT / "docs" / "results" / "quality" / "distilled.csv"
@@ -140,13 +141,13 @@ def tokens_of(prefix: ScoredPrefix) -> CachedRange:
     return CachedRange(prefix.k, prefix.v, torch.arange(end), 0, end)
 
 
-def observe(prefix: ScoredPrefix, layer: int) -> LayerObservation:
+def show(prefix: ScoredPrefix, layer: int) -> LayerView:
     """What a prefill leaves behind in a layer."""
     num_tokens, head_dim = prefix.k.shape[1], prefix.k.shape[-1]
     window = QueryWindow(prefix.queries[layer], prefix.lse[layer], num_tokens - prefix.queries.shape[1])
     slots = torch.arange(num_tokens - TAIL)
-    shown = LayerObservation(layer, 0, prefix.k[layer], prefix.v[layer], slots, head_dim**-0.5)
-    return LayerObservation(**{**vars(shown), "window": window.last(WINDOW_SIZE)})
+    signals = {Signal.WINDOW_QUERIES: window.last(WINDOW_SIZE)}
+    return LayerView(layer, 0, prefix.k[layer], prefix.v[layer], slots, head_dim**-0.5, signals)
 
 
 def learn(prefixes: Prefixes, texts: Iterable[tuple[int, Kind, int]]) -> ScoreWeights:
@@ -158,7 +159,7 @@ def learn(prefixes: Prefixes, texts: Iterable[tuple[int, Kind, int]]) -> ScoreWe
     learner = ScoreLearner(geometry, model.rotary, 0.2, num_prefixes=len(texts))
     for text in (*texts, texts[0]):  # trying them on a known one only solves for them
         prefix = prefixes.train(*text)
-        lesson = learner.lesson(tokens_of(prefix), prefix.scores, lambda layer, seen=prefix: observe(seen, layer))
+        lesson = learner.lesson(tokens_of(prefix), prefix.scores, lambda layer, seen=prefix: show(seen, layer))
         while lesson.step() is None:
             pass
     if learner.weights is None:
@@ -169,7 +170,7 @@ def learn(prefixes: Prefixes, texts: Iterable[tuple[int, Kind, int]]) -> ScoreWe
 def recalls(prefixes: Prefixes, weights: ScoreWeights, prefix: ScoredPrefix, *, use_window: bool) -> list[float]:
     """Share of what passes keep that learned scores keep too, at each budget."""
     tokens = tokens_of(prefix)
-    windows = [window_features(observe(prefix, layer)) for layer in range(tokens.num_layers)] if use_window else []
+    windows = [window_features(show(prefix, layer)) for layer in range(tokens.num_layers)] if use_window else []
     window = torch.stack([part for part in windows if part is not None]) if windows else None
     learned = weights.score(tokens, prefixes.model.rotary, window)
     inner: tuple[Tensor, Tensor] = (learned[..., NUM_SINKS:], prefix.scores[..., NUM_SINKS:])

@@ -25,13 +25,13 @@ from serving_bench.page import Page, Table
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import ScoreLearner, ScoreWeights
 from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies.registry import build_policy
-from sgl_kvevict.policies.rotary import Rotary
+from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.prefix import SpanStore
 
 SYSTEMS = {

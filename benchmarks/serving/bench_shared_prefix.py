@@ -19,6 +19,7 @@ POOL_SLOTS = 8192
 QUESTION_TOKENS = 32
 OUTPUT_TOKENS = 8
 CONCURRENCY = 2
+STOCK = "stock"
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ PAGE = Page(
     summary=(
         f"SGLang's `bench_serving` client, requests of its `generated-shared-prefix` generator: prefixes of 1,024 "
         f"random tokens, questions of {QUESTION_TOKENS}, {OUTPUT_TOKENS} generated tokens, {CONCURRENCY} requests at a "
-        f"time, a pool of {POOL_SLOTS:,} token slots. Each prefix was sent once before, one at a time; questions are "
-        "always new."
+        f"time, a pool of {POOL_SLOTS:,} token slots. Each prefix was sent once before, one at a time (to stock "
+        "the last ones alone, twice what its pool holds: it has dropped all others by then); questions are always new."
     ),
     tables=(
         Table("requests_per_s", "Requests/s"),
@@ -110,8 +111,9 @@ def measure(fleet: Fleet, point: Point, recorder: Recorder) -> None:
     first, draws = requests_of(point, options)
     flush_all(fleet)
     for name, server in fleet.items():
-        recorder.progress(f"{point.name}: showing {len(first)} prefixes to {name}")
-        run_client(server.url, options.model, first, max_concurrency=1)
+        shown = first[-max(2 * POOL_SLOTS // point.prefix_tokens, 1) :] if name == STOCK else first
+        recorder.progress(f"{point.name}: showing {len(shown)} prefixes to {name}")
+        run_client(server.url, options.model, shown, max_concurrency=1)
 
     def one(name: str, repetition: int) -> None:
         server = fleet[name]

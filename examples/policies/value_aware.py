@@ -1,27 +1,25 @@
 """A policy of your own: what the last queries fetch, which is attention times the size of the value."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from sgl_kvevict.policies import LayerObservation, Policy, Signal, TokenScores, Trait
+from sgl_kvevict.policies import LayerView, Policy, Scorer, Signal, TokenScores, Trait
 from sgl_kvevict.policies.budgets import AdaptiveHeads, LayeredBudget, UniformLayers
 from sgl_kvevict.policies.scorers import WindowAttentionScorer
 from sgl_kvevict.policies.selectors import TopKSelector
 
 
 @dataclass(frozen=True)
-class ValueAwareScorer:
+class ValueAwareScorer(Scorer):
     """Mean attention of the prompt's last queries, times the norm of the value they get for it."""
 
     window_size: int = 32
-    kept_window: ClassVar[int] = 0
-    needs: ClassVar = frozenset({Signal.WINDOW_QUERIES, Signal.KEYS, Signal.VALUES})
-    traits: ClassVar = frozenset({Trait.COMPARABLE})
+    needs = frozenset({Signal.WINDOW_QUERIES, Signal.KEYS, Signal.VALUES})
+    traits = frozenset({Trait.COMPARABLE})
 
-    def score(self, observation: LayerObservation) -> TokenScores:
+    def score(self, view: LayerView) -> TokenScores:
         """One number per KV head and token of a layer; higher is kept."""
-        attention = WindowAttentionScorer(self.window_size).score(observation).values
-        return TokenScores(attention * observation.values.float().norm(dim=-1).T)
+        attention = WindowAttentionScorer(self.window_size).score(view).values
+        return TokenScores(attention * view.values.float().norm(dim=-1).T)
 
 
 def value_aware(window_size: int = 32) -> Policy:

@@ -48,6 +48,44 @@ def check_tensor(
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {x.stride()} for {_show_shape(x.shape)}")
 
 
+def check_positions(positions: object, head_slots: torch.Tensor) -> None:
+    """Require what layers with a window need of a span.
+
+    Raises:
+        ValueError: there are no positions, or they are not those of its head slots.
+    """
+    if positions is None:
+        raise ValueError("positions: a layer with a window needs those of every span, got None")
+    check_tensor("positions", positions, tuple(head_slots.shape), torch.int32, head_slots.device)
+
+
+def check_arenas(
+    k_arena: torch.Tensor,
+    v_arena: torch.Tensor,
+    biases: torch.Tensor | None,
+    shape: Sequence[int | None],
+    dtype: torch.dtype | tuple[torch.dtype, ...],
+    device: torch.device | None = None,
+) -> None:
+    """Require arenas that attention can read; once, when it is built, and not for every layer and step.
+
+    Args:
+        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim].
+        v_arena: like ``k_arena``.
+        biases: [num_layers, num_token_slots, num_kv_heads], float32; or None.
+        shape: of the arenas; None stands for any size.
+        dtype: expected dtype, or the allowed ones.
+        device: expected device; None stands for any device.
+
+    Raises:
+        ValueError: names the argument, what was expected and what came.
+    """
+    check_tensor("k_arena", k_arena, shape, dtype, device)
+    check_tensor("v_arena", v_arena, tuple(k_arena.shape), k_arena.dtype, k_arena.device)
+    if biases is not None:
+        check_tensor("biases", biases, tuple(k_arena.shape[:3]), torch.float32, k_arena.device)
+
+
 def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
     """Require an int (not a bool) in ``[low, high]``.
 

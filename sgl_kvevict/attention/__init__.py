@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from sgl_kvevict.attention.backend import Attention, CapturableAttention, build_attention, resolve_attention
 from sgl_kvevict.attention.batch import AttentionBatch
-from sgl_kvevict.attention.cpu import CpuAttention
+from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
 
 __all__ = [
     "Attention",
     "AttentionBatch",
     "CapturableAttention",
-    "CpuAttention",
+    "TorchAttention",
     "build_attention",
     "resolve_attention",
 ]

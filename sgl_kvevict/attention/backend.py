@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvevict_kernels.span_attention import reason_not_to_run
 from sgl_kvevict.attention.batch import AttentionBatch
-from sgl_kvevict.attention.choice import NO_BIASES, cpu_reasons, flashinfer_reasons, triton_reasons
+from sgl_kvevict.attention.refusals import NO_BIASES, cpu_reasons, flashinfer_reasons, triton_reasons
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 
@@ -40,17 +40,20 @@ class Attention(Protocol):
             batch: the requests of the forward.
         """
 
-    def run(self, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
+    def run(self, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Attend as planned. K and V of the new tokens are in the arena.
 
         Args:
-            layer: layer index.
+            layer: layer index; a layer with a window (``geometry.windows``) sees that many tokens.
             q: [num_new_tokens, num_qo_heads, head_dim], request after request.
             sm_scale: softmax scale.
+            sink_logits: [num_qo_heads], of any floating dtype: what the softmax of every query counts once, beside the
+                scores and without a value; None: the layer has none.
 
         Returns:
             out [num_new_tokens, num_qo_heads, head_dim], dtype of ``q``, and lse [num_new_tokens, num_qo_heads],
-            float32, natural log-sum-exp of the scaled scores over everything that a query saw.
+            float32, natural log-sum-exp of the scaled scores over everything that a query saw, the sink logit
+            included: ``exp(score - lse)`` is what a query paid a token.
 
         Raises:
             InvariantError: other new tokens than planned.
@@ -64,6 +67,13 @@ class CapturableAttention(Attention, Protocol):
     Before the recording :meth:`start_capture`; recorded are one :meth:`start_step` and :meth:`Attention.run` of every
     layer; before each replay :meth:`follow`.
     """
+
+    def warm_up(self, sink_dtype: torch.dtype | None = None) -> None:
+        """Launch every kernel once as serving does, so that none is compiled while requests wait.
+
+        Args:
+            sink_dtype: of the sink logits that all layers have; None: none has any.
+        """
 
     def start_capture(self, num_requests: int) -> None:
         """Lay out decode steps of so many requests."""
@@ -121,7 +131,9 @@ def resolve_attention(name: str, device: str, head_dim: int | None = None) -> st
     return chosen
 
 
-def kernel_reasons(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
+def kernel_reasons(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, has_windows: bool = False
+) -> list[str]:
     """Return one sentence for everything about a model or its KV pool that the implementation has no kernels for.
 
     Args:
@@ -129,11 +141,14 @@ def kernel_reasons(name: str, device: torch.device, dtype: torch.dtype, head_dim
         device: of the KV pool.
         dtype: of the KV pool.
         head_dim: of the model.
+        has_windows: some of the model's layers see their last tokens only.
     """
     chosen = AUTO.get(device.type) if name == "auto" else name
     if chosen == "triton":
         return triton_reasons(dtype, head_dim, device)
-    return flashinfer_reasons(dtype, head_dim) if chosen == "flashinfer" else cpu_reasons(name, dtype)
+    if chosen == "flashinfer":
+        return flashinfer_reasons(dtype, head_dim, has_windows=has_windows)
+    return cpu_reasons(name, dtype)
 
 
 def build_attention(
@@ -166,7 +181,7 @@ def build_attention(
 def _build_numba(
     geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None, biases: Tensor | None
 ) -> Attention:
-    from sgl_kvevict.attention.numba_attention import NumbaAttention
+    from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
 
     return NumbaAttention(geometry, k_arena, v_arena, biases)
 
@@ -174,16 +189,16 @@ def _build_numba(
 def _build_torch(
     geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None, biases: Tensor | None
 ) -> Attention:
-    from sgl_kvevict.attention.cpu import CpuAttention
+    from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
 
-    return CpuAttention(geometry, k_arena, v_arena, biases)
+    return TorchAttention(geometry, k_arena, v_arena, biases)
 
 
 def _build_triton(
     geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None, biases: Tensor | None
 ) -> Attention:
-    from sgl_kvevict.attention.flashinfer_prefill import find_plain_prefill
-    from sgl_kvevict.attention.triton_attention import TritonAttention
+    from sgl_kvevict.attention.flashinfer.prefill import find_plain_prefill
+    from sgl_kvevict.attention.triton.attention import TritonAttention
 
     plain_prefill = find_plain_prefill(geometry, k_arena, v_arena)
     attention = TritonAttention(geometry, k_arena, v_arena, q_dtype, plain_prefill, biases)
@@ -197,7 +212,7 @@ def _build_flashinfer(
 ) -> Attention:
     if biases is not None:
         raise UnsupportedSetupError([NO_BIASES])
-    from sgl_kvevict.attention.flashinfer_attention import FlashInferAttention
+    from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
 
     return FlashInferAttention(geometry, k_arena, v_arena)
 

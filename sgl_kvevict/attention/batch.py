@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
+from kvevict_kernels.span_runs import SpanRuns, waterline_of
 from sgl_kvevict.errors import InvariantError
-from sgl_kvevict.ragged import SpanRuns
 
 Path = tuple[SpanRuns, ...]
 """Spans that a request reads, root first; () if nothing of it is compressed."""
-CompositionKey = tuple[tuple[Path, ...], tuple[int, ...]]
+BatchKey = tuple[tuple[Path, ...], tuple[int, ...]]
 """Paths and numbers of new tokens of a batch: what stays the same over decode steps, until requests come or go."""
 
 
@@ -25,7 +26,6 @@ class AttentionBatch:
 
     Attributes:
         paths: per request, the spans on its path.
-        waterlines: per request, tokens that its path stands for.
         seq_lens: per request, logical tokens including the new ones.
         extend_lens: per request, new tokens; None: a decode step, one new token each.
         req_pool_indices: [num_requests], int, rows of ``req_to_token``.
@@ -37,7 +37,6 @@ class AttentionBatch:
     """
 
     paths: tuple[Path, ...]
-    waterlines: list[int]
     seq_lens: list[int]
     extend_lens: list[int] | None
     req_pool_indices: Tensor
@@ -47,11 +46,9 @@ class AttentionBatch:
     def __post_init__(self) -> None:
         num_requests = len(self.seq_lens)
         new_lens = self.new_lens
-        counts = (len(self.paths), len(self.waterlines), len(new_lens), self.req_pool_indices.numel())
+        counts = (len(self.paths), len(new_lens), self.req_pool_indices.numel())
         if any(count != num_requests for count in counts):
-            raise InvariantError(
-                f"paths, waterlines, extend_lens, req_pool_indices: expected {num_requests} of each, got {counts}"
-            )
+            raise InvariantError(f"paths, extend_lens, req_pool_indices: expected {num_requests} of each, got {counts}")
         for i, (waterline, seq_len, new) in enumerate(zip(self.waterlines, self.seq_lens, new_lens, strict=True)):
             if not 0 <= waterline <= seq_len - new <= seq_len <= self.req_to_token.shape[1]:
                 raise InvariantError(
@@ -59,12 +56,17 @@ class AttentionBatch:
                     f"rows of {self.req_to_token.shape[1]}: expected waterline <= first new token <= row length"
                 )
 
+    @cached_property
+    def waterlines(self) -> list[int]:
+        """Tokens that the path of each request stands for."""
+        return [waterline_of(path) for path in self.paths]
+
     @property
     def new_lens(self) -> list[int]:
         """New tokens per request."""
         return [1] * len(self.seq_lens) if self.extend_lens is None else self.extend_lens
 
     @property
-    def composition(self) -> CompositionKey:
+    def key(self) -> BatchKey:
         """What the batch shares with other steps of the same requests."""
         return self.paths, tuple(self.new_lens)

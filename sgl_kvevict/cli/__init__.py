@@ -96,8 +96,7 @@ def policies(
     from rich.console import Console
     from rich.table import Table
 
-    from sgl_kvevict.policies.presets.paper import PAPER
-    from sgl_kvevict.policies.registry import budget_option_names, list_policies, paper_settings, split_name
+    from sgl_kvevict.policies.by_name import budget_option_names, list_policies, paper_settings, papers, split_name
 
     known = {policy.name: policy for policy in list_policies()}
     if name is None:
@@ -108,7 +107,7 @@ def policies(
             table.add_row(policy.name, policy.summary, " ".join(own))
         table.caption = (
             f"All but none also take {', '.join(common)}.\n"
-            f"NAME@paper sets options, tail and budget as the paper prints them: {', '.join(PAPER)}.\n"
+            f"NAME@paper sets options, tail and budget as the paper prints them: {', '.join(papers())}.\n"
             "'sgl-kvevict policies NAME' explains the options of one; 'package.module:factory' loads your own."
         )
         table.caption_justify = "left"

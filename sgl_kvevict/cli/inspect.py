@@ -21,10 +21,10 @@ from sgl_kvevict.events.questions import (
     Description,
     Kept,
     KeptReport,
-    Node,
     Tokens,
     TokensReport,
     Tree,
+    TreeNode,
     TreeReport,
 )
 
@@ -111,7 +111,7 @@ def as_text(snapshot: Snapshot) -> TextTree:
     return top
 
 
-def _line(node: Node) -> Text:
+def _line(node: TreeNode) -> Text:
     text = Text(f"{node.start:,}-{node.start + node.tokens:,}", style="green" if node.compressed else "blue")
     text.append(f"  {node.tokens:,} tokens -> {node.slots:,.1f} slots", style="default")
     if node.compressed:

@@ -28,9 +28,7 @@ class LearnError(KVEvictError):
     """Nothing good enough was learned."""
 
 
-def learn(
-    model: str, out: Path, texts: Path | None, num_prefixes: int, sglang_flags: Sequence[str], say: Say
-) -> None:
+def learn(model: str, out: Path, texts: Path | None, num_prefixes: int, sglang_flags: Sequence[str], say: Say) -> None:
     """Learn the scores of a model and write them to a file.
 
     The server does the learning, as it does with its users' prefixes; nothing is different here but who sends them.

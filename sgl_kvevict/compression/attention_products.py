@@ -39,7 +39,7 @@ class AttentionProducts:
         self._num_blocks = -(-num_tokens // block)
         self._layers: list[Tensor | None] = [None] * geometry.num_layers
         products = 4 * self._num_blocks * block * block
-        self.num_bytes = geometry.heads_per_token * (products + value_bytes * geometry.head_dim * num_tokens)
+        self.num_bytes = geometry.num_runs * (products + value_bytes * geometry.head_dim * num_tokens)
 
     def add(
         self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, token_slots: Tensor, sm_scale: float

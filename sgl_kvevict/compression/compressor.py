@@ -9,17 +9,19 @@ from typing import Any
 
 from torch import Tensor
 
+from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.compression.attention_products import AttentionProducts
-from sgl_kvevict.compression.learned import Show, with_learned_scores
-from sgl_kvevict.compression.observation import CacheObservation, ObservationSpec, PromptObservation
+from sgl_kvevict.compression.learned import with_learned_scores
 from sgl_kvevict.compression.pending_fit import PendingFit
+from sgl_kvevict.compression.prompt_observation import CacheObservation, ObservationSpec, PromptObservation
 from sgl_kvevict.compression.reader_observation import ReaderObservation
+from sgl_kvevict.compression.sliding_windows import select_beside_windows
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import CachedRange, Lesson, ScoreLearner
-from sgl_kvevict.policies.observation import LayerObservation, Signal
+from sgl_kvevict.policies.layer_view import LayerView, Show
 from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.rotary import Rotary
+from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.policies.worth import worth_of_read
 from sgl_kvevict.prefix import Segment, SpanStore
 
@@ -125,6 +127,11 @@ class Compressor:
         return self.learner is not None and self.learner.weights is not None
 
     @property
+    def splittable(self) -> bool:
+        """Every segment may be cut at any token."""
+        return self.policy.splittable and not self.store.geometry.has_windows
+
+    @property
     def compresses_at_once(self) -> bool:
         """A prompt is compressed as soon as it is complete: no readers are needed, or none are waited for."""
         return self.policy.readers is None or (self.has_learned and not self.config.wait_for_passes)
@@ -162,17 +169,18 @@ class Compressor:
             readers: what they attended to.
             prompt: what the prefill of a prompt left behind that goes on behind the range.
         """
-        if self.learner is None or self.learner.weights is not None:
-            return None
         store = self.store
+        has_windows_only = store.geometry.has_windows and all(store.geometry.windows)
+        if self.learner is None or self.learner.weights is not None or has_windows_only:
+            return None
         scales = store.geometry.scales
         end = readers.start + token_slots.numel()
         tokens = CachedRange(store.k_arena, store.v_arena, token_slots, readers.start, end, scales)
 
-        def observe(layer: int) -> LayerObservation:
+        def show(layer: int) -> LayerView:
             return prompt.show(layer, readers.start, store.k_arena[layer], store.v_arena[layer], token_slots)
 
-        return self.learner.lesson(tokens, readers.scores(token_slots.numel()), observe)
+        return self.learner.lesson(tokens, readers.scores(token_slots.numel()), show)
 
     def compress(
         self,
@@ -199,28 +207,40 @@ class Compressor:
         num_slots = config.num_slots(num_tokens, start) if share is None else config.slots_at(share, num_tokens)
         geometry = self.store.geometry
 
-        def show(layer: int) -> LayerObservation:
+        def show_left(layer: int) -> LayerView:
             return observation.show(layer, start, self.store.k_arena[layer], self.store.v_arena[layer], token_slots)
 
-        observe: Show = show
+        show: Show = show_left
         learner = self.learner if num_slots < num_tokens and not isinstance(observation, ReaderObservation) else None
         if learner is not None and learner.weights is not None:
             end, scales = start + num_tokens, geometry.scales
             tokens = CachedRange(self.store.k_arena, self.store.v_arena, token_slots, start, end, scales)
-            observe = with_learned_scores(show, learner.weights, tokens, learner.rotary)
+            show = with_learned_scores(show_left, learner.weights, tokens, learner.rotary)
         fit = self._fit(token_slots, start, observation) if num_slots < num_tokens else None
         protected = min(max(config.sink_tokens - start, 0), num_slots)
         state = None if parent is None else parent.policy_state
         assert state is None or isinstance(state, PolicyState)
-        decision = self.policy.select(
-            observe, geometry, num_slots * geometry.heads_per_token, protected, state, with_worth=len(config.shares) > 1
-        )
+        total, with_worth = num_slots * geometry.num_runs, len(config.shares) > 1
+        is_cut = geometry.has_windows and num_slots < num_tokens
+        if is_cut:
+            decision = select_beside_windows(
+                self.policy,
+                show,
+                geometry,
+                num_tokens,
+                total,
+                protected,
+                with_worth=with_worth,
+                device=token_slots.device,
+            )
+        else:
+            decision = self.policy.select(show, geometry, total, protected, state, with_worth=with_worth)
         segment, freed = self.store.pack(
             token_slots,
             start,
             decision.selection,
             merge=decision.merge,
-            splittable=self.policy.splittable,
+            splittable=self.policy.splittable and not is_cut,
             worth=decision.worth,
         )
         segment.policy_state = decision.state

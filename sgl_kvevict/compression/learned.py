@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import torch
 
+from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.distill import CachedRange, ScoreWeights, window_features
-from sgl_kvevict.policies.observation import LayerObservation
-from sgl_kvevict.policies.rotary import Rotary
-
-Show = Callable[[int], LayerObservation]
+from sgl_kvevict.policies.layer_view import Show
+from sgl_kvevict.policies.signals import Signal
 
 
 def with_learned_scores(show: Show, weights: ScoreWeights, tokens: CachedRange, rotary: Rotary) -> Show:
@@ -29,4 +25,4 @@ def with_learned_scores(show: Show, weights: ScoreWeights, tokens: CachedRange, 
     shown = [show(layer) for layer in range(tokens.num_layers)]
     windows = [part for layer in shown if (part := window_features(layer)) is not None]
     learned = weights.score(tokens, rotary, torch.stack(windows) if windows else None)
-    return lambda layer: replace(shown[layer], learned=learned[layer])
+    return lambda layer: shown[layer].with_signals({Signal.LEARNED_SCORES: learned[layer]})

@@ -85,7 +85,7 @@ class PendingFit:
     def _places(self, segment: Segment) -> tuple[Tensor, Tensor, Tensor]:
         """Layer, place in the range and KV head of each entry of a segment, [num_entries], int64 each."""
         num_heads = segment.geometry.num_kv_heads
-        runs = torch.arange(segment.geometry.heads_per_token, device=segment.indptr.device)
+        runs = torch.arange(segment.geometry.num_runs, device=segment.indptr.device)
         runs = torch.repeat_interleave(runs, segment.indptr.diff(), output_size=segment.num_entries)
         return runs // num_heads, segment.positions.long() - self._start, runs % num_heads
 

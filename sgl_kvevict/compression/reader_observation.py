@@ -14,7 +14,8 @@ from kvevict_kernels.accumulated_attention import accumulated_attention
 from sgl_kvevict.compression.attention_products import AttentionProducts
 from sgl_kvevict.compression.entry_attention import add_entry_attention
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies.observation import LayerObservation
+from sgl_kvevict.policies.layer_view import LayerView
+from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.prefix import EntryReadings, Segment
 
 
@@ -77,11 +78,15 @@ class ReaderObservation:
         """Memory that it takes once something was recorded."""
         entries = sum(readings.squares.nbytes for readings in self.readings)
         products = 0 if self.products is None else self.products.num_bytes
-        return 4 * self._geometry.heads_per_token * (self.end - self.start) + entries + products
+        return 4 * self._geometry.num_runs * (self.end - self.start) + entries + products
 
     def k_scale(self, layer: int) -> float:
         """What a stored 1 of a layer's keys is worth."""
         return self._geometry.scales.of(layer)[0]
+
+    def has_window(self, layer: int) -> bool:
+        """Whether what a layer keeps does not depend on what readers pay."""
+        return self._geometry.window(layer) > 0
 
     def hand_over(self, segment: Segment) -> None:
         """The first tokens of the range were compressed: what was seen of them goes on with the segment's entries.
@@ -95,7 +100,7 @@ class ReaderObservation:
         if self._squares is None:
             squares = segment.positions.new_zeros(segment.num_entries, dtype=torch.float32)
         else:
-            runs = torch.arange(self._geometry.heads_per_token, device=segment.indptr.device)
+            runs = torch.arange(self._geometry.num_runs, device=segment.indptr.device)
             runs = torch.repeat_interleave(runs, segment.indptr.diff(), output_size=segment.num_entries)
             squares = self._squares.flatten(0, 1)[runs, segment.positions - segment.start]
             self._squares = self._squares[..., num_tokens:].clone()
@@ -153,19 +158,20 @@ class ReaderObservation:
         self._squares[layer] += squares
         self._sm_scales[layer] = sm_scale
 
-    def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerObservation:
+    def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerView:
         """Return what a policy sees of a part of the range in one layer; see :meth:`PromptObservation.show`."""
         first = start - self.start
         k_scale, v_scale = self._geometry.scales.of(layer)
         part = slice(first, first + token_slots.numel())
-        return LayerObservation(
+        paid = None if self._squares is None else self._spread(self._squares[layer], part).sqrt()
+        return LayerView(
             layer=layer,
             start=start,
             k_buffer=k_buffer,
             v_buffer=v_buffer,
             token_slots=token_slots,
             sm_scale=self._sm_scales[layer],
-            reader_attention=None if self._squares is None else self._spread(self._squares[layer], part).sqrt(),
+            signals={} if paid is None else {Signal.READER_ATTENTION: paid},
             k_scale=k_scale,
             v_scale=v_scale,
         )
@@ -215,7 +221,7 @@ class ReaderChunk:
         self.observation.has_failed = True
 
     def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float) -> None:
-        """Collect from one layer.
+        """Collect from one layer, unless it has a window.
 
         Args:
             layer: layer index.
@@ -224,6 +230,8 @@ class ReaderChunk:
             k_buffer: [num_token_slots, num_kv_heads, head_dim], the layer's keys.
             sm_scale: softmax scale of the layer.
         """
+        if self.observation.has_window(layer):
+            return
         queries, lse = queries[self.num_counted :].contiguous(), lse[self.num_counted :].contiguous()
         for segment in self.segments:
             assert self.observation.k_arena is not None

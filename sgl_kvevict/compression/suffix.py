@@ -15,8 +15,9 @@ from kvevict_kernels.transfer import to_device
 from sgl_kvevict.compression.compressor import Compression, Compressor
 from sgl_kvevict.compression.query_lanes import QueryLanes
 from sgl_kvevict.guard import accounting
-from sgl_kvevict.policies.observation import LayerObservation, QueryWindow, Signal
+from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.parts import PolicyState
+from sgl_kvevict.policies.signals import QueryWindow, Signal
 from sgl_kvevict.policies.suffix import SuffixChoice, choose_suffix
 from sgl_kvevict.prefix import Segment
 
@@ -270,10 +271,10 @@ class SuffixCompressor:
     def _choose(self, suffix: Suffix, tables: Sequence[Tensor], num_new: int, num_slots: int) -> SuffixChoice:
         num_sinks = max(self._config.sink_tokens, self._policy.num_sink_tokens) - suffix.start
 
-        def observe(layer: int) -> LayerObservation:
-            return self._observe(suffix, layer, tables[layer], self._policy.scorer.needs)
+        def show(layer: int) -> LayerView:
+            return self._show(suffix, layer, tables[layer], self._policy.scorer.needs)
 
-        return choose_suffix(self._policy, observe, suffix.lens, num_new, num_slots, max(num_sinks, 0))
+        return choose_suffix(self._policy, show, suffix.lens, num_new, num_slots, max(num_sinks, 0))
 
     def _entries(
         self,
@@ -293,9 +294,9 @@ class SuffixCompressor:
             if self._policy.merger is None or not merges:
                 sources.append(table.flatten()[index])
                 continue
-            observation = self._observe(suffix, layer, table, self._policy.merger.needs)
+            view = self._show(suffix, layer, table, self._policy.merger.needs)
             own = None if state is None else PolicyState(state.threshold[layer : layer + 1])
-            plan, after = self._policy.merger.merge([observation], kept[None], own)
+            plan, after = self._policy.merger.merge([view], kept[None], own)
             sources.append(table[plan.heads.long(), plan.indices.long()])
             sizes.append(plan.indptr.diff())
             weights.append(plan.weights)
@@ -320,23 +321,27 @@ class SuffixCompressor:
             suffix.sums[layer] = torch.cat([stays.view(kept.shape[0], -1), sums[:, num:]], dim=1)
         suffix.segment, suffix.lens = segment, choice.lens
 
-    def _observe(self, suffix: Suffix, layer: int, table: Tensor, needs: frozenset[Signal]) -> LayerObservation:
+    def _show(self, suffix: Suffix, layer: int, table: Tensor, needs: frozenset[Signal]) -> LayerView:
         """A layer's candidates as a range of tokens that starts at 0."""
         num = table.shape[1]
         nothing = self._store.k_arena.new_empty(0, self._geometry.num_kv_heads, self._geometry.head_dim)
         k = self._store.keys(table.T) if Signal.KEYS in needs else nothing
         v = self._store.values(table.T) if Signal.VALUES in needs else nothing
-        window, sm_scale = self._window(suffix, layer) if self._looks_back else (None, 1.0)
+        signals: dict[Signal, object] = {}
+        sm_scale = 1.0
+        if self._looks_back:
+            signals[Signal.WINDOW_QUERIES], sm_scale = self._window(suffix, layer)
+        if suffix.sums:
+            signals[Signal.ACCUMULATED_ATTENTION] = suffix.sums[layer][:, :num]
         k_scale, v_scale = self._geometry.scales.of(layer)
-        return LayerObservation(
+        return LayerView(
             layer=layer,
             start=0,
             k_buffer=k,
             v_buffer=v,
             token_slots=torch.arange(num, device=table.device),
             sm_scale=sm_scale,
-            window=window,
-            accumulated=suffix.sums[layer][:, :num] if suffix.sums else None,
+            signals=signals,
             k_scale=k_scale,
             v_scale=v_scale,
         )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sgl_kvevict.compression.compressor import Compressor
-from sgl_kvevict.compression.observation import PromptObservation
+from sgl_kvevict.compression.prompt_observation import PromptObservation
 from sgl_kvevict.compression.reader_observation import ReaderObservation
 from sgl_kvevict.compression.suffix import SuffixCompressor
 from sgl_kvevict.prefix import Span, SpanStore
@@ -29,7 +29,7 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
     real = compressor.store
     num_tokens = max(WARM_UP_TOKENS, 2 * compressor.policy.window_size)
     geometry = replace(real.geometry, num_token_slots=num_tokens + 1)
-    shape = (geometry.num_layers, geometry.num_token_slots, geometry.num_kv_heads, geometry.head_dim)
+    shape = geometry.arena_shape
     device = real.k_arena.device
     random = torch.Generator(device=device).manual_seed(0)
     k, v = (torch.randn(shape, generator=random, device=device).to(real.k_arena.dtype) for _ in range(2))
@@ -46,7 +46,7 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
         fit.step(segment)
     if fit is not None:
         fit.apply(store, segment, [])
-    if twin.policy.splittable:
+    if segment.splittable:
         upper, lower = span.split(num_tokens // 2)
         for part in (upper, lower):
             part.runs()

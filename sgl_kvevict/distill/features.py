@@ -21,11 +21,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvevict_kernels.rotary import Rotary
 from kvevict_kernels.stored_rows import gather_rows
 from kvevict_kernels.window_scores import window_scores
 from sgl_kvevict.geometry import UNSCALED, KVScales
-from sgl_kvevict.policies.observation import LayerObservation
-from sgl_kvevict.policies.rotary import Rotary
+from sgl_kvevict.policies.layer_view import LayerView
+from sgl_kvevict.policies.signals import QueryWindow, Signal
 
 NUM_SCALARS = 4
 """Features of a cached token besides key and value."""
@@ -113,22 +114,22 @@ def log_norm(rows: Tensor) -> Tensor:
     return norms.clamp_min(NORM_FLOOR).log_()
 
 
-def window_features(observation: LayerObservation) -> Tensor | None:
+def window_features(view: LayerView) -> Tensor | None:
     """Features of window attention of one layer.
 
     Returns:
         [num_kv_heads, num_tokens, NUM_WINDOW], float32; None if no prefill left its last queries.
     """
-    if observation.window is None:
+    window = view.find(Signal.WINDOW_QUERIES, QueryWindow)
+    if window is None:
         return None
-    window = observation.window
     both = window_scores(
         window.queries,
         window.lse,
-        observation.k_buffer,
-        observation.token_slots,
-        sm_scale=observation.stored_sm_scale,
-        key_start=observation.start,
+        view.k_buffer,
+        view.token_slots,
+        sm_scale=view.stored_sm_scale,
+        key_start=view.start,
         query_start=window.start,
         kernel_size=KERNEL_SIZE,
         order="mean-pool",

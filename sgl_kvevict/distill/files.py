@@ -11,10 +11,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
 from sgl_kvevict.distill.weights import ScoreWeights
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.policies.rotary import Rotary
 
 FORMAT = "sgl-kvevict score weights 1"
 SUFFIX = ".safetensors"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.distill.features import (
     NUM_WINDOW,
     CachedRange,
@@ -18,8 +19,7 @@ from sgl_kvevict.distill.features import (
 from sgl_kvevict.distill.statistics import RidgeStatistics
 from sgl_kvevict.distill.weights import ScoreWeights
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies.observation import LayerObservation
-from sgl_kvevict.policies.rotary import Rotary
+from sgl_kvevict.policies.layer_view import Show
 
 SCORE_FLOOR = 0.005
 """Added to a reader score before its logarithm: what no reader looks at counts alike."""
@@ -29,9 +29,6 @@ NUM_SINKS = 4
 """First tokens of a path, which attention rests on whatever they are; they are kept anyway."""
 MIN_RECALL = 0.7
 """Share of the passes' set that learned scores must find: echo attention finds 0.55, two orders of passes share 0.9."""
-
-Observe = Callable[[int], LayerObservation]
-"""Shows the whole range in a layer, with the last queries of a prompt that ended behind it."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +84,13 @@ class ScoreLearner:
         self._agree = agree
         self._statistics: RidgeStatistics | None = None
 
-    def lesson(self, tokens: CachedRange, scores: Tensor, observe: Observe) -> Lesson:
+    def lesson(self, tokens: CachedRange, scores: Tensor, show: Show) -> Lesson:
         """Begin to learn from one prefix.
 
         Args:
             tokens: the scored range; its slots must not change before the lesson ends.
             scores: [num_layers, num_kv_heads, num_tokens], float32: what its readers paid each token.
-            observe: the last queries of a prompt that goes on behind the range.
+            show: gives the whole range in a layer, with the last queries of a prompt that ended behind it.
 
         Raises:
             ValueError: weights are in use already.
@@ -105,7 +102,7 @@ class ScoreLearner:
             sizes = (self.geometry.num_layers, self.geometry.num_kv_heads, cache + NUM_WINDOW)
             self._statistics = RidgeStatistics(*sizes, constant=cache - 1, device=tokens.k_arena.device)
         tries = self.num_learned >= self.num_prefixes
-        return Lesson(self, self._statistics, tokens, scores, observe, tries)
+        return Lesson(self, self._statistics, tokens, scores, show, tries)
 
     def end_lesson(self, weights: ScoreWeights | None, overlap: int | None) -> LessonResult:
         """Count a prefix that was learned from to its end, and take its weights into use if they are good enough.
@@ -148,7 +145,7 @@ class Lesson:
         statistics: RidgeStatistics,
         tokens: CachedRange,
         scores: Tensor,
-        observe: Observe,
+        show: Show,
         tries: bool,
     ) -> None:
         self._learner = learner
@@ -156,7 +153,7 @@ class Lesson:
         self._tokens = tokens
         self._sample = tokens.sample(NUM_SINKS, SAMPLED_TOKENS)
         self._scores = scores
-        self._observe = observe
+        self._show = show
         self._cache: list[Tensor] = []
         self._window: list[Tensor] = []
         self._predicted: list[Tensor] = []
@@ -190,7 +187,7 @@ class Lesson:
     def _examples(self, layer: int) -> tuple[Tensor, Tensor]:
         """[num_kv_heads, sampled tokens, F] and [num_kv_heads, sampled tokens] of a layer."""
         tokens, sample = self._tokens, self._sample
-        window = window_features(self._observe(layer))
+        window = window_features(self._show(layer))
         features = cache_features(sample, layer, self._learner.rotary)
         if window is None:  # the policy looks at the cache alone: what is always 0 gets no weight
             window = features.new_zeros(features.shape[0], tokens.token_slots.numel(), NUM_WINDOW)

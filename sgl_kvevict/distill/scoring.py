@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kvevict_kernels.rotary import Rotary
 from kvevict_kernels.stored_rows import gather_rows
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.distill.features import NUM_WINDOW, CachedRange, log_norm, num_cache_features
-from sgl_kvevict.policies.rotary import Rotary
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Keys (or values) in one block: what fits a core's caches; what keeps a device busy."""

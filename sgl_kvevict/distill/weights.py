@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.distill.features import CachedRange
 from sgl_kvevict.distill.scoring import score_range
-from sgl_kvevict.policies.rotary import Rotary
 
 
 @dataclass(frozen=True)

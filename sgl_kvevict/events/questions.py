@@ -243,7 +243,7 @@ class StatusReport(Reply):
     prefixes: list[Prefix]
 
 
-class Node(msgspec.Struct):
+class TreeNode(msgspec.Struct):
     """One node of the tree.
 
     Attributes:
@@ -283,7 +283,7 @@ class TreeReport(Reply):
 
     ts: float
     pool: Pool
-    nodes: list[Node]
+    nodes: list[TreeNode]
     omitted: int
 
 

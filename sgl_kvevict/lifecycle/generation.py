@@ -7,8 +7,8 @@ from weakref import WeakKeyDictionary
 
 from sgl_kvevict.compression import Compression, Suffix, SuffixCompressor, SuffixStep
 from sgl_kvevict.guard import Guard, Place, accounting
+from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
-from sgl_kvevict.lifecycle.observer import CacheObserver
 from sgl_kvevict.lifecycle.ports import TreePort
 from sgl_kvevict.lifecycle.ranges import Ranges
 from sgl_kvevict.lifecycle.readers import LiveReaders
@@ -38,7 +38,7 @@ class Generations:
         guard: holds what a policy raises; the request then goes on uncompressed.
 
     Attributes:
-        observer: told of what is compressed.
+        listener: told of what is compressed.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Generations:
         tail_tokens: int,
         guard: Guard,
     ) -> None:
-        self.observer = CacheObserver()
+        self.listener = CacheListener()
         self._tree = tree
         self._spans = spans
         self._readers = readers
@@ -171,7 +171,7 @@ class Generations:
         above = None if nodes[0].parent is None else self._spans.get(nodes[0].parent)
         done = self._compressor.compress(suffix, slots, num_new, None if above is None else above.segment)
         self._install(nodes, done, readers)
-        self.observer.compressed(nodes, done)
+        self.listener.compressed(nodes, done)
 
     def _is_private(self, path: Sequence[Node], segment: Segment) -> bool:
         """Whether nobody but the request that locks a path reads a segment, or goes on behind a part of it."""

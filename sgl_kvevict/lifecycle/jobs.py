@@ -20,7 +20,7 @@ MAX_JOBS = 1024
 MAX_BEGUN_JOBS = 4
 """Jobs between two of their passes, which hold memory; others begin when one of them ends."""
 
-Namespace = tuple[str | None, str | None]
+NamespaceKey = tuple[str | None, str | None]
 """(extra_key, cache_salt): prompts of different ones share nothing."""
 
 
@@ -75,7 +75,7 @@ class ScoringJob:
     lesson: Lesson | None = None
 
     @property
-    def namespace(self) -> Namespace:
+    def namespace(self) -> NamespaceKey:
         """Whose prefix it is."""
         return self.node.key.extra_key, self.node.key.cache_salt
 
@@ -90,7 +90,7 @@ class ScoringJobs:
     def __init__(self) -> None:
         self.outcomes: OrderedDict[str, str] = OrderedDict()
         self._by_node: dict[Node, ScoringJob] = {}
-        self._turns: dict[Namespace, int] = {}
+        self._turns: dict[NamespaceKey, int] = {}
         self._num_turns = 0
 
     def __len__(self) -> int:
@@ -108,9 +108,7 @@ class ScoringJobs:
         """
         begun = self.begun
         candidates = begun if len(begun) >= MAX_BEGUN_JOBS else self._by_node.values()
-        return min(
-            candidates, key=lambda job: (not prefers(job), self._turns.get(job.namespace, 0)), default=None
-        )
+        return min(candidates, key=lambda job: (not prefers(job), self._turns.get(job.namespace, 0)), default=None)
 
     @property
     def begun(self) -> list[ScoringJob]:

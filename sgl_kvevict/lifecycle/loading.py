@@ -9,8 +9,8 @@ from enum import IntEnum
 from weakref import WeakKeyDictionary
 
 from sgl_kvevict.guard import Guard, Place
+from sgl_kvevict.lifecycle.listener import LOAD_ERROR, LOAD_LATE, CacheListener
 from sgl_kvevict.lifecycle.nodes import Reader, length_of
-from sgl_kvevict.lifecycle.observer import LOAD_ERROR, LOAD_LATE, CacheObserver
 from sgl_kvevict.lifecycle.ports import TreePort
 from sgl_kvevict.lifecycle.spans import SpanTable
 from sgl_kvevict.lifecycle.stored import Adoption
@@ -100,7 +100,7 @@ class Loading:
         guard: holds errors; the prefix is then computed.
 
     Attributes:
-        observer: told of what was loaded.
+        listener: told of what was loaded.
         totals: counters.
     """
 
@@ -113,7 +113,7 @@ class Loading:
         reader: ReadAhead,
         guard: Guard,
     ) -> None:
-        self.observer = CacheObserver()
+        self.listener = CacheListener()
         self.totals = LoadTotals()
         self._tree = tree
         self._spans = spans
@@ -211,10 +211,10 @@ class Loading:
             return
         if answer is Answer.LATE:
             self.totals.late += 1
-            self.observer.load_failed(LOAD_LATE, "")
+            self.listener.load_failed(LOAD_LATE, "")
         for error in tuple(waiting.fetch.errors):
             self.totals.load_errors += 1
-            self.observer.load_failed(LOAD_ERROR, error)
+            self.listener.load_failed(LOAD_ERROR, error)
         if answer is Answer.HERE:
             with self._guard.at(Place.STORE):
                 self._place(waiting.fetch.records, waiting.prompt)
@@ -231,7 +231,7 @@ class Loading:
             self.totals.loaded_tokens += num_tokens
             if record.tail_tokens is not None and _goes_on(prompt, record):
                 self._adoption.adopt_tail(record, prompt.extra_key, prompt.cache_salt)
-            self.observer.loaded(record.key, record.end - num_tokens, record.end)
+            self.listener.loaded(record.key, record.end - num_tokens, record.end)
 
 
 def _goes_on(prompt: Prompt, record: SegmentRecord) -> bool:

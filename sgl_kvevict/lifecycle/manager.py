@@ -9,14 +9,15 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.compression import Compressor, PromptObservation, ReaderChunk, SuffixCompressor, SuffixStep
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle.eviction import CostAwareRecency
 from sgl_kvevict.lifecycle.fitting import Fits
 from sgl_kvevict.lifecycle.generation import Generations
 from sgl_kvevict.lifecycle.jobs import ScoringJobs
+from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
-from sgl_kvevict.lifecycle.observer import CacheObserver
 from sgl_kvevict.lifecycle.ports import PassPort, TreePort
 from sgl_kvevict.lifecycle.pressure import Pressure
 from sgl_kvevict.lifecycle.ranges import Ranges
@@ -26,7 +27,6 @@ from sgl_kvevict.lifecycle.spans import SpanTable
 from sgl_kvevict.lifecycle.storing import StoredPrefixes
 from sgl_kvevict.lifecycle.votes import Votes
 from sgl_kvevict.prefix import SpanStore
-from sgl_kvevict.ragged import SpanRuns
 from sgl_kvevict.request import RequestOptions
 
 
@@ -79,7 +79,7 @@ class PrefixManager:
         self.max_sharers = 0
         self._tree = tree
         self._observations: WeakKeyDictionary[Reader, PromptObservation] = WeakKeyDictionary()
-        self._observer = CacheObserver()
+        self._listener = CacheListener()
         self.stored: StoredPrefixes | None = None
         if compressor is None:
             return
@@ -103,16 +103,16 @@ class PrefixManager:
             self.pressure.is_being_read = self.scoring.reads
 
     @property
-    def observer(self) -> CacheObserver:
+    def listener(self) -> CacheListener:
         """Told of every change; does nothing unless events or metrics are on."""
-        return self._observer
+        return self._listener
 
-    @observer.setter
-    def observer(self, observer: CacheObserver) -> None:
-        self._observer = observer
+    @listener.setter
+    def listener(self, listener: CacheListener) -> None:
+        self._listener = listener
         for part in (self.ranges, self.pressure, self.scoring, self.votes, self.generations, self.stored):
             if part is not None:
-                part.observer = observer
+                part.listener = listener
 
     @property
     def observation_bytes(self) -> int:
@@ -127,7 +127,7 @@ class PrefixManager:
         self.ranges.on_budget = stored.on_budget
         if self.fits is not None:
             self.fits.on_ended = stored.on_budget
-        stored.observer = self._observer
+        stored.listener = self._listener
 
     # ---- what happens to requests -----------------------------------------------------------------------------
 
@@ -228,7 +228,7 @@ class PrefixManager:
             self.scoring.between_steps(passes)
         if self.stored is not None:
             self.stored.between_steps()
-        self._observer.between_steps()
+        self._listener.between_steps()
 
     def reads(self, nodes: Sequence[Node]) -> tuple[tuple[SpanRuns, ...], ...]:
         """Resolve what each request of a batch reads now: the spans on its path, root first.
@@ -260,7 +260,7 @@ class PrefixManager:
             self.pressure.split(upper, lower)
         span = self.spans.split(upper, lower)
         if span is not None:
-            self._observer.split(upper, lower, span.start)
+            self._listener.split(upper, lower, span.start)
 
     def dropped(self, node: Node) -> Tensor | None:
         """A leaf leaves the tree, and what was known of its prefix with it.
@@ -273,21 +273,21 @@ class PrefixManager:
                 part.discard(node)
         drop = self.spans.drop(node, self._tree.largest)
         if drop is None:
-            self._observer.dropped(node, None, len(node.key))
+            self._listener.dropped(node, None, len(node.key))
             return None
         if drop.owner is None:
-            self._observer.dropped(node, drop.span, drop.slots.numel())
+            self._listener.dropped(node, drop.span, drop.slots.numel())
             return drop.slots
-        self._observer.dropped(node, drop.span, 0)
+        self._listener.dropped(node, drop.span, 0)
         self._tree.charge(drop.owner, -drop.slots.numel())
-        self._observer.repacked(drop.owner, self.spans[drop.owner].segment, drop.slots.numel())
+        self._listener.repacked(drop.owner, self.spans[drop.owner].segment, drop.slots.numel())
         return drop.slots
 
     def cleared(self) -> None:
         """The whole tree was flushed."""
         self.spans.clear()
         self.forget_seen()
-        self._observer.cleared()
+        self._listener.cleared()
 
     def forget_seen(self) -> None:
         """Nothing that was seen or scored is of use any more: the tree is empty, or the model has other weights."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from sgl_kvevict.compression import CacheObservation, Compressor, PromptObservation, ReaderObservation
 from sgl_kvevict.lifecycle.eviction import CostAwareRecency, NodeHeap, NodeSet, Priority
+from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.nodes import Node, length_of, path_to
-from sgl_kvevict.lifecycle.observer import CacheObserver
 from sgl_kvevict.lifecycle.ports import TreePort
 from sgl_kvevict.lifecycle.ranges import Ranges
 from sgl_kvevict.lifecycle.readers import LiveReaders
@@ -47,7 +47,7 @@ class Pressure:
         num_slots: of the pool.
 
     Attributes:
-        observer: told of what was squeezed.
+        listener: told of what was squeezed.
         order: see above.
         num_bytes: memory of what prompts left behind for ranges that may be compressed.
         is_being_read: whether a node belongs to a prefix between two of its passes.
@@ -63,7 +63,7 @@ class Pressure:
         order: CostAwareRecency,
         num_slots: int,
     ) -> None:
-        self.observer = CacheObserver()
+        self.listener = CacheListener()
         self.order = order
         self._tree = tree
         self._spans = spans
@@ -274,7 +274,7 @@ class Pressure:
         freed = self._spans.squeeze(owner, slots)
         self._tree.charge(owner, -freed.numel())
         self._tree.free(freed)
-        self.observer.squeezed(owner, self._spans[owner].segment, freed.numel())
+        self.listener.squeezed(owner, self._spans[owner].segment, freed.numel())
         if slots == self._slots_at(owner, float(self._config.budget)):
             self._ranges.on_budget(self._spans.last_of(owner))
         return freed.numel()

@@ -17,8 +17,8 @@ from sgl_kvevict.compression import (
     ReaderObservation,
 )
 from sgl_kvevict.guard import Guard, Place, accounting
+from sgl_kvevict.lifecycle.listener import REFUSED_IN_USE, REFUSED_NO_MEMORY, CacheListener
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
-from sgl_kvevict.lifecycle.observer import REFUSED_IN_USE, REFUSED_NO_MEMORY, CacheObserver
 from sgl_kvevict.lifecycle.ports import TreePort
 from sgl_kvevict.lifecycle.readers import LiveReaders
 from sgl_kvevict.lifecycle.spans import SpanTable
@@ -56,7 +56,7 @@ class Ranges:
         guard: holds what a policy raises; the range then stays uncompressed.
 
     Attributes:
-        observer: told of what is compressed, and of what has to wait.
+        listener: told of what is compressed, and of what has to wait.
         on_installed: told which consecutive nodes hold a new segment.
         on_budget: told of the last node of a segment that takes what the budget says, and no step before it.
         on_fit: told of the last node of such a segment, and of its fit, in place of ``on_budget``, which comes after.
@@ -65,7 +65,7 @@ class Ranges:
     def __init__(
         self, tree: TreePort, spans: SpanTable, readers: LiveReaders, compressor: Compressor, guard: Guard
     ) -> None:
-        self.observer = CacheObserver()
+        self.listener = CacheListener()
         self.on_installed: Callable[[Sequence[Node]], None] = lambda nodes: None
         self.on_budget: Callable[[Node], None] = lambda last: None
         self.on_fit: Callable[[Node, PendingFit], None] = lambda last, fit: None
@@ -135,7 +135,7 @@ class Ranges:
         if self._try(pending) is not None:
             return True
         self._wait(pending)
-        self.observer.refused(REFUSED_IN_USE, num_tokens)
+        self.listener.refused(REFUSED_IN_USE, num_tokens)
         return False
 
     def compress_now(self, node: Node, end: int, observation: Observation, share: float | None) -> int:
@@ -184,7 +184,7 @@ class Ranges:
         while self.num_bytes > self._compressor.config.observation_bytes:
             oldest = next(iter(self._pending.values()))
             self.discard(oldest.node)
-            self.observer.refused(REFUSED_NO_MEMORY, oldest.end)
+            self.listener.refused(REFUSED_NO_MEMORY, oldest.end)
 
     def _try(self, pending: PendingRange) -> int | None:
         """Compress a range unless somebody would not follow; return the slots won, None if it has to wait."""
@@ -208,7 +208,7 @@ class Ranges:
                 self.discard(pending.node)
                 break
             self._install(group, done.segment, done.freed)
-            self.observer.compressed(group, done)
+            self.listener.compressed(group, done)
             if done.fit is not None:
                 self.on_fit(group[-1], done.fit)
             elif pending.share in (None, self._compressor.config.budget):
@@ -244,7 +244,7 @@ class Ranges:
         All of them, if segments can be split. Otherwise a group ends where other prompts branch off: they go on
         reading what comes before.
         """
-        if self._compressor.policy.splittable:
+        if self._compressor.splittable:
             return [nodes]
         groups = [nodes[:1]]
         for above, node in pairwise(nodes):

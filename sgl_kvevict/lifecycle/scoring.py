@@ -11,15 +11,15 @@ from sgl_kvevict.distill import Lesson, LessonResult
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle.fitting import Fits
 from sgl_kvevict.lifecycle.jobs import Outcome, ScoringJob, ScoringJobs
+from sgl_kvevict.lifecycle.listener import REFUSED_NO_ROOM, CacheListener
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to, tokens_of
-from sgl_kvevict.lifecycle.observer import REFUSED_NO_ROOM, CacheObserver
 from sgl_kvevict.lifecycle.pacing import Pacing
 from sgl_kvevict.lifecycle.ports import PassPort, PassState
 from sgl_kvevict.lifecycle.pressure import Pressure
 from sgl_kvevict.lifecycle.probes import Probes, question_probes, repetition_probes
 from sgl_kvevict.lifecycle.ranges import Ranges
 from sgl_kvevict.lifecycle.votes import ANSWER_REACH, Votes
-from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.prefix import Segment
 from sgl_kvevict.request import RequestOptions, ticket_digest
 
@@ -44,7 +44,7 @@ class PrefixScoring:
         guard: holds errors of a job; the job then ends as "failed".
 
     Attributes:
-        observer: told of every pass.
+        listener: told of every pass.
         jobs: prefixes that wait for passes, the one under way included.
         on_learned: told what came of a prefix that was learned from.
     """
@@ -60,7 +60,7 @@ class PrefixScoring:
         fits: Fits,
         guard: Guard,
     ) -> None:
-        self.observer = CacheObserver()
+        self.listener = CacheListener()
         self.jobs = jobs
         self.readers = readers
         self.on_learned: Callable[[LessonResult], None] = lambda result: None
@@ -256,7 +256,7 @@ class PrefixScoring:
         if observation.has_failed:
             self._end(job, Outcome.FAILED)
             return
-        self.observer.scored(observation.start, observation.end, time.perf_counter() - job.started)
+        self.listener.scored(observation.start, observation.end, time.perf_counter() - job.started)
         observation.end_reader(reader)
         probes.was_read()
         if not self._is_as_read(job, observation):
@@ -338,7 +338,7 @@ class PrefixScoring:
         num_tokens = length_of(path_to(job.node))
         if num_tokens + len(probe) < passes.room:
             return True
-        self.observer.refused(REFUSED_NO_ROOM, num_tokens)
+        self.listener.refused(REFUSED_NO_ROOM, num_tokens)
         self._end(job, Outcome.NO_ROOM)
         return False
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvevict_kernels.span_runs import SpanRuns, waterline_of
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.lifecycle.nodes import Node
 from sgl_kvevict.prefix import Segment, Span, SpanStore
 from sgl_kvevict.prefix.store import LargestOfRanks
-from sgl_kvevict.ragged import SpanRuns
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class SpanTable(dict[Node, Span]):
 
     def waterline(self, path: Sequence[Node]) -> int:
         """Tokens of a path that its spans stand for."""
-        return sum(len(node.key) for node in path if node in self)
+        return waterline_of(self[node] for node in path if node in self)
 
     def owners(self, path: Sequence[Node]) -> list[Node]:
         """Nodes of a path that own a segment all of whose spans lie on it, root side first."""

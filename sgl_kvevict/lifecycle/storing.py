@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sgl_kvevict.guard import Guard, Place
+from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.loading import Loading, LoadTotals
 from sgl_kvevict.lifecycle.nodes import Node
-from sgl_kvevict.lifecycle.observer import CacheObserver
 from sgl_kvevict.lifecycle.ports import TreePort
 from sgl_kvevict.lifecycle.spans import SpanTable
 from sgl_kvevict.lifecycle.stored import export_segment
@@ -76,7 +76,7 @@ class StoredPrefixes:
         self.keeps = keeps
         self.totals = StoreTotals()
         self.is_on = True
-        self._observer = CacheObserver()
+        self._listener = CacheListener()
         self._tree = tree
         self._spans = spans
         self._store = store
@@ -86,15 +86,15 @@ class StoredPrefixes:
         self._num_tail = num_tail
 
     @property
-    def observer(self) -> CacheObserver:
+    def listener(self) -> CacheListener:
         """Told of what was stored and loaded."""
-        return self._observer
+        return self._listener
 
-    @observer.setter
-    def observer(self, observer: CacheObserver) -> None:
-        self._observer = observer
+    @listener.setter
+    def listener(self, listener: CacheListener) -> None:
+        self._listener = listener
         if self.loading is not None:
-            self.loading.observer = observer
+            self.loading.listener = listener
 
     def switch_off(self) -> None:
         """The weights are not those of the identity any more: nothing is stored or loaded from now on."""
@@ -124,7 +124,7 @@ class StoredPrefixes:
             row_bytes = self._store.k_arena.element_size() * self._store.geometry.head_dim
             num_bytes = 2 * row_bytes * segment.num_entries
             if not self._writer.has_room(num_bytes):
-                self.observer.stored(Written("", segment.end - segment.start, 0, "too many segments wait"))
+                self.listener.stored(Written("", segment.end - segment.start, 0, "too many segments wait"))
                 return
             leaving = export_segment(last, self._tree, self._spans, self._store, self._identity, self._num_tail)
             if leaving is not None:
@@ -141,7 +141,7 @@ class StoredPrefixes:
                 self.totals.stored_bytes += written.num_bytes
             else:
                 self.totals.already_stored += 1
-            self.observer.stored(written)
+            self.listener.stored(written)
 
     def state(self) -> dict[str, Any]:
         """Counters in plain numbers, for ``GET /server_info``."""

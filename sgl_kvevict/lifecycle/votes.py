@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from sgl_kvevict.compression import Compressor, ReaderObservation
 from sgl_kvevict.lifecycle.fitting import Fits
 from sgl_kvevict.lifecycle.jobs import ScoringJobs
+from sgl_kvevict.lifecycle.listener import REFUSED_NO_MEMORY, CacheListener
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of
-from sgl_kvevict.lifecycle.observer import REFUSED_NO_MEMORY, CacheObserver
 from sgl_kvevict.lifecycle.ranges import Ranges
-from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.prefix import Segment
 
 ANSWER_REACH = 15
@@ -31,11 +31,11 @@ class Votes:
         fits: which count too.
 
     Attributes:
-        observer: told of what had no room.
+        listener: told of what had no room.
     """
 
     def __init__(self, compressor: Compressor, ranges: Ranges, jobs: ScoringJobs, fits: Fits) -> None:
-        self.observer = CacheObserver()
+        self.listener = CacheListener()
         self._compressor = compressor
         self._config = compressor.config
         self._ranges = ranges
@@ -57,7 +57,7 @@ class Votes:
         while excess > 0 and self._votes:
             _, vote = self._votes.popitem(last=False)
             excess -= vote.num_bytes
-            self.observer.refused(REFUSED_NO_MEMORY, vote.end - vote.start)
+            self.listener.refused(REFUSED_NO_MEMORY, vote.end - vote.start)
         if excess > 0 and observation.products is not None:
             excess -= observation.products.num_bytes
             observation.products = None
@@ -65,7 +65,7 @@ class Votes:
         if excess <= 0:
             return observation
         observation.close()
-        self.observer.refused(REFUSED_NO_MEMORY, observation.end - observation.start)
+        self.listener.refused(REFUSED_NO_MEMORY, observation.end - observation.start)
         return None
 
     def clear(self) -> None:

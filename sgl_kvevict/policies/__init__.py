@@ -1,7 +1,9 @@
 """Which entries of a prefix to keep: policies of scorer, budget allocator, selector, and merger or fitter."""
 
+from kvevict_kernels.rotary import Rotary
+from sgl_kvevict.policies.by_name import PolicyInfo, build_policy, list_policies
 from sgl_kvevict.policies.configured import configured_policy
-from sgl_kvevict.policies.observation import LayerObservation, QueryWindow, Readers, Signal
+from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.parts import (
     BudgetAllocator,
     Decision,
@@ -17,15 +19,14 @@ from sgl_kvevict.policies.parts import (
 )
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.query_moments import QueryMoments
-from sgl_kvevict.policies.registry import PolicyInfo, build_policy, list_policies
-from sgl_kvevict.policies.rotary import Rotary
+from sgl_kvevict.policies.signals import QueryWindow, Readers, Signal
 
 __all__ = [
     "BudgetAllocator",
     "Decision",
     "Fitted",
     "Fitter",
-    "LayerObservation",
+    "LayerView",
     "Merger",
     "Policy",
     "PolicyInfo",

@@ -7,10 +7,10 @@ from typing import Any
 
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.policies.fitters import AttentionMatcher
-from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.policies.attention_matcher import AttentionMatcher
+from sgl_kvevict.policies.by_name import build_policy, paper_options, paper_settings, split_name
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.registry import build_policy, paper_options, paper_settings, split_name
+from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.policies.suffix import suffix_reasons
 
 

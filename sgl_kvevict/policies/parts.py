@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from sgl_kvevict.policies.observation import LayerObservation, Signal
+from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.ranking import order_keys
+from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.ragged import MergePlan, Selection
 
 
@@ -142,48 +143,60 @@ class Fitted:
     is_fitted: Tensor
 
 
-class Scorer(Protocol):
-    """How important each token is to each head of a layer. Frozen, pure."""
+class Scorer(ABC):
+    """How important each token is to each head of a layer. Frozen, pure.
+
+    A scorer writes :meth:`score` and those of the properties whose value is another than here, as a plain attribute of
+    the class, a field of the dataclass, or a property.
+    """
 
     @property
     def needs(self) -> frozenset[Signal]:
         """Signals the scorer reads."""
+        return frozenset()
 
     @property
     def traits(self) -> frozenset[Trait]:
         """What its scores mean."""
+        return frozenset()
 
     @property
     def window_size(self) -> int:
         """Queries the scorer looks at; 0 if none."""
+        return 0
 
     @property
     def kept_window(self) -> int:
         """Last tokens of the prompt that are kept in every head without competing; 0 if they compete."""
+        return 0
 
-    def score(self, observation: LayerObservation) -> TokenScores:
-        """Score one layer."""
+    @abstractmethod
+    def score(self, view: LayerView) -> TokenScores:
+        """Score one layer.
 
-
-@runtime_checkable
-class Cautious(Protocol):
-    """A part that may be left without effect by a model's sizes."""
+        Raises:
+            ValueError: the view lacks a signal.
+        """
 
     def caution(self, num_kv_heads: int) -> str | None:
-        """What is without effect, for the log; None if nothing is."""
+        """What a model with so many KV heads leaves without effect, for the log; None if nothing is."""
+        return None
 
 
-class BudgetAllocator(Protocol):
+class BudgetAllocator(ABC):
     """How many entries each (layer, head) keeps. Frozen, pure."""
 
     @property
     def requires(self) -> frozenset[Trait]:
         """Traits the scores must have."""
+        return frozenset()
 
     @property
     def equal_layers(self) -> bool:
         """Every layer gets the same total, so one layer's kept positions fit another."""
+        return False
 
+    @abstractmethod
     def allocate(self, scores: RangeScores, total: int) -> Tensor:
         """Split ``total`` entries over the candidates of all rows and heads.
 
@@ -192,13 +205,15 @@ class BudgetAllocator(Protocol):
         """
 
 
-class Selector(Protocol):
+class Selector(ABC):
     """Which tokens each (layer, head) keeps. Frozen, pure."""
 
     @property
     def requires(self) -> frozenset[Trait]:
         """Traits the scores must have."""
+        return frozenset()
 
+    @abstractmethod
     def select(self, scores: RangeScores, keep_lens: Tensor) -> Tensor:
         """Choose ``keep_lens`` candidates of each row and head.
 
@@ -207,39 +222,45 @@ class Selector(Protocol):
         """
 
 
-class Merger(Protocol):
+class Merger(ABC):
     """What evicted rows leave behind in kept ones. Frozen, pure."""
 
     @property
     def needs(self) -> frozenset[Signal]:
         """Signals the merger reads."""
+        return frozenset()
 
     @property
+    @abstractmethod
     def splittable(self) -> bool:
         """No kept entry holds information of a later token, so its span may be cut at any token."""
 
+    @abstractmethod
     def merge(
-        self, observations: Sequence[LayerObservation], kept: Tensor, state: PolicyState | None
+        self, views: Sequence[LayerView], kept: Tensor, state: PolicyState | None
     ) -> tuple[MergePlan, PolicyState]:
         """Plan the merge.
 
         Args:
-            observations: one per layer.
+            views: one per layer.
             kept: [num_layers, num_kv_heads, num_tokens], bool.
             state: of the path's previous compression.
         """
 
 
-class Fitter(Protocol):
+class Fitter(ABC):
     """Values and biases of kept entries that answer for evicted ones. Frozen, pure."""
 
     @property
+    @abstractmethod
     def is_causal(self) -> bool:
         """A value holds nothing of tokens behind its own block."""
 
+    @abstractmethod
     def block_len(self, num_tokens: int) -> int:
         """Tokens of a range that are fitted together; the last block of a range may be shorter."""
 
+    @abstractmethod
     def fit(self, products: Tensor, values: Tensor, kept: Tensor) -> Fitted:
         """Fit one layer.
 

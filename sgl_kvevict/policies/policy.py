@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +9,9 @@ from torch import Tensor
 
 from sgl_kvevict.errors import ConfigError, InvariantError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies.observation import LayerObservation, Readers, Signal
+from sgl_kvevict.policies.layer_view import LayerView, Show
 from sgl_kvevict.policies.parts import (
     BudgetAllocator,
-    Cautious,
     Decision,
     Fitter,
     Merger,
@@ -23,6 +21,7 @@ from sgl_kvevict.policies.parts import (
     Selector,
     Trait,
 )
+from sgl_kvevict.policies.signals import Readers, Signal
 from sgl_kvevict.policies.worth import worth_of
 from sgl_kvevict.ragged import Selection
 
@@ -45,8 +44,7 @@ class Policy:
         fitter: what kept entries become, so that they answer for evicted ones, after passes have read the range; None
             = nothing.
         num_sink_tokens: first tokens of a *path* that the method itself keeps in every head.
-        reuse_layers: layers that share the positions chosen by the first of them; the others are not
-            observed.
+        reuse_layers: layers that share the positions chosen by the first of them; the others are not looked at.
         readers: whose queries provide the reader attention that the scorer needs; None if it needs none. A range is
             then compressed when it was read, not when its prompt is complete.
         max_tail_tokens: longest uncompressed tail with which the method still is what its options say; None = any.
@@ -113,11 +111,11 @@ class Policy:
 
     def caution(self, num_kv_heads: int) -> str | None:
         """What a model with so many KV heads leaves without effect, for the log; None if nothing is."""
-        return self.scorer.caution(num_kv_heads) if isinstance(self.scorer, Cautious) else None
+        return self.scorer.caution(num_kv_heads)
 
     def select(
         self,
-        observe: Callable[[int], LayerObservation],
+        show: Show,
         geometry: KVGeometry,
         total: int,
         protected: int,
@@ -128,8 +126,7 @@ class Policy:
         """Decide what a range keeps.
 
         Args:
-            observe: gives a layer's observation; called in ascending order, once for each layer that is
-                scored.
+            show: gives a layer's view; called in ascending order, once for each layer that is scored.
             geometry: sizes of the model.
             total: entries to keep over all layers and heads.
             protected: first tokens of the range kept in every head.
@@ -142,9 +139,9 @@ class Policy:
         Raises:
             ValueError: ``total`` does not fit the range, or is too small for the protected tokens.
         """
-        observations = [observe(0)]
-        num_tokens = observations[0].num_tokens
-        runs = geometry.heads_per_token
+        views = [show(0)]
+        num_tokens = views[0].num_tokens
+        runs = geometry.num_runs
         if not 0 <= protected <= total // runs or total > num_tokens * runs:
             raise ValueError(
                 f"total must be between protected * {runs} = {protected * runs} and {num_tokens * runs} "
@@ -152,10 +149,10 @@ class Policy:
             )
         if total == num_tokens * runs:
             shape = (geometry.num_layers, geometry.num_kv_heads, num_tokens)
-            kept = torch.ones(shape, dtype=torch.bool, device=observations[0].token_slots.device)
+            kept = torch.ones(shape, dtype=torch.bool, device=views[0].token_slots.device)
             return Decision(_selection(kept, _flat(kept, total)), state=state)
-        observations += [observe(layer) for layer in range(self.reuse_layers, geometry.num_layers, self.reuse_layers)]
-        scores = self._score(observations, total // runs, protected)
+        views += [show(layer) for layer in range(self.reuse_layers, geometry.num_layers, self.reuse_layers)]
+        scores = self._score(views, total // runs, protected)
         kept = self._keep(scores, geometry, total)
         flat = _flat(kept, total)
         selection = _selection(kept, flat)
@@ -163,20 +160,20 @@ class Policy:
         worth = worth_of(scores, kept, flat, comparable=comparable) if with_worth else None
         if self.merger is None:
             return Decision(selection, worth=worth)
-        merge, state = self.merger.merge(observations, kept, state)
+        merge, state = self.merger.merge(views, kept, state)
         return Decision(selection, merge, state, worth)
 
-    def _score(self, observations: list[LayerObservation], per_head: int, protected: int) -> RangeScores:
-        first = observations[0]
+    def _score(self, views: list[LayerView], per_head: int, protected: int) -> RangeScores:
+        first = views[0]
         num_first = min(max(protected, self.num_sink_tokens - first.start), per_head, first.num_tokens)
         in_range, num_behind = self.kept_window(first)
         num_last = min(in_range, per_head - num_first)
         stacks: list[Tensor | None] = []
-        for row, observation in enumerate(observations):
-            scores = self.scorer.score(observation)
+        for row, view in enumerate(views):
+            scores = self.scorer.score(view)
             parts = (scores.values, scores.tie_break, scores.importance)
             if not stacks:
-                stacks = [None if part is None else part.new_empty(len(observations), *part.shape) for part in parts]
+                stacks = [None if part is None else part.new_empty(len(views), *part.shape) for part in parts]
             for stack, part in zip(stacks, parts, strict=True):
                 if stack is not None and part is not None:
                     stack[row] = part
@@ -185,17 +182,17 @@ class Policy:
             raise InvariantError(f"policy {self.name!r}: no layer was scored")
         return RangeScores(values, tie_break, importance, num_first, num_last, num_behind)
 
-    def kept_window(self, observation: LayerObservation) -> tuple[int, int]:
+    def kept_window(self, view: LayerView) -> tuple[int, int]:
         """Tokens of the kept window inside the range (none when the tail covers the window), and behind it."""
         if not self.scorer.kept_window:
             return 0, 0
-        window = observation.require_window(self.name).last(self.scorer.kept_window)
-        end = min(max(observation.start + observation.num_tokens, window.start), window.end)
+        window = view.need_window().last(self.scorer.kept_window)
+        end = min(max(view.start + view.num_tokens, window.start), window.end)
         return end - window.start, window.end - end
 
     def _keep(self, scores: RangeScores, geometry: KVGeometry, total: int) -> Tensor:
         """[num_layers, num_kv_heads, num_tokens], bool."""
-        net = total - geometry.heads_per_token * scores.num_pinned
+        net = total - geometry.num_runs * scores.num_pinned
         if self.reuse_layers > 1:
             if net % geometry.num_layers:
                 raise ValueError(f"with layer reuse, total must be a multiple of the layers, got {total}")

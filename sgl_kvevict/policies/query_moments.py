@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sgl_kvevict.policies.rotary import Rotary
+from kvevict_kernels.rotary import Rotary
 
 QUERIES_PER_BLOCK = 512
 """Bounds the memory of float32 copies while moments are added up."""

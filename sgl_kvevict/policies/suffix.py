@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sgl_kvevict.policies.budgets import DensityLayers, LayeredBudget, UniformHeads, UniformLayers
-from sgl_kvevict.policies.observation import LayerObservation
+from sgl_kvevict.policies.layer_view import Show
 from sgl_kvevict.policies.parts import RangeScores
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.scorers import AccumulatedAttentionScorer
@@ -52,7 +52,7 @@ class SuffixChoice:
 
 def choose_suffix(
     policy: Policy,
-    observe: Callable[[int], LayerObservation],
+    show: Show,
     num_old: Sequence[int],
     num_new: int,
     per_head: int,
@@ -66,7 +66,7 @@ def choose_suffix(
 
     Args:
         policy: see :func:`suffix_reasons`.
-        observe: shows a layer's candidates as a range that starts at 0; called once for each layer, in order.
+        show: gives a layer's candidates as a range that starts at 0; called once for each layer, in order.
         num_old: per layer, entries of each head that were kept before; all 0 at the first choice.
         num_new: tokens since.
         per_head: entries to keep, on average over the layers.
@@ -79,9 +79,9 @@ def choose_suffix(
     limits = [old + num_new for old in num_old]
     scores, window = [], 0
     for layer in range(num_layers):
-        observation = observe(layer)
-        window = policy.kept_window(observation)[0]
-        scores.append(policy.scorer.score(observation))
+        view = show(layer)
+        window = policy.kept_window(view)[0]
+        scores.append(policy.scorer.score(view))
     num_first = min(num_pinned, per_head)
     num_last = min(window, per_head - num_first)
     rows = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvevict_kernels.head_slots import head_slot_of
 from kvevict_kernels.stored_rows import as_moved
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.guard import accounting
@@ -57,8 +58,7 @@ class ArenaRows:
     def head_slots(self, layer: int, token_slots: Tensor) -> Tensor:
         """[num_kv_heads, num_tokens], int32, head slots of one layer's rows of uncompressed tokens."""
         heads = torch.arange(self.geometry.num_kv_heads, dtype=torch.int32, device=token_slots.device)
-        first = layer * self.geometry.num_token_slots
-        return (token_slots.int() + first) * self.geometry.num_kv_heads + heads[:, None]
+        return self._numbered(layer, token_slots.int(), heads[:, None])
 
     def keys(self, head_slots: Tensor) -> Tensor:
         """[*shape of ``head_slots``, head_dim], copies of keys, in the arena's dtype."""
@@ -73,9 +73,14 @@ class ArenaRows:
         return rows.view(arena.dtype).view(*head_slots.shape, self.geometry.head_dim)
 
     def _head_slots(self, layers: Tensor, slots: Tensor, heads: Tensor) -> Tensor:
-        """Head slots of uncompressed entries; all [M], int32: layer, token slot and KV head of each."""
-        result = layers.int() * self.geometry.num_token_slots  # head slots fit 32 bits, so these steps do
-        return result.add_(slots).mul_(self.geometry.num_kv_heads).add_(heads)
+        """Head slots of uncompressed entries, int32; layer, token slot (int32) and KV head of each, all [M]."""
+        return self._numbered(layers.int(), slots, heads.int())
+
+    def _numbered(self, layers: Tensor | int, slots: Tensor, heads: Tensor) -> Tensor:
+        """Head slots fit 32 bits, and so do all steps of the arithmetic."""
+        sizes = self.geometry.num_token_slots, self.geometry.num_kv_heads
+        head_slots: Tensor = head_slot_of(layers, slots, heads, *sizes)
+        return head_slots
 
 
 def bytes_of(arena: Tensor) -> Tensor:

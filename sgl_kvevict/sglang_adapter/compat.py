@@ -1,4 +1,4 @@
-"""What we rely on in SGLang: supported versions and the functions we hook."""
+"""What we rely on in SGLang: the supported version, and every function of it that we hook, each with its reason."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sgl_kvevict.errors import UnsupportedSetupError
-
-if TYPE_CHECKING:
-    from sglang.srt.plugins.hook_registry import HookType
 
 BACKEND_NAME = "kvevict"
 SUPPORTED_SGLANG = ("0.5.23",)
 """Exact versions: SGLang renames cache methods between releases, so an upgrade is a change with its own tests."""
+
+
+RESOLUTION = "RESOLUTION"
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,9 @@ class Hook:
     """One SGLang function that we wrap.
 
     Attributes:
-        target: dotted path of the function (the only form SGLang resolves for functions and methods alike).
-        kind: name of the ``HookType``.
+        target: dotted path of the function (the only form SGLang resolves for functions and methods alike); for
+            ``RESOLUTION`` the name of a step in which SGLang resolves its arguments.
+        kind: name of the ``HookType``, or ``RESOLUTION``.
         function: dotted path of our hook, loaded only when SGLang itself is.
         why: what would be missing without it.
     """
@@ -39,11 +40,15 @@ class Hook:
         hook: Callable[..., Any] = pkgutil.resolve_name(self.function)
         return hook
 
-    def hook_type(self) -> HookType:
-        """Return SGLang's enum member for ``kind``."""
-        from sglang.srt.plugins.hook_registry import HookType
+    def register(self) -> None:
+        """Hand the hook to SGLang, which applies it once all plugins are loaded."""
+        from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        return HookType[self.kind]
+        if self.kind == RESOLUTION:
+            register_resolution_hook(self.target)(self.load())
+        else:
+            HookRegistry.register(self.target, self.load(), HookType[self.kind])
 
 
 _WEIGHT_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -56,17 +61,31 @@ _CHANGES = (
     "release_memory_occupation",
 )
 
+POOL_HOOK = Hook(
+    target="sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal",
+    kind="AROUND",
+    function="sgl_kvevict.sglang_adapter.arena.around_create_buffers",
+    why="CUDA has no hook for the pool class: the stock pool gets its buffers from one arena",
+)
+
 HOOKS = (
+    POOL_HOOK,
     Hook(
-        target="sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal",
-        kind="AROUND",
-        function="sgl_kvevict.sglang_adapter.arena.around_create_buffers",
-        why="CUDA has no hook for the pool class: the stock pool gets its buffers from one arena",
+        target="handle_attention_backend_compatibility",
+        kind=RESOLUTION,
+        function="sgl_kvevict.sglang_adapter.graphs.after_attention_backend",
+        why="CUDA graphs that are on by default, and that our attention cannot follow, would be captured",
+    ),
+    Hook(
+        target="handle_model_specific_adjustments",
+        kind=RESOLUTION,
+        function="sgl_kvevict.sglang_adapter.model_hook.around_model_adjustments",
+        why="models with sinks or windows start only with attention backends on a list, which ours is not on",
     ),
     Hook(
         target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_env_vars",
         kind="AFTER",
-        function="sgl_kvevict.sglang_adapter.introspection.add_state",
+        function="sgl_kvevict.sglang_adapter.monitoring.server_info.add_state",
         why="GET /server_info shows what the compressed cache holds",
     ),
     Hook(
@@ -84,19 +103,19 @@ HOOKS = (
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler._add_request_to_queue",
         kind="AFTER",
-        function="sgl_kvevict.sglang_adapter.storing.after_queueing",
+        function="sgl_kvevict.sglang_adapter.scheduler_store.after_queueing",
         why="what the store knows of a prompt would be computed instead of fetched",
     ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill",
         kind="AROUND",
-        function="sgl_kvevict.sglang_adapter.storing.around_admission",
+        function="sgl_kvevict.sglang_adapter.scheduler_store.around_admission",
         why="a request would be prefilled before what was fetched for it is in the tree",
     ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.handle_shutdown",
         kind="AFTER",
-        function="sgl_kvevict.sglang_adapter.storing.after_shutdown",
+        function="sgl_kvevict.sglang_adapter.scheduler_store.after_shutdown",
         why="what waits to be written to the store would be lost when the server is stopped",
     ),
     Hook(
@@ -129,7 +148,7 @@ HOOKS = (
     Hook(
         target="sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
         kind="AFTER",
-        function="sgl_kvevict.sglang_adapter.readers.after_init_new",
+        function="sgl_kvevict.sglang_adapter.forward_readers.after_init_new",
         why="a forward knows its requests by name only, and clients choose the names",
     ),
     Hook(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import (
     LessonResult,
@@ -23,7 +24,6 @@ from sgl_kvevict.distill import (
 from sgl_kvevict.distill.fingerprint import fingerprint_of
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies.rotary import Rotary
 from sgl_kvevict.sglang_adapter.model_parts import find_rotary
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 

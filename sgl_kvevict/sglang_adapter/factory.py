@@ -9,28 +9,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
-from sgl_kvevict.compression import Compressor, warm_up
+from sgl_kvevict.compression import Compressor, needs_rotary, warm_up
 from sgl_kvevict.config import KVEvictConfig, load_config
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.configured import configured_policy
-from sgl_kvevict.policies.observation import Signal
 from sgl_kvevict.policies.policy import Policy
+from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.sglang_adapter.arena import Arena, arena_of
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
-from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME, HOOKS, require_supported_sglang
+from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME, POOL_HOOK, require_supported_sglang
 from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.model_parts import find_output_grams, find_rotary
-from sgl_kvevict.sglang_adapter.monitor import watch
+from sgl_kvevict.sglang_adapter.monitoring.start import start_monitoring
 from sgl_kvevict.sglang_adapter.refusals import (
+    generation_reasons,
     model_reasons,
     policy_reasons,
     pool_reasons,
     server_reasons,
-    suffix_reasons,
+    window_reasons,
 )
-from sgl_kvevict.sglang_adapter.storing import use_store
+from sgl_kvevict.sglang_adapter.scheduler_store import use_store
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
@@ -58,14 +59,16 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     reasons += pool_reasons(pool)
     reasons += _missing_parts(backend, arena)
     reasons += policy_reasons(policy, ctx.model_config.head_dim, torch.device(pool.device))
-    reasons += suffix_reasons(config, policy, ctx.server_args, torch.device(pool.device).type)
+    reasons += generation_reasons(config, policy, ctx.server_args, torch.device(pool.device).type)
+    if isinstance(backend, KVEvictAttentionBackend):
+        reasons += window_reasons(config, policy, backend.geometry)
     if reasons:
         raise UnsupportedSetupError(reasons)
     assert isinstance(backend, KVEvictAttentionBackend) and arena is not None
     tree = _assemble(ctx, config, policy, arena, backend.geometry)
     backend.attach(tree)
     use_store(tree, config, ctx)
-    watch(tree, config, ctx.server_args, enable_metrics=ctx.params.enable_metrics and tree.ranks.is_first)
+    start_monitoring(tree, config, ctx.server_args, enable_metrics=ctx.params.enable_metrics and tree.ranks.is_first)
     if not tree.ranks.is_first:
         return tree
     logger.info("kvevict: %s", describe(config, backend.geometry, tree.ranks.size))
@@ -94,7 +97,7 @@ def _missing_parts(backend: Any, arena: Arena | None) -> list[str]:
             f"the attention backend is {type(backend).__name__}; start with --attention-backend {BACKEND_NAME}"
         )
     if arena is None:
-        reasons.append(f"the KV pool is not ours (the hook on {HOOKS[0].target} was not applied)")
+        reasons.append(f"the KV pool is not ours (the hook on {POOL_HOOK.target} was not applied)")
     return reasons
 
 
@@ -110,7 +113,7 @@ def _assemble(
         if Signal.LEARNED_SCORES in policy.needs:
             distilling = Distilling(config, ctx, geometry, arena.k.device)
             rotary = distilling.learner.rotary
-        elif {Signal.QUERY_MOMENTS, Signal.ECHO_ATTENTION} & policy.needs:
+        elif needs_rotary(policy.needs):
             rotary = find_rotary(model)
         learner = None if distilling is None else distilling.learner
         compressor = Compressor(config, policy, store, rotary, output_grams, learner)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME, HOOKS, require_supported_sglang
@@ -11,13 +10,12 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
     from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.server_args import ServerArgs
 
 CPU_PLATFORM_CLASS = "sgl_kvevict.sglang_adapter.platform.KVEvictCpuPlatform"
 
 
 def register() -> None:
-    """Register tree and attention backend under the name ``kvevict`` (entry point ``sglang.srt.plugins``).
+    """Register tree, attention backend and hooks under the name ``kvevict`` (entry point ``sglang.srt.plugins``).
 
     SGLang only logs an exception raised here and goes on without the plugin; selecting the backend by name then
     fails with "not registered", so a failure is never silent.
@@ -27,19 +25,16 @@ def register() -> None:
     """
     require_supported_sglang()
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
-    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.mem_cache.registry import get_radix_cache_factory, register_radix_cache_backend
-    from sglang.srt.plugins.hook_registry import HookRegistry
 
     if get_radix_cache_factory(BACKEND_NAME) is not None:
         return
     register_radix_cache_backend(BACKEND_NAME, _build_tree)
     register_attention_backend(BACKEND_NAME)(_build_attention_backend)
     add_attention_backend_choices([BACKEND_NAME])
-    register_resolution_hook("handle_attention_backend_compatibility")(_after_attention_backend)
     for hook in HOOKS:
-        HookRegistry.register(hook.target, hook.load(), hook.hook_type())
+        hook.register()
 
 
 def cpu_platform() -> str | None:
@@ -64,9 +59,3 @@ def _build_attention_backend(model_runner: ModelRunner) -> object:
     from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 
     return KVEvictAttentionBackend(model_runner)
-
-
-def _after_attention_backend(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
-    from sgl_kvevict.sglang_adapter.graphs import after_attention_backend
-
-    after_attention_backend(server_args, previous)

@@ -9,7 +9,7 @@ from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.probes import question_probes
-from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.request import REQUEST_KEY, RequestOptions, parse_request_options
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 

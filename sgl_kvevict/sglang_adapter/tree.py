@@ -14,13 +14,13 @@ from sglang.srt.mem_cache.evict_policy import LRUStrategy
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.compression import Compressor, PromptObservation, ReaderChunk
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle import PrefixManager
+from sgl_kvevict.lifecycle.listener import REFUSED_NOT_CACHED
 from sgl_kvevict.lifecycle.manager import Released
-from sgl_kvevict.lifecycle.observer import REFUSED_NOT_CACHED
 from sgl_kvevict.prefix import SpanStore
-from sgl_kvevict.ragged import SpanRuns
 from sgl_kvevict.request import RequestOptions, parse_request_options
 from sgl_kvevict.sglang_adapter.access_clock import AccessClock, access_counter
 from sgl_kvevict.sglang_adapter.blocking import BlockingNodes
@@ -60,7 +60,7 @@ class KVEvictTree(UnifiedRadixCache):
         self.manager = PrefixManager(self.port, store, compressor, self.guard, access_counter)
         self.spans = self.manager.spans
         self.clock = AccessClock()
-        is_splittable = compressor is None or compressor.policy.splittable
+        is_splittable = compressor is None or compressor.splittable
         self._blocking = BlockingNodes(self, self.spans, splittable=is_splittable)
         self._weighs_recency = False
         # SGLang's constructor builds the components and calls reset: what they need exists by now.
@@ -193,7 +193,7 @@ class KVEvictTree(UnifiedRadixCache):
             return
         blocking = self._blocking.find(key)
         if blocking is not None and not self._blocking.drop_subtree(blocking):
-            self.manager.observer.refused(REFUSED_NOT_CACHED, up_to)
+            self.manager.listener.refused(REFUSED_NOT_CACHED, up_to)
             return
         super().checkpoint(req, up_to=up_to, **kwargs)
         if self.manager.is_complete(req):

@@ -35,15 +35,11 @@ class DirectoryBackend:
         folder: made if it is not there.
         max_bytes: size limit of all files together; None: no limit.
 
-    Attributes:
-        num_removed: files removed because of the limit.
-
     Raises:
         StoreError: the folder cannot be made.
     """
 
     def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
-        self.num_removed = 0
         self._folder = folder
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
@@ -146,8 +142,7 @@ class DirectoryBackend:
                 for item in items:
                     if size <= self._max_bytes * TRIM_TO:
                         break
-                    if self.delete(item.name):
-                        self.num_removed += 1
+                    self.delete(item.name)
                     size -= item.size
             self._remove_scratch()
         with self._lock:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from sgl_kvevict.attention import CpuAttention, build_attention, resolve_attention
+from sgl_kvevict.attention import TorchAttention, build_attention, resolve_attention
 from sgl_kvevict.attention.backend import kernel_reasons
-from sgl_kvevict.attention.numba_attention import NumbaAttention
+from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
 from sgl_kvevict.errors import UnsupportedSetupError
 
 if TYPE_CHECKING:
@@ -48,12 +48,12 @@ def test_what_is_asked_for_is_built(make_world: MakeWorld) -> None:
     arenas = world.geometry, world.k, world.v
     assert isinstance(build_attention("auto", *arenas), NumbaAttention)
     assert isinstance(build_attention("numba", *arenas), NumbaAttention)
-    assert isinstance(build_attention("torch", *arenas), CpuAttention)
+    assert isinstance(build_attention("torch", *arenas), TorchAttention)
 
 
 def test_where_numba_cannot_run_torch_does_and_says_so(make_world: MakeWorld, caplog: pytest.LogCaptureFixture) -> None:
     world = make_world(1, 1, 24)
-    assert isinstance(build_attention("auto", world.geometry, world.k, world.v), CpuAttention)
+    assert isinstance(build_attention("auto", world.geometry, world.k, world.v), TorchAttention)
     assert "attention is 'torch', which takes longer: the head dimension is 24" in caplog.text
     with pytest.raises(UnsupportedSetupError, match="attention is 'numba', but the head dimension is 24"):
         build_attention("numba", world.geometry, world.k, world.v)
@@ -69,12 +69,17 @@ def test_where_numba_cannot_run_torch_does_and_says_so(make_world: MakeWorld, ca
         ("flashinfer", torch.float8_e5m2, 64, "attention 'flashinfer' needs bfloat16 or float16 KV"),
     ],
 )
-def test_what_no_kernel_is_compiled_for_is_a_reason(
-    name: str, dtype: torch.dtype, head_dim: int, message: str
-) -> None:
+def test_what_no_kernel_is_compiled_for_is_a_reason(name: str, dtype: torch.dtype, head_dim: int, message: str) -> None:
     (reason,) = kernel_reasons(name, torch.device("cuda"), dtype, head_dim)
     assert re.search(message, reason)
     assert kernel_reasons(name, torch.device("cuda"), torch.float16, 128) == []
+
+
+def test_flashinfer_reads_no_sliding_windows() -> None:
+    cuda = torch.device("cuda")
+    (reason,) = kernel_reasons("flashinfer", cuda, torch.bfloat16, 128, has_windows=True)
+    assert "'flashinfer', which reads no layers with a sliding window from spans; 'triton' does" in reason
+    assert kernel_reasons("triton", cuda, torch.bfloat16, 128, has_windows=True) == []
 
 
 def test_the_cpu_takes_float32_and_no_float8() -> None:

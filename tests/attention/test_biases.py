@@ -13,10 +13,10 @@ from torch import Tensor
 from helpers.poison import poisoned_allocations
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits, rounding_noise
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
-from sgl_kvevict.attention import Attention, CpuAttention, build_attention
-from sgl_kvevict.attention.choice import bias_reasons
-from sgl_kvevict.attention.numba_attention import MAX_SHORT_TOKENS, NumbaAttention
-from sgl_kvevict.attention.triton_attention import TritonAttention
+from sgl_kvevict.attention import Attention, TorchAttention, build_attention
+from sgl_kvevict.attention.cpu.numba_attention import MAX_SHORT_TOKENS, NumbaAttention
+from sgl_kvevict.attention.refusals import bias_reasons
+from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.errors import UnsupportedSetupError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def numba(world: World, biases: Tensor | None) -> Attention:
 
 
 def torch_calls(world: World, biases: Tensor | None) -> Attention:
-    return CpuAttention(world.geometry, world.k, world.v, biases)
+    return TorchAttention(world.geometry, world.k, world.v, biases)
 
 
 def triton(world: World, biases: Tensor | None) -> Attention:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from helpers.graph_tape import GraphTape
 from helpers.tolerance import assert_same_bits
+from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import AttentionBatch
-from sgl_kvevict.attention.triton_attention import TritonAttention
+from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
-from sgl_kvevict.ragged import SpanRuns
 
 if TYPE_CHECKING:
     from conftest import MakeWorld, World
@@ -83,7 +83,7 @@ class Captured:
         batch = self.world.batch()
         paths = tuple(tuple(self._copy(span) for span in path) for path in batch.paths)
         rows = batch.req_pool_indices.to(self.device)
-        return AttentionBatch(paths, batch.waterlines, batch.seq_lens, None, rows, self.req_to_token)
+        return AttentionBatch(paths, batch.seq_lens, None, rows, self.req_to_token)
 
     def _copy(self, span: SpanRuns) -> SpanRuns:
         if span not in self.copies:
@@ -152,7 +152,7 @@ def test_eager_steps_between_replays(make_world: MakeWorld, device: str) -> None
     world.add((world.uneven_span(30),), 40)
     q = world.queries([1, 33]).to(device)
     batch = captured._batch()
-    extend = AttentionBatch(batch.paths, batch.waterlines, batch.seq_lens, [1, 33], batch.req_pool_indices,
+    extend = AttentionBatch(batch.paths, batch.seq_lens, [1, 33], batch.req_pool_indices,
                             batch.req_to_token)  # fmt: skip
     captured.attention.plan(extend)
     captured.attention.run(0, q, world.sm_scale)
@@ -164,7 +164,7 @@ def test_a_captured_step_holds_only_memory_that_lasts(make_world: MakeWorld) -> 
     """Kernels read what is the graph's own or lives as long as the server: nothing of the warm-up or of a batch."""
     captured = Captured(make_world(2, 4, 16, num_token_slots=100), 4, "cpu")
     attention = captured.attention
-    lasting = [attention.k_arena, attention.v_arena, attention._captured_entries]
+    lasting = [attention.k_arena, attention.v_arena, attention._captured_addresses]
     lasting += [captured.seq_lens, captured.pool_rows, captured.req_to_token, captured.q]
     addresses = {x.untyped_storage().data_ptr() for x in lasting}
     assert {x.untyped_storage().data_ptr() for x in captured.tape.foreign} <= addresses

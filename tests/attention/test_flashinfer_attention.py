@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 from helpers.fake_flashinfer import FakePagedWrapper
 from helpers.poison import poisoned_allocations
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
-from sgl_kvevict.attention.flashinfer_attention import FlashInferAttention
-from sgl_kvevict.attention.flashinfer_lists import build_span_lists
+from sgl_kvevict.attention.flashinfer.attention import _INDPTR_ATTRIBUTE, FlashInferAttention
+from sgl_kvevict.attention.flashinfer.lists import build_span_lists
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def test_extend_and_decode_rows(make_world: MakeWorld) -> None:
 
 
 def test_long_runs_are_cut_into_parts(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sgl_kvevict.attention.flashinfer_lists.PART_ENTRIES", 8)
+    monkeypatch.setattr("sgl_kvevict.attention.flashinfer.lists.PART_ENTRIES", 8)
     world = make_world(2, 4, 64)
     many_kinds(world)
     attention = make(world)
@@ -94,22 +95,28 @@ def test_shared_spans_are_listed_once(make_world: MakeWorld) -> None:
     assert lists.kv_indices.numel() == int(span.lens.sum())
 
 
-def test_spans_are_planned_once_per_composition(make_world: MakeWorld) -> None:
-    """Steps plan the suffixes only; wrappers of old compositions are used again."""
+def test_spans_are_planned_once_per_batch(make_world: MakeWorld) -> None:
+    """Steps plan the suffixes only; wrappers of batches that do not come again are used again."""
     world = make_world(2, 4, 64)
     shared = world.uneven_span(40)
     world.add((shared,), 9)
     world.add((shared, world.uneven_span(20)), 3)
-    attention = make(world)
+    wrappers: list[FakePagedWrapper] = []
+
+    def make_wrapper() -> FakePagedWrapper:
+        wrappers.append(FakePagedWrapper())
+        return wrappers[-1]
+
+    attention = FlashInferAttention(world.geometry, world.k, world.v, make_wrapper)
     for _ in range(4):
         check(world, attention)
         world.grow(0, 1)
         world.grow(1, 1)
-    assert attention.num_span_plans == 1
+    assert sum(wrapper.num_span_plans for wrapper in wrappers) == 1
     for _ in range(3):
         world.add((shared,), 5)
         check(world, attention)
-    assert attention.num_span_plans == 4
+    assert sum(wrapper.num_span_plans for wrapper in wrappers) == 4
     suffix_plans = [planned.wrapper.num_plans for planned in attention._suffix_wrappers]
     assert sum(suffix_plans) == 7
     assert max(suffix_plans) == 3
@@ -121,7 +128,7 @@ def test_nothing_compressed(make_world: MakeWorld) -> None:
     world.add((), 1)
     attention = make(world)
     check(world, attention)
-    assert attention.num_span_plans == 0
+    assert attention._spans.planned is None
 
 
 def test_what_flashinfer_cannot_do_is_refused(make_world: MakeWorld) -> None:
@@ -143,8 +150,6 @@ def test_other_queries_than_planned(make_world: MakeWorld) -> None:
 
 def test_the_installed_flashinfer_takes_these_arguments() -> None:
     """Names that the fake took over; runs where FlashInfer is installed."""
-    import inspect
-
     prefill = pytest.importorskip("flashinfer.prefill")
     wrapper = prefill.BatchPrefillWithPagedKVCacheWrapper
     plan = inspect.signature(wrapper.plan).parameters
@@ -152,4 +157,4 @@ def test_the_installed_flashinfer_takes_these_arguments() -> None:
     assert list(plan)[:9] == wanted[:9]
     assert set(wanted) <= set(plan)
     assert set(inspect.signature(FakePagedWrapper.run).parameters) <= set(inspect.signature(wrapper.run).parameters)
-    assert "_paged_kv_indptr_buf" in inspect.getsource(wrapper.run)
+    assert _INDPTR_ATTRIBUTE in inspect.unwrap(wrapper.run).__code__.co_names  # read when it runs, not when it plans

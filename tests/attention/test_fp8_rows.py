@@ -13,7 +13,7 @@ from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits, 
 from kvevict_kernels.checks import FP8
 from kvevict_kernels.device_limits import INTERPRETER
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
-from sgl_kvevict.attention.triton_attention import TritonAttention
+from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.geometry import KVScales
 
 if TYPE_CHECKING:

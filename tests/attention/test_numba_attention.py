@@ -10,7 +10,7 @@ from helpers.poison import poisoned_allocations
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits
 from kvevict_kernels.span_attention import Layout, words
 from kvevict_kernels.span_attention.layout import count_chunks
-from sgl_kvevict.attention.numba_attention import MAX_SHORT_TOKENS, NumbaAttention
+from sgl_kvevict.attention.cpu.numba_attention import MAX_SHORT_TOKENS, NumbaAttention
 from sgl_kvevict.errors import InvariantError
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def test_steps_and_changing_batches(make_numba_world: MakeNumbaWorld) -> None:
         if step == 7:
             world.remove(0)
         check(world)
-    assert len(world.attention._compositions) <= 2
+    assert len(world.attention._recent) <= 2
 
 
 def test_what_a_request_gets_depends_neither_on_others_nor_on_threads(make_numba_world: MakeNumbaWorld) -> None:
@@ -163,8 +163,7 @@ def test_what_a_request_gets_depends_neither_on_others_nor_on_threads(make_numba
         tokens = slice(sum(extend_lens[:first]), sum(extend_lens[:last]))
         batch = world.batch(extend_lens)
         part = {
-            name: getattr(batch, name)[first:last]
-            for name in ("paths", "waterlines", "seq_lens", "extend_lens", "req_pool_indices")
+            name: getattr(batch, name)[first:last] for name in ("paths", "seq_lens", "extend_lens", "req_pool_indices")
         }
         threads_before = torch.get_num_threads()
         torch.set_num_threads(num_threads)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ from helpers.fake_flashinfer import FakePagedWrapper
 from helpers.poison import poisoned_allocations
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits, rounding_noise
 from kvevict_kernels.device_limits import INTERPRETER
+from kvevict_kernels.ragged_decode import plan_ragged_decode
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
-from sgl_kvevict.attention import Attention, AttentionBatch, CpuAttention
-from sgl_kvevict.attention.flashinfer_prefill import PlainPrefill
-from sgl_kvevict.attention.triton_attention import TritonAttention
+from kvevict_kernels.span_runs import SpanRuns
+from sgl_kvevict.attention import Attention, AttentionBatch, TorchAttention
+from sgl_kvevict.attention.flashinfer.prefill import PlainPrefill
+from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.errors import InvariantError
-from sgl_kvevict.ragged import SpanRuns
 
 if TYPE_CHECKING:
     from conftest import MakeWorld, World
@@ -61,7 +63,7 @@ class Runner:
 
 
 def check(runner: Runner, extend_lens: list[int] | None = None, layer: int = 1) -> None:
-    """Compare a layer with dense attention in float32, and with CpuAttention."""
+    """Compare a layer with dense attention in float32, and with TorchAttention."""
     world = runner.world
     q = world.queries(extend_lens)
     out, lse = runner.attend(layer, q, extend_lens)
@@ -114,8 +116,8 @@ def test_sharers_read_a_span_once(make_world: MakeWorld, device: str, sharers: i
         world.add((span,), 1 + i)
     runner = Runner(world, device)
     check(runner)
-    assert runner.attention._composition is not None
-    tables = runner.attention._composition.directory.tables
+    assert runner.attention._planned is not None
+    tables = runner.attention._planned.addresses.tables
     which = int(sharers * 4 > 16)
     chunk = int(tables.span_chunk)
     items = tables.classes[which].item_count.tolist()
@@ -157,8 +159,8 @@ def test_keys_of_a_few_tiles_are_split(make_world: MakeWorld, device: str, dtype
     runner = Runner(world, device)
     new_lens = [45, 150, 1]
     check(runner, new_lens)
-    assert runner.attention._composition is not None
-    splits = runner.attention._composition.directory.tables.num_splits.tolist()
+    assert runner.attention._planned is not None
+    splits = runner.attention._planned.addresses.tables.num_splits.tolist()
     assert splits[0] > 3 and splits[1] > 1 and splits[2] == 0
     q = world.queries(new_lens)
     out, lse = runner.attend(1, q, new_lens)
@@ -212,18 +214,20 @@ def test_a_row_does_not_depend_on_its_batch(
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_a_step_keeps_the_tables(make_world: MakeWorld, device: str) -> None:
+def test_a_step_keeps_the_tables(make_world: MakeWorld, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Suffixes grow over chunk borders, then a request leaves; lengths may come from the device."""
     world = make_world(1, 3, 16, num_token_slots=300)
     shared = world.uneven_span(30)
     world.add((shared,), 15)
     world.add((shared,), 2)
     runner = Runner(world, device)
+    plan = Mock(wraps=plan_ragged_decode)
+    monkeypatch.setattr("sgl_kvevict.attention.triton.attention.plan_ragged_decode", plan)
     for _ in range(3):
         check(runner)
         world.grow(0, 1)
         world.grow(1, 9)
-    assert runner.attention.num_compositions_built == 1
+    assert plan.call_count == 1
     q = world.queries()
     want = runner.attend(0, q)
     wrong_on_host = replace(runner.batch(), device_seq_lens=torch.tensor(world.seq_lens, device=device))
@@ -232,7 +236,7 @@ def test_a_step_keeps_the_tables(make_world: MakeWorld, device: str) -> None:
     assert_same_bits("out", got[0].cpu(), want[0])
     world.remove(0)
     check(runner)
-    assert runner.attention.num_compositions_built == 2
+    assert plan.call_count == 2
 
 
 def test_cpu_tensors_get_the_reference(make_world: MakeWorld) -> None:
@@ -247,7 +251,7 @@ def test_other_queries_than_planned(make_world: MakeWorld) -> None:
     attention: Attention = TritonAttention(world.geometry, world.k, world.v)
     with pytest.raises(InvariantError, match=r"q: planned \[0, 9, 64\], got \[1, 9, 64\]"):
         attention.run(0, torch.zeros(1, 9, 64), 0.1)
-    attention = CpuAttention(world.geometry, world.k, world.v)
+    attention = TorchAttention(world.geometry, world.k, world.v)
     assert attention.geometry is world.geometry
 
 

@@ -6,7 +6,7 @@ from serving_bench.sampling import OTHER, WAITING, cost_of, count_costs
 LOOP = "run_scheduler_process (scheduler.py:6368);Scheduler.event_loop_overlap (scheduler.py:2109)"
 DECODE = f"{LOOP};EagerRunner._execute_decode (runner/eager_runner.py:268);LlamaForCausalLM.forward (llama.py:611)"
 EXTEND = DECODE.replace("_execute_decode", "_execute_extend")
-ATTENTION = "RadixAttention.forward (radix_attention.py:183);CpuAttention.run (sgl_kvevict/attention/cpu.py:87)"
+ATTENTION = "RadixAttention.forward (radix_attention.py:183);TorchAttention.run (sgl_kvevict/attention/cpu.py:87)"
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ class FakeServer:
     def get_json(self, path: str) -> object:
         ranges = [len(ids) - self.tail_tokens for ids in self.prompts.values()]
         state = {
-            "compressed_tokens": sum(ranges) - self.uncompressed,
-            "compressed_slots": sum(length // 5 for length in ranges),
+            "span_tokens": sum(ranges) - self.uncompressed,
+            "span_slots": sum(length // 5 for length in ranges),
         }
         return {"internal_states": [{"kvevict": state}]}
 

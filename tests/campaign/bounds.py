@@ -13,8 +13,10 @@ from helpers.event_sockets import description_of
 from helpers.passes import MiniScheduler
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.events.service import EventService
-from sgl_kvevict.sglang_adapter.introspection import cache_state
-from sgl_kvevict.sglang_adapter.observers import CountingObserver, ObserverGroup, PublishingObserver
+from sgl_kvevict.lifecycle.listener import ListenerGroup
+from sgl_kvevict.sglang_adapter.monitoring.event_stream import EventStreamListener
+from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
+from sgl_kvevict.sglang_adapter.monitoring.totals import TotalsListener
 
 POLICIES = ("reconstruction", "questions", "snapkv")
 MAX_GROWTH_MB = 40.0
@@ -26,9 +28,9 @@ def unit(seed: int, share: float) -> Counts:
     harness.check = lambda: None  # type: ignore[method-assign]
     config = EventsConfig(endpoint=None, replay_endpoint=None, inspect_endpoint=None, buffer_steps=100)
     service = EventService(config, description_of(config))
-    counting = CountingObserver(harness.geometry.heads_per_token)
-    published = PublishingObserver(service, "any", harness.geometry.heads_per_token)
-    harness.tree.manager.observer = ObserverGroup([counting, published], harness.tree.guard)
+    counting = TotalsListener(harness.geometry.num_runs)
+    published = EventStreamListener(service, "any", harness.geometry.num_runs)
+    harness.tree.manager.listener = ListenerGroup([counting, published], harness.tree.guard)
     rng = random.Random(seed)
     half = int(10_000 * share)
     try:

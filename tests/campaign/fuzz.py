@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from sgl_kvevict.config import ENV_VAR, EventsConfig, KVEvictConfig, load_config
 from sgl_kvevict.errors import MAX_SHOWN_CHARS, ConfigError
 from sgl_kvevict.events.questions import AnyRequest
-from sgl_kvevict.policies.registry import build_policy, list_policies
+from sgl_kvevict.policies.by_name import build_policy, list_policies
 from sgl_kvevict.request import parse_request_options
 
 json_values = st.recursive(

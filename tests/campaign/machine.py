@@ -21,7 +21,7 @@ from torch import distributed
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.policies.registry import build_policy
+from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (

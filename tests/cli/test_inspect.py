@@ -21,7 +21,7 @@ from helpers.watched import DOCUMENT, WatchedHarness
 from sgl_kvevict.cli import inspect as inspection
 from sgl_kvevict.cli import main
 from sgl_kvevict.config import EventsConfig
-from sgl_kvevict.events.questions import KeptReport, Node, Pool, TreeReport
+from sgl_kvevict.events.questions import KeptReport, Pool, TreeNode, TreeReport
 from sgl_kvevict.model import demo_model_path
 
 CHROMIUM = next(
@@ -116,9 +116,9 @@ def snapshot() -> inspection.Snapshot:
     kept[1, 10:20] = 255
     kept[2, 40:] = 128
     nodes = [
-        Node(5, 0, 0, 50, 10.0, 0.2, True, 2, 3.0),
-        Node(6, 5, 50, 30, 30.0, 1.0, False, 1, 3.0, EVIL),
-        Node(7, 5, 50, 20, 4.0, 0.2, True, 0, 99.0),
+        TreeNode(5, 0, 0, 50, 10.0, 0.2, True, 2, 3.0),
+        TreeNode(6, 5, 50, 30, 30.0, 1.0, False, 1, 3.0, EVIL),
+        TreeNode(7, 5, 50, 20, 4.0, 0.2, True, 0, 99.0),
     ]
     return inspection.Snapshot(
         endpoint="tcp://127.0.0.1:1",

@@ -11,8 +11,8 @@ from sgl_kvevict.compression import Compressor, warm_up
 from sgl_kvevict.compression.attention_products import QUERY_STEP, WEIGHTS_PER_TILE, AttentionProducts
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.policies.attention_matcher import AttentionMatcher
 from sgl_kvevict.policies.configured import configured_policy
-from sgl_kvevict.policies.fitters import AttentionMatcher
 from sgl_kvevict.prefix import Span, SpanStore
 
 GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=6, num_kv_heads=3, head_dim=16, num_token_slots=300)
@@ -52,9 +52,7 @@ def expected(weights: Tensor, block: int) -> Tensor:
 
 @pytest.mark.parametrize("block", [16, 30, 157])
 @pytest.mark.parametrize("per_tile", [1, 5000, 2**20])
-def test_products_are_summed_over_queries_and_parts(
-    block: int, per_tile: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_are_summed_over_queries_and_parts(block: int, per_tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of any size; passes in two parts; a last block that is short."""
     monkeypatch.setitem(WEIGHTS_PER_TILE, "cpu", per_tile)
     store = make_store()

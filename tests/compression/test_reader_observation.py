@@ -6,6 +6,7 @@ from torch import Tensor
 from kvevict_kernels.accumulated_attention import accumulated_attention_reference
 from sgl_kvevict.compression import ReaderObservation
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.prefix import Segment, Span, SpanStore
 from sgl_kvevict.ragged import Selection
 
@@ -57,7 +58,7 @@ def assert_saw(observation: ReaderObservation, *readers: Reader) -> None:
     for layer in range(2):
         want = torch.stack([reader.squares(layer) for reader in readers]).sum(0).sqrt()
         seen = observation.show(layer, START + 3, KEYS[layer], KEYS[layer], SLOTS[3:10])
-        torch.testing.assert_close(seen.reader_attention, want[:, 3:10])
+        torch.testing.assert_close(seen.signals[Signal.READER_ATTENTION], want[:, 3:10])
         assert seen.sm_scale == 0.25
 
 
@@ -100,12 +101,12 @@ def test_attention_counts_for_the_tokens_around_it() -> None:
         want = torch.stack([squares[:, max(i - 3, 0) : i + 4].mean(1) for i in range(END - START)], dim=1).sqrt()
         # What is shown of a part knows what was attended to beside it.
         seen = observation.show(layer, START + 5, KEYS[layer], KEYS[layer], SLOTS[5:9])
-        torch.testing.assert_close(seen.reader_attention, want[:, 5:9])
+        torch.testing.assert_close(seen.signals[Signal.READER_ATTENTION], want[:, 5:9])
 
 
 def test_before_the_first_reader_nothing_is_shown() -> None:
     seen = ReaderObservation(GEOMETRY, START, END).show(0, START, KEYS[0], KEYS[0], SLOTS)
-    assert seen.reader_attention is None
+    assert Signal.READER_ATTENTION not in seen.signals
 
 
 def compressed(num_tokens: int) -> tuple[SpanStore, Span, Tensor]:
@@ -156,7 +157,7 @@ def test_what_was_seen_goes_on_with_the_entries_when_slots_are_short() -> None:
     for layer in range(2):
         want = (first.squares(layer) + second.squares(layer)).sqrt()
         seen = observation.show(layer, START + 13, KEYS[layer], KEYS[layer], SLOTS[13:])
-        torch.testing.assert_close(seen.reader_attention, want[:, 13:])
+        torch.testing.assert_close(seen.signals[Signal.READER_ATTENTION], want[:, 13:])
 
 
 def test_what_was_not_seen_whole_is_not_handed_over() -> None:

@@ -145,7 +145,6 @@ class Run:
         segment = self.suffix.segment
         batch = AttentionBatch(
             paths=(() if segment is None else (segment.runs(),),),
-            waterlines=[self.suffix.compressed_end],
             seq_lens=[position + 1],
             extend_lens=None,
             req_pool_indices=torch.zeros(1, dtype=torch.int64),

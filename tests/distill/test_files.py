@@ -20,9 +20,7 @@ from sgl_kvevict.model import demo_model_path
 from sgl_kvevict.policies import Rotary
 
 ANGLES = torch.outer(torch.arange(10.0), torch.logspace(0, -3, 4))
-MODEL = ModelIdentity(
-    "mine", "ab" * 32, 3, 2, 8, Rotary(torch.cat([ANGLES.cos(), ANGLES.sin()], dim=-1), is_neox=True)
-)
+MODEL = ModelIdentity("mine", "ab" * 32, 3, 2, 8, Rotary(torch.cat([ANGLES.cos(), ANGLES.sin()], dim=-1), is_neox=True))
 WEIGHTS = ScoreWeights(torch.randn(3, 2, 20), torch.randn(3, 2, 22), num_prefixes=7, recall=0.875)
 
 

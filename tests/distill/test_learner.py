@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from sgl_kvevict.distill.features import NUM_WINDOW, cache_features, num_cache_f
 from sgl_kvevict.distill.learner import SAMPLED_TOKENS, SCORE_FLOOR, top_recall
 from sgl_kvevict.distill.statistics import RIDGE, RidgeStatistics
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies import LayerObservation, QueryWindow, Rotary
+from sgl_kvevict.policies import LayerView, QueryWindow, Rotary, Signal
 
 LAYERS, HEADS, DIM = 2, 2, 8
 GEOMETRY = KVGeometry(LAYERS, 2 * HEADS, HEADS, DIM, 4000)
@@ -35,16 +37,16 @@ class Prefix:
         self.scores = (logs.exp() - SCORE_FLOOR).clamp_min(0)
 
     def features(self, layer: int) -> Tensor:
-        window = window_features(self.observe(layer))
+        window = window_features(self.show(layer))
         assert window is not None
         return torch.cat([cache_features(self.tokens, layer, ROTARY), window], dim=-1)
 
-    def observe(self, layer: int) -> LayerObservation:
+    def show(self, layer: int) -> LayerView:
         k, v = self.tokens.k_arena[layer], self.tokens.v_arena[layer]
-        return LayerObservation(layer, 0, k, v, self.tokens.token_slots, DIM**-0.5, self.window)
+        return LayerView(layer, 0, k, v, self.tokens.token_slots, DIM**-0.5, {Signal.WINDOW_QUERIES: self.window})
 
     def teach(self, learner: ScoreLearner) -> LessonResult:
-        lesson = learner.lesson(self.tokens, self.scores, self.observe)
+        lesson = learner.lesson(self.tokens, self.scores, self.show)
         results = [lesson.step() for _ in range(LAYERS)]
         assert results[:-1] == [None] * (LAYERS - 1) and results[-1] is not None
         return results[-1]
@@ -130,7 +132,7 @@ def test_without_window_attention_the_cache_alone_is_learned_from() -> None:
     pupil = learner(1)
     for seed in range(2):
         prefix = Prefix(seed, num_tokens=600)
-        shown = [LayerObservation(**{**vars(prefix.observe(layer)), "window": None}) for layer in range(LAYERS)]
+        shown = [replace(prefix.show(layer), signals={}) for layer in range(LAYERS)]
         lesson = pupil.lesson(prefix.tokens, prefix.scores, shown.__getitem__)
         result = [lesson.step() for _ in range(LAYERS)][-1]
     assert result is not None and result.is_accepted and pupil.weights is not None

@@ -12,7 +12,7 @@ from sgl_kvevict.distill import CachedRange, ScoreWeights, scoring, window_featu
 from sgl_kvevict.distill.features import NUM_WINDOW, cache_features, num_cache_features
 from sgl_kvevict.distill.scoring import score_range
 from sgl_kvevict.geometry import KVScales
-from sgl_kvevict.policies import LayerObservation, QueryWindow, Rotary
+from sgl_kvevict.policies import LayerView, QueryWindow, Rotary, Signal
 
 LAYERS, SLOTS, HEADS, DIM = 3, 90, 2, 16
 
@@ -92,15 +92,15 @@ def test_window_attention_adds_its_part() -> None:
 def test_window_features_are_logarithms_of_attention() -> None:
     part = tokens(torch.float32, start=0)
     window = QueryWindow(normal(8, 4, 2 * HEADS, DIM), normal(9, 4, 2 * HEADS) + 6, 60)
-    shown = LayerObservation(1, 0, part.k_arena[1], part.v_arena[1], part.token_slots, 0.25, window)
-    features = window_features(shown)
+    shown = LayerView(1, 0, part.k_arena[1], part.v_arena[1], part.token_slots, 0.25)
+    features = window_features(shown.with_signals({Signal.WINDOW_QUERIES: window}))
     assert features is not None and features.shape == (HEADS, 50, NUM_WINDOW)
     keys = part.k_arena[1, part.token_slots].repeat_interleave(2, dim=1)
     attention = (torch.einsum("whd,nhd->whn", window.queries, keys) * 0.25 - window.lse[..., None]).exp()
     mean = attention.view(4, HEADS, 2, 50).mean(dim=(0, 2))
     torch.testing.assert_close(features[..., 1], (mean + 1e-4).log(), atol=1e-4, rtol=1e-4)
     assert (features[..., 0] >= features[..., 1] - 1e-6).all()
-    assert window_features(LayerObservation(1, 0, part.k_arena[1], part.v_arena[1], part.token_slots, 0.25)) is None
+    assert window_features(shown) is None
 
 
 def test_a_rank_has_its_own_heads() -> None:

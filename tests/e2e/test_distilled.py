@@ -39,11 +39,11 @@ def test_a_prefix_shrinks_when_slots_are_short_and_answers(start, demo_model):
         ask(server, document)
         state = plugin_state(server)
         assert state["policy"] == "distilled" and state["learned_scores"]["in_use"]
-        assert state["compressed_tokens"] == 0 and state["scoring_jobs"] == 0
+        assert state["span_tokens"] == 0 and state["scoring_jobs"] == 0
         ask(server, "<|im_start|>user\n" + text[4000:8000])
         state = plugin_state(server)
-        assert state["compressed_tokens"] > 800 and state["scoring_jobs"] == 0
-        assert state["compressed_slots"] == -(-state["compressed_tokens"] // 2)  # the light share
+        assert state["span_tokens"] > 800 and state["scoring_jobs"] == 0
+        assert state["span_slots"] == -(-state["span_tokens"] // 2)  # the light share
         answer = ask(server, document + QUESTION)
         assert answer["meta_info"]["cached_tokens"] > 800 and "marigold" in answer["text"]
         assert plugin_state(server)["leaked_slots"] == 0 and server.leak_messages() == []
@@ -54,7 +54,7 @@ def test_without_waiting_the_first_request_leaves_a_compressed_prefix(start, dem
     with start(demo_model, "--max-total-tokens", "6000", config={"wait_for_passes": False}) as server:
         ask(server, document)
         state = plugin_state(server)
-        assert state["compressed_tokens"] > 800 and state["scoring_jobs"] == 0
+        assert state["span_tokens"] > 800 and state["scoring_jobs"] == 0
         answer = ask(server, document + QUESTION)
         assert answer["meta_info"]["cached_tokens"] > 800 and "marigold" in answer["text"]
         flush(server)
@@ -68,7 +68,7 @@ def test_an_exact_request_answers_as_without_compression(start, demo_model):
     with start(demo_model, "--max-total-tokens", "6000", config={"wait_for_passes": False}) as server:
         sampling = {"temperature": 0, "max_new_tokens": 12}
         first = json.loads(server.post("/generate", {"text": document + QUESTION, "sampling_params": sampling}))
-        assert plugin_state(server)["compressed_tokens"] > 800
+        assert plugin_state(server)["span_tokens"] > 800
         nodes = plugin_state(server)["segments"]
         exact = sampling | {"custom_params": {"kvevict": {"exact": True}}}
         again = json.loads(server.post("/generate", {"text": document + QUESTION, "sampling_params": exact}))

@@ -72,15 +72,15 @@ def test_one_compressed_copy_serves_eight_requests(start, demo_model, prompts):
     document = prompts[0][:2800]
     generate(server, document, 0)  # how the frontend language caches a shared prefix
     state = idle_state(server)
-    assert state["compressed_tokens"] == 2800 - 32
-    assert state["compressed_slots"] == 554  # ceil(0.2 * 2768)
+    assert state["span_tokens"] == 2800 - 32
+    assert state["span_slots"] == 554  # ceil(0.2 * 2768)
     suffixes = [prompts[6][-20 - i :] for i in range(8)]
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(lambda suffix: generate(server, document + suffix, 24), suffixes))
     assert [result["meta_info"]["cached_tokens"] for result in results] == [2800] * 8
     state = idle_state(server)
     assert state["max_sharers"] == 8
-    assert (state["compressed_slots"], state["segments"]) == (554, 1)
+    assert (state["span_slots"], state["segments"]) == (554, 1)
     assert state["leaked_slots"] == 0 and server.leak_messages() == []
     server.stop(grace_s=0)  # idle schedulers spin: the next ones need the cores
 

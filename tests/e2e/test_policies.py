@@ -18,12 +18,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from helpers.dense_attention import accumulated_attention
 from helpers.policy_serving import CONFIG, ENV, FLAGS, TAIL_TOKENS, Served, assert_nothing_is_lost, serve_everything
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import generate
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies import LayerObservation, Signal, build_policy, list_policies
-from sgl_kvevict.policies.reference import accumulated_attention
+from sgl_kvevict.policies import LayerView, Signal, build_policy, list_policies
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -78,7 +78,7 @@ ROUTINE = [
 
 
 def all_cases() -> list[Case]:
-    """Every policy of the registry, and variants that take another way through the server."""
+    """Every policy that has a name, and variants that take another way through the server."""
     names = [info.name for info in list_policies() if info.name not in {"none", *READER_POLICIES}]
     cases = [Case(name, budget) for name in names for budget in (0.5, 0.2)]
     variants: list[tuple[str, dict[str, Any]]] = [
@@ -123,15 +123,16 @@ def dense_share(model: Path, case: Case, document: list[int], start: int, end: i
         keys = torch.randn(len(document) + 1, 4, 16)
     num_tokens = len(document) - TAIL_TOKENS
 
-    def observe(layer: int) -> LayerObservation:
+    def show(layer: int) -> LayerView:
         sums = accumulated_attention(weights[layer][0], 4)[:, :num_tokens]
         slots = torch.arange(1, num_tokens + 1)
-        return LayerObservation(layer, 0, keys, keys, slots, 0.25, accumulated=sums, num_prompt_tokens=len(document))
+        signals = {Signal.ACCUMULATED_ATTENTION: sums}
+        return LayerView(layer, 0, keys, keys, slots, 0.25, signals, num_prompt_tokens=len(document))
 
     policy = build_policy(case.policy, case.options)
     assert policy is not None
     total = math.ceil(Fraction(str(case.budget)) * num_tokens) * 12
-    selection = policy.select(observe, KVGeometry(3, 8, 4, 16, len(document) + 1), total, 4).selection
+    selection = policy.select(show, KVGeometry(3, 8, 4, 16, len(document) + 1), total, 4).selection
     runs = torch.repeat_interleave(selection.keep_lens.flatten().long())
     inside = (selection.indices >= start) & (selection.indices < end)
     cells = runs[inside] * num_bins + (selection.indices[inside].long() - start) * num_bins // (end - start)

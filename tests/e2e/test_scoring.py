@@ -42,8 +42,8 @@ def test_a_warmed_prefix_is_compressed_and_still_answers(server):
     warmed = warm(server.url, text=document(0))
     assert warmed.outcome == "compressed"
     state = plugin_state(server)
-    assert state["compressed_tokens"] == warmed.tokens - 32
-    assert state["compressed_slots"] == -(-2 * (warmed.tokens - 32) // 10)
+    assert state["span_tokens"] == warmed.tokens - 32
+    assert state["span_slots"] == -(-2 * (warmed.tokens - 32) // 10)
     answer = ask(server, document(0) + QUESTION)
     assert answer["meta_info"]["cached_tokens"] == warmed.tokens
     assert "marigold" in answer["text"]
@@ -55,7 +55,7 @@ def test_a_prefix_found_by_a_second_request_is_scored_by_itself(server):
     for suffix in ("\n\nWho?", "\n\nWhere?"):
         ask(server, document(0) + suffix)
     wait_until_scored(server)
-    assert plugin_state(server)["compressed_tokens"] > 700
+    assert plugin_state(server)["span_tokens"] > 700
     answer = ask(server, document(0) + QUESTION)
     assert answer["meta_info"]["cached_tokens"] > 800
     assert "marigold" in answer["text"]

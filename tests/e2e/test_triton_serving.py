@@ -43,7 +43,7 @@ if os.environ.get("TEST_TRITON_ATTENTION"):
     import kvevict_kernels.ragged_decode
     import kvevict_kernels.ragged_extend
     from sgl_kvevict.attention import backend
-    from sgl_kvevict.attention.triton_attention import TritonAttention
+    from sgl_kvevict.attention.triton.attention import TritonAttention
     from sgl_kvevict.sglang_adapter.platform import KVEvictCpuPlatform
 
     KVEvictCpuPlatform.capabilities = PlatformCapabilities(graph_capture=True)

@@ -46,7 +46,7 @@ def figures(name: str, **changes: object) -> Figures:
 
 @pytest.fixture
 def runs() -> tuple[Figures, Figures]:
-    state = {"compressed_tokens": 2768, "compressed_slots": 554}
+    state = {"span_tokens": 2768, "span_slots": 554}
     return figures(STOCK), figures(OURS, prefix_slots=586, document_slots=230, state=state)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies import LayerObservation, QueryWindow, Signal, build_policy
+from sgl_kvevict.policies import LayerView, QueryWindow, Signal, build_policy
 from sgl_kvevict.policies.scorers import WindowAttentionScorer
 
 ROOT = Path(__file__).parents[2]
@@ -28,12 +28,12 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def observation() -> LayerObservation:
+def view() -> LayerView:
     """One layer of 3 KV heads; the window is the tail behind the range."""
     generator = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, NUM_TOKENS + 1, 3, 8, generator=generator)
     window = QueryWindow(torch.randn(8, 6, 8, generator=generator), torch.full((8, 6), 3.0), NUM_TOKENS)
-    return LayerObservation(0, 0, k, v, torch.arange(1, NUM_TOKENS + 1), 8**-0.5, window=window)
+    return LayerView(0, 0, k, v, torch.arange(1, NUM_TOKENS + 1), 8**-0.5, {Signal.WINDOW_QUERIES: window})
 
 
 def test_documentation_shows_exactly_the_file() -> None:
@@ -46,14 +46,14 @@ def test_it_is_as_short_as_promised() -> None:
     assert len([line for line in EXAMPLE.read_text().splitlines() if line.strip()]) <= 30
 
 
-def test_it_keeps_what_attention_times_value_says(observation: LayerObservation) -> None:
+def test_it_keeps_what_attention_times_value_says(view: LayerView) -> None:
     policy = build_policy(PATH, {"window_size": 8})
     assert policy is not None and policy.name == "value-aware" and policy.window_size == 8
     assert policy.needs == {Signal.WINDOW_QUERIES, Signal.KEYS, Signal.VALUES}
-    scores = policy.scorer.score(observation).values
-    attention = WindowAttentionScorer(8).score(observation).values
-    torch.testing.assert_close(scores, attention * observation.values.norm(dim=-1).T)
-    decision = policy.select(lambda _: observation, KVGeometry(1, 6, 3, 8, NUM_TOKENS + 1), 30, 2)
+    scores = policy.scorer.score(view).values
+    attention = WindowAttentionScorer(8).score(view).values
+    torch.testing.assert_close(scores, attention * view.values.norm(dim=-1).T)
+    decision = policy.select(lambda _: view, KVGeometry(1, 6, 3, 8, NUM_TOKENS + 1), 30, 2)
     assert decision.selection.keep_lens.sum() == 30
     for run in decision.selection.indices.split(decision.selection.keep_lens[0].tolist()):
         assert run[:2].tolist() == [0, 1]
@@ -64,7 +64,7 @@ def test_its_factorys_arguments_are_the_options() -> None:
         build_policy(PATH, {"windw_size": 8})
 
 
-def test_tables_of_the_documentation_agree_with_the_registry() -> None:
+def test_tables_of_the_documentation_are_what_the_command_writes() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "policies" / "write_tables.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -21,7 +21,7 @@ class FakePagedWrapper:
     """
 
     def __init__(self) -> None:
-        self.num_plans = 0
+        self.num_plans = self.num_span_plans = 0
 
     def plan(
         self,
@@ -47,6 +47,7 @@ class FakePagedWrapper:
         assert page_size == 1
         assert bool((paged_kv_last_page_len == 1).all())
         self.num_plans += 1
+        self.num_span_plans += disable_split_kv
         self.heads = (num_qo_heads, num_kv_heads, head_dim_qk)
         self.causal = causal
         self.sm_scale = head_dim_qk**-0.5 if sm_scale is None else sm_scale

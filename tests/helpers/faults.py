@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvevict.guard import Place
+from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.registry import build_policy
 
 FAULT_FILE = "KVEVICT_TEST_FAULT_FILE"
 ADAPTER = "sgl_kvevict.sglang_adapter"
@@ -28,10 +28,10 @@ FAULTS: Mapping[Place, str] = {
     Place.COMPRESSION: "sgl_kvevict.compression.Compressor.compress",
     Place.FIT: "sgl_kvevict.compression.PendingFit.step",
     Place.RELEASE: f"{LIFECYCLE}.ranges.Ranges.try_pending",
-    Place.OBSERVER: f"{ADAPTER}.observers.CountingObserver.scored",
+    Place.LISTENER: f"{ADAPTER}.monitoring.totals.TotalsListener.scored",
     Place.SOCKETS: "sgl_kvevict.events.service.EventService._publish_queued",
     Place.STORE: f"{LIFECYCLE}.storing.export_segment",
-    Place.STATE: f"{ADAPTER}.introspection.cache_state",
+    Place.STATE: f"{ADAPTER}.monitoring.server_info.cache_state",
 }
 """A function that runs at each guarded place."""
 

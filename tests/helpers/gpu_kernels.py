@@ -30,8 +30,8 @@ HEADS: dict[str, Any] = {"H": 8, "G": 4}
 
 BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "rows_ptr", "staging_ptr")
 FLOAT32 = ("partial_out_ptr", "partial_lse_ptr", "lse_ptr", "weights_ptr", "pooled_ptr", "mean_ptr", "biases_ptr")
-INT64 = ("entries_ptr", "span_address_ptr", "span_starts_ptr", "span_lens_ptr", "pool_rows_ptr", "token_slots_ptr")
-INT64 += ("run_address_ptr", "partial_start_ptr", "remaining_ptr")
+INT64 = ("addresses_ptr", "span_address_ptr", "span_starts_ptr", "span_lens_ptr", "pool_rows_ptr", "token_slots_ptr")
+INT64 += ("run_address_ptr", "partial_start_ptr", "remaining_ptr", "span_positions_ptr")
 INT8 = ("staged_ptr",)
 NUMBERS = {"req_to_token": "i64", "scale_log2": "fp32", "v_scale": "fp32", "sm_scale": "fp32", "first_column": "i32"}
 INT32_NUMBERS = ("layer", "row_stride", "q_stride", "which", "shift", "n", "W", "tile_keys", "first_key")
@@ -62,15 +62,23 @@ def spec(kernel: str, arch: int, constants: dict[str, Any], **more: Any) -> Spec
 
 def attention_kernels(arch: int, head_dim: int, stored: str = "bf16") -> Iterator[Spec]:
     """The kernels with a loop of products, then their merges; ``stored``: what the arena holds."""
-    for one in _attention_kernels(arch, head_dim, stored):
+    biased = iter(_attention_kernels(arch, head_dim, stored, has_biases=True))
+    for one in _attention_kernels(arch, head_dim, stored, has_biases=False):
         yield one
-        if stored == "bf16" and one["args"].get("biases_ptr", "") is None:  # fp8 rows are not fitted
-            yield {**one, "args": {**one["args"], "biases_ptr": "*fp32"}}
+        with_biases = next(biased)
+        if stored == "bf16" and with_biases["args"].get("biases_ptr") is not None:  # fp8 rows are not fitted
+            yield with_biases
+        args = one["args"]
+        sinks = {"sink_logits_ptr": "*bf16"} if "sink_logits_ptr" in args else {}
+        windowed = {"WINDOWED": True} if "WINDOWED" in args else {}
+        if sinks or windowed:
+            yield {**one, "args": {**args, **sinks, **windowed}}
 
 
-def _attention_kernels(arch: int, head_dim: int, stored: str) -> Iterator[Spec]:
+def _attention_kernels(arch: int, head_dim: int, stored: str, *, has_biases: bool) -> Iterator[Spec]:
     limits = DEVICES[arch]
-    tiles = tiles_for(limits, head_dim)
+    tiles = tiles_for(limits, head_dim, has_biases=has_biases)
+    biases = "*fp32" if has_biases else None
     sizes = {**HEADS, "D": head_dim, "BLOCK_D": head_dim, "UPCAST": False}
     sizes |= {"k_ptr": f"*{stored}", "v_ptr": f"*{stored}"}
     sizes |= {"NUM_ITEMS": ITEMS_PER_SM * limits.num_sms, "STEP": CHUNK_STEP}
@@ -78,16 +86,16 @@ def _attention_kernels(arch: int, head_dim: int, stored: str) -> Iterator[Spec]:
         block = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
         options = {"num_stages": tile.stages, "num_warps": tile.warps}
         if which == EXTEND:
-            block["biases_ptr"] = None
+            block |= {"biases_ptr": biases, "sink_logits_ptr": None, "WINDOWED": False}
             yield spec("ragged_extend.triton_impl:_extend_kernel", arch, sizes | block, options=options)
             rows = {"BLOCK_M": tile.rows, "ROWS": 16}
             if stored == "bf16":  # merges do not look at the arena
                 yield spec("ragged_extend.triton_impl:_combine_kernel", arch, sizes | rows)
         else:
-            block |= {"CLASS": which, "LEAST": MIN_CHUNKS[which], "biases_ptr": None}
+            block |= {"CLASS": which, "LEAST": MIN_CHUNKS[which], "biases_ptr": biases, "WINDOWED": False}
             yield spec("ragged_decode.triton_impl:_split_kernel", arch, sizes | block, options=options)
     if stored == "bf16":
-        yield spec("ragged_decode.merge.triton_impl:_merge_kernel", arch, sizes | {"BLOCK": 32})
+        yield spec("ragged_decode.triton_merge:_merge_kernel", arch, sizes | {"BLOCK": 32, "sink_logits_ptr": None})
 
 
 def head_dim_kernels(arch: int, head_dim: int, stored: str = "bf16") -> Iterator[Spec]:
@@ -115,8 +123,8 @@ def small_kernels(arch: int) -> Iterator[Spec]:
     """Kernels that touch no rows."""
     limits = DEVICES[arch]
     rows = {f"ROWS_{which}": rows for which, rows in enumerate(DECODE_ROWS)}
-    yield spec("ragged_decode.layout.triton_impl:_runs_kernel", arch, HEADS | rows | {"BLOCK": 256})
-    yield spec("ragged_decode.layout.triton_impl:_work_kernel", arch, HEADS | {"FILL": 128})
+    yield spec("ragged_decode.triton_layout:_runs_kernel", arch, HEADS | rows | {"BLOCK": 256})
+    yield spec("ragged_decode.triton_layout:_work_kernel", arch, HEADS | {"FILL": 128})
     counting = {"CLASS": 0, "LEAST": MIN_CHUNKS[0], "ROW_TILE": 16, "BLOCK": 128, "FILL": 128, "STEP": CHUNK_STEP}
     counting |= {"NUM_ITEMS": ITEMS_PER_SM * limits.num_sms}
     yield spec("ragged_decode.triton_impl:_suffix_work_kernel", arch, HEADS | counting)
@@ -142,7 +150,10 @@ def label(one: Spec) -> str:
     if "keys_ptr" in args:
         return f"{name}, {args['keys_ptr'].removeprefix('*u')}-bit keys"
     if name in ("split", "extend"):
-        return f"{name}, {args['BLOCK_M']} q rows{'' if args['biases_ptr'] is None else ', biases'}"
+        more = (", biases" if args["biases_ptr"] else "") + (", window" if args["WINDOWED"] else "")
+        return f"{name}, {args['BLOCK_M']} q rows{more}"
+    if args.get("sink_logits_ptr"):
+        return f"{name}, sink logits"
     if name == "window_scores":
         return f"{name}, pooling {args['KERNEL']}"
     if name == "accumulated_attention":

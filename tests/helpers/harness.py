@@ -34,7 +34,7 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.lifecycle.nodes import length_of, path_to
 from sgl_kvevict.policies import Policy, Rotary
 from sgl_kvevict.prefix import SpanStore
-from sgl_kvevict.sglang_adapter.introspection import cache_state
+from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.span_component import FULL
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
@@ -73,6 +73,7 @@ class Harness:
 
     Attributes:
         has_learned: ranges that wait for passes can be compressed when slots are short.
+        windows: of the two layers, see :attr:`KVGeometry.windows`.
         cache_grid: only multiples of so many tokens are cached, and found; as for models with a recurrent state.
     """
 
@@ -87,11 +88,12 @@ class Harness:
     eviction_config: dict | None = None
     has_sessions: bool = False
     has_learned: bool = False
+    windows: tuple[int, ...] = ()
     cache_grid: int = 1
     geometry: KVGeometry = field(init=False)
 
     def __post_init__(self) -> None:
-        self.geometry = KVGeometry(2, 4, 2, 2, self.num_slots + 1)
+        self.geometry = KVGeometry(2, 4, 2, 2, self.num_slots + 1, windows=self.windows)
         shape = (self.geometry.num_layers, self.num_slots + 1, self.geometry.num_kv_heads, 2)
         self.k = torch.full(shape, float("nan"))
         self.v = torch.full(shape, float("nan"))
@@ -312,7 +314,7 @@ class Harness:
     def _write_tokens(self, req: Req, start: int, end: int, slots: torch.Tensor) -> None:
         codes = torch.tensor(self._codes(req, end)[start:end])
         rows = slots.long()
-        runs = torch.arange(self.geometry.heads_per_token, dtype=torch.float32)
+        runs = torch.arange(self.geometry.num_runs, dtype=torch.float32)
         runs = runs.view(self.geometry.num_layers, 1, self.geometry.num_kv_heads)
         for arena, sign in ((self.k, 1.0), (self.v, -1.0)):
             arena[:, rows, :, 0] = sign * codes.view(1, -1, 1).expand(self.geometry.num_layers, -1, 2)

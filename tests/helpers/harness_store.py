@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from helpers.harness import Harness
+from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.loading import Loading, Prompt
-from sgl_kvevict.lifecycle.observer import CacheObserver
 from sgl_kvevict.lifecycle.stored import Adoption, export_segment
 from sgl_kvevict.lifecycle.storing import StoredPrefixes
 from sgl_kvevict.store import (
@@ -53,7 +53,7 @@ def adoption(harness: Harness) -> Adoption:
     return Adoption(harness.tree.port, manager.spans, manager.ranges, manager.readers, harness.tree.store)
 
 
-class Heard(CacheObserver):
+class Heard(CacheListener):
     """Remembers what was told of the store."""
 
     def __init__(self):
@@ -84,7 +84,7 @@ class Server:
             tree.port, tree.spans, tree.store, identity, self.writer, tree.guard, 4, self.loading
         )
         tree.manager.use_store(self.stored)
-        self.heard = self.stored.observer = Heard()
+        self.heard = self.stored.listener = Heard()
 
     def queue(self, prompt, extra_key=None):
         """A request that is queued, of which ``prompt`` can be found."""

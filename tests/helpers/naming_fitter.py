@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sgl_kvevict.policies.parts import Fitted
+from sgl_kvevict.policies.parts import Fitted, Fitter
 
 
 def name_of(values: Tensor) -> Tensor:
@@ -16,7 +16,7 @@ def name_of(values: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class NamingFitter:
+class NamingFitter(Fitter):
     """Fits every kept entry, in blocks of a few tokens."""
 
     is_causal: bool = True

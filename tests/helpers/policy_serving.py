@@ -102,7 +102,7 @@ def cache_document(server: RunningServer, document: list[int], budget: float) ->
     state = idle_state(server)
     tokens = len(document) - TAIL_TOKENS
     slots = math.ceil(Fraction(str(budget)) * tokens)
-    assert (state["compressed_tokens"], state["compressed_slots"]) == (tokens, slots)
+    assert (state["span_tokens"], state["span_slots"]) == (tokens, slots)
     return f"{tokens} -> {slots}"
 
 
@@ -115,7 +115,7 @@ def ask_questions(server: RunningServer, document: list[int], vocab_size: int) -
     for result in results:
         assert len(result) == ANSWER_TOKENS and all(math.isfinite(value) and value <= 0 for value in result)
     state = idle_state(server)
-    assert (state["compressed_slots"], state["segments"]) == (before["compressed_slots"], before["segments"])
+    assert (state["span_slots"], state["segments"]) == (before["span_slots"], before["segments"])
     assert state["max_sharers"] >= 2
     return int(state["max_sharers"])
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_kvevict.policies.observation import Readers, Signal
 from sgl_kvevict.policies.parts import Decision, Fitter
+from sgl_kvevict.policies.signals import Readers, Signal
 from sgl_kvevict.ragged import MergePlan, Selection
 
 
@@ -21,13 +21,14 @@ class PseudoRandomPolicy:
     splittable: bool = True
     readers: Readers | None = None
     fitter: Fitter | None = None
+    reuse_layers: int = 1
     rank: int = 0
 
-    def select(self, observe, geometry, total, protected, state=None, *, with_worth=False):
-        observation = observe(0)
-        tokens = observation.num_tokens
-        generator = torch.Generator().manual_seed(observation.start * 1009 + tokens + self.rank * 7919)
-        runs = geometry.heads_per_token
+    def select(self, show, geometry, total, protected, state=None, *, with_worth=False):
+        view = show(0)
+        tokens = view.num_tokens
+        generator = torch.Generator().manual_seed(view.start * 1009 + tokens + self.rank * 7919)
+        runs = geometry.num_runs
         score = torch.rand(runs, tokens, generator=generator) * torch.rand(runs, 1, generator=generator)
         score[:, :protected] = 2.0
         kept = torch.zeros(runs * tokens, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""A scheduler in miniature whose cache is watched: the harness with observers, sockets and a thread that turns."""
+"""A scheduler in miniature whose cache is watched: the harness with listeners, sockets and a thread that turns."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from helpers.event_sockets import description_of
 from helpers.harness import Harness
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.events.service import EventService
-from sgl_kvevict.sglang_adapter.inspection import InspectingObserver
-from sgl_kvevict.sglang_adapter.observers import CountingObserver, ObserverGroup, PublishingObserver
+from sgl_kvevict.lifecycle.listener import ListenerGroup
+from sgl_kvevict.sglang_adapter.monitoring.event_stream import EventStreamListener
+from sgl_kvevict.sglang_adapter.monitoring.inspection import InspectionListener
+from sgl_kvevict.sglang_adapter.monitoring.totals import TotalsListener
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 
@@ -20,14 +22,14 @@ class WatchedHarness:
 
     def __init__(self, config: EventsConfig, harness: Harness | None = None, *, started: float = 1.0) -> None:
         self.harness = harness or Harness(num_slots=240)
-        heads = self.harness.geometry.heads_per_token
+        heads = self.harness.geometry.num_runs
         self.service = EventService(config, description_of(config, started=started))
-        self.counting = CountingObserver(heads)
-        self.harness.tree.manager.observer = ObserverGroup(
+        self.counting = TotalsListener(heads)
+        self.harness.tree.manager.listener = ListenerGroup(
             [
                 self.counting,
-                PublishingObserver(self.service, "pseudo-random", heads),
-                InspectingObserver(self.harness.tree, self.service, self.counting.totals, started),
+                EventStreamListener(self.service, "pseudo-random", heads),
+                InspectionListener(self.harness.tree, self.service, self.counting.totals, started),
             ],
             self.harness.tree.guard,
         )
@@ -36,7 +38,7 @@ class WatchedHarness:
 
     def turn(self) -> None:
         """One turn of the scheduler's loop."""
-        self.harness.tree.manager.observer.between_steps()
+        self.harness.tree.manager.listener.between_steps()
 
     def keep_turning(self, *, with_traffic: bool = False) -> None:
         """Turn in a thread of its own, the scheduler's, until closed."""

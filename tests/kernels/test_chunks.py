@@ -16,7 +16,7 @@ from kvevict_kernels.ragged_decode.chunks import (
     span_chunk,
     suffix_splits,
 )
-from kvevict_kernels.ragged_decode.tile_table import FAMILIES, TILES, family_of, tiles_for
+from kvevict_kernels.ragged_decode.tile_table import BIASED, FAMILIES, TILES, family_of, tiles_for
 
 H200 = DeviceLimits(arch=90, num_sms=132, shared_per_sm=233472)
 ITEMS = 2 * H200.num_sms
@@ -94,6 +94,18 @@ def test_every_architecture_finds_its_tiles(arch: int, shared_per_sm: int, famil
 
 def test_the_table_is_whole() -> None:
     assert set(TILES) == {(family, head_dim) for family in FAMILIES for head_dim in (64, 128, 256)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_biases_change_no_tiles_rows(family: int, head_dim: int) -> None:
+    """Tables are planned by rows before anybody knows of biases."""
+    limits = DeviceLimits(arch=family, num_sms=100, shared_per_sm=102400 if family == 89 else 233472)
+    plain, biased = tiles_for(limits, head_dim), tiles_for(limits, head_dim, has_biases=True)
+    assert [tile.rows for tile in biased] == [tile.rows for tile in plain]
+    assert [tile for i, tile in enumerate(biased) if (family, head_dim, i) not in BIASED] == [
+        tile for i, tile in enumerate(plain) if (family, head_dim, i) not in BIASED
+    ]
 
 
 def test_resident_programs_follow_the_scarcest_resource() -> None:

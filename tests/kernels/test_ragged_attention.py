@@ -202,11 +202,11 @@ def test_rows_beyond_32_bit_offsets() -> None:
     assert_same_bits("lse", got[1], want[1])
 
 
-def test_passes_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_calls_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     args = rows(6, 2000, 64, torch.bfloat16)
     lists = units([[0, 1, 2], [2, 3, 4, 5]], [900, 350], 2000)
     whole = attend(*args, 0.125, **lists)
-    monkeypatch.setattr(cpu, "PASS_BYTES", 1)
+    monkeypatch.setattr(cpu, "CALL_BYTES", 1)
     parts = attend(*args, 0.125, **lists)
     assert_same_bits("out", parts[0], whole[0])
     assert_same_bits("lse", parts[1], whole[1])

@@ -11,15 +11,15 @@ from helpers.fake_tree import CONFIG, FakePasses, FakeTree
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from sgl_kvevict.compression import Compressor
 from sgl_kvevict.guard import Place
+from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.manager import Released
-from sgl_kvevict.lifecycle.observer import CacheObserver
-from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.request import ticket_digest
 
 TICKET = "a-random-text-of-the-asker"
 
 
-class Recorder(CacheObserver):
+class Recorder(CacheListener):
     """Remembers what it was told."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Recorder(CacheObserver):
 def cache(readers=None, *, splittable=True, **fields) -> tuple[FakeTree, Recorder]:
     policy = PseudoRandomPolicy(readers=readers, splittable=splittable)
     tree = FakeTree(policy, CONFIG.model_copy(update=fields))
-    tree.manager.observer = recorder = Recorder()
+    tree.manager.listener = recorder = Recorder()
     return tree, recorder
 
 

@@ -11,7 +11,7 @@ from helpers.fake_tree import FakePasses, FakeTree
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.lifecycle.pacing import BUSY_TOKENS, Pacing
-from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.policies.signals import Readers
 
 LEAD = 20
 """Tokens that come before those of the prefix."""

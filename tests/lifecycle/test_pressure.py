@@ -5,7 +5,7 @@ from __future__ import annotations
 from helpers.fake_tree import CONFIG, FakeNode, FakeTree
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from sgl_kvevict.lifecycle.pressure import LOSS_OF_COMPRESSING, LOSS_OF_SQUEEZING
-from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.policies.signals import Readers
 
 SHRINKING = CONFIG.model_copy(update={"budget": 0.5, "min_budget": 0.25})
 
@@ -74,12 +74,12 @@ def test_a_squeeze_keeps_what_is_worth_most():
     node = cached(tree, 22)
     relieve(tree)
     before = tree.manager.spans[node].segment
-    kept = before.worth.sort(descending=True).values[: 5 * tree.geometry.heads_per_token]
+    kept = before.worth.sort(descending=True).values[: 5 * tree.geometry.num_runs]
     relieve(tree)
     after = tree.manager.spans[node].segment
     assert after.worth.sort(descending=True).values.equal(kept)
-    assert after.indptr[-1] == after.num_entries == 5 * tree.geometry.heads_per_token
-    for run in range(tree.geometry.heads_per_token):
+    assert after.indptr[-1] == after.num_entries == 5 * tree.geometry.num_runs
+    for run in range(tree.geometry.num_runs):
         old = before.positions[before.indptr[run] : before.indptr[run + 1]].tolist()
         new = after.positions[after.indptr[run] : after.indptr[run + 1]].tolist()
         assert new == sorted(new) and set(new) <= set(old)

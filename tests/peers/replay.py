@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies import LayerObservation, QueryMoments, QueryWindow, Rotary, Signal, build_policy
+from sgl_kvevict.policies import LayerView, QueryMoments, QueryWindow, Rotary, Signal, build_policy
 
 ROUNDING = 1e-5
 """Relative distance of a press's score from its threshold below which two float32 sums may swap tokens."""
@@ -74,28 +74,30 @@ class Recording:
         scores: Tensor = self._file.get_tensor(scores_key(kept_share, case.name))
         return scores
 
-    def observe(self, layer: int, tail: int, window_size: int, needs: frozenset[Signal]) -> LayerObservation:
+    def show(self, layer: int, tail: int, window_size: int, needs: frozenset[Signal]) -> LayerView:
         """The layer as a policy sees it whose range is all but the last ``tail`` tokens."""
         buffers = torch.full((2, self.num_tokens + 1, *self.keys.shape[2:]), torch.nan)
         buffers[0, self.slots], buffers[1, self.slots] = self.keys[layer], self.values[layer]
         end = self.num_tokens - tail
-        window = moments = None
+        signals: dict[Signal, object] = {}
         if window_size:
             start = self.num_tokens - window_size
-            window = QueryWindow(self.queries[layer, start:], self.lse[layer, start:].contiguous(), start)
+            signals[Signal.WINDOW_QUERIES] = QueryWindow(
+                self.queries[layer, start:], self.lse[layer, start:].contiguous(), start
+            )
         if Signal.QUERY_MOMENTS in needs:
             empty = QueryMoments.empty(self.geometry.num_qo_heads, self.geometry.head_dim, self.rotary)
-            moments = empty.add(self.queries[layer], 0)
-        return LayerObservation(
+            signals[Signal.QUERY_MOMENTS] = empty.add(self.queries[layer], 0)
+        if Signal.ACCUMULATED_ATTENTION in needs:
+            signals[Signal.ACCUMULATED_ATTENTION] = self.accumulated[layer, :, :end]
+        return LayerView(
             layer=layer,
             start=0,
             k_buffer=buffers[0],
             v_buffer=buffers[1],
             token_slots=self.slots[:end],
             sm_scale=self.geometry.head_dim**-0.5,
-            window=window,
-            accumulated=self.accumulated[layer, :, :end] if Signal.ACCUMULATED_ATTENTION in needs else None,
-            moments=moments,
+            signals=signals,
             num_prompt_tokens=self.num_tokens,
         )
 
@@ -105,9 +107,9 @@ class Recording:
         if policy is None:
             raise ValueError(f"case {case.name}: policy {case.policy!r} keeps everything")
         needs, window_size = policy.needs, policy.window_size
-        total = num_entries - case.tail * self.geometry.heads_per_token
+        total = num_entries - case.tail * self.geometry.num_runs
         decision = policy.select(
-            lambda layer: self.observe(layer, case.tail, window_size, needs), self.geometry, total, case.protected
+            lambda layer: self.show(layer, case.tail, window_size, needs), self.geometry, total, case.protected
         )
         lens = decision.selection.keep_lens.flatten().long()
         runs = torch.arange(lens.numel()).repeat_interleave(lens)

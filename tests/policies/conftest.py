@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.dense_attention import accumulated_attention, dense_attention
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies import Decision, LayerObservation, Policy, QueryWindow, RangeScores
-from sgl_kvevict.policies.reference import accumulated_attention, dense_attention
+from sgl_kvevict.policies import Decision, LayerView, Policy, QueryWindow, RangeScores, Signal
 
 
 class Prompt:
-    """Keys, values and queries of a small model over a prompt, observed as a server would."""
+    """Keys, values and queries of a small model over a prompt, shown as a server would."""
 
     def __init__(self, keys: list[Tensor], queries: list[Tensor], *, tail: int, window: int, start: int = 0) -> None:
         """keys[l] [n, H, D]; queries[l] [m, Hq, D] of the last m positions; range [start, n - tail)."""
@@ -23,7 +23,7 @@ class Prompt:
         generator = torch.Generator().manual_seed(5)
         self.slots = 1 + torch.randperm(self.length, generator=generator)
         self.values = [torch.randn(k.shape, generator=generator) for k in keys]
-        self.observed: list[int] = []
+        self.shown: list[int] = []
 
     @property
     def geometry(self) -> KVGeometry:
@@ -38,8 +38,8 @@ class Prompt:
             query_start=self.length - queries.shape[0],
         )
 
-    def observe(self, layer: int) -> LayerObservation:
-        self.observed.append(layer)
+    def show(self, layer: int) -> LayerView:
+        self.shown.append(layer)
         buffers = torch.full((2, self.length + 1, self.num_heads, self.head_dim), torch.nan)
         buffers[0, self.slots], buffers[1, self.slots] = self.keys[layer], self.values[layer]
         weights, lse = self.weights(layer)
@@ -47,22 +47,28 @@ class Prompt:
         queries = self.queries[layer]
         first = max(queries.shape[0] - self.window, 0)
         begin = self.length - queries.shape[0] + first
-        window = QueryWindow(queries[first:], lse[first:].float(), begin, self.keys[layer][begin:])
-        return LayerObservation(
+        signals: dict[Signal, object] = {
+            Signal.ACCUMULATED_ATTENTION: accumulated_attention(weights, self.num_heads)[:, self.start : self.end],
+            Signal.READER_ATTENTION: weights.view(self.num_heads, -1, self.length).norm(dim=1)[
+                :, self.start : self.end
+            ],
+        }
+        if self.window:
+            signals[Signal.WINDOW_QUERIES] = QueryWindow(queries[first:], lse[first:].float(), begin)
+            signals[Signal.WINDOW_KEYS] = self.keys[layer][begin:]
+        return LayerView(
             layer=layer,
             start=self.start,
             k_buffer=buffers[0],
             v_buffer=buffers[1],
             token_slots=self.slots[self.start : self.end],
             sm_scale=self.head_dim**-0.5,
-            window=window if self.window else None,
-            accumulated=accumulated_attention(weights, self.num_heads)[:, self.start : self.end],
-            reader_attention=weights.view(self.num_heads, -1, self.length).norm(dim=1)[:, self.start : self.end],
+            signals=signals,
             num_prompt_tokens=self.length,
         )
 
     def run(self, policy: Policy, total: int, protected: int = 0, **kwargs: object) -> Decision:
-        return policy.select(self.observe, self.geometry, total, protected, **kwargs)
+        return policy.select(self.show, self.geometry, total, protected, **kwargs)
 
 
 def kept_lists(decision: Decision) -> list[list[list[int]]]:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.policies import LayerObservation, Policy, QueryMoments, Rotary, Signal, build_policy
+from sgl_kvevict.policies import LayerView, Policy, QueryMoments, Rotary, Signal, build_policy
 
 Run = Callable[..., Any]
 
@@ -33,7 +32,7 @@ def test_knorm_keeps_small_keys(random_prompt: Run, kept: Run) -> None:
 
 def test_keydiff_keeps_unusual_keys(random_prompt: Run) -> None:
     prompt = random_prompt()
-    scores = policy("keydiff").scorer.score(prompt.observe(1)).values
+    scores = policy("keydiff").scorer.score(prompt.show(1)).values
     keys = prompt.keys[1][:72].transpose(0, 1)
     anchor = (keys / keys.norm(dim=-1, keepdim=True)).mean(1, keepdim=True)
     expected = -(keys * anchor).sum(-1) / (keys.norm(dim=-1) * anchor.norm(dim=-1))
@@ -107,10 +106,10 @@ def test_moments_add_up_over_chunks(monkeypatch: pytest.MonkeyPatch, block: int)
     torch.testing.assert_close(moments.covariance, centred @ centred.transpose(1, 2) / 26, rtol=1e-3, atol=1e-4)
 
 
-def expected_scores(observation: LayerObservation, plain: Tensor, is_neox: bool, values: Tensor) -> Tensor:
+def expected_scores(view: LayerView, plain: Tensor, is_neox: bool, values: Tensor) -> Tensor:
     """Expected Attention head by head, with explicit matrices."""
-    assert observation.num_prompt_tokens is not None
-    length, keys = observation.num_prompt_tokens, observation.keys
+    assert view.num_prompt_tokens is not None
+    length, keys = view.num_prompt_tokens, view.keys
     turn = torch.stack([rotation_matrix(p, is_neox) for p in range(length, length + 16)]).mean(0)
     scores = torch.zeros(keys.shape[1], keys.shape[0])
     group = plain.shape[1] // keys.shape[1]
@@ -130,12 +129,12 @@ def test_expected_attention(random_prompt: Run, kept: Run, is_neox: bool) -> Non
     plain = 0.5 * torch.randn(80, 6, 8, generator=torch.Generator().manual_seed(3))
     table = rotary(is_neox)
     moments = QueryMoments.empty(6, 8, table).add(table.apply(plain, torch.arange(80)), 0)
-    observation = replace(prompt.observe(0), moments=moments)
+    view = prompt.show(0).with_signals({Signal.QUERY_MOMENTS: moments})
     chosen = policy("expected-attention", num_future_positions=16)
-    scores = chosen.scorer.score(observation).values
-    expected = expected_scores(observation, plain, is_neox, prompt.values[0][:72])
+    scores = chosen.scorer.score(view).values
+    expected = expected_scores(view, plain, is_neox, prompt.values[0][:72])
     torch.testing.assert_close(scores, expected, rtol=1e-3, atol=1e-5)
-    decision = chosen.select(lambda _: observation, prompt.geometry, 3 * 20, 0)
+    decision = chosen.select(lambda _: view, prompt.geometry, 3 * 20, 0)
     for head, run in enumerate(kept(decision)[0]):
         best = sorted(range(4, 72), key=lambda i, head=head: (-float(scores[head, i]), i))[:16]
         assert run == [0, 1, 2, 3, *sorted(best)]
@@ -144,12 +143,13 @@ def test_expected_attention(random_prompt: Run, kept: Run, is_neox: bool) -> Non
 def test_expected_attention_options(random_prompt: Run) -> None:
     assert policy("expected-attention").needs == {Signal.QUERY_MOMENTS, Signal.KEYS, Signal.VALUES}
     assert policy("expected-attention", use_value_norm=False).needs == {Signal.QUERY_MOMENTS, Signal.KEYS}
-    with pytest.raises(ValueError, match="needs the query moments of layer 0"):
+    with pytest.raises(ValueError, match="needs query_moments of layer 0"):
         random_prompt().run(policy("expected-attention"), 9 * 20)
 
 
 def test_expected_attention_of_a_later_range_has_no_sinks(random_prompt: Run) -> None:
     prompt = random_prompt(num_layers=1, start=20)
     moments = QueryMoments.empty(6, 8, rotary()).add(prompt.queries[0], 0)
-    scores = policy("expected-attention").scorer.score(replace(prompt.observe(0), moments=moments)).values
+    view = prompt.show(0).with_signals({Signal.QUERY_MOMENTS: moments})
+    scores = policy("expected-attention").scorer.score(view).values
     assert bool((scores > 0).all())

@@ -9,19 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+from kvevict_kernels.echo_attention import echo_attention
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies import (
-    LayerObservation,
+    LayerView,
     Policy,
     QueryMoments,
-    QueryWindow,
     Rotary,
     Signal,
     build_policy,
     list_policies,
 )
-from sgl_kvevict.policies.echo import echo_attention
-from sgl_kvevict.policies.presets.budget import RULES
+from sgl_kvevict.policies.budget_options import RULES
 
 Run = Callable[..., Any]
 NAMES = [info.name for info in list_policies() if info.name != "none"]
@@ -44,13 +43,13 @@ def combinations() -> list[tuple[str, str]]:
     return found
 
 
-def observer(prompt: Any) -> Callable[[int], LayerObservation]:
+def shows(prompt: Any) -> Callable[[int], LayerView]:
     table = Rotary(torch.randn(200, 8, generator=torch.Generator().manual_seed(0)), True)
 
-    def observe(layer: int) -> LayerObservation:
+    def show(layer: int) -> LayerView:
         moments = QueryMoments.empty(6, 8, table).add(prompt.queries[layer], 0)
         gram = torch.randn(prompt.num_heads, 8, 8, generator=torch.Generator().manual_seed(layer))
-        seen = prompt.observe(layer)
+        seen = prompt.show(layer)
         echo = echo_attention(
             prompt.queries[layer],
             seen.k_buffer,
@@ -60,13 +59,10 @@ def observer(prompt: Any) -> Callable[[int], LayerObservation]:
             query_start=prompt.length - prompt.queries[layer].shape[0],
             rotary=table,
         )[:, prompt.start : prompt.end]
-        return replace(seen, moments=moments, echo=echo, output_gram=gram @ gram.transpose(1, 2))
+        more = {Signal.QUERY_MOMENTS: moments, Signal.ECHO_ATTENTION: echo}
+        return seen.with_signals({**more, Signal.OUTPUT_GRAM: gram @ gram.transpose(1, 2)})
 
-    return observe
-
-
-def without_keys(window: QueryWindow | None, policy: Policy) -> QueryWindow | None:
-    return replace(window, keys=None) if window is not None and Signal.WINDOW_QUERIES in policy.needs else None
+    return show
 
 
 def build(name: str, rule: str | None = None) -> Policy:
@@ -93,7 +89,7 @@ def test_exact_total_ascending_protected(random_prompt: Run, kept: Run, name: st
     prompt = random_prompt(length=60, tail=tail, start=0)
     policy = build(name, rule)
     for slots, protected in ((3, 3), (13, 4), (41, 0), (51 - tail + 8, 2)):
-        decision = policy.select(observer(prompt), prompt.geometry, slots * 9, protected)
+        decision = policy.select(shows(prompt), prompt.geometry, slots * 9, protected)
         runs = [run for layer in kept(decision) for run in layer]
         assert sum(map(len, runs)) == slots * 9 == decision.selection.num_entries
         for run in runs:
@@ -109,14 +105,14 @@ def test_keys_and_values_in_float8_count_as_what_they_stand_for(random_prompt: R
     stored = [[(4 * x).to(torch.float8_e4m3fn) for x in rows] for rows in (prompt.keys, prompt.values)]
     prompt.keys = [0.5 * x.float() for x in stored[0]]
     prompt.values = [2.0 * x.float() for x in stored[1]]
-    meant = observer(prompt)
+    meant = shows(prompt)
 
-    def as_stored(layer: int) -> LayerObservation:
+    def as_stored(layer: int) -> LayerView:
         buffers = torch.zeros(2, prompt.length + 1, prompt.num_heads, prompt.head_dim, dtype=torch.float8_e4m3fn)
         buffers[0, prompt.slots], buffers[1, prompt.slots] = stored[0][layer], stored[1][layer]
         return replace(meant(layer), k_buffer=buffers[0], v_buffer=buffers[1], k_scale=0.5, v_scale=2.0)
 
-    want, got = (build(name).select(observe, prompt.geometry, 17 * 9, 2) for observe in (meant, as_stored))
+    want, got = (build(name).select(show, prompt.geometry, 17 * 9, 2) for show in (meant, as_stored))
     assert kept(got) == kept(want)
 
 
@@ -124,7 +120,7 @@ def test_keys_and_values_in_float8_count_as_what_they_stand_for(random_prompt: R
 def test_larger_budgets_keep_more_of_the_same(random_prompt: Run, kept: Run, name: str) -> None:
     """Not a law for merging or coverage, whose choices depend on the budget; sizes grow for all."""
     prompt = random_prompt(length=60)
-    small, large = (build(name).select(observer(prompt), prompt.geometry, 9 * n, 2) for n in (12, 30))
+    small, large = (build(name).select(shows(prompt), prompt.geometry, 9 * n, 2) for n in (12, 30))
     assert bool((large.selection.keep_lens >= small.selection.keep_lens).all())
     if name in ("snapkv", "knorm", "keydiff", "random", "streaming-llm", "chunkkv", "expected-attention"):
         pairs = zip(kept(small), kept(large), strict=True)
@@ -135,45 +131,42 @@ def test_larger_budgets_keep_more_of_the_same(random_prompt: Run, kept: Run, nam
 def test_only_declared_signals_are_read(random_prompt: Run, name: str) -> None:
     policy = build(name)
     prompt = random_prompt(length=60)
-    observe = observer(prompt)
+    show = shows(prompt)
 
-    def stripped(layer: int) -> LayerObservation:
-        seen = observe(layer)
+    def stripped(layer: int) -> LayerView:
+        seen = show(layer)
         poison = torch.full_like(seen.k_buffer, torch.nan)
         return replace(
             seen,
-            window=seen.window if Signal.WINDOW_KEYS in policy.needs else without_keys(seen.window, policy),
-            accumulated=seen.accumulated if Signal.ACCUMULATED_ATTENTION in policy.needs else None,
-            reader_attention=seen.reader_attention if Signal.READER_ATTENTION in policy.needs else None,
-            echo=seen.echo if Signal.ECHO_ATTENTION in policy.needs else None,
-            output_gram=seen.output_gram if Signal.OUTPUT_GRAM in policy.needs else None,
-            moments=seen.moments if Signal.QUERY_MOMENTS in policy.needs else None,
+            signals={signal: value for signal, value in seen.signals.items() if signal in policy.needs},
             k_buffer=seen.k_buffer if Signal.KEYS in policy.needs else poison,
             v_buffer=seen.v_buffer if Signal.VALUES in policy.needs else poison,
         )
 
-    full = policy.select(observe, prompt.geometry, 9 * 20, 2)
+    full = policy.select(show, prompt.geometry, 9 * 20, 2)
     bare = policy.select(stripped, prompt.geometry, 9 * 20, 2)
     assert torch.equal(full.selection.indices, bare.selection.indices)
     assert (policy.window_size > 0) == (Signal.WINDOW_QUERIES in policy.needs)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_layers_are_observed_once_in_ascending_order(random_prompt: Run, name: str) -> None:
+def test_layers_are_shown_once_in_ascending_order(random_prompt: Run, name: str) -> None:
     prompt = random_prompt(length=60)
-    build(name).select(observer(prompt), prompt.geometry, 9 * 20, 2)
-    assert prompt.observed == [0, 1, 2]
+    build(name).select(shows(prompt), prompt.geometry, 9 * 20, 2)
+    assert prompt.shown == [0, 1, 2]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_half_precision_arenas(random_prompt: Run, name: str) -> None:
     prompt = random_prompt(length=60)
-    observe = observer(prompt)
+    show = shows(prompt)
 
-    def half(layer: int) -> LayerObservation:
-        seen = observe(layer)
-        window = None if seen.window is None else replace(seen.window, queries=seen.window.queries.bfloat16())
-        return replace(seen, k_buffer=seen.k_buffer.bfloat16(), v_buffer=seen.v_buffer.bfloat16(), window=window)
+    def half(layer: int) -> LayerView:
+        seen = show(layer)
+        window = seen.need_window()
+        window = replace(window, queries=window.queries.bfloat16())
+        seen = replace(seen, k_buffer=seen.k_buffer.bfloat16(), v_buffer=seen.v_buffer.bfloat16())
+        return seen.with_signals({Signal.WINDOW_QUERIES: window})
 
     decision = build(name).select(half, prompt.geometry, 9 * 20, 2)
     assert int(decision.selection.keep_lens.sum()) == 180
@@ -183,9 +176,9 @@ def test_half_precision_arenas(random_prompt: Run, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_one_token_and_one_head(random_prompt: Run, kept: Run, name: str) -> None:
     prompt = random_prompt(num_layers=1, num_heads=1, group=6, length=9, tail=7)
-    decision = build(name).select(observer(prompt), prompt.geometry, 1, 0)
+    decision = build(name).select(shows(prompt), prompt.geometry, 1, 0)
     assert [len(run) for run in kept(decision)[0]] == [1]
-    nothing = build(name).select(observer(prompt), prompt.geometry, 0, 0)
+    nothing = build(name).select(shows(prompt), prompt.geometry, 0, 0)
     assert nothing.selection.indices.numel() == 0
 
 

@@ -12,8 +12,13 @@ from torch import Tensor
 from sgl_kvevict.config import KVEvictConfig, parse_config
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies import build_policy, configured_policy
-from sgl_kvevict.policies.fitters import AttentionMatcher
-from sgl_kvevict.policies.fitters.attention_matcher import CAUSAL_BLOCK, HIGHEST_WEIGHT, LOWEST_WEIGHT, RIDGE
+from sgl_kvevict.policies.attention_matcher import (
+    CAUSAL_BLOCK,
+    HIGHEST_WEIGHT,
+    LOWEST_WEIGHT,
+    RIDGE,
+    AttentionMatcher,
+)
 from sgl_kvevict.policies.parts import Fitted
 
 HEADS, TOKENS, QUERIES, HEAD_DIM = 3, 150, 400, 8

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies import Policy, RangeScores, build_policy
-from sgl_kvevict.policies.selectors import ChunkSelector
+from sgl_kvevict.policies.methods.chunkkv import ChunkSelector
 
 Run = Callable[..., Any]
 TOKENS = [5, 0, 0, 0, 1, 1, 1, 1, 0, 0, 3, 0, 2, 2, 2, 0, 3, 3, 3, 3]
@@ -91,7 +91,7 @@ def test_softmax_scores(from_weights: Run, kept: Run) -> None:
     """T2."""
     prompt = one_head(from_weights, [math.log(m) for m in (4, 1, 1, 2, 1, 1, 2, 12)], 2)
     policy = chunkkv(window_size=2, chunk_length=2)
-    scores = policy.scorer.score(prompt.observe(0)).values * 2  # a sum in the paper, a mean here
+    scores = policy.scorer.score(prompt.show(0)).values * 2  # a sum in the paper, a mean here
     expected = torch.tensor([[0.5, 0.125, 0.125, 0.25, 0.125, 0.125, 0.25, 0.5]])
     torch.testing.assert_close(scores, expected)
     assert float(scores.sum()) == pytest.approx(2, abs=1e-5)
@@ -207,15 +207,15 @@ def test_shared_heads(random_prompt: Run, kept: Run) -> None:
 
 
 @pytest.mark.parametrize(("num_layers", "reuse", "scored"), [(32, 2, 16), (32, 5, 7), (32, 32, 1), (28, 3, 10)])
-def test_reused_layers_are_not_observed(
+def test_reused_layers_are_not_looked_at(
     random_prompt: Run, kept: Run, num_layers: int, reuse: int, scored: int
 ) -> None:
     """T11."""
     prompt = random_prompt(num_layers=num_layers, length=40)
     options = {"window_size": 8, "chunk_length": 3}
     reused = kept(prompt.run(chunkkv(reuse_layers=reuse, **options), num_layers * 3 * 11, protected=2))
-    assert prompt.observed == [layer for layer in range(num_layers) if layer % reuse == 0]
-    assert len(prompt.observed) == scored
+    assert prompt.shown == [layer for layer in range(num_layers) if layer % reuse == 0]
+    assert len(prompt.shown) == scored
     plain = kept(prompt.run(chunkkv(**options), num_layers * 3 * 11, protected=2))
     assert all(reused[layer] == plain[layer // reuse * reuse] for layer in range(num_layers))
 

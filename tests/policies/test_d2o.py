@@ -12,24 +12,24 @@ import torch
 from torch import Tensor
 
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies import Decision, LayerObservation, Policy, PolicyState, build_policy
-from sgl_kvevict.policies.mergers import NearestKeyMerger
-from sgl_kvevict.policies.mergers.nearest import nearest_kept
+from sgl_kvevict.policies import Decision, LayerView, Policy, PolicyState, Signal, build_policy
+from sgl_kvevict.policies.merging.nearest import nearest_kept
+from sgl_kvevict.policies.methods.d2o import NearestKeyMerger
 from sgl_kvevict.ragged import MergePlan
 
 Run = Callable[..., Any]
 
 
-def observation(keys: Tensor, values: Tensor | None = None, sums: Tensor | None = None) -> LayerObservation:
+def view_of(keys: Tensor, values: Tensor | None = None, sums: Tensor | None = None) -> LayerView:
     """One layer whose range is all of keys [N, H, D]."""
-    return LayerObservation(
+    return LayerView(
         layer=0,
         start=0,
         k_buffer=keys,
         v_buffer=keys if values is None else values,
         token_slots=torch.arange(keys.shape[0]),
         sm_scale=1.0,
-        accumulated=sums,
+        signals={} if sums is None else {Signal.ACCUMULATED_ATTENTION: sums},
     )
 
 
@@ -39,7 +39,7 @@ def merge(
     tensor = torch.tensor(keys)[:, None]
     mask = torch.zeros(1, 1, len(keys), dtype=torch.bool)
     mask[0, 0, kept] = True
-    return NearestKeyMerger(**{"direction": "any", **options}).merge([observation(tensor)], mask, state)
+    return NearestKeyMerger(**{"direction": "any", **options}).merge([view_of(tensor)], mask, state)
 
 
 def sources(plan: MergePlan) -> list[dict[int, float]]:
@@ -69,7 +69,7 @@ def golden(direction: str) -> tuple[Decision, Policy, Tensor]:
     assert policy is not None
     keys = torch.tensor(GOLDEN_KEYS)[:, None]
     values = torch.arange(6.0)[:, None, None].expand(6, 1, 2).contiguous()
-    seen = observation(keys, values, torch.tensor([GOLDEN_SUMS]))
+    seen = view_of(keys, values, torch.tensor([GOLDEN_SUMS]))
     return policy.select(lambda _: seen, KVGeometry(1, 1, 1, 2, 6), 4, 0), policy, keys[:, 0]
 
 
@@ -308,7 +308,7 @@ def test_blocks_do_not_change_the_match(monkeypatch: pytest.MonkeyPatch) -> None
     kept[0, :20] = False
     width = int(kept.sum(-1).max())
     whole = nearest_kept(rows, kept, width, causal=True)
-    monkeypatch.setattr("sgl_kvevict.policies.mergers.nearest._BLOCK_ELEMENTS", 7 * 2 * width)
+    monkeypatch.setattr("sgl_kvevict.policies.merging.nearest._BLOCK_ELEMENTS", 7 * 2 * width)
     blocked = nearest_kept(rows, kept, width, causal=True)
     torch.testing.assert_close(blocked[0], whole[0])
     found = whole[0].isfinite()

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.dense_attention import accumulated_attention
 from sgl_kvevict.policies import RangeScores, Signal, build_policy
-from sgl_kvevict.policies.reference import accumulated_attention
 from sgl_kvevict.policies.selectors import HeavyHitterSelector
 
 Run = Callable[..., Any]
@@ -15,7 +15,7 @@ Run = Callable[..., Any]
 
 def test_accumulated_attention_sums_to_the_prompt_length(random_prompt: Run) -> None:
     prompt = random_prompt(tail=0)
-    sums = prompt.observe(0).accumulated
+    sums = prompt.show(0).signals[Signal.ACCUMULATED_ATTENTION]
     torch.testing.assert_close(sums.sum(-1), torch.full((3,), 80.0), rtol=1e-5, atol=0)
 
 
@@ -43,7 +43,7 @@ def test_policy_keeps_heavy_hitters_and_recent(random_prompt: Run, kept: Run) ->
     assert policy is not None and policy.needs == {Signal.ACCUMULATED_ATTENTION} and policy.window_size == 0
     prompt = random_prompt()
     for layer, runs in enumerate(kept(prompt.run(policy, 9 * 20))):
-        for sums, run in zip(prompt.observe(layer).accumulated, runs, strict=True):
+        for sums, run in zip(prompt.show(layer).signals[Signal.ACCUMULATED_ATTENTION], runs, strict=True):
             heavy = sorted(range(62), key=lambda i, sums=sums: (-float(sums[i]), i))[:10]
             assert run == sorted(heavy) + list(range(62, 72))
 
@@ -53,8 +53,8 @@ def test_normalised_by_the_queries_that_saw_a_token(random_prompt: Run) -> None:
     prompt = random_prompt(start=10)
     policy = build_policy("h2o", {"normalize": "queries", "recent_ratio": 0.0})
     assert policy is not None
-    scores = policy.scorer.score(prompt.observe(0)).values
-    torch.testing.assert_close(scores, prompt.observe(0).accumulated / torch.arange(70, 8, -1))
+    scores = policy.scorer.score(prompt.show(0)).values
+    torch.testing.assert_close(scores, prompt.show(0).signals[Signal.ACCUMULATED_ATTENTION] / torch.arange(70, 8, -1))
 
 
 def test_missing_sums_are_refused(random_prompt: Run) -> None:
@@ -62,7 +62,7 @@ def test_missing_sums_are_refused(random_prompt: Run) -> None:
     prompt = random_prompt()
 
     def observe(layer: int) -> Any:
-        observation = prompt.observe(layer)
+        observation = prompt.show(layer)
         object.__setattr__(observation, "accumulated", None)
         return observation
 

@@ -31,7 +31,7 @@ def k_vec(**options: Any) -> Policy:
     return policy
 
 
-def observe(from_weights: Run, layers: list[Array]) -> Any:
+def prompt_of(from_weights: Run, layers: list[Array]) -> Any:
     return from_weights([torch.from_numpy(rows) for rows in layers], tail=0)
 
 
@@ -86,16 +86,16 @@ def test_readings_told_apart(
     from_weights: Run, kept: Run, options: dict[str, Any], expected: list[list[list[int]]], covered: int
 ) -> None:
     """T2 (and T3: what switches a module off)."""
-    prompt = observe(from_weights, [FIXTURE] * 2)
+    prompt = prompt_of(from_weights, [FIXTURE] * 2)
     got = kept(prompt.run(k_vec(keep_window=False, **{**SMALL, **options}), 2 * 2 * 2))
     assert got == expected and coverage(got) == covered
 
 
 def test_three_layers_by_hand(from_weights: Run, kept: Run) -> None:
     """T1."""
-    prompt = observe(from_weights, [FIXTURE] * 3)
+    prompt = prompt_of(from_weights, [FIXTURE] * 3)
     policy = k_vec(keep_window=False, **SMALL)
-    scores = policy.scorer.score(prompt.observe(0))
+    scores = policy.scorer.score(prompt.show(0))
     torch.testing.assert_close(
         scores.values[1], torch.tensor([0.08, 0.07, 0.08, 0.205, 0.09, 0.185, 0.23, 0.06]), rtol=1e-5, atol=1e-6
     )
@@ -108,7 +108,7 @@ def test_three_layers_by_hand(from_weights: Run, kept: Run) -> None:
 
 def test_window_inside_the_range(from_weights: Run, kept: Run) -> None:
     """T2, SnapKV mode with B = 3: the last token is kept, the others compete."""
-    prompt = observe(from_weights, [FIXTURE] * 2)
+    prompt = prompt_of(from_weights, [FIXTURE] * 2)
     got = kept(prompt.run(k_vec(**SMALL), 2 * 2 * 3))
     assert got == [[[0, 4, 7], [0, 6, 7]], [[0, 4, 7], [3, 6, 7]]] and coverage(got) == 5
     plain = kept(prompt.run(k_vec(**{**SMALL, "rescored_share": 0.0, "bonus": 0.0}), 2 * 2 * 3))
@@ -118,7 +118,7 @@ def test_window_inside_the_range(from_weights: Run, kept: Run) -> None:
 def test_protected_tokens_come_first_whatever_the_bonus(from_weights: Run, kept: Run) -> None:
     """T5: with the printed override of 1.0 head 0 would keep {3, 4}."""
     rows = np.array([[0.30, 0.25, 0.20, 0.15, 0.10], [0.01, 0.01, 0.01, 0.96, 0.01], [0.01, 0.01, 0.01, 0.01, 0.96]])
-    prompt = observe(from_weights, [rows[:, None]])
+    prompt = prompt_of(from_weights, [rows[:, None]])
     options = {"base_window": 1, "extended_window": 1, "rescored_share": 0.0, "protected_share": 0.5}
     assert kept(prompt.run(k_vec(keep_window=False, **options), 6)) == [[[0, 3], [3, 4], [3, 4]]]
 
@@ -167,7 +167,7 @@ OFF = [{"rescored_share": 0.0, "bonus": 0.0}, {"bonus": 0.0}, {"rescored_share":
 @pytest.mark.parametrize("seed", [0, 1])
 def test_coverage_grows_only_where_heads_and_layers_agree(from_weights: Run, kept: Run, regime: str, seed: int) -> None:
     """T10: base, cross-head, cross-layer, both; the last regime is the negative control."""
-    prompt = observe(from_weights, synth(seed, *REGIMES[regime]))
+    prompt = prompt_of(from_weights, synth(seed, *REGIMES[regime]))
     runs = [kept(prompt.run(k_vec(keep_window=False, **off), 8 * 8 * 32)) for off in OFF]
     covered = tuple(coverage(run) for run in runs)
     assert covered == pytest.approx(COVERED[regime][seed], abs=1)  # float32 here, float64 there
@@ -178,7 +178,7 @@ def test_coverage_grows_only_where_heads_and_layers_agree(from_weights: Run, kep
 @pytest.mark.parametrize("literal", [True, False])
 def test_equals_the_oracle(from_weights: Run, kept: Run, literal: bool) -> None:
     layers = synth(3, 0.2, 0.3, 0.5, 0.5, 1.5, 0.5)
-    got = kept(observe(from_weights, layers).run(k_vec(keep_window=not literal), 8 * 8 * 40))
+    got = kept(prompt_of(from_weights, layers).run(k_vec(keep_window=not literal), 8 * 8 * 40))
     assert got == oracle(layers, 40, literal=literal)
     assert all(len(run) == 40 for layer in got for run in layer)  # T6
 
@@ -187,23 +187,23 @@ def test_order_matters_for_layers_not_for_heads(from_weights: Run, kept: Run) ->
     """T9."""
     layers = synth(4, 0.2, 0.3, 0.5, 0.5, 1.5, 0.5)[:3]
     policy = k_vec(keep_window=False)
-    got = kept(observe(from_weights, layers).run(policy, 3 * 8 * 32))
-    permuted = kept(observe(from_weights, [rows[::-1].copy() for rows in layers]).run(policy, 3 * 8 * 32))
+    got = kept(prompt_of(from_weights, layers).run(policy, 3 * 8 * 32))
+    permuted = kept(prompt_of(from_weights, [rows[::-1].copy() for rows in layers]).run(policy, 3 * 8 * 32))
     assert [layer[::-1] for layer in permuted] == got
-    swapped = kept(observe(from_weights, layers[::-1]).run(policy, 3 * 8 * 32))
+    swapped = kept(prompt_of(from_weights, layers[::-1]).run(policy, 3 * 8 * 32))
     assert swapped[::-1] != got
-    assert kept(observe(from_weights, layers).run(policy, 3 * 8 * 32)) == got  # nothing is left behind
+    assert kept(prompt_of(from_weights, layers).run(policy, 3 * 8 * 32)) == got  # nothing is left behind
 
 
 def test_ranges(from_weights: Run) -> None:
     """T4: probabilities stay probabilities, importance bounds every head scored with the base window."""
     layers = synth(5, 0.2, 0.3, 0.5, 0.5, 1.5, 0.5)[:1]
-    scores = k_vec(keep_window=False).scorer.score(observe(from_weights, layers).observe(0))
+    scores = k_vec(keep_window=False).scorer.score(prompt_of(from_weights, layers).show(0))
     torch.testing.assert_close(scores.values.sum(-1), torch.ones(8), rtol=1e-4, atol=0)
     assert scores.importance is not None and 1 <= float(scores.importance.sum()) <= 8
-    base = k_vec(keep_window=False, rescored_share=0).scorer.score(observe(from_weights, layers).observe(0))
+    base = k_vec(keep_window=False, rescored_share=0).scorer.score(prompt_of(from_weights, layers).show(0))
     assert bool((scores.importance >= base.values - 1e-6).all())
-    every = k_vec(keep_window=False, rescored_share=1).scorer.score(observe(from_weights, layers).observe(0))
+    every = k_vec(keep_window=False, rescored_share=1).scorer.score(prompt_of(from_weights, layers).show(0))
     torch.testing.assert_close(every.values, torch.from_numpy(layers[0].mean(1)).float(), rtol=1e-4, atol=1e-6)
 
 
@@ -214,7 +214,7 @@ def test_query_heads_are_grouped_first(make_prompt: Run) -> None:
     queries = weights.clamp(min=1e-30).log()[None] * 2
     prompt = make_prompt([keys], [queries], tail=0, window=1)
     options = {"base_window": 1, "extended_window": 1, "rescored_share": 0.5, "keep_window": False}
-    scores = k_vec(**options).scorer.score(prompt.observe(0))
+    scores = k_vec(**options).scorer.score(prompt.show(0))
     torch.testing.assert_close(
         scores.values, torch.tensor([[0.3, 0.2, 0.25, 0.25], [0.175, 0.175, 0.175, 0.475]]), rtol=1e-5, atol=1e-6
     )

@@ -12,11 +12,20 @@ import torch
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies import LayerObservation, Policy, RangeScores, build_policy, configured_policy, list_policies
-from sgl_kvevict.policies.presets.paper import PAPER
-from sgl_kvevict.policies.selectors import ChunkSelector
+from sgl_kvevict.policies import (
+    LayerView,
+    Policy,
+    RangeScores,
+    Signal,
+    build_policy,
+    configured_policy,
+    list_policies,
+)
+from sgl_kvevict.policies.by_name import papers
+from sgl_kvevict.policies.methods.chunkkv import ChunkSelector
 
 Run = Callable[..., Any]
+PAPER = papers()
 
 
 def resolve(name: str, budget: float | int = 0.2, **values: Any) -> tuple[KVEvictConfig, Policy]:
@@ -30,7 +39,7 @@ def stored(prompt: Any, kept: Run, name: str, budget: int, **options: Any) -> li
     config, policy = resolve(name, budget, policy_options=options)
     assert config.tail_tokens == prompt.length - prompt.end
     slots = config.num_slots(prompt.end)
-    decision = prompt.run(policy, slots * prompt.geometry.heads_per_token, min(config.sink_tokens, slots))
+    decision = prompt.run(policy, slots * prompt.geometry.num_runs, min(config.sink_tokens, slots))
     tail = list(range(prompt.end, prompt.length))
     return [[head + tail for head in layer] for layer in kept(decision)]
 
@@ -179,7 +188,7 @@ def test_d2o_golden_trace() -> None:
     keys = torch.tensor([[1.0, 0], [0.8, 0.6], [0, 1.0], [-0.28, 0.96], [-1.0, 0]])[:, None]
     values = torch.arange(5.0)[:, None, None].expand(5, 1, 2).contiguous()
     sums = torch.tensor([[3.0, 0.4, 1.2, 0.3, 0.8]])
-    seen = LayerObservation(0, 0, keys, values, torch.arange(5), 1.0, accumulated=sums)
+    seen = LayerView(0, 0, keys, values, torch.arange(5), 1.0, {Signal.ACCUMULATED_ATTENTION: sums})
     config, policy = resolve("d2o@paper", 4, policy_options={"num_sink_tokens": 1})
     decision = policy.select(lambda _: seen, KVGeometry(1, 1, 1, 2, 6), config.num_slots(5), 0)
     assert not policy.splittable and decision.merge is not None and decision.state is not None
@@ -233,7 +242,7 @@ def test_k_vec_spread_counts_the_tokens_behind_the_range(from_weights: Run) -> N
     options = {"base_window": 1, "extended_window": 2, "rescored_share": 0.5, "kernel_size": 1}
     policy = resolve("k-vec@paper", policy_options=options)[1]
     prompt = from_weights([rows], tail=1)
-    scores = policy.scorer.score(prompt.observe(0)).values
+    scores = policy.scorer.score(prompt.show(0)).values
     torch.testing.assert_close(scores[1], rows[1, 1, :4].float(), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(scores[0], rows[0, :, :4].mean(0).float(), rtol=1e-4, atol=1e-6)
 

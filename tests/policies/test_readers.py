@@ -11,7 +11,8 @@ import torch
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies import Policy, Readers, build_policy
 from sgl_kvevict.policies.budgets import AllLayersBudget
-from sgl_kvevict.policies.scorers import RandomScorer, ReaderAttentionScorer
+from sgl_kvevict.policies.methods.random import RandomScorer
+from sgl_kvevict.policies.scorers import ReaderAttentionScorer
 from sgl_kvevict.policies.selectors import TopKSelector
 
 PEAK = 0.9

@@ -3,90 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from sgl_kvevict.policies import Policy, Rotary, Signal, build_policy, echo
-from sgl_kvevict.policies.echo import echo_attention
-from sgl_kvevict.policies.scorers import RobustAttentionScorer
-from sgl_kvevict.policies.scorers.robust_attention import output_gram
-
-HEAD_DIM, NUM_HEADS, GROUP, LENGTH = 8, 2, 3, 50
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(echo, "BLOCK", 8)
-    monkeypatch.setattr(echo, "NUM_BLOCKS", 2)
-    monkeypatch.setattr(echo, "NUM_SINKS", 2)
-
-
-def rotary(scale: float = 1.0) -> Rotary:
-    angles = torch.arange(200.0)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03])
-    return Rotary(torch.cat([angles.cos(), angles.sin()], 1) * scale, True)
-
-
-def text(seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Queries and keys before RoPE."""
-    generator = torch.Generator().manual_seed(seed)
-    queries = 2 * torch.randn(LENGTH, NUM_HEADS * GROUP, HEAD_DIM, generator=generator)
-    return queries, 2 * torch.randn(LENGTH, NUM_HEADS, HEAD_DIM, generator=generator)
-
-
-def expected_echo(queries: Tensor, keys: Tensor) -> Tensor:
-    """The definition, query by query: a copy of the text stands two blocks further and reads two blocks and sinks."""
-    table = rotary()
-    keys = table.apply(keys, torch.arange(LENGTH))
-    peaks = torch.zeros(NUM_HEADS, LENGTH)
-    for i in range(LENGTH):
-        block = i // 8 * 8
-        seen = sorted({*range(2), *range(max(block - 8, 0), min(block + 8, LENGTH))})
-        query = table.apply(queries[i : i + 1], torch.tensor([i + 16]))[0]
-        for head in range(NUM_HEADS * GROUP):
-            weights = (keys[seen, head // GROUP] @ query[head] * 0.3).softmax(0)
-            peaks[head // GROUP, seen] = torch.maximum(peaks[head // GROUP, seen], weights)
-    return peaks
-
-
-def run_echo(queries: Tensor, keys: Tensor, table: Rotary, begin: int = 0, end: int = LENGTH) -> Tensor:
-    positions = torch.arange(LENGTH)
-    generator = torch.Generator().manual_seed(1)
-    slots = torch.randperm(LENGTH, generator=generator) + 1
-    buffer = torch.full((LENGTH + 1, NUM_HEADS, HEAD_DIM), torch.nan)
-    buffer[slots] = rotary().apply(keys, positions)
-    turned = rotary().apply(queries, positions)[begin:end]
-    return echo_attention(turned, buffer, slots[:end], sm_scale=0.3, key_start=0, query_start=begin, rotary=table)
-
-
-def test_echo_is_what_a_copy_behind_the_text_attends_to() -> None:
-    queries, keys = text()
-    torch.testing.assert_close(run_echo(queries, keys, rotary()), expected_echo(queries, keys), rtol=1e-4, atol=1e-5)
-
-
-def test_a_scaled_table_turns_without_scaling() -> None:
-    queries, keys = text()
-    torch.testing.assert_close(run_echo(queries, keys, rotary(1.2)), run_echo(queries, keys, rotary()))
-
-
-def test_chunks_at_block_ends_change_nothing() -> None:
-    """A chunk sees no later keys, so only chunks that end with a block give the same."""
-    queries, keys = text(1)
-    whole = run_echo(queries, keys, rotary())
-    combined = torch.zeros_like(whole)
-    for begin, end in ((0, 16), (16, 40), (40, LENGTH)):
-        part = run_echo(queries, keys, rotary(), begin, end)
-        combined[:, :end] = torch.maximum(combined[:, :end], part)
-    assert torch.equal(combined, whole)
-
-
-def test_keys_that_no_query_looks_at_score_zero() -> None:
-    queries, keys = text(2)
-    late = run_echo(queries, keys, rotary(), 40, LENGTH)
-    assert bool((late[:, 2:32] == 0).all()) and bool((late[:, 32:] > 0).all()) and bool((late[:, :2] > 0).all())
+from sgl_kvevict.policies import Policy, Signal, build_policy
+from sgl_kvevict.policies.methods.defensive import RobustAttentionScorer
+from sgl_kvevict.policies.output_gram import output_gram
 
 
 def policy(name: str, **options: Any) -> Policy:
@@ -96,7 +21,7 @@ def policy(name: str, **options: Any) -> Policy:
 
 
 def robust_scores(prompt: Any, scorer: RobustAttentionScorer, gram: Tensor) -> Tensor:
-    return scorer.score(replace(prompt.observe(0), output_gram=gram)).values
+    return scorer.score(prompt.show(0).with_signals({Signal.OUTPUT_GRAM: gram})).values
 
 
 def test_defensive_takes_the_largest_attention_floored_by_its_mean(from_weights: Callable[..., Any]) -> None:
@@ -119,9 +44,9 @@ def test_defensive_weighs_by_what_a_value_adds(random_prompt: Callable[..., Any]
     torch.testing.assert_close(scores, plain * added.flatten(2).norm(dim=-1), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "missing"), [("echo", "echo attention"), ("defensive", "the output projection")])
+@pytest.mark.parametrize(("name", "missing"), [("echo", "echo_attention"), ("defensive", "output_gram")])
 def test_missing_signals_are_named(random_prompt: Callable[..., Any], name: str, missing: str) -> None:
-    with pytest.raises(ValueError, match=f"needs {missing}"):
+    with pytest.raises(ValueError, match=f"needs {missing} of layer 0, got none"):
         policy(name).scorer.score(random_prompt(length=30).observe(0))
 
 

@@ -91,7 +91,7 @@ def test_pooling_order(from_weights: Run, kept: Run) -> None:
     for order, head_0 in expected.items():
         options = {"window_size": 2, "kernel_size": 3, "order": order, "budget_rule": "all-heads"}
         chosen = policy("snapkv", **options)
-        scores = chosen.scorer.score(prompt.observe(0))
+        scores = chosen.scorer.score(prompt.show(0))
         torch.testing.assert_close(scores.values[0], torch.tensor(head_0))
         torch.testing.assert_close(scores.values[1], torch.tensor([0.05, 0.05, 0.05, 0.55, 0.55]))
         decision = prompt.run(chosen, 6)
@@ -129,7 +129,7 @@ def test_pooled_ties_without_the_rule_would_evict_the_spike(range_scores: Callab
 def test_group_mean_of_query_heads(random_prompt: Run) -> None:
     """A KV head's score is the mean over its query heads of the true attention weights."""
     prompt = random_prompt(num_layers=1, group=3)
-    scores = policy("snapkv", window_size=8, kernel_size=1).scorer.score(prompt.observe(0))
+    scores = policy("snapkv", window_size=8, kernel_size=1).scorer.score(prompt.show(0))
     weights = prompt.weights(0)[0][:, -8:, : prompt.end]
     torch.testing.assert_close(scores.values, weights.mean(1).unflatten(0, (3, 3)).mean(1), rtol=1e-4, atol=1e-6)
 
@@ -155,7 +155,7 @@ def test_ada_snapkv_equals_a_plain_oracle(random_prompt: Run, kept: Run, seed: i
     decision = prompt.run(policy("ada-snapkv", window_size=8, kernel_size=1), 2 * 3 * 20, protected=4)
     expected = [oracle(prompt.weights(layer)[0][:, -8:, : prompt.end], 3, 60, 4) for layer in range(2)]
     assert kept(decision) == expected
-    assert prompt.observed == [0, 1]
+    assert prompt.shown == [0, 1]
 
 
 @pytest.mark.parametrize("rule", ["uniform", "adaptive", "all-heads", "all-layers"])
@@ -176,7 +176,7 @@ def test_room_for_everything_keeps_everything(random_prompt: Run) -> None:
     prompt = random_prompt()
     decision = prompt.run(policy("ada-snapkv"), 72 * 9)
     assert torch.equal(decision.selection.indices, torch.arange(72, dtype=torch.int32).repeat(9))
-    assert prompt.observed == [0]
+    assert prompt.shown == [0]
 
 
 @pytest.mark.parametrize(("total", "protected"), [(72 * 9 + 1, 0), (35, 4), (-9, 0)])
@@ -186,7 +186,7 @@ def test_impossible_totals_are_refused(random_prompt: Run, total: int, protected
 
 
 def test_missing_signal_is_refused(random_prompt: Run) -> None:
-    with pytest.raises(ValueError, match="snapkv needs the window queries of layer 0"):
+    with pytest.raises(ValueError, match="needs window_queries of layer 0"):
         random_prompt(window=0).run(policy("snapkv"), 90)
 
 

@@ -6,14 +6,16 @@ import dataclasses
 import dis
 import importlib
 import inspect
+import itertools
 import json
 import pkgutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 import pytest
+from sglang.srt.arg_groups import resolution_hooks
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
@@ -39,10 +41,14 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner.base_runner import BaseRunner
+from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import ServerArgs
 
+from helpers.faults import FAULTS
 from helpers.harness import TINY_LLAMA
 from sgl_kvevict.errors import UnsupportedSetupError
+from sgl_kvevict.events.questions import Totals
+from sgl_kvevict.guard import Place
 from sgl_kvevict.sglang_adapter import compat
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.refusals import FLAGS
@@ -236,9 +242,6 @@ OVERRIDES = {
 }
 """Methods of SGLang that we override: all of them public."""
 PRIVATE = {
-    "UnifiedTreeCore.eviction_strategy",
-    "UnifiedTreeCore.evictable_device_leaves",
-    "ComponentData.value",
     "TreeComponent.is_evict_device_ongoing",
     "Scheduler._set_or_validate_priority",
     "Scheduler._engine_paused",
@@ -246,7 +249,29 @@ PRIVATE = {
     "MHATokenToKVPool._kv_buffer_shapes",
     "ServerArgs._cuda_graph_config_locked",
 }
-"""Attributes that we write, and private names that we use."""
+"""Private names that we use."""
+WRITTEN = {
+    "UnifiedTreeCore": {"eviction_strategy", "evictable_device_leaves"},
+    "ComponentData": {"value"},
+    "CacheInitParams": {"component_registry_override"},
+    "MHATokenToKVPool": {"k_buffer", "v_buffer", "kvevict_arena"},
+    "ForwardBatch": {"rids"},
+    "Req": {
+        "arrival_processed_tokens",
+        "finished_output",
+        "logprob_start_len",
+        "lora_id",
+        "rid",
+        "skip_radix_cache_insert",
+        "tokenizer",
+    },
+    "SamplingParams": {"custom_params"},
+    "Scheduler": {"chunked_req", "last_batch", "waiting_queue"},
+    "ScheduleBatch": {"batch_is_full"},
+}
+"""Attributes of SGLang's objects that we write."""
+OURS = {*Totals.__struct_fields__, "listener", "on_learned"}
+"""Attributes of our own objects that somebody else than the object writes."""
 
 
 @pytest.mark.parametrize("ours", OVERRIDES, ids=lambda ours: ours.__name__)
@@ -257,22 +282,62 @@ def test_overrides_exist_upstream(ours):
     assert {name for name in methods if hasattr(stock, name)} == OVERRIDES[ours]
 
 
-def used_names(module: ModuleType, *steps: str) -> set[str]:
-    """Attribute names that the functions of one of our modules load or store."""
-    names: set[str] = set()
+def adapter_modules() -> list[ModuleType]:
+    folder = Path(compat.__file__).parent
+    names = (path.relative_to(folder).with_suffix("").parts for path in folder.rglob("*.py"))
+    return [importlib.import_module(".".join([compat.__package__, *parts])) for parts in names]
+
+
+def codes_of(module: ModuleType) -> list[CodeType]:
+    """The code of one of our modules and of everything defined in it."""
     codes = [module.__loader__.get_code(module.__name__)]
     for code in codes:
         codes.extend(constant for constant in code.co_consts if inspect.iscode(constant))
-        names |= {step.argval for step in dis.get_instructions(code) if step.opname in steps}
+    return codes
+
+
+def used_names(module: ModuleType, *steps: str) -> set[str]:
+    """Attribute names that the functions of one of our modules load or store."""
+    codes = codes_of(module)
+    return {step.argval for code in codes for step in dis.get_instructions(code) if step.opname in steps}
+
+
+def loads_self(step: dis.Instruction) -> bool:
+    """Whether a step puts ``self`` on the stack, alone or behind another variable."""
+    if not step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
+        return False
+    return (step.argval[-1] if isinstance(step.argval, tuple) else step.argval) == "self"
+
+
+def names_written_to_others(module: ModuleType) -> set[str]:
+    """Public attributes that the functions of one of our modules write to anything but ``self``."""
+    names: set[str] = set()
+    for code in codes_of(module):
+        steps = list(dis.get_instructions(code))
+        for before, step in itertools.pairwise(steps):
+            if step.opname == "STORE_ATTR" and step.argval[0] != "_" and not loads_self(before):
+                names.add(step.argval)
     return names
 
 
+def test_what_we_write_is_what_the_list_says():
+    written = set().union(*(names_written_to_others(module) for module in adapter_modules()))
+    assert written - OURS == set().union(*WRITTEN.values())
+    documented = (ROOT / "docs" / "design.md").read_text()
+    assert [name for names in WRITTEN.values() for name in names if f"{name}`" not in documented] == []
+
+
+def test_hooked_private_functions_are_documented():
+    documented = (ROOT / "docs" / "design.md").read_text()
+    private = {hook.target for hook in compat.HOOKS if hook.target.rsplit(".", 1)[-1][0] == "_"}
+    names = {".".join(target.rsplit(".", 2)[1:]) for target in private}
+    assert names and [name for name in names if f"`{name}`" not in documented] == []
+
+
 def test_private_names_are_those_of_the_list_and_exist():
-    folder = Path(compat.__file__).parent
-    modules = [importlib.import_module(f"{compat.__package__}.{path.stem}") for path in folder.glob("*.py")]
     ours: set[str] = set()
     loaded: set[str] = set()
-    for module in modules:
+    for module in adapter_modules():
         loaded |= {name for name in used_names(module, "LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR") if name[0] == "_"}
         ours |= {name for name in used_names(module, "STORE_ATTR", "STORE_NAME") if name[0] == "_"}
     private = {name.split(".")[1] for name in PRIVATE if name.split(".")[1][0] == "_"}
@@ -299,10 +364,18 @@ def test_refused_arguments_exist_and_their_default_is_allowed(flag, default_args
     assert flag.reason(default_args) is None or getattr(default_args, flag.field) is None
 
 
-@pytest.mark.parametrize("hook", compat.HOOKS, ids=lambda hook: hook.target.rsplit(".", 1)[1])
+@pytest.mark.parametrize("hook", compat.HOOKS, ids=lambda hook: hook.target.rsplit(".", 1)[-1])
 def test_hook_targets_resolve(hook):
-    assert callable(pkgutil.resolve_name(hook.target)) and callable(hook.load())
-    assert hook.hook_type().name == hook.kind
+    if hook.kind == compat.RESOLUTION:
+        assert hook.target in resolution_hooks._OVERRIDABLE_HOOKS
+    else:
+        assert callable(pkgutil.resolve_name(hook.target)) and hook.kind in HookType.__members__
+    assert callable(hook.load()) and len(hook.why) > 20
+
+
+@pytest.mark.parametrize("place", Place, ids=lambda place: place.value)
+def test_what_the_tests_of_faults_break_exists(place):
+    assert callable(pkgutil.resolve_name(FAULTS[place]))
 
 
 def test_unsupported_version_is_refused_by_name(monkeypatch):

@@ -13,9 +13,9 @@ from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import StoreError
 from sgl_kvevict.guard import Place
-from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.prefix import Segment
-from sgl_kvevict.sglang_adapter.introspection import cache_state
+from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 END = 56

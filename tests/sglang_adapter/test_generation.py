@@ -12,8 +12,8 @@ from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseCo
 from helpers.harness import Harness, publish_server_args
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies import build_policy
-from sgl_kvevict.sglang_adapter.introspection import cache_state
-from sgl_kvevict.sglang_adapter.refusals import suffix_reasons
+from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
+from sgl_kvevict.sglang_adapter.refusals import generation_reasons
 
 PROMPT = [i * 7 % 11 for i in range(40)]
 POLICIES = ("h2o", "streaming-llm", "snapkv", "knorm", "keydiff")
@@ -264,16 +264,16 @@ def test_requests_without_a_lane_are_followed_when_one_is_free():
 def test_what_cannot_be_done_while_requests_generate_is_refused(monkeypatch):
     config, policy = KVEvictConfig(policy="h2o", decode_block=8), build_policy("h2o", {})
     fine, strips = SimpleNamespace(strip_thinking_cache=False), SimpleNamespace(strip_thinking_cache=True)
-    assert suffix_reasons(config, policy, fine, "cpu") == []
-    (reason,) = suffix_reasons(config, policy, strips, "cpu")
+    assert generation_reasons(config, policy, fine, "cpu") == []
+    (reason,) = generation_reasons(config, policy, strips, "cpu")
     assert "--strip-thinking-cache" in reason
-    assert suffix_reasons(KVEvictConfig(policy="h2o"), policy, strips, "cpu") == []
+    assert generation_reasons(KVEvictConfig(policy="h2o"), policy, strips, "cpu") == []
     for backend, num_reasons in (("full", 1), ("disabled", 0)):
         graphs = CudaGraphConfig(decode=PhaseConfig(backend=backend), prefill=PhaseConfig(backend="disabled"))
         context = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs))
         monkeypatch.setattr(cuda_graph_config, "get_exec", lambda context=context: context)
-        assert len(suffix_reasons(config, policy, fine, "cuda")) == num_reasons
-        assert suffix_reasons(config, build_policy("knorm", {}), fine, "cuda") == []
+        assert len(generation_reasons(config, policy, fine, "cuda")) == num_reasons
+        assert generation_reasons(config, build_policy("knorm", {}), fine, "cuda") == []
 
 
 def test_off_by_default():

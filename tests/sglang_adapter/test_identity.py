@@ -10,8 +10,8 @@ from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import InvariantError
-from sgl_kvevict.policies.observation import Readers
-from sgl_kvevict.sglang_adapter.readers import BatchReaders, after_init_new, readers_of
+from sgl_kvevict.policies.signals import Readers
+from sgl_kvevict.sglang_adapter.forward_readers import BatchReaders, after_init_new, readers_of
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 BASES = ([i * 7 % 11 for i in range(60)], [i * 5 % 7 for i in range(60)])

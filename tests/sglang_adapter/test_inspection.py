@@ -26,7 +26,7 @@ from sgl_kvevict.events.questions import (
 )
 from sgl_kvevict.events.types import Cleared, Compressed, Dropped, Refused, Repacked, Split, Squeezed
 from sgl_kvevict.prefix.kept import kept_share
-from sgl_kvevict.sglang_adapter.monitor import events_of_rank
+from sgl_kvevict.sglang_adapter.monitoring.start import events_of_rank
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -239,7 +239,7 @@ def test_nodes_that_are_gone_and_bugs_are_failures_not_crashes(watched, monkeypa
     for request in (Kept(10**9), Tokens(10**9), Kept(-1)):
         with pytest.raises(RequestFailedError):
             ask(watched, request, KeptReport)
-    monkeypatch.setattr("sgl_kvevict.sglang_adapter.inspection.tree_report", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("sgl_kvevict.sglang_adapter.monitoring.inspection.tree_report", lambda *_, **__: 1 / 0)
     with pytest.raises(RequestFailedError, match="internal error"):
         ask(watched, Tree(), TreeReport)
     assert "ZeroDivisionError" in caplog.text

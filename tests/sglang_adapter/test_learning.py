@@ -16,7 +16,7 @@ from sgl_kvevict.distill import LessonResult, ScoreLearner, learner
 from sgl_kvevict.lifecycle.nodes import path_to
 from sgl_kvevict.policies import Rotary, build_policy
 from sgl_kvevict.request import ticket_digest
-from sgl_kvevict.sglang_adapter.introspection import cache_state
+from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 
 NUM_LAYERS = 2
 TICKET = "a-random-text-of-the-asker"

@@ -11,9 +11,10 @@ from prometheus_client import REGISTRY
 
 from helpers.harness import Harness, publish_server_args
 from helpers.watched import DOCUMENT
-from sgl_kvevict.sglang_adapter.introspection import read_gauges
-from sgl_kvevict.sglang_adapter.metrics import MetricsObserver
-from sgl_kvevict.sglang_adapter.observers import CountingObserver, ObserverGroup
+from sgl_kvevict.lifecycle.listener import ListenerGroup
+from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
+from sgl_kvevict.sglang_adapter.monitoring.metrics import MetricsListener
+from sgl_kvevict.sglang_adapter.monitoring.totals import TotalsListener
 
 ROOT = Path(__file__).resolve().parents[2]
 LABELS = {"cache_type": "KVEvictTree", "tp_rank": "0"}
@@ -23,10 +24,10 @@ LABELS = {"cache_type": "KVEvictTree", "tp_rank": "0"}
 def harness(tmp_path_factory):
     publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
     harness = Harness(num_slots=200)
-    counting = CountingObserver(harness.geometry.heads_per_token)
-    harness.metrics = MetricsObserver(harness.tree, counting.totals, LABELS, lambda: 5, harness.tree.guard.errors)
+    counting = TotalsListener(harness.geometry.num_runs)
+    harness.metrics = MetricsListener(harness.tree, counting.totals, LABELS, lambda: 5, harness.tree.guard.errors)
     harness.counting = counting
-    harness.tree.manager.observer = ObserverGroup([counting, harness.metrics], harness.tree.guard)
+    harness.tree.manager.listener = ListenerGroup([counting, harness.metrics], harness.tree.guard)
     return harness
 
 
@@ -35,7 +36,7 @@ def value(name: str, **labels: str) -> float | None:
 
 
 def test_an_empty_cache_has_all_series_at_zero(harness):
-    harness.tree.manager.observer.between_steps()
+    harness.tree.manager.listener.between_steps()
     assert (value("spans"), value("tokens_per_slot"), value("compressions_total")) == (0, 1, 0)
     assert value("refusals_total", reason="not-cached") == 0
     assert value("pool_slots", holder="free") == value("pool_slots", holder="compressed") + 200
@@ -70,14 +71,14 @@ def test_series_follow_the_cache(harness):
 
 
 def test_counters_are_written_at_most_once_a_second(harness, monkeypatch):
-    monkeypatch.setattr("sgl_kvevict.sglang_adapter.metrics.time.monotonic", lambda: 1e9)
-    harness.tree.manager.observer.between_steps()
+    monkeypatch.setattr("sgl_kvevict.sglang_adapter.monitoring.metrics.time.monotonic", lambda: 1e9)
+    harness.tree.manager.listener.between_steps()
     before = value("dropped_nodes_total")
     harness.evict(10)
-    harness.tree.manager.observer.between_steps()
+    harness.tree.manager.listener.between_steps()
     assert value("dropped_nodes_total") == before
-    monkeypatch.setattr("sgl_kvevict.sglang_adapter.metrics.time.monotonic", lambda: 1e9 + 1)
-    harness.tree.manager.observer.between_steps()
+    monkeypatch.setattr("sgl_kvevict.sglang_adapter.monitoring.metrics.time.monotonic", lambda: 1e9 + 1)
+    harness.tree.manager.listener.between_steps()
     assert value("dropped_nodes_total") > before
 
 

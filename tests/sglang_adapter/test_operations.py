@@ -13,10 +13,10 @@ from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.lifecycle import jobs
-from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.request import ticket_digest
 from sgl_kvevict.sglang_adapter import operations
-from sgl_kvevict.sglang_adapter.introspection import cache_state
+from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 POLICIES = [*CacheAwarePolicy, *CacheAgnosticPolicy]

@@ -17,9 +17,9 @@ from helpers.threads_as_ranks import on_two_ranks
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.policies import build_policy
-from sgl_kvevict.policies.observation import Readers
-from sgl_kvevict.sglang_adapter.introspection import rank_states
-from sgl_kvevict.sglang_adapter.observers import CountingObserver
+from sgl_kvevict.policies.signals import Readers
+from sgl_kvevict.sglang_adapter.monitoring.server_info import rank_states
+from sgl_kvevict.sglang_adapter.monitoring.totals import TotalsListener
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 
 DOCUMENTS = ([i * 7 % 11 for i in range(70)], [i * 5 % 7 for i in range(70)])
@@ -50,7 +50,7 @@ def cache_of_rank(rank: int, group: distributed.ProcessGroup, **policy: Any) -> 
         num_slots=200, num_rows=6, config=CONFIG, policy=PseudoRandomPolicy(rank=rank, **policy), group=group
     )
     harness.tree.port.ranks = Recorded(group)
-    harness.tree.manager.observer = CountingObserver(harness.geometry.heads_per_token)
+    harness.tree.manager.listener = TotalsListener(harness.geometry.num_runs)
     return harness
 
 
@@ -90,7 +90,7 @@ def test_trees_and_slots_stay_equal(policy, seed):
         harness = cache_of_rank(rank, group, **policy)
         scheduler = MiniScheduler(harness) if "readers" in policy else None
         looks = traffic(harness, scheduler, seed, steps=900)
-        return looks, harness.tree.ranks.offered, harness.tree.manager.observer.totals, rank_states(harness.tree)
+        return looks, harness.tree.ranks.offered, harness.tree.manager.listener.totals, rank_states(harness.tree)
 
     (looks, offered, totals, states), (others_looks, others_offered, others_totals, others_states) = on_two_ranks(run)
     for look, others in zip(looks, others_looks, strict=True):
@@ -133,10 +133,10 @@ def test_a_repack_takes_what_the_rank_with_most_entries_needs():
         return segment.num_slots, segment.num_entries, harness.tree.ranks.offered
 
     results = on_two_ranks(run)
-    heads_per_token = 4
+    num_runs = 4
     slots = {num_slots for num_slots, _, _ in results}
     assert len(slots) == 1
-    assert max(-(-entries // heads_per_token) for _, entries, _ in results) in slots
+    assert max(-(-entries // num_runs) for _, entries, _ in results) in slots
     assert results[0][1] != results[1][1]
 
 

@@ -10,7 +10,7 @@ import pytest
 from helpers.harness import PseudoRandomPolicy, publish_server_args
 from helpers.harness_store import IDENTITY, Server
 from helpers.threads_as_ranks import on_two_ranks
-from sgl_kvevict.sglang_adapter.introspection import cache_state, rank_states
+from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state, rank_states
 
 DOCUMENTS = [[*(i * 7 % 11 for i in range(10)), *((i * step) % 11 for i in range(1, 61))] for step in (3, 5, 7)]
 

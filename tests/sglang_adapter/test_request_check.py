@@ -9,7 +9,7 @@ import pytest
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import Letters
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.sglang_adapter.request_check import before_queueing
 
 WARM = {"warm": True}

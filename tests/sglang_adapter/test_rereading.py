@@ -7,9 +7,9 @@ import pytest
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.request import ticket_digest
-from sgl_kvevict.sglang_adapter.introspection import cache_state
+from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.passes import SchedulerPasses
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
@@ -74,7 +74,7 @@ def test_what_passes_paid_decides_what_a_light_prefix_keeps():
     light.readings.squares[:] = light.positions  # as if the last tokens were paid most
     scheduler.run_pass()
     scheduler.run_pass()
-    paid = light.positions.sort(descending=True).values[: 18 * harness.geometry.heads_per_token]
+    paid = light.positions.sort(descending=True).values[: 18 * harness.geometry.num_runs]
     assert segment_of(harness).positions.sort(descending=True).values.equal(paid)
 
 

@@ -16,10 +16,10 @@ from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.lifecycle.pacing import BUSY_TOKENS
 from sgl_kvevict.lifecycle.probes import REPEAT
 from sgl_kvevict.lifecycle.votes import ANSWER_REACH
-from sgl_kvevict.policies.observation import Readers
+from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.request import ticket_digest
-from sgl_kvevict.sglang_adapter.introspection import cache_state
-from sgl_kvevict.sglang_adapter.observers import CountingObserver
+from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
+from sgl_kvevict.sglang_adapter.monitoring.totals import TotalsListener
 from sgl_kvevict.sglang_adapter.passes import QUIET_TURNS, QUIET_WAITS, SchedulerPasses
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
@@ -121,9 +121,9 @@ def test_what_is_read_exactly_is_compressed_when_that_reader_leaves():
     assert spans(harness) == [(0, 59)]
 
 
-def test_observers_are_told_of_every_pass():
+def test_listeners_are_told_of_every_pass():
     harness, scheduler = cache()
-    harness.tree.manager.observer = counting = CountingObserver(harness.geometry.heads_per_token)
+    harness.tree.manager.listener = counting = TotalsListener(harness.geometry.num_runs)
     harness.finish(harness.run(DOCUMENT, options=WARM))
     scheduler.run_all()
     assert (counting.totals.scoring_passes, counting.totals.compressions) == (3, 1)

@@ -11,7 +11,7 @@ from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.harness_store import adoption, exported
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import StoreError
-from sgl_kvevict.sglang_adapter.introspection import cache_state
+from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 TURN = [*DOCUMENT, *(i * 5 % 11 for i in range(40))]
@@ -51,7 +51,7 @@ def test_a_segment_comes_back_into_another_pool(splittable):
     assert adoption(harness).adopt(record, None, None)
     harness.check()
     assert spans(harness) == [(0, 56)]
-    assert cache_state(harness.tree)["compressed_slots"] == 17 and harness.tree.protected_size() == 0
+    assert cache_state(harness.tree)["span_slots"] == 17 and harness.tree.protected_size() == 0
     assert_found(harness, [*DOCUMENT[:56], 10, 10, 10], 56)
     again = exported(harness)[0]
     assert torch.equal(again.k, record.k) and torch.equal(again.positions, record.positions)

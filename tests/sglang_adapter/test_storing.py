@@ -14,9 +14,10 @@ from sgl_kvevict.config import EventsConfig, KVEvictConfig
 from sgl_kvevict.errors import StoreError
 from sgl_kvevict.events.types import Loaded, LoadFailed, Stored
 from sgl_kvevict.lifecycle.loading import READ_AHEAD
-from sgl_kvevict.sglang_adapter.introspection import cache_state
-from sgl_kvevict.sglang_adapter.observers import CountingObserver, PublishingObserver
-from sgl_kvevict.sglang_adapter.storing import (
+from sgl_kvevict.sglang_adapter.monitoring.event_stream import EventStreamListener
+from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
+from sgl_kvevict.sglang_adapter.monitoring.totals import TotalsListener
+from sgl_kvevict.sglang_adapter.scheduler_store import (
     after_queueing,
     after_shutdown,
     around_admission,
@@ -246,16 +247,16 @@ def test_a_server_that_stops_writes_what_waits(tmp_path, monkeypatch):
 
 def test_what_is_told_is_counted_and_published(tmp_path):
     """Counters of /metrics, and events, from the same calls."""
-    events, counting = [], CountingObserver(4)
+    events, counting = [], TotalsListener(4)
     service = SimpleNamespace(publish=events.append, config=EventsConfig())
-    publishing = PublishingObserver(service, "p", 4)
+    publishing = EventStreamListener(service, "p", 4)
     publishing.stored(Written("ab" * 32, 56, 900))
-    for observer in (counting, publishing):
-        observer.stored(Written("cd" * 32, 30, 0, "disk full"))
-        observer.stored(Written("ef" * 32, 30, 0))
-        observer.loaded("ab" * 32, 20, 56)
-        observer.load_failed("late", "")
-        observer.load_failed("error", "unreachable")
+    for listener in (counting, publishing):
+        listener.stored(Written("cd" * 32, 30, 0, "disk full"))
+        listener.stored(Written("ef" * 32, 30, 0))
+        listener.loaded("ab" * 32, 20, 56)
+        listener.load_failed("late", "")
+        listener.load_failed("error", "unreachable")
     counting.stored(Written("ab" * 32, 56, 900))
     totals = counting.totals
     assert (totals.stored_segments, totals.stored_bytes, totals.not_stored) == (1, 900, 1)

@@ -8,7 +8,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.sglang_adapter.introspection import cache_state
+from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 
@@ -26,7 +26,7 @@ def test_prompt_is_compressed_up_to_its_tail_and_takes_exactly_its_budget():
     harness = Harness()
     req = harness.run(DOCUMENT)
     assert spans(harness) == [(0, 56)]
-    assert cache_state(harness.tree)["compressed_slots"] == 17  # ceil(0.3 * 56)
+    assert cache_state(harness.tree)["span_slots"] == 17  # ceil(0.3 * 56)
     assert harness.tree.protected_size() == 6 + 4  # what it can be squeezed into, and the tail
     harness.decode(req)
     harness.finish(req)
@@ -36,11 +36,11 @@ def test_prompt_is_compressed_up_to_its_tail_and_takes_exactly_its_budget():
 def test_sharers_read_one_copy():
     harness = Harness()
     first = harness.run([*DOCUMENT, 1, 2, 3, 4])
-    slots = cache_state(harness.tree)["compressed_slots"]
+    slots = cache_state(harness.tree)["span_slots"]
     others = [harness.run([*DOCUMENT, 5, i, i, i]) for i in range(4)]
     for req in [first, *others]:
         harness.decode(req)
-    assert cache_state(harness.tree)["compressed_slots"] == slots
+    assert cache_state(harness.tree)["span_slots"] == slots
     harness.tree.read_paths([first, *others])
     assert cache_state(harness.tree)["max_sharers"] == 5
 
@@ -75,7 +75,7 @@ def test_dropping_the_lower_half_gives_its_slots_back():
     while released and len(harness.tree.spans) == 2:
         released = harness.evict(1)
     assert spans(harness) == [(0, 10)]
-    assert cache_state(harness.tree)["compressed_slots"] <= 10
+    assert cache_state(harness.tree)["span_slots"] <= 10
     assert harness.allocator.available_size() > before
     harness.decode(header)  # still reads the same contents after the repack
 
@@ -243,7 +243,7 @@ def test_policy_none_is_stock():
 def test_budget_one_keeps_everything():
     harness = Harness(config=KVEvictConfig(budget=1.0, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6))
     req = harness.run(DOCUMENT)
-    assert cache_state(harness.tree)["compressed_slots"] == 56
+    assert cache_state(harness.tree)["span_slots"] == 56
     (path,) = harness.tree.read_paths([req])
     assert path[0].lens.eq(56).all()
 

@@ -21,7 +21,7 @@ from helpers.naming_fitter import NamingFitter
 from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies import build_policy
-from sgl_kvevict.policies.observation import Readers, Signal
+from sgl_kvevict.policies.signals import Readers, Signal
 
 BASES = ([i * 7 % 11 for i in range(48)], [i * 5 % 7 for i in range(48)])
 
@@ -177,6 +177,18 @@ class PressureMachine(PassesMachine):
 
     num_slots = 160
     options: ClassVar[dict[str, Any]] = {"has_learned": True}
+
+
+class WindowsMachine(CacheMachine):
+    """A layer with a sliding window keeps the end of a range, which is found whole or not at all."""
+
+    options: ClassVar[dict[str, Any]] = {"windows": (5, 0)}
+
+
+class WindowsUnderPressureMachine(PressureMachine):
+    """They are squeezed, too."""
+
+    options: ClassVar[dict[str, Any]] = PressureMachine.options | {"windows": (0, 9)}
 
 
 class FitsMachine(PassesMachine):
@@ -354,6 +366,8 @@ MACHINES = (
     UnsplittableMachine,
     PassesMachine,
     PressureMachine,
+    WindowsMachine,
+    WindowsUnderPressureMachine,
     FitsMachine,
     FitsUnderPressureMachine,
     ColdMachine,

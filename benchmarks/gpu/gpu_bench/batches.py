@@ -7,10 +7,10 @@ from torch import Tensor
 
 from gpu_bench.setting import Setting
 from kvevict_kernels.alloc_head_slots import alloc_head_slots
+from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import AttentionBatch
-from sgl_kvevict.attention.triton_attention import TritonAttention
+from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.ragged import SpanRuns
 
 
 class Requests:
@@ -83,7 +83,6 @@ class Requests:
         """A decode step, lengths on the device as a server has them."""
         return AttentionBatch(
             paths=self.paths,
-            waterlines=[self.setting.prefix_tokens] * len(self.paths),
             seq_lens=self.seq_lens(grown),
             extend_lens=None if self.new_tokens is None else [self.new_tokens] * len(self.paths),
             req_pool_indices=torch.arange(len(self.paths), device=self.setting.device),

@@ -13,7 +13,7 @@ from kvevict_kernels.alloc_head_slots import alloc_head_slots, alloc_head_slots_
 from kvevict_kernels.compact_kv import compact_kv, compact_kv_reference
 from kvevict_kernels.radix_select import top_mask, top_mask_reference
 from kvevict_kernels.ragged_decode import (
-    list_tables,
+    list_addresses,
     plan_ragged_decode,
     ragged_attention_over_paths_reference,
     run_ragged_decode,
@@ -22,8 +22,8 @@ from kvevict_kernels.ragged_decode import (
 )
 from kvevict_kernels.ragged_decode.tables import LayerInputs
 from kvevict_kernels.ragged_extend import run_ragged_extend
+from kvevict_kernels.span_runs import SpanRuns
 from kvevict_kernels.window_scores import window_scores, window_scores_reference
-from sgl_kvevict.ragged import SpanRuns
 
 LIMITS = {"exact": 0.0, "float32": 2e-5, "bfloat16": 1.6e-2}
 """Largest error allowed, relative to the largest result: one unit in the last place of bfloat16 is 0.8 %."""
@@ -131,13 +131,13 @@ def _paths(setting: Setting, new_lens: list[int]) -> tuple[tuple[Tensor, Tensor]
     partials = tuple(
         torch.empty(shape, device=device) for shape in ((table.num_partials, setting.head_dim), (table.num_partials,))
     )
-    directory = list_tables(table, partials)
-    step = start_step(directory, req_to_token=req_to_token, pool_rows=rows, seq_lens=seq_lens)
+    addresses = list_addresses(table, partials)
+    step = start_step(addresses, req_to_token=req_to_token, pool_rows=rows, seq_lens=seq_lens)
     q = _normal(setting, sum(new_lens), heads * setting.group_size, setting.head_dim)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
     inputs = LayerInputs(1, q, k, v, setting.sm_scale)
-    run_ragged_decode(directory, step, inputs, out=out, lse=lse)
-    run_ragged_extend(directory, step, inputs, out=out, lse=lse)
+    run_ragged_decode(addresses, step, inputs, out=out, lse=lse)
+    run_ragged_extend(addresses, step, inputs, out=out, lse=lse)
     exact = LayerInputs(1, q.float(), k.float(), v.float(), setting.sm_scale)
     return (out, lse), ragged_attention_over_paths_reference(table, step, exact)
 

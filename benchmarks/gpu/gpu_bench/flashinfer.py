@@ -8,7 +8,7 @@ from typing import Any
 from gpu_bench.batches import Requests
 from gpu_bench.clock import device_seconds
 from gpu_bench.setting import Setting
-from sgl_kvevict.attention.flashinfer_attention import FlashInferAttention
+from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
 
 
 def side_by_side(setting: Setting) -> list[dict[str, Any]]:

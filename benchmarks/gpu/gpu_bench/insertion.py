@@ -11,9 +11,10 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from gpu_bench.clock import copy_bandwidth, device_seconds, wall_seconds
 from gpu_bench.setting import Setting, syncs_raise
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies.observation import LayerObservation, QueryWindow
+from sgl_kvevict.policies.by_name import build_policy
+from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.registry import build_policy
+from sgl_kvevict.policies.signals import QueryWindow, Signal
 from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.ragged import Selection
 
@@ -39,11 +40,11 @@ class Prefix:
         self.queries = torch.empty(queries, dtype=torch.bfloat16, device=setting.device).normal_()
         self.lse = torch.full(queries[:2], 12.0, device=setting.device)
         self.reader_attention = torch.rand(heads, tokens, device=setting.device)
-        self.num_kept = setting.kept_tokens * self.geometry.heads_per_token
+        self.num_kept = setting.kept_tokens * self.geometry.num_runs
 
     def selection(self) -> Selection:
         """A random one whose runs are uneven."""
-        runs, tokens = self.geometry.heads_per_token, self.setting.prefix_tokens
+        runs, tokens = self.geometry.num_runs, self.setting.prefix_tokens
         score = torch.rand(runs, tokens, device=self.setting.device)
         score *= torch.rand(runs, 1, device=self.setting.device) + 0.5
         kept = torch.zeros(runs * tokens, dtype=torch.bool, device=self.setting.device)
@@ -52,22 +53,24 @@ class Prefix:
         lens = kept.sum(1).int().view(self.geometry.num_layers, self.geometry.num_kv_heads)
         return Selection(lens, kept.nonzero()[:, 1].int(), self.num_kept)
 
-    def observe(self, layer: int) -> LayerObservation:
+    def show(self, layer: int) -> LayerView:
         """What a policy is shown of a layer."""
-        return LayerObservation(
+        return LayerView(
             layer=layer,
             start=0,
             k_buffer=self.store.k_arena[layer],
             v_buffer=self.store.v_arena[layer],
             token_slots=self.token_slots,
             sm_scale=self.setting.sm_scale,
-            window=QueryWindow(self.queries, self.lse, self.setting.prefix_tokens),
-            reader_attention=self.reader_attention,
+            signals={
+                Signal.WINDOW_QUERIES: QueryWindow(self.queries, self.lse, self.setting.prefix_tokens),
+                Signal.READER_ATTENTION: self.reader_attention,
+            },
         )
 
     def compress(self, policy: Policy) -> None:
         """Scores, selection and packing, as the server does them."""
-        decision = policy.select(self.observe, self.geometry, self.num_kept, 0)
+        decision = policy.select(self.show, self.geometry, self.num_kept, 0)
         self.store.pack(self.token_slots, 0, decision.selection)
 
 

@@ -18,9 +18,9 @@ from gpu_bench.batches import Requests
 from gpu_bench.clock import synchronize
 from gpu_bench.setting import Setting
 from kvevict_kernels.compact_kv import compact_kv
+from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import AttentionBatch
-from sgl_kvevict.attention.triton_attention import TritonAttention
-from sgl_kvevict.ragged import SpanRuns
+from sgl_kvevict.attention.triton.attention import TritonAttention
 
 ROUNDS = 20
 

@@ -22,9 +22,7 @@ def extend(setting: Setting) -> list[dict[str, Any]]:
     for prefix in prefixes:
         for new in new_tokens:
             sizes = replace(setting, prefix_tokens=prefix, repeats=min(setting.repeats, QUICK_REPEATS))
-            requests = Requests(
-                sizes, 1, is_shared=False, is_scattered=True, suffix_tokens=new, new_tokens=new
-            )
+            requests = Requests(sizes, 1, is_shared=False, is_scattered=True, suffix_tokens=new, new_tokens=new)
             requests.attention.plan(requests.batch())
             seconds = device_seconds(sizes, requests.run)
             row: dict[str, Any] = {"prefix tokens": prefix, "new tokens": new, "us per layer": seconds * 1e6}
@@ -47,9 +45,7 @@ def shapes(setting: Setting) -> list[dict[str, Any]]:
         for heads in (1, 2, 8) if is_full else (1, 2):
             for count in setting.batches[:2]:
                 sizes = replace(setting, head_dim=head_dim, num_kv_heads=heads)
-                requests = Requests(
-                    sizes, count, is_shared=False, is_scattered=True, suffix_tokens=sizes.suffix_tokens
-                )
+                requests = Requests(sizes, count, is_shared=False, is_scattered=True, suffix_tokens=sizes.suffix_tokens)
                 requests.attention.plan(requests.batch())
                 seconds = device_seconds(sizes, requests.run)
                 share = requests.bytes_per_layer() / seconds / copied

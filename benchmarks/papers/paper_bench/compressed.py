@@ -13,9 +13,9 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sgl_kvevict.compression import PromptObservation
-from sgl_kvevict.compression.observation import ObservationSpec
+from sgl_kvevict.compression.prompt_observation import ObservationSpec
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.policies import Decision, LayerObservation, configured_policy
+from sgl_kvevict.policies import Decision, LayerView, configured_policy
 
 ATTENTION = "kvevict_compressed"
 
@@ -57,12 +57,12 @@ class Compressible:
             spec = ObservationSpec(prompt.geometry, *key, prompt.rotary, prompt.output_grams)
             self._observations[key] = prompt.observe(spec)
 
-        def show(layer: int) -> LayerObservation:
+        def show(layer: int) -> LayerView:
             seen = self._observations[key]
             return seen.show(layer, 0, prompt.k_arena[layer], prompt.v_arena[layer], slots)
 
         num_slots = config.num_slots(num_range)
-        total = num_slots * prompt.geometry.heads_per_token
+        total = num_slots * prompt.geometry.num_runs
         decision = built.select(show, prompt.geometry, total, min(config.sink_tokens, num_slots))
         return Kept(decision, num_range, mask_of(decision, num_range))
 

@@ -12,10 +12,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from policy_bench.prompt import CLOCK, PrefilledPrompt
 from sgl_kvevict.compression import PromptObservation
-from sgl_kvevict.compression.learned import Show, with_learned_scores
-from sgl_kvevict.compression.observation import ObservationSpec
+from sgl_kvevict.compression.learned import with_learned_scores
+from sgl_kvevict.compression.prompt_observation import ObservationSpec
 from sgl_kvevict.distill import CachedRange
-from sgl_kvevict.policies import Decision, LayerObservation, Signal, build_policy
+from sgl_kvevict.policies import Decision, LayerView, Signal, build_policy
+from sgl_kvevict.policies.layer_view import Show
 from sgl_kvevict.prefix import SpanStore
 
 TAIL_TOKENS = 32
@@ -93,17 +94,17 @@ class PolicyRun:
         """Scores, budgets, selection, merge plan."""
         prompt = self.prompt
 
-        def show(layer: int) -> LayerObservation:
+        def show_left(layer: int) -> LayerView:
             return observation.show(layer, 0, prompt.k_arena[layer], prompt.v_arena[layer], self.token_slots)
 
-        observe: Show = show
+        show: Show = show_left
         if Signal.LEARNED_SCORES in self.policy.needs:
             if prompt.score_weights is None:
                 raise FileNotFoundError("no learned scores of this model: make them with 'sgl-kvevict learn'")
             tokens = CachedRange(prompt.k_arena, prompt.v_arena, self.token_slots, 0, self.token_slots.numel())
-            observe = with_learned_scores(show, prompt.score_weights, tokens, prompt.rotary)
-        total = self.num_slots * prompt.geometry.heads_per_token
-        return self.policy.select(observe, prompt.geometry, total, SINK_TOKENS)
+            show = with_learned_scores(show_left, prompt.score_weights, tokens, prompt.rotary)
+        total = self.num_slots * prompt.geometry.num_runs
+        return self.policy.select(show, prompt.geometry, total, SINK_TOKENS)
 
     def compact(self, decision: Decision, store: SpanStore) -> None:
         """Move rows."""

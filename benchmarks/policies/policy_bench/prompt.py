@@ -12,13 +12,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from sgl_kvevict.attention.extend import ExtendAttention, ExtendRequest, RunBounds
-from sgl_kvevict.compression.observation import ObservationSpec, PromptObservation
+from kvevict_kernels.rotary import Rotary
+from sgl_kvevict.attention.cpu.torch_extend import ExtendAttention, ExtendRequest, RunBounds
+from sgl_kvevict.compression.prompt_observation import ObservationSpec, PromptObservation
 from sgl_kvevict.distill import ModelIdentity, ScoreWeights, find_weights, load_weights, weights_folders
 from sgl_kvevict.distill.fingerprint import fingerprint_of
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies.rotary import Rotary
-from sgl_kvevict.policies.scorers.robust_attention import output_gram
+from sgl_kvevict.policies.output_gram import output_gram
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "examples" / "data" / "station_handbook.txt"
 CHUNK_TOKENS = 4096

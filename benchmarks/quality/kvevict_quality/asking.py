@@ -108,9 +108,9 @@ def ask_aware(
     state = plugin_state(server)
     tokens = sum(map(len, asked))
     expected = tokens - tail_tokens * len(asked)
-    if state is None or state["compressed_tokens"] != expected:
+    if state is None or state["span_tokens"] != expected:
         raise RuntimeError(f"{len(asked)} prompts of {tokens} tokens: {expected} were to be compressed, got {state}")
-    slots = int(state["compressed_slots"]) + tail_tokens * len(asked)
+    slots = int(state["span_slots"]) + tail_tokens * len(asked)
     return answers, Prepared(tokens // len(asked), slots // len(asked), seconds)
 
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvevict_kernels.accumulated_attention import accumulated_attention
-from sgl_kvevict.attention.extend import ExtendAttention, ExtendRequest, RunBounds
+from kvevict_kernels.rotary import Rotary
+from sgl_kvevict.attention.cpu.torch_extend import ExtendAttention, ExtendRequest, RunBounds
 from sgl_kvevict.lifecycle.probes import repetition_probes
-from sgl_kvevict.policies.rotary import Rotary
 
 ATTENTION = "kvevict_passes"
 CHUNK_TOKENS = 2048

@@ -24,7 +24,7 @@ def alloc_head_slots(
     runs takes index ``e`` of it, so any lane may hold any (layer, head)'s entry and nothing is padded::
 
         layer, rest = divmod(e, S * num_kv_heads);  i, lane = divmod(rest, num_kv_heads)
-        head_slot = (layer * num_token_slots + token_slots[i]) * num_kv_heads + lane
+        head_slot = head_slot_of(layer, token_slots[i], lane, num_token_slots, num_kv_heads)
 
     Args:
         keep_lens: [num_layers, num_kv_heads], int32, entries per run; may be 0.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvevict_kernels.head_slots import head_slot_of
+
 
 def alloc_head_slots_cpu(
     keep_lens: Tensor, token_slots: Tensor, num_token_slots: int, num_entries: int
@@ -25,5 +27,5 @@ def alloc_head_slots_cpu(
     torch.cumsum(lens, 0, dtype=torch.int32, out=indptr[1:])
     layers = torch.arange(num_layers)[:, None, None]
     lanes = torch.arange(num_kv_heads)
-    segment = (layers * num_token_slots + token_slots[:, None]) * num_kv_heads + lanes
+    segment: Tensor = head_slot_of(layers, token_slots[:, None], lanes, num_token_slots, num_kv_heads)
     return indptr, segment.to(torch.int32).view(-1)[:num_entries]

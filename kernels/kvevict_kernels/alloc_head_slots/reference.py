@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvevict_kernels.head_slots import head_slot_of
+
 
 def alloc_head_slots_reference(
     keep_lens: Tensor, token_slots: Tensor, num_token_slots: int, num_entries: int
@@ -19,7 +21,7 @@ def alloc_head_slots_reference(
     for entry in range(num_entries):
         layer, rest = divmod(entry, len(slots) * num_kv_heads)
         i, lane = divmod(rest, num_kv_heads)
-        head_slots.append((layer * num_token_slots + slots[i]) * num_kv_heads + lane)
+        head_slots.append(head_slot_of(layer, slots[i], lane, num_token_slots, num_kv_heads))
     device = keep_lens.device
     return (
         torch.tensor(starts, dtype=torch.int32, device=device),

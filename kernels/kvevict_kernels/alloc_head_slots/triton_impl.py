@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvevict_kernels.triton_head_slots import head_slot_of
+
 SCAN_BLOCK = 1024
 ENTRY_BLOCK = 1024
 
@@ -48,7 +50,7 @@ def _head_slots_kernel(
     layer = entry // entries_per_layer
     rest = entry % entries_per_layer
     slot = tl.load(token_slots_ptr + rest // num_kv_heads, mask=mask, other=0)
-    head_slot = (layer.to(tl.int64) * num_token_slots + slot) * num_kv_heads + rest % num_kv_heads
+    head_slot = head_slot_of(layer.to(tl.int64), slot, rest % num_kv_heads, num_token_slots, num_kv_heads)
     tl.store(head_slots_ptr + entry, head_slot.to(tl.int32), mask=mask)
 
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvevict_kernels.head_slots import token_slot_of
 from kvevict_kernels.stored_rows import as_moved
 
 STAGING_BYTES = 256 * 2**20
@@ -148,11 +149,11 @@ def rows_to_stage(src: Tensor, dst: Tensor, num_token_slots: int, num_kv_heads: 
     Returns:
         [C], int8: 1 where the row has to go through the temporary, else 0.
 
-    Cost: a few passes over C indices and one over the token slots; no host sync.
+    Cost: reads C indices a few times and the token slots once; no host sync.
     """
     written = torch.zeros(num_token_slots, dtype=torch.int8, device=dst.device)
-    written.index_fill_(0, (dst // num_kv_heads % num_token_slots).long(), 1)
-    return written.index_select(0, src // num_kv_heads % num_token_slots)
+    written.index_fill_(0, token_slot_of(dst, num_token_slots, num_kv_heads).long(), 1)
+    return written.index_select(0, token_slot_of(src, num_token_slots, num_kv_heads))
 
 
 def compact_kv_triton(

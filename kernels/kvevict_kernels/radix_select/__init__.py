@@ -32,7 +32,7 @@ def top_mask(keys: Tensor, counts: int | Tensor) -> Tensor:
 
     Source: radix select (Alabi et al., ACM JEA 2012, "Fast k-selection algorithms for graphics processing units").
     Differs: counts per row that the host does not know, and a tie rule.
-    Cost: on a device one pass over the keys for each of their bytes, and one for the mask; at most 64 MiB of scratch,
+    Cost: on a device the keys are read once for each of their bytes, and once for the mask; at most 64 MiB of scratch,
         whatever the shape; no host sync; deterministic, no atomics but a program's own while it counts its keys. On
         the CPU a selection in each row for a number, a sort of each row for a tensor.
     """
@@ -59,7 +59,7 @@ def kth_largest(keys: Tensor, counts: int | Tensor) -> Tensor:
     Raises:
         ValueError: as for :func:`top_mask`; n == 0.
 
-    Source, cost: as :func:`top_mask`, without the last pass.
+    Source, cost: as :func:`top_mask`, without the mask.
     """
     _check(keys, counts)
     if keys.shape[1] == 0:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvevict_kernels.ragged_attention.tiles import Tiles
 
-PASS_BYTES = 4 * 2**20
+CALL_BYTES = 4 * 2**20
 """Gathered K and V rows of one call stay below this, in float32: they are read again out of the caches."""
 
 fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -68,10 +68,10 @@ class Scratch:
 def attend_tiles(
     tiles: Tiles, q: Tensor, k_rows: Tensor, v_rows: Tensor, sm_scale: float, scratch: Scratch
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Partial results of tiles, in passes of bounded memory; see :func:`attend_blocks` for what is returned."""
+    """Partial results of tiles, in calls of bounded memory; see :func:`attend_blocks` for what is returned."""
     head_dim = q.shape[1]
     _, block, lanes = tiles.kv_rows.shape
-    for chosen in tile_passes(tiles.num_tiles, block * lanes * head_dim):
+    for chosen in tile_calls(tiles.num_tiles, block * lanes * head_dim):
         part = tiles[chosen]
         kv_indices = part.kv_rows.view(-1)
         shape = (part.num_tiles, block, lanes, head_dim)
@@ -132,7 +132,7 @@ def merge_partials(partials: list[tuple[Tensor, Tensor]], table: Tensor, bias: T
     return merged.reshape(num_rows, head_dim), total.reshape(num_rows)
 
 
-def tile_passes(num_tiles: int, tile_elements: int) -> list[slice]:
-    """Ranges of tiles whose gathered rows, with ``tile_elements`` each of K and V, stay below ``PASS_BYTES``."""
-    step = max(1, PASS_BYTES // (8 * tile_elements))
+def tile_calls(num_tiles: int, tile_elements: int) -> list[slice]:
+    """Ranges of tiles whose gathered rows, with ``tile_elements`` each of K and V, stay below ``CALL_BYTES``."""
+    step = max(1, CALL_BYTES // (8 * tile_elements))
     return [slice(start, min(start + step, num_tiles)) for start in range(0, num_tiles, step)]

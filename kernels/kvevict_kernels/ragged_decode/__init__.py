@@ -7,18 +7,19 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from kvevict_kernels.checks import check_int, check_tensor
+from kvevict_kernels.checks import check_int, check_positions, check_tensor
 from kvevict_kernels.device_limits import limits_of
 from kvevict_kernels.dispatch import backend_for
+from kvevict_kernels.ragged_decode.addresses import TableAddresses
 from kvevict_kernels.ragged_decode.checks import check_run
-from kvevict_kernels.ragged_decode.directory import Directory, build_directory
-from kvevict_kernels.ragged_decode.host_lists import RunLists, Sizes
+from kvevict_kernels.ragged_decode.host_lists import Sizes
 from kvevict_kernels.ragged_decode.reference import ragged_attention_over_paths_reference
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step, Tables, build_step, build_tables
 from kvevict_kernels.ragged_decode.tile_table import EXTEND, tiles_for
+from kvevict_kernels.span_runs import SpanRuns
 
 __all__ = [
-    "list_tables",
+    "list_addresses",
     "plan_ragged_decode",
     "ragged_attention_over_paths_reference",
     "run_ragged_decode",
@@ -28,7 +29,7 @@ __all__ = [
 
 
 def plan_ragged_decode(
-    paths: Sequence[Sequence[RunLists]],
+    paths: Sequence[Sequence[SpanRuns]],
     new_lens: Sequence[int],
     suffix_bounds: Sequence[int],
     *,
@@ -65,15 +66,25 @@ def plan_ragged_decode(
         check_tensor("head_slots", span.head_slots, (None,), torch.int32, device)
         check_tensor("starts", span.starts, shape, torch.int32, device)
         check_tensor("lens", span.lens, shape, torch.int32, device)
+        if sizes.has_windows:
+            check_positions(span.positions, span.head_slots)
     tables = build_tables(paths, new_lens, suffix_bounds, sizes=sizes, device=device, elsewhere=elsewhere)
     if backend_for(device) == "triton":
-        from kvevict_kernels.ragged_decode.layout.triton_impl import lay_out
+        from kvevict_kernels.ragged_decode.triton_layout import lay_out
 
         lay_out(tables)
     return tables
 
 
-def sizes_on(device: torch.device, *, num_layers: int, num_kv_heads: int, group_size: int, head_dim: int) -> Sizes:
+def sizes_on(
+    device: torch.device,
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    group_size: int,
+    head_dim: int,
+    has_windows: bool = False,
+) -> Sizes:
     """Put together what stays the same for all batches of a server.
 
     Args:
@@ -82,6 +93,7 @@ def sizes_on(device: torch.device, *, num_layers: int, num_kv_heads: int, group_
         num_kv_heads: KV heads.
         group_size: q heads per KV head.
         head_dim: width of a row.
+        has_windows: queries of some layers see their last tokens only.
 
     Raises:
         ValueError: a size below 1, or a head_dim that no kernel is compiled for.
@@ -91,11 +103,11 @@ def sizes_on(device: torch.device, *, num_layers: int, num_kv_heads: int, group_
         check_int(name, value, 1)
     limits = limits_of(device)
     tiles = tiles_for(limits, head_dim)
-    return Sizes(num_layers, num_kv_heads, group_size, limits.num_sms, tiles[EXTEND].rows)
+    return Sizes(num_layers, num_kv_heads, group_size, limits.num_sms, tiles[EXTEND].rows, has_windows)
 
 
-def list_tables(tables: Tables, partials: tuple[Tensor, Tensor]) -> Directory:
-    """List where the tables and the scratch of a batch are; see :class:`Directory` for what a captured step needs.
+def list_addresses(tables: Tables, partials: tuple[Tensor, Tensor]) -> TableAddresses:
+    """List where the tables and the scratch of a batch are; see :class:`TableAddresses` for what a captured step needs.
 
     Args:
         tables: from :func:`plan_ragged_decode`.
@@ -110,16 +122,21 @@ def list_tables(tables: Tables, partials: tuple[Tensor, Tensor]) -> Directory:
     check_tensor("partials", partials[1], (partials[0].shape[0],), torch.float32, device)
     if partials[0].shape[0] < tables.num_partials:
         raise ValueError(f"partials: expected at least {tables.num_partials} rows, got {partials[0].shape[0]}")
-    return build_directory(tables, partials)
+    return TableAddresses.of(tables, partials)
 
 
 def start_step(
-    directory: Directory, *, req_to_token: Tensor, pool_rows: Tensor, seq_lens: Tensor, previous: Step | None = None
+    addresses: TableAddresses,
+    *,
+    req_to_token: Tensor,
+    pool_rows: Tensor,
+    seq_lens: Tensor,
+    previous: Step | None = None,
 ) -> Step:
     """Take the lengths of one forward; every layer of it uses the result.
 
     Args:
-        directory: from :func:`list_tables`.
+        addresses: from :func:`list_addresses`.
         req_to_token: [num_rows, max_context_len], int32, token slots.
         pool_rows: [num_requests], int64, each request's row of it.
         seq_lens: [num_requests], int32, logical tokens with the new ones: at least waterline + new tokens.
@@ -128,7 +145,7 @@ def start_step(
     Raises:
         ValueError: wrong shape, dtype or device.
     """
-    tables = directory.tables
+    tables = addresses.tables
     num_requests = len(tables.new_lens)
     device = tables.waterlines.device
     check_tensor("req_to_token", req_to_token, (None, None), torch.int32, device)
@@ -138,46 +155,47 @@ def start_step(
     if backend_for(device) == "triton":
         from kvevict_kernels.ragged_decode.triton_impl import advance
 
-        advance(directory, step)
+        advance(addresses, step)
     return step
 
 
-def run_ragged_decode(directory: Directory, step: Step, inputs: LayerInputs, *, out: Tensor, lse: Tensor) -> None:
+def run_ragged_decode(addresses: TableAddresses, step: Step, inputs: LayerInputs, *, out: Tensor, lse: Tensor) -> None:
     """Attend with the new tokens of all requests but those that ``ragged_extend`` takes (more than 128 q rows a head).
 
     A new token sees the spans of its request's path, all of them, and the request's own tokens up to itself, in
-    one softmax. A span that several requests read is read once for all of them.
+    one softmax; in a layer with a window only what is less than ``inputs.window`` positions before it. A span that
+    several requests read is read once for all of them.
 
     Args:
-        directory: from :func:`list_tables`.
+        addresses: from :func:`list_addresses`.
         step: from :func:`start_step`.
         inputs: the layer's queries, and where K and V are.
         out: like ``inputs.q``; rows of the requests that it attends for are written.
         lse: [num_new_tokens, num_qo_heads], float32, natural log-sum-exp of the scaled scores; likewise.
 
     Raises:
-        ValueError: wrong shape, dtype or device.
+        ValueError: wrong shape, dtype or device of ``q``, ``out`` or ``lse``.
 
     Source: split-KV decoding (Flash-Decoding) over runs per head, as FlashInfer's variable block sparse attention.
     Cost: every KV row is read once per 64 q rows of its unit; float32 sums; one launch per class and a merge; no host
         sync, no atomics.
     """
-    tables = directory.tables
-    check_run(tables, inputs, out, lse)
-    if directory.partials[0].shape[1] != inputs.q.shape[2]:
-        raise ValueError(f"partials: expected {inputs.q.shape[2]} columns, got {directory.partials[0].shape[1]}")
+    tables = addresses.tables
     if not tables.merge_request.numel():
         return
+    check_run(tables, inputs, out, lse)
+    if addresses.partials[0].shape[1] != inputs.q.shape[2]:
+        raise ValueError(f"partials: expected {inputs.q.shape[2]} columns, got {addresses.partials[0].shape[1]}")
     if backend_for(inputs.q.device) == "cpu":
         _run_reference(tables, step, inputs, out, lse)
         return
     from kvevict_kernels.ragged_decode.triton_impl import run_split
 
-    run_split(directory, step, inputs, out, lse)
+    run_split(addresses, step, inputs, out, lse)
 
 
 def _run_reference(tables: Tables, step: Step, inputs: LayerInputs, out: Tensor, lse: Tensor) -> None:
-    """What CPU tensors get: nobody serves with this, CpuAttention is for that."""
+    """What CPU tensors get: nobody serves with this, TorchAttention is for that."""
     want_out, want_lse = ragged_attention_over_paths_reference(tables, step, inputs)
     first = tables.request_members[tables.merge_request.long()] + tables.merge_token
     rows = tables.members[first.long()].long()

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
-
-from torch import Tensor
 
 from kvevict_kernels.ragged_decode.chunks import (
     ITEMS_PER_SM,
@@ -19,30 +16,11 @@ from kvevict_kernels.ragged_decode.chunks import (
     suffix_splits,
 )
 from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS
+from kvevict_kernels.span_runs import SpanRuns, waterline_of
 
 SPLIT_ROWS = 128
 """A request with more q rows per KV head than this is left to ``ragged_extend``."""
 NUM_CLASSES = len(DECODE_ROWS)
-
-
-class RunLists(Protocol):
-    """One compressed span: run ``(l, h)`` is ``head_slots[starts[l, h] : starts[l, h] + lens[l, h]]``."""
-
-    @property
-    def head_slots(self) -> Tensor:
-        """[num_entries], int32."""
-
-    @property
-    def starts(self) -> Tensor:
-        """[num_layers, num_kv_heads], int32."""
-
-    @property
-    def lens(self) -> Tensor:
-        """[num_layers, num_kv_heads], int32, at most ``num_tokens`` each."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the span stands for."""
 
 
 def uses_split(new_len: int, group_size: int) -> bool:
@@ -65,6 +43,7 @@ class Sizes:
         group_size: q heads per KV head.
         num_sms: multiprocessors of the device.
         extend_rows: q rows per tile of ``ragged_extend``.
+        has_windows: queries of some layers see their last tokens only.
     """
 
     num_layers: int
@@ -72,6 +51,7 @@ class Sizes:
     group_size: int
     num_sms: int
     extend_rows: int
+    has_windows: bool = False
 
     @property
     def num_items(self) -> int:
@@ -84,7 +64,7 @@ class HostLists:
 
     def __init__(
         self,
-        paths: Sequence[Sequence[RunLists]],
+        paths: Sequence[Sequence[SpanRuns]],
         new_lens: Sequence[int],
         suffix_bounds: Sequence[int],
         sizes: Sizes,
@@ -97,7 +77,7 @@ class HostLists:
         self.elsewhere = set(elsewhere)
         self.group_size = sizes.group_size
         self.is_split = [uses_split(new, self.group_size) for new in new_lens]
-        self.spans: list[RunLists] = list({id(span): span for path in paths for span in path}.values())
+        self.spans: list[SpanRuns] = list({id(span): span for path in paths for span in path}.values())
         self.span_rows = self._readers()
         self.span_class = [row_class(len(rows) * self.group_size) for rows in self.span_rows]
         self.request_class = [row_class(new * self.group_size) for new in new_lens]
@@ -110,7 +90,7 @@ class HostLists:
         self.num_splits = [self._num_splits(i) for i in range(len(new_lens))]
         self.num_partials = max(self._place_partials(), self._place_extend_partials())
 
-    def _average(self, span: RunLists) -> int:
+    def _average(self, span: SpanRuns) -> int:
         """Entries of a run, on average over the segment that the span was cut from."""
         runs = self.sizes.num_layers * self.sizes.num_kv_heads
         return min(-(-span.head_slots.numel() // runs), span.num_tokens)
@@ -202,6 +182,7 @@ class HostLists:
             "span_address": [span.head_slots.data_ptr() for span in self.spans],
             "span_starts": [span.starts.data_ptr() for span in self.spans],
             "span_lens": [span.lens.data_ptr() for span in self.spans],
+            "span_positions": [_to_positions(span) for span in self.spans],
             "suffix_partial": self.suffix_partial,
             "extend_partial": self.extend_partial,
         }
@@ -217,6 +198,8 @@ class HostLists:
             for token in range(new)
         ]
         tiles = self._extend_tiles()
+        request_of = [i for i, new in enumerate(self.new_lens) for _ in range(new)] if self.sizes.has_windows else []
+        row_ends = list(accumulate(self.new_lens))
         return {
             "span_members": num_rows,
             "span_member_start": list(accumulate(num_rows, initial=0))[:-1],
@@ -224,9 +207,11 @@ class HostLists:
             "span_chunk": self.span_chunk,
             "span_cap": self.span_cap,
             "members": members + list(range(sum(self.new_lens))),
+            "member_request": [request_of[row] for row in members] if self.sizes.has_windows else [],
+            "row_ends": row_ends if self.sizes.has_windows else [],
             "request_members": [len(members) + row for row in self.first_rows],
             "new_lens_device": list(self.new_lens),
-            "waterlines": [sum(span.num_tokens for span in path) for path in self.paths],
+            "waterlines": [waterline_of(path) for path in self.paths],
             "request_chunk": [MIN_CHUNKS[which] for which in self.request_class],
             "num_splits": self.num_splits,
             "path_start": self.path_start,
@@ -249,3 +234,8 @@ class HostLists:
             for tile in reversed(range(self._num_tiles(request)))
             for split in range(self.num_splits[request])  # none if it is attended for elsewhere
         ]
+
+
+def _to_positions(span: SpanRuns) -> int:
+    """Bytes from an entry's head slot to its position; 0: its position is not known."""
+    return 0 if span.positions is None else span.positions.data_ptr() - span.head_slots.data_ptr()

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvevict_kernels.ragged_decode.host_lists import NUM_CLASSES, HostLists, RunLists, Sizes
+from kvevict_kernels.ragged_decode.host_lists import NUM_CLASSES, HostLists, Sizes
+from kvevict_kernels.span_runs import SpanRuns
 from kvevict_kernels.transfer import to_device
 
 
@@ -53,6 +54,7 @@ class Tables:
         span_address: [num_spans], int64, addresses of each span's head slots, and likewise:
         span_starts: of its starts.
         span_lens: of its lengths.
+        span_positions: [num_spans], int64, bytes from an entry's head slot to its position, where layers have windows.
         run_address: [num_layers, num_spans, num_kv_heads], int64, address of each run's first head slot.
         run_lens: [num_layers, num_spans, num_kv_heads], int32.
         partial_start: [num_layers, num_spans, num_kv_heads], int64, first partial row of each unit in its layer.
@@ -62,6 +64,8 @@ class Tables:
         span_chunk: [num_spans], int32, entries per work item.
         span_cap: [num_spans], int32, chunks per run, at most: a longer run has longer chunks.
         members: rows of new tokens: of every span's readers, then of every request.
+        member_request: [of the first part of ``members``], int32, request of each; empty if no layer has a window.
+        row_ends: [num_requests], int32, row behind each request's last new token; likewise.
         request_members: [num_requests], int32, where each request's rows start in ``members``.
         new_lens_device: [num_requests], int32.
         waterlines: [num_requests], int32, tokens that the request's path stands for.
@@ -82,12 +86,13 @@ class Tables:
         num_partials: partial rows that one layer needs, at most.
     """
 
-    paths: tuple[tuple[RunLists, ...], ...]
+    paths: tuple[tuple[SpanRuns, ...], ...]
     new_lens: tuple[int, ...]
     sizes: Sizes
     span_address: Tensor
     span_starts: Tensor
     span_lens: Tensor
+    span_positions: Tensor
     run_address: Tensor
     run_lens: Tensor
     partial_start: Tensor
@@ -97,6 +102,8 @@ class Tables:
     span_chunk: Tensor
     span_cap: Tensor
     members: Tensor
+    member_request: Tensor
+    row_ends: Tensor
     request_members: Tensor
     new_lens_device: Tensor
     waterlines: Tensor
@@ -154,12 +161,16 @@ class LayerInputs:
         layer: layer index.
         q: [num_new_tokens, num_qo_heads, head_dim], bfloat16, float16 or float32, request after request; tokens may
             lie apart (a slice of a fused projection), heads of one token lie together.
-        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], dtype of ``q`` or float8_e4m3fn.
+        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], dtype of ``q`` or float8_e4m3fn; the caller has
+            checked all three with :func:`kvevict_kernels.checks.check_arenas`, once.
         v_arena: like ``k_arena``.
         sm_scale: factor of the products of queries and stored keys: softmax scale, times the layer's scale of keys.
         v_scale: what a stored 1 of a value is worth in this layer.
         biases: [num_layers, num_token_slots, num_kv_heads], float32, added to the scores of entries of spans; None:
             nothing is.
+        window: tokens that a query of the layer sees at most, itself included; 0: all.
+        sink_logits: [num_qo_heads], of any floating dtype, what every row's softmax counts once, without a value;
+            None: there are none.
     """
 
     layer: int
@@ -169,10 +180,12 @@ class LayerInputs:
     sm_scale: float
     v_scale: float = 1.0
     biases: Tensor | None = None
+    window: int = 0
+    sink_logits: Tensor | None = None
 
 
 def build_tables(
-    paths: Sequence[Sequence[RunLists]],
+    paths: Sequence[Sequence[SpanRuns]],
     new_lens: Sequence[int],
     suffix_bounds: Sequence[int],
     *,

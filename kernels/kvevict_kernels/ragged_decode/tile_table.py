@@ -53,6 +53,14 @@ TILES: dict[tuple[int, int], tuple[Tile, Tile, Tile]] = {
     (100, 256): (Tile(16, 32, 5, 4), Tile(64, 16, 5, 8), Tile(64, 16, 5, 8)),
 }
 
+BIASED: dict[tuple[int, int, int], Tile] = {
+    # (family, head_dim, place in the row above)
+    (89, 256, 0): Tile(16, 16, 5, 4),
+    (100, 64, 1): Tile(64, 32, 5, 4),
+    (100, 128, 1): Tile(64, 32, 5, 8),
+}
+"""Tiles of kernels that add biases, where those above would keep something on the stack; their rows are the same."""
+
 
 def family_of(limits: DeviceLimits) -> int:
     """Row of the table for a device: the newest family that is not newer, among those with its shared memory."""
@@ -61,8 +69,13 @@ def family_of(limits: DeviceLimits) -> int:
     return max((family for family in FAMILIES if family != 89 and family <= limits.arch), default=80)
 
 
-def tiles_for(limits: DeviceLimits, head_dim: int) -> tuple[Tile, Tile, Tile]:
+def tiles_for(limits: DeviceLimits, head_dim: int, *, has_biases: bool = False) -> tuple[Tile, ...]:
     """Tiles of a device: split kernel with 16 rows, with 64 rows, ``ragged_extend``.
+
+    Args:
+        limits: of the device.
+        head_dim: width of a K row.
+        has_biases: whether the kernels add a bias per entry; this changes no tile's rows.
 
     Raises:
         ValueError: head_dim beyond the table.
@@ -70,4 +83,6 @@ def tiles_for(limits: DeviceLimits, head_dim: int) -> tuple[Tile, Tile, Tile]:
     width = next((width for width in HEAD_DIMS if head_dim <= width), None)
     if width is None:
         raise ValueError(f"head_dim: expected at most {HEAD_DIMS[-1]}, got {head_dim}")
-    return TILES[family_of(limits), width]
+    family = family_of(limits)
+    tiles = TILES[family, width]
+    return tuple(BIASED.get((family, width, i), tile) for i, tile in enumerate(tiles)) if has_biases else tiles

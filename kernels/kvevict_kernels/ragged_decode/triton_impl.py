@@ -14,10 +14,13 @@ from torch import Tensor
 
 from kvevict_kernels.device_limits import limits_of
 from kvevict_kernels.ragged_decode import chunks
-from kvevict_kernels.ragged_decode.directory import Directory
-from kvevict_kernels.ragged_decode.entries.triton_impl import (
+from kvevict_kernels.ragged_decode.addresses import TableAddresses
+from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
+from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS, Tile, tiles_for
+from kvevict_kernels.ragged_decode.triton_addresses import (
     ITEM_COUNT,
     ITEM_START,
+    MEMBER_REQUEST,
     MEMBERS,
     NEW_LENS,
     NUM_SPANS,
@@ -26,12 +29,14 @@ from kvevict_kernels.ragged_decode.entries.triton_impl import (
     PARTIAL_START,
     REQUEST_MEMBERS,
     REQUESTS,
+    ROW_ENDS,
     RUN_ADDRESS,
     RUN_LENS,
     SPAN_CAP,
     SPAN_CHUNK,
     SPAN_MEMBER_START,
     SPAN_MEMBERS,
+    SPAN_POSITIONS,
     SUFFIX_PARTIAL,
     WATERLINES,
     WORK_UNIT,
@@ -41,10 +46,9 @@ from kvevict_kernels.ragged_decode.entries.triton_impl import (
     int64s_at,
     max_items_of,
 )
-from kvevict_kernels.ragged_decode.layout.triton_impl import run_chunk
-from kvevict_kernels.ragged_decode.merge.triton_impl import run_merge, suffix_chunk
-from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
-from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS, Tile, tiles_for
+from kvevict_kernels.ragged_decode.triton_layout import run_chunk
+from kvevict_kernels.ragged_decode.triton_merge import run_merge, suffix_chunk
+from kvevict_kernels.triton_head_slots import head_slot_of
 
 INTERPRETER_PROGRAMS = 3
 REQUEST_BLOCK = 128
@@ -95,7 +99,7 @@ def attend_block(
 
 @triton.jit(do_not_specialize=["num_requests"], do_not_specialize_on_alignment=list(STEP_LISTS))
 def _suffix_work_kernel(
-    entries_ptr,
+    addresses_ptr,
     seq_lens_ptr,  # [B] int32
     work_ptr,  # [bound] int32
     work_start_ptr,  # [num_requests + 1] int32
@@ -117,10 +121,10 @@ def _suffix_work_kernel(
     for first in range(0, mine + 1, BLOCK):
         i = first + tl.arange(0, BLOCK)
         mask = i <= mine
-        request = tl.load(class_int32s_at(entries_ptr, REQUESTS, CLASS) + i, mask=mask, other=0)
-        waterline = tl.load(int32s_at(entries_ptr, WATERLINES) + request, mask=mask, other=0)
+        request = tl.load(class_int32s_at(addresses_ptr, REQUESTS, CLASS) + i, mask=mask, other=0)
+        waterline = tl.load(int32s_at(addresses_ptr, WATERLINES) + request, mask=mask, other=0)
         length = tl.load(seq_lens_ptr + request, mask=mask, other=0) - waterline
-        tiles = tl.cdiv(tl.load(int32s_at(entries_ptr, NEW_LENS) + request, mask=mask, other=0) * G, ROW_TILE)
+        tiles = tl.cdiv(tl.load(int32s_at(addresses_ptr, NEW_LENS) + request, mask=mask, other=0) * G, ROW_TILE)
         chunk = suffix_chunk(length, LEAST, H=H, NUM_ITEMS=NUM_ITEMS, STEP=STEP)
         items = tl.where(mask, tl.cdiv(length, chunk) * tiles * H, 0)
         start += tl.sum(tl.where(i < mine, items, 0), 0)
@@ -135,25 +139,25 @@ def _suffix_work_kernel(
 
 @triton.jit
 def _span_item(
-    work, layer, entries_ptr,
+    work, layer, addresses_ptr,
     CLASS: tl.constexpr, H: tl.constexpr, G: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """One chunk of a run, for one tile of its readers' q rows."""
-    of_layer = layer * max_items_of(entries_ptr, CLASS)
-    unit = tl.load(class_int32s_at(entries_ptr, WORK_UNIT, CLASS) + of_layer + work)
-    first_unit = layer * tl.load(entries_ptr + NUM_SPANS) * H
+    of_layer = layer * max_items_of(addresses_ptr, CLASS)
+    unit = tl.load(class_int32s_at(addresses_ptr, WORK_UNIT, CLASS) + of_layer + work)
+    first_unit = layer * tl.load(addresses_ptr + NUM_SPANS) * H
     span = unit // H
-    local = work - tl.load(class_int32s_at(entries_ptr, ITEM_START, CLASS) + first_unit + unit)
-    count = tl.load(int32s_at(entries_ptr, SPAN_MEMBERS) + span)
+    local = work - tl.load(class_int32s_at(addresses_ptr, ITEM_START, CLASS) + first_unit + unit)
+    count = tl.load(int32s_at(addresses_ptr, SPAN_MEMBERS) + span)
     tiles = tl.cdiv(count * G, BLOCK_M)
-    length = tl.load(int32s_at(entries_ptr, RUN_LENS) + first_unit + unit)
-    chunk = tl.load(int32s_at(entries_ptr, SPAN_CHUNK) + span)
-    chunk = run_chunk(length, chunk, tl.load(int32s_at(entries_ptr, SPAN_CAP) + span))
+    length = tl.load(int32s_at(addresses_ptr, RUN_LENS) + first_unit + unit)
+    chunk = tl.load(int32s_at(addresses_ptr, SPAN_CHUNK) + span)
+    chunk = run_chunk(length, chunk, tl.load(int32s_at(addresses_ptr, SPAN_CAP) + span))
     begin = local // tiles * chunk
-    index_address = tl.load(int64s_at(entries_ptr, RUN_ADDRESS) + first_unit + unit) + begin.to(tl.int64) * 4
-    partial = tl.load(int64s_at(entries_ptr, PARTIAL_START) + first_unit + unit)
+    index_address = tl.load(int64s_at(addresses_ptr, RUN_ADDRESS) + first_unit + unit) + begin.to(tl.int64) * 4
+    partial = tl.load(int64s_at(addresses_ptr, PARTIAL_START) + first_unit + unit)
     partial += (local // tiles).to(tl.int64) * (count * G)
-    member = tl.load(int32s_at(entries_ptr, SPAN_MEMBER_START) + span)
+    member = tl.load(int32s_at(addresses_ptr, SPAN_MEMBER_START) + span)
     return (
         unit % H,
         count,
@@ -169,35 +173,64 @@ def _span_item(
 
 @triton.jit
 def _suffix_item(
-    item, entries_ptr, seq_lens_ptr, pool_rows_ptr, suffix_work_ptr, suffix_work_start_ptr, req_to_token, row_stride,
+    item, addresses_ptr, seq_lens_ptr, pool_rows_ptr, suffix_work_ptr, suffix_work_start_ptr, req_to_token, row_stride,
     CLASS: tl.constexpr, LEAST: tl.constexpr, NUM_ITEMS: tl.constexpr, STEP: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """One chunk of a request's own tokens, for one tile of its q rows."""
     place = tl.load(suffix_work_ptr + item)
-    request = tl.load(class_int32s_at(entries_ptr, REQUESTS, CLASS) + place)
+    request = tl.load(class_int32s_at(addresses_ptr, REQUESTS, CLASS) + place)
     local = item - tl.load(suffix_work_start_ptr + place)
-    count = tl.load(int32s_at(entries_ptr, NEW_LENS) + request)
+    count = tl.load(int32s_at(addresses_ptr, NEW_LENS) + request)
     tiles = tl.cdiv(count * G, BLOCK_M)
-    waterline = tl.load(int32s_at(entries_ptr, WATERLINES) + request)
+    waterline = tl.load(int32s_at(addresses_ptr, WATERLINES) + request)
     length = tl.load(seq_lens_ptr + request) - waterline
     chunk = suffix_chunk(length, LEAST, H=H, NUM_ITEMS=NUM_ITEMS, STEP=STEP)
     split = local // (H * tiles)
     begin = split * chunk
     index_address = req_to_token + (tl.load(pool_rows_ptr + request) * row_stride + waterline + begin) * 4
-    partial = tl.load(int64s_at(entries_ptr, SUFFIX_PARTIAL) + request)
+    partial = tl.load(int64s_at(addresses_ptr, SUFFIX_PARTIAL) + request)
     partial += (split * H + local % H).to(tl.int64) * (count * G)
-    member = tl.load(int32s_at(entries_ptr, REQUEST_MEMBERS) + request)
+    member = tl.load(int32s_at(addresses_ptr, REQUEST_MEMBERS) + request)
     tile = local // H % tiles
     return local % H, count, member, tile, length, begin, tl.minimum(length - begin, chunk), index_address, partial
 
 
+@triton.jit
+def _span_window(item, is_suffix, layer, addresses_ptr, CLASS: tl.constexpr, H: tl.constexpr):
+    """Bytes from an entry's head slot to its position; 0 for suffixes."""
+    of_layer = layer * max_items_of(addresses_ptr, CLASS)
+    is_span = is_suffix == 0
+    unit = tl.load(class_int32s_at(addresses_ptr, WORK_UNIT, CLASS) + of_layer + item, mask=is_span, other=0)
+    return tl.load(int64s_at(addresses_ptr, SPAN_POSITIONS) + unit // H, mask=is_span, other=0)
+
+
+@triton.jit
+def hidden_keys(position_ptr, num_kv, is_span, hidden, m_m):
+    """What a tile of rows sees of a run, or a part of one.
+
+    Args:
+        position_ptr: positions of its entries, ascending.
+        num_kv: entries; may be 0.
+        is_span: it is one; of a suffix nothing is looked at.
+        hidden: [BLOCK_M], the last position that each row does not see.
+        m_m: [BLOCK_M], real rows.
+
+    Returns:
+        whether no row sees any of them, and whether some row does not see all of them.
+    """
+    is_run = is_span & (num_kv > 0)
+    last = tl.load(position_ptr + num_kv - 1, mask=is_run, other=2147483647)
+    first = tl.load(position_ptr, mask=is_run, other=2147483647)
+    return last <= tl.min(tl.where(m_m, hidden, 2147483646), 0), first <= tl.max(tl.where(m_m, hidden, -2147483647), 0)
+
+
 @triton.jit(
-    do_not_specialize=["layer", "num_requests", "row_stride", "req_to_token"],
+    do_not_specialize=["layer", "num_requests", "row_stride", "req_to_token", "window"],
     do_not_specialize_on_alignment=list(STEP_LISTS),
 )
 def _split_kernel(
-    entries_ptr,
+    addresses_ptr,
     q_ptr,  # [N, H * G, D], tokens q_stride elements apart
     k_ptr,  # [L, T, H, D]
     v_ptr,
@@ -213,6 +246,7 @@ def _split_kernel(
     num_token_slots,
     q_stride,
     scale_log2,
+    window,  # tokens that a query sees; read if WINDOWED
     CLASS: tl.constexpr,
     LEAST: tl.constexpr,
     NUM_ITEMS: tl.constexpr,
@@ -220,6 +254,7 @@ def _split_kernel(
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
+    WINDOWED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -232,60 +267,79 @@ def _split_kernel(
     o_d = tl.arange(0, BLOCK_D)
     o_m = tl.arange(0, BLOCK_M)
     m_d = o_d < D
-    num_span_items = tl.load(class_int32s_at(entries_ptr, ITEM_COUNT, CLASS) + layer)
+    num_span_items = tl.load(class_int32s_at(addresses_ptr, ITEM_COUNT, CLASS) + layer)
     num_items = num_span_items + tl.load(suffix_work_start_ptr + num_requests)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         if item < num_span_items:
             head, count, member, tile, length, begin, num_kv, index_address, partial = _span_item(
-                item, layer, entries_ptr, CLASS=CLASS, H=H, G=G, BLOCK_M=BLOCK_M
+                item, layer, addresses_ptr, CLASS=CLASS, H=H, G=G, BLOCK_M=BLOCK_M
             )
         else:
             head, count, member, tile, length, begin, num_kv, index_address, partial = _suffix_item(
-                item - num_span_items, entries_ptr, seq_lens_ptr, pool_rows_ptr, suffix_work_ptr,
+                item - num_span_items, addresses_ptr, seq_lens_ptr, pool_rows_ptr, suffix_work_ptr,
                 suffix_work_start_ptr, req_to_token, row_stride,
                 CLASS=CLASS, LEAST=LEAST, NUM_ITEMS=NUM_ITEMS, STEP=STEP, H=H, G=G, BLOCK_M=BLOCK_M,
             )  # fmt: skip
         # Runs hold head slots; suffixes hold token slots, and their new tokens do not see each other's future.
         is_suffix = (item >= num_span_items).to(tl.int32)
         slot_scale = 1 + is_suffix * (H - 1)
-        slot_shift = is_suffix * (layer.to(tl.int64) * num_token_slots * H + head)
+        slot_shift = is_suffix * head_slot_of(layer.to(tl.int64), 0, head, num_token_slots, H)
         i_row = tile * BLOCK_M + o_m
         m_m = i_row < count * G
         token = i_row // G
-        reader = tl.load(int32s_at(entries_ptr, MEMBERS) + member + token, mask=m_m, other=0)
+        reader = tl.load(int32s_at(addresses_ptr, MEMBERS) + member + token, mask=m_m, other=0)
         q_row = reader.to(tl.int64) * q_stride + (head * G + i_row % G) * D
         b_q = tl.load(q_ptr + q_row[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
         if UPCAST:
             b_q = b_q.to(tl.float32)
-        limit = tl.minimum(length - begin - is_suffix * (count - 1 - token), num_kv)
+        to_key = length - begin - is_suffix * (count - 1 - token)
+        limit = tl.minimum(to_key, num_kv)
         index_ptr = index_address.to(tl.pointer_type(tl.int32))
+        from_block = 0
+        if WINDOWED:
+            m_member = m_m & (is_suffix == 0)
+            request = tl.load(int32s_at(addresses_ptr, MEMBER_REQUEST) + member + token, mask=m_member, other=0)
+            left = tl.load(int32s_at(addresses_ptr, ROW_ENDS) + request, mask=m_member, other=0) - reader
+            hidden = tl.load(seq_lens_ptr + request, mask=m_member, other=0) - left - window
+            to_positions = _span_window(item, is_suffix, layer, addresses_ptr, CLASS=CLASS, H=H)
+            position_ptr = (index_address + to_positions).to(tl.pointer_type(tl.int32))
+            is_hidden, is_cut = hidden_keys(position_ptr, num_kv, is_suffix == 0, hidden, m_m)
+            num_kv = tl.where(is_hidden, 0, num_kv)
+            # A suffix has no list of positions: they follow each other.
+            from_key = tl.where(is_suffix > 0, to_key - window, 0)
+            first_key = tl.maximum(tl.min(tl.where(m_m, from_key, 2147483647), 0), 0)
+            from_block = first_key // BLOCK_N * BLOCK_N
         b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
         b_out = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-        for start in range(0, num_kv, BLOCK_N):
+        for start in range(from_block, num_kv, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
             m_n = n < num_kv
             head_slot = tl.load(index_ptr + n, mask=m_n, other=0).to(tl.int64) * slot_scale + slot_shift
+            seen = n[None, :] < limit[:, None]
+            if WINDOWED:
+                b_position = tl.load(position_ptr + n, mask=m_n & is_cut, other=2147483647)
+                seen = seen & (n[None, :] >= from_key[:, None]) & (b_position[None, :] > hidden[:, None])
             b_max, b_sum, b_out = attend_block(
                 b_q, b_max, b_sum, b_out, k_ptr, v_ptr, biases_ptr, head_slot, m_n, m_n & (is_suffix == 0),
-                n[None, :] < limit[:, None], o_d, scale_log2, D=D,
+                seen, o_d, scale_log2, D=D,
             )  # fmt: skip
         p_row = partial + i_row
         divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
-        p_out = floats_at(entries_ptr, PARTIAL_OUT) + p_row[:, None] * D + o_d[None, :]
+        p_out = floats_at(addresses_ptr, PARTIAL_OUT) + p_row[:, None] * D + o_d[None, :]
         tl.store(p_out, b_out / divisor[:, None], mask=m_m[:, None] & m_d)
-        tl.store(floats_at(entries_ptr, PARTIAL_LSE) + p_row, b_max + tl.log2(divisor), mask=m_m)
+        tl.store(floats_at(addresses_ptr, PARTIAL_LSE) + p_row, b_max + tl.log2(divisor), mask=m_m)
 
 
-def advance(directory: Directory, step: Step) -> None:
+def advance(addresses: TableAddresses, step: Step) -> None:
     """Number the work items of the suffixes for the lengths of this step: one small launch per class."""
-    tables = directory.tables
+    tables = addresses.tables
     for which, class_tables in enumerate(tables.classes):
         if not class_tables.num_requests:
             step.work_start[which].zero_()
             continue
         _suffix_work_kernel[(class_tables.num_requests,)](
-            directory.entries,
+            addresses.on_device,
             step.seq_lens,
             step.work[which],
             step.work_start[which],
@@ -302,19 +356,19 @@ def advance(directory: Directory, step: Step) -> None:
         )
 
 
-def run_split(directory: Directory, step: Step, inputs: LayerInputs, out: Tensor, lse: Tensor) -> None:
+def run_split(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: Tensor, lse: Tensor) -> None:
     """Device path of :func:`kvevict_kernels.ragged_decode.run_ragged_decode`: one launch per class, and the merge."""
-    for which in directory.class_indices:
-        _launch_split(directory, step, which, inputs)
-    run_merge(directory, step, inputs, out, lse)
+    for which in addresses.class_indices:
+        _launch_split(addresses, step, which, inputs)
+    run_merge(addresses, step, inputs, out, lse)
 
 
-def _launch_split(directory: Directory, step: Step, which: int, inputs: LayerInputs) -> None:
+def _launch_split(addresses: TableAddresses, step: Step, which: int, inputs: LayerInputs) -> None:
     q, head_dim = inputs.q, inputs.q.shape[2]
-    tables, class_tables = directory.tables, directory.tables.classes[which]
-    tile = tiles_for(limits_of(q.device), head_dim)[which]
+    tables, class_tables = addresses.tables, addresses.tables.classes[which]
+    tile = tiles_for(limits_of(q.device), head_dim, has_biases=inputs.biases is not None)[which]
     args = (
-        directory.entries,
+        addresses.on_device,
         q,
         inputs.k_arena,
         inputs.v_arena,
@@ -330,6 +384,7 @@ def _launch_split(directory: Directory, step: Step, which: int, inputs: LayerInp
         inputs.k_arena.shape[1],
         q.stride(0),
         inputs.sm_scale * LOG2_E,
+        inputs.window,
     )
     options = {
         "CLASS": which,
@@ -339,6 +394,7 @@ def _launch_split(directory: Directory, step: Step, which: int, inputs: LayerInp
         "H": tables.sizes.num_kv_heads,
         "G": tables.sizes.group_size,
         "D": head_dim,
+        "WINDOWED": inputs.window > 0,
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.keys,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
@@ -347,7 +403,7 @@ def _launch_split(directory: Directory, step: Step, which: int, inputs: LayerInp
         "num_warps": tile.warps,
     }
     num_programs = _num_programs(inputs, tile, args, options)
-    if not directory.is_captured:
+    if not addresses.is_captured:
         num_programs = min(num_programs, class_tables.max_items + class_tables.max_suffix_items)
     _split_kernel[(num_programs,)](*args, **options)
 

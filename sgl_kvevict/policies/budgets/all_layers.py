@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from sgl_kvevict.policies.parts import RangeScores, Trait
+from sgl_kvevict.policies.parts import BudgetAllocator, RangeScores, Trait
 from sgl_kvevict.policies.ranking import key_max, top_counts, top_mask
 from sgl_kvevict.policies.rounding import exact_fraction
 
 
 @dataclass(frozen=True)
-class AllLayersBudget:
+class AllLayersBudget(BudgetAllocator):
     """A global top set over all layers and heads, after each head was granted its own best entries.
 
     Packing makes unequal layers free, so a prefix's budget can go wherever the scores are. Ties go to the
@@ -27,8 +26,7 @@ class AllLayersBudget:
     """
 
     floor_share: float = 0.1
-    requires: ClassVar[frozenset[Trait]] = frozenset({Trait.COMPARABLE})
-    equal_layers: ClassVar[bool] = False
+    requires = frozenset({Trait.COMPARABLE})
 
     def allocate(self, scores: RangeScores, total: int) -> Tensor:
         """Split ``total`` entries; see :class:`BudgetAllocator`."""

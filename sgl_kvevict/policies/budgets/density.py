@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from sgl_kvevict.policies.budgets.layered import LayerTotals
+from sgl_kvevict.policies.budgets.layered import LayerRule, LayerTotals
 from sgl_kvevict.policies.parts import RangeScores, Trait
 from sgl_kvevict.policies.ranking import fill_in_order
 from sgl_kvevict.policies.rounding import largest_remainder_float
@@ -19,7 +19,7 @@ DensityRule = Literal["softmax", "reciprocal"]
 
 
 @dataclass(frozen=True)
-class DensityLayers:
+class DensityLayers(LayerRule):
     """Layers whose accumulated attention varies little (dense ones) keep more.
 
     A layer's variance is over the range's tokens, per head, averaged over the heads. Shares are capped at the
@@ -41,8 +41,7 @@ class DensityLayers:
     variance_norm: VarianceNorm = "minmax"
     rule: DensityRule = "softmax"
     floor_share: float = 0.01
-    requires: ClassVar[frozenset[Trait]] = frozenset({Trait.ATTENTION_SUMS})
-    equal: ClassVar[bool] = False
+    requires = frozenset({Trait.ATTENTION_SUMS})
 
     def totals(self, scores: RangeScores, total: int) -> LayerTotals:
         """Entries per layer; see :class:`LayerRule`."""

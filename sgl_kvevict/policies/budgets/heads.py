@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from sgl_kvevict.policies.budgets.layered import LayerTotals, common_total, totals_tensor
+from sgl_kvevict.policies.budgets.layered import HeadRule, LayerTotals, common_total, totals_tensor
 from sgl_kvevict.policies.parts import RangeScores, Trait
 from sgl_kvevict.policies.ranking import key_max, top_counts, top_mask
 from sgl_kvevict.policies.rounding import exact_fraction, largest_remainder
@@ -18,10 +18,8 @@ Safeguard = Literal["authors_code", "paper", "kvpress", "none"]
 
 
 @dataclass(frozen=True)
-class UniformHeads:
+class UniformHeads(HeadRule):
     """The same for every head of a layer; an indivisible remainder goes to the first heads."""
-
-    requires: ClassVar[frozenset[Trait]] = frozenset()
 
     def split(self, scores: RangeScores, totals: LayerTotals) -> Tensor:
         """Entries per head; see :class:`HeadRule`."""
@@ -33,7 +31,7 @@ class UniformHeads:
 
 
 @dataclass(frozen=True)
-class AdaptiveHeads:
+class AdaptiveHeads(HeadRule):
     """A head's budget is its number of hits in the layer's global top set, mixed with the uniform share.
 
     Attributes:
@@ -49,7 +47,7 @@ class AdaptiveHeads:
 
     safeguard: Safeguard = "authors_code"
     alpha: float = 0.2
-    requires: ClassVar[frozenset[Trait]] = frozenset({Trait.COMPARABLE})
+    requires = frozenset({Trait.COMPARABLE})
 
     def split(self, scores: RangeScores, totals: LayerTotals) -> Tensor:
         """Entries per head; see :class:`HeadRule`."""

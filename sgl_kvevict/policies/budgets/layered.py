@@ -2,46 +2,51 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from sgl_kvevict.policies.parts import RangeScores, Trait
+from sgl_kvevict.policies.parts import BudgetAllocator, RangeScores, Trait
 
 LayerTotals = tuple[int, ...] | Tensor
 """Entries per scored layer: host numbers where the rule needs no scores, else [num_scored_layers] int64."""
 
 
-class LayerRule(Protocol):
-    """How a total is split over layers."""
+class LayerRule(ABC):
+    """How a total is split over layers. Frozen, pure."""
 
     @property
     def requires(self) -> frozenset[Trait]:
         """Traits the scores must have."""
+        return frozenset()
 
     @property
     def equal(self) -> bool:
         """Every layer gets the same."""
+        return False
 
+    @abstractmethod
     def totals(self, scores: RangeScores, total: int) -> LayerTotals:
         """Entries per layer, at most ``num_kv_heads * num_candidates`` each; sums to ``total``."""
 
 
-class HeadRule(Protocol):
-    """How a layer's total is split over its heads."""
+class HeadRule(ABC):
+    """How a layer's total is split over its heads. Frozen, pure."""
 
     @property
     def requires(self) -> frozenset[Trait]:
         """Traits the scores must have."""
+        return frozenset()
 
+    @abstractmethod
     def split(self, scores: RangeScores, totals: LayerTotals) -> Tensor:
         """[num_scored_layers, num_kv_heads] int64, at most ``num_candidates``; rows sum to ``totals``."""
 
 
 @dataclass(frozen=True)
-class LayeredBudget:
+class LayeredBudget(BudgetAllocator):
     """A layer rule, then a head rule; heads of different layers never compete."""
 
     layers: LayerRule

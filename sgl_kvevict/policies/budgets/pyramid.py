@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar
 
-from sgl_kvevict.policies.budgets.layered import LayerTotals
-from sgl_kvevict.policies.parts import RangeScores, Trait
+from sgl_kvevict.policies.budgets.layered import LayerRule, LayerTotals
+from sgl_kvevict.policies.parts import RangeScores
 from sgl_kvevict.policies.rounding import round_shares
 
 
 @dataclass(frozen=True)
-class PyramidLayers:
+class PyramidLayers(LayerRule):
     """Shallow layers keep more, deep layers less, the mean unchanged.
 
     With ``base`` the mean entries per head, the last layer gets ``base / beta`` and the first
@@ -28,8 +27,6 @@ class PyramidLayers:
     """
 
     beta: int = 20
-    requires: ClassVar[frozenset[Trait]] = frozenset()
-    equal: ClassVar[bool] = False
 
     def totals(self, scores: RangeScores, total: int) -> LayerTotals:
         """Entries per layer; see :class:`LayerRule`."""

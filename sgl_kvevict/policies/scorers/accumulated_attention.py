@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 
-from sgl_kvevict.policies.observation import LayerObservation, Signal
-from sgl_kvevict.policies.parts import TokenScores, Trait
+from sgl_kvevict.policies.layer_view import LayerView
+from sgl_kvevict.policies.parts import Scorer, TokenScores, Trait
+from sgl_kvevict.policies.signals import Signal
 
 
 @dataclass(frozen=True)
-class AccumulatedAttentionScorer:
+class AccumulatedAttentionScorer(Scorer):
     """How much attention each token has received from all queries so far.
 
     The sums come from the forward pass, which makes them block by block. They favour early tokens, because
@@ -27,9 +28,7 @@ class AccumulatedAttentionScorer:
     """
 
     normalize: Literal["none", "queries"] = "none"
-    needs: ClassVar[frozenset[Signal]] = frozenset({Signal.ACCUMULATED_ATTENTION})
-    window_size: ClassVar[int] = 0
-    kept_window: ClassVar[int] = 0
+    needs = frozenset({Signal.ACCUMULATED_ATTENTION})
 
     @property
     def traits(self) -> frozenset[Trait]:
@@ -37,15 +36,11 @@ class AccumulatedAttentionScorer:
         sums = frozenset({Trait.ATTENTION_SUMS}) if self.normalize == "none" else frozenset()
         return sums | {Trait.COMPARABLE}
 
-    def score(self, observation: LayerObservation) -> TokenScores:
-        """Score one layer.
-
-        Raises:
-            ValueError: the observation has no accumulated attention (or no prompt length to normalise by).
-        """
-        sums = observation.require_accumulated(type(self).__name__)
+    def score(self, view: LayerView) -> TokenScores:
+        """Score one layer; without a prompt length to normalise by, a ValueError."""
+        sums = view.need_per_token(Signal.ACCUMULATED_ATTENTION)
         if self.normalize == "none":
             return TokenScores(sums)
-        seen_by = observation.require_prompt_length(type(self).__name__) - observation.start
-        queries = torch.arange(seen_by, seen_by - observation.num_tokens, -1, device=sums.device)
+        seen_by = view.need_prompt_length() - view.start
+        queries = torch.arange(seen_by, seen_by - view.num_tokens, -1, device=sums.device)
         return TokenScores(sums / queries)

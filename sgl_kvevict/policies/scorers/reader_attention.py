@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from sgl_kvevict.policies.observation import LayerObservation, Signal
-from sgl_kvevict.policies.parts import TokenScores, Trait
+from sgl_kvevict.policies.layer_view import LayerView
+from sgl_kvevict.policies.parts import Scorer, TokenScores, Trait
+from sgl_kvevict.policies.signals import Signal
 
 
 @dataclass(frozen=True)
-class ReaderAttentionScorer:
+class ReaderAttentionScorer(Scorer):
     """How much attention each token got from all queries of its readers, by the root of the summed squares.
 
     Squares, not the sum: a token that one question out of a hundred needs is nearly as dear as one that all need. Not
@@ -22,15 +22,9 @@ class ReaderAttentionScorer:
         one chunk's keys; a chunk's queries score the whole prefix, not only their own chunk.
     """
 
-    needs: ClassVar[frozenset[Signal]] = frozenset({Signal.READER_ATTENTION})
-    traits: ClassVar[frozenset[Trait]] = frozenset({Trait.COMPARABLE})
-    window_size: ClassVar[int] = 0
-    kept_window: ClassVar[int] = 0
+    needs = frozenset({Signal.READER_ATTENTION})
+    traits = frozenset({Trait.COMPARABLE})
 
-    def score(self, observation: LayerObservation) -> TokenScores:
-        """Score one layer.
-
-        Raises:
-            ValueError: the observation has no reader attention.
-        """
-        return TokenScores(observation.require_reader_attention(type(self).__name__))
+    def score(self, view: LayerView) -> TokenScores:
+        """Score one layer."""
+        return TokenScores(view.need_per_token(Signal.READER_ATTENTION))

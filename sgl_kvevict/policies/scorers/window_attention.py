@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from kvevict_kernels.window_scores import window_scores
-from sgl_kvevict.policies.observation import LayerObservation, Signal
-from sgl_kvevict.policies.parts import TokenScores, Trait
+from sgl_kvevict.policies.layer_view import LayerView
+from sgl_kvevict.policies.parts import Scorer, TokenScores, Trait
+from sgl_kvevict.policies.signals import Signal
 
 
 @dataclass(frozen=True)
-class WindowAttentionScorer:
+class WindowAttentionScorer(Scorer):
     """Mean attention of the last ``window_size`` queries, smoothed by a pool along the tokens.
 
     The softmax runs over everything a query saw, not only over the range, so scores are true attention
@@ -36,28 +37,24 @@ class WindowAttentionScorer:
     pooling: Literal["max", "avg"] = "max"
     order: Literal["pool-mean", "mean-pool"] = "pool-mean"
     keep_window: bool = True
-    needs: ClassVar[frozenset[Signal]] = frozenset({Signal.WINDOW_QUERIES, Signal.KEYS})
-    traits: ClassVar[frozenset[Trait]] = frozenset({Trait.COMPARABLE})
+    needs = frozenset({Signal.WINDOW_QUERIES, Signal.KEYS})
+    traits = frozenset({Trait.COMPARABLE})
 
     @property
     def kept_window(self) -> int:
         """The whole window, or nothing."""
         return self.window_size if self.keep_window else 0
 
-    def score(self, observation: LayerObservation) -> TokenScores:
-        """Score one layer.
-
-        Raises:
-            ValueError: the observation has no query window.
-        """
-        window = observation.require_window(type(self).__name__).last(self.window_size)
+    def score(self, view: LayerView) -> TokenScores:
+        """Score one layer."""
+        window = view.need_window().last(self.window_size)
         pooled, mean = window_scores(
             window.queries,
             window.lse,
-            observation.k_buffer,
-            observation.token_slots,
-            sm_scale=observation.stored_sm_scale,
-            key_start=observation.start,
+            view.k_buffer,
+            view.token_slots,
+            sm_scale=view.stored_sm_scale,
+            key_start=view.start,
             query_start=window.start,
             kernel_size=self.kernel_size,
             pooling=self.pooling,

@@ -1,0 +1,95 @@
+"""Attention that a prompt would pay itself if it were read once more, without the forward pass that reads it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvevict_kernels.checks import FP8, KV_DTYPES, check_index_range, check_int, check_tensor
+from kvevict_kernels.dispatch import backend_for
+from kvevict_kernels.echo_attention.reference import echo_attention_reference
+from kvevict_kernels.echo_attention.torch_impl import echo_attention_torch
+from kvevict_kernels.rotary import Rotary
+
+__all__ = ["echo_attention", "echo_attention_reference"]
+
+
+def echo_attention(
+    queries: Tensor,
+    k_buffer: Tensor,
+    token_slots: Tensor,
+    *,
+    sm_scale: float,
+    key_start: int,
+    query_start: int,
+    rotary: Rotary,
+    k_scale: float = 1.0,
+    block: int = 256,
+    num_blocks: int = 4,
+    num_sinks: int = 4,
+) -> Tensor:
+    """Largest attention that each key would get from its neighbourhood, read a second time.
+
+    Queries are rotated ``num_blocks * block`` positions further, where the same text would stand once more, and attend
+    without a causal mask to their own block of the prompt, to the ``num_blocks - 1`` blocks before it, and to the first
+    keys, on which attention rests that finds nothing. Blocks begin at multiples of ``block``. So nothing depends on the
+    length of the prompt, and the cost grows linearly with it.
+
+    Args:
+        queries: [n, num_qo_heads, head_dim], bfloat16, float16 or float32, after RoPE, of consecutive tokens; n may be
+            0.
+        k_buffer: [num_token_slots, num_kv_heads, head_dim], dtype of ``queries`` or float8_e4m3fn: keys of one layer,
+            after RoPE.
+        token_slots: [N], int64, slots of consecutive tokens, up to the last query's at least.
+        sm_scale: softmax scale.
+        key_start: logical position of the first key (tokens).
+        query_start: logical position of the first query (tokens).
+        rotary: the model's rotary embedding.
+        k_scale: what a stored 1 of ``k_buffer`` is worth, if it holds float8.
+        block: positions that echo together (tokens).
+        num_blocks: blocks that a block attends to: itself and those before it.
+        num_sinks: first keys that every block sees too (tokens).
+
+    Returns:
+        [num_kv_heads, N], float32, the maximum over queries and over the query heads of a group; 0 for keys that none
+        of these queries look at. Maxima of several chunks of queries combine.
+
+    Raises:
+        ValueError: wrong shape, dtype or device; query heads that are not a multiple of the KV heads; on the CPU
+            also a token slot outside the buffer.
+
+    Source: a scheme of this project, after KVzip's repetition (arXiv 2505.23416), Sec. 3, without its forward passes.
+    Cost: ``num_blocks * block * head_dim`` products per query and head, in float32; no host sync on a device;
+        deterministic. The same calls of PyTorch run on every device: no kernel of its own exists.
+    """
+    check_tensor("queries", queries, (None, None, None), KV_DTYPES)
+    num_qo_heads, head_dim = queries.shape[1:]
+    device = queries.device
+    check_tensor("k_buffer", k_buffer, (None, None, head_dim), (queries.dtype, FP8), device)
+    check_tensor("token_slots", token_slots, (None,), torch.int64, device)
+    num_kv_heads = k_buffer.shape[1]
+    if num_kv_heads == 0 or num_qo_heads == 0 or num_qo_heads % num_kv_heads:
+        raise ValueError(f"queries: expected a multiple of {num_kv_heads} KV heads, got {num_qo_heads} heads")
+    if not math.isfinite(sm_scale) or sm_scale <= 0:
+        raise ValueError(f"sm_scale: expected a finite number > 0, got {sm_scale!r}")
+    for name, value, low in (("key_start", key_start, 0), ("query_start", query_start, 0), ("block", block, 1)):
+        check_int(name, value, low)
+    check_int("num_blocks", num_blocks, 1)
+    check_int("num_sinks", num_sinks, 0)
+    check_index_range("token_slots", token_slots, k_buffer.shape[0])
+    return echo_attention_torch(
+        queries,
+        k_buffer,
+        token_slots,
+        sm_scale=sm_scale,
+        key_start=key_start,
+        query_start=query_start,
+        rotary=rotary,
+        k_scale=k_scale,
+        block=block,
+        num_blocks=num_blocks,
+        num_sinks=num_sinks,
+        heads_at_once=1 if backend_for(device) == "cpu" else num_kv_heads,
+    )

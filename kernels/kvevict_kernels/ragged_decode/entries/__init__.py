@@ -1,1 +1,0 @@
-"""How a kernel reads a directory."""

@@ -1,1 +1,0 @@
-"""What follows on the device from a batch's spans, once per batch."""

@@ -1,1 +1,0 @@
-"""Second launch of ``ragged_decode``."""

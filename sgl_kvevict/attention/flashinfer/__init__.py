@@ -1,0 +1,3 @@
+"""Attention on an NVIDIA GPU by FlashInfer."""
+
+from __future__ import annotations

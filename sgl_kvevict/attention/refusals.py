@@ -1,0 +1,86 @@
+"""What each implementation on a GPU cannot do, as sentences for the user; known before anything is built."""
+
+from __future__ import annotations
+
+import torch
+
+from kvevict_kernels.checks import FP8
+
+MAX_HEAD_DIM = 256
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
+DTYPES_16 = (torch.bfloat16, torch.float16)
+DTYPES_CPU = (*DTYPES_16, torch.float32)
+NO_BIASES = "attention is 'flashinfer', which cannot read the biases of fitted prefixes (fit is true); 'triton' can"
+NO_WINDOWS = "attention is 'flashinfer', which reads no layers with a sliding window from spans; 'triton' does"
+FP8_CAPABILITY = (8, 9)
+"""Compute capability from which on a GPU converts float8_e4m3fn."""
+
+
+def cpu_reasons(name: str, dtype: torch.dtype) -> list[str]:
+    """Return one sentence for everything that the implementations for a CPU cannot do.
+
+    Args:
+        name: as configured.
+        dtype: of the KV pool.
+    """
+    if dtype in DTYPES_CPU:
+        return []
+    return [f"attention {name!r} on a CPU needs bfloat16, float16 or float32 KV; {_pool_dtype(dtype)}"]
+
+
+def triton_reasons(dtype: torch.dtype, head_dim: int, device: torch.device) -> list[str]:
+    """Return one sentence for everything that our kernels are not compiled for.
+
+    On a CPU they only run interpreted, in tests, and float32 is fine there.
+
+    Args:
+        dtype: of the KV pool.
+        head_dim: of the model.
+        device: of the KV pool.
+    """
+    reasons = []
+    if head_dim > MAX_HEAD_DIM:
+        reasons.append(f"attention 'triton' needs a head_dim of at most {MAX_HEAD_DIM}; the model's is {head_dim}")
+    if device.type == "cuda" and dtype not in (*DTYPES_16, FP8):
+        reasons.append(f"attention 'triton' needs bfloat16, float16 or fp8_e4m3 KV on a GPU; {_pool_dtype(dtype)}")
+    if device.type == "cuda" and dtype == FP8 and (found := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
+        reasons.append(
+            "fp8_e4m3 KV needs a GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell); this one's is "
+            f"{found[0]}.{found[1]} (start with --kv-cache-dtype auto)"
+        )
+    return reasons
+
+
+def flashinfer_reasons(dtype: torch.dtype, head_dim: int, *, has_windows: bool = False) -> list[str]:
+    """Return one sentence for everything that FlashInfer's kernels do not have.
+
+    Args:
+        dtype: of the KV pool.
+        head_dim: of the model.
+        has_windows: some of the model's layers see their last tokens only.
+    """
+    reasons = [NO_WINDOWS] if has_windows else []
+    if head_dim not in FLASHINFER_HEAD_DIMS:
+        reasons.append(f"attention 'flashinfer' needs a head_dim of 64, 128 or 256; the model's is {head_dim}")
+    if dtype not in DTYPES_16:
+        reasons.append(f"attention 'flashinfer' needs bfloat16 or float16 KV; {_pool_dtype(dtype)}")
+    return reasons
+
+
+def bias_reasons(name: str, dtype: torch.dtype) -> list[str]:
+    """Return one sentence for everything that cannot be fitted.
+
+    Args:
+        name: as configured.
+        dtype: of the KV pool.
+    """
+    reasons = [NO_BIASES] if name == "flashinfer" else []
+    if dtype == FP8:
+        reasons.append(f"fit is true, and what fitted values lose in float8 is not known; {_pool_dtype(dtype)}")
+    return reasons
+
+
+def _pool_dtype(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    hint = " (start with --kv-cache-dtype auto)" if name.startswith("float8") else ""
+    return f"the pool's dtype is {name}{hint}"

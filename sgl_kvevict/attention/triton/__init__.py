@@ -1,0 +1,3 @@
+"""Attention on an NVIDIA GPU by our own Triton kernels."""
+
+from __future__ import annotations

@@ -1,0 +1,244 @@
+"""Attention by our own Triton kernels: spans and suffixes in the same launches, lengths read on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvevict_kernels.checks import FP8, KV_DTYPES, check_arenas
+from kvevict_kernels.ragged_decode import list_addresses, plan_ragged_decode, run_ragged_decode, sizes_on, start_step
+from kvevict_kernels.ragged_decode.addresses import NUM_ADDRESSES, TableAddresses
+from kvevict_kernels.ragged_decode.chunks import bucket
+from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS, uses_split
+from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
+from kvevict_kernels.ragged_extend import run_ragged_extend
+from kvevict_kernels.span_runs import SpanRuns
+from kvevict_kernels.transfer import to_device
+from sgl_kvevict.attention.batch import AttentionBatch, Path
+from sgl_kvevict.attention.flashinfer.prefill import PlainPrefill
+from sgl_kvevict.attention.recent_batches import RecentBatches
+from sgl_kvevict.attention.refusals import triton_reasons
+from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
+from sgl_kvevict.geometry import KVGeometry
+
+WARM_UP_KEYS = 1024
+"""Enough for the keys of a short prefill to be split."""
+_Key = tuple[tuple[Path, ...], tuple[int, ...], tuple[int, ...]]
+"""Paths, numbers of new tokens and bounds of the suffixes."""
+
+
+@dataclass
+class _PlannedBatch:
+    """What a batch reads, and the buffers of its steps."""
+
+    addresses: TableAddresses
+    step: Step | None = None
+
+
+class TritonAttention:
+    """Attention of new tokens over compressed spans and uncompressed token slots.
+
+    What concerns spans is laid out on the device when requests come or go or their paths change; a step copies no
+    lists, reads nothing back and launches one kernel that counts the suffixes' work.
+
+    A CUDA graph may record decode steps (:class:`sgl_kvevict.attention.backend.CapturableAttention`).
+
+    Long prefills that read no span go to FlashInfer where it is given.
+
+    Args:
+        geometry: sizes.
+        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous.
+        v_arena: like ``k_arena``.
+        q_dtype: of queries and results, where the arena holds float8; default: bfloat16. Else they have its dtype.
+        plain_prefill: attends for long prefills that read no span; None: our kernel does.
+        biases: [num_layers, num_token_slots, num_kv_heads], float32, added to the scores of entries of spans, 0 for
+            those of spans that are not fitted; None: no span is ever fitted, and the kernels read none.
+
+    Raises:
+        ValueError: wrong shape, dtype or device of an arena.
+        UnsupportedSetupError: no kernel is compiled for the model's head_dim or the pool's dtype.
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        k_arena: Tensor,
+        v_arena: Tensor,
+        q_dtype: torch.dtype | None = None,
+        plain_prefill: PlainPrefill | None = None,
+        biases: Tensor | None = None,
+    ) -> None:
+        if reasons := triton_reasons(k_arena.dtype, geometry.head_dim, k_arena.device):
+            raise UnsupportedSetupError(reasons)
+        check_arenas(k_arena, v_arena, biases, geometry.arena_shape, (*KV_DTYPES, FP8))
+        self.geometry = geometry
+        self.k_arena = k_arena
+        self.v_arena = v_arena
+        self.biases = biases
+        self.plain_prefill = plain_prefill
+        is_fp8 = k_arena.dtype == FP8
+        self.q_dtype = (q_dtype or torch.bfloat16) if is_fp8 else k_arena.dtype
+        self._recent: RecentBatches[_Key, _PlannedBatch] = RecentBatches()
+        self._planned: _PlannedBatch | None = None
+        self._sizes = sizes_on(
+            k_arena.device,
+            num_layers=geometry.num_layers,
+            num_kv_heads=geometry.num_kv_heads,
+            group_size=geometry.group_size,
+            head_dim=geometry.head_dim,
+            has_windows=geometry.has_windows,
+        )
+        self._partials = self._scratch(0)
+        self._captured_addresses = torch.empty(NUM_ADDRESSES, dtype=torch.int64, device=k_arena.device)
+
+    def warm_up(self, sink_dtype: torch.dtype | None = None) -> None:
+        """Launch kernels; see :meth:`sgl_kvevict.attention.backend.CapturableAttention.warm_up`.
+
+        Reads token slot 0 and row 0 of a table of its own, and writes to memory of its own.
+        """
+        device, geometry = self.k_arena.device, self.geometry
+        many = SPLIT_ROWS // geometry.group_size + 1  # q rows of ragged_extend, in split parts, and merged
+        few = SPLIT_ROWS // geometry.group_size  # q rows of the larger tile
+        new_lens = [1, max(few, 1), max(many, 2), max(many, 2)]
+        empty = torch.zeros(geometry.num_layers, geometry.num_kv_heads, dtype=torch.int32, device=device)
+        nothing = torch.zeros(1, dtype=torch.int32, device=device)
+        span = SpanRuns(nothing, empty, empty, 1, positions=nothing)
+        length = 1 + bucket(max(new_lens)) + WARM_UP_KEYS
+        batch = AttentionBatch(
+            paths=((span,), (span,), (span,), ()),
+            seq_lens=[length] * 4,
+            extend_lens=new_lens,
+            req_pool_indices=torch.zeros(4, dtype=torch.int64, device=device),
+            req_to_token=torch.zeros(1, length, dtype=torch.int32, device=device),
+        )
+        shape = (sum(new_lens), geometry.num_qo_heads, geometry.head_dim)
+        sink_logits = None if sink_dtype is None else torch.zeros(shape[1], dtype=sink_dtype, device=device)
+        for chosen in (batch, replace(batch, extend_lens=None)):
+            self.plan(chosen)
+            q = torch.zeros(shape, dtype=self.q_dtype, device=device)[: sum(chosen.new_lens)]
+            for layer in {geometry.window(layer) > 0: layer for layer in range(geometry.num_layers)}.values():
+                self.run(layer, q, 1.0, sink_logits)
+        self._recent = RecentBatches()
+        self._planned = None
+        self._partials = self._scratch(0)
+
+    def plan(self, batch: AttentionBatch) -> None:
+        """Prepare the layers of one forward.
+
+        Args:
+            batch: the requests of the forward; with ``device_seq_lens`` nothing is copied from the host while
+                the planned stays the same.
+        """
+        planned = self._planned_of(batch.paths, batch.new_lens, _suffix_bounds(batch))
+        seq_lens = batch.device_seq_lens
+        if seq_lens is None:
+            seq_lens = to_device(torch.tensor(batch.seq_lens, dtype=torch.int32), self.k_arena.device)
+        self._planned = planned
+        if self.plain_prefill is not None:
+            self.plain_prefill.plan(batch, self._plain_requests(batch.paths, batch.new_lens))
+        self.start_step(seq_lens, batch.req_pool_indices, batch.req_to_token)
+
+    def start_step(self, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor) -> None:
+        """Take lengths; see :meth:`sgl_kvevict.attention.backend.CapturableAttention.start_step`."""
+        planned = self._planned
+        if planned is None:
+            raise InvariantError("a step was started before a batch was planned")
+        # A graph has its buffers in its own pool: those of its warm-up do not live as long.
+        previous = None if planned.addresses.is_captured else planned.step
+        planned.step = start_step(
+            planned.addresses,
+            req_to_token=req_to_token,
+            pool_rows=req_pool_indices.long(),
+            seq_lens=seq_lens.int(),
+            previous=previous,
+        )
+
+    def start_capture(self, num_requests: int) -> None:
+        """Lay out; see :meth:`sgl_kvevict.attention.backend.CapturableAttention.start_capture`."""
+        ones = (1,) * num_requests
+        addresses = self._build(((),) * num_requests, ones, ones).addresses
+        self._planned = _PlannedBatch(addresses.captured_at(self._captured_addresses))
+
+    def follow(self, batch: AttentionBatch, num_requests: int) -> None:
+        """Swap the tables; see :meth:`sgl_kvevict.attention.backend.CapturableAttention.follow`."""
+        if batch.extend_lens is not None or len(batch.paths) > num_requests:
+            raise InvariantError(f"{num_requests} decode rows were captured, got {batch.new_lens} new tokens")
+        padding = num_requests - len(batch.paths)
+        bounds = _suffix_bounds(batch) + (1,) * padding
+        planned = self._planned_of(batch.paths + ((),) * padding, (1,) * num_requests, bounds)
+        self._captured_addresses.copy_(planned.addresses.on_device)
+
+    def run(self, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Attend as planned; see :meth:`sgl_kvevict.attention.backend.Attention.run`."""
+        planned = self._planned
+        num_new = 0 if planned is None else planned.addresses.tables.num_new
+        shape = (num_new, self.geometry.num_qo_heads, self.geometry.head_dim)
+        if planned is None or planned.step is None or tuple(q.shape) != shape:
+            raise InvariantError(f"q: planned {list(shape)}, got {list(q.shape)}")
+        queries = q.to(self.q_dtype)
+        if not queries[0].is_contiguous():  # a slice of a fused projection is read where it lies
+            queries = queries.contiguous()
+        out = torch.empty(q.shape, dtype=queries.dtype, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        k_scale, v_scale = self.geometry.scales.of(layer)
+        inputs = LayerInputs(
+            layer,
+            queries,
+            self.k_arena,
+            self.v_arena,
+            sm_scale * k_scale,
+            v_scale,
+            self.biases,
+            self.geometry.window(layer),
+            None if sink_logits is None else sink_logits.contiguous(),
+        )
+        run_ragged_decode(planned.addresses, planned.step, inputs, out=out, lse=lse)
+        run_ragged_extend(planned.addresses, planned.step, inputs, out=out, lse=lse)
+        if self.plain_prefill is not None:
+            self.plain_prefill.run(layer, queries, sm_scale, out, lse, sink_logits)
+        return out.to(q.dtype), lse
+
+    def _planned_of(
+        self, paths: tuple[Path, ...], new_lens: Sequence[int], suffix_bounds: tuple[int, ...]
+    ) -> _PlannedBatch:
+        new = tuple(new_lens)
+        return self._recent.get((paths, new, suffix_bounds), lambda: self._build(paths, new, suffix_bounds))
+
+    def _build(
+        self, paths: tuple[Path, ...], new_lens: tuple[int, ...], suffix_bounds: tuple[int, ...]
+    ) -> _PlannedBatch:
+        tables = plan_ragged_decode(
+            paths,
+            new_lens,
+            suffix_bounds,
+            sizes=self._sizes,
+            device=self.k_arena.device,
+            elsewhere=self._plain_requests(paths, new_lens),
+        )
+        if self._partials[0].shape[0] < tables.num_partials:
+            self._partials = self._scratch(tables.num_partials)
+        return _PlannedBatch(list_addresses(tables, self._partials))
+
+    def _plain_requests(self, paths: Sequence[Path], new_lens: Sequence[int]) -> list[int]:
+        """Requests that ``plain_prefill`` attends for."""
+        if self.plain_prefill is None:
+            return []
+        group = self.geometry.group_size
+        both = zip(paths, new_lens, strict=True)
+        return [i for i, (path, new) in enumerate(both) if not path and not uses_split(new, group)]
+
+    def _scratch(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Partials of all layers and forwards, one after the other on one stream; who needs more replaces them."""
+        device = self.k_arena.device
+        return (
+            torch.empty(num_rows, self.geometry.head_dim, dtype=torch.float32, device=device),
+            torch.empty(num_rows, dtype=torch.float32, device=device),
+        )
+
+
+def _suffix_bounds(batch: AttentionBatch) -> tuple[int, ...]:
+    """What the suffixes of a batch do not outgrow for many steps."""
+    return tuple(bucket(end - start) for start, end in zip(batch.waterlines, batch.seq_lens, strict=True))

@@ -1,0 +1,276 @@
+"""How each signal is collected while a prompt is prefilled: one class for each, one object for each layer.
+
+A few numbers per token or less, never attention rows: what a collector holds is of constant size, or counted in its
+``num_bytes`` and so limited by ``observation_bytes``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvevict_kernels.accumulated_attention import accumulated_attention
+from kvevict_kernels.echo_attention import echo_attention
+from kvevict_kernels.rotary import Rotary
+from kvevict_kernels.stored_rows import gather_rows
+from sgl_kvevict.policies.query_moments import QueryMoments
+from sgl_kvevict.policies.signals import QueryWindow, Signal
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive queries of one prompt in one layer, and the keys they saw.
+
+    Attributes:
+        queries: [n, num_qo_heads, head_dim], after RoPE.
+        lse: [n, num_qo_heads], float32, natural log-sum-exp over all keys each query saw.
+        query_start: logical position of the first query.
+        k_buffer: [num_token_slots, num_kv_heads, head_dim], the layer's keys, these tokens' included.
+        key_start: waterline: keys from here on are in ordinary slots.
+        token_slots: [num_keys], int64, slots of the tokens from ``key_start`` to the last query's; None if no collector
+            needs them.
+        sm_scale: softmax scale of the layer.
+        k_scale: what a stored 1 of ``k_buffer`` is worth.
+        window_size: most queries to keep of a prompt.
+        rotary: the model's rotary embedding; None if no collector needs it.
+    """
+
+    queries: Tensor
+    lse: Tensor
+    query_start: int
+    k_buffer: Tensor
+    key_start: int
+    token_slots: Tensor | None
+    sm_scale: float
+    k_scale: float
+    window_size: int
+    rotary: Rotary | None
+
+    @property
+    def key_slots(self) -> Tensor:
+        """``token_slots``, for a collector whose ``needs_slots`` is set."""
+        assert self.token_slots is not None
+        return self.token_slots
+
+    @property
+    def model_rotary(self) -> Rotary:
+        """``rotary``, for a collector whose ``needs_rotary`` is set."""
+        assert self.rotary is not None
+        return self.rotary
+
+    def last(self, earlier: Tensor | None, rows: Tensor) -> Tensor:
+        """The last ``window_size`` of the rows of all chunks so far, contiguous; ``earlier`` are those before."""
+        missing = self.window_size - rows.shape[0]
+        if earlier is None or missing <= 0:
+            return rows[-self.window_size :].clone(memory_format=torch.contiguous_format)
+        return torch.cat([earlier[-missing:], rows]).contiguous()
+
+
+class Collector(ABC):
+    """Collects one signal in one layer, chunk after chunk, in order.
+
+    Attributes:
+        needs_slots: it reads keys of the prompt: :attr:`Chunk.token_slots` must be there.
+        needs_rotary: it turns queries: :attr:`Chunk.rotary` must be there.
+    """
+
+    needs_slots: ClassVar[bool] = False
+    needs_rotary: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Memory that counts towards ``observation_bytes``."""
+
+    @abstractmethod
+    def add(self, chunk: Chunk) -> None:
+        """Collect from the next chunk."""
+
+    @abstractmethod
+    def value(self, first: int, num_tokens: int) -> object | None:
+        """The signal, as :class:`Signal` describes it; None if no chunk came.
+
+        Args:
+            first: index of the range's first token among the keys of the last chunk.
+            num_tokens: of the range.
+        """
+
+    def forget(self, num_tokens: int) -> None:
+        """The first tokens of the keys were compressed; what is not per token stays as it is."""
+        return None
+
+
+class WindowQueries(Collector):
+    """The last queries instead of their scores.
+
+    They are a constant few rows per layer, they can still be scored when the range to compress is known (it may have
+    shrunk since, or may be compressed much later), and the log-sum-exp that the forward computed anyway makes the
+    scores true attention weights in one pass over the keys.
+    """
+
+    def __init__(self) -> None:
+        self._queries: Tensor | None = None
+        self._lse: Tensor | None = None
+        self._end = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Queries and their log-sum-exp."""
+        return sum(rows.nbytes for rows in (self._queries, self._lse) if rows is not None)
+
+    def add(self, chunk: Chunk) -> None:
+        """Keep the last rows."""
+        self._queries = chunk.last(self._queries, chunk.queries)
+        self._lse = chunk.last(self._lse, chunk.lse)
+        self._end = chunk.query_start + chunk.queries.shape[0]
+
+    def value(self, first: int, num_tokens: int) -> QueryWindow | None:
+        """The window, whatever the range."""
+        if self._queries is None or self._lse is None:
+            return None
+        return QueryWindow(self._queries, self._lse, self._end - self._queries.shape[0])
+
+
+class WindowKeys(Collector):
+    """The keys of the tokens whose queries :class:`WindowQueries` keeps."""
+
+    needs_slots = True
+
+    def __init__(self) -> None:
+        self._keys: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """The rows."""
+        return 0 if self._keys is None else self._keys.nbytes
+
+    def add(self, chunk: Chunk) -> None:
+        """Keep the last rows."""
+        slots = chunk.key_slots[-chunk.queries.shape[0] :][-chunk.window_size :]
+        self._keys = chunk.last(self._keys, gather_rows(chunk.k_buffer, slots, chunk.k_scale))
+
+    def value(self, first: int, num_tokens: int) -> Tensor | None:
+        """The rows, whatever the range."""
+        return self._keys
+
+
+class PerToken(Collector):
+    """A number for each key, which later queries add to."""
+
+    needs_slots = True
+
+    def __init__(self) -> None:
+        self._numbers: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """The numbers."""
+        return 0 if self._numbers is None else self._numbers.nbytes
+
+    def add(self, chunk: Chunk) -> None:
+        """Combine what these queries say of all keys with what earlier ones said of the first of them."""
+        numbers = self._of(chunk)
+        if self._numbers is not None:
+            self._combine(numbers[:, : self._numbers.shape[1]], self._numbers)
+        self._numbers = numbers
+
+    def value(self, first: int, num_tokens: int) -> Tensor | None:
+        """[num_kv_heads, num_tokens], float32."""
+        return None if self._numbers is None else self._numbers[:, first : first + num_tokens]
+
+    def forget(self, num_tokens: int) -> None:
+        """Numbers of tokens that were compressed are of no use."""
+        if self._numbers is not None:
+            self._numbers = self._numbers[:, num_tokens:]
+
+    @abstractmethod
+    def _of(self, chunk: Chunk) -> Tensor:
+        """[num_kv_heads, num_keys], float32: what a chunk's queries say of each key."""
+
+    @abstractmethod
+    def _combine(self, numbers: Tensor, earlier: Tensor) -> None:
+        """Add what earlier queries said to ``numbers``, in place."""
+
+
+class AccumulatedAttention(PerToken):
+    """Attention of all queries, summed."""
+
+    def _of(self, chunk: Chunk) -> Tensor:
+        return accumulated_attention(
+            chunk.queries.contiguous(),
+            chunk.lse.contiguous(),
+            chunk.k_buffer,
+            chunk.key_slots,
+            sm_scale=chunk.sm_scale * chunk.k_scale,
+            key_start=chunk.key_start,
+            query_start=chunk.query_start,
+        )
+
+    def _combine(self, numbers: Tensor, earlier: Tensor) -> None:
+        numbers += earlier
+
+
+class EchoAttention(PerToken):
+    """The largest attention that queries would pay if they stood behind the keys."""
+
+    needs_rotary = True
+
+    def _of(self, chunk: Chunk) -> Tensor:
+        return echo_attention(
+            chunk.queries.contiguous(),
+            chunk.k_buffer,
+            chunk.key_slots,
+            sm_scale=chunk.sm_scale,
+            key_start=chunk.key_start,
+            query_start=chunk.query_start,
+            rotary=chunk.model_rotary,
+            k_scale=chunk.k_scale,
+        )
+
+    def _combine(self, numbers: Tensor, earlier: Tensor) -> None:
+        torch.maximum(numbers, earlier, out=numbers)
+
+
+class Moments(Collector):
+    """Mean and covariance of all queries. Their size is that of the model alone, and nothing is counted for them."""
+
+    needs_rotary = True
+    num_bytes = 0
+
+    def __init__(self) -> None:
+        self._moments: QueryMoments | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        """Count the chunk's queries in."""
+        _, num_qo_heads, head_dim = chunk.queries.shape
+        moments = self._moments or QueryMoments.empty(num_qo_heads, head_dim, chunk.model_rotary)
+        self._moments = moments.add(chunk.queries, chunk.query_start)
+
+    def value(self, first: int, num_tokens: int) -> QueryMoments | None:
+        """The moments, whatever the range."""
+        return self._moments
+
+
+COLLECTORS: Mapping[Signal, type[Collector]] = {
+    Signal.WINDOW_QUERIES: WindowQueries,
+    Signal.WINDOW_KEYS: WindowKeys,
+    Signal.ACCUMULATED_ATTENTION: AccumulatedAttention,
+    Signal.ECHO_ATTENTION: EchoAttention,
+    Signal.QUERY_MOMENTS: Moments,
+}
+"""Signals that a prefill leaves behind. The others are read from the pool, come from readers, or are the model's."""
+
+
+def collected(signals: frozenset[Signal]) -> dict[Signal, type[Collector]]:
+    """Those of some signals that a prefill leaves behind, with what collects them, always in the same order."""
+    return {signal: kind for signal, kind in COLLECTORS.items() if signal in signals}
+
+
+def needs_rotary(signals: frozenset[Signal]) -> bool:
+    """Whether collecting some signals takes the model's rotary embedding."""
+    return any(collector.needs_rotary for collector in collected(signals).values())

@@ -1,0 +1,134 @@
+"""What a policy sees of one layer of a range: keys, values, and the signals that it asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from torch import Tensor
+
+from kvevict_kernels.stored_rows import gather_rows
+from sgl_kvevict.policies.signals import QueryWindow, Signal
+
+ValueT = TypeVar("ValueT")
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """One layer of the tokens ``[start, start + num_tokens)`` of a path.
+
+    Attributes:
+        layer: layer index.
+        start: logical position of the range's first token.
+        k_buffer: [num_token_slots, num_kv_heads, head_dim], the layer's keys, after RoPE.
+        v_buffer: [num_token_slots, num_kv_heads, head_dim].
+        token_slots: [num_tokens], int64, the range's rows in the buffers.
+        sm_scale: softmax scale: factor of the products of queries and ``keys``.
+        signals: what was collected besides, each as :class:`Signal` describes it; what is per token is
+            [num_kv_heads, num_tokens], float32.
+        num_prompt_tokens: logical length of the prompt whose queries were observed; None if unknown.
+        k_scale: what a stored 1 of ``k_buffer`` is worth, if it holds float8.
+        v_scale: of ``v_buffer``, likewise.
+    """
+
+    layer: int
+    start: int
+    k_buffer: Tensor
+    v_buffer: Tensor
+    token_slots: Tensor
+    sm_scale: float
+    signals: Mapping[Signal, object] = field(default_factory=dict)
+    num_prompt_tokens: int | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    @property
+    def keys(self) -> Tensor:
+        """[num_tokens, num_kv_heads, head_dim], copied at each use, so that a pass holds one layer at a time."""
+        return gather_rows(self.k_buffer, self.token_slots, self.k_scale)
+
+    @property
+    def values(self) -> Tensor:
+        """[num_tokens, num_kv_heads, head_dim], copied at each use, so that a pass holds one layer at a time."""
+        return gather_rows(self.v_buffer, self.token_slots, self.v_scale)
+
+    @property
+    def stored_sm_scale(self) -> float:
+        """Factor of the products of queries and rows of ``k_buffer`` as they are stored."""
+        return self.sm_scale * self.k_scale
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the range."""
+        return self.token_slots.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of the layer."""
+        return self.k_buffer.shape[1]
+
+    def with_signals(self, more: Mapping[Signal, object]) -> LayerView:
+        """The same view with more signals."""
+        return replace(self, signals={**self.signals, **more})
+
+    def find(self, signal: Signal, kind: type[ValueT]) -> ValueT | None:
+        """What was collected under a signal; None if nothing was.
+
+        Args:
+            signal: which.
+            kind: type of its value, as :class:`Signal` describes it.
+
+        Raises:
+            ValueError: it is of another type.
+        """
+        value = self.signals.get(signal)
+        if value is None or isinstance(value, kind):
+            return value
+        raise ValueError(f"{signal.value} of layer {self.layer}: a {kind.__name__} is needed, got {type(value)}")
+
+    def need(self, signal: Signal, kind: type[ValueT]) -> ValueT:
+        """What was collected under a signal; see :meth:`find`.
+
+        Raises:
+            ValueError: nothing was, or it is of another type.
+        """
+        value = self.find(signal, kind)
+        if value is None:
+            raise ValueError(f"the policy needs {signal.value} of layer {self.layer}, got none")
+        return value
+
+    def need_per_token(self, signal: Signal) -> Tensor:
+        """[num_kv_heads, num_tokens], float32, what was collected under a signal that is per token.
+
+        Raises:
+            ValueError: nothing was, or its shape is wrong.
+        """
+        value = self.need(signal, Tensor)
+        expected = (self.num_kv_heads, self.num_tokens)
+        if tuple(value.shape) != expected:
+            got = tuple(value.shape)
+            raise ValueError(f"the policy needs {signal.value} {expected} of layer {self.layer}, got {got}")
+        return value
+
+    def need_window(self) -> QueryWindow:
+        """The last queries of the prompt.
+
+        Raises:
+            ValueError: the forward pass did not provide them.
+        """
+        return self.need(Signal.WINDOW_QUERIES, QueryWindow)
+
+    def need_prompt_length(self) -> int:
+        """The logical length of the observed prompt.
+
+        Raises:
+            ValueError: it is unknown.
+        """
+        if self.num_prompt_tokens is None:
+            raise ValueError("the policy needs the length of the prompt (num_prompt_tokens), got none")
+        return self.num_prompt_tokens
+
+
+Show = Callable[[int], LayerView]
+"""Gives the view of a layer."""

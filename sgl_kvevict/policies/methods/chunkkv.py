@@ -1,0 +1,198 @@
+"""``chunkkv``: whole chunks of consecutive tokens, by the attention the last queries pay to them.
+
+Source: ChunkKV (arXiv 2502.00299), Alg. 1, Sec. 3.3. The score is that of ``snapkv`` without its pool, or raw dot
+products as Algorithm 1 prints them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.policies.budget_options import BudgetOptions
+from sgl_kvevict.policies.layer_view import LayerView
+from sgl_kvevict.policies.method import Method, PaperSettings, PaperValue
+from sgl_kvevict.policies.options import option
+from sgl_kvevict.policies.parts import RangeScores, Scorer, Selector, TokenScores
+from sgl_kvevict.policies.policy import Policy
+from sgl_kvevict.policies.ranking import fill_in_order
+from sgl_kvevict.policies.scorers import WindowAttentionScorer
+from sgl_kvevict.policies.signals import Signal
+
+
+@dataclass(frozen=True)
+class WindowLogitsScorer(Scorer):
+    """Sum over the window of ``q . k``, without scale, mask or softmax.
+
+    Logits can be negative, so long chunks are punished; offered for comparison only.
+
+    Attributes:
+        window_size: queries in the observation window.
+        keep_window: tokens of the window that lie inside the range are kept without competing.
+
+    Source: ChunkKV (arXiv 2502.00299), Alg. 1, line 1, taken literally.
+    Differs: with grouped queries, the mean over a group.
+    """
+
+    window_size: int = 32
+    keep_window: bool = True
+    needs = frozenset({Signal.WINDOW_QUERIES, Signal.KEYS})
+
+    @property
+    def kept_window(self) -> int:
+        """The whole window, or nothing."""
+        return self.window_size if self.keep_window else 0
+
+    def score(self, view: LayerView) -> TokenScores:
+        """Score one layer: [num_kv_heads, num_tokens], neither scaled nor masked."""
+        window = view.need_window().last(self.window_size)
+        keys = view.keys.float().permute(1, 2, 0)  # [H, D, N]
+        grouped = window.queries.float().sum(0).view(view.num_kv_heads, -1, keys.shape[1])
+        return TokenScores((grouped.mean(1, keepdim=True) @ keys).squeeze(1))
+
+
+@dataclass(frozen=True)
+class ChunkSelector(Selector):
+    """Keeps the chunks with the highest summed scores, best first, until the budget is spent.
+
+    Attributes:
+        chunk_length: tokens in a chunk; the last one may be shorter.
+        mode: "exact" lays chunks over the competing tokens and cuts the last accepted chunk to what is left
+            of the budget. "paper" follows Algorithm 1 as printed: chunks also over window tokens inside the
+            range, as many whole ones as the budget with the window holds, and room for the window made by dropping
+            the *latest* selected tokens. A tail that covers the window would leave nothing of this.
+        chunk_score: "sum" of the chunk's scores, or their "mean" (then a short last chunk is not at a
+            disadvantage).
+        share_heads: one list of chunks for all heads of a layer, by scores summed over heads (kvpress).
+
+    Source: ChunkKV (arXiv 2502.00299), Alg. 1.
+    Differs: Algorithm 1 can store window tokens twice and leaves ``budget mod chunk_length`` entries empty;
+        here every token is stored once, and "paper" fills the gaps with the next best chunks. Its grid ends with the
+        range: the tail's own scores are in no chunk.
+    """
+
+    chunk_length: int = 10
+    mode: Literal["exact", "paper"] = "exact"
+    chunk_score: Literal["sum", "mean"] = "sum"
+    share_heads: bool = False
+
+    def select(self, scores: RangeScores, keep_lens: Tensor) -> Tensor:
+        """Choose tokens; see :class:`Selector`."""
+        if self.mode == "exact":
+            values = scores.candidates(scores.values)
+            free = torch.ones_like(values, dtype=torch.bool)
+            return scores.with_pinned(self._take(free, self._ranking(values), keep_lens))
+        return self._paper(scores, keep_lens + scores.num_last)
+
+    def _paper(self, scores: RangeScores, budgets: Tensor) -> Tensor:
+        """Algorithm 1 over all tokens but the pinned first ones; budgets include the window's tokens in the range."""
+        values = scores.values[..., scores.num_first :]
+        num_tokens, num_last = values.shape[-1], scores.num_last
+        ranking = self._ranking(values)
+        whole = (budgets + scores.num_behind).div(self.chunk_length, rounding_mode="floor").unsqueeze(-1)
+        place = torch.empty_like(ranking).scatter_(
+            -1, ranking, torch.arange(ranking.shape[-1], device=ranking.device).expand_as(ranking)
+        )
+        selected = (place < whole).repeat_interleave(self.chunk_length, dim=-1)[..., :num_tokens]
+        kept = selected & (selected.cumsum(-1) <= (budgets - num_last).unsqueeze(-1))
+        kept[..., num_tokens - num_last :] = True
+        kept |= self._take(~kept, ranking, budgets - kept.sum(-1))
+        return pad(kept, (scores.num_first, 0), value=True)
+
+    def _ranking(self, values: Tensor) -> Tensor:
+        """Chunk indices, best first, ties to the lower one: [num_layers, num_kv_heads, num_chunks], int64."""
+        chunks = self._per_chunk(values.double())
+        if self.chunk_score == "mean":
+            chunks = chunks / self._per_chunk(torch.ones_like(values))
+        if self.share_heads:
+            chunks = chunks.sum(1, keepdim=True).expand_as(chunks)
+        return chunks.sort(dim=-1, descending=True, stable=True).indices
+
+    def _per_chunk(self, per_token: Tensor) -> Tensor:
+        """Sum over each chunk: [num_layers, num_kv_heads, num_chunks]."""
+        missing = -per_token.shape[-1] % self.chunk_length
+        return pad(per_token, (0, missing)).view(*per_token.shape[:-1], -1, self.chunk_length).sum(-1)
+
+    def _take(self, free: Tensor, ranking: Tensor, budgets: Tensor) -> Tensor:
+        """Mark the first free tokens of the best chunks until each budget is spent."""
+        sizes = self._per_chunk(free.long()).gather(-1, ranking)
+        taken = fill_in_order(sizes, budgets.unsqueeze(-1))
+        per_chunk = torch.empty_like(taken).scatter_(-1, ranking, taken)
+        missing = -free.shape[-1] % self.chunk_length
+        rank = pad(free, (0, missing)).view(*free.shape[:-1], -1, self.chunk_length).cumsum(-1)
+        return free & (rank <= per_chunk.unsqueeze(-1)).flatten(-2)[..., : free.shape[-1]]
+
+
+@dataclass(frozen=True)
+class ChunkKVOptions(BudgetOptions):
+    """Options of ``chunkkv``."""
+
+    chunk_length: int = option(10, "tokens in a chunk", minimum=1)
+    mode: Literal["exact", "paper"] = option(
+        "exact",
+        "chunks over competing tokens, the last one cut to fit (exact), or Algorithm 1 as printed (paper), which needs "
+        "tail_tokens < window_size",
+        choices=("exact", "paper"),
+    )
+    reuse_layers: int = option(1, "layers that share the positions chosen by the first of them; 1 = off", minimum=1)
+    window_size: int = option(32, "queries at the end of the prompt whose attention scores tokens", minimum=1)
+    score: Literal["softmax", "raw"] = option(
+        "softmax", "attention weights, or raw dot products (as printed)", choices=("softmax", "raw")
+    )
+    chunk_score: Literal["sum", "mean"] = option(
+        "sum", "a chunk's score is the sum or the mean of its tokens'", choices=("sum", "mean")
+    )
+    share_heads: bool = option(False, "all heads of a layer keep the same chunks, by summed scores (kvpress)")
+    keep_window: bool = option(True, "window tokens inside the range are kept without competing")
+
+    def scorer(self) -> Scorer:
+        """The scorer these options describe."""
+        if self.score == "raw":
+            return WindowLogitsScorer(self.window_size, self.keep_window)
+        return WindowAttentionScorer(self.window_size, kernel_size=1, keep_window=self.keep_window)
+
+
+def _build(options: ChunkKVOptions) -> Policy:
+    if options.mode == "paper" and not options.keep_window:
+        raise ConfigError(
+            "policy_options.mode: got 'paper' for policy 'chunkkv' with keep_window=False; allowed: 'exact', or "
+            "keep_window=True (Algorithm 1 always keeps the window)"
+        )
+    selector = ChunkSelector(options.chunk_length, options.mode, options.chunk_score, options.share_heads)
+    return Policy(
+        "chunkkv",
+        options.scorer(),
+        options.allocator(),
+        selector,
+        reuse_layers=options.reuse_layers,
+        max_tail_tokens=options.window_size - 1 if options.mode == "paper" else None,
+        why_max_tail=f"mode='paper' lays chunks over the window's window_size={options.window_size} tokens too; a tail "
+        "that covers all of them leaves what mode='exact' keeps",
+    )
+
+
+METHOD = Method(
+    name="chunkkv",
+    summary="whole chunks of consecutive tokens, by the attention the last queries pay to them",
+    source="ChunkKV (arXiv 2502.00299), Alg. 1, Sec. 3.3",
+    use_when="text whose sentences should stay whole",
+    options_type=ChunkKVOptions,
+    build=_build,
+    paper=PaperSettings(
+        "ChunkKV (arXiv 2502.00299)",
+        (
+            PaperValue("chunk_length", 10, "experiments: 10 for all models"),
+            PaperValue("mode", "paper", "Alg. 1, lines 2-8"),
+            PaperValue("window_size", 32, "the largest of {4, 8, 16, 32}; which one was used is not said"),
+            PaperValue("score", "softmax", "text on Alg. 1: as H2O and SnapKV; line 1 alone would be raw"),
+            PaperValue("chunk_score", "sum", "Alg. 1, line 3"),
+            PaperValue("share_heads", False, "Alg. 1, for one head"),
+        ),
+        why_tail="Alg. 1, line 2: chunks lie over the window's tokens too",
+    ),
+)

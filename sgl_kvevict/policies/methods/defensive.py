@@ -1,0 +1,106 @@
+"""``defensive``: the worst case over the window instead of its average, weighted by what a value adds.
+
+Source: DefensiveKV; CriticalKV (arXiv 2502.03805), Sec. 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvevict_kernels.accumulated_attention import accumulated_attention
+from sgl_kvevict.policies.budget_options import OneBudgetOptions
+from sgl_kvevict.policies.layer_view import LayerView
+from sgl_kvevict.policies.method import Method
+from sgl_kvevict.policies.options import option
+from sgl_kvevict.policies.parts import Scorer, TokenScores, Trait
+from sgl_kvevict.policies.policy import Policy
+from sgl_kvevict.policies.selectors import TopKSelector
+from sgl_kvevict.policies.signals import Signal
+
+
+@dataclass(frozen=True)
+class RobustAttentionScorer(Scorer):
+    """Largest attention of the last ``window_size`` queries, floored by its mean, times the size of the value.
+
+    A mean forgets what only one query needed. No token counts less than the head's average one, so that heads whose
+    window looked at nothing in particular do not rank by noise. A value counts as large as it arrives in the residual
+    stream.
+
+    Attributes:
+        window_size: queries in the observation window.
+        use_floor: floor by the mean over the range.
+        use_value_norm: multiply by the norm of the value, through the output projection.
+
+    Source: DefensiveKV (max over window and group, floored by the mean); CriticalKV (arXiv 2502.03805), Sec. 4
+        (the norm).
+    Differs: the 2-norm over all query heads of a group instead of the 1-norm of each.
+    Cost: window_size * num_tokens * head_dim per query head, and num_tokens * head_dim^2 per KV head.
+    """
+
+    window_size: int = 32
+    use_floor: bool = True
+    use_value_norm: bool = True
+    traits = frozenset({Trait.COMPARABLE})
+
+    @property
+    def needs(self) -> frozenset[Signal]:
+        """Window and keys; values and output projection only for the norm."""
+        norm = {Signal.VALUES, Signal.OUTPUT_GRAM} if self.use_value_norm else set()
+        return frozenset({Signal.WINDOW_QUERIES, Signal.KEYS, *norm})
+
+    @property
+    def kept_window(self) -> int:
+        """The whole window."""
+        return self.window_size
+
+    def score(self, view: LayerView) -> TokenScores:
+        """Score one layer."""
+        window = view.need_window().last(self.window_size)
+        peaks = accumulated_attention(
+            window.queries,
+            window.lse,
+            view.k_buffer,
+            view.token_slots,
+            sm_scale=view.stored_sm_scale,
+            key_start=view.start,
+            query_start=window.start,
+            reduction="max",
+        )
+        if self.use_floor:
+            peaks = peaks.clamp(min=peaks.mean(-1, keepdim=True))
+        if self.use_value_norm:
+            peaks = peaks * _output_norms(view)
+        return TokenScores(peaks)
+
+
+def _output_norms(view: LayerView) -> Tensor:
+    """[num_kv_heads, num_tokens], float32: norm of each value after the output projection."""
+    values = view.values.transpose(0, 1).float()
+    projected = values @ view.need(Signal.OUTPUT_GRAM, Tensor)
+    return projected.mul_(values).sum(-1).clamp_(min=0).sqrt_()
+
+
+@dataclass(frozen=True)
+class DefensiveOptions(OneBudgetOptions):
+    """Options of ``defensive``."""
+
+    window_size: int = option(32, "queries at the end of the prompt whose attention scores tokens", minimum=1)
+    use_floor: bool = option(True, "no token counts less than the average one of its head")
+    use_value_norm: bool = option(True, "multiply by the norm of the value through the output projection")
+
+
+def _build(options: DefensiveOptions) -> Policy:
+    scorer = RobustAttentionScorer(options.window_size, options.use_floor, options.use_value_norm)
+    return Policy("defensive", scorer, options.allocator(), TopKSelector())
+
+
+METHOD = Method(
+    name="defensive",
+    summary="the largest attention of the last queries, times what a value adds; one budget for all layers",
+    source="DefensiveKV; CriticalKV (arXiv 2502.03805), Sec. 4",
+    use_when="a peer; the question ends the prompt",
+    options_type=DefensiveOptions,
+    build=_build,
+)

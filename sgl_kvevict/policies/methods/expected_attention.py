@@ -1,0 +1,111 @@
+"""``expected-attention``: attention that future queries are expected to pay, from the distribution of past ones.
+
+Source: Expected Attention (arXiv 2510.00636), Sec. 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sgl_kvevict.policies.budget_options import BudgetOptions
+from sgl_kvevict.policies.layer_view import LayerView
+from sgl_kvevict.policies.method import Method
+from sgl_kvevict.policies.options import option
+from sgl_kvevict.policies.parts import Scorer, TokenScores, Trait
+from sgl_kvevict.policies.policy import Policy
+from sgl_kvevict.policies.query_moments import QueryMoments
+from sgl_kvevict.policies.selectors import TopKSelector
+from sgl_kvevict.policies.signals import Signal
+
+
+@dataclass(frozen=True)
+class ExpectedAttentionScorer(Scorer):
+    """Future queries are taken as Gaussian, with mean and covariance of the prompt's queries before RoPE.
+
+    The Gaussian is turned by the mean rotation of the next ``num_future_positions`` positions; the
+    expectation of ``exp(logit)`` is then closed-form. Scores are normalised over the range, averaged over the
+    query heads of a group and multiplied by the value's norm. Question-agnostic.
+
+    Attributes:
+        num_future_positions: positions after the prompt that the rotation is averaged over.
+        num_sink_tokens: first positions of a path left out of the normalisation (they are kept anyway).
+        use_covariance: with the second-order term.
+        use_value_norm: multiply by the norm of the value.
+        epsilon: added to the normalised scores before that.
+
+    Source: Expected Attention (arXiv 2510.00636), Sec. 3.
+    Differs: normalised over the range to compress, not over the whole prompt.
+    Cost: num_tokens * head_dim^2 per query head.
+    """
+
+    num_future_positions: int = 512
+    num_sink_tokens: int = 4
+    use_covariance: bool = True
+    use_value_norm: bool = True
+    epsilon: float = 0.0
+    traits = frozenset({Trait.COMPARABLE})
+
+    @property
+    def needs(self) -> frozenset[Signal]:
+        """Query moments and keys; values only for their norm."""
+        values = {Signal.VALUES} if self.use_value_norm else set()
+        return frozenset({Signal.QUERY_MOMENTS, Signal.KEYS, *values})
+
+    def score(self, view: LayerView) -> TokenScores:
+        """Score one layer; without a prompt length, a ValueError."""
+        moments = view.need(Signal.QUERY_MOMENTS, QueryMoments)
+        length = view.need_prompt_length()
+        head_dim = view.k_buffer.shape[-1]
+        turn = moments.rotary.mean_rotation(length, self.num_future_positions, head_dim)
+        by_head = (view.num_kv_heads, -1, head_dim)
+        mean = (moments.mean @ turn.T).view(by_head)
+        spread = (turn @ moments.covariance @ turn.T).view(*by_head, head_dim) if self.use_covariance else None
+        num_sinks = min(max(self.num_sink_tokens - view.start, 0), view.num_tokens - 1)
+        keys = view.keys
+        scores = torch.empty(view.num_kv_heads, view.num_tokens, device=keys.device)
+        for head in range(view.num_kv_heads):  # float32 copies are as large as the keys: one head at a time
+            rows = keys[:, head].float()
+            logits = mean[head] @ rows.T * view.sm_scale  # [G, N]
+            if spread is not None:
+                for member, one in enumerate(spread[head]):
+                    logits[member] += (rows @ one).mul_(rows).sum(-1) * (view.sm_scale**2 / 2)
+            logits[:, :num_sinks] = -torch.inf
+            scores[head] = logits.softmax(-1).mean(0)
+        if self.use_value_norm:
+            scores = (scores + self.epsilon) * view.values.norm(dim=-1, dtype=torch.float32).T
+        return TokenScores(scores)
+
+
+@dataclass(frozen=True)
+class ExpectedAttentionOptions(BudgetOptions):
+    """Options of ``expected-attention``."""
+
+    num_future_positions: int = option(512, "positions after the prompt whose queries are expected", minimum=1)
+    num_sink_tokens: int = option(4, "first tokens of a path that every head keeps", minimum=0)
+    use_covariance: bool = option(True, "with the second moment of the queries")
+    use_value_norm: bool = option(True, "multiply by the norm of the value")
+    epsilon: float = option(0.0, "added to the attention before that", minimum=0)
+
+
+def _build(options: ExpectedAttentionOptions) -> Policy:
+    scorer = ExpectedAttentionScorer(
+        options.num_future_positions,
+        options.num_sink_tokens,
+        options.use_covariance,
+        options.use_value_norm,
+        options.epsilon,
+    )
+    sinks = options.num_sink_tokens
+    return Policy("expected-attention", scorer, options.allocator(), TopKSelector(), num_sink_tokens=sinks)
+
+
+METHOD = Method(
+    name="expected-attention",
+    summary="tokens that queries distributed like the prompt's are expected to attend to",
+    source="Expected Attention (arXiv 2510.00636), Sec. 3",
+    use_when="a peer; unknown questions, cheap",
+    options_type=ExpectedAttentionOptions,
+    build=_build,
+)

@@ -1,0 +1,228 @@
+"""``k-vec``: SnapKV's scores, steered so that heads and layers together cover more of the prompt.
+
+Source: K-VEC (arXiv 2606.29563), Alg. 1: its heads' windows (Eq. 8-13) are the scorer, its bonus for tokens that few
+layers have kept (Eq. 12-16) is the selector.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import max_pool1d
+
+from sgl_kvevict.errors import ConfigError, InvariantError
+from sgl_kvevict.policies.budget_options import BudgetOptions
+from sgl_kvevict.policies.layer_view import LayerView
+from sgl_kvevict.policies.method import Method, PaperSettings, PaperValue
+from sgl_kvevict.policies.options import option
+from sgl_kvevict.policies.parts import RangeScores, Scorer, Selector, TokenScores, Trait
+from sgl_kvevict.policies.policy import Policy
+from sgl_kvevict.policies.ranking import key_max, order_keys, top_mask
+from sgl_kvevict.policies.rounding import exact_fraction
+from sgl_kvevict.policies.signals import QueryWindow, Signal
+
+
+@dataclass(frozen=True)
+class CrossHeadScorer(Scorer):
+    """Mean attention of the last queries; the flattest heads of a layer use a longer window.
+
+    Flat means: the smallest standard deviation over the tokens. Besides, every token gets an importance for the
+    layer: the maximum over the KV heads, averaged over the window, for the selector's cross-layer bonus.
+
+    Attributes:
+        window_size: longest window any head looks at (``O'``).
+        base_window: window of all other heads (``O``), and the one that is kept.
+        rescored_share: share of the KV heads with the longer window, rounded to heads (half up); 3 of 8 in the paper
+            (``delta``).
+        kernel_size: width of a max pool over the mean, odd; 1 = none. Importance is never pooled.
+        keep_window: tokens of the base window that lie inside the range are kept without competing.
+
+    Source: K-VEC (arXiv 2606.29563), Eq. 8, 10, 11, 13; Alg. 1, lines 2-8.
+    Differs: "heads" are KV heads, and a KV head's rows are the mean over its query heads (the paper's figures
+        imply it). Its algorithm's comment calls the flattest heads "most focused"; equation and text say
+        least. The deviation is over all tokens of the prompt (Eq. 10) that can be seen: the range, and the window's own
+        tokens behind it; what was compressed before the range is gone.
+    Cost: window_size * num_tokens * head_dim per query head.
+    """
+
+    window_size: int = 32
+    base_window: int = 16
+    rescored_share: float = 0.375
+    kernel_size: int = 1
+    keep_window: bool = True
+    needs = frozenset({Signal.WINDOW_QUERIES, Signal.WINDOW_KEYS, Signal.KEYS})
+    traits = frozenset({Trait.COMPARABLE, Trait.IMPORTANCE})
+
+    @property
+    def kept_window(self) -> int:
+        """The base window, or nothing."""
+        return self.base_window if self.keep_window else 0
+
+    def num_rescored(self, num_heads: int) -> int:
+        """KV heads of a layer that look further back."""
+        return int(exact_fraction(self.rescored_share) * num_heads + exact_fraction(0.5))
+
+    def caution(self, num_kv_heads: int) -> str | None:
+        """What the scorer's cross-head part cannot do with so many KV heads; None if it can."""
+        count = self.num_rescored(num_kv_heads)
+        if not self.rescored_share or 0 < count < num_kv_heads:
+            return None
+        looking = "no head looks" if count == 0 else "every head looks"
+        return (
+            f"rescored_share={self.rescored_share} of {num_kv_heads} KV heads is {count}: {looking} further back than "
+            "the others, so nothing is left of the cross-head part"
+        )
+
+    def score(self, view: LayerView) -> TokenScores:
+        """Score one layer."""
+        window = view.need_window().last(self.window_size)
+        rows = attention_rows(view.keys, view.start, window, view.sm_scale)
+        base_rows = rows[:, -self.base_window :]
+        scores, longer = self._pool(base_rows.mean(1)), self._pool(rows.mean(1))
+        count = self.num_rescored(rows.shape[0])
+        if count:
+            behind = _rows_after_range(view, window)[:, -self.base_window :].mean(1)
+            spread = torch.cat((scores, self._pool(behind)), dim=-1).double().std(-1, correction=0)
+            flattest = spread.sort(stable=True).indices[:count]
+            scores = scores.index_copy(0, flattest, longer[flattest])
+        return TokenScores(scores, importance=base_rows.amax(0).mean(0))
+
+    def _pool(self, mean: Tensor) -> Tensor:
+        if self.kernel_size == 1 or not mean.shape[-1]:
+            return mean
+        pooled: Tensor = max_pool1d(mean, self.kernel_size, 1, self.kernel_size // 2)
+        return pooled
+
+
+def _rows_after_range(view: LayerView, window: QueryWindow) -> Tensor:
+    """Attention weights of each query of the window on the window's own tokens that lie behind the range."""
+    first = max(view.start + view.num_tokens - window.start, 0)
+    keys = view.need(Signal.WINDOW_KEYS, Tensor)[-window.queries.shape[0] :]
+    return attention_rows(keys[first:], window.start + first, window, view.sm_scale)
+
+
+def attention_rows(token_keys: Tensor, key_start: int, window: QueryWindow, sm_scale: float) -> Tensor:
+    """True attention weights of each query of the window, averaged over the query heads of a group.
+
+    One query head of each group at a time: memory is one block of rows per KV head, not per query head.
+
+    Args:
+        token_keys: [num_tokens, num_kv_heads, head_dim], keys of consecutive tokens.
+        key_start: logical position of the first of them.
+        window: the queries.
+        sm_scale: factor of the logits.
+
+    Returns:
+        [num_kv_heads, window, num_tokens], float32; 0 where a key lies after the query.
+    """
+    keys = token_keys.float().permute(1, 2, 0)  # [H, D, N]
+    size, num_qo_heads, head_dim = window.queries.shape
+    num_heads = keys.shape[0]
+    group_size = num_qo_heads // num_heads
+    queries = (window.queries.float() * sm_scale).view(size, num_heads, group_size, head_dim)
+    lse = window.lse.view(size, num_heads, group_size)
+    rows = torch.zeros(num_heads, size, keys.shape[-1], device=keys.device)
+    for member in range(group_size):
+        logits = queries[:, :, member].transpose(0, 1) @ keys
+        rows += logits.sub_(lse[:, :, member].T.unsqueeze(-1)).exp_()
+    key_positions = key_start + torch.arange(keys.shape[-1], device=keys.device)
+    query_positions = window.start + torch.arange(size, device=keys.device)
+    return rows.div_(group_size).masked_fill_(key_positions > query_positions[:, None], 0.0)
+
+
+@dataclass(frozen=True)
+class CoverageSelector(Selector):
+    """Layer by layer: score + bonus * importance * (1 - coverage), each head's own best tokens safe.
+
+    Coverage is the share of the layers so far in which any head kept the token. The counts live in this call
+    only.
+
+    Attributes:
+        bonus: weight of the cross-layer term (``lambda``).
+        protected_share: share of a head's budget that its own highest scores are sure of (``beta``).
+
+    Source: K-VEC (arXiv 2606.29563), Eq. 12, 14-16; Alg. 1, lines 9-15.
+    Differs: protected tokens come first whatever the scores (the printed override of 1.0 can be beaten by a
+        bonus).
+    """
+
+    bonus: float = 1.0
+    protected_share: float = 0.25
+    requires = frozenset({Trait.IMPORTANCE})
+
+    def select(self, scores: RangeScores, keep_lens: Tensor) -> Tensor:
+        """Choose tokens; see :class:`Selector`."""
+        if scores.importance is None:
+            raise InvariantError("the scorer promised an importance per token and gave none")
+        values, importance = scores.candidates(scores.values), scores.candidates(scores.importance)
+        share = exact_fraction(self.protected_share)
+        budgets = keep_lens + scores.num_pinned + scores.num_behind
+        num_safe = (budgets * share.numerator).div(share.denominator, rounding_mode="floor")
+        safe = top_mask(scores.keys, torch.minimum(num_safe, keep_lens))
+        times_kept = torch.zeros_like(importance[0])
+        kept = []
+        for layer in range(values.shape[0]):
+            focus = importance[layer] * (1 - times_kept / (layer + 1))
+            keys = order_keys(values[layer] + self.bonus * focus)
+            kept.append(top_mask(keys.masked_fill(safe[layer], key_max(keys)), keep_lens[layer]))
+            times_kept = times_kept + kept[-1].any(0)
+        return scores.with_pinned(torch.stack(kept))
+
+
+@dataclass(frozen=True)
+class KVecOptions(BudgetOptions):
+    """Options of ``k-vec``."""
+
+    base_window: int = option(16, "queries at the end of the prompt that score most heads (O)", minimum=1)
+    extended_window: int = option(32, "queries that score the least focused heads (O')", minimum=1)
+    rescored_share: float = option(
+        0.375, "share of a layer's KV heads, the least focused ones (delta: 3 of 8); 0 = none", minimum=0, maximum=1
+    )
+    bonus: float = option(1.0, "weight of the cross-layer bonus (lambda); 0 = none", minimum=0)
+    protected_share: float = option(
+        0.25, "share of a head's budget sure for its own best tokens (beta)", minimum=0, maximum=1
+    )
+    kernel_size: int = option(1, "width of a max pool along the tokens; 1 = no pool", minimum=1, odd=True)
+    keep_window: bool = option(True, "base-window tokens inside the range are kept without competing")
+
+
+def _build(options: KVecOptions) -> Policy:
+    if options.extended_window < options.base_window:
+        raise ConfigError(
+            f"policy_options.extended_window: got {options.extended_window} for policy 'k-vec'; allowed: an "
+            f"integer >= base_window = {options.base_window}"
+        )
+    scorer = CrossHeadScorer(
+        options.extended_window,
+        options.base_window,
+        options.rescored_share,
+        options.kernel_size,
+        options.keep_window,
+    )
+    return Policy("k-vec", scorer, options.allocator(), CoverageSelector(options.bonus, options.protected_share))
+
+
+METHOD = Method(
+    name="k-vec",
+    summary="SnapKV's scores, steered so that heads and layers together cover more of the prompt",
+    source="K-VEC (arXiv 2606.29563), Alg. 1",
+    use_when="heads that all keep the same tokens",
+    options_type=KVecOptions,
+    build=_build,
+    paper=PaperSettings(
+        "K-VEC (arXiv 2606.29563)",
+        (
+            PaperValue("base_window", 16, "Eq. 8 (O)"),
+            PaperValue("extended_window", 32, "Eq. 11 (O'); experiments"),
+            PaperValue("rescored_share", 0.375, "Eq. 10: delta = 3 of 8 KV heads"),
+            PaperValue("bonus", 1.0, "Eq. 15 (lambda); experiments"),
+            PaperValue("protected_share", 0.25, "Eq. 16 (beta); experiments"),
+            PaperValue("kernel_size", 7, "experiments: all other details as in SnapKV"),
+            PaperValue("keep_window", True, "experiments: all other details as in SnapKV"),
+        ),
+        "base_window",
+        "experiments: all other details as in SnapKV, which stores its window besides",
+    ),
+)

@@ -1,0 +1,51 @@
+"""``keydiff``: keys unlike the average key are kept.
+
+Source: KeyDiff (arXiv 2504.15364), Sec. 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import normalize
+
+from sgl_kvevict.policies.budget_options import BudgetOptions
+from sgl_kvevict.policies.layer_view import LayerView
+from sgl_kvevict.policies.method import Method
+from sgl_kvevict.policies.parts import Scorer, TokenScores, Trait
+from sgl_kvevict.policies.policy import Policy
+from sgl_kvevict.policies.selectors import TopKSelector
+from sgl_kvevict.policies.signals import Signal
+
+
+@dataclass(frozen=True)
+class KeyDifferenceScorer(Scorer):
+    """The negative cosine similarity to the mean direction of the range's keys. Question-agnostic and cheap.
+
+    Source: KeyDiff (arXiv 2504.15364), Sec. 4.
+    Differs: the mean is over the range to compress, not over the whole prompt.
+    """
+
+    needs = frozenset({Signal.KEYS})
+    traits = frozenset({Trait.COMPARABLE})
+
+    def score(self, view: LayerView) -> TokenScores:
+        """Score one layer."""
+        directions = normalize(view.keys.float(), dim=-1)
+        anchor = normalize(directions.mean(0), dim=-1)
+        return TokenScores(-torch.einsum("nhd,hd->hn", directions, anchor))
+
+
+def _build(options: BudgetOptions) -> Policy:
+    return Policy("keydiff", KeyDifferenceScorer(), options.allocator(), TopKSelector())
+
+
+METHOD = Method(
+    name="keydiff",
+    summary="keys least like the average key",
+    source="KeyDiff (arXiv 2504.15364), Sec. 4",
+    use_when="a peer; varied tokens, no queries needed",
+    options_type=BudgetOptions,
+    build=_build,
+)

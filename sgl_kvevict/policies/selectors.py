@@ -1,0 +1,46 @@
+"""Selectors that several methods share; one that a single method has is in that method's file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sgl_kvevict.policies.parts import RangeScores, Selector
+from sgl_kvevict.policies.ranking import key_max, top_mask
+from sgl_kvevict.policies.rounding import exact_fraction
+
+
+@dataclass(frozen=True)
+class TopKSelector(Selector):
+    """Each head keeps its best tokens; ties go to the higher tie-break score, then to the lower position.
+
+    Source: the common rule of SnapKV, H2O, Ada-KV (arXiv 2407.11550, Theorem 3.2: optimal for given budgets).
+    """
+
+    def select(self, scores: RangeScores, keep_lens: Tensor) -> Tensor:
+        """Choose tokens; see :class:`Selector`."""
+        return scores.with_pinned(top_mask(scores.keys, keep_lens))
+
+
+@dataclass(frozen=True)
+class HeavyHitterSelector(Selector):
+    """A share of each head's budget for its most recent tokens, the rest for the highest scores before.
+
+    Attributes:
+        recent_ratio: share of the recent tokens, rounded down; 0.5 is H2O's 1:1, 0.25 is D2O's N:M = 3:1.
+
+    Source: H2O (arXiv 2306.14048), Sec. 4; D2O, Eq. 7, 8.
+    Differs: "recent" ends where the range ends; the tail after it stays uncompressed anyway.
+    """
+
+    recent_ratio: float = 0.5
+
+    def select(self, scores: RangeScores, keep_lens: Tensor) -> Tensor:
+        """Choose tokens; see :class:`Selector`."""
+        ratio = exact_fraction(self.recent_ratio)
+        num_recent = (keep_lens * ratio.numerator).div(ratio.denominator, rounding_mode="floor")
+        index = torch.arange(scores.num_candidates, device=keep_lens.device)
+        recent = index >= scores.num_candidates - num_recent.unsqueeze(-1)
+        return scores.with_pinned(top_mask(scores.keys.masked_fill(recent, key_max(scores.keys)), keep_lens))

@@ -1,0 +1,189 @@
+"""Answers questions about the tree, on the scheduler's thread, between two steps."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from copy import copy
+from typing import TYPE_CHECKING
+
+import torch
+
+from sgl_kvevict.events.questions import (
+    AnyReply,
+    AnyRequest,
+    Failure,
+    Kept,
+    KeptReport,
+    Prefix,
+    Status,
+    StatusReport,
+    Tokens,
+    TokensReport,
+    Totals,
+    Tree,
+    TreeNode,
+    TreeReport,
+)
+from sgl_kvevict.events.service import EventService
+from sgl_kvevict.guard import Place
+from sgl_kvevict.lifecycle.listener import CacheListener
+from sgl_kvevict.prefix import Segment, Span
+from sgl_kvevict.prefix.kept import kept_share
+from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
+
+    from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+
+_SORT_KEYS: dict[str, Callable[[Prefix], float]] = {
+    "slots": lambda prefix: prefix.slots,
+    "tokens": lambda prefix: prefix.tokens,
+    "readers": lambda prefix: prefix.readers,
+    "age": lambda prefix: prefix.age_s,
+}
+
+
+class InspectionListener(CacheListener):
+    """Answers what was asked since the last step.
+
+    Args:
+        tree: the cache.
+        service: where questions come in.
+        totals: counters to report; somebody else keeps them.
+        started: when the scheduler started (seconds since the epoch).
+    """
+
+    def __init__(self, tree: KVEvictTree, service: EventService, totals: Totals, started: float) -> None:
+        self._tree = tree
+        self._service = service
+        self._totals = totals
+        self._started = started
+
+    def between_steps(self) -> None:
+        """Answer all questions that wait; at most a few dozen, each bounded by its own limit."""
+        if not self._service.has_questions:
+            return
+        for question in self._service.take_questions():
+            reply: AnyReply = Failure("internal error; the server's log has it")
+            with self._tree.guard.at(Place.LISTENER):
+                reply = self._reply(self._tree, question.request)
+            self._service.answer(question, reply)
+
+    def _reply(self, tree: KVEvictTree, request: AnyRequest) -> AnyReply:
+        if isinstance(request, Status):
+            return self._status(tree, request)
+        if isinstance(request, Tree):
+            return tree_report(tree, request.limit, expose_tokens=self._service.config.expose_tokens)
+        if isinstance(request, Kept):
+            return kept_report(tree, request)
+        if isinstance(request, Tokens):
+            if not self._service.config.expose_tokens:
+                return Failure("token ids are not exposed; the server's configuration says events.expose_tokens=false")
+            return tokens_report(tree, request.node)
+        return Failure(f"cannot answer {type(request).__name__}")
+
+    def _status(self, tree: KVEvictTree, request: Status) -> StatusReport:
+        return StatusReport(
+            ts=time.time(),
+            started=self._started,
+            gauges=read_gauges(tree),
+            lost_events=self._service.lost_events,
+            totals=copy(self._totals),
+            prefixes=heapq.nlargest(request.limit, prefixes(tree), key=_SORT_KEYS[request.sort]),
+        )
+
+
+def prefixes(tree: KVEvictTree) -> Iterable[Prefix]:
+    """One row per segment. All spans of a segment lie on one path, so their tokens count once."""
+    tokens: Counter[Segment] = Counter()
+    owners: dict[Segment, UnifiedTreeNode] = {}
+    for node, span in tree.spans.items():
+        tokens[span.segment] += span.num_tokens
+        if span.is_owner:
+            owners[span.segment] = node
+    for segment, node in owners.items():
+        yield Prefix(
+            node=node.id,
+            start=tree.spans[node].start,
+            tokens=tokens[segment],
+            slots=segment.num_slots,
+            spans=segment.num_spans,
+            readers=tree.num_readers(node),
+            age_s=tree.clock.age(node.last_access_time),
+        )
+
+
+def tree_report(tree: KVEvictTree, limit: int, *, expose_tokens: bool) -> TreeReport:
+    """Return the nodes level by level, at most ``limit``; reads the device if a segment has several spans."""
+    level = deque((child, 0) for child in tree.root_node.children.values())
+    found: list[tuple[UnifiedTreeNode, int]] = []
+    while level and len(found) < limit:
+        node, start = level.popleft()
+        found.append((node, start))
+        level.extend((child, start + len(node.key)) for child in node.children.values())
+    spans = [span for node, _ in found if (span := tree.spans.get(node)) is not None]
+    entries = dict(zip(spans, _entries(spans), strict=True))
+    nodes = []
+    for node, start in found:
+        span = tree.spans.get(node)
+        slots, kept = (float(len(node.key)), 1.0) if span is None else _share(span, entries[span])
+        nodes.append(
+            TreeNode(
+                id=node.id,
+                parent=0 if node.parent is tree.root_node else node.parent.id,
+                start=start,
+                tokens=len(node.key),
+                slots=slots,
+                kept=kept,
+                compressed=span is not None,
+                readers=tree.num_readers(node),
+                age_s=tree.clock.age(node.last_access_time),
+                namespace=node.key.extra_key if expose_tokens else None,
+            )
+        )
+    omitted = sum(1 for _ in tree.nodes()) - len(nodes) if level else 0
+    return TreeReport(time.time(), read_gauges(tree).pool, nodes, omitted)
+
+
+def _entries(spans: list[Span]) -> list[int]:
+    """Entries that each span reads; one read of the device for all spans that share a segment."""
+    shared = [span for span in spans if span.segment.num_spans > 1]
+    counts = iter(torch.stack([span.runs().lens.sum() for span in shared]).tolist() if shared else ())
+    return [next(counts) if span.segment.num_spans > 1 else span.segment.num_live_entries for span in spans]
+
+
+def _share(span: Span, entries: int) -> tuple[float, float]:
+    """(part of the segment's token slots that a span takes, share of the span's entries that are stored)."""
+    segment = span.segment
+    live = segment.num_live_entries
+    slots = segment.num_slots * entries / live if live else float(span.charged_slots)
+    return slots, entries / (span.num_tokens * segment.geometry.num_runs)
+
+
+def kept_report(tree: KVEvictTree, request: Kept) -> KeptReport | Failure:
+    """Return which tokens of a node each (layer, head) kept. Reads the device."""
+    span = next((span for node, span in tree.spans.items() if node.id == request.node), None)
+    if span is None:
+        return Failure(f"node {request.node} holds no compressed tokens (it may have left the tree)")
+    share = kept_share(span, min(request.bins, span.num_tokens))
+    levels = share.mul(255).round().to(torch.uint8).cpu()
+    return KeptReport(
+        node=request.node,
+        start=span.start,
+        end=span.end,
+        num_bins=share.shape[1],
+        num_rows=share.shape[0],
+        share=levels.numpy().tobytes(),
+    )
+
+
+def tokens_report(tree: KVEvictTree, wanted: int) -> TokensReport | Failure:
+    """Return the token ids of one node."""
+    node = next((node for node in tree.nodes() if node.id == wanted), None)
+    if node is None:
+        return Failure(f"node {wanted} is not in the tree (any more)")
+    return TokensReport(wanted, list(node.key))

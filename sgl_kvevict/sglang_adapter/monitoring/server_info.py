@@ -1,0 +1,108 @@
+"""The key ``kvevict`` of ``GET /server_info``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+from sgl_kvevict.guard import Place
+from sgl_kvevict.prefix import Span
+from sgl_kvevict.prefix.kept import kept_share
+from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler_components.internal_state import SchedulerInternalStateController
+
+    from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+
+NUM_KEPT_BINS = 200
+
+
+def add_state(_result: None, controller: SchedulerInternalStateController, state: dict[str, Any]) -> None:
+    """Hook after SGLang filled one scheduler's internal state: add the key ``kvevict`` when our tree serves.
+
+    Args:
+        controller: SGLang's controller; holds the live scheduler.
+        state: the dictionary being filled; values must be plain numbers, strings, lists and dictionaries.
+    """
+    from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+
+    tree = controller.scheduler.tree_cache
+    if not isinstance(tree, KVEvictTree):
+        return
+    shown: dict[str, Any] = {}
+    state["kvevict"] = shown
+    with tree.guard.at(Place.STATE):
+        shown |= cache_state(tree)
+        if tree.compressor is not None and tree.compressor.config.expose_kept and tree.spans:
+            largest = max(tree.spans.values(), key=lambda span: span.num_tokens)
+            shown["kept"] = kept_map(largest, NUM_KEPT_BINS)
+    shown["errors"] = {place.value: count for place, count in tree.guard.errors.items() if count}
+    if tree.ranks.size > 1:
+        shown["ranks"] = rank_states(tree)  # every rank must come here, so nothing is held
+
+
+def cache_state(tree: KVEvictTree) -> dict[str, Any]:
+    """Return what the cache holds, in plain numbers."""
+    gauges = read_gauges(tree)
+    owned = sum(req.kv.kv_allocated_len - req.kv.cache_protected_len for req in tree.manager.readers if req.kv.holds_kv)
+    state: dict[str, Any] = {
+        "policy": "none",
+        "spans": gauges.spans,
+        "segments": gauges.segments,
+        "span_tokens": gauges.span_tokens,
+        "span_slots": gauges.pool.compressed,
+        "full_tokens": gauges.pool.full,
+        "free_slots": gauges.pool.free,
+        "evictable_slots": tree.evictable_size(),
+        "protected_slots": tree.protected_size(),
+        "total_slots": gauges.pool.total,
+        "max_sharers": tree.manager.max_sharers,
+        "pending_ranges": gauges.pending_ranges,
+        "observation_bytes": gauges.observation_bytes,
+        "leaked_slots": gauges.pool.private - owned,
+    }
+    if tree.compressor is not None:
+        state |= tree.compressor.state()
+    if tree.manager.stored is not None:
+        state["store"] = tree.manager.stored.state()
+    scoring = tree.manager.scoring
+    if scoring is not None:
+        state |= {"scoring_jobs": scoring.num_waiting, "warm_outcomes": dict(scoring.jobs.outcomes)}
+    return state
+
+
+def rank_states(tree: KVEvictTree) -> list[dict[str, int]]:
+    """Return what must be equal on all tensor-parallel ranks, by rank; SGLang calls all of them at the same point.
+
+    Returns:
+        Token slots by who holds them, the number of nodes, and a checksum of their tokens, slots and locks.
+    """
+    allocator = tree.token_to_kv_pool_allocator
+    shape = [(len(node.key), tree.node_slots(node), tree.num_readers(node)) for node in tree.nodes()]
+    numbers = {
+        "free_slots": allocator.available_size(),
+        "evictable_slots": tree.evictable_size(),
+        "protected_slots": tree.protected_size(),
+        "nodes": len(shape),
+        "tree": crc32(repr(shape).encode()),
+    }
+    return [dict(zip(numbers, values, strict=True)) for values in tree.ranks.gather(list(numbers.values()))]
+
+
+def kept_map(span: Span, num_bins: int) -> dict[str, Any]:
+    """Return which tokens of a span each (layer, head) kept, in plain numbers.
+
+    Reads the device (a host sync): only for somebody who asked.
+
+    Args:
+        span: a live span.
+        num_bins: resolution; one bin a token if the span has fewer tokens.
+
+    Returns:
+        ``start`` and ``end`` (logical positions), ``num_bins``, and ``share``: for each (layer, head), layer-major,
+        the share of tokens kept in each bin.
+    """
+    num_bins = min(num_bins, span.num_tokens)
+    share = [[round(value, 3) for value in row] for row in kept_share(span, num_bins).tolist()]
+    return {"start": span.start, "end": span.end, "num_bins": num_bins, "share": share}

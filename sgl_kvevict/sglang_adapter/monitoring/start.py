@@ -1,0 +1,108 @@
+"""Starts what is configured: totals, the event stream, the inspection socket and the metrics."""
+
+from __future__ import annotations
+
+import logging
+import time
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from sglang.srt.disaggregation.kv_events import (
+    ZmqEventPublisher,
+    is_kv_publisher_rank,
+    select_kv_publisher_dp_rank,
+)
+from sglang.srt.runtime_context import get_parallel
+
+from sgl_kvevict.config import EventsConfig, KVEvictConfig
+from sgl_kvevict.events.questions import Description
+from sgl_kvevict.events.service import EventService
+from sgl_kvevict.lifecycle.listener import CacheListener, ListenerGroup
+from sgl_kvevict.sglang_adapter.monitoring.event_stream import EventStreamListener
+from sgl_kvevict.sglang_adapter.monitoring.inspection import InspectionListener
+from sgl_kvevict.sglang_adapter.monitoring.totals import TotalsListener
+from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+
+def start_monitoring(
+    tree: KVEvictTree, config: KVEvictConfig, server_args: ServerArgs, *, enable_metrics: bool
+) -> None:
+    """Give the tree its listeners, as configured; without events and metrics it keeps the one that does nothing.
+
+    Raises:
+        ConfigError: an address of the event sockets cannot be bound.
+    """
+    service = None
+    started = time.time()
+    if config.events is not None and is_kv_publisher_rank("kvevict"):  # any text: this asks for the rank only
+        service = _start_service(config, config.events, tree, server_args, started)
+    if service is None and not enable_metrics:
+        return
+    num_runs = tree.store.geometry.num_runs
+    counting = TotalsListener(num_runs)
+    listeners: list[CacheListener] = [counting]
+    if service is not None:
+        if service.config.endpoint is not None:
+            listeners.append(EventStreamListener(service, config.policy, num_runs))
+        if service.config.inspect_endpoint is not None:
+            listeners.append(InspectionListener(tree, service, counting.totals, started))
+    if enable_metrics:
+        # Imported here: prometheus_client decides at import whether several processes share the metrics.
+        from sgl_kvevict.sglang_adapter.monitoring.metrics import MetricsListener
+
+        labels = {name: str(value) for name, value in tree.metrics_collector.labels.items()}
+        listeners.append(
+            MetricsListener(
+                tree, counting.totals, labels, lambda: 0 if service is None else service.lost_events, tree.guard.errors
+            )
+        )
+    tree.manager.listener = ListenerGroup(listeners, tree.guard)
+
+
+def _start_service(
+    config: KVEvictConfig, events: EventsConfig, tree: KVEvictTree, server_args: ServerArgs, started: float
+) -> EventService:
+    parallel = get_parallel()
+    geometry = tree.store.geometry
+    rank = select_kv_publisher_dp_rank(parallel.attn_dp_size, parallel.attn_dp_rank, parallel.dp_rank)
+    events = events_of_rank(events, rank)
+    description = Description(
+        started=started,
+        version=version("sgl-kvevict"),
+        policy=config.policy,
+        budget=config.budget,
+        num_layers=geometry.num_layers,
+        num_kv_heads=geometry.num_kv_heads,
+        model=server_args.model_path,
+        tokenizer=server_args.tokenizer_path or server_args.model_path,
+        endpoint=events.endpoint,
+        replay_endpoint=events.replay_endpoint,
+        topic=events.topic,
+        next_seq=0,
+        expose_tokens=events.expose_tokens,
+    )
+    service = EventService(events, description, rank, tree.guard)
+    logger.info(
+        "kvevict: events on %s, replay on %s, inspection on %s",
+        *(address or "no socket" for address in (events.endpoint, events.replay_endpoint, events.inspect_endpoint)),
+    )
+    return service
+
+
+def events_of_rank(events: EventsConfig, rank: int) -> EventsConfig:
+    """Return the configuration of one data-parallel scheduler: its rank is added to ports and IPC paths."""
+
+    def address(base: str | None) -> str | None:
+        if base is not None and base.startswith("ipc://"):
+            return f"{base}_dp{rank}" if rank else base
+        offset: str | None = ZmqEventPublisher.offset_endpoint_port(base, rank)
+        return offset
+
+    return events.model_copy(
+        update={name: address(getattr(events, name)) for name in ("endpoint", "replay_endpoint", "inspect_endpoint")}
+    )

@@ -1,0 +1,178 @@
+"""The store of one scheduler: whose segments it keeps, which requests wait for it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvevict_kernels.rotary import Rotary
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.errors import UnsupportedSetupError
+from sgl_kvevict.lifecycle.loading import Loading, Prompt
+from sgl_kvevict.lifecycle.stored import Adoption
+from sgl_kvevict.lifecycle.storing import StoredPrefixes, all_namespaces
+from sgl_kvevict.sglang_adapter.distilling import model_fingerprint, rotary_of
+from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+from sgl_kvevict.store import ReadAhead, SegmentStore, StoreIdentity, WriteBehind, open_backend
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+logger = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.0005
+"""How long the scheduler lets other threads run when all it could do is wait for the store."""
+ROTARY_POSITIONS = 256
+SHUTDOWN_S = 10.0
+"""How long a server that stops writes what waits; SGLang kills a scheduler that takes 15 s to leave."""
+_ADAPTER_ID = re.compile(r"[0-9a-f]{32}\Z")
+
+
+def use_store(tree: KVEvictTree, config: KVEvictConfig, ctx: TreeCacheBuildContext) -> None:
+    """Connect a tree with the configured store, if there is one.
+
+    Raises:
+        UnsupportedSetupError: the model cannot be told from others.
+        ConfigError: the store's URL needs what is not installed.
+        StoreError: the store's folder cannot be made.
+    """
+    manager = tree.manager
+    if config.store is None or tree.compressor is None or manager.ranges is None:
+        return
+    dummy = ctx.server_args.load_format == "dummy"
+    fingerprint = None if dummy else model_fingerprint(ctx.model_config.model_path, ctx.model_config.revision)
+    if fingerprint is None:
+        raise UnsupportedSetupError([f"store is {config.store!r}: the model has no safetensors files to know it by"])
+    rotary = rotary_of(ctx.tp_worker.model_runner.model, ctx.model_config.context_len, tree.store.k_arena.device)
+    identity = identity_of(config, ctx, tree, fingerprint, rotary)
+    segments = SegmentStore(open_backend(config.store, config.store_bytes), identity)
+    loading = None
+    if config.store_wait_ms:
+        adoption = Adoption(tree.port, manager.spans, manager.ranges, manager.readers, tree.store)
+        reader = ReadAhead(segments, config.store_wait_ms / 1000)
+        loading = Loading(tree.port, manager.spans, adoption, identity, reader, tree.guard)
+    writer = WriteBehind(segments)
+    keeps = without_adapter if ctx.server_args.enable_lora else all_namespaces
+    manager.use_store(
+        StoredPrefixes(
+            *(tree.port, manager.spans, tree.store, identity, writer, tree.guard, config.tail_tokens), loading, keeps
+        )
+    )
+    logger.info("kvevict: prefixes are kept in %s as those of %s", segments.backend.url, identity.digest[:16])
+
+
+def identity_of(
+    config: KVEvictConfig, ctx: TreeCacheBuildContext, tree: KVEvictTree, fingerprint: str, rotary: Rotary
+) -> StoreIdentity:
+    """Everything that must be the same for another server to use what this one stores."""
+    model, geometry, dtype = ctx.model_config, tree.store.geometry, tree.store.k_arena.dtype
+    kept = ("policy", "policy_options", "budget", "budget_includes_tail", "tail_tokens", "sink_tokens")
+    policy = {name: getattr(config, name) for name in kept} | {"shares": config.shares}
+    if config.fit:
+        policy["fit_scope"] = config.fit_scope
+    turned = rotary.cos_sin[:ROTARY_POSITIONS].to("cpu", torch.float16).contiguous()
+    turns = hashlib.sha256(f"{tuple(turned.shape)} {rotary.is_neox}".encode() + turned.numpy().tobytes())
+    architectures = " ".join(model.hf_config.architectures or ())
+    settings = hashlib.sha256(_settings_of(model.hf_config).encode()).hexdigest()[:16]
+    return StoreIdentity(
+        model=fingerprint,
+        architecture=f"{architectures}, {model.dtype}, quantization {model.quantization}, settings {settings}",
+        dtype=str(dtype),
+        scales=(*geometry.scales.k, *geometry.scales.v),
+        num_layers=geometry.num_layers,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        rotary=turns.hexdigest(),
+        rank=tree.ranks.rank,
+        num_ranks=tree.ranks.size,
+        policy=json.dumps(policy, sort_keys=True, default=str),
+        min_prefix_tokens=config.min_prefix_tokens,
+    )
+
+
+def _settings_of(hf_config: Any) -> str:
+    """A model's configuration, with what the command line changed of it, and without where it was found."""
+    values: dict[str, Any] = hf_config.to_dict()
+    known = {name: value for name, value in values.items() if name[0] != "_" and name != "transformers_version"}
+    return json.dumps(known, sort_keys=True, default=str)
+
+
+def without_adapter(extra_key: str | None) -> bool:
+    """Whether a namespace is none of a LoRA adapter's, on a server that has them.
+
+    SGLang puts an adapter's id, 32 hexadecimal digits, at the end of the key that a client named. It says where the
+    adapter came from, or when; what its weights are it does not say.
+    """
+    return extra_key is None or _ADAPTER_ID.search(extra_key) is None
+
+
+def after_queueing(
+    _result: None, scheduler: Scheduler, req: Req, is_retracted: bool = False, *_args: object, **_kwargs: object
+) -> None:
+    """Hook after a request was queued: what the store knows of its prompt is fetched while it waits."""
+    tree = scheduler.tree_cache
+    stored = tree.manager.stored if isinstance(tree, KVEvictTree) else None
+    if stored is None or stored.loading is None or not (stored.is_on and stored.keeps(req.extra_key)):
+        return
+    if is_retracted or req.to_finish is not None or tree.manager.readers.is_exact(req):
+        return
+    tokens = req.origin_input_ids
+    stored.loading.queued(req, Prompt(tokens, len(tokens) - 1, req.extra_key, req.cache_salt or None))
+
+
+def around_admission(original: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+    """Hook around the choice of what is prefilled next: requests that wait for the store are passed over.
+
+    So does SGLang with requests whose pages it fetches from a storage of its own. Meanwhile they stay in the queue for
+    everybody else: for aborts, flushes and counts.
+    """
+    tree = scheduler.tree_cache
+    stored = tree.manager.stored if isinstance(tree, KVEvictTree) else None
+    if stored is None or stored.loading is None:
+        return original(scheduler, *args, **kwargs)
+    waiting = stored.loading.settle(scheduler.waiting_queue)
+    if not waiting:
+        return original(scheduler, *args, **kwargs)
+    queue = list(scheduler.waiting_queue)
+    scheduler.waiting_queue = [req for req in queue if req not in waiting]
+    if not scheduler.waiting_queue and scheduler.running_batch.is_empty() and scheduler.chunked_req is None:
+        time.sleep(IDLE_WAIT_S)
+    try:
+        return original(scheduler, *args, **kwargs)
+    finally:
+        scheduler.waiting_queue = in_order(queue, waiting, scheduler.waiting_queue)
+
+
+def after_shutdown(_result: None, scheduler: Scheduler, *_args: object, **_kwargs: object) -> None:
+    """Hook after SGLang asked a scheduler to leave, when the last request has ended: what waits is written."""
+    tree = scheduler.tree_cache
+    stored = tree.manager.stored if isinstance(tree, KVEvictTree) else None
+    if stored is None:
+        return
+    began = time.monotonic()
+    left = stored.close(SHUTDOWN_S)
+    if left:
+        logger.warning("kvevict: %d prefixes were not written to the store within %.0f s", left, SHUTDOWN_S)
+    else:
+        logger.info("kvevict: the store has all that was to be written, after %.1f s", time.monotonic() - began)
+
+
+def in_order(before: list[Req], waiting: set[Req], left: list[Req]) -> list[Req]:
+    """The queue after some of it were admitted: who waited keeps the place before those who came after."""
+    order = {req: number for number, req in enumerate(before)}
+    rest = [req for req in before if req in waiting]
+    merged: list[Req] = []
+    for req in left:
+        while rest and order[rest[0]] < order.get(req, len(before)):
+            merged.append(rest.pop(0))
+        merged.append(req)
+    return merged + rest

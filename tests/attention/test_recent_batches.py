@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from sgl_kvevict.attention.recent_batches import MAX_BATCHES, RecentBatches
+
+
+def test_the_least_recently_used_makes_room_before_another_is_built() -> None:
+    log: list[str] = []
+    recent: RecentBatches[str, str] = RecentBatches(on_drop=lambda value: log.append(f"drop {value}"))
+
+    def get(key: str) -> str:
+        def build() -> str:
+            assert len(recent) < MAX_BATCHES
+            log.append(f"build {key}")
+            return key
+
+        return recent.get(key, build)
+
+    assert [get(key) for key in "abaca"] == list("abaca")
+    assert log == ["build a", "build b", "drop b", "build c"]
+    get("b")
+    assert log[4:] == ["drop c", "build b"]
+    assert len(recent) == MAX_BATCHES
+
+
+def test_nobody_has_to_take_back_what_is_dropped() -> None:
+    recent: RecentBatches[int, list[int]] = RecentBatches()
+    assert [recent.get(key, lambda key=key: [key]) for key in range(4)] == [[0], [1], [2], [3]]  # type: ignore[misc]
+    assert len(recent) == MAX_BATCHES
