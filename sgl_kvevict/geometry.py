@@ -46,9 +46,13 @@ class KVGeometry:
     row of every layer; one *head slot* is one K row and one V row, numbered
     ``(layer * num_token_slots + token_slot) * num_kv_heads + lane``.
 
+    Attributes:
+        windows: tokens that a query of each layer sees at most, itself included: at position ``p`` those at
+            ``(p - window, p]``; 0: everything before it. Empty: no layer has a window.
+
     Raises:
-        ValueError: a size is not positive, query heads do not divide into KV heads, head slots overflow int32, or
-            there are scales of another number of layers.
+        ValueError: a size is not positive, query heads do not divide into KV heads, head slots overflow int32, a
+            window is negative, or there are scales or windows of another number of layers.
     """
 
     num_layers: int
@@ -57,6 +61,7 @@ class KVGeometry:
     head_dim: int
     num_token_slots: int
     scales: KVScales = UNSCALED
+    windows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_qo_heads", "num_kv_heads", "head_dim", "num_token_slots"):
@@ -70,6 +75,17 @@ class KVGeometry:
             raise ValueError(f"head slot ids must fit int32, got {self.num_head_slots} head slots")
         if len(self.scales.k) not in (0, self.num_layers):
             raise ValueError(f"expected scales of {self.num_layers} layers, got {len(self.scales.k)}")
+        if len(self.windows) not in (0, self.num_layers) or any(window < 0 for window in self.windows):
+            raise ValueError(f"windows: expected {self.num_layers} numbers >= 0, or none, got {self.windows}")
+
+    @property
+    def has_windows(self) -> bool:
+        """Some layer's queries do not see everything before them."""
+        return any(self.windows)
+
+    def window(self, layer: int) -> int:
+        """Tokens that a layer's queries see at most; 0: all."""
+        return self.windows[layer] if self.windows else 0
 
     @property
     def group_size(self) -> int:

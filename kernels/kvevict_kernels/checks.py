@@ -48,6 +48,17 @@ def check_tensor(
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {x.stride()} for {_show_shape(x.shape)}")
 
 
+def check_positions(positions: object, head_slots: torch.Tensor) -> None:
+    """Require what layers with a window need of a span.
+
+    Raises:
+        ValueError: there are no positions, or they are not those of its head slots.
+    """
+    if positions is None:
+        raise ValueError("positions: a layer with a window needs those of every span, got None")
+    check_tensor("positions", positions, tuple(head_slots.shape), torch.int32, head_slots.device)
+
+
 def check_arenas(
     k_arena: torch.Tensor,
     v_arena: torch.Tensor,

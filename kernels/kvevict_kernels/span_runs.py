@@ -21,6 +21,8 @@ class SpanRuns:
         lens: [num_layers, num_kv_heads], int32, entries of each run; may be 0.
         num_tokens: logical tokens the span stands for.
         is_fitted: its entries have biases, which are added to their scores; those of other spans' head slots are 0.
+        positions: [segment_entries], int32, logical position of each entry's token, ascending within a run; None: not
+            known, and only layers without a window may read it.
     """
 
     head_slots: Tensor
@@ -28,6 +30,7 @@ class SpanRuns:
     lens: Tensor
     num_tokens: int
     is_fitted: bool = False
+    positions: Tensor | None = None
 
 
 class StandsForTokens(Protocol):

@@ -40,17 +40,20 @@ class Attention(Protocol):
             batch: the requests of the forward.
         """
 
-    def run(self, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
+    def run(self, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Attend as planned. K and V of the new tokens are in the arena.
 
         Args:
-            layer: layer index.
+            layer: layer index; a layer with a window (``geometry.windows``) sees that many tokens.
             q: [num_new_tokens, num_qo_heads, head_dim], request after request.
             sm_scale: softmax scale.
+            sink_logits: [num_qo_heads], of any floating dtype: what the softmax of every query counts once, beside the
+                scores and without a value; None: the layer has none.
 
         Returns:
             out [num_new_tokens, num_qo_heads, head_dim], dtype of ``q``, and lse [num_new_tokens, num_qo_heads],
-            float32, natural log-sum-exp of the scaled scores over everything that a query saw.
+            float32, natural log-sum-exp of the scaled scores over everything that a query saw, the sink logit
+            included: ``exp(score - lse)`` is what a query paid a token.
 
         Raises:
             InvariantError: other new tokens than planned.
@@ -64,6 +67,13 @@ class CapturableAttention(Attention, Protocol):
     Before the recording :meth:`start_capture`; recorded are one :meth:`start_step` and :meth:`Attention.run` of every
     layer; before each replay :meth:`follow`.
     """
+
+    def warm_up(self, sink_dtype: torch.dtype | None = None) -> None:
+        """Launch every kernel once as serving does, so that none is compiled while requests wait.
+
+        Args:
+            sink_dtype: of the sink logits that all layers have; None: none has any.
+        """
 
     def start_capture(self, num_requests: int) -> None:
         """Lay out decode steps of so many requests."""
@@ -121,7 +131,9 @@ def resolve_attention(name: str, device: str, head_dim: int | None = None) -> st
     return chosen
 
 
-def kernel_reasons(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
+def kernel_reasons(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, has_windows: bool = False
+) -> list[str]:
     """Return one sentence for everything about a model or its KV pool that the implementation has no kernels for.
 
     Args:
@@ -129,11 +141,14 @@ def kernel_reasons(name: str, device: torch.device, dtype: torch.dtype, head_dim
         device: of the KV pool.
         dtype: of the KV pool.
         head_dim: of the model.
+        has_windows: some of the model's layers see their last tokens only.
     """
     chosen = AUTO.get(device.type) if name == "auto" else name
     if chosen == "triton":
         return triton_reasons(dtype, head_dim, device)
-    return flashinfer_reasons(dtype, head_dim) if chosen == "flashinfer" else cpu_reasons(name, dtype)
+    if chosen == "flashinfer":
+        return flashinfer_reasons(dtype, head_dim, has_windows=has_windows)
+    return cpu_reasons(name, dtype)
 
 
 def build_attention(

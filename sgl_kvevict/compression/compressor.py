@@ -15,6 +15,7 @@ from sgl_kvevict.compression.learned import with_learned_scores
 from sgl_kvevict.compression.pending_fit import PendingFit
 from sgl_kvevict.compression.prompt_observation import CacheObservation, ObservationSpec, PromptObservation
 from sgl_kvevict.compression.reader_observation import ReaderObservation
+from sgl_kvevict.compression.sliding_windows import select_beside_windows
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import CachedRange, Lesson, ScoreLearner
 from sgl_kvevict.policies.layer_view import LayerView, Show
@@ -126,6 +127,11 @@ class Compressor:
         return self.learner is not None and self.learner.weights is not None
 
     @property
+    def splittable(self) -> bool:
+        """Every segment may be cut at any token."""
+        return self.policy.splittable and not self.store.geometry.has_windows
+
+    @property
     def compresses_at_once(self) -> bool:
         """A prompt is compressed as soon as it is complete: no readers are needed, or none are waited for."""
         return self.policy.readers is None or (self.has_learned and not self.config.wait_for_passes)
@@ -163,9 +169,10 @@ class Compressor:
             readers: what they attended to.
             prompt: what the prefill of a prompt left behind that goes on behind the range.
         """
-        if self.learner is None or self.learner.weights is not None:
-            return None
         store = self.store
+        has_windows_only = store.geometry.has_windows and all(store.geometry.windows)
+        if self.learner is None or self.learner.weights is not None or has_windows_only:
+            return None
         scales = store.geometry.scales
         end = readers.start + token_slots.numel()
         tokens = CachedRange(store.k_arena, store.v_arena, token_slots, readers.start, end, scales)
@@ -213,15 +220,27 @@ class Compressor:
         protected = min(max(config.sink_tokens - start, 0), num_slots)
         state = None if parent is None else parent.policy_state
         assert state is None or isinstance(state, PolicyState)
-        decision = self.policy.select(
-            show, geometry, num_slots * geometry.num_runs, protected, state, with_worth=len(config.shares) > 1
-        )
+        total, with_worth = num_slots * geometry.num_runs, len(config.shares) > 1
+        is_cut = geometry.has_windows and num_slots < num_tokens
+        if is_cut:
+            decision = select_beside_windows(
+                self.policy,
+                show,
+                geometry,
+                num_tokens,
+                total,
+                protected,
+                with_worth=with_worth,
+                device=token_slots.device,
+            )
+        else:
+            decision = self.policy.select(show, geometry, total, protected, state, with_worth=with_worth)
         segment, freed = self.store.pack(
             token_slots,
             start,
             decision.selection,
             merge=decision.merge,
-            splittable=self.policy.splittable,
+            splittable=self.policy.splittable and not is_cut,
             worth=decision.worth,
         )
         segment.policy_state = decision.state

@@ -84,6 +84,10 @@ class ReaderObservation:
         """What a stored 1 of a layer's keys is worth."""
         return self._geometry.scales.of(layer)[0]
 
+    def has_window(self, layer: int) -> bool:
+        """Whether what a layer keeps does not depend on what readers pay."""
+        return self._geometry.window(layer) > 0
+
     def hand_over(self, segment: Segment) -> None:
         """The first tokens of the range were compressed: what was seen of them goes on with the segment's entries.
 
@@ -217,7 +221,7 @@ class ReaderChunk:
         self.observation.has_failed = True
 
     def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float) -> None:
-        """Collect from one layer.
+        """Collect from one layer, unless it has a window.
 
         Args:
             layer: layer index.
@@ -226,6 +230,8 @@ class ReaderChunk:
             k_buffer: [num_token_slots, num_kv_heads, head_dim], the layer's keys.
             sm_scale: softmax scale of the layer.
         """
+        if self.observation.has_window(layer):
+            return
         queries, lse = queries[self.num_counted :].contiguous(), lse[self.num_counted :].contiguous()
         for segment in self.segments:
             assert self.observation.k_arena is not None

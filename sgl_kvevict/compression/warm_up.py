@@ -46,7 +46,7 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
         fit.step(segment)
     if fit is not None:
         fit.apply(store, segment, [])
-    if twin.policy.splittable:
+    if segment.splittable:
         upper, lower = span.split(num_tokens // 2)
         for part in (upper, lower):
             part.runs()

@@ -244,7 +244,7 @@ class Ranges:
         All of them, if segments can be split. Otherwise a group ends where other prompts branch off: they go on
         reading what comes before.
         """
-        if self._compressor.policy.splittable:
+        if self._compressor.splittable:
             return [nodes]
         groups = [nodes[:1]]
         for above, node in pairwise(nodes):

@@ -85,7 +85,9 @@ class Segment:
     def runs(self) -> SpanRuns:
         """All entries; always the same object."""
         if self._runs is None:
-            self._runs = SpanRuns(self.head_slots, *self.cut(self.start, self.end), self.end - self.start)
+            starts, lens = self.cut(self.start, self.end)
+            num_tokens = self.end - self.start
+            self._runs = SpanRuns(self.head_slots, starts, lens, num_tokens, positions=self.positions)
         return self._runs
 
     def cut(self, start: int, end: int) -> tuple[Tensor, Tensor]:
@@ -146,7 +148,9 @@ class Span:
         segment = self.segment
         if self._runs is None or self._runs.is_fitted is not segment.is_fitted:
             starts, lens = segment.cut(self.start, self.end)
-            self._runs = SpanRuns(segment.head_slots, starts, lens, self.num_tokens, segment.is_fitted)
+            self._runs = SpanRuns(
+                segment.head_slots, starts, lens, self.num_tokens, segment.is_fitted, segment.positions
+            )
         return self._runs
 
     def split(self, position: int) -> tuple[Span, Span]:

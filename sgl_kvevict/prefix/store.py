@@ -15,6 +15,7 @@ from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.prefix.arena_rows import ArenaRows, bytes_of
 from sgl_kvevict.prefix.copied import CopiedEntries, View
+from sgl_kvevict.prefix.sliding_windows import in_windows
 from sgl_kvevict.prefix.span import Segment, Span
 from sgl_kvevict.ragged import MergePlan, Selection
 
@@ -311,6 +312,8 @@ class SpanStore(ArenaRows):
         if old.worth is None or not 0 < num_slots < old.num_slots:
             raise InvariantError(f"a segment of {old.num_slots} slots cannot be squeezed into {num_slots}")
         keys = old.worth.int()
+        if self.geometry.has_windows:
+            keys = in_windows(keys, old, num_slots)
         if old.num_live_entries < old.num_entries:  # a lower part was dropped, and no slot was saved by it
             keys = torch.where(old.positions < spans[-1].end, keys, torch.iinfo(keys.dtype).min)
         num_entries = min(num_slots * self.geometry.num_runs, old.num_live_entries)

@@ -25,7 +25,7 @@ from sgl_kvevict.sglang_adapter.arena import arena_of, kvevict_is_selected
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 from sgl_kvevict.sglang_adapter.forward_readers import readers_of
 from sgl_kvevict.sglang_adapter.graphs import graph_reasons
-from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales
+from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_sink_dtype, find_windows
 from sgl_kvevict.sglang_adapter.refusals import layer_reasons
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
@@ -69,9 +69,11 @@ class KVEvictAttentionBackend(AttentionBackend):
         reasons += device_reasons(config.attention, device.type)
         reasons += layer_reasons(model_runner.model)
         head_dim = model_runner.model_config.head_dim
-        reasons += kernel_reasons(config.attention, device, self.token_to_kv_pool.dtype, head_dim)
+        windows = find_windows(model_runner.model)
+        kv_dtype = self.token_to_kv_pool.dtype
+        reasons += kernel_reasons(config.attention, device, kv_dtype, head_dim, has_windows=bool(windows))
         if arena is not None and arena.biases is not None:
-            reasons += bias_reasons(config.attention, self.token_to_kv_pool.dtype)
+            reasons += bias_reasons(config.attention, kv_dtype)
         if reasons:
             raise UnsupportedSetupError(reasons)
         assert arena is not None
@@ -83,6 +85,7 @@ class KVEvictAttentionBackend(AttentionBackend):
             head_dim=head_dim,
             num_token_slots=num_token_slots,
             scales=find_kv_scales(model_runner.model) if arena.k.dtype == FP8 else UNSCALED,
+            windows=windows,
         )
         self.start_layer = self.token_to_kv_pool.start_layer
         self.arena = arena
@@ -90,6 +93,9 @@ class KVEvictAttentionBackend(AttentionBackend):
             config.attention, self.geometry, arena.k, arena.v, model_runner.dtype, arena.biases
         )
         self._on_gpu: bool = device.type == "cuda"
+        sink_dtype = find_sink_dtype(model_runner.model)
+        if self._on_gpu and sink_dtype is not None and isinstance(self.attention, CapturableAttention):
+            self.attention.warm_up(sink_dtype)
         self._captured: CapturableAttention
         self.tree: KVEvictTree | None = None
         self._observed: list[tuple[slice, PromptObservation | ReaderChunk]] = []
@@ -191,12 +197,13 @@ class KVEvictAttentionBackend(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Attend with one new token per request; returns [num_tokens, num_qo_heads * head_dim]."""
         if kwargs:
             _require_no_extras(kwargs)
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache)[0]
+        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, sinks)[0]
 
     def forward_extend(
         self,
@@ -206,12 +213,13 @@ class KVEvictAttentionBackend(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Attend with the new tokens of each request; returns [num_tokens, num_qo_heads * head_dim]."""
         if kwargs:
             _require_no_extras(kwargs)
-        out, queries, lse = self._attend(q, k, v, layer, forward_batch, save_kv_cache)
+        out, queries, lse = self._attend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
         index = layer.layer_id - self.start_layer
         for observed in tuple(self._observed):
             self._record(observed, index, queries, lse, layer.scaling)
@@ -251,6 +259,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool,
+        sink_logits: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         index = layer.layer_id - self.start_layer
         if save_kv_cache and k is not None and v is not None:
@@ -258,7 +267,7 @@ class KVEvictAttentionBackend(AttentionBackend):
             scales = self.geometry.scales.of(index) if self.geometry.scales.k else (None, None)
             self.token_to_kv_pool.set_kv_buffer(layer, location, k, v, *scales)
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out, lse = self.attention.run(index, queries, layer.scaling)
+        out, lse = self.attention.run(index, queries, layer.scaling, sink_logits)
         if self._step is not None:
             self._record_step(index, queries, lse, layer.scaling)
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim), queries, lse

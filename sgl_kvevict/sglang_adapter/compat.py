@@ -77,6 +77,12 @@ HOOKS = (
         why="CUDA graphs that are on by default, and that our attention cannot follow, would be captured",
     ),
     Hook(
+        target="handle_model_specific_adjustments",
+        kind=RESOLUTION,
+        function="sgl_kvevict.sglang_adapter.model_hook.around_model_adjustments",
+        why="models with sinks or windows start only with attention backends on a list, which ours is not on",
+    ),
+    Hook(
         target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_env_vars",
         kind="AFTER",
         function="sgl_kvevict.sglang_adapter.monitoring.server_info.add_state",

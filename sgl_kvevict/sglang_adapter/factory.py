@@ -29,6 +29,7 @@ from sgl_kvevict.sglang_adapter.refusals import (
     policy_reasons,
     pool_reasons,
     server_reasons,
+    window_reasons,
 )
 from sgl_kvevict.sglang_adapter.scheduler_store import use_store
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
@@ -59,6 +60,8 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     reasons += _missing_parts(backend, arena)
     reasons += policy_reasons(policy, ctx.model_config.head_dim, torch.device(pool.device))
     reasons += generation_reasons(config, policy, ctx.server_args, torch.device(pool.device).type)
+    if isinstance(backend, KVEvictAttentionBackend):
+        reasons += window_reasons(config, policy, backend.geometry)
     if reasons:
         raise UnsupportedSetupError(reasons)
     assert isinstance(backend, KVEvictAttentionBackend) and arena is not None

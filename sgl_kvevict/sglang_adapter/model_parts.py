@@ -1,4 +1,4 @@
-"""Finds what we need to know of the model: its rotary embedding, its output projections, its scales of fp8 KV."""
+"""Finds what we need to know of a model: rotary embedding, output projections, windows, scales of fp8 KV."""
 
 from __future__ import annotations
 
@@ -49,6 +49,27 @@ def find_kv_scales(model: nn.Module) -> KVScales:
         tuple(float(getattr(layer, name) or 1.0) for layer in layers) for name in ("k_scale_float", "v_scale_float")
     )
     return KVScales(k, v) if {*k, *v} - {1.0} else UNSCALED
+
+
+def find_windows(model: nn.Module) -> tuple[int, ...]:
+    """Return what :attr:`KVGeometry.windows` says of a model's layers; () if none has a window.
+
+    SGLang counts the keys that a query sees besides its own, and has -1 where there is no window.
+    """
+    layers = sorted(
+        (module for module in model.modules() if isinstance(module, RadixAttention)), key=lambda layer: layer.layer_id
+    )
+    windows = tuple(max(layer.sliding_window_size, -1) + 1 for layer in layers)
+    return windows if any(windows) else ()
+
+
+def find_sink_dtype(model: nn.Module) -> torch.dtype | None:
+    """Return the dtype of the sink logits that lie beside a model's attention layers; None if there are none."""
+    for module in model.modules():
+        sinks = getattr(module, "sinks", None)
+        if isinstance(sinks, Tensor) and any(isinstance(child, RadixAttention) for child in module.children()):
+            return sinks.dtype
+    return None
 
 
 def find_output_grams(model: nn.Module, geometry: KVGeometry) -> Tensor:

@@ -15,6 +15,7 @@ from torch import nn
 from kvevict_kernels.device_limits import limits_of
 from kvevict_kernels.window_scores.pooling import Pooling, largest_kernel_size
 from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.scorers.window_attention import WindowAttentionScorer
 from sgl_kvevict.policies.signals import Signal
@@ -112,8 +113,6 @@ def layer_reasons(model: nn.Module) -> list[str]:
         reasons.append("a layer caps its attention logits")
     if any(layer.is_cross_attention or layer.attn_type != AttentionType.DECODER for layer in layers):
         reasons.append("a layer's attention is not causal self-attention")
-    if any(layer.sliding_window_size is not None and layer.sliding_window_size > -1 for layer in layers):
-        reasons.append("a layer's attention has a sliding window")
     return reasons
 
 
@@ -145,6 +144,20 @@ def generation_reasons(config: KVEvictConfig, policy: Policy | None, server_args
             "step does not show: start with --cuda-graph-backend-decode disabled, or with policy streaming-llm, knorm "
             "or keydiff"
         )
+    return reasons
+
+
+def window_reasons(config: KVEvictConfig, policy: Policy | None, geometry: KVGeometry) -> list[str]:
+    """Return one sentence for everything that cannot be done with a model whose layers have sliding windows."""
+    if policy is None or not geometry.has_windows:
+        return []
+    reasons = []
+    if policy.merger is not None:
+        reasons.append(f"policy {policy.name!r} merges what it evicts, which layers with a sliding window do not do")
+    if policy.fitter is not None:
+        reasons.append(f"policy {policy.name!r} fits values, which is not tested with sliding windows")
+    if config.decode_block is not None:
+        reasons.append("decode_block is not tested with layers that have a sliding window")
     return reasons
 
 

@@ -60,7 +60,7 @@ class KVEvictTree(UnifiedRadixCache):
         self.manager = PrefixManager(self.port, store, compressor, self.guard, access_counter)
         self.spans = self.manager.spans
         self.clock = AccessClock()
-        is_splittable = compressor is None or compressor.policy.splittable
+        is_splittable = compressor is None or compressor.splittable
         self._blocking = BlockingNodes(self, self.spans, splittable=is_splittable)
         self._weighs_recency = False
         # SGLang's constructor builds the components and calls reset: what they need exists by now.

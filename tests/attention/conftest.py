@@ -41,9 +41,13 @@ class World:
         self.seq_lens: list[int] = []
         self.rows: list[int] = []
         self.attention: Attention = TorchAttention(geometry, self.k, self.v)
+        self.sink_logits: Tensor | None = None
 
-    def span(self, lens: Tensor, num_tokens: int) -> SpanRuns:
-        """Pack runs of these lengths, [num_layers, num_kv_heads], into token slots of all layers, in any order."""
+    def span(self, lens: Tensor, num_tokens: int, start: int = 0) -> SpanRuns:
+        """Pack runs of these lengths, [num_layers, num_kv_heads], into token slots of all layers, in any order.
+
+        Their tokens are any of ``[start, start + num_tokens)``.
+        """
         geometry = self.geometry
         num_entries = int(lens.sum())
         slots = torch.tensor([self.free.pop() for _ in range(geometry.slots_for(num_entries))], dtype=torch.int64)
@@ -55,16 +59,18 @@ class World:
             arena.view(-1, geometry.head_dim)[head_slots] = torch.randn(num_entries, geometry.head_dim).to(self.dtype)
         self.biases.view(-1)[head_slots] = 0.0
         starts = (lens.flatten().cumsum(0) - lens.flatten()).view(lens.shape)
-        return SpanRuns(head_slots.int(), starts.int(), lens.int(), num_tokens)
+        kept = [torch.randperm(num_tokens)[:length].sort().values for length in lens.flatten().tolist()]
+        positions = torch.cat(kept).int() + start if self.geometry.has_windows else None
+        return SpanRuns(head_slots.int(), starts.int(), lens.int(), num_tokens, positions=positions)
 
-    def uneven_span(self, longest: int) -> SpanRuns:
+    def uneven_span(self, longest: int, start: int = 0) -> SpanRuns:
         """A span with runs of 0 to ``longest`` entries."""
         shape = (self.geometry.num_layers, self.geometry.num_kv_heads)
-        return self.span(torch.randint(0, longest + 1, shape), num_tokens=longest + 3)
+        return self.span(torch.randint(0, longest + 1, shape), num_tokens=longest + 3, start=start)
 
-    def fitted_span(self, longest: int, spread: float = 2.0) -> SpanRuns:
+    def fitted_span(self, longest: int, spread: float = 2.0, start: int = 0) -> SpanRuns:
         """An uneven span whose entries have random biases."""
-        span = self.uneven_span(longest)
+        span = self.uneven_span(longest, start)
         self.biases.view(-1)[span.head_slots.long()] = spread * torch.randn(span.head_slots.numel())
         return replace(span, is_fitted=True)
 
@@ -117,29 +123,49 @@ class World:
         first = 0
         for i, new in enumerate(extend_lens):
             for q_head in range(self.geometry.num_qo_heads):
-                k, v, biases = self._seen(i, layer, q_head // self.geometry.group_size)
+                k, v, biases, positions = self._seen(i, layer, q_head // self.geometry.group_size)
                 mine = q[first : first + new, q_head]
-                mask = torch.ones(new, len(k), dtype=torch.bool).tril(len(k) - new)
+                mask = self._mask(i, layer, new, positions)
                 scores = (mine.float() @ k.float().T * self.sm_scale + biases).masked_fill(~mask, -torch.inf)
-                outs.append(scores.softmax(-1) @ v.float())
-                lses.append(scores.logsumexp(-1))
                 kv = (x[None, None].to(mine.dtype) for x in (k, v))
                 added = torch.where(mask, biases, -torch.inf).to(mine.dtype)
                 plain = scaled_dot_product_attention(mine[None, None], *kv, attn_mask=added, scale=self.sm_scale)
-                baselines.append(plain[0, 0])
+                lse, share = scores.logsumexp(-1), torch.ones(new)
+                if self.sink_logits is not None:
+                    lse, before = torch.logaddexp(lse, self.sink_logits[q_head].float()), lse
+                    share = torch.exp(before - lse)
+                outs.append(scores.softmax(-1) @ v.float() * share[:, None])
+                lses.append(lse)
+                baselines.append((plain[0, 0] * share[:, None]).to(mine.dtype))
             first += new
         return self._rows(outs, extend_lens), self._rows(lses, extend_lens), self._rows(baselines, extend_lens)
 
-    def _seen(self, i: int, layer: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
-        """K, V and biases of one request, layer and head: its path's runs, then its own tokens, without biases."""
-        runs = [span.head_slots[span.starts[layer, head] :][: span.lens[layer, head]].long() for span in self.paths[i]]
-        slots = self.req_to_token[self.rows[i], self.waterlines[i] : self.seq_lens[i]].long()
+    def _mask(self, i: int, layer: int, new: int, positions: Tensor) -> Tensor:
+        """[new, num_keys], what each new token of a request sees."""
+        mask = torch.ones(new, len(positions), dtype=torch.bool).tril(len(positions) - new)
+        window = self.geometry.window(layer)
+        if not window:
+            return mask
+        return mask & (torch.arange(self.seq_lens[i] - new, self.seq_lens[i])[:, None] - positions < window)
+
+    def _seen(self, i: int, layer: int, head: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """K, V, biases and positions of one request, layer and head: its path's runs, then its own tokens."""
+        bounds = [(int(span.starts[layer, head]), int(span.lens[layer, head])) for span in self.paths[i]]
+        places = [slice(start, start + length) for start, length in bounds]
+        runs = [span.head_slots[place].long() for span, place in zip(self.paths[i], places, strict=True)]
+        own_positions = torch.arange(self.waterlines[i], self.seq_lens[i])
+        slots = self.req_to_token[self.rows[i], own_positions].long()
         own = (layer * self.geometry.num_token_slots + slots) * self.geometry.num_kv_heads + head
         entries = torch.cat([*runs, own])
         head_dim = self.geometry.head_dim
         biases = self.biases.view(-1)[entries]
         biases[len(entries) - len(own) :] = 0.0
-        return self.k.view(-1, head_dim)[entries], self.v.view(-1, head_dim)[entries], biases
+        of_runs = [
+            torch.zeros(len(run)) if span.positions is None else span.positions[place]
+            for span, run, place in zip(self.paths[i], runs, places, strict=True)
+        ]
+        positions = torch.cat([*of_runs, own_positions])
+        return self.k.view(-1, head_dim)[entries], self.v.view(-1, head_dim)[entries], biases, positions
 
     def _rows(self, parts: list[Tensor], extend_lens: list[int]) -> Tensor:
         """[num_new_tokens, num_qo_heads, ...] from one part per (request, q head)."""
@@ -161,8 +187,12 @@ def make_world() -> MakeWorld:
         dtype: torch.dtype = torch.bfloat16,
         num_layers: int = 2,
         num_token_slots: int = 4000,
+        windows: tuple[int, ...] = (),
     ) -> World:
-        geometry = KVGeometry(num_layers, num_kv_heads * group_size, num_kv_heads, head_dim, num_token_slots)
+        num_layers = len(windows) or num_layers
+        geometry = KVGeometry(
+            num_layers, num_kv_heads * group_size, num_kv_heads, head_dim, num_token_slots, windows=windows
+        )
         return World(geometry, dtype)
 
     return make

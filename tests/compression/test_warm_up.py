@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,16 +96,20 @@ def read(compressor: Compressor, span: Span, queries: torch.Tensor) -> None:
 
 
 @STORED
-def test_batches_of_other_sizes(stored: torch.dtype) -> None:
+@pytest.mark.parametrize("has_extras", [False, True], ids=["", "windows-sinks"])
+def test_batches_of_other_sizes(stored: torch.dtype, has_extras: bool) -> None:
     """Decode rows that share or not, few new tokens, many with split keys, long prefills; spans cut anywhere."""
-    attention = TritonAttention(GEOMETRY, *arena(stored), q_dtype=torch.float16)
+    geometry = replace(GEOMETRY, windows=(33, 0)) if has_extras else GEOMETRY
+    sink_logits = torch.randn(8).bfloat16() if has_extras else None
+    attention = TritonAttention(geometry, *arena(stored), q_dtype=torch.float16)
     with recorded() as warm:
-        attention.warm_up()
+        attention.warm_up(None if sink_logits is None else sink_logits.dtype)
     assert not len(attention._recent)
     head_slots = torch.randint(0, 4000, (401,), dtype=torch.int32)
     lens = torch.tensor([[30, 7], [0, 64]], dtype=torch.int32)
     starts = torch.tensor([[5, 100], [0, 301]], dtype=torch.int32)
-    span, other = (SpanRuns(head_slots, starts, lens, num_tokens) for num_tokens in (70, 113))
+    positions = torch.arange(401, dtype=torch.int32) % 100
+    span, other = (SpanRuns(head_slots, starts, lens, tokens, positions=positions) for tokens in (70, 113))
     long = SPLIT_ROWS // 4 + 1
     with recorded() as served:
         for paths, new_lens in (
@@ -124,7 +129,7 @@ def test_batches_of_other_sizes(stored: torch.dtype) -> None:
             )
             attention.plan(batch)
             for layer in (0, 1):
-                attention.run(layer, torch.randn(sum(new_lens), 8, 16).half(), 0.25)
+                attention.run(layer, torch.randn(sum(new_lens), 8, 16).half(), 0.25, sink_logits)
     assert_nothing_new(warm, served)
 
 

@@ -31,7 +31,7 @@ HEADS: dict[str, Any] = {"H": 8, "G": 4}
 BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "rows_ptr", "staging_ptr")
 FLOAT32 = ("partial_out_ptr", "partial_lse_ptr", "lse_ptr", "weights_ptr", "pooled_ptr", "mean_ptr", "biases_ptr")
 INT64 = ("addresses_ptr", "span_address_ptr", "span_starts_ptr", "span_lens_ptr", "pool_rows_ptr", "token_slots_ptr")
-INT64 += ("run_address_ptr", "partial_start_ptr", "remaining_ptr")
+INT64 += ("run_address_ptr", "partial_start_ptr", "remaining_ptr", "span_positions_ptr")
 INT8 = ("staged_ptr",)
 NUMBERS = {"req_to_token": "i64", "scale_log2": "fp32", "v_scale": "fp32", "sm_scale": "fp32", "first_column": "i32"}
 INT32_NUMBERS = ("layer", "row_stride", "q_stride", "which", "shift", "n", "W", "tile_keys", "first_key")
@@ -68,6 +68,11 @@ def attention_kernels(arch: int, head_dim: int, stored: str = "bf16") -> Iterato
         with_biases = next(biased)
         if stored == "bf16" and with_biases["args"].get("biases_ptr") is not None:  # fp8 rows are not fitted
             yield with_biases
+        args = one["args"]
+        sinks = {"sink_logits_ptr": "*bf16"} if "sink_logits_ptr" in args else {}
+        windowed = {"WINDOWED": True} if "WINDOWED" in args else {}
+        if sinks or windowed:
+            yield {**one, "args": {**args, **sinks, **windowed}}
 
 
 def _attention_kernels(arch: int, head_dim: int, stored: str, *, has_biases: bool) -> Iterator[Spec]:
@@ -81,16 +86,16 @@ def _attention_kernels(arch: int, head_dim: int, stored: str, *, has_biases: boo
         block = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
         options = {"num_stages": tile.stages, "num_warps": tile.warps}
         if which == EXTEND:
-            block["biases_ptr"] = biases
+            block |= {"biases_ptr": biases, "sink_logits_ptr": None, "WINDOWED": False}
             yield spec("ragged_extend.triton_impl:_extend_kernel", arch, sizes | block, options=options)
             rows = {"BLOCK_M": tile.rows, "ROWS": 16}
             if stored == "bf16":  # merges do not look at the arena
                 yield spec("ragged_extend.triton_impl:_combine_kernel", arch, sizes | rows)
         else:
-            block |= {"CLASS": which, "LEAST": MIN_CHUNKS[which], "biases_ptr": biases}
+            block |= {"CLASS": which, "LEAST": MIN_CHUNKS[which], "biases_ptr": biases, "WINDOWED": False}
             yield spec("ragged_decode.triton_impl:_split_kernel", arch, sizes | block, options=options)
     if stored == "bf16":
-        yield spec("ragged_decode.triton_merge:_merge_kernel", arch, sizes | {"BLOCK": 32})
+        yield spec("ragged_decode.triton_merge:_merge_kernel", arch, sizes | {"BLOCK": 32, "sink_logits_ptr": None})
 
 
 def head_dim_kernels(arch: int, head_dim: int, stored: str = "bf16") -> Iterator[Spec]:
@@ -145,7 +150,10 @@ def label(one: Spec) -> str:
     if "keys_ptr" in args:
         return f"{name}, {args['keys_ptr'].removeprefix('*u')}-bit keys"
     if name in ("split", "extend"):
-        return f"{name}, {args['BLOCK_M']} q rows{'' if args['biases_ptr'] is None else ', biases'}"
+        more = (", biases" if args["biases_ptr"] else "") + (", window" if args["WINDOWED"] else "")
+        return f"{name}, {args['BLOCK_M']} q rows{more}"
+    if args.get("sink_logits_ptr"):
+        return f"{name}, sink logits"
     if name == "window_scores":
         return f"{name}, pooling {args['KERNEL']}"
     if name == "accumulated_attention":

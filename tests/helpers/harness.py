@@ -73,6 +73,7 @@ class Harness:
 
     Attributes:
         has_learned: ranges that wait for passes can be compressed when slots are short.
+        windows: of the two layers, see :attr:`KVGeometry.windows`.
         cache_grid: only multiples of so many tokens are cached, and found; as for models with a recurrent state.
     """
 
@@ -87,11 +88,12 @@ class Harness:
     eviction_config: dict | None = None
     has_sessions: bool = False
     has_learned: bool = False
+    windows: tuple[int, ...] = ()
     cache_grid: int = 1
     geometry: KVGeometry = field(init=False)
 
     def __post_init__(self) -> None:
-        self.geometry = KVGeometry(2, 4, 2, 2, self.num_slots + 1)
+        self.geometry = KVGeometry(2, 4, 2, 2, self.num_slots + 1, windows=self.windows)
         shape = (self.geometry.num_layers, self.num_slots + 1, self.geometry.num_kv_heads, 2)
         self.k = torch.full(shape, float("nan"))
         self.v = torch.full(shape, float("nan"))

@@ -21,6 +21,7 @@ class PseudoRandomPolicy:
     splittable: bool = True
     readers: Readers | None = None
     fitter: Fitter | None = None
+    reuse_layers: int = 1
     rank: int = 0
 
     def select(self, show, geometry, total, protected, state=None, *, with_worth=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from helpers.traffic import generate, idle_state
 from sgl_kvevict.launcher import (
     KVEVICT_CPU_FLAGS,
     STOCK_CPU_FLAGS,
-    LaunchError,
     RunningServer,
     config_env,
     launch,
@@ -27,8 +27,8 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "3000", "--context-length", "1024")
 COMMON = {"min_prefix_tokens": 64, "tail_tokens": 16}
-EVERYTHING = COMMON | {"policy": "echo", "budget": 1.0}
-"""Everything is kept, in spans; ``echo`` needs to know the model's rotary embedding."""
+EVERYTHING = COMMON | {"policy": "ada-snapkv", "budget": 1.0}
+"""Everything is kept, in spans."""
 DEFAULT = COMMON | {"pass_share": 1.0, "scoring_pass_tokens": 128}
 """The default policy and budget, for a small prefix."""
 
@@ -43,7 +43,8 @@ def save(family: Family, folder: Path) -> Path:
 def serve(family: Family, model: Path, log: Path, config: dict[str, Any] | None) -> RunningServer:
     base = STOCK_CPU_FLAGS if config is None else KVEVICT_CPU_FLAGS
     env = ENV | ({} if config is None else config_env(config))
-    return launch(str(model), flags=[*base, *FLAGS, "--dtype", family.dtype], env=env, log_path=log)
+    flags = [*base, *FLAGS, *family.flags, "--dtype", family.dtype]
+    return launch(str(model), flags=flags, env=env, log_path=log)
 
 
 def prompts() -> list[list[int]]:
@@ -57,13 +58,41 @@ def answers(server: RunningServer) -> list[list[int]]:
     return [generate(server, prompt, 6)["output_ids"] for prompt in prompts()]
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f.reason is None], ids=lambda f: f.model_type)
+def logprobs(server: RunningServer) -> list[float]:
+    """Of the last tokens of a prompt whose others are cached, and of the answer's."""
+    prompt = prompts()[0]
+    body = {"sampling_params": {"temperature": 0, "max_new_tokens": 4}, "return_logprob": True}
+    body |= {"input_ids": prompt, "logprob_start_len": len(prompt) - 8}
+    info = json.loads(server.post("/generate", body))["meta_info"]
+    return [entry[0] for entry in info["input_token_logprobs"][1:] + info["output_token_logprobs"]]
+
+
+def of_transformers(model: Path) -> tuple[list[list[int]], list[float]]:
+    """The same answers and log-probabilities by the model's definition in transformers."""
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    texts = []
+    with torch.inference_mode():
+        for prompt in prompts():
+            ids = torch.tensor([prompt])
+            for _ in range(6):
+                ids = torch.cat([ids, loaded(ids).logits[:, -1:].argmax(-1)], dim=1)
+            texts.append(ids[0].tolist())
+        whole = torch.tensor([texts[0][: len(prompts()[0]) + 4]])
+        scores = loaded(whole).logits[0, :-1].log_softmax(-1).gather(1, whole[0, 1:, None]).squeeze(1)
+    return [text[len(prompt) :] for text, prompt in zip(texts, prompts(), strict=True)], scores[-11:].tolist()
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.reason is None], ids=lambda f: f.name)
 def test_served(family, tmp_path):
     model = save(family, tmp_path / "model")
-    with serve(family, model, tmp_path / "stock.log", None) as stock:
-        expected = answers(stock)
+    if family.in_stock:
+        with serve(family, model, tmp_path / "stock.log", None) as stock:
+            expected, wanted = answers(stock), logprobs(stock)
+    else:
+        expected, wanted = of_transformers(model)
     with serve(family, model, tmp_path / "whole.log", EVERYTHING) as ours:
         assert answers(ours) == expected
+        assert logprobs(ours) == pytest.approx(wanted, abs=2e-3)
         state = idle_state(ours)
         assert state["span_tokens"] >= 284 and state["leaked_slots"] == 0
     with serve(family, model, tmp_path / "default.log", DEFAULT) as ours:
@@ -73,10 +102,3 @@ def test_served(family, tmp_path):
         state = idle_state(ours)
         assert state["span_tokens"] >= 284 and state["span_slots"] < 0.3 * state["span_tokens"]
         assert state["leaked_slots"] == 0 and ours.leak_messages() == []
-
-
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f.needs_layers], ids=lambda f: f.model_type)
-def test_refused_when_the_model_is_built(family, tmp_path):
-    model = save(family, tmp_path / "model")
-    with pytest.raises(LaunchError, match=family.reason):
-        serve(family, model, tmp_path / "server.log", DEFAULT)

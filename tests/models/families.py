@@ -15,7 +15,6 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 WINDOW = 64
 MLA = "the model uses latent attention (MLA); only MHA and GQA work"
 CAPS = "the model caps its attention logits"
-WINDOWED_LAYER = "a layer's attention has a sliding window"
 TWO_POOLS = "the model has sliding-window attention layers with a KV pool of their own"
 CHUNKS = "the model attends within chunks"
 RECURRENT = "the model has recurrent (mamba) layers"
@@ -31,7 +30,8 @@ class Family:
         model_type: of the configuration in transformers.
         changes: fields of the tiny configuration that are special to it.
         reason: why it is refused; None: it is served.
-        needs_layers: only the built model shows the reason, its configuration does not.
+        flags: what the server has to be started with.
+        in_stock: stock SGLang runs it on a CPU, so its answers are what is expected; else those of transformers.
         note: what else a user should know.
         dtype: of weights and KV in the check.
     """
@@ -40,7 +40,8 @@ class Family:
     model_type: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     reason: str | None = None
-    needs_layers: bool = False
+    flags: tuple[str, ...] = ()
+    in_stock: bool = True
     note: str = ""
     dtype: str = "float32"
 
@@ -48,7 +49,11 @@ class Family:
 SEEN = ("llama", "mistral", "qwen2", "qwen3")
 """Families of which ``make test-models`` was seen to pass; the others are claimed by their attention."""
 
+_SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+_GPT_OSS = {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}
+ONE_POOL = "sliding windows; SGLang keeps one pool for all layers"
 
 FAMILIES = (
     Family("Llama 2, 3; SmolLM2", "llama"),
@@ -70,14 +75,19 @@ FAMILIES = (
     Family("ERNIE 4.5", "ernie4_5"),
     Family("Arcee", "arcee"),
     Family("Apertus", "apertus"),
-    Family("Gemma 2", "gemma2", {"sliding_window": WINDOW}, reason=CAPS),
-    Family("Gemma 3", "gemma3_text", {"sliding_window": WINDOW}, reason=WINDOWED_LAYER, needs_layers=True),
+    Family("Gemma 3", "gemma3_text", _SLIDING, note=ONE_POOL),
+    Family("Olmo 3", "olmo3", _SLIDING, note=ONE_POOL),
+    Family("Exaone 4", "exaone4", _SLIDING | {"sliding_window_pattern": "LLG"}, in_stock=False, note=ONE_POOL),
     Family(
-        "gpt-oss",
+        "gpt-oss, on one pool",
         "gpt_oss",
-        {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
-        reason=TWO_POOLS,
+        _GPT_OSS,
+        flags=("--disable-hybrid-swa-memory",),
+        in_stock=False,
+        note="with `--disable-hybrid-swa-memory`; sliding windows and sink logits",
     ),
+    Family("Gemma 2", "gemma2", {"sliding_window": WINDOW}, reason=CAPS),
+    Family("gpt-oss", "gpt_oss", _GPT_OSS, reason=TWO_POOLS, note="served with --disable-hybrid-swa-memory"),
     Family("Llama 4", "llama4_text", {"num_local_experts": 2, "intermediate_size_mlp": 128}, reason=CHUNKS),
     Family(
         "DeepSeek V2, V3, R1; Kimi K2",
@@ -129,8 +139,12 @@ each family, in real servers. *Served* means: at budget 1.0, read from spans, it
 and with the default configuration its prefixes are compressed. *Refused* means: the server stops at start and says why.
 
 What decides is a model's attention, not its name: causal multi-head or grouped-query attention over everything before
-a token, with keys and values of the same width. Families that are not listed are served if SGLang's plain
-`RadixAttention` layers do that, and refused otherwise.
+a token, or over a sliding window, with or without a sink logit for each head, with keys and values of the same width.
+Families that are not listed are served if SGLang's plain `RadixAttention` layers do that, and refused otherwise.
+
+Layers with a window keep the last tokens of a compressed range, which is all that anybody sees who reads the range, and
+leave the rest of their budget to the others. Such a range is found whole or not at all: a prompt that leaves it in the
+middle is computed anew, and from then on ranges end where it left.
 
 ## Served
 

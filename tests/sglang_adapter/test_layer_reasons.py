@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from torch import nn
 
 from kvevict_kernels.device_limits import DeviceLimits
-from sgl_kvevict.geometry import UNSCALED, KVScales
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.geometry import UNSCALED, KVGeometry, KVScales
 from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.sglang_adapter import refusals
-from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales
-from sgl_kvevict.sglang_adapter.refusals import layer_reasons, policy_reasons
+from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_sink_dtype, find_windows
+from sgl_kvevict.sglang_adapter.refusals import layer_reasons, policy_reasons, window_reasons
 
 
 def model(**variant: object) -> nn.Module:
@@ -48,13 +51,40 @@ def test_plain_layers_are_fine() -> None:
     assert layer_reasons(model()) == []
 
 
+def test_windows_are_the_layers() -> None:
+    """SGLang counts the keys beside a query's own, and leaves -1 where there is no window."""
+    assert find_windows(model()) == ()
+    windowed = model(sliding_window_size=127)
+    assert find_windows(windowed) == (0, 0, 128)
+    assert layer_reasons(windowed) == []
+
+
+def test_sink_logits_lie_beside_the_attention() -> None:
+    """As in gpt-oss; what else is called so is not meant."""
+    layer = nn.Module()
+    layer.attention = RadixAttention(4, 16, 0.25, 2, layer_id=0)
+    layer.sinks = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    assert find_sink_dtype(nn.Sequential(model(), layer)) == torch.bfloat16
+    elsewhere = nn.Module()
+    elsewhere.sinks = layer.sinks
+    assert find_sink_dtype(nn.Sequential(model(), elsewhere)) is None
+
+
+def test_what_windows_rule_out_is_named() -> None:
+    geometry = KVGeometry(3, 4, 2, 16, 100, windows=(8, 8, 0))
+    config = KVEvictConfig()
+    (reason,) = window_reasons(config, build_policy("d2o", {}), geometry)
+    assert reason == "policy 'd2o' merges what it evicts, which layers with a sliding window do not do"
+    assert window_reasons(config, build_policy("d2o", {}), replace(geometry, windows=())) == []
+    assert window_reasons(config, build_policy("snapkv", {}), geometry) == []
+
+
 @pytest.mark.parametrize(
     ("variant", "reason"),
     [
         ({"logit_cap": 30.0}, "a layer caps its attention logits"),
         ({"is_cross_attention": True}, "a layer's attention is not causal self-attention"),
         ({"attn_type": AttentionType.ENCODER_ONLY}, "a layer's attention is not causal self-attention"),
-        ({"sliding_window_size": 128}, "a layer's attention has a sliding window"),
     ],
 )
 def test_a_variant_in_one_layer_is_named(variant: dict[str, object], reason: str) -> None:

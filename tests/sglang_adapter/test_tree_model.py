@@ -179,6 +179,18 @@ class PressureMachine(PassesMachine):
     options: ClassVar[dict[str, Any]] = {"has_learned": True}
 
 
+class WindowsMachine(CacheMachine):
+    """A layer with a sliding window keeps the end of a range, which is found whole or not at all."""
+
+    options: ClassVar[dict[str, Any]] = {"windows": (5, 0)}
+
+
+class WindowsUnderPressureMachine(PressureMachine):
+    """They are squeezed, too."""
+
+    options: ClassVar[dict[str, Any]] = PressureMachine.options | {"windows": (0, 9)}
+
+
 class FitsMachine(PassesMachine):
     """What passes have read is fitted later, piece by piece, while everything else goes on."""
 
@@ -354,6 +366,8 @@ MACHINES = (
     UnsplittableMachine,
     PassesMachine,
     PressureMachine,
+    WindowsMachine,
+    WindowsUnderPressureMachine,
     FitsMachine,
     FitsUnderPressureMachine,
     ColdMachine,

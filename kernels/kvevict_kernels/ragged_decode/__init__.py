@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from kvevict_kernels.checks import check_int, check_tensor
+from kvevict_kernels.checks import check_int, check_positions, check_tensor
 from kvevict_kernels.device_limits import limits_of
 from kvevict_kernels.dispatch import backend_for
 from kvevict_kernels.ragged_decode.addresses import TableAddresses
@@ -66,6 +66,8 @@ def plan_ragged_decode(
         check_tensor("head_slots", span.head_slots, (None,), torch.int32, device)
         check_tensor("starts", span.starts, shape, torch.int32, device)
         check_tensor("lens", span.lens, shape, torch.int32, device)
+        if sizes.has_windows:
+            check_positions(span.positions, span.head_slots)
     tables = build_tables(paths, new_lens, suffix_bounds, sizes=sizes, device=device, elsewhere=elsewhere)
     if backend_for(device) == "triton":
         from kvevict_kernels.ragged_decode.triton_layout import lay_out
@@ -74,7 +76,15 @@ def plan_ragged_decode(
     return tables
 
 
-def sizes_on(device: torch.device, *, num_layers: int, num_kv_heads: int, group_size: int, head_dim: int) -> Sizes:
+def sizes_on(
+    device: torch.device,
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    group_size: int,
+    head_dim: int,
+    has_windows: bool = False,
+) -> Sizes:
     """Put together what stays the same for all batches of a server.
 
     Args:
@@ -83,6 +93,7 @@ def sizes_on(device: torch.device, *, num_layers: int, num_kv_heads: int, group_
         num_kv_heads: KV heads.
         group_size: q heads per KV head.
         head_dim: width of a row.
+        has_windows: queries of some layers see their last tokens only.
 
     Raises:
         ValueError: a size below 1, or a head_dim that no kernel is compiled for.
@@ -92,7 +103,7 @@ def sizes_on(device: torch.device, *, num_layers: int, num_kv_heads: int, group_
         check_int(name, value, 1)
     limits = limits_of(device)
     tiles = tiles_for(limits, head_dim)
-    return Sizes(num_layers, num_kv_heads, group_size, limits.num_sms, tiles[EXTEND].rows)
+    return Sizes(num_layers, num_kv_heads, group_size, limits.num_sms, tiles[EXTEND].rows, has_windows)
 
 
 def list_addresses(tables: Tables, partials: tuple[Tensor, Tensor]) -> TableAddresses:
@@ -152,7 +163,8 @@ def run_ragged_decode(addresses: TableAddresses, step: Step, inputs: LayerInputs
     """Attend with the new tokens of all requests but those that ``ragged_extend`` takes (more than 128 q rows a head).
 
     A new token sees the spans of its request's path, all of them, and the request's own tokens up to itself, in
-    one softmax. A span that several requests read is read once for all of them.
+    one softmax; in a layer with a window only what is less than ``inputs.window`` positions before it. A span that
+    several requests read is read once for all of them.
 
     Args:
         addresses: from :func:`list_addresses`.

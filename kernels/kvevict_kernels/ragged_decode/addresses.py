@@ -20,6 +20,7 @@ BATCH_FIELDS = (
     *("run_address", "run_lens", "partial_start", "span_members", "span_member_start", "span_chunk", "span_cap"),
     *("members", "request_members", "new_lens_device", "waterlines", "request_chunk", "suffix_partial"),
     *("path_start", "path_span", "path_member", "merge_request", "merge_token"),
+    *("span_positions", "member_request", "row_ends"),
 )
 """Attributes of :class:`Tables`, in the order of the list."""
 CLASS_FIELDS = ("work_unit", "item_start", "item_count", "requests")

@@ -25,6 +25,9 @@ def check_run(tables: Tables, inputs: LayerInputs, out: Tensor, lse: Tensor) -> 
     check_tensor("q", q[:1], (min(1, tables.num_new), num_qo_heads, head_dim), dtypes, tables.waterlines.device)
     if q.shape[0] != tables.num_new:
         raise ValueError(f"q: expected {tables.num_new} new tokens, got {q.shape[0]}")
+    if inputs.sink_logits is not None:
+        check_tensor("sink_logits", inputs.sink_logits, (num_qo_heads,), KV_DTYPES, q.device)
+    check_int("window", inputs.window, 0, None if sizes.has_windows else 0)
     check_int("layer", inputs.layer, 0, sizes.num_layers - 1)
     for name, scale in (("sm_scale", inputs.sm_scale), ("v_scale", inputs.v_scale)):
         if not math.isfinite(scale) or scale <= 0:

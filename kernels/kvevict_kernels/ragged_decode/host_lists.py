@@ -43,6 +43,7 @@ class Sizes:
         group_size: q heads per KV head.
         num_sms: multiprocessors of the device.
         extend_rows: q rows per tile of ``ragged_extend``.
+        has_windows: queries of some layers see their last tokens only.
     """
 
     num_layers: int
@@ -50,6 +51,7 @@ class Sizes:
     group_size: int
     num_sms: int
     extend_rows: int
+    has_windows: bool = False
 
     @property
     def num_items(self) -> int:
@@ -180,6 +182,7 @@ class HostLists:
             "span_address": [span.head_slots.data_ptr() for span in self.spans],
             "span_starts": [span.starts.data_ptr() for span in self.spans],
             "span_lens": [span.lens.data_ptr() for span in self.spans],
+            "span_positions": [_to_positions(span) for span in self.spans],
             "suffix_partial": self.suffix_partial,
             "extend_partial": self.extend_partial,
         }
@@ -195,6 +198,8 @@ class HostLists:
             for token in range(new)
         ]
         tiles = self._extend_tiles()
+        request_of = [i for i, new in enumerate(self.new_lens) for _ in range(new)] if self.sizes.has_windows else []
+        row_ends = list(accumulate(self.new_lens))
         return {
             "span_members": num_rows,
             "span_member_start": list(accumulate(num_rows, initial=0))[:-1],
@@ -202,6 +207,8 @@ class HostLists:
             "span_chunk": self.span_chunk,
             "span_cap": self.span_cap,
             "members": members + list(range(sum(self.new_lens))),
+            "member_request": [request_of[row] for row in members] if self.sizes.has_windows else [],
+            "row_ends": row_ends if self.sizes.has_windows else [],
             "request_members": [len(members) + row for row in self.first_rows],
             "new_lens_device": list(self.new_lens),
             "waterlines": [waterline_of(path) for path in self.paths],
@@ -227,3 +234,8 @@ class HostLists:
             for tile in reversed(range(self._num_tiles(request)))
             for split in range(self.num_splits[request])  # none if it is attended for elsewhere
         ]
+
+
+def _to_positions(span: SpanRuns) -> int:
+    """Bytes from an entry's head slot to its position; 0: its position is not known."""
+    return 0 if span.positions is None else span.positions.data_ptr() - span.head_slots.data_ptr()

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvevict_kernels.head_slots import head_slot_of
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step, Tables
+from kvevict_kernels.span_runs import SpanRuns
 
 
 def ragged_attention_over_paths_reference(tables: Tables, step: Step, inputs: LayerInputs) -> tuple[Tensor, Tensor]:
@@ -27,17 +28,32 @@ def ragged_attention_over_paths_reference(tables: Tables, step: Step, inputs: La
             own = slots[: len(slots) - (new - 1 - token)]
             for q_head in range(q.shape[1]):
                 head = q_head // tables.sizes.group_size
-                runs = [
-                    span.head_slots[int(span.starts[layer, head]) :][: int(span.lens[layer, head])].long()
-                    for span in path
-                ]
+                places = [_run(span, layer, head) for span in path]
+                runs = [span.head_slots[place].long() for span, place in zip(path, places, strict=True)]
                 rows = torch.cat([*runs, head_slot_of(layer, own, head, num_token_slots, num_kv_heads)])
                 if rows.numel():
                     scores = k_rows[rows] @ q[row, q_head].float() * inputs.sm_scale
                     if inputs.biases is not None:
                         num_entries = rows.numel() - own.numel()
                         scores[:num_entries] += inputs.biases.view(-1)[rows[:num_entries]]
-                    out[row, q_head] = scores.softmax(0) @ v_rows[rows] * inputs.v_scale
+                    if inputs.window:
+                        end = waterline + own.numel()
+                        positions = [_positions(span, place) for span, place in zip(path, places, strict=True)]
+                        seen = torch.cat([*positions, torch.arange(waterline, end, device=rows.device)])
+                        scores = scores.masked_fill(seen < end - inputs.window, float("-inf"))
                     lse[row, q_head] = scores.logsumexp(0)
+                    if inputs.sink_logits is not None:
+                        lse[row, q_head] = torch.logaddexp(lse[row, q_head], inputs.sink_logits[q_head].float())
+                    out[row, q_head] = torch.exp(scores - lse[row, q_head]) @ v_rows[rows] * inputs.v_scale
             row += 1
     return out.to(q.dtype), lse
+
+
+def _run(span: SpanRuns, layer: int, head: int) -> slice:
+    start = int(span.starts[layer, head])
+    return slice(start, start + int(span.lens[layer, head]))
+
+
+def _positions(span: SpanRuns, place: slice) -> Tensor:
+    assert span.positions is not None
+    return span.positions[place]

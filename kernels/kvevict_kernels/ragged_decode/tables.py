@@ -54,6 +54,7 @@ class Tables:
         span_address: [num_spans], int64, addresses of each span's head slots, and likewise:
         span_starts: of its starts.
         span_lens: of its lengths.
+        span_positions: [num_spans], int64, bytes from an entry's head slot to its position, where layers have windows.
         run_address: [num_layers, num_spans, num_kv_heads], int64, address of each run's first head slot.
         run_lens: [num_layers, num_spans, num_kv_heads], int32.
         partial_start: [num_layers, num_spans, num_kv_heads], int64, first partial row of each unit in its layer.
@@ -63,6 +64,8 @@ class Tables:
         span_chunk: [num_spans], int32, entries per work item.
         span_cap: [num_spans], int32, chunks per run, at most: a longer run has longer chunks.
         members: rows of new tokens: of every span's readers, then of every request.
+        member_request: [of the first part of ``members``], int32, request of each; empty if no layer has a window.
+        row_ends: [num_requests], int32, row behind each request's last new token; likewise.
         request_members: [num_requests], int32, where each request's rows start in ``members``.
         new_lens_device: [num_requests], int32.
         waterlines: [num_requests], int32, tokens that the request's path stands for.
@@ -89,6 +92,7 @@ class Tables:
     span_address: Tensor
     span_starts: Tensor
     span_lens: Tensor
+    span_positions: Tensor
     run_address: Tensor
     run_lens: Tensor
     partial_start: Tensor
@@ -98,6 +102,8 @@ class Tables:
     span_chunk: Tensor
     span_cap: Tensor
     members: Tensor
+    member_request: Tensor
+    row_ends: Tensor
     request_members: Tensor
     new_lens_device: Tensor
     waterlines: Tensor
@@ -162,6 +168,9 @@ class LayerInputs:
         v_scale: what a stored 1 of a value is worth in this layer.
         biases: [num_layers, num_token_slots, num_kv_heads], float32, added to the scores of entries of spans; None:
             nothing is.
+        window: tokens that a query of the layer sees at most, itself included; 0: all.
+        sink_logits: [num_qo_heads], of any floating dtype, what every row's softmax counts once, without a value;
+            None: there are none.
     """
 
     layer: int
@@ -171,6 +180,8 @@ class LayerInputs:
     sm_scale: float
     v_scale: float = 1.0
     biases: Tensor | None = None
+    window: int = 0
+    sink_logits: Tensor | None = None
 
 
 def build_tables(

@@ -20,6 +20,7 @@ from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS, Tile, tiles_fo
 from kvevict_kernels.ragged_decode.triton_addresses import (
     ITEM_COUNT,
     ITEM_START,
+    MEMBER_REQUEST,
     MEMBERS,
     NEW_LENS,
     NUM_SPANS,
@@ -28,12 +29,14 @@ from kvevict_kernels.ragged_decode.triton_addresses import (
     PARTIAL_START,
     REQUEST_MEMBERS,
     REQUESTS,
+    ROW_ENDS,
     RUN_ADDRESS,
     RUN_LENS,
     SPAN_CAP,
     SPAN_CHUNK,
     SPAN_MEMBER_START,
     SPAN_MEMBERS,
+    SPAN_POSITIONS,
     SUFFIX_PARTIAL,
     WATERLINES,
     WORK_UNIT,
@@ -193,8 +196,37 @@ def _suffix_item(
     return local % H, count, member, tile, length, begin, tl.minimum(length - begin, chunk), index_address, partial
 
 
+@triton.jit
+def _span_window(item, is_suffix, layer, addresses_ptr, CLASS: tl.constexpr, H: tl.constexpr):
+    """Bytes from an entry's head slot to its position; 0 for suffixes."""
+    of_layer = layer * max_items_of(addresses_ptr, CLASS)
+    is_span = is_suffix == 0
+    unit = tl.load(class_int32s_at(addresses_ptr, WORK_UNIT, CLASS) + of_layer + item, mask=is_span, other=0)
+    return tl.load(int64s_at(addresses_ptr, SPAN_POSITIONS) + unit // H, mask=is_span, other=0)
+
+
+@triton.jit
+def hidden_keys(position_ptr, num_kv, is_span, hidden, m_m):
+    """What a tile of rows sees of a run, or a part of one.
+
+    Args:
+        position_ptr: positions of its entries, ascending.
+        num_kv: entries; may be 0.
+        is_span: it is one; of a suffix nothing is looked at.
+        hidden: [BLOCK_M], the last position that each row does not see.
+        m_m: [BLOCK_M], real rows.
+
+    Returns:
+        whether no row sees any of them, and whether some row does not see all of them.
+    """
+    is_run = is_span & (num_kv > 0)
+    last = tl.load(position_ptr + num_kv - 1, mask=is_run, other=2147483647)
+    first = tl.load(position_ptr, mask=is_run, other=2147483647)
+    return last <= tl.min(tl.where(m_m, hidden, 2147483646), 0), first <= tl.max(tl.where(m_m, hidden, -2147483647), 0)
+
+
 @triton.jit(
-    do_not_specialize=["layer", "num_requests", "row_stride", "req_to_token"],
+    do_not_specialize=["layer", "num_requests", "row_stride", "req_to_token", "window"],
     do_not_specialize_on_alignment=list(STEP_LISTS),
 )
 def _split_kernel(
@@ -214,6 +246,7 @@ def _split_kernel(
     num_token_slots,
     q_stride,
     scale_log2,
+    window,  # tokens that a query sees; read if WINDOWED
     CLASS: tl.constexpr,
     LEAST: tl.constexpr,
     NUM_ITEMS: tl.constexpr,
@@ -221,6 +254,7 @@ def _split_kernel(
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
+    WINDOWED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -258,18 +292,37 @@ def _split_kernel(
         b_q = tl.load(q_ptr + q_row[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
         if UPCAST:
             b_q = b_q.to(tl.float32)
-        limit = tl.minimum(length - begin - is_suffix * (count - 1 - token), num_kv)
+        to_key = length - begin - is_suffix * (count - 1 - token)
+        limit = tl.minimum(to_key, num_kv)
         index_ptr = index_address.to(tl.pointer_type(tl.int32))
+        from_block = 0
+        if WINDOWED:
+            m_member = m_m & (is_suffix == 0)
+            request = tl.load(int32s_at(addresses_ptr, MEMBER_REQUEST) + member + token, mask=m_member, other=0)
+            left = tl.load(int32s_at(addresses_ptr, ROW_ENDS) + request, mask=m_member, other=0) - reader
+            hidden = tl.load(seq_lens_ptr + request, mask=m_member, other=0) - left - window
+            to_positions = _span_window(item, is_suffix, layer, addresses_ptr, CLASS=CLASS, H=H)
+            position_ptr = (index_address + to_positions).to(tl.pointer_type(tl.int32))
+            is_hidden, is_cut = hidden_keys(position_ptr, num_kv, is_suffix == 0, hidden, m_m)
+            num_kv = tl.where(is_hidden, 0, num_kv)
+            # A suffix has no list of positions: they follow each other.
+            from_key = tl.where(is_suffix > 0, to_key - window, 0)
+            first_key = tl.maximum(tl.min(tl.where(m_m, from_key, 2147483647), 0), 0)
+            from_block = first_key // BLOCK_N * BLOCK_N
         b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
         b_out = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-        for start in range(0, num_kv, BLOCK_N):
+        for start in range(from_block, num_kv, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
             m_n = n < num_kv
             head_slot = tl.load(index_ptr + n, mask=m_n, other=0).to(tl.int64) * slot_scale + slot_shift
+            seen = n[None, :] < limit[:, None]
+            if WINDOWED:
+                b_position = tl.load(position_ptr + n, mask=m_n & is_cut, other=2147483647)
+                seen = seen & (n[None, :] >= from_key[:, None]) & (b_position[None, :] > hidden[:, None])
             b_max, b_sum, b_out = attend_block(
                 b_q, b_max, b_sum, b_out, k_ptr, v_ptr, biases_ptr, head_slot, m_n, m_n & (is_suffix == 0),
-                n[None, :] < limit[:, None], o_d, scale_log2, D=D,
+                seen, o_d, scale_log2, D=D,
             )  # fmt: skip
         p_row = partial + i_row
         divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
@@ -331,6 +384,7 @@ def _launch_split(addresses: TableAddresses, step: Step, which: int, inputs: Lay
         inputs.k_arena.shape[1],
         q.stride(0),
         inputs.sm_scale * LOG2_E,
+        inputs.window,
     )
     options = {
         "CLASS": which,
@@ -340,6 +394,7 @@ def _launch_split(addresses: TableAddresses, step: Step, which: int, inputs: Lay
         "H": tables.sizes.num_kv_heads,
         "G": tables.sizes.group_size,
         "D": head_dim,
+        "WINDOWED": inputs.window > 0,
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.keys,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),

@@ -64,12 +64,22 @@ def fold(b_max, b_sum, b_out, out_ptr, lse_ptr, first, num, stride, o_d, D: tl.c
     return b_max, b_sum, b_out
 
 
-@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["seq_lens_ptr"])
+@triton.jit
+def with_sink(b_max, b_sum, sink):
+    """Count a logit, base 2, in a running softmax; returns also what the output so far is multiplied with."""
+    new_max = tl.maximum(b_max, sink)
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    decay = tl.exp2(b_max - base)
+    return new_max, b_sum * decay + tl.exp2(sink - base), decay
+
+
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["seq_lens_ptr", "sink_logits_ptr"])
 def _merge_kernel(
     addresses_ptr,
     out_ptr,  # [N, H * G, D]
     lse_ptr,  # [N, H * G] float32, natural
     seq_lens_ptr,
+    sink_logits_ptr,  # [H * G], or None
     layer,
     v_scale,
     NUM_ITEMS: tl.constexpr,
@@ -80,7 +90,7 @@ def _merge_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per (new token, q head): its path from the root on, then its suffix."""
+    """One program per (new token, q head): its path from the root on, then its suffix, then the sink logit."""
     request = tl.load(int32s_at(addresses_ptr, MERGE_REQUEST) + tl.program_id(0))
     token = tl.load(int32s_at(addresses_ptr, MERGE_TOKEN) + tl.program_id(0))
     partial_out_ptr = floats_at(addresses_ptr, PARTIAL_OUT)
@@ -114,6 +124,10 @@ def _merge_kernel(
     b_max, b_sum, b_out = fold(
         b_max, b_sum, b_out, partial_out_ptr, partial_lse_ptr, first, num, rows * H, o_d, D=D, BLOCK=BLOCK
     )
+    if sink_logits_ptr is not None:
+        sink = 1.4426950408889634 * tl.load(sink_logits_ptr + q_head).to(tl.float32)
+        b_max, b_sum, decay = with_sink(b_max, b_sum, sink)
+        b_out = b_out * decay
     member = tl.load(int32s_at(addresses_ptr, REQUEST_MEMBERS) + request) + token
     row = tl.load(int32s_at(addresses_ptr, MEMBERS) + member).to(tl.int64) * (H * G) + q_head
     divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
@@ -130,6 +144,7 @@ def run_merge(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: T
         out,
         lse,
         step.seq_lens,
+        inputs.sink_logits,
         inputs.layer,
         inputs.v_scale,
         NUM_ITEMS=tables.sizes.num_items,

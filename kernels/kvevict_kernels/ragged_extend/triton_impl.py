@@ -17,13 +17,15 @@ from kvevict_kernels.device_limits import limits_of
 from kvevict_kernels.ragged_decode.addresses import TableAddresses
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 from kvevict_kernels.ragged_decode.tile_table import EXTEND, tiles_for
-from kvevict_kernels.ragged_decode.triton_impl import LOG2_E, attend_block
+from kvevict_kernels.ragged_decode.triton_impl import LOG2_E, attend_block, hidden_keys
+from kvevict_kernels.ragged_decode.triton_merge import with_sink
 from kvevict_kernels.triton_head_slots import head_slot_of
 
 COMBINE_ROWS = 16
 TABLES = (
     *("tile_request_ptr", "tile_index_ptr", "tile_split_ptr", "num_splits_ptr", "partial_start_ptr"),
-    *("path_start_ptr", "path_span_ptr", "run_address_ptr", "run_lens_ptr", "members_ptr", "request_members_ptr"),
+    *("path_start_ptr", "path_span_ptr", "run_address_ptr", "run_lens_ptr", "span_positions_ptr"),
+    *("members_ptr", "request_members_ptr", "sink_logits_ptr"),
     *("new_lens_ptr", "waterlines_ptr", "seq_lens_ptr", "pool_rows_ptr"),
 )
 """Lie one after the other: whether one is aligned depends on the batch, and must not call for another compilation."""
@@ -65,7 +67,7 @@ def _store(out_ptr, lse_ptr, row, b_out, b_lse, o_d, m_m, D: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["layer", "num_spans", "row_stride", "req_to_token"],
+    do_not_specialize=["layer", "num_spans", "row_stride", "req_to_token", "window"],
     do_not_specialize_on_alignment=list(TABLES),
 )
 def _extend_kernel(
@@ -73,6 +75,7 @@ def _extend_kernel(
     k_ptr,  # [L, T, H, D]
     v_ptr,
     biases_ptr,  # [L, T, H] float32, or None
+    sink_logits_ptr,  # [H * G], or None
     out_ptr,  # [N, H * G, D]
     lse_ptr,  # [N, H * G] float32, natural
     partial_out_ptr,  # [P, D] float32
@@ -86,6 +89,7 @@ def _extend_kernel(
     path_span_ptr,
     run_address_ptr,
     run_lens_ptr,
+    span_positions_ptr,
     members_ptr,
     request_members_ptr,
     new_lens_ptr,
@@ -100,10 +104,12 @@ def _extend_kernel(
     q_stride,
     scale_log2,
     v_scale,
+    window,  # tokens that a query sees; read if WINDOWED
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    WINDOWED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -129,6 +135,13 @@ def _extend_kernel(
     num_before = tl.load(seq_lens_ptr + request) - waterline - count
     num_own = num_before + tl.minimum(tl.max(token, 0) + 1, count)
     own_address = req_to_token + (tl.load(pool_rows_ptr + request) * row_stride + waterline) * 4
+    if WINDOWED:
+        hidden = tl.load(seq_lens_ptr + request) - count + token - window  # the last position that a row does not see
+        # Own tokens that no row of the tile sees are left out, so that its parts have the others to share.
+        num_hidden = tl.maximum(num_before + tl.min(token, 0) + 1 - window, 0)
+        num_before -= num_hidden
+        num_own -= num_hidden
+        own_address += num_hidden * 4
     path_begin = tl.load(path_start_ptr + request)
     path_end = tl.load(path_start_ptr + request + 1)
     first_unit = layer * num_spans * H + head
@@ -145,19 +158,35 @@ def _extend_kernel(
         slot_scale = 1 + is_own * (H - 1)
         slot_shift = is_own * head_slot_of(layer.to(tl.int64), 0, head, num_token_slots, H)
         to_key = tl.minimum(end, num_kv)
+        if WINDOWED:
+            span = tl.load(path_span_ptr + j, mask=is_own == 0, other=0)
+            to_positions = tl.load(span_positions_ptr + span, mask=is_own == 0, other=0)
+            position_ptr = (address + to_positions).to(tl.pointer_type(tl.int32))
+            is_hidden, is_cut = hidden_keys(position_ptr, num_kv, is_own == 0, hidden, m_m)
+            to_key = tl.where(is_hidden, 0, to_key)
+            from_key = tl.where(is_own > 0, num_before + token + 1 - window, 0)
         limit = tl.minimum(tl.where(is_own > 0, num_before + token + 1, num_kv), to_key)
         index_ptr = address.to(tl.pointer_type(tl.int32))
         for start in range(tl.maximum(begin, 0), to_key, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
             m_n = n < to_key
             head_slot = tl.load(index_ptr + n, mask=m_n, other=0).to(tl.int64) * slot_scale + slot_shift
+            seen = n[None, :] < limit[:, None]
+            if WINDOWED:
+                b_position = tl.load(position_ptr + n, mask=m_n & is_cut, other=2147483647)
+                seen = seen & (n[None, :] >= from_key[:, None]) & (b_position[None, :] > hidden[:, None])
             b_max, b_sum, b_out = attend_block(
                 b_q, b_max, b_sum, b_out, k_ptr, v_ptr, biases_ptr, head_slot, m_n, m_n & (is_own == 0),
-                n[None, :] < limit[:, None], o_d, scale_log2, D=D,
+                seen, o_d, scale_log2, D=D,
             )  # fmt: skip
         begin -= num_kv
         end -= num_kv
 
+    if sink_logits_ptr is not None:  # of several parts the first one counts it
+        m_sink = m_m & (split == 0)
+        sink = tl.load(sink_logits_ptr + head * G + i_row % G, mask=m_sink, other=float("-inf")).to(tl.float32)
+        b_max, b_sum, decay = with_sink(b_max, b_sum, 1.4426950408889634 * sink)
+        b_out = b_out * decay[:, None]
     divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
     b_out = b_out / divisor[:, None]
     b_lse = b_max + tl.log2(divisor)
@@ -243,6 +272,7 @@ def run_extend(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: 
         inputs.k_arena,
         inputs.v_arena,
         inputs.biases,
+        inputs.sink_logits,
         out,
         lse,
         *addresses.partials,
@@ -251,6 +281,7 @@ def run_extend(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: 
         tables.path_span,
         tables.run_address,
         tables.run_lens,
+        tables.span_positions,
         tables.members,
         tables.request_members,
         tables.new_lens_device,
@@ -265,6 +296,8 @@ def run_extend(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: 
         q.stride(0),
         inputs.sm_scale * LOG2_E,
         inputs.v_scale,
+        inputs.window,
+        WINDOWED=inputs.window > 0,
         BLOCK_N=tile.keys,
         UPCAST=not q.is_cuda,
         num_stages=tile.stages,

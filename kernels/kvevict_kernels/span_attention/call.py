@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels import head_slots
-from kvevict_kernels.checks import KV_DTYPES, check_arenas
+from kvevict_kernels.checks import KV_DTYPES, check_arenas, check_tensor
 from kvevict_kernels.span_attention import words as w
 from kvevict_kernels.span_attention.layout import Layout
 from kvevict_kernels.span_attention.openmp import Team, torch_team
@@ -95,10 +95,15 @@ class SpanAttention:
         }
 
     def lay_out(
-        self, paths: Sequence[Sequence[SpanRuns]], new_lens: Sequence[int], first_tokens: Sequence[int]
+        self,
+        paths: Sequence[Sequence[SpanRuns]],
+        new_lens: Sequence[int],
+        first_tokens: Sequence[int],
+        *,
+        has_windows: bool = False,
     ) -> Layout:
         """Lay out a batch; see :class:`Layout`. :meth:`prepare` it before every step."""
-        layout = Layout(paths, new_lens, first_tokens, self._shape)
+        layout = Layout(paths, new_lens, first_tokens, self._shape, has_windows)
         for word, number in self._constants.items():
             layout.words[word] = number
         if self._biases is not None and any(span.is_fitted for span in layout.spans):
@@ -118,10 +123,22 @@ class SpanAttention:
         self._num_threads = torch.get_num_threads()
         words[w.SCRATCH] = self._scratch.take(self._num_threads * int(words[w.SCRATCH_STRIDE]))
 
-    def run(self, layout: Layout, layer: int, q: Tensor, sm_scale: float, out: Tensor, lse: Tensor) -> None:
+    def run(
+        self,
+        layout: Layout,
+        layer: int,
+        q: Tensor,
+        sm_scale: float,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        window: int = 0,
+        sink_logits: Tensor | None = None,
+    ) -> None:
         """Attend with the batch prepared last.
 
-        A new token sees its request's spans, and of the request's own tokens those before it and itself.
+        A new token sees its request's spans, and of the request's own tokens those before it and itself; in a layer
+        with a window only what is less than ``window`` positions before it.
 
         Args:
             layout: the batch.
@@ -130,16 +147,24 @@ class SpanAttention:
             sm_scale: softmax scale.
             out: like ``q``, contiguous: rows of the batch's tokens are written, others are left alone.
             lse: [num_tokens, num_qo_heads], float32, contiguous: likewise; natural log-sum-exp of the scaled scores.
+            window: of the layer, in tokens; 0: none.
+            sink_logits: [num_qo_heads], float32, contiguous: what every row's softmax counts once, without a value.
 
         Raises:
             IndexError: a span or a suffix names a slot outside of the arena.
+            ValueError: a window, and the batch was laid out without; or sink logits of another shape or dtype.
         """
+        if window and not layout.has_windows:
+            raise ValueError(f"window: expected 0, as the batch was laid out, got {window}")
+        if sink_logits is not None:
+            check_tensor("sink_logits", sink_logits, (q.shape[1],), torch.float32, q.device)
         if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
             q = q.contiguous()
         words = layout.words
         words[w.LAYER] = layer
         words[w.Q], words[w.Q_STRIDE], words[w.Q_KIND] = q.data_ptr(), q.stride(0), _KINDS[q.dtype]
         words[w.OUT], words[w.LSE] = out.data_ptr(), lse.data_ptr()
+        words[w.WINDOW], words[w.SINK_LOGITS] = window, 0 if sink_logits is None else sink_logits.data_ptr()
         words[w.SCALE : w.SCALE + 1].view(np.float32)[0] = sm_scale
         self._team.run(self._call.address, words.ctypes.data, self._num_threads)
         if words[w.WRONG_SLOT] != w.NO_SLOT:

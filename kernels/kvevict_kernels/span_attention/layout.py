@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvevict_kernels.checks import check_tensor
+from kvevict_kernels.checks import check_positions, check_tensor
 from kvevict_kernels.span_attention import words as w
 from kvevict_kernels.span_runs import SpanRuns
 
@@ -25,6 +25,7 @@ class Layout:
         new_lens: per request, new tokens; at least 1.
         first_tokens: per request, place of its first new token in the forward.
         shape: of the arenas, [num_layers, num_token_slots, num_kv_heads, head_dim].
+        has_windows: some layers' queries see their last tokens only.
 
     Raises:
         ValueError: a span whose lists have the wrong shape or dtype, or whose runs leave its head slots.
@@ -36,7 +37,9 @@ class Layout:
         new_lens: Sequence[int],
         first_tokens: Sequence[int],
         shape: torch.Size,
+        has_windows: bool = False,
     ) -> None:
+        self.has_windows = has_windows
         self.spans = list(dict.fromkeys(span for path in paths for span in path))
         self.num_heads = shape[2]
         self.new_lens = np.asarray(new_lens, np.int64)
@@ -51,6 +54,7 @@ class Layout:
                 path_places.append(len(tokens[number]))
                 tokens[number].extend(own)
         parts = [*tokens, *own_tokens]
+        self._first_tokens = list(first_tokens)
         self.num_tokens = np.array([len(part) for part in parts], np.int64)
         lens = self._checked_lens(shape)
         self.max_span_partials = int((count_chunks(lens).sum(2).T @ self.num_tokens[: len(self.spans)]).max(initial=0))
@@ -61,10 +65,12 @@ class Layout:
             w.SPAN_SLOTS: _list(span.head_slots.data_ptr() for span in self.spans),
             w.SPAN_STARTS: _list(span.starts.data_ptr() for span in self.spans),
             w.SPAN_LENS: _list(span.lens.data_ptr() for span in self.spans),
+            w.SPAN_POSITIONS: _list(0 if span.positions is None else span.positions.data_ptr() for span in self.spans),
             w.SUFFIX_SLOTS: self.suffix_slots,
             w.SUFFIX_LENS: self.suffix_lens,
             w.PART_TOKENS: _list([0, *self.num_tokens.cumsum()]),
             w.TOKENS: _list(token for part in parts for token in part),
+            w.TOKEN_POSITIONS: np.zeros(sum(map(len, parts)) if has_windows else 0, np.int64),
             w.PATHS: _list([0, *np.cumsum([len(path) for path in paths])]),
             w.PATH_SPANS: _list(path_spans),
             w.PATH_PLACES: _list(path_places),
@@ -99,6 +105,12 @@ class Layout:
         begins = np.asarray(waterlines, np.int64)
         self.suffix_slots[:] = req_to_token.data_ptr() + 4 * (row_numbers.astype(np.int64) * row_len + begins)
         self.suffix_lens[:] = np.asarray(seq_lens, np.int64) - begins
+        if self.has_windows:
+            tokens = self._lists[w.TOKENS]
+            positions = np.zeros(tokens.max() + 1, np.int64)
+            for first, new, end in zip(self._first_tokens, self.new_lens, seq_lens, strict=True):
+                positions[first : first + new] = np.arange(end - new, end)
+            self._lists[w.TOKEN_POSITIONS][:] = positions[tokens]
 
     @property
     def max_partials(self) -> int:
@@ -113,6 +125,8 @@ class Layout:
             check_tensor("head_slots", span.head_slots, (None,), torch.int32, _CPU)
             check_tensor("starts", span.starts, bounds, torch.int32, _CPU)
             check_tensor("lens", span.lens, bounds, torch.int32, _CPU)
+            if self.has_windows:
+                check_positions(span.positions, span.head_slots)
             starts, lens[i] = span.starts.numpy(), span.lens.numpy()
             if lens[i].min() < 0 or starts.min() < 0 or (starts + lens[i]).max() > span.head_slots.numel():
                 raise ValueError(f"starts, lens: a run leaves the span's {span.head_slots.numel()} head slots")

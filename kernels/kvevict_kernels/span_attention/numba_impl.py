@@ -68,9 +68,15 @@ def _queries_in(scratch, head_dim):
     return scratch + _KEYS_AT + 8 * _BLOCK * head_dim
 
 
+@njit
+def _first_seen_in(scratch, head_dim, num_rows):
+    return scratch + _KEYS_AT + 8 * _BLOCK * head_dim + 4 * head_dim * num_rows
+
+
 def scratch_bytes(head_dim: int, max_rows: int) -> int:
     """Bytes that a thread needs for units of up to ``max_rows`` q rows; whole cache lines."""
-    return _KEYS_AT + 8 * _BLOCK * head_dim + 4 * head_dim * max_rows
+    first_seen = -(-8 * max_rows // _LINE) * _LINE
+    return _KEYS_AT + 8 * _BLOCK * head_dim + 4 * head_dim * max_rows + first_seen
 
 
 @njit
@@ -167,6 +173,40 @@ def _load_keys(words, part, head, first, num_keys, num_next, scratch):
 
 
 @njit
+def _find_first_seen(words, part, head, unit_len, scratch):
+    """The first key of the unit that each of its tokens sees in a layer with a window; returns the least of them.
+
+    Keys of a unit are in the order of their positions.
+    """
+    part_tokens, token_positions = int64s(words[w.PART_TOKENS]), int64s(words[w.TOKEN_POSITIONS])
+    first_token, num_rows = part_tokens[part], _num_rows(words, part)
+    num_tokens = part_tokens[part + 1] - first_token
+    target = int64s(_first_seen_in(scratch, words[w.HEAD_DIM], num_rows))
+    least = unit_len
+    if part >= words[w.NUM_SPANS]:
+        for token in range(num_tokens):
+            target[token] = max(unit_len - (num_tokens - 1 - token) - words[w.WINDOW], 0)
+            least = min(least, target[token])
+        return least
+    start = int32s(int64s(words[w.SPAN_STARTS])[part])[words[w.LAYER] * words[w.NUM_HEADS] + head]
+    positions = int32s(int64s(words[w.SPAN_POSITIONS])[part] + 4 * start)
+    for token in range(num_tokens):
+        hidden = token_positions[first_token + token] - words[w.WINDOW]  # the last position that it does not see
+        low, high = 0, unit_len
+        if unit_len > 0 and positions[0] > hidden:
+            high = 0
+        while low < high:
+            middle = (low + high) // 2
+            if positions[middle] > hidden:
+                high = middle
+            else:
+                low = middle + 1
+        target[token] = low
+        least = min(least, low)
+    return least
+
+
+@njit
 def _attend_chunk(words, part, head, unit_len, first, last, row_0, scratch):
     """The partial results of a chunk, from ``row_0`` on."""
     head_dim, group, num_rows = words[w.HEAD_DIM], words[w.GROUP], _num_rows(words, part)
@@ -175,11 +215,18 @@ def _attend_chunk(words, part, head, unit_len, first, last, row_0, scratch):
     queries, keys, values = _queries_in(scratch, head_dim), scratch + _KEYS_AT, _values_in(scratch, head_dim)
     is_own = part >= words[w.NUM_SPANS]
     has_biases = not is_own and words[w.BIASES] != 0
-    fill(sums, num_rows * head_dim, _ZERO)
     for r in range(num_rows):
         maxima[r], totals[r] = _LOWEST, _ZERO
+    first_seen, least_seen = int64s(_first_seen_in(scratch, head_dim, num_rows)), 0
+    if words[w.WINDOW] != 0:
+        least_seen = _find_first_seen(words, part, head, unit_len, scratch)
+        if last <= least_seen:  # nobody sees any of it, and nobody looks at the sums of such a chunk
+            return
+    fill(sums, num_rows * head_dim, _ZERO)
     for start in range(first, last, _BLOCK):
         num_keys = min(_BLOCK, last - start)
+        if start + num_keys <= least_seen:
+            continue
         num_next = min(_BLOCK, unit_len - start - num_keys)
         _load_keys(words, part, head, start, num_keys, num_next, scratch)
         for tile in range(0, num_rows, TILE_ROWS):
@@ -195,6 +242,8 @@ def _attend_chunk(words, part, head, unit_len, first, last, row_0, scratch):
                 if has_biases:
                     add_row(_BLOCK, scratch + _BIASES_AT, row, _ONE, _ONE)
                 fill(row + 4 * num_seen, _BLOCK - num_seen, _MINUS_INFINITY)
+                if words[w.WINDOW] != 0:
+                    fill(row, min(max(first_seen[(tile + r) // group] - start, 0), _BLOCK), _MINUS_INFINITY)
                 before = maxima[tile + r]
                 largest = max(before, row_maximum(_BLOCK, row))
                 total = exponentials(_BLOCK, row, largest)
@@ -234,6 +283,13 @@ def _merge_row(words, request, token, head, g, scratch):
                 total = total * keep + totals[row] * factor
                 add_row(head_dim, words[w.SUMS] + 4 * row * head_dim, scratch, factor, keep)
             row += _num_rows(words, part)
+    if words[w.SINK_LOGITS] != 0:
+        sink = floats(words[w.SINK_LOGITS])[head * group + g]
+        before = largest
+        largest = max(before, sink)
+        keep = np.float32(math.exp(before - largest))
+        total = total * keep + np.float32(math.exp(sink - largest))
+        add_row(head_dim, scratch, scratch, _ZERO, keep)
     place = int64s(words[w.TOKENS])[int64s(words[w.PART_TOKENS])[num_spans + request] + token]
     q_row = (place * num_heads + head) * group + g
     floats(words[w.LSE])[q_row] = largest + np.float32(math.log(total))

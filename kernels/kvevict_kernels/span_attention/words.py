@@ -26,6 +26,8 @@ NO_SLOT = 1 << 62
     OUT,  # address [num_tokens, num_qo_heads, head_dim]
     LSE,  # address [num_tokens, num_qo_heads], float32
     SCALE,  # softmax scale, float32 in the lower half
+    WINDOW,  # number: tokens that a query of the layer sees at most, itself included; 0: all
+    SINK_LOGITS,  # address [num_qo_heads], float32: logits that a row's softmax counts once; 0: there are none
     K,  # address of the arena's keys
     V,  # address of the arena's values
     BIASES,  # address of the biases of the arena's head slots, float32; 0: no span of the batch has any
@@ -40,10 +42,12 @@ NO_SLOT = 1 << 62
     SPAN_SLOTS,  # per span, address of its head slots, int32
     SPAN_STARTS,  # per span, address of [num_layers, num_kv_heads], int32
     SPAN_LENS,  # per span, address of [num_layers, num_kv_heads], int32
+    SPAN_POSITIONS,  # per span, address of the positions of its head slots, int32; read by layers with a window
     SUFFIX_SLOTS,  # per request, address of the token slots of its suffix, int32
     SUFFIX_LENS,  # per request, number
     PART_TOKENS,  # per part and one more: where its tokens begin in TOKENS
     TOKENS,  # new tokens that read each part, in order
+    TOKEN_POSITIONS,  # with TOKENS: position of each; read by layers with a window
     PATHS,  # per request and one more: where its spans begin in PATH_SPANS
     PATH_SPANS,  # spans of each request, root first
     PATH_PLACES,  # with PATH_SPANS: place of the request's first token among the span's
@@ -56,4 +60,4 @@ NO_SLOT = 1 << 62
     ZEROS,  # address of a row of zeros
     WRONG_SLOT,  # number: a head slot that is not in the arena, or NO_SLOT; written by the call
     NUM_WORDS,
-) = range(38)
+) = range(42)

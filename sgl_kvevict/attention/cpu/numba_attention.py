@@ -44,7 +44,7 @@ class NumbaAttention:
     def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, biases: Tensor | None = None) -> None:
         self.geometry = geometry
         self._spans = SpanAttention(k_arena, v_arena, geometry.num_qo_heads, biases)
-        self._extend = ExtendAttention(k_arena, v_arena, RunBounds(), biases)
+        self._extend = ExtendAttention(k_arena, v_arena, RunBounds(), biases, geometry.windows)
         self._recent: RecentBatches[_Key, Layout] = RecentBatches()
         self._layout: Layout | None = None
         self._long: list[ExtendRequest] = []
@@ -65,19 +65,23 @@ class NumbaAttention:
         short = [i for i, new in enumerate(new_lens) if new <= MAX_SHORT_TOKENS]
         self._layout = self._lay_out(batch, new_lens, short) if short else None
 
-    def run(self, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
+    def run(self, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Attend as planned; see :meth:`sgl_kvevict.attention.backend.Attention.run`."""
         shape = (self._num_new, self.geometry.num_qo_heads, self.geometry.head_dim)
         if tuple(q.shape) != shape:
             raise InvariantError(f"q: planned {list(shape)}, got {list(q.shape)}")
+        if sink_logits is not None:
+            sink_logits = sink_logits.float().contiguous()
         if self._layout is None and len(self._long) == 1:
-            return self._extend.run(self._long[0], layer, q, sm_scale)
+            return self._extend.run(self._long[0], layer, q, sm_scale, sink_logits)
         out = torch.empty(shape, dtype=q.dtype)
         lse = torch.empty(shape[:2], dtype=torch.float32)
         for request in self._long:
-            out[request.rows], lse[request.rows] = self._extend.run(request, layer, q[request.rows], sm_scale)
+            rows = request.rows
+            out[rows], lse[rows] = self._extend.run(request, layer, q[rows], sm_scale, sink_logits)
         if self._layout is not None:
-            self._spans.run(self._layout, layer, q, sm_scale, out, lse)
+            window = self.geometry.window(layer)
+            self._spans.run(self._layout, layer, q, sm_scale, out, lse, window=window, sink_logits=sink_logits)
         return out, lse
 
     def _lay_out(self, batch: AttentionBatch, new_lens: list[int], requests: list[int]) -> Layout:
@@ -86,7 +90,8 @@ class NumbaAttention:
         ends = torch.tensor(new_lens).cumsum(0).tolist()
         first_tokens = tuple(ends[i] - new_lens[i] for i in requests)
         layout = self._recent.get(
-            (paths, short_lens, first_tokens), lambda: self._spans.lay_out(paths, short_lens, first_tokens)
+            (paths, short_lens, first_tokens),
+            lambda: self._spans.lay_out(paths, short_lens, first_tokens, has_windows=self.geometry.has_windows),
         )
         layout.locate(
             [batch.waterlines[i] for i in requests],

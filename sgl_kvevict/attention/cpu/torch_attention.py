@@ -13,6 +13,7 @@ from sgl_kvevict.attention.cpu.torch_extend import ExtendAttention, ExtendReques
 from sgl_kvevict.attention.cpu.torch_rows import RowStep
 from sgl_kvevict.attention.cpu.torch_tiles import SpanTiles, locate_suffixes
 from sgl_kvevict.attention.recent_batches import RecentBatches
+from sgl_kvevict.attention.sink_logits import with_sink_logits
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 
@@ -21,7 +22,7 @@ class TorchAttention:
     """Attention of new tokens over compressed spans (other keys per KV head) and uncompressed token slots.
 
     Requests with one new token go through the batched decode path, also inside of a prefill step; spans that
-    several of them share are read once for all.
+    several of them share are read once for all. Layers with a window take the requests one by one.
 
     Args:
         geometry: sizes.
@@ -43,10 +44,11 @@ class TorchAttention:
         self._views = ArenaViews(k_arena, v_arena)
         self._scratch = Scratch()
         self._recent: RecentBatches[tuple[Path, ...], SpanTiles] = RecentBatches()
-        self._extend = ExtendAttention(k_arena, v_arena, RunBounds(), biases)
+        self._extend = ExtendAttention(k_arena, v_arena, RunBounds(), biases, geometry.windows)
         self._decode_step: TileStep | RowStep | None = None
         self._decode_rows: Tensor | None = None
         self._extending: list[ExtendRequest] = []
+        self._in_windows: list[ExtendRequest] = []
         self._num_new = -1
 
     def plan(self, batch: AttentionBatch) -> None:
@@ -61,6 +63,7 @@ class TorchAttention:
         new_lens = batch.new_lens
         self._num_new = sum(new_lens)
         self._extending = plan_extend(batch, [i for i, new in enumerate(new_lens) if new > 1])
+        self._in_windows = plan_extend(batch, list(range(len(new_lens)))) if self.geometry.has_windows else []
         single = [i for i, new in enumerate(new_lens) if new == 1]
         self._decode_step = self._plan_decode(batch, single) if single else None
         self._decode_rows = None
@@ -68,22 +71,26 @@ class TorchAttention:
             ends = torch.tensor(new_lens).cumsum(0)
             self._decode_rows = ends[single] - 1
 
-    def run(self, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
+    def run(self, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Attend as planned; see :meth:`sgl_kvevict.attention.backend.Attention.run`."""
         shape = (self._num_new, self.geometry.num_qo_heads, self.geometry.head_dim)
         if tuple(q.shape) != shape:
             raise InvariantError(f"q: planned {list(shape)}, got {list(q.shape)}")
-        if self._decode_step is not None and self._decode_rows is None:
-            return self._decode_step.run(layer, q, sm_scale)
-        if len(self._extending) == 1 and self._decode_step is None:
-            return self._extend.run(self._extending[0], layer, q, sm_scale)
+        has_window = self.geometry.window(layer) > 0
+        step = None if has_window else self._decode_step
+        if step is not None and self._decode_rows is None:
+            return with_sink_logits(*step.run(layer, q, sm_scale), sink_logits)
+        requests = self._in_windows if has_window else self._extending
+        if len(requests) == 1 and step is None:
+            return self._extend.run(requests[0], layer, q, sm_scale, sink_logits)
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        for request in self._extending:
-            out[request.rows], lse[request.rows] = self._extend.run(request, layer, q[request.rows], sm_scale)
-        if self._decode_step is not None and self._decode_rows is not None:
-            rows = self._decode_rows
-            out[rows], lse[rows] = self._decode_step.run(layer, q[rows], sm_scale)
+        for request in requests:
+            rows = request.rows
+            out[rows], lse[rows] = self._extend.run(request, layer, q[rows], sm_scale, sink_logits)
+        if step is not None and self._decode_rows is not None:
+            single = self._decode_rows
+            out[single], lse[single] = with_sink_logits(*step.run(layer, q[single], sm_scale), sink_logits)
         return out, lse
 
     def _plan_decode(self, batch: AttentionBatch, requests: list[int]) -> TileStep | RowStep:

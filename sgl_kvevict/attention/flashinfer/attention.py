@@ -24,6 +24,7 @@ from sgl_kvevict.attention.flashinfer.lists import (
 )
 from sgl_kvevict.attention.recent_batches import MAX_BATCHES, RecentBatches
 from sgl_kvevict.attention.refusals import DTYPES_16, flashinfer_reasons
+from sgl_kvevict.attention.sink_logits import with_sink_logits
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 
@@ -97,7 +98,7 @@ class FlashInferAttention:
         v_arena: Tensor,
         make_wrapper: Callable[[], PagedWrapper] | None = None,
     ) -> None:
-        if reasons := flashinfer_reasons(k_arena.dtype, geometry.head_dim):
+        if reasons := flashinfer_reasons(k_arena.dtype, geometry.head_dim, has_windows=geometry.has_windows):
             raise UnsupportedSetupError(reasons)
         check_arenas(k_arena, v_arena, None, geometry.arena_shape, DTYPES_16)
         self.geometry = geometry
@@ -117,7 +118,7 @@ class FlashInferAttention:
         self._suffix_wrappers.append(self._suffix_wrappers.pop(0))
         plan_suffixes(self._suffix_wrappers[-1], build_suffix_lists(batch), self.geometry, self.k_arena.dtype)
 
-    def run(self, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
+    def run(self, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Attend as planned; see :meth:`sgl_kvevict.attention.backend.Attention.run`."""
         geometry = self.geometry
         shape = (self._num_new, geometry.num_qo_heads, geometry.head_dim)
@@ -135,7 +136,7 @@ class FlashInferAttention:
             rows = tuple(arena.view(-1, 1, 1, geometry.head_dim) for arena in (self.k_arena, self.v_arena))
             span_out, span_lse = planned.wrapper.run(stacked, (rows[0], rows[1]), **options)
             out, lse = merge_base2(lists, span_out, span_lse, out, lse)
-        return out.to(q.dtype), lse * math.log(2.0)
+        return with_sink_logits(out.to(q.dtype), lse * math.log(2.0), sink_logits)
 
     def _take_back_wrapper(self, dropped: _PlannedSpans) -> None:
         if dropped.planned is not None:

@@ -14,6 +14,7 @@ from sgl_kvevict.attention.batch import AttentionBatch
 from sgl_kvevict.attention.flashinfer.attention import PagedWrapper, Planned, flashinfer_wrappers, plan_suffixes
 from sgl_kvevict.attention.flashinfer.lists import build_suffix_lists
 from sgl_kvevict.attention.refusals import flashinfer_reasons
+from sgl_kvevict.attention.sink_logits import with_sink_logits
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 
@@ -65,7 +66,9 @@ class PlainPrefill:
         self._wrappers.append(self._wrappers.pop(0))
         plan_suffixes(self._wrappers[-1], build_suffix_lists(part), self.geometry, self.k_arena.dtype)
 
-    def run(self, layer: int, q: Tensor, sm_scale: float, out: Tensor, lse: Tensor) -> None:
+    def run(
+        self, layer: int, q: Tensor, sm_scale: float, out: Tensor, lse: Tensor, sink_logits: Tensor | None = None
+    ) -> None:
         """Write the rows of the planned requests.
 
         Args:
@@ -74,13 +77,14 @@ class PlainPrefill:
             sm_scale: softmax scale.
             out: like ``q``.
             lse: [num_new_tokens, num_qo_heads], float32, natural.
+            sink_logits: [num_qo_heads]; None: the layer has none.
         """
         if self._rows is None:
             return
         tokens = (self.k_arena[layer].unsqueeze(1), self.v_arena[layer].unsqueeze(1))
         options = {"return_lse": True, "k_scale": sm_scale, "enable_pdl": False}
         got, base2 = self._wrappers[-1].wrapper.run(q[self._rows].contiguous(), tokens, **options)
-        out[self._rows], lse[self._rows] = got, base2 * math.log(2.0)
+        out[self._rows], lse[self._rows] = with_sink_logits(got, base2 * math.log(2.0), sink_logits)
 
     def _rows_of(self, new_lens: Sequence[int], requests: Sequence[int]) -> slice | Tensor:
         """Rows of the requests' new tokens; neighbours are a slice, which costs no copy of the queries."""
@@ -93,8 +97,9 @@ class PlainPrefill:
 
 
 def find_plain_prefill(geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> PlainPrefill | None:
-    """Build one on a GPU where FlashInfer is installed and has the model's head_dim; else our own kernel takes over."""
-    if not k_arena.is_cuda or flashinfer_reasons(k_arena.dtype, geometry.head_dim):
+    """Build one on a GPU where FlashInfer is installed and has kernels for the model; else ours take over."""
+    reasons = flashinfer_reasons(k_arena.dtype, geometry.head_dim, has_windows=geometry.has_windows)
+    if not k_arena.is_cuda or reasons:
         return None
     try:
         return PlainPrefill(geometry, k_arena, v_arena, flashinfer_wrappers(k_arena.device, backend="auto"))

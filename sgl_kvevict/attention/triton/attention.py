@@ -89,12 +89,13 @@ class TritonAttention:
             num_kv_heads=geometry.num_kv_heads,
             group_size=geometry.group_size,
             head_dim=geometry.head_dim,
+            has_windows=geometry.has_windows,
         )
         self._partials = self._scratch(0)
         self._captured_addresses = torch.empty(NUM_ADDRESSES, dtype=torch.int64, device=k_arena.device)
 
-    def warm_up(self) -> None:
-        """Launch every kernel once as serving does, so that none is compiled while requests wait.
+    def warm_up(self, sink_dtype: torch.dtype | None = None) -> None:
+        """Launch kernels; see :meth:`sgl_kvevict.attention.backend.CapturableAttention.warm_up`.
 
         Reads token slot 0 and row 0 of a table of its own, and writes to memory of its own.
         """
@@ -103,7 +104,8 @@ class TritonAttention:
         few = SPLIT_ROWS // geometry.group_size  # q rows of the larger tile
         new_lens = [1, max(few, 1), max(many, 2), max(many, 2)]
         empty = torch.zeros(geometry.num_layers, geometry.num_kv_heads, dtype=torch.int32, device=device)
-        span = SpanRuns(torch.zeros(1, dtype=torch.int32, device=device), empty, empty, 1)
+        nothing = torch.zeros(1, dtype=torch.int32, device=device)
+        span = SpanRuns(nothing, empty, empty, 1, positions=nothing)
         length = 1 + bucket(max(new_lens)) + WARM_UP_KEYS
         batch = AttentionBatch(
             paths=((span,), (span,), (span,), ()),
@@ -113,10 +115,12 @@ class TritonAttention:
             req_to_token=torch.zeros(1, length, dtype=torch.int32, device=device),
         )
         shape = (sum(new_lens), geometry.num_qo_heads, geometry.head_dim)
+        sink_logits = None if sink_dtype is None else torch.zeros(shape[1], dtype=sink_dtype, device=device)
         for chosen in (batch, replace(batch, extend_lens=None)):
             self.plan(chosen)
-            rows = sum(chosen.new_lens)
-            self.run(0, torch.zeros(shape, dtype=self.q_dtype, device=device)[:rows], 1.0)
+            q = torch.zeros(shape, dtype=self.q_dtype, device=device)[: sum(chosen.new_lens)]
+            for layer in {geometry.window(layer) > 0: layer for layer in range(geometry.num_layers)}.values():
+                self.run(layer, q, 1.0, sink_logits)
         self._recent = RecentBatches()
         self._planned = None
         self._partials = self._scratch(0)
@@ -167,7 +171,7 @@ class TritonAttention:
         planned = self._planned_of(batch.paths + ((),) * padding, (1,) * num_requests, bounds)
         self._captured_addresses.copy_(planned.addresses.on_device)
 
-    def run(self, layer: int, q: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
+    def run(self, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Attend as planned; see :meth:`sgl_kvevict.attention.backend.Attention.run`."""
         planned = self._planned
         num_new = 0 if planned is None else planned.addresses.tables.num_new
@@ -180,11 +184,21 @@ class TritonAttention:
         out = torch.empty(q.shape, dtype=queries.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         k_scale, v_scale = self.geometry.scales.of(layer)
-        inputs = LayerInputs(layer, queries, self.k_arena, self.v_arena, sm_scale * k_scale, v_scale, self.biases)
+        inputs = LayerInputs(
+            layer,
+            queries,
+            self.k_arena,
+            self.v_arena,
+            sm_scale * k_scale,
+            v_scale,
+            self.biases,
+            self.geometry.window(layer),
+            None if sink_logits is None else sink_logits.contiguous(),
+        )
         run_ragged_decode(planned.addresses, planned.step, inputs, out=out, lse=lse)
         run_ragged_extend(planned.addresses, planned.step, inputs, out=out, lse=lse)
         if self.plain_prefill is not None:
-            self.plain_prefill.run(layer, queries, sm_scale, out, lse)
+            self.plain_prefill.run(layer, queries, sm_scale, out, lse, sink_logits)
         return out.to(q.dtype), lse
 
     def _planned_of(

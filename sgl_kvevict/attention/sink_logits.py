@@ -1,0 +1,23 @@
+"""A logit that the softmax of every query counts once, beside the scores: it takes weight and gives no value."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def with_sink_logits(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Count the sink logits in a finished softmax.
+
+    Args:
+        out: [num_new_tokens, num_qo_heads, head_dim].
+        lse: [num_new_tokens, num_qo_heads], float32, natural.
+        sink_logits: [num_qo_heads], of any floating dtype; None: out and lse stay as they are.
+
+    Returns:
+        out like ``out``, and lse like ``lse``.
+    """
+    if sink_logits is None:
+        return out, lse
+    total = torch.logaddexp(lse, sink_logits.float())
+    return (out.float() * torch.exp(lse - total)[..., None]).to(out.dtype), total

@@ -1,0 +1,105 @@
+"""What layers with a window keep of a range, and what that leaves for the others.
+
+Who reads a whole range sees only its last tokens in such a layer, one less than the window. So the layer keeps them, in
+every head, and nothing before them: nothing is lost by that. Its share of the budget may be smaller; then it keeps as
+many of the last tokens, which the most readers see. What a layer does not need of its share goes to the layers
+without a window, about which the policy decides.
+
+Who reads a part of the range would see other tokens: such a segment cannot be split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvevict_kernels.transfer import to_device
+from sgl_kvevict.geometry import KVGeometry, KVScales
+from sgl_kvevict.policies.layer_view import Show
+from sgl_kvevict.policies.parts import Decision
+from sgl_kvevict.policies.policy import Policy
+from sgl_kvevict.ragged import Selection
+
+
+def last_tokens(geometry: KVGeometry, num_tokens: int, total: int) -> list[int]:
+    """How many of a range's last tokens each layer with a window keeps in every head; 0 for other layers.
+
+    Args:
+        geometry: sizes.
+        num_tokens: of the range.
+        total: entries to keep over all layers and heads.
+    """
+    share = total // geometry.num_runs
+    return [min(window - 1, num_tokens, share) if window else 0 for window in geometry.windows]
+
+
+def select_beside_windows(
+    policy: Policy,
+    show: Show,
+    geometry: KVGeometry,
+    num_tokens: int,
+    total: int,
+    protected: int,
+    *,
+    with_worth: bool,
+    device: torch.device,
+) -> Decision:
+    """Decide what a range of a model with windows keeps.
+
+    Args:
+        policy: decides about layers without a window, as if the model had no others; it does not merge.
+        show: gives what the policy sees of a layer.
+        geometry: sizes; some layers have windows.
+        num_tokens: of the range.
+        total: entries to keep over all layers and heads, fewer than there are.
+        protected: first tokens of the range kept in every head of a layer without a window.
+        with_worth: as for :meth:`Policy.select`; what layers with a window keep is worth 0, it leaves by position.
+        device: of the range.
+
+    Returns:
+        ``total`` entries, or fewer where the layers without a window keep everything.
+    """
+    others = [layer for layer, window in enumerate(geometry.windows) if not window]
+    lasts = torch.tensor(last_tokens(geometry, num_tokens, total))
+    num_last = int(lasts.sum()) * geometry.num_kv_heads
+    keep_lens = lasts.int().repeat_interleave(geometry.num_kv_heads).view(-1, geometry.num_kv_heads)
+    keep_lens, chosen = to_device(keep_lens, device), to_device(torch.tensor(others), device)
+    num_rest = min(total - num_last, num_tokens * len(others) * geometry.num_kv_heads)
+    decision = None
+    if others:
+        num_rest -= num_rest % len(others) if policy.reuse_layers > 1 else 0
+        part = _without_windows(geometry, others)
+        decision = policy.select(lambda row: show(others[row]), part, num_rest, protected, with_worth=with_worth)
+        keep_lens.index_copy_(0, chosen, decision.selection.keep_lens)
+    num_entries = num_last + (num_rest if others else 0)
+    lens = keep_lens.flatten().long()
+    starts = lens.cumsum(0) - lens
+    runs = torch.repeat_interleave(lens, output_size=num_entries)
+    # The last tokens, in all layers; then what the policy decided is written over that.
+    indices = (torch.arange(num_entries, device=device) - (starts + lens - num_tokens)[runs]).int()
+    worth = None
+    if decision is not None:
+        first, count = (x.view(keep_lens.shape)[chosen].flatten() for x in (starts, lens))
+        of_others = _places(first, count, num_rest)
+        indices[of_others] = decision.selection.indices
+        if decision.worth is not None:
+            worth = decision.worth.new_zeros(num_entries)
+            worth[of_others] = decision.worth
+    elif with_worth:
+        worth = torch.zeros(num_entries, dtype=torch.int16, device=device)
+    return Decision(Selection(keep_lens, indices, num_entries), worth=worth)
+
+
+def _without_windows(geometry: KVGeometry, layers: list[int]) -> KVGeometry:
+    scales = geometry.scales
+    if scales.k:
+        scales = KVScales(tuple(scales.k[layer] for layer in layers), tuple(scales.v[layer] for layer in layers))
+    return replace(geometry, num_layers=len(layers), scales=scales, windows=())
+
+
+def _places(starts: Tensor, lens: Tensor, count: int) -> Tensor:
+    """[count], int64: the places ``starts[r] .. starts[r] + lens[r]`` of all runs, one after the other."""
+    shift = torch.repeat_interleave(starts - (lens.cumsum(0) - lens), lens, output_size=count)
+    return torch.arange(count, device=lens.device) + shift

@@ -1,0 +1,212 @@
+"""Layers with a window, and sink logits: every implementation beside dense attention in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from helpers.poison import poisoned_allocations
+from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits, rounding_noise
+from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
+from sgl_kvevict.attention import Attention, TorchAttention
+from sgl_kvevict.attention.cpu.numba_attention import MAX_SHORT_TOKENS, NumbaAttention
+from sgl_kvevict.attention.cpu.torch_window import QUERY_BLOCK
+from sgl_kvevict.attention.triton.attention import TritonAttention
+from sgl_kvevict.errors import InvariantError
+
+if TYPE_CHECKING:
+    from conftest import MakeWorld, World
+
+NOISE = 8 * FLOAT32_NOISE
+"""Two float32 softmaxes over a few hundred keys."""
+WINDOWS = (0, 1, 7, 40, 1000)
+"""No window; itself alone; less than a suffix; into the spans; more than there is."""
+Build = Callable[["World"], Attention]
+
+
+def numba(world: World) -> Attention:
+    return NumbaAttention(world.geometry, world.k, world.v, world.biases)
+
+
+def torch_calls(world: World) -> Attention:
+    return TorchAttention(world.geometry, world.k, world.v, world.biases)
+
+
+def triton(world: World) -> Attention:
+    return TritonAttention(world.geometry, world.k, world.v, biases=world.biases)
+
+
+@pytest.fixture(params=[pytest.param(build, id=build.__name__) for build in (numba, torch_calls, triton)])
+def build(request: pytest.FixtureRequest) -> Build:
+    """An implementation; Triton's kernels are interpreted."""
+    if request.param is triton:
+        request.getfixturevalue("interpreted")
+        request.getfixturevalue("small_chunks")
+    built: Build = request.param
+    return built
+
+
+def check(world: World, attention: Attention, extend_lens: list[int] | None = None) -> None:
+    """Compare all layers with dense attention; fresh allocations are NaN."""
+    attention.plan(world.batch(extend_lens))
+    noise = max(NOISE, rounding_noise(world.dtype, interpreted=isinstance(attention, TritonAttention)))
+    for layer in range(world.geometry.num_layers):
+        q = world.queries(extend_lens)
+        with poisoned_allocations():
+            out, lse = attention.run(layer, q, world.sm_scale, world.sink_logits)
+        want_out, want_lse, baseline = world.expected(layer, q, extend_lens)
+        assert_accurate(f"out of layer {layer}", out, want_out, baseline, noise=noise)
+        assert_accurate(f"lse of layer {layer}", lse, want_lse, want_lse, noise=NOISE)
+
+
+def random_world(world: World) -> None:
+    """Paths that share their first spans, as the paths of a tree do; and requests without any."""
+    first = world.uneven_span(25)
+    second = world.fitted_span(20, start=first.num_tokens)
+    third = world.uneven_span(9, start=first.num_tokens)
+    empty = world.span(torch.zeros_like(first.lens), num_tokens=4, start=first.num_tokens + second.num_tokens)
+    alone = world.uneven_span(60)
+    world.add((), 20)
+    world.add((first,), 12)
+    world.add((first, second), 1)
+    world.add((first, third), 9)
+    world.add((first, second, empty), 30)
+    world.add((alone,), 6)
+    world.add((), 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+def test_decode_sees_its_window(build: Build, make_world: MakeWorld, dtype: torch.dtype, has_sinks: bool) -> None:
+    """Also after the windows have moved on: what was laid out for the batch still holds."""
+    world = make_world(2, 4, 16, dtype=dtype, windows=WINDOWS, num_token_slots=1000)
+    random_world(world)
+    world.sink_logits = 2 * torch.randn(8) + 2 if has_sinks else None
+    attention = build(world)
+    check(world, attention)
+    for i in range(len(world.paths)):
+        world.grow(i, 2 + 5 * (i == 2))
+    check(world, attention)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+def test_a_few_requests_that_share_nothing(build: Build, make_world: MakeWorld, has_sinks: bool) -> None:
+    """What PyTorch's path puts into one row per KV head in layers without a window."""
+    world = make_world(3, 3, 16, dtype=torch.float32, windows=(0, 20), num_token_slots=900)
+    first = world.fitted_span(30)
+    world.add((first, world.uneven_span(17, start=first.num_tokens)), 9)
+    world.add((world.uneven_span(50),), 9)
+    world.sink_logits = torch.randn(9).bfloat16() if has_sinks else None
+    check(world, build(world))
+
+
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("windows", [(0, 7, 40), (300, 33, 1)], ids=str)
+def test_prefills_see_their_windows(
+    build: Build, make_world: MakeWorld, windows: tuple[int, ...], has_sinks: bool
+) -> None:
+    """A question, more new tokens than are stacked, more than a compiled call takes, one without a span, one token."""
+    world = make_world(1, 2, 16, dtype=torch.float32, windows=windows, num_token_slots=2500)
+    news = [3, 20, SPLIT_ROWS // 2 + 1 if build is triton else MAX_SHORT_TOKENS + QUERY_BLOCK, 5, 1, 70]
+    shared = world.uneven_span(50)
+    for new in news[:3]:
+        world.add((shared, world.fitted_span(40, start=shared.num_tokens)), new + 4)
+    world.add((), news[3] + 2)
+    world.add((shared,), 3)
+    world.add((), 90)
+    world.sink_logits = torch.randn(2) if has_sinks else None
+    check(world, build(world), news)
+
+
+def test_a_long_prompt_alone(build: Build, make_world: MakeWorld) -> None:
+    """Several blocks of queries, of which only the first ones see the span, and parts of keys on a device."""
+    world = make_world(1, 2, 16, dtype=torch.float32, windows=(50, 0), num_token_slots=1500)
+    world.add((world.uneven_span(100),), 400)
+    world.sink_logits = torch.randn(2)
+    check(world, build(world), [380])
+
+
+@pytest.mark.parametrize("extend_lens", [None, [1, 8, 1, 2, 25, 6, 1]], ids=["decode", "extend"])
+def test_a_window_that_hides_nothing_is_none(
+    build: Build, make_world: MakeWorld, extend_lens: list[int] | None
+) -> None:
+    """The same bits as without windows; PyTorch's calls take masks there, and so another order."""
+    world = make_world(2, 4, 16, dtype=torch.float32, windows=(1000, 1000), num_token_slots=700)
+    random_world(world)
+    windowed = build(world)
+    world.geometry = replace(world.geometry, windows=())
+    plain = build(world)
+    for attention in (windowed, plain):
+        attention.plan(world.batch(extend_lens))
+    q = world.queries(extend_lens)
+    both = zip(("out", "lse"), windowed.run(1, q, world.sm_scale), plain.run(1, q, world.sm_scale), strict=True)
+    for name, got, want in both:
+        if build is torch_calls:
+            assert_accurate(name, got, want, want, noise=NOISE)
+        else:
+            assert_same_bits(name, got, want)
+
+
+def test_what_no_window_shows_is_not_multiplied(make_world: MakeWorld) -> None:
+    """NaN in what is out of every reader's window reaches nobody, be it in a span or among own tokens."""
+    world = make_world(2, 2, 16, dtype=torch.float32, windows=(30,), num_token_slots=900)
+    span = world.span(torch.full((1, 2), 300), num_tokens=300)
+    world.add((span,), 8)
+    world.add((span,), 200)
+    hidden = span.head_slots[span.positions < 300 + 8 - 30 - 64].long()
+    for arena in (world.k, world.v):
+        arena.view(-1, 16)[hidden] = torch.nan
+    own = world.req_to_token[world.rows[1], 300:330].long()
+    world.k[:, own], world.v[:, own] = torch.nan, torch.nan
+    attention = numba(world)
+    attention.plan(world.batch())
+    out, lse = attention.run(0, world.queries(), world.sm_scale)
+    assert not out.isnan().any() and not lse.isnan().any()
+
+
+@pytest.mark.usefixtures("interpreted", "small_chunks")
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+def test_a_captured_step_follows_the_windows(make_world: MakeWorld, has_sinks: bool) -> None:
+    """Recorded launches take the queries' positions from each replay's lengths, the entries' from its tables."""
+    world = make_world(2, 4, 16, dtype=torch.float32, windows=WINDOWS, num_token_slots=1000)
+    world.sink_logits = torch.randn(8) if has_sinks else None
+    attention = TritonAttention(world.geometry, world.k, world.v, biases=world.biases)
+    random_world(world)
+    num_requests = len(world.paths)
+    attention.start_capture(num_requests)
+    for _ in range(2):
+        attention.follow(world.batch(), num_requests)
+        attention.start_step(torch.tensor(world.seq_lens), torch.tensor(world.rows), world.req_to_token)
+        for layer in range(len(WINDOWS)):
+            q = world.queries()
+            out, lse = attention.run(layer, q, world.sm_scale, world.sink_logits)
+            want_out, want_lse, baseline = world.expected(layer, q)
+            assert_accurate("out", out, want_out, baseline, noise=NOISE)
+            assert_accurate("lse", lse, want_lse, want_lse, noise=NOISE)
+        for i in range(num_requests):
+            world.grow(i, 3 * i)
+        world.remove(0)
+        world.add((world.paths[0][0],), 5)
+
+
+def test_spans_without_positions_are_refused(build: Build, make_world: MakeWorld) -> None:
+    """A layer with a window cannot tell which of their entries it sees."""
+    world = make_world(1, 1, 16, windows=(30, 0), num_token_slots=100)
+    world.add((replace(world.uneven_span(40), positions=None),), 4)
+    attention = build(world)
+    with pytest.raises((ValueError, InvariantError), match="positions"):
+        attention.plan(world.batch())
+        attention.run(0, world.queries(), world.sm_scale)
+
+
+def test_sink_logits_of_other_heads_are_refused(make_world: MakeWorld) -> None:
+    world = make_world(1, 2, 16, num_token_slots=100)
+    world.add((), 4)
+    attention = numba(world)
+    attention.plan(world.batch())
+    with pytest.raises(ValueError, match="sink_logits"):
+        attention.run(0, world.queries(), world.sm_scale, torch.zeros(3))
