@@ -64,6 +64,45 @@ class CostAwareRecency:
         return self._levels[bisect_right(self._times, accessed)] + loss, accessed
 
 
+class StatefulRecency(CostAwareRecency):
+    """The same for models with recurrent layers, where a prompt is found only at a node that holds their state.
+
+    Dropping a leaf without a state loses nothing: nobody finds its tokens. With its state go the tokens since the state
+    above it; what is won are the slots from there on that nobody else holds, and the state's memory. Compressing and
+    squeezing cost what they cost elsewhere: the state stays. A priority falls when a state comes to lie above a leaf's;
+    a :class:`NodeHeap` finds that out when the leaf comes to its top, so such a leaf may go later than it should.
+
+    Args:
+        spans: see :class:`CostAwareRecency`.
+        clock: likewise.
+        state_slots: token slots that the memory of a node's state would make; None: the node has none.
+    """
+
+    def __init__(
+        self, spans: Mapping[Node, Span], clock: Callable[[], float], state_slots: Callable[[Node], float | None]
+    ) -> None:
+        super().__init__(spans, clock)
+        self._state_slots = state_slots
+
+    def get_priority(self, node: Node) -> Priority:
+        """Priority of dropping a leaf."""
+        memory = self._state_slots(node)
+        return self.priority(node, 0.0 if memory is None else self._saved_by_state(node, memory))
+
+    def _saved_by_state(self, node: Node, memory: float) -> float:
+        """Tokens of prefill that a leaf's state saves, for each slot that goes with it."""
+        tokens, slots, is_alone = 0, memory, True
+        while True:
+            tokens += len(node.key)
+            if is_alone:
+                slots += self._spans[node].charged_slots if node in self._spans else len(node.key)
+            above = node.parent
+            if above is None or above.parent is None or self._state_slots(above) is not None:
+                return tokens / slots
+            is_alone = is_alone and len(above.children) == 1
+            node = above
+
+
 class NodeSet(set[Node]):
     """Nodes that may give way, and which of them are new since somebody asked.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.compression import Compressor, PromptObservation, ReaderChunk, SuffixCompressor, SuffixStep
 from sgl_kvevict.guard import Guard, Place
-from sgl_kvevict.lifecycle.eviction import CostAwareRecency
+from sgl_kvevict.lifecycle.eviction import CostAwareRecency, StatefulRecency
 from sgl_kvevict.lifecycle.fitting import Fits
 from sgl_kvevict.lifecycle.generation import Generations
 from sgl_kvevict.lifecycle.jobs import ScoringJobs
@@ -48,6 +48,8 @@ class PrefixManager:
         compressor: what is kept; None (policy ``none``): nothing is ever compressed.
         guard: holds errors that concern one request or job.
         clock: numbers accesses, in the order in which nodes note theirs.
+        state_slots: token slots that the memory of a node's recurrent state would make, None for a node without; None:
+            the model has no such layers.
 
     Attributes:
         spans: what nodes hold.
@@ -63,10 +65,18 @@ class PrefixManager:
     """
 
     def __init__(
-        self, tree: TreePort, store: SpanStore, compressor: Compressor | None, guard: Guard, clock: Callable[[], float]
+        self,
+        tree: TreePort,
+        store: SpanStore,
+        compressor: Compressor | None,
+        guard: Guard,
+        clock: Callable[[], float],
+        state_slots: Callable[[Node], float | None] | None = None,
     ) -> None:
         self.spans = SpanTable(store)
         self.order = CostAwareRecency(self.spans, clock)
+        if state_slots is not None:
+            self.order = StatefulRecency(self.spans, clock, state_slots)
         self.compressor = compressor
         self.guard = guard
         self.ranges: Ranges | None = None

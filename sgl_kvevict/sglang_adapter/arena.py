@@ -16,6 +16,9 @@ from sgl_kvevict.config import load_config
 from sgl_kvevict.policies.configured import configured_policy
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 
+WINDOWED = "SWA"
+"""SGLang's label of the pool of layers with a sliding window, where they have one of their own."""
+
 
 @dataclass(frozen=True)
 class Arena:
@@ -58,7 +61,8 @@ def create_arena_buffers(pool: MHATokenToKVPool) -> None:
             torch.zeros((pool.layer_num, *shape), dtype=pool.store_dtype, device=pool.device)
             for shape in (k_shape, v_shape)
         )
-        biases = torch.zeros(k.shape[:3], device=pool.device) if _fits() else None
+        has_spans = pool.allocation_label != WINDOWED
+        biases = torch.zeros(k.shape[:3], device=pool.device) if has_spans and _fits() else None
     pool.kvevict_arena = Arena(k.view(pool.dtype), v.view(pool.dtype), biases)
     pool.k_buffer = list(k.unbind(0))
     pool.v_buffer = list(v.unbind(0))

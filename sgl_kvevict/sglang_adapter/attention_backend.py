@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,13 +21,15 @@ from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import UNSCALED, KVGeometry
 from sgl_kvevict.guard import Place
-from sgl_kvevict.sglang_adapter.arena import arena_of, kvevict_is_selected
+from sgl_kvevict.sglang_adapter.arena import Arena, arena_of, kvevict_is_selected
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 from sgl_kvevict.sglang_adapter.forward_readers import readers_of
 from sgl_kvevict.sglang_adapter.graphs import graph_reasons
+from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of, full_pool_of, window_layers_of, window_pool_of
 from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_sink_dtype, find_windows
 from sgl_kvevict.sglang_adapter.refusals import layer_reasons
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+from sgl_kvevict.sglang_adapter.window_layers import WindowLayers
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -45,6 +47,10 @@ class KVEvictAttentionBackend(AttentionBackend):
     Args:
         model_runner: SGLang's model runner; its pools exist.
 
+    Attributes:
+        geometry: sizes of the pool that spans are made of.
+        places: of its layers in the arena, by number in the model. Other layers have a window and another pool.
+
     Raises:
         UnsupportedSetupError: selected without the matching radix-cache backend, on a device that the configured
             attention does not run on, with CUDA graphs that it cannot follow, or for a model or KV dtype without
@@ -56,46 +62,44 @@ class KVEvictAttentionBackend(AttentionBackend):
         super().__init__()
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.req_to_token_pool = model_runner.req_to_token_pool
-        arena = arena_of(self.token_to_kv_pool)
+        pool = full_pool_of(self.token_to_kv_pool)
+        arena = arena_of(pool)
         reasons = []
         if not kvevict_is_selected():
             reasons.append(
                 f"--attention-backend {BACKEND_NAME} needs the matching --radix-cache-backend {BACKEND_NAME}"
             )
         elif arena is None:
-            reasons.append(f"the KV pool is a {type(self.token_to_kv_pool).__name__} whose buffers are not one arena")
+            reasons.append(f"the KV pool is a {type(pool).__name__} whose buffers are not one arena")
+        windows_pool = window_pool_of(self.token_to_kv_pool)
+        if windows_pool is not None and arena_of(windows_pool) is None:
+            reasons.append(f"the KV pool of layers with a window is a {type(windows_pool).__name__}, not one arena")
         config = load_config()
         device = torch.device(model_runner.device)
         reasons += device_reasons(config.attention, device.type)
         reasons += layer_reasons(model_runner.model)
         head_dim = model_runner.model_config.head_dim
-        windows = find_windows(model_runner.model)
-        kv_dtype = self.token_to_kv_pool.dtype
-        reasons += kernel_reasons(config.attention, device, kv_dtype, head_dim, has_windows=bool(windows))
+        self.places = {} if arena is None else full_layers_of(self.token_to_kv_pool)
+        windows = find_windows(model_runner.model, self.places)
+        kv_dtype = pool.dtype
+        has_windows = bool(windows) or windows_pool is not None
+        reasons += kernel_reasons(config.attention, device, kv_dtype, head_dim, has_windows=has_windows)
         if arena is not None and arena.biases is not None:
             reasons += bias_reasons(config.attention, kv_dtype)
         if reasons:
             raise UnsupportedSetupError(reasons)
         assert arena is not None
-        num_layers, num_token_slots, num_kv_heads, head_dim = arena.k.shape
-        self.geometry = KVGeometry(
-            num_layers=num_layers,
-            num_qo_heads=model_runner.model_config.num_attention_heads // get_parallel().attn_tp_size,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            num_token_slots=num_token_slots,
-            scales=find_kv_scales(model_runner.model) if arena.k.dtype == FP8 else UNSCALED,
-            windows=windows,
-        )
-        self.start_layer = self.token_to_kv_pool.start_layer
+        self.geometry = _geometry(model_runner, arena, self.places)
         self.arena = arena
         self.attention = build_attention(
             config.attention, self.geometry, arena.k, arena.v, model_runner.dtype, arena.biases
         )
+        self._window_layers = _window_layers(model_runner, config.attention)
         self._on_gpu: bool = device.type == "cuda"
         sink_dtype = find_sink_dtype(model_runner.model)
-        if self._on_gpu and sink_dtype is not None and isinstance(self.attention, CapturableAttention):
-            self.attention.warm_up(sink_dtype)
+        for attention in (self.attention, None if self._window_layers is None else self._window_layers.attention):
+            if self._on_gpu and sink_dtype is not None and isinstance(attention, CapturableAttention):
+                attention.warm_up(sink_dtype)
         self._captured: CapturableAttention
         self.tree: KVEvictTree | None = None
         self._observed: list[tuple[slice, PromptObservation | ReaderChunk]] = []
@@ -115,6 +119,8 @@ class KVEvictAttentionBackend(AttentionBackend):
         readers = readers_of(forward_batch.rids)
         batch = self._batch(readers, seq_lens, extend_lens, forward_batch.req_pool_indices, forward_batch.seq_lens)
         self.attention.plan(batch)
+        if self._window_layers is not None:
+            self._window_layers.plan(self.tree, readers, batch, forward_batch.out_cache_loc)
         self._step = self._observed_step(readers, seq_lens, extend_lens)
         self._observed = [] if extend_lens is None else self._observed_rows(readers, seq_lens, extend_lens)
 
@@ -132,18 +138,23 @@ class KVEvictAttentionBackend(AttentionBackend):
         """Lay out a step that is about to be captured, or show a replay what its requests read."""
         if in_capture:
             self._captured.start_capture(forward_batch.batch_size)
+            if self._window_layers is not None:
+                self._window_layers.start_capture(forward_batch.batch_size)
             return
         real = slice(forward_batch.batch_size - forward_batch.num_padding)
         seq_lens = forward_batch.seq_lens_cpu[real].tolist()
         readers = readers_of(forward_batch.rids)
         batch = self._batch(readers, seq_lens, None, forward_batch.req_pool_indices[real], forward_batch.seq_lens[real])
         self._captured.follow(batch, forward_batch.batch_size)
+        if self._window_layers is not None:
+            self._window_layers.follow(self.tree, readers, batch, forward_batch.batch_size)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Take the lengths of a step from SGLang's static buffers; recorded."""
-        self._captured.start_step(
-            forward_batch.seq_lens, forward_batch.req_pool_indices, self.req_to_token_pool.req_to_token
-        )
+        seq_lens, rows = forward_batch.seq_lens, forward_batch.req_pool_indices
+        self._captured.start_step(seq_lens, rows, self.req_to_token_pool.req_to_token)
+        if self._window_layers is not None:
+            self._window_layers.start_step(seq_lens, rows, forward_batch.out_cache_loc)
 
     def _batch(
         self,
@@ -203,7 +214,10 @@ class KVEvictAttentionBackend(AttentionBackend):
         """Attend with one new token per request; returns [num_tokens, num_qo_heads * head_dim]."""
         if kwargs:
             _require_no_extras(kwargs)
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, sinks)[0]
+        place = self.places.get(layer.layer_id)
+        if place is None:
+            return self._attend_in_window(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+        return self._attend(place, q, k, v, layer, forward_batch, save_kv_cache, sinks)[0]
 
     def forward_extend(
         self,
@@ -219,10 +233,12 @@ class KVEvictAttentionBackend(AttentionBackend):
         """Attend with the new tokens of each request; returns [num_tokens, num_qo_heads * head_dim]."""
         if kwargs:
             _require_no_extras(kwargs)
-        out, queries, lse = self._attend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
-        index = layer.layer_id - self.start_layer
+        place = self.places.get(layer.layer_id)
+        if place is None:
+            return self._attend_in_window(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+        out, queries, lse = self._attend(place, q, k, v, layer, forward_batch, save_kv_cache, sinks)
         for observed in tuple(self._observed):
-            self._record(observed, index, queries, lse, layer.scaling)
+            self._record(observed, place, queries, lse, layer.scaling)
         return out
 
     def _record(
@@ -251,7 +267,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         self._step = None
         self.tree.manager.generations.clear()
 
-    def _attend(
+    def _attend_in_window(
         self,
         q: Tensor,
         k: Tensor | None,
@@ -260,8 +276,25 @@ class KVEvictAttentionBackend(AttentionBackend):
         forward_batch: ForwardBatch,
         save_kv_cache: bool,
         sink_logits: Tensor | None,
+    ) -> Tensor:
+        """Attend in a layer whose KV is in the pool of layers with a sliding window."""
+        assert self._window_layers is not None
+        new_kv = (k, v) if save_kv_cache and k is not None and v is not None else None
+        queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = self._window_layers.attend(layer, queries, new_kv, forward_batch.out_cache_loc, sink_logits)
+        return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+    def _attend(
+        self,
+        index: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
+        sink_logits: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        index = layer.layer_id - self.start_layer
         if save_kv_cache and k is not None and v is not None:
             location = KVWriteLoc(forward_batch.out_cache_loc, None)
             scales = self.geometry.scales.of(index) if self.geometry.scales.k else (None, None)
@@ -288,6 +321,31 @@ class KVEvictAttentionBackend(AttentionBackend):
     def support_triton(self) -> bool:
         """Return whether SGLang may use its Triton writers: not on CPU."""
         return self._on_gpu
+
+
+def _geometry(model_runner: ModelRunner, arena: Arena, layers: Mapping[int, int]) -> KVGeometry:
+    """Sizes of the pool behind an arena; ``layers``: place in it by number in the model."""
+    num_layers, num_token_slots, num_kv_heads, head_dim = arena.k.shape
+    return KVGeometry(
+        num_layers=num_layers,
+        num_qo_heads=model_runner.model_config.num_attention_heads // get_parallel().attn_tp_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        num_token_slots=num_token_slots,
+        scales=find_kv_scales(model_runner.model, layers) if arena.k.dtype == FP8 else UNSCALED,
+        windows=find_windows(model_runner.model, layers),
+    )
+
+
+def _window_layers(model_runner: ModelRunner, attention: str) -> WindowLayers | None:
+    """Attention of the layers with a pool of their own; None: there are none."""
+    pool = window_pool_of(model_runner.token_to_kv_pool)
+    arena = None if pool is None else arena_of(pool)
+    if arena is None:
+        return None
+    geometry = _geometry(model_runner, arena, window_layers_of(model_runner.token_to_kv_pool))
+    built = build_attention(attention, geometry, arena.k, arena.v, model_runner.dtype, None)
+    return WindowLayers(model_runner.token_to_kv_pool, built, model_runner.req_to_token_pool.req_to_token)
 
 
 def device_reasons(attention: str, device: str) -> list[str]:

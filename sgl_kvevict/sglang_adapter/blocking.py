@@ -64,6 +64,9 @@ class BlockingNodes:
             while result.device_frees:  # SGLang checks that nothing was left in there
                 kind, slots = result.device_frees.popitem()
                 self._cache.components[kind].apply_component_action(FreeComponentDeviceSlot(slots, kind))
+            while result.cache_actions:
+                action = result.cache_actions.pop()
+                self._cache.components[action.component_type].apply_component_action(action)
         return True
 
     def begins_compressed(self, key: RadixKey) -> bool:

@@ -21,11 +21,13 @@ from sgl_kvevict.sglang_adapter.arena import Arena, arena_of
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME, POOL_HOOK, require_supported_sglang
 from sgl_kvevict.sglang_adapter.distilling import Distilling
+from sgl_kvevict.sglang_adapter.kv_pools import full_pool_of
 from sgl_kvevict.sglang_adapter.model_parts import find_output_grams, find_rotary
 from sgl_kvevict.sglang_adapter.monitoring.start import start_monitoring
 from sgl_kvevict.sglang_adapter.refusals import (
     generation_reasons,
     model_reasons,
+    place_reasons,
     policy_reasons,
     pool_reasons,
     server_reasons,
@@ -51,11 +53,12 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     """
     require_supported_sglang()
     config, policy = configured_policy(load_config())
-    pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
-    backend = ctx.tp_worker.model_runner.attn_backend
+    pool = full_pool_of(ctx.params.token_to_kv_pool_allocator.get_kvcache())
+    backend = _full_attention_of(ctx.tp_worker.model_runner.attn_backend)
     arena = arena_of(pool)
     reasons = server_reasons(ctx.server_args)
-    reasons += model_reasons(ctx.model_config, is_hybrid_ssm=ctx.is_hybrid_ssm)
+    reasons += model_reasons(ctx.model_config)
+    reasons += place_reasons(config, policy, ctx)
     reasons += pool_reasons(pool)
     reasons += _missing_parts(backend, arena)
     reasons += policy_reasons(policy, ctx.model_config.head_dim, torch.device(pool.device))
@@ -65,7 +68,7 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     if reasons:
         raise UnsupportedSetupError(reasons)
     assert isinstance(backend, KVEvictAttentionBackend) and arena is not None
-    tree = _assemble(ctx, config, policy, arena, backend.geometry)
+    tree = _assemble(ctx, config, policy, arena, backend)
     backend.attach(tree)
     use_store(tree, config, ctx)
     start_monitoring(tree, config, ctx.server_args, enable_metrics=ctx.params.enable_metrics and tree.ranks.is_first)
@@ -90,6 +93,11 @@ def describe(config: KVEvictConfig, geometry: KVGeometry, num_ranks: int) -> str
     )
 
 
+def _full_attention_of(backend: Any) -> Any:
+    """The attention of the layers that are not recurrent: SGLang wraps it where a model has both kinds."""
+    return getattr(backend, "full_attn_backend", backend)
+
+
 def _missing_parts(backend: Any, arena: Arena | None) -> list[str]:
     reasons = []
     if not isinstance(backend, KVEvictAttentionBackend):
@@ -102,13 +110,20 @@ def _missing_parts(backend: Any, arena: Arena | None) -> list[str]:
 
 
 def _assemble(
-    ctx: TreeCacheBuildContext, config: KVEvictConfig, policy: Policy | None, arena: Arena, geometry: KVGeometry
+    ctx: TreeCacheBuildContext,
+    config: KVEvictConfig,
+    policy: Policy | None,
+    arena: Arena,
+    backend: KVEvictAttentionBackend,
 ) -> KVEvictTree:
+    geometry = backend.geometry
     store = SpanStore(geometry, arena.k, arena.v, arena.biases)
     compressor = distilling = None
     if policy is not None:
         model = ctx.tp_worker.model_runner.model
-        output_grams = find_output_grams(model, geometry) if Signal.OUTPUT_GRAM in policy.needs else None
+        output_grams = (
+            find_output_grams(model, geometry, backend.places) if Signal.OUTPUT_GRAM in policy.needs else None
+        )
         rotary = None
         if Signal.LEARNED_SCORES in policy.needs:
             distilling = Distilling(config, ctx, geometry, arena.k.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,32 +35,38 @@ def find_rotary(model: nn.Module) -> Rotary:
     return Rotary(module.cos_sin_cache, module.is_neox_style)
 
 
-def find_kv_scales(model: nn.Module) -> KVScales:
+def _layers_of(model: nn.Module, places: Mapping[int, int]) -> list[RadixAttention]:
+    """Layers with attention of one KV pool, in its order; ``places``: place in it by number in the model."""
+    layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
+    return sorted((layer for layer in layers if layer.layer_id in places), key=lambda layer: places[layer.layer_id])
+
+
+def find_kv_scales(model: nn.Module, places: Mapping[int, int]) -> KVScales:
     """Return what a stored 1 of fp8 KV is worth in each layer, as the checkpoint (or a file of scales) says; else 1.
 
     SGLang has read it into ``k_scale_float`` and ``v_scale_float`` of the layers.
 
     Args:
         model: SGLang's model, loaded.
+        places: of the KV pool's layers in it, by number in the model.
     """
-    layers = sorted(
-        (module for module in model.modules() if isinstance(module, RadixAttention)), key=lambda layer: layer.layer_id
-    )
+    layers = _layers_of(model, places)
     k, v = (
         tuple(float(getattr(layer, name) or 1.0) for layer in layers) for name in ("k_scale_float", "v_scale_float")
     )
     return KVScales(k, v) if {*k, *v} - {1.0} else UNSCALED
 
 
-def find_windows(model: nn.Module) -> tuple[int, ...]:
-    """Return what :attr:`KVGeometry.windows` says of a model's layers; () if none has a window.
+def find_windows(model: nn.Module, places: Mapping[int, int]) -> tuple[int, ...]:
+    """Return what :attr:`KVGeometry.windows` says of the layers of a KV pool; () if none has a window.
 
     SGLang counts the keys that a query sees besides its own, and has -1 where there is no window.
+
+    Args:
+        model: SGLang's model.
+        places: of the pool's layers in it, by number in the model.
     """
-    layers = sorted(
-        (module for module in model.modules() if isinstance(module, RadixAttention)), key=lambda layer: layer.layer_id
-    )
-    windows = tuple(max(layer.sliding_window_size, -1) + 1 for layer in layers)
+    windows = tuple(max(layer.sliding_window_size, -1) + 1 for layer in _layers_of(model, places))
     return windows if any(windows) else ()
 
 
@@ -72,12 +79,13 @@ def find_sink_dtype(model: nn.Module) -> torch.dtype | None:
     return None
 
 
-def find_output_grams(model: nn.Module, geometry: KVGeometry) -> Tensor:
+def find_output_grams(model: nn.Module, geometry: KVGeometry, places: Mapping[int, int]) -> Tensor:
     """Return the :func:`output_gram` of every layer.
 
     Args:
         model: SGLang's model.
         geometry: sizes of this rank.
+        places: of the KV pool's layers in it, by number in the model.
 
     Returns:
         [num_layers, num_kv_heads, head_dim, head_dim], float32.
@@ -90,8 +98,11 @@ def find_output_grams(model: nn.Module, geometry: KVGeometry) -> Tensor:
         children = list(module.children())
         layers = [child for child in children if isinstance(child, RadixAttention)]
         outputs = [child for child in children if isinstance(child, RowParallelLinear)]
-        if len(layers) == 1 and len(outputs) == 1 and outputs[0].weight.is_floating_point():
-            grams[layers[0].layer_id] = output_gram(outputs[0].weight, geometry.num_kv_heads, geometry.head_dim)
+        if len(layers) != 1 or layers[0].layer_id not in places:
+            continue
+        if len(outputs) == 1 and outputs[0].weight.is_floating_point():
+            gram = output_gram(outputs[0].weight, geometry.num_kv_heads, geometry.head_dim)
+            grams[places[layers[0].layer_id]] = gram
     if len(grams) != geometry.num_layers:
         raise UnsupportedSetupError(
             [

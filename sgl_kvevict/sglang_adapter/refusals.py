@@ -22,6 +22,7 @@ from sgl_kvevict.policies.signals import Signal
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
     from sglang.srt.server_args import ServerArgs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
@@ -81,7 +82,6 @@ FLAGS = (
 _MODEL_CHECKS: tuple[tuple[Callable[[ModelConfig], bool], str], ...] = (
     (lambda m: m.attention_arch != AttentionArch.MHA, "the model uses latent attention (MLA); only MHA and GQA work"),
     (lambda m: m.is_encoder_decoder, "the model is an encoder-decoder"),
-    (lambda m: bool(m.is_hybrid_swa), "the model has sliding-window attention layers with a KV pool of their own"),
     (lambda m: bool(m.attention_chunk_size), "the model attends within chunks"),
     (
         lambda m: bool(getattr(m.hf_text_config, "attn_logit_softcapping", None)),
@@ -97,11 +97,36 @@ def server_reasons(server_args: ServerArgs) -> list[str]:
     return [reason for flag in FLAGS if (reason := flag.reason(server_args)) is not None]
 
 
-def model_reasons(model_config: ModelConfig, *, is_hybrid_ssm: bool) -> list[str]:
+def model_reasons(model_config: ModelConfig) -> list[str]:
     """Return one sentence for every property of the model that is not supported."""
-    reasons = [reason for applies, reason in _MODEL_CHECKS if applies(model_config)]
-    if is_hybrid_ssm:
-        reasons.append("the model has recurrent (mamba) layers")
+    return [reason for applies, reason in _MODEL_CHECKS if applies(model_config)]
+
+
+def place_reasons(config: KVEvictConfig, policy: Policy | None, ctx: TreeCacheBuildContext) -> list[str]:
+    """Return one sentence for everything that models rule out whose prompts go on at certain places only.
+
+    Those are models of which some layers have a sliding window and a KV pool of their own, or a recurrent state.
+    """
+    reasons = []
+    if ctx.is_hybrid_swa and ctx.full_tokens_per_layer == 0:
+        reasons.append("every layer of the model has a sliding window and one KV pool: there is nothing to compress")
+    if ctx.is_hybrid_ssm and ctx.params.enable_mamba_extra_buffer:
+        reasons.append(
+            "--mamba-radix-cache-strategy is 'extra_buffer', only 'no_buffer' is supported (with "
+            "--disable-overlap-schedule): where the other strategy leaves states is not tested"
+        )
+    if ctx.is_hybrid_ssm and config.decode_block is not None:
+        reasons.append("decode_block: a recurrent state belongs to the end of what was generated, not to a block's")
+    if not (ctx.is_hybrid_swa or ctx.is_hybrid_ssm):
+        return reasons
+    kind = "recurrent layers" if ctx.is_hybrid_ssm else "a KV pool for layers with a sliding window"
+    if config.store is not None:
+        reasons.append(f"store: the model has {kind}, and what they know of a prefix is not stored")
+    if policy is not None and not policy.splittable:
+        reasons.append(
+            f"policy {policy.name!r} merges tokens into earlier ones, so its prefixes cannot be cut; the model has "
+            f"{kind}, which let a prompt go on in the middle of one"
+        )
     return reasons
 
 

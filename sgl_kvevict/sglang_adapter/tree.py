@@ -20,13 +20,16 @@ from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle import PrefixManager
 from sgl_kvevict.lifecycle.listener import REFUSED_NOT_CACHED
 from sgl_kvevict.lifecycle.manager import Released
+from sgl_kvevict.lifecycle.nodes import path_to
 from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.request import RequestOptions, parse_request_options
 from sgl_kvevict.sglang_adapter.access_clock import AccessClock, access_counter
 from sgl_kvevict.sglang_adapter.blocking import BlockingNodes
+from sgl_kvevict.sglang_adapter.kv_pools import state_slots
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.span_component import FULL, SpanComponent
 from sgl_kvevict.sglang_adapter.tree_port import UnifiedTreePort
+from sgl_kvevict.sglang_adapter.window_component import SWA, SpanAwareSWA
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -57,14 +60,16 @@ class KVEvictTree(UnifiedRadixCache):
         self.compressor = compressor
         self.port = UnifiedTreePort(self, TensorRanks(params.attn_tp_cache_group))
         self.guard = Guard(self.ranks.size)
-        self.manager = PrefixManager(self.port, store, compressor, self.guard, access_counter)
+        states = state_slots(params, store.k_arena)
+        self.manager = PrefixManager(self.port, store, compressor, self.guard, access_counter, states)
         self.spans = self.manager.spans
         self.clock = AccessClock()
         is_splittable = compressor is None or compressor.splittable
         self._blocking = BlockingNodes(self, self.spans, splittable=is_splittable)
         self._weighs_recency = False
         # SGLang's constructor builds the components and calls reset: what they need exists by now.
-        params.component_registry_override = {**(params.component_registry_override or {}), FULL: SpanComponent}
+        ours = {FULL: SpanComponent, SWA: SpanAwareSWA}
+        params.component_registry_override = {**(params.component_registry_override or {}), **ours}
         super().__init__(params)
         self._weighs_recency = isinstance(self.tree_core.eviction_strategy, LRUStrategy)
         self._order_leaves()
@@ -131,6 +136,12 @@ class KVEvictTree(UnifiedRadixCache):
         """The same as :meth:`protected_size`."""
         return self.protected_size()
 
+    @property
+    def slot_allocator(self) -> Any:
+        """Who gives out the token slots that spans are made of: full attention's where the pool has several parts."""
+        allocator = self.token_to_kv_pool_allocator
+        return allocator.full_attn_allocator if self.is_swa_enabled else allocator
+
     def _reserve(self) -> int:
         pressure = self.manager.pressure
         return 0 if pressure is None else pressure.reserve()
@@ -190,10 +201,12 @@ class KVEvictTree(UnifiedRadixCache):
         key = RadixKey(req.full_untruncated_fill_ids[:up_to], req.extra_key, cache_salt=req.cache_salt)
         is_private = self.manager.readers.is_exact(req) and self._blocking.begins_compressed(key)
         if is_private or _keeps_own_chunks(req, up_to):
+            self._keep_out(req)
             return
         blocking = self._blocking.find(key)
         if blocking is not None and not self._blocking.drop_subtree(blocking):
             self.manager.listener.refused(REFUSED_NOT_CACHED, up_to)
+            self._keep_out(req)
             return
         super().checkpoint(req, up_to=up_to, **kwargs)
         if self.manager.is_complete(req):
@@ -201,6 +214,12 @@ class KVEvictTree(UnifiedRadixCache):
                 self.manager.prompt_complete(req, self.tree_core.node_by_id(req.last_node), self._wish_of(req))
                 return
             self.manager.forget_observed(req)
+
+    def _keep_out(self, req: Req) -> None:
+        """A request's tokens are not cached: if it has finished, its recurrent state goes as well."""
+        if req.finished():
+            for component in self.components.values():
+                component.cleanup_after_caching_req(req, is_finished=True)
 
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
         """A request let go of its path."""
@@ -225,6 +244,16 @@ class KVEvictTree(UnifiedRadixCache):
         """Resolve what each request of a batch reads now; see :meth:`PrefixManager.reads`."""
         node_by_id = self.tree_core.node_by_id
         return self.manager.reads([node_by_id(req.last_node) for req in readers])
+
+    def window_slots(self, req: Req, start: int, end: int) -> torch.Tensor:
+        """Find what a request reads in layers with a sliding window and a pool of their own.
+
+        Returns:
+            [end - start], int64, slots of that pool for the tokens ``[start, end)``; 0 where the window is gone.
+        """
+        path = path_to(self.tree_core.node_by_id(req.last_node))
+        slots: torch.Tensor = self.components[SWA].window_slots(self.port.row(req, start, end), path, start)
+        return slots
 
     def observe(self, req: Req, start: int, end: int) -> list[PromptObservation | ReaderChunk]:
         """What a prefill of a request's tokens ``[start, end)`` adds to; see :meth:`PrefixManager.chunk_observed`."""

@@ -15,11 +15,13 @@ from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.lifecycle.nodes import path_to, tokens_of
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.span_component import FULL
+from sgl_kvevict.sglang_adapter.window_component import SWA
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
-    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 
 class UnifiedTreePort:
@@ -30,7 +32,7 @@ class UnifiedTreePort:
         ranks: the tensor-parallel ranks that hold the same tree.
     """
 
-    def __init__(self, cache: UnifiedRadixCache, ranks: TensorRanks) -> None:
+    def __init__(self, cache: KVEvictTree, ranks: TensorRanks) -> None:
         self.ranks = ranks
         self._cache = cache
 
@@ -61,6 +63,8 @@ class UnifiedTreePort:
 
     def hold_span(self, node: UnifiedTreeNode) -> None:
         """Replace a node's slots by a filler of the same length."""
+        if self._cache.is_swa_enabled:
+            self._cache.components[SWA].keep_window(node)
         data = node.component_data[FULL]
         data.value = torch.zeros_like(data.value)
 
@@ -74,7 +78,7 @@ class UnifiedTreePort:
 
     def alloc(self, num_slots: int) -> torch.Tensor | None:
         """[num_slots], int64, token slots of the pool, for which others give way."""
-        allocator = self._cache.token_to_kv_pool_allocator
+        allocator = self._cache.slot_allocator
         missing = num_slots - allocator.available_size()
         if missing > 0:
             self._cache.evict(EvictParams(num_tokens=missing))

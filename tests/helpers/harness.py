@@ -13,6 +13,7 @@ from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
@@ -50,7 +51,6 @@ TINY_LLAMA = {
     "max_position_embeddings": 4096,
     "torch_dtype": "float32",
 }
-
 
 NO_ROTARY = Rotary(torch.empty(512, 0), is_neox=True)
 
@@ -95,21 +95,17 @@ class Harness:
     def __post_init__(self) -> None:
         self.geometry = KVGeometry(2, 4, 2, 2, self.num_slots + 1, windows=self.windows)
         shape = (self.geometry.num_layers, self.num_slots + 1, self.geometry.num_kv_heads, 2)
-        self.k = torch.full(shape, float("nan"))
-        self.v = torch.full(shape, float("nan"))
-        self.rows = ReqToTokenPool(self.num_rows, 512, "cpu", False)
-        self.allocator = TokenToKVPoolAllocator(self.num_slots, torch.float32, "cpu", None, False)
+        self.k, self.v = (torch.full(shape, float("nan")) for _ in range(2))
         params = CacheInitParams(
             disable=False,
-            req_to_token_pool=self.rows,
-            token_to_kv_pool_allocator=self.allocator,
             page_size=1,
             attn_tp_cache_group=self.group,
             eviction_policy=self.eviction_policy,
             eviction_policy_config=self.eviction_config,
             enable_session_radix_cache=self.has_sessions,
-            tree_components=(FULL,),
+            **self._make_pools(),
         )
+        self.rows, self.allocator = params.req_to_token_pool, params.token_to_kv_pool_allocator
         self.biases = None
         if self.policy is not None and self.policy.fitter is not None:
             self.biases = torch.full(shape[:3], float("nan"))
@@ -124,6 +120,11 @@ class Harness:
         self.num_biases_read = 0
         self.live: list[Req] = []
         self._count = 0
+
+    def _make_pools(self) -> dict[str, Any]:
+        rows = ReqToTokenPool(self.num_rows, 512, "cpu", False)
+        allocator = TokenToKVPoolAllocator(self.num_slots, torch.float32, "cpu", None, False)
+        return {"req_to_token_pool": rows, "token_to_kv_pool_allocator": allocator, "tree_components": (FULL,)}
 
     def _is_on_grid(self, node) -> bool:
         return length_of(path_to(node)) % self.cache_grid == 0
@@ -264,10 +265,10 @@ class Harness:
 
     def evict(self, num_slots: int) -> int:
         """Drop leaves; return what came back, checked against the allocator."""
-        before = self.allocator.available_size()
+        before = self.tree.slot_allocator.available_size()
         promised = self.tree.evictable_size()
         released = self.tree.evict(EvictParams(num_tokens=num_slots)).num_tokens_evicted
-        assert self.allocator.available_size() - before == released >= min(num_slots, promised)
+        assert self.tree.slot_allocator.available_size() - before == released >= min(num_slots, promised)
         self.check()
         return released
 
@@ -362,7 +363,7 @@ class Harness:
 
     def check(self) -> None:
         """Every slot has exactly one owner, and the tree's sizes are what a walk of the tree says."""
-        held = Counter(self.allocator.free_pages.tolist())
+        held = Counter(self.tree.slot_allocator.free_pages.tolist())
         sizes = {True: 0, False: 0}
         segments = {}
         for node in self.tree.nodes():

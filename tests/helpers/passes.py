@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.managers.schedule_batch import Req
 
 from helpers.harness import Harness
+from sgl_kvevict.lifecycle.manager import Released
 from sgl_kvevict.sglang_adapter.passes import SchedulerPasses
 
 
@@ -74,8 +75,7 @@ class MiniScheduler:
         total = len(req.full_untruncated_fill_ids)
         while req in self.harness.live:
             if not self.harness.prefill(req, total if chunk is None else req.prefix_len + chunk):
-                req.finished_reason = FINISH_ABORT("slots are short")
-                self.harness.tree.on_release(req, checkpointed=False)
+                self.harness.tree.manager.released(req, Released.ABORTED)
         self.harness.check()
         return True
 

@@ -15,9 +15,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 WINDOW = 64
 MLA = "the model uses latent attention (MLA); only MHA and GQA work"
 CAPS = "the model caps its attention logits"
-TWO_POOLS = "the model has sliding-window attention layers with a KV pool of their own"
 CHUNKS = "the model attends within chunks"
-RECURRENT = "the model has recurrent (mamba) layers"
+NO_FORWARD = "SGLang has no forward of its recurrent layers for a CPU"
 IMAGES = "multimodal models are not tested"
 
 
@@ -32,6 +31,7 @@ class Family:
         reason: why it is refused; None: it is served.
         flags: what the server has to be started with.
         in_stock: stock SGLang runs it on a CPU, so its answers are what is expected; else those of transformers.
+        never_ran: why nobody has seen it answer, although it is not refused; None: it is among those that are served.
         note: what else a user should know.
         dtype: of weights and KV in the check.
     """
@@ -42,17 +42,19 @@ class Family:
     reason: str | None = None
     flags: tuple[str, ...] = ()
     in_stock: bool = True
+    never_ran: str | None = None
     note: str = ""
     dtype: str = "float32"
 
 
-SEEN = ("llama", "mistral", "qwen2", "qwen3")
+SEEN = ("Llama 2, 3; SmolLM2", "Mistral, Ministral", "Qwen2, Qwen2.5", "Qwen3", "gpt-oss")
 """Families of which ``make test-models`` was seen to pass; the others are claimed by their attention."""
 
 _SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 _GPT_OSS = {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}
+_NO_BUFFER = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
 ONE_POOL = "sliding windows; SGLang keeps one pool for all layers"
 
 FAMILIES = (
@@ -79,6 +81,13 @@ FAMILIES = (
     Family("Olmo 3", "olmo3", _SLIDING, note=ONE_POOL),
     Family("Exaone 4", "exaone4", _SLIDING | {"sliding_window_pattern": "LLG"}, in_stock=False, note=ONE_POOL),
     Family(
+        "gpt-oss",
+        "gpt_oss",
+        _GPT_OSS,
+        in_stock=False,
+        note="sink logits; sliding windows on a KV pool of their own, which nothing takes from",
+    ),
+    Family(
         "gpt-oss, on one pool",
         "gpt_oss",
         _GPT_OSS,
@@ -87,7 +96,6 @@ FAMILIES = (
         note="with `--disable-hybrid-swa-memory`; sliding windows and sink logits",
     ),
     Family("Gemma 2", "gemma2", {"sliding_window": WINDOW}, reason=CAPS),
-    Family("gpt-oss", "gpt_oss", _GPT_OSS, reason=TWO_POOLS, note="served with --disable-hybrid-swa-memory"),
     Family("Llama 4", "llama4_text", {"num_local_experts": 2, "intermediate_size_mlp": 128}, reason=CHUNKS),
     Family(
         "DeepSeek V2, V3, R1; Kimi K2",
@@ -95,8 +103,14 @@ FAMILIES = (
         {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "kv_lora_rank": 32, "q_lora_rank": 32},
         reason=MLA,
     ),
-    Family("Qwen3-Next", "qwen3_next", _MOE | {"shared_expert_intermediate_size": 64}, reason=RECURRENT),
-    Family("Falcon-H1", "falcon_h1", reason=RECURRENT),
+    Family(
+        "Qwen3-Next",
+        "qwen3_next",
+        _MOE | {"shared_expert_intermediate_size": 64, "full_attention_interval": 3},
+        flags=_NO_BUFFER,
+        never_ran=NO_FORWARD,
+    ),
+    Family("Falcon-H1", "falcon_h1", flags=_NO_BUFFER, never_ran=NO_FORWARD),
 )
 
 
@@ -127,9 +141,14 @@ def config_of(family: Family) -> Any:
 def page() -> str:
     """``docs/models.md``."""
     served = [
-        f"| {f.name} | `{config_of(f).architectures[0]}` | {'yes' if f.model_type in SEEN else 'not yet'} | {f.note} |"
+        f"| {f.name} | `{config_of(f).architectures[0]}` | {'yes' if f.name in SEEN else 'not yet'} | {f.note} |"
         for f in FAMILIES
-        if f.reason is None
+        if f.reason is None and f.never_ran is None
+    ]
+    tested = [
+        f"| {f.name} | `{config_of(f).architectures[0]}` | {f.never_ran} | `{' '.join(f.flags)}` |"
+        for f in FAMILIES
+        if f.never_ran is not None
     ]
     refused = [f"| {f.name} | `{config_of(f).architectures[0]}` | {f.reason} |" for f in FAMILIES if f.reason]
     return f"""# Models
@@ -152,6 +171,22 @@ middle is computed anew, and from then on ranges end where it left.
 |---|---|---|---|
 {chr(10).join(served)}
 
+## Tree and attention tested, never served
+
+Models that mix recurrent layers with full attention start (Falcon-H1 was seen to, on a CPU, up to its first forward),
+and the KV of their full attention is compressed. What holds prefixes is tested with random operations on SGLang's own
+tree, KV pool and pool of states: a prompt is found where a state is, a span may end anywhere between two of them, and a
+prefix gives way together with its state, whose memory is counted. No forward of such a model has run, on no device.
+Start them with the flags below: the other place where SGLang leaves states (`extra_buffer`) is refused, because it is
+not tested.
+
+| family | architecture | why it never ran | start with |
+|---|---|---|---|
+{chr(10).join(tested)}
+
+Nemotron-H, Qwen3.5 and other hybrids of full attention and recurrent layers are taken in the same way; checkpoints
+that can also see are taken when SGLang serves their text only (`enable_multimodal` is false).
+
 ## Refused
 
 | family | architecture | reason |
@@ -159,7 +194,10 @@ middle is computed anew, and from then on ranges end where it left.
 {chr(10).join(refused)}
 
 Also refused: multimodal checkpoints ("{IMAGES}"), encoder-decoders, keys and values of
-different widths, and Nemotron-H, for its recurrent layers, like Falcon-H1.
+different widths, and models all of whose layers have a sliding window and share one pool.
+
+With a pool of their own for layers with a window, and with recurrent layers, these are refused too: `store`, and
+policies that merge tokens into earlier ones (`d2o` with `direction: any`); with recurrent layers also `decode_block`.
 """
 
 

@@ -18,7 +18,8 @@ def reasons(family: Family, folder: Path) -> list[str]:
     config_of(family).save_pretrained(folder)
     one_pool = "--disable-hybrid-swa-memory" in family.flags
     config = ModelConfig(model_path=str(folder), disable_hybrid_swa_memory=one_pool)
-    return model_reasons(config, is_hybrid_ssm=uses_ssm_state(config))
+    assert uses_ssm_state(config) == (family.never_ran is not None)
+    return model_reasons(config)
 
 
 def test_the_page_is_up_to_date():

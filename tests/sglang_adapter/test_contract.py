@@ -25,6 +25,7 @@ from sglang.srt.managers.schedule_batch import Req, ReqKvInfo, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.flush_wrapper import SchedulerFlushWrapper
 from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     EvictResult,
@@ -35,7 +36,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
-from sglang.srt.mem_cache.unified_cache.components import ComponentData, FullComponent, TreeComponent
+from sglang.srt.mem_cache.unified_cache.components import ComponentData, FullComponent, SWAComponent, TreeComponent
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore, UnifiedTreeNode
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -54,6 +55,7 @@ from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.refusals import FLAGS
 from sgl_kvevict.sglang_adapter.span_component import SpanComponent
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+from sgl_kvevict.sglang_adapter.window_component import SpanAwareSWA
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -75,6 +77,26 @@ SIGNATURES = {
         ["self", "node", "device_frees", "host_frees", "cache_actions", "target"],
     ),
     "FullComponent.apply_component_action": (FullComponent.apply_component_action, ["self", "action"]),
+    "SWAComponent._recover_from_incoming": (
+        SWAComponent._recover_from_incoming,
+        ["self", "node", "incoming_full", "start", "end", "result", "cache_actions"],
+    ),
+    "SWATokenToKVPoolAllocator.clear_full_to_swa_mapping": (
+        SWATokenToKVPoolAllocator.clear_full_to_swa_mapping,
+        ["self", "full_indices"],
+    ),
+    "SWATokenToKVPoolAllocator.free_full_segment": (
+        SWATokenToKVPoolAllocator.free_full_segment,
+        ["self", "free_index", "start_pos"],
+    ),
+    "TreeComponent.cleanup_after_caching_req": (
+        TreeComponent.cleanup_after_caching_req,
+        ["self", "req", "is_finished", "insert_result", "insert_params"],
+    ),
+    "UnifiedTreeCore.set_component_device_value": (
+        UnifiedTreeCore.set_component_device_value,
+        ["self", "node_id", "component_type", "value"],
+    ),
     "UnifiedTreeCore.node_by_id": (UnifiedTreeCore.node_by_id, ["self", "node_id"]),
     "UnifiedTreeCore.adjust_component_size": (
         UnifiedTreeCore.adjust_component_size,
@@ -130,7 +152,7 @@ FIELDS = {
 
 ASSIGNED = {
     UnifiedTreeNode: ("id", "children", "parent", "key", "component_data", "last_access_time"),
-    ComponentData: ("value", "lock_ref"),
+    ComponentData: ("value", "lock_ref", "metadata"),
     UnifiedTreeCore: ("root_node", "eviction_strategy", "kv_events", "evictable_device_leaves"),
     UnifiedRadixCache: ("token_to_kv_pool_allocator", "req_to_token_pool", "components", "tree_core", "disable"),
     Req: (
@@ -239,8 +261,14 @@ OVERRIDES = {
         "reclaimable_value_len",
         "redistribute_on_node_split",
     },
+    SpanAwareSWA: {
+        "_recover_from_incoming",
+        "apply_component_action",
+        "evict_component",
+        "redistribute_on_node_split",
+    },
 }
-"""Methods of SGLang that we override: all of them public."""
+"""Methods of SGLang that we override: all of them public but one."""
 PRIVATE = {
     "TreeComponent.is_evict_device_ongoing",
     "Scheduler._set_or_validate_priority",

@@ -17,6 +17,8 @@ from sgl_kvevict.sglang_adapter import refusals
 from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_sink_dtype, find_windows
 from sgl_kvevict.sglang_adapter.refusals import layer_reasons, policy_reasons, window_reasons
 
+PLACES = {0: 0, 1: 1, 2: 2}
+
 
 def model(**variant: object) -> nn.Module:
     """Two plain layers and a third one."""
@@ -28,9 +30,9 @@ def model(**variant: object) -> nn.Module:
 
 def test_scales_of_fp8_are_the_layers() -> None:
     """As SGLang has read them; 1 where a layer has none."""
-    assert find_kv_scales(model()) is UNSCALED
-    assert find_kv_scales(model(k_scale_float=1.0, v_scale_float=1.0)) is UNSCALED
-    assert find_kv_scales(model(k_scale_float=0.25)) == KVScales(k=(1.0, 1.0, 0.25), v=(1.0, 1.0, 1.0))
+    assert find_kv_scales(model(), PLACES) is UNSCALED
+    assert find_kv_scales(model(k_scale_float=1.0, v_scale_float=1.0), PLACES) is UNSCALED
+    assert find_kv_scales(model(k_scale_float=0.25), PLACES) == KVScales(k=(1.0, 1.0, 0.25), v=(1.0, 1.0, 1.0))
 
 
 def test_a_pool_too_wide_for_the_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,9 +55,11 @@ def test_plain_layers_are_fine() -> None:
 
 def test_windows_are_the_layers() -> None:
     """SGLang counts the keys beside a query's own, and leaves -1 where there is no window."""
-    assert find_windows(model()) == ()
+    assert find_windows(model(), PLACES) == ()
     windowed = model(sliding_window_size=127)
-    assert find_windows(windowed) == (0, 0, 128)
+    assert find_windows(windowed, PLACES) == (0, 0, 128)
+    assert find_windows(windowed, {1: 0}) == ()  # the others have another pool
+    assert find_windows(windowed, {2: 0, 0: 1}) == (128, 0)
     assert layer_reasons(windowed) == []
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def read_gauges(tree: KVEvictTree) -> Gauges:
     """Return what the cache holds now; a walk over the spans on the host, nothing is read from the device."""
-    allocator = tree.token_to_kv_pool_allocator
+    allocator = tree.slot_allocator
     free = allocator.available_size()
     held = tree.evictable_size() + tree.protected_size()
     span_tokens = compressed_slots = segments = dead_entries = shared = readers = max_readers = 0

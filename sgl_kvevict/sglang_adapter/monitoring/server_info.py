@@ -78,7 +78,7 @@ def rank_states(tree: KVEvictTree) -> list[dict[str, int]]:
     Returns:
         Token slots by who holds them, the number of nodes, and a checksum of their tokens, slots and locks.
     """
-    allocator = tree.token_to_kv_pool_allocator
+    allocator = tree.slot_allocator
     shape = [(len(node.key), tree.node_slots(node), tree.num_readers(node)) for node in tree.nodes()]
     numbers = {
         "free_slots": allocator.available_size(),

@@ -1,0 +1,61 @@
+"""SGLang's pools: which one spans are made of, which layers of the model it holds, what a recurrent state takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVCache
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
+
+MAMBA = ComponentType.MAMBA
+
+
+def full_pool_of(pool: KVCache) -> KVCache:
+    """Return the pool of the layers with full attention: the pool itself, or its part where it has several."""
+    return pool.full_kv_pool if type(pool) in (SWAKVPool, HybridLinearKVPool) else pool
+
+
+def full_layers_of(pool: KVCache) -> dict[int, int]:
+    """Return the layers whose KV spans are made of: place in the arena by number in the model."""
+    if type(pool) is SWAKVPool:
+        return {layer: place for layer, (place, has_window) in pool.layers_mapping.items() if not has_window}
+    if type(pool) is HybridLinearKVPool:
+        return dict(pool.full_attention_layer_id_mapping)
+    return {pool.start_layer + place: place for place in range(pool.layer_num)}
+
+
+def window_pool_of(pool: KVCache) -> KVCache | None:
+    """Return the pool of the layers with a sliding window; None: they have none of their own."""
+    return pool.swa_kv_pool if type(pool) is SWAKVPool else None
+
+
+def window_layers_of(pool: KVCache) -> dict[int, int]:
+    """Return the layers of that pool: place in it by number in the model."""
+    if type(pool) is not SWAKVPool:
+        return {}
+    return {layer: place for layer, (place, has_window) in pool.layers_mapping.items() if has_window}
+
+
+def state_slots(params: CacheInitParams, k_arena: Tensor) -> Callable[[UnifiedTreeNode], float | None] | None:
+    """Return what tells how many token slots the memory of a node's recurrent state would make.
+
+    Args:
+        params: the tree's.
+        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim]; values take as much.
+
+    Returns:
+        A function that returns None for a node without a state; None: the model has no recurrent layers.
+    """
+    if MAMBA not in params.tree_components:
+        return None
+    states = params.req_to_token_pool.mamba_pool.mamba_cache
+    bytes_per_slot = 2 * k_arena.numel() // k_arena.shape[1] * k_arena.element_size()
+    num_slots = float(states.mem_usage_bytes() / states.temporal.shape[1] / bytes_per_slot)
+    return lambda node: None if node.component_data[MAMBA].value is None else num_slots

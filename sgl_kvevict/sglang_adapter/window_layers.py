@@ -1,0 +1,146 @@
+"""Layers whose KV SGLang keeps in a sliding-window pool of their own: what they read, and attention over it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from torch import Tensor
+
+from sgl_kvevict.attention import Attention, AttentionBatch, CapturableAttention
+from sgl_kvevict.attention.batch import Path
+from sgl_kvevict.sglang_adapter.kv_pools import window_layers_of
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.managers.schedule_batch import Req
+
+    from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+
+
+class WindowLayers:
+    """Attention of layers with a sliding window and a pool of their own, in which nothing is compressed.
+
+    SGLang finds a token's slot in that pool through its full-attention slot, and a compressed token has none. So every
+    request has a row of window slots here, beside SGLang's row of full-attention slots. A row is right from the first
+    token on that the request's next query sees; what is before it is never read.
+
+    Args:
+        pool: SGLang's, of both kinds of layers.
+        attention: over the part with windows; its geometry says how far its layers see.
+        req_to_token: [num_rows, max_context_len], int32, SGLang's rows.
+
+    Attributes:
+        attention: see above.
+    """
+
+    def __init__(self, pool: SWAKVPool, attention: Attention, req_to_token: Tensor) -> None:
+        self._pool = pool
+        self.attention = attention
+        self._places = window_layers_of(pool)
+        self._rows = torch.zeros_like(req_to_token)
+        self._reach = max(attention.geometry.windows) - 1
+        self._last_nodes: dict[int, int] = {}
+        self._new_slots = torch.zeros(0, dtype=torch.int64, device=req_to_token.device)
+
+    def plan(
+        self, tree: KVEvictTree | None, readers: Sequence[Req] | None, batch: AttentionBatch, out_cache_loc: Tensor
+    ) -> None:
+        """Prepare one forward.
+
+        Args:
+            tree: what requests read; None before there is one.
+            readers: the requests; None: nobody's (warm-up).
+            batch: as planned for the layers with full attention.
+            out_cache_loc: [num_new_tokens], int, full-attention slots of the new tokens.
+        """
+        self._begin_rows(tree, readers, batch)
+        rows, device = batch.req_pool_indices, batch.req_pool_indices.device
+        if batch.extend_lens is None:
+            ends = batch.device_seq_lens
+            positions = (torch.tensor(batch.seq_lens, device=device) if ends is None else ends) - 1
+        else:
+            lens = torch.tensor(batch.extend_lens, device=device)
+            rows = torch.repeat_interleave(rows, lens, output_size=sum(batch.extend_lens))
+            bounds = zip(batch.seq_lens, batch.extend_lens, strict=True)
+            positions = torch.cat([torch.arange(end - new, end) for end, new in bounds]).to(device)
+        self._take(rows, positions, out_cache_loc)
+        self.attention.plan(self._read_by(batch))
+
+    def start_capture(self, num_requests: int) -> None:
+        """Lay out decode steps of so many requests; see :meth:`CapturableAttention.start_capture`."""
+        self._captured.start_capture(num_requests)
+
+    def start_step(self, seq_lens: Tensor, req_pool_indices: Tensor, out_cache_loc: Tensor) -> None:
+        """Take what changes from step to step; recorded, see :meth:`CapturableAttention.start_step`."""
+        self._take(req_pool_indices, seq_lens - 1, out_cache_loc)
+        self._captured.start_step(seq_lens, req_pool_indices, self._rows)
+
+    def follow(self, tree: KVEvictTree | None, readers: Sequence[Req] | None, batch: AttentionBatch, size: int) -> None:
+        """Show the next replay what its requests read; see :meth:`CapturableAttention.follow`."""
+        self._begin_rows(tree, readers, batch)
+        self._captured.follow(self._read_by(batch), size)
+
+    def attend(
+        self,
+        layer: RadixAttention,
+        queries: Tensor,
+        new_kv: tuple[Tensor, Tensor] | None,
+        out_cache_loc: Tensor,
+        sink_logits: Tensor | None,
+    ) -> Tensor:
+        """Store the new tokens' keys and values, and attend as planned.
+
+        Args:
+            layer: SGLang's.
+            queries: [num_new_tokens, num_qo_heads, head_dim].
+            new_kv: keys and values; None: they are there already.
+            out_cache_loc: [num_new_tokens], int, full-attention slots of the new tokens.
+            sink_logits: see :meth:`Attention.run`.
+
+        Returns:
+            Like ``queries``.
+        """
+        place = self._places[layer.layer_id]
+        geometry = self.attention.geometry
+        if new_kv is not None:
+            scales = geometry.scales.of(place) if geometry.scales.k else (1.0, 1.0)
+            self._pool.set_kv_buffer(layer, KVWriteLoc(out_cache_loc, self._new_slots), *new_kv, *scales)
+        return self.attention.run(place, queries, layer.scaling, sink_logits)[0]
+
+    @property
+    def _captured(self) -> CapturableAttention:
+        assert isinstance(self.attention, CapturableAttention)
+        return self.attention
+
+    def _read_by(self, batch: AttentionBatch) -> AttentionBatch:
+        """The same requests as these layers see them: nothing is compressed."""
+        paths: tuple[Path, ...] = ((),) * len(batch.seq_lens)
+        return replace(batch, paths=paths, req_to_token=self._rows)
+
+    def _begin_rows(self, tree: KVEvictTree | None, readers: Sequence[Req] | None, batch: AttentionBatch) -> None:
+        """Look up what is before the new tokens, for requests of which the tree holds something else than before.
+
+        It does after a prefill. A request that generates goes on with what is in its row, until the tree takes tokens
+        of it, some of which others may have computed before.
+        """
+        if tree is None or readers is None:
+            return
+        is_decode = batch.extend_lens is None
+        for req, seq_len, new in zip(readers, batch.seq_lens, batch.new_lens, strict=True):
+            row = req.kv.req_pool_idx
+            if is_decode and self._last_nodes.get(row) == req.last_node:
+                continue
+            self._last_nodes[row] = req.last_node
+            end = seq_len - new
+            start = max(end - self._reach, 0)
+            self._rows[row, start:end] = tree.window_slots(req, start, end).to(self._rows.dtype)
+
+    def _take(self, rows: Tensor, positions: Tensor, out_cache_loc: Tensor) -> None:
+        """Note where the new tokens are."""
+        self._new_slots = self._pool.translate_loc_from_full_to_swa(out_cache_loc.long())
+        self._rows[rows.long(), positions.long()] = self._new_slots.to(self._rows.dtype)

@@ -1,0 +1,377 @@
+"""Machines that do everything a scheduler does in random order, for hypothesis.
+
+The harness verifies contents at every forward and conservation after every operation; a machine only has to reach
+interesting states: prompts that share prefixes of all lengths, a pool small enough to force drops and retractions,
+deep chains of turns, ranges that wait for other readers, both splittable and unsplittable spans.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from helpers.harness import Harness, PseudoRandomPolicy
+from helpers.naming_fitter import NamingFitter
+from helpers.passes import MiniScheduler
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.policies import build_policy
+from sgl_kvevict.policies.signals import Readers, Signal
+
+BASES = ([i * 7 % 11 for i in range(48)], [i * 5 % 7 for i in range(48)])
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Drives one cache; subclasses choose the policy."""
+
+    policy: PseudoRandomPolicy | None = PseudoRandomPolicy()
+    num_slots = 130
+    options: ClassVar[dict[str, Any]] = {}
+    num_operations = 0
+
+    make_harness: ClassVar[type[Harness]] = Harness
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.harness = self.make_harness(num_slots=self.num_slots, num_rows=6, policy=self.policy, **self.options)
+        self.prefilling = []
+        self.decoding = []
+        self.finished_texts = []
+
+    def _settle(self) -> None:
+        """Forget requests that the harness released on its own (slots were short, or they finished at prefill)."""
+        self.prefilling = [req for req in self.prefilling if req in self.harness.live]
+        self.decoding = [req for req in self.decoding if req in self.harness.live]
+
+    @rule(
+        base=st.sampled_from(BASES),
+        shared=st.integers(0, 48),
+        suffix=st.lists(st.integers(0, 10), min_size=1, max_size=14),
+        extra_key=st.sampled_from([None, None, None, "tenant"]),
+        max_new_tokens=st.sampled_from([1, 8, 8]),
+        first_chunk=st.sampled_from([0, 5, 20, 200, 200, 200]),
+        rid=st.sampled_from(["same", "kvevict-pass-1", "other"]),
+    )
+    def submit(self, base, shared, suffix, extra_key, max_new_tokens, first_chunk, rid):
+        req = self.harness.request(base[:shared] + suffix, extra_key)
+        req.rid = rid  # clients choose names, also ones that are in use
+        req.sampling_params.max_new_tokens = max_new_tokens
+        self._admit(req, first_chunk)
+
+    def _admit(self, req, first_chunk):
+        if self.harness.admit(req):
+            self.prefilling.append(req)
+            if first_chunk:
+                self._prefill(req, first_chunk)
+
+    def _prefill(self, req, chunk):
+        if self.harness.prefill(req, req.prefix_len + chunk) and req.output_ids and req in self.harness.live:
+            self.prefilling.remove(req)
+            self.decoding.append(req)
+        self._settle()
+
+    @precondition(lambda self: self.finished_texts)
+    @rule(data=st.data(), message=st.lists(st.integers(0, 10), min_size=1, max_size=9))
+    def next_turn(self, data, message):
+        tokens, extra_key = data.draw(st.sampled_from(self.finished_texts))
+        if len(tokens) <= 90:
+            self._admit(self.harness.request(tokens + message, extra_key), 200)
+
+    @precondition(lambda self: self.prefilling)
+    @rule(data=st.data(), chunk=st.integers(1, 40))
+    def prefill(self, data, chunk):
+        self._prefill(data.draw(st.sampled_from(self.prefilling)), chunk)
+
+    @precondition(lambda self: self.decoding)
+    @rule(steps=st.integers(1, 5))
+    def decode(self, steps):
+        for _ in range(steps):
+            for req in list(self.decoding):
+                self.harness.decode(req)
+                self._settle()
+
+    @precondition(lambda self: self.decoding)
+    @rule(data=st.data())
+    def finish(self, data):
+        req = data.draw(st.sampled_from(self.decoding))
+        self.finished_texts.append((list(req.origin_input_ids) + list(req.output_ids), req.extra_key))
+        self.harness.finish(req)
+        self._settle()
+
+    @precondition(lambda self: self.decoding or any(req.kv.holds_kv for req in self.prefilling))
+    @rule(data=st.data(), resubmit=st.booleans())
+    def retract(self, data, resubmit):
+        holding = self.decoding + [req for req in self.prefilling if req.kv.holds_kv]
+        req = data.draw(st.sampled_from(holding))
+        self.harness.retract(req)
+        self._settle()
+        if resubmit:
+            self._admit(req, 200)
+
+    @rule(count=st.integers(1, 60))
+    def evict(self, count):
+        self.harness.evict(count)
+
+    @precondition(lambda self: len(self.finished_texts) > 2)
+    @rule()
+    def change_weights(self):
+        self.harness.tree.forget_compressed()
+
+    @precondition(lambda self: not self.harness.live and len(self.finished_texts) > 3)
+    @rule()
+    def flush(self):
+        self.harness.flush()
+        self.finished_texts.clear()
+
+    @invariant()
+    def conserved(self):
+        CacheMachine.num_operations += 1
+        self.harness.check()
+
+    def teardown(self):
+        for req in list(self.harness.live):
+            if req.kv.holds_kv:
+                self.harness.retract(req)
+            else:
+                self.harness._cancel(req)
+        assert self.harness.tree.protected_size() == 0
+        self.harness.evict(self.harness.num_slots)
+        assert self.harness.tree.slot_allocator.available_size() == self.harness.num_slots
+
+
+class UnsplittableMachine(CacheMachine):
+    """Spans that cannot be cut: a divergence inside one takes its place or is not cached."""
+
+    policy = PseudoRandomPolicy(splittable=False)
+
+
+class PassesMachine(CacheMachine):
+    """Prefixes are scored by passes of our own, which compete with everything else for slots."""
+
+    policy = PseudoRandomPolicy(readers=Readers.REPETITION)
+    num_slots = 260
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = MiniScheduler(self.harness)
+
+    @precondition(lambda self: self.harness.tree.manager.scoring.jobs)
+    @rule(chunk=st.sampled_from([None, 7]))
+    def run_pass(self, chunk):
+        self.scheduler.run_pass(chunk)
+
+    @rule()
+    def start_pass(self):
+        self.scheduler.turn()
+
+    @rule()
+    def abort_pass(self):
+        self.scheduler.waiting_queue.clear()
+
+
+class PressureMachine(PassesMachine):
+    """The same once scores are learned: prefixes shrink under their readers when slots are short."""
+
+    num_slots = 160
+    options: ClassVar[dict[str, Any]] = {"has_learned": True}
+
+
+class WindowsMachine(CacheMachine):
+    """A layer with a sliding window keeps the end of a range, which is found whole or not at all."""
+
+    options: ClassVar[dict[str, Any]] = {"windows": (5, 0)}
+
+
+class WindowsUnderPressureMachine(PressureMachine):
+    """They are squeezed, too."""
+
+    options: ClassVar[dict[str, Any]] = PressureMachine.options | {"windows": (0, 9)}
+
+
+class FitsMachine(PassesMachine):
+    """What passes have read is fitted later, piece by piece, while everything else goes on."""
+
+    policy = PseudoRandomPolicy(readers=Readers.REPETITION, fitter=NamingFitter())
+
+    @rule(base=st.sampled_from(BASES), shared=st.integers(20, 48), turns=st.integers(0, 3))
+    def passes_read(self, base, shared, turns):
+        """A text is found again, and read by passes to its end; then its fit begins."""
+        for suffix in ([0], [1]):
+            req = self.harness.run(base[:shared] + suffix)
+            if req in self.harness.live:
+                self.harness.finish(req)
+        while self.scheduler.run_pass():
+            pass
+        for _ in range(turns):
+            self.scheduler.turn()
+        self._settle()
+
+
+class FitsUnderPressureMachine(FitsMachine):
+    """Segments that wait for their fit, or have it, are squeezed, cut, moved and dropped."""
+
+    num_slots = 160
+    options: ClassVar[dict[str, Any]] = {"has_learned": True}
+
+
+class ColdMachine(PressureMachine):
+    """Before anything is learned: what prompts left behind while slots were short has to do."""
+
+    policy = PseudoRandomPolicy(
+        readers=Readers.REPETITION, needs=frozenset({Signal.LEARNED_SCORES, Signal.ECHO_ATTENTION})
+    )
+    options: ClassVar[dict[str, Any]] = {}
+
+
+class ExactMachine(PressureMachine):
+    """Some requests read nothing compressed, and hold what they read."""
+
+    def _admit(self, req, first_chunk):
+        if sum(req.origin_input_ids) % 3 == 0:
+            self.harness.tree.manager.readers.make_exact(req)
+        super()._admit(req, first_chunk)
+
+
+class CoarsePressureMachine(PressureMachine):
+    """Checkpoints stop short of prompts, and prefixes shrink."""
+
+    options: ClassVar[dict[str, Any]] = {"has_learned": True, "cache_grid": 7}
+
+
+class FrequencyPressureMachine(PressureMachine):
+    """Another order decides which leaf goes; prefixes shrink before."""
+
+    options: ClassVar[dict[str, Any]] = {"has_learned": True, "eviction_policy": "lfu"}
+
+
+class VotesMachine(CacheMachine):
+    """Prefixes are scored by the requests that extend them."""
+
+    policy = PseudoRandomPolicy(readers=Readers.QUESTIONS)
+
+
+class CoarseMachine(CacheMachine):
+    """SGLang caches some lengths only, as for models with a recurrent state: checkpoints stop short of prompts."""
+
+    options: ClassVar[dict[str, Any]] = {"cache_grid": 7}
+
+
+class CoarseUnsplittableMachine(CoarseMachine):
+    """The same with spans that cannot be cut."""
+
+    policy = PseudoRandomPolicy(splittable=False)
+
+
+class TailMachine(CacheMachine):
+    """T-LRU decides which leaf goes (`--radix-eviction-policy tlru`)."""
+
+    options: ClassVar[dict[str, Any]] = {
+        "eviction_policy": "tlru",
+        "eviction_config": {"threshold": 20, "next_prompt_estimate": 5},
+    }
+
+
+class FrequencyMachine(CacheMachine):
+    """So does an order that needs no bookkeeping of its own, with spans that cannot be cut."""
+
+    policy = PseudoRandomPolicy(splittable=False)
+    options: ClassVar[dict[str, Any]] = {"eviction_policy": "lfu"}
+
+
+class SessionMachine(CacheMachine):
+    """Requests belong to sessions, whose prefixes go last (`--enable-session-radix-cache`)."""
+
+    options: ClassVar[dict[str, Any]] = {"has_sessions": True}
+
+    def _admit(self, req, first_chunk):
+        session = ["", "first", "second", "third"][sum(req.origin_input_ids) % 4]
+        if session and req.session_id is None:
+            req.session_id = session
+            req.session_generation = self.harness.tree.ensure_session_generation(session)
+        super()._admit(req, first_chunk)
+
+    @rule(session=st.sampled_from(["first", "second", "third"]))
+    def close_session(self, session):
+        self.harness.tree.release_radix_session(session)
+
+    @rule(session=st.sampled_from(["first", "second", "third"]))
+    def open_session(self, session):
+        self.harness.tree.open_radix_session(session)
+
+
+class GenerationMachine(CacheMachine):
+    """Requests generate for long, and what they generate is compressed meanwhile."""
+
+    policy = build_policy("h2o", {})
+    num_slots = 150
+    options: ClassVar[dict[str, Any]] = {
+        "config": KVEvictConfig(
+            policy="h2o", budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, decode_block=3
+        )
+    }
+
+    def _admit(self, req, first_chunk):
+        if sum(req.origin_input_ids) % 7 == 0:
+            self.harness.tree.manager.readers.make_exact(req)
+        super()._admit(req, first_chunk)
+
+    @rule()
+    def turn(self):
+        self.harness.turn()
+
+    @precondition(lambda self: self.decoding)
+    @rule(data=st.data(), steps=st.integers(5, 40))
+    def generate(self, data, steps):
+        req = data.draw(st.sampled_from(self.decoding))
+        for _ in range(steps):
+            if req in self.harness.live and self.harness.decode(req):
+                self.harness.turn()
+        self._settle()
+
+
+class CoarseGenerationMachine(GenerationMachine):
+    """The same where only some lengths are cached."""
+
+    options: ClassVar[dict[str, Any]] = {**GenerationMachine.options, "cache_grid": 7}
+
+
+class StockMachine(CacheMachine):
+    """Policy ``none``: the same accounting without any compression."""
+
+    policy = None
+
+
+SETTINGS = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    report_multiple_bugs=False,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+MACHINES = (
+    CacheMachine,
+    UnsplittableMachine,
+    PassesMachine,
+    PressureMachine,
+    WindowsMachine,
+    WindowsUnderPressureMachine,
+    FitsMachine,
+    FitsUnderPressureMachine,
+    ColdMachine,
+    ExactMachine,
+    CoarsePressureMachine,
+    FrequencyPressureMachine,
+    VotesMachine,
+    CoarseMachine,
+    CoarseUnsplittableMachine,
+    TailMachine,
+    FrequencyMachine,
+    SessionMachine,
+    GenerationMachine,
+    CoarseGenerationMachine,
+    StockMachine,
+)

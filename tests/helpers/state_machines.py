@@ -1,0 +1,105 @@
+"""The machines on the pools of a model with recurrent layers."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import hypothesis.strategies as st
+from hypothesis.stateful import rule
+
+from helpers.machines import (
+    CacheMachine,
+    ColdMachine,
+    ExactMachine,
+    FitsUnderPressureMachine,
+    FrequencyPressureMachine,
+    PassesMachine,
+    PressureMachine,
+    SessionMachine,
+    StockMachine,
+    TailMachine,
+    VotesMachine,
+)
+from helpers.states import StatesHarness
+
+
+class States:
+    """Every machine's operations, and states that are taken away."""
+
+    make_harness: ClassVar = StatesHarness
+
+    @rule(count=st.integers(1, 5))
+    def take_states(self, count):
+        self.harness.evict_states(count)
+
+    def teardown(self):
+        super().teardown()
+        assert self.harness.rows.mamba_allocator.available_size() == self.harness.num_states
+
+
+class StatesMachine(States, CacheMachine):
+    """A prompt is found where a state is."""
+
+
+class FewStatesMachine(States, CacheMachine):
+    """States are what is short."""
+
+    options: ClassVar[dict[str, Any]] = {"num_states": 14}
+
+
+class StatePassesMachine(States, PassesMachine):
+    """Passes begin where a state is, and compute the rest of a prefix again."""
+
+
+class StatePressureMachine(States, PressureMachine):
+    """Prefixes shrink under their readers."""
+
+
+class StateFitsMachine(States, FitsUnderPressureMachine):
+    """Segments wait for their fit while states come and go."""
+
+
+class StateColdMachine(States, ColdMachine):
+    """Nothing is learned yet."""
+
+
+class StateExactMachine(States, ExactMachine):
+    """Some requests read nothing compressed, and keep their state to themselves."""
+
+
+class StateVotesMachine(States, VotesMachine):
+    """Scored by who extends them."""
+
+
+class StateTailMachine(States, TailMachine):
+    """T-LRU decides which leaf goes."""
+
+
+class StateFrequencyMachine(States, FrequencyPressureMachine):
+    """So does an order that knows no states."""
+
+    options: ClassVar[dict[str, Any]] = {"has_learned": True, "eviction_policy": "lfu"}
+
+
+class StateSessionMachine(States, SessionMachine):
+    """Sessions hold states too."""
+
+
+class StateStockMachine(States, StockMachine):
+    """Nothing is compressed."""
+
+
+STATE_MACHINES = (
+    StatesMachine,
+    FewStatesMachine,
+    StatePassesMachine,
+    StatePressureMachine,
+    StateFitsMachine,
+    StateColdMachine,
+    StateExactMachine,
+    StateVotesMachine,
+    StateTailMachine,
+    StateFrequencyMachine,
+    StateSessionMachine,
+    StateStockMachine,
+)

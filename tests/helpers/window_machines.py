@@ -1,0 +1,103 @@
+"""The machines on the two pools of a model with sliding-window layers."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import hypothesis.strategies as st
+from hypothesis.stateful import rule
+
+from helpers.machines import (
+    CacheMachine,
+    ColdMachine,
+    ExactMachine,
+    FitsUnderPressureMachine,
+    GenerationMachine,
+    PassesMachine,
+    PressureMachine,
+    SessionMachine,
+    StockMachine,
+    TailMachine,
+    VotesMachine,
+)
+from helpers.two_pools import TwoPoolHarness
+
+
+class Windows:
+    """Every machine's operations, and windows that are taken away."""
+
+    make_harness: ClassVar = TwoPoolHarness
+
+    @rule(count=st.integers(1, 30))
+    def take_windows(self, count):
+        self.harness.evict_windows(count)
+
+    def teardown(self):
+        super().teardown()
+        assert self.harness.allocator.swa_available_size() == self.harness._window_slots()
+
+
+class WindowPoolMachine(Windows, CacheMachine):
+    """Two pools of the same size."""
+
+
+class FewWindowsMachine(Windows, CacheMachine):
+    """Window slots are what is short: prompts just fit."""
+
+    options: ClassVar[dict[str, Any]] = {"num_window_slots": 95}
+
+
+class WindowPassesMachine(Windows, PassesMachine):
+    """Passes begin where a window is, and compute the rest of a prefix again."""
+
+
+class WindowPressureMachine(Windows, PressureMachine):
+    """Prefixes shrink under their readers."""
+
+
+class WindowFitsMachine(Windows, FitsUnderPressureMachine):
+    """Segments wait for their fit while windows come and go."""
+
+
+class WindowColdMachine(Windows, ColdMachine):
+    """Nothing is learned yet."""
+
+
+class WindowExactMachine(Windows, ExactMachine):
+    """Some requests read nothing compressed."""
+
+
+class WindowVotesMachine(Windows, VotesMachine):
+    """Scored by who extends them."""
+
+
+class WindowTailMachine(Windows, TailMachine):
+    """T-LRU decides which leaf goes."""
+
+
+class WindowSessionMachine(Windows, SessionMachine):
+    """Sessions hold windows too."""
+
+
+class WindowGenerationMachine(Windows, GenerationMachine):
+    """What requests generate is compressed, and their windows move on."""
+
+
+class WindowStockMachine(Windows, StockMachine):
+    """Nothing is compressed."""
+
+
+WINDOW_MACHINES = (
+    WindowPoolMachine,
+    FewWindowsMachine,
+    WindowPassesMachine,
+    WindowPressureMachine,
+    WindowFitsMachine,
+    WindowColdMachine,
+    WindowExactMachine,
+    WindowVotesMachine,
+    WindowTailMachine,
+    WindowSessionMachine,
+    WindowGenerationMachine,
+    WindowStockMachine,
+)

@@ -1,0 +1,107 @@
+"""Compressed prefixes beside the states of recurrent layers, scenario by scenario."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.harness import publish_server_args
+from helpers.states import StatesHarness
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.lifecycle.nodes import path_to
+from sgl_kvevict.sglang_adapter.kv_pools import MAMBA
+from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
+
+DOCUMENT = [i * 7 % 11 for i in range(60)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_args(tmp_path_factory):
+    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+
+
+def found(harness, tokens):
+    """Tokens of a prompt that are found; the request is released again."""
+    req = harness.request(tokens)
+    harness.admit(req)
+    harness.abort(req)
+    return req.prefix_len
+
+
+def states(harness):
+    """Logical positions at which the tree has states."""
+    nodes = [node for node in harness.tree.nodes() if node.component_data[MAMBA].value is not None]
+    return sorted(sum(len(above.key) for above in path_to(node)) for node in nodes)
+
+
+def test_a_span_ends_before_the_state_and_prompts_are_found_at_the_state():
+    harness = StatesHarness()
+    req = harness.run(DOCUMENT)
+    assert cache_state(harness.tree)["span_slots"] == 17  # ceil(0.3 * 56): the tail of 4 holds the state
+    harness.decode(req)
+    harness.finish(req)
+    assert states(harness) == [60, 61]
+    assert found(harness, [*DOCUMENT, 9, 9]) == 60
+    assert found(harness, [*DOCUMENT[:56], 9, 9]) == 0  # a span's end is no place to go on
+
+
+def test_a_prompt_that_leaves_elsewhere_computes_again_and_shares_the_span():
+    harness = StatesHarness()
+    harness.finish(harness.run(DOCUMENT))
+    free = harness.allocator.available_size()
+    other = harness.run(DOCUMENT[:30] + [9] * 9)
+    harness.finish(other)
+    assert harness.allocator.available_size() == free - 9
+    assert states(harness) == [39, 60]
+    assert found(harness, DOCUMENT[:30] + [9] * 9 + [1]) == 39
+
+
+def test_taking_a_state_away_leaves_the_compressed_prefix_to_others():
+    harness = StatesHarness()
+    harness.finish(harness.run(DOCUMENT))
+    longer = harness.run([*DOCUMENT, 1, 2, 3])
+    harness.finish(longer)
+    harness.evict_states(1)
+    assert states(harness) == [63]
+    assert found(harness, [*DOCUMENT, 1, 2, 3, 4]) == 63
+    assert found(harness, [*DOCUMENT, 5]) == 0
+
+
+def test_what_is_below_no_state_goes_first():
+    config = KVEvictConfig(budget=0.3, min_budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6)
+    harness = StatesHarness(num_slots=200, config=config)
+    other = [9, *DOCUMENT[1:]]
+    harness.finish(harness.run(DOCUMENT))
+    harness.finish(harness.run(other))
+    assert harness.evict(1) == 4  # the older prompt's tail, and its state with it
+    assert (found(harness, [*DOCUMENT, 1]), found(harness, [*other, 1])) == (0, 60)
+    assert harness.evict(1) == 17  # nobody finds its span any more, although it was looked for last
+    assert found(harness, [*other, 1]) == 60
+
+
+def test_a_state_counts_as_the_slots_that_its_memory_would_make():
+    harness = StatesHarness(num_slots=200)
+    harness.finish(harness.run(DOCUMENT))
+    order = harness.tree.manager.order
+    (tail,) = (node for node in harness.tree.nodes() if node.component_data[MAMBA].value is not None)
+    state_bytes = 2 * 4 * (1 * 2 * 2 + 2 * 3)  # layers, bytes, numbers of both parts
+    slot_bytes = 2 * 2 * 4 * (2 * 2)  # layers, keys and values, bytes, heads and their width
+    assert order.get_priority(tail)[0] == pytest.approx(60 / (17 + 4 + state_bytes / slot_bytes))
+    assert order.get_priority(tail.parent)[0] == 0
+
+
+def test_a_finished_request_that_is_not_cached_gives_its_state_back():
+    harness = StatesHarness()
+    req = harness.request([*DOCUMENT, 1], options={"exact": True})
+    harness.finish(harness.run(DOCUMENT))
+    harness.tree.manager.readers.make_exact(req)
+    harness.admit(req)
+    harness.prefill(req)
+    harness.finish(req)  # checks that no state is lost
+
+
+def test_a_dropped_leaf_gives_back_its_state():
+    harness = StatesHarness()
+    harness.finish(harness.run(DOCUMENT))
+    harness.finish(harness.run(DOCUMENT[:30] + [9] * 9))
+    harness.evict(harness.num_slots)
+    assert harness.rows.mamba_allocator.available_size() == harness.num_states

@@ -1,0 +1,121 @@
+"""Compressed prefixes on the two pools of a model with sliding-window layers, scenario by scenario."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.harness import publish_server_args
+from helpers.two_pools import WINDOW, TwoPoolHarness
+from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
+from sgl_kvevict.sglang_adapter.window_component import SWA
+
+DOCUMENT = [i * 7 % 11 for i in range(60)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_args(tmp_path_factory):
+    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+
+
+def segments(harness):
+    return sorted({(s.segment.start, s.segment.end) for s in harness.tree.spans.values()})
+
+
+def windows(harness):
+    """Tokens of all nodes that have their window."""
+    values = [node.component_data[SWA].value for node in harness.tree.nodes()]
+    return sum(len(value) for value in values if value is not None)
+
+
+def found(harness, tokens):
+    """Tokens of a prompt that are found; the request is released again."""
+    req = harness.request(tokens)
+    harness.admit(req)
+    harness.abort(req)
+    return req.prefix_len
+
+
+def test_full_layers_take_their_budget_and_windows_stay_where_a_prompt_may_go_on():
+    harness = TwoPoolHarness()
+    harness.finish(harness.run(DOCUMENT))
+    assert segments(harness) == [(0, 56)]
+    assert cache_state(harness.tree)["span_slots"] == 17  # ceil(0.3 * 56)
+    assert windows(harness) == WINDOW + 1  # what the prompt's last token saw, and the token
+    assert found(harness, [*DOCUMENT, 1]) == 60
+
+
+def test_a_decoding_request_reads_its_window_in_a_compressed_prefix():
+    harness = TwoPoolHarness()
+    req = harness.run(DOCUMENT)
+    for _ in range(3):
+        harness.decode(req)
+    slots = harness.tree.window_slots(req, 63 - 1 - WINDOW, 63)
+    assert (slots > 0).all()  # tokens 56 to 62, the first four of which the tree holds
+    assert segments(harness) == [(0, 56)]
+
+
+def test_a_window_that_lies_behind_the_compressed_prefix_is_read_from_the_row():
+    harness = TwoPoolHarness()
+    req = harness.run(DOCUMENT)
+    for _ in range(2 * WINDOW):
+        harness.decode(req)
+    own = harness.rows.req_to_token[req.kv.req_pool_idx, 64:72].long()
+    assert harness.tree.window_slots(req, 64, 72).tolist() == harness._paired(own).tolist()
+    assert harness.tree.window_slots(req, 60, 60).tolist() == []
+
+
+def test_a_prompt_that_leaves_a_compressed_prefix_elsewhere_leaves_a_window_there():
+    harness = TwoPoolHarness()
+    harness.finish(harness.run(DOCUMENT))
+    other = DOCUMENT[:30] + [9] * 9
+    assert found(harness, other) == 0
+    before = harness.allocator.full_available_size()
+    harness.finish(harness.run(other))
+    assert (
+        harness.allocator.full_available_size() == before - 9
+    )  # its own tokens: what it computed again was given back
+    assert segments(harness) == [(0, 56)]
+    assert found(harness, DOCUMENT[:30] + [8] * 9) == 30
+    assert found(harness, [*DOCUMENT, 1]) == 60
+
+
+def test_running_requests_go_on_while_the_window_of_their_prefix_is_taken():
+    harness = TwoPoolHarness()
+    req = harness.run(DOCUMENT)
+    for _ in range(WINDOW + 3):
+        harness.decode(req)
+    assert harness.tree.swa_protected_size() == 0  # its window has moved past the prefix
+    harness.evict_windows(100)
+    assert windows(harness) == 0 and segments(harness) == [(0, 56)]
+    for _ in range(4):
+        harness.decode(req)
+    harness.finish(req)
+
+
+def test_short_window_slots_take_windows_and_leave_compressed_prefixes():
+    harness = TwoPoolHarness()
+    harness.finish(harness.run([*DOCUMENT, 1, 1]))
+    harness.finish(harness.run([*DOCUMENT, 2, 2]))
+    full = harness.tree.full_evictable_size()
+    while harness.evict_windows(1) and windows(harness) > 4:
+        pass
+    assert harness.tree.full_evictable_size() <= full
+    assert harness.allocator.swa_available_size() + windows(harness) == harness.num_slots
+
+
+def test_a_dropped_leaf_gives_back_slots_of_both_pools():
+    harness = TwoPoolHarness()
+    harness.finish(harness.run(DOCUMENT))
+    harness.finish(harness.run(DOCUMENT[:30] + [9] * 9))
+    harness.evict(harness.num_slots)
+    assert harness.allocator.full_available_size() == harness.num_slots
+    assert harness.allocator.swa_available_size() == harness.num_slots
+
+
+def test_paths_of_other_weights_give_back_slots_of_both_pools():
+    harness = TwoPoolHarness()
+    harness.finish(harness.run(DOCUMENT))
+    harness.tree.forget_compressed()
+    harness.check()
+    assert not harness.tree.spans
+    assert harness.allocator.swa_available_size() == harness.num_slots
