@@ -11,8 +11,8 @@ def head_slot_of(layer: Any, token_slot: Any, lane: Any, num_token_slots: Any, n
     A token that is not compressed lies in the lane of its KV head; compressed entries may lie in any. Rows of one lane
     are ``num_kv_heads`` apart, so ``head_slot_of(layer, 0, lane, ...) + num_kv_heads * token_slot`` is the same.
 
-    Plain arithmetic on ints, tensors and arrays, which Triton and numba compile as it stands: nothing is checked, and
-    the caller picks the integer type.
+    Plain arithmetic on ints, tensors and arrays, which numba compiles as it stands (``triton_head_slots.py`` has it for
+    Triton): nothing is checked, and the caller picks the integer type.
 
     Args:
         layer: int, or whatever can be broadcast against ``token_slot``.

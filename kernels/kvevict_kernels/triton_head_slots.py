@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import triton
+import triton.language as tl  # noqa: F401  (Triton's interpreter compiles no function whose module lacks it)
 
-from kvevict_kernels import head_slots
 
-_compiled = triton.jit(head_slots.head_slot_of)
-# Triton's interpreter runs plain functions as they are, but compiles none without triton.language in its module.
-head_slot_of = _compiled if isinstance(_compiled, triton.JITFunction) else head_slots.head_slot_of
+@triton.jit
+def head_slot_of(layer, token_slot, lane, num_token_slots, num_kv_heads):
+    """:func:`kvevict_kernels.head_slots.head_slot_of`, whose annotations Triton's compiler does not take."""
+    return (layer * num_token_slots + token_slot) * num_kv_heads + lane

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from helpers.dense_attention import accumulated_attention
-from sgl_kvevict.policies import RangeScores, Signal, build_policy
+from sgl_kvevict.policies import LayerView, RangeScores, Signal, build_policy
 from sgl_kvevict.policies.selectors import HeavyHitterSelector
 
 Run = Callable[..., Any]
@@ -57,15 +58,19 @@ def test_normalised_by_the_queries_that_saw_a_token(random_prompt: Run) -> None:
     torch.testing.assert_close(scores, prompt.show(0).signals[Signal.ACCUMULATED_ATTENTION] / torch.arange(70, 8, -1))
 
 
-def test_missing_sums_are_refused(random_prompt: Run) -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "message"), [(None, "of layer 0, got none"), (71, r"\(3, 72\) of layer 0, got \(3, 71\)")]
+)
+def test_missing_sums_are_refused(random_prompt: Run, num_tokens: int | None, message: str) -> None:
     policy = build_policy("h2o", {})
     prompt = random_prompt()
 
-    def observe(layer: int) -> Any:
-        observation = prompt.show(layer)
-        object.__setattr__(observation, "accumulated", None)
-        return observation
+    def show(layer: int) -> LayerView:
+        view = prompt.show(layer)
+        sums = view.need_per_token(Signal.ACCUMULATED_ATTENTION)
+        signals = {} if num_tokens is None else {Signal.ACCUMULATED_ATTENTION: sums[:, :num_tokens]}
+        return replace(view, signals=signals)
 
     assert policy is not None
-    with pytest.raises(ValueError, match=r"needs accumulated attention \(3, 72\) of layer 0, got None"):
-        policy.select(observe, prompt.geometry, 90, 0)
+    with pytest.raises(ValueError, match=f"needs accumulated_attention {message}"):
+        policy.select(show, prompt.geometry, 90, 0)

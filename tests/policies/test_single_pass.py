@@ -47,7 +47,7 @@ def test_defensive_weighs_by_what_a_value_adds(random_prompt: Callable[..., Any]
 @pytest.mark.parametrize(("name", "missing"), [("echo", "echo_attention"), ("defensive", "output_gram")])
 def test_missing_signals_are_named(random_prompt: Callable[..., Any], name: str, missing: str) -> None:
     with pytest.raises(ValueError, match=f"needs {missing} of layer 0, got none"):
-        policy(name).scorer.score(random_prompt(length=30).observe(0))
+        policy(name).scorer.score(random_prompt(length=30).show(0))
 
 
 def test_what_they_ask_of_the_forward() -> None:
