@@ -20,8 +20,7 @@ from sgl_kvevict.sglang_adapter.window_component import SWA
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
-
-    from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 
 class UnifiedTreePort:
@@ -32,7 +31,7 @@ class UnifiedTreePort:
         ranks: the tensor-parallel ranks that hold the same tree.
     """
 
-    def __init__(self, cache: KVEvictTree, ranks: TensorRanks) -> None:
+    def __init__(self, cache: UnifiedRadixCache, ranks: TensorRanks) -> None:
         self.ranks = ranks
         self._cache = cache
 
