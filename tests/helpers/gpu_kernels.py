@@ -127,7 +127,7 @@ def small_kernels(arch: int) -> Iterator[Spec]:
     yield spec("ragged_decode.triton_layout:_work_kernel", arch, HEADS | {"FILL": 128})
     counting = {"CLASS": 0, "LEAST": MIN_CHUNKS[0], "ROW_TILE": 16, "BLOCK": 128, "FILL": 128, "STEP": CHUNK_STEP}
     counting |= {"NUM_ITEMS": ITEMS_PER_SM * limits.num_sms}
-    yield spec("ragged_decode.triton_impl:_suffix_work_kernel", arch, HEADS | counting)
+    yield spec("ragged_decode.triton_items:suffix_work_kernel", arch, HEADS | counting)
     yield spec("cut_runs.triton_impl:_cut_runs_kernel", arch, {"BLOCK": 32}, options={"num_warps": 1})
     yield spec("alloc_head_slots.triton_impl:_indptr_kernel", arch, {"BLOCK": 1024})
     yield spec("alloc_head_slots.triton_impl:_head_slots_kernel", arch, {"BLOCK": 1024})

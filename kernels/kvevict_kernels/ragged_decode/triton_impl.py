@@ -19,210 +19,37 @@ from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS, Tile, tiles_for
 from kvevict_kernels.ragged_decode.triton_addresses import (
     ITEM_COUNT,
-    ITEM_START,
     MEMBER_REQUEST,
     MEMBERS,
-    NEW_LENS,
-    NUM_SPANS,
     PARTIAL_LSE,
     PARTIAL_OUT,
-    PARTIAL_START,
-    REQUEST_MEMBERS,
-    REQUESTS,
     ROW_ENDS,
-    RUN_ADDRESS,
-    RUN_LENS,
-    SPAN_CAP,
-    SPAN_CHUNK,
-    SPAN_MEMBER_START,
-    SPAN_MEMBERS,
-    SPAN_POSITIONS,
-    SUFFIX_PARTIAL,
-    WATERLINES,
-    WORK_UNIT,
     class_int32s_at,
     floats_at,
     int32s_at,
-    int64s_at,
-    max_items_of,
 )
-from kvevict_kernels.ragged_decode.triton_layout import run_chunk
-from kvevict_kernels.ragged_decode.triton_merge import run_merge, suffix_chunk
+from kvevict_kernels.ragged_decode.triton_block import LOG2_E, attend_block, hidden_keys, load_rows
+from kvevict_kernels.ragged_decode.triton_items import (
+    STEP_LISTS,
+    span_item,
+    span_window,
+    suffix_item,
+    suffix_work_kernel,
+)
+from kvevict_kernels.ragged_decode.triton_merge import run_merge
 from kvevict_kernels.triton_head_slots import head_slot_of
 
 INTERPRETER_PROGRAMS = 3
 REQUEST_BLOCK = 128
-LOG2_E = 1.4426950408889634
-STEP_LISTS = (
-    *("seq_lens_ptr", "pool_rows_ptr", "suffix_work_ptr", "suffix_work_start_ptr"),
-    *("work_ptr", "work_start_ptr"),
-)
-"""May be slices of SGLang's buffers: whether one is aligned must not call for another compilation."""
 
 
 @triton.jit
-def attend_block(
-    b_q,  # [BLOCK_M, BLOCK_D]
-    b_max,  # [BLOCK_M] base 2
-    b_sum,  # [BLOCK_M]
-    b_out,  # [BLOCK_M, BLOCK_D] float32
-    k_ptr,  # [X, D]
-    v_ptr,  # [X, D]
-    biases_ptr,  # [X] float32, or None
-    head_slot,  # [BLOCK_N] int64
-    m_n,  # [BLOCK_N] real keys
-    m_b,  # [BLOCK_N] keys of spans
-    seen,  # [BLOCK_M, BLOCK_N]
-    o_d,
-    scale_log2,
-    D: tl.constexpr,
-):
-    """One block of keys, online softmax; a row may see none of them. Rows in float8 are multiplied in q's dtype."""
-    p_kv = head_slot[:, None] * D + o_d[None, :]
-    m_kv = m_n[:, None] & (o_d < D)[None, :]
-    b_k = tl.load(k_ptr + p_kv, mask=m_kv, other=0.0)
-    b_v = tl.load(v_ptr + p_kv, mask=m_kv, other=0.0)
-    b_k = b_k.to(b_q.dtype)
-    b_v = b_v.to(b_q.dtype)
-    s = scale_log2 * tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-    if biases_ptr is not None:
-        s += 1.4426950408889634 * tl.load(biases_ptr + head_slot, mask=m_b, other=0.0)[None, :]
-    s = tl.where(seen, s, float("-inf"))
-    new_max = tl.maximum(b_max, tl.max(s, 1))
-    base = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.exp2(s - base[:, None])
-    decay = tl.exp2(b_max - base)
-    b_sum = b_sum * decay + tl.sum(p, 1)
-    b_out = tl.dot(p.to(b_v.dtype), b_v, b_out * decay[:, None], input_precision="ieee")
-    return new_max, b_sum, b_out
-
-
-@triton.jit(do_not_specialize=["num_requests"], do_not_specialize_on_alignment=list(STEP_LISTS))
-def _suffix_work_kernel(
-    addresses_ptr,
-    seq_lens_ptr,  # [B] int32
-    work_ptr,  # [bound] int32
-    work_start_ptr,  # [num_requests + 1] int32
-    num_requests,  # of the class
-    CLASS: tl.constexpr,
-    LEAST: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    NUM_ITEMS: tl.constexpr,
-    STEP: tl.constexpr,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FILL: tl.constexpr,
-):
-    """Every program counts the items of all requests before its own, then writes its own."""
-    mine = tl.program_id(0)
-    start = tl.zeros([], dtype=tl.int32)
-    count = tl.zeros([], dtype=tl.int32)
-    for first in range(0, mine + 1, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        mask = i <= mine
-        request = tl.load(class_int32s_at(addresses_ptr, REQUESTS, CLASS) + i, mask=mask, other=0)
-        waterline = tl.load(int32s_at(addresses_ptr, WATERLINES) + request, mask=mask, other=0)
-        length = tl.load(seq_lens_ptr + request, mask=mask, other=0) - waterline
-        tiles = tl.cdiv(tl.load(int32s_at(addresses_ptr, NEW_LENS) + request, mask=mask, other=0) * G, ROW_TILE)
-        chunk = suffix_chunk(length, LEAST, H=H, NUM_ITEMS=NUM_ITEMS, STEP=STEP)
-        items = tl.where(mask, tl.cdiv(length, chunk) * tiles * H, 0)
-        start += tl.sum(tl.where(i < mine, items, 0), 0)
-        count += tl.sum(tl.where(i == mine, items, 0), 0)
-    tl.store(work_start_ptr + mine, start)
-    if mine == num_requests - 1:
-        tl.store(work_start_ptr + num_requests, start + count)
-    for begin in range(0, count, FILL):
-        o = begin + tl.arange(0, FILL)
-        tl.store(work_ptr + start + o, o * 0 + mine, mask=o < count)
-
-
-@triton.jit
-def _span_item(
-    work, layer, addresses_ptr,
-    CLASS: tl.constexpr, H: tl.constexpr, G: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """One chunk of a run, for one tile of its readers' q rows."""
-    of_layer = layer * max_items_of(addresses_ptr, CLASS)
-    unit = tl.load(class_int32s_at(addresses_ptr, WORK_UNIT, CLASS) + of_layer + work)
-    first_unit = layer * tl.load(addresses_ptr + NUM_SPANS) * H
-    span = unit // H
-    local = work - tl.load(class_int32s_at(addresses_ptr, ITEM_START, CLASS) + first_unit + unit)
-    count = tl.load(int32s_at(addresses_ptr, SPAN_MEMBERS) + span)
-    tiles = tl.cdiv(count * G, BLOCK_M)
-    length = tl.load(int32s_at(addresses_ptr, RUN_LENS) + first_unit + unit)
-    chunk = tl.load(int32s_at(addresses_ptr, SPAN_CHUNK) + span)
-    chunk = run_chunk(length, chunk, tl.load(int32s_at(addresses_ptr, SPAN_CAP) + span))
-    begin = local // tiles * chunk
-    index_address = tl.load(int64s_at(addresses_ptr, RUN_ADDRESS) + first_unit + unit) + begin.to(tl.int64) * 4
-    partial = tl.load(int64s_at(addresses_ptr, PARTIAL_START) + first_unit + unit)
-    partial += (local // tiles).to(tl.int64) * (count * G)
-    member = tl.load(int32s_at(addresses_ptr, SPAN_MEMBER_START) + span)
-    return (
-        unit % H,
-        count,
-        member,
-        local % tiles,
-        length,
-        begin,
-        tl.minimum(length - begin, chunk),
-        index_address,
-        partial,
-    )
-
-
-@triton.jit
-def _suffix_item(
-    item, addresses_ptr, seq_lens_ptr, pool_rows_ptr, suffix_work_ptr, suffix_work_start_ptr, req_to_token, row_stride,
-    CLASS: tl.constexpr, LEAST: tl.constexpr, NUM_ITEMS: tl.constexpr, STEP: tl.constexpr,
-    H: tl.constexpr, G: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """One chunk of a request's own tokens, for one tile of its q rows."""
-    place = tl.load(suffix_work_ptr + item)
-    request = tl.load(class_int32s_at(addresses_ptr, REQUESTS, CLASS) + place)
-    local = item - tl.load(suffix_work_start_ptr + place)
-    count = tl.load(int32s_at(addresses_ptr, NEW_LENS) + request)
-    tiles = tl.cdiv(count * G, BLOCK_M)
-    waterline = tl.load(int32s_at(addresses_ptr, WATERLINES) + request)
-    length = tl.load(seq_lens_ptr + request) - waterline
-    chunk = suffix_chunk(length, LEAST, H=H, NUM_ITEMS=NUM_ITEMS, STEP=STEP)
-    split = local // (H * tiles)
-    begin = split * chunk
-    index_address = req_to_token + (tl.load(pool_rows_ptr + request) * row_stride + waterline + begin) * 4
-    partial = tl.load(int64s_at(addresses_ptr, SUFFIX_PARTIAL) + request)
-    partial += (split * H + local % H).to(tl.int64) * (count * G)
-    member = tl.load(int32s_at(addresses_ptr, REQUEST_MEMBERS) + request)
-    tile = local // H % tiles
-    return local % H, count, member, tile, length, begin, tl.minimum(length - begin, chunk), index_address, partial
-
-
-@triton.jit
-def _span_window(item, is_suffix, layer, addresses_ptr, CLASS: tl.constexpr, H: tl.constexpr):
-    """Bytes from an entry's head slot to its position; 0 for suffixes."""
-    of_layer = layer * max_items_of(addresses_ptr, CLASS)
-    is_span = is_suffix == 0
-    unit = tl.load(class_int32s_at(addresses_ptr, WORK_UNIT, CLASS) + of_layer + item, mask=is_span, other=0)
-    return tl.load(int64s_at(addresses_ptr, SPAN_POSITIONS) + unit // H, mask=is_span, other=0)
-
-
-@triton.jit
-def hidden_keys(position_ptr, num_kv, is_span, hidden, m_m):
-    """What a tile of rows sees of a run, or a part of one.
-
-    Args:
-        position_ptr: positions of its entries, ascending.
-        num_kv: entries; may be 0.
-        is_span: it is one; of a suffix nothing is looked at.
-        hidden: [BLOCK_M], the last position that each row does not see.
-        m_m: [BLOCK_M], real rows.
-
-    Returns:
-        whether no row sees any of them, and whether some row does not see all of them.
-    """
-    is_run = is_span & (num_kv > 0)
-    last = tl.load(position_ptr + num_kv - 1, mask=is_run, other=2147483647)
-    first = tl.load(position_ptr, mask=is_run, other=2147483647)
-    return last <= tl.min(tl.where(m_m, hidden, 2147483646), 0), first <= tl.max(tl.where(m_m, hidden, -2147483647), 0)
+def _store_partials(addresses_ptr, row, b_max, b_sum, b_out, o_d, m_m, D: tl.constexpr):
+    """Write rows [BLOCK_M] of partial outputs and their log-sum-exps."""
+    divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
+    p_out = floats_at(addresses_ptr, PARTIAL_OUT) + row[:, None] * D + o_d[None, :]
+    tl.store(p_out, b_out / divisor[:, None], mask=m_m[:, None] & (o_d < D)[None, :])
+    tl.store(floats_at(addresses_ptr, PARTIAL_LSE) + row, b_max + tl.log2(divisor), mask=m_m)
 
 
 @triton.jit(
@@ -266,16 +93,15 @@ def _split_kernel(
     """
     o_d = tl.arange(0, BLOCK_D)
     o_m = tl.arange(0, BLOCK_M)
-    m_d = o_d < D
     num_span_items = tl.load(class_int32s_at(addresses_ptr, ITEM_COUNT, CLASS) + layer)
     num_items = num_span_items + tl.load(suffix_work_start_ptr + num_requests)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         if item < num_span_items:
-            head, count, member, tile, length, begin, num_kv, index_address, partial = _span_item(
+            head, count, member, tile, length, begin, num_kv, index_address, partial = span_item(
                 item, layer, addresses_ptr, CLASS=CLASS, H=H, G=G, BLOCK_M=BLOCK_M
             )
         else:
-            head, count, member, tile, length, begin, num_kv, index_address, partial = _suffix_item(
+            head, count, member, tile, length, begin, num_kv, index_address, partial = suffix_item(
                 item - num_span_items, addresses_ptr, seq_lens_ptr, pool_rows_ptr, suffix_work_ptr,
                 suffix_work_start_ptr, req_to_token, row_stride,
                 CLASS=CLASS, LEAST=LEAST, NUM_ITEMS=NUM_ITEMS, STEP=STEP, H=H, G=G, BLOCK_M=BLOCK_M,
@@ -289,9 +115,7 @@ def _split_kernel(
         token = i_row // G
         reader = tl.load(int32s_at(addresses_ptr, MEMBERS) + member + token, mask=m_m, other=0)
         q_row = reader.to(tl.int64) * q_stride + (head * G + i_row % G) * D
-        b_q = tl.load(q_ptr + q_row[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
-        if UPCAST:
-            b_q = b_q.to(tl.float32)
+        b_q = load_rows(q_ptr, q_row, m_m, o_d, D=D, UPCAST=UPCAST)
         to_key = length - begin - is_suffix * (count - 1 - token)
         limit = tl.minimum(to_key, num_kv)
         index_ptr = index_address.to(tl.pointer_type(tl.int32))
@@ -301,7 +125,7 @@ def _split_kernel(
             request = tl.load(int32s_at(addresses_ptr, MEMBER_REQUEST) + member + token, mask=m_member, other=0)
             left = tl.load(int32s_at(addresses_ptr, ROW_ENDS) + request, mask=m_member, other=0) - reader
             hidden = tl.load(seq_lens_ptr + request, mask=m_member, other=0) - left - window
-            to_positions = _span_window(item, is_suffix, layer, addresses_ptr, CLASS=CLASS, H=H)
+            to_positions = span_window(item, is_suffix, layer, addresses_ptr, CLASS=CLASS, H=H)
             position_ptr = (index_address + to_positions).to(tl.pointer_type(tl.int32))
             is_hidden, is_cut = hidden_keys(position_ptr, num_kv, is_suffix == 0, hidden, m_m)
             num_kv = tl.where(is_hidden, 0, num_kv)
@@ -324,11 +148,7 @@ def _split_kernel(
                 b_q, b_max, b_sum, b_out, k_ptr, v_ptr, biases_ptr, head_slot, m_n, m_n & (is_suffix == 0),
                 seen, o_d, scale_log2, D=D,
             )  # fmt: skip
-        p_row = partial + i_row
-        divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
-        p_out = floats_at(addresses_ptr, PARTIAL_OUT) + p_row[:, None] * D + o_d[None, :]
-        tl.store(p_out, b_out / divisor[:, None], mask=m_m[:, None] & m_d)
-        tl.store(floats_at(addresses_ptr, PARTIAL_LSE) + p_row, b_max + tl.log2(divisor), mask=m_m)
+        _store_partials(addresses_ptr, partial + i_row, b_max, b_sum, b_out, o_d, m_m, D=D)
 
 
 def advance(addresses: TableAddresses, step: Step) -> None:
@@ -338,7 +158,7 @@ def advance(addresses: TableAddresses, step: Step) -> None:
         if not class_tables.num_requests:
             step.work_start[which].zero_()
             continue
-        _suffix_work_kernel[(class_tables.num_requests,)](
+        suffix_work_kernel[(class_tables.num_requests,)](
             addresses.on_device,
             step.seq_lens,
             step.work[which],

@@ -17,7 +17,7 @@ from kvevict_kernels.device_limits import limits_of
 from kvevict_kernels.ragged_decode.addresses import TableAddresses
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 from kvevict_kernels.ragged_decode.tile_table import EXTEND, tiles_for
-from kvevict_kernels.ragged_decode.triton_impl import LOG2_E, attend_block, hidden_keys
+from kvevict_kernels.ragged_decode.triton_block import LOG2_E, attend_block, hidden_keys, load_rows
 from kvevict_kernels.ragged_decode.triton_merge import with_sink
 from kvevict_kernels.triton_head_slots import head_slot_of
 
@@ -60,10 +60,55 @@ def _part_of(
 
 
 @triton.jit
-def _store(out_ptr, lse_ptr, row, b_out, b_lse, o_d, m_m, D: tl.constexpr):
-    """Write rows [BLOCK_M] of an output and their log-sum-exps."""
-    tl.store(out_ptr + row[:, None] * D + o_d[None, :], b_out, mask=m_m[:, None] & (o_d < D)[None, :])
-    tl.store(lse_ptr + row, b_lse, mask=m_m)
+def _own_keys(
+    request, token, count, window, waterlines_ptr, seq_lens_ptr, pool_rows_ptr, req_to_token, row_stride,
+    WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """A request's own tokens, as a tile of its q rows sees them.
+
+    Returns:
+        how many lie before the first new one, how many with the tile's last one, the address of their token slots,
+        and [BLOCK_M], the last position that a row does not see.
+    """
+    waterline = tl.load(waterlines_ptr + request)
+    end = tl.load(seq_lens_ptr + request)
+    num_before = end - waterline - count
+    num_own = num_before + tl.minimum(tl.max(token, 0) + 1, count)
+    address = req_to_token + (tl.load(pool_rows_ptr + request) * row_stride + waterline) * 4
+    hidden = end - count + token - window
+    if WINDOWED:  # what no row of the tile sees is left out, so that its parts have the others to share
+        num_hidden = tl.maximum(num_before + tl.min(token, 0) + 1 - window, 0)
+        num_before -= num_hidden
+        num_own -= num_hidden
+        address += num_hidden * 4
+    return num_before, num_own, address, hidden
+
+
+@triton.jit
+def _add_sink(b_max, b_sum, b_out, p_sink, m_sink):
+    """Count sink logits [BLOCK_M] in the softmax of the rows that ``m_sink`` names."""
+    sink = tl.load(p_sink, mask=m_sink, other=float("-inf")).to(tl.float32)
+    b_max, b_sum, decay = with_sink(b_max, b_sum, 1.4426950408889634 * sink)
+    return b_max, b_sum, b_out * decay[:, None]
+
+
+@triton.jit
+def _store(out_ptr, lse_ptr, row, b_max, b_sum, b_out, out_scale, lse_scale, o_d, m_m, D: tl.constexpr):
+    """Write rows [BLOCK_M] of an output and their log-sum-exps, once all their keys were seen."""
+    divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
+    p_out = out_ptr + row[:, None] * D + o_d[None, :]
+    tl.store(p_out, b_out / divisor[:, None] * out_scale, mask=m_m[:, None] & (o_d < D)[None, :])
+    tl.store(lse_ptr + row, (b_max + tl.log2(divisor)) * lse_scale, mask=m_m)
+
+
+@triton.jit
+def _hide_keys(j, is_own, address, num_kv, to_key, hidden, m_m, path_span_ptr, span_positions_ptr):
+    """Positions of a run's entries, whether some row of the tile does not see all of them, and where to stop."""
+    span = tl.load(path_span_ptr + j, mask=is_own == 0, other=0)
+    to_positions = tl.load(span_positions_ptr + span, mask=is_own == 0, other=0)
+    position_ptr = (address + to_positions).to(tl.pointer_type(tl.int32))
+    is_hidden, is_cut = hidden_keys(position_ptr, num_kv, is_own == 0, hidden, m_m)
+    return position_ptr, is_cut, tl.where(is_hidden, 0, to_key)
 
 
 @triton.jit(
@@ -122,26 +167,13 @@ def _extend_kernel(
     m_m = i_row < count * G
     token = i_row // G
     first = tl.load(members_ptr + tl.load(request_members_ptr + request)).to(tl.int64)
-    p_q = q_ptr + ((first + token) * q_stride + (head * G + i_row % G) * D)[:, None] + o_d[None, :]
-    b_q = tl.load(p_q, mask=m_m[:, None] & (o_d < D)[None, :], other=0.0)
-    if UPCAST:
-        b_q = b_q.to(tl.float32)
-    b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    b_q = load_rows(q_ptr, (first + token) * q_stride + (head * G + i_row % G) * D, m_m, o_d, D=D, UPCAST=UPCAST)
+    b_max, b_sum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32), tl.zeros([BLOCK_M], dtype=tl.float32)
     b_out = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-
-    waterline = tl.load(waterlines_ptr + request)
-    # Keys before the first new token, and those of the tile's last one.
-    num_before = tl.load(seq_lens_ptr + request) - waterline - count
-    num_own = num_before + tl.minimum(tl.max(token, 0) + 1, count)
-    own_address = req_to_token + (tl.load(pool_rows_ptr + request) * row_stride + waterline) * 4
-    if WINDOWED:
-        hidden = tl.load(seq_lens_ptr + request) - count + token - window  # the last position that a row does not see
-        # Own tokens that no row of the tile sees are left out, so that its parts have the others to share.
-        num_hidden = tl.maximum(num_before + tl.min(token, 0) + 1 - window, 0)
-        num_before -= num_hidden
-        num_own -= num_hidden
-        own_address += num_hidden * 4
+    num_before, num_own, own_address, hidden = _own_keys(
+        request, token, count, window, waterlines_ptr, seq_lens_ptr, pool_rows_ptr, req_to_token, row_stride,
+        WINDOWED=WINDOWED,
+    )  # fmt: skip
     path_begin = tl.load(path_start_ptr + request)
     path_end = tl.load(path_start_ptr + request + 1)
     first_unit = layer * num_spans * H + head
@@ -159,11 +191,9 @@ def _extend_kernel(
         slot_shift = is_own * head_slot_of(layer.to(tl.int64), 0, head, num_token_slots, H)
         to_key = tl.minimum(end, num_kv)
         if WINDOWED:
-            span = tl.load(path_span_ptr + j, mask=is_own == 0, other=0)
-            to_positions = tl.load(span_positions_ptr + span, mask=is_own == 0, other=0)
-            position_ptr = (address + to_positions).to(tl.pointer_type(tl.int32))
-            is_hidden, is_cut = hidden_keys(position_ptr, num_kv, is_own == 0, hidden, m_m)
-            to_key = tl.where(is_hidden, 0, to_key)
+            position_ptr, is_cut, to_key = _hide_keys(
+                j, is_own, address, num_kv, to_key, hidden, m_m, path_span_ptr, span_positions_ptr
+            )
             from_key = tl.where(is_own > 0, num_before + token + 1 - window, 0)
         limit = tl.minimum(tl.where(is_own > 0, num_before + token + 1, num_kv), to_key)
         index_ptr = address.to(tl.pointer_type(tl.int32))
@@ -181,21 +211,14 @@ def _extend_kernel(
             )  # fmt: skip
         begin -= num_kv
         end -= num_kv
-
     if sink_logits_ptr is not None:  # of several parts the first one counts it
-        m_sink = m_m & (split == 0)
-        sink = tl.load(sink_logits_ptr + head * G + i_row % G, mask=m_sink, other=float("-inf")).to(tl.float32)
-        b_max, b_sum, decay = with_sink(b_max, b_sum, 1.4426950408889634 * sink)
-        b_out = b_out * decay[:, None]
-    divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
-    b_out = b_out / divisor[:, None]
-    b_lse = b_max + tl.log2(divisor)
+        b_max, b_sum, b_out = _add_sink(b_max, b_sum, b_out, sink_logits_ptr + head * G + i_row % G, m_m & (split == 0))
     if num_splits > 1:
         row = tl.load(partial_start_ptr + request) + (split * H + head).to(tl.int64) * (count * G) + i_row
-        _store(partial_out_ptr, partial_lse_ptr, row, b_out, b_lse, o_d, m_m, D=D)
+        _store(partial_out_ptr, partial_lse_ptr, row, b_max, b_sum, b_out, 1.0, 1.0, o_d, m_m, D=D)
     else:
         row = (first + token) * (H * G) + head * G + i_row % G
-        _store(out_ptr, lse_ptr, row, b_out * v_scale, b_lse * 0.6931471805599453, o_d, m_m, D=D)
+        _store(out_ptr, lse_ptr, row, b_max, b_sum, b_out, v_scale, 0.6931471805599453, o_d, m_m, D=D)
 
 
 @triton.jit(do_not_specialize_on_alignment=list(TABLES))

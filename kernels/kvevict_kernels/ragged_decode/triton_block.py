@@ -1,0 +1,74 @@
+"""Blocks of keys: loading q rows, attending with one block, and what a window hides; shared by decode and extend."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def load_rows(q_ptr, row, m_m, o_d, D: tl.constexpr, UPCAST: tl.constexpr):
+    """Q rows [BLOCK_M, BLOCK_D] that begin at ``row`` (elements); float32 where the interpreter multiplies."""
+    b_q = tl.load(q_ptr + row[:, None] + o_d[None, :], mask=m_m[:, None] & (o_d < D)[None, :], other=0.0)
+    if UPCAST:
+        b_q = b_q.to(tl.float32)
+    return b_q
+
+
+@triton.jit
+def attend_block(
+    b_q,  # [BLOCK_M, BLOCK_D]
+    b_max,  # [BLOCK_M] base 2
+    b_sum,  # [BLOCK_M]
+    b_out,  # [BLOCK_M, BLOCK_D] float32
+    k_ptr,  # [X, D]
+    v_ptr,  # [X, D]
+    biases_ptr,  # [X] float32, or None
+    head_slot,  # [BLOCK_N] int64
+    m_n,  # [BLOCK_N] real keys
+    m_b,  # [BLOCK_N] keys of spans
+    seen,  # [BLOCK_M, BLOCK_N]
+    o_d,
+    scale_log2,
+    D: tl.constexpr,
+):
+    """One block of keys, online softmax; a row may see none of them. Rows in float8 are multiplied in q's dtype."""
+    p_kv = head_slot[:, None] * D + o_d[None, :]
+    m_kv = m_n[:, None] & (o_d < D)[None, :]
+    b_k = tl.load(k_ptr + p_kv, mask=m_kv, other=0.0)
+    b_v = tl.load(v_ptr + p_kv, mask=m_kv, other=0.0)
+    b_k = b_k.to(b_q.dtype)
+    b_v = b_v.to(b_q.dtype)
+    s = scale_log2 * tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    if biases_ptr is not None:
+        s += 1.4426950408889634 * tl.load(biases_ptr + head_slot, mask=m_b, other=0.0)[None, :]
+    s = tl.where(seen, s, float("-inf"))
+    new_max = tl.maximum(b_max, tl.max(s, 1))
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(s - base[:, None])
+    decay = tl.exp2(b_max - base)
+    b_sum = b_sum * decay + tl.sum(p, 1)
+    b_out = tl.dot(p.to(b_v.dtype), b_v, b_out * decay[:, None], input_precision="ieee")
+    return new_max, b_sum, b_out
+
+
+@triton.jit
+def hidden_keys(position_ptr, num_kv, is_span, hidden, m_m):
+    """What a tile of rows sees of a run, or a part of one.
+
+    Args:
+        position_ptr: positions of its entries, ascending.
+        num_kv: entries; may be 0.
+        is_span: it is one; of a suffix nothing is looked at.
+        hidden: [BLOCK_M], the last position that each row does not see.
+        m_m: [BLOCK_M], real rows.
+
+    Returns:
+        whether no row sees any of them, and whether some row does not see all of them.
+    """
+    is_run = is_span & (num_kv > 0)
+    last = tl.load(position_ptr + num_kv - 1, mask=is_run, other=2147483647)
+    first = tl.load(position_ptr, mask=is_run, other=2147483647)
+    return last <= tl.min(tl.where(m_m, hidden, 2147483646), 0), first <= tl.max(tl.where(m_m, hidden, -2147483647), 0)
