@@ -95,8 +95,11 @@ def read(compressor: Compressor, span: Span, queries: torch.Tensor) -> None:
     chunk.record(0, queries, torch.full(queries.shape[:2], 6.0), store.k_arena[0], 0.25)
 
 
-@STORED
-@pytest.mark.parametrize("has_extras", [False, True], ids=["", "windows-sinks"])
+@pytest.mark.parametrize(
+    ("stored", "has_extras"),
+    [(torch.float16, False), (torch.float8_e4m3fn, False), (torch.float16, True)],
+    ids=["float16", "fp8", "windows-sinks"],
+)
 def test_batches_of_other_sizes(stored: torch.dtype, has_extras: bool) -> None:
     """Decode rows that share or not, few new tokens, many with split keys, long prefills; spans cut anywhere."""
     geometry = replace(GEOMETRY, windows=(33, 0)) if has_extras else GEOMETRY
