@@ -92,6 +92,11 @@ class Server:
         self.loading.queued(req, Prompt(req.origin_input_ids, len(prompt), extra_key, None))
         return req
 
+    def begin(self, *queue):
+        """Who waits as long as nothing of what is begun has come: the threads that fetch are held."""
+        with self.reader._workers._changed:
+            return self.loading.settle(queue)
+
     def settle(self, *queue):
         """What follows once everything that was begun has come; then who waits still."""
         self.loading.settle(queue)

@@ -104,7 +104,7 @@ def test_who_waits_too_long_goes_on_without(tmp_path, monkeypatch):
     server = Server(tmp_path)
     monkeypatch.setattr(server.reader._workers, "submit", lambda work: True)  # it never comes to it
     req = server.queue([*DOCUMENT[:56], 9])
-    assert server.loading.settle([req]) == {req}
+    assert server.begin(req) == {req}
     server.now = 1.0
     assert server.loading.settle([req]) == set() and server.heard.failures == ["late"]
     assert server.stored.state()["late"] == 1
@@ -185,7 +185,7 @@ def test_prefixes_are_fetched_for_the_head_of_the_queue_first(tmp_path):
     server = Server(tmp_path, num_slots=200)
     queue = [server.queue([*DOCUMENT[:56], i % 11]) for i in range(READ_AHEAD + 2)]
     short = server.harness.request([1, 2, 3])
-    assert server.loading.settle([short, *queue]) == set(queue)
+    assert server.begin(short, *queue) == set(queue)
     assert server.reader._workers.drain(10)
     assert server.loading.settle([short, *queue]) == set(queue[READ_AHEAD - 1 :])  # it is not yet their turn
     assert server.settle(*queue[READ_AHEAD - 1 :]) == set()
@@ -196,7 +196,7 @@ def test_nobody_waits_for_ever_behind_those_whose_turn_it_is(tmp_path, monkeypat
     Server(tmp_path).serve(DOCUMENT)
     server = Server(tmp_path, num_slots=200)
     queue = [server.queue([*DOCUMENT[:56], i % 11]) for i in range(READ_AHEAD + 2)]
-    assert server.loading.settle(queue) == set(queue)
+    assert server.begin(*queue) == set(queue)
     server.now = 1.0  # all that were begun have come, and stay in the queue: others run
     assert server.reader._workers.drain(10)
     assert server.loading.settle(queue) == set()
