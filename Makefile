@@ -46,7 +46,7 @@ bench-smoke: model ## a few ratios to stock beside the committed ones; fails bel
 	@$(BIN)/python -W ignore benchmarks/serving/smoke.py $(ARGS)
 
 ##@ Tests of hours or of other environments
-test-machines: setup ## 100,000 random operations on the tree (ARGS="1000000 7": so many, from this seed on)
+test-machines: setup ## 100,000 random operations on the tree (ARGS="20000 7 windows": so many, from this seed on, with layers of that kind; also states)
 	@$(BIN)/python -W ignore tests/sglang_adapter/run_machines.py $(ARGS)
 
 test-policies: model ## every policy in a real server with the demo's programs, two budgets; half an hour

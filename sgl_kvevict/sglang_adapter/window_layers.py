@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch import Tensor
 
+from kvevict_kernels.transfer import to_device
 from sgl_kvevict.attention import Attention, AttentionBatch, CapturableAttention
 from sgl_kvevict.attention.batch import Path
 from sgl_kvevict.sglang_adapter.kv_pools import window_layers_of
@@ -62,12 +63,12 @@ class WindowLayers:
         rows, device = batch.req_pool_indices, batch.req_pool_indices.device
         if batch.extend_lens is None:
             ends = batch.device_seq_lens
-            positions = (torch.tensor(batch.seq_lens, device=device) if ends is None else ends) - 1
+            positions = (torch.tensor(batch.seq_lens) if ends is None else ends) - 1
         else:
-            lens = torch.tensor(batch.extend_lens, device=device)
+            lens = to_device(torch.tensor(batch.extend_lens), device)
             rows = torch.repeat_interleave(rows, lens, output_size=sum(batch.extend_lens))
             bounds = zip(batch.seq_lens, batch.extend_lens, strict=True)
-            positions = torch.cat([torch.arange(end - new, end) for end, new in bounds]).to(device)
+            positions = to_device(torch.cat([torch.arange(end - new, end) for end, new in bounds]), device)
         self._take(rows, positions, out_cache_loc)
         self.attention.plan(self._read_by(batch))
 

@@ -173,12 +173,12 @@ middle is computed anew, and from then on ranges end where it left.
 
 ## Tree and attention tested, never served
 
-Models that mix recurrent layers with full attention start (Falcon-H1 was seen to, on a CPU, up to its first forward),
-and the KV of their full attention is compressed. What holds prefixes is tested with random operations on SGLang's own
-tree, KV pool and pool of states: a prompt is found where a state is, a span may end anywhere between two of them, and a
-prefix gives way together with its state, whose memory is counted. No forward of such a model has run, on no device.
-Start them with the flags below: the other place where SGLang leaves states (`extra_buffer`) is refused, because it is
-not tested.
+Models that mix recurrent layers with full attention are not refused, and the KV of their full attention is compressed.
+What holds prefixes is tested with random operations on SGLang's own tree, KV pool and pool of states: a prompt is found
+where a state is, a span may end anywhere between two of them, and a prefix gives way together with its state, whose
+memory is counted (`make test-machines ARGS="20000 1 states"`). No forward of such a model has run, on no device. Start
+them with the flags below: the other place where SGLang leaves states (`extra_buffer`) is refused, because it is not
+tested.
 
 | family | architecture | why it never ran | start with |
 |---|---|---|---|
