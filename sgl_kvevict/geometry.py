@@ -83,6 +83,11 @@ class KVGeometry:
         """Some layer's queries do not see everything before them."""
         return any(self.windows)
 
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """Layers without a window, in order."""
+        return tuple(layer for layer in range(self.num_layers) if not self.window(layer))
+
     def window(self, layer: int) -> int:
         """Tokens that a layer's queries see at most; 0: all."""
         return self.windows[layer] if self.windows else 0

@@ -170,8 +170,7 @@ class Compressor:
             prompt: what the prefill of a prompt left behind that goes on behind the range.
         """
         store = self.store
-        has_windows_only = store.geometry.has_windows and all(store.geometry.windows)
-        if self.learner is None or self.learner.weights is not None or has_windows_only:
+        if self.learner is None or self.learner.weights is not None or not store.geometry.full_layers:
             return None
         scales = store.geometry.scales
         end = readers.start + token_slots.numel()

@@ -23,6 +23,11 @@ def with_learned_scores(show: Show, weights: ScoreWeights, tokens: CachedRange, 
         The same as ``show``, with learned scores.
     """
     shown = [show(layer) for layer in range(tokens.num_layers)]
-    windows = [part for layer in shown if (part := window_features(layer)) is not None]
-    learned = weights.score(tokens, rotary, torch.stack(windows) if windows else None)
+    windows = [window_features(layer) for layer in shown]
+    seen = next((part for part in windows if part is not None), None)
+    window = None
+    if seen is not None:
+        # Layers with a sliding window were not observed. Their weights are 0, and nobody looks at their scores.
+        window = torch.stack([torch.zeros_like(seen) if part is None else part for part in windows])
+    learned = weights.score(tokens, rotary, window)
     return lambda layer: shown[layer].with_signals({Signal.LEARNED_SCORES: learned[layer]})

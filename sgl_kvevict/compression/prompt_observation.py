@@ -44,7 +44,8 @@ class _Layer:
 class PromptObservation:
     """What was seen of one prompt, layer by layer, while its prefill ran over any number of chunks.
 
-    Only queries that this prefill computed count: those of tokens that were found in the cache are gone.
+    Only queries that this prefill computed count: those of tokens that were found in the cache are gone. Nothing is
+    collected in layers with a window: what they keep follows from the tokens' positions alone.
 
     Args:
         spec: what to collect.
@@ -92,7 +93,7 @@ class PromptObservation:
         other.spec = replace(self.spec, signals=self.spec.signals - {Signal.ECHO_ATTENTION})
         kept = collected(other.spec.signals)
         other._layers = [
-            replace(seen, collectors={signal: copy(seen.collectors[signal]) for signal in kept})
+            replace(seen, collectors={signal: copy(one) for signal, one in seen.collectors.items() if signal in kept})
             for seen in self._layers
         ]
         return other
@@ -111,9 +112,10 @@ class PromptObservation:
             token_slots: [end - key_start], int64, slots of the tokens ``[key_start, end)``; only if needed.
         """
         if start != self.end or key_start < self._key_start or not self._layers:
-            kinds = collected(self.spec.signals)
+            kinds, geometry = collected(self.spec.signals), self.spec.geometry
             self._layers = [
-                _Layer({signal: kind() for signal, kind in kinds.items()}) for _ in range(self.spec.geometry.num_layers)
+                _Layer({} if geometry.window(layer) else {signal: kind() for signal, kind in kinds.items()})
+                for layer in range(geometry.num_layers)
             ]
             self.first_query = start
         elif key_start > self._key_start:

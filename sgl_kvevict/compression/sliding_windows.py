@@ -61,7 +61,7 @@ def select_beside_windows(
     Returns:
         ``total`` entries, or fewer where the layers without a window keep everything.
     """
-    others = [layer for layer, window in enumerate(geometry.windows) if not window]
+    others = geometry.full_layers
     lasts = torch.tensor(last_tokens(geometry, num_tokens, total))
     num_last = int(lasts.sum()) * geometry.num_kv_heads
     keep_lens = lasts.int().repeat_interleave(geometry.num_kv_heads).view(-1, geometry.num_kv_heads)
@@ -92,7 +92,7 @@ def select_beside_windows(
     return Decision(Selection(keep_lens, indices, num_entries), worth=worth)
 
 
-def _without_windows(geometry: KVGeometry, layers: list[int]) -> KVGeometry:
+def _without_windows(geometry: KVGeometry, layers: tuple[int, ...]) -> KVGeometry:
     scales = geometry.scales
     if scales.k:
         scales = KVScales(tuple(scales.k[layer] for layer in layers), tuple(scales.v[layer] for layer in layers))

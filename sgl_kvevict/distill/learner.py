@@ -154,33 +154,36 @@ class Lesson:
         self._sample = tokens.sample(NUM_SINKS, SAMPLED_TOKENS)
         self._scores = scores
         self._show = show
-        self._cache: list[Tensor] = []
-        self._window: list[Tensor] = []
+        geometry = learner.geometry
+        self._layers = geometry.full_layers
+        num_features = num_cache_features(geometry.head_dim)
+        shape = (geometry.num_layers, geometry.num_kv_heads, num_features)
+        self._cache = scores.new_zeros(shape)
+        self._window = scores.new_zeros(*shape[:-1], num_features + NUM_WINDOW)
         self._predicted: list[Tensor] = []
         self._tries = tries
-        self._layer = 0
+        self._num_done = 0
 
     def step(self) -> LessonResult | None:
-        """Learn from the next layer; the outcome after the last one.
+        """Learn from the next layer without a window; the outcome after the last one.
 
         Cost: at most ``SAMPLED_TOKENS * F**2`` products per head of one layer, in float64; the last step of a prefix
             on which weights are tried also ranks its scores.
         """
-        layer = self._layer
+        layer = self._layers[self._num_done]
         features, targets = self._examples(layer)
         if self._tries:
-            cache = num_cache_features(self._learner.geometry.head_dim)
-            self._cache.append(self._statistics.solve(layer, cache))
-            self._window.append(self._statistics.solve(layer, cache + NUM_WINDOW))
-            self._predicted.append((features @ self._window[-1].unsqueeze(-1)).squeeze(-1))
+            self._cache[layer] = self._statistics.solve(layer, self._cache.shape[-1])
+            self._window[layer] = self._statistics.solve(layer, self._window.shape[-1])
+            self._predicted.append((features @ self._window[layer].unsqueeze(-1)).squeeze(-1))
         self._statistics.add(layer, features, targets)
-        self._layer += 1
-        if self._layer < self._tokens.num_layers:
+        self._num_done += 1
+        if self._num_done < len(self._layers):
             return None
         if not self._tries:
             return self._learner.end_lesson(None, None)
-        weights = ScoreWeights(torch.stack(self._cache), torch.stack(self._window), self._learner.num_learned)
-        scores = self._sampled_scores(slice(None))
+        weights = ScoreWeights(self._cache, self._window, self._learner.num_learned)
+        scores = self._sampled_scores(list(self._layers))
         overlap = int(1000 * top_recall(torch.stack(self._predicted), scores, self._learner.share))
         return self._learner.end_lesson(weights, overlap)
 
@@ -194,7 +197,7 @@ class Lesson:
         sampled = window[:, sample.start - tokens.start :: sample.stride]
         return torch.cat([features, sampled], dim=-1), (self._sampled_scores(layer) + SCORE_FLOOR).log()
 
-    def _sampled_scores(self, layers: int | slice) -> Tensor:
+    def _sampled_scores(self, layers: int | list[int]) -> Tensor:
         return self._scores[layers][..., self._sample.start - self._tokens.start :: self._sample.stride]
 
 

@@ -7,9 +7,13 @@ from torch import Tensor
 
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
 from sgl_kvevict.compression import Compressor
-from sgl_kvevict.compression.prompt_observation import CacheObservation
+from sgl_kvevict.compression.learned import with_learned_scores
+from sgl_kvevict.compression.prompt_observation import CacheObservation, ObservationSpec, PromptObservation
 from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.distill import CachedRange, ScoreWeights
+from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.policies import LayerView, Rotary, Signal
 from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.prefix import Segment, Span, SpanStore
 
@@ -130,3 +134,27 @@ def test_a_squeeze_shortens_windows_from_their_beginning() -> None:
     for layer, runs in before.items():
         for run, smaller in zip(runs, positions(new, layer), strict=True):
             assert set(smaller) <= set(run)
+
+
+def test_nothing_is_collected_in_layers_with_a_window() -> None:
+    """Learned scores, which look at all layers at once, do without."""
+    store = make(0.3).store
+    signals = frozenset({Signal.WINDOW_QUERIES, Signal.ACCUMULATED_ATTENTION})
+    observation = PromptObservation(ObservationSpec(store.geometry, signals, window_size=8))
+    observation.begin_chunk(0, NUM_TOKENS, is_last=True, token_slots=SLOTS)
+    queries = torch.randn(NUM_TOKENS, 6, 8)
+    for layer in range(len(WINDOWS)):
+        observation.record(layer, queries, torch.full((NUM_TOKENS, 6), 5.0), store.k_arena[layer], 0.3)
+    copied = observation.without_echo()
+
+    def show(layer: int) -> LayerView:
+        return copied.show(layer, 0, store.k_arena[layer], store.v_arena[layer], SLOTS)
+
+    assert [set(show(layer).signals) for layer in range(len(WINDOWS))] == [set() if w else signals for w in WINDOWS]
+    shape = (len(WINDOWS), 3, num_cache_features(8))
+    weights = ScoreWeights(torch.zeros(shape), torch.ones(*shape[:2], shape[2] + NUM_WINDOW), num_prefixes=1)
+    tokens = CachedRange(store.k_arena, store.v_arena, SLOTS, 0, NUM_TOKENS)
+    rotary = Rotary(torch.empty(NUM_TOKENS, 0), is_neox=True)
+    learned = with_learned_scores(show, weights, tokens, rotary)
+    for layer in (0, 3):
+        assert learned(layer).signals[Signal.LEARNED_SCORES].shape == (3, NUM_TOKENS)

@@ -99,6 +99,20 @@ def test_weights_are_in_use_after_they_found_enough_of_another_prefix() -> None:
         other.teach(pupil)
 
 
+def test_layers_with_a_window_are_not_learned_from_and_count_for_nothing() -> None:
+    """Readers' scores of theirs are nonsense here: they neither help nor hurt what is found in the other layer."""
+    pupil = ScoreLearner(replace(GEOMETRY, windows=(16, 0)), ROTARY, 0.2, 3)
+    for seed in range(4):
+        prefix = Prefix(seed)
+        prefix.scores[0] = 1e6
+        lesson = pupil.lesson(prefix.tokens, prefix.scores, prefix.show)
+        result = lesson.step()
+        assert result is not None
+    assert result.is_accepted and result.recall is not None and result.recall > 0.9
+    assert pupil.weights is not None
+    assert not pupil.weights.cache[0].any() and not pupil.weights.window[0].any() and pupil.weights.window[1].any()
+
+
 def test_what_finds_too_little_is_not_used_and_learning_goes_on() -> None:
     pupil = learner(2)
     results = [Prefix(seed, noise=True).teach(pupil) for seed in range(5)]
