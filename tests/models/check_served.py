@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +43,11 @@ def save(family: Family, folder: Path) -> Path:
     return folder
 
 
-def serve(family: Family, model: Path, log: Path, config: dict[str, Any] | None) -> RunningServer:
+def serve(
+    family: Family, model: Path, log: Path, config: dict[str, Any] | None, env: Mapping[str, str] = ENV
+) -> RunningServer:
     base = STOCK_CPU_FLAGS if config is None else KVEVICT_CPU_FLAGS
-    env = ENV | ({} if config is None else config_env(config))
+    env = {**env, **({} if config is None else config_env(config))}
     flags = [*base, *FLAGS, *family.flags, "--dtype", family.dtype]
     return launch(str(model), flags=flags, env=env, log_path=log)
 
@@ -67,22 +72,37 @@ def logprobs(server: RunningServer) -> list[float]:
     return [entry[0] for entry in info["input_token_logprobs"][1:] + info["output_token_logprobs"]]
 
 
+def continued(model: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Greedy answers of so many tokens by the model's definition in transformers."""
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    found = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            for _ in range(count):
+                ids = torch.cat([ids, loaded(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+            found.append(ids[0, len(prompt) :].tolist())
+    return found
+
+
 def of_transformers(model: Path) -> tuple[list[list[int]], list[float]]:
     """The same answers and log-probabilities by the model's definition in transformers."""
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    texts = []
+    answers = continued(model, prompts(), 6)
+    return answers, last_logprobs(model, torch.float32, prompts()[0] + answers[0][:4], 11).tolist()
+
+
+def last_logprobs(model: Path, dtype: torch.dtype, tokens: list[int], count: int) -> torch.Tensor:
+    """[count], float32, of the last tokens, by transformers."""
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+    ids = torch.tensor(tokens)
     with torch.inference_mode():
-        for prompt in prompts():
-            ids = torch.tensor([prompt])
-            for _ in range(6):
-                ids = torch.cat([ids, loaded(ids).logits[:, -1:].argmax(-1)], dim=1)
-            texts.append(ids[0].tolist())
-        whole = torch.tensor([texts[0][: len(prompts()[0]) + 4]])
-        scores = loaded(whole).logits[0, :-1].log_softmax(-1).gather(1, whole[0, 1:, None]).squeeze(1)
-    return [text[len(prompt) :] for text, prompt in zip(texts, prompts(), strict=True)], scores[-11:].tolist()
+        scores = loaded(ids[None]).logits[0, :-1].float().log_softmax(-1)
+    return scores.gather(1, ids[1:, None]).squeeze(1)[-count:]
 
 
 SERVED = [family for family in FAMILIES if family.reason is None and family.never_ran is None]
+
+IN_BFLOAT16 = ("Llama 2, 3; SmolLM2", "Mistral, Ministral", "Gemma 3", "gpt-oss")
 
 
 @pytest.mark.parametrize("family", SERVED, ids=lambda family: family.name)
@@ -105,3 +125,52 @@ def test_served(family, tmp_path):
         state = idle_state(ours)
         assert state["span_tokens"] >= 284 and state["span_slots"] < 0.3 * state["span_tokens"]
         assert state["leaked_slots"] == 0 and ours.leak_messages() == []
+
+
+@pytest.mark.parametrize("name", IN_BFLOAT16)
+def test_bfloat16_is_as_near_to_float32_as_the_models_definition(name, tmp_path):
+    """Read from spans, with everything kept: at most twice the error of transformers in bfloat16."""
+    family = next(replace(family, dtype="bfloat16") for family in FAMILIES if family.name == name)
+    model, num_last = save(family, tmp_path / "model"), 31
+    exact, baseline = (last_logprobs(model, dtype, prompts()[0], num_last) for dtype in (torch.float32, torch.bfloat16))
+    prompt = prompts()[0]
+    body = {"sampling_params": {"temperature": 0, "max_new_tokens": 1}, "return_logprob": True, "input_ids": prompt}
+    with serve(family, model, tmp_path / "whole.log", EVERYTHING) as ours:
+        answers(ours)
+        reply = json.loads(ours.post("/generate", body | {"logprob_start_len": len(prompt) - num_last - 1}))
+    assert reply["meta_info"]["cached_tokens"] == len(prompt) - num_last - 1
+    got = torch.tensor([entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]])
+    error, allowed = (got - exact).abs().max(), 2 * (baseline - exact).abs().max()
+    print(f"{name}: error {error:.4f}, transformers {allowed / 2:.4f}")
+    assert error <= allowed
+
+
+RECURRENT = ENV | {
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "models.recurrent",
+    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",
+}
+"""A forward of recurrent layers for a CPU."""
+
+
+@pytest.mark.parametrize("config", [EVERYTHING, DEFAULT], ids=["everything", "default"])
+def test_recurrent_layers_go_on_where_a_state_is(config, tmp_path):
+    """Two chats with one first turn: the second turns begin with its state and read its KV from spans."""
+    family = next(family for family in FAMILIES if family.name == "Falcon-H1")
+    model = save(family, tmp_path / "model")
+    first, *others = prompts()
+    with serve(family, model, tmp_path / "server.log", config, RECURRENT) as ours:
+        start = first + generate(ours, first, 6)["output_ids"]
+        generate(ours, [*start[:-1], 9], 1)  # what a scored prefix waits for, where passes score it
+        turns = [[*start[:-1], *others[i][-20:]] for i in (1, 2)]
+        wait_until_scored(ours)
+        replies = [generate(ours, turn, 6) for turn in turns]
+        state = idle_state(ours)
+        assert state["span_tokens"] >= 284 and state["leaked_slots"] == 0 and ours.leak_messages() == []
+    assert [reply["meta_info"]["cached_tokens"] for reply in replies] == [len(start) - 1] * 2
+    if config is EVERYTHING:
+        assert [start[len(first) :], *(reply["output_ids"] for reply in replies)] == continued(
+            model, [first, *turns], 6
+        )
+    else:
+        assert state["span_slots"] < 0.3 * state["span_tokens"]
