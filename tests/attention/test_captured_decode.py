@@ -169,14 +169,14 @@ def test_a_captured_step_holds_only_memory_that_lasts(make_world: MakeWorld) -> 
     addresses = {x.untyped_storage().data_ptr() for x in lasting}
     assert {x.untyped_storage().data_ptr() for x in captured.tape.foreign} <= addresses
     per_layer = ["_split_kernel", "_merge_kernel"]
-    assert captured.tape.kernels == ["_suffix_work_kernel", *per_layer * 2]
+    assert captured.tape.kernels == ["suffix_work_kernel", *per_layer * 2]
 
 
 @pytest.mark.usefixtures("interpreted")
 def test_more_rows_than_a_small_tile_are_captured_with_both_tiles(make_world: MakeWorld) -> None:
     """Which one a span needs is not known before its readers are."""
     captured = Captured(make_world(1, 4, 16, num_layers=1, num_token_slots=100), 5, "cpu")
-    assert captured.tape.kernels == ["_suffix_work_kernel", "_split_kernel", "_split_kernel", "_merge_kernel"]
+    assert captured.tape.kernels == ["suffix_work_kernel", "_split_kernel", "_split_kernel", "_merge_kernel"]
 
 
 def test_rows_that_no_kernel_is_compiled_for_are_refused(make_world: MakeWorld) -> None:
