@@ -75,6 +75,20 @@ def test_windows_are_kept_and_their_room_goes_to_the_others() -> None:
             assert torch.equal(rows, before[layer, SLOTS[torch.tensor(run, dtype=torch.int64) - START], head])
 
 
+def test_full_layers_of_a_model_on_one_pool_keep_what_windows_do_not_need() -> None:
+    """gpt-oss, 24 layers of which every other one sees 128 tokens: within the budget, and 1.8 times as much of each."""
+    geometry = KVGeometry(24, 16, 8, 4, 3001, windows=(128, 0) * 12)
+    config = KVEvictConfig(policy="knorm", budget=0.2)
+    policy = build_policy("knorm", {})
+    assert policy is not None
+    compressor = Compressor(config, policy, SpanStore(geometry, *torch.randn(2, *geometry.arena_shape)))
+    segment = compressor.compress(torch.arange(3000), 0, CacheObservation()).segment
+    assert segment.num_slots == 600
+    assert all(sum(map(len, positions(segment, layer))) == 127 * 8 for layer in range(0, 24, 2))
+    kept = sum(len(run) for layer in range(1, 24, 2) for run in positions(segment, layer)) / (12 * 8 * 3000)
+    assert kept == (600 * 24 - 127 * 12) / (12 * 3000) > 0.35
+
+
 def test_nothing_is_lost_to_who_reads_the_range() -> None:
     """Attention of every later query, in a layer whose window its share covers, is that of the uncompressed range."""
     compressor = make(0.3)

@@ -75,10 +75,12 @@ class Harness:
         has_learned: ranges that wait for passes can be compressed when slots are short.
         windows: of the two layers, see :attr:`KVGeometry.windows`.
         cache_grid: only multiples of so many tokens are cached, and found; as for models with a recurrent state.
+        max_tokens: of a request.
     """
 
     num_slots: int = 120
     num_rows: int = 8
+    max_tokens: int = 512
     config: KVEvictConfig = field(
         default_factory=lambda: KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6)
     )
@@ -122,7 +124,7 @@ class Harness:
         self._count = 0
 
     def _make_pools(self) -> dict[str, Any]:
-        rows = ReqToTokenPool(self.num_rows, 512, "cpu", False)
+        rows = ReqToTokenPool(self.num_rows, self.max_tokens, "cpu", False)
         allocator = TokenToKVPoolAllocator(self.num_slots, torch.float32, "cpu", None, False)
         return {"req_to_token_pool": rows, "token_to_kv_pool_allocator": allocator, "tree_components": (FULL,)}
 

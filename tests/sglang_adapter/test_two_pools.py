@@ -6,6 +6,7 @@ import pytest
 
 from helpers.harness import publish_server_args
 from helpers.two_pools import WINDOW, TwoPoolHarness
+from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.window_component import SWA
 
@@ -42,6 +43,19 @@ def test_full_layers_take_their_budget_and_windows_stay_where_a_prompt_may_go_on
     assert cache_state(harness.tree)["span_slots"] == 17  # ceil(0.3 * 56)
     assert windows(harness) == WINDOW + 1  # what the prompt's last token saw, and the token
     assert found(harness, [*DOCUMENT, 1]) == 60
+
+
+def test_a_long_prefix_takes_its_budget_in_full_layers_and_a_window_in_the_others():
+    """Slots are counted the same for any number of layers and heads; every one of them is accounted for."""
+    config = KVEvictConfig(budget=0.2, tail_tokens=64)
+    harness = TwoPoolHarness(num_slots=3200, num_window_slots=3100, max_tokens=3200, config=config)
+    prompt = [i * 7 % 11 for i in range(3000)]
+    harness.finish(harness.run(prompt, chunk=1000))
+    assert segments(harness) == [(0, 2936)]
+    assert harness.num_slots - harness.allocator.full_available_size() == 588 + 64  # ceil(0.2 * 2936), and the tail
+    assert harness.num_window_slots - harness.allocator.swa_available_size() == windows(harness) <= 1000 + WINDOW
+    harness.evict_windows(3000)
+    assert harness.allocator.swa_available_size() == 3100 and segments(harness) == [(0, 2936)]
 
 
 def test_a_decoding_request_reads_its_window_in_a_compressed_prefix():
