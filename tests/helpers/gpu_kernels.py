@@ -62,23 +62,24 @@ def spec(kernel: str, arch: int, constants: dict[str, Any], **more: Any) -> Spec
 
 def attention_kernels(arch: int, head_dim: int, stored: str = "bf16") -> Iterator[Spec]:
     """The kernels with a loop of products, then their merges; ``stored``: what the arena holds."""
-    biased = iter(_attention_kernels(arch, head_dim, stored, has_biases=True))
-    for one in _attention_kernels(arch, head_dim, stored, has_biases=False):
-        yield one
-        with_biases = next(biased)
-        if stored == "bf16" and with_biases["args"].get("biases_ptr") is not None:  # fp8 rows are not fitted
-            yield with_biases
-        args = one["args"]
-        sinks = {"sink_logits_ptr": "*bf16"} if "sink_logits_ptr" in args else {}
-        windowed = {"WINDOWED": True} if "WINDOWED" in args else {}
-        if sinks or windowed:
-            yield {**one, "args": {**args, **sinks, **windowed}}
+    kinds: tuple[dict[str, bool], ...] = ({}, {"has_biases": True}, {"has_window": True})
+    of_kinds = (_attention_kernels(arch, head_dim, stored, **kind) for kind in kinds)
+    for plain, biased, windowed in zip(*of_kinds, strict=True):
+        yield plain
+        if stored == "bf16" and biased["args"].get("biases_ptr") is not None:  # fp8 rows are not fitted
+            yield biased
+        if windowed != plain:
+            yield windowed
 
 
-def _attention_kernels(arch: int, head_dim: int, stored: str, *, has_biases: bool) -> Iterator[Spec]:
+def _attention_kernels(
+    arch: int, head_dim: int, stored: str, *, has_biases: bool = False, has_window: bool = False
+) -> Iterator[Spec]:
+    """With a window, whatever takes sink logits has some."""
     limits = DEVICES[arch]
-    tiles = tiles_for(limits, head_dim, has_biases=has_biases)
+    tiles = tiles_for(limits, head_dim, has_biases=has_biases, has_window=has_window)
     biases = "*fp32" if has_biases else None
+    extras = {"sink_logits_ptr": "*bf16" if has_window else None}
     sizes = {**HEADS, "D": head_dim, "BLOCK_D": head_dim, "UPCAST": False}
     sizes |= {"k_ptr": f"*{stored}", "v_ptr": f"*{stored}"}
     sizes |= {"NUM_ITEMS": ITEMS_PER_SM * limits.num_sms, "STEP": CHUNK_STEP}
@@ -86,16 +87,16 @@ def _attention_kernels(arch: int, head_dim: int, stored: str, *, has_biases: boo
         block = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
         options = {"num_stages": tile.stages, "num_warps": tile.warps}
         if which == EXTEND:
-            block |= {"biases_ptr": biases, "sink_logits_ptr": None, "WINDOWED": False}
+            block |= {"biases_ptr": biases, "WINDOWED": has_window} | extras
             yield spec("ragged_extend.triton_impl:_extend_kernel", arch, sizes | block, options=options)
             rows = {"BLOCK_M": tile.rows, "ROWS": 16}
             if stored == "bf16":  # merges do not look at the arena
                 yield spec("ragged_extend.triton_impl:_combine_kernel", arch, sizes | rows)
         else:
-            block |= {"CLASS": which, "LEAST": MIN_CHUNKS[which], "biases_ptr": biases, "WINDOWED": False}
+            block |= {"CLASS": which, "LEAST": MIN_CHUNKS[which], "biases_ptr": biases, "WINDOWED": has_window}
             yield spec("ragged_decode.triton_impl:_split_kernel", arch, sizes | block, options=options)
     if stored == "bf16":
-        yield spec("ragged_decode.triton_merge:_merge_kernel", arch, sizes | {"BLOCK": 32, "sink_logits_ptr": None})
+        yield spec("ragged_decode.triton_merge:_merge_kernel", arch, sizes | {"BLOCK": 32} | extras)
 
 
 def head_dim_kernels(arch: int, head_dim: int, stored: str = "bf16") -> Iterator[Spec]:

@@ -16,7 +16,7 @@ from kvevict_kernels.ragged_decode.chunks import (
     span_chunk,
     suffix_splits,
 )
-from kvevict_kernels.ragged_decode.tile_table import BIASED, FAMILIES, TILES, family_of, tiles_for
+from kvevict_kernels.ragged_decode.tile_table import BIASED, FAMILIES, TILES, WINDOWED, Tile, family_of, tiles_for
 
 H200 = DeviceLimits(arch=90, num_sms=132, shared_per_sm=233472)
 ITEMS = 2 * H200.num_sms
@@ -98,14 +98,16 @@ def test_the_table_is_whole() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_biases_change_no_tiles_rows(family: int, head_dim: int) -> None:
-    """Tables are planned by rows before anybody knows of biases."""
+@pytest.mark.parametrize(("kind", "special"), [("has_biases", BIASED), ("has_window", WINDOWED)])
+def test_biases_and_windows_change_no_tiles_rows(
+    family: int, head_dim: int, kind: str, special: dict[tuple[int, int, int], Tile]
+) -> None:
+    """Tables are planned by rows before anybody knows of biases and windows."""
     limits = DeviceLimits(arch=family, num_sms=100, shared_per_sm=102400 if family == 89 else 233472)
-    plain, biased = tiles_for(limits, head_dim), tiles_for(limits, head_dim, has_biases=True)
-    assert [tile.rows for tile in biased] == [tile.rows for tile in plain]
-    assert [tile for i, tile in enumerate(biased) if (family, head_dim, i) not in BIASED] == [
-        tile for i, tile in enumerate(plain) if (family, head_dim, i) not in BIASED
-    ]
+    plain, other = tiles_for(limits, head_dim), tiles_for(limits, head_dim, **{kind: True})
+    assert [tile.rows for tile in other] == [tile.rows for tile in plain]
+    for i, tile in enumerate(other):
+        assert tile == special.get((family, head_dim, i), plain[i])
 
 
 def test_resident_programs_follow_the_scarcest_resource() -> None:

@@ -31,7 +31,7 @@ class Family:
         reason: why it is refused; None: it is served.
         flags: what the server has to be started with.
         in_stock: stock SGLang runs it on a CPU, so its answers are what is expected; else those of transformers.
-        never_ran: why nobody has seen it answer, although it is not refused; None: it is among those that are served.
+        never_ran: why nobody has seen it answer with SGLang's forward; None: it is among those that are served.
         note: what else a user should know.
         dtype: of weights and KV in the check.
     """
@@ -171,16 +171,19 @@ middle is computed anew, and from then on ranges end where it left.
 |---|---|---|---|
 {chr(10).join(served)}
 
-## Tree and attention tested, never served
+## Tree, states and attention tested, never served on a GPU
 
 Models that mix recurrent layers with full attention are not refused, and the KV of their full attention is compressed.
 What holds prefixes is tested with random operations on SGLang's own tree, KV pool and pool of states: a prompt is found
 where a state is, a span may end anywhere between two of them, and a prefix gives way together with its state, whose
-memory is counted (`make test-machines ARGS="20000 1 states"`). No forward of such a model has run, on no device. Start
-them with the flags below: the other place where SGLang leaves states (`extra_buffer`) is refused, because it is not
-tested.
+memory is counted (`make test-machines ARGS="20000 1 states"`). For a CPU, SGLang has no forward of recurrent layers.
+With a slow one that belongs to the tests (`tests/models/recurrent`), Falcon-H1 answers in a real server as its
+definition in transformers does, from states and spans, with budget 1.0; with the default configuration its prefixes are
+compressed (`make test-models ARGS="-k recurrent"`). SGLang's own recurrent layers, which need a GPU, have not run with
+the plugin. Start such models with the flags below: the other place where SGLang leaves states (`extra_buffer`) is
+refused, because it is not tested.
 
-| family | architecture | why it never ran | start with |
+| family | architecture | why it is not among the served | start with |
 |---|---|---|---|
 {chr(10).join(tested)}
 

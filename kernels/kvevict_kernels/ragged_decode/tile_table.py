@@ -62,6 +62,10 @@ BIASED: dict[tuple[int, int, int], Tile] = {
 """Tiles of kernels that add biases, where those above would keep something on the stack; their rows are the same."""
 
 
+WINDOWED: dict[tuple[int, int, int], Tile] = {}
+"""The same of kernels of layers with a window."""
+
+
 def family_of(limits: DeviceLimits) -> int:
     """Row of the table for a device: the newest family that is not newer, among those with its shared memory."""
     if limits.shared_per_sm <= SMALL_SHARED:
@@ -69,13 +73,16 @@ def family_of(limits: DeviceLimits) -> int:
     return max((family for family in FAMILIES if family != 89 and family <= limits.arch), default=80)
 
 
-def tiles_for(limits: DeviceLimits, head_dim: int, *, has_biases: bool = False) -> tuple[Tile, ...]:
+def tiles_for(
+    limits: DeviceLimits, head_dim: int, *, has_biases: bool = False, has_window: bool = False
+) -> tuple[Tile, ...]:
     """Tiles of a device: split kernel with 16 rows, with 64 rows, ``ragged_extend``.
 
     Args:
         limits: of the device.
         head_dim: width of a K row.
-        has_biases: whether the kernels add a bias per entry; this changes no tile's rows.
+        has_biases: whether the kernels add a bias per entry. Neither this nor a window changes a tile's rows.
+        has_window: whether they hide what is before a window.
 
     Raises:
         ValueError: head_dim beyond the table.
@@ -85,4 +92,5 @@ def tiles_for(limits: DeviceLimits, head_dim: int, *, has_biases: bool = False) 
         raise ValueError(f"head_dim: expected at most {HEAD_DIMS[-1]}, got {head_dim}")
     family = family_of(limits)
     tiles = TILES[family, width]
-    return tuple(BIASED.get((family, width, i), tile) for i, tile in enumerate(tiles)) if has_biases else tiles
+    special = BIASED if has_biases else WINDOWED if has_window else None
+    return tiles if special is None else tuple(special.get((family, width, i), tile) for i, tile in enumerate(tiles))

@@ -185,7 +185,8 @@ def run_split(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: T
 def _launch_split(addresses: TableAddresses, step: Step, which: int, inputs: LayerInputs) -> None:
     q, head_dim = inputs.q, inputs.q.shape[2]
     tables, class_tables = addresses.tables, addresses.tables.classes[which]
-    tile = tiles_for(limits_of(q.device), head_dim, has_biases=inputs.biases is not None)[which]
+    kinds = {"has_biases": inputs.biases is not None, "has_window": inputs.window > 0}
+    tile = tiles_for(limits_of(q.device), head_dim, **kinds)[which]
     args = (
         addresses.on_device,
         q,

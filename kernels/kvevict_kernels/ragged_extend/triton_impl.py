@@ -280,7 +280,8 @@ def run_extend(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: 
     """Device path of :func:`kvevict_kernels.ragged_extend.run_ragged_extend`: a launch, a second if keys are split."""
     q, head_dim = inputs.q, inputs.q.shape[2]
     tables, sizes = addresses.tables, addresses.tables.sizes
-    tile = tiles_for(limits_of(q.device), head_dim, has_biases=inputs.biases is not None)[EXTEND]
+    kinds = {"has_biases": inputs.biases is not None, "has_window": inputs.window > 0}
+    tile = tiles_for(limits_of(q.device), head_dim, **kinds)[EXTEND]
     num_programs = tables.tile_request.numel()
     constants = {
         "H": sizes.num_kv_heads,
