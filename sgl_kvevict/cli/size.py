@@ -18,7 +18,7 @@ class ModelSizes:
     """What the KV of one token of a model takes.
 
     Attributes:
-        num_layers: layers with attention.
+        num_layers: layers with keys and values: recurrent ones (``linear_attention``) have a state instead.
         num_kv_heads: KV heads a layer.
         head_dim: elements of one K (or V) row.
         dtype_bytes: bytes of one element.
@@ -85,9 +85,10 @@ def read_model_sizes(model: str) -> ModelSizes:
     if missing:
         raise ConfigError(f"model: got {model!r}, whose configuration lacks {', '.join(missing)}")
     num_heads = values["num_attention_heads"]
+    kinds = values.get("layer_types") or ["full_attention"] * values["num_hidden_layers"]
     dtype = values.get("dtype") or values.get("torch_dtype") or "bfloat16"
     return ModelSizes(
-        num_layers=values["num_hidden_layers"],
+        num_layers=sum(kind != "linear_attention" for kind in kinds),
         num_kv_heads=values.get("num_key_value_heads") or num_heads,
         head_dim=values.get("head_dim") or values["hidden_size"] // num_heads,
         dtype_bytes=4 if dtype == "float32" else 2,

@@ -72,6 +72,9 @@ def test_sizes_come_from_the_configuration(model, tmp_path):
     nested = {"text_config": {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 8, "head_dim": 5}}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "dtype": "float32", **nested}))
     assert read_model_sizes(model) == ModelSizes(2, 4, 5, 2)
+    mixed = nested["text_config"] | {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", **mixed}))
+    assert read_model_sizes(model) == ModelSizes(2, 4, 5, 2)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="lacks num_hidden_layers, num_attention_heads, hidden_size"):
         read_model_sizes(model)
