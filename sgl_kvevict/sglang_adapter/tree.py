@@ -221,6 +221,12 @@ class KVEvictTree(UnifiedRadixCache):
             for component in self.components.values():
                 component.cleanup_after_caching_req(req, is_finished=True)
 
+    def release_swa_prefix_lock(self, req: Req) -> None:
+        """A request's window has moved past its prefix, unless that has grown with what the request generated."""
+        window = self.swa_retain_window
+        if window is not None and req.seqlen - 1 - window >= req.kv.cache_protected_len:
+            super().release_swa_prefix_lock(req)
+
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
         """A request let go of its path."""
         super().on_release(req, checkpointed=checkpointed)
