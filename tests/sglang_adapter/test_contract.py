@@ -174,6 +174,7 @@ OVERRIDES = {
         "match_prefix",
         "on_release",
         "protected_size",
+        "release_swa_prefix_lock",
         "reset",
         "total_size",
         "touch_prefix",
