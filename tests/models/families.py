@@ -53,6 +53,10 @@ SEEN = ("Llama 2, 3; SmolLM2", "Mistral, Ministral", "Qwen2, Qwen2.5", "Qwen3", 
 _SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
+_EXAONE = _SLIDING | {
+    "sliding_window_pattern": "LLG",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},  # SGLang's default for this family
+}
 _GPT_OSS = {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}
 _NO_BUFFER = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
 ONE_POOL = "sliding windows; SGLang keeps one pool for all layers"
@@ -79,7 +83,7 @@ FAMILIES = (
     Family("Apertus", "apertus"),
     Family("Gemma 3", "gemma3_text", _SLIDING, note=ONE_POOL),
     Family("Olmo 3", "olmo3", _SLIDING, note=ONE_POOL),
-    Family("Exaone 4", "exaone4", _SLIDING | {"sliding_window_pattern": "LLG"}, in_stock=False, note=ONE_POOL),
+    Family("Exaone 4", "exaone4", _EXAONE, in_stock=False, note=ONE_POOL),
     Family(
         "gpt-oss",
         "gpt_oss",

@@ -62,7 +62,17 @@ BIASED: dict[tuple[int, int, int], Tile] = {
 """Tiles of kernels that add biases, where those above would keep something on the stack; their rows are the same."""
 
 
-WINDOWED: dict[tuple[int, int, int], Tile] = {}
+WINDOWED: dict[tuple[int, int, int], Tile] = {
+    (80, 128, 1): Tile(64, 16, 5, 4),
+    (80, 256, 1): Tile(64, 16, 5, 8),
+    (89, 128, 0): Tile(16, 16, 5, 4),
+    (89, 128, 1): Tile(64, 16, 5, 4),
+    (89, 128, 2): Tile(128, 16, 5, 8),
+    (90, 128, 0): Tile(16, 16, 7, 4),
+    (100, 64, 1): Tile(64, 32, 5, 4),
+    (100, 64, 2): Tile(128, 32, 5, 8),
+    (100, 128, 0): Tile(16, 32, 5, 4),
+}
 """The same of kernels of layers with a window."""
 
 

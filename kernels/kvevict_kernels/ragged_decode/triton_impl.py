@@ -119,7 +119,7 @@ def _split_kernel(
         to_key = length - begin - is_suffix * (count - 1 - token)
         limit = tl.minimum(to_key, num_kv)
         index_ptr = index_address.to(tl.pointer_type(tl.int32))
-        first_key = 0
+        from_block = 0
         if WINDOWED:
             m_member = m_m & (is_suffix == 0)
             request = tl.load(int32s_at(addresses_ptr, MEMBER_REQUEST) + member + token, mask=m_member, other=0)
@@ -132,12 +132,15 @@ def _split_kernel(
             # A suffix has no list of positions: they follow each other.
             from_key = tl.where(is_suffix > 0, to_key - window, 0)
             first_key = tl.maximum(tl.min(tl.where(m_m, from_key, 2147483647), 0), 0)
+            from_block = first_key // BLOCK_N * BLOCK_N
         b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
         b_out = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-        for start in range(first_key, num_kv, BLOCK_N):  # not before: rows of a pool of windows hold nothing there
+        for start in range(from_block, num_kv, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
             m_n = n < num_kv
+            if WINDOWED:  # rows of a pool of windows hold nothing before
+                m_n = m_n & (n >= first_key)
             head_slot = tl.load(index_ptr + n, mask=m_n, other=0).to(tl.int64) * slot_scale + slot_shift
             seen = n[None, :] < limit[:, None]
             if WINDOWED:
