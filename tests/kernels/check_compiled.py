@@ -38,12 +38,11 @@ SPILLS = {
     ("3.7.1", "100", "64", "split, 64 q rows, fp8 rows"): 8,
     ("3.8.0", "89", "128", "extend, 128 q rows, fp8 rows"): 32,
     ("3.7.1", "100", "256", "extend, 64 q rows, biases"): 16,
-    ("3.8.0", "89", "256", "extend, 64 q rows, window, fp8 rows"): 16,
 }
 """Bytes on the stack that are known. fp8 rows have the tiles of 16-bit rows, which were not chosen for them; the third
 is none with triton 3.8.0, which SGLang brings on CUDA, and tiles without it leave no copy in flight."""
-WINDOW_STACK = {"3.7.1": 48, "3.8.0": 0}
-"""The same of all kernels of layers with windows, whose tiles were chosen with the newer triton."""
+WINDOW_STACK = 64
+"""The same of kernels of layers with windows, but for those with triton 3.8.0 on sm_90 and head_dim up to 128."""
 TEXT = """# What the compiler makes of every kernel
 
 Written by `make test-compile`; compiled, never run on a GPU. Registers and stack bytes are a thread's (what does not
@@ -118,11 +117,16 @@ def must_hold(rows: list[Row]) -> list[str]:
     for row in rows:
         kernel, stack, in_flight = row[3], int(row[5]), row[8]
         if kernel.startswith(("split", "extend")):
-            if stack > SPILLS.get(row[:KEY], WINDOW_STACK[row[0]] if "window" in kernel else 0):
+            if stack > SPILLS.get(row[:KEY], window_stack(row) if "window" in kernel else 0):
                 problems.append(f"{row[:KEY]}: {stack} bytes of stack")
             if int(in_flight or 0) < 3:
                 problems.append(f"{row[:KEY]}: waits for all but {in_flight} copies")
     return problems
+
+
+def window_stack(row: Row) -> int:
+    """Bytes on the stack that a kernel of layers with windows may have."""
+    return 0 if row[:2] == ("3.8.0", "90") and int(row[2]) <= 128 else WINDOW_STACK
 
 
 def test_nothing_got_worse(tmp_path: Path) -> None:

@@ -139,9 +139,10 @@ def _split_kernel(
         for start in range(from_block, num_kv, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
             m_n = n < num_kv
-            if WINDOWED:  # rows of a pool of windows hold nothing before
-                m_n = m_n & (n >= first_key)
-            head_slot = tl.load(index_ptr + n, mask=m_n, other=0).to(tl.int64) * slot_scale + slot_shift
+            index = n
+            if WINDOWED:  # rows of a pool of windows name others' slots before it: their numbers are not even read
+                index = tl.maximum(n, first_key)
+            head_slot = tl.load(index_ptr + index, mask=m_n, other=0).to(tl.int64) * slot_scale + slot_shift
             seen = n[None, :] < limit[:, None]
             if WINDOWED:
                 b_position = tl.load(position_ptr + n, mask=m_n & is_cut, other=2147483647)
