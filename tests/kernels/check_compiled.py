@@ -41,7 +41,7 @@ SPILLS = {
 }
 """Bytes on the stack that are known. fp8 rows have the tiles of 16-bit rows, which were not chosen for them; the third
 is none with triton 3.8.0, which SGLang brings on CUDA, and tiles without it leave no copy in flight."""
-WINDOW_STACK = 64
+WINDOW_STACK = 48
 """The same of kernels of layers with windows, but for those with triton 3.8.0 on sm_90 and head_dim up to 128."""
 TEXT = """# What the compiler makes of every kernel
 
