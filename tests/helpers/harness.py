@@ -385,18 +385,15 @@ class Harness:
             if segment.readings is not None and segment.readings.is_open:
                 assert len(segment.readings.squares) == segment.num_entries
                 assert segment.readings.squares.isfinite().all()
-            assert [span.is_owner for span in sorted(spans, key=lambda s: s.start)] == [True] + [False] * (
-                len(spans) - 1
-            )
+            owners = [span.is_owner for span in sorted(spans, key=lambda s: s.start)]
+            assert owners == [True] + [False] * (len(spans) - 1)
         for req in self.live:
             if req.kv.holds_kv:
                 row = self.rows.req_to_token[req.kv.req_pool_idx]
                 held.update(row[req.kv.cache_protected_len : req.kv.kv_allocated_len].tolist())
         assert held == Counter(range(1, self.num_slots + 1))
         reserve = 0 if self.tree.manager.pressure is None else self.tree.manager.pressure.reserve()
-        assert (self.tree.protected_size(), self.tree.evictable_size()) == (
-            sizes[True] - reserve,
-            sizes[False] + reserve,
-        )
+        counted = (self.tree.protected_size(), self.tree.evictable_size())
+        assert counted == (sizes[True] - reserve, sizes[False] + reserve)
         assert cache_state(self.tree)["leaked_slots"] == 0
         self.tree.sanity_check()  # SGLang's own: structure, leaf sets, ledgers

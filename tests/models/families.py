@@ -139,19 +139,16 @@ def config_of(family: Family) -> Any:
     return config
 
 
+def row_of(family: Family, *cells: str) -> str:
+    """A line of a table."""
+    return f"| {' | '.join([family.name, f'`{config_of(family).architectures[0]}`', *cells])} |"
+
+
 def page() -> str:
     """``docs/models.md``."""
-    served = [
-        f"| {f.name} | `{config_of(f).architectures[0]}` | {f.note} |"
-        for f in FAMILIES
-        if f.reason is None and f.never_ran is None
-    ]
-    tested = [
-        f"| {f.name} | `{config_of(f).architectures[0]}` | {f.never_ran} | `{' '.join(f.flags)}` |"
-        for f in FAMILIES
-        if f.never_ran is not None
-    ]
-    refused = [f"| {f.name} | `{config_of(f).architectures[0]}` | {f.reason} |" for f in FAMILIES if f.reason]
+    served = [row_of(f, f.note) for f in FAMILIES if f.reason is None and f.never_ran is None]
+    tested = [row_of(f, f.never_ran, f"`{' '.join(f.flags)}`") for f in FAMILIES if f.never_ran is not None]
+    refused = [row_of(f, f.reason) for f in FAMILIES if f.reason is not None]
     return f"""# Models
 
 Written by `python tests/models/families.py` from the list that `make test-models` walks through: a tiny random model of

@@ -139,9 +139,8 @@ def _split_kernel(
         for start in range(from_block, num_kv, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
             m_n = n < num_kv
-            index = n
-            if WINDOWED:  # rows of a pool of windows name others' slots before it: their numbers are not even read
-                index = tl.maximum(n, first_key)
+            # Before a window, rows of a pool of windows name others' slots, whose numbers are not even read.
+            index = tl.maximum(n, first_key) if WINDOWED else n
             head_slot = tl.load(index_ptr + index, mask=m_n, other=0).to(tl.int64) * slot_scale + slot_shift
             seen = n[None, :] < limit[:, None]
             if WINDOWED:
