@@ -1,4 +1,8 @@
-"""Mamba-2 layers (arXiv 2405.21060, Sec. 2 and 7) token by token, on the states that SGLang keeps of each request."""
+"""A forward of Mamba-2 layers (arXiv 2405.21060, Sec. 2 and 7) for a CPU, which SGLang has not: slow, for tests only.
+
+A server takes it when ``SGLANG_EXTERNAL_MODEL_PACKAGE`` names this folder. Everything around it is SGLang's own: the
+model, the pools of states, and which state a request begins with. An answer is right only if that state is.
+"""
 
 from __future__ import annotations
 
