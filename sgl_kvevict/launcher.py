@@ -206,9 +206,19 @@ class RunningServer:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
             return bytes(response.read())
 
+    def suspend(self) -> None:
+        """Halt every process of the server where it is, until :meth:`resume`; who asks it waits so long."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a suspended server go on."""
+        os.killpg(self.process.pid, signal.SIGCONT)
+
     def stop(self, grace_s: float = 10.0) -> None:
-        """End the server and every process it started. Safe to call twice."""
+        """End the server and every process it started, suspended or not. Safe to call twice."""
         atexit.unregister(self.stop)
+        with contextlib.suppress(ProcessLookupError):
+            self.resume()
         _end_group(self.process, grace_s)
 
 

@@ -6,6 +6,8 @@ import json
 import re
 import time
 import urllib.request
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +51,40 @@ class StreamTiming:
     cached_tokens: int
     ttft_s: float
     decode_tokens_per_s: float
+
+
+@contextmanager
+def alone(server: RunningServer, fleet: Collection[RunningServer]) -> Iterator[None]:
+    """Suspend all other servers of a fleet while the block runs: one that scores prefixes is not idle without users."""
+    with ExitStack() as resumed:
+        for other in fleet:
+            if other is not server:
+                other.suspend()
+                resumed.callback(other.resume)
+        yield
+
+
+def in_turn(
+    fleet: Mapping[str, RunningServer],
+    num_rounds: int,
+    measure: Callable[[str, int], None],
+    names: Sequence[str] | None = None,
+) -> None:
+    """Measure server after server, round after round, each alone; every second round backwards.
+
+    A slow minute of the machine meets all of them, and the spread over the rounds shows it.
+
+    Args:
+        fleet: servers by name.
+        num_rounds: rounds.
+        measure: is told the name and the number of the round, from 1 on.
+        names: of the servers to measure; None: all.
+    """
+    chosen = list(fleet) if names is None else list(names)
+    for number in range(1, num_rounds + 1):
+        for name in chosen if number % 2 else reversed(chosen):
+            with alone(fleet[name], fleet.values()):
+                measure(name, number)
 
 
 def parse_gauges(text: str) -> PoolGauges:

@@ -106,6 +106,24 @@ def test_a_server_answers_and_stops_with_its_children(tmp_path: Path, fake_env: 
 
 
 @needs_proc
+def test_a_suspended_server_answers_nobody_until_it_goes_on(tmp_path: Path, fake_env: dict[str, str]) -> None:
+    """Its children stand still too, and it stops as soon as any other."""
+    with launch("m", env=fake_env, log_path=tmp_path / "s.log") as server:
+        pid = helper_pid(server.log())
+        server.suspend()
+        with pytest.raises(OSError, match="timed out"):
+            server.get_json("/server_info", timeout_s=0.3)
+        assert Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+        server.resume()
+        assert server.get_json("/server_info") == {"path": "/server_info"}
+        server.suspend()
+        begin = time.monotonic()
+        server.stop()
+        assert time.monotonic() - begin < 8
+    assert wait_gone(pid)
+
+
+@needs_proc
 def test_a_server_that_exits_is_an_error_with_its_last_words(tmp_path: Path, fake_env: dict[str, str]) -> None:
     log_path = tmp_path / "s.log"
     with pytest.raises(LaunchError, match=r"code 3\n[^$]*refused: two reasons"):

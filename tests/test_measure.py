@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from sgl_kvevict.launcher import RunningServer
-from sgl_kvevict.measure import PoolGauges, parse_gauges, time_stream
+from sgl_kvevict.measure import PoolGauges, alone, in_turn, parse_gauges, time_stream
 
 METRICS = """# HELP sglang:kv_available_tokens free
 sglang:max_total_num_tokens{engine_type="unified",tp_rank="0"} 6000.0
@@ -18,6 +18,40 @@ sglang:kv_available_tokens{engine_type="unified",tp_rank="0"} 3171.0
 sglang:kv_evictable_tokens{engine_type="unified",tp_rank="0"} 2829.0
 sglang:num_running_reqs{engine_type="unified",tp_rank="0"} 0.0
 """
+
+
+class _Server:
+    """Knows whether it may run."""
+
+    def __init__(self) -> None:
+        self.may_run = True
+
+    def suspend(self) -> None:
+        self.may_run = False
+
+    def resume(self) -> None:
+        self.may_run = True
+
+
+def test_rounds_alternate_every_second_one_backwards_and_who_is_measured_is_alone() -> None:
+    fleet = {name: _Server() for name in "abc"}
+    calls: list[tuple[str, int]] = []
+
+    def measure(name: str, number: int) -> None:
+        calls.append((name, number))
+        assert [other for other, server in fleet.items() if server.may_run] == [name]
+
+    in_turn(cast(dict[str, RunningServer], fleet), 3, measure, ["a", "b"])
+    assert calls == [("a", 1), ("b", 1), ("b", 2), ("a", 2), ("a", 3), ("b", 3)]
+    assert all(server.may_run for server in fleet.values())
+
+
+def test_who_was_suspended_goes_on_after_a_failure() -> None:
+    servers = [_Server(), _Server()]
+    fleet = cast(list[RunningServer], servers)
+    with pytest.raises(ValueError, match="mine"), alone(fleet[0], fleet):
+        raise ValueError("mine")
+    assert servers[1].may_run
 
 
 def test_gauges_are_read_from_the_metrics_text() -> None:

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serving_bench.fleet import DEFAULT, Fleet, compared_systems, flush_all, running
-from serving_bench.options import LOGS, Recorder, in_turn, parse_options
+from serving_bench.options import LOGS, Recorder, parse_options
 from serving_bench.page import Page, Table
 from serving_bench.streams import Stream, decode_figures, stream_all
 from serving_bench.texts import document, question
+
+from sgl_kvevict.measure import in_turn
 
 POOL_SLOTS = 10_000
 BUDGETS = (1.0, 0.5, 0.1)
@@ -91,13 +93,15 @@ def measure(fleet: Fleet, point: Point, recorder: Recorder) -> None:
         streams = ask(fleet, name, point, prefix, model, repetition)
         recorder.add(point.name, name, repetition, decode_figures(streams))
 
-    in_turn(list(fleet), repeats, one)
+    in_turn(fleet, repeats, one)
     if point == UNGROUPED:
         recorder.progress(f"{point.name}: caching the prefix {point.batch} times")
         for key in keys_of(point):
             stream_all(fleet[DEFAULT].url, [prefix], 1, [key])
         # The copies leave no room for the shared prefix, so stock takes part once more.
-        in_turn(["stock", UNGROUPED_SYSTEM], repeats, lambda name, repetition: one(name, repeats + repetition))
+        both = {**fleet, UNGROUPED_SYSTEM: fleet[DEFAULT]}
+        names = ["stock", UNGROUPED_SYSTEM]
+        in_turn(both, repeats, lambda name, repetition: one(name, repeats + repetition), names)
 
 
 def ask(fleet: Fleet, name: str, point: Point, prefix: list[int], model: Path, repetition: int) -> list[Stream]:

@@ -10,13 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from serving_bench.fleet import COMMON_FLAGS, Fleet, flush_all, running
-from serving_bench.options import LOGS, Recorder, in_turn, parse_options
+from serving_bench.options import LOGS, Recorder, parse_options
 from serving_bench.page import Page, Table
 from serving_bench.streams import Stream, stream_all
 from serving_bench.texts import document
 from serving_bench.watch import most_slots
 
 from sgl_kvevict.launcher import System, kvevict_system, stock_system
+from sgl_kvevict.measure import in_turn
 
 POOL_SLOTS = 6_000
 PROMPT_TOKENS = 512
@@ -97,7 +98,7 @@ def measure(fleet: Fleet, point: Point, recorder: Recorder) -> None:
             found["all_tokens_per_s"] = speed(stream, point.tokens)
         recorder.add(point.name, name, repetition, found)
 
-    in_turn(list(fleet), recorder.options.repeats, one)
+    in_turn(fleet, recorder.options.repeats, one)
 
 
 def speed(stream: Stream, num_tokens: int) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 
 from serving_bench.clients import Load, figures, run_clients, tokens_between
 from serving_bench.fleet import COMMON_FLAGS, DEFAULT, Fleet, compared_systems, flush_all, running
-from serving_bench.options import LOGS, Recorder, in_turn, parse_options
+from serving_bench.options import LOGS, Recorder, parse_options
 from serving_bench.page import Page, Table
 from serving_bench.streams import Stream, stream_all
 from serving_bench.texts import document, question
@@ -25,7 +25,7 @@ from serving_bench.watch import watching
 
 from sgl_kvevict.events.types import Compressed, ScoringPass
 from sgl_kvevict.launcher import RunningServer, System, free_port, kvevict_system
-from sgl_kvevict.measure import flush, wait_until_scored
+from sgl_kvevict.measure import flush, in_turn, wait_until_scored
 
 POOL_SLOTS = 12_000
 RAMP_S = 0.6
@@ -183,7 +183,7 @@ def measure_steady(bench: Bench, point: Point) -> None:
         found = figures(streams, begin + RAMP_S, begin + RAMP_S + STEADY_S)
         bench.recorder.add(point.name, name, repetition, found)
 
-    in_turn(list(bench.fleet), bench.recorder.options.repeats, one)
+    in_turn(bench.fleet, bench.recorder.options.repeats, one)
 
 
 def measure_passes(bench: Bench, point: Point) -> None:
@@ -200,11 +200,10 @@ def measure_passes(bench: Bench, point: Point) -> None:
             begin = time.perf_counter()
             streams = run_clients(server.url, load, next(bench.numbers), PASSES_S)
             found = figures(streams, begin, begin + PASSES_S)
-        flush(server)  # or its passes go on while another server is measured
         bench.recorder.add(point.name, name, repetition, found)
 
     names = [name for name in bench.fleet if name != UNLIMITED or point.answers == "long"]
-    in_turn(names, bench.recorder.options.repeats, one)
+    in_turn(bench.fleet, bench.recorder.options.repeats, one, names)
 
 
 def with_passes(bench: Bench, name: str, load: Load) -> dict[str, float]:

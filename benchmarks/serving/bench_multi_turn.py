@@ -20,6 +20,7 @@ from serving_bench.streams import Stream, stream
 from serving_bench.texts import document
 
 from sgl_kvevict.launcher import System, kvevict_system
+from sgl_kvevict.measure import alone
 
 POOL_SLOTS = 2944
 USERS = 16
@@ -90,9 +91,10 @@ def measure(fleet: Fleet, point: Point, recorder: Recorder) -> None:
             history = histories[name]
             for user, text in enumerate(texts):
                 history[user] = history[user] + text[begin : begin + TURN_TOKENS]
-            started = time.perf_counter()
-            streams = asyncio.run(round_of(fleet[name].url, history))
-            seconds = time.perf_counter() - started
+            with alone(fleet[name], fleet.values()):
+                started = time.perf_counter()
+                streams = asyncio.run(round_of(fleet[name].url, history))
+                seconds = time.perf_counter() - started
             for user, one in enumerate(streams):
                 history[user] = history[user] + list(one.output_ids)
             if turn:

@@ -6,12 +6,12 @@ import time
 from dataclasses import dataclass
 
 from serving_bench.fleet import Fleet, compared_systems, running
-from serving_bench.options import LOGS, Recorder, in_turn, parse_options
+from serving_bench.options import LOGS, Recorder, parse_options
 from serving_bench.page import Page, Table
 from serving_bench.streams import stream_all
 from serving_bench.texts import document
 
-from sgl_kvevict.measure import flush, plugin_state
+from sgl_kvevict.measure import flush, in_turn, plugin_state
 
 POOL_SLOTS = 10_000
 
@@ -82,7 +82,7 @@ def measure(fleet: Fleet, point: Point, recorder: Recorder) -> None:
             found["compression_ms"] = 1e3 * spent / point.count
         recorder.add(point.name, name, repetition, found)
 
-    in_turn(list(fleet), recorder.options.repeats, one)
+    in_turn(fleet, recorder.options.repeats, one)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from serving_bench.fleet import Fleet, compared_systems, flush_all, running
 from serving_bench.needles import Answered, Context, Needles, figures, rounds
-from serving_bench.options import LOGS, Recorder, in_turn, parse_options
+from serving_bench.options import LOGS, Recorder, parse_options
 from serving_bench.page import Page, Table
 
-from sgl_kvevict.measure import wait_until_scored
+from sgl_kvevict.measure import alone, in_turn, wait_until_scored
 
 POOL_SLOTS = 4096
 CONTEXT_TOKENS = 1024
@@ -108,16 +108,18 @@ def measure(fleet: Fleet, point: Point, contexts: Sequence[Context], needles: Ne
         recorder.add(point.name, name, repetition, ask(name, repetition))
 
     flush_all(fleet)
-    for name in fleet:
-        recorder.add(f"{point.name}, cold start", name, 1, ask(name, 0))
-    in_turn(list(fleet), repeats, one)
+    for name, server in fleet.items():
+        with alone(server, fleet.values()):
+            recorder.add(f"{point.name}, cold start", name, 1, ask(name, 0))
+    in_turn(fleet, repeats, one)
     for name in fleet:
         recorder.add(f"{point.name}, all rounds", name, 1, figures(answers[name], seconds[name]))
     if point.waits:
         for name, server in fleet.items():
-            waited = wait_until_scored(server)
-            recorder.progress(f"{point.name}: {name} wanted {waited:.0f} s for passes")
-            recorder.add(f"{point.name}, passes done", name, 1, ask(name, repeats + 1))
+            with alone(server, fleet.values()):
+                waited = wait_until_scored(server)
+                recorder.progress(f"{point.name}: {name} wanted {waited:.0f} s for passes")
+                recorder.add(f"{point.name}, passes done", name, 1, ask(name, repeats + 1))
 
 
 if __name__ == "__main__":

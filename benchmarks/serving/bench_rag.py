@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serving_bench.fleet import Fleet, compared_systems, running
-from serving_bench.options import LOGS, Recorder, in_turn, parse_options
+from serving_bench.options import LOGS, Recorder, parse_options
 from serving_bench.page import Page, Table
 from serving_bench.sglang_client import Workload, held_slots, run_client
 
-from sgl_kvevict.measure import flush
+from sgl_kvevict.measure import flush, in_turn
 
 POOL_SLOTS = 6144
 CONCURRENCY = 2
@@ -77,7 +77,7 @@ def measure(fleet: Fleet, point: Point, recorder: Recorder) -> None:
         figures = run_client(server.url, model, rows.rows(model)[: point.requests], CONCURRENCY)
         recorder.add(point.name, name, repetition, figures | {"held_slots": held_slots(server)})
 
-    in_turn(list(fleet), recorder.options.repeats, one)
+    in_turn(fleet, recorder.options.repeats, one)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from serving_bench.fleet import Fleet, compared_systems, flush_all, running
-from serving_bench.options import LOGS, Options, Recorder, in_turn, parse_options
+from serving_bench.options import LOGS, Options, Recorder, parse_options
 from serving_bench.page import Page, Table
 from serving_bench.sglang_client import Workload, held_slots, run_client
+
+from sgl_kvevict.measure import in_turn
 
 POOL_SLOTS = 8192
 QUESTION_TOKENS = 32
@@ -120,7 +122,7 @@ def measure(fleet: Fleet, point: Point, recorder: Recorder) -> None:
         figures = run_client(server.url, options.model, draws[repetition - 1], CONCURRENCY)
         recorder.add(point.name, name, repetition, figures | {"held_slots": held_slots(server)})
 
-    in_turn(list(fleet), options.repeats, one)
+    in_turn(fleet, options.repeats, one)
 
 
 if __name__ == "__main__":

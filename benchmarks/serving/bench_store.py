@@ -16,14 +16,14 @@ from typing import Any
 
 from serving_bench.fleet import COMMON_FLAGS, Fleet, flush_all, running
 from serving_bench.needles import Needles, figures, rounds
-from serving_bench.options import LOGS, Recorder, in_turn, parse_options
+from serving_bench.options import LOGS, Recorder, parse_options
 from serving_bench.page import Page, Table
 from serving_bench.streams import Stream, stream_all
 from serving_bench.texts import document, question
 
 from sgl_kvevict import client
 from sgl_kvevict.launcher import System, kvevict_system
-from sgl_kvevict.measure import plugin_state
+from sgl_kvevict.measure import in_turn, plugin_state
 from sgl_kvevict.store.segment_file import read_header
 
 RESTART = "a document of 2,800 tokens, after a restart"
@@ -128,7 +128,7 @@ def measure_restart(store: Path, recorder: Recorder) -> None:
                 metrics["bytes_pct"] = 100 * shares[repetition - 1]
             recorder.add(RESTART, name, repetition, metrics)
 
-        in_turn(list(fleet), options.repeats, one)
+        in_turn(fleet, options.repeats, one)
 
 
 def compress(store: Path, recorder: Recorder) -> list[Before]:
@@ -160,7 +160,7 @@ def measure_writing(fleet: Fleet, needles: Needles, recorder: Recorder) -> None:
         measure_round(fleet, name, WRITING, repetition, needles, [*first, *second], recorder)
 
     flush_all(fleet)
-    in_turn([WITHOUT, WRITING_ONLY], repeats, one)
+    in_turn(fleet, repeats, one, [WITHOUT, WRITING_ONLY])
 
 
 def measure_large(fleet: Fleet, needles: Needles, recorder: Recorder) -> None:
@@ -177,7 +177,7 @@ def measure_large(fleet: Fleet, needles: Needles, recorder: Recorder) -> None:
     def one(name: str, repetition: int) -> None:
         measure_round(fleet, name, LARGE, repetition, needles, asked[repetition - 1], recorder)
 
-    in_turn([WITHOUT, WITH], repeats, one)
+    in_turn(fleet, repeats, one, [WITHOUT, WITH])
 
 
 def measure_round(

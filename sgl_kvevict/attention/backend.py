@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -131,9 +132,7 @@ def resolve_attention(name: str, device: str, head_dim: int | None = None) -> st
     return chosen
 
 
-def kernel_reasons(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, has_windows: bool = False
-) -> list[str]:
+def kernel_reasons(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
     """Return one sentence for everything about a model or its KV pool that the implementation has no kernels for.
 
     Args:
@@ -141,13 +140,12 @@ def kernel_reasons(
         device: of the KV pool.
         dtype: of the KV pool.
         head_dim: of the model.
-        has_windows: some of the model's layers see their last tokens only.
     """
     chosen = AUTO.get(device.type) if name == "auto" else name
     if chosen == "triton":
         return triton_reasons(dtype, head_dim, device)
     if chosen == "flashinfer":
-        return flashinfer_reasons(dtype, head_dim, has_windows=has_windows)
+        return flashinfer_reasons(dtype, head_dim)
     return cpu_reasons(name, dtype)
 
 
@@ -212,9 +210,15 @@ def _build_flashinfer(
 ) -> Attention:
     if biases is not None:
         raise UnsupportedSetupError([NO_BIASES])
+    from sgl_kvevict.attention.by_window import ByWindow
     from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
 
-    return FlashInferAttention(geometry, k_arena, v_arena)
+    if not geometry.full_layers:
+        return _build_triton(geometry, k_arena, v_arena, q_dtype, biases)
+    full = FlashInferAttention(replace(geometry, windows=()), k_arena, v_arena)
+    if not geometry.has_windows:
+        return full
+    return ByWindow(full, _build_triton(geometry, k_arena, v_arena, q_dtype, biases))
 
 
 _BUILDERS: dict[str, Callable[[KVGeometry, Tensor, Tensor, torch.dtype | None, Tensor | None], Attention]] = {

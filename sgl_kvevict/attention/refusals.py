@@ -11,7 +11,6 @@ FLASHINFER_HEAD_DIMS = (64, 128, 256)
 DTYPES_16 = (torch.bfloat16, torch.float16)
 DTYPES_CPU = (*DTYPES_16, torch.float32)
 NO_BIASES = "attention is 'flashinfer', which cannot read the biases of fitted prefixes (fit is true); 'triton' can"
-NO_WINDOWS = "attention is 'flashinfer', which reads no layers with a sliding window from spans; 'triton' does"
 FP8_CAPABILITY = (8, 9)
 """Compute capability from which on a GPU converts float8_e4m3fn."""
 
@@ -51,15 +50,14 @@ def triton_reasons(dtype: torch.dtype, head_dim: int, device: torch.device) -> l
     return reasons
 
 
-def flashinfer_reasons(dtype: torch.dtype, head_dim: int, *, has_windows: bool = False) -> list[str]:
+def flashinfer_reasons(dtype: torch.dtype, head_dim: int) -> list[str]:
     """Return one sentence for everything that FlashInfer's kernels do not have.
 
     Args:
         dtype: of the KV pool.
         head_dim: of the model.
-        has_windows: some of the model's layers see their last tokens only.
     """
-    reasons = [NO_WINDOWS] if has_windows else []
+    reasons = []
     if head_dim not in FLASHINFER_HEAD_DIMS:
         reasons.append(f"attention 'flashinfer' needs a head_dim of 64, 128 or 256; the model's is {head_dim}")
     if dtype not in DTYPES_16:

@@ -80,10 +80,8 @@ class KVEvictAttentionBackend(AttentionBackend):
         reasons += layer_reasons(model_runner.model)
         head_dim = model_runner.model_config.head_dim
         self.places = {} if arena is None else full_layers_of(self.token_to_kv_pool)
-        windows = find_windows(model_runner.model, self.places)
         kv_dtype = pool.dtype
-        has_windows = bool(windows) or windows_pool is not None
-        reasons += kernel_reasons(config.attention, device, kv_dtype, head_dim, has_windows=has_windows)
+        reasons += kernel_reasons(config.attention, device, kv_dtype, head_dim)
         if arena is not None and arena.biases is not None:
             reasons += bias_reasons(config.attention, kv_dtype)
         if reasons:

@@ -75,13 +75,6 @@ def test_what_no_kernel_is_compiled_for_is_a_reason(name: str, dtype: torch.dtyp
     assert kernel_reasons(name, torch.device("cuda"), torch.float16, 128) == []
 
 
-def test_flashinfer_reads_no_sliding_windows() -> None:
-    cuda = torch.device("cuda")
-    (reason,) = kernel_reasons("flashinfer", cuda, torch.bfloat16, 128, has_windows=True)
-    assert "'flashinfer', which reads no layers with a sliding window from spans; 'triton' does" in reason
-    assert kernel_reasons("triton", cuda, torch.bfloat16, 128, has_windows=True) == []
-
-
 def test_the_cpu_takes_float32_and_no_float8() -> None:
     cpu = torch.device("cpu")
     assert kernel_reasons("auto", cpu, torch.float32, 80) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 from helpers.fake_flashinfer import FakePagedWrapper
 from helpers.poison import poisoned_allocations
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
+from sgl_kvevict.attention.backend import CapturableAttention, _build_flashinfer
 from sgl_kvevict.attention.flashinfer.attention import _INDPTR_ATTRIBUTE, FlashInferAttention
 from sgl_kvevict.attention.flashinfer.lists import build_span_lists
+from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 
 if TYPE_CHECKING:
@@ -44,7 +47,7 @@ def check(world: World, attention: FlashInferAttention, extend_lens: list[int] |
 
 def many_kinds(world: World) -> None:
     shared, deep = world.uneven_span(60), world.uneven_span(31)
-    empty = world.span(torch.zeros(2, world.geometry.num_kv_heads, dtype=torch.int32), num_tokens=1)
+    empty = world.span(torch.zeros_like(shared.lens), num_tokens=1)
     world.add((), 50)
     world.add((world.uneven_span(70),), 40)
     world.add((shared, deep), 22)
@@ -129,6 +132,38 @@ def test_nothing_compressed(make_world: MakeWorld) -> None:
     attention = make(world)
     check(world, attention)
     assert attention._spans.planned is None
+
+
+@pytest.mark.usefixtures("interpreted", "small_chunks")
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("extend_lens", [None, [2, 40, 45, 1]], ids=["decode", "extend"])
+def test_layers_with_windows_are_our_kernels(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, extend_lens: list[int] | None, has_sinks: bool
+) -> None:
+    """The others stay FlashInfer's; a model of windows alone has none of it."""
+    monkeypatch.setattr(
+        "sgl_kvevict.attention.flashinfer.attention.flashinfer_wrappers", lambda device: FakePagedWrapper
+    )
+    world = make_world(2, 4, 64, windows=(0, 1, 40, 1000), num_token_slots=900)
+    first = world.uneven_span(30)
+    world.add((first,), 12)
+    world.add((first, world.uneven_span(20, start=first.num_tokens)), 50)
+    world.add((), 60)
+    world.add((world.uneven_span(60),), 3)
+    world.sink_logits = torch.randn(8) if has_sinks else None
+    attention = _build_flashinfer(world.geometry, world.k, world.v, None, None)
+    assert not isinstance(attention, CapturableAttention)
+    attention.plan(world.batch(extend_lens))
+    for layer in range(4):
+        q = world.queries(extend_lens)
+        out, lse = attention.run(layer, q, world.sm_scale, world.sink_logits)
+        want_out, want_lse, baseline = world.expected(layer, q, extend_lens)
+        assert_accurate(f"out of layer {layer}", out, want_out, baseline, noise=ROUNDINGS)
+        assert_accurate(f"lse of layer {layer}", lse, want_lse, want_lse, noise=8 * FLOAT32_NOISE)
+    windows_alone = replace(world.geometry, windows=(7,) * 4)
+    assert isinstance(_build_flashinfer(windows_alone, world.k, world.v, None, None), TritonAttention)
+    with pytest.raises(ValueError, match="windows: spans are read whole here"):
+        make(world)
 
 
 def test_what_flashinfer_cannot_do_is_refused(make_world: MakeWorld) -> None:

@@ -283,6 +283,28 @@ def test_long_prefills_without_spans_go_elsewhere(make_world: MakeWorld, device:
     check(runner)
 
 
+def test_prefills_without_spans_see_their_windows(make_world: MakeWorld, interpreted: None) -> None:
+    """FlashInfer is given the tokens that a window shows to any of the new ones, and no others: NaN is before them."""
+    world = make_world(2, 4, 64, windows=(0, 30, 7, 0), num_token_slots=900)
+    world.add((), 44)
+    world.add((world.uneven_span(40),), 50)
+    world.add((), 130)
+    plain = PlainPrefill(world.geometry, world.k, world.v, FakePagedWrapper)
+    attention = TritonAttention(world.geometry, world.k, world.v, plain_prefill=plain)
+    new_lens = [40, 36, 45]
+    hidden = world.req_to_token[world.rows[2], : 130 - 45 - 29].long()
+    world.k[1:3, hidden] = world.v[1:3, hidden] = torch.nan
+    attention.plan(world.batch(new_lens))
+    for layer in range(4):
+        q = world.queries(new_lens)
+        out, lse = attention.run(layer, q, world.sm_scale)
+        world.k[1:3, hidden] = world.v[1:3, hidden] = 0.0
+        want_out, want_lse, baseline = world.expected(layer, q, new_lens)
+        world.k[1:3, hidden] = world.v[1:3, hidden] = torch.nan
+        assert_accurate(f"out of layer {layer}", out, want_out, baseline, noise=2.0**-7)
+        assert_accurate(f"lse of layer {layer}", lse, want_lse, want_lse, noise=NOISE)
+
+
 def test_prefills_without_spans_that_lie_apart(make_world: MakeWorld, device: str) -> None:
     world = make_world(2, 4, 64, num_token_slots=900)
     world.add((), 44)

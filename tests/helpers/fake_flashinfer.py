@@ -15,9 +15,10 @@ from torch import Tensor
 class FakePagedWrapper:
     """``BatchPrefillWithPagedKVCacheWrapper`` with page size 1, backend fa2.
 
-    As there: bounds and indices are kept in attributes that ``run`` reads; causal masks are aligned to the ends of
-    queries and keys; the log-sum-exp has base 2; a row without keys gives 0 and -inf; without split-KV the plan holds
-    one work item per (row, tile of queries), and lengths are read when it runs; with it, the plan's lengths count.
+    As there: bounds and indices are kept in attributes that ``run`` reads; causal masks and windows are aligned to the
+    ends of queries and keys, and ``window_left`` keys before a query are seen, all if it is -1; the log-sum-exp has
+    base 2; a row without keys gives 0 and -inf; without split-KV the plan holds one work item per (row, tile of
+    queries), and lengths are read when it runs; with it, the plan's lengths count.
     """
 
     def __init__(self) -> None:
@@ -35,6 +36,7 @@ class FakePagedWrapper:
         page_size: int,
         *,
         causal: bool = False,
+        window_left: int = -1,
         sm_scale: float | None = None,
         q_data_type: torch.dtype = torch.float16,
         kv_data_type: torch.dtype | None = None,
@@ -50,6 +52,7 @@ class FakePagedWrapper:
         self.num_span_plans += disable_split_kv
         self.heads = (num_qo_heads, num_kv_heads, head_dim_qk)
         self.causal = causal
+        self.window_left = window_left
         self.sm_scale = head_dim_qk**-0.5 if sm_scale is None else sm_scale
         self.dtypes = (q_data_type, kv_data_type)
         self._qo_indptr_buf = qo_indptr
@@ -89,9 +92,11 @@ class FakePagedWrapper:
                 for cache in (k_cache, v_cache)
             )
             scores = torch.einsum("qhd,khd->qhk", q[begin:end].float(), k) * scale
-            if self.causal:
-                hidden = torch.ones(end - begin, len(pages), dtype=torch.bool).triu(len(pages) - (end - begin) + 1)
-                scores = scores.masked_fill(hidden[:, None], float("-inf"))
+            before = torch.arange(len(pages) - (end - begin), len(pages))[:, None] - torch.arange(len(pages))
+            hidden = (before < 0) if self.causal else torch.zeros_like(before, dtype=torch.bool)
+            if self.window_left >= 0:
+                hidden |= before > self.window_left
+            scores = scores.masked_fill(hidden[:, None], float("-inf"))
             out[begin:end] = torch.einsum("qhk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
             lse[begin:end] = scores.logsumexp(-1) / torch.tensor(2.0).log()
         return out, lse

@@ -161,6 +161,31 @@ def test_bfloat16_is_as_near_to_float32_as_without_spans(name, tmp_path):
     assert error <= allowed
 
 
+TWO_RANKS = ENV | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+"""One list of cores a rank."""
+
+
+@pytest.mark.parametrize("config", [EVERYTHING, DEFAULT], ids=["everything", "default"])
+@pytest.mark.parametrize("name", ["Gemma 3", "gpt-oss"])
+def test_windows_on_two_ranks(name, config, tmp_path):
+    """Windows on one pool and on a pool of their own: each rank has half of the heads and decides as the other."""
+    family = next(family for family in FAMILIES if family.name == name)
+    family = replace(family, flags=(*family.flags, "--tp-size", "2"))
+    model = save(family, tmp_path / "model")
+    with serve(family, model, tmp_path / "server.log", config, TWO_RANKS) as ours:
+        got = [answers(ours) for _ in range(2)]
+        if config is EVERYTHING:
+            expected, wanted = of_transformers(model)
+            assert got == [expected] * 2
+            assert logprobs(ours) == pytest.approx(wanted, abs=2e-3)
+        else:
+            wait_until_scored(ours)
+        state = idle_state(ours)
+        assert state["ranks"][0] == state["ranks"][1]
+        assert state["span_tokens"] >= 284 and state["leaked_slots"] == 0 and ours.leak_messages() == []
+        assert config is EVERYTHING or state["span_slots"] < 0.3 * state["span_tokens"]
+
+
 RECURRENT = ENV | {
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "models.recurrent",
     "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,7 +57,7 @@ class Options:
         """What a reader must know to repeat the run."""
         busy = "" if self.busy_pct is None else f", others used {self.busy_pct:.0f} % of the processor before"
         beside = "".join(f", beside {policy}" for policy in self.beside)
-        return f"{self.repeats} repetitions" + beside + (", quick" if self.quick else "") + busy
+        return f"{self.repeats} repetitions, each server alone" + beside + (", quick" if self.quick else "") + busy
 
 
 def parse_options(description: str, repeats: int = MIN_REPEATS) -> Options:
@@ -139,11 +139,3 @@ class Recorder:
         rows = replace_points(read_rows(self._path), self.rows, self.points)
         write_rows(self._path, rows)
         return rows
-
-
-def in_turn(systems: Sequence[str], repeats: int, measure: Callable[[str, int], None]) -> None:
-    """Measure system after system, repetition after repetition, so that a slow minute meets all of them."""
-    for repetition in range(1, repeats + 1):
-        order = systems if repetition % 2 else list(reversed(systems))
-        for system in order:
-            measure(system, repetition)

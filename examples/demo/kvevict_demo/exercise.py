@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sgl_kvevict.launcher import RunningServer
-from sgl_kvevict.measure import flush, idle_gauges, plugin_state, time_stream, wait_until_scored
+from sgl_kvevict.measure import flush, idle_gauges, in_turn, plugin_state, time_stream, wait_until_scored
 
 from .pressure import Shown, ask, show_documents
 from .programs import max_overlap, run_branches, run_chat
 from .progress import Progress
 from .questions import BRANCH_QUESTIONS, CHAT_QUESTIONS, system_prompt
-from .rounds import Samples, in_turn
+from .rounds import Samples
 from .systems import OURS, STOCK, Figures, Rounds
 
 DECODE_TOKENS: Mapping[str, int] = {STOCK: 16, OURS: 48}
@@ -67,14 +67,14 @@ class Exercise:
             LaunchError: a server died on the way (a leak found by SGLang's checker ends it).
         """
         names = list(self._fleet)
-        in_turn(names, self._num_rounds, self._cold)
+        in_turn(self._fleet, self._num_rounds, self._cold)
         programs = {name: self._run_programs(name) for name in names}
-        in_turn(names, self._num_rounds, self._cached)
-        in_turn(names, self._num_rounds, self._decode)
+        in_turn(self._fleet, self._num_rounds, self._cached)
+        in_turn(self._fleet, self._num_rounds, self._decode)
         for name in names:
             self._progress.step(f"{name}: caching documents of 4 times the pool", ONCE_S["documents"][name])
             self._shown[name] = show_documents(self._fleet[name], self._pool_slots)
-        in_turn(names, self._num_rounds, self._pressure)
+        in_turn(self._fleet, self._num_rounds, self._pressure)
         return [self._figures(name, programs[name]) for name in names]
 
     def _cold(self, name: str, number: int) -> None:
@@ -100,7 +100,7 @@ class Exercise:
         _add(self._rounds.found_share, name, found_share)
 
     def _begin(self, text: str, step: str, name: str, number: int) -> None:
-        self._progress.step(f"{name}: {text}, round {number + 1} of {self._num_rounds}", ROUND_S[step][name])
+        self._progress.step(f"{name}: {text}, round {number} of {self._num_rounds}", ROUND_S[step][name])
 
     def _run_programs(self, name: str) -> dict[str, Any]:
         """The forked program and the chat on an empty cache."""

@@ -1,9 +1,9 @@
-"""Measurements in turn: a slow minute of the machine meets all systems, and the spread shows it."""
+"""What was measured round by round: medians, ranges and ratios."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 Samples = dict[str, list[float]]
@@ -27,13 +27,6 @@ class Spread:
         """``4.1 (3.9-4.3)``; the median alone if all rounds gave the same."""
         median, low, high = (f"{value:,.{digits}f}" for value in (self.median, self.low, self.high))
         return median if low == high else f"{median} ({low}-{high})"
-
-
-def in_turn(systems: Sequence[str], num_rounds: int, measure: Callable[[str, int], None]) -> None:
-    """Measure system after system, round after round; every second round backwards."""
-    for number in range(num_rounds):
-        for system in systems if number % 2 == 0 else reversed(systems):
-            measure(system, number)
 
 
 def ratio(samples: Samples, ours: str, baseline: str) -> Spread:

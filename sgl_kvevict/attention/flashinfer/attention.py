@@ -81,14 +81,14 @@ class FlashInferAttention:
     Spans are planned when requests come or go or their paths change, once for all layers; suffixes once per forward.
 
     Args:
-        geometry: sizes; head_dim 64, 128 or 256.
+        geometry: sizes; head_dim 64, 128 or 256, no windows (:class:`sgl_kvevict.attention.by_window.ByWindow`).
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], bfloat16 or float16, contiguous.
         v_arena: like ``k_arena``.
         make_wrapper: builds a wrapper; default: FlashInfer's ``BatchPrefillWithPagedKVCacheWrapper``, backend fa2.
 
     Raises:
         UnsupportedSetupError: FlashInfer is missing, or does not have the model's head_dim or dtype.
-        ValueError: wrong shape, dtype or device of an arena.
+        ValueError: wrong shape, dtype or device of an arena; or some layer has a window.
     """
 
     def __init__(
@@ -98,8 +98,10 @@ class FlashInferAttention:
         v_arena: Tensor,
         make_wrapper: Callable[[], PagedWrapper] | None = None,
     ) -> None:
-        if reasons := flashinfer_reasons(k_arena.dtype, geometry.head_dim, has_windows=geometry.has_windows):
+        if reasons := flashinfer_reasons(k_arena.dtype, geometry.head_dim):
             raise UnsupportedSetupError(reasons)
+        if geometry.has_windows:
+            raise ValueError(f"windows: spans are read whole here, got {geometry.windows}")
         check_arenas(k_arena, v_arena, None, geometry.arena_shape, DTYPES_16)
         self.geometry = geometry
         self.k_arena = k_arena
@@ -169,7 +171,9 @@ class FlashInferAttention:
         return _PlannedSpans(lists, planned)
 
 
-def plan_suffixes(planned: Planned, lists: SuffixLists, geometry: KVGeometry, dtype: torch.dtype) -> None:
+def plan_suffixes(
+    planned: Planned, lists: SuffixLists, geometry: KVGeometry, dtype: torch.dtype, window: int = 0
+) -> None:
     """Plan ordinary paged attention of the last tokens of every request to all of it.
 
     Args:
@@ -177,6 +181,7 @@ def plan_suffixes(planned: Planned, lists: SuffixLists, geometry: KVGeometry, dt
         lists: pages of one token slot.
         geometry: sizes.
         dtype: of queries, keys and values.
+        window: tokens that a query sees, itself included; 0: all.
     """
     planned.plan(
         lists.qo_indptr,
@@ -188,6 +193,7 @@ def plan_suffixes(planned: Planned, lists: SuffixLists, geometry: KVGeometry, dt
         geometry.head_dim,
         1,
         causal=True,  # aligned to the ends: the last new token sees the whole suffix
+        window_left=window - 1,  # tokens before a query; -1: all
         **_plan_options(dtype),
     )
 

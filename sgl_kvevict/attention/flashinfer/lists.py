@@ -109,15 +109,24 @@ def build_span_lists(
     )
 
 
-def build_suffix_lists(batch: AttentionBatch) -> SuffixLists:
-    """List the uncompressed token slots of every request; no host sync."""
+def build_suffix_lists(batch: AttentionBatch, window: int = 0) -> SuffixLists:
+    """List the uncompressed token slots of every request; no host sync.
+
+    Args:
+        batch: the requests of a forward.
+        window: tokens that a query sees, itself included; those that no new token sees are left out. 0: all.
+    """
     device = batch.req_to_token.device
-    lens = [end - start for start, end in zip(batch.waterlines, batch.seq_lens, strict=True)]
+    firsts = batch.waterlines
+    if window:
+        ends = zip(firsts, batch.seq_lens, batch.new_lens, strict=True)
+        firsts = [max(waterline, end - new - window + 1) for waterline, end, new in ends]
+    lens = [end - first for first, end in zip(firsts, batch.seq_lens, strict=True)]
     kv_indptr = _indptr(lens)
     total = int(kv_indptr[-1])
-    host = torch.tensor([lens, batch.waterlines, kv_indptr[:-1].tolist()])
-    device_lens, waterlines, starts = to_device(host, device)
-    row_start = batch.req_pool_indices.long() * batch.req_to_token.stride(0) + waterlines - starts
+    host = torch.tensor([lens, firsts, kv_indptr[:-1].tolist()])
+    device_lens, device_firsts, starts = to_device(host, device)
+    row_start = batch.req_pool_indices.long() * batch.req_to_token.stride(0) + device_firsts - starts
     places = torch.repeat_interleave(row_start, device_lens, output_size=total) + torch.arange(total, device=device)
     return SuffixLists(
         qo_indptr=_indptr(batch.new_lens),

@@ -19,7 +19,7 @@ from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 
 NUM_WRAPPERS = 2
-"""Planned in turn, so that a plan does not wait until the device has taken the one before."""
+"""Planned in turn, so that a plan does not wait until the device has taken the one before; so many for each window."""
 
 
 class PlainPrefill:
@@ -40,7 +40,10 @@ class PlainPrefill:
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena
-        self._wrappers = [Planned(make_wrapper(), k_arena.device) for _ in range(NUM_WRAPPERS)]
+        self._wrappers = {
+            window: [Planned(make_wrapper(), k_arena.device) for _ in range(NUM_WRAPPERS)]
+            for window in sorted({geometry.window(layer) for layer in range(geometry.num_layers)})
+        }
         self._rows: slice | Tensor | None = None
 
     def plan(self, batch: AttentionBatch, requests: Sequence[int]) -> None:
@@ -63,8 +66,9 @@ class PlainPrefill:
             req_pool_indices=batch.req_pool_indices.index_select(0, chosen),
             device_seq_lens=None,
         )
-        self._wrappers.append(self._wrappers.pop(0))
-        plan_suffixes(self._wrappers[-1], build_suffix_lists(part), self.geometry, self.k_arena.dtype)
+        for window, wrappers in self._wrappers.items():
+            wrappers.append(wrappers.pop(0))
+            plan_suffixes(wrappers[-1], build_suffix_lists(part, window), self.geometry, self.k_arena.dtype, window)
 
     def run(
         self, layer: int, q: Tensor, sm_scale: float, out: Tensor, lse: Tensor, sink_logits: Tensor | None = None
@@ -83,7 +87,8 @@ class PlainPrefill:
             return
         tokens = (self.k_arena[layer].unsqueeze(1), self.v_arena[layer].unsqueeze(1))
         options = {"return_lse": True, "k_scale": sm_scale, "enable_pdl": False}
-        got, base2 = self._wrappers[-1].wrapper.run(q[self._rows].contiguous(), tokens, **options)
+        planned = self._wrappers[self.geometry.window(layer)][-1]
+        got, base2 = planned.wrapper.run(q[self._rows].contiguous(), tokens, **options)
         out[self._rows], lse[self._rows] = with_sink_logits(got, base2 * math.log(2.0), sink_logits)
 
     def _rows_of(self, new_lens: Sequence[int], requests: Sequence[int]) -> slice | Tensor:
@@ -98,7 +103,7 @@ class PlainPrefill:
 
 def find_plain_prefill(geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> PlainPrefill | None:
     """Build one on a GPU where FlashInfer is installed and has kernels for the model; else ours take over."""
-    reasons = flashinfer_reasons(k_arena.dtype, geometry.head_dim, has_windows=geometry.has_windows)
+    reasons = flashinfer_reasons(k_arena.dtype, geometry.head_dim)
     if not k_arena.is_cuda or reasons:
         return None
     try:

@@ -1,0 +1,39 @@
+"""Layers with a sliding window by one implementation, the others by another."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sgl_kvevict.attention.backend import Attention
+from sgl_kvevict.attention.batch import AttentionBatch
+from sgl_kvevict.geometry import KVGeometry
+
+
+class ByWindow:
+    """Attention of a model of which some layers have a window, where an implementation reads spans only whole.
+
+    What a query sees of a span in such a layer begins at another entry for every query and step. FlashInfer would need
+    a mask for each layer and step for that; our Triton kernels read positions.
+
+    Args:
+        full: for layers that see everything; its geometry has no windows.
+        windowed: for the others, over the same arena.
+
+    Attributes:
+        geometry: of all layers.
+    """
+
+    def __init__(self, full: Attention, windowed: Attention) -> None:
+        self.geometry: KVGeometry = windowed.geometry
+        self._full = full
+        self._windowed = windowed
+
+    def plan(self, batch: AttentionBatch) -> None:
+        """Prepare the layers of one forward; see :meth:`Attention.plan`."""
+        self._full.plan(batch)
+        self._windowed.plan(batch)
+
+    def run(self, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Attend as planned; see :meth:`Attention.run`."""
+        chosen = self._windowed if self.geometry.window(layer) else self._full
+        return chosen.run(layer, q, sm_scale, sink_logits)
