@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from sgl_kvevict.attention.backend import Attention, CapturableAttention, build_attention, resolve_attention
+from sgl_kvevict.attention.backend import build_attention, resolve_attention
 from sgl_kvevict.attention.batch import AttentionBatch
 from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
+from sgl_kvevict.attention.interface import Attention, CapturableAttention
 
 __all__ = [
     "Attention",

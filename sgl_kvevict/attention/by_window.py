@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sgl_kvevict.attention.backend import Attention
 from sgl_kvevict.attention.batch import AttentionBatch
+from sgl_kvevict.attention.interface import Attention
 from sgl_kvevict.geometry import KVGeometry
 
 

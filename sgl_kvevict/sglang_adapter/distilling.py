@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.config import KVEvictConfig
@@ -24,11 +23,13 @@ from sgl_kvevict.distill import (
 from sgl_kvevict.distill.fingerprint import fingerprint_of
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of
 from sgl_kvevict.sglang_adapter.model_parts import find_rotary
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class Distilling:
         model_config = ctx.model_config
         self._ranks = ranks = TensorRanks(ctx.params.attn_tp_cache_group)
         self._save_to = config.save_score_weights
-        rotary = rotary_of(ctx.tp_worker.model_runner.model, model_config.context_len, device)
+        rotary = rotary_of(ctx.tp_worker.model_runner)
         has_files = ctx.server_args.load_format != "dummy"
         fingerprint = None if not has_files else model_fingerprint(model_config.model_path, model_config.revision)
         self._identity = None
@@ -114,14 +115,13 @@ class Distilling:
         return weights
 
 
-def rotary_of(model: Any, num_positions: int, device: torch.device) -> Rotary:
-    """The model's rotary embedding; one that turns nothing if its layers have none, or several."""
+def rotary_of(runner: ModelRunner) -> Rotary:
+    """The rotary embedding of the layers without a window; one that turns nothing if they have none, or several."""
     try:
-        return find_rotary(model)
+        return find_rotary(runner.model, full_layers_of(runner.token_to_kv_pool))
     except UnsupportedSetupError:
         logger.warning("kvevict: no single rotary embedding was found; scores are learned from keys as they are cached")
-        nothing: Tensor = torch.empty(num_positions, 0, device=device)
-        return Rotary(nothing, is_neox=True)
+        return Rotary(torch.empty(runner.model_config.context_len, 0, device=runner.device), is_neox=True)
 
 
 def model_fingerprint(model_path: str, revision: str | None) -> str | None:

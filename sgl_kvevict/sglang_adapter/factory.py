@@ -129,7 +129,7 @@ def _assemble(
             distilling = Distilling(config, ctx, geometry, arena.k.device)
             rotary = distilling.learner.rotary
         elif needs_rotary(policy.needs):
-            rotary = find_rotary(model)
+            rotary = find_rotary(model, backend.places)
         learner = None if distilling is None else distilling.learner
         compressor = Compressor(config, policy, store, rotary, output_grams, learner)
         if arena.k.is_cuda:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from sglang.srt.layers.linear import RowParallelLinear
@@ -16,23 +15,52 @@ from sgl_kvevict.geometry import UNSCALED, KVGeometry, KVScales
 from sgl_kvevict.policies.output_gram import output_gram
 
 
-def find_rotary(model: nn.Module) -> Rotary:
-    """Return the one rotary embedding that all layers of a model share.
+def find_rotary(model: nn.Module, places: Mapping[int, int]) -> Rotary:
+    """Return the one rotary embedding that the layers without a window share.
+
+    It turns nothing where SGLang's model turns the keys of layers with a window only (Exaone 4, Command R7B).
+
+    Args:
+        model: SGLang's model.
+        places: of the KV pool's layers in it, by number in the model.
 
     Raises:
-        UnsupportedSetupError: the model has none, or layers with different ones.
+        UnsupportedSetupError: the model has none, or such layers with different ones.
     """
-    tables: dict[int, Any] = {}
-    for module in model.modules():
-        table = getattr(module, "cos_sin_cache", None)
-        if isinstance(table, Tensor) and hasattr(module, "is_neox_style"):
-            tables[table.data_ptr()] = module
-    if len(tables) != 1:
+    parts = [module for module in model.modules() if any(_is_full(child, places) for child in module.children())]
+    tables = {table.cos_sin_cache.data_ptr(): table for part in parts for table in part.children() if _is_rotary(table)}
+    if not tables:  # not beside the attention of each layer
+        tables = {table.cos_sin_cache.data_ptr(): table for table in model.modules() if _is_rotary(table)}
+    turned = {_turns_keys(part) for part in parts}
+    if len(tables) != 1 or len(turned) > 1:
         raise UnsupportedSetupError(
-            [f"the policy turns queries, which needs one rotary embedding; the model has {len(tables)}"]
+            [
+                "the policy turns queries, which needs one rotary embedding for all layers without a window; "
+                f"the model has {len(tables)}" + (", and layers without any" if len(turned) > 1 else "")
+            ]
         )
-    (module,) = tables.values()
-    return Rotary(module.cos_sin_cache, module.is_neox_style)
+    (table,) = tables.values()
+    return Rotary(table.cos_sin_cache[:, : None if turned != {False} else 0], table.is_neox_style)
+
+
+def _is_full(module: nn.Module, places: Mapping[int, int]) -> bool:
+    return isinstance(module, RadixAttention) and module.layer_id in places and module.sliding_window_size <= 0
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "cos_sin_cache", None), Tensor) and hasattr(module, "is_neox_style")
+
+
+def _turns_keys(attention: nn.Module) -> bool:
+    """Whether the keys of an attention without a window are turned; models that leave it out say so by attributes."""
+    if hasattr(attention, "force_rope"):  # Cohere 2 MoE
+        return bool(attention.force_rope)
+    if hasattr(attention, "apply_rope_all_layers"):  # Exaone MoE
+        return bool(attention.apply_rope_all_layers)
+    if hasattr(attention, "v2"):  # Command R and its second version
+        return not attention.v2
+    is_windowed_model = bool(getattr(attention, "sliding_window_pattern", None))  # Exaone 4
+    return not is_windowed_model and bool(getattr(attention, "is_local_attention", True))  # AFMoE
 
 
 def _layers_of(model: nn.Module, places: Mapping[int, int]) -> list[RadixAttention]:

@@ -52,7 +52,7 @@ def use_store(tree: KVEvictTree, config: KVEvictConfig, ctx: TreeCacheBuildConte
     fingerprint = None if dummy else model_fingerprint(ctx.model_config.model_path, ctx.model_config.revision)
     if fingerprint is None:
         raise UnsupportedSetupError([f"store is {config.store!r}: the model has no safetensors files to know it by"])
-    rotary = rotary_of(ctx.tp_worker.model_runner.model, ctx.model_config.context_len, tree.store.k_arena.device)
+    rotary = rotary_of(ctx.tp_worker.model_runner)
     identity = identity_of(config, ctx, tree, fingerprint, rotary)
     segments = SegmentStore(open_backend(config.store, config.store_bytes), identity)
     loading = None

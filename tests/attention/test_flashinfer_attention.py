@@ -12,7 +12,8 @@ import torch
 from helpers.fake_flashinfer import FakePagedWrapper
 from helpers.poison import poisoned_allocations
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
-from sgl_kvevict.attention.backend import CapturableAttention, _build_flashinfer
+from sgl_kvevict.attention import CapturableAttention
+from sgl_kvevict.attention.backend import _build_flashinfer
 from sgl_kvevict.attention.flashinfer.attention import _INDPTR_ATTRIBUTE, FlashInferAttention
 from sgl_kvevict.attention.flashinfer.lists import build_span_lists
 from sgl_kvevict.attention.triton.attention import TritonAttention

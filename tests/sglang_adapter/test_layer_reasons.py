@@ -11,10 +11,11 @@ from torch import nn
 
 from kvevict_kernels.device_limits import DeviceLimits
 from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import UNSCALED, KVGeometry, KVScales
 from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.sglang_adapter import refusals
-from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_sink_dtype, find_windows
+from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_rotary, find_sink_dtype, find_windows
 from sgl_kvevict.sglang_adapter.refusals import layer_reasons, policy_reasons, window_reasons
 
 PLACES = {0: 0, 1: 1, 2: 2}
@@ -72,6 +73,52 @@ def test_sink_logits_lie_beside_the_attention() -> None:
     elsewhere = nn.Module()
     elsewhere.sinks = layer.sinks
     assert find_sink_dtype(nn.Sequential(model(), elsewhere)) is None
+
+
+def table(value: float) -> nn.Module:
+    """A rotary embedding as SGLang's."""
+    module = nn.Module()
+    module.register_buffer("cos_sin_cache", torch.full((10, 8), value))
+    module.is_neox_style = True
+    return module
+
+
+def attention(layer: int, rotary: nn.Module | None, window: int = -1, **attributes: object) -> nn.Module:
+    module = nn.Module()
+    module.attention = RadixAttention(4, 16, 0.25, 2, layer_id=layer, sliding_window_size=window)
+    module.rotary_emb = rotary
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+def test_the_rotary_embedding_is_that_of_layers_without_a_window() -> None:
+    """Gemma 3 has another one for windows."""
+    ours, other = table(1.0), table(2.0)
+    found = find_rotary(nn.Sequential(attention(0, other, 7), attention(1, ours), attention(2, ours)), PLACES)
+    assert torch.equal(found.cos_sin, ours.cos_sin_cache) and found.is_neox
+    beside_the_layers = nn.Sequential(other, attention(0, None), attention(1, None))
+    assert torch.equal(find_rotary(beside_the_layers, PLACES).cos_sin, other.cos_sin_cache)
+    elsewhere = nn.Sequential(attention(0, ours), attention(5, other))  # no layer of the pool
+    assert torch.equal(find_rotary(elsewhere, PLACES).cos_sin, ours.cos_sin_cache)
+    with pytest.raises(UnsupportedSetupError, match="without a window; the model has 2"):
+        find_rotary(nn.Sequential(attention(0, ours), attention(1, other)), PLACES)
+    with pytest.raises(UnsupportedSetupError, match="without a window; the model has 0"):
+        find_rotary(model(), PLACES)
+
+
+@pytest.mark.parametrize(
+    "says", [{"force_rope": False}, {"apply_rope_all_layers": False}, {"v2": True}, {"sliding_window_pattern": "LG"}]
+)
+def test_nothing_is_turned_where_only_windows_have_positions(says: dict[str, object]) -> None:
+    rotary = table(1.0)
+    found = find_rotary(nn.Sequential(attention(0, rotary, 7, **says), attention(1, rotary, **says)), PLACES)
+    keys = torch.randn(3, 2, 16)
+    assert torch.equal(found.apply(keys, torch.tensor([1, 5, 9])), keys)
+    turned = {name: not value for name, value in says.items()}
+    assert find_rotary(nn.Sequential(attention(1, rotary, **turned)), PLACES).cos_sin.shape == (10, 8)
+    with pytest.raises(UnsupportedSetupError, match="the model has 1, and layers without any"):
+        find_rotary(nn.Sequential(attention(0, rotary, **says), attention(1, rotary, **turned)), PLACES)
 
 
 def test_what_windows_rule_out_is_named() -> None:

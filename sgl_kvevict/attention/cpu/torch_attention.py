@@ -72,7 +72,7 @@ class TorchAttention:
             self._decode_rows = ends[single] - 1
 
     def run(self, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Attend as planned; see :meth:`sgl_kvevict.attention.backend.Attention.run`."""
+        """Attend as planned; see :meth:`sgl_kvevict.attention.interface.Attention.run`."""
         shape = (self._num_new, self.geometry.num_qo_heads, self.geometry.head_dim)
         if tuple(q.shape) != shape:
             raise InvariantError(f"q: planned {list(shape)}, got {list(q.shape)}")

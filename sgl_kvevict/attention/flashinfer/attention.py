@@ -114,14 +114,14 @@ class FlashInferAttention:
         self._spans = _PlannedSpans(None, None)
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Prepare the layers of one forward; see :meth:`sgl_kvevict.attention.backend.Attention.plan`."""
+        """Prepare the layers of one forward; see :meth:`sgl_kvevict.attention.interface.Attention.plan`."""
         self._num_new = sum(batch.new_lens)
         self._spans = self._recent.get(batch.key, lambda: self._plan_spans(batch))
         self._suffix_wrappers.append(self._suffix_wrappers.pop(0))
         plan_suffixes(self._suffix_wrappers[-1], build_suffix_lists(batch), self.geometry, self.k_arena.dtype)
 
     def run(self, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Attend as planned; see :meth:`sgl_kvevict.attention.backend.Attention.run`."""
+        """Attend as planned; see :meth:`sgl_kvevict.attention.interface.Attention.run`."""
         geometry = self.geometry
         shape = (self._num_new, geometry.num_qo_heads, geometry.head_dim)
         if tuple(q.shape) != shape:

@@ -44,7 +44,7 @@ class TritonAttention:
     What concerns spans is laid out on the device when requests come or go or their paths change; a step copies no
     lists, reads nothing back and launches one kernel that counts the suffixes' work.
 
-    A CUDA graph may record decode steps (:class:`sgl_kvevict.attention.backend.CapturableAttention`).
+    A CUDA graph may record decode steps (:class:`sgl_kvevict.attention.interface.CapturableAttention`).
 
     Long prefills that read no span go to FlashInfer where it is given.
 
@@ -95,7 +95,7 @@ class TritonAttention:
         self._captured_addresses = torch.empty(NUM_ADDRESSES, dtype=torch.int64, device=k_arena.device)
 
     def warm_up(self, sink_dtype: torch.dtype | None = None) -> None:
-        """Launch kernels; see :meth:`sgl_kvevict.attention.backend.CapturableAttention.warm_up`.
+        """Launch kernels; see :meth:`sgl_kvevict.attention.interface.CapturableAttention.warm_up`.
 
         Reads token slot 0 and row 0 of a table of its own, and writes to memory of its own.
         """
@@ -142,7 +142,7 @@ class TritonAttention:
         self.start_step(seq_lens, batch.req_pool_indices, batch.req_to_token)
 
     def start_step(self, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor) -> None:
-        """Take lengths; see :meth:`sgl_kvevict.attention.backend.CapturableAttention.start_step`."""
+        """Take lengths; see :meth:`sgl_kvevict.attention.interface.CapturableAttention.start_step`."""
         planned = self._planned
         if planned is None:
             raise InvariantError("a step was started before a batch was planned")
@@ -157,13 +157,13 @@ class TritonAttention:
         )
 
     def start_capture(self, num_requests: int) -> None:
-        """Lay out; see :meth:`sgl_kvevict.attention.backend.CapturableAttention.start_capture`."""
+        """Lay out; see :meth:`sgl_kvevict.attention.interface.CapturableAttention.start_capture`."""
         ones = (1,) * num_requests
         addresses = self._build(((),) * num_requests, ones, ones).addresses
         self._planned = _PlannedBatch(addresses.captured_at(self._captured_addresses))
 
     def follow(self, batch: AttentionBatch, num_requests: int) -> None:
-        """Swap the tables; see :meth:`sgl_kvevict.attention.backend.CapturableAttention.follow`."""
+        """Swap the tables; see :meth:`sgl_kvevict.attention.interface.CapturableAttention.follow`."""
         if batch.extend_lens is not None or len(batch.paths) > num_requests:
             raise InvariantError(f"{num_requests} decode rows were captured, got {batch.new_lens} new tokens")
         padding = num_requests - len(batch.paths)
@@ -172,7 +172,7 @@ class TritonAttention:
         self._captured_addresses.copy_(planned.addresses.on_device)
 
     def run(self, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Attend as planned; see :meth:`sgl_kvevict.attention.backend.Attention.run`."""
+        """Attend as planned; see :meth:`sgl_kvevict.attention.interface.Attention.run`."""
         planned = self._planned
         num_new = 0 if planned is None else planned.addresses.tables.num_new
         shape = (num_new, self.geometry.num_qo_heads, self.geometry.head_dim)
