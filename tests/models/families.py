@@ -86,7 +86,7 @@ FAMILIES = (
         "gpt_oss",
         _GPT_OSS,
         in_stock=False,
-        note="sink logits; sliding windows on a KV pool of their own, which nothing takes from",
+        note="sink logits; sliding windows on a KV pool of their own, which is not compressed",
     ),
     Family(
         "gpt-oss, on one pool",
@@ -202,6 +202,7 @@ different widths, and models all of whose layers have a sliding window and share
 
 With a pool of their own for layers with a window, and with recurrent layers, these are refused too: `store`, and
 policies that merge tokens into earlier ones (`d2o` with `direction: any`); with recurrent layers also `decode_block`.
+With windows on one pool (Gemma 3, Olmo 3, Exaone 4): policies that merge, `fit` and `decode_block`.
 """
 
 
