@@ -22,7 +22,7 @@ from serving_bench.streams import decode_figures, stream_all
 from serving_bench.texts import document, question
 
 from sgl_kvevict.launcher import RunningServer
-from sgl_kvevict.measure import flush
+from sgl_kvevict.measure import alone, flush, wait_until_scored
 
 POOL_SLOTS = 10_000
 BUDGETS = (1.0,)
@@ -121,7 +121,9 @@ def main() -> None:
             flush_all(fleet)
             for name, server in fleet.items():
                 for repetition in range(1, options.repeats + 1):
-                    for cost, ms in profile(server, workload, options.model, repetition).items():
+                    with alone(server, fleet.values()):
+                        found = profile(server, workload, options.model, repetition)
+                    for cost, ms in found.items():
                         recorder.add(f"{workload.name}: {cost}", name, repetition, {"ms": ms})
             for cost, seconds in floors(workload, model, machine, budget=0.2).items():
                 recorder.add(f"{workload.name}: {cost}", FLOOR, 1, {"ms": 1e3 * seconds})
@@ -134,6 +136,7 @@ def profile(server: RunningServer, workload: Workload, model: Path, repetition: 
     if not workload.is_prefill:
         stream_all(server.url, [prefix], 1)
         stream_all(server.url, [prefix + question(model, 0)], 2)
+        wait_until_scored(server)
 
     def run(first_question: int) -> float:
         """Milliseconds of a step."""
