@@ -61,6 +61,8 @@ class ReaderObservation:
         self.k_arena = k_arena
         self.products = products
         self.readings: list[EntryReadings] = []
+        self._geometry = geometry
+        self._num_slots = 0  # of segments whose entries are observed; how many entries they have differs by rank
         for segment in segments:
             self._observe_entries(segment, segment.positions.new_zeros(segment.num_entries, dtype=torch.float32))
         self.start = start
@@ -68,17 +70,15 @@ class ReaderObservation:
         self.reach = reach
         self.num_readers = 0
         self.has_failed = False
-        self._geometry = geometry
         self._counted: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         self._squares: Tensor | None = None
         self._sm_scales = [0.0] * geometry.num_layers
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes once something was recorded."""
-        entries = sum(readings.squares.nbytes for readings in self.readings)
+        """Memory that it takes once something was recorded; the same on all tensor-parallel ranks."""
         products = 0 if self.products is None else self.products.num_bytes
-        return 4 * self._geometry.num_runs * (self.end - self.start) + entries + products
+        return 4 * self._geometry.num_runs * (self.end - self.start + self._num_slots) + products
 
     def k_scale(self, layer: int) -> float:
         """What a stored 1 of a layer's keys is worth."""
@@ -92,9 +92,10 @@ class ReaderObservation:
         """The first tokens of the range were compressed: what was seen of them goes on with the segment's entries.
 
         Does nothing where the segment does not begin as the range does, or ends behind it: then nobody knows
-        what its last entries would have been paid. Nor with a reach, which asks for the tokens around each one.
+        what its last entries would have been paid. Nor with a reach, which asks for the tokens around each one; nor
+        where the segment's entries have no worth, because it never shrinks.
         """
-        if self.reach or segment.start != self.start or segment.end > self.end:
+        if self.reach or segment.start != self.start or segment.end > self.end or segment.worth is None:
             return
         num_tokens = segment.end - segment.start
         if self._squares is None:
@@ -129,12 +130,13 @@ class ReaderObservation:
 
         Args:
             reader: the request itself; names are for clients to choose.
-            query_start: logical position of the chunk's first token, at or after ``end``.
+            query_start: logical position of the chunk's first token. Before ``end`` it is no reader's question, but the
+                range itself, which is computed again because it is not cached any more; that does not count.
             query_end: logical position after its last one.
             token_slots: [end - start], int64, slots of the range.
             segments: those that the reader reads; those that are observed among them count.
         """
-        counted = self._counted.get(reader, query_start)
+        counted = max(self._counted.get(reader, query_start), self.end)
         self._counted[reader] = max(counted, query_end)
         num_counted = min(max(counted - query_start, 0), query_end - query_start)
         observed = tuple(segment for segment in segments if self.observes(segment))
@@ -189,6 +191,7 @@ class ReaderObservation:
     def _observe_entries(self, segment: Segment, squares: Tensor) -> None:
         segment.readings = EntryReadings(squares)
         self.readings.append(segment.readings)
+        self._num_slots += segment.num_slots
 
     def _spread(self, squares: Tensor, part: slice) -> Tensor:
         """Average around the tokens of a part of the range."""

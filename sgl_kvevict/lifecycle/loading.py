@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
+
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle.listener import LOAD_ERROR, LOAD_LATE, CacheListener
 from sgl_kvevict.lifecycle.nodes import Reader, length_of
@@ -245,11 +247,17 @@ def _goes_on(prompt: Prompt, record: SegmentRecord) -> bool:
 def _signature(waiting: Waiting) -> int:
     """A number that is the same on ranks that fetched their parts of the same prefix."""
     assert waiting.fetch is not None
-    shapes = [
+    parts = [
         (
-            *(record.start, record.end, record.splittable, record.is_read, record.worth is None),
-            0 if record.tail_tokens is None else record.tail_tokens.numel(),
+            *(record.start, record.end, record.splittable, record.is_read),
+            *(each is None for each in (record.worth, record.biases, record.policy_state)),
+            *(_sum_of(record.tokens), _sum_of(record.tail_tokens)),
         )
         for record in waiting.fetch.records
     ]
-    return zlib.crc32(repr(shapes).encode())
+    return zlib.crc32(repr(parts).encode())
+
+
+def _sum_of(tokens: Tensor | None) -> int:
+    """Checksum of tokens; of the same length is not the same text."""
+    return 0 if tokens is None else zlib.crc32(tokens.numpy().tobytes())

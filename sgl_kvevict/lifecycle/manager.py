@@ -328,7 +328,7 @@ class PrefixManager:
             seen = self.scoring.observation_of(reader)
         elif self.votes is not None:
             seen = self.votes.observation(path, start)
-        if seen is not None and waterline <= seen.start:  # else it was compressed since, because slots were short
+        if seen is not None and end > seen.end and waterline <= seen.start:  # else it is computed again, or compressed
             segments = {self.spans[above].segment: None for above in path if above in self.spans}
             return [seen.begin_chunk(reader, start, end, self._tree.row(reader, seen.start, seen.end), tuple(segments))]
         return [observation] if observation.records else []

@@ -241,14 +241,14 @@ class Ranges:
     def _groups(self, nodes: list[Node]) -> list[list[Node]]:
         """Consecutive nodes of which each group becomes one segment.
 
-        All of them, if segments can be split. Otherwise a group ends where other prompts branch off: they go on
-        reading what comes before.
+        All of them, if segments can be split. Otherwise a group ends where other prompts branch off, or somebody's
+        path ends who reads now: they go on reading what comes before.
         """
         if self._compressor.splittable:
             return [nodes]
         groups = [nodes[:1]]
         for above, node in pairwise(nodes):
-            if len(above.children) > 1:
+            if len(above.children) > 1 or self._tree.num_locks(above) != self._tree.num_locks(node):
                 groups.append([])
             groups[-1].append(node)
         return groups

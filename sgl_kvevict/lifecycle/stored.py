@@ -212,6 +212,8 @@ class Adoption:
         if not self._fits(record, there):
             return False
         ordinary = [node for node in there if node not in self._spans]
+        if not record.splittable and not self._is_whole(ordinary):
+            return False
         readers = self._readers.movable(ordinary[0]) if ordinary else []
         if readers is None:
             return False
@@ -222,6 +224,17 @@ class Adoption:
         nodes = [node for node in path_to(last) if node not in self._spans]
         self._ranges.adopt(nodes, self._segment(record, slots), freed, readers)
         return True
+
+    def _is_whole(self, nodes: Sequence[Node]) -> bool:
+        """Whether all who find consecutive nodes, the last of a path, find all of them: nobody ends there or goes on.
+
+        Who reads one of them now would read the beginning of what cannot be cut.
+        """
+        below = [*nodes[1:], None]
+        return all(
+            self._tree.num_locks(node) == 0 and all(child is next_node for child in node.children.values())
+            for node, next_node in zip(nodes, below[: len(nodes)], strict=True)
+        )
 
     def _fits(self, record: SegmentRecord, there: Sequence[Node]) -> bool:
         """Whether a segment goes on beyond what the tree has of its path, from where that is compressed."""

@@ -14,6 +14,9 @@ from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import UNSCALED, KVGeometry, KVScales
 from sgl_kvevict.policies.output_gram import output_gram
 
+PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of weights that stand for themselves; float8 has scales beside it."""
+
 
 def find_rotary(model: nn.Module, places: Mapping[int, int]) -> Rotary:
     """Return the one rotary embedding that the layers without a window share.
@@ -128,8 +131,9 @@ def find_output_grams(model: nn.Module, geometry: KVGeometry, places: Mapping[in
         outputs = [child for child in children if isinstance(child, RowParallelLinear)]
         if len(layers) != 1 or layers[0].layer_id not in places:
             continue
-        if len(outputs) == 1 and outputs[0].weight.is_floating_point():
-            gram = output_gram(outputs[0].weight, geometry.num_kv_heads, geometry.head_dim)
+        weight = getattr(outputs[0], "weight", None) if len(outputs) == 1 else None
+        if isinstance(weight, Tensor) and weight.dtype in PLAIN_DTYPES:
+            gram = output_gram(weight, geometry.num_kv_heads, geometry.head_dim)
             grams[places[layers[0].layer_id]] = gram
     if len(grams) != geometry.num_layers:
         raise UnsupportedSetupError(

@@ -49,10 +49,15 @@ class Backend(Protocol):
         """Remove what is under a name; False: there was nothing."""
 
     def list(self, prefix: str = "") -> Iterator[Item]:
-        """What is stored under names that begin with whole parts, in no particular order."""
+        """What is stored under names that begin with whole parts, in no particular order; others' files are not."""
 
     def update(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
         """Replace what is under a name by what ``change`` makes of it; ``change`` may be called more than once."""
+
+
+def is_name(name: str) -> bool:
+    """Whether something can be stored under a name. What else lies in a place is somebody else's."""
+    return _NAME.fullmatch(name) is not None
 
 
 def check_name(name: str) -> str:
@@ -61,6 +66,6 @@ def check_name(name: str) -> str:
     Raises:
         ValueError: it might.
     """
-    if _NAME.fullmatch(name) is None:
+    if not is_name(name):
         raise ValueError(f"not a name of a stored item: {name!r}")
     return name

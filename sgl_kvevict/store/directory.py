@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sgl_kvevict.errors import StoreError
-from sgl_kvevict.store.backend import Item, check_name
+from sgl_kvevict.store.backend import Item, check_name, is_name
 
 SCRATCH = ".scratch"
 LOCK = ".lock"
@@ -93,13 +93,13 @@ class DirectoryBackend:
         with self._errors("read"):
             self._require_folder()
             for path in folder.rglob("*"):
-                relative = path.relative_to(self._folder)
-                if relative.parts[0] in (SCRATCH, LOCK):
+                name = path.relative_to(self._folder).as_posix()
+                if not is_name(name):  # scratch, the lock, or not ours
                     continue
                 with suppress(FileNotFoundError):  # removed by somebody since
                     if path.is_file():
                         status = path.stat()
-                        yield Item(relative.as_posix(), status.st_size, status.st_mtime)
+                        yield Item(name, status.st_size, status.st_mtime)
 
     def update(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
         """See :meth:`Backend.update`; one process at a time."""

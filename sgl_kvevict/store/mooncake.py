@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sgl_kvevict.errors import ConfigError, StoreError, shown
-from sgl_kvevict.store.backend import Item, check_name
+from sgl_kvevict.store.backend import Item, check_name, is_name
 
 TRIES = 4
 TRY_AGAIN_S = 0.02
@@ -105,9 +105,10 @@ class MooncakeBackend:
         except (OSError, ValueError) as error:
             raise StoreError(f"store {self.url!r} cannot be read: {address}: {error}") from error
         for key in keys:
-            size = store.get_size(key) if key.startswith(within) else -1
+            name = key[len(self._name) + 1 :]
+            size = store.get_size(key) if key.startswith(within) and is_name(name) else -1
             if size >= 0:  # removed since, otherwise
-                yield Item(key[len(self._name) + 1 :], size, time.time())
+                yield Item(name, size, time.time())
 
     def update(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
         """See :meth:`Backend.update`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from threading import Lock
@@ -201,7 +202,8 @@ class ReadAhead:
                 record = self._store.get(key)
             except CorruptSegmentError as error:
                 fetch.errors.append(f"{key}: {error}")
-                self._store.delete(key)
+                with suppress(StoreError):  # a store that can only be read
+                    self._store.delete(key)
                 return None
             if record is not None:
                 self._recent[key] = record

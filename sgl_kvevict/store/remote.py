@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from sgl_kvevict.errors import ConfigError, StoreError
-from sgl_kvevict.store.backend import Item, check_name
+from sgl_kvevict.store.backend import Item, check_name, is_name
 
 UPDATE_TRIES = 3
 
@@ -84,7 +84,8 @@ class RemoteBackend:
             )
         for path, info in found.items():
             name = path[len(self._root) :].lstrip("/")
-            yield Item(name, int(info.get("size") or 0), _time_of(info))
+            if is_name(name):
+                yield Item(name, int(info.get("size") or 0), _time_of(info))
 
     def update(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
         """See :meth:`Backend.update`."""

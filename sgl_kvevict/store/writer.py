@@ -41,7 +41,7 @@ class WriteBehind:
 
     Args:
         store: where they go.
-        max_bytes: of keys and values that may wait.
+        max_bytes: of keys and values that may wait; a single segment may be larger.
 
     Attributes:
         num_dropped: segments that were not taken because too many waited.
@@ -64,7 +64,8 @@ class WriteBehind:
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether a segment of that size would be taken now; if not, it counts as dropped."""
-        if self._workers.is_full or self._num_bytes + num_bytes > self._max_bytes:
+        waiting = self._num_bytes
+        if self._workers.is_full or (waiting and waiting + num_bytes > self._max_bytes):
             self.num_dropped += 1
             return False
         return True

@@ -133,7 +133,7 @@ def paid(where: Tensor, *readers: Reader) -> Tensor:
 def test_entries_of_a_segment_are_read() -> None:
     store, span, where = compressed(END - START)
     observation = ReaderObservation(GEOMETRY, END, END, segments=[span.segment], k_arena=store.k_arena)
-    assert observation.num_bytes == 4 * len(where)
+    assert observation.num_bytes == 4 * 6 * span.segment.num_slots
     first, second = Reader(1, 9), Reader(2, 5)
     forward(observation, (first, 0, 4), segments=(span.segment,))
     forward(observation, (first, 2, 9), (second, 0, 5), segments=(span.segment,))
@@ -166,3 +166,31 @@ def test_what_was_not_seen_whole_is_not_handed_over() -> None:
         observation = ReaderObservation(GEOMETRY, start, end, reach, k_arena=store.k_arena)
         observation.hand_over(span.segment)
         assert observation.start == start and not observation.observes(span.segment)
+
+
+def test_a_range_that_is_computed_again_reads_itself_to_nobodys_account() -> None:
+    """It is not cached any more; the chunk in which it ends goes on with a reader's questions."""
+    observation = ReaderObservation(GEOMETRY, START, END)
+    reader = Reader(1, 9)
+    before = [normal(77, 6, 6, 16), normal(78, 6, 6)]
+    chunk = observation.begin_chunk(reader, END - 6, END + 4, SLOTS)
+    for layer in range(2):
+        queries = torch.cat([before[0], reader.queries[layer][:4]])
+        chunk.record(layer, queries, torch.cat([before[1], reader.lse[layer][:4]]), KEYS[layer], 0.25)
+    forward(observation, (reader, 4, 9))
+    assert_saw(observation, reader)
+
+
+def test_what_never_shrinks_is_not_read_further() -> None:
+    store, span, _ = compressed(13)
+    span.segment.worth = None
+    observation = ReaderObservation(GEOMETRY, START, END, k_arena=store.k_arena)
+    observation.hand_over(span.segment)
+    assert observation.start == START and not observation.observes(span.segment)
+
+
+def test_memory_is_counted_in_what_all_ranks_have_alike() -> None:
+    """Slots of a segment, not its entries: a repack leaves as many slots and other numbers of entries."""
+    store, span, _ = compressed(13)
+    observation = ReaderObservation(GEOMETRY, START + 13, END, segments=(span.segment,), k_arena=store.k_arena)
+    assert observation.num_bytes == 4 * 6 * (END - START - 13 + span.segment.num_slots)

@@ -76,6 +76,28 @@ def test_what_one_rank_lacks_no_rank_loads(tmp_path):
     assert asked.found[0] == 0 and asked.totals.loaded == 0
 
 
+def test_ranks_that_fetched_other_prefixes_of_one_length_load_neither(tmp_path):
+    """Each lacks its part of another document; both documents begin alike."""
+    shared = DOCUMENTS[0][:50]
+    texts = [[*shared, *[step] * 20] for step in (3, 5)]
+    for text in texts:
+        on_two_ranks(lambda rank, group, text=text: server_of(rank, group, tmp_path).serve(text))
+
+    def run(rank, group):
+        server = server_of(rank, group, tmp_path)
+        (lost,) = [
+            stored.key
+            for stored in server.segments.list()
+            if int(server.segments.get(stored.key).tokens[-1]) == (3, 5)[rank]
+        ]
+        server.segments.delete(lost)
+        found = [server.serve([*start, 9]) for start in ([*shared, *[9] * 9], *(text[:66] for text in texts))]
+        return found, server.loading.totals.loaded, rank_states(server.harness.tree)
+
+    ours, theirs = on_two_ranks(run)
+    assert ours == theirs and ours[0][0] == 0 and ours[1] == 0 and ours[2][0] == ours[2][1]
+
+
 def test_when_one_rank_has_waited_too_long_no_rank_loads(tmp_path):
     fill(tmp_path)
 

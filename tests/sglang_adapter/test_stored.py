@@ -92,6 +92,32 @@ def test_uncompressed_nodes_give_way_under_their_readers():
     assert_found(harness, [*DOCUMENT[:56], 10], 56)
 
 
+@pytest.mark.parametrize("who", ["a branch", "a reader", "nobody"])
+def test_what_cannot_be_cut_takes_no_place_where_others_would_read_its_beginning(who):
+    """A prompt that goes on elsewhere, or a request that generates behind the shorter prompt."""
+    (record,) = stored([DOCUMENT], policy=PseudoRandomPolicy(splittable=False))
+    config = KVEvictConfig(budget=0.3, tail_tokens=4, min_prefix_tokens=50)
+    harness = Harness(num_slots=240, config=config, policy=PseudoRandomPolicy(splittable=False))
+    if who == "a branch":
+        for other in (9, 8):
+            harness.finish(harness.run([*DOCUMENT[:20], *[other] * 5]))
+    reader = harness.run(DOCUMENT[:20])
+    if who != "a reader":
+        harness.finish(reader)
+    free = harness.allocator.available_size()
+    assert adoption(harness).adopt(record, None, None) == (56 if who == "nobody" else 0)
+    harness.check()
+    if who == "nobody":
+        assert_found(harness, [*DOCUMENT[:56], 10], 56)
+        return
+    assert harness.allocator.available_size() == free and spans(harness) == []
+    if who == "a branch":
+        assert_found(harness, [*DOCUMENT[:20], *[9] * 5, 10], 25)
+    else:
+        harness.decode(reader)
+        harness.finish(reader)
+
+
 def test_who_reads_exactly_is_left_alone():
     (record,) = stored([DOCUMENT])
     harness = Harness(num_slots=240, config=KVEvictConfig(budget=0.3, tail_tokens=4, min_prefix_tokens=50))

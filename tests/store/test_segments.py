@@ -200,6 +200,18 @@ def test_a_folder_that_is_too_large_loses_what_was_used_longest_ago(tmp_path):
         backend.put("b", bytes(10_001))
 
 
+def test_files_of_others_in_the_folder_are_left_alone(tmp_path):
+    backend = DirectoryBackend(tmp_path, max_bytes=1000)
+    for name in ("README.md", ".nfs0001", "a/.DS_Store"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(900))
+        os.utime(tmp_path / name, (1, 1))
+    for name in "bcd":
+        backend.put(name, bytes(400))
+    assert {item.name for item in backend.list()} == {"c", "d"}
+    assert (tmp_path / "README.md").exists() and (tmp_path / "a" / ".DS_Store").exists()
+
+
 def test_half_written_files_are_never_seen_and_go_away(tmp_path):
     backend = DirectoryBackend(tmp_path, max_bytes=1000)
     for name, age_s in (("dead", 7200), ("alive", 0)):
