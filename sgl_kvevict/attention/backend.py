@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.span_attention import reason_not_to_run
-from sgl_kvevict.attention.interface import Attention
+from sgl_kvevict.attention.interface import Attention, CapturableAttention
 from sgl_kvevict.attention.refusals import NO_BIASES, cpu_reasons, flashinfer_reasons, triton_reasons
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
@@ -117,7 +117,7 @@ def _build_torch(
 
 def _build_triton(
     geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None, biases: Tensor | None
-) -> Attention:
+) -> CapturableAttention:
     from sgl_kvevict.attention.flashinfer.prefill import find_plain_prefill
     from sgl_kvevict.attention.triton.attention import TritonAttention
 
@@ -136,12 +136,13 @@ def _build_flashinfer(
     from sgl_kvevict.attention.by_window import ByWindow
     from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
 
-    if not geometry.full_layers:
-        return _build_triton(geometry, k_arena, v_arena, q_dtype, biases)
-    full = FlashInferAttention(replace(geometry, windows=()), k_arena, v_arena)
     if not geometry.has_windows:
-        return full
-    return ByWindow(full, _build_triton(geometry, k_arena, v_arena, q_dtype, biases))
+        return FlashInferAttention(geometry, k_arena, v_arena)
+    windowed = _build_triton(geometry, k_arena, v_arena, q_dtype, biases)
+    if not geometry.full_layers:
+        return windowed
+    full = FlashInferAttention(replace(geometry, windows=()), k_arena, v_arena)
+    return ByWindow(full, windowed)
 
 
 _BUILDERS: dict[str, Callable[[KVGeometry, Tensor, Tensor, torch.dtype | None, Tensor | None], Attention]] = {

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from sgl_kvevict.attention.batch import AttentionBatch
-from sgl_kvevict.attention.interface import Attention
+from sgl_kvevict.attention.interface import Attention, CapturableAttention
 from sgl_kvevict.geometry import KVGeometry
 
 
@@ -23,10 +24,14 @@ class ByWindow:
         geometry: of all layers.
     """
 
-    def __init__(self, full: Attention, windowed: Attention) -> None:
+    def __init__(self, full: Attention, windowed: CapturableAttention) -> None:
         self.geometry: KVGeometry = windowed.geometry
         self._full = full
         self._windowed = windowed
+
+    def warm_up(self, sink_dtype: torch.dtype | None = None) -> None:
+        """Launch the kernels of layers with a window; see :meth:`CapturableAttention.warm_up`."""
+        self._windowed.warm_up(sink_dtype)
 
     def plan(self, batch: AttentionBatch) -> None:
         """Prepare the layers of one forward; see :meth:`Attention.plan`."""

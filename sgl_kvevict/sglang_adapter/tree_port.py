@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.cache_action import FreeComponentDeviceSlot
 
 from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.guard import accounting
 from sgl_kvevict.lifecycle.nodes import path_to, tokens_of
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.span_component import FULL
@@ -107,6 +108,7 @@ class UnifiedTreePort:
             return 0
         return len(reader.origin_input_ids) + len(reader.output_ids)
 
+    @accounting()
     def keep(self, reader: Req, end: int) -> UnifiedTreeNode | None:
         """Checkpoint what a request generated, as SGLang does with chunks of a prompt."""
         reader.refresh_fill_ids()

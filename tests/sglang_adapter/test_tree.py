@@ -280,16 +280,15 @@ class TestUnsplittable:
         harness.finish(reader)
         assert spans(harness) == [(0, 56)]
 
-
-def test_who_reads_the_beginning_goes_on_reading_all_of_it(self):
-    """A request generates behind a prompt that another one goes on from: its part is a segment of its own."""
-    config = KVEvictConfig(budget=0.3, tail_tokens=4, min_prefix_tokens=50)
-    harness = Harness(num_slots=240, config=config, policy=PseudoRandomPolicy(splittable=False))
-    reader = harness.run(DOCUMENT[:20])
-    harness.finish(harness.run(DOCUMENT))
-    assert spans(harness) == [(0, 20), (20, 56)]
-    owned = {span.segment for span in harness.tree.spans.values()}
-    assert sorted((segment.start, segment.end) for segment in owned) == [(0, 20), (20, 56)]
-    harness.decode(reader)
-    harness.finish(reader)
-    harness.check()
+    def test_who_reads_the_beginning_goes_on_reading_all_of_it(self):
+        """A request generates behind a prompt that another one goes on from: its part is a segment of its own."""
+        config = KVEvictConfig(budget=0.3, tail_tokens=4, min_prefix_tokens=50)
+        harness = Harness(num_slots=240, config=config, policy=PseudoRandomPolicy(splittable=False))
+        reader = harness.run(DOCUMENT[:20])
+        harness.finish(harness.run(DOCUMENT))
+        assert spans(harness) == [(0, 20), (20, 56)]
+        owned = {span.segment for span in harness.tree.spans.values()}
+        assert sorted((segment.start, segment.end) for segment in owned) == [(0, 20), (20, 56)]
+        harness.decode(reader)
+        harness.finish(reader)
+        harness.check()
