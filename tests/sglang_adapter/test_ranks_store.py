@@ -78,10 +78,16 @@ def test_what_one_rank_lacks_no_rank_loads(tmp_path):
 
 def test_ranks_that_fetched_other_prefixes_of_one_length_load_neither(tmp_path):
     """Each lacks its part of another document; both documents begin alike."""
-    shared = DOCUMENTS[0][:50]
-    texts = [[*shared, *[step] * 20] for step in (3, 5)]
+    shared = DOCUMENTS[0][:65]
+    texts = [[*shared, *[step] * 5] for step in (3, 5)]
+
+    def write(rank, group, text):
+        server = server_of(rank, group, tmp_path)
+        server.harness.finish(server.harness.run(text))
+        assert server.writer.drain(10)
+
     for text in texts:
-        on_two_ranks(lambda rank, group, text=text: server_of(rank, group, tmp_path).serve(text))
+        on_two_ranks(lambda rank, group, text=text: write(rank, group, text))
 
     def run(rank, group):
         server = server_of(rank, group, tmp_path)
@@ -91,7 +97,7 @@ def test_ranks_that_fetched_other_prefixes_of_one_length_load_neither(tmp_path):
             if int(server.segments.get(stored.key).tokens[-1]) == (3, 5)[rank]
         ]
         server.segments.delete(lost)
-        found = [server.serve([*start, 9]) for start in ([*shared, *[9] * 9], *(text[:66] for text in texts))]
+        found = [server.serve([*start, 9]) for start in ([*shared, *[9] * 20], *(text[:66] for text in texts))]
         return found, server.loading.totals.loaded, rank_states(server.harness.tree)
 
     ours, theirs = on_two_ranks(run)
