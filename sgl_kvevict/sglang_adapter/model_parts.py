@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from sglang.srt.layers.linear import RowParallelLinear
@@ -31,9 +32,10 @@ def find_rotary(model: nn.Module, places: Mapping[int, int]) -> Rotary:
         UnsupportedSetupError: the model has none, or such layers with different ones.
     """
     parts = [module for module in model.modules() if any(_is_full(child, places) for child in module.children())]
-    tables = {table.cos_sin_cache.data_ptr(): table for part in parts for table in part.children() if _is_rotary(table)}
-    if not tables:  # not beside the attention of each layer
-        tables = {table.cos_sin_cache.data_ptr(): table for table in model.modules() if _is_rotary(table)}
+    found: list[Any] = [child for part in parts for child in part.children() if _is_rotary(child)]
+    if not found:  # not beside the attention of each layer
+        found = [module for module in model.modules() if _is_rotary(module)]
+    tables = {table.cos_sin_cache.data_ptr(): table for table in found}
     turned = {_turns_keys(part) for part in parts}
     if len(tables) != 1 or len(turned) > 1:
         raise UnsupportedSetupError(
