@@ -133,17 +133,19 @@ class Generations:
         path = path_to(last)
         if (waterline := self._spans.waterline(path)) > suffix.compressed_end:  # another request generated the same
             suffix.begin(max(waterline, suffix.end))
-        elif is_due and self._readers.movable(self._first_to_change(path, suffix)) is not None:
+        elif is_due and self._would_follow(path, suffix):
             self._compress(reader, suffix, end)
         if self._compressor.is_full(suffix):
             self._compressor.count(suffix, self._tree.row(reader, suffix.compressed_end, suffix.end))
 
-    def _first_to_change(self, path: Sequence[Node], suffix: Suffix) -> Node:
-        """Topmost node of a path whose slots would change."""
-        for node in path:
-            if node not in self._spans or self._spans[node].segment is suffix.segment:
-                return node
-        return path[-1]
+    def _would_follow(self, path: Sequence[Node], suffix: Suffix) -> bool:
+        """Whether all would follow who read the topmost node of a path whose slots would change.
+
+        The path is empty for a prompt so short that nothing of it is cached.
+        """
+        changing = (node for node in path if node not in self._spans or self._spans[node].segment is suffix.segment)
+        first = next(changing, path[-1] if path else None)
+        return first is None or self._readers.movable(first) is not None
 
     def _compress(self, reader: Reader, suffix: Suffix, end: int) -> None:
         """Put what a request has generated into the tree, and compress it there."""

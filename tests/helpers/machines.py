@@ -129,6 +129,7 @@ class CacheMachine(RuleBasedStateMachine):
     def conserved(self):
         CacheMachine.num_operations += 1
         self.harness.check()
+        assert not any(self.harness.tree.guard.errors.values())
 
     def teardown(self):
         for req in list(self.harness.live):

@@ -166,9 +166,12 @@ TWO_RANKS = ENV | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 @pytest.mark.parametrize("config", [EVERYTHING, DEFAULT], ids=["everything", "default"])
-@pytest.mark.parametrize("name", ["Gemma 3", "gpt-oss"])
+@pytest.mark.parametrize("name", ["gpt-oss", "gpt-oss, on one pool"])
 def test_windows_on_two_ranks(name, config, tmp_path):
-    """Windows on one pool and on a pool of their own: each rank has half of the heads and decides as the other."""
+    """Windows on a pool of their own and on one pool: each rank has half of the heads and decides as the other.
+
+    Not Gemma 3 and Olmo 3: with two ranks on a CPU, stock SGLang 0.5.23 itself gives other tokens than one.
+    """
     family = next(family for family in FAMILIES if family.name == name)
     family = replace(family, flags=(*family.flags, "--tp-size", "2"))
     model = save(family, tmp_path / "model")

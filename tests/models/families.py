@@ -155,7 +155,8 @@ Written by `python tests/models/families.py` from the list that `make test-model
 each family, in real servers. *Served* means: at budget 1.0, read from spans, it gives the greedy tokens and (to 0.002)
 log-probabilities of stock SGLang, or of transformers where stock has no CPU attention for it, in float32; and with the
 default configuration its prefixes are compressed. Llama, Mistral, Gemma 3 and gpt-oss are compared in bfloat16, too;
-Gemma 3 and gpt-oss with two tensor-parallel ranks.
+gpt-oss, on one pool and on two, with two tensor-parallel ranks (Gemma 3 and Olmo 3 not: with two ranks on a CPU stock
+SGLang itself answers otherwise than with one).
 *Refused* means: the server stops at start and says why.
 
 What decides is a model's attention, not its name: causal multi-head or grouped-query attention over everything before

@@ -25,7 +25,7 @@ def server_args(tmp_path_factory):
     publish_server_args(tmp_path_factory.mktemp("model"))
 
 
-def make(policy="h2o", budget=0.25, num_slots=400, block=BLOCK, **fields):
+def make(policy="h2o", budget=0.25, num_slots=400, block=BLOCK, cache_grid=1, **fields):
     config = KVEvictConfig(
         policy=policy,
         budget=budget,
@@ -36,7 +36,8 @@ def make(policy="h2o", budget=0.25, num_slots=400, block=BLOCK, **fields):
         policy_options={"window_size": 4} if policy == "snapkv" else {},
         **fields,
     )
-    return Harness(num_slots=num_slots, config=config, policy=build_policy(policy, config.policy_options))
+    policy = build_policy(policy, config.policy_options)
+    return Harness(num_slots=num_slots, config=config, policy=policy, cache_grid=cache_grid)
 
 
 def start(harness, tokens=PROMPT, max_new_tokens=10_000, **options):
@@ -208,6 +209,16 @@ def test_short_prompts_are_kept_whole():
     generate(harness, req, 40)
     spans = sorted((span.start, span.end, span.segment.num_slots) for span in harness.tree.spans.values())
     assert spans[0] == (0, 3, 3)
+    harness.finish(req)
+
+
+def test_a_prompt_of_which_nothing_is_cached():
+    """It ends before the first place where the tree may hold it; what follows is compressed all the same."""
+    harness = make(cache_grid=4)
+    req = start(harness, [3])
+    generate(harness, req, 5 * BLOCK)
+    assert not any(harness.tree.guard.errors.values())
+    assert held(harness) < 5 * BLOCK
     harness.finish(req)
 
 
