@@ -327,14 +327,12 @@ class Harness:
         """Read everything a forward of this request would read, and check every entry."""
         if self.tree.manager.readers.is_exact(req):
             assert self.tree.read_paths([req]) == ((),)
-        codes = self._codes(req, seq_len)
-        assert len(codes) == seq_len
-        row = self.rows.req_to_token[req.kv.req_pool_idx]
-        waterline = 0
+        assert len(codes := self._codes(req, seq_len)) == seq_len
+        row, waterline = self.rows.req_to_token[req.kv.req_pool_idx], 0
         (path,) = self.tree.read_paths([req])
-        nodes = path_to(self.tree.tree_core.node_by_id(req.last_node))
-        ends = {span.segment: span.end for node in nodes if (span := self.tree.spans.get(node)) is not None}
-        if self.cache_grid == 1:  # such models are refused together with what cannot be cut
+        if self.cache_grid == 1:  # models with a grid are refused together with what cannot be cut
+            nodes = path_to(self.tree.tree_core.node_by_id(req.last_node))
+            ends = {span.segment: span.end for node in nodes if (span := self.tree.spans.get(node)) is not None}
             assert all(segment.splittable or segment.end == end for segment, end in ends.items())
         for runs in path:
             expected = {code: waterline + i for i, code in enumerate(codes[waterline : waterline + runs.num_tokens])}
