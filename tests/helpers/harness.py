@@ -327,8 +327,9 @@ class Harness:
         """Read everything a forward of this request would read, and check every entry."""
         if self.tree.manager.readers.is_exact(req):
             assert self.tree.read_paths([req]) == ((),)
-        assert len(codes := self._codes(req, seq_len)) == seq_len
-        row, waterline = self.rows.req_to_token[req.kv.req_pool_idx], 0
+        codes, waterline = self._codes(req, seq_len), 0
+        assert len(codes) == seq_len
+        row = self.rows.req_to_token[req.kv.req_pool_idx]
         (path,) = self.tree.read_paths([req])
         if self.cache_grid == 1:  # models with a grid are refused together with what cannot be cut
             nodes = path_to(self.tree.tree_core.node_by_id(req.last_node))
@@ -346,9 +347,8 @@ class Harness:
         assert row[:waterline].eq(0).all()
         suffix = row[waterline:seq_len].long()
         assert suffix.ne(0).all()
-        want = torch.tensor(codes[waterline:]).view(1, -1, 1)
-        assert torch.equal(self.k[:, suffix, :, 0], want.expand(2, -1, 2))
-        assert torch.equal(self.v[:, suffix, :, 0], -want.expand(2, -1, 2))
+        want = torch.tensor(codes[waterline:]).view(1, -1, 1).expand(2, -1, 2)
+        assert torch.equal(self.k[:, suffix, :, 0], want) and torch.equal(self.v[:, suffix, :, 0], -want)
 
     def _check_run(self, run: int, keys: torch.Tensor, values: torch.Tensor, expected: dict[float, int]) -> None:
         """Check the entries that one (layer, head) reads of a span, each against the tokens that it may stand for."""
