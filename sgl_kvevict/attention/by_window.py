@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sgl_kvevict.attention.batch import AttentionBatch
-from sgl_kvevict.attention.interface import Attention, CapturableAttention
+from sgl_kvevict.attention.interface import Attention, CompiledAttention
 from sgl_kvevict.geometry import KVGeometry
 
 
@@ -24,13 +24,13 @@ class ByWindow:
         geometry: of all layers.
     """
 
-    def __init__(self, full: Attention, windowed: CapturableAttention) -> None:
+    def __init__(self, full: Attention, windowed: CompiledAttention) -> None:
         self.geometry: KVGeometry = windowed.geometry
         self._full = full
         self._windowed = windowed
 
     def warm_up(self, sink_dtype: torch.dtype | None = None) -> None:
-        """Launch the kernels of layers with a window; see :meth:`CapturableAttention.warm_up`."""
+        """Launch the kernels of layers with a window; see :meth:`CompiledAttention.warm_up`."""
         self._windowed.warm_up(sink_dtype)
 
     def plan(self, batch: AttentionBatch) -> None:

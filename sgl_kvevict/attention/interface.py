@@ -46,12 +46,8 @@ class Attention(Protocol):
 
 
 @runtime_checkable
-class CapturableAttention(Attention, Protocol):
-    """Attention whose decode steps a CUDA graph may record.
-
-    Before the recording :meth:`start_capture`; recorded are one :meth:`start_step` and :meth:`Attention.run` of every
-    layer; before each replay :meth:`follow`.
-    """
+class CompiledAttention(Attention, Protocol):
+    """Attention by kernels that are compiled when they are launched first."""
 
     def warm_up(self, sink_dtype: torch.dtype | None = None) -> None:
         """Launch every kernel once as serving does, so that none is compiled while requests wait.
@@ -59,6 +55,15 @@ class CapturableAttention(Attention, Protocol):
         Args:
             sink_dtype: of the sink logits that all layers have; None: none has any.
         """
+
+
+@runtime_checkable
+class CapturableAttention(CompiledAttention, Protocol):
+    """Attention whose decode steps a CUDA graph may record.
+
+    Before the recording :meth:`start_capture`; recorded are one :meth:`start_step` and :meth:`Attention.run` of every
+    layer; before each replay :meth:`follow`.
+    """
 
     def start_capture(self, num_requests: int) -> None:
         """Lay out decode steps of so many requests."""

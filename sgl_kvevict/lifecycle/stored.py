@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -230,10 +231,9 @@ class Adoption:
 
         Who reads one of them now would read the beginning of what cannot be cut.
         """
-        below = [*nodes[1:], None]
         return all(
-            self._tree.num_locks(node) == 0 and all(child is next_node for child in node.children.values())
-            for node, next_node in zip(nodes, below[: len(nodes)], strict=True)
+            self._tree.num_locks(node) == 0 and all(child is below for child in node.children.values())
+            for node, below in zip_longest(nodes, nodes[1:])
         )
 
     def _fits(self, record: SegmentRecord, there: Sequence[Node]) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvevict_kernels.checks import FP8
 from sgl_kvevict.attention import AttentionBatch, CapturableAttention, build_attention, resolve_attention
 from sgl_kvevict.attention.backend import kernel_reasons
-from sgl_kvevict.attention.by_window import ByWindow
+from sgl_kvevict.attention.interface import CompiledAttention
 from sgl_kvevict.attention.refusals import bias_reasons
 from sgl_kvevict.compression import PromptObservation, ReaderChunk, SuffixStep
 from sgl_kvevict.config import load_config
@@ -97,7 +97,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         self._on_gpu: bool = device.type == "cuda"
         sink_dtype = find_sink_dtype(model_runner.model)
         for attention in (self.attention, None if self._window_layers is None else self._window_layers.attention):
-            if self._on_gpu and sink_dtype is not None and isinstance(attention, CapturableAttention | ByWindow):
+            if self._on_gpu and sink_dtype is not None and isinstance(attention, CompiledAttention):
                 attention.warm_up(sink_dtype)
         self._captured: CapturableAttention
         self.tree: KVEvictTree | None = None

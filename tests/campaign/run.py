@@ -109,7 +109,7 @@ def run_part(part: Part) -> bool:
         seed, begin = state["units"], time.monotonic()
         try:
             counts = part.unit(seed, 1.0)
-        except Exception:
+        except Exception:  # whatever it is, it is this unit's failure: shown, counted, and the end of the part
             traceback.print_exc()
             print(f"{part.name}: failed with seed {seed}; the same unit runs first next time", file=sys.stderr)
             state["failures"] += 1

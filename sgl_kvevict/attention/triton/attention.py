@@ -95,7 +95,7 @@ class TritonAttention:
         self._captured_addresses = torch.empty(NUM_ADDRESSES, dtype=torch.int64, device=k_arena.device)
 
     def warm_up(self, sink_dtype: torch.dtype | None = None) -> None:
-        """Launch kernels; see :meth:`sgl_kvevict.attention.interface.CapturableAttention.warm_up`.
+        """Launch kernels; see :meth:`sgl_kvevict.attention.interface.CompiledAttention.warm_up`.
 
         Reads token slot 0 and row 0 of a table of its own, and writes to memory of its own.
         """
