@@ -1,8 +1,8 @@
 """Working sets that do not fit, from a cold start, with questions that have right answers: speed and worth in one row.
 
-Contexts with needles in prose; a round asks one question about each of them, in random order. Every system begins with
-an empty cache; stock and ours take turns round by round and are asked the same questions. At the end ours gets the time
-that its passes want, and all are asked once more.
+Contexts with needles in prose, asked about in random order, each once before any comes again. Every system begins with
+an empty cache and is asked about each context; then stock and ours take turns round by round and are asked the same
+questions. At the end ours gets the time that its passes want, and all are asked about each context once more.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from serving_bench.page import Page, Table
 
 from sgl_kvevict.measure import alone, in_turn, wait_until_scored
 
-POOL_SLOTS = 4096
+POOL_SLOTS = 16_384
 CONTEXT_TOKENS = 1024
 CONCURRENCY = 2
 LONGEST_ROUND = 32
+PASSES_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Point:
 
     Attributes:
         multiple: of the pool.
-        waits: at the end all are asked once more, after ours had time for passes.
+        waits: at the end all are asked about each context once more, after ours had time for passes.
     """
 
     multiple: int
@@ -54,10 +55,10 @@ PAGE = Page(
     command="python benchmarks/serving/bench_pressure.py",
     summary=(
         f"Contexts of {CONTEXT_TOKENS:,} tokens with needles, {CONCURRENCY} questions at a time, a pool of "
-        f"{POOL_SLOTS:,} token slots; a round asks one question about each context (at most {LONGEST_ROUND}), in "
-        "random order. `cold start` is the first round, into an empty cache, `all rounds` is everything from then on, "
-        "and `passes done` a last round after ours had time for its passes. The needle score is the share of the "
-        "values asked for that the answers contain; stock's is the full cache's."
+        f"{POOL_SLOTS:,} token slots; a round asks about {LONGEST_ROUND} contexts, each once before any comes again. "
+        "`cold start` is one question about each context, into an empty cache, `all rounds` is everything from then "
+        "on, and `passes done` one more question about each after ours had time for its passes. The needle score is "
+        "the share of the values asked for that the answers contain; stock's is the full cache's."
     ),
     tables=(
         Table("requests_per_s", "Requests/s"),
@@ -94,7 +95,8 @@ def main() -> None:
 def measure(fleet: Fleet, point: Point, contexts: Sequence[Context], needles: Needles, recorder: Recorder) -> None:
     """One working set on all servers."""
     repeats = recorder.options.repeats
-    asked = rounds(contexts, repeats + 2, LONGEST_ROUND)
+    everything = len(contexts)
+    asked = rounds(contexts, [everything, *[min(everything, LONGEST_ROUND)] * repeats, everything])
     answers: dict[str, list[Answered]] = {name: [] for name in fleet}
     seconds = dict.fromkeys(fleet, 0.0)
 
@@ -117,7 +119,7 @@ def measure(fleet: Fleet, point: Point, contexts: Sequence[Context], needles: Ne
     if point.waits:
         for name, server in fleet.items():
             with alone(server, fleet.values()):
-                waited = wait_until_scored(server)
+                waited = wait_until_scored(server, PASSES_TIMEOUT_S)
                 recorder.progress(f"{point.name}: {name} wanted {waited:.0f} s for passes")
                 recorder.add(f"{point.name}, passes done", name, 1, ask(name, repeats + 1))
 

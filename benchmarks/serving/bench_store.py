@@ -156,7 +156,7 @@ def measure_writing(fleet: Fleet, needles: Needles, recorder: Recorder) -> None:
 
     def one(name: str, repetition: int) -> None:
         contexts = needles.contexts(size, 1000 + repetition * size)
-        first, second = rounds(contexts, 2, size)
+        first, second = rounds(contexts, [size] * 2)
         measure_round(fleet, name, WRITING, repetition, needles, [*first, *second], recorder)
 
     flush_all(fleet)
@@ -166,7 +166,7 @@ def measure_writing(fleet: Fleet, needles: Needles, recorder: Recorder) -> None:
 def measure_large(fleet: Fleet, needles: Needles, recorder: Recorder) -> None:
     """The same contexts in every repetition, more than the pool holds."""
     repeats, size = recorder.options.repeats, 8 * POOL_SLOTS // CONTEXT_TOKENS
-    asked = rounds(needles.contexts(size, 0), size // LARGE_ROUND + repeats, LARGE_ROUND)
+    asked = rounds(needles.contexts(size, 0), [LARGE_ROUND] * (size // LARGE_ROUND + repeats))
     shown, asked = asked[: size // LARGE_ROUND], asked[size // LARGE_ROUND :]
     flush_all(fleet)
     for name in (WITHOUT, WITH):

@@ -45,7 +45,7 @@ def test_every_context_comes_once_before_any_comes_again() -> None:
 
     questions = tuple(Question(str(i), "", ("x",), 4) for i in range(2))
     contexts = [Context([i], Sample("", questions)) for i in range(6)]
-    found = rounds(contexts, 3, 4)
+    found = rounds(contexts, [4] * 3)
     assert [len(asked) for asked in found] == [4, 4, 4]
     order = [(context.ids[0], question.text) for asked in found for context, question in asked]
     assert {context for context, _ in order[:6]} == {context for context, _ in order[6:]} == set(range(6))

@@ -106,20 +106,18 @@ class Needles:
         return Answered(score, int(meta["prompt_tokens"]), int(meta["cached_tokens"]), time.perf_counter() - begin)
 
 
-def rounds(contexts: Sequence[Context], count: int, longest: int) -> list[list[Asked]]:
-    """Questions of so many rounds: every context once before any comes again, in random order, the next question each.
+def rounds(contexts: Sequence[Context], sizes: Sequence[int]) -> list[list[Asked]]:
+    """Questions of rounds: every context once before any comes again, in random order, the next question each.
 
     Args:
         contexts: that are asked about.
-        count: rounds.
-        longest: questions of a round at most.
+        sizes: questions of each round.
     """
     chooser = random.Random(SEED)
-    size = min(len(contexts), longest)
     order: list[int] = []
     times = [0] * len(contexts)
     found = []
-    for _ in range(count):
+    for size in sizes:
         asked = []
         for _ in range(size):
             order = order or chooser.sample(range(len(contexts)), len(contexts))
