@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -43,3 +44,19 @@ class MergePlan:
     heads: Tensor
     indices: Tensor
     weights: Tensor
+
+
+def run_entries(starts: Tensor, lens: Tensor, count: int) -> Tensor:
+    """Number the entries of runs, one run after the other.
+
+    Args:
+        starts: integers of any shape, where each run begins.
+        lens: likewise, how many entries it has.
+        count: ``lens.sum()``, known on the host.
+
+    Returns:
+        [count], int64: ``starts[r] .. starts[r] + lens[r]`` of all runs.
+    """
+    starts, lens = starts.flatten().long(), lens.flatten().long()
+    shift = torch.repeat_interleave(starts - (lens.cumsum(0) - lens), lens, output_size=count)
+    return torch.arange(count, device=lens.device) + shift

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention.batch import Path
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.ragged import run_entries
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,4 @@ def _pool_head_slots(spans: Sequence[SpanRuns]) -> tuple[Tensor, dict[int, int]]
 
 def _gather_runs(pool: Tensor, starts: Tensor, lens: Tensor) -> Tensor:
     """Concatenate ``pool[start : start + len]`` of all runs."""
-    shift = (starts - (lens.cumsum(0) - lens)).int()
-    total = int(lens.sum())
-    places = torch.repeat_interleave(shift, lens, output_size=total).add_(
-        torch.arange(total, dtype=torch.int32, device=lens.device)
-    )
-    return pool.index_select(0, places)
+    return pool.index_select(0, run_entries(starts, lens, int(lens.sum())))

@@ -20,7 +20,7 @@ from sgl_kvevict.geometry import KVGeometry, KVScales
 from sgl_kvevict.policies.layer_view import Show
 from sgl_kvevict.policies.parts import Decision
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.ragged import Selection
+from sgl_kvevict.ragged import Selection, run_entries
 
 
 def last_tokens(geometry: KVGeometry, num_tokens: int, total: int) -> list[int]:
@@ -82,7 +82,7 @@ def select_beside_windows(
     worth = None
     if decision is not None:
         first, count = (x.view(keep_lens.shape)[chosen].flatten() for x in (starts, lens))
-        of_others = _places(first, count, num_rest)
+        of_others = run_entries(first, count, num_rest)
         indices[of_others] = decision.selection.indices
         if decision.worth is not None:
             worth = decision.worth.new_zeros(num_entries)
@@ -97,9 +97,3 @@ def _without_windows(geometry: KVGeometry, layers: tuple[int, ...]) -> KVGeometr
     if scales.k:
         scales = KVScales(tuple(scales.k[layer] for layer in layers), tuple(scales.v[layer] for layer in layers))
     return replace(geometry, num_layers=len(layers), scales=scales, windows=())
-
-
-def _places(starts: Tensor, lens: Tensor, count: int) -> Tensor:
-    """[count], int64: the places ``starts[r] .. starts[r] + lens[r]`` of all runs, one after the other."""
-    shift = torch.repeat_interleave(starts - (lens.cumsum(0) - lens), lens, output_size=count)
-    return torch.arange(count, device=lens.device) + shift

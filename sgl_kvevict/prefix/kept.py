@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sgl_kvevict.prefix.span import Span
+from sgl_kvevict.ragged import run_entries
 
 
 def kept_share(span: Span, num_bins: int) -> Tensor:
@@ -26,9 +27,8 @@ def kept_share(span: Span, num_bins: int) -> Tensor:
         raise ValueError(f"num_bins must be between 1 and the span's {span.num_tokens} tokens, got {num_bins}")
     runs, segment = span.runs(), span.segment
     lens = runs.lens.flatten().long()
-    first = runs.starts.flatten().long() - (lens.cumsum(0) - lens)
     run_of_entry = torch.repeat_interleave(lens)
-    entries = torch.arange(len(run_of_entry), device=lens.device) + first[run_of_entry]
+    entries = run_entries(runs.starts, lens, len(run_of_entry))
     tokens = segment.positions[entries].long() - span.start
     cells = run_of_entry * num_bins + tokens * num_bins // span.num_tokens
     kept = torch.bincount(cells, minlength=len(lens) * num_bins).view(len(lens), num_bins)

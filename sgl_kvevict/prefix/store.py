@@ -17,7 +17,7 @@ from sgl_kvevict.prefix.arena_rows import ArenaRows, bytes_of
 from sgl_kvevict.prefix.copied import CopiedEntries, View
 from sgl_kvevict.prefix.sliding_windows import in_windows
 from sgl_kvevict.prefix.span import Segment, Span
-from sgl_kvevict.ragged import MergePlan, Selection
+from sgl_kvevict.ragged import MergePlan, Selection, run_entries
 
 
 class LargestOfRanks(Protocol):
@@ -63,41 +63,27 @@ class SpanStore(ArenaRows):
         Returns:
             The segment, and the slots of the range that are free now ([num_tokens - num_slots], int64).
         """
-        geometry = self.geometry
-        num_slots = geometry.slots_for(selection.num_entries)
-        held, freed = token_slots[:num_slots], token_slots[num_slots:]
-        indptr, head_slots = alloc_head_slots(
-            selection.keep_lens, held, geometry.num_token_slots, selection.num_entries
-        )
         if merge is None:
             runs = torch.repeat_interleave(
-                torch.arange(geometry.num_runs, dtype=torch.int32, device=held.device),
+                torch.arange(self.geometry.num_runs, dtype=torch.int32, device=token_slots.device),
                 selection.keep_lens.flatten().long(),
                 output_size=selection.num_entries,
             )
-            layers, heads = runs // geometry.num_kv_heads, runs % geometry.num_kv_heads
+            layers, heads = runs // self.geometry.num_kv_heads, runs % self.geometry.num_kv_heads
             sources = self._head_slots(layers, token_slots.int()[selection.indices], heads)
-            with accounting():
-                compact_kv(self.k_arena, self.v_arena, sources, head_slots)
         else:
             sources = self._head_slots(merge.layers, token_slots.int()[merge.indices], merge.heads)
-            with accounting():
-                compact_kv(self.k_arena, self.v_arena, sources, head_slots, indptr=merge.indptr, weights=merge.weights)
-        self._without_biases(head_slots)
-        segment = Segment(
-            geometry,
-            token_slots=held.clone(),
-            head_slots=head_slots,
-            positions=selection.indices + start,
-            indptr=indptr,
-            start=start,
-            end=start + token_slots.numel(),
+        return self.write(
+            token_slots,
+            sources,
+            selection.keep_lens,
+            selection.indices + start,
+            (start, start + token_slots.numel()),
+            None if merge is None else (merge.indptr, merge.weights),
             splittable=splittable,
             worth=worth,
         )
-        return segment, freed
 
-    @accounting()
     def write(
         self,
         token_slots: Tensor,
@@ -106,6 +92,9 @@ class SpanStore(ArenaRows):
         positions: Tensor,
         bounds: tuple[int, int],
         merge: tuple[Tensor, Tensor] | None = None,
+        *,
+        splittable: bool = True,
+        worth: Tensor | None = None,
     ) -> tuple[Segment, Tensor]:
         """Move entries, compressed before or not, into the first of some slots.
 
@@ -116,6 +105,8 @@ class SpanStore(ArenaRows):
             positions: [num_entries], int32, see :attr:`Segment.positions`.
             bounds: logical positions of the first token, and after the last one.
             merge: ``indptr`` and ``weights`` as in :class:`MergePlan`; its sources are ``sources``.
+            splittable: see :attr:`Segment.splittable`.
+            worth: [num_entries], int16, see :attr:`Segment.worth`.
 
         Returns:
             The segment, and the slots that are free now ([n], int64).
@@ -124,11 +115,12 @@ class SpanStore(ArenaRows):
         num_slots = self.geometry.slots_for(num_entries)
         held, freed = token_slots[:num_slots], token_slots[num_slots:]
         indptr, head_slots = alloc_head_slots(keep_lens, held, self.geometry.num_token_slots, num_entries)
-        if merge is None:
-            compact_kv(self.k_arena, self.v_arena, sources, head_slots)
-        else:
-            compact_kv(self.k_arena, self.v_arena, sources, head_slots, indptr=merge[0], weights=merge[1])
-        self._without_biases(head_slots)
+        with accounting():
+            if merge is None:
+                compact_kv(self.k_arena, self.v_arena, sources, head_slots)
+            else:
+                compact_kv(self.k_arena, self.v_arena, sources, head_slots, indptr=merge[0], weights=merge[1])
+            self._without_biases(head_slots)
         segment = Segment(
             self.geometry,
             token_slots=held.clone(),
@@ -137,6 +129,8 @@ class SpanStore(ArenaRows):
             indptr=indptr,
             start=bounds[0],
             end=bounds[1],
+            splittable=splittable,
+            worth=worth,
         )
         return segment, freed
 
@@ -148,22 +142,22 @@ class SpanStore(ArenaRows):
     def copy(self, views: Sequence[View]) -> CopiedEntries:
         """Copy the entries of consecutive tokens of one path, as if one segment held them.
 
-        Nothing is read from the device for one whole segment. The number of entries of a part has to be.
+        Nothing is read from the device for one whole segment. The numbers of entries of parts have to be, at once.
         """
         segment = views[-1].segment
         if len(views) == 1 and views[0].is_whole:
             _, keep_lens = segment.cut(segment.start, segment.end)
             return self._copied(views, keep_lens, segment.positions, segment.head_slots, segment.worth)
-        all_lens, runs, positions, head_slots, worths = [], [], [], [], []
-        for view in views:
-            starts, lens = view.segment.cut(view.start, view.end)
-            kept = _entries_at(starts, lens, int(lens.sum()))
-            all_lens.append(lens)
-            runs.append(torch.repeat_interleave(lens.flatten().long()))
+        cuts = [view.segment.cut(view.start, view.end) for view in views]
+        counts = torch.stack([lens.sum() for _, lens in cuts]).tolist()
+        runs, positions, head_slots, worths = [], [], [], []
+        for view, (starts, lens), count in zip(views, cuts, counts, strict=True):
+            kept = run_entries(starts, lens, count)
+            runs.append(torch.repeat_interleave(lens.flatten().long(), output_size=count))
             positions.append(view.segment.positions[kept])
             head_slots.append(view.segment.head_slots[kept])
             worths.append(None if view.segment.worth is None else view.segment.worth[kept])
-        keep_lens = torch.stack(all_lens).sum(0, dtype=torch.int32)
+        keep_lens = torch.stack([lens for _, lens in cuts]).sum(0, dtype=torch.int32)
         order = torch.cat(runs).argsort(stable=True)
         known = [worth for worth in worths if worth is not None]
         worth = torch.cat(known)[order] if len(known) == len(views) else None
@@ -289,7 +283,7 @@ class SpanStore(ArenaRows):
         old.num_live_entries = num_entries
         if num_slots == old.num_slots:
             return old.token_slots[:0]
-        return self._move(spans, _entries_at(starts, keep_lens, num_entries), keep_lens, num_slots)
+        return self._move(spans, run_entries(starts, keep_lens, num_entries), keep_lens, num_slots)
 
     @accounting()
     def squeeze(self, spans: Sequence[Span], num_slots: int) -> Tensor:
@@ -360,14 +354,6 @@ class SpanStore(ArenaRows):
         for span in spans:
             span.move_to(new)
         return freed
-
-
-def _entries_at(starts: Tensor, lens: Tensor, num_entries: int) -> Tensor:
-    """[num_entries], int64, numbers of the entries of each run from ``starts`` on; sizes as :meth:`Segment.cut` has."""
-    lens = lens.flatten().long()
-    indptr = torch.nn.functional.pad(lens.cumsum(0), (1, 0))
-    shift = torch.repeat_interleave(starts.flatten().long() - indptr[:-1], lens, output_size=num_entries)
-    return torch.arange(num_entries, device=lens.device) + shift
 
 
 def _segment_of(spans: Sequence[Span]) -> Segment:

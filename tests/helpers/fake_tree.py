@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from helpers.learned import LearnedCompressor
 from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
@@ -21,12 +22,6 @@ from sgl_kvevict.prefix import SpanStore
 CONFIG = KVEvictConfig(
     budget=0.5, tail_tokens=2, sink_tokens=0, min_prefix_tokens=4, scoring_pass_tokens=16, score_after_matches=1
 )
-
-
-class LearnedCompressor(Compressor):
-    """As if scores had been learned: any range can be compressed at any time."""
-
-    has_learned = True
 
 
 @dataclass

@@ -27,6 +27,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from torch.distributed import ProcessGroup
 
+from helpers.learned import LearnedCompressor
 from helpers.naming_fitter import name_of
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from sgl_kvevict.compression import Compressor
@@ -59,12 +60,6 @@ def publish_server_args(folder: Path) -> None:
     """Install the process-wide configuration that SGLang's request life cycle reads."""
     (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
     publish(ServerArgs(model_path=str(folder), device="cpu", radix_cache_backend="kvevict"), role="scheduler")
-
-
-class LearnedCompressor(Compressor):
-    """As if scores had been learned: any range can be compressed at any time."""
-
-    has_learned = True
 
 
 @dataclass
@@ -177,12 +172,16 @@ class Harness:
         return True
 
     def _record(self, req: Req, start: int, end: int) -> None:
-        """Hand the chunk's queries to who observes them: zeros, which attend to all tokens alike."""
+        """Hand the chunk's queries to who observes them."""
         for observation in self.tree.observe(req, start, end):
-            queries = torch.zeros(end - start, self.geometry.num_qo_heads, self.geometry.head_dim)
+            queries = self._queries(end - start)
             lse = torch.log(torch.arange(start + 1, end + 1.0))[:, None].repeat(1, self.geometry.num_qo_heads)
             for layer in range(self.geometry.num_layers):
                 observation.record(layer, queries, lse, self.k[layer], 1.0)
+
+    def _queries(self, count: int) -> torch.Tensor:
+        """Zeros: they attend to all tokens alike."""
+        return torch.zeros(count, self.geometry.num_qo_heads, self.geometry.head_dim)
 
     def _finish_prefill(self, req: Req) -> None:
         req.output_ids.append(self._next_token(req))
@@ -228,10 +227,10 @@ class Harness:
         return True
 
     def _record_step(self, req: Req, seq_len: int) -> None:
-        """Hand the query of a decode step to who follows the request: zeros, which attend to all tokens alike."""
+        """Hand the query of a decode step to who follows the request."""
         step = self.tree.manager.step_observed([req], [seq_len], [0])
         if step is not None:
-            queries = torch.zeros(1, self.geometry.num_qo_heads, self.geometry.head_dim)
+            queries = self._queries(1)
             lse = torch.full((1, self.geometry.num_qo_heads), math.log(seq_len))
             for layer in range(self.geometry.num_layers):
                 step.record(layer, queries, lse, 1.0)
