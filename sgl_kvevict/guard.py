@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import traceback
-from contextlib import ContextDecorator
+from collections.abc import Iterator
+from contextlib import ContextDecorator, contextmanager
 from enum import Enum
 from types import TracebackType
 
@@ -74,6 +75,19 @@ class Guard:
         ``with guard.at(place): return compute()`` is followed by what is to be done after an error.
         """
         return Attempt(self, place)
+
+    @contextmanager
+    def on_one_rank(self) -> Iterator[None]:
+        """Return a context for what is computed with one rank's own heads where an error is not a rank's own matter.
+
+        With several ranks an exception in it is an :class:`InvariantError`: the others would go on.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.num_ranks == 1 or isinstance(error, InvariantError):
+                raise
+            raise InvariantError("one rank's computation failed; the others go on with another tree") from error
 
     def held(self, place: Place, error: Exception) -> None:
         """Count an exception; the first one of a place is logged with its trace."""

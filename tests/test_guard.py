@@ -55,6 +55,16 @@ def test_ranks_do_not_part(place: Place) -> None:
     assert guard.errors[place] == 1
 
 
+def test_what_one_rank_computes_fails_on_all_or_is_left_to_who_guards_it() -> None:
+    guard = Guard(num_ranks=1)
+    with guard.at(Place.PASS), guard.on_one_rank():
+        raise ConfigError("x")
+    assert guard.errors[Place.PASS] == 1
+    with pytest.raises(InvariantError):
+        with (guard := Guard(num_ranks=2)).at(Place.PASS), guard.on_one_rank():
+            raise ConfigError("x")
+
+
 def test_logs_are_short(caplog: pytest.LogCaptureFixture) -> None:
     def fall(depth: int) -> None:
         if depth == 0:

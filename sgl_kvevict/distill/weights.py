@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,6 +36,10 @@ class ScoreWeights:
     def to(self, device: torch.device) -> ScoreWeights:
         """The same on a device."""
         return replace(self, cache=self.cache.to(device), window=self.window.to(device))
+
+    def digest(self) -> int:
+        """A positive number that other weights most likely do not have."""
+        return 1 + zlib.crc32(b"".join(part.cpu().numpy().tobytes() for part in (self.cache, self.window)))
 
     def of_rank(self, rank: int, num_ranks: int, num_kv_heads: int) -> ScoreWeights:
         """The part of one tensor-parallel rank, which holds consecutive heads, or a copy of one.

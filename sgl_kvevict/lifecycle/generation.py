@@ -75,13 +75,16 @@ class Generations:
     # ---- what happens to requests -----------------------------------------------------------------------------
 
     def begin(self, reader: Reader, start: int) -> None:
-        """The prompt of a request ends at ``start``: the prefill of its last tokens is about to run."""
-        self.end(reader)
-        if not self._readers.is_exact(reader):
+        """The prompt of a request ends at ``start``: the prefill of its last tokens is about to run.
+
+        Nothing happens where the request generates already: in a batch that is mixed with others' prefills its steps
+        look like prefills, too.
+        """
+        if reader not in self._suffixes and not self._readers.is_exact(reader):
             self._suffixes[reader] = self._compressor.new(start)
 
     def end(self, reader: Reader) -> None:
-        """A request let go, or is begun anew."""
+        """A request let go."""
         suffix = self._suffixes.pop(reader, None)
         if suffix is not None:
             self._compressor.give_up(suffix)

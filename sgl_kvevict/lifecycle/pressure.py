@@ -290,7 +290,10 @@ class Pressure:
         if not self._can_score(node):
             return 0
         share = self._config.shares[0] if self._config.shares else None
-        return self._ranges.compress_now(node, end, self._prompts.get(node) or CacheObservation(), share)
+        won = self._ranges.compress_now(node, end, self._prompts.get(node) or CacheObservation(), share)
+        if won == 0 and node not in self._spans:  # it failed: nobody may count on it any more
+            self.discard(node)
+        return won or 0
 
     def _add_end(self, node: Node, prompt: PromptObservation) -> None:
         self._nodes.add(node)

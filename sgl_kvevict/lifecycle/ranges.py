@@ -138,12 +138,12 @@ class Ranges:
         self.listener.refused(REFUSED_IN_USE, num_tokens)
         return False
 
-    def compress_now(self, node: Node, end: int, observation: Observation, share: float | None) -> int:
+    def compress_now(self, node: Node, end: int, observation: Observation, share: float | None) -> int | None:
         """Compress what is uncompressed of the path to a node that ends at ``end``; return the token slots won.
 
-        0: somebody would not follow, or the policy failed.
+        None: somebody would not follow. 0: there was nothing to do, or the policy failed.
         """
-        return self._try(PendingRange(node, end, observation, share)) or 0
+        return self._try(PendingRange(node, end, observation, share))
 
     def keep_whole(self, path: Sequence[Node], end: int) -> bool:
         """Let what is uncompressed of a path, up to ``end``, be read from a span that keeps all of it.

@@ -267,11 +267,12 @@ class PrefixScoring:
     def _finish(self, job: ScoringJob, observation: ReaderObservation) -> None:
         """A job's passes are over: its prefix is learned from, or compressed."""
         path = path_to(job.node)
-        self._pressure.was_read(path, observation)
-        bounds = self._ranges.bounds(path)
-        if not job.questions and job.prompt is not None and bounds is not None:
-            slots = self._ranges.token_slots(path, bounds[1] - bounds[0])
-            job.lesson = self._compressor.lesson(slots, observation, job.prompt)
+        with self._guard.on_one_rank():
+            self._pressure.was_read(path, observation)
+            bounds = self._ranges.bounds(path)
+            if not job.questions and job.prompt is not None and bounds is not None:
+                slots = self._ranges.token_slots(path, bounds[1] - bounds[0])
+                job.lesson = self._compressor.lesson(slots, observation, job.prompt)
         if job.lesson is None:
             self._compress(job, observation)
         self._job = None
@@ -318,7 +319,8 @@ class PrefixScoring:
             self._end(job, Outcome.COMPRESSED if is_done else Outcome.IN_USE)
             return None
         observed = self._ranges.waterline(path), length_of(path)
-        job.observation = self._votes.new_observation(observed, ANSWER_REACH if job.questions else 0, unread)
+        with self._guard.on_one_rank():
+            job.observation = self._votes.new_observation(observed, ANSWER_REACH if job.questions else 0, unread)
         if job.observation is None:
             self._end(job, Outcome.NO_MEMORY)
             return None

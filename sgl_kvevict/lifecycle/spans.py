@@ -87,14 +87,15 @@ class SpanTable(dict[Node, Span]):
     def runs(self, path: Sequence[Node]) -> tuple[SpanRuns, ...]:
         """What a request reads that locks a path: its spans, root side first.
 
-        A segment that grew while a request generated has many views; who reads all of them reads the segment.
+        A segment that grew while a request generated has many views; who reads all of them reads the segment. Not so
+        where its last views were dropped: their entries stay until that saves a slot.
         """
         spans = [self[node] for node in path if node in self]
         runs = []
         i = 0
         while i < len(spans):
             segment, last = spans[i].segment, i + spans[i].segment.num_spans - 1
-            is_whole = segment.is_generated and last < len(spans) and spans[last].segment is segment
+            is_whole = segment.is_generated and last < len(spans) and spans[last].end == segment.end
             if is_whole and spans[i].is_owner:
                 runs.append(segment.runs())
                 i = last

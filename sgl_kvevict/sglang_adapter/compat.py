@@ -101,6 +101,12 @@ HOOKS = (
         why="a request with options that make no sense is refused instead of served without them",
     ),
     Hook(
+        target="sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init",
+        kind="AROUND",
+        function="sgl_kvevict.sglang_adapter.request_check.around_beams",
+        why="beams read through rows of the request table that no request stands behind: they are refused",
+    ),
+    Hook(
         target="sglang.srt.managers.scheduler.Scheduler._add_request_to_queue",
         kind="AFTER",
         function="sgl_kvevict.sglang_adapter.scheduler_store.after_queueing",

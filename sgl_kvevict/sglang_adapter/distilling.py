@@ -68,7 +68,7 @@ class Distilling:
             name = Path(model_config.model_path).name
             self._identity = ModelIdentity(name, fingerprint, *sizes, rotary)
         self._refuse(config)
-        weights = self._load(config.score_weights)
+        weights = self._agreed(self._load(config.score_weights))
         if weights is not None:
             weights = weights.of_rank(ranks.rank, ranks.size, geometry.num_kv_heads).to(device)
         share = config.budget if isinstance(config.budget, float) else 0.2
@@ -113,6 +113,14 @@ class Distilling:
         if self._ranks.is_first:
             logger.info("kvevict: learned scores of %d prefixes from %s", weights.num_prefixes, path)
         return weights
+
+    def _agreed(self, weights: ScoreWeights | None) -> ScoreWeights | None:
+        """The weights if all tensor-parallel ranks found the same: those on other hosts look into other folders."""
+        digest = 0 if weights is None else weights.digest()
+        if self._ranks.largest(digest) == self._least(digest):
+            return weights
+        logger.warning("kvevict: tensor-parallel ranks found different score weights: all learn anew")
+        return None
 
 
 def rotary_of(runner: ModelRunner) -> Rotary:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.runtime_context import get_device
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_kvevict.lifecycle.nodes import path_to, tokens_of
@@ -66,13 +67,17 @@ class SchedulerPasses:
 
     @property
     def quiet_turns(self) -> int:
-        """Turns, not time: every rank makes the same number of them."""
-        return QUIET_TURNS if self._scheduler.idle_sleeper is None else QUIET_WAITS
+        """Turns, not time: every rank makes the same number of them.
+
+        Asked of the setting: the scheduler's ``idle_sleeper`` is there on the first rank only, for which all wait.
+        """
+        return QUIET_WAITS if get_device().sleep_on_idle else QUIET_TURNS
 
     @property
     def is_paused(self) -> bool:
-        """Nothing new may be started."""
-        return bool(self._scheduler._engine_paused) or self._scheduler.flush_wrapper._pending is not None
+        """Nothing new may be started, on any rank: each gives up waiting for a flush by its own clock."""
+        is_flushing = self._scheduler.flush_wrapper._pending is not None
+        return bool(self._scheduler._engine_paused) or self._scheduler.tree_cache.ranks.largest(is_flushing) > 0
 
     def start(self, node: UnifiedTreeNode, probe: Sequence[int]) -> Req:
         """Queue a pass: not through the public entrance, whose limits are meant for users, but complete."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
@@ -11,12 +12,15 @@ from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.probes import question_probes
 from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.request import REQUEST_KEY, RequestOptions, parse_request_options
+from sgl_kvevict.sglang_adapter.passes import SchedulerPasses
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
+    from sglang.srt.beam_search.coordinator import BeamCoordinator
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
 
+BEAMS = "Beam search is not supported with --radix-cache-backend kvevict."
 QUESTIONS = f"custom_params.{REQUEST_KEY}.questions"
 
 
@@ -25,12 +29,26 @@ def before_queueing(scheduler: Scheduler, req: Req, *_args: object, **_kwargs: o
     tree = scheduler.tree_cache
     if not isinstance(tree, KVEvictTree):
         return
+    limit = scheduler.max_queued_requests
+    if limit is not None and len(scheduler.waiting_queue) >= limit and tree.manager.scoring is not None:
+        tree.manager.scoring.withdraw(SchedulerPasses(scheduler))  # a pass takes no user's place
     with tree.guard.at(Place.OPTIONS):
         reason = refusal(scheduler, tree, req)
         if reason is not None:
             _refuse(req, reason, HTTPStatus.BAD_REQUEST)
         return
     _refuse(req, "internal error; the server's log has it", HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def around_beams(original: Callable[..., str | None], coordinator: BeamCoordinator, *args: Any) -> str | None:
+    """Hook around SGLang's check of a beam search: refused with status 400.
+
+    Its beams are rows of the request table that no request stands behind: nobody would rewrite them when what they
+    read is compressed.
+    """
+    if isinstance(coordinator.tree_cache, KVEvictTree):
+        return BEAMS
+    return original(coordinator, *args)
 
 
 def refusal(scheduler: Scheduler, tree: KVEvictTree, req: Req) -> str | None:

@@ -67,7 +67,8 @@ class SpanComponent(FullComponent):
         Returns:
             Token slots that come back on the device, and on the host.
         """
-        if self._order is not None:
+        is_short = any(part.is_evict_device_ongoing for part in self.tree_core.components)  # else it was replaced
+        if self._order is not None and is_short:
             self._order.gave_way(self._order.get_priority(node))
         charged = self.reclaimable_value_len(node)
         slots = self._manager.dropped(node)

@@ -103,8 +103,8 @@ class UnifiedTreePort:
         return None if result.rotation_tail_declined else self._cache.tree_core.node_by_id(result.last_device_node)
 
     def num_known(self, reader: Req) -> int:
-        """Tokens of a running request; 0 if it ends now, keeps its tokens to itself, or is one of several beams."""
-        if reader.finished() or reader.skip_radix_cache_insert or reader.beam_group is not None:
+        """Tokens of a running request; 0 if it ends now, or keeps its tokens to itself."""
+        if reader.finished() or reader.skip_radix_cache_insert:
             return 0
         return len(reader.origin_input_ids) + len(reader.output_ids)
 

@@ -18,7 +18,7 @@ from campaign.parts import Counts
 from sglang.srt.managers.schedule_batch import Req
 from torch import distributed
 
-from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.harness import Harness, publish_server_args
 from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies.by_name import build_policy
@@ -61,6 +61,24 @@ class MergedHarness(Harness):
             torch.testing.assert_close(values, -want, rtol=1e-4, atol=1e-3)
 
 
+class RankHarness(Harness):
+    """A tensor-parallel rank: its own heads attend to other tokens, so that it keeps other entries.
+
+    Attributes:
+        rank: from 0.
+    """
+
+    rank: int = 0
+
+    def _queries(self, count: int) -> torch.Tensor:
+        shape = (count, self.geometry.num_qo_heads, self.geometry.head_dim)
+        return 1e-3 * torch.randn(shape, generator=torch.Generator().manual_seed(count + 100_000 * self.rank))
+
+
+class MergedRankHarness(RankHarness, MergedHarness):
+    """The same for policies that merge."""
+
+
 @cache
 def _published() -> tempfile.TemporaryDirectory[str]:
     folder = tempfile.TemporaryDirectory()
@@ -68,8 +86,8 @@ def _published() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
-def build(name: str, options: dict[str, Any]) -> Harness:
-    """A small cache with a real policy."""
+def build(name: str, options: dict[str, Any], rank: int = 0, group: distributed.ProcessGroup | None = None) -> Harness:
+    """A small cache with a real policy; of a rank of two if there is a group."""
     _published()
     config = KVEvictConfig(
         policy=name,
@@ -80,8 +98,11 @@ def build(name: str, options: dict[str, Any]) -> Harness:
         scoring_pass_tokens=20,
         policy_options=options,
     )
-    kind = MergedHarness if name == "d2o" else Harness
-    return kind(num_slots=200, num_rows=6, config=config, policy=build_policy(name, options))
+    kinds = (Harness, MergedHarness) if group is None else (RankHarness, MergedRankHarness)
+    kind = kinds[name == "d2o"]
+    harness = kind(num_slots=200, num_rows=6, config=config, policy=build_policy(name, options), group=group)
+    harness.rank = rank
+    return harness
 
 
 def drive(harness: Harness, rng: random.Random, steps: int) -> None:
@@ -93,6 +114,7 @@ def drive(harness: Harness, rng: random.Random, steps: int) -> None:
     _take_off_all(harness)
     total = harness.allocator.available_size() + harness.tree.evictable_size()
     assert total == harness.num_slots and harness.tree.protected_size() == 0
+    assert not any(harness.tree.guard.errors.values())
 
 
 def _act(harness: Harness, scheduler: MiniScheduler | None, rng: random.Random, action: str) -> None:
@@ -155,28 +177,29 @@ def _submit(harness: Harness, rng: random.Random) -> None:
 
 
 def unit(seed: int, share: float) -> Counts:
-    """One cache of one policy, or two tensor-parallel ranks."""
+    """One cache of one policy, or two tensor-parallel ranks; each policy comes with either."""
     steps = int(2000 * share)
-    number = seed % (len(POLICIES) + 1)
-    name, options = POLICIES[number] if number < len(POLICIES) else (TWO_RANKS, {})
+    rounds, number = divmod(seed, len(POLICIES) + 1)
+    has_two_ranks = number == len(POLICIES)
+    name, options = POLICIES[rounds % len(POLICIES) if has_two_ranks else number]
     try:
-        if name == TWO_RANKS:
-            _drive_two_ranks(seed, steps)
+        if has_two_ranks:
+            _drive_two_ranks(name, options, seed, steps)
         else:
             drive(build(name, options), random.Random(seed), steps)
     except Exception as error:
-        raise AssertionError(f"policy {name} {options}, seed {seed}, {steps} steps") from error
-    return {"done": steps, f"operations with {name}": steps}
+        ranks = ", two ranks" if has_two_ranks else ""
+        raise AssertionError(f"policy {name} {options}{ranks}, seed {seed}, {steps} steps") from error
+    return {"done": steps, f"operations with {TWO_RANKS if has_two_ranks else name}": steps}
 
 
-def _drive_two_ranks(seed: int, steps: int) -> None:
+def _drive_two_ranks(name: str, options: dict[str, Any], seed: int, steps: int) -> None:
     """The same operations on two ranks that keep other entries; their trees must stay the same, slot for slot."""
-    _published()
     store = distributed.HashStore()
 
     def rank(number: int) -> list[tuple[int, int]]:
         group = distributed.ProcessGroupGloo(store, number, 2, timedelta(seconds=60))
-        harness = Harness(num_slots=200, num_rows=6, policy=PseudoRandomPolicy(rank=number), group=group)
+        harness = build(name, options, number, group)
         drive(harness, random.Random(seed), steps)
         return [(len(node.key), harness.tree.node_slots(node)) for node in harness.tree.nodes()]
 

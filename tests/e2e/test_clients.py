@@ -98,6 +98,13 @@ def test_what_is_huge_is_refused_in_a_few_words(server):
     assert len(server.log()) - logged < 20_000
 
 
+def test_beam_search_is_refused(server):
+    sampling = {"temperature": 0, "max_new_tokens": 4, "beam_width": 2}
+    with pytest.raises(urllib.error.HTTPError) as error:
+        server.post("/generate", {"input_ids": document(60), "sampling_params": sampling})
+    assert error.value.code == 400 and b"Beam search" in error.value.read()
+
+
 def test_names_are_no_identities(server):
     """A name that looks like a pass's, and one that is in use again while its first bearer still runs."""
     flush(server)

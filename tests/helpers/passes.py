@@ -49,7 +49,7 @@ class MiniScheduler:
         self.running_batch = SimpleNamespace(reqs=[])
         self.last_batch = self.chunked_req = None
         self._engine_paused = False
-        self.idle_sleeper: object | None = None
+        self.max_queued_requests: int | None = None
         self.flush_wrapper = SimpleNamespace(_pending=None)
 
     def _set_or_validate_priority(self, req: Req) -> bool:

@@ -293,3 +293,34 @@ def test_off_by_default():
     generate(harness, req, 60)
     assert harness.tree.manager.generations is None and not generated_segments(harness)
     harness.finish(req)
+
+
+def test_what_is_left_of_a_segment_ends_where_its_last_view_does():
+    """Entries of tokens that were dropped stay until that saves a slot; nobody reads them."""
+    num_seen = 0
+    for num_dropped in range(1, BLOCK):
+        harness = make("knorm", budget=6)
+        req = start(harness)
+        generate(harness, req, 100)
+        harness.retract(req)
+        (last,) = [node for node in harness.tree.spans if not node.children]
+        tokens = [*req.origin_input_ids, *req.output_ids]
+        end = harness.tree.spans[last].end
+        other = harness.run([*tokens[: end - num_dropped], 77])  # cuts the last block
+        harness.retract(other)
+        harness.tree._blocking.drop_subtree(last)
+        left = [span for span in harness.tree.spans.values() if span.segment.is_generated]
+        num_seen += max(span.end for span in left) < left[-1].segment.end
+        assert harness.admit(req) and harness.prefill(req)
+    assert num_seen  # there were entries that nobody may read
+
+
+def test_an_answer_is_not_begun_anew_by_a_step_beside_other_requests_prefills():
+    """SGLang's mixed chunks: the plan of such a batch sees a decode step as a prefill of one token."""
+    harness = make("knorm")
+    req = start(harness, [1, 2, 3])  # too short to be observed
+    for _ in range(5):
+        assert harness.decode(req)
+        end = req.kv.kv_allocated_len
+        harness.tree.observe(req, end - 1, end)
+    assert harness.tree.manager.generations._suffixes[req].start == 3

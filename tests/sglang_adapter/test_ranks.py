@@ -9,15 +9,18 @@ import random
 from typing import Any
 
 import pytest
+import torch
 from torch import distributed
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import MiniScheduler
 from helpers.threads_as_ranks import on_two_ranks
 from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.distill.weights import ScoreWeights
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.policies import build_policy
 from sgl_kvevict.policies.signals import Readers
+from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.monitoring.server_info import rank_states
 from sgl_kvevict.sglang_adapter.monitoring.totals import TotalsListener
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
@@ -160,3 +163,38 @@ def test_ranks_whose_trees_differ_stop():
         return True
 
     assert all(on_two_ranks(run))
+
+
+def test_no_rank_starts_a_pass_while_another_waits_for_a_flush():
+    """Each gives up waiting by its own clock."""
+
+    def run(rank, group):
+        harness = cache_of_rank(rank, group, readers=Readers.REPETITION)
+        scheduler = MiniScheduler(harness)
+        harness.finish(harness.run(DOCUMENTS[0], options={"warm": True}))
+        scheduler.flush_wrapper._pending = object() if rank else None
+        waiting = []
+        for _ in range(3):
+            scheduler.turn()
+            waiting.append(len(scheduler.waiting_queue))
+        scheduler.flush_wrapper._pending = None
+        scheduler.turn()
+        return [*waiting, len(scheduler.waiting_queue)]
+
+    assert on_two_ranks(run) == [[0, 0, 0, 1]] * 2
+
+
+@pytest.mark.parametrize(("found", "is_used"), [((1, 1), True), ((1, None), False), ((1, 2), False), ((None, None), None)])
+def test_learned_scores_are_used_if_all_ranks_found_the_same(found, is_used, caplog):
+    """Ranks on other hosts look into other folders."""
+
+    def run(rank, group):
+        distilling = object.__new__(Distilling)
+        distilling._ranks = TensorRanks(group)
+        weights = None
+        if found[rank] is not None:
+            weights = ScoreWeights(torch.full((2, 2, 5), float(found[rank])), torch.zeros(2, 2, 7), 8)
+        return distilling._agreed(weights) is not None
+
+    assert on_two_ranks(run) == [bool(is_used)] * 2
+    assert ("found different score weights" in caplog.text) == (is_used is False)

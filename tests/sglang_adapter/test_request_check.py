@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
-from helpers.passes import Letters
+from helpers.passes import Letters, MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies.signals import Readers
-from sgl_kvevict.sglang_adapter.request_check import before_queueing
+from sgl_kvevict.sglang_adapter.request_check import BEAMS, around_beams, before_queueing
 
 WARM = {"warm": True}
 
@@ -27,7 +27,7 @@ def refusals(custom_params, readers=Readers.REPETITION, tokenizer=None, **fields
     reasons = []
     sampling = SimpleNamespace(custom_params=custom_params)
     req = SimpleNamespace(sampling_params=sampling, set_finish_with_abort=lambda reason, _: reasons.append(reason))
-    before_queueing(SimpleNamespace(tree_cache=tree, tokenizer=tokenizer), req)
+    before_queueing(SimpleNamespace(tree_cache=tree, tokenizer=tokenizer, max_queued_requests=None), req)
     assert sampling.custom_params == (None if reasons else custom_params)
     return reasons
 
@@ -61,3 +61,21 @@ def test_other_requests_pass(custom_params):
 def test_a_server_with_stock_s_cache_is_left_alone():
     req = SimpleNamespace(sampling_params=SimpleNamespace(custom_params={"kvevict": "anything"}))
     before_queueing(SimpleNamespace(tree_cache=object()), req)
+
+
+def test_beams_are_refused_by_our_cache_only():
+    assert around_beams(lambda *_: None, SimpleNamespace(tree_cache=Harness().tree), object()) == BEAMS
+    assert around_beams(lambda *_: "stock's", SimpleNamespace(tree_cache=object()), object()) == "stock's"
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_pass_that_waits_takes_no_user_s_place_in_the_queue(limit):
+    harness = Harness(num_slots=400, policy=PseudoRandomPolicy(readers=Readers.REPETITION))
+    scheduler = MiniScheduler(harness)
+    scheduler.max_queued_requests = limit
+    harness.finish(harness.run(list(range(60)), options=WARM))
+    scheduler.turn()
+    assert len(scheduler.waiting_queue) == 1  # the pass
+    before_queueing(scheduler, harness.request([1, 2, 3]))
+    assert len(scheduler.waiting_queue) == limit - 1
+    assert scheduler.run_all() > 0  # its job has another one later

@@ -20,6 +20,7 @@ from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.request import ticket_digest
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.monitoring.totals import TotalsListener
+from sgl_kvevict.sglang_adapter import passes
 from sgl_kvevict.sglang_adapter.passes import QUIET_TURNS, QUIET_WAITS, SchedulerPasses
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
@@ -183,10 +184,12 @@ def test_prefills_of_users_are_not_counted_while_others_decode():
     assert turns_until_a_pass(scheduler, 0) == 2
 
 
-@pytest.mark.parametrize(("sleeper", "turns"), [(None, QUIET_TURNS), (object(), QUIET_WAITS)])
-def test_a_scheduler_is_idle_after_turns_without_a_user(sleeper, turns):
+@pytest.mark.parametrize(("sleeps", "turns"), [(False, QUIET_TURNS), (True, QUIET_WAITS)])
+def test_a_scheduler_is_idle_after_turns_without_a_user(sleeps, turns, monkeypatch):
+    """By the setting: only the first of several ranks has what sleeps, and all must start a pass in the same turn."""
+    monkeypatch.setattr(passes, "get_device", lambda: SimpleNamespace(sleep_on_idle=sleeps))
     harness, scheduler = cache()
-    scheduler.port, scheduler.idle_sleeper = SchedulerPasses, sleeper
+    scheduler.port = SchedulerPasses
     harness.finish(harness.run(DOCUMENT, options=WARM))
     assert turns_until_a_pass(scheduler, 0) == turns + 1
 

@@ -269,6 +269,7 @@ class TestUnsplittable:
         harness.finish(harness.run(DOCUMENT))
         req = harness.run(DOCUMENT[:20] + [9] * 20)
         assert spans(harness) == [(0, 36)]
+        assert harness.tree.components[FULL]._order._levels == [0.0]  # slots were not short: nothing else is worth less
         harness.finish(req)
 
     def test_prompt_is_not_cached_while_the_span_is_read(self, harness):

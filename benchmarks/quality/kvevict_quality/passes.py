@@ -83,8 +83,10 @@ class PassModel:
             self._forward(ids[start : start + CHUNK_TOKENS], start)
         queries, lse = (torch.stack([window[i] for window in state["windows"]]) for i in range(2))
         state["reads"] = True
-        for probe in repetition_probes(self.tokenizer, list(ids[:end]), PASS_TOKENS):
-            self._forward(probe, num_tokens)
+        probes = repetition_probes(self.tokenizer, ids[:end])
+        while not probes.is_empty:
+            self._forward(probes.next(PASS_TOKENS), num_tokens)
+            probes.was_read()
         return ScoredPrefix(
             arena[0, :, :num_tokens].clone(), arena[1, :, :num_tokens].clone(), queries, lse, state["squares"].sqrt()
         )

@@ -55,11 +55,17 @@ class Plan:
         per_context = len(make_sample(task, tokens, self.seed, 0, self.prompts.count).questions)
         return -(-self.num_questions // per_context)
 
+    def full_path(self, tokens: int, index: int) -> Path:
+        """Where the full cache's distributions of a passage are."""
+        return self.work / "full" / f"{self.model.name}-{tokens}-{index}.json"
+
     def missing(self, setup: Setup) -> list[tuple[str, int]]:
         """(task, tokens) that have no row with enough contexts yet."""
         done = {row.key: row.contexts for row in read_rows(self.results)}
 
         def is_missing(task: str, tokens: int) -> bool:
+            if task == fidelity.TASK and setup.policy == FULL and not self.full_path(tokens, 0).exists():
+                return True  # the row is there, but what others are compared with was left on another machine
             key = (
                 setup.engine,
                 setup.policy,
@@ -142,7 +148,7 @@ def _fidelity(plan: Plan, setup: Setup, server: RunningServer, task: str, tokens
         begin = time.perf_counter()
         found = fidelity.distributions(server, passage)
         sums.answer_s += time.perf_counter() - begin
-        stored = plan.work / "full" / f"{plan.model.name}-{tokens}-{index}.json"
+        stored = plan.full_path(tokens, index)
         if setup.policy == FULL:
             stored.parent.mkdir(parents=True, exist_ok=True)
             stored.write_text(json.dumps([list(entry.items()) for entry in found]), encoding="utf-8")
