@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -72,8 +74,8 @@ class TorchAttention:
         self._decode_step = self._plan_decode(batch, single) if single else None
         self._decode_rows = None
         if self._decode_step is not None and self._extending:
-            ends = torch.tensor(new_lens).cumsum(0)
-            self._decode_rows = ends[single] - 1
+            ends = list(accumulate(new_lens))
+            self._decode_rows = torch.tensor([ends[i] - 1 for i in single])
 
     def run(self, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Attend as planned; see :meth:`sgl_kvevict.attention.interface.Attention.run`."""

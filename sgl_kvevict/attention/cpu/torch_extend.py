@@ -8,6 +8,7 @@ queries (:mod:`sgl_kvevict.attention.cpu.torch_window`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from weakref import WeakKeyDictionary
 
 import torch
@@ -69,7 +70,9 @@ class ExtendRequest:
 
 def plan_extend(batch: AttentionBatch, requests: list[int]) -> list[ExtendRequest]:
     """Look up the token slots of some requests of a batch."""
-    ends = torch.tensor(batch.new_lens).cumsum(0).tolist()
+    if not requests:
+        return []
+    ends = list(accumulate(batch.new_lens))
     pool_rows = batch.req_pool_indices.tolist()
     plans = []
     for i in requests:
