@@ -259,14 +259,10 @@ class SuffixCompressor:
             segment.policy_state, segment.is_generated = state, True
             self._carry_on(suffix, choice, segment)
         merged = entries.sources.numel() - segment.num_entries
-        stats = self._compressor.stats
-        stats.compressions += 1
-        stats.compressed_tokens += num_new
-        stats.released_slots += freed.numel()
-        seconds = time.perf_counter() - begin
-        stats.seconds += seconds
-        num_tokens = segment.end - segment.start
-        return Compression(segment, freed, segment.start, num_tokens, merged, seconds, replaced=old)
+        num_tokens, seconds = segment.end - segment.start, time.perf_counter() - begin
+        done = Compression(segment, freed, segment.start, num_tokens, merged, seconds, replaced=old)
+        self._compressor.stats.count(done)
+        return done
 
     def _choose(self, suffix: Suffix, tables: Sequence[Tensor], num_new: int, num_slots: int) -> SuffixChoice:
         num_sinks = max(self._config.sink_tokens, self._policy.num_sink_tokens) - suffix.start
