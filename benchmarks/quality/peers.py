@@ -22,8 +22,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
+from kvevict_quality.origin import commit
 from kvevict_quality.presses import PRESSES
-from kvevict_quality.rows import AWARE_RESULTS, RESULTS, Row, commit, merge_rows, read_rows
+from kvevict_quality.rows import AWARE_RESULTS, RESULTS, Row, merge_rows, read_rows
 from kvevict_quality.sample import Prompts, Sample
 from kvevict_quality.tasks import make_sample, select_tasks
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache

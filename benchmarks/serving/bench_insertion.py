@@ -53,8 +53,8 @@ PAGE = Page(
     summary=(
         "What the tree's operations cost with 10,000 compressed prefixes of 32 tokens, each with its tail, beside "
         "the same prompts in SGLang's `UnifiedRadixCache`; and how they grow with the number of nodes on a path. "
-        "`compress` is one compression at the sizes of SmolLM2-135M (30 layers, 3 KV heads), from the checkpoint to "
-        "the slots freed. The first eviction puts all leaves, and all that can shrink, into heaps that are kept; "
+        "`compress` is one call of `Compressor.compress` at the sizes of SmolLM2-135M (30 layers, 3 KV heads). "
+        "The first eviction puts all leaves, and all that can shrink, into heaps that are kept; "
         "its calls are those of the second one."
     ),
     tables=(
@@ -158,7 +158,7 @@ def measure_path(system: str, num_nodes: int, sample: int) -> dict[str, Cost]:
 
 
 def compression_cost(num_tokens: int) -> dict[str, float]:
-    """Milliseconds from the checkpoint to the slots freed, at the sizes of the demo model, with learned scores.
+    """Milliseconds of one call of :meth:`Compressor.compress`, at the sizes of the demo model, with learned scores.
 
     The default configuration on random keys, values and weights: what is kept is of no use, what it costs is the same.
     """

@@ -21,7 +21,7 @@ from serving_bench.sampling import COSTS, OTHER, WAITING, sampled
 from serving_bench.streams import decode_figures, stream_all
 from serving_bench.texts import document, question
 
-from sgl_kvevict.launcher import RunningServer
+from sgl_kvevict.launcher import RunningServer, has_fast_bfloat16
 from sgl_kvevict.measure import alone, flush, wait_until_scored
 
 POOL_SLOTS = 10_000
@@ -29,7 +29,9 @@ BUDGETS = (1.0,)
 SHOWN = (*(cost for cost, _ in COSTS if cost != WAITING), OTHER)
 WHOLE = "all"
 FLOOR = "floor at budget 0.2"
-DTYPE_BYTES = 2
+DTYPE = torch.bfloat16 if has_fast_bfloat16() else torch.float32
+"""In which the servers hold weights, keys and values, and compute."""
+DTYPE_NAME = str(DTYPE).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ PAGE = Page(
         "Where the scheduler is when its stack is sampled: shares of the samples, times what one decode step, or one "
         "prefill, takes when nobody samples. The floor of linear layers and of attention is, in a decode step, the "
         "bytes that have to be read over the measured bandwidth of this machine's memory; in a prefill, the operations "
-        "over the measured speed of a large bfloat16 matrix product. The other costs move a few kB a layer: their "
+        f"over the measured speed of a large {DTYPE_NAME} matrix product. The other costs move a few kB a layer: their "
         "floor is next to nothing, and what they take is calls."
     ),
     tables=(Table("ms", "Time by cost, ms", has_ratio=False, digits=1),),
@@ -102,7 +104,7 @@ class Model:
 
     def kv_bytes(self, tokens: float) -> float:
         """Bytes of K and V of so many tokens."""
-        return tokens * self.layers * self.kv_heads * self.head_dim * 2 * DTYPE_BYTES
+        return tokens * self.layers * self.kv_heads * self.head_dim * 2 * DTYPE.itemsize
 
 
 def main() -> None:
@@ -112,7 +114,7 @@ def main() -> None:
     names = [workload.name for workload in workloads]
     recorder = Recorder(PAGE, options, [f"{name}: {cost}" for name in names for cost in (*SHOWN, WHOLE)])
     machine, model = measure_machine(), read_model(options.model)
-    recorder.progress(f"{machine.bandwidth / 1e9:.1f} GB/s read, {machine.flops / 1e9:.0f} GFLOP/s in bfloat16")
+    recorder.progress(f"{machine.bandwidth / 1e9:.1f} GB/s read, {machine.flops / 1e9:.0f} GFLOP/s in {DTYPE_NAME}")
     systems = compared_systems(POOL_SLOTS, budgets=BUDGETS, beside=options.beside)
     with running(systems, options.model, LOGS / PAGE.name, recorder.progress) as fleet:
         for workload in workloads:
@@ -159,7 +161,7 @@ def floors(workload: Workload, model: Model, machine: Machine, budget: float) ->
     if not workload.is_prefill:
         kept = budget * workload.prefix + workload.batch * workload.tokens / 2
         return {
-            "linear layers": (model.weights + model.output_weights) * DTYPE_BYTES / machine.bandwidth,
+            "linear layers": (model.weights + model.output_weights) * DTYPE.itemsize / machine.bandwidth,
             "attention": model.kv_bytes(kept) / machine.bandwidth,
         }
     pairs = workload.prefix**2 / 2
@@ -171,9 +173,9 @@ def floors(workload: Workload, model: Model, machine: Machine, budget: float) ->
 
 
 def measure_machine() -> Machine:
-    """Best of a few runs of reading 512 MiB, and of a product of two matrices of 2,048 squared in bfloat16."""
+    """Best of a few runs of reading 512 MiB, and of a product of two matrices of 2,048 squared in the served dtype."""
     numbers = torch.ones(2**27)
-    matrix = torch.ones(2048, 2048, dtype=torch.bfloat16)
+    matrix = torch.ones(2048, 2048, dtype=DTYPE)
     read_s = best_seconds(lambda: numbers.sum())
     product_s = best_seconds(lambda: matrix @ matrix)
     return Machine(numbers.numel() * 4 / read_s, 2 * 2048**3 / product_s)

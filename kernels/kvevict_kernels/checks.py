@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -84,6 +85,43 @@ def check_arenas(
     check_tensor("v_arena", v_arena, tuple(k_arena.shape), k_arena.dtype, k_arena.device)
     if biases is not None:
         check_tensor("biases", biases, tuple(k_arena.shape[:3]), torch.float32, k_arena.device)
+
+
+def check_scoring(
+    queries: torch.Tensor,
+    k_buffer: torch.Tensor,
+    token_slots: torch.Tensor,
+    *,
+    sm_scale: float,
+    key_start: int,
+    query_start: int,
+) -> None:
+    """Require what every operation takes that scores keys of one layer by queries.
+
+    Args:
+        queries: [n, num_qo_heads, head_dim], bfloat16, float16 or float32.
+        k_buffer: [num_token_slots, num_kv_heads, head_dim], dtype of ``queries`` or float8_e4m3fn.
+        token_slots: [N], int64.
+        sm_scale: finite, > 0.
+        key_start: >= 0.
+        query_start: >= 0.
+
+    Raises:
+        ValueError: names the argument, what was expected and what came; on the CPU also for a token slot outside the
+            buffer.
+    """
+    check_tensor("queries", queries, (None, None, None), KV_DTYPES)
+    num_qo_heads, head_dim = queries.shape[1:]
+    check_tensor("k_buffer", k_buffer, (None, None, head_dim), (queries.dtype, FP8), queries.device)
+    check_tensor("token_slots", token_slots, (None,), torch.int64, queries.device)
+    num_kv_heads = k_buffer.shape[1]
+    if num_kv_heads == 0 or num_qo_heads == 0 or num_qo_heads % num_kv_heads:
+        raise ValueError(f"queries: expected a multiple of {num_kv_heads} KV heads, got {num_qo_heads} heads")
+    if not math.isfinite(sm_scale) or sm_scale <= 0:
+        raise ValueError(f"sm_scale: expected a finite number > 0, got {sm_scale!r}")
+    check_int("key_start", key_start, 0)
+    check_int("query_start", query_start, 0)
+    check_index_range("token_slots", token_slots, k_buffer.shape[0])
 
 
 def check_int(name: str, value: object, low: int, high: int | None = None) -> None:

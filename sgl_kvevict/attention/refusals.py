@@ -1,4 +1,4 @@
-"""What each implementation on a GPU cannot do, as sentences for the user; known before anything is built."""
+"""What each implementation cannot do, as sentences for the user; known before anything is built."""
 
 from __future__ import annotations
 

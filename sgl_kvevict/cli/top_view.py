@@ -148,7 +148,7 @@ def _rates(state: TopState) -> Text:
     assert state.status is not None
     rates = [f"{label} {_number(state.rate(name))}/s" for name, label in _RATES]
     totals = state.status.totals
-    refused = totals.refused_in_use + totals.refused_not_cached + totals.refused_no_room
+    refused = totals.refused_in_use + totals.refused_not_cached + totals.refused_no_room + totals.refused_no_memory
     rates.append(f"refused {refused:,}")
     if totals.stored_segments or totals.loaded_segments:
         rates.append(f"stored {totals.stored_segments:,}, loaded {totals.loaded_segments:,}")

@@ -35,7 +35,6 @@ class CompressionStats:
 
     Attributes:
         compressions: segments written.
-        compressed_tokens: tokens that went into them.
         released_slots: token slots given back by them.
         seconds: host time spent (on a GPU: launching only).
         fits: segments that were fitted.
@@ -44,12 +43,17 @@ class CompressionStats:
     """
 
     compressions: int = 0
-    compressed_tokens: int = 0
     released_slots: int = 0
     seconds: float = 0.0
     fits: int = 0
     fits_given_up: int = 0
     fit_seconds: float = 0.0
+
+    def count(self, done: Compression) -> None:
+        """A segment was written."""
+        self.compressions += 1
+        self.released_slots += done.freed.numel()
+        self.seconds += done.seconds
 
 
 @dataclass(frozen=True)
@@ -244,13 +248,10 @@ class Compressor:
         )
         segment.policy_state = decision.state
         segment.is_read = isinstance(observation, ReaderObservation)
-        self.stats.compressions += 1
-        self.stats.compressed_tokens += num_tokens
-        self.stats.released_slots += freed.numel()
-        seconds = time.perf_counter() - begin
-        self.stats.seconds += seconds
         merged = 0 if decision.merge is None else decision.merge.indices.numel() - segment.num_entries
-        return Compression(segment, freed, start, num_tokens, merged, seconds, fit)
+        done = Compression(segment, freed, start, num_tokens, merged, time.perf_counter() - begin, fit)
+        self.stats.count(done)
+        return done
 
     def _fit(self, token_slots: Tensor, start: int, observation: Observation) -> PendingFit | None:
         """What the fit of a range that is about to be compressed needs; None: it has none, or nobody read the range."""

@@ -15,7 +15,7 @@ from kvevict_kernels.transfer import to_device
 from sgl_kvevict.compression.compressor import Compression, Compressor
 from sgl_kvevict.compression.query_lanes import QueryLanes
 from sgl_kvevict.guard import accounting
-from sgl_kvevict.policies.layer_view import LayerView
+from sgl_kvevict.policies.layer_view import LayerView, Show
 from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.policies.signals import QueryWindow, Signal
 from sgl_kvevict.policies.suffix import SuffixChoice, choose_suffix
@@ -128,8 +128,8 @@ class SuffixCompressor:
         self._geometry = compressor.store.geometry
         self._config = compressor.config
         self._sums_up = Signal.ACCUMULATED_ATTENTION in self._policy.needs
-        self._looks_back = Signal.WINDOW_QUERIES in self._policy.needs
-        depth = max(COUNTED_AT_ONCE if self._sums_up else 0, self._policy.window_size if self._looks_back else 0)
+        looks_back = Signal.WINDOW_QUERIES in self._policy.needs
+        depth = max(COUNTED_AT_ONCE if self._sums_up else 0, self._policy.window_size if looks_back else 0)
         self.lanes: QueryLanes | None = None
         if depth:
             size = max(self._store.k_arena.element_size(), 2)
@@ -259,21 +259,14 @@ class SuffixCompressor:
             segment.policy_state, segment.is_generated = state, True
             self._carry_on(suffix, choice, segment)
         merged = entries.sources.numel() - segment.num_entries
-        stats = self._compressor.stats
-        stats.compressions += 1
-        stats.compressed_tokens += num_new
-        stats.released_slots += freed.numel()
-        seconds = time.perf_counter() - begin
-        stats.seconds += seconds
-        num_tokens = segment.end - segment.start
-        return Compression(segment, freed, segment.start, num_tokens, merged, seconds, replaced=old)
+        num_tokens, seconds = segment.end - segment.start, time.perf_counter() - begin
+        done = Compression(segment, freed, segment.start, num_tokens, merged, seconds, replaced=old)
+        self._compressor.stats.count(done)
+        return done
 
     def _choose(self, suffix: Suffix, tables: Sequence[Tensor], num_new: int, num_slots: int) -> SuffixChoice:
         num_sinks = max(self._config.sink_tokens, self._policy.num_sink_tokens) - suffix.start
-
-        def show(layer: int) -> LayerView:
-            return self._show(suffix, layer, tables[layer], self._policy.scorer.needs)
-
+        show = self._show(suffix, tables, self._policy.scorer.needs)
         return choose_suffix(self._policy, show, suffix.lens, num_new, num_slots, max(num_sinks, 0))
 
     def _entries(
@@ -288,15 +281,16 @@ class SuffixCompressor:
     ) -> tuple[_Entries, PolicyState | None]:
         """Where the entries are that stay, what they become, and the policy's state after that."""
         sources, positions, sizes, weights, thresholds = [], [], [], [], []
+        merger = self._policy.merger if merges else None
+        show = self._show(suffix, tables, frozenset() if merger is None else merger.needs)
         for layer, (table, kept) in enumerate(zip(tables, choice.kept, strict=True)):
             index = self._flat(kept, choice.lens[layer])
             positions.append(self._positions(suffix, layer, num_new).flatten()[index])
-            if self._policy.merger is None or not merges:
+            if merger is None:
                 sources.append(table.flatten()[index])
                 continue
-            view = self._show(suffix, layer, table, self._policy.merger.needs)
             own = None if state is None else PolicyState(state.threshold[layer : layer + 1])
-            plan, after = self._policy.merger.merge([view], kept[None], own)
+            plan, after = merger.merge([show(layer)], kept[None], own)
             sources.append(table[plan.heads.long(), plan.indices.long()])
             sizes.append(plan.indptr.diff())
             weights.append(plan.weights)
@@ -321,37 +315,45 @@ class SuffixCompressor:
             suffix.sums[layer] = torch.cat([stays.view(kept.shape[0], -1), sums[:, num:]], dim=1)
         suffix.segment, suffix.lens = segment, choice.lens
 
-    def _show(self, suffix: Suffix, layer: int, table: Tensor, needs: frozenset[Signal]) -> LayerView:
-        """A layer's candidates as a range of tokens that starts at 0."""
-        num = table.shape[1]
-        nothing = self._store.k_arena.new_empty(0, self._geometry.num_kv_heads, self._geometry.head_dim)
-        k = self._store.keys(table.T) if Signal.KEYS in needs else nothing
-        v = self._store.values(table.T) if Signal.VALUES in needs else nothing
-        signals: dict[Signal, object] = {}
-        sm_scale = 1.0
-        if self._looks_back:
-            signals[Signal.WINDOW_QUERIES], sm_scale = self._window(suffix, layer)
-        if suffix.sums:
-            signals[Signal.ACCUMULATED_ATTENTION] = suffix.sums[layer][:, :num]
-        k_scale, v_scale = self._geometry.scales.of(layer)
-        return LayerView(
-            layer=layer,
-            start=0,
-            k_buffer=k,
-            v_buffer=v,
-            token_slots=torch.arange(num, device=table.device),
-            sm_scale=sm_scale,
-            signals=signals,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
+    def _show(self, suffix: Suffix, tables: Sequence[Tensor], needs: frozenset[Signal]) -> Show:
+        """Give each layer's candidates as a range of tokens that starts at 0."""
+        places = self._window_places(suffix) if Signal.WINDOW_QUERIES in needs else None
 
-    def _window(self, suffix: Suffix, layer: int) -> tuple[QueryWindow, float]:
-        """The last queries, at positions counted as those of the candidates; none of a compressed token."""
-        assert self.lanes is not None
+        def show(layer: int) -> LayerView:
+            table = tables[layer]
+            num = table.shape[1]
+            nothing = self._store.k_arena.new_empty(0, self._geometry.num_kv_heads, self._geometry.head_dim)
+            signals: dict[Signal, object] = {}
+            sm_scale = 1.0
+            if places is not None:
+                signals[Signal.WINDOW_QUERIES], sm_scale = self._window(suffix, layer, places)
+            if suffix.sums:
+                signals[Signal.ACCUMULATED_ATTENTION] = suffix.sums[layer][:, :num]
+            k_scale, v_scale = self._geometry.scales.of(layer)
+            return LayerView(
+                layer=layer,
+                start=0,
+                k_buffer=self._store.keys(table.T) if Signal.KEYS in needs else nothing,
+                v_buffer=self._store.values(table.T) if Signal.VALUES in needs else nothing,
+                token_slots=torch.arange(num, device=table.device),
+                sm_scale=sm_scale,
+                signals=signals,
+                k_scale=k_scale,
+                v_scale=v_scale,
+            )
+
+        return show
+
+    def _window_places(self, suffix: Suffix) -> Tensor:
+        """[n], int64, where the last queries are kept; none of a compressed token."""
         count = min(suffix.num_pending, self._policy.window_size, suffix.end - suffix.compressed_end)
-        queries, lse, sm_scale = self.lanes.rows(layer, self._places(suffix, count))
-        start = suffix.lens[layer] + suffix.end - count - suffix.compressed_end
+        return self._places(suffix, count)
+
+    def _window(self, suffix: Suffix, layer: int, places: Tensor) -> tuple[QueryWindow, float]:
+        """One layer's last queries, at positions counted as those of the candidates."""
+        assert self.lanes is not None
+        queries, lse, sm_scale = self.lanes.rows(layer, places)
+        start = suffix.lens[layer] + suffix.end - places.numel() - suffix.compressed_end
         return QueryWindow(queries, lse, start), sm_scale
 
     def _places(self, suffix: Suffix, count: int) -> Tensor:

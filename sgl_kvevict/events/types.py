@@ -125,7 +125,8 @@ class Refused(Event):
     Attributes:
         reason: ``in-use``: somebody reads the range exactly, it waits for that one; ``not-cached``: the prompt diverges
             inside an unsplittable span that others read, so it is served but not cached; ``no-room``: prefix and
-            scoring pass together exceed the model's context or the pool, so the prefix stays uncompressed.
+            scoring pass together exceed the model's context or the pool, so the prefix stays uncompressed;
+            ``no-memory``: what was observed of the range took more than is allowed, so it stays uncompressed.
         tokens: tokens concerned.
     """
 

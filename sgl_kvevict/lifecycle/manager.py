@@ -87,6 +87,7 @@ class PrefixManager:
         self.readers = LiveReaders(tree)
         self.pressure: Pressure | None = None
         self.max_sharers = 0
+        self._last_read: tuple[tuple[SpanRuns, ...], ...] = ()
         self._tree = tree
         self._observations: WeakKeyDictionary[Reader, PromptObservation] = WeakKeyDictionary()
         self._listener = CacheListener()
@@ -249,8 +250,10 @@ class PrefixManager:
             nodes: last node of each request's path.
         """
         paths = tuple(self.spans.runs(path_to(last)) for last in nodes)
-        sharers = Counter(runs for path in paths for runs in path)
-        self.max_sharers = max(self.max_sharers, *sharers.values(), 0)
+        if paths != self._last_read:  # the attention keeps them for as long
+            sharers = Counter(runs for path in paths for runs in path)
+            self.max_sharers = max(self.max_sharers, *sharers.values(), 0)
+            self._last_read = paths
         return paths
 
     # ---- what happens to nodes --------------------------------------------------------------------------------

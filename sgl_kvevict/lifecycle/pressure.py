@@ -145,7 +145,7 @@ class Pressure:
             return False
         if segment.readings is not None and segment.readings.is_open:
             return False
-        return segment.num_slots > self._config.slots_at(self._config.shares[-1], segment.end - segment.start)
+        return segment.num_slots > self._slots_at(segment, self._config.shares[-1])
 
     def was_read(self, path: Sequence[Node], observation: ReaderObservation) -> None:
         """Passes are over: segments of a path that they read shrink to the budget, to what the passes would keep."""
@@ -154,7 +154,7 @@ class Pressure:
             if not observation.observes(segment):
                 continue
             self._compressor.was_read(segment)
-            slots = self._config.slots_at(float(self._config.budget), segment.end - segment.start)
+            slots = self._slots_at(segment, float(self._config.budget))
             if slots == segment.num_slots:
                 self._ranges.on_budget(self._spans.last_of(owner))
             elif slots < segment.num_slots and self._readers.movable(owner) is not None:
@@ -185,7 +185,7 @@ class Pressure:
         segment = self._spans[owner].segment
         if segment.worth is None:
             return 0
-        return max(segment.num_slots - self._config.slots_at(self._config.shares[-1], segment.end - segment.start), 0)
+        return max(segment.num_slots - self._slots_at(segment, self._config.shares[-1]), 0)
 
     def _reserve_of_end(self, node: Node) -> int:
         """Of the node alone; compressed together with short nodes above it, it wins as much at least."""
@@ -247,10 +247,9 @@ class Pressure:
         if node not in self._spans:
             return False
         slots = self._next_slots(node)
-        return slots is None or slots < self._slots_at(node, float(self._config.budget))
+        return slots is None or slots < self._slots_at(self._spans[node].segment, float(self._config.budget))
 
-    def _slots_at(self, owner: Node, share: float) -> int:
-        segment = self._spans[owner].segment
+    def _slots_at(self, segment: Segment, share: float) -> int:
         return self._config.slots_at(share, segment.end - segment.start)
 
     def _next_slots(self, owner: Node) -> int | None:
@@ -258,7 +257,7 @@ class Pressure:
         segment = self._spans[owner].segment
         if segment.worth is None:
             return None
-        steps = (self._slots_at(owner, share) for share in self._config.shares)
+        steps = (self._slots_at(segment, share) for share in self._config.shares)
         return next((slots for slots in steps if slots < segment.num_slots), None)
 
     def _squeeze(self, owner: Node) -> int:
@@ -274,8 +273,9 @@ class Pressure:
         freed = self._spans.squeeze(owner, slots)
         self._tree.charge(owner, -freed.numel())
         self._tree.free(freed)
-        self.listener.squeezed(owner, self._spans[owner].segment, freed.numel())
-        if slots == self._slots_at(owner, float(self._config.budget)):
+        segment = self._spans[owner].segment
+        self.listener.squeezed(owner, segment, freed.numel())
+        if slots == self._slots_at(segment, float(self._config.budget)):
             self._ranges.on_budget(self._spans.last_of(owner))
         return freed.numel()
 

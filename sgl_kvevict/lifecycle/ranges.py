@@ -183,8 +183,9 @@ class Ranges:
         self._bytes[pending.node] = pending.observation.num_bytes
         while self.num_bytes > self._compressor.config.observation_bytes:
             oldest = next(iter(self._pending.values()))
+            num_tokens = oldest.end - self._spans.waterline(path_to(oldest.node))
             self.discard(oldest.node)
-            self.listener.refused(REFUSED_NO_MEMORY, oldest.end)
+            self.listener.refused(REFUSED_NO_MEMORY, num_tokens)
 
     def _try(self, pending: PendingRange) -> int | None:
         """Compress a range unless somebody would not follow; return the slots won, None if it has to wait."""

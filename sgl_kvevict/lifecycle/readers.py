@@ -25,9 +25,6 @@ class LiveReaders:
         self._live: WeakSet[Reader] = WeakSet()
         self._exact: WeakSet[Reader] = WeakSet()
 
-    def __len__(self) -> int:
-        return len(self._live)
-
     def __iter__(self) -> Iterator[Reader]:
         return iter(tuple(self._live))
 

@@ -116,7 +116,10 @@ class StoredPrefixes:
         return self._writer.num_waiting
 
     def on_budget(self, last: Node) -> None:
-        """A segment has come to the budget; ``last`` is the last node with a span of it. Copies, and never waits."""
+        """A segment has come to the budget; ``last`` is the last node with a span of it: copied, and then written.
+
+        Waits for nothing but one small read from the device, and for that only if a beginning is stored with it.
+        """
         if not self.is_on or not self.keeps(last.key.extra_key):
             return
         with self._guard.at(Place.STORE):

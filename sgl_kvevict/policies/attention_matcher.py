@@ -11,8 +11,7 @@ from torch import Tensor
 from sgl_kvevict.policies.parts import Fitted, Fitter
 
 CAUSAL_BLOCK = 64
-"""Tokens that are fitted together where the scope is causal. Blocks of 64 have four fifths or more of the gain of those
-of 256, at a quarter of the memory (docs/policies.md)."""
+"""Tokens that are fitted together where the scope is causal; what passes add up takes memory in proportion."""
 RIDGE = 1e-2
 """Of the mean of the diagonal: how much a weight of 1, and the value as it is, are preferred."""
 LOWEST_WEIGHT, HIGHEST_WEIGHT = math.exp(-3), math.exp(6)

@@ -119,7 +119,7 @@ class Decision:
         selection: the kept entries.
         merge: how evicted rows live on in kept ones, or None.
         state: to be handed to the path's next compression, or None.
-        worth: [num_entries], float16, in the order of the selection, see :func:`worth_of`; None if nobody asked.
+        worth: [num_entries], int16, in the order of the selection, see :func:`worth_of`; None if nobody asked.
     """
 
     selection: Selection

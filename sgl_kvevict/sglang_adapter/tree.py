@@ -128,6 +128,10 @@ class KVEvictTree(UnifiedRadixCache):
         """Token slots that readers hold and that cannot be had while they do."""
         return int(super().protected_size()) - self._reserve()
 
+    def held_slots(self) -> int:
+        """Token slots that the tree holds: those of both sizes."""
+        return int(super().evictable_size()) + int(super().protected_size())
+
     def full_evictable_size(self) -> int:
         """The same as :meth:`evictable_size`, by the name that SGLang uses where a pool has several parts."""
         return self.evictable_size()

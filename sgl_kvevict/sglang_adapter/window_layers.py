@@ -107,9 +107,8 @@ class WindowLayers:
             Like ``queries``.
         """
         place = self._places[layer.layer_id]
-        geometry = self.attention.geometry
         if new_kv is not None:
-            scales = geometry.scales.of(place) if geometry.scales.k else (1.0, 1.0)
+            scales = self.attention.geometry.scales.of(place)
             self._pool.set_kv_buffer(layer, KVWriteLoc(out_cache_loc, self._new_slots), *new_kv, *scales)
         return self.attention.run(place, queries, layer.scaling, sink_logits)[0]
 

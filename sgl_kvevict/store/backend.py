@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from sgl_kvevict.errors import StoreError
+
 _NAME = re.compile(r"[0-9a-z][0-9a-z.-]*(/[0-9a-z][0-9a-z.-]*)*")
 
 
@@ -53,6 +55,26 @@ class Backend(Protocol):
 
     def update(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
         """Replace what is under a name by what ``change`` makes of it; ``change`` may be called more than once."""
+
+
+def update_without_lock(backend: Backend, name: str, change: Callable[[bytes | None], bytes], tries: int) -> None:
+    """:meth:`Backend.update` where there is no lock: of two writers one may be lost, so who writes looks again.
+
+    Args:
+        backend: where.
+        name: what is changed.
+        change: makes the new bytes of the old ones.
+        tries: how often it is done at most.
+
+    Raises:
+        StoreError: others were faster each time, or the place cannot be read or written.
+    """
+    for _ in range(tries):
+        data = change(backend.get(name))
+        backend.put(name, data)
+        if backend.get(name) == data:
+            return
+    raise StoreError(f"store {backend.url!r}: {name} is changed by others all the time")
 
 
 def is_name(name: str) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sgl_kvevict.errors import ConfigError, StoreError, shown
-from sgl_kvevict.store.backend import Item, check_name, is_name
+from sgl_kvevict.store.backend import Item, check_name, is_name, update_without_lock
 
 TRIES = 4
 TRY_AGAIN_S = 0.02
@@ -112,12 +112,7 @@ class MooncakeBackend:
 
     def update(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
         """See :meth:`Backend.update`."""
-        for _ in range(TRIES):
-            data = change(self.get(name))
-            self.put(name, data)
-            if self.get(name) == data:
-                return
-        raise StoreError(f"store {self.url!r}: {name} is changed by others all the time")
+        update_without_lock(self, name, change, TRIES)
 
     # ---- inside -----------------------------------------------------------------------------------------------
 

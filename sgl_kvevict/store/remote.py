@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from sgl_kvevict.errors import ConfigError, StoreError
-from sgl_kvevict.store.backend import Item, check_name, is_name
+from sgl_kvevict.store.backend import Item, check_name, is_name, update_without_lock
 
 UPDATE_TRIES = 3
 
@@ -89,12 +89,7 @@ class RemoteBackend:
 
     def update(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
         """See :meth:`Backend.update`."""
-        for _ in range(UPDATE_TRIES):
-            data = change(self.get(name))
-            self.put(name, data)
-            if self.get(name) == data:
-                return
-        raise StoreError(f"store {self.url!r}: {name} is changed by others all the time")
+        update_without_lock(self, name, change, UPDATE_TRIES)
 
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{check_name(name)}"

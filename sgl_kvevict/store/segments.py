@@ -147,17 +147,9 @@ class SegmentStore:
             raise CorruptSegmentError(f"k: got {record.k.dtype}; expected {identity.dtype}")
         return record
 
-    def exists(self, key: str) -> bool:
-        """Whether there is a segment under a key."""
-        return self.backend.exists(segment_name(self.identity.digest, key))
-
     def delete(self, key: str) -> bool:
         """Remove a segment; False: there was none. Manifests that list it find that it is gone."""
         return self.backend.delete(segment_name(self.identity.digest, key))
-
-    def list(self) -> Iterator[StoredSegment]:
-        """All segments of this identity."""
-        return list_segments(self.backend, self.identity.digest)
 
     def _listed(self, tokens: Sequence[int], namespace: Namespace) -> Sequence[ManifestEntry]:
         """What the first manifest of a sequence lists, the newest first."""
@@ -196,9 +188,9 @@ def segment_name(identity: str, key: str) -> str:
     return f"{ROOT}/{identity}/segments/{key[:2]}/{key}"
 
 
-def list_segments(backend: Backend, identity: str | None = None) -> Iterator[StoredSegment]:
-    """Segments of one identity, or of all, in no particular order."""
-    for item in backend.list(ROOT if identity is None else f"{ROOT}/{identity}"):
+def list_segments(backend: Backend) -> Iterator[StoredSegment]:
+    """Segments of all identities, in no particular order."""
+    for item in backend.list(ROOT):
         parts = item.name.split("/")
         if len(parts) == 5 and parts[2] == "segments":
             yield StoredSegment(parts[1], parts[4], item)

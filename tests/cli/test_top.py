@@ -96,6 +96,13 @@ def test_a_server_with_a_store_shows_what_was_stored_and_loaded():
     assert "stored 1,200, loaded 7" in " ".join(drawn(state).split())
 
 
+def test_refusals_of_every_reason_are_counted():
+    state, refusing = TopState("x"), report()
+    refusing.totals = Totals(refused_in_use=1, refused_not_cached=20, refused_no_room=300, refused_no_memory=4000)
+    state.update(refusing)
+    assert "refused 4,321" in " ".join(drawn(state).split())
+
+
 def test_a_server_that_does_not_answer_is_said_so_and_the_last_report_stays():
     state = TopState("tcp://here:1", silent="no answer from tcp://here:1 within 5 s")
     assert "no answer from tcp://here:1" in drawn(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from helpers.harness import Harness
+from helpers.stored import identity as identity_of
 from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.loading import Loading, Prompt
 from sgl_kvevict.lifecycle.stored import Adoption, export_segment
@@ -11,27 +12,13 @@ from sgl_kvevict.store import (
     ReadAhead,
     SegmentRecord,
     SegmentStore,
-    StoreIdentity,
     WriteBehind,
     decode_segment,
     encode_segment,
     open_backend,
 )
 
-IDENTITY = StoreIdentity(
-    model="ab" * 32,
-    architecture="LlamaForCausalLM",
-    dtype="torch.float32",
-    scales=(),
-    num_layers=2,
-    num_kv_heads=2,
-    head_dim=2,
-    rotary="cd" * 32,
-    rank=0,
-    num_ranks=1,
-    policy="pseudo-random",
-    min_prefix_tokens=6,
-)
+IDENTITY = identity_of(head_dim=2, policy="pseudo-random", min_prefix_tokens=6)
 
 
 def exported(harness: Harness, tail: int = 4) -> list[SegmentRecord]:

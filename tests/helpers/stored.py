@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sgl_kvevict.store import Namespace, SegmentRecord, StoreIdentity
+from sgl_kvevict.store import Namespace, SegmentRecord, SegmentStore, StoreIdentity, list_segments
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2, 2, 4
 MIN_PREFIX = 16
@@ -66,6 +66,11 @@ def record(
         worth=torch.arange(len(positions), dtype=torch.int16),
     )
     return dataclasses.replace(base, **changes)
+
+
+def keys_in(store: SegmentStore) -> list[str]:
+    """Names of the segments of a store's identity."""
+    return [each.key for each in list_segments(store.backend) if each.identity == store.identity.digest]
 
 
 def assert_same(ours: SegmentRecord, theirs: SegmentRecord) -> None:

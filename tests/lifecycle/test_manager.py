@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -143,6 +144,18 @@ def test_what_somebody_reads_exactly_waits_until_that_one_lets_go():
     tree.release(exact, Released.RETRACTED)
     assert spans(tree) == [(0, 18)] and len(tree.manager.ranges) == 0
     assert other.row[:18].eq(0).all()
+
+
+def test_a_range_given_up_for_want_of_memory_is_told_with_its_own_tokens():
+    tree, recorder = cache(observation_bytes=0)
+    node = tree.add(20)
+    tree.release(tree.prompt(node))
+    last = tree.add(10, node)
+    exact = tree.reader(last)
+    tree.manager.readers.make_exact(exact)
+    assert not tree.manager.ranges.compress(last, 28, SimpleNamespace(num_bytes=1))
+    assert recorder.told[1:] == [("refused", "no-memory", 10), ("refused", "in-use", 10)]
+    assert len(tree.manager.ranges) == 0
 
 
 def test_a_lock_that_no_reader_explains_is_waited_for():

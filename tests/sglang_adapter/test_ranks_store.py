@@ -9,6 +9,7 @@ import pytest
 
 from helpers.harness import PseudoRandomPolicy, publish_server_args
 from helpers.harness_store import IDENTITY, Server
+from helpers.stored import keys_in
 from helpers.threads_as_ranks import on_two_ranks
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state, rank_states
 
@@ -30,7 +31,7 @@ def fill(folder):
         server = server_of(rank, group, folder, num_slots=300)
         for document in DOCUMENTS:
             server.serve(document)
-        return sorted(stored.key for stored in server.segments.list())
+        return sorted(keys_in(server.segments))
 
     ours, theirs = on_two_ranks(run)
     assert len(ours) == len(theirs) == len(DOCUMENTS) and not set(ours) & set(theirs)
@@ -69,8 +70,8 @@ def test_what_one_rank_lacks_no_rank_loads(tmp_path):
 
     def lose(server, rank):
         if rank == 1:
-            for stored in list(server.segments.list()):
-                server.segments.delete(stored.key)
+            for key in keys_in(server.segments):
+                server.segments.delete(key)
 
     asked = ask_all(tmp_path, lose)
     assert asked.found[0] == 0 and asked.totals.loaded == 0
@@ -91,11 +92,7 @@ def test_ranks_that_fetched_other_prefixes_of_one_length_load_neither(tmp_path):
 
     def run(rank, group):
         server = server_of(rank, group, tmp_path)
-        (lost,) = [
-            stored.key
-            for stored in server.segments.list()
-            if int(server.segments.get(stored.key).tokens[-1]) == (3, 5)[rank]
-        ]
+        (lost,) = [key for key in keys_in(server.segments) if int(server.segments.get(key).tokens[-1]) == (3, 5)[rank]]
         server.segments.delete(lost)
         found = [server.serve([*start, 9]) for start in ([*shared, *[9] * 20], *(text[:66] for text in texts))]
         return found, server.loading.totals.loaded, rank_states(server.harness.tree)

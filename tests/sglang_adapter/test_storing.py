@@ -9,6 +9,7 @@ import pytest
 
 from helpers.harness import publish_server_args
 from helpers.harness_store import Server
+from helpers.stored import keys_in
 from sgl_kvevict.compression import CacheObservation
 from sgl_kvevict.config import EventsConfig, KVEvictConfig
 from sgl_kvevict.errors import StoreError
@@ -95,8 +96,8 @@ def test_what_shrinks_by_steps_is_stored_at_the_budget_only(tmp_path):
         server.stored.between_steps()
         done[share] = len(server.heard.stored_segments)
     assert done == {0.6: 0, 0.3: 1, 0.1: 1}
-    (stored,) = server.segments.list()
-    assert server.segments.get(stored.key).num_entries == 15 * 4
+    (key,) = keys_in(server.segments)
+    assert server.segments.get(key).num_entries == 15 * 4
 
 
 def test_who_waits_too_long_goes_on_without(tmp_path, monkeypatch):
@@ -172,12 +173,12 @@ def test_what_readers_order_later_takes_the_place_of_what_was_stored(tmp_path):
     config = KVEvictConfig(budget=0.3, light_budget=None, min_budget=0.1, tail_tokens=4, min_prefix_tokens=6)
     server = Server(tmp_path, config=config, num_slots=200)
     server.serve(DOCUMENT)
-    (stored,) = server.segments.list()
-    assert not server.segments.get(stored.key).is_read
+    (key,) = keys_in(server.segments)
+    assert not server.segments.get(key).is_read
     (owner,) = server.harness.tree.spans
     server.harness.tree.spans[owner].segment.is_read = True
     server.harness.tree.manager.ranges.on_budget(owner)
-    assert server.writer.drain(10) and server.segments.get(stored.key).is_read
+    assert server.writer.drain(10) and server.segments.get(key).is_read
 
 
 def test_prefixes_are_fetched_for_the_head_of_the_queue_first(tmp_path):
@@ -225,7 +226,7 @@ def test_what_an_adapter_made_is_neither_stored_nor_looked_for(tmp_path):
     scheduler = SimpleNamespace(tree_cache=server.harness.tree)
     for extra_key, waits in ((adapter, 0), ("tenant" + adapter, 0), ("tenant", 1)):
         server.serve(DOCUMENT, extra_key=extra_key)
-        assert len(list(server.segments.list())) == waits
+        assert len(keys_in(server.segments)) == waits
         req = server.harness.request([*DOCUMENT, 9], extra_key)
         after_queueing(None, scheduler, req)
         assert server.loading.num_waiting == waits
@@ -240,7 +241,7 @@ def test_a_server_that_stops_writes_what_waits(tmp_path, monkeypatch):
     gate.set()
     scheduler = SimpleNamespace(tree_cache=server.harness.tree)
     after_shutdown(None, scheduler)
-    assert len(list(server.segments.list())) == 1
+    assert len(keys_in(server.segments)) == 1
     server.harness.finish(server.harness.run([7] * 40))
     assert server.writer.num_waiting == 0  # nothing new is taken
 

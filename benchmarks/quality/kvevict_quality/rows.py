@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import os
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -34,7 +33,7 @@ class Row:
         prepare_s, answer_s: seconds per context until it was compressed, and for all its questions. Aware: 0, and all.
         model, dtype, seed: of the run.
         versions: of the engine.
-        commit: of this repository.
+        commit: of this repository, ``+`` if files were changed.
     """
 
     engine: str
@@ -96,9 +95,3 @@ def merge_rows(path: Path, new: Sequence[Row]) -> None:
         writer.writeheader()
         writer.writerows(asdict(row) for row in sorted(rows.values(), key=lambda row: row.key))
     scratch.rename(path)
-
-
-def commit() -> str:
-    """Commit of this repository, short."""
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

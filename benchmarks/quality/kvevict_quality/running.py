@@ -11,7 +11,8 @@ from pathlib import Path
 
 from kvevict_quality import fidelity
 from kvevict_quality.asking import Prepared, ask_all, ask_aware, prepare
-from kvevict_quality.rows import Row, commit, merge_rows, read_rows
+from kvevict_quality.origin import commit
+from kvevict_quality.rows import Row, merge_rows, read_rows
 from kvevict_quality.sample import SAMPLES_INDEX, Prompts, Sample
 from kvevict_quality.systems import FULL, KNOWN_QUESTIONS, Setup
 from kvevict_quality.tasks import make_sample

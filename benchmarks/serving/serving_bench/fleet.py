@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,8 +57,3 @@ def flush_all(fleet: Fleet) -> None:
     """Empty the caches of all servers."""
     for server in fleet.values():
         flush(server)
-
-
-def context_length(model: Path) -> int:
-    """Tokens that a request may have."""
-    return int(json.loads((model / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"])

@@ -5,12 +5,16 @@ from __future__ import annotations
 import csv
 import os
 import platform
-import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "quality"))
+
+from kvevict_quality.origin import commit
 
 from sgl_kvevict.launcher import has_fast_bfloat16
 
@@ -46,20 +50,11 @@ def origin(options: str) -> dict[str, str]:
     load = os.getloadavg()[1]
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
-        "commit": _commit(),
+        "commit": commit(),
         "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, {dtype}, load {load:.1f} at the start",
         "versions": ", ".join(f"{name} {version(name)}" for name in _PACKAGES),
         "options": options,
     }
-
-
-def _commit() -> str:
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", "sgl_kvevict", "kernels")
-    return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
 
 
 def read_rows(path: Path) -> list[Row]:

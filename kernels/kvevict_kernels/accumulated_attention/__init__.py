@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from kvevict_kernels.accumulated_attention.cpu import accumulated_attention_cpu
 from kvevict_kernels.accumulated_attention.reference import accumulated_attention_reference
-from kvevict_kernels.checks import FP8, KV_DTYPES, check_index_range, check_int, check_tensor
+from kvevict_kernels.checks import check_scoring, check_tensor
 from kvevict_kernels.dispatch import backend_for
 
 __all__ = ["accumulated_attention", "accumulated_attention_reference"]
@@ -61,25 +60,14 @@ def accumulated_attention(
     Cost: O(num_qo_heads * head_dim) per pair of a query and a key that it sees, none for the other pairs; float32
         sums; never an n x N matrix; no host sync on a device; deterministic, no atomics.
     """
-    check_tensor("queries", queries, (None, None, None), KV_DTYPES)
-    num_queries, num_qo_heads, head_dim = queries.shape
-    device = queries.device
-    check_tensor("lse", lse, (num_queries, num_qo_heads), torch.float32, device)
-    check_tensor("k_buffer", k_buffer, (None, None, head_dim), (queries.dtype, FP8), device)
-    check_tensor("token_slots", token_slots, (None,), torch.int64, device)
-    num_kv_heads = k_buffer.shape[1]
-    if num_kv_heads == 0 or num_qo_heads == 0 or num_qo_heads % num_kv_heads:
-        raise ValueError(f"queries: expected a multiple of {num_kv_heads} KV heads, got {num_qo_heads} heads")
-    if not math.isfinite(sm_scale) or sm_scale <= 0:
-        raise ValueError(f"sm_scale: expected a finite number > 0, got {sm_scale!r}")
-    check_int("key_start", key_start, 0)
-    check_int("query_start", query_start, 0)
+    check_scoring(queries, k_buffer, token_slots, sm_scale=sm_scale, key_start=key_start, query_start=query_start)
+    check_tensor("lse", lse, tuple(queries.shape[:2]), torch.float32, queries.device)
     if reduction not in ("sum", "squares", "max"):
         raise ValueError(f"reduction: got {reduction!r}; allowed: 'sum', 'squares', 'max'")
-    check_index_range("token_slots", token_slots, k_buffer.shape[0])
+    num_queries, device = queries.shape[0], queries.device
     first_key = key_start - query_start
     if min(token_slots.numel(), num_queries, num_queries - first_key) <= 0:
-        return torch.zeros(num_kv_heads, token_slots.numel(), dtype=torch.float32, device=device)
+        return torch.zeros(k_buffer.shape[1], token_slots.numel(), dtype=torch.float32, device=device)
     if backend_for(device) == "cpu":
         return accumulated_attention_cpu(queries, lse, k_buffer, token_slots, sm_scale, first_key, reduction)
     from kvevict_kernels.accumulated_attention.triton_impl import accumulated_attention_triton

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch import Tensor
 
-from kvevict_kernels.checks import FP8, KV_DTYPES, check_index_range, check_int, check_tensor
+from kvevict_kernels.checks import check_int, check_scoring
 from kvevict_kernels.dispatch import backend_for
 from kvevict_kernels.echo_attention.reference import echo_attention_reference
 from kvevict_kernels.echo_attention.torch_impl import echo_attention_torch
@@ -64,21 +61,10 @@ def echo_attention(
     Cost: ``num_blocks * block * head_dim`` products per query and head, in float32; no host sync on a device;
         deterministic. The same calls of PyTorch run on every device: no kernel of its own exists.
     """
-    check_tensor("queries", queries, (None, None, None), KV_DTYPES)
-    num_qo_heads, head_dim = queries.shape[1:]
-    device = queries.device
-    check_tensor("k_buffer", k_buffer, (None, None, head_dim), (queries.dtype, FP8), device)
-    check_tensor("token_slots", token_slots, (None,), torch.int64, device)
-    num_kv_heads = k_buffer.shape[1]
-    if num_kv_heads == 0 or num_qo_heads == 0 or num_qo_heads % num_kv_heads:
-        raise ValueError(f"queries: expected a multiple of {num_kv_heads} KV heads, got {num_qo_heads} heads")
-    if not math.isfinite(sm_scale) or sm_scale <= 0:
-        raise ValueError(f"sm_scale: expected a finite number > 0, got {sm_scale!r}")
-    for name, value, low in (("key_start", key_start, 0), ("query_start", query_start, 0), ("block", block, 1)):
-        check_int(name, value, low)
+    check_scoring(queries, k_buffer, token_slots, sm_scale=sm_scale, key_start=key_start, query_start=query_start)
+    check_int("block", block, 1)
     check_int("num_blocks", num_blocks, 1)
     check_int("num_sinks", num_sinks, 0)
-    check_index_range("token_slots", token_slots, k_buffer.shape[0])
     return echo_attention_torch(
         queries,
         k_buffer,
@@ -91,5 +77,5 @@ def echo_attention(
         block=block,
         num_blocks=num_blocks,
         num_sinks=num_sinks,
-        heads_at_once=1 if backend_for(device) == "cpu" else num_kv_heads,
+        heads_at_once=1 if backend_for(queries.device) == "cpu" else k_buffer.shape[1],
     )

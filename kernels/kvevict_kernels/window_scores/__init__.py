@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvevict_kernels.checks import FP8, KV_DTYPES, check_index_range, check_int, check_tensor
+from kvevict_kernels.checks import check_int, check_scoring, check_tensor
 from kvevict_kernels.device_limits import limits_of
 from kvevict_kernels.dispatch import backend_for
 from kvevict_kernels.window_scores.cpu import window_scores_cpu
@@ -72,31 +71,19 @@ def window_scores(
     Cost: O(W * num_qo_heads * N * head_dim), float32 sums; no host sync on a device; deterministic, no
         atomics.
     """
-    check_tensor("queries", queries, (None, None, None), KV_DTYPES)
-    window_size, num_qo_heads, head_dim = queries.shape
-    device = queries.device
-    if window_size == 0:
+    check_scoring(queries, k_buffer, token_slots, sm_scale=sm_scale, key_start=key_start, query_start=query_start)
+    check_tensor("lse", lse, tuple(queries.shape[:2]), torch.float32, queries.device)
+    if queries.shape[0] == 0:
         raise ValueError("queries: expected at least one query, got W = 0")
-    check_tensor("lse", lse, (window_size, num_qo_heads), torch.float32, device)
-    check_tensor("k_buffer", k_buffer, (None, None, head_dim), (queries.dtype, FP8), device)
-    check_tensor("token_slots", token_slots, (None,), torch.int64, device)
-    num_kv_heads = k_buffer.shape[1]
-    if num_kv_heads == 0 or num_qo_heads == 0 or num_qo_heads % num_kv_heads:
-        raise ValueError(f"queries: expected a multiple of {num_kv_heads} KV heads, got {num_qo_heads} heads")
-    if not math.isfinite(sm_scale) or sm_scale <= 0:
-        raise ValueError(f"sm_scale: expected a finite number > 0, got {sm_scale!r}")
-    check_int("key_start", key_start, 0)
-    check_int("query_start", query_start, 0)
     pool = Pooling(kernel_size, pooling, order)
-    check_index_range("token_slots", token_slots, k_buffer.shape[0])
     if token_slots.numel() == 0:
-        empty = queries.new_empty(num_kv_heads, 0, dtype=torch.float32)
+        empty = queries.new_empty(k_buffer.shape[1], 0, dtype=torch.float32)
         return empty, empty.clone()
     first_key = key_start - query_start
-    if backend_for(device) == "cpu":
+    if backend_for(queries.device) == "cpu":
         return window_scores_cpu(queries, lse, k_buffer, token_slots, sm_scale, first_key, pool)
     if pool.pools_rows:
-        check_int("kernel_size", kernel_size, 1, largest_kernel_size(head_dim, limits_of(device)))
+        check_int("kernel_size", kernel_size, 1, largest_kernel_size(queries.shape[2], limits_of(queries.device)))
     from kvevict_kernels.window_scores.triton_impl import window_scores_triton
 
     return window_scores_triton(queries, lse, k_buffer, token_slots, sm_scale, first_key, pool)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -87,7 +89,7 @@ class NumbaAttention:
     def _lay_out(self, batch: AttentionBatch, new_lens: list[int], requests: list[int]) -> Layout:
         paths = tuple(batch.paths[i] for i in requests)
         short_lens = tuple(new_lens[i] for i in requests)
-        ends = torch.tensor(new_lens).cumsum(0).tolist()
+        ends = list(accumulate(new_lens))
         first_tokens = tuple(ends[i] - new_lens[i] for i in requests)
         layout = self._recent.get(
             (paths, short_lens, first_tokens),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -62,14 +64,18 @@ class TorchAttention:
         """
         new_lens = batch.new_lens
         self._num_new = sum(new_lens)
-        self._extending = plan_extend(batch, [i for i, new in enumerate(new_lens) if new > 1])
-        self._in_windows = plan_extend(batch, list(range(len(new_lens)))) if self.geometry.has_windows else []
-        single = [i for i, new in enumerate(new_lens) if new == 1]
+        several = [i for i, new in enumerate(new_lens) if new > 1]
+        if self.geometry.has_windows:
+            self._in_windows = plan_extend(batch, list(range(len(new_lens))))
+            self._extending = [self._in_windows[i] for i in several]
+        else:
+            self._extending = plan_extend(batch, several)
+        single = [i for i, new in enumerate(new_lens) if new == 1] if self.geometry.full_layers else []
         self._decode_step = self._plan_decode(batch, single) if single else None
         self._decode_rows = None
         if self._decode_step is not None and self._extending:
-            ends = torch.tensor(new_lens).cumsum(0)
-            self._decode_rows = ends[single] - 1
+            ends = list(accumulate(new_lens))
+            self._decode_rows = torch.tensor([ends[i] - 1 for i in single])
 
     def run(self, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Attend as planned; see :meth:`sgl_kvevict.attention.interface.Attention.run`."""

@@ -8,6 +8,7 @@ queries (:mod:`sgl_kvevict.attention.cpu.torch_window`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from weakref import WeakKeyDictionary
 
 import torch
@@ -69,7 +70,9 @@ class ExtendRequest:
 
 def plan_extend(batch: AttentionBatch, requests: list[int]) -> list[ExtendRequest]:
     """Look up the token slots of some requests of a batch."""
-    ends = torch.tensor(batch.new_lens).cumsum(0).tolist()
+    if not requests:
+        return []
+    ends = list(accumulate(batch.new_lens))
     pool_rows = batch.req_pool_indices.tolist()
     plans = []
     for i in requests:
@@ -181,7 +184,7 @@ class ExtendAttention:
         num_token_slots, num_heads, head_dim = self.k_arena.shape[1:]
         group = q.shape[1] // num_heads
         k_rows, v_rows = self.k_arena.view(-1, 1, head_dim), self.v_arena.view(-1, 1, head_dim)
-        own_rows = (own + layer * num_token_slots) * num_heads
+        own_rows: Tensor = head_slot_of(layer, own, 0, num_token_slots, num_heads)  # of the first head
         own_positions = torch.arange(block.end - own.numel(), block.end, dtype=torch.int32)
         biases = self.biases if any(span.is_fitted for span in path) else None
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)

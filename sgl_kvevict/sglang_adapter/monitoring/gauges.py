@@ -14,7 +14,7 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
     """Return what the cache holds now; a walk over the spans on the host, nothing is read from the device."""
     allocator = tree.slot_allocator
     free = allocator.available_size()
-    held = tree.evictable_size() + tree.protected_size()
+    held = tree.held_slots()
     span_tokens = compressed_slots = segments = dead_entries = shared = readers = max_readers = 0
     for node, span in tree.spans.items():
         span_tokens += span.num_tokens

@@ -115,7 +115,10 @@ class MetricsListener(CacheListener):
         pool = gauge("pool_slots", "Token slots of the pool by who holds them.", "holder")
         self._gauges = [(gauge(name, text).labels(**labels), read) for name, (text, read) in GAUGES.items()]
         self._gauges += [(pool.labels(**labels, holder=part), read) for part, read in POOL_PARTS.items()]
-        refusals = counter("refusals", "Ranges not compressed (in-use) or prompts not cached (not-cached).", "reason")
+        refused = (
+            "Ranges not compressed (in-use), scored (no-room), observed (no-memory); prompts not cached (not-cached)."
+        )
+        refusals = counter("refusals", refused, "reason")
         self._counters = [(counter(name, text).labels(**labels), read) for name, (text, read) in COUNTERS.items()]
         self._counters += [(refusals.labels(**labels, reason=reason), read) for reason, read in REFUSALS.items()]
         lost = counter("lost_events", "Events that the event stream lost because they came too fast.")

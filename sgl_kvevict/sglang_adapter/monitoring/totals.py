@@ -23,12 +23,12 @@ class TotalsListener(CacheListener):
     """Keeps totals since the server started.
 
     Args:
-        heads_per_token: entries of one uncompressed token.
+        num_runs: entries of one uncompressed token.
     """
 
-    def __init__(self, heads_per_token: int) -> None:
+    def __init__(self, num_runs: int) -> None:
         self.totals = Totals()
-        self._heads_per_token = heads_per_token
+        self._num_runs = num_runs
 
     def compressed(self, nodes: Sequence[Node], compression: Compression) -> None:
         totals = self.totals
@@ -37,7 +37,7 @@ class TotalsListener(CacheListener):
         totals.compression_seconds += compression.seconds
         totals.released_slots += compression.freed.numel()
         totals.kept_entries += compression.new_entries
-        totals.evicted_entries += evicted_entries(compression, self._heads_per_token)
+        totals.evicted_entries += evicted_entries(compression, self._num_runs)
         totals.merged_entries += compression.merged_entries
 
     def split(self, upper: Node, lower: Node, position: int) -> None:
@@ -87,6 +87,6 @@ class TotalsListener(CacheListener):
         self.totals.clears += 1
 
 
-def evicted_entries(compression: Compression, heads_per_token: int) -> int:
+def evicted_entries(compression: Compression, num_runs: int) -> int:
     """Entries of the range that are neither stored nor merged into stored ones."""
-    return compression.new_tokens * heads_per_token - compression.new_entries - compression.merged_entries
+    return compression.new_tokens * num_runs - compression.new_entries - compression.merged_entries
