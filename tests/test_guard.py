@@ -60,9 +60,8 @@ def test_what_one_rank_computes_fails_on_all_or_is_left_to_who_guards_it() -> No
     with guard.at(Place.PASS), guard.on_one_rank():
         raise ConfigError("x")
     assert guard.errors[Place.PASS] == 1
-    with pytest.raises(InvariantError):
-        with (guard := Guard(num_ranks=2)).at(Place.PASS), guard.on_one_rank():
-            raise ConfigError("x")
+    with pytest.raises(InvariantError), (guard := Guard(num_ranks=2)).at(Place.PASS), guard.on_one_rank():
+        raise ConfigError("x")
 
 
 def test_logs_are_short(caplog: pytest.LogCaptureFixture) -> None:

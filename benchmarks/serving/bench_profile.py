@@ -1,13 +1,13 @@
 """Where the time of a decode step and of a prefill goes, and what the floor of each cost is.
 
-The scheduler's stack is sampled while it works (py-spy); every sample is sorted by what it works on. The shares of the
-samples are multiplied with the time of a step that was not sampled. Floors are the bytes that must be read over the
-bandwidth of this machine, or the operations over its speed, both measured in the run.
+The servers time what their forwards call (``timers/kvevict_timers.py``). Floors are the bytes that must be read over
+the bandwidth of this machine, or the operations over its speed, both measured in the run.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,16 +17,17 @@ import torch
 from serving_bench.fleet import compared_systems, flush_all, running
 from serving_bench.options import LOGS, Recorder, parse_options
 from serving_bench.page import Page, Table
-from serving_bench.sampling import COSTS, OTHER, WAITING, sampled
 from serving_bench.streams import decode_figures, stream_all
 from serving_bench.texts import document, question
+from serving_bench.timing import COSTS, FORWARDS, Phase, seconds_in, with_timers
 
 from sgl_kvevict.launcher import RunningServer, has_fast_bfloat16
 from sgl_kvevict.measure import alone, flush, wait_until_scored
 
 POOL_SLOTS = 10_000
 BUDGETS = (1.0,)
-SHOWN = (*(cost for cost, _ in COSTS if cost != WAITING), OTHER)
+OTHER = "scheduler, sampling, tokens out"
+SHOWN = (*COSTS, OTHER)
 WHOLE = "all"
 FLOOR = "floor at budget 0.2"
 DTYPE = torch.bfloat16 if has_fast_bfloat16() else torch.float32
@@ -61,8 +62,8 @@ class Workload:
         return f"decode, prefix {self.prefix}, batch {self.batch}"
 
     @property
-    def sampled_runs(self) -> int:
-        """How often the requests are sampled: a prefill is short."""
+    def runs(self) -> int:
+        """How often the requests are sent: a prefill is short."""
         return 4 if self.is_prefill else 1
 
 
@@ -73,11 +74,11 @@ PAGE = Page(
     name="profile",
     command="python benchmarks/serving/bench_profile.py",
     summary=(
-        "Where the scheduler is when its stack is sampled: shares of the samples, times what one decode step, or one "
-        "prefill, takes when nobody samples. The floor of linear layers and of attention is, in a decode step, the "
-        "bytes that have to be read over the measured bandwidth of this machine's memory; in a prefill, the operations "
-        f"over the measured speed of a large {DTYPE_NAME} matrix product. The other costs move a few kB a layer: their "
-        "floor is next to nothing, and what they take is calls."
+        "Means of what a server's functions take themselves in one decode step, or one prefill, timed in the server; "
+        f"`{OTHER}` is the rest of the time that the client saw. The floor of linear layers and of attention is, in a "
+        "decode step, the bytes that have to be read over the measured bandwidth of this machine's memory; in a "
+        f"prefill, the operations over the measured speed of a large {DTYPE_NAME} matrix product. The other costs move "
+        "a few kB a layer: their floor is next to nothing, and what they take is calls."
     ),
     tables=(Table("ms", "Time by cost, ms", has_ratio=False, digits=1),),
 )
@@ -116,6 +117,7 @@ def main() -> None:
     machine, model = measure_machine(), read_model(options.model)
     recorder.progress(f"{machine.bandwidth / 1e9:.1f} GB/s read, {machine.flops / 1e9:.0f} GFLOP/s in {DTYPE_NAME}")
     systems = compared_systems(POOL_SLOTS, budgets=BUDGETS, beside=options.beside)
+    systems, files = with_timers(systems, LOGS / PAGE.name)
     with running(systems, options.model, LOGS / PAGE.name, recorder.progress) as fleet:
         for workload in workloads:
             if workload.name not in options.chosen(names):
@@ -124,7 +126,7 @@ def main() -> None:
             for name, server in fleet.items():
                 for repetition in range(1, options.repeats + 1):
                     with alone(server, fleet.values()):
-                        found = profile(server, workload, options.model, repetition)
+                        found = profile(server, files[name], workload, options.model, repetition)
                     for cost, ms in found.items():
                         recorder.add(f"{workload.name}: {cost}", name, repetition, {"ms": ms})
             for cost, seconds in floors(workload, model, machine, budget=0.2).items():
@@ -132,8 +134,8 @@ def main() -> None:
     recorder.close()
 
 
-def profile(server: RunningServer, workload: Workload, model: Path, repetition: int) -> dict[str, float]:
-    """Milliseconds of one step by cost."""
+def profile(server: RunningServer, file: Path, workload: Workload, model: Path, repetition: int) -> dict[str, float]:
+    """Milliseconds of one step by cost; ``file`` is what the server's timers write."""
     prefix = document(model, workload.prefix, workload.prefix + repetition)
     if not workload.is_prefill:
         stream_all(server.url, [prefix], 1)
@@ -146,14 +148,17 @@ def profile(server: RunningServer, workload: Workload, model: Path, repetition: 
         if workload.is_prefill:
             flush(server)
             return 1e3 * stream_all(server.url, asked, 1)[0].ttft_s
-        return decode_figures(stream_all(server.url, asked, workload.tokens))["inter_token_ms"]
+        figures = decode_figures(stream_all(server.url, asked, workload.tokens))
+        return 1e3 * workload.batch / figures["decode_tokens_per_s"]
 
-    step_ms = run(100 * repetition)
-    with sampled(server, "prefill" if workload.is_prefill else "decode") as counts:
-        for again in range(workload.sampled_runs):
-            run(100 * repetition + 10 * (again + 1))
-    total = sum(counts[cost] for cost in SHOWN)
-    return {cost: step_ms * counts[cost] / total for cost in SHOWN} | {WHOLE: step_ms}
+    run(100 * repetition)
+    phase: Phase = "prefill" if workload.is_prefill else "decode"
+    before = seconds_in(file, phase)
+    step_ms = statistics.mean(run(100 * repetition + 10 * (again + 1)) for again in range(workload.runs))
+    after = seconds_in(file, phase)
+    steps = workload.runs if workload.is_prefill else after[FORWARDS] - before[FORWARDS]
+    found = {cost: 1e3 * (after[cost] - before[cost]) / steps for cost in COSTS}
+    return found | {OTHER: step_ms - sum(found.values()), WHOLE: step_ms}
 
 
 def floors(workload: Workload, model: Model, machine: Machine, budget: float) -> dict[str, float]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.geometry import KVGeometry, KVScales

@@ -184,7 +184,9 @@ def test_no_rank_starts_a_pass_while_another_waits_for_a_flush():
     assert on_two_ranks(run) == [[0, 0, 0, 1]] * 2
 
 
-@pytest.mark.parametrize(("found", "is_used"), [((1, 1), True), ((1, None), False), ((1, 2), False), ((None, None), None)])
+@pytest.mark.parametrize(
+    ("found", "is_used"), [((1, 1), True), ((1, None), False), ((1, 2), False), ((None, None), None)]
+)
 def test_learned_scores_are_used_if_all_ranks_found_the_same(found, is_used, caplog):
     """Ranks on other hosts look into other folders."""
 

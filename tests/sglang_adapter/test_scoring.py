@@ -18,9 +18,9 @@ from sgl_kvevict.lifecycle.probes import REPEAT
 from sgl_kvevict.lifecycle.votes import ANSWER_REACH
 from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.request import ticket_digest
+from sgl_kvevict.sglang_adapter import passes
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.monitoring.totals import TotalsListener
-from sgl_kvevict.sglang_adapter import passes
 from sgl_kvevict.sglang_adapter.passes import QUIET_TURNS, QUIET_WAITS, SchedulerPasses
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]

@@ -9,6 +9,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
+from sgl_kvevict.sglang_adapter.span_component import FULL
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 
