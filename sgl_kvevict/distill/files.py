@@ -96,9 +96,11 @@ def load_weights(path: Path, model: ModelIdentity) -> ScoreWeights:
             f"{'; '.join(problems)}"
         )
     recall = metadata.get("recall")
-    return ScoreWeights(
-        tensors["cache"], tensors["window"], int(metadata.get("prefixes", "0")), float(recall) if recall else None
-    )
+    try:
+        numbers = int(metadata.get("prefixes", "0")), float(recall) if recall else None
+    except ValueError as error:
+        raise ConfigError(f"score weights {str(path)!r}: prefixes and recall: expected numbers: {error}") from error
+    return ScoreWeights(tensors["cache"], tensors["window"], *numbers)
 
 
 def find_weights(model: ModelIdentity, folders: list[Path]) -> Path | None:

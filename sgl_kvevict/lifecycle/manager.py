@@ -146,7 +146,8 @@ class PrefixManager:
         """A request looked for its prompt, maybe again, and is about to be prefilled."""
         self.readers.add(reader)
         if self.compressor is not None:
-            self._observations[reader] = self.compressor.new_observation()
+            with self.guard.at(Place.PROMPT):
+                self._observations[reader] = self.compressor.new_observation()
 
     def chunk_observed(
         self, reader: Reader, node: Node, start: int, end: int, prompt_len: int
@@ -223,9 +224,9 @@ class PrefixManager:
         """A request let go of its path: forget its state and compress what waited for it."""
         self._observations.pop(reader, None)
         self.readers.discard(reader)
-        if self.generations is not None:
-            self.generations.end(reader)
         with self.guard.at(Place.RELEASE):
+            if self.generations is not None:
+                self.generations.end(reader)
             if self.scoring is not None and reader is self.scoring.running and why is not Released.RETRACTED:
                 self.scoring.pass_ended(aborted=why is Released.ABORTED)
             if self.ranges is not None:

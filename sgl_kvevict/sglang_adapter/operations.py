@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.common import release_kv_cache
 
+from sgl_kvevict.guard import Place
 from sgl_kvevict.sglang_adapter.passes import SchedulerPasses, admitted
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
@@ -33,7 +34,8 @@ def around_abort(original: Callable[..., None], scheduler: Scheduler, recv_req: 
     if scoring is None or running is None:
         original(scheduler, recv_req)
     elif recv_req.abort_all:
-        scoring.abort(SchedulerPasses(scheduler))
+        with tree.guard.at(Place.PASS):
+            scoring.abort(SchedulerPasses(scheduler))
         original(scheduler, recv_req)
     else:
         name = running.rid

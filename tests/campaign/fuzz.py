@@ -1,4 +1,4 @@
-"""Random input at everything that reads any: options of requests, the configuration, the sockets' messages."""
+"""Random input at everything that reads any: options of requests, the configuration, messages, stored files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 from collections.abc import Mapping
 
 import msgspec
+from campaign import files
 from campaign.parts import Counts
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
@@ -77,6 +78,8 @@ CASES = (
     (_configuration, configurations),
     (_text, st.text(max_size=200) | st.text(max_size=200).map(lambda text: "{" + text)),
     (_message, st.binary(max_size=300) | json_values.map(lambda value: json.dumps(value).encode())),
+    (files.segment, files.changes),
+    (files.score_weights, files.changes),
 )
 
 
@@ -101,4 +104,4 @@ def unit(seed: int, share: float) -> Counts:
         check(value)  # type: ignore[operator]
 
     run()
-    return {"done": ran, f"cases of {check.__name__[1:]}": ran}
+    return {"done": ran, f"cases of {check.__name__.lstrip('_')}": ran}

@@ -39,7 +39,9 @@ BOUNDS = "requests through tree, scoring and events in fast motion, memory flat"
 
 PARTS = (
     Part("machine", MACHINE, 1_000_000, machine.unit, len(machine.POLICIES) + 1),
-    Part("fuzz", "random input at options, configuration and sockets", 100_000, fuzz.unit, len(fuzz.CASES)),
+    Part(
+        "fuzz", "random input at options, configuration, sockets and stored files", 120_000, fuzz.unit, len(fuzz.CASES)
+    ),
     Part("bounds", BOUNDS, 1_000_000, bounds.unit, len(bounds.POLICIES)),
     Part(
         "requests",

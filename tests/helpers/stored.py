@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import random
 from typing import Any
 
 import torch
 
 from sgl_kvevict.store import Namespace, SegmentRecord, SegmentStore, StoreIdentity, list_segments
+from sgl_kvevict.store.segment_file import MAGIC
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2, 2, 4
 MIN_PREFIX = 16
@@ -81,3 +83,9 @@ def assert_same(ours: SegmentRecord, theirs: SegmentRecord) -> None:
             assert a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)), field.name
         else:
             assert a == b, field.name
+
+
+def sealed(payload: bytes, version: int = 1, length: int | None = None) -> bytes:
+    """A file with a right checksum, as somebody would make it who knows the format."""
+    head = MAGIC + version.to_bytes(8, "little") + (len(payload) if length is None else length).to_bytes(8, "little")
+    return head + hashlib.sha256(head + payload).digest() + payload

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import pickle
 import random
@@ -10,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from helpers.stored import assert_same, identity, record, tokens
+from helpers.stored import assert_same, identity, record, sealed, tokens
 from sgl_kvevict.errors import CorruptSegmentError
 from sgl_kvevict.store import decode_segment, encode_segment
-from sgl_kvevict.store.segment_file import MAGIC, read_header
+from sgl_kvevict.store.segment_file import read_header
 
 OWN = identity()
 SPACE = OWN.namespace(None, None)
@@ -21,12 +20,6 @@ RECORD = record(OWN, SPACE, tokens(40))
 
 
 TAIL = {"tail_tokens": torch.arange(3), "tail_k": torch.ones(2, 3, 2, 4), "tail_v": torch.zeros(2, 3, 2, 4)}
-
-
-def sealed(payload: bytes, version: int = 1, length: int | None = None) -> bytes:
-    """A file with a right checksum, as somebody would make it who knows the format."""
-    head = MAGIC + version.to_bytes(8, "little") + (len(payload) if length is None else length).to_bytes(8, "little")
-    return head + hashlib.sha256(head + payload).digest() + payload
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])

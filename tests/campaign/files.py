@@ -1,0 +1,100 @@
+"""Files that somebody else may have written, as random input: segments of a store, and learned scores."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from hypothesis import strategies as st
+
+from helpers.stored import identity, record, sealed, tokens
+from sgl_kvevict.distill import ModelIdentity, ScoreWeights, load_weights, save_weights
+from sgl_kvevict.errors import ConfigError, CorruptSegmentError
+from sgl_kvevict.policies import Rotary
+from sgl_kvevict.store import decode_segment, encode_segment
+from sgl_kvevict.store.segment_file import PREFIX_BYTES
+
+ANGLES = torch.outer(torch.arange(10.0), torch.logspace(0, -3, 4))
+ROTARY = Rotary(torch.cat([ANGLES.cos(), ANGLES.sin()], dim=-1), is_neox=True)
+MODEL = ModelIdentity("mine", "ab" * 32, 3, 2, 8, ROTARY)
+WEIGHTS = ScoreWeights(torch.zeros(3, 2, 20), torch.zeros(3, 2, 22), num_prefixes=7, recall=0.875)
+
+values = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.lists(st.integers(), max_size=3)
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What somebody did to a safetensors file.
+
+    Attributes:
+        pieces: bytes written over others, from a place on; without bytes it ends there.
+        fields: values of metadata or of what the header says of a tensor, by number.
+        is_sealed: the checksum before it is made anew.
+    """
+
+    pieces: list[tuple[int, bytes]]
+    fields: list[tuple[int, object]]
+    is_sealed: bool
+
+    def apply(self, data: bytes) -> bytes:
+        """The file after it."""
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        places = [(name, field) for name, fields in header.items() for field in fields]
+        for number, value in self.fields:
+            name, field = places[number % len(places)]
+            header[name][field] = json.dumps(value) if name == "__metadata__" else value
+        text = json.dumps(header).encode()
+        data = len(text).to_bytes(8, "little") + text + data[8 + length :]
+        for place, piece in self.pieces:
+            place %= len(data) + 1
+            data = data[:place] + (piece + data[place + len(piece) :] if piece else b"")
+        return data
+
+
+changes = st.builds(
+    Change,
+    st.lists(st.tuples(st.integers(0, 1 << 16), st.binary(max_size=8)), max_size=2),
+    st.lists(st.tuples(st.integers(0, 1 << 16), values), max_size=2),
+    st.booleans(),
+)
+
+
+@cache
+def _segment_bytes() -> tuple[str, bytes]:
+    own = identity()
+    ours = record(own, own.namespace(None, None), tokens(40))
+    return ours.key, encode_segment(ours)
+
+
+def segment(change: Change) -> None:
+    """It is read as something that fits together, or refused as corrupt."""
+    key, data = _segment_bytes()
+    payload = change.apply(data[PREFIX_BYTES:])
+    with contextlib.suppress(CorruptSegmentError):
+        found = decode_segment(sealed(payload) if change.is_sealed else data[:PREFIX_BYTES] + payload, key)
+        assert found.key == key and found.tokens.numel() == found.end > found.start >= 0
+        assert found.num_entries == len(found.k) == len(found.v) == int(found.keep_lens.sum())
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory()
+
+
+def score_weights(change: Change) -> None:
+    """They are finite numbers for this model, or refused by name."""
+    path = Path(_folder().name) / "weights"
+    save_weights(path, WEIGHTS, MODEL)
+    path.write_bytes(change.apply(path.read_bytes()))
+    with contextlib.suppress(ConfigError):
+        found = load_weights(path, MODEL)
+        assert found.cache.shape == WEIGHTS.cache.shape and found.window.shape == WEIGHTS.window.shape
+        assert found.cache.isfinite().all() and found.window.isfinite().all()
