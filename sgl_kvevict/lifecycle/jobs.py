@@ -140,6 +140,10 @@ class ScoringJobs:
                 queued.questions, queued.is_wanted = job.questions, True
         self._tell(job.tickets, Outcome.QUEUED)
 
+    def refuse(self, tickets: Collection[str], outcome: Outcome) -> None:
+        """What was wished for never became a job."""
+        self._tell(tickets, outcome)
+
     def end(self, job: ScoringJob, outcome: Outcome) -> None:
         """A job is over, or was refused before it was queued."""
         self._tell(job.tickets, outcome)

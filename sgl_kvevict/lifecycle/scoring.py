@@ -124,6 +124,9 @@ class PrefixScoring:
         """Somebody asked to have the first ``num_tokens`` of a path scored now."""
         if not wish.questions and self.readers is not Readers.REPETITION:
             return
+        if num_tokens == 0:  # a window or a recurrent state is cached at certain places only
+            self.jobs.refuse(_tickets(wish), Outcome.TOO_SHORT)
+            return
         node = self._ranges.node_ending_at(path, num_tokens)
         self._queue(ScoringJob(node, tuple(wish.questions), _tickets(wish), True, self._lasting(prompt)))
 

@@ -214,5 +214,5 @@ def _selection(kept: Tensor, flat: Tensor) -> Selection:
     keep_lens = kept.sum(-1, dtype=torch.int32)
     total = flat.numel()
     if kept.device.type == "cpu" and int(keep_lens.sum()) != total:
-        raise InvariantError(f"policy kept {int(keep_lens.sum())} entries instead of {total}")
+        raise ValueError(f"policy kept {int(keep_lens.sum())} entries instead of {total}")  # nothing was moved yet
     return Selection(keep_lens, (flat % kept.shape[-1]).int(), total)

@@ -52,14 +52,14 @@ class Hook:
 
 
 _WEIGHT_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_CHANGES = (
-    "update_weights_from_disk",
-    "update_weights_from_tensor",
-    "update_weights_from_distributed",
-    "update_weights_from_ipc",
-    "end_weight_update",
-    "release_memory_occupation",
-)
+_CHANGES = {
+    "update_weights_from_disk": "around_change",
+    "update_weights_from_tensor": "around_session_change",
+    "update_weights_from_distributed": "around_session_change",
+    "update_weights_from_ipc": "around_change",
+    "end_weight_update": "around_session_change",
+    "release_memory_occupation": "around_change",
+}
 
 POOL_HOOK = Hook(
     target="sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal",
@@ -146,10 +146,10 @@ HOOKS = (
         Hook(
             target=f"{_WEIGHT_UPDATER}.{operation}",
             kind="AROUND",
-            function="sgl_kvevict.sglang_adapter.operations.around_change",
+            function=f"sgl_kvevict.sglang_adapter.operations.{function}",
             why="scoring passes end before it, and compressed prefixes never survive a change of weights",
         )
-        for operation in _CHANGES
+        for operation, function in _CHANGES.items()
     ),
     Hook(
         target="sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",

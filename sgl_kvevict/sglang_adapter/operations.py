@@ -65,6 +65,15 @@ def before_unload(scheduler: Scheduler, recv_req: UnloadLoRAAdapterReqInput, *_a
         scoring.running.lora_id = None
 
 
+def around_session_change(
+    original: Callable[..., Any], manager: SchedulerWeightUpdaterManager, *args: Any, **kwargs: Any
+) -> Any:
+    """Hook around changes of weights that need a session: without one SGLang refuses them, and nothing is forgotten."""
+    if manager._session is None:
+        return original(manager, *args, **kwargs)
+    return around_change(original, manager, *args, **kwargs)
+
+
 def around_change(
     original: Callable[..., Any], manager: SchedulerWeightUpdaterManager, *args: Any, **kwargs: Any
 ) -> Any:

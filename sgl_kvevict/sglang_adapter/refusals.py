@@ -61,6 +61,7 @@ FLAGS = (
     FlagRefusal("enable_unified_cache_external_linker", False, _SLOT_READERS),
     FlagRefusal("enable_return_routed_experts", False, _SLOT_READERS),
     FlagRefusal("disaggregation_mode", "null", _SLOT_READERS),
+    FlagRefusal("is_embedding", False, "its answers are made of whole prompts, and scoring passes would get some"),
     FlagRefusal("speculative_algorithm", None, "draft and verification steps read uncompressed rows"),
     FlagRefusal("dllm_algorithm", None, "diffusion decoding attends in both directions"),
     FlagRefusal("pp_size", 1, "not tested with pipeline stages yet"),

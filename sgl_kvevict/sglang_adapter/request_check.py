@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
 BEAMS = "Beam search is not supported with --radix-cache-backend kvevict."
+NO_PROMPT = "input_ids: got no tokens; allowed: at least one"
 QUESTIONS = f"custom_params.{REQUEST_KEY}.questions"
 
 
@@ -54,6 +55,8 @@ def around_beams(original: Callable[..., str | None], coordinator: BeamCoordinat
 def refusal(scheduler: Scheduler, tree: KVEvictTree, req: Req) -> str | None:
     """Return why a request cannot be served, if it asks something impossible of the cache."""
     config = KVEvictConfig() if tree.compressor is None else tree.compressor.config
+    if not req.origin_input_ids:
+        return NO_PROMPT
     try:
         options = parse_request_options(req.sampling_params.custom_params, config)
         if options is not None:

@@ -241,10 +241,11 @@ class KVEvictTree(UnifiedRadixCache):
         self.manager.released(req, why)
 
     def _wish_of(self, req: Req) -> RequestOptions | None:
-        """What a request asks of the cache; who wants no answer wants its prompt cached."""
+        """What a request asks of the cache; who wants no answer wants its prompt cached, or its log-probabilities."""
         assert self.compressor is not None
         options = parse_request_options(req.sampling_params.custom_params, self.compressor.config)
-        if req.sampling_params.max_new_tokens == 0 and (options is None or not options.warm):
+        wants_nothing = req.sampling_params.max_new_tokens == 0 and not req.return_logprob
+        if wants_nothing and (options is None or not options.warm):
             return RequestOptions(warm=True)
         return options
 

@@ -105,6 +105,14 @@ def test_beam_search_is_refused(server):
     assert error.value.code == 400 and b"Beam search" in error.value.read()
 
 
+def test_an_empty_prompt_is_refused_beside_others(server):
+    body = {"input_ids": [[5, 6, 7], []], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+    body["sampling_params"]["custom_params"] = {"kvevict": {"warm": True}}
+    with pytest.raises(urllib.error.HTTPError) as error:
+        server.post("/generate", body)
+    assert error.value.code == 400 and b"got no tokens" in error.value.read()
+
+
 def test_names_are_no_identities(server):
     """A name that looks like a pass's, and one that is in use again while its first bearer still runs."""
     flush(server)

@@ -24,6 +24,7 @@ from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.flush_wrapper import SchedulerFlushWrapper
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
@@ -200,6 +201,7 @@ PRIVATE = {
     "Scheduler._set_or_validate_priority",
     "Scheduler._engine_paused",
     "SchedulerFlushWrapper._pending",
+    "SchedulerWeightUpdaterManager._session",
     "MHATokenToKVPool._kv_buffer_shapes",
     "ServerArgs._cuda_graph_config_locked",
 }
@@ -298,7 +300,7 @@ def test_private_names_are_those_of_the_list_and_exist():
     loaded = {name for name in loaded - ours if not name.startswith("__")}
     assert loaded == private
     owners = {UnifiedTreeCore, ComponentData, TreeComponent, Scheduler, SchedulerFlushWrapper}
-    owners.add(MHATokenToKVPool)
+    owners |= {MHATokenToKVPool, SchedulerWeightUpdaterManager}
     names = {f"{owner.__name__}.{name}" for owner in owners for name in assigned_names(owner) | set(dir(owner))}
     set_by_resolution = {"ServerArgs._cuda_graph_config_locked"}  # test_graphs.py resolves arguments
     assert names >= PRIVATE - set_by_resolution

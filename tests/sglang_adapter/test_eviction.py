@@ -139,3 +139,13 @@ def test_the_levels_do_not_grow_without_bound(monkeypatch):
     for level in range(1, 20):
         recency.gave_way((float(level), 0.0))
     assert credits(recency, [*old, *leaves(1)]) == [16.0, 20.0]
+
+
+@pytest.mark.parametrize("leave", ["discard", "remove"])
+def test_a_node_that_left_is_not_kept_alive(leave):
+    nodes = eviction.NodeSet()
+    first, second = leaves(2)
+    nodes.add(first)
+    nodes.add(second)
+    getattr(nodes, leave)(first)
+    assert nodes.take_new() == [second] and nodes == {second}

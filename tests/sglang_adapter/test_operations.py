@@ -306,3 +306,22 @@ def test_log_probabilities_of_a_prompt_come_from_its_own_tokens(start):
     assert harness.prefill(req) and harness.decode(req)
     harness.finish(req)
     assert harness.allocator.available_size() + harness.tree.evictable_size() == harness.num_slots
+
+
+def test_a_change_that_needs_a_session_is_refused_without_one_and_forgets_nothing():
+    harness, _ = cache(readers=None)
+    harness.finish(harness.run([*DOCUMENT, 1]))
+    manager = SimpleNamespace(scheduler=idle_scheduler(MiniScheduler(harness)), _session=None)
+    assert operations.around_session_change(lambda manager, value: value, manager, 5) == 5
+    assert found(harness, [*DOCUMENT, 2]) >= 57
+    manager._session = object()
+    assert operations.around_session_change(lambda manager, value: value, manager, 5) == 5
+    assert found(harness, [*DOCUMENT, 3]) < 57
+
+
+def test_a_wish_of_which_nothing_can_be_cached_is_too_short():
+    """Models with a window or a recurrent state cache prompts at certain places only."""
+    harness, _ = cache()
+    harness = Harness(num_slots=400, config=harness.config, policy=harness.policy, cache_grid=64)
+    warm(harness, DOCUMENT[:40], ticket="ticket-of-a-short-one")
+    assert outcome(harness, "ticket-of-a-short-one") == "too-short"

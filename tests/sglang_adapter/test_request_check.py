@@ -10,7 +10,7 @@ from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import Letters, MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies.signals import Readers
-from sgl_kvevict.sglang_adapter.request_check import BEAMS, around_beams, before_queueing
+from sgl_kvevict.sglang_adapter.request_check import BEAMS, NO_PROMPT, around_beams, before_queueing, refusal
 
 WARM = {"warm": True}
 
@@ -26,7 +26,9 @@ def refusals(custom_params, readers=Readers.REPETITION, tokenizer=None, **fields
     tree = Harness(config=config, policy=PseudoRandomPolicy(readers=readers)).tree
     reasons = []
     sampling = SimpleNamespace(custom_params=custom_params)
-    req = SimpleNamespace(sampling_params=sampling, set_finish_with_abort=lambda reason, _: reasons.append(reason))
+    req = SimpleNamespace(
+        origin_input_ids=[1], sampling_params=sampling, set_finish_with_abort=lambda reason, _: reasons.append(reason)
+    )
     before_queueing(SimpleNamespace(tree_cache=tree, tokenizer=tokenizer, max_queued_requests=None), req)
     assert sampling.custom_params == (None if reasons else custom_params)
     return reasons
@@ -79,3 +81,8 @@ def test_a_pass_that_waits_takes_no_user_s_place_in_the_queue(limit):
     before_queueing(scheduler, harness.request([1, 2, 3]))
     assert len(scheduler.waiting_queue) == limit - 1
     assert scheduler.run_all() > 0  # its job has another one later
+
+
+def test_a_prompt_without_tokens_is_refused():
+    harness = Harness()
+    assert refusal(MiniScheduler(harness), harness.tree, harness.request([])) == NO_PROMPT
