@@ -29,7 +29,9 @@ def server(*flags: str, config: Mapping[str, Any], env: Mapping[str, str] | None
 
 
 @contextmanager
-def whole_server(*flags: str, config: Mapping[str, Any]) -> Iterator[RunningServer]:
+def whole_server(
+    *flags: str, config: Mapping[str, Any], env: Mapping[str, str] | None = None
+) -> Iterator[RunningServer]:
     """A server with a tokenizer (so with stop strings, schemas and questions) and two LoRA adapters."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -37,8 +39,8 @@ def whole_server(*flags: str, config: Mapping[str, Any]) -> Iterator[RunningServ
         save_tokenizer(model)
         paths = [f"{adapter}={save_adapter(folder / adapter, seed)}" for seed, adapter in enumerate(ADAPTERS)]
         lora = ("--lora-paths", *paths, "--lora-backend", "torch_native", "--max-loras-per-batch", "3")
-        env = {"CAMPAIGN_UNPINNED": "1", **shims()}
-        yield from _serve(model, (*SMALL_POOL, *lora, *flags), config, env, folder / "server.log")
+        variables = {"CAMPAIGN_UNPINNED": "1", **shims(), **(env or {})}
+        yield from _serve(model, (*SMALL_POOL, *lora, *flags), config, variables, folder / "server.log")
 
 
 def _serve(
