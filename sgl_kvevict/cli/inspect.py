@@ -15,7 +15,7 @@ import uvloop
 from rich.text import Text
 from rich.tree import Tree as TextTree
 
-from sgl_kvevict.events.client import InspectClient, RequestFailedError, check_endpoint
+from sgl_kvevict.events.client import InspectClient, check_endpoint
 from sgl_kvevict.events.questions import (
     Describe,
     Description,
@@ -55,7 +55,7 @@ def take_snapshot(
 ) -> Snapshot:
     """Ask a server about its tree.
 
-    One question a node: the server answers each between two of its steps, so that it never stands still for long.
+    One question a node, a few at a time, which the server answers between two of its steps.
     A node that goes away meanwhile is left out.
 
     Args:
@@ -77,18 +77,12 @@ def take_snapshot(
             about = await client.ask(Describe(), Description)
             tree = await client.ask(Tree(limit), TreeReport)
             compressed = sorted((node for node in tree.nodes if node.compressed), key=lambda node: -node.slots)
-            maps, tokens = {}, {}
-            for node in compressed[:num_maps]:
-                try:
-                    maps[node.id] = await client.ask(Kept(node.id, bins), KeptReport)
-                except RequestFailedError:
-                    continue
+            kept = await client.ask_each([Kept(node.id, bins) for node in compressed[:num_maps]], KeptReport)
+            maps = {node.id: report for node, report in zip(compressed, kept, strict=False) if report}
+            tokens: dict[int, Sequence[int]] = {}
             if with_tokens and about.expose_tokens:
-                for node in tree.nodes:
-                    try:
-                        tokens[node.id] = (await client.ask(Tokens(node.id), TokensReport)).token_ids
-                    except RequestFailedError:
-                        continue
+                texts = await client.ask_each([Tokens(node.id) for node in tree.nodes], TokensReport)
+                tokens = {node.id: report.token_ids for node, report in zip(tree.nodes, texts, strict=True) if report}
             return Snapshot(address, about, tree, maps, tokens)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
 
@@ -17,6 +17,9 @@ from sgl_kvevict.events.questions import AnyReply, AnyRequest, Failure, Reply
 from sgl_kvevict.events.types import END_OF_REPLAY, EventBatch
 
 ReplyT = TypeVar("ReplyT", bound=Reply)
+
+AT_ONCE = 16
+"""Questions of one client that wait at a server at a time; it answers all that wait between two of its steps."""
 
 _TCP = re.compile(r"^tcp://(?P<host>\[[^\]]*\]|[^:]+):(?P<port>[0-9]+)$")
 _WILDCARDS = ("*", "0.0.0.0", "[::]")
@@ -90,14 +93,51 @@ class InspectClient:
             ServerSilentError: no answer in time.
             RequestFailedError: the server refused, or answered nonsense.
         """
-        self._num_asked += 1
-        ticket = self._num_asked.to_bytes(8, "big")
-        await self._socket.send_multipart((ticket, b"", msgspec.msgpack.encode(request)))
+        (payload,) = await self._payloads([request])
+        return self._reply(payload, answer)
+
+    async def ask_each(self, requests: Sequence[AnyRequest], answer: type[ReplyT]) -> list[ReplyT | None]:
+        """Ask several questions, up to ``AT_ONCE`` at a time: a server that sleeps wakes once a second to answer.
+
+        Args:
+            requests: the questions.
+            answer: the kind of reply that they have.
+
+        Returns:
+            Their replies in order; None where the server refused.
+
+        Raises:
+            ServerSilentError: no answer in time.
+        """
+        replies: list[ReplyT | None] = []
+        for begin in range(0, len(requests), AT_ONCE):
+            for payload in await self._payloads(requests[begin : begin + AT_ONCE]):
+                try:
+                    replies.append(self._reply(payload, answer))
+                except RequestFailedError:
+                    replies.append(None)
+        return replies
+
+    async def _payloads(self, requests: Sequence[AnyRequest]) -> list[bytes]:
+        """What answers some questions, in their order; late answers to earlier ones are passed over."""
+        tickets = [(self._num_asked + i).to_bytes(8, "big") for i in range(len(requests))]
+        self._num_asked += len(requests)
+        for ticket, request in zip(tickets, requests, strict=True):
+            await self._socket.send_multipart((ticket, b"", msgspec.msgpack.encode(request)))
+        missing, payloads = set(tickets), dict.fromkeys(tickets, b"")
         try:
-            payload = await asyncio.wait_for(self._receive(ticket), self.timeout_s)
+            async with asyncio.timeout(self.timeout_s):
+                while missing:
+                    frames: list[bytes] = await self._socket.recv_multipart()
+                    if frames[0] in missing:
+                        missing.remove(frames[0])
+                        payloads[frames[0]] = frames[-1]
         except TimeoutError:
             message = f"no answer from {self.endpoint} within {self.timeout_s:g} s"
             raise ServerSilentError(message) from None
+        return list(payloads.values())
+
+    def _reply(self, payload: bytes, answer: type[ReplyT]) -> ReplyT:
         try:
             reply = self._decoder.decode(payload)
         except msgspec.MsgspecError as error:
@@ -107,13 +147,6 @@ class InspectClient:
         if not isinstance(reply, answer):
             raise RequestFailedError(f"expected {answer.__name__}, got {type(reply).__name__}")
         return reply
-
-    async def _receive(self, ticket: bytes) -> bytes:
-        """The answer to one question; late answers to earlier ones are passed over."""
-        while True:
-            frames: list[bytes] = await self._socket.recv_multipart()
-            if frames[0] == ticket:
-                return frames[-1]
 
 
 class Received(NamedTuple):

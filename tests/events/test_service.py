@@ -14,6 +14,7 @@ from helpers.event_sockets import description_of, ipc_config, wait_until
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.events.client import (
+    AT_ONCE,
     EventStream,
     InspectClient,
     RequestFailedError,
@@ -253,6 +254,26 @@ def test_questions_reach_the_scheduler_and_answers_the_asker(config, service):
             return asked.result()
 
     assert asyncio.run(run()) == [TokensReport(1, [1, 1, 1]), TokensReport(2, [2, 2, 2])]
+
+
+def test_many_questions_wait_together_and_a_refused_one_costs_no_other_its_answer(config, service):
+    turns = []
+
+    async def run() -> list:
+        async with InspectClient(config.inspect_endpoint) as client:
+            asked = asyncio.ensure_future(client.ask_each([Tokens(i) for i in range(AT_ONCE + 4)], TokensReport))
+            while not asked.done():
+                await asyncio.sleep(0.05)  # a scheduler that sleeps
+                questions = list(service.take_questions())
+                turns.append(len(questions))
+                for question in reversed(questions):
+                    node = question.request.node
+                    service.answer(question, Failure("gone") if node == 3 else TokensReport(node, [node]))
+            return await asked
+
+    expected = [TokensReport(i, [i]) if i != 3 else None for i in range(AT_ONCE + 4)]
+    assert asyncio.run(run()) == expected
+    assert sorted(filter(None, turns))[-1] > 1 and len([turn for turn in turns if turn]) < AT_ONCE
 
 
 def test_a_silent_scheduler_is_an_error_and_its_late_answer_is_not_mistaken(config, service):
