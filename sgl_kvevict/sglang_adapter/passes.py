@@ -85,7 +85,7 @@ class SchedulerPasses:
         sampling = SamplingParams(max_new_tokens=0, temperature=0)
         sampling.normalize(None)
         req = Req(
-            f"kvevict-pass-{next(_NUMBERS)}",  # for logs: nothing is known by its name
+            f"{scheduler.tree_cache.pass_name}-{next(_NUMBERS)}",  # for logs: nothing of ours is known by its name
             "",
             array("q", [*tokens_of(path_to(node)), *probe]),
             sampling,

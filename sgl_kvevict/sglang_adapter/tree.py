@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,8 @@ class KVEvictTree(UnifiedRadixCache):
         spans: what compressed nodes hold; the manager's.
         guard: holds errors that concern one request or job.
         clock: how long ago a node was used.
+        pass_name: what the names of scoring passes begin with: the same on all ranks, and not to be guessed, because
+            SGLang reports by name what becomes of requests that it takes off or gives up.
     """
 
     def __init__(self, params: CacheInitParams, store: SpanStore, compressor: Compressor | None) -> None:
@@ -64,6 +67,7 @@ class KVEvictTree(UnifiedRadixCache):
         self.manager = PrefixManager(self.port, store, compressor, self.guard, access_counter, states)
         self.spans = self.manager.spans
         self.clock = AccessClock()
+        self.pass_name = f"kvevict-pass-{self.ranks.largest(secrets.randbits(62)):x}"
         is_splittable = compressor is None or compressor.splittable
         self._blocking = BlockingNodes(self, self.spans, splittable=is_splittable)
         self._weighs_recency = False

@@ -79,6 +79,13 @@ def test_a_user_s_request_named_like_a_pass_is_a_user_s():
     assert sum(span.num_tokens for span in harness.tree.spans.values()) == 56
 
 
+def test_the_names_of_passes_cannot_be_guessed():
+    """SGLang tells clients by name what becomes of a request that it takes off or gives up."""
+    names = {Harness(num_slots=50).tree.pass_name for _ in range(4)}
+    assert len(names) == 4
+    assert all(name.startswith("kvevict-pass-") and len(name) > len("kvevict-pass-") + 12 for name in names)
+
+
 def test_a_forward_carries_its_requests_and_a_view_of_it_too():
     reqs = [SimpleNamespace(rid="same"), SimpleNamespace(rid="same")]
     forward = SimpleNamespace(rids=["same", "same"])
