@@ -9,7 +9,7 @@ import socket
 import time
 import urllib.error
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,6 +23,8 @@ from sgl_kvevict.launcher import RunningServer
 CROWD, FEW = 24, 4
 """Clients of the first half of a unit, whose requests alone are more than the pool, and of the second half, beside
 whose requests prefixes stay long enough to be found, scored and compressed."""
+LONG, MIXED = (1, 40, 150, 300, 400, 400), (0, 1, 8, 40, 150, 300)
+"""New tokens of their requests: long answers of a crowd do not fit, and SGLang retracts some."""
 POLICIES = ("reconstruction", "questions", "ada-snapkv", "k-vec")
 OPTIMISTIC = {"SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR": "0.02", "SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "20"}
 """SGLang admits more than fits, has to retract, and soon forgets that it had to."""
@@ -45,10 +47,14 @@ def unit(seed: int, share: float) -> Counts:
     flags = ("--chunked-prefill-size", rng.choice(["64", "128", "4096"]))
     with whole_server(*flags, config={**CONFIG, "policy": policy}, env=OPTIMISTIC) as running:
         done: Counter[str] = Counter()
-        for begin, clients in ((0, CROWD), (count // 2, FEW)):
+        for begin, clients, lengths in ((0, CROWD, LONG), (count // 2, FEW, MIXED)):
             numbers = range(seed * 10**6 + begin, seed * 10**6 + begin + count // 2)
             with ThreadPoolExecutor(clients) as pool:
-                done.update(pool.map(lambda number: _request(running, documents, number, policy), numbers))
+                done.update(
+                    pool.map(
+                        lambda number, lengths=lengths: _request(running, documents, number, policy, lengths), numbers
+                    )
+                )
         compressions = assert_nothing_leaked(running)
         retracted = sum(map(int, RETRACTED.findall(running.log())))
         running.post("/flush_cache?timeout=60")
@@ -58,12 +64,12 @@ def unit(seed: int, share: float) -> Counts:
     return {"done": done.total(), "compressions": compressions, "retracted for want of slots": retracted, **kinds}
 
 
-def _request(running: RunningServer, documents: list[list[int]], seed: int, policy: str) -> str:
+def _request(running: RunningServer, documents: list[list[int]], seed: int, policy: str, lengths: Sequence[int]) -> str:
     rng = random.Random(seed)
     kind = rng.choice(["plain"] * 14 + [kind for kind in KINDS for _ in range(1 if kind in RARE else 3)])
     prompt = rng.choice(documents)[: rng.choice([0, 3, 100, 300, 400])]
     prompt = prompt + [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(1, 50))]
-    sampling: Body = {"max_new_tokens": rng.choice([0, 1, 8, 40, 150, 300]), "temperature": rng.choice([0, 1.0])}
+    sampling: Body = {"max_new_tokens": rng.choice(lengths), "temperature": rng.choice([0, 1.0])}
     sampling["ignore_eos"] = rng.random() < 0.5
     body: Body = {"input_ids": prompt, "sampling_params": sampling, "rid": f"request-{seed}"}
     if rng.random() < 0.3:
