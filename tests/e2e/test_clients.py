@@ -10,6 +10,9 @@ import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from sglang.srt.utils import MultiprocessingSerializer
 
 from helpers.tiny_model import VOCAB_SIZE, save_tiny_llama
 from helpers.traffic import generate, idle_state
@@ -238,3 +241,23 @@ def test_nothing_compressed_survives_new_weights(server, tiny_llama, other_weigh
     fresh = ask(server, [*document(5), 9])["output_ids"]
     server.post("/update_weights_from_disk", {"model_path": str(tiny_llama), "flush_cache": True})
     assert ask(server, [*document(5), 9])["output_ids"] != fresh  # the weights did change
+
+
+def test_nothing_compressed_survives_new_tensors(server, other_weights):
+    """Without a session SGLang refuses them, and nothing is forgotten."""
+    flush(server)
+    assert outcome(server, warm(server, 6)) == "compressed"
+    spans, before = plugin_state(server)["spans"], ask(server, [*document(5), 9])["output_ids"]
+    tensors = list(load_file(other_weights / "model.safetensors").items())
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    body = {"serialized_named_tensors": [MultiprocessingSerializer.serialize(tensors, output_str=True)]}
+    with pytest.raises(urllib.error.HTTPError) as error:
+        server.post("/update_weights_from_tensor", body | {"flush_cache": False})
+    assert error.value.code == 400 and plugin_state(server)["spans"] == spans
+    many_jobs(server)
+    server.post("/begin_weight_update", {})
+    server.post("/update_weights_from_tensor", body | {"flush_cache": False})
+    server.post("/end_weight_update", {})
+    assert plugin_state(server)["scoring_jobs"] == plugin_state(server)["spans"] == 0
+    assert ask(server, [*document(6), 9], 1)["meta_info"]["cached_tokens"] == 0
+    assert ask(server, [*document(5), 9])["output_ids"] != before  # the weights did change
