@@ -81,7 +81,8 @@ def around_change(
 
     Passes end before it. After it nothing compressed, scored or observed is left to be found: also where SGLang keeps
     its own cache (``flush_cache=False``, or a flush that was refused), since the caller then relies on the cache being
-    what the prompts' own forwards left, not on a selection by other weights.
+    what the prompts' own forwards left, not on a selection by other weights. Also after a change that failed: a part of
+    the new weights may be there.
     """
     scheduler = manager.scheduler
     tree = None if scheduler is None else scheduler.tree_cache
