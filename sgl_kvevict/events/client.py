@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from sgl_kvevict.errors import ConfigError, KVEvictError
-from sgl_kvevict.events.questions import AnyReply, AnyRequest, Failure, Reply
+from sgl_kvevict.events.questions import AnyReply, AnyRequest, Failure, NodeGone, Reply
 from sgl_kvevict.events.types import END_OF_REPLAY, EventBatch
 
 ReplyT = TypeVar("ReplyT", bound=Reply)
@@ -31,6 +31,10 @@ class ServerSilentError(KVEvictError):
 
 class RequestFailedError(KVEvictError):
     """The server answered that it cannot answer."""
+
+
+class NodeGoneError(RequestFailedError):
+    """The node that was asked about has left the tree."""
 
 
 def reachable(bound: str, asked: str) -> str:
@@ -92,6 +96,7 @@ class InspectClient:
         Raises:
             ServerSilentError: no answer in time.
             RequestFailedError: the server refused, or answered nonsense.
+            NodeGoneError: it refused because the node is gone.
         """
         (payload,) = await self._payloads([request])
         return self._reply(payload, answer)
@@ -104,17 +109,18 @@ class InspectClient:
             answer: the kind of reply that they have.
 
         Returns:
-            Their replies in order; None where the server refused.
+            Their replies in order; None where the node asked about is gone.
 
         Raises:
             ServerSilentError: no answer in time.
+            RequestFailedError: the server refused for another reason (it is busy), or answered nonsense.
         """
         replies: list[ReplyT | None] = []
         for begin in range(0, len(requests), AT_ONCE):
             for payload in await self._payloads(requests[begin : begin + AT_ONCE]):
                 try:
                     replies.append(self._reply(payload, answer))
-                except RequestFailedError:
+                except NodeGoneError:
                     replies.append(None)
         return replies
 
@@ -142,6 +148,8 @@ class InspectClient:
             reply = self._decoder.decode(payload)
         except msgspec.MsgspecError as error:
             raise RequestFailedError(f"{self.endpoint} does not speak our protocol: {error}") from error
+        if isinstance(reply, NodeGone):
+            raise NodeGoneError(reply.error)
         if isinstance(reply, Failure):
             raise RequestFailedError(reply.error)
         if not isinstance(reply, answer):

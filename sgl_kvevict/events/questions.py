@@ -85,6 +85,10 @@ class Failure(Reply):
     error: str
 
 
+class NodeGone(Failure):
+    """The node that was asked about is not in the tree, or holds nothing compressed: it may have left since."""
+
+
 class Description(Reply):
     """What runs here.
 
@@ -319,4 +323,4 @@ class TokensReport(Reply):
     token_ids: list[int]
 
 
-AnyReply = Failure | Description | StatusReport | TreeReport | KeptReport | TokensReport
+AnyReply = Failure | NodeGone | Description | StatusReport | TreeReport | KeptReport | TokensReport

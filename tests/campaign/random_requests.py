@@ -26,8 +26,6 @@ whose requests prefixes stay long enough to be found, scored and compressed."""
 LONG, MIXED = (1, 40, 150, 300, 400, 400), (0, 1, 8, 40, 150, 300)
 """New tokens of their requests: long answers of a crowd do not fit, and SGLang retracts some."""
 POLICIES = ("reconstruction", "questions", "ada-snapkv", "k-vec")
-OPTIMISTIC = {"SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR": "0.02", "SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "20"}
-"""SGLang admits more than fits, has to retract, and soon forgets that it had to."""
 SCHEMA = {
     "type": "object",
     "properties": {"found": {"type": "boolean"}, "colour": {"enum": ["red", "green"]}},
@@ -45,7 +43,7 @@ def unit(seed: int, share: float) -> Counts:
     policy, count = POLICIES[seed % len(POLICIES)], int(1000 * share)
     documents = [[rng.randrange(3, VOCAB_SIZE) for _ in range(400)] for _ in range(6)]
     flags = ("--chunked-prefill-size", rng.choice(["64", "128", "4096"]))
-    with whole_server(*flags, config={**CONFIG, "policy": policy}, env=OPTIMISTIC) as running:
+    with whole_server(*flags, config={**CONFIG, "policy": policy}) as running:
         done: Counter[str] = Counter()
         for begin, clients, lengths in ((0, CROWD, LONG), (count // 2, FEW, MIXED)):
             numbers = range(seed * 10**6 + begin, seed * 10**6 + begin + count // 2)

@@ -243,13 +243,22 @@ def test_nothing_compressed_survives_new_weights(server, tiny_llama, other_weigh
     assert ask(server, [*document(5), 9])["output_ids"] != fresh  # the weights did change
 
 
+@pytest.fixture
+def shared_by_file():
+    """PyTorch hands tensors to other processes by file names, not by open files, while a test runs."""
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    yield
+    torch.multiprocessing.set_sharing_strategy(before)
+
+
+@pytest.mark.usefixtures("shared_by_file")
 def test_nothing_compressed_survives_new_tensors(server, other_weights):
     """Without a session SGLang refuses them, and nothing is forgotten."""
     flush(server)
     assert outcome(server, warm(server, 6)) == "compressed"
     spans, before = plugin_state(server)["spans"], ask(server, [*document(5), 9])["output_ids"]
     tensors = list(load_file(other_weights / "model.safetensors").items())
-    torch.multiprocessing.set_sharing_strategy("file_system")
     body = {"serialized_named_tensors": [MultiprocessingSerializer.serialize(tensors, output_str=True)]}
     with pytest.raises(urllib.error.HTTPError) as error:
         server.post("/update_weights_from_tensor", body | {"flush_cache": False})

@@ -22,7 +22,7 @@ from sgl_kvevict.events.client import (
     check_endpoint,
     reachable,
 )
-from sgl_kvevict.events.questions import Describe, Description, Failure, Status, Tokens, TokensReport
+from sgl_kvevict.events.questions import Describe, Description, Failure, NodeGone, Status, Tokens, TokensReport
 from sgl_kvevict.events.service import MAX_BATCH_EVENTS, MAX_WAITING_QUESTIONS, EventService
 from sgl_kvevict.events.types import Cleared, Dropped, EventBatch, EventsLost, Split
 from sgl_kvevict.launcher import free_port
@@ -256,7 +256,7 @@ def test_questions_reach_the_scheduler_and_answers_the_asker(config, service):
     assert asyncio.run(run()) == [TokensReport(1, [1, 1, 1]), TokensReport(2, [2, 2, 2])]
 
 
-def test_many_questions_wait_together_and_a_refused_one_costs_no_other_its_answer(config, service):
+def test_many_questions_wait_together_and_a_gone_node_costs_no_other_its_answer(config, service):
     turns = []
 
     async def run() -> list:
@@ -268,12 +268,26 @@ def test_many_questions_wait_together_and_a_refused_one_costs_no_other_its_answe
                 turns.append(len(questions))
                 for question in reversed(questions):
                     node = question.request.node
-                    service.answer(question, Failure("gone") if node == 3 else TokensReport(node, [node]))
+                    service.answer(question, NodeGone("gone") if node == 3 else TokensReport(node, [node]))
             return await asked
 
     expected = [TokensReport(i, [i]) if i != 3 else None for i in range(AT_ONCE + 4)]
     assert asyncio.run(run()) == expected
     assert sorted(filter(None, turns))[-1] > 1 and len([turn for turn in turns if turn]) < AT_ONCE
+
+
+def test_a_refusal_is_not_a_node_that_is_gone(config, service):
+    async def run() -> list:
+        async with InspectClient(config.inspect_endpoint) as client:
+            asked = asyncio.ensure_future(client.ask_each([Tokens(1), Tokens(2)], TokensReport))
+            while not asked.done():
+                await asyncio.sleep(0.001)
+                for question in service.take_questions():
+                    service.answer(question, Failure("busy"))
+            return await asked
+
+    with pytest.raises(RequestFailedError, match="busy"):
+        asyncio.run(run())
 
 
 def test_a_silent_scheduler_is_an_error_and_its_late_answer_is_not_mistaken(config, service):

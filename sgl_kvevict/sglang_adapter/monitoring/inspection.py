@@ -17,6 +17,7 @@ from sgl_kvevict.events.questions import (
     Failure,
     Kept,
     KeptReport,
+    NodeGone,
     Prefix,
     Status,
     StatusReport,
@@ -164,11 +165,11 @@ def _share(span: Span, entries: int) -> tuple[float, float]:
     return slots, entries / (span.num_tokens * segment.geometry.num_runs)
 
 
-def kept_report(tree: KVEvictTree, request: Kept) -> KeptReport | Failure:
+def kept_report(tree: KVEvictTree, request: Kept) -> KeptReport | NodeGone:
     """Return which tokens of a node each (layer, head) kept. Reads the device."""
     span = next((span for node, span in tree.spans.items() if node.id == request.node), None)
     if span is None:
-        return Failure(f"node {request.node} holds no compressed tokens (it may have left the tree)")
+        return NodeGone(f"node {request.node} holds no compressed tokens (it may have left the tree)")
     share = kept_share(span, min(request.bins, span.num_tokens))
     levels = share.mul(255).round().to(torch.uint8).cpu()
     return KeptReport(
@@ -181,9 +182,9 @@ def kept_report(tree: KVEvictTree, request: Kept) -> KeptReport | Failure:
     )
 
 
-def tokens_report(tree: KVEvictTree, wanted: int) -> TokensReport | Failure:
+def tokens_report(tree: KVEvictTree, wanted: int) -> TokensReport | NodeGone:
     """Return the token ids of one node."""
     node = next((node for node in tree.nodes() if node.id == wanted), None)
     if node is None:
-        return Failure(f"node {wanted} is not in the tree (any more)")
+        return NodeGone(f"node {wanted} is not in the tree (any more)")
     return TokensReport(wanted, list(node.key))
