@@ -32,7 +32,7 @@ def server(*flags: str, config: Mapping[str, Any], env: Mapping[str, str] | None
 
 @contextmanager
 def whole_server(*flags: str, config: Mapping[str, Any]) -> Iterator[RunningServer]:
-    """A server that has to retract, with a tokenizer (so with stop strings, schemas, questions) and two LoRA adapters."""
+    """A server that has to retract, with a tokenizer (so stop strings, schemas, questions) and two LoRA adapters."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = save_tiny_llama(folder / "model")
