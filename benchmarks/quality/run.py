@@ -20,7 +20,7 @@ from kvevict_quality import fidelity
 from kvevict_quality.rows import AWARE_RESULTS, RESULTS, ROOT
 from kvevict_quality.running import Plan, run_setup
 from kvevict_quality.sample import Prompts
-from kvevict_quality.systems import FULL, KNOWN_QUESTIONS, Setup, parse_policy
+from kvevict_quality.systems import FULL, KNOWN_QUESTIONS, TWO_STAGES, Setup, parse_policy
 from kvevict_quality.tasks import select_tasks
 
 from sgl_kvevict.model import ensure_demo_model
@@ -31,7 +31,8 @@ CONTROL = "random"
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policies", nargs="*", default=[], help=f"name, name:option=value,... or {KNOWN_QUESTIONS}")
+    named = f"name, name:option=value,..., {KNOWN_QUESTIONS} or {TWO_STAGES}"
+    parser.add_argument("--policies", nargs="*", default=[], help=named)
     parser.add_argument("--budgets", nargs="*", type=float, default=[0.2, 0.1], help="shares in (0, 1)")
     parser.add_argument("--tasks", nargs="*", default=["all"], help=f"names, 'needles', 'all' or '{fidelity.TASK}'")
     parser.add_argument("--lengths", nargs="*", type=int, default=[1024], help="tokens of a context")

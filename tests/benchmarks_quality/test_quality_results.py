@@ -154,6 +154,15 @@ def test_known_questions_are_asked_of_the_policy_questions():
     assert '"policy": "questions"' in setup.system().env["KVEVICT_CONFIG"]
 
 
+def test_two_stages_are_the_policy_distilled_on_a_pool_that_is_too_small():
+    from kvevict_quality.systems import TWO_STAGES, Setup
+
+    setup, one = Setup(TWO_STAGES, 0.2), Setup("distilled", 0.2)
+    assert (setup.config.policy, setup.config.wait_for_passes) == ("distilled", True)
+    assert (one.config.policy, one.config.wait_for_passes) == ("distilled", False)
+    assert setup.pool_slots < one.pool_slots and str(setup.pool_slots) in setup.system().flags
+
+
 def test_a_fit_is_a_field_of_the_configuration() -> None:
     """Written down like an option, so that its rows stand beside those that were only selected."""
     from kvevict_quality.systems import Setup, parse_policy

@@ -66,7 +66,8 @@ def load(name: str) -> dict[str, Any]:
 
 def save(name: str, state: dict[str, Any]) -> None:
     """Keep what was done, all of it or nothing."""
-    STATE.mkdir(parents=True, exist_ok=True)
+    for folder in (STATE, LOCKS):
+        folder.mkdir(parents=True, exist_ok=True)
     path = LOCKS / f"{name}.new"
     path.write_text(json.dumps(state, indent=1) + "\n")
     path.replace(STATE / f"{name}.json")
@@ -75,6 +76,7 @@ def save(name: str, state: dict[str, Any]) -> None:
 
 def write_table() -> None:
     """What was done of all parts, in the documentation."""
+    LOCKS.mkdir(parents=True, exist_ok=True)
     with (LOCKS / "table.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         before, _, rest = PAGE.read_text().partition(BEGIN)

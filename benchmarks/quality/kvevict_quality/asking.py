@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvevict_quality.sample import Prompts, Question, Sample
 from sgl_kvevict.client import warm
+from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.launcher import RunningServer
 from sgl_kvevict.measure import flush, plugin_state, wait_until_scored
 
@@ -54,6 +55,41 @@ def prepare(server: RunningServer, context_ids: Sequence[int], questions: Sequen
     if state["policy"] != "none" and not state["spans"]:
         raise RuntimeError(f"a context of {len(context_ids)} tokens was not compressed: {warmed.outcome}, {state}")
     return Prepared(len(context_ids), int(state["evictable_slots"]), seconds)
+
+
+def prepare_in_two_stages(
+    server: RunningServer, context_ids: Sequence[int], config: KVEvictConfig, pool_slots: int
+) -> Prepared:
+    """Send a context alone, then a text beside which it does not fit, then have the context scored by passes.
+
+    Args:
+        server: with the policy ``distilled``, which waits for passes.
+        context_ids: token ids.
+        config: of the server.
+        pool_slots: of the server.
+
+    Raises:
+        RuntimeError: the context did not shrink to the light share first, and to the budget then.
+    """
+    assert config.light_budget is not None
+    flush(server)
+    begin = time.perf_counter()
+    generate(server, context_ids, 1)
+    other = [*reversed(context_ids)] * (pool_slots // len(context_ids) + 1)
+    generate(server, other[: pool_slots - len(context_ids) + config.tail_tokens], 1)
+    num_tokens = len(context_ids) - config.tail_tokens
+    light, small = config.slots_at(config.light_budget, num_tokens), config.num_slots(num_tokens, 0)
+    state = plugin_state(server)
+    if state is None or (state["span_tokens"], state["span_slots"]) != (num_tokens, light):
+        raise RuntimeError(f"{num_tokens} tokens were to shrink to {light} slots, got {state}")
+    warm(server.url, input_ids=context_ids, timeout=_TIMEOUT_S)
+    wait_until_scored(server)
+    state = plugin_state(server)
+    others = 0 if state is None else int(state["span_tokens"]) - num_tokens
+    others_slots = config.slots_at(config.light_budget, others) if others else 0
+    if state is None or state["span_slots"] != small + others_slots:
+        raise RuntimeError(f"{num_tokens} tokens were to shrink to {small} slots beside {others_slots}, got {state}")
+    return Prepared(len(context_ids), small + config.tail_tokens, time.perf_counter() - begin)
 
 
 def ask_all(server: RunningServer, prompts: Prompts, sample: Sample, context_ids: list[int]) -> list[str]:

@@ -10,11 +10,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from kvevict_quality import fidelity
-from kvevict_quality.asking import Prepared, ask_all, ask_aware, prepare
+from kvevict_quality.asking import Prepared, ask_all, ask_aware, prepare, prepare_in_two_stages
 from kvevict_quality.origin import commit
 from kvevict_quality.rows import Row, merge_rows, read_rows
 from kvevict_quality.sample import SAMPLES_INDEX, Prompts, Sample
-from kvevict_quality.systems import FULL, KNOWN_QUESTIONS, Setup
+from kvevict_quality.systems import FULL, KNOWN_QUESTIONS, TWO_STAGES, Setup
 from kvevict_quality.tasks import make_sample
 from sgl_kvevict.launcher import RunningServer, has_fast_bfloat16, launch
 
@@ -124,7 +124,10 @@ def _task(plan: Plan, setup: Setup, server: RunningServer, task: str, tokens: in
             sums.answer_s += prompt.seconds
             sums.scores += [q.score(answer) for q, answer in zip(sample.questions, answers, strict=True)]
             continue
-        sums.prepared.append(prepare(server, ids, _questions_to_read(plan, setup, task, tokens, sample)))
+        if setup.policy == TWO_STAGES:
+            sums.prepared.append(prepare_in_two_stages(server, ids, setup.config, setup.pool_slots))
+        else:
+            sums.prepared.append(prepare(server, ids, _questions_to_read(plan, setup, task, tokens, sample)))
         begin = time.perf_counter()
         answers = ask_all(server, plan.prompts, sample, ids)
         sums.answer_s += time.perf_counter() - begin

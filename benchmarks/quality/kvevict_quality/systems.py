@@ -15,7 +15,12 @@ FULL = "full"
 KNOWN_QUESTIONS = "known-questions"
 """The policy ``questions``, given the very questions that will be asked: not to be had where a prefix is shared, but
 what a budget could hold."""
+TWO_STAGES = "two-stages"
+"""The policy ``distilled`` as it is served where slots are short: a context first shrinks to the light share by learned
+scores, then to the budget by passes over what is left."""
 POOL_SLOTS = 24_000
+SHORT_POOL_SLOTS = 3_000
+"""Of ``TWO_STAGES``."""
 FIT_FIELDS = ("fit", "fit_scope")
 """Named like options of a policy, and written down as such, but fields of the configuration."""
 
@@ -25,7 +30,7 @@ class Setup:
     """One server to start: the full cache of stock SGLang, or a policy with a budget.
 
     Attributes:
-        policy: a policy's name, ``FULL`` or ``KNOWN_QUESTIONS``.
+        policy: a policy's name, ``FULL``, ``KNOWN_QUESTIONS`` or ``TWO_STAGES``.
         budget: share of the entries; 1.0 for ``FULL``.
         options: of the policy; those of ``FIT_FIELDS`` go into the configuration.
         aware: context and question come in one prompt, compressed before the answer.
@@ -65,11 +70,21 @@ class Setup:
     @property
     def tail_tokens(self) -> int:
         """Last tokens of a prompt that its server leaves uncompressed."""
-        return configured_policy(KVEvictConfig.model_validate(self._config()))[0].tail_tokens
+        return self.config.tail_tokens
+
+    @property
+    def config(self) -> KVEvictConfig:
+        """Of its server, options of the policy included."""
+        return configured_policy(KVEvictConfig.model_validate(self._config()))[0]
+
+    @property
+    def pool_slots(self) -> int:
+        """Token slots of its server."""
+        return SHORT_POOL_SLOTS if self.policy == TWO_STAGES else POOL_SLOTS
 
     def system(self) -> System:
         """How to start its server."""
-        flags = ("--max-total-tokens", str(POOL_SLOTS), "--random-seed", "42")
+        flags = ("--max-total-tokens", str(self.pool_slots), "--random-seed", "42")
         if self.policy == FULL:
             return stock_system(self.name, flags, STRICT_CHECK_ENV)
         if self.aware:
@@ -77,11 +92,12 @@ class Setup:
         return kvevict_system(self.name, self._config(), flags, STRICT_CHECK_ENV)
 
     def _config(self) -> dict[str, Any]:
-        policy = "questions" if self.policy == KNOWN_QUESTIONS else self.policy
+        policy = {KNOWN_QUESTIONS: "questions", TWO_STAGES: "distilled"}.get(self.policy, self.policy)
         fit = {name: value for name, value in self.options.items() if name in FIT_FIELDS}
         options = {name: value for name, value in self.options.items() if name not in FIT_FIELDS}
         values = {"policy": policy, "budget": self.budget, "policy_options": options, **fit}
-        return values | {"wait_for_passes": False}  # what learned scores alone keep; other policies do not look at it
+        # False: what learned scores alone keep; other policies do not look at it
+        return values | {"wait_for_passes": self.policy == TWO_STAGES}
 
     def _policy(self) -> Policy:
         policy = configured_policy(KVEvictConfig.model_validate(self._config()))[1]
