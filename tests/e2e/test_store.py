@@ -169,8 +169,8 @@ def leave(server) -> None:
 def test_the_default_configuration_finds_its_prefixes_after_a_restart(start, demo_model, tmp_path):
     """Learned scores, passes and stages: what was asked for (warm) is stored, and loaded as it was.
 
-    In float32: the first server has split the documents behind their common beginning, the second one has loaded only one
-    when it is asked about it, so attention is summed in other parts, which bfloat16 would round otherwise.
+    In float32: the first server has split the documents behind their common beginning, the second one has loaded only
+    the one that it is asked about, so attention is summed in other parts, which bfloat16 would round otherwise.
     """
     config, flags = {"store": str(tmp_path / "store")}, ("--max-total-tokens", "9000", "--dtype", "float32")
     handbook = HANDBOOK.read_text()
