@@ -185,7 +185,7 @@ class KVEvictConfig(BaseModel):
         json_schema_extra={"allowed": "an integer >= 16"},
     )
     pass_share: float = Field(
-        default=0.01,
+        default=0.005,
         gt=0,
         le=1,
         description="share of the decode steps that may have a scoring pass before them while users' requests wait or "

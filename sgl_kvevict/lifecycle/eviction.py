@@ -15,8 +15,8 @@ MAX_LEVELS = 1024
 SPARE_ENTRIES = 64
 """A heap is built anew when it has more than this beside two entries per leaf: the others are out of date."""
 
-Priority = tuple[float, float]
-"""(credit, number of the last access); the smallest goes first."""
+Priority = tuple[float, ...]
+"""(credit, number of the last access), perhaps after what comes before both; the smallest goes first."""
 
 
 class CostAwareRecency:

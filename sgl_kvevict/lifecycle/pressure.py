@@ -204,7 +204,7 @@ class Pressure:
 
         Args:
             leaf: what would be dropped instead, and its priority; what costs more does not shrink. But no span is
-                dropped while something may shrink to the budget. None: there is no leaf.
+                dropped, or squeezed below the budget, while something may shrink to the budget. None: there is no leaf.
 
         Returns:
             Token slots that came back.
@@ -213,8 +213,9 @@ class Pressure:
         won = 0
         rest: list[Node] = []
         while won < self._round and (top := self._heap.top()) is not None:
-            priority, node = top
-            if leaf is not None and priority > leaf[0] and not (leaf[1] in self._spans and not self._is_last(node)):
+            (is_last, *rank), node = top
+            priority = tuple(rank)
+            if leaf is not None and priority > leaf[0] and (is_last or leaf[1] not in self._spans):
                 break
             self._heap.pop()
             slots = self._shrink(node)
@@ -236,16 +237,15 @@ class Pressure:
         return self._squeeze(node) if node in self._spans else self._compress(node)
 
     def _priority(self, node: Node) -> Priority:
-        """Priority of a node's next step."""
+        """Whether a node's next step leads below the budget, then the step's priority beside dropping a leaf."""
         if node not in self._spans:
-            return self.order.priority(node, LOSS_OF_COMPRESSING)
-        loss = LOSS_OF_SQUEEZING if self._is_last(node) else LOSS_OF_LIGHT
-        return self.order.priority(node, loss * self.order.saved(node))
+            return False, *self.order.priority(node, LOSS_OF_COMPRESSING)
+        is_last = self._is_last(node)
+        loss = LOSS_OF_SQUEEZING if is_last else LOSS_OF_LIGHT
+        return is_last, *self.order.priority(node, loss * self.order.saved(node))
 
     def _is_last(self, node: Node) -> bool:
-        """Whether a node's next step leads below the budget, or there is none."""
-        if node not in self._spans:
-            return False
+        """Whether the next step of a node with a span leads below the budget, or there is none."""
         slots = self._next_slots(node)
         return slots is None or slots < self._slots_at(self._spans[node].segment, float(self._config.budget))
 

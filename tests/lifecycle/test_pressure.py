@@ -69,6 +69,18 @@ def test_a_light_prefix_is_compressed_before_one_is_squeezed_below_the_budget():
     assert slots == [(10, None), (10, 10), (5, 10), (5, 5), (2, 5), (2, 2)]
 
 
+def test_an_old_span_gives_up_nothing_more_while_a_new_prefix_is_uncompressed():
+    tree = cache(num_slots=64, budget=0.25, light_budget=0.5, min_budget=0.1)
+    old = cached(tree, 22, at=1.0)
+    assert [relieve(tree) for _ in range(2)] == [10, 5]
+    tree.now = 3.0
+    new = cached(tree, 22, at=2.0)
+    tree.manager.pressure.order.gave_way((20.0, 0.0))  # the level of what is used from now on
+    new.last_access_time = tree.now
+    assert [relieve(tree, ((0.0, 0.0), old)) for _ in range(3)] == [10, 5, 0]
+    assert spans(tree) == {old: 5, new: 5}
+
+
 def test_a_squeeze_keeps_what_is_worth_most():
     tree = cache()
     node = cached(tree, 22)
