@@ -18,14 +18,16 @@ from sgl_kvevict.prefix import Segment
 ROUND_SHARE = 1 / 64
 """Share of the pool's slots that are won at once when prefixes shrink, so that several requests live on one round."""
 
-LOSS_OF_COMPRESSING = 0.3
-"""What compressing an uncompressed prefix loses per slot won, in tokens of prefill. All answers of a prefix count as
-five prefills of it; learned scores lose about 3 % of them at 50 % (docs/quality.md): 5 * 0.03 / 0.5."""
-LOSS_OF_LIGHT = 0.25
-"""What going from the light share to the budget loses per slot won, in parts of what dropping the prefix loses. From
-50 % to 20 %: 5 * 0.03 / 0.3 = 0.5 tokens, and dropping it at 50 % costs 2 tokens of prefill a slot."""
-LOSS_OF_SQUEEZING = 0.8
-"""The same for going from the budget to the least budget. From 20 % to 10 %: 5 * 0.08 / 0.1 = 4 tokens of 5."""
+ANSWERS = 2.5
+"""What all answers of a prefix until it would be dropped are worth, in prefills of it."""
+LOSS_OF_COMPRESSING = ANSWERS * 0.03 / 0.5
+"""What compressing an uncompressed prefix loses per slot won, in tokens of prefill: learned scores lose about 3 % of the
+answers at 50 % (docs/quality.md)."""
+LOSS_OF_LIGHT = ANSWERS * 0.03 / 0.3 / 2
+"""What going from the light share to the budget loses per slot won, in parts of what dropping the prefix loses: another
+3 % from 50 % to 20 %, and dropping it at 50 % costs 2 tokens of prefill a slot."""
+LOSS_OF_SQUEEZING = ANSWERS * 0.08 / 0.1 / 5
+"""The same for going from the budget to the least budget: 8 % from 20 % to 10 %, and 5 tokens of prefill a slot."""
 
 
 class Pressure:
