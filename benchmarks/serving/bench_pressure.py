@@ -59,8 +59,8 @@ PAGE = Page(
         f"Contexts of {CONTEXT_TOKENS:,} tokens with needles, {CONCURRENCY} questions at a time, a pool of "
         f"{POOL_SLOTS:,} token slots; a round asks about {LONGEST_ROUND} contexts, each once before any comes again. "
         "`cold start` is one question about each context, into an empty cache, `all rounds` is everything from then "
-        f"on, and `passes done` {LAST_QUESTIONS} more questions about each after ours had time for its passes. The needle score is "
-        "the share of the values asked for that the answers contain; stock's is the full cache's."
+        f"on, and `passes done` {LAST_QUESTIONS} more questions about each after ours had time for its passes. The "
+        "needle score is the share of the values asked for that the answers contain; stock's is the full cache's."
     ),
     tables=(
         Table("requests_per_s", "Requests/s"),
