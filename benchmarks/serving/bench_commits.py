@@ -71,8 +71,11 @@ def checked_out(commit: str) -> Path:
 
 def system(name: str, folder: Path) -> System:
     """A server of the project in a folder."""
-    path = os.pathsep.join([str(folder), str(folder / "kernels")])
-    return kvevict_system(name, CONFIG, ("--max-total-tokens", str(POOL_SLOTS), *COMMON_FLAGS), {"PYTHONPATH": path})
+    env = {
+        "PYTHONPATH": os.pathsep.join([str(folder), str(folder / "kernels")]),
+        "PYTHONSAFEPATH": "1",  # the current folder, which may be this commit's, does not come first
+    }
+    return kvevict_system(name, CONFIG, ("--max-total-tokens", str(POOL_SLOTS), *COMMON_FLAGS), env)
 
 
 if __name__ == "__main__":
