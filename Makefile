@@ -74,7 +74,7 @@ campaign: model ## random operations, input, requests, faults and a soak; many h
 	@PYTHONPATH=tests $(BIN)/python -W ignore -m campaign.run $(ARGS)
 
 ##@ Benchmarks: each writes its page and its raw figures below docs/
-bench-serving: model ## a serving benchmark (ARGS="decode"; also shared_prefix, pressure, hot, multi_turn, rag, store, prefill, profile, generation, insertion, scale)
+bench-serving: model ## a serving benchmark (ARGS="decode"; also shared_prefix, pressure, hot, multi_turn, rag, store, prefill, profile, generation, insertion, scale, commits)
 	@$(BIN)/python -W ignore benchmarks/serving/bench_$(firstword $(ARGS)).py $(wordlist 2,99,$(ARGS))
 
 bench-quality: model ## what answers are worth after compression (ARGS="--policies reconstruction --budgets 0.2 0.1"; --aware)
