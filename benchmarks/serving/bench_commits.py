@@ -24,7 +24,7 @@ BEFORE = "4a1da91"
 CONFIG = {"policy": "ada-snapkv", "budget": 0.2}
 """The default of that commit cannot be compared: there it compresses nothing while requests come."""
 POOL_SLOTS = 10_000
-DECODE = (bench_decode.Point(3000, 1, 48, 16), bench_decode.Point(4096, 8, 24, 8))
+DECODE = (bench_decode.Point(3000, 1, 48, 16), bench_decode.Point(4096, 8, 32, 16))
 SHARED = (bench_shared_prefix.Point("0.5x the pool", 4), bench_shared_prefix.Point("4x the pool", 32))
 
 PAGE = Page(
