@@ -25,6 +25,8 @@ SENTENCES = 100
 """Of the prefix that the questions are for: about 1,000 tokens."""
 QUESTIONS = [f"What does the text say about number {i}, and why?" for i in range(32)]
 """As many as a request may have by default; each has a pass."""
+TEXTS = 100
+"""Of one client, over and over: all of them fit the pool beside the prefix, which would be dropped otherwise."""
 REFUSED = ["0123456789" * 4] * 2000
 """What once held a server for seconds."""
 
@@ -89,7 +91,7 @@ def _latencies(running: RunningServer, meanwhile: Callable[[], Any], seed: int) 
             if over.is_set():
                 return
             begin = time.perf_counter()
-            _post(running, f"Client {number} of {seed} says {i}: one, two, three,")
+            _post(running, f"Client {number} of {seed} says {i % TEXTS}: one, two, three,")
             seconds.append(time.perf_counter() - begin)
 
     with ThreadPoolExecutor(OTHERS) as pool:

@@ -52,7 +52,7 @@ PARTS = (
     ),
     Part("modes", "requests under every way to schedule them", 300 * len(MODES), soak.modes, len(MODES)),
     Part("faults", "faults around a server", 2 * len(faults.FAULTS), faults.unit, len(faults.FAULTS)),
-    Part("latency", "one-token answers beside a warm with many questions", 3, latency.unit, 1),
+    Part("latency", "one-token answers beside a warm with many questions", 1, latency.unit, 1),
     Part("soak", "minutes at saturation, memory flat, no error line", 60, soak.soak, 1),
 )
 
