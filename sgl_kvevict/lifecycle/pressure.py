@@ -21,13 +21,14 @@ ROUND_SHARE = 1 / 64
 ANSWERS = 2.5
 """What all answers of a prefix until it would be dropped are worth, in prefills of it."""
 LOSS_OF_COMPRESSING = ANSWERS * 0.03 / 0.5
-"""What compressing an uncompressed prefix loses per slot won, in tokens of prefill: learned scores lose about 3 % of the
-answers at 50 % (docs/quality.md)."""
+"""What compressing an uncompressed prefix loses per slot won, in tokens of prefill: 3 % of the answers at 50 % (what
+docs/quality.md measures of that is within its error)."""
 LOSS_OF_LIGHT = ANSWERS * 0.03 / 0.3 / 2
 """What going from the light share to the budget loses per slot won, in parts of what dropping the prefix loses: another
 3 % from 50 % to 20 %, and dropping it at 50 % costs 2 tokens of prefill a slot."""
 LOSS_OF_SQUEEZING = ANSWERS * 0.08 / 0.1 / 5
-"""The same for going from the budget to the least budget: 8 % from 20 % to 10 %, and 5 tokens of prefill a slot."""
+"""The same for going from the budget to the least budget: 8 % from 20 % to 10 % (docs/quality.md: 7 and 14 % on two
+seeds), and 5 tokens of prefill a slot."""
 
 
 class Pressure:
