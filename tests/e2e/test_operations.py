@@ -22,7 +22,7 @@ from sgl_kvevict.cli import main
 from sgl_kvevict.cli.inspect import take_snapshot
 from sgl_kvevict.events.client import EventStream, InspectClient
 from sgl_kvevict.events.questions import Status, StatusReport
-from sgl_kvevict.events.types import END_OF_REPLAY, Compressed, Dropped, Repacked, Split
+from sgl_kvevict.events.types import END_OF_REPLAY, Compressed, Dropped, Repacked, Split, Squeezed
 from sgl_kvevict.launcher import free_port
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -168,7 +168,7 @@ def test_our_events_tell_the_whole_story(server):
     num_spans = sum(len(event.nodes) for event in compressed) + totals.splits - totals.dropped_spans
     assert gauges.spans == num_spans > 0
     slots = sum(event.slots for event in compressed)
-    slots -= sum(event.released_slots for event in events if isinstance(event, Repacked))
+    slots -= sum(event.released_slots for event in events if isinstance(event, Repacked | Squeezed))
     slots -= sum(event.slots for event in dropped if event.compressed)
     assert gauges.pool.compressed == slots == sum(row.slots for row in report.prefixes)
 
