@@ -16,7 +16,7 @@ from sgl_kvevict.errors import ConfigError, KVEvictError
 from sgl_kvevict.launcher import RunningServer, launch
 from sgl_kvevict.measure import flush, plugin_state
 
-LENGTHS = (4000, 8000, 4000, 2000)
+LENGTHS = (4000, 8000, 16000, 2000)
 """Characters of a text, in turn: weights from short prefixes alone find less in long ones."""
 SPARE_TEXTS = 8
 """Texts that are learned from besides, if the first ones were not enough."""

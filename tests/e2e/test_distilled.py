@@ -9,8 +9,9 @@ import pytest
 
 from sgl_kvevict.client import warm
 from sgl_kvevict.distill import weights_folders
+from sgl_kvevict.distill.texts import training_texts
 from sgl_kvevict.launcher import LaunchError
-from sgl_kvevict.measure import flush, plugin_state
+from sgl_kvevict.measure import flush, plugin_state, wait_until_scored
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -75,6 +76,34 @@ def test_an_exact_request_answers_as_without_compression(start, demo_model):
         assert again["meta_info"]["cached_tokens"] == 0 and again["text"].startswith(first["text"][:9])
         assert ask(server, document + QUESTION)["meta_info"]["cached_tokens"] > 800
         assert plugin_state(server)["segments"] == nodes
+        assert plugin_state(server)["leaked_slots"] == 0 and server.leak_messages() == []
+
+
+def test_a_cold_server_learns_from_its_users(start, demo_model):
+    """Until then prefixes are compressed by passes, as those of `reconstruction` are; then new ones need none."""
+    handbook = document_of(HANDBOOK.read_text()[:4000])
+    config = {"score_weights": None, "wait_for_passes": False}
+    with start(demo_model, "--max-total-tokens", "6000", config=config) as server:
+        assert not plugin_state(server)["learned_scores"]["in_use"]
+        learned = 0
+        for text in training_texts([2000] * 16):
+            document = document_of(text)
+            for _ in range(2):  # passes come for what was asked about twice
+                answer = ask(server, document + QUESTION)
+                assert "marigold" in answer["text"]
+            assert plugin_state(server)["scoring_jobs"] == 1
+            wait_until_scored(server)
+            learned += 1
+            answer = ask(server, document + QUESTION)
+            assert answer["meta_info"]["cached_tokens"] > 300 and "marigold" in answer["text"]
+            if plugin_state(server)["learned_scores"]["in_use"]:
+                break
+        assert 9 <= learned <= 16  # eight are learned from, and it is tried on others until it is good enough
+        flush(server)
+        ask(server, handbook)
+        state = plugin_state(server)
+        assert state["span_tokens"] > 800 and state["scoring_jobs"] == 0
+        assert "marigold" in ask(server, handbook + QUESTION)["text"]
         assert plugin_state(server)["leaked_slots"] == 0 and server.leak_messages() == []
 
 
