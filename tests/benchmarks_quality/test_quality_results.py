@@ -122,6 +122,19 @@ def test_one_table_shows_both_modes():
     assert len(lines) == 2 + 4
 
 
+def test_a_fit_stands_beside_the_selection_it_began_with():
+    from kvevict_quality.tables import fitted_table
+
+    rows = [full("needle-single", 0.8), row(policy="echo", score=0.4), row(policy="echo", task="code", score=0.9)]
+    rows += [row(policy="echo", task="fidelity", score=0.9, kl=0.02), row(policy="snapkv", score=0.1)]
+    rows.append(row(policy="echo", options="fit=True", score=0.6))
+    rows.append(row(policy="echo", options="fit=True", task="fidelity", score=0.9, kl=0.01))
+    (line,) = fitted_table(rows).splitlines()[2:]
+    assert line.startswith("| 1,024 | 0.2 | echo fit=True | 50% ± 11% (30) | 75% ± 11% (30) | 0.0200 | 0.0100 | 0.50x |")
+    unfitted = [one for one in rows if not one.options]
+    assert len(fitted_table(unfitted).splitlines()) == 2
+
+
 def test_divergence_of_truncated_distributions():
     from kvevict_quality.fidelity import agreement, divergence
 
