@@ -23,6 +23,8 @@ SHORT_POOL_SLOTS = 3_000
 """Of ``TWO_STAGES``."""
 FIT_FIELDS = ("fit", "fit_scope")
 """Named like options of a policy, and written down as such, but fields of the configuration."""
+FIT_BYTES = 2**30
+"""Memory for what passes leave behind for a fit: a fit of a whole range needs more than the default."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ class Setup:
         fit = {name: value for name, value in self.options.items() if name in FIT_FIELDS}
         options = {name: value for name, value in self.options.items() if name not in FIT_FIELDS}
         values = {"policy": policy, "budget": self.budget, "policy_options": options, **fit}
+        if fit.get("fit"):
+            values["observation_bytes"] = FIT_BYTES
         # False: what learned scores alone keep; other policies do not look at it
         return values | {"wait_for_passes": self.policy == TWO_STAGES}
 
