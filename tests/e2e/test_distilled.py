@@ -85,20 +85,22 @@ def test_a_cold_server_learns_from_its_users(start, demo_model):
     config = {"score_weights": None, "wait_for_passes": False}
     with start(demo_model, "--max-total-tokens", "6000", config=config) as server:
         assert not plugin_state(server)["learned_scores"]["in_use"]
-        learned = 0
+        learned = right = right_in_full = 0
         for text in training_texts([2000] * 16):
             document = document_of(text)
-            for _ in range(2):  # passes come for what was asked about twice
-                answer = ask(server, document + QUESTION)
-                assert "marigold" in answer["text"]
-            assert plugin_state(server)["scoring_jobs"] == 1
+            ask(server, document + QUESTION)
+            answer = ask(server, document + QUESTION)
+            right_in_full += "marigold" in answer["text"]
+            assert plugin_state(server)["scoring_jobs"] == 1  # passes come for what was asked about twice
             wait_until_scored(server)
             learned += 1
             answer = ask(server, document + QUESTION)
-            assert answer["meta_info"]["cached_tokens"] > 300 and "marigold" in answer["text"]
+            assert answer["meta_info"]["cached_tokens"] > 300
+            right += "marigold" in answer["text"]
             if plugin_state(server)["learned_scores"]["in_use"]:
                 break
         assert 9 <= learned <= 16  # eight are learned from, and it is tried on others until it is good enough
+        assert right >= 0.8 * right_in_full > 0
         flush(server)
         ask(server, handbook)
         state = plugin_state(server)
