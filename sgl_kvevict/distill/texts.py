@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import mimetypes
 import unicodedata
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -42,10 +43,16 @@ def texts_of_folder(folder: Path, lengths: Sequence[int]) -> list[str]:
         OSError, UnicodeDecodeError: a file cannot be read as UTF-8.
     """
     files = [path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*")) if path.is_file()]
-    longest = max(lengths)
-    rounds = range(0, max(map(len, files), default=0), longest)
-    passages = (text[start : start + longest] for start in rounds for text in files if start < len(text))
-    return [passage[:length] for passage, length in zip(passages, lengths, strict=False)]
+    rests = deque(text for text in files if text)
+    passages: list[str] = []
+    for length in lengths:
+        if not rests:
+            break
+        text = rests.popleft()
+        passages.append(text[:length])
+        if len(text) > length:
+            rests.append(text[length:])
+    return passages
 
 
 def _take(blocks: Iterator[str], length: int) -> str:
