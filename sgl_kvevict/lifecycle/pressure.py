@@ -27,8 +27,9 @@ LOSS_OF_LIGHT = ANSWERS * 0.03 / 0.3 / 2
 """What going from the light share to the budget loses per slot won, in parts of what dropping the prefix loses: another
 3 % from 50 % to 20 %, and dropping it at 50 % costs 2 tokens of prefill a slot."""
 LOSS_OF_SQUEEZING = ANSWERS * 0.08 / 0.1 / 5
-"""The same for going from the budget to the least budget: 8 % from 20 % to 10 % (docs/quality.md: 7 and 14 % on two
-seeds), and 5 tokens of prefill a slot."""
+"""The same for going from the budget to the least budget: 8 % from 20 % to 10 % (what scores of shorter
+texts lost: 7 and 14 % on two seeds; the shipped ones lose 14 and 19 %, docs/quality.md, and this was not chosen anew),
+and 5 tokens of prefill a slot."""
 
 
 class Pressure:

@@ -116,14 +116,12 @@ def aware_table(agnostic: Sequence[Row], aware: Sequence[Row]) -> str:
 
 
 def fitted_table(rows: Sequence[Row]) -> str:
-    """What a policy is worth with its entries as they are, and fitted; empty if no fit was measured.
+    """What a policy is worth with its entries as they are, and fitted; no line if no fit was measured.
 
     Both are asked the same questions; standard errors are of each alone, questions taken as independent.
     """
-    lines = [
-        _line(["tokens", "budget", "fitted", "selected", "fitted", "KL, selected", "KL, fitted", "ratio", "s, both"])
-    ]
-    lines.append(_line(["---"] * 9))
+    lines = [_line(["tokens", "budget", "policy", "selected", "fitted", "KL, selected", "KL, fitted", "ratio"])]
+    lines.append(_line(["---"] * 8))
     for tokens, group in by_length(rows).items():
         found = systems(group)
         for (engine, label, budget), fitted in sorted(found.items(), key=lambda item: (-item[0][2], item[0][1])):
@@ -137,10 +135,7 @@ def fitted_table(rows: Sequence[Row]) -> str:
                 cells += [*(f"{kl:.4f}" for kl in divergences), f"{divergences[1] / divergences[0]:.2f}x"]
             else:
                 cells += [""] * 3
-            seconds = [
-                f"{sum(row.prepare_s for row in part) / len(part):.1f}" if part else "" for part in (selected, fitted)
-            ]
-            lines.append(_line([f"{tokens:,}", f"{budget:g}", label, *cells, ", ".join(seconds)]))
+            lines.append(_line([f"{tokens:,}", f"{budget:g}", label, *cells]))
     return "\n".join(lines) + "\n"
 
 
