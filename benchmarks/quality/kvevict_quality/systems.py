@@ -9,7 +9,7 @@ from typing import Any
 
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.launcher import STRICT_CHECK_ENV, System, kvevict_system, stock_system
-from sgl_kvevict.policies import Policy, configured_policy
+from sgl_kvevict.policies import Policy, Signal, configured_policy
 
 FULL = "full"
 KNOWN_QUESTIONS = "known-questions"
@@ -47,7 +47,7 @@ class Setup:
     aware: bool = False
 
     def __post_init__(self) -> None:
-        if self.aware and self.policy != FULL and self._policy().readers is not None:
+        if self.aware and self.policy != FULL and self._waits_for_readers():
             raise ValueError(
                 f"policy {self.policy!r} compresses a prompt only after it was read, so never before its answer; "
                 "allowed with --aware: policies that compress when the prompt is complete"
@@ -102,6 +102,11 @@ class Setup:
             values["observation_bytes"] = FIT_BYTES
         # False: what learned scores alone keep; other policies do not look at it
         return values | {"wait_for_passes": self.policy == TWO_STAGES}
+
+    def _waits_for_readers(self) -> bool:
+        policy = self._policy()
+        is_learned = Signal.LEARNED_SCORES in policy.needs and self.policy != TWO_STAGES
+        return policy.readers is not None and not is_learned
 
     def _policy(self) -> Policy:
         policy = configured_policy(KVEvictConfig.model_validate(self._config()))[1]
