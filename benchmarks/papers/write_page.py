@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "papers.md"
 RESULTS = ROOT / "docs" / "results" / "papers" / "results.csv"
 LOSS_BUDGETS = ("0.2", "0.4")
+LATENCY_TOKENS = (2048, 4096)
 KEPT = ("0.75", "0.5", "0.25", "0.1")
 
 
@@ -46,6 +47,20 @@ def concentration(results: Results) -> str:
     for case in ("median head", "widest head"):
         values = results.per_text("ada-kv", "tokens for 95 % of the mass", case)
         lines.append(row(f"tokens that hold 95 % of the attention of the {case}", shown(values, 3)))
+    return "\n".join(lines)
+
+
+def latency(results: Results) -> str:
+    """Ada-KV, Fig. 7."""
+    lines = table("tokens", "kept", "of the token slots", "attention of a step, ms", "to snapkv")
+    for tokens in LATENCY_TOKENS:
+        what = f"attention of a step, ms, {tokens} tokens"
+        base = results.per_text("ada-kv", what, "snapkv")
+        for case in results.cases("ada-kv", what):
+            slots = results.per_text("ada-kv", f"share of the slots, {tokens} tokens", case)
+            times = results.per_text("ada-kv", what, case)
+            ratios = {text: times[text] / base[text] for text in times}
+            lines.append(row(f"{tokens:,}", case, shown(slots, 3), shown(times, 2), shown(ratios, 2)))
     return "\n".join(lines)
 
 
@@ -102,6 +117,7 @@ def coverage(results: Results) -> str:
 TABLES: Mapping[str, Callable[[Results], str]] = {
     "eviction loss": eviction_loss,
     "concentration": concentration,
+    "latency": latency,
     "similarity": similarity,
     "chunkkv losses": losses("chunkkv", "chunks of 10"),
     "d2o losses": losses("d2o", "d2o"),

@@ -95,6 +95,24 @@ def test_eviction_loss_against_plain_attention(tiny_demo, tokens):
     assert float(losses(whole, 160, kept, weights)[1]) == pytest.approx(total / 10, rel=1e-3)
 
 
+@pytest.mark.parametrize("policy", ["snapkv", "ada-snapkv", None])
+@torch.inference_mode()
+def test_a_timed_step_reads_what_is_kept(prefilled, policy):
+    from paper_bench.latency import Step
+
+    prompt = prefilled.prompt
+    kept = prefilled.keep(policy or "random", 0.2 if policy else 1.0)
+    step = Step(prompt, kept if policy else None)
+    assert step.num_slots == (-(-kept.decision.selection.num_entries // 12) + 32 if policy else 160)
+    keys, values, valid = prefilled.entries(kept)
+    for layer, out in enumerate(step.run()):
+        for head in range(8):
+            stays = valid[layer, head // 2]
+            logits = keys[layer, head // 2, stays].float() @ prompt.queries[layer, -1, head].float() * prompt.sm_scale
+            expected = logits.softmax(0) @ values[layer, head // 2, stays].float()
+            torch.testing.assert_close(out[0, head].float(), expected, rtol=0.02, atol=0.02)
+
+
 def test_similarity_of_adjacent_layers():
     from paper_bench.overlap import adjacent_similarity
 

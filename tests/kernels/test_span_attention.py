@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,3 +86,13 @@ def test_words_of_other_sources_are_left_alone() -> None:
     out, lse = torch.full_like(q, 7.0), torch.full((1, 1), 7.0)
     attention.run(layout, 0, q, 1.0, out, lse)
     assert np.unique(out.numpy()).tolist() == [7.0]
+
+
+def test_the_rows_that_a_layout_points_into_stay() -> None:
+    layout = build().lay_out([()], [1], [0])
+    req_to_token = torch.ones(1, 4, dtype=torch.int32)
+    held = weakref.ref(req_to_token)
+    layout.locate([0], [1], torch.tensor([0]), req_to_token)
+    del req_to_token
+    gc.collect()
+    assert held() is not None

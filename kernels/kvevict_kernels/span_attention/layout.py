@@ -103,6 +103,7 @@ class Layout:
         if min(waterlines) < 0 or max(seq_lens) > row_len:
             raise ValueError(f"seq_lens: expected positions 0 to {row_len}, got {list(waterlines)} to {list(seq_lens)}")
         begins = np.asarray(waterlines, np.int64)
+        self._req_to_token = req_to_token  # what addresses point into stays until the next step's
         self.suffix_slots[:] = req_to_token.data_ptr() + 4 * (row_numbers.astype(np.int64) * row_len + begins)
         self.suffix_lens[:] = np.asarray(seq_lens, np.int64) - begins
         if self.has_windows:
