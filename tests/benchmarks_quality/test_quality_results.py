@@ -107,19 +107,23 @@ def test_one_table_shows_both_modes():
 
     fulls = [full("needle-single", 0.8), full("needle-single", 0.8, "kvpress")]
     agnostic = [*fulls, row(score=0.2), row(policy="d2o", score=0.4), row(policy="echo", score=0.6)]
+    agnostic.append(row(policy="echo", budget=0.4, score=0.8))  # no such budget with the question
     aware = [
         *fulls,
-        row(score=0.6),
         row(policy="d2o", score=0.4),
-        row(engine="kvpress", policy="SnapKVPress", score=0.6),
+        row(score=0.6),
+        row(score=0.8, budget=0.5),
+        row(engine="kvpress", policy="SnapKVPress", score=0.8),
     ]
-    lines = aware_table(agnostic, aware).splitlines()
+    head, _, *lines = aware_table(agnostic, aware).splitlines()
+    assert head == "| engine | policy | 0.5, in the prompt | 0.2, in the prompt | 0.5, unknown | 0.2, unknown |"
     # standard error: sqrt(0.6 * 0.4 / 30) / 0.8 = 11 %, sqrt(0.2 * 0.8 / 30) / 0.8 = 9 %
-    assert "| 0.2 | kvevict | snapkv | 75% ± 11% (30) | 25% ± 9% (30) |" in lines
-    assert "| 0.2 | kvpress | SnapKVPress | 75% ± 11% (30) |  |" in lines
-    assert "| 0.2 | kvevict | d2o | 50% ± 11% (30) | 50% ± 11% (30) |" in lines
-    assert "| 0.2 | kvevict | echo |  | 75% ± 11% (30) |" in lines
-    assert len(lines) == 2 + 4
+    assert lines == [
+        "| kvevict | snapkv | 100% ± 9% (30) | 75% ± 11% (30) |  | 25% ± 9% (30) |",
+        "| kvpress | SnapKVPress |  | 100% ± 9% (30) |  |  |",
+        "| kvevict | d2o |  | 50% ± 11% (30) |  | 50% ± 11% (30) |",
+        "| kvevict | echo |  |  |  | 75% ± 11% (30) |",
+    ]
 
 
 def test_a_fit_stands_beside_the_selection_it_began_with():

@@ -19,6 +19,8 @@ PRESSES: Mapping[str, Callable[[float], Any]] = {
     ),
     "ChunkKVPress(SnapKVPress)": lambda ratio: kvpress.ChunkKVPress(kvpress.SnapKVPress(ratio)),
     "KeyDiffPress": kvpress.KeyDiffPress,
+    "KnormPress": kvpress.KnormPress,
+    "StreamingLLMPress": kvpress.StreamingLLMPress,
     "CompactorPress": kvpress.CompactorPress,
     "KVzipPress": kvpress.KVzipPress,
 }

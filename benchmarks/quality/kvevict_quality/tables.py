@@ -11,6 +11,19 @@ from sgl_kvevict.config import KVEvictConfig
 
 FULL = "full"
 DEFAULT_POLICY = KVEvictConfig().policy
+#: Policies, and the presses of kvpress that do the same.
+COUNTERPARTS = {
+    "snapkv": "SnapKVPress",
+    "ada-snapkv": "AdaKVPress(SnapKVPress)",
+    "pyramidkv": "PyramidKVPress",
+    "chunkkv": "ChunkKVPress(SnapKVPress)",
+    "expected-attention": "ExpectedAttentionPress",
+    "keydiff": "KeyDiffPress",
+    "knorm": "KnormPress",
+    "streaming-llm": "StreamingLLMPress",
+    "random": "RandomPress",
+    "reconstruction": "KVzipPress",
+}
 #: Needle tasks count where the full cache reaches this.
 SOLVED = 0.6
 
@@ -96,23 +109,45 @@ def policy_table(rows: Sequence[Row]) -> str:
 def aware_table(agnostic: Sequence[Row], aware: Sequence[Row]) -> str:
     """Share of the full cache's score on needles, with the question in the compressed prompt and without.
 
-    Each with its standard error and number of questions; best with the question first.
+    Each with its standard error and number of questions. Best with the question first, each policy's counterpart in
+    kvpress below it.
 
     Args:
         agnostic: rows of one length, contexts compressed alone.
         aware: rows of the same length, prompts compressed with their question.
     """
     sides = [(systems(rows), rows) for rows in (aware, agnostic)]
-    lines = [_line(["budget", "engine", "policy", "question in the prompt", "question unknown"]), _line(["---"] * 5)]
-    found: list[tuple[float, float, tuple[str, ...]]] = []
-    for engine, label, budget in {**sides[0][0], **sides[1][0]}:
-        shares = [_share(groups.get((engine, label, budget), []), full_rows(rows, engine)) for groups, rows in sides]
-        if label == FULL or shares == [None, None]:
-            continue
-        cells = ["" if share is None else "{:.0%} ± {:.0%} ({})".format(*share) for share in shares]
-        best = next(share[0] for share in shares if share is not None)
-        found.append((-budget, -best, (f"{budget:g}", engine, label, *cells)))
-    return "\n".join([*lines, *(_line(cells) for *_, cells in sorted(found))]) + "\n"
+    budgets = sorted({row.budget for row in aware if row.policy != FULL}, reverse=True)
+    names = dict.fromkeys((engine, label) for groups, _ in sides for engine, label, _ in groups if label != FULL)
+    found = {}
+    for engine, label in names:
+        shares = [
+            _share(groups.get((engine, label, budget), []), full_rows(rows, engine))
+            for groups, rows in sides
+            for budget in budgets
+        ]
+        if any(shares):
+            found[engine, label] = shares
+    heads = [f"{budget:g}, {name}" for name in ("in the prompt", "unknown") for budget in budgets]
+    lines = [_line(["engine", "policy", *heads]), _line(["---"] * (len(heads) + 2))]
+    for engine, label in _with_counterparts(sorted(found, key=lambda name: _worth(found[name]))):
+        cells = ["" if share is None else "{:.0%} ± {:.0%} ({})".format(*share) for share in found[engine, label]]
+        lines.append(_line([engine, label, *cells]))
+    return "\n".join(lines) + "\n"
+
+
+def _worth(shares: Sequence[tuple[float, float, int] | None]) -> tuple[float, ...]:
+    """To sort by: mean score with the question, then without; what was not measured comes last."""
+    half = len(shares) // 2
+    sides = ([share[0] for share in side if share is not None] for side in (shares[:half], shares[half:]))
+    return tuple(-sum(side) / len(side) if side else 1.0 for side in sides)
+
+
+def _with_counterparts(names: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The same names, a press of kvpress behind the policy that is its counterpart here."""
+    behind = {("kvpress", press): ("kvevict", policy) for policy, press in COUNTERPARTS.items()}
+    places = {name: place for place, name in enumerate(names)}
+    return sorted(names, key=lambda name: (places.get(behind.get(name, name), places[name]), name in behind))
 
 
 def fitted_table(rows: Sequence[Row]) -> str:
