@@ -1,4 +1,4 @@
-"""Look-ups in structured text: keys and values in JSON, and constants in code."""
+"""Look-ups in structured text: keys and values in JSON, rows of a table, and constants in code."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ def key_value(rng: random.Random, num_tokens: int, count: CountTokens) -> Sample
 
 
 def table(rng: random.Random, num_tokens: int, count: CountTokens) -> Sample:
-    """Eight rows, each a town with its fruit, a person and a note that fills the room; the fruits are asked for."""
+    """Eight rows, tabs between town, fruit, person and a note that fills the room; the fruits are asked for."""
     towns = rng.sample(CITIES, _ASKED)
     fruits = dict(zip(towns, rng.sample(FRUITS, _ASKED), strict=True))
-    rows = [f"town: {town}, fruit: {fruit}, person: {rng.choice(NAMES)}, note:" for town, fruit in fruits.items()]
-    room = num_tokens - sum(count(f"\n{row}") for row in rows)
+    head = "town\tfruit\tperson\tnote"
+    rows = [f"{town}\t{fruit}\t{rng.choice(NAMES)}\t" for town, fruit in fruits.items()]
+    room = num_tokens - count(head) - sum(count(f"\n{row}") for row in rows)
     pool, place = sentences(), rng.randrange(len(sentences()))
     while room >= 0:
         note = f" {pool[place % len(pool)]}"
@@ -55,10 +56,8 @@ def table(rng: random.Random, num_tokens: int, count: CountTokens) -> Sample:
         if room >= 0:
             rows[place % len(rows)] += note
         place += 1
-    questions = (
-        Question(f"Which fruit is in the row of {town}?", f"town: {town}, fruit:", (fruits[town],), 3) for town in towns
-    )
-    return Sample("\n".join(rows), tuple(questions))
+    questions = (Question(f"Which fruit is in the row of {town}?", f"{town}\t", (fruits[town],), 3) for town in towns)
+    return Sample("\n".join((head, *rows)), tuple(questions))
 
 
 def code(rng: random.Random, num_tokens: int, count: CountTokens) -> Sample:
