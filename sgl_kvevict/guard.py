@@ -72,7 +72,7 @@ class Guard:
     def at(self, place: Place) -> Attempt:
         """Return a context in which exceptions other than :class:`InvariantError` end only the block.
 
-        ``with guard.at(place): return compute()`` is followed by what is to be done after an error.
+        ``with guard.at(place) as attempt: ...`` is followed by ``if attempt.failed: ...``; nothing returns inside.
         """
         return Attempt(self, place)
 

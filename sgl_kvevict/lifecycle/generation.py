@@ -1,76 +1,70 @@
-"""Requests that generate: when what they generated is compressed, and what happens to their nodes and slots then."""
+"""Compresses what requests generate, block by block, and exchanges their nodes and slots."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
-from sgl_kvevict.compression import Compression, Suffix, SuffixCompressor, SuffixStep
-from sgl_kvevict.guard import Guard, Place, accounting
-from sgl_kvevict.lifecycle.listener import CacheListener
+from sgl_kvevict.compression import Suffix, SuffixCompressor, SuffixStep
+from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.lifecycle.ports import TreePort
 from sgl_kvevict.lifecycle.ranges import Ranges
-from sgl_kvevict.lifecycle.readers import LiveReaders
-from sgl_kvevict.lifecycle.spans import SpanTable
+from sgl_kvevict.lifecycle.readers import ReaderTable
+from sgl_kvevict.lifecycle.table import PrefixTable
 from sgl_kvevict.prefix import Segment
 
 
 class Generations:
     """Compresses what requests generate, block by block, while they do.
 
-    Between two steps a request that has generated ``decode_block`` tokens more than its window (``tail_tokens``) puts
-    them into the tree, as it will do with all of them when it ends. There they join the segment of what it generated
-    before, which is written anew: entries kept earlier compete with the new ones for the budget. So its slots are in
-    the tree's accounting from then on, and retractions, aborts and the end of a turn need nothing of their own.
+    Between two steps a request that has generated ``decode_block`` tokens more than its window (``tail_tokens``)
+    inserts them into the tree, as it will do with all of them when it ends. There they join the segment of what it
+    generated before, which is written anew: entries kept earlier compete with the new ones for the budget. From then on
+    their slots are in the tree's accounting, and retractions, aborts and the end of a turn need nothing of their own.
 
-    As soon as somebody else reads or extends that segment, it stays as it is, and a new one begins behind it. What lies
-    before the first generated token, the prompt's tail for instance, is kept whole.
+    Once another request reads or extends that segment, it stays as it is, and a new one begins behind it. Tokens before
+    the first generated one, the prompt's tail for instance, are kept whole.
 
     Args:
-        tree: whose nodes.
-        spans: what the nodes hold.
-        readers: who reads them.
-        ranges: compresses prompts.
+        tree: the tree's port.
+        table: all prefixes.
+        readers: requests and passes.
+        ranges: installs segments.
         compressor: of suffixes.
         decode_block: tokens that are compressed at once.
         tail_tokens: last tokens, which stay uncompressed.
         guard: holds what a policy raises; the request then goes on uncompressed.
-
-    Attributes:
-        listener: told of what is compressed.
     """
 
     def __init__(
         self,
         tree: TreePort,
-        spans: SpanTable,
-        readers: LiveReaders,
+        table: PrefixTable,
+        readers: ReaderTable,
         ranges: Ranges,
         compressor: SuffixCompressor,
         decode_block: int,
         tail_tokens: int,
         guard: Guard,
     ) -> None:
-        self.listener = CacheListener()
         self._tree = tree
-        self._spans = spans
+        self._table = table
+        self._spans = table.spans
         self._readers = readers
         self._ranges = ranges
         self._compressor = compressor
         self._block = decode_block
         self._tail = tail_tokens
         self._guard = guard
-        self._suffixes: WeakKeyDictionary[Reader, Suffix] = WeakKeyDictionary()
 
     def __len__(self) -> int:
-        return len(self._suffixes)
+        return len(self._suffixes())
 
     @property
     def num_bytes(self) -> int:
         """Memory of recorded queries and of sums."""
         lanes = self._compressor.lanes
-        return sum(suffix.num_bytes for suffix in self._suffixes.values()) + (0 if lanes is None else lanes.num_bytes)
+        return sum(suffix.num_bytes for _, suffix in self._suffixes()) + (0 if lanes is None else lanes.num_bytes)
 
     # ---- what happens to requests -----------------------------------------------------------------------------
 
@@ -80,18 +74,20 @@ class Generations:
         Nothing happens where the request generates already: in a batch that is mixed with others' prefills its steps
         look like prefills, too.
         """
-        if reader not in self._suffixes and not self._readers.is_exact(reader):
-            self._suffixes[reader] = self._compressor.new(start)
+        record = self._readers[reader]
+        if record.suffix is None and not record.is_exact:
+            record.suffix = self._compressor.new(start)
 
     def end(self, reader: Reader) -> None:
-        """A request let go."""
-        suffix = self._suffixes.pop(reader, None)
-        if suffix is not None:
-            self._compressor.give_up(suffix)
+        """A request was released."""
+        record = self._readers[reader]
+        if record.suffix is not None:
+            self._compressor.give_up(record.suffix)
+            record.suffix = None
 
     def clear(self) -> None:
-        """The tree is empty, or the model has other weights: what runs goes on uncompressed."""
-        for reader in tuple(self._suffixes):
+        """The tree is empty, or the model has other weights: running requests go on uncompressed."""
+        for reader, _ in self._suffixes():
             self.end(reader)
 
     def step(self, readers: Sequence[Reader], seq_lens: Sequence[int], rows: Sequence[int]) -> SuffixStep | None:
@@ -103,24 +99,27 @@ class Generations:
             rows: of the batch's queries, each request's last one.
 
         Returns:
-            What the queries of each layer are to be recorded in; None: nothing is.
+            Records the queries of each layer; None: nothing is recorded.
         """
         if self._compressor.lanes is None:
             return None
         followed = [
-            (row, length - 1, self._suffixes[reader])
+            (row, length - 1, suffix)
             for reader, length, row in zip(readers, seq_lens, rows, strict=True)
-            if reader in self._suffixes
+            if (suffix := self._readers[reader].suffix) is not None
         ]
         return self._compressor.step(followed, num_rows=rows[-1] + 1)
 
     def between_steps(self) -> None:
         """Compress what is due."""
-        for reader, suffix in tuple(self._suffixes.items()):
-            with self._guard.at(Place.COMPRESSION):
+        for reader, suffix in self._suffixes():
+            with self._guard.at(Place.COMPRESSION) as attempt:
                 self._visit(reader, suffix)
-                continue
-            self.end(reader)
+            if attempt.failed:
+                self.end(reader)
+
+    def _suffixes(self) -> list[tuple[Reader, Suffix]]:
+        return [(reader, each.suffix) for reader, each in self._readers.items() if each.suffix is not None]
 
     # ---- blocks -----------------------------------------------------------------------------------------------
 
@@ -136,13 +135,13 @@ class Generations:
         path = path_to(last)
         if (waterline := self._spans.waterline(path)) > suffix.compressed_end:  # another request generated the same
             suffix.begin(max(waterline, suffix.end))
-        elif is_due and self._would_follow(path, suffix):
+        elif is_due and self._is_movable(path, suffix):
             self._compress(reader, suffix, end)
         if self._compressor.is_full(suffix):
             self._compressor.count(suffix, self._tree.row(reader, suffix.compressed_end, suffix.end))
 
-    def _would_follow(self, path: Sequence[Node], suffix: Suffix) -> bool:
-        """Whether all would follow who read the topmost node of a path whose slots would change.
+    def _is_movable(self, path: Sequence[Node], suffix: Suffix) -> bool:
+        """Whether all readers of the topmost node whose slots would change are movable.
 
         The path is empty for a prompt so short that nothing of it is cached.
         """
@@ -151,7 +150,7 @@ class Generations:
         return first is None or self._readers.movable(first) is not None
 
     def _compress(self, reader: Reader, suffix: Suffix, end: int) -> None:
-        """Put what a request has generated into the tree, and compress it there."""
+        """Insert what a request has generated into the tree, and compress it there."""
         suffix.tried = end
         last = self._tree.keep(reader, end)
         if last is None:
@@ -173,30 +172,16 @@ class Generations:
         if readers is None:
             return
         slots = self._tree.row(reader, suffix.compressed_end, max(end, suffix.end))
-        above = None if nodes[0].parent is None else self._spans.get(nodes[0].parent)
+        above = self._spans.at(nodes[0].parent)
         done = self._compressor.compress(suffix, slots, num_new, None if above is None else above.segment)
-        self._install(nodes, done, readers)
-        self.listener.compressed(nodes, done)
+        self._ranges.install(nodes, done.segment, done.freed, readers)
+        self._table.listener.compressed(nodes, done)
 
     def _is_private(self, path: Sequence[Node], segment: Segment) -> bool:
-        """Whether nobody but the request that locks a path reads a segment, or goes on behind a part of it."""
+        """Whether only the request that locks a path reads a segment, and no prompt goes on behind a part of it."""
         nodes = [node for node in path if node in self._spans and self._spans[node].segment is segment]
         return (
             len(nodes) == segment.num_spans
             and segment.num_live_entries == segment.num_entries
             and all(self._tree.num_locks(node) == 1 and len(node.children) <= 1 for node in nodes)
         )
-
-    @accounting()
-    def _install(self, nodes: Sequence[Node], done: Compression, readers: Sequence[Reader]) -> None:
-        """Consecutive nodes hold the new segment; their readers find it at their next step."""
-        before = [self._spans[node].charged_slots if node in self._spans else len(node.key) for node in nodes]
-        fresh = [node for node in nodes if node not in self._spans]
-        self._spans.grow(nodes, done.segment)
-        for node, slots in zip(nodes, before, strict=True):
-            self._tree.charge(node, self._spans[node].charged_slots - slots)
-        for node in fresh:
-            self._tree.hold_span(node)
-            self._ranges.discard(node)
-        self._tree.free(done.freed)
-        self._ranges.move(readers)

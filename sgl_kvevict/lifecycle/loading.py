@@ -1,4 +1,4 @@
-"""Which queued requests wait for what the store has of their prompts, and what comes of it."""
+"""Loads prefixes: which queued requests wait for the store, and how stored segments come into the tree."""
 
 from __future__ import annotations
 
@@ -6,22 +6,29 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import zip_longest
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from sgl_kvevict.guard import Guard, Place
-from sgl_kvevict.lifecycle.listener import LOAD_ERROR, LOAD_LATE, CacheListener
-from sgl_kvevict.lifecycle.nodes import Reader, length_of
+from sgl_kvevict.errors import StoreError
+from sgl_kvevict.guard import Guard, Place, accounting
+from sgl_kvevict.lifecycle.listener import LOAD_ERROR, LOAD_LATE
+from sgl_kvevict.lifecycle.nodes import Node, length_of, path_to
 from sgl_kvevict.lifecycle.ports import TreePort
-from sgl_kvevict.lifecycle.spans import SpanTable
-from sgl_kvevict.lifecycle.stored import Adoption
-from sgl_kvevict.store import Fetch, ReadAhead, SegmentRecord, StoreIdentity, Wanted
+from sgl_kvevict.lifecycle.ranges import Ranges
+from sgl_kvevict.lifecycle.readers import ReaderTable
+from sgl_kvevict.lifecycle.saving import StoreAccess
+from sgl_kvevict.lifecycle.table import PrefixTable, Spans
+from sgl_kvevict.policies.parts import PolicyState
+from sgl_kvevict.prefix import Segment, SpanStore
+from sgl_kvevict.store import Fetch, ReadAhead, SegmentRecord, Wanted
 
 READ_AHEAD = 16
-"""For so many requests at the head of the queue prefixes are fetched: what came much too early would be pushed out."""
+"""Requests at the head of the queue whose prefixes are fetched: a prefix that came much too early would be evicted."""
 MAX_LOOKED_AT = 256
-"""So many requests of the queue are looked at in each turn of the loop, however long it is."""
+"""Requests of the queue that are looked at in each turn of the loop, however long it is."""
 
 
 @dataclass(frozen=True)
@@ -87,43 +94,174 @@ class Answer(IntEnum):
     """There was nothing to fetch, or the store is in trouble."""
 
 
+class Adoption:
+    """Puts stored segments into the tree, as if they had been compressed here.
+
+    Args:
+        tree: the tree's port.
+        spans: of all nodes.
+        ranges: installs segments.
+        readers: of the uncompressed nodes that a stored segment replaces.
+        store: writes rows.
+    """
+
+    def __init__(self, tree: TreePort, spans: Spans, ranges: Ranges, readers: ReaderTable, store: SpanStore) -> None:
+        self._tree = tree
+        self._spans = spans
+        self._ranges = ranges
+        self._readers = readers
+        self._store = store
+
+    def adopt(self, record: SegmentRecord, extra_key: str | None, cache_salt: str | None) -> int:
+        """Give a stored segment slots and nodes.
+
+        Args:
+            record: of this server's identity.
+            extra_key: namespace in which it was found.
+            cache_salt: likewise.
+
+        Returns:
+            How many of its last tokens came into the tree; its beginning may be compressed there already. 0: nothing
+            changed, except that other prefixes may have shrunk for it. Either there were no slots, or the tree has all
+            of it, or the tokens before it are not compressed there, or a request reads what it would replace exactly.
+
+        Raises:
+            StoreError: the record's entries do not fit this server's pool.
+        """
+        geometry = self._store.geometry
+        if tuple(record.keep_lens.shape) != (geometry.num_layers, geometry.num_kv_heads):
+            raise StoreError(f"a segment of {tuple(record.keep_lens.shape)} runs")
+        if record.biases is not None and not self._store.has_biases:
+            raise StoreError("a fitted segment, and nothing is fitted here")
+        if geometry.slots_for(record.num_entries) > record.end - record.start:
+            raise StoreError(f"a segment of {record.num_entries} entries for {record.end - record.start} tokens")
+        tokens: list[int] = record.tokens.tolist()
+        there = self._tree.find(tokens, extra_key, cache_salt)
+        waterline = self._spans.waterline(there)
+        if record.splittable and record.start < waterline < record.end:
+            record = record.after(waterline)
+        fewest = -self._tree.largest(-record.num_entries)  # of all ranks, as are the slots
+        if fewest == 0 or not self._fits(record, there):
+            return 0  # before other prefixes shrink for it
+        slots = self._tree.alloc(self._tree.largest(geometry.slots_for(record.num_entries), record.start, record.end))
+        if slots is None:
+            return 0
+        if self._install(record, tokens, slots, extra_key, cache_salt):
+            return record.end - record.start
+        self._tree.free(slots)
+        return 0
+
+    def adopt_tail(self, record: SegmentRecord, extra_key: str | None, cache_salt: str | None) -> bool:
+        """Give the tail of a segment in the tree slots and a node; False: it has none, or there is no place."""
+        if record.tail_tokens is None:
+            return False
+        assert record.tail_k is not None and record.tail_v is not None
+        slots = self._tree.alloc(record.tail_tokens.numel())
+        if slots is None:
+            return False
+        path: list[int] = record.tokens.tolist()
+        tokens: list[int] = path + record.tail_tokens.tolist()
+        with accounting():
+            there = self._tree.find(tokens, extra_key, cache_salt)
+            is_free = length_of(there) == len(path) == self._spans.waterline(there)
+            if not is_free or self._tree.add(tokens, extra_key, cache_salt, slots) is None:
+                self._tree.free(slots)
+                return False
+            self._store.place_tokens(slots, record.tail_k, record.tail_v)
+        return True
+
+    @accounting()
+    def _install(
+        self,
+        record: SegmentRecord,
+        tokens: Sequence[int],
+        slots: Tensor,
+        extra_key: str | None,
+        cache_salt: str | None,
+    ) -> bool:
+        there = self._tree.find(tokens, extra_key, cache_salt)
+        if not self._fits(record, there):
+            return False
+        ordinary = self._spans.uncompressed(there)
+        if not record.splittable and not self._is_whole(ordinary):
+            return False
+        readers = self._readers.movable(ordinary[0]) if ordinary else []
+        if readers is None:
+            return False
+        last = self._tree.add(tokens, extra_key, cache_salt)
+        if last is None:
+            return False
+        freed = self._tree.token_slots(ordinary) if ordinary else slots[:0]
+        nodes = self._spans.uncompressed(path_to(last))
+        self._ranges.install(nodes, self._segment(record, slots), freed, readers)
+        return True
+
+    def _is_whole(self, nodes: Sequence[Node]) -> bool:
+        """Whether every prompt that matches one of the last nodes of a path matches all, and no request reads them now.
+
+        Otherwise a request would read the beginning of a segment that cannot be split.
+        """
+        return all(
+            self._tree.num_locks(node) == 0 and all(child is below for child in node.children.values())
+            for node, below in zip_longest(nodes, nodes[1:])
+        )
+
+    def _fits(self, record: SegmentRecord, there: Sequence[Node]) -> bool:
+        """Whether a segment goes on beyond what the tree has of its path, from where that is compressed."""
+        return length_of(there) < record.end and self._spans.waterline(there) == record.start
+
+    def _segment(self, record: SegmentRecord, slots: Tensor) -> Segment:
+        segment = self._store.new_segment(
+            slots,
+            record.keep_lens,
+            record.positions,
+            record.start,
+            record.end,
+            splittable=record.splittable,
+            worth=record.worth,
+        )
+        self._store.place(segment, record.k, record.v, record.biases)
+        segment.is_read = record.is_read
+        if record.policy_state is not None:
+            segment.policy_state = PolicyState(record.policy_state.to(slots.device))
+        return segment
+
+
 class Loading:
     """Fetches prefixes of queued requests, the first of the queue first, and puts them into the tree.
 
-    Tensor-parallel ranks have the same queue and the same tree, and each reads its own part of a prefix. Whether it is
-    loaded they agree on: all load it, or none does.
+    Tensor-parallel ranks have the same queue and the same tree, and each reads its own part of a prefix. They agree on
+    whether it is loaded: all load it, or none does.
 
     Args:
-        tree: whose nodes.
-        spans: what they hold.
-        adoption: puts into the tree what was read.
-        identity: of this server.
+        tree: the tree's port.
+        table: all prefixes.
+        adoption: puts fetched segments into the tree.
+        access: the store.
         reader: fetches.
         guard: holds errors; the prefix is then computed.
 
     Attributes:
-        listener: told of what was loaded.
         totals: counters.
     """
 
     def __init__(
         self,
         tree: TreePort,
-        spans: SpanTable,
+        table: PrefixTable,
         adoption: Adoption,
-        identity: StoreIdentity,
+        access: StoreAccess,
         reader: ReadAhead,
         guard: Guard,
     ) -> None:
-        self.listener = CacheListener()
         self.totals = LoadTotals()
         self._tree = tree
-        self._spans = spans
+        self._table = table
         self._adoption = adoption
-        self._identity = identity
+        self._access = access
         self._reader = reader
         self._guard = guard
-        self._waiting: WeakKeyDictionary[Reader, Waiting] = WeakKeyDictionary()
+        self._waiting: WeakKeyDictionary[Any, Waiting] = WeakKeyDictionary()
 
     @property
     def num_waiting(self) -> int:
@@ -136,19 +274,20 @@ class Loading:
         return self._reader.num_skipped
 
     def clear(self) -> None:
-        """Nothing is loaded for who waits now."""
+        """Requests that wait now go on without the store."""
         for waiting in tuple(self._waiting.values()):
             if waiting.fetch is not None:
                 self._reader.abandon(waiting.fetch)
         self._waiting.clear()
 
-    def queued(self, reader: Reader, prompt: Prompt) -> None:
+    def queued(self, request: Any, prompt: Prompt) -> None:
         """A request was queued."""
-        if prompt.num_tokens >= self._identity.min_prefix_tokens:
-            self._waiting[reader] = Waiting(prompt, self._reader.deadline())
+        identity = self._access.identity
+        if self._access.uses(prompt.extra_key) and prompt.num_tokens >= identity.min_prefix_tokens:
+            self._waiting[request] = Waiting(prompt, self._reader.deadline())
 
-    def settle(self, queue: Sequence[Reader]) -> set[Reader]:
-        """Put what has come into the tree, and begin to fetch for who has come to the head of the queue.
+    def settle(self, queue: Sequence[Any]) -> set[Any]:
+        """Put fetched prefixes into the tree, and begin to fetch for requests at the head of the queue.
 
         Between two steps only, on all ranks.
 
@@ -156,21 +295,21 @@ class Loading:
             queue: requests that wait to be admitted, in their order.
 
         Returns:
-            Those that are not to be admitted yet.
+            Requests that are not to be admitted yet.
         """
         if not self._waiting:
             return set()
-        for reader in queue[:READ_AHEAD]:
-            waiting = self._waiting.get(reader)
+        for request in queue[:READ_AHEAD]:
+            waiting = self._waiting.get(request)
             if waiting is not None and not waiting.is_begun:
                 self._begin(waiting)
-        there = {reader: self._waiting[reader] for reader in queue[:MAX_LOOKED_AT] if reader in self._waiting}
+        there = {request: self._waiting[request] for request in queue[:MAX_LOOKED_AT] if request in self._waiting}
         still = set()
-        for (reader, waiting), answer in zip(there.items(), self._agree(list(there.values())), strict=True):
+        for (request, waiting), answer in zip(there.items(), self._agree(list(there.values())), strict=True):
             if answer is Answer.COMING:
-                still.add(reader)
+                still.add(request)
             elif waiting.is_begun:
-                del self._waiting[reader]
+                del self._waiting[request]
                 self._end(waiting, answer)
         return still
 
@@ -181,8 +320,10 @@ class Loading:
         with self._guard.at(Place.STORE):
             tokens = list(prompt.tokens[: prompt.num_tokens])
             path = self._tree.find(tokens, prompt.extra_key, prompt.cache_salt)
-            namespace = self._identity.namespace(prompt.extra_key, prompt.cache_salt)
-            waiting.fetch = self._reader.start(Wanted(tokens, namespace, self._spans.waterline(path), length_of(path)))
+            namespace = self._access.identity.namespace(prompt.extra_key, prompt.cache_salt)
+            waiting.fetch = self._reader.start(
+                Wanted(tokens, namespace, self._table.spans.waterline(path), length_of(path))
+            )
 
     def _agree(self, waiting: Sequence[Waiting]) -> list[Answer]:
         """What all ranks together know of requests, the same on all of them."""
@@ -213,10 +354,10 @@ class Loading:
             return
         if answer is Answer.LATE:
             self.totals.late += 1
-            self.listener.load_failed(LOAD_LATE, "")
+            self._table.listener.load_failed(LOAD_LATE, "")
         for error in tuple(waiting.fetch.errors):
             self.totals.load_errors += 1
-            self.listener.load_failed(LOAD_ERROR, error)
+            self._table.listener.load_failed(LOAD_ERROR, error)
         if answer is Answer.HERE:
             with self._guard.at(Place.STORE):
                 self._place(waiting.fetch.records, waiting.prompt)
@@ -233,7 +374,7 @@ class Loading:
             self.totals.loaded_tokens += num_tokens
             if record.tail_tokens is not None and _goes_on(prompt, record):
                 self._adoption.adopt_tail(record, prompt.extra_key, prompt.cache_salt)
-            self.listener.loaded(record.key, record.end - num_tokens, record.end)
+            self._table.listener.loaded(record.key, record.end - num_tokens, record.end)
 
 
 def _goes_on(prompt: Prompt, record: SegmentRecord) -> bool:

@@ -1,37 +1,40 @@
-"""The entry point: what the tree and the attention tell, and what follows from it."""
+"""The entry point: receives what the tree, the scheduler and the attention report, and does what follows."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from enum import Enum, auto
-from weakref import WeakKeyDictionary
+from typing import Any
 
 from torch import Tensor
 
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.compression import Compressor, PromptObservation, ReaderChunk, SuffixCompressor, SuffixStep
+from sgl_kvevict.distill import LessonResult
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle.eviction import CostAwareRecency, StatefulRecency
 from sgl_kvevict.lifecycle.fitting import Fits
 from sgl_kvevict.lifecycle.generation import Generations
 from sgl_kvevict.lifecycle.jobs import ScoringJobs
 from sgl_kvevict.lifecycle.listener import CacheListener
+from sgl_kvevict.lifecycle.loading import Adoption, Loading, LoadTotals
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.lifecycle.ports import PassPort, TreePort
 from sgl_kvevict.lifecycle.pressure import Pressure
 from sgl_kvevict.lifecycle.ranges import Ranges
-from sgl_kvevict.lifecycle.readers import LiveReaders
+from sgl_kvevict.lifecycle.readers import ReaderTable
+from sgl_kvevict.lifecycle.saving import Saving, StoreAccess
 from sgl_kvevict.lifecycle.scoring import PrefixScoring
-from sgl_kvevict.lifecycle.spans import SpanTable
-from sgl_kvevict.lifecycle.storing import StoredPrefixes
+from sgl_kvevict.lifecycle.table import PrefixTable
 from sgl_kvevict.lifecycle.votes import Votes
 from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.request import RequestOptions
 
 
 class Released(Enum):
-    """Why a reader let go of its path."""
+    """Why a reader was released."""
 
     RETRACTED = auto()
     """It will come again."""
@@ -43,24 +46,29 @@ class PrefixManager:
     """Follows prefixes from the first prompt that holds them to the moment they leave the tree.
 
     Args:
-        tree: whose nodes.
-        store: where segments are written.
-        compressor: what is kept; None (policy ``none``): nothing is ever compressed.
+        tree: the tree's port.
+        store: writes segments.
+        compressor: decides what is kept; None (policy ``none``): nothing is ever compressed.
         guard: holds errors that concern one request or job.
         clock: numbers accesses, in the order in which nodes note theirs.
         state_slots: token slots that the memory of a node's recurrent state would make, None for a node without; None:
             the model has no such layers.
+        access: where prefixes are stored; None: nowhere.
 
     Attributes:
-        spans: what nodes hold.
+        table: everything that is known of prefixes.
+        spans: what nodes hold; a view of the table.
+        readers: requests and passes that have matched and were not released.
         order: what gives way first when slots are short.
-        readers: requests that matched and have not let go.
-        ranges: what is to be compressed; None without a compressor.
-        pressure: what shrinks when slots are short; None without a compressor.
-        scoring: has prefixes read before they are compressed; None for policies that need no readers.
-        fits: of what was compressed after its passes; None for policies that need no readers.
+        ranges: compresses; None without a compressor.
+        pressure: shrinks prefixes when slots are short; None without a compressor.
+        scoring: has prefixes read before they are compressed; None for policies that do not learn from readers.
+        votes: of requests that extend prefixes; likewise.
+        fits: of what was compressed after its passes; likewise.
         generations: compresses what requests generate; None unless ``decode_block`` is set.
-        stored: keeps prefixes in a store; None: nothing does.
+        access: see above; None without a compressor.
+        saving: hands prefixes to the store; None without one.
+        loading: brings prefixes from the store; None if none are loaded.
         max_sharers: most requests that ever read one span in one forward.
     """
 
@@ -72,82 +80,77 @@ class PrefixManager:
         guard: Guard,
         clock: Callable[[], float],
         state_slots: Callable[[Node], float | None] | None = None,
+        access: StoreAccess | None = None,
     ) -> None:
-        self.spans = SpanTable(store)
+        self._tree = tree
+        self.compressor = compressor
+        self.guard = guard
+        self.table = PrefixTable(store, None if compressor is None else compressor.config)
+        self.spans = self.table.spans
+        self.readers = ReaderTable(tree)
         self.order = CostAwareRecency(self.spans, clock)
         if state_slots is not None:
             self.order = StatefulRecency(self.spans, clock, state_slots)
-        self.compressor = compressor
-        self.guard = guard
+        self.max_sharers = 0
+        self._last_read: tuple[tuple[SpanRuns, ...], ...] = ()
         self.ranges: Ranges | None = None
+        self.pressure: Pressure | None = None
         self.scoring: PrefixScoring | None = None
         self.votes: Votes | None = None
         self.fits: Fits | None = None
         self.generations: Generations | None = None
-        self.readers = LiveReaders(tree)
-        self.pressure: Pressure | None = None
-        self.max_sharers = 0
-        self._last_read: tuple[tuple[SpanRuns, ...], ...] = ()
-        self._tree = tree
-        self._observations: WeakKeyDictionary[Reader, PromptObservation] = WeakKeyDictionary()
-        self._listener = CacheListener()
-        self.stored: StoredPrefixes | None = None
-        if compressor is None:
-            return
-        self.ranges = Ranges(tree, self.spans, self.readers, compressor, guard)
+        self.access = None if compressor is None else access
+        self.saving: Saving | None = None
+        self.loading: Loading | None = None
+        if compressor is not None:
+            self._build(compressor, store, compressor.config.tail_tokens)
+
+    def _build(self, compressor: Compressor, store: SpanStore, tail_tokens: int) -> None:
+        """Make the parts that compress, each from those before it."""
+        tree, table, readers, guard, access = self._tree, self.table, self.readers, self.guard, self.access
+        if access is not None:
+            self.saving = Saving(tree, table, store, access, guard, tail_tokens)
+        ranges = self.ranges = Ranges(tree, table, readers, compressor, guard, self.saving)
+        if access is not None and access.reader is not None:
+            adoption = Adoption(tree, self.spans, ranges, readers, store)
+            self.loading = Loading(tree, table, adoption, access, access.reader, guard)
         num_slots = store.geometry.num_token_slots
-        self.pressure = Pressure(tree, self.spans, self.ranges, self.readers, compressor, self.order, num_slots)
-        self.ranges.on_installed = self._installed
-        config = compressor.config
-        if config.decode_block is not None:
+        pressure = self.pressure = Pressure(tree, table, ranges, readers, compressor, self.order, num_slots)
+        block = compressor.config.decode_block
+        if block is not None:
             suffixes = SuffixCompressor(compressor)
-            self.generations = Generations(
-                tree, self.spans, self.readers, self.ranges, suffixes, config.decode_block, config.tail_tokens, guard
-            )
-        readers = compressor.policy.readers
-        if readers is not None:
-            jobs = ScoringJobs()
-            fits = self.fits = Fits(self.spans, compressor, guard)
-            votes = self.votes = Votes(compressor, self.ranges, jobs, fits)
-            self.scoring = PrefixScoring(compressor, readers, self.ranges, self.pressure, jobs, votes, fits, guard)
-            self.ranges.on_fit = fits.add
-            self.pressure.is_being_read = self.scoring.reads
+            self.generations = Generations(tree, table, readers, ranges, suffixes, block, tail_tokens, guard)
+        kind = compressor.policy.readers
+        if kind is not None:
+            jobs = ScoringJobs(table)
+            fits = self.fits = Fits(table, ranges, compressor, guard)
+            votes = self.votes = Votes(table, compressor, ranges, jobs, fits)
+            self.scoring = PrefixScoring(table, readers, compressor, kind, ranges, pressure, jobs, votes, fits, guard)
 
     @property
     def listener(self) -> CacheListener:
-        """Told of every change; does nothing unless events or metrics are on."""
-        return self._listener
+        """Receives every change of the cache; does nothing unless events or metrics are on."""
+        return self.table.listener
 
     @listener.setter
     def listener(self, listener: CacheListener) -> None:
-        self._listener = listener
-        for part in (self.ranges, self.pressure, self.scoring, self.votes, self.generations, self.stored):
-            if part is not None:
-                part.listener = listener
+        self.table.listener = listener
 
     @property
     def observation_bytes(self) -> int:
-        """Memory, outside the pool, of what readers attended to and of what waits."""
-        parts = (self.ranges, self.pressure, self.votes, self.generations)
-        return sum(part.num_bytes for part in parts if part is not None)
-
-    def use_store(self, stored: StoredPrefixes) -> None:
-        """Keep prefixes in a store from now on."""
-        assert self.ranges is not None
-        self.stored = stored
-        self.ranges.on_budget = stored.on_budget
-        if self.fits is not None:
-            self.fits.on_ended = stored.on_budget
-        stored.listener = self._listener
+        """Memory, outside the pool, of observations, fits, and prompts that are kept."""
+        num_bytes = self.table.pending.num_bytes + self.table.prompts.num_bytes
+        return num_bytes + sum(part.num_bytes for part in (self.votes, self.generations) if part is not None)
 
     # ---- what happens to requests -----------------------------------------------------------------------------
 
     def matched(self, reader: Reader) -> None:
-        """A request looked for its prompt, maybe again, and is about to be prefilled."""
-        self.readers.add(reader)
+        """A request matched its prompt, maybe again, and is about to be prefilled."""
+        record = self.readers[reader]
+        record.is_live = True
         if self.compressor is not None:
             with self.guard.at(Place.PROMPT):
-                self._observations[reader] = self.compressor.new_observation()
+                record.observation = self.compressor.new_observation()
 
     def chunk_observed(
         self, reader: Reader, node: Node, start: int, end: int, prompt_len: int
@@ -162,13 +165,15 @@ class PrefixManager:
             prompt_len: tokens of the whole prompt.
 
         Returns:
-            What the queries of each layer are to be recorded in: nothing for rows that are not prefill (decode rows
-            of a mixed batch), when the policy is ``none``, and for prompts too short to compress.
+            Observations that record the queries of each layer: none for rows that are not prefill (decode rows of a
+            mixed batch), when the policy is ``none``, and for prompts too short to compress.
         """
-        with self.guard.at(Place.OBSERVATION):
-            return self._observe(reader, node, start, end, prompt_len)
-        self.forget_observed(reader)
-        return []
+        observed: list[PromptObservation | ReaderChunk] = []
+        with self.guard.at(Place.OBSERVATION) as attempt:
+            observed = self._observe(reader, node, start, end, prompt_len)
+        if attempt.failed:
+            self.forget_observed(reader)
+        return observed
 
     def step_observed(
         self, readers: Sequence[Reader], seq_lens: Sequence[int], rows: Sequence[int]
@@ -176,22 +181,24 @@ class PrefixManager:
         """A forward is about to run in which requests generate; see :meth:`Generations.step`."""
         if self.generations is None:
             return None
-        with self.guard.at(Place.OBSERVATION):
-            return self.generations.step(readers, seq_lens, rows)
-        self.generations.clear()
-        return None
+        step = None
+        with self.guard.at(Place.OBSERVATION) as attempt:
+            step = self.generations.step(readers, seq_lens, rows)
+        if attempt.failed:
+            self.generations.clear()
+        return step
 
     def forget_observed(self, reader: Reader) -> None:
-        """What was seen of a request is of no use: something went wrong."""
-        self._observations.pop(reader, None)
+        """The observation of a request is unusable: an error was held."""
+        self.readers[reader].observation = None
 
     def is_complete(self, reader: Reader) -> bool:
         """Whether the whole prompt of a request was prefilled, and has not been dealt with."""
-        observation = self._observations.get(reader)
+        observation = self.readers[reader].observation
         return observation is not None and observation.is_complete
 
     def prompt_complete(self, reader: Reader, node: Node, wish: RequestOptions | None) -> None:
-        """A prompt that was seen to its end is in the tree: compress it, or see who has to read it first.
+        """A completely prefilled prompt is in the tree: compress it, or count it towards passes or votes.
 
         Args:
             reader: the request.
@@ -199,16 +206,17 @@ class PrefixManager:
                 state cache is shorter).
             wish: what the request asked of the cache.
         """
-        observation = self._observations.pop(reader)
-        if self.compressor is None or self.ranges is None:
+        record = self.readers[reader]
+        observation, record.observation = record.observation, None
+        if self.compressor is None or self.ranges is None or observation is None:
             return
         path = path_to(node)
         end = min(observation.end, length_of(path))
         asks = wish is not None and bool(wish.questions)
         if self.compressor.compresses_at_once and not asks:
-            is_done = self.ranges.compress(node, end - self.compressor.config.tail_tokens, observation)
+            done = self.ranges.compress(node, end - self.compressor.config.tail_tokens, observation)
             if self.scoring is not None and wish is not None and wish.warm:
-                self.scoring.granted(node, wish, is_done=is_done)
+                self.scoring.granted(wish, done)
             return
         if self.scoring is None or self.pressure is None:
             return
@@ -221,9 +229,9 @@ class PrefixManager:
             self.scoring.wished(path_to(node), end, wish, observation)
 
     def released(self, reader: Reader, why: Released) -> None:
-        """A request let go of its path: forget its state and compress what waited for it."""
-        self._observations.pop(reader, None)
-        self.readers.discard(reader)
+        """A request was released: forget its state and compress what waited for it."""
+        record = self.readers[reader]
+        record.observation, record.is_live = None, False
         with self.guard.at(Place.RELEASE):
             if self.generations is not None:
                 self.generations.end(reader)
@@ -232,15 +240,17 @@ class PrefixManager:
             if self.ranges is not None:
                 self.ranges.try_pending()
 
-    def between_steps(self, passes: PassPort) -> None:
-        """The scheduler is between two steps."""
+    def between_steps(self, passes: PassPort) -> LessonResult | None:
+        """The scheduler is between two steps; return the result of a lesson that ended."""
+        result = None
         if self.generations is not None:
             self.generations.between_steps()
         if self.scoring is not None:
-            self.scoring.between_steps(passes)
-        if self.stored is not None:
-            self.stored.between_steps()
-        self._listener.between_steps()
+            result = self.scoring.between_steps(passes)
+        if self.saving is not None:
+            self.saving.between_steps()
+        self.listener.between_steps()
+        return result
 
     def reads(self, nodes: Sequence[Node]) -> tuple[tuple[SpanRuns, ...], ...]:
         """Resolve what each request of a batch reads now: the spans on its path, root first.
@@ -259,69 +269,100 @@ class PrefixManager:
 
     # ---- what happens to nodes --------------------------------------------------------------------------------
 
-    def _installed(self, nodes: Sequence[Node]) -> None:
-        """Consecutive nodes hold a new segment."""
-        if self.pressure is not None:
-            self.pressure.installed(nodes)
-        if self.scoring is not None:
-            self.scoring.installed(nodes[-1], self.spans[nodes[-1]].segment)
-
     def split(self, upper: Node, lower: Node) -> None:
         """A node was cut; ``lower`` is the node that it was."""
-        if self.scoring is not None:
-            self.scoring.split(upper, lower)
+        span = self.table.split(upper, lower)
         if self.pressure is not None:
-            self.pressure.split(upper, lower)
-        span = self.spans.split(upper, lower)
+            self.pressure.trim_prompts()
         if span is not None:
-            self._listener.split(upper, lower, span.start)
+            self.listener.split(upper, lower, span.start)
 
     def dropped(self, node: Node) -> Tensor | None:
-        """A leaf leaves the tree, and what was known of its prefix with it.
+        """A leaf leaves the tree, and its record with it.
 
         Returns:
-            [num_slots], int64, token slots that come back; None: it held no span, so they are its ordinary ones.
+            [num_slots], int64, token slots to release; None: it held no span, so they are its ordinary ones.
         """
-        for part in (self.ranges, self.pressure, self.scoring, self.votes, self.fits):
-            if part is not None:
-                part.discard(node)
-        drop = self.spans.drop(node, self._tree.largest)
-        if drop is None:
-            self._listener.dropped(node, None, len(node.key))
-            return None
-        if drop.owner is None:
-            self._listener.dropped(node, drop.span, drop.slots.numel())
-            return drop.slots
-        self._listener.dropped(node, drop.span, 0)
-        self._tree.charge(drop.owner, -drop.slots.numel())
-        self._listener.repacked(drop.owner, self.spans[drop.owner].segment, drop.slots.numel())
+        if self.scoring is not None:
+            self.scoring.dropped(node)
+        drop = self.table.drop(node, self._tree.largest)
+        if drop.fit is not None and self.compressor is not None:
+            self.compressor.stats.fits_given_up += 1
+        if drop.slots is None:
+            self.listener.dropped(node, None, len(node.key))
+        elif drop.owner is None:
+            self.listener.dropped(node, drop.span, drop.slots.numel())
+        else:
+            self.listener.dropped(node, drop.span, 0)
+            self._tree.charge(drop.owner, -drop.slots.numel())
+            self.listener.repacked(drop.owner, self.spans[drop.owner].segment, drop.slots.numel())
         return drop.slots
 
     def cleared(self) -> None:
         """The whole tree was flushed."""
-        self.spans.clear()
         self.forget_seen()
-        self._listener.cleared()
+        self.table.clear()
+        self.listener.cleared()
 
     def forget_seen(self) -> None:
-        """Nothing that was seen or scored is of use any more: the tree is empty, or the model has other weights."""
-        self._observations.clear()
-        for part in (self.ranges, self.pressure, self.scoring, self.votes, self.fits, self.generations):
+        """The tree is empty, or the model has other weights: forget everything but spans."""
+        for _, record in self.readers.items():
+            record.observation = None
+        for part in (self.scoring, self.fits, self.generations):
             if part is not None:
                 part.clear()
+        self.table.forget()
+        if self.pressure is not None:
+            self.pressure.clear()
+
+    # ---- the store ----------------------------------------------------------------------------------------------
+
+    def switch_store_off(self) -> None:
+        """The weights are not those of the store's identity any more: nothing is saved or loaded from now on."""
+        if self.access is not None:
+            self.access.is_on = False
+        if self.loading is not None:
+            self.loading.clear()
+
+    def close_store(self, timeout_s: float) -> int:
+        """The server stops: nothing new is saved or loaded, and waiting segments are written.
+
+        Args:
+            timeout_s: how long that may take.
+
+        Returns:
+            Segments that were not written within this time.
+        """
+        assert self.access is not None
+        self.switch_store_off()
+        self.access.writer.drain(timeout_s)
+        return self.access.writer.num_waiting
+
+    def store_state(self) -> dict[str, Any] | None:
+        """Counters of the store in plain numbers, for ``GET /server_info``; None: there is no store."""
+        if self.saving is None or self.access is None:
+            return None
+        loading = self.loading
+        return {
+            **asdict(self.saving.totals),
+            **asdict(LoadTotals() if loading is None else loading.totals),
+            "is_on": self.access.is_on,
+            "dropped": self.access.writer.num_dropped,
+            "skipped": 0 if loading is None else loading.num_skipped,
+            "waiting": 0 if loading is None else loading.num_waiting,
+        }
 
     # ---- observations -----------------------------------------------------------------------------------------
 
     def _observe(
         self, reader: Reader, node: Node, start: int, end: int, prompt_len: int
     ) -> list[PromptObservation | ReaderChunk]:
-        observation = self._observations.get(reader)
-        if self.compressor is None or observation is None or observation.is_complete:
+        observation = self.readers[reader].observation
+        if self.compressor is None or self.ranges is None or observation is None or observation.is_complete:
             return []
         if self.generations is not None and end >= prompt_len:
             self.generations.begin(reader, end)
-        config = self.compressor.config
-        if self.scoring is None and prompt_len < config.min_prefix_tokens + config.tail_tokens:
+        if self.scoring is None and not self.ranges.is_long_enough(prompt_len - self.compressor.config.tail_tokens):
             return []
         path = path_to(node)
         waterline = self.spans.waterline(path)

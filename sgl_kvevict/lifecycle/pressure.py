@@ -2,89 +2,105 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from sgl_kvevict.compression import CacheObservation, Compressor, PromptObservation, ReaderObservation
-from sgl_kvevict.lifecycle.eviction import CostAwareRecency, NodeHeap, NodeSet, Priority
-from sgl_kvevict.lifecycle.listener import CacheListener
+from sgl_kvevict.lifecycle.eviction import CostAwareRecency, NodeHeap, Priority
 from sgl_kvevict.lifecycle.nodes import Node, length_of, path_to
 from sgl_kvevict.lifecycle.ports import TreePort
-from sgl_kvevict.lifecycle.ranges import Ranges
-from sgl_kvevict.lifecycle.readers import LiveReaders
-from sgl_kvevict.lifecycle.spans import SpanTable
+from sgl_kvevict.lifecycle.prefix import Pending, State
+from sgl_kvevict.lifecycle.ranges import Ranges, Verdict
+from sgl_kvevict.lifecycle.readers import ReaderTable
+from sgl_kvevict.lifecycle.table import PrefixTable
 from sgl_kvevict.prefix import Segment
 
 ROUND_SHARE = 1 / 64
-"""Share of the pool's slots that are won at once when prefixes shrink, so that several requests live on one round."""
+"""Share of the pool's slots released at once when prefixes shrink, so that one round serves several requests."""
 
 ANSWERS = 2.5
-"""What all answers of a prefix until it would be dropped are worth, in prefills of it."""
+"""Worth of all answers of a prefix until it would be dropped, in prefills of it."""
 LOSS_OF_COMPRESSING = ANSWERS * 0.03 / 0.5
-"""What compressing an uncompressed prefix loses per slot won, in tokens of prefill: 3 % of the answers at 50 % (what
-docs/quality.md measures of that is within its error)."""
+"""Loss of compressing an uncompressed prefix, in tokens of prefill per slot released: 3 % of the answers at 50 %
+(within the error of docs/quality.md)."""
 LOSS_OF_LIGHT = ANSWERS * 0.03 / 0.3 / 2
-"""What going from the light share to the budget loses per slot won, in parts of what dropping the prefix loses: another
-3 % from 50 % to 20 %, and dropping it at 50 % costs 2 tokens of prefill a slot."""
+"""Loss of going from the light share to the budget per slot released, in parts of the loss of dropping the prefix:
+another 3 % from 50 % to 20 %, and dropping it at 50 % costs 2 tokens of prefill a slot."""
 LOSS_OF_SQUEEZING = ANSWERS * 0.08 / 0.1 / 5
-"""The same for going from the budget to the least budget: 8 % from 20 % to 10 % (what scores of shorter
-texts lost: 7 and 14 % on two seeds; the shipped ones lose 14 and 19 %, docs/quality.md, and this was not chosen anew),
-and 5 tokens of prefill a slot."""
+"""The same for going from the budget to ``min_budget``: 8 % from 20 % to 10 % (scores of shorter texts lost 7 and 14 %
+on two seeds; the shipped ones lose 14 and 19 %, docs/quality.md, and this was not chosen anew), and 5 tokens a slot."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The next step of a prefix that shrinks.
+
+    Attributes:
+        loss: per slot released, in tokens of prefill, or in parts of the loss of dropping the prefix.
+        is_relative: the latter.
+        is_below_budget: it is taken only when nothing above the budget is left to shrink.
+    """
+
+    loss: float
+    is_relative: bool
+    is_below_budget: bool
+
+
+STEPS: Mapping[State, Step] = {
+    State.FULL: Step(LOSS_OF_COMPRESSING, is_relative=False, is_below_budget=False),
+    State.LIGHT: Step(LOSS_OF_LIGHT, is_relative=True, is_below_budget=False),
+    State.COMPRESSED: Step(LOSS_OF_SQUEEZING, is_relative=True, is_below_budget=True),
+    State.SQUEEZED: Step(LOSS_OF_SQUEEZING, is_relative=True, is_below_budget=True),
+}
 
 
 class Pressure:
-    """Prefixes that can shrink: uncompressed ones that can be scored at any time, and spans above the least share.
+    """Shrinks prefixes: uncompressed ones that can be scored at any time, and segments above the least share.
 
     They shrink in steps (``KVEvictConfig.shares``): to the light share by scores that are at hand, to the budget and to
-    the least budget by what was stored of these scores, or of those of passes.
+    ``min_budget`` by the ``worth`` that was stored with the segment.
 
     Uncompressed ones end at nodes, so that no two of them overlap: each *end* stands for the uncompressed tokens from
     the end above it, or the waterline. They are compressed from the root down.
 
     Args:
-        tree: whose nodes.
-        spans: what the nodes hold.
+        tree: the tree's port.
+        table: all prefixes.
         ranges: compresses.
-        readers: who follows when what is read shrinks.
+        readers: requests and passes that read what shrinks.
         compressor: its configuration says how far.
         order: what gives way first.
         num_slots: of the pool.
 
     Attributes:
-        listener: told of what was squeezed.
         order: see above.
-        num_bytes: memory of what prompts left behind for ranges that may be compressed.
-        is_being_read: whether a node belongs to a prefix between two of its passes.
     """
 
     def __init__(
         self,
         tree: TreePort,
-        spans: SpanTable,
+        table: PrefixTable,
         ranges: Ranges,
-        readers: LiveReaders,
+        readers: ReaderTable,
         compressor: Compressor,
         order: CostAwareRecency,
         num_slots: int,
     ) -> None:
-        self.listener = CacheListener()
         self.order = order
         self._tree = tree
-        self._spans = spans
+        self._table = table
+        self._spans = table.spans
+        self._shrinking = table.shrinking
         self._ranges = ranges
         self._readers = readers
         self._compressor = compressor
         self._config = compressor.config
         self._round = max(int(num_slots * ROUND_SHARE), 1)
-        self.is_being_read: Callable[[Node], bool] = lambda node: False
         self.clear()
 
     def clear(self) -> None:
-        """The tree was flushed."""
-        self._nodes = NodeSet()
-        self._heap = NodeHeap(self._nodes, self._priority)
-        self._prompts: OrderedDict[Node, PromptObservation] = OrderedDict()
-        self.num_bytes = 0
+        """The table was emptied."""
+        self._heap = NodeHeap(self._shrinking, self._priority)
 
     # ---- what can shrink --------------------------------------------------------------------------------------
 
@@ -94,65 +110,64 @@ class Pressure:
             return
         end = num_tokens - self._config.tail_tokens
         position = start = self._spans.waterline(path)
-        for node in [node for node in path if node not in self._spans]:
+        for node in self._spans.uncompressed(path):
             position += len(node.key)
-            if min(position, end) - start >= self._config.min_prefix_tokens:
+            if self._ranges.is_long_enough(min(position, end) - start):
                 if self._saw(prompt, start):
                     self._add_end(self._ranges.node_ending_at(path, min(position, end)), prompt)
                     start = min(position, end)
-                elif node in self._nodes:
+                elif node in self._shrinking:
                     start = position
             if position >= end:
                 return
 
+    def trim_prompts(self) -> None:
+        """Keep what prompts left behind within ``observation_bytes``; the oldest is given up first."""
+        prompts = self._table.prompts
+        while prompts.num_bytes > self._config.observation_bytes:
+            oldest = prompts.oldest()
+            assert oldest is not None
+            prompts.take(oldest[0])
+            if not self._compressor.has_learned:
+                self._table.keep_size(oldest[0])
+
     def _saw(self, prompt: PromptObservation, start: int) -> bool:
         """Whether what a prompt left behind scores the tokens from a position on: echo needs their own queries."""
-        return self._compressor.has_learned or prompt.first_query - start < self._config.min_prefix_tokens
+        return self._compressor.has_learned or not self._ranges.is_long_enough(prompt.first_query - start)
 
     def _can_score(self, node: Node) -> bool:
         """Whether the uncompressed range that ends at a node can be scored now.
 
-        While scores are learned, what passes are reading stays as it is: only from uncompressed ranges is learned.
+        While scores are learned, what passes are reading stays as it is: lessons need uncompressed ranges.
         """
         if self._compressor.has_learned:
             return True
-        prompt = self._prompts.get(node)
-        return prompt is not None and prompt.has_echo and not self.is_being_read(node)
+        prompt = self._table.prompts.get(node)
+        return prompt is not None and prompt.has_echo and not self._table.is_being_scored(node)
 
-    def installed(self, nodes: Sequence[Node]) -> None:
-        """Consecutive nodes hold a new segment; the first one, which owns it, may be squeezed later."""
-        for node in nodes:
-            self.discard(node)
-        if len(self._config.shares) > 1:
-            self._nodes.add(nodes[0])
+    def _add_end(self, node: Node, prompt: PromptObservation) -> None:
+        self._table.let_shrink(node)
+        if prompt.num_bytes:
+            self._table.prompts.put(node, prompt, prompt.num_bytes)
+            self.trim_prompts()
 
-    def split(self, upper: Node, lower: Node) -> None:
-        """A node was cut: both halves of an uncompressed one are ends, the upper half of a compressed one owns it."""
-        if lower not in self._nodes:
-            return
-        self._nodes.add(upper)
-        if lower in self._spans:
-            self._nodes.discard(lower)
-        elif lower in self._prompts:
-            self._keep_prompt(upper, self._prompts[lower])
+    def _discard(self, node: Node) -> None:
+        """A node is no end any more."""
+        self._table.keep_size(node)
+        self._table.prompts.take(node)
 
-    def unread(self, path: Sequence[Node]) -> list[Segment]:
-        """Segments of a path that readers would order better, and that may shrink yet.
+    # ---- segments that passes read ------------------------------------------------------------------------------
 
-        Only those that lie on the path as a whole: others have entries that its readers do not see.
+    def unranked(self, path: Sequence[Node]) -> list[Segment]:
+        """Segments of a path that passes would rank better, and that may shrink further.
+
+        Only those whose spans all lie on the path: passes do not see the other entries of the rest.
         """
         segments = [self._spans[owner].segment for owner in self._spans.owners(path)]
-        return [segment for segment in segments if self._is_unread(segment)]
+        return [segment for segment in segments if self._is_unranked(segment)]
 
-    def _is_unread(self, segment: Segment) -> bool:
-        if segment.is_read or segment.worth is None or not self._config.shares:
-            return False
-        if segment.readings is not None and segment.readings.is_open:
-            return False
-        return segment.num_slots > self._slots_at(segment, self._config.shares[-1])
-
-    def was_read(self, path: Sequence[Node], observation: ReaderObservation) -> None:
-        """Passes are over: segments of a path that they read shrink to the budget, to what the passes would keep."""
+    def passes_over(self, path: Sequence[Node], observation: ReaderObservation) -> None:
+        """Segments that passes have ranked shrink to the budget, to the entries that the passes would keep."""
         for owner in self._spans.owners(path):
             segment = self._spans[owner].segment
             if not observation.observes(segment):
@@ -160,29 +175,34 @@ class Pressure:
             self._compressor.was_read(segment)
             slots = self._slots_at(segment, float(self._config.budget))
             if slots == segment.num_slots:
-                self._ranges.on_budget(self._spans.last_of(owner))
+                self._ranges.at_budget(self._spans.last_of(owner))
             elif slots < segment.num_slots and self._readers.movable(owner) is not None:
                 self._squeeze_to(owner, slots)
 
-    def discard(self, node: Node) -> None:
-        """A node was dropped, or is no end any more."""
-        self._nodes.discard(node)
-        self._forget_prompt(node)
+    def _is_unranked(self, segment: Segment) -> bool:
+        if segment.is_read or segment.worth is None or not self._config.shares:
+            return False
+        if segment.readings is not None and segment.readings.is_open:
+            return False
+        return segment.num_slots > self._slots_at(segment, self._config.shares[-1])
+
+    # ---- the reserve ------------------------------------------------------------------------------------------
 
     def reserve(self) -> int:
-        """Token slots that readers hold and that shrinking would win: they can be had for other requests at any time.
+        """Token slots that readers hold and that shrinking would release: they can be had for other requests any time.
 
-        What nobody reads is not counted: it can be dropped. Never more than :meth:`relieve` gives.
+        What has no readers is not counted: it can be dropped. Never more than :meth:`relieve` gives.
         """
-        if not self._nodes:
+        if not self._shrinking:
             return 0
         won = 0
-        waits: set[Node] = set()  # ends that do not shrink now, and what is below them
+        waits: set[Node] = set()  # ends that do not shrink now, and nodes below them
         for node in self._readers.movable_nodes():
-            if node.parent in waits or (node in self._nodes and node not in self._spans and not self._can_score(node)):
+            is_end = node in self._shrinking and node not in self._spans
+            if node.parent in waits or (is_end and not self._can_score(node)):
                 waits.add(node)
-            elif node in self._nodes:
-                won += self._reserve_of_span(node) if node in self._spans else self._reserve_of_end(node)
+            elif node in self._shrinking:
+                won += self._reserve_of_end(node) if is_end else self._reserve_of_span(node)
         return won
 
     def _reserve_of_span(self, owner: Node) -> int:
@@ -192,129 +212,96 @@ class Pressure:
         return max(segment.num_slots - self._slots_at(segment, self._config.shares[-1]), 0)
 
     def _reserve_of_end(self, node: Node) -> int:
-        """Of the node alone; compressed together with short nodes above it, it wins as much at least."""
+        """Of the node alone; compressed together with short nodes above it, it releases as much at least."""
         config, num_tokens = self._config, len(node.key)
-        if num_tokens < config.min_prefix_tokens:
+        if not self._ranges.is_long_enough(num_tokens):
             return 0
         if not config.shares:
             return num_tokens - config.num_slots(num_tokens, length_of(path_to(node)) - num_tokens)
-        keeps_all = config.slots_at(config.shares[0], num_tokens) == num_tokens  # then nothing says what is worth least
+        keeps_all = config.slots_at(config.shares[0], num_tokens) == num_tokens  # then no entry has a worth
         return 0 if keeps_all else num_tokens - config.slots_at(config.shares[-1], num_tokens)
 
     # ---- shrinking --------------------------------------------------------------------------------------------
 
     def relieve(self, leaf: tuple[Priority, Node] | None) -> int:
-        """Shrink what costs least, until ``ROUND_SHARE`` of the pool was won, or nothing is left.
+        """Shrink what costs least, until ``ROUND_SHARE`` of the pool was released, or nothing is left.
 
         Args:
             leaf: what would be dropped instead, and its priority; what costs more does not shrink. But no span is
                 dropped, or squeezed below the budget, while something may shrink to the budget. None: there is no leaf.
 
         Returns:
-            Token slots that came back.
+            Token slots released.
         """
         self._compressor.is_short = True
         won = 0
         rest: list[Node] = []
         while won < self._round and (top := self._heap.top()) is not None:
-            (is_last, *rank), node = top
+            (is_below_budget, *rank), node = top
             priority = tuple(rank)
-            if leaf is not None and priority > leaf[0] and (is_last or leaf[1] not in self._spans):
+            if leaf is not None and priority > leaf[0] and (is_below_budget or leaf[1] not in self._spans):
                 break
             self._heap.pop()
-            slots = self._shrink(node)
+            slots = self._squeeze(node) if node in self._spans else self._compress(node)
             won += slots
-            if node in self._nodes:
+            if node in self._shrinking:
                 rest.append(node)
             if slots:
                 self.order.gave_way(priority)
-            if slots or node not in self._nodes:
-                for waiting in rest:  # what is above them was compressed, or is no end any more
+            if slots or node not in self._shrinking:
+                for waiting in rest:  # a node above them was compressed, or is no end any more
                     self._heap.push(waiting)
                 rest.clear()
         for waiting in rest:
             self._heap.push(waiting)
         return won
 
-    def _shrink(self, node: Node) -> int:
-        """Take a node's next step; 0: not now, or (then it is no longer there) never again."""
-        return self._squeeze(node) if node in self._spans else self._compress(node)
-
     def _priority(self, node: Node) -> Priority:
         """Whether a node's next step leads below the budget, then the step's priority beside dropping a leaf."""
-        if node not in self._spans:
-            return False, *self.order.priority(node, LOSS_OF_COMPRESSING)
-        is_last = self._is_last(node)
-        loss = LOSS_OF_SQUEEZING if is_last else LOSS_OF_LIGHT
-        return is_last, *self.order.priority(node, loss * self.order.saved(node))
-
-    def _is_last(self, node: Node) -> bool:
-        """Whether the next step of a node with a span leads below the budget, or there is none."""
-        slots = self._next_slots(node)
-        return slots is None or slots < self._slots_at(self._spans[node].segment, float(self._config.budget))
+        span = self._spans.at(node)
+        can_shrink = span is None or span.segment.worth is not None
+        step = STEPS[self._table.state(node) if can_shrink else State.SQUEEZED]
+        loss = step.loss * self.order.saved(node) if step.is_relative else step.loss
+        return step.is_below_budget, *self.order.priority(node, loss)
 
     def _slots_at(self, segment: Segment, share: float) -> int:
         return self._config.slots_at(share, segment.end - segment.start)
 
-    def _next_slots(self, owner: Node) -> int | None:
-        """Token slots that the segment of a node shrinks to next; None: it does not shrink any more."""
-        segment = self._spans[owner].segment
-        if segment.worth is None:
-            return None
-        steps = (self._slots_at(segment, share) for share in self._config.shares)
-        return next((slots for slots in steps if slots < segment.num_slots), None)
-
     def _squeeze(self, owner: Node) -> int:
-        slots = self._next_slots(owner)
+        """Squeeze a segment to its next share; 0: not now, or (then it does not shrink any more) never again."""
+        segment = self._spans[owner].segment
+        shares = () if segment.worth is None else self._config.shares
+        steps = (self._slots_at(segment, share) for share in shares)
+        slots = next((slots for slots in steps if slots < segment.num_slots), None)
         if slots is None:
-            self._nodes.discard(owner)
+            self._table.keep_size(owner)
             return 0
-        if self._readers.movable(owner) is None:
-            return 0
-        return self._squeeze_to(owner, slots)
+        return 0 if self._readers.movable(owner) is None else self._squeeze_to(owner, slots)
 
     def _squeeze_to(self, owner: Node, slots: int) -> int:
-        freed = self._spans.squeeze(owner, slots)
+        freed = self._table.squeeze(owner, slots)
         self._tree.charge(owner, -freed.numel())
         self._tree.free(freed)
         segment = self._spans[owner].segment
-        self.listener.squeezed(owner, segment, freed.numel())
+        self._table.listener.squeezed(owner, segment, freed.numel())
         if slots == self._slots_at(segment, float(self._config.budget)):
-            self._ranges.on_budget(self._spans.last_of(owner))
+            self._ranges.at_budget(self._spans.last_of(owner))
         return freed.numel()
 
     def _compress(self, node: Node) -> int:
+        """Compress the range that ends at a node; 0: not now, or (then it is no end any more) never again."""
         path = path_to(node)
-        if any(above in self._nodes and above not in self._spans for above in path[:-1]):
+        if any(above in self._shrinking and above not in self._spans for above in path[:-1]):
             return 0
         end = length_of(path)
-        if end - self._spans.waterline(path) < self._config.min_prefix_tokens:
-            self.discard(node)
+        if not self._ranges.is_long_enough(end - self._spans.waterline(path)):
+            self._discard(node)
             return 0
         if not self._can_score(node):
             return 0
         share = self._config.shares[0] if self._config.shares else None
-        won = self._ranges.compress_now(node, end, self._prompts.get(node) or CacheObservation(), share)
-        if won == 0 and node not in self._spans:  # it failed: nobody may count on it any more
-            self.discard(node)
-        return won or 0
-
-    def _add_end(self, node: Node, prompt: PromptObservation) -> None:
-        self._nodes.add(node)
-        if prompt.num_bytes:
-            self._keep_prompt(node, prompt)
-
-    def _keep_prompt(self, node: Node, prompt: PromptObservation) -> None:
-        """What a prompt left behind is kept for a range; the oldest make room."""
-        self._forget_prompt(node)
-        self._prompts[node] = prompt
-        self.num_bytes += prompt.num_bytes
-        while self.num_bytes > self._config.observation_bytes:
-            oldest = next(iter(self._prompts))
-            self._forget_prompt(oldest)
-            if not self._compressor.has_learned:
-                self._nodes.discard(oldest)
-
-    def _forget_prompt(self, node: Node) -> None:
-        prompt = self._prompts.pop(node, None)
-        self.num_bytes -= 0 if prompt is None else prompt.num_bytes
+        observation = self._table.prompts.get(node) or CacheObservation()
+        done = self._ranges.compress_now(node, Pending(end, observation, share))
+        if done.verdict is Verdict.FAILED and done.num_slots == 0:
+            self._discard(node)  # admission must not count on it
+        return done.num_slots

@@ -1,20 +1,41 @@
-"""Who reads which path now: what may be exchanged under whom."""
+"""Readers: requests and scoring passes that attend to a prefix. One record per reader."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from weakref import WeakSet
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
+from sgl_kvevict.compression import PromptObservation, Suffix
 from sgl_kvevict.lifecycle.nodes import Node, Reader, path_to
 from sgl_kvevict.lifecycle.ports import TreePort
 
 
-class LiveReaders:
-    """Requests and scoring passes that looked for their prompt and have not let go.
+@dataclass(eq=False)
+class ReaderRecord:
+    """What is known of one reader.
 
-    What they read may be replaced between two of their steps: from the next forward on they read the new span. Not so
-    if somebody locks it whom nobody knows here, or who asked to read what is uncompressed (``exact``).
+    Attributes:
+        is_live: it has matched its prompt and was not released.
+        is_exact: it must read no compressed entry (``exact``).
+        is_pass: it is a scoring pass.
+        observation: what its prefill leaves behind; None before it, and once the complete prompt was dealt with.
+        suffix: what it has generated and how that is compressed; None: it is not.
+    """
+
+    is_live: bool = False
+    is_exact: bool = False
+    is_pass: bool = False
+    observation: PromptObservation | None = None
+    suffix: Suffix | None = None
+
+
+class ReaderTable:
+    """Readers by request object, and which nodes they lock. Records go with their request objects.
+
+    What a reader attends to may be replaced between two of its steps: its next forward plans from the tree.
+    Exceptions: a lock of unknown origin, or a request with ``exact``.
 
     Args:
         tree: whose nodes they lock.
@@ -22,37 +43,38 @@ class LiveReaders:
 
     def __init__(self, tree: TreePort) -> None:
         self._tree = tree
-        self._live: WeakSet[Reader] = WeakSet()
-        self._exact: WeakSet[Reader] = WeakSet()
+        self._records: WeakKeyDictionary[Reader, ReaderRecord] = WeakKeyDictionary()
 
     def __iter__(self) -> Iterator[Reader]:
-        return iter(tuple(self._live))
+        """Live readers."""
+        return iter([reader for reader, record in self._records.items() if record.is_live])
 
-    def add(self, reader: Reader) -> None:
-        """A reader looked for its prompt, maybe again."""
-        self._live.add(reader)
+    def __getitem__(self, reader: Reader) -> ReaderRecord:
+        """The record of a reader, made if there is none."""
+        return self._records.setdefault(reader, ReaderRecord())
 
-    def discard(self, reader: Reader) -> None:
-        """A reader let go."""
-        self._live.discard(reader)
+    def items(self) -> list[tuple[Reader, ReaderRecord]]:
+        """All readers and their records, in the order in which they came."""
+        return list(self._records.items())
 
     def make_exact(self, reader: Reader) -> None:
         """A request wants to read no compressed entry."""
-        self._exact.add(reader)
+        self[reader].is_exact = True
 
     def is_exact(self, reader: Reader) -> bool:
         """Whether a request wants to read no compressed entry."""
-        return reader in self._exact
+        record = self._records.get(reader)
+        return record is not None and record.is_exact
 
     def movable(self, node: Node) -> list[Reader] | None:
-        """Return who reads a node, if all of them would follow when it is compressed; None if somebody would not."""
+        """Return the readers of a node; None if one of them must keep reading what it reads now."""
         readers = [reader for reader in self if (last := self._tree.locked_by(reader)) and node in path_to(last)]
         if len(readers) != self._tree.num_locks(node) or any(map(self.is_exact, readers)):
             return None
         return readers
 
     def movable_nodes(self) -> list[Node]:
-        """Nodes that are locked, by readers who would follow, together with all nodes above them; root side first."""
+        """Locked nodes whose readers are all movable, as are those of all nodes above them; root side first."""
         paths = [(reader, path_to(last)) for reader in self if (last := self._tree.locked_by(reader)) is not None]
         counts = Counter(node for _, path in paths for node in path)
         fixed = {node for reader, path in paths if self.is_exact(reader) for node in path}

@@ -1,58 +1,64 @@
-"""When a prefix is read in order to be scored, and with what: passes of our own, one at a time."""
+"""Scoring passes: which prefixes are read before they are compressed, when, and with which probes."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from weakref import WeakSet
+from collections.abc import Sequence
 
 from sgl_kvevict.compression import Compressor, PromptObservation, ReaderObservation
-from sgl_kvevict.distill import Lesson, LessonResult
+from sgl_kvevict.distill import LessonResult
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle.fitting import Fits
-from sgl_kvevict.lifecycle.jobs import Outcome, ScoringJob, ScoringJobs
-from sgl_kvevict.lifecycle.listener import REFUSED_NO_ROOM, CacheListener
+from sgl_kvevict.lifecycle.job import Action, Event, Fact, Outcome, ScoringJob, Stage, decide
+from sgl_kvevict.lifecycle.jobs import ScoringJobs
+from sgl_kvevict.lifecycle.listener import REFUSED_NO_ROOM
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to, tokens_of
 from sgl_kvevict.lifecycle.pacing import Pacing
 from sgl_kvevict.lifecycle.ports import PassPort, PassState
 from sgl_kvevict.lifecycle.pressure import Pressure
 from sgl_kvevict.lifecycle.probes import Probes, question_probes, repetition_probes
-from sgl_kvevict.lifecycle.ranges import Ranges
+from sgl_kvevict.lifecycle.ranges import Attempted, Ranges, Verdict
+from sgl_kvevict.lifecycle.readers import ReaderTable
+from sgl_kvevict.lifecycle.table import PrefixTable
 from sgl_kvevict.lifecycle.votes import ANSWER_REACH, Votes
 from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.prefix import Segment
 from sgl_kvevict.request import RequestOptions, ticket_digest
 
 MAX_WAITING_LESSONS = 16
-"""Prefixes that may wait with the last queries of a prompt to be learned from; further ones are only scored."""
+"""Prefixes that may wait with the last queries of a prompt for a lesson; further ones are only scored."""
 
 
 class PrefixScoring:
-    """Counts who finds which prefix, and has prefixes read: one pass at a time, few of them beside users.
+    """Counts prompts per prefix, and has prefixes read by passes: one at a time, few of them beside users.
 
     A pass is the cached prefix and a probe after it. It locks the prefix while it runs, like any request; between
-    passes nothing is held, so a prefix may be dropped, and its job with it.
+    passes nothing is locked, so a prefix may be dropped, and its job with it. What an event does to a job is decided by
+    :data:`~sgl_kvevict.lifecycle.job.RULES`, and done here.
 
     Args:
+        table: all prefixes.
+        readers: all readers; passes are among them.
         compressor: its configuration says when a prefix is due; it learns from what was scored.
-        readers: whom the policy learns from.
+        kind: which readers the policy learns from.
         ranges: compresses what was scored.
-        pressure: knows what was compressed before its passes came, and shrinks it when they have.
+        pressure: shrinks what was compressed before its passes came.
         jobs: prefixes that wait for passes.
         votes: makes room for what passes see.
         fits: of what was compressed after its passes; they come before further passes, and count as such.
         guard: holds errors of a job; the job then ends as "failed".
 
     Attributes:
-        listener: told of every pass.
         jobs: prefixes that wait for passes, the one under way included.
-        on_learned: told what came of a prefix that was learned from.
+        readers: ``kind``.
     """
 
     def __init__(
         self,
+        table: PrefixTable,
+        readers: ReaderTable,
         compressor: Compressor,
-        readers: Readers,
+        kind: Readers,
         ranges: Ranges,
         pressure: Pressure,
         jobs: ScoringJobs,
@@ -60,10 +66,10 @@ class PrefixScoring:
         fits: Fits,
         guard: Guard,
     ) -> None:
-        self.listener = CacheListener()
         self.jobs = jobs
-        self.readers = readers
-        self.on_learned: Callable[[LessonResult], None] = lambda result: None
+        self.readers = kind
+        self._table = table
+        self._reader_table = readers
         self._compressor = compressor
         self._config = compressor.config
         self._votes = votes
@@ -71,70 +77,40 @@ class PrefixScoring:
         self._ranges = ranges
         self._pressure = pressure
         self._guard = guard
-        self._matches: dict[Node, int] = {}
-        self._passes: WeakSet[Reader] = WeakSet()
         self._pass: Reader | None = None
         self._job: ScoringJob | None = None
         self._pacing = Pacing(self._config.pass_share, self._config.scoring_pass_tokens)
 
-    # ---- what happens to nodes --------------------------------------------------------------------------------
-
-    def clear(self) -> None:
-        """What was cached is gone, or of no use; a pass that waits is taken out of the queue between two steps."""
-        self._matches.clear()
-        self.jobs.clear()
-        self._job = None
-
-    def split(self, upper: Node, lower: Node) -> None:
-        """A node was cut: who found the whole of it found its upper part."""
-        if lower in self._matches:
-            self._matches[upper] = self._matches[lower]
-
-    def installed(self, node: Node, segment: Segment) -> None:
-        """Nodes down to this one hold a new segment: passes that were reading them go on with its entries."""
-        if segment.is_read:
-            return
-        for job in self.jobs.begun:
-            if job.observation is not None and node in path_to(job.node):
-                job.observation.hand_over(segment)
-
-    def discard(self, node: Node) -> None:
-        """A node was dropped."""
-        self._matches.pop(node, None)
-        job = self.jobs.at(node)
-        if job is not None:
-            self._end(job, Outcome.DROPPED)
-
-    # ---- what becomes a job -----------------------------------------------------------------------------------
+    # ---- which prefixes become jobs -----------------------------------------------------------------------------
 
     def found(self, path: Sequence[Node], num_tokens: int, prompt: PromptObservation) -> None:
-        """A prompt found the first ``num_tokens`` of its path in the cache: count it, and queue what is due."""
+        """A prompt matched the first ``num_tokens`` of its path: count it, and queue what is due."""
         due, end = None, 0
         needed = self._config.score_after_matches
         for node in path:
             end += len(node.key)
             if end > num_tokens:
                 break
-            count = self._matches[node] = self._matches.get(node, 0) + 1
+            count = self._table.count_match(node)
             due = node if needed is not None and count >= needed else due
         if due is not None and self.readers is Readers.REPETITION:
-            self._queue(ScoringJob(due, prompt=self._lasting(prompt)))
+            self._queue(ScoringJob(due, prompt=self._kept_for_lesson(prompt)))
 
     def wished(self, path: Sequence[Node], num_tokens: int, wish: RequestOptions, prompt: PromptObservation) -> None:
-        """Somebody asked to have the first ``num_tokens`` of a path scored now."""
+        """A request asked to have the first ``num_tokens`` of a path scored now."""
         if not wish.questions and self.readers is not Readers.REPETITION:
             return
         if num_tokens == 0:  # a window or a recurrent state is cached at certain places only
-            self.jobs.refuse(_tickets(wish), Outcome.TOO_SHORT)
+            self.jobs.tell(_tickets(wish), Outcome.TOO_SHORT)
             return
         node = self._ranges.node_ending_at(path, num_tokens)
-        self._queue(ScoringJob(node, tuple(wish.questions), _tickets(wish), True, self._lasting(prompt)))
+        self._queue(ScoringJob(node, tuple(wish.questions), _tickets(wish), True, self._kept_for_lesson(prompt)))
 
-    def granted(self, node: Node, wish: RequestOptions, *, is_done: bool) -> None:
-        """Somebody asked for a prefix that needed no passes; ``is_done``: it is compressed already."""
-        self.jobs.end(ScoringJob(node, tickets=_tickets(wish)), Outcome.COMPRESSED if is_done else Outcome.IN_USE)
+    def granted(self, wish: RequestOptions, done: Attempted) -> None:
+        """A request asked for a prefix that needed no passes."""
+        self.jobs.tell(_tickets(wish), _outcome_of(done))
 
-    def _lasting(self, prompt: PromptObservation) -> PromptObservation | None:
+    def _kept_for_lesson(self, prompt: PromptObservation) -> PromptObservation | None:
         """What is kept of a prompt while its prefix waits: nothing, unless something is to be learned from it."""
         learner = self._compressor.learner
         learns = learner is not None and learner.weights is None and len(self.jobs) < MAX_WAITING_LESSONS
@@ -146,14 +122,10 @@ class PrefixScoring:
             return True
         return job.prompt is not None and self._ranges.bounds(path_to(job.node)) is not None
 
-    def reads(self, node: Node) -> bool:
-        """Whether a node belongs to a prefix between two of its passes."""
-        return any(node in path_to(job.node) for job in self.jobs.begun)
-
     def _queue(self, job: ScoringJob) -> None:
         path = path_to(job.node)
-        if self._ranges.bounds(path) is None and not self._unread(job, path):
-            self.jobs.end(job, Outcome.TOO_SHORT)
+        if self._ranges.bounds(path) is None and not self._unranked(job, path):
+            self.jobs.tell(job.tickets, Outcome.TOO_SHORT)
         else:
             self.jobs.add(job)
 
@@ -170,72 +142,72 @@ class PrefixScoring:
         return self._pass
 
     def is_pass(self, reader: Reader) -> bool:
-        """Whether a reader is one of our own."""
-        return reader in self._passes
+        """Whether a reader is a scoring pass."""
+        return self._reader_table[reader].is_pass
 
     def observation_of(self, reader: Reader) -> ReaderObservation | None:
-        """What the pass that runs adds to; None for one whose prefix is gone."""
+        """The observation that the running pass adds to; None if its prefix is gone."""
         return self._job.observation if reader is self._pass and self._job is not None else None
 
-    def between_steps(self, passes: PassPort) -> None:
-        """Start the next pass if it is time for one."""
+    def between_steps(self, passes: PassPort) -> LessonResult | None:
+        """Start the next pass, fit or layer of a lesson if it is time for one; return the result of a lesson."""
         if self._pass is not None:
             self._check_pass(self._pass, passes)
-            return
+            return None
         if not self.num_waiting or passes.is_paused:
-            return
+            return None
         num_tokens = self._pacing.step(
             passes.num_users, is_counted=not passes.was_prefill, quiet_turns=passes.quiet_turns
         )
         if num_tokens == 0:
-            return
+            return None
         if self._fits.step():
             self._pacing.started(num_tokens)
-            return
+            return None
         job = self.jobs.next(self._teaches)
         assert job is not None
-        if job.lesson is not None:
-            self._learn(job, job.lesson)
-            self._pacing.started(num_tokens)
-            return
-        with self._guard.at(Place.PASS):
-            probes = self._prepare(job, passes)
-            if probes is not None:
-                probe = probes.next(num_tokens)
-                if self._has_room(job, probe, passes):
-                    self._start(job, probe, passes)
-                    self._pacing.started(len(probe))
-            return
-        self._end(job, Outcome.FAILED)
+        return self._take_turn(job, passes, num_tokens)
 
     def pass_ended(self, *, aborted: bool) -> None:
-        """The pass that ran is over: its job goes on with the next one, or its prefix is compressed."""
+        """The running pass is over: its job goes on with the next one, or its prefix is compressed."""
         reader, job, self._pass = self._pass, self._job, None
         if job is None or reader is None:
             return
         if aborted:
-            self._end(job, Outcome.ABORTED)
+            self._end(job, Event.ABORTED)
             return
-        with self._guard.at(Place.PASS):
+        with self._guard.at(Place.PASS) as attempt:
             self._count_pass(job, reader)
-            return
-        self._end(job, Outcome.FAILED)
+            self._do(job, decide(job.stage, Event.PASS_READ, self._facts(job)))
+        if attempt.failed:
+            self._end(job, Event.FAILED)
 
     def withdraw(self, passes: PassPort) -> None:
-        """Take a pass that waits out of the queue; its job stays, and has another pass later."""
+        """Take a waiting pass out of the queue; its job stays, and has another pass later."""
         if self._pass is not None and passes.state(self._pass) is PassState.WAITING:
             passes.withdraw(self._pass)
             self.let_go()
 
     def let_go(self) -> None:
-        """The pass that runs is taken off: its job stays, and has another one later."""
+        """The running pass is taken off: its job stays, and has another one later."""
         self._pass = self._job = None
 
     def abort(self, passes: PassPort) -> None:
         """End the job under way, and the pass that waits."""
         if self._job is not None:
-            self._end(self._job, Outcome.ABORTED)
+            self._end(self._job, Event.ABORTED)
         self.withdraw(passes)
+
+    def dropped(self, node: Node) -> None:
+        """A node leaves the tree."""
+        job = self._table.jobs.get(node)
+        if job is not None:
+            self._end(job, Event.DROPPED)
+
+    def clear(self) -> None:
+        """The tree is to be flushed, or the weights changed; a waiting pass is taken out of the queue between steps."""
+        for job in self._table.jobs.values():
+            self._end(job, Event.DROPPED)
 
     def _check_pass(self, reader: Reader, passes: PassPort) -> None:
         """Notice a pass that was taken out of the queue, and take out one whose prefix is gone."""
@@ -243,114 +215,140 @@ class PrefixScoring:
         if state is PassState.GONE:
             self._pass = None
             if self._job is not None:
-                self._end(self._job, Outcome.ABORTED)
+                self._end(self._job, Event.ABORTED)
         elif state is PassState.WAITING and self._job is None:
             self.withdraw(passes)
 
-    def _start(self, job: ScoringJob, probe: Sequence[int], passes: PassPort) -> None:
+    # ---- what events do to jobs -------------------------------------------------------------------------------
+
+    def _take_turn(self, job: ScoringJob, passes: PassPort, num_tokens: int) -> LessonResult | None:
+        result, is_lesson = None, job.stage is Stage.LEARNING
+        with self._guard.at(Place.COMPRESSION if is_lesson else Place.PASS) as attempt:
+            step = decide(job.stage, Event.TURN, self._facts(job))
+            if step is Action.BEGIN and self._begin(job, passes):
+                step = Action.START_PASS
+            if step is Action.START_PASS:
+                self._start_pass(job, passes, num_tokens)
+            elif step is Action.LEARN_LAYER:
+                assert job.lesson is not None
+                result = job.lesson.step()
+                facts = () if result is None else (Fact.LESSON_OVER,)
+                self._do(job, decide(job.stage, Event.LAYER_LEARNED, facts))
+            elif step is not Action.BEGIN:
+                self._do(job, step)
+        if attempt.failed:
+            self._end(job, Event.FAILED)
+        if is_lesson:
+            self._pacing.started(num_tokens)
+        return result
+
+    def _facts(self, job: ScoringJob) -> set[Fact]:
+        path = path_to(job.node)
+        if job.observation is None:
+            bounds = self._ranges.bounds(path)
+            at_once = self._compressor.compresses_at_once and job.prompt is not None and not job.questions
+            holds = {
+                Fact.NOTHING_LEFT: bounds is None and not self._unranked(job, path),
+                Fact.NEEDS_NO_PASSES: at_once and bounds is not None,
+            }
+        else:
+            holds = {
+                Fact.UNUSABLE: job.observation.has_failed,
+                Fact.CHANGED: self._table.spans.waterline(path) != job.observation.start,
+                Fact.PROBES_LEFT: job.probes is not None and not job.probes.is_empty,
+            }
+        return {fact for fact, is_true in holds.items() if is_true}
+
+    def _do(self, job: ScoringJob, step: Action | Outcome) -> None:
+        if isinstance(step, Outcome):
+            self._end_as(job, step)
+        elif step is Action.COMPRESS_AT_ONCE:
+            self._compress(job, job.prompt)
+        elif step is Action.COMPRESS:
+            self._compress(job, job.observation)
+        elif step is Action.FINISH_PASSES:
+            self._finish(job)
+        else:
+            assert step is Action.WAIT
+
+    def _begin(self, job: ScoringJob, passes: PassPort) -> bool:
+        """Allocate the observation of a job's passes, and lay out what they read; False: there is no memory."""
+        path = path_to(job.node)
+        unranked = self._unranked(job, path)
+        bounds = self._table.spans.waterline(path), length_of(path)
+        with self._guard.on_one_rank():
+            job.observation = self._votes.new_observation(bounds, ANSWER_REACH if job.questions else 0, unranked)
+        if job.observation is None:
+            self._end_as(job, Outcome.NO_MEMORY)
+            return False
+        start = unranked[0].start if unranked else bounds[0]
+        if job.questions:
+            assert passes.tokenizer is not None
+            job.probes = Probes(question_probes(passes.tokenizer, job.questions))
+        else:
+            job.probes = repetition_probes(passes.tokenizer, tokens_of(path)[start:])
+        return True
+
+    def _start_pass(self, job: ScoringJob, passes: PassPort, num_tokens: int) -> None:
+        assert job.probes is not None
+        probe = job.probes.next(num_tokens)
+        length = length_of(path_to(job.node))
+        if length + len(probe) >= passes.room:
+            self._table.listener.refused(REFUSED_NO_ROOM, length)
+            self._end_as(job, Outcome.NO_ROOM)
+            return
         self.jobs.take_turn(job)
         job.started = time.perf_counter()
         self._pass, self._job = passes.start(job.node, probe), job
-        self._passes.add(self._pass)
+        self._reader_table[self._pass].is_pass = True
+        self._pacing.started(len(probe))
 
     def _count_pass(self, job: ScoringJob, reader: Reader) -> None:
         observation, probes = job.observation, job.probes
         assert observation is not None and probes is not None
-        if observation.has_failed:
-            self._end(job, Outcome.FAILED)
-            return
-        self.listener.scored(observation.start, observation.end, time.perf_counter() - job.started)
-        observation.end_reader(reader)
-        probes.was_read()
-        if not self._is_as_read(job, observation):
-            self._end(job, Outcome.COMPRESSED)
-        elif probes.is_empty:
-            self._finish(job, observation)
+        if not observation.has_failed:
+            self._table.listener.scored(observation.start, observation.end, time.perf_counter() - job.started)
+            observation.end_reader(reader)
+            probes.was_read()
 
-    def _finish(self, job: ScoringJob, observation: ReaderObservation) -> None:
-        """A job's passes are over: its prefix is learned from, or compressed."""
+    def _finish(self, job: ScoringJob) -> None:
+        """A job's passes are over: its prefix becomes a lesson, or is compressed."""
+        assert job.observation is not None
         path = path_to(job.node)
         with self._guard.on_one_rank():
-            self._pressure.was_read(path, observation)
+            self._pressure.passes_over(path, job.observation)
             bounds = self._ranges.bounds(path)
             if not job.questions and job.prompt is not None and bounds is not None:
                 slots = self._ranges.token_slots(path, bounds[1] - bounds[0])
-                job.lesson = self._compressor.lesson(slots, observation, job.prompt)
+                job.lesson = self._compressor.lesson(slots, job.observation, job.prompt)
         if job.lesson is None:
-            self._compress(job, observation)
+            self._compress(job, job.observation)
         self._job = None
 
-    def _is_as_read(self, job: ScoringJob, observation: ReaderObservation) -> bool:
-        """Whether what was compressed since passes began to read it was handed over."""
-        return self._ranges.waterline(path_to(job.node)) == observation.start
+    def _compress(self, job: ScoringJob, observation: PromptObservation | ReaderObservation | None) -> None:
+        assert observation is not None
+        done = self._ranges.compress(job.node, self._ranges.end_of(path_to(job.node)), observation)
+        self._end_as(job, _outcome_of(done))
 
-    def _unread(self, job: ScoringJob, path: Sequence[Node]) -> list[Segment]:
-        """Segments of a path that are to be read again; questions ask for the tokens around each one."""
+    def _unranked(self, job: ScoringJob, path: Sequence[Node]) -> list[Segment]:
+        """Segments of a path that passes are to rank; questions ask for the tokens around each one instead."""
         is_wanted = not job.questions and not self._compressor.compresses_at_once
-        return self._pressure.unread(path) if is_wanted else []
+        return self._pressure.unranked(path) if is_wanted else []
 
-    def _learn(self, job: ScoringJob, lesson: Lesson) -> None:
-        """Learn from one more layer of a prefix; compress it after the last one."""
-        with self._guard.at(Place.COMPRESSION):
-            assert job.observation is not None
-            result = lesson.step() if self._is_as_read(job, job.observation) else None
-            if result is not None:
-                self.on_learned(result)
-            if result is not None or not self._is_as_read(job, job.observation):
-                self._compress(job, job.observation)
-            return
-        self._end(job, Outcome.FAILED)
+    def _end(self, job: ScoringJob, event: Event) -> None:
+        """An event ends a job, whatever its stage."""
+        outcome = decide(job.stage, event)
+        assert isinstance(outcome, Outcome)
+        self._end_as(job, outcome)
 
-    def _compress(self, job: ScoringJob, observation: ReaderObservation) -> None:
-        is_done = self._ranges.compress(job.node, self._ranges.end_of(path_to(job.node)), observation)
-        self._end(job, Outcome.COMPRESSED if is_done else Outcome.IN_USE)
-
-    def _prepare(self, job: ScoringJob, passes: PassPort) -> Probes | None:
-        """What a job's passes still have to read, laid out when it begins; None if there is nothing to do."""
-        path = path_to(job.node)
-        if job.probes is not None and job.observation is not None:
-            if self._is_as_read(job, job.observation):
-                return job.probes
-            self._end(job, Outcome.COMPRESSED)
-            return None
-        bounds, unread = self._ranges.bounds(path), self._unread(job, path)
-        if bounds is None and not unread:
-            self._end(job, Outcome.COMPRESSED)
-            return None
-        if self._compressor.compresses_at_once and job.prompt is not None and bounds is not None and not job.questions:
-            is_done = self._ranges.compress(job.node, bounds[1], job.prompt)  # learned while it waited
-            self._end(job, Outcome.COMPRESSED if is_done else Outcome.IN_USE)
-            return None
-        observed = self._ranges.waterline(path), length_of(path)
-        with self._guard.on_one_rank():
-            job.observation = self._votes.new_observation(observed, ANSWER_REACH if job.questions else 0, unread)
-        if job.observation is None:
-            self._end(job, Outcome.NO_MEMORY)
-            return None
-        start = unread[0].start if unread else observed[0]
-        job.probes = self._lay_out(job, tokens_of(path)[start:], passes)
-        return job.probes
-
-    def _lay_out(self, job: ScoringJob, tokens: Sequence[int], passes: PassPort) -> Probes:
-        """What is to follow a prefix of which ``tokens`` are to be scored."""
-        if not job.questions:
-            return repetition_probes(passes.tokenizer, tokens)
-        assert passes.tokenizer is not None
-        return Probes(question_probes(passes.tokenizer, job.questions))
-
-    def _has_room(self, job: ScoringJob, probe: Sequence[int], passes: PassPort) -> bool:
-        """Whether prefix and probe fit; if not, the job is over."""
-        num_tokens = length_of(path_to(job.node))
-        if num_tokens + len(probe) < passes.room:
-            return True
-        self.listener.refused(REFUSED_NO_ROOM, num_tokens)
-        self._end(job, Outcome.NO_ROOM)
-        return False
-
-    def _end(self, job: ScoringJob, outcome: Outcome) -> None:
+    def _end_as(self, job: ScoringJob, outcome: Outcome) -> None:
         self.jobs.end(job, outcome)
         if job is self._job:
             self._job = None
+
+
+def _outcome_of(done: Attempted) -> Outcome:
+    return Outcome.IN_USE if done.verdict is Verdict.IN_USE else Outcome.COMPRESSED
 
 
 def _tickets(wish: RequestOptions) -> set[str]:

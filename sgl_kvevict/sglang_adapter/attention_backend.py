@@ -251,20 +251,20 @@ class KVEvictAttentionBackend(AttentionBackend):
         """Record one request's queries of one layer; what fails is observed no further."""
         assert self.tree is not None
         rows, observation = observed
-        with self.tree.guard.at(Place.OBSERVATION):
+        with self.tree.guard.at(Place.OBSERVATION) as attempt:
             observation.record(index, queries[rows], lse[rows], self.arena.k[index], scale)
-            return
-        observation.fail()
-        self._observed.remove(observed)
+        if attempt.failed:
+            observation.fail()
+            self._observed.remove(observed)
 
     def _record_step(self, index: int, queries: Tensor, lse: Tensor, scale: float) -> None:
         """Record the queries of one layer of who generates; if that fails, nobody is followed any further."""
         assert self.tree is not None and self.tree.manager.generations is not None and self._step is not None
-        with self.tree.guard.at(Place.OBSERVATION):
+        with self.tree.guard.at(Place.OBSERVATION) as attempt:
             self._step.record(index, queries, lse, scale)
-            return
-        self._step = None
-        self.tree.manager.generations.clear()
+        if attempt.failed:
+            self._step = None
+            self.tree.manager.generations.clear()
 
     def _attend_in_window(
         self,

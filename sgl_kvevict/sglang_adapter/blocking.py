@@ -14,41 +14,36 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-    from sgl_kvevict.lifecycle.spans import SpanTable
+    from sgl_kvevict.lifecycle.table import PrefixTable
 
 
 class BlockingNodes:
-    """Finds where a key must stop, and drops what stands in the way once nobody reads it.
+    """Finds where a key must stop, and drops nodes that stand in the way once they have no readers.
 
     Args:
         cache: the tree.
-        spans: what its nodes hold.
+        table: says which nodes are compressed, and which are stale.
         splittable: spans may be cut anywhere.
     """
 
-    def __init__(self, cache: UnifiedRadixCache, spans: SpanTable, *, splittable: bool) -> None:
+    def __init__(self, cache: UnifiedRadixCache, table: PrefixTable, *, splittable: bool) -> None:
         self._cache = cache
-        self._spans = spans
+        self._spans = table.spans
+        self._stale = table.stale
         self._splittable = splittable
-        self._stale: dict[UnifiedTreeNode, None] = {}  # in order, which must be the same on every rank
-
-    def clear(self) -> None:
-        """The tree was flushed."""
-        self._stale.clear()
 
     def add_compressed(self) -> None:
-        """The weights changed: nothing compressed until now may be matched again. What still has readers goes later."""
+        """The weights changed: nodes compressed so far must not be matched. Those with readers are dropped later."""
         root = self._cache.root_node
-        self._stale |= dict.fromkeys(node for node in self._spans if node.parent is root)
+        for node in [node for node in self._spans if node.parent is root and node not in self._stale]:
+            self._stale.put(node, value=True)
         self.drop_unread()
 
     def drop_unread(self) -> None:
-        """Drop the compressed paths of other weights that nobody reads any more."""
-        for node in tuple(self._stale):
-            if node in self._spans:
+        """Drop the compressed paths of other weights that have no readers any more."""
+        for node, _ in self._stale:
+            if node in self._stale:
                 self.drop_subtree(node)
-            else:  # it was dropped like any leaf
-                del self._stale[node]
 
     @accounting()
     def drop_subtree(self, node: UnifiedTreeNode) -> bool:
@@ -59,7 +54,6 @@ class BlockingNodes:
         for step in subtree:
             subtree.extend(step.children.values())
         for step in reversed(subtree):
-            self._stale.pop(step, None)
             result = self._cache.tree_core.evict_device_leaf(step.id, is_write_back=False)
             while result.device_frees:  # SGLang checks that nothing was left in there
                 kind, slots = result.device_frees.popitem()
@@ -89,7 +83,7 @@ class BlockingNodes:
                 return child
             matched = child.key.match_at(key, position, page_size=page_size)
             if matched < len(child.key):
-                span = self._spans.get(child)
+                span = self._spans.at(child)
                 return None if span is None or span.segment.splittable else self._spans.owner_of(child)
             node, position = child, position + matched
         return self._spans.owner_of(node) if self._spans.blocks(node) else None

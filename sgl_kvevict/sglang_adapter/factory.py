@@ -33,7 +33,7 @@ from sgl_kvevict.sglang_adapter.refusals import (
     server_reasons,
     window_reasons,
 )
-from sgl_kvevict.sglang_adapter.scheduler_store import use_store
+from sgl_kvevict.sglang_adapter.scheduler_store import open_access
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
@@ -70,7 +70,6 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     assert isinstance(backend, KVEvictAttentionBackend) and arena is not None
     tree = _assemble(ctx, config, policy, arena, backend)
     backend.attach(tree)
-    use_store(tree, config, ctx)
     start_monitoring(tree, config, ctx.server_args, enable_metrics=ctx.params.enable_metrics and tree.ranks.is_first)
     if not tree.ranks.is_first:
         return tree
@@ -118,7 +117,7 @@ def _assemble(
 ) -> KVEvictTree:
     geometry = backend.geometry
     store = SpanStore(geometry, arena.k, arena.v, arena.biases)
-    compressor = distilling = None
+    compressor = distilling = access = None
     if policy is not None:
         model = ctx.tp_worker.model_runner.model
         output_grams = (
@@ -134,8 +133,8 @@ def _assemble(
         compressor = Compressor(config, policy, store, rotary, output_grams, learner)
         if arena.k.is_cuda:
             warm_up(compressor, ctx.tp_worker.model_runner.dtype)
-    tree = create_unified_radix_cache(ctx, cache_class=partial(KVEvictTree, store=store, compressor=compressor))
+        access = open_access(config, ctx, geometry, arena.k.dtype)
+    ours = partial(KVEvictTree, store=store, compressor=compressor, access=access, distilling=distilling)
+    tree = create_unified_radix_cache(ctx, cache_class=ours)
     assert isinstance(tree, KVEvictTree)
-    if tree.manager.scoring is not None and distilling is not None:
-        tree.manager.scoring.on_learned = distilling.learned
     return tree

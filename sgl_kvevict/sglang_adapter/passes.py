@@ -136,4 +136,6 @@ def after_ingest(_result: object, scheduler: Scheduler, *_args: object, **_kwarg
     tree = scheduler.tree_cache
     if isinstance(tree, KVEvictTree):
         tree.clock.tick()
-        tree.manager.between_steps(SchedulerPasses(scheduler))
+        result = tree.manager.between_steps(SchedulerPasses(scheduler))
+        if result is not None and tree.distilling is not None:
+            tree.distilling.learned(result)

@@ -33,12 +33,12 @@ def before_queueing(scheduler: Scheduler, req: Req, *_args: object, **_kwargs: o
     limit = scheduler.max_queued_requests
     if limit is not None and len(scheduler.waiting_queue) >= limit and tree.manager.scoring is not None:
         tree.manager.scoring.withdraw(SchedulerPasses(scheduler))  # a pass takes no user's place
-    with tree.guard.at(Place.OPTIONS):
+    with tree.guard.at(Place.OPTIONS) as attempt:
         reason = refusal(scheduler, tree, req)
         if reason is not None:
             _refuse(req, reason, HTTPStatus.BAD_REQUEST)
-        return
-    _refuse(req, "internal error; the server's log has it", HTTPStatus.INTERNAL_SERVER_ERROR)
+    if attempt.failed:
+        _refuse(req, "internal error; the server's log has it", HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 def around_beams(original: Callable[..., str | None], coordinator: BeamCoordinator, *args: Any) -> str | None:

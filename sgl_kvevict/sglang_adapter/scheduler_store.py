@@ -15,10 +15,11 @@ import torch
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import UnsupportedSetupError
-from sgl_kvevict.lifecycle.loading import Loading, Prompt
-from sgl_kvevict.lifecycle.stored import Adoption
-from sgl_kvevict.lifecycle.storing import StoredPrefixes, all_namespaces
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.lifecycle.loading import Prompt
+from sgl_kvevict.lifecycle.saving import StoreAccess, all_namespaces
 from sgl_kvevict.sglang_adapter.distilling import model_fingerprint, rotary_of
+from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 from sgl_kvevict.store import ReadAhead, SegmentStore, StoreIdentity, WriteBehind, open_backend
 
@@ -37,44 +38,46 @@ SHUTDOWN_S = 10.0
 _ADAPTER_ID = re.compile(r"[0-9a-f]{32}\Z")
 
 
-def use_store(tree: KVEvictTree, config: KVEvictConfig, ctx: TreeCacheBuildContext) -> None:
-    """Connect a tree with the configured store, if there is one.
+def open_access(
+    config: KVEvictConfig, ctx: TreeCacheBuildContext, geometry: KVGeometry, dtype: torch.dtype
+) -> StoreAccess | None:
+    """Open the configured store; None if there is none.
+
+    Args:
+        config: says where it is.
+        ctx: SGLang's, of the tree that is to be built.
+        geometry: sizes of this rank.
+        dtype: of the arena.
 
     Raises:
-        UnsupportedSetupError: the model cannot be told from others.
-        ConfigError: the store's URL needs what is not installed.
+        UnsupportedSetupError: the model has no files that identify it.
+        ConfigError: the store's URL needs a package that is not installed.
         StoreError: the store's folder cannot be made.
     """
-    manager = tree.manager
-    if config.store is None or tree.compressor is None or manager.ranges is None:
-        return
+    if config.store is None:
+        return None
     dummy = ctx.server_args.load_format == "dummy"
     fingerprint = None if dummy else model_fingerprint(ctx.model_config.model_path, ctx.model_config.revision)
     if fingerprint is None:
         raise UnsupportedSetupError([f"store is {config.store!r}: the model has no safetensors files to know it by"])
-    rotary = rotary_of(ctx.tp_worker.model_runner)
-    identity = identity_of(config, ctx, tree, fingerprint, rotary)
+    identity = identity_of(config, ctx, geometry, dtype, fingerprint, rotary_of(ctx.tp_worker.model_runner))
     segments = SegmentStore(open_backend(config.store, config.store_bytes), identity)
-    loading = None
-    if config.store_wait_ms:
-        adoption = Adoption(tree.port, manager.spans, manager.ranges, manager.readers, tree.store)
-        reader = ReadAhead(segments, config.store_wait_ms / 1000)
-        loading = Loading(tree.port, manager.spans, adoption, identity, reader, tree.guard)
-    writer = WriteBehind(segments)
+    reader = ReadAhead(segments, config.store_wait_ms / 1000) if config.store_wait_ms else None
     keeps = without_adapter if ctx.server_args.enable_lora else all_namespaces
-    manager.use_store(
-        StoredPrefixes(
-            *(tree.port, manager.spans, tree.store, identity, writer, tree.guard, config.tail_tokens), loading, keeps
-        )
-    )
     logger.info("kvevict: prefixes are kept in %s as those of %s", segments.backend.url, identity.digest[:16])
+    return StoreAccess(identity, WriteBehind(segments), reader, keeps)
 
 
 def identity_of(
-    config: KVEvictConfig, ctx: TreeCacheBuildContext, tree: KVEvictTree, fingerprint: str, rotary: Rotary
+    config: KVEvictConfig,
+    ctx: TreeCacheBuildContext,
+    geometry: KVGeometry,
+    dtype: torch.dtype,
+    fingerprint: str,
+    rotary: Rotary,
 ) -> StoreIdentity:
     """Everything that must be the same for another server to use what this one stores."""
-    model, geometry, dtype = ctx.model_config, tree.store.geometry, tree.store.k_arena.dtype
+    model, ranks = ctx.model_config, TensorRanks(ctx.params.attn_tp_cache_group)
     kept = ("policy", "policy_options", "budget", "budget_includes_tail", "tail_tokens", "sink_tokens")
     policy = {name: getattr(config, name) for name in kept} | {"shares": config.shares}
     if config.fit:
@@ -92,8 +95,8 @@ def identity_of(
         num_kv_heads=geometry.num_kv_heads,
         head_dim=geometry.head_dim,
         rotary=turns.hexdigest(),
-        rank=tree.ranks.rank,
-        num_ranks=tree.ranks.size,
+        rank=ranks.rank,
+        num_ranks=ranks.size,
         policy=json.dumps(policy, sort_keys=True, default=str),
         min_prefix_tokens=config.min_prefix_tokens,
     )
@@ -120,13 +123,11 @@ def after_queueing(
 ) -> None:
     """Hook after a request was queued: what the store knows of its prompt is fetched while it waits."""
     tree = scheduler.tree_cache
-    stored = tree.manager.stored if isinstance(tree, KVEvictTree) else None
-    if stored is None or stored.loading is None or not (stored.is_on and stored.keeps(req.extra_key)):
-        return
-    if is_retracted or req.to_finish is not None or tree.manager.readers.is_exact(req):
+    loading = tree.manager.loading if isinstance(tree, KVEvictTree) else None
+    if loading is None or is_retracted or req.to_finish is not None or tree.manager.readers.is_exact(req):
         return
     tokens = req.origin_input_ids
-    stored.loading.queued(req, Prompt(tokens, len(tokens) - 1, req.extra_key, req.cache_salt or None))
+    loading.queued(req, Prompt(tokens, len(tokens) - 1, req.extra_key, req.cache_salt or None))
 
 
 def around_admission(original: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
@@ -136,10 +137,10 @@ def around_admission(original: Callable[..., Any], scheduler: Scheduler, *args: 
     everybody else: for aborts, flushes and counts.
     """
     tree = scheduler.tree_cache
-    stored = tree.manager.stored if isinstance(tree, KVEvictTree) else None
-    if stored is None or stored.loading is None:
+    loading = tree.manager.loading if isinstance(tree, KVEvictTree) else None
+    if loading is None:
         return original(scheduler, *args, **kwargs)
-    waiting = stored.loading.settle(scheduler.waiting_queue)
+    waiting = loading.settle(scheduler.waiting_queue)
     if not waiting:
         return original(scheduler, *args, **kwargs)
     queue = list(scheduler.waiting_queue)
@@ -155,11 +156,10 @@ def around_admission(original: Callable[..., Any], scheduler: Scheduler, *args: 
 def after_shutdown(_result: None, scheduler: Scheduler, *_args: object, **_kwargs: object) -> None:
     """Hook after SGLang asked a scheduler to leave, when the last request has ended: what waits is written."""
     tree = scheduler.tree_cache
-    stored = tree.manager.stored if isinstance(tree, KVEvictTree) else None
-    if stored is None:
+    if not isinstance(tree, KVEvictTree) or tree.manager.access is None:
         return
     began = time.monotonic()
-    left = stored.close(SHUTDOWN_S)
+    left = tree.manager.close_store(SHUTDOWN_S)
     if left:
         logger.warning("kvevict: %d prefixes were not written to the store within %.0f s", left, SHUTDOWN_S)
     else:

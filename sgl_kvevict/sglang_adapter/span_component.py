@@ -9,7 +9,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType, EvictLa
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.lifecycle import PrefixManager
 from sgl_kvevict.lifecycle.eviction import CostAwareRecency, NodeHeap, NodeSet
-from sgl_kvevict.lifecycle.spans import SpanTable
+from sgl_kvevict.lifecycle.table import Spans
 
 if TYPE_CHECKING:
     import torch
@@ -35,16 +35,16 @@ class SpanComponent(FullComponent):
     def __init__(self, cache: Any, params: CacheInitParams) -> None:
         super().__init__(cache, params)
         self._manager: PrefixManager = cache.manager
-        self._spans: SpanTable = self._manager.spans
+        self._spans: Spans = self._manager.spans
         self._order: CostAwareRecency | None = None
         self._heap: NodeHeap | None = None
         self._wanted = 0
 
     def reclaimable_value_len(self, node: UnifiedTreeNode) -> int:
         """Token slots that a node carries in the accounting."""
-        spans = self._spans
-        if node in spans:
-            return spans[node].charged_slots
+        span = self._spans.at(node)
+        if span is not None:
+            return span.charged_slots
         value: torch.Tensor | None = node.component_data[FULL].value
         return 0 if value is None else len(value)
 

@@ -22,10 +22,12 @@ from sgl_kvevict.lifecycle import PrefixManager
 from sgl_kvevict.lifecycle.listener import REFUSED_NOT_CACHED
 from sgl_kvevict.lifecycle.manager import Released
 from sgl_kvevict.lifecycle.nodes import path_to
+from sgl_kvevict.lifecycle.saving import StoreAccess
 from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.request import RequestOptions, parse_request_options
 from sgl_kvevict.sglang_adapter.access_clock import AccessClock, access_counter
 from sgl_kvevict.sglang_adapter.blocking import BlockingNodes
+from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.kv_pools import state_slots
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.span_component import FULL, SpanComponent
@@ -47,6 +49,8 @@ class KVEvictTree(UnifiedRadixCache):
         params: SGLang's construction parameters.
         store: writes and repacks segments.
         compressor: compresses completed prompts; None (policy ``none``) leaves the tree as stock.
+        access: where prefixes are stored; None: nowhere.
+        distilling: reports the results of lessons; None: nothing is learned.
 
     Attributes:
         port: what the manager does to the tree.
@@ -58,18 +62,26 @@ class KVEvictTree(UnifiedRadixCache):
             SGLang reports by name what becomes of requests that it takes off or gives up.
     """
 
-    def __init__(self, params: CacheInitParams, store: SpanStore, compressor: Compressor | None) -> None:
+    def __init__(
+        self,
+        params: CacheInitParams,
+        store: SpanStore,
+        compressor: Compressor | None,
+        access: StoreAccess | None = None,
+        distilling: Distilling | None = None,
+    ) -> None:
         self.store = store
         self.compressor = compressor
+        self.distilling = distilling
         self.port = UnifiedTreePort(self, TensorRanks(params.attn_tp_cache_group))
         self.guard = Guard(self.ranks.size)
         states = state_slots(params, store.k_arena)
-        self.manager = PrefixManager(self.port, store, compressor, self.guard, access_counter, states)
+        self.manager = PrefixManager(self.port, store, compressor, self.guard, access_counter, states, access)
         self.spans = self.manager.spans
         self.clock = AccessClock()
         self.pass_name = f"kvevict-pass-{self.ranks.largest(secrets.randbits(62)):x}"
         is_splittable = compressor is None or compressor.splittable
-        self._blocking = BlockingNodes(self, self.spans, splittable=is_splittable)
+        self._blocking = BlockingNodes(self, self.manager.table, splittable=is_splittable)
         self._weighs_recency = False
         # SGLang's constructor builds the components and calls reset: what they need exists by now.
         ours = {FULL: SpanComponent, SWA: SpanAwareSWA}
@@ -85,7 +97,6 @@ class KVEvictTree(UnifiedRadixCache):
 
     def reset(self) -> None:
         """Forget everything; SGLang clears allocator and rows itself."""
-        self._blocking.clear()
         self.manager.cleared()
         super().reset()
         self._order_leaves()
@@ -101,8 +112,8 @@ class KVEvictTree(UnifiedRadixCache):
         if compressor is not None and compressor.learner is not None:
             compressor.learner.forget()
         self.manager.forget_seen()
-        if self.manager.stored is not None and self.manager.stored.is_on:
-            self.manager.stored.switch_off()
+        if self.manager.access is not None and self.manager.access.is_on:
+            self.manager.switch_store_off()
             logger.warning("kvevict: the weights are not those that were loaded: the store is off until a restart")
         self._blocking.add_compressed()
 
@@ -218,10 +229,10 @@ class KVEvictTree(UnifiedRadixCache):
             return
         super().checkpoint(req, up_to=up_to, **kwargs)
         if self.manager.is_complete(req):
-            with self.guard.at(Place.PROMPT):
+            with self.guard.at(Place.PROMPT) as attempt:
                 self.manager.prompt_complete(req, self.tree_core.node_by_id(req.last_node), self._wish_of(req))
-                return
-            self.manager.forget_observed(req)
+            if attempt.failed:
+                self.manager.forget_observed(req)
 
     def _keep_out(self, req: Req) -> None:
         """A request's tokens are not cached: if it has finished, its recurrent state goes as well."""

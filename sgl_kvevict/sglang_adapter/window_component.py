@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.cache_action import CacheAction
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
-    from sgl_kvevict.lifecycle.spans import SpanTable
+    from sgl_kvevict.lifecycle.table import Spans
 
 SWA = ComponentType.SWA
 _OWN = "kvevict_own"
@@ -62,7 +62,7 @@ class SpanAwareSWA(SWAComponent):
 
     def __init__(self, cache: Any, params: CacheInitParams) -> None:
         super().__init__(cache, params)
-        self._spans: SpanTable = cache.spans
+        self._spans: Spans = cache.spans
 
     @accounting()
     def keep_window(self, node: UnifiedTreeNode) -> None:

@@ -30,7 +30,7 @@ FAULTS: Mapping[Place, str] = {
     Place.RELEASE: f"{LIFECYCLE}.ranges.Ranges.try_pending",
     Place.LISTENER: f"{ADAPTER}.monitoring.totals.TotalsListener.scored",
     Place.SOCKETS: "sgl_kvevict.events.service.EventService._publish_queued",
-    Place.STORE: f"{LIFECYCLE}.storing.export_segment",
+    Place.STORE: f"{LIFECYCLE}.saving.export_segment",
     Place.STATE: f"{ADAPTER}.monitoring.server_info.cache_state",
 }
 """A function that runs at each guarded place."""

@@ -34,6 +34,7 @@ from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.lifecycle.nodes import length_of, path_to
+from sgl_kvevict.lifecycle.saving import StoreAccess
 from sgl_kvevict.policies import Policy, Rotary
 from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
@@ -67,6 +68,7 @@ class Harness:
     """A scheduler in miniature: admits, prefills in chunks, decodes, finishes, retracts and flushes requests.
 
     Attributes:
+        access: where prefixes are stored.
         has_learned: ranges that wait for passes can be compressed when slots are short.
         windows: of the two layers, see :attr:`KVGeometry.windows`.
         cache_grid: only multiples of so many tokens are cached, and found; as for models with a recurrent state.
@@ -85,6 +87,7 @@ class Harness:
     eviction_config: dict | None = None
     has_sessions: bool = False
     has_learned: bool = False
+    access: StoreAccess | None = None
     windows: tuple[int, ...] = ()
     cache_grid: int = 1
     geometry: KVGeometry = field(init=False)
@@ -109,7 +112,7 @@ class Harness:
         store = SpanStore(self.geometry, self.k, self.v, self.biases)
         kind = LearnedCompressor if self.has_learned else Compressor
         compressor = None if self.policy is None else kind(self.config, self.policy, store, NO_ROTARY)
-        self.tree = KVEvictTree(params, store, compressor)
+        self.tree = KVEvictTree(params, store, compressor, self.access)
         if self.cache_grid > 1:
             full = self.tree.components[FULL]
             full.floor_cache_len = lambda length: length // self.cache_grid * self.cache_grid

@@ -5,9 +5,8 @@ from __future__ import annotations
 from helpers.harness import Harness
 from helpers.stored import identity as identity_of
 from sgl_kvevict.lifecycle.listener import CacheListener
-from sgl_kvevict.lifecycle.loading import Loading, Prompt
-from sgl_kvevict.lifecycle.stored import Adoption, export_segment
-from sgl_kvevict.lifecycle.storing import StoredPrefixes
+from sgl_kvevict.lifecycle.loading import Adoption, Prompt
+from sgl_kvevict.lifecycle.saving import StoreAccess, export_segment
 from sgl_kvevict.store import (
     ReadAhead,
     SegmentRecord,
@@ -61,17 +60,14 @@ class Server:
 
     def __init__(self, folder, identity=IDENTITY, **kind):
         self.now = 0.0
-        self.harness = Harness(**kind)
-        tree = self.harness.tree
         self.segments = SegmentStore(open_backend(str(folder)), identity)
         self.writer = WriteBehind(self.segments)
         self.reader = ReadAhead(self.segments, 1.0, lambda: self.now)
-        self.loading = Loading(tree.port, tree.spans, adoption(self.harness), identity, self.reader, tree.guard)
-        self.stored = StoredPrefixes(
-            tree.port, tree.spans, tree.store, identity, self.writer, tree.guard, 4, self.loading
-        )
-        tree.manager.use_store(self.stored)
-        self.heard = self.stored.listener = Heard()
+        self.access = StoreAccess(identity, self.writer, self.reader)
+        self.harness = Harness(access=self.access, **kind)
+        self.manager = self.harness.tree.manager
+        self.loading, self.saving = self.manager.loading, self.manager.saving
+        self.heard = self.manager.listener = Heard()
 
     def queue(self, prompt, extra_key=None):
         """A request that is queued, of which ``prompt`` can be found."""
@@ -102,5 +98,5 @@ class Server:
         self.harness.decode(req)
         self.harness.finish(req)
         assert self.writer.drain(10)
-        self.stored.between_steps()
+        self.saving.between_steps()
         return found

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from sglang.srt.managers.schedule_batch import Req
 
 from helpers.harness import Harness
+from sgl_kvevict.distill import LessonResult
 from sgl_kvevict.lifecycle.manager import Released
 from sgl_kvevict.sglang_adapter.passes import SchedulerPasses
 
@@ -44,6 +45,7 @@ class MiniScheduler:
         self.max_req_input_len = 500
         self.tree_cache = harness.tree
         self.passes: list[Req] = []
+        self.results: list[LessonResult] = []
         self.processed_tokens_counter = 0
         self.enable_lora = False
         self.running_batch = SimpleNamespace(reqs=[])
@@ -61,7 +63,9 @@ class MiniScheduler:
 
     def turn(self) -> None:
         """One turn of the loop, in which nothing is run."""
-        self.harness.tree.manager.between_steps(self.port(self))
+        result = self.harness.tree.manager.between_steps(self.port(self))
+        if result is not None:
+            self.results.append(result)
 
     def run_pass(self, chunk: int | None = None) -> bool:
         """Admit and run the waiting pass, as far as slots last; False if there is none."""

@@ -14,6 +14,7 @@ from sgl_kvevict.compression import Compressor
 from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.manager import Released
+from sgl_kvevict.lifecycle.ranges import Verdict
 from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.request import ticket_digest
 
@@ -138,11 +139,11 @@ def test_what_somebody_reads_exactly_waits_until_that_one_lets_go():
     exact, other = tree.reader(node), tree.reader(node)
     tree.manager.readers.make_exact(exact)
     reader = tree.prompt(node)
-    assert spans(tree) == [] and recorder.told == [("refused", "in-use", 18)] and len(tree.manager.ranges) == 1
+    assert spans(tree) == [] and recorder.told == [("refused", "in-use", 18)] and len(tree.manager.table.pending) == 1
     tree.release(reader)
     assert spans(tree) == []
     tree.release(exact, Released.RETRACTED)
-    assert spans(tree) == [(0, 18)] and len(tree.manager.ranges) == 0
+    assert spans(tree) == [(0, 18)] and len(tree.manager.table.pending) == 0
     assert other.row[:18].eq(0).all()
 
 
@@ -153,9 +154,10 @@ def test_a_range_given_up_for_want_of_memory_is_told_with_its_own_tokens():
     last = tree.add(10, node)
     exact = tree.reader(last)
     tree.manager.readers.make_exact(exact)
-    assert not tree.manager.ranges.compress(last, 28, SimpleNamespace(num_bytes=1))
+    done = tree.manager.ranges.compress(last, 28, SimpleNamespace(num_bytes=1))
+    assert done.verdict is Verdict.IN_USE
     assert recorder.told[1:] == [("refused", "no-memory", 10), ("refused", "in-use", 10)]
-    assert len(tree.manager.ranges) == 0
+    assert len(tree.manager.table.pending) == 0
 
 
 def test_a_lock_that_no_reader_explains_is_waited_for():
@@ -163,7 +165,7 @@ def test_a_lock_that_no_reader_explains_is_waited_for():
     node = tree.add(20)
     node.locks += 1
     reader = tree.prompt(node)
-    assert spans(tree) == [] and len(tree.manager.ranges) == 1
+    assert spans(tree) == [] and len(tree.manager.table.pending) == 1
     for each in (node, node.parent):
         each.locks -= 1
     tree.release(reader)
@@ -176,11 +178,11 @@ def test_a_range_goes_with_its_node():
     exact = tree.reader(node)
     tree.manager.readers.make_exact(exact)
     tree.release(tree.prompt(node))
-    (pending,) = tree.manager.ranges
+    ((pending, _),) = tree.manager.table.pending
     tree.unlock(exact)
     tree.drop(node)
-    tree.drop(pending.node)
-    assert len(tree.manager.ranges) == 0
+    tree.drop(pending)
+    assert len(tree.manager.table.pending) == 0
 
 
 def test_dropping_the_lower_part_of_a_segment_repacks_it():
@@ -201,7 +203,7 @@ def test_a_policy_that_fails_leaves_the_range_as_it_is(monkeypatch):
     monkeypatch.setattr(Compressor, "compress", lambda *_: 1 / 0)
     reader = tree.prompt(tree.add(20))
     assert spans(tree) == [] and tree.guard.errors[Place.COMPRESSION] == 1
-    assert reader.row[:20].ne(0).all() and not tree.free_slots and len(tree.manager.ranges) == 0
+    assert reader.row[:20].ne(0).all() and not tree.free_slots and len(tree.manager.table.pending) == 0
 
 
 def test_a_prefix_that_was_found_is_scored_in_passes_and_compressed():

@@ -39,7 +39,7 @@ def spans(tree: FakeTree) -> dict[FakeNode, int]:
 def test_nothing_is_compressed_while_there_is_room():
     tree = cache()
     cached(tree, 22)
-    assert spans(tree) == {} and len(tree.manager.pressure._nodes) == 1
+    assert spans(tree) == {} and len(tree.manager.table.shrinking) == 1
 
 
 def test_it_shrinks_in_steps_before_it_would_be_dropped():
@@ -179,7 +179,7 @@ def test_ends_do_not_overlap():
     lower = tree.add(12, upper)
     tree.release(tree.prompt(lower))
     lower.parent.last_access_time, upper.last_access_time = 1.0, 2.0
-    assert len(tree.manager.pressure._nodes) == 2
+    assert len(tree.manager.table.shrinking) == 2
     assert relieve(tree) == 6 and set(spans(tree)) == {upper}
     assert relieve(tree) == 5 and len(spans(tree)) == 2
 

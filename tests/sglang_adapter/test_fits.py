@@ -191,11 +191,12 @@ def test_nothing_is_fitted_where_everything_is_kept():
     assert (state(harness)["fits"], state(harness)["fits_given_up"]) == (0, 0)
 
 
-def test_what_is_kept_in_a_store_is_told_after_the_fit():
+def test_what_is_kept_in_a_store_is_told_after_the_fit(monkeypatch):
     """Else the store would keep what was only selected."""
     harness, scheduler = cache()
     told = []
-    harness.tree.manager.fits.on_ended = lambda last: told.append(harness.tree.spans[last].segment.is_fitted)
+    at_budget = lambda last: told.append(harness.tree.spans[last].segment.is_fitted)  # noqa: E731
+    monkeypatch.setattr(harness.tree.manager.ranges, "at_budget", at_budget)
     finish(scheduler)
     assert told == [True]
 

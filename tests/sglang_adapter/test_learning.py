@@ -41,9 +41,8 @@ class Pupil:
         self.learner = ScoreLearner(self.harness.geometry, rotary, 0.3, num_prefixes)
         compressor = self.manager.compressor
         compressor.learner, compressor.observes = self.learner, replace(compressor.observes, rotary=rotary)
-        self.results: list[LessonResult] = []
-        self.manager.scoring.on_learned = self.results.append
         self.scheduler = MiniScheduler(self.harness)
+        self.results = self.scheduler.results
 
     def ask(self, document, *suffix, **options):
         request = self.harness.run([*document, *suffix], options=options or None)
@@ -164,7 +163,7 @@ def test_what_is_to_be_learned_from_does_not_shrink_and_comes_first(monkeypatch)
         pupil.ask(document(number), 4, 5, 6)
     assert pupil.scheduler.run_pass()
     assert pupil.scheduler.passes[0].origin_input_ids[0] == 1
-    (job,) = pupil.manager.scoring.jobs.begun
+    (job,) = pupil.manager.table.begun_jobs
     while pupil.manager.pressure.relieve(None):
         pupil.harness.check()
     assert not any(node in pupil.manager.spans for node in path_to(job.node))
@@ -177,7 +176,7 @@ def test_a_prompt_that_found_most_of_it_in_the_cache_has_no_echo_of_it(monkeypat
     pupil.ask(document(0), 1, 2, 3)
     pupil.manager.compressor.is_short = True
     pupil.ask(document(0), 4, 5, 6)
-    assert not pupil.manager.pressure._nodes
+    assert not pupil.manager.table.shrinking
 
 
 def test_without_waiting_the_first_prompt_is_compressed_at_once(monkeypatch):

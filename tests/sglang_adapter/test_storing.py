@@ -15,6 +15,7 @@ from sgl_kvevict.config import EventsConfig, KVEvictConfig
 from sgl_kvevict.errors import StoreError
 from sgl_kvevict.events.types import Loaded, LoadFailed, Stored
 from sgl_kvevict.lifecycle.loading import READ_AHEAD
+from sgl_kvevict.lifecycle.prefix import Pending
 from sgl_kvevict.sglang_adapter.monitoring.event_stream import EventStreamListener
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.monitoring.totals import TotalsListener
@@ -42,7 +43,7 @@ def test_a_prefix_outlives_its_server(tmp_path):
     second = Server(tmp_path, num_slots=200)
     assert second.serve([*DOCUMENT[:56], 9, 9, 9]) == 56
     assert second.heard.loads == [(0, 56)] and second.heard.stored_segments == []
-    assert second.stored.state() | {"loaded": 1, "loaded_tokens": 56, "late": 0} == second.stored.state()
+    assert second.manager.store_state() | {"loaded": 1, "loaded_tokens": 56, "late": 0} == second.manager.store_state()
     assert second.serve([*DOCUMENT[:56], 9, 9, 9, 8]) == 59  # of the tree: nothing is fetched twice
     assert len(second.heard.loads) == 1
 
@@ -88,12 +89,12 @@ def test_what_shrinks_by_steps_is_stored_at_the_budget_only(tmp_path):
     done = {}
     for share in (0.6, 0.3, 0.1):
         if share == 0.6:
-            assert manager.ranges.compress_now(last, 50, observation, share) == 20
+            assert manager.ranges.compress_now(last, Pending(50, observation, share)).num_slots == 20
         else:
             manager.pressure._squeeze_to(last, config.slots_at(share, 50))
         server.harness.check()
         assert server.writer.drain(10)
-        server.stored.between_steps()
+        server.saving.between_steps()
         done[share] = len(server.heard.stored_segments)
     assert done == {0.6: 0, 0.3: 1, 0.1: 1}
     (key,) = keys_in(server.segments)
@@ -108,7 +109,7 @@ def test_who_waits_too_long_goes_on_without(tmp_path, monkeypatch):
     assert server.begin(req) == {req}
     server.now = 1.0
     assert server.loading.settle([req]) == set() and server.heard.failures == ["late"]
-    assert server.stored.state()["late"] == 1
+    assert server.manager.store_state()["late"] == 1
 
 
 def test_a_store_that_fails_is_told_and_the_prompt_computed(tmp_path, monkeypatch):
@@ -141,14 +142,14 @@ def test_new_weights_switch_the_store_off(tmp_path):
     waiting = server.queue(DOCUMENT)
     server.loading.settle([waiting])
     server.harness.tree.forget_compressed()
-    assert server.loading.settle([waiting]) == set() and not server.stored.is_on
+    assert server.loading.settle([waiting]) == set() and not server.access.is_on
     assert server.heard.loads == []
     late = server.harness.request([*DOCUMENT, 8])
     after_queueing(None, SimpleNamespace(tree_cache=server.harness.tree), late)
     assert server.loading.num_waiting == 0
     server.harness.finish(server.harness.run(DOCUMENT))
     assert server.writer.drain(10)
-    server.stored.between_steps()
+    server.saving.between_steps()
     assert server.heard.stored_segments == [] and server.heard.loads == []
 
 
@@ -177,7 +178,7 @@ def test_what_readers_order_later_takes_the_place_of_what_was_stored(tmp_path):
     assert not server.segments.get(key).is_read
     (owner,) = server.harness.tree.spans
     server.harness.tree.spans[owner].segment.is_read = True
-    server.harness.tree.manager.ranges.on_budget(owner)
+    server.harness.tree.manager.ranges.at_budget(owner)
     assert server.writer.drain(10) and server.segments.get(key).is_read
 
 
@@ -222,7 +223,7 @@ def test_what_an_adapter_made_is_neither_stored_nor_looked_for(tmp_path):
     adapter = "0123456789abcdef" * 2
     assert without_adapter(None) and without_adapter("tenant") and not without_adapter("tenant" + adapter)
     server = Server(tmp_path, num_slots=200)
-    server.stored.keeps = without_adapter
+    server.access.keeps = without_adapter
     scheduler = SimpleNamespace(tree_cache=server.harness.tree)
     for extra_key, waits in ((adapter, 0), ("tenant" + adapter, 0), ("tenant", 1)):
         server.serve(DOCUMENT, extra_key=extra_key)
@@ -237,7 +238,7 @@ def test_a_server_that_stops_writes_what_waits(tmp_path, monkeypatch):
     gate, put = threading.Event(), server.segments.put
     monkeypatch.setattr(server.segments, "put", lambda *args: gate.wait(10) and put(*args))
     server.harness.finish(server.harness.run(DOCUMENT))
-    assert server.stored.close(0.01) == 1  # in bounded time
+    assert server.manager.close_store(0.01) == 1  # in bounded time
     gate.set()
     scheduler = SimpleNamespace(tree_cache=server.harness.tree)
     after_shutdown(None, scheduler)

@@ -33,7 +33,7 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
         spans=len(tree.spans),
         segments=segments,
         dead_entries=dead_entries,
-        pending_ranges=0 if tree.manager.ranges is None else len(tree.manager.ranges),
+        pending_ranges=len(tree.manager.table.pending),
         shared_spans=shared,
         readers=readers,
         max_readers=max_readers,

@@ -64,8 +64,9 @@ def cache_state(tree: KVEvictTree) -> dict[str, Any]:
     }
     if tree.compressor is not None:
         state |= tree.compressor.state()
-    if tree.manager.stored is not None:
-        state["store"] = tree.manager.stored.state()
+    stored = tree.manager.store_state()
+    if stored is not None:
+        state["store"] = stored
     scoring = tree.manager.scoring
     if scoring is not None:
         state |= {"scoring_jobs": scoring.num_waiting, "warm_outcomes": dict(scoring.jobs.outcomes)}

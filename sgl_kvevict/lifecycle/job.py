@@ -1,0 +1,177 @@
+"""A prefix that is to be read by scoring passes, and the table that says what an event does to it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from sgl_kvevict.compression import PromptObservation, ReaderObservation
+from sgl_kvevict.distill import Lesson
+from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.lifecycle.nodes import Node
+from sgl_kvevict.lifecycle.probes import Probes
+
+NamespaceKey = tuple[str | None, str | None]
+"""(extra_key, cache_salt): prompts of different ones share nothing."""
+
+
+class Outcome(Enum):
+    """What became of a job; reported under the tickets of the requests that asked for it."""
+
+    QUEUED = "queued"
+    """It waits for its passes, or they are under way."""
+    COMPRESSED = "compressed"
+    IN_USE = "in-use"
+    """Scored; compressed when the last request that reads it exactly is released."""
+    TOO_SHORT = "too-short"
+    NO_ROOM = "no-room"
+    """Prefix and probe together exceed the pool, or the server's longest request."""
+    DROPPED = "dropped"
+    """The prefix left the tree."""
+    ABORTED = "aborted"
+    """A pass was aborted: all requests were aborted, or slots were short."""
+    NO_MEMORY = "no-memory"
+    """The observation of its passes exceeds ``observation_bytes``."""
+    BUSY = "busy"
+    """Too many prefixes wait."""
+    FAILED = "failed"
+    """An error was held; the server's log has it."""
+
+
+class Stage(Enum):
+    """How far a job has come."""
+
+    DUE = auto()
+    """It waits for its first pass."""
+    SCORING = auto()
+    """Its passes are under way; between two of them nothing is locked."""
+    LEARNING = auto()
+    """Its passes are over; learned scores are fitted to what they saw, one layer at a time."""
+
+
+class Event(Enum):
+    """What happens to a job."""
+
+    TURN = auto()
+    """A pass or a layer of a lesson may start now, and it is this job's turn."""
+    PASS_READ = auto()
+    """Its pass was prefilled to the end."""
+    LAYER_LEARNED = auto()
+    """One more layer of its lesson was learned."""
+    ABORTED = auto()
+    """Its pass was aborted."""
+    DROPPED = auto()
+    """Its prefix left the tree, or the tree was flushed."""
+    FAILED = auto()
+    """An exception was held while the job was worked on."""
+
+
+class Fact(Enum):
+    """What may be true of a job when an event comes."""
+
+    NOTHING_LEFT = auto()
+    """Its prefix is compressed, and further passes would not improve it."""
+    NEEDS_NO_PASSES = auto()
+    """Learned scores have come into use while it waited, and prompts are compressed at once."""
+    CHANGED = auto()
+    """What its passes read was compressed by another way, and not handed over to its observation."""
+    UNUSABLE = auto()
+    """An error was held while its observation was recorded."""
+    PROBES_LEFT = auto()
+    """Further passes are needed."""
+    LESSON_OVER = auto()
+    """All layers are learned."""
+
+
+class Action(Enum):
+    """What to do with a job that goes on."""
+
+    BEGIN = auto()
+    """Allocate its observation, lay out its probes, and start the first pass."""
+    COMPRESS_AT_ONCE = auto()
+    """Compress with what the prompt's prefill left behind."""
+    START_PASS = auto()
+    LEARN_LAYER = auto()
+    FINISH_PASSES = auto()
+    """Shrink what was compressed early; begin a lesson, or compress."""
+    COMPRESS = auto()
+    """Compress with what the passes saw."""
+    WAIT = auto()
+    """Nothing until its next turn."""
+
+
+Rule = tuple[Fact | None, Action | Outcome]
+"""The step to take if a fact holds; None holds always."""
+
+RULES: Mapping[tuple[Stage, Event], tuple[Rule, ...]] = {
+    (Stage.DUE, Event.TURN): (
+        (Fact.NOTHING_LEFT, Outcome.COMPRESSED),
+        (Fact.NEEDS_NO_PASSES, Action.COMPRESS_AT_ONCE),
+        (None, Action.BEGIN),
+    ),
+    (Stage.SCORING, Event.TURN): ((Fact.CHANGED, Outcome.COMPRESSED), (None, Action.START_PASS)),
+    (Stage.LEARNING, Event.TURN): ((Fact.CHANGED, Action.COMPRESS), (None, Action.LEARN_LAYER)),
+    (Stage.SCORING, Event.PASS_READ): (
+        (Fact.UNUSABLE, Outcome.FAILED),
+        (Fact.CHANGED, Outcome.COMPRESSED),
+        (Fact.PROBES_LEFT, Action.WAIT),
+        (None, Action.FINISH_PASSES),
+    ),
+    (Stage.LEARNING, Event.LAYER_LEARNED): ((Fact.LESSON_OVER, Action.COMPRESS), (None, Action.WAIT)),
+    **{(stage, Event.ABORTED): ((None, Outcome.ABORTED),) for stage in Stage},
+    **{(stage, Event.DROPPED): ((None, Outcome.DROPPED),) for stage in Stage},
+    **{(stage, Event.FAILED): ((None, Outcome.FAILED),) for stage in Stage},
+}
+"""The first rule whose fact holds applies. What is missing cannot happen: a pass needs an observation, for instance."""
+
+
+def decide(stage: Stage, event: Event, facts: Collection[Fact] = ()) -> Action | Outcome:
+    """Return what an event does to a job: an action, or the outcome with which it ends.
+
+    Raises:
+        InvariantError: the event cannot happen at this stage.
+    """
+    for fact, step in RULES.get((stage, event), ()):
+        if fact is None or fact in facts:
+            return step
+    raise InvariantError(f"the event {event.name} cannot happen to a job at stage {stage.name}")
+
+
+@dataclass(eq=False)
+class ScoringJob:
+    """A prefix that passes are to read before it is compressed, or squeezed further.
+
+    Attributes:
+        node: last node of the prefix.
+        questions: texts to append in its passes; (): the policy's own probes.
+        tickets: hashes of the tickets under which its outcome is reported.
+        is_wanted: a request asked for it.
+        prompt: what the prefill of a prompt left behind that found the prefix or asked for it; kept for a lesson.
+        observation: what the passes have seen; None before the first.
+        probes: what is still to be appended to the prefix, pass by pass; None before the first.
+        started: when the running pass was queued (seconds, monotonic).
+        lesson: fits learned scores to what the passes saw; None before the last pass.
+    """
+
+    node: Node
+    questions: tuple[str, ...] = ()
+    tickets: set[str] = field(default_factory=set)
+    is_wanted: bool = False
+    prompt: PromptObservation | None = None
+    observation: ReaderObservation | None = None
+    probes: Probes | None = None
+    started: float = 0.0
+    lesson: Lesson | None = None
+
+    @property
+    def stage(self) -> Stage:
+        """How far it has come."""
+        if self.lesson is not None:
+            return Stage.LEARNING
+        return Stage.DUE if self.observation is None else Stage.SCORING
+
+    @property
+    def namespace(self) -> NamespaceKey:
+        """Namespace of its prefix."""
+        return self.node.key.extra_key, self.node.key.cache_salt

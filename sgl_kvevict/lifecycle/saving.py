@@ -1,0 +1,236 @@
+"""Saves prefixes: segments at the budget are copied from the pool and handed to the store's writer."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sgl_kvevict.guard import Guard, Place
+from sgl_kvevict.lifecycle.nodes import Key, Node, path_to, tokens_of
+from sgl_kvevict.lifecycle.ports import TreePort
+from sgl_kvevict.lifecycle.table import PrefixTable, Spans
+from sgl_kvevict.policies.parts import PolicyState
+from sgl_kvevict.prefix import SpanStore, View
+from sgl_kvevict.store import Namespace, ReadAhead, SegmentRecord, StoreIdentity, WriteBehind, Written
+
+
+def all_namespaces(extra_key: str | None) -> bool:
+    """Whether prefixes of a namespace may be stored: all may."""
+    return True
+
+
+@dataclasses.dataclass
+class StoreAccess:
+    """The store as one server uses it.
+
+    Attributes:
+        identity: of this server: what it stores is found by servers with the same one.
+        writer: writes segments in the background.
+        reader: fetches segments in the background; None: nothing is loaded.
+        keeps: whether a namespace, by its ``extra_key``, means the same to every server at any time.
+        is_on: False once the weights have changed: the identity is that of the files.
+    """
+
+    identity: StoreIdentity
+    writer: WriteBehind
+    reader: ReadAhead | None = None
+    keeps: Callable[[str | None], bool] = all_namespaces
+    is_on: bool = True
+
+    def uses(self, extra_key: str | None) -> bool:
+        """Whether prefixes of a namespace are saved and loaded now."""
+        return self.is_on and self.keeps(extra_key)
+
+
+@dataclasses.dataclass
+class StoreTotals:
+    """Counters since the server started.
+
+    Attributes:
+        stored: segments written.
+        stored_bytes: bytes of them.
+        already_stored: segments that the store had.
+        not_stored: segments that could not be written.
+    """
+
+    stored: int = 0
+    stored_bytes: int = 0
+    already_stored: int = 0
+    not_stored: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaving:
+    """A segment whose rows were copied, on its way to the store.
+
+    Attributes:
+        namespace: of its tokens.
+        num_bytes: of keys and values.
+        record: waits for what the device has not finished yet, and returns the segment; for another thread to call.
+    """
+
+    namespace: Namespace
+    num_bytes: int
+    record: Callable[[], SegmentRecord]
+
+
+def export_segment(
+    node: Node, tree: TreePort, spans: Spans, store: SpanStore, identity: StoreIdentity, num_tail: int
+) -> Leaving | None:
+    """Copy what a store keeps of a segment.
+
+    The part of the segment before it, if other prompts branch off inside that one, is copied with it: so a document
+    behind a chat header is stored whole, and loading it needs no other prompt's segment.
+
+    Args:
+        node: the last one that holds a span of it.
+        tree: the tree's port.
+        spans: of all nodes.
+        store: copies rows.
+        identity: of this server.
+        num_tail: uncompressed tokens after it to take along, if only one prompt goes on there.
+
+    Returns:
+        None: it is shorter than the prompts for which the store is asked.
+    """
+    path = path_to(node)
+    segment, views = spans[node].segment, _views_of(path, spans)
+    start, end = views[0].start, views[-1].end
+    if end - start < identity.min_prefix_tokens:
+        return None
+    tokens, namespace = tokens_of(path), namespace_of(node.key, identity)
+    copied = store.copy(views)
+    tail = _tail_of(node, spans, num_tail)
+    tail_k, tail_v = store.token_rows(tree.token_slots([tail])[:num_tail]) if tail is not None else (None, None)
+    state = segment.policy_state
+    assert state is None or isinstance(state, PolicyState)
+    record = SegmentRecord(
+        key=namespace.segment(tokens, start),
+        identity=identity.digest,
+        start=start,
+        end=end,
+        splittable=segment.splittable,
+        is_read=segment.is_read,
+        created=time.time(),
+        tokens=torch.tensor(tokens, dtype=torch.int64),
+        keep_lens=copied.keep_lens,
+        positions=copied.positions,
+        k=copied.k,
+        v=copied.v,
+        worth=copied.worth,
+        policy_state=None if state is None else state.threshold,
+        biases=copied.biases,
+        tail_tokens=None if tail is None else torch.tensor(list(tail.key.token_ids[:num_tail]), dtype=torch.int64),
+        tail_k=tail_k,
+        tail_v=tail_v,
+    )
+    num_bytes = (copied.k.numel() + (0 if tail_k is None else tail_k.numel())) * copied.k.element_size() * 2
+    if not copied.k.is_cuda:
+        return Leaving(namespace, num_bytes, lambda: record)
+    launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    launched.record()
+    return Leaving(namespace, num_bytes, lambda: _on_host(record, launched))
+
+
+def _views_of(path: Sequence[Node], spans: Spans) -> list[View]:
+    """The last segment of a path, and of those right before it the parts that the path leaves in the middle."""
+    views: list[View] = []
+    for node in path:
+        span = spans[node]
+        if views and views[-1].segment is span.segment:
+            views[-1] = View(span.segment, views[-1].start, span.end)
+        else:
+            views.append(View(span.segment, span.start, span.end))
+    first = len(views) - 1
+    while first and not views[first - 1].is_whole:
+        first -= 1
+    return views[first:]
+
+
+def _tail_of(node: Node, spans: Spans, num_tail: int) -> Node | None:
+    """The uncompressed node after a segment, if there is exactly one: all its prompts go on there."""
+    children = list(node.children.values())
+    return children[0] if num_tail and len(children) == 1 and children[0] not in spans else None
+
+
+def namespace_of(key: Key, identity: StoreIdentity) -> Namespace:
+    """The store's namespace of a node's tokens."""
+    return identity.namespace(key.extra_key, key.cache_salt)
+
+
+class Saving:
+    """Hands segments that have reached the budget to the store.
+
+    Args:
+        tree: the tree's port.
+        table: all prefixes.
+        store: copies rows.
+        access: the store.
+        guard: holds errors; the prefix is then not saved.
+        num_tail: tokens of a prompt's tail that are stored with the segment before them.
+
+    Attributes:
+        totals: counters.
+    """
+
+    def __init__(
+        self, tree: TreePort, table: PrefixTable, store: SpanStore, access: StoreAccess, guard: Guard, num_tail: int
+    ) -> None:
+        self.totals = StoreTotals()
+        self._tree = tree
+        self._table = table
+        self._store = store
+        self._access = access
+        self._guard = guard
+        self._num_tail = num_tail
+
+    def at_budget(self, last: Node) -> None:
+        """Copy a segment, of which ``last`` is the last node with a span, and hand it to the writer.
+
+        Waits for nothing but one small read from the device, and for that only if a beginning is stored with it.
+        """
+        if not self._access.uses(last.key.extra_key):
+            return
+        with self._guard.at(Place.STORE):
+            writer, store, spans = self._access.writer, self._store, self._table.spans
+            segment = spans[last].segment
+            num_bytes = 2 * store.k_arena.element_size() * store.geometry.head_dim * segment.num_entries
+            if not writer.has_room(num_bytes):
+                full = Written("", segment.end - segment.start, 0, "too many segments wait")
+                self._table.listener.stored(full)
+                return
+            leaving = export_segment(last, self._tree, spans, store, self._access.identity, self._num_tail)
+            if leaving is not None:
+                writer.write(leaving.record, leaving.namespace, leaving.num_bytes)
+
+    def between_steps(self) -> None:
+        """Count and report what was written since."""
+        done = self._access.writer.done
+        while done:
+            written = done.popleft()
+            if written.error is not None:
+                self.totals.not_stored += 1
+            elif written.num_bytes:
+                self.totals.stored += 1
+                self.totals.stored_bytes += written.num_bytes
+            else:
+                self.totals.already_stored += 1
+            self._table.listener.stored(written)
+
+
+def _on_host(record: SegmentRecord, copied: torch.cuda.Event) -> SegmentRecord:
+    """The record with all tensors in host memory, moved on a stream of their own."""
+    stream = torch.cuda.Stream(record.k.device)  # type: ignore[no-untyped-call]
+    stream.wait_event(copied)
+    with torch.cuda.stream(stream):
+        moved: dict[str, Any] = {
+            field.name: value.cpu()
+            for field in dataclasses.fields(record)
+            if isinstance(value := getattr(record, field.name), Tensor)
+        }
+    return dataclasses.replace(record, **moved)
