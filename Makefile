@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export GOMP_SPINCOUNT := 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve gallery lint test bench-smoke test-machines test-policies test-models test-sglang test-peers \
+.PHONY: help setup model demo compare serve gallery lint test bench-smoke test-machines test-policies test-models test-sglang test-peers \
 	test-compile campaign bench-serving bench-quality bench-peers bench-policies bench-papers
 
 # `make help` shows the lines that begin with "##@" as headings, and every target's text after "##".
@@ -24,8 +24,11 @@ setup: ## create or update .venv (stock SGLang on CPU, this package, test tools)
 model: setup ## download and convert the demo model, once
 	@$(BIN)/sgl-kvevict model >/dev/null
 
-demo: model ## compare stock SGLang and compressed prefixes on real programs
+demo: model ## a document compressed before your eyes, eight questions at once on the one copy: a minute
 	@$(BIN)/python examples/demo/run.py $(ARGS)
+
+compare: model ## stock SGLang beside ours on real programs, measured in turn: 6 to 12 minutes
+	@$(BIN)/python examples/demo/compare.py $(ARGS)
 
 serve: model ## serve the demo model with compressed prefixes (ARGS="--budget 0.1 -- --port 30001")
 	@$(BIN)/sgl-kvevict serve demo $(ARGS)
