@@ -50,14 +50,14 @@ bench-smoke: model ## a few ratios to stock beside the committed ones; fails bel
 
 ##@ Tests of hours or of other environments
 test-machines: setup ## 100,000 random operations on the tree (ARGS="20000 7 windows": so many, from this seed on, with layers of that kind; also states)
-	@$(BIN)/python -W ignore tests/sglang_adapter/run_machines.py $(ARGS)
+	@$(BIN)/python -W ignore tools/run_machines.py $(ARGS)
 
 test-policies: model ## every policy in a real server with the demo's programs, two budgets; half an hour
 	@rm -f docs/results/policies-served.md
 	@KVEVICT_ALL_POLICIES=docs/results/policies-served.md $(BIN)/python -m pytest tests/e2e/test_policies.py $(ARGS)
 
 test-models: setup ## every family of docs/models.md in real servers, tiny random models; half an hour
-	@$(BIN)/python -m pytest tests/models/check_served.py $(ARGS)
+	@$(BIN)/python -m pytest tools/models/check_served.py $(ARGS)
 
 test-sglang: ## what we rely on, in another version of SGLang (VERSION=0.5.24)
 	@scripts/test_sglang.sh "$(VERSION)" $(ARGS)
@@ -66,15 +66,15 @@ test-sglang: ## what we rely on, in another version of SGLang (VERSION=0.5.24)
 test-peers: export OMP_WAIT_POLICY := passive
 test-peers: model ## compare kept positions with kvpress, in an environment of its own
 	@scripts/setup_peers.sh
-	@PYTHONPATH=tests .venv-peers/bin/python -m peers.record_kvpress "$$($(BIN)/sgl-kvevict model)"
-	@$(BIN)/python -m pytest tests/peers/check_kvpress.py $(ARGS)
+	@PYTHONPATH=tools .venv-peers/bin/python -m peers.record_kvpress "$$($(BIN)/sgl-kvevict model)"
+	@$(BIN)/python -m pytest tools/peers/check_kvpress.py $(ARGS)
 
 test-compile: setup ## compile every kernel for four GPU architectures with two Tritons; writes docs/results/gpu/compiled.md
 	@scripts/setup_compile.sh
-	@$(BIN)/python -m pytest tests/kernels/check_compiled.py $(ARGS)
+	@$(BIN)/python -m pytest tools/check_compiled.py $(ARGS)
 
 campaign: model ## random operations, input, requests, faults and a soak; many hours, resumable (ARGS="machine fuzz"); writes docs/reliability.md
-	@PYTHONPATH=tests $(BIN)/python -W ignore -m campaign.run $(ARGS)
+	@PYTHONPATH=tools:tests $(BIN)/python -W ignore -m campaign.run $(ARGS)
 
 ##@ Benchmarks: each writes its page and its raw figures below docs/
 bench-serving: model ## a serving benchmark (ARGS="decode"; also shared_prefix, pressure, hot, multi_turn, rag, store, prefill, profile, generation, insertion, scale, commits)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z-]+):(?! export)", MAKEFILE, re.MULTILINE))
 DOCUMENTS = ("CONTRIBUTING.md", "CHANGELOG.md", ".github/pull_request_template.md", "docs/gallery.md")
-FOLDERS = "sgl_kvevict|kernels|tests|examples|docs|benchmarks|scripts|requirements|\\.ci|\\.github"
+FOLDERS = "sgl_kvevict|kernels|tests|tools|examples|docs|benchmarks|scripts|requirements|\\.ci|\\.github"
 
 
 def recipe(target: str) -> list[str]:

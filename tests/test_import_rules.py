@@ -51,7 +51,7 @@ ONLY_IN = {
     "uvloop": ("sgl_kvevict/cli/",),
     "prometheus_client": ("sgl_kvevict/sglang_adapter/monitoring/metrics.py",),
 }
-NEVER = {"tests", "helpers", "benchmarks", "examples", "pytest", "hypothesis", "matplotlib"}
+NEVER = {"tests", "tools", "helpers", "benchmarks", "examples", "pytest", "hypothesis", "matplotlib"}
 
 
 def imported_modules(tree: ast.AST, package: str) -> Iterator[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 # The benchmark is a script with a package beside it, not an installed package.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "quality"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks" / "quality"))
 
 
 class WordTokenizer:

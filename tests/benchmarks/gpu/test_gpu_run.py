@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 RUN_ALL = ROOT / "benchmarks" / "gpu" / "run_all.py"
 OPS = (
     *("alloc_head_slots", "compact_kv", "cut_runs", "window_scores", "accumulated_attention"),

@@ -1,6 +1,6 @@
 """Model families: which are served, which are refused and why; ``docs/models.md`` is written from this list.
 
-``python tests/models/families.py`` writes the page, ``--check`` fails when it is out of date.
+``python tools/models/families.py`` writes the page, ``--check`` fails when it is out of date.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def page() -> str:
     refused = [row_of(f, f.reason) for f in FAMILIES if f.reason is not None]
     return f"""# Models
 
-Written by `python tests/models/families.py` from the list that `make test-models` walks through: a tiny random model of
+Written by `python tools/models/families.py` from the list that `make test-models` walks through: a tiny random model of
 each family, in real servers. *Served* means: at budget 1.0, read from spans, it gives the greedy tokens and (to 0.002)
 log-probabilities of stock SGLang, or of transformers where stock has no CPU attention for it, in float32; and with the
 default configuration its prefixes are compressed. Llama, Mistral, Gemma 3 and gpt-oss are compared in bfloat16, too;
@@ -179,7 +179,7 @@ Models that mix recurrent layers with full attention are not refused, and the KV
 What holds prefixes is tested with random operations on SGLang's own tree, KV pool and pool of states: a prompt is found
 where a state is, a span may end anywhere between two of them, and a prefix gives way together with its state, whose
 memory is counted (`make test-machines ARGS="20000 1 states"`). For a CPU, SGLang has no forward of recurrent layers.
-With a slow one that belongs to the tests (`tests/models/recurrent`), Falcon-H1 answers in a real server as its
+With a slow one that belongs to the tests (`tools/models/recurrent`), Falcon-H1 answers in a real server as its
 definition in transformers does, from states and spans, with budget 1.0; with the default configuration its prefixes are
 compressed (`make test-models ARGS="-k recurrent"`). SGLang's own recurrent layers, which need a GPU, have not run with
 the plugin. Start such models with the flags below: the other place where SGLang leaves states (`extra_buffer`) is
@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="fail when the page is not up to date")
     if parser.parse_args().check:
         if PAGE.read_text(encoding="utf-8") != page():
-            raise SystemExit(f"{PAGE.name} is out of date: run python tests/models/families.py")
+            raise SystemExit(f"{PAGE.name} is out of date: run python tools/models/families.py")
         return
     PAGE.write_text(page(), encoding="utf-8")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-WRITE_PAGE = Path(__file__).resolve().parents[2] / "benchmarks" / "papers" / "write_page.py"
+WRITE_PAGE = Path(__file__).resolve().parents[3] / "benchmarks" / "papers" / "write_page.py"
 
 
 @pytest.fixture

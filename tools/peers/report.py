@@ -1,4 +1,4 @@
-"""Take over the results of the last complete check: ``PYTHONPATH=tests .venv/bin/python -m peers.report``.
+"""Take over the results of the last complete check: ``PYTHONPATH=tools .venv/bin/python -m peers.report``.
 
 Copies ``out/peers/kvpress.csv`` to ``docs/policies-peers.csv`` and rewrites the tables in ``docs/policies-peers.md``
 (between its two markers). Everything else in that page is written by hand.
@@ -20,7 +20,7 @@ from peers.replay import Recording
 from peers.results import COMMITTED, LATEST, ROOT, Row, read_rows
 
 PAGE = ROOT / "docs" / "policies-peers.md"
-BEGIN, END = "<!-- results: written by tests/peers/report.py -->", "<!-- end of results -->"
+BEGIN, END = "<!-- results: written by tools/peers/report.py -->", "<!-- end of results -->"
 
 
 def main() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 HANDBOOK = ROOT / "examples" / "data" / "station_handbook.txt"
-ALICE = ROOT / "tests" / "peers" / "alice.txt"
+ALICE = ROOT / "tools" / "peers" / "alice.txt"
 
 
 def count(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Random operations on the tree: python tests/sglang_adapter/run_machines.py [OPERATIONS] [SEED] [POOLS].
+"""Random operations on the tree: python tools/run_machines.py [OPERATIONS] [SEED] [POOLS].
 
 Runs the machines of one kind of model in turn, each with seeds of its own, until so many operations were done (default
 100,000). POOLS is ``one``, ``windows`` (layers with a sliding window have a pool of their own) or ``states`` (recurrent
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("SGLANG_PLATFORM", "kvevict_cpu")
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import hypothesis
 from hypothesis.stateful import run_state_machine_as_test

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 # The benchmarks are scripts with packages beside them, not installed packages.
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 for folder in ("quality", "policies", "papers"):
     sys.path.insert(0, str(BENCHMARKS / folder))
 

@@ -90,7 +90,7 @@ def commit() -> str:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
-    changed = git("status", "--porcelain", "--", "sgl_kvevict", "kernels", "tests")
+    changed = git("status", "--porcelain", "--", "sgl_kvevict", "kernels", "tests", "tools")
     return git("rev-parse", "--short=7", "HEAD") + (" and changes" if changed else "")
 
 

@@ -24,7 +24,7 @@ from helpers.gpu_kernels import (
     small_kernels,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results" / "gpu" / "compiled.md"
 CACHE = ROOT / ".setup" / "compiled"
 """What Triton keeps of what it compiled: only what changed is compiled again."""
