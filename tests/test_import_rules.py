@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = {"sgl_kvevict": ROOT / "sgl_kvevict", "kvevict_kernels": ROOT / "kernels" / "kvevict_kernels"}
 
 KERNELS = "kvevict_kernels"
-BASE = {"errors", "guard", "geometry", "ragged", "config", "config_file", "request"}
+BASE = {"errors", "guard", "geometry", "ragged", "config", "config_file", "fields", "request"}
 TOP = {"cli", "client", "launcher", "measure", "model"}
 BELOW_TOP = {
     *(KERNELS, "events", "policies", "distill", "attention", "prefix", "store", "compression", "lifecycle"),
@@ -38,7 +38,7 @@ MAY_IMPORT = {
 ONLY_IN = {
     "sglang": ("sgl_kvevict/sglang_adapter/",),
     "flashinfer": ("sgl_kvevict/attention/flashinfer/",),
-    "pydantic": ("sgl_kvevict/config.py", "sgl_kvevict/request.py"),
+    "pydantic": ("sgl_kvevict/config.py", "sgl_kvevict/fields.py", "sgl_kvevict/request.py"),
     "yaml": ("sgl_kvevict/config_file.py",),
     "transformers": ("sgl_kvevict/model.py", "sgl_kvevict/cli/inspect", "sgl_kvevict/cli/size"),
     "safetensors": ("sgl_kvevict/distill/files.py", "sgl_kvevict/store/segment_file.py"),
