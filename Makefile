@@ -37,13 +37,15 @@ gallery: model ## run all examples; writes docs/gallery.md
 	@$(BIN)/python -W ignore examples/write_gallery.py
 
 ##@ Before every commit
-lint: setup ## ruff and mypy
+lint: setup ## ruff (rules and format) and mypy
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-# Two files of tests at a time: most of them keep one core busy, and a server that starts does too.
+# Two processes: most tests keep one core busy, and a server that starts does too. A process runs whole files, and all
+# files of one `xdist_group`, which share a server; in order, so that short files come last.
 test: model ## run the test suite (ARGS="tests/kernels -k compact"; ARGS="-m 'not slow'")
-	@$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n 2 --dist loadfile)
+	@$(BIN)/python -m pytest --durations=25 $(if $(ARGS),$(ARGS),-n 2 --dist loadgroup --no-loadscope-reorder)
 
 bench-smoke: model ## a few ratios to stock beside the committed ones; fails below 80 % of them, under 3 minutes
 	@$(BIN)/python -W ignore benchmarks/serving/smoke.py $(ARGS)

@@ -87,7 +87,7 @@ class Server:
     def settle(self, *queue):
         """What follows once everything that was begun has come; then who waits still."""
         self.loading.settle(queue)
-        assert self.reader._workers.drain(10)
+        assert self.reader._workers.drain(300)
         return self.loading.settle(queue)
 
     def serve(self, prompt, *, extra_key=None):
@@ -101,6 +101,6 @@ class Server:
         assert self.harness.prefill(req)
         self.harness.decode(req)
         self.harness.finish(req)
-        assert self.writer.drain(10)
+        assert self.writer.drain(300)
         self.stored.between_steps()
         return found

@@ -23,23 +23,23 @@ def store(tmp_path):
 
 def fetched(reader, prompt, compressed=0, cached=0, space=SPACE):
     fetch = reader.start(Wanted(prompt, space, compressed, cached))
-    assert fetch is not None and reader._workers.drain(10) and fetch.is_done
+    assert fetch is not None and reader._workers.drain(300) and fetch.is_done
     return fetch
 
 
 def test_what_comes_too_fast_is_dropped_and_counted_and_nobody_waits(store, monkeypatch):
     gate = threading.Event()
     put = store.put
-    monkeypatch.setattr(store, "put", lambda *args: gate.wait(10) and put(*args))
+    monkeypatch.setattr(store, "put", lambda *args: gate.wait(300) and put(*args))
     writer = WriteBehind(store, max_bytes=250)
     records = [record(OWN, SPACE, tokens(40, seed)) for seed in range(4)]
     taken = [writer.has_room(100) and writer.write(lambda r=r: r, SPACE, 100) for r in records]
     assert taken == [True, True, False, False] and writer.num_dropped == 2
     gate.set()
-    assert writer.drain(10)
+    assert writer.drain(300)
     assert [(done.num_tokens, done.num_bytes > 0, done.error) for done in writer.done] == [(40, True, None)] * 2
     assert writer.has_room(251)  # larger than what may wait: it is alone
-    assert writer.write(lambda: records[0], SPACE, 100) and writer.drain(10)
+    assert writer.write(lambda: records[0], SPACE, 100) and writer.drain(300)
     assert writer.done[-1].num_bytes == 0  # it was there
 
 
@@ -50,16 +50,16 @@ def test_a_write_that_fails_is_told(store, monkeypatch):
     monkeypatch.setattr(store.backend, "put", fail)
     writer = WriteBehind(store)
     writer.write(lambda: record(OWN, SPACE, tokens(40)), SPACE, 100)
-    assert writer.drain(10) and writer.done[0].error == "disk full" and writer.has_room(1)
+    assert writer.drain(300) and writer.done[0].error == "disk full" and writer.has_room(1)
 
 
 def test_an_error_nobody_expects_ends_no_thread(caplog):
     workers = Workers("test", 1, 2)
     workers.submit(lambda: 1 / 0)
-    assert workers.drain(10)
+    assert workers.drain(300)
     done = threading.Event()
     workers.submit(done.set)
-    assert done.wait(10) and "division by zero" in caplog.text
+    assert done.wait(300) and "division by zero" in caplog.text
 
 
 def test_segments_of_a_path_are_fetched_one_after_the_other(store):
@@ -128,7 +128,7 @@ def test_who_waited_long_enough_waits_no_longer(store, monkeypatch):
     store.put(record(OWN, SPACE, tokens(200)), SPACE)
     gate, now = threading.Event(), [0.0]
     get = store.backend.get
-    monkeypatch.setattr(store.backend, "get", lambda name: (gate.wait(10), get(name))[1])
+    monkeypatch.setattr(store.backend, "get", lambda name: (gate.wait(300), get(name))[1])
     reader = ReadAhead(store, 0.1, lambda: now[0])
     fetch = reader.start(Wanted([*tokens(200), 1], SPACE, 0, 0))
     assert fetch is not None and not reader.is_late(fetch)
@@ -136,7 +136,7 @@ def test_who_waited_long_enough_waits_no_longer(store, monkeypatch):
     assert reader.is_late(fetch) and fetch.is_abandoned
     assert reader.start(Wanted([*tokens(200), 1], SPACE, 0, 0)) is None
     gate.set()
-    assert reader._workers.drain(10) and fetch.is_done and fetch.records[1:] == []
+    assert reader._workers.drain(300) and fetch.is_done and fetch.records[1:] == []
 
 
 def test_a_wait_that_is_too_long_costs_the_store_a_pause_only_if_it_gave_nothing(store, monkeypatch):
@@ -166,5 +166,5 @@ def test_requests_for_the_same_segment_share_one_read(store, monkeypatch):
     monkeypatch.setattr(store, "get", slow)
     reader = ReadAhead(store, 5.0)
     fetches = [reader.start(Wanted([*tokens(200), i], SPACE, 0, 0)) for i in range(6)]
-    assert reader._workers.drain(10) and len(reads) == 1
+    assert reader._workers.drain(300) and len(reads) == 1
     assert len({id(fetch.records[0]) for fetch in fetches}) == 1
