@@ -43,11 +43,12 @@ ONLY_IN = {
     "transformers": ("sgl_kvevict/model.py", "sgl_kvevict/cli/inspect", "sgl_kvevict/cli/size"),
     "safetensors": ("sgl_kvevict/distill/files.py", "sgl_kvevict/store/segment_file.py"),
     "fsspec": ("sgl_kvevict/store/remote.py",),
+    "filelock": ("sgl_kvevict/store/directory.py",),
     "tokenizers": ("sgl_kvevict/model.py",),
     "typer": ("sgl_kvevict/cli/",),
     "rich": ("sgl_kvevict/cli/",),
     "zmq": ("sgl_kvevict/events/",),
-    "msgspec": ("sgl_kvevict/events/", "sgl_kvevict/cli/"),
+    "msgspec": ("sgl_kvevict/events/", "sgl_kvevict/cli/", "sgl_kvevict/store/manifest.py"),
     "uvloop": ("sgl_kvevict/cli/",),
     "prometheus_client": ("sgl_kvevict/sglang_adapter/monitoring/metrics.py",),
 }

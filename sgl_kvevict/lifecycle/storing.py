@@ -112,8 +112,7 @@ class StoredPrefixes:
             Segments that were not written within this time.
         """
         self.switch_off()
-        self._writer.drain(timeout_s)
-        return self._writer.num_waiting
+        return self._writer.close(timeout_s)
 
     def on_budget(self, last: Node) -> None:
         """A segment has come to the budget; ``last`` is the last node with a span of it: copied, and then written.
@@ -155,5 +154,5 @@ class StoredPrefixes:
             "is_on": self.is_on,
             "dropped": self._writer.num_dropped,
             "skipped": 0 if loading is None else loading.num_skipped,
-            "waiting": 0 if loading is None else loading.num_waiting,
+            "waiting": self._writer.num_waiting + (0 if loading is None else loading.num_waiting),
         }

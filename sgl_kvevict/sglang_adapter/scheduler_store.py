@@ -43,7 +43,7 @@ def use_store(tree: KVEvictTree, config: KVEvictConfig, ctx: TreeCacheBuildConte
     Raises:
         UnsupportedSetupError: the model cannot be told from others.
         ConfigError: the store's URL needs what is not installed.
-        StoreError: the store's folder cannot be made.
+        StoreError: the store's folder cannot be created.
     """
     manager = tree.manager
     if config.store is None or tree.compressor is None or manager.ranges is None:
@@ -55,6 +55,7 @@ def use_store(tree: KVEvictTree, config: KVEvictConfig, ctx: TreeCacheBuildConte
     rotary = rotary_of(ctx.tp_worker.model_runner)
     identity = identity_of(config, ctx, tree, fingerprint, rotary)
     segments = SegmentStore(open_backend(config.store, config.store_bytes), identity)
+    segments.backend.create()
     loading = None
     if config.store_wait_ms:
         adoption = Adoption(tree.port, manager.spans, manager.ranges, manager.readers, tree.store)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from helpers.harness import Harness
 from helpers.stored import identity as identity_of
 from sgl_kvevict.lifecycle.listener import CacheListener
@@ -80,9 +82,13 @@ class Server:
         return req
 
     def begin(self, *queue):
-        """Who waits as long as nothing of what is begun has come: the threads that fetch are held."""
-        with self.reader._workers._changed:
-            return self.loading.settle(queue)
+        """Requests that wait while no fetch has ended: the threads that fetch are held."""
+        gate, find = threading.Event(), self.segments.find
+        self.segments.find = lambda *args: gate.wait(10) and find(*args)
+        still = self.loading.settle(queue)
+        self.segments.find = find
+        gate.set()
+        return still
 
     def settle(self, *queue):
         """What follows once everything that was begun has come; then who waits still."""
