@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export GOMP_SPINCOUNT := 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve gallery lint test bench-smoke test-machines test-policies test-models test-sglang test-peers \
+.PHONY: help setup model demo compare serve gallery lint test bench-smoke test-machines test-policies test-models test-sglang test-peers \
 	test-compile campaign bench-serving bench-quality bench-peers bench-policies bench-papers
 
 # `make help` shows the lines that begin with "##@" as headings, and every target's text after "##".
@@ -24,8 +24,11 @@ setup: ## create or update .venv (stock SGLang on CPU, this package, test tools)
 model: setup ## download and convert the demo model, once
 	@$(BIN)/sgl-kvevict model >/dev/null
 
-demo: model ## compare stock SGLang and compressed prefixes on real programs
+demo: model ## a document compressed before your eyes, eight questions at once on the one copy: a minute
 	@$(BIN)/python examples/demo/run.py $(ARGS)
+
+compare: model ## stock SGLang beside ours on real programs, measured in turn: 6 to 12 minutes
+	@$(BIN)/python examples/demo/compare.py $(ARGS)
 
 serve: model ## serve the demo model with compressed prefixes (ARGS="--budget 0.1 -- --port 30001")
 	@$(BIN)/sgl-kvevict serve demo $(ARGS)
@@ -34,27 +37,29 @@ gallery: model ## run all examples; writes docs/gallery.md
 	@$(BIN)/python -W ignore examples/write_gallery.py
 
 ##@ Before every commit
-lint: setup ## ruff and mypy
+lint: setup ## ruff (rules and format) and mypy
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-# Two files of tests at a time: most of them keep one core busy, and a server that starts does too.
+# Two processes: most tests keep one core busy, and a server that starts does too. A process runs whole files, and all
+# files of one `xdist_group`, which share a server; in order, so that short files come last.
 test: model ## run the test suite (ARGS="tests/kernels -k compact"; ARGS="-m 'not slow'")
-	@$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n 2 --dist loadfile)
+	@$(BIN)/python -m pytest --durations=25 $(if $(ARGS),$(ARGS),-n 2 --dist loadgroup --no-loadscope-reorder)
 
 bench-smoke: model ## a few ratios to stock beside the committed ones; fails below 80 % of them, under 3 minutes
 	@$(BIN)/python -W ignore benchmarks/serving/smoke.py $(ARGS)
 
 ##@ Tests of hours or of other environments
 test-machines: setup ## 100,000 random operations on the tree (ARGS="20000 7 windows": so many, from this seed on, with layers of that kind; also states)
-	@$(BIN)/python -W ignore tests/sglang_adapter/run_machines.py $(ARGS)
+	@$(BIN)/python -W ignore tools/run_machines.py $(ARGS)
 
 test-policies: model ## every policy in a real server with the demo's programs, two budgets; half an hour
 	@rm -f docs/results/policies-served.md
 	@KVEVICT_ALL_POLICIES=docs/results/policies-served.md $(BIN)/python -m pytest tests/e2e/test_policies.py $(ARGS)
 
 test-models: setup ## every family of docs/models.md in real servers, tiny random models; half an hour
-	@$(BIN)/python -m pytest tests/models/check_served.py $(ARGS)
+	@$(BIN)/python -m pytest tools/models/check_served.py $(ARGS)
 
 test-sglang: ## what we rely on, in another version of SGLang (VERSION=0.5.24)
 	@scripts/test_sglang.sh "$(VERSION)" $(ARGS)
@@ -63,15 +68,15 @@ test-sglang: ## what we rely on, in another version of SGLang (VERSION=0.5.24)
 test-peers: export OMP_WAIT_POLICY := passive
 test-peers: model ## compare kept positions with kvpress, in an environment of its own
 	@scripts/setup_peers.sh
-	@PYTHONPATH=tests .venv-peers/bin/python -m peers.record_kvpress "$$($(BIN)/sgl-kvevict model)"
-	@$(BIN)/python -m pytest tests/peers/check_kvpress.py $(ARGS)
+	@PYTHONPATH=tools .venv-peers/bin/python -m peers.record_kvpress "$$($(BIN)/sgl-kvevict model)"
+	@$(BIN)/python -m pytest tools/peers/check_kvpress.py $(ARGS)
 
 test-compile: setup ## compile every kernel for four GPU architectures with two Tritons; writes docs/results/gpu/compiled.md
 	@scripts/setup_compile.sh
-	@$(BIN)/python -m pytest tests/kernels/check_compiled.py $(ARGS)
+	@$(BIN)/python -m pytest tools/check_compiled.py $(ARGS)
 
 campaign: model ## random operations, input, requests, faults and a soak; many hours, resumable (ARGS="machine fuzz"); writes docs/reliability.md
-	@PYTHONPATH=tests $(BIN)/python -W ignore -m campaign.run $(ARGS)
+	@PYTHONPATH=tools:tests $(BIN)/python -W ignore -m campaign.run $(ARGS)
 
 ##@ Benchmarks: each writes its page and its raw figures below docs/
 bench-serving: model ## a serving benchmark (ARGS="decode"; also shared_prefix, pressure, hot, multi_turn, rag, store, prefill, profile, generation, insertion, scale, commits)

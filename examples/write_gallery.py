@@ -66,7 +66,7 @@ a section says otherwise. All ask about [one document](../examples/data/station_
 Seconds are those of a small machine that was not idle; [performance.md](performance.md) has measured ones. A model of
 135 million parameters makes mistakes; they are shown as they came.
 
-`make demo` compares stock SGLang and this plugin side by side; its output is in [results/demo.txt](results/demo.txt).
+`make compare` measures stock SGLang beside this plugin; its output is in [results/demo.txt](results/demo.txt).
 """
 
 

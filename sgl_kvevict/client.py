@@ -1,7 +1,8 @@
-"""Prepare prefixes on a running server: prefill, score and compress them before they are asked about."""
+"""Prepare prefixes on a running server: prefill, score and compress them before requests read them."""
 
 from __future__ import annotations
 
+import http.client
 import json
 import secrets
 import time
@@ -10,8 +11,9 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
-from sgl_kvevict.errors import KVEvictError
+from sgl_kvevict.errors import ConfigError, KVEvictError, cut
 from sgl_kvevict.request import REQUEST_KEY, ticket_digest
 
 POLL_SECONDS = 0.1
@@ -62,10 +64,12 @@ def warm(
 
     Raises:
         ValueError: not exactly one of ``text``, ``input_ids`` and ``messages``.
+        ConfigError: ``url`` is none.
         WarmError: refused, unreachable, or not done in time.
     """
     if sum(given is not None for given in (text, input_ids, messages)) != 1:
         raise ValueError("give exactly one of text, input_ids and messages")
+    _check_url(url)
     ticket = secrets.token_urlsafe(24)
     options: dict[str, Any] = {"warm": True, "ticket": ticket, **({"questions": list(questions)} if questions else {})}
     deadline = time.monotonic() + timeout
@@ -73,14 +77,16 @@ def warm(
     custom_params = {REQUEST_KEY: options}
     if messages is not None:
         body = {"model": "default", "messages": list(messages), "max_tokens": 1, "temperature": 0}
-        reply = _call(url, "/v1/chat/completions", body | {"custom_params": custom_params}, deadline)
-        tokens = reply["usage"]["prompt_tokens"]
+        path, counts, body = "/v1/chat/completions", "usage", body | {"custom_params": custom_params}
     else:
         prompt = {"text": text} if text is not None else {"input_ids": list(input_ids or ())}
         sampling = {"max_new_tokens": 0, "temperature": 0, "custom_params": custom_params}
-        reply = _call(url, "/generate", {**prompt, "sampling_params": sampling}, deadline)
-        tokens = reply["meta_info"]["prompt_tokens"]
-    outcome = _UNDER_WAY
+        path, counts, body = "/generate", "meta_info", {**prompt, "sampling_params": sampling}
+    reply = _call(url, path, body, deadline)
+    try:
+        tokens = int(reply[counts]["prompt_tokens"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise WarmError(f"{url}{path}: not an answer of SGLang: {cut(json.dumps(reply))}") from error
     while (outcome := _outcome(url, ticket_digest(ticket), deadline)) == _UNDER_WAY:
         if time.monotonic() > deadline:
             raise WarmError(f"{url}: the prefix is still being scored after {timeout:g} s")
@@ -89,7 +95,7 @@ def warm(
 
 
 def _outcome(url: str, digest: str, deadline: float) -> str:
-    for state in _call(url, "/server_info", None, deadline)["internal_states"]:
+    for state in _call(url, "/server_info", None, deadline).get("internal_states", []):
         outcomes = state.get("kvevict", {}).get("warm_outcomes", {})
         if digest in outcomes:
             return str(outcomes[digest])
@@ -101,9 +107,22 @@ def _call(url: str, path: str, body: dict[str, Any] | None, deadline: float) -> 
     request = urllib.request.Request(url.rstrip("/") + path, data, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=max(deadline - time.monotonic(), 1.0)) as reply:
-            values: dict[str, Any] = json.load(reply)
-            return values
+            values = json.load(reply)
     except urllib.error.HTTPError as error:
-        raise WarmError(f"{url}{path}: status {error.code}: {error.read().decode(errors='replace')}") from error
-    except OSError as error:
-        raise WarmError(f"{url}{path}: {error}") from error
+        body_text = " ".join(error.read().decode(errors="replace").split())
+        raise WarmError(f"{url}{path}: status {error.code}: {body_text}") from error
+    except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: the answer is not JSON
+        raise WarmError(f"{url}{path}: {' '.join(str(error).split()) or type(error).__name__}") from error
+    if not isinstance(values, dict):
+        raise WarmError(f"{url}{path}: not an answer of SGLang: {cut(json.dumps(values))}")
+    return values
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not match, a port that is no number
+        is_url = False
+    if not is_url:
+        raise ConfigError(f"url: got {url!r}; allowed: http://HOST:PORT")

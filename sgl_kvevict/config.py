@@ -2,6 +2,7 @@
 
 SGLang has no field for a plugin's settings, so they travel in ``KVEVICT_CONFIG``, which every process of
 a server inherits. Policy names and options are checked where policies are known (``policies.by_name``).
+The README's table of fields is written from the descriptions below by ``tools/write_tables.py``.
 """
 
 from __future__ import annotations
@@ -11,83 +12,76 @@ from collections.abc import Mapping
 from fractions import Fraction
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from sgl_kvevict.config_file import CONFIG_SUFFIXES, decode_config, read_config_file, shown_suffixes
+from sgl_kvevict.config_file import CONFIG_SUFFIXES, SUFFIXES_IN_WORDS, decode_config, read_config_file
 from sgl_kvevict.errors import ConfigError, shown
+from sgl_kvevict.fields import allowed
 
 ENV_VAR = "KVEVICT_CONFIG"
 _as_written = cache(lambda share: Fraction(repr(share)))  # of the decimal that a share was written as
 
 _PORT = r"0*(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
-_ENDPOINT = rf"^(tcp://(\*|[A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\]):{_PORT}|ipc://.+)$"
-_ENDPOINT_ALLOWED = "null (off), or an address to bind: tcp://HOST:PORT (a port from 1 to 65535) or ipc://PATH"
-_MAX_QUEUE = 100_000_000
-"""Of sizes that are handed to ZMQ, which counts in 32 bits."""
+_Endpoint = Annotated[
+    str | None,
+    Field(
+        pattern=rf"^(tcp://(\*|[A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\]):{_PORT}|ipc://[^\x00]+)$",
+        json_schema_extra={
+            "allowed": "null (off), or an address to bind: tcp://HOST:PORT (a port from 1 to 65535) or ipc://PATH"
+        },
+    ),
+]
+_Path = Annotated[str, Field(pattern=r"^[^\x00]+$")]
+_QueueSize = Annotated[int, Field(ge=1, le=100_000_000)]  # ZMQ counts in 32 bits
 
 
 class EventsConfig(BaseModel):
-    """Where the scheduler process publishes what happens to its cache, and answers questions about it.
+    """Sockets on which each scheduler publishes changes of its cache and answers questions about it.
 
-    Every address is bound, on loopback unless another host is named. With several data-parallel schedulers each
-    adds its rank to the ports.
+    Every address is bound. With several data-parallel schedulers each adds its rank to the ports.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    endpoint: str | None = Field(
-        default="tcp://127.0.0.1:5657",
-        pattern=_ENDPOINT,
-        description="PUB socket of the event stream",
-        json_schema_extra={"allowed": _ENDPOINT_ALLOWED},
+    endpoint: _Endpoint = Field(default="tcp://127.0.0.1:5657", description="PUB: the event stream")
+    replay_endpoint: _Endpoint = Field(default="tcp://127.0.0.1:5658", description="ROUTER: sends past messages again")
+    inspect_endpoint: _Endpoint = Field(
+        default="tcp://127.0.0.1:5659", description="ROUTER: answers `sgl-kvevict top` and `inspect`"
     )
-    replay_endpoint: str | None = Field(
-        default="tcp://127.0.0.1:5658",
-        pattern=_ENDPOINT,
-        description="ROUTER socket that sends past event batches again",
-        json_schema_extra={"allowed": _ENDPOINT_ALLOWED},
+    topic: str = Field(default="kvevict", description="first frame of every message")
+    buffer_steps: _QueueSize = Field(default=10_000, description="messages kept for replay")
+    hwm: _QueueSize = Field(
+        default=100_000, description="messages that wait for one slow subscriber before it loses some"
     )
-    inspect_endpoint: str | None = Field(
-        default="tcp://127.0.0.1:5659",
-        pattern=_ENDPOINT,
-        description="ROUTER socket that answers 'sgl-kvevict top' and 'sgl-kvevict inspect'",
-        json_schema_extra={"allowed": _ENDPOINT_ALLOWED},
-    )
-    topic: str = Field(
-        default="kvevict", description="first frame of every event message", json_schema_extra={"allowed": "a string"}
-    )
-    buffer_steps: int = Field(
-        default=10_000,
-        ge=1,
-        le=_MAX_QUEUE,
-        description="event batches kept for replay",
-        json_schema_extra={"allowed": f"an integer from 1 to {_MAX_QUEUE}"},
-    )
-    hwm: int = Field(
+    max_queue_size: _QueueSize = Field(
         default=100_000,
-        ge=1,
-        le=_MAX_QUEUE,
-        description="messages that wait for one slow subscriber before it loses some",
-        json_schema_extra={"allowed": f"an integer from 1 to {_MAX_QUEUE}"},
-    )
-    max_queue_size: int = Field(
-        default=100_000,
-        ge=1,
-        le=_MAX_QUEUE,
-        description="events that wait for the publishing thread before some are dropped (and counted)",
-        json_schema_extra={"allowed": f"an integer from 1 to {_MAX_QUEUE}"},
+        description="events that wait for the sending thread; more are dropped and counted",
     )
     expose_tokens: bool = Field(
-        default=False,
-        description="let token ids and namespaces leave the process through these sockets",
-        json_schema_extra={"allowed": "true or false"},
+        default=False, description="token ids and namespaces may leave the process through these sockets"
     )
+
+    @model_validator(mode="after")
+    def _check_addresses(self) -> Self:
+        names: dict[str, str] = {}
+        for name in ("endpoint", "replay_endpoint", "inspect_endpoint"):
+            address = getattr(self, name)
+            if address is None:
+                continue
+            place = f"port {int(address.rpartition(':')[2])}" if address.startswith("tcp:") else address
+            if place in names:
+                raise ConfigError(
+                    f"events.{name}: got {address!r}, and events.{names[place]} has {place} too; allowed: another port "
+                    "or path for each socket"
+                )
+            names[place] = name
+        return self
 
 
 class KVEvictConfig(BaseModel):
-    """What to keep of a prefix, and where compression applies.
+    """Which entries of a prefix are kept, and where compression applies.
 
     Raises:
         pydantic.ValidationError: a field is unknown or out of range; :func:`parse_config` turns it into a
@@ -99,159 +93,125 @@ class KVEvictConfig(BaseModel):
     policy: str = Field(
         default="distilled",
         min_length=1,
-        description="which entries to keep; 'none' compresses nothing",
-        json_schema_extra={"allowed": "the name of a policy ('sgl-kvevict policies' lists them)"},
+        description="a name of the table above, or `package.module:factory` for your own",
+        json_schema_extra={"allowed": "the name of a policy (`sgl-kvevict policies` lists them)"},
     )
     budget: float | int = Field(
         default=0.2,
-        description="how many entries to keep of a compressed range",
+        description="entries kept of a compressed range: a share, or an integer for each KV head; 1.0 keeps all",
         json_schema_extra={
             "allowed": "a float in (0, 1] (share of the entries; 1.0 keeps everything) "
-            "or an integer >= 1 (entries per KV head)"
+            "or an integer >= 2 (entries per KV head)"
         },
     )
     light_budget: float | None = Field(
         default=0.5,
         gt=0,
         lt=1,
-        description="share to which uncompressed prefixes shrink first when token slots are short, before they shrink "
-        "to the budget; null, an integer budget, or one of 1.0 or not below it: they shrink to the budget at once",
-        json_schema_extra={"allowed": "a float in (0, 1), or null"},
+        description="share to which uncompressed prefixes shrink first when slots are short; not below `budget`. "
+        "null: they shrink to `budget` at once. No effect with an integer `budget`",
     )
     min_budget: float | None = Field(
         default=0.1,
         gt=0,
         lt=1,
-        description="share to which compressed prefixes are squeezed when token slots are short, before any of them is "
-        "dropped; null, an integer budget, or one of 1.0 or not above it: they are not squeezed below the budget",
-        json_schema_extra={"allowed": "a float in (0, 1), or null"},
+        description="share to which compressed prefixes are squeezed when slots are short, before one of them is "
+        "dropped; not above `budget`. null: none is squeezed. No effect with an integer `budget`, or 1.0",
     )
     wait_for_passes: bool = Field(
         default=True,
-        description="policy distilled: once scores are learned, a prefix still stays uncompressed until passes have "
-        "scored it or token slots are short; false: it is compressed with learned scores when its prompt is complete",
-        json_schema_extra={"allowed": "true or false"},
+        description="policy `distilled`: a prefix stays uncompressed until passes have scored it or slots are short; "
+        "false: learned scores compress it when its prompt is complete",
     )
     fit: bool = Field(
         default=False,
-        description="policies that passes read: kept entries get values and biases that answer for evicted ones too",
-        json_schema_extra={"allowed": "true or false"},
+        description="kept entries get values and biases that answer for evicted ones, after passes have read a prefix "
+        "(policies `distilled` and `reconstruction`); 4 bytes more for each K and V row of the pool (docs/policies.md)",
     )
     fit_scope: Literal["causal", "range"] = Field(
         default="causal",
-        description="a fitted value holds something of its own block of 64 tokens, or of all compressed with it",
-        json_schema_extra={"allowed": "'causal' or 'range'"},
+        description="a fitted value holds nothing of tokens behind its own block of 64 (causal), or something of all "
+        "tokens that were compressed with it (range)",
     )
     budget_includes_tail: bool = Field(
         default=False,
-        description="count the uncompressed tail as part of the budget, as papers count their observation window",
-        json_schema_extra={"allowed": "true or false"},
+        description="the uncompressed tail counts as part of `budget`, as in papers; `light_budget` and `min_budget` "
+        "then have no effect. Every `@paper` policy sets it",
     )
-    tail_tokens: int = Field(
-        default=32,
-        ge=1,
-        description="last tokens of a prompt that stay uncompressed",
-        json_schema_extra={"allowed": "an integer >= 1"},
-    )
-    sink_tokens: int = Field(
-        default=4,
-        ge=0,
-        description="first tokens of a prompt that every KV head keeps",
-        json_schema_extra={"allowed": "an integer >= 0"},
-    )
+    tail_tokens: int = Field(default=32, ge=1, description="last tokens of a prompt that stay uncompressed")
+    sink_tokens: int = Field(default=4, ge=0, description="first tokens of a prompt that every KV head keeps")
     min_prefix_tokens: int = Field(
-        default=256,
-        ge=1,
-        description="a range shorter than this stays uncompressed until it has grown",
-        json_schema_extra={"allowed": "an integer >= 1"},
+        default=256, ge=1, description="shorter ranges stay uncompressed until they have grown"
     )
     decode_block: int | None = Field(
         default=None,
         ge=1,
-        description="tokens a request generates before they are compressed, with what it generated before",
-        json_schema_extra={"allowed": "null (off), or an integer >= 1"},
+        description="tokens that a request generates before they are compressed to `budget`, with those that it "
+        "generated before; null: never. For policies `h2o`, `d2o`, `streaming-llm`, `snapkv`, `knorm`, `keydiff` "
+        "(docs/design.md#what-requests-generate)",
     )
     score_after_matches: int | None = Field(
         default=1,
         ge=1,
-        description="policies that learn from readers: requests that must have found a prefix in the cache before "
-        "it is scored (questions: that must have extended it); null: only when asked to (warm)",
-        json_schema_extra={"allowed": "an integer >= 1, or null"},
+        description="requests that must have found a prefix in the cache before it is scored (policy `questions`: that "
+        "must have extended it); null: only `warm` requests have it scored",
     )
     scoring_pass_tokens: int = Field(
         default=512,
         ge=16,
-        description="tokens of the prefix that one extra pass repeats at most, while nobody else is there",
-        json_schema_extra={"allowed": "an integer >= 16"},
+        description="tokens of the prefix that one scoring pass repeats at most while no request runs",
     )
     pass_share: float = Field(
         default=0.005,
         gt=0,
         le=1,
-        description="share of the decode steps that may have a scoring pass before them while users' requests wait or "
-        "run; passes are short then",
-        json_schema_extra={"allowed": "a float in (0, 1]"},
+        description="share of the decode steps that may have a scoring pass before them while requests wait or run; "
+        "such a pass repeats 128 tokens",
     )
-    score_weights: str | None = Field(
+    score_weights: _Path | None = Field(
         default="auto",
-        min_length=1,
-        description="policy distilled: learned scores of this model; auto: those in the user's cache folder or in this "
-        "package, if there are any; null: learn anew",
-        json_schema_extra={"allowed": "'auto', the path of a file made by 'sgl-kvevict learn', or null"},
+        description="policy `distilled`: file of learned scores, refused if it belongs to another model; auto: found "
+        "by the model's fingerprint in `~/.cache/sgl-kvevict/score-weights` or in this package; null: learn anew",
+        json_schema_extra={"allowed": "'auto', the path of a file made by `sgl-kvevict learn`, or null"},
     )
-    save_score_weights: str | None = Field(
+    save_score_weights: _Path | None = Field(
         default=None,
-        min_length=1,
-        description="policy distilled: file that is written when scores have been learned",
-        json_schema_extra={"allowed": "null, or the path of a file"},
+        description="policy `distilled`: file to write when scores have been learned (one tensor-parallel rank)",
+        json_schema_extra={"allowed": "the path of a file, or null"},
     )
     distill_prefixes: int = Field(
         default=8,
         ge=1,
-        description="policy distilled: prefixes scored by passes that are learned from before learned scores are tried",
-        json_schema_extra={"allowed": "an integer >= 1"},
+        description="policy `distilled`: prefixes scored by passes and learned from before learned scores are tried",
     )
     observation_bytes: int = Field(
-        default=256 * 1024 * 1024,
+        default=256 * 1024**2,
         ge=0,
-        description="memory, outside the KV pool, for what readers attended to until a prefix is compressed; beyond "
-        "it the oldest is thrown away",
-        json_schema_extra={"allowed": "an integer >= 0"},
+        description="memory outside the pool for attention that was observed until a prefix is compressed (256 MiB); "
+        "beyond it the oldest observation is dropped",
     )
-    max_questions: int = Field(
-        default=32,
-        ge=0,
-        description="questions that one warm request may give",
-        json_schema_extra={"allowed": "an integer >= 0"},
-    )
-    max_question_chars: int = Field(
-        default=1000, ge=1, description="characters of one question", json_schema_extra={"allowed": "an integer >= 1"}
-    )
+    max_questions: int = Field(default=32, ge=0, description="questions of one `warm` request; more: status 400")
+    max_question_chars: int = Field(default=1000, ge=1, description="characters of one question; more: status 400")
     max_question_tokens: int = Field(
-        default=4096,
-        ge=1,
-        description="tokens of all questions of one request together: each is read by one pass",
-        json_schema_extra={"allowed": "an integer >= 1"},
+        default=4096, ge=1, description="tokens of all questions of one request together; more: status 400"
     )
     policy_options: dict[str, Any] = Field(
         default_factory=dict,
-        description="options of the policy by name",
+        description="options of the policy (docs/policies.md)",
         json_schema_extra={"allowed": "an object of options that the policy knows"},
     )
     attention: Literal["auto", "flashinfer", "numba", "triton", "torch"] = Field(
         default="auto",
-        description="what computes attention; auto: numba on a CPU (torch where it cannot run), triton on a GPU",
+        description="what computes attention; auto: numba on a CPU (torch where it cannot run), triton on a GPU "
+        "(docs/gpu.md)",
         json_schema_extra={"allowed": "'auto', 'numba' or 'torch' (CPU), 'triton' or 'flashinfer' (GPU)"},
     )
     expose_kept: bool = Field(
-        default=False,
-        description="GET /server_info also shows which tokens of the largest span each head kept (reads the device)",
-        json_schema_extra={"allowed": "true or false"},
+        default=False, description="`GET /server_info` also shows which tokens of the largest span each head kept"
     )
-    store: str | None = Field(
+    store: _Path | None = Field(
         default=None,
-        min_length=1,
-        description="where compressed prefixes are kept beyond the server's life and shared by servers",
+        description="where compressed prefixes are kept beyond the server's life and shared by servers (docs/store.md)",
         json_schema_extra={
             "allowed": "null (off), the path of a folder, a URL that fsspec knows (s3://BUCKET/NAME), or "
             "mooncake://HOST:PORT/NAME"
@@ -260,30 +220,51 @@ class KVEvictConfig(BaseModel):
     store_bytes: int = Field(
         default=64 * 1024**3,
         ge=1,
-        description="size of a store that is a folder; beyond it what was used longest ago is removed",
-        json_schema_extra={"allowed": "an integer >= 1"},
+        description="size of a store that is a folder (64 GiB); beyond it the least recently used segment is removed",
     )
     store_wait_ms: int = Field(
         default=500,
         ge=0,
-        description="milliseconds that a queued request waits at most for what the store has of its prompt",
-        json_schema_extra={"allowed": "an integer >= 0 (0: nothing is read)"},
+        description="milliseconds that a queued request waits at most for what the store has of its prompt; 0: nothing "
+        "is read",
     )
     events: EventsConfig | None = Field(
         default=None,
-        description="event stream and inspection sockets; {} switches them on, on loopback",
+        description="event stream and inspection sockets; `{}` opens them on loopback (docs/operations.md)",
         json_schema_extra={"allowed": f"null (off), or an object with any of: {', '.join(EventsConfig.model_fields)}"},
     )
 
     @field_validator("budget", mode="plain")
     @classmethod
     def _check_budget(cls, value: object) -> float | int:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError("budget is not a number")
-        in_range = value >= 1 if isinstance(value, int) else 0 < value <= 1
-        if not in_range:
-            raise ValueError("budget is out of range")
-        return value
+        if isinstance(value, float) and 0 < value <= 1:
+            return value
+        if isinstance(value, int) and not isinstance(value, bool):
+            if value >= 2:
+                return value
+            if value == 1:
+                raise ConfigError(
+                    "budget: got 1, which is one entry per KV head; allowed: 1.0 to keep everything, a float in (0, 1) "
+                    "as a share, or an integer >= 2 as entries per KV head"
+                )
+        raise ValueError("not a budget")
+
+    @model_validator(mode="after")
+    def _check_shares(self) -> Self:
+        """Refuse shares that were given and cannot follow each other; a default that does not fit has no effect."""
+        given = self.model_fields_set
+        if isinstance(self.budget, int):
+            return self
+        if "light_budget" in given and self.light_budget is not None and self.light_budget < self.budget:
+            raise ConfigError(
+                f"light_budget: got {self.light_budget}, budget is {self.budget}; allowed: a float in [budget, 1), or "
+                "null"
+            )
+        if "min_budget" in given and self.min_budget is not None and self.min_budget > self.budget:
+            raise ConfigError(
+                f"min_budget: got {self.min_budget}, budget is {self.budget}; allowed: a float in (0, budget], or null"
+            )
+        return self
 
     def num_slots(self, num_tokens: int, start: int = 0) -> int:
         """Token slots that a compressed range takes.
@@ -349,7 +330,9 @@ def parse_config(values: Mapping[str, Any], source: str) -> KVEvictConfig:
     try:
         return KVEvictConfig.model_validate(dict(values))
     except ValidationError as error:
-        problems = [_describe(problem["loc"], values) for problem in error.errors()]
+        problems = [
+            _describe(problem["loc"], problem.get("ctx", {}).get("error"), values) for problem in error.errors()
+        ]
         lines = "\n".join(f"  - {problem}" for problem in dict.fromkeys(problems))
         raise ConfigError(f"invalid configuration in {source}:\n{lines}") from error
 
@@ -373,22 +356,20 @@ def load_config(environ: Mapping[str, str] | None = None) -> KVEvictConfig:
         return parse_config(decode_config(text, ".json", ENV_VAR), ENV_VAR)
     if Path(text).suffix not in CONFIG_SUFFIXES:
         raise ConfigError(
-            f"{ENV_VAR}: got {shown(text)}; allowed: a JSON object or the path of a {shown_suffixes()} file with one"
+            f"{ENV_VAR}: got {shown(text)}; allowed: a JSON object or the path of a {SUFFIXES_IN_WORDS} file with one"
         )
     return parse_config(read_config_file(Path(text)), text)
 
 
-def _describe(location: tuple[str | int, ...], values: Mapping[str, Any]) -> str:
+def _describe(location: tuple[str | int, ...], error: object, values: Mapping[str, Any]) -> str:
+    if isinstance(error, ConfigError):
+        return str(error)
     model: type[BaseModel] = KVEvictConfig
+    prefix = ""
     if location[0] == "events" and len(location) > 1:
-        model, values, location = EventsConfig, values["events"], location[1:]
-        prefix = "events."
-    else:
-        prefix = ""
+        model, values, location, prefix = EventsConfig, values["events"], location[1:], "events."
     name = str(location[0])
     field = model.model_fields.get(name)
     if field is None:
         return f"{prefix}{name}: unknown field (value {shown(values[name])}); allowed: {', '.join(model.model_fields)}"
-    extra = field.json_schema_extra
-    allowed = extra["allowed"] if isinstance(extra, dict) else ""
-    return f"{prefix}{name}: got {shown(values[name])}; allowed: {allowed}"
+    return f"{prefix}{name}: got {shown(values[name])}; allowed: {allowed(field)}"

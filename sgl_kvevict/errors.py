@@ -38,6 +38,10 @@ class CorruptSegmentError(StoreError):
     """What a store holds is not what was written there, or not of this format; nothing of it is used."""
 
 
+class UnreadableItemError(StoreError):
+    """One item of a store cannot be read though the store answers; it is not tried again for a while."""
+
+
 class InvariantError(KVEvictError):
     """An internal invariant is broken (for example: slots do not add up); a bug, never the user's fault."""
 

@@ -1,7 +1,7 @@
-"""Start an SGLang server as a child process and stop it reliably.
+"""Start an SGLang server as a child process, and end it with all its processes however the starting process ends.
 
-Used by the demo, the tests and the benchmarks. Standard library only: this module imports neither
-SGLang nor torch, so that it starts fast and cannot disturb what it launches.
+Used by ``sgl-kvevict learn``, the demo, the tests and the benchmarks. Standard library only, so that importing it is
+fast. Run as a program (``python -m sgl_kvevict.launcher PARENT GROUP``) it is the watcher of one server.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,14 +132,21 @@ def _can_bind(port: int) -> bool:
 class RunningServer:
     """A server started by ``launch``. Leaving the ``with`` block, or the interpreter's exit, stops it.
 
-    A ``with`` block that fails because the server died raises ``LaunchError`` with the end of its log: that explains a
-    lost connection best.
+    A process that is killed runs no such code: a watcher, a process of its own, then ends the server's process group.
+    A ``with`` block that fails because the server died raises ``LaunchError`` with the end of its log, which explains
+    a lost connection best.
+
+    Args:
+        process: the server's main process, leader of its own process group.
+        url: ``http://HOST:PORT``.
+        log_path: file that receives its output.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], url: str, log_path: Path) -> None:
         self.process = process
         self.url = url
         self.log_path = log_path
+        self._watcher = start_watcher(process.pid)
         atexit.register(self.stop)
 
     def __enter__(self) -> RunningServer:
@@ -207,19 +214,24 @@ class RunningServer:
             return bytes(response.read())
 
     def suspend(self) -> None:
-        """Halt every process of the server where it is, until :meth:`resume`; who asks it waits so long."""
+        """Suspend every process of the server (SIGSTOP) until :meth:`resume`; requests wait."""
         os.killpg(self.process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let a suspended server go on."""
+        """Continue a suspended server."""
         os.killpg(self.process.pid, signal.SIGCONT)
 
     def stop(self, grace_s: float = 10.0) -> None:
-        """End the server and every process it started, suspended or not. Safe to call twice."""
+        """End the server and every process it started, suspended or not. Safe to call twice.
+
+        Args:
+            grace_s: seconds between SIGTERM and SIGKILL.
+        """
         atexit.unregister(self.stop)
-        with contextlib.suppress(ProcessLookupError):
-            self.resume()
-        _end_group(self.process, grace_s)
+        # `poll` reaps the leader, whose zombie would keep the group alive.
+        end_group(self.process.pid, grace_s, self.process.poll)
+        self._watcher.kill()
+        self._watcher.wait()
 
 
 def launch(
@@ -302,23 +314,53 @@ def _wait_until_healthy(server: RunningServer, timeout_s: float) -> None:
     raise LaunchError(f"server gave no answer within {timeout_s:.0f} s\n{server.log_tail()}")
 
 
-def _group_exists(group: int) -> bool:
+def end_group(group: int, grace_s: float = 10.0, reap: Callable[[], object] = lambda: None) -> None:
+    """End a process group, suspended or not: SIGTERM, then SIGKILL; returns when it is gone.
+
+    Args:
+        group: number of the group, the process id of its leader.
+        grace_s: seconds between the two signals.
+        reap: called before each look at the group, to reap what ended if the caller is its parent.
+    """
+    for signal_number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
+        deadline = time.monotonic() + patience_s
+        _signal_group(group, signal_number)
+        _signal_group(group, signal.SIGCONT)
+        while time.monotonic() < deadline:
+            reap()
+            if not _signal_group(group, 0):
+                return
+            time.sleep(0.1)
+
+
+def _signal_group(group: int, signal_number: int) -> bool:
+    """Send a signal to a process group; whether the group exists."""
     try:
-        os.killpg(group, 0)
+        os.killpg(group, signal_number)
     except ProcessLookupError:
         return False
     return True
 
 
-def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """SIGTERM, then SIGKILL, to the whole process group; returns when all of it is gone."""
-    group = process.pid  # start_new_session made the child leader of a group of its own
-    for signal_number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal_number)
-        deadline = time.monotonic() + patience_s
-        while time.monotonic() < deadline:
-            process.poll()  # reaps the leader, whose zombie would keep the group alive
-            if not _group_exists(group):
-                return
-            time.sleep(0.1)
+def start_watcher(group: int) -> subprocess.Popen[bytes]:
+    """Start a process that ends a process group as soon as this process is gone; it ends with the group.
+
+    Its own session keeps it out of reach of signals to this process's group (Ctrl-C), and of the server's suspension.
+    ``PR_SET_PDEATHSIG`` would not do: it follows the starting *thread*, and does not reach grandchildren.
+    """
+    command = [sys.executable, "-m", __name__, str(os.getpid()), str(group)]
+    nothing = subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
+
+
+def _watch(parent: int, group: int) -> None:
+    """Wait until ``parent`` is no longer this process's parent, then end ``group``."""
+    while os.getppid() == parent:
+        if not _signal_group(group, 0):
+            return
+        time.sleep(0.2)
+    end_group(group)
+
+
+if __name__ == "__main__":
+    _watch(int(sys.argv[1]), int(sys.argv[2]))

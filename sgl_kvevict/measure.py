@@ -132,8 +132,17 @@ def flush(server: RunningServer) -> None:
     server.post("/flush_cache?timeout=60")
 
 
-def time_stream(server: RunningServer, text: str, max_new_tokens: int) -> StreamTiming:
-    """Generate exactly ``max_new_tokens`` greedily and time the stream on this side of the connection."""
+def time_stream(
+    server: RunningServer, text: str, max_new_tokens: int, clock: Callable[[], float] = time.perf_counter
+) -> StreamTiming:
+    """Generate exactly ``max_new_tokens`` greedily and time the stream on this side of the connection.
+
+    Args:
+        server: stock SGLang or ours.
+        text: the prompt.
+        max_new_tokens: of the answer.
+        clock: seconds; read before the request and as each event arrives.
+    """
     body = {
         "text": text,
         "stream": True,
@@ -144,12 +153,12 @@ def time_stream(server: RunningServer, text: str, max_new_tokens: int) -> Stream
     )
     arrivals: list[tuple[float, int]] = []
     meta: dict[str, Any] = {}
-    started = time.perf_counter()
+    started = clock()
     with urllib.request.urlopen(request, timeout=600) as response:
         for line in response:
             if line.startswith(b"data: {"):
                 meta = json.loads(line[len(b"data: ") :])["meta_info"]
-                arrivals.append((time.perf_counter(), int(meta["completion_tokens"])))
+                arrivals.append((clock(), int(meta["completion_tokens"])))
     first, last = arrivals[0], arrivals[-1]
     tokens, seconds = last[1] - first[1], last[0] - first[0]
     return StreamTiming(

@@ -280,7 +280,7 @@ def test_the_settings_of_a_paper(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "version")
+    code, out, _ = run(capsys, "--version")
     assert code == 0 and out.startswith("sgl-kvevict 0.") and "\nsglang " in out
 
 
@@ -300,5 +300,5 @@ def test_model_prints_the_folder_of_a_made_model(capsys: pytest.CaptureFixture[s
 def test_without_arguments_the_commands_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys)
     assert code == 2
-    for command in ("serve", "policies", "model", "version"):
+    for command in ("serve", "policies", "model", "--version"):
         assert command in out + err

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from sgl_kvevict.config import ENV_VAR, KVEvictConfig, load_config, parse_config
 from sgl_kvevict.config_file import read_config_file
 from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.fields import allowed
 
 
 def load(text: str) -> KVEvictConfig:
@@ -51,7 +52,7 @@ def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_config().budget == 0.5
 
 
-@pytest.mark.parametrize(("text", "kind"), [("1", int), ("1.0", float), ("256", int), ("0.05", float), ("1e-3", float)])
+@pytest.mark.parametrize(("text", "kind"), [("2", int), ("1.0", float), ("256", int), ("0.05", float), ("1e-3", float)])
 def test_an_integer_budget_counts_entries_and_a_float_is_a_share(text: str, kind: type) -> None:
     assert type(load(f'{{"budget": {text}}}').budget) is kind
 
@@ -69,8 +70,12 @@ def test_an_integer_budget_counts_entries_and_a_float_is_a_share(text: str, kind
         ("budget", True, "(0, 1]"),
         ("budget", "0.2", "(0, 1]"),
         ("budget", None, "(0, 1]"),
+        ("budget", 1, "1.0 to keep everything"),
+        ("store", "a\0b", "the path of a folder"),
+        ("store", "", "the path of a folder"),
+        ("score_weights", "", "the path of a file"),
         ("tail_tokens", 0, "an integer >= 1"),
-        ("decode_block", 0, "null (off), or an integer >= 1"),
+        ("decode_block", 0, "an integer >= 1, or null"),
         ("tail_tokens", 32.0, "an integer >= 1"),
         ("tail_tokens", "32", "an integer >= 1"),
         ("budget_includes_tail", 1, "true or false"),
@@ -86,9 +91,45 @@ def test_an_error_names_field_value_and_what_is_allowed(field: str, value: Any, 
     with pytest.raises(ConfigError) as caught:
         load(json.dumps({field: value}))
     message = str(caught.value)
-    assert f"{field}: got {value!r}; allowed: " in message
+    assert f"{field}: got {value!r}" in message and "; allowed: " in message
     assert allowed in message
     assert ENV_VAR in message
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"budget": 0.6, "light_budget": 0.5}, "light_budget: got 0.5, budget is 0.6; allowed: a float in [budget, 1)"),
+        ({"budget": 0.2, "min_budget": 0.3}, "min_budget: got 0.3, budget is 0.2; allowed: a float in (0, budget]"),
+    ],
+)
+def test_shares_that_cannot_follow_each_other_are_refused(values: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(json.dumps(values))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("budget", [0.05, 0.6, 1.0, 2])
+def test_default_shares_that_do_not_fit_the_budget_have_no_effect(budget: float) -> None:
+    config = load(json.dumps({"budget": budget}))
+    assert config.shares == {0.05: (0.5, 0.05), 0.6: (0.6, 0.1)}.get(budget, ())
+    assert load(config.model_dump_json(exclude_unset=True)) == config
+
+
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+def test_a_field_that_is_there_twice_is_refused(tmp_path: Path, suffix: str) -> None:
+    for content in ('{"budget": 0.2, "budget": 0.3}', '{"policy_options": {"a": 1, "a": 2}}'):
+        path = tmp_path / f"config.{suffix}"
+        path.write_text(content)
+        with pytest.raises(ConfigError, match=f"config.{suffix} is not valid .* is there twice; allowed: once"):
+            load(str(path))
+
+
+@pytest.mark.parametrize("text", ["2e-1", "2E-1", ".2", "0.2", "20.e-2", "+2e-1"])
+def test_floats_of_yaml_1_2(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"budget: {text}\n")
+    assert load(str(path)).budget == 0.2
 
 
 def test_all_bad_fields_are_named_at_once() -> None:
@@ -175,7 +216,7 @@ def test_a_configuration_is_frozen() -> None:
 def test_every_field_says_what_it_means_and_allows() -> None:
     for name, field in KVEvictConfig.model_fields.items():
         assert field.description, name
-        assert isinstance(field.json_schema_extra, dict) and field.json_schema_extra["allowed"], name
+        assert field.annotation is str or allowed(field) != "a string", name
 
 
 @pytest.mark.parametrize(
@@ -191,8 +232,8 @@ def test_every_field_says_what_it_means_and_allows() -> None:
         (0.2, 0, 0),
         (256, 1000, 256),
         (256, 100, 100),
-        (1, 100, 1),
-        (1, 0, 0),
+        (2, 100, 2),
+        (2, 0, 0),
     ],
 )
 def test_num_slots(budget: float | int, num_tokens: int, num_slots: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("sgl_kvevict", "kernels", "tests", "examples", "benchmarks")
+FOLDERS = ("sgl_kvevict", "kernels", "tests", "tools", "examples", "benchmarks")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 

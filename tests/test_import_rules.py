@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = {"sgl_kvevict": ROOT / "sgl_kvevict", "kvevict_kernels": ROOT / "kernels" / "kvevict_kernels"}
 
 KERNELS = "kvevict_kernels"
-BASE = {"errors", "guard", "geometry", "ragged", "config", "config_file", "request"}
+BASE = {"errors", "guard", "geometry", "ragged", "config", "config_file", "fields", "request"}
 TOP = {"cli", "client", "launcher", "measure", "model"}
 BELOW_TOP = {
     *(KERNELS, "events", "policies", "distill", "attention", "prefix", "store", "compression", "lifecycle"),
@@ -38,20 +38,21 @@ MAY_IMPORT = {
 ONLY_IN = {
     "sglang": ("sgl_kvevict/sglang_adapter/",),
     "flashinfer": ("sgl_kvevict/attention/flashinfer/",),
-    "pydantic": ("sgl_kvevict/config.py", "sgl_kvevict/request.py"),
+    "pydantic": ("sgl_kvevict/config.py", "sgl_kvevict/fields.py", "sgl_kvevict/request.py"),
     "yaml": ("sgl_kvevict/config_file.py",),
     "transformers": ("sgl_kvevict/model.py", "sgl_kvevict/cli/inspect", "sgl_kvevict/cli/size"),
     "safetensors": ("sgl_kvevict/distill/files.py", "sgl_kvevict/store/segment_file.py"),
     "fsspec": ("sgl_kvevict/store/remote.py",),
+    "filelock": ("sgl_kvevict/store/directory.py",),
     "tokenizers": ("sgl_kvevict/model.py",),
     "typer": ("sgl_kvevict/cli/",),
     "rich": ("sgl_kvevict/cli/",),
     "zmq": ("sgl_kvevict/events/",),
-    "msgspec": ("sgl_kvevict/events/", "sgl_kvevict/cli/"),
+    "msgspec": ("sgl_kvevict/events/", "sgl_kvevict/cli/", "sgl_kvevict/store/manifest.py"),
     "uvloop": ("sgl_kvevict/cli/",),
     "prometheus_client": ("sgl_kvevict/sglang_adapter/monitoring/metrics.py",),
 }
-NEVER = {"tests", "helpers", "benchmarks", "examples", "pytest", "hypothesis", "matplotlib"}
+NEVER = {"tests", "tools", "helpers", "benchmarks", "examples", "pytest", "hypothesis", "matplotlib"}
 
 
 def imported_modules(tree: ast.AST, package: str) -> Iterator[str]:

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -78,7 +81,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_gone(pid: int) -> bool:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 120
     while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not is_running(pid)
@@ -117,10 +120,45 @@ def test_a_suspended_server_answers_nobody_until_it_goes_on(tmp_path: Path, fake
         server.resume()
         assert server.get_json("/server_info") == {"path": "/server_info"}
         server.suspend()
-        begin = time.monotonic()
-        server.stop()
-        assert time.monotonic() - begin < 8
+        server.stop(grace_s=60)
+    assert server.process.returncode == -signal.SIGTERM  # continued, so that it could end by itself
     assert wait_gone(pid)
+
+
+#: Launches a server and waits; the test kills it.
+PARENT = """
+import sys, time
+from sgl_kvevict.launcher import launch
+server = launch("m", log_path=sys.argv[1])
+if sys.argv[2] == "suspended":
+    server.suspend()
+print(server.process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@needs_proc
+@pytest.mark.parametrize("state", ["running", "suspended"])
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP])
+def test_a_killed_process_leaves_no_server(
+    tmp_path: Path, fake_env: dict[str, str], how: signal.Signals, state: str
+) -> None:
+    log_path = tmp_path / "s.log"
+    path = os.pathsep.join([fake_env["PYTHONPATH"], os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", PARENT, str(log_path), state]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}) as parent:
+        assert parent.stdout is not None
+        pids = [int(parent.stdout.readline()), helper_pid(log_path.read_text())]
+        assert all(map(is_running, pids))
+        parent.send_signal(how)
+    assert all(map(wait_gone, pids))
+
+
+@needs_proc
+def test_a_watcher_ends_with_its_group() -> None:
+    leader = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
+    leader.wait()
+    assert launcher.start_watcher(leader.pid).wait(120) == 0
 
 
 @needs_proc

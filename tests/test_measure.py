@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -10,7 +9,7 @@ from typing import cast
 import pytest
 
 from sgl_kvevict.launcher import RunningServer
-from sgl_kvevict.measure import PoolGauges, alone, in_turn, parse_gauges, time_stream
+from sgl_kvevict.measure import PoolGauges, StreamTiming, alone, in_turn, parse_gauges, time_stream
 
 METRICS = """# HELP sglang:kv_available_tokens free
 sglang:max_total_num_tokens{engine_type="unified",tp_rank="0"} 6000.0
@@ -70,18 +69,16 @@ def test_an_absent_gauge_is_named() -> None:
 
 
 class _Stream(BaseHTTPRequestHandler):
-    """Answers like ``/generate``: a first token late, then one token every 20 ms."""
+    """Answers like ``/generate``, one token in each event."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.send_response(200)
         self.end_headers()
-        time.sleep(0.1)
         for n in range(1, body["sampling_params"]["max_new_tokens"] + 1):
             meta = {"prompt_tokens": 9, "cached_tokens": 4, "completion_tokens": n}
             self.wfile.write(b"data: " + json.dumps({"text": "x" * n, "meta_info": meta}).encode() + b"\n\n")
             self.wfile.flush()
-            time.sleep(0.02)
         self.wfile.write(b"data: [DONE]\n\n")
 
     def log_message(self, *args: object) -> None:
@@ -99,10 +96,9 @@ def stream_server() -> Iterator[RunningServer]:
 
 
 def test_stream_timing_separates_first_token_from_decode_rate(stream_server: RunningServer) -> None:
-    timing = time_stream(stream_server, "text", max_new_tokens=11)
-    assert (timing.prompt_tokens, timing.cached_tokens) == (9, 4)
-    assert timing.ttft_s >= 0.1
-    assert 5 < timing.decode_tokens_per_s <= 50  # ten tokens, at least 20 ms each
+    times = iter([5.0, 7.5, *(8.0 + 0.5 * n for n in range(10))])  # the request, then eleven tokens
+    timing = time_stream(stream_server, "text", max_new_tokens=11, clock=lambda: next(times))
+    assert timing == StreamTiming(prompt_tokens=9, cached_tokens=4, ttft_s=2.5, decode_tokens_per_s=10 / 5.0)
 
 
 def test_one_token_has_no_decode_rate(stream_server: RunningServer) -> None:

@@ -1,94 +1,161 @@
-"""Stock SGLang beside SGLang with this plugin, on one model, one pool size and the same real programs, in turn.
+"""One document compressed before your eyes, then eight questions at once that read the one copy: about a minute.
 
-Progress goes to stderr; tables, the path of a picture and, as the last line, one JSON object to stdout.
+Progress and answers go to stderr; the last line of stdout is one JSON object. `compare.py` measures beside stock.
 """
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import psutil
 import typer
-from kvevict_demo.exercise import Exercise, expected_s
-from kvevict_demo.picture import draw_comparison
-from kvevict_demo.progress import Progress
-from kvevict_demo.report import answers_table, figures_table, json_line, summary
-from kvevict_demo.systems import Figures, Rounds, systems
+from kvevict_demo.ask import Streamed, ask_all, prefix_text
+from kvevict_demo.questions import BRANCH_QUESTIONS
 from rich.console import Console
+from rich.live import Live
+from rich.table import Table
 
-from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.launcher import System, launch_all
+from sgl_kvevict.launcher import STRICT_CHECK_ENV, RunningServer, kvevict_system, launch
+from sgl_kvevict.measure import flush, idle_gauges, plugin_state
 from sgl_kvevict.model import ensure_demo_model
 
 POOL_SLOTS = 6000
-NUM_ROUNDS = 5
-START_S = 25.0
-"""Seconds to start a server, for the estimate of what is left."""
-SERVER_GB = 3.5
-"""Memory of one server with the demo model, all its processes."""
-
-
-def _budget(text: str) -> float | int:
-    """``0.2`` is a share, ``500`` a number of entries per head; checked by the server."""
-    return int(text) if text.isdigit() else float(text)
+POLL_S = 0.2
+SCORE_TIMEOUT_S = 300.0
+NEXT = """
+Try next
+  make serve                     the same server for your own programs (OpenAI API, SGLang's frontend)
+  make compare                   stock SGLang beside ours, measured in turn: 6 to 12 minutes
+  make demo ARGS="--budget 0.1"  keep a tenth
+  make demo ARGS="--stay"        leave this server up; then: .venv/bin/sgl-kvevict inspect"""
 
 
 def main(
-    model: Annotated[Path | None, typer.Option(help="Model folder; default: the demo model.")] = None,
-    policy: Annotated[str | None, typer.Option(help="Policy; default: the configuration's own.")] = None,
-    budget: Annotated[str | None, typer.Option(help="Share in (0, 1], or entries per head; default: likewise.")] = None,
-    pool_slots: Annotated[int, typer.Option(help="KV pool of every server, in token slots.")] = POOL_SLOTS,
-    rounds: Annotated[int, typer.Option(help="Rounds of every measurement.", min=1)] = NUM_ROUNDS,
-    out: Annotated[Path, typer.Option(help="Folder for logs and the picture.")] = Path("out/demo"),
+    budget: Annotated[float, typer.Option(help="Share of entries kept, in (0, 1].")] = 0.2,
+    pool_slots: Annotated[int, typer.Option(help="KV pool, in token slots.")] = POOL_SLOTS,
+    stay: Annotated[bool, typer.Option(help="Leave the server up until Ctrl-C.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for the server's log.")] = Path("out/demo"),
 ) -> None:
-    """Run the comparison; see the module's description."""
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    config: dict[str, Any] = {}
-    if policy is not None:
-        config["policy"] = policy
-    if budget is not None:
-        config["budget"] = _budget(budget)
-    folder = model or ensure_demo_model(report=console.print)
-    compared = systems(config, pool_slots)
-    groups = _groups(compared, console)
-    is_in_turn = len(groups) == 1
-    progress = Progress(lambda text: console.print(text, markup=False))
-    progress.expect(len(compared) * START_S + expected_s((system.name for system in compared), rounds))
-    measured = Rounds()
-    runs: list[Figures] = []
-    for group in groups:
-        names = ", ".join(system.name for system in group)
-        progress.step(f"starting {names}", len(group) * START_S)
-        with launch_all(folder, group, log_folder=out) as fleet:
-            runs += Exercise(fleet, rounds, pool_slots, measured, progress).run()
-    _print_results(runs, measured, pool_slots, KVEvictConfig(**config), out, is_in_turn=is_in_turn)
+    """Run the demo; see the module's description."""
+    console = Console(stderr=True, highlight=False, width=110)
+    model = ensure_demo_model(report=console.print)
+    config: dict[str, Any] = {"budget": budget}
+    if stay:
+        config["events"] = {}
+    flags = ("--max-total-tokens", str(pool_slots), "--random-seed", "42", "--enable-metrics", "--enable-cache-report")
+    system = kvevict_system("demo", config, flags, {k: v for k, v in STRICT_CHECK_ENV.items() if k.endswith("IDLE")})
+    with console.status("starting SGLang with --radix-cache-backend kvevict"):
+        server = launch(model, flags=system.flags, env=system.env, log_path=out / "demo.log")
+    with server:
+        figures = run(server, console, budget, pool_slots)
+        print(json.dumps(figures, allow_nan=False), flush=True)
+        if stay:
+            console.print(f"\nThe server listens on {server.url}; Ctrl-C ends it.")
+            wait_for_interrupt(server)
 
 
-def _groups(compared: tuple[System, ...], console: Console) -> list[tuple[System, ...]]:
-    """All systems at once, or one after the other where memory does not hold them."""
-    available_gb = psutil.virtual_memory().available / 1e9
-    if available_gb >= SERVER_GB * len(compared):
-        return [compared]
-    needed = f"{SERVER_GB * len(compared):.0f} GB"
-    console.print(f"{available_gb:.1f} GB of memory are free, {needed} needed to measure in turn: no ratios are shown")
-    return [(system,) for system in compared]
+def run(server: RunningServer, console: Console, budget: float, pool_slots: int) -> dict[str, Any]:
+    """Compress the document, ask about it, and count.
+
+    Returns:
+        The figures of the last line of output; token slots and tokens are different units.
+
+    Raises:
+        LaunchError: the server died, or the document was not compressed in time.
+    """
+    flush(server)
+    empty = idle_gauges(server).evictable
+    tokens = cache_document(server, console)
+    slots = idle_gauges(server).evictable - empty
+    state = plugin_state(server) or {}
+    console.print(draw_tree(tokens, state["span_tokens"], state["span_slots"]))
+    console.print("Eight questions at once; all read the one compressed copy:")
+    with Live(console=console, refresh_per_second=8) as live:
+        answers = ask_all(server.url, BRANCH_QUESTIONS, lambda growing: live.update(answers_table(growing)))
+        live.update(answers_table(answers))
+    state = plugin_state(server) or {}
+    server.check_alive()
+    leaks = abs(int(state["leaked_slots"])) + len(server.leak_messages())
+    num_right = sum(answer.is_right for answer in answers)
+    console.print(f"\n{num_right} of {len(answers)} answers are right; pool leaks: {leaks}.")
+    console.print(
+        f"The document holds {slots:,} of {pool_slots:,} token slots; stock SGLang: {tokens:,} (computed, one a token)."
+    )
+    console.print(NEXT)
+    return {
+        "prefix_tokens": tokens,
+        "prefix_slots": slots,
+        "stock_prefix_slots": tokens,
+        "compressed_tokens": state["span_tokens"],
+        "compressed_slots": state["span_slots"],
+        "sharers": int(state["max_sharers"]),
+        "right_answers": num_right,
+        "answers": len(answers),
+        "cached_tokens": sum(answer.cached_tokens for answer in answers),
+        "pool_leaks": leaks,
+        "budget": budget,
+        "policy": state["policy"],
+    }
 
 
-def _print_results(
-    runs: list[Figures], measured: Rounds, pool_slots: int, config: KVEvictConfig, out: Path, *, is_in_turn: bool
-) -> None:
-    stock, ours = runs
-    console = Console(width=160)
-    console.print(answers_table(runs))
-    console.print(figures_table(stock, ours, measured, pool_slots, is_in_turn=is_in_turn))
-    chosen = {"policy": config.policy, "budget": config.budget}
-    figures = summary(stock, ours, measured, pool_slots, is_in_turn=is_in_turn, **chosen)  # type: ignore[arg-type]
-    title = f"a pool of {pool_slots:,} token slots; {config.policy}, budget {config.budget}"
-    fitting = figures["documents_that_fit"]
-    figures["picture"] = str(draw_comparison(fitting, measured.requests_per_s, title, out / "demo.png"))
-    print(f"picture of what fits, and how fast: {figures['picture']}")
-    print(json_line(figures), flush=True)
+def cache_document(server: RunningServer, console: Console) -> int:
+    """Send the document as SGLang's frontend language does (no answer wanted), and wait until it is compressed.
+
+    Returns:
+        Its length in tokens.
+
+    Raises:
+        RuntimeError: it was not compressed in time.
+    """
+    started = time.monotonic()
+    with console.status("prefill of the document") as status:
+        body = {"text": prefix_text(), "sampling_params": {"max_new_tokens": 0, "temperature": 0}}
+        tokens = int(json.loads(server.post("/generate", body))["meta_info"]["prompt_tokens"])
+        console.print(
+            f"{time.monotonic() - started:5.1f} s  {tokens:,} tokens are in the cache, {tokens:,} token slots"
+        )
+        while not (state := plugin_state(server) or {}).get("spans"):
+            if time.monotonic() - started > SCORE_TIMEOUT_S:
+                raise RuntimeError(f"the document was not compressed within {SCORE_TIMEOUT_S:.0f} s: {state}")
+            status.update("the model repeats the document in extra passes, to find out which entries it needs")
+            time.sleep(POLL_S)
+    held = state["span_slots"] + tokens - state["span_tokens"]
+    console.print(f"{time.monotonic() - started:5.1f} s  scored and compressed: {held:,} token slots\n")
+    return tokens
+
+
+def draw_tree(tokens: int, span_tokens: int, span_slots: int) -> str:
+    """The radix tree with the document, before its questions."""
+    tail = tokens - span_tokens
+    return (
+        "  the radix tree                    tokens    token slots\n"
+        "         |                       (logical)         (held)\n"
+        f"  station_handbook.txt              {span_tokens:6,}         {span_slots:6,}    compressed\n"
+        f"         |                          {tail:6,}         {tail:6,}    its tail, uncompressed\n"
+        "  +--+--+--+--+--+--+--+\n"
+        "  8 questions\n"
+    )
+
+
+def answers_table(answers: Sequence[Streamed]) -> Table:
+    """Questions with what is answered so far."""
+    table = Table(show_header=False, box=None, padding=(0, 1))
+    for answer in answers:
+        mark = "[green]✓[/]" if answer.is_right else " "
+        table.add_row(mark, answer.question.text, (answer.question.lead + " " + answer.text).replace("[", "\\["))
+    return table
+
+
+def wait_for_interrupt(server: RunningServer) -> None:
+    """Return at Ctrl-C, or when the server is gone."""
+    try:
+        while server.alive:
+            time.sleep(1)
+    except KeyboardInterrupt:
+        return
 
 
 if __name__ == "__main__":

@@ -24,10 +24,14 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import BinaryIO
+
+from sgl_kvevict.launcher import start_watcher
 
 BIN = Path(sys.executable).parent
 START_S = 600.0
 STOP_S = 30.0
+WATCHERS: list[subprocess.Popen[bytes]] = []
 
 
 class Replica:
@@ -62,7 +66,14 @@ class Replica:
 
     def _start(self) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as log:
-            return subprocess.Popen(self._command, stdout=log, stderr=log, start_new_session=True)
+            return start(self._command, log)
+
+
+def start(command: Sequence[str], log: BinaryIO) -> subprocess.Popen[bytes]:
+    """Start a process in a group of its own, which ends with this process even if this one is killed."""
+    process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    WATCHERS.append(start_watcher(process.pid))
+    return process
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
@@ -94,7 +105,7 @@ def gateway(options: argparse.Namespace, servers: Sequence[Replica], logs: Path)
     command += ["--health-failure-threshold", "1", "--health-success-threshold", "1"]
     command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(options.port + 1 + options.replicas)]
     with (logs / "gateway.log").open("wb") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        return start(command, log)
 
 
 def healthy_workers(url: str) -> int:

@@ -1,9 +1,10 @@
-"""What one forward reads, per request."""
+"""The requests of one forward, and what each of them reads."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,17 +13,29 @@ from sgl_kvevict.errors import InvariantError
 
 Path = tuple[SpanRuns, ...]
 """Spans that a request reads, root first; () if nothing of it is compressed."""
-BatchKey = tuple[tuple[Path, ...], tuple[int, ...]]
-"""Paths and numbers of new tokens of a batch: what stays the same over decode steps, until requests come or go."""
+
+
+class BatchKey(NamedTuple):
+    """What a batch has in common with the next steps of the same requests: layouts are kept under it.
+
+    Attributes:
+        paths: per request.
+        new_lens: per request, new tokens.
+        suffix_bounds: per request, a bound of the tokens after its path, where a layout is sized by it.
+    """
+
+    paths: tuple[Path, ...]
+    new_lens: tuple[int, ...]
+    suffix_bounds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class AttentionBatch:
     """The requests of one forward.
 
-    The logical tokens of a request are ``[0, waterline)``: stood for by its path, ``[waterline, seq_len)``: one
-    token slot each, in its row of ``req_to_token``. The last ``extend_len`` of them are new. A row's positions
-    below the waterline are fillers that nobody may read.
+    The tokens ``[0, waterline)`` of a request are compressed into the spans of its path. Each token of
+    ``[waterline, seq_len)`` has a token slot, in the request's row of ``req_to_token``; the last ``extend_len`` are
+    new. A row holds fillers below the waterline, which must not be read.
 
     Attributes:
         paths: per request, the spans on its path.
@@ -58,7 +71,7 @@ class AttentionBatch:
 
     @cached_property
     def waterlines(self) -> list[int]:
-        """Tokens that the path of each request stands for."""
+        """Per request, tokens that are compressed into the spans of its path."""
         return [waterline_of(path) for path in self.paths]
 
     @property
@@ -68,5 +81,5 @@ class AttentionBatch:
 
     @property
     def key(self) -> BatchKey:
-        """What the batch shares with other steps of the same requests."""
-        return self.paths, tuple(self.new_lens)
+        """The key of layouts that do not depend on the lengths of suffixes."""
+        return BatchKey(self.paths, tuple(self.new_lens))

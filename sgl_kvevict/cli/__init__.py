@@ -1,10 +1,11 @@
 """The command ``sgl-kvevict``: serve a model, watch its cache, list policies, make the demo model.
 
-Exit codes: 0 success, 1 something failed on the way (a download, for example), 2 bad input.
+Exit codes: 0 success, 1 something failed on the way (a download, a dead server), 2 bad input.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -24,20 +25,72 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+_UsageError: Any = typer.BadParameter.__bases__[0]
+"""Root of errors in the use of options and arguments; typer does not export it by name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; ends in ``SystemExit``.
 
+    Errors of this package, of the operating system and of network connections (``OSError``), and of usage are printed
+    as ``sgl-kvevict: error: ...``. Anything else is a bug and shows its traceback.
+
     Args:
         arguments: without the program's name; default: this process's.
     """
     try:
-        app(args=arguments)
-    except KVEvictError as error:
-        _say(f"error: {error}")
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+        code = app(args=arguments, prog_name="sgl-kvevict", standalone_mode=False) or 0
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of a pipe has seen enough: sgl-kvevict policies | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    except (KVEvictError, OSError) as error:
+        _say(f"error: {_one_line(error)}")
+        code = 2 if isinstance(error, ConfigError) else 1
+    except _UsageError as error:
+        message = error.format_message()
+        if "\n" in message:  # a command without arguments: its help
+            typer.echo(message, err=True)
+        else:
+            _say(f"error: {message.rstrip('.')} (-h shows what is allowed)")
+        code = 2
+    sys.exit(code)
+
+
+def _one_line(error: Exception) -> str:
+    """An error's message; a list of one problem loses its bullet, and a system error names its file."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        return f"{error.filename}: {error.strerror}"
+    heading, *problems = str(error).splitlines() or [type(error).__name__]
+    return f"{heading} {problems[0].strip(' -')}" if len(problems) == 1 else "\n".join([heading, *problems])
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"sgl-kvevict {version('sgl-kvevict')}")
+        try:
+            typer.echo(f"sglang {version('sglang')}")
+        except PackageNotFoundError:
+            typer.echo("sglang (not installed)")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    is_version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the versions of this package and of SGLang.",
+        ),
+    ] = False,
+) -> None:
+    """Serve models with stock SGLang and compressed prefixes in its radix cache."""
 
 
 @app.command()
@@ -93,9 +146,9 @@ def policies(
     name: Annotated[str | None, typer.Argument(help="Show the options of this policy.")] = None,
 ) -> None:
     """List the policies, or the options of one."""
-    from rich.console import Console
     from rich.table import Table
 
+    from sgl_kvevict.cli.output import print_shaped
     from sgl_kvevict.policies.by_name import budget_option_names, list_policies, paper_settings, papers, split_name
 
     known = {policy.name: policy for policy in list_policies()}
@@ -123,7 +176,7 @@ def policies(
         table = Table("option", "default", "meaning", "allowed", box=None, pad_edge=False)
         for option in known[name].options:
             table.add_row(option.name, str(option.default), option.meaning, option.allowed)
-    Console().print(table)
+    print_shaped(table)
 
 
 @app.command()
@@ -136,16 +189,6 @@ def model(
     from sgl_kvevict.model import ensure_demo_model
 
     typer.echo(ensure_demo_model(directory))
-
-
-@app.command("version")
-def show_version() -> None:
-    """Print the versions of this package and of SGLang."""
-    typer.echo(f"sgl-kvevict {version('sgl-kvevict')}")
-    try:
-        typer.echo(f"sglang {version('sglang')}")
-    except PackageNotFoundError:
-        typer.echo("sglang (not installed)")
 
 
 operate.register(app)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -15,6 +14,7 @@ import uvloop
 from rich.text import Text
 from rich.tree import Tree as TextTree
 
+from sgl_kvevict.cli.output import short_model, shorten
 from sgl_kvevict.events.client import InspectClient, check_endpoint
 from sgl_kvevict.events.questions import (
     Describe,
@@ -89,23 +89,24 @@ def take_snapshot(
         return runner.run(ask_all())
 
 
-def as_text(snapshot: Snapshot) -> TextTree:
-    """Draw the tree for a terminal."""
+def as_text(snapshot: Snapshot, *, is_long: bool = False) -> TextTree:
+    """Draw the tree for a terminal; long names of models and namespaces in full if ``is_long``."""
     tree, about = snapshot.tree, snapshot.about
     pool = tree.pool
     held = pool.compressed + pool.full
     tokens = sum(node.tokens for node in tree.nodes)
-    title = f"{about.model}, policy {about.policy}: {tokens:,} tokens in {held:,} of {pool.total:,} token slots"
+    model = about.model if is_long else short_model(about.model)
+    title = f"{model}, policy {about.policy}: {tokens:,} tokens in {held:,} of {pool.total:,} token slots"
     top = TextTree(Text(title, style="bold"))
     branches = {0: top}
     for node in tree.nodes:
-        branches[node.id] = branches[node.parent].add(_line(node))
+        branches[node.id] = branches[node.parent].add(_line(node, is_long))
     if tree.omitted:
         top.add(f"... and {tree.omitted:,} deeper nodes (--limit)")
     return top
 
 
-def _line(node: TreeNode) -> Text:
+def _line(node: TreeNode, is_long: bool) -> Text:
     text = Text(f"{node.start:,}-{node.start + node.tokens:,}", style="green" if node.compressed else "blue")
     text.append(f"  {node.tokens:,} tokens -> {node.slots:,.1f} slots", style="default")
     if node.compressed:
@@ -113,7 +114,8 @@ def _line(node: TreeNode) -> Text:
     if node.readers:
         text.append(f"  {node.readers} reading", style="yellow")
     if node.namespace:
-        text.append(f"  namespace {node.namespace}", style="magenta")
+        namespace = node.namespace if is_long else shorten(node.namespace, 12)
+        text.append(f"  namespace {namespace}", style="magenta")
     return text.append(f"  node {node.id}", style="bright_black")
 
 
@@ -177,11 +179,12 @@ def load_decoder(path: str) -> Decode | None:
             tokenizer = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError):  # no such folder or hub name, or nothing in it that reads as a tokenizer
             return None
-    cache: dict[int, str] = defaultdict(str)
+    cache: dict[int, str] = {}
 
     def decode(ids: Sequence[int]) -> list[str]:
         new = [token for token in set(ids) if token not in cache]
-        cache.update(zip(new, tokenizer.batch_decode([[token] for token in new]), strict=True))
+        if new:  # `batch_decode` of nothing is an error
+            cache.update(zip(new, tokenizer.batch_decode([[token] for token in new]), strict=True))
         return [cache[token] for token in ids]
 
     return decode

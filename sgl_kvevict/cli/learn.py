@@ -1,8 +1,10 @@
-"""``sgl-kvevict learn``: serve a model, have texts scored by passes, and write down what was learned from them."""
+"""``sgl-kvevict learn``: serve a model, have texts scored by passes, and write the learned scores to a file."""
 
 from __future__ import annotations
 
 import itertools
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -11,15 +13,15 @@ from pathlib import Path
 from sgl_kvevict.cli.server_plan import plan_serve
 from sgl_kvevict.client import warm
 from sgl_kvevict.config import parse_config
+from sgl_kvevict.distill.files import check_writable
 from sgl_kvevict.distill.texts import texts_of_folder, training_texts
 from sgl_kvevict.errors import ConfigError, KVEvictError
 from sgl_kvevict.launcher import RunningServer, launch
-from sgl_kvevict.measure import flush, plugin_state
 
 LENGTHS = (4000, 8000, 16000, 2000)
 """Characters of a text, in turn: weights from short prefixes alone find less in long ones."""
 SPARE_TEXTS = 8
-"""Texts that are learned from besides, if the first ones were not enough."""
+"""Further texts, used if the learned scores of the first ones are not good enough."""
 
 Say = Callable[[str], None]
 
@@ -31,7 +33,7 @@ class LearnError(KVEvictError):
 def learn(model: str, out: Path, texts: Path | None, num_prefixes: int, sglang_flags: Sequence[str], say: Say) -> None:
     """Learn the scores of a model and write them to a file.
 
-    The server does the learning, as it does with its users' prefixes; nothing is different here but who sends them.
+    The server learns from these texts as it learns from the prefixes of users. SIGTERM ends both.
 
     Args:
         model: folder, hub name or "demo".
@@ -42,10 +44,11 @@ def learn(model: str, out: Path, texts: Path | None, num_prefixes: int, sglang_f
         say: told what happens.
 
     Raises:
-        ConfigError: there are too few texts, or the server would not start like this.
+        ConfigError: there are too few texts, ``out`` cannot be written, or the server would not start like this.
         LearnError: the learned scores find too little of what passes keep.
         LaunchError: the server did not start, or ended.
     """
+    check_writable(out, "--out")
     passages = _passages(texts, num_prefixes)
     values = {"score_weights": None, "save_score_weights": str(out.absolute()), "distill_prefixes": num_prefixes}
     plan = plan_serve(model, parse_config(values, "sgl-kvevict learn"), sglang_flags)
@@ -53,6 +56,7 @@ def learn(model: str, out: Path, texts: Path | None, num_prefixes: int, sglang_f
     served = plan.command[plan.command.index("--model-path") + 1]
     before = out.stat().st_mtime_ns if out.exists() else None
     started = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # removes the folder, stops the server
     with tempfile.TemporaryDirectory(prefix="kvevict-learn-") as folder:
         say(f"serving {model} to learn from {num_prefixes} texts, and to try what was learned on another one")
         with launch(served, flags=flags, env=plan.environ, log_path=Path(folder) / "server.log") as server:
@@ -69,15 +73,14 @@ def learn(model: str, out: Path, texts: Path | None, num_prefixes: int, sglang_f
 
 
 def _learn_from(server: RunningServer, passage: str, *, as_chat: bool) -> float | None:
-    """Have a text scored; the recall of the learned scores once they are in use."""
-    flush(server)
+    """Have a text scored; return the recall of the learned scores, None until they are in use."""
+    server.post("/flush_cache?timeout=60")
     if as_chat:
         warm(server.url, messages=[{"role": "user", "content": passage}])
     else:
         warm(server.url, text=passage)
-    state = plugin_state(server)
-    learned = {} if state is None else state.get("learned_scores", {})
-    return learned.get("recall") if learned.get("in_use") else None
+    learned = server.get_json("/server_info")["internal_states"][0]["kvevict"]["learned_scores"]
+    return learned["recall"] if learned["in_use"] else None
 
 
 def _passages(texts: Path | None, num_prefixes: int) -> list[str]:

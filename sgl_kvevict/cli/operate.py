@@ -14,6 +14,8 @@ Endpoint = Annotated[
     str, typer.Argument(metavar="ENDPOINT", help="The server's inspection socket (events.inspect_endpoint), HOST:PORT.")
 ]
 
+Long = Annotated[bool, typer.Option("--long", help="Show long names and digests in full.")]
+
 
 def top(
     endpoint: Endpoint = "127.0.0.1:5659",
@@ -25,11 +27,12 @@ def top(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a report.")] = False,
     count: Annotated[int, typer.Option(min=0, help="Stop after so many reports; 0: never.")] = 0,
     timeout: Annotated[float, typer.Option(min=0.05, help="Seconds to wait for an answer.")] = 5.0,
+    is_long: Long = False,
 ) -> None:
     """Watch the cache of a running server."""
     from sgl_kvevict.cli.top import TopOptions, run_top
 
-    options = TopOptions(endpoint, interval, rows, sort, timeout, count)
+    options = TopOptions(endpoint, interval, rows, sort, timeout, count, is_long)
     run_top(options, as_json=as_json)
 
 
@@ -44,6 +47,7 @@ def inspect(
         str | None, typer.Option(help="Page: tokenizer of the token texts; default: the server's own.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.05, help="Seconds to wait for each answer.")] = 10.0,
+    is_long: Long = False,
 ) -> None:
     """Take one look at the tree of a running server."""
     from sgl_kvevict.cli import inspect as inspection
@@ -61,11 +65,9 @@ def inspect(
     if as_json:
         typer.echo(inspection.as_json(snapshot))
     elif html is None:
-        from rich.console import Console
+        from sgl_kvevict.cli.output import print_shaped
 
-        console = Console()
-        width = None if console.is_terminal else 1000  # a file or a pipe takes lines as long as they are
-        console.print(inspection.as_text(snapshot), highlight=False, width=width)
+        print_shaped(inspection.as_text(snapshot, is_long=is_long))
     else:
         decode = inspection.load_decoder(tokenizer or snapshot.about.tokenizer) if snapshot.tokens else None
         if snapshot.tokens and decode is None:
@@ -169,8 +171,9 @@ def size(
     if as_json:
         typer.echo(json.dumps(sizing.as_builtins(sizes, pool_slots, rows)))
         return
-    from rich.console import Console
     from rich.table import Table
+
+    from sgl_kvevict.cli.output import print_shaped
 
     heads = f"{sizes.num_layers} layers x {sizes.num_kv_heads} KV heads x {sizes.head_dim}"
     typer.echo(f"{model}: {heads}, {sizing.show_bytes(sizes.slot_bytes)} a token slot")
@@ -182,7 +185,7 @@ def size(
         table.add_row(
             str(row.budget), f"{row.prefix_slots:,}", memory, f"{row.tokens_per_slot:.2f}", f"{row.prefixes:,}"
         )
-    Console().print(table)
+    print_shaped(table)
     typer.echo(f"A prefix needs all its {prefix_tokens:,} slots while it is prefilled; that room is counted.")
 
 

@@ -145,7 +145,7 @@ def plan_serve(
     path = str(ensure_demo_model()) if model == DEMO else model
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", path]
     wanted = {"--radix-cache-backend": BACKEND, "--attention-backend": BACKEND}
-    environ = {ENV_VAR: config.model_dump_json()}
+    environ = {ENV_VAR: config.model_dump_json(exclude_unset=True)}
     if on_cpu:
         wanted |= {"--device": "cpu", "--max-total-tokens": str(CPU_POOL_TOKENS)}
         if model == DEMO and not has_fast_bfloat16():

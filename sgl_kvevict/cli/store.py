@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 store = typer.Typer(name="store", help="Look at a store of prefixes, check it, move it.", no_args_is_help=True)
 
-SHOWN_DIGITS = 16
+SHOWN_DIGITS = 12
+SHOWN_NAME = 24
 
 Url = Annotated[str, typer.Argument(metavar="STORE", help="Folder or URL, as in the configuration's field store.")]
 Keys = Annotated[list[str], typer.Argument(metavar="KEY...", help="First digits of segments' names, at least 4.")]
@@ -28,11 +29,15 @@ _warn = partial(typer.echo, err=True)
 
 
 @store.command("ls")
-def list_all(url: Url, as_json: Json = False) -> None:
+def list_all(
+    url: Url,
+    as_json: Json = False,
+    is_long: Annotated[bool, typer.Option("--long", help="Show names and digests in full.")] = False,
+) -> None:
     """List the segments, the ones used last first."""
-    from rich.console import Console
     from rich.table import Table
 
+    from sgl_kvevict.cli.output import print_shaped, shorten
     from sgl_kvevict.store import describe_identity, list_segments
     from sgl_kvevict.store.maintenance import tokens_of_segments
 
@@ -55,11 +60,13 @@ def list_all(url: Url, as_json: Json = False) -> None:
     for each in segments:
         age = f"{max(now - each.item.used, 0) / 3600:.1f} h ago"
         known = made_by[each.identity]
-        model = f"{known.get('architecture', 'unknown')} {str(known.get('model', ''))[:8]}"
+        key, architecture, model = each.key, str(known.get("architecture", "unknown")), str(known.get("model", ""))
+        if not is_long:
+            key, architecture, model = key[:SHOWN_DIGITS], shorten(architecture, SHOWN_NAME), model[:8]
         stands_for = f"{tokens[each.key]:,}" if each.key in tokens else "not listed"
-        table.add_row(each.key[:SHOWN_DIGITS], stands_for, f"{each.item.size:,}", age, model)
+        table.add_row(key, stands_for, f"{each.item.size:,}", age, f"{architecture} {model}")
     table.caption = f"{len(segments):,} segments, {sum(each.item.size for each in segments):,} bytes"
-    Console().print(table)
+    print_shaped(table)
 
 
 @store.command("show")
@@ -108,30 +115,47 @@ def verify(url: Url, delete: Annotated[bool, typer.Option("--delete", help="Remo
 @store.command("push")
 def push(source: Url, target: Annotated[str, typer.Argument(metavar="TARGET", help="Folder or URL.")]) -> None:
     """Copy what TARGET lacks from STORE to it, checked on the way."""
-    _copy(source, target)
+    _copy(source, target, "STORE", "TARGET")
 
 
 @store.command("pull")
 def pull(target: Url, source: Annotated[str, typer.Argument(metavar="SOURCE", help="Folder or URL.")]) -> None:
     """Copy what STORE lacks from SOURCE to it, checked on the way."""
-    _copy(source, target)
+    _copy(source, target, "SOURCE", "STORE")
 
 
-def _open(url: str) -> Backend:
-    """A store that is there: looking at one does not make it."""
+def _place(url: str, name: str) -> str:
+    """A URL, or the path of a folder without ``~``."""
+    place = url if "://" in url else os.path.expanduser(url)
+    if not place or place.startswith("~"):
+        raise ConfigError(f"{name}: got {url!r}; allowed: a folder or a URL")
+    return place
+
+
+def _open(url: str, name: str = "STORE") -> Backend:
+    """A store that is there: looking at one does not make it.
+
+    Raises:
+        ConfigError: no folder of this name, or a URL below which nothing is stored.
+    """
     from sgl_kvevict.store import open_backend
 
-    if "://" not in url and not Path(url).expanduser().is_dir():
-        raise ConfigError(f"STORE: got {url!r}, which is not a folder")
-    return open_backend(url)
+    place = _place(url, name)
+    if "://" not in url and not os.path.isdir(place):
+        raise ConfigError(f"{name}: got {url!r}, which is not a folder")
+    backend = open_backend(place)
+    if "://" in url and next(iter(backend.list()), None) is None:  # object stores have no folders to be there or not
+        raise ConfigError(f"{name}: got {url!r}, where nothing is stored")
+    return backend
 
 
-def _copy(source: str, target: str) -> None:
+def _copy(source: str, target: str, source_name: str, target_name: str) -> None:
     from sgl_kvevict.store import open_backend
     from sgl_kvevict.store.maintenance import copy_store
 
-    copied_to = open_backend(target)
-    counts = copy_store(_open(source), copied_to, _warn)
+    copied_from = _open(source, source_name)
+    copied_to = open_backend(_place(target, target_name))
+    counts = copy_store(copied_from, copied_to, _warn)
     typer.echo(f"{counts['segments']:,} segments and {counts['manifests']:,} manifests copied to {copied_to.url}")
     _refuse_corrupt(counts)
 

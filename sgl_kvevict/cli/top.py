@@ -41,6 +41,7 @@ class TopOptions:
         sort: what they are sorted by.
         timeout_s: how long to wait for an answer.
         count: stop after so many reports; 0: never.
+        is_long: the model's name in full.
     """
 
     endpoint: str
@@ -49,13 +50,14 @@ class TopOptions:
     sort: str = "slots"
     timeout_s: float = 5.0
     count: int = 0
+    is_long: bool = False
 
 
 def run_top(options: TopOptions, *, as_json: bool) -> None:
     """Watch until told to stop.
 
     Raises:
-        ServerSilentError: in JSON mode with a count, no report came at all.
+        ServerSilentError: with a count, no report came at all.
         ConfigError: the endpoint is not an address.
     """
     watcher = _Watcher(options)
@@ -68,7 +70,7 @@ class _Watcher:
 
     def __init__(self, options: TopOptions) -> None:
         self.options = options
-        self.state = TopState(check_endpoint(options.endpoint), options.sort)
+        self.state = TopState(check_endpoint(options.endpoint), options.sort, is_long=options.is_long)
         self._changed = asyncio.Event()
         self._quit = asyncio.Event()
         self._stream: asyncio.Task[None] | None = None
@@ -82,12 +84,10 @@ class _Watcher:
 
     async def print_json(self) -> None:
         """Print one JSON object a report."""
-        answered = False
         async for _ in self._reports():
             state = self.state
             line: dict[str, object] = {"endpoint": state.endpoint, "connected": state.silent is None}
             if state.silent is None:
-                answered = True
                 line["status"] = state.status
                 line["events"] = [{"ts": ts, "event": event} for ts, event in state.events]
                 line["missed_batches"] = state.missed
@@ -96,8 +96,6 @@ class _Watcher:
             state.events.clear()
             sys.stdout.write(msgspec.json.encode(line).decode() + "\n")
             sys.stdout.flush()
-        if not answered:
-            raise ServerSilentError(f"no answer from {self.state.endpoint}")
 
     async def _reports(self) -> AsyncIterator[None]:
         """Report after report, and whenever a key asks for another one; ends with the count or with ``q``."""
@@ -110,6 +108,8 @@ class _Watcher:
                     yield
                     num_reports += 1
                     if num_reports == self.options.count:
+                        if self.state.status is None:
+                            raise ServerSilentError(f"no answer from {self.state.endpoint}")
                         return
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._changed.wait(), self.options.interval_s)

@@ -12,6 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from sgl_kvevict.cli.output import short_model
 from sgl_kvevict.events.questions import Description, Pool, StatusReport, Totals
 from sgl_kvevict.events.types import (
     AnyEvent,
@@ -63,6 +64,7 @@ class TopState:
         silent: why there is no newer one; None while the server answers.
         events: when and what, newest last.
         missed: event batches that were lost on the way.
+        is_long: show the model's name in full.
     """
 
     endpoint: str
@@ -72,6 +74,7 @@ class TopState:
     silent: str | None = None
     events: deque[tuple[float, AnyEvent]] = field(default_factory=lambda: deque(maxlen=200))
     missed: int = 0
+    is_long: bool = False
     _history: deque[tuple[float, Totals]] = field(default_factory=deque)
 
     def update(self, status: StatusReport) -> None:
@@ -108,7 +111,8 @@ def _header(state: TopState) -> Text:
     text = Text(f"sgl-kvevict top  {state.endpoint}", style="bold")
     if state.description is not None:
         about = state.description
-        text.append(f"  {about.model}  policy {about.policy}, keeps {about.budget}", style="default not bold")
+        model = about.model if state.is_long else short_model(about.model)
+        text.append(f"  {model}  policy {about.policy}, keeps {about.budget}", style="default not bold")
     if state.status is not None:
         text.append(f"  up {_duration(state.status.ts - state.status.started)}", style="default not bold")
         if state.silent is not None:

@@ -1,7 +1,14 @@
 """Learned scores: linear maps from what the cache holds to what scoring passes would find, and how they are learned."""
 
 from sgl_kvevict.distill.features import CachedRange, window_features
-from sgl_kvevict.distill.files import ModelIdentity, find_weights, load_weights, save_weights, weights_folders
+from sgl_kvevict.distill.files import (
+    ModelIdentity,
+    check_writable,
+    find_weights,
+    load_weights,
+    save_weights,
+    weights_folders,
+)
 from sgl_kvevict.distill.learner import Lesson, LessonResult, ScoreLearner
 from sgl_kvevict.distill.weights import ScoreWeights
 
@@ -12,6 +19,7 @@ __all__ = [
     "ModelIdentity",
     "ScoreLearner",
     "ScoreWeights",
+    "check_writable",
     "find_weights",
     "load_weights",
     "save_weights",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +73,26 @@ def save_weights(path: Path, weights: ScoreWeights, model: ModelIdentity) -> Non
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, scratch, metadata)
     scratch.rename(path)
+
+
+def check_writable(path: Path, name: str) -> None:
+    """Refuse a path where :func:`save_weights` would fail; makes the folder, as that does.
+
+    Args:
+        path: of the file.
+        name: of the option, for the error.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{name}: got {str(path)!r}, which cannot be written: {error}") from error
 
 
 def load_weights(path: Path, model: ModelIdentity) -> ScoreWeights:

@@ -55,7 +55,8 @@ def check_endpoint(endpoint: str) -> str:
         ConfigError: not an address.
     """
     address = endpoint if "://" in endpoint else f"tcp://{endpoint}"
-    if not _TCP.match(address) and not address.startswith("ipc://"):
+    tcp = _TCP.match(address)
+    if not (0 < int(tcp["port"]) < 2**16 if tcp else re.match("ipc://.", address)):
         raise ConfigError(f"endpoint: got {endpoint!r}; allowed: tcp://HOST:PORT, HOST:PORT or ipc://PATH")
     return address
 
@@ -75,7 +76,11 @@ class InspectClient:
         self._socket = self._context.socket(zmq.DEALER)
         self._num_asked = 0
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(endpoint)
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(f"endpoint: got {endpoint!r}: {error}") from error
         self._decoder: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
 
     async def __aenter__(self) -> Self:

@@ -335,8 +335,7 @@ class PrefixManager:
         """
         assert self.access is not None
         self.switch_store_off()
-        self.access.writer.drain(timeout_s)
-        return self.access.writer.num_waiting
+        return self.access.writer.close(timeout_s)
 
     def store_state(self) -> dict[str, Any] | None:
         """Counters of the store in plain numbers, for ``GET /server_info``; None: there is no store."""
@@ -349,7 +348,7 @@ class PrefixManager:
             "is_on": self.access.is_on,
             "dropped": self.access.writer.num_dropped,
             "skipped": 0 if loading is None else loading.num_skipped,
-            "waiting": 0 if loading is None else loading.num_waiting,
+            "waiting": self.access.writer.num_waiting + (0 if loading is None else loading.num_waiting),
         }
 
     # ---- observations -----------------------------------------------------------------------------------------

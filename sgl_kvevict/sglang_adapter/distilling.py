@@ -15,6 +15,7 @@ from sgl_kvevict.distill import (
     ModelIdentity,
     ScoreLearner,
     ScoreWeights,
+    check_writable,
     find_weights,
     load_weights,
     save_weights,
@@ -49,7 +50,7 @@ class Distilling:
         learner: holds weights in use, or learns them.
 
     Raises:
-        ConfigError: the configured file does not belong to this model.
+        ConfigError: the configured file does not belong to this model, or ``save_score_weights`` cannot be written.
         UnsupportedSetupError: a file is wanted of a model that cannot be told from others.
     """
 
@@ -102,6 +103,8 @@ class Distilling:
             reasons.append("save_score_weights: with tensor parallelism no rank has all heads; learn on one rank")
         if reasons:
             raise UnsupportedSetupError(reasons)
+        if self._save_to is not None:
+            check_writable(Path(self._save_to), "save_score_weights")
 
     def _load(self, source: str | None) -> ScoreWeights | None:
         if source is None or self._identity is None:

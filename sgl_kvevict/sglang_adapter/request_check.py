@@ -1,10 +1,12 @@
-"""Refuses requests that ask something impossible of the compressed cache, before they are queued."""
+"""Refuses requests with status 400 that the server cannot serve, before SGLang queues them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
@@ -21,12 +23,11 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
 BEAMS = "Beam search is not supported with --radix-cache-backend kvevict."
-NO_PROMPT = "input_ids: got no tokens; allowed: at least one"
 QUESTIONS = f"custom_params.{REQUEST_KEY}.questions"
 
 
 def before_queueing(scheduler: Scheduler, req: Req, *_args: object, **_kwargs: object) -> None:
-    """Hook before SGLang queues a request: one with bad options is answered with status 400 and a reason."""
+    """Hook before SGLang queues a request: one that cannot be served is answered with status 400 and the reason."""
     tree = scheduler.tree_cache
     if not isinstance(tree, KVEvictTree):
         return
@@ -44,8 +45,7 @@ def before_queueing(scheduler: Scheduler, req: Req, *_args: object, **_kwargs: o
 def around_beams(original: Callable[..., str | None], coordinator: BeamCoordinator, *args: Any) -> str | None:
     """Hook around SGLang's check of a beam search: refused with status 400.
 
-    Its beams are rows of the request table that no request stands behind: nobody would rewrite them when what they
-    read is compressed.
+    Rows of beams have no ``Req``, so they cannot be rewritten when the prefix that they read is compressed.
     """
     if isinstance(coordinator.tree_cache, KVEvictTree):
         return BEAMS
@@ -53,11 +53,10 @@ def around_beams(original: Callable[..., str | None], coordinator: BeamCoordinat
 
 
 def refusal(scheduler: Scheduler, tree: KVEvictTree, req: Req) -> str | None:
-    """Return why a request cannot be served, if it asks something impossible of the cache."""
+    """Return why a request cannot be served; None if it can."""
     config = KVEvictConfig() if tree.compressor is None else tree.compressor.config
-    if not req.origin_input_ids:
-        return NO_PROMPT
     try:
+        check_tokens(req.origin_input_ids, scheduler.model_config.vocab_size)
         options = parse_request_options(req.sampling_params.custom_params, config)
         if options is not None:
             _check_questions(options, scheduler, tree, config)
@@ -66,6 +65,25 @@ def refusal(scheduler: Scheduler, tree: KVEvictTree, req: Req) -> str | None:
     except ConfigError as error:
         return str(error)
     return None
+
+
+def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
+    """Check a prompt's token ids: any other than the model's makes its embedding raise, which ends the server.
+
+    Args:
+        tokens: int64; an ``array`` is not copied.
+        vocab_size: rows of the model's embedding.
+
+    Raises:
+        ConfigError: no tokens, or an id outside ``[0, vocab_size)``; names the first.
+    """
+    ids = np.asarray(tokens, dtype=np.int64)
+    if not len(ids):
+        raise ConfigError("input_ids: got no tokens; allowed: at least one")
+    outside = (ids < 0) | (ids >= vocab_size)
+    if outside.any():
+        at = int(outside.argmax())
+        raise ConfigError(f"input_ids: got {ids[at]} at position {at}; allowed: 0 to {vocab_size - 1}")
 
 
 def _refuse(req: Req, reason: str, status: HTTPStatus) -> None:

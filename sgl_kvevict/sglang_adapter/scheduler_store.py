@@ -52,7 +52,7 @@ def open_access(
     Raises:
         UnsupportedSetupError: the model has no files that identify it.
         ConfigError: the store's URL needs a package that is not installed.
-        StoreError: the store's folder cannot be made.
+        StoreError: the store's folder cannot be created.
     """
     if config.store is None:
         return None
@@ -62,6 +62,7 @@ def open_access(
         raise UnsupportedSetupError([f"store is {config.store!r}: the model has no safetensors files to know it by"])
     identity = identity_of(config, ctx, geometry, dtype, fingerprint, rotary_of(ctx.tp_worker.model_runner))
     segments = SegmentStore(open_backend(config.store, config.store_bytes), identity)
+    segments.backend.create()
     reader = ReadAhead(segments, config.store_wait_ms / 1000) if config.store_wait_ms else None
     keeps = without_adapter if ctx.server_args.enable_lora else all_namespaces
     logger.info("kvevict: prefixes are kept in %s as those of %s", segments.backend.url, identity.digest[:16])

@@ -1,85 +1,119 @@
-"""Where bytes are kept under names: what a store asks of a file system, a bucket or a memory pool."""
+"""What a store needs of a file system, a bucket or a memory pool: bytes by name."""
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 from sgl_kvevict.errors import StoreError
 
+UPDATE_TRIES = 4
 _NAME = re.compile(r"[0-9a-z][0-9a-z.-]*(/[0-9a-z][0-9a-z.-]*)*")
 
 
 @dataclass(frozen=True)
 class Item:
-    """Something that is stored.
-
-    Attributes:
-        name: under which.
-        size: bytes.
-        used: when it was read or written last, as far as the back end knows (seconds since the epoch).
-    """
+    """One stored item: its name, its size in bytes, and when it was last used, in seconds since the epoch."""
 
     name: str
     size: int
     used: float
 
 
-class Backend(Protocol):
-    """Bytes by name. Names are made here: small letters, digits, dots, hyphens, slashes between parts.
+class Backend(ABC):
+    """Bytes by name. Names consist of small letters, digits, dots, hyphens, and slashes between parts.
 
-    All methods may be called by several threads, and by several processes at once. All raise
-    :class:`sgl_kvevict.errors.StoreError` when the place cannot be reached, read or written.
+    All methods may be called by several threads, and by several processes at once. All raise ``StoreError`` when an
+    item, or the whole place, cannot be read or written, and ``ValueError`` for a name that could lead out of the place.
+
+    Attributes:
+        url: the place, for messages.
     """
 
-    @property
-    def url(self) -> str:
-        """Where it is, for messages."""
+    _failures: ClassVar[tuple[type[Exception], ...]] = (OSError,)
+    """Exceptions of the private methods that become a ``StoreError``."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def create(self) -> None:
+        """Create the place now if it is a folder; a service is contacted when it is first needed.
+
+        Raises:
+            StoreError: it cannot be created.
+        """
+        return
 
     def put(self, name: str, data: bytes) -> None:
-        """Write bytes under a name, in place of what was there; who reads meanwhile finds the one or the other."""
+        """Write an item or replace it; concurrent readers see the old bytes or the new ones, never a part."""
+        with self._errors("written", check_name(name)):
+            self._put(name, data)
 
     def get(self, name: str) -> bytes | None:
-        """Return the bytes under a name; None: there are none."""
+        """Return the bytes of an item; None: there is no such item."""
+        with self._errors("read", check_name(name)):
+            return self._get(name)
 
     def exists(self, name: str) -> bool:
-        """Whether there are bytes under a name."""
+        """Whether there is an item of this name."""
+        with self._errors("read", check_name(name)):
+            return self._exists(name)
 
     def delete(self, name: str) -> bool:
-        """Remove what is under a name; False: there was nothing."""
+        """Remove an item; False: there was none."""
+        with self._errors("changed", check_name(name)):
+            return self._delete(name)
 
     def list(self, prefix: str = "") -> Iterator[Item]:
-        """What is stored under names that begin with whole parts, in no particular order; others' files are not."""
+        """Yield all items below a folder, in no particular order; files with other names are skipped."""
+        if prefix:
+            check_name(prefix)
+        with self._errors("read"):
+            for item in self._list(prefix):
+                if _NAME.fullmatch(item.name):
+                    yield item
 
     def update(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
-        """Replace what is under a name by what ``change`` makes of it; ``change`` may be called more than once."""
+        """Replace an item by ``change(its bytes, or None)``. ``change`` may be called more than once.
 
+        This one needs no lock: the item is read again after the write, and the change repeated if another writer was
+        faster. Of two writers one may still be lost.
+        """
+        for _ in range(UPDATE_TRIES):
+            data = change(self.get(name))
+            self.put(name, data)
+            if self.get(name) == data:
+                return
+        raise StoreError(f"store {self.url!r}: {name} was changed by other writers {UPDATE_TRIES} times in a row")
 
-def update_without_lock(backend: Backend, name: str, change: Callable[[bytes | None], bytes], tries: int) -> None:
-    """:meth:`Backend.update` where there is no lock: of two writers one may be lost, so who writes looks again.
+    @contextmanager
+    def _errors(self, what: str, name: str = "") -> Iterator[None]:
+        try:
+            yield
+        except StoreError:
+            raise
+        except self._failures as error:
+            of = f": {name}" if name else ""
+            raise StoreError(f"store {self.url!r} cannot be {what}{of}: {type(error).__name__}: {error}") from error
 
-    Args:
-        backend: where.
-        name: what is changed.
-        change: makes the new bytes of the old ones.
-        tries: how often it is done at most.
+    @abstractmethod
+    def _put(self, name: str, data: bytes) -> None: ...
 
-    Raises:
-        StoreError: others were faster each time, or the place cannot be read or written.
-    """
-    for _ in range(tries):
-        data = change(backend.get(name))
-        backend.put(name, data)
-        if backend.get(name) == data:
-            return
-    raise StoreError(f"store {backend.url!r}: {name} is changed by others all the time")
+    @abstractmethod
+    def _get(self, name: str) -> bytes | None: ...
 
+    @abstractmethod
+    def _exists(self, name: str) -> bool: ...
 
-def is_name(name: str) -> bool:
-    """Whether something can be stored under a name. What else lies in a place is somebody else's."""
-    return _NAME.fullmatch(name) is not None
+    @abstractmethod
+    def _delete(self, name: str) -> bool: ...
+
+    @abstractmethod
+    def _list(self, prefix: str) -> Iterator[Item]: ...
 
 
 def check_name(name: str) -> str:
@@ -88,6 +122,6 @@ def check_name(name: str) -> str:
     Raises:
         ValueError: it might.
     """
-    if not is_name(name):
+    if not _NAME.fullmatch(name):
         raise ValueError(f"not a name of a stored item: {name!r}")
     return name

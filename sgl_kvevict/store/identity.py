@@ -1,4 +1,4 @@
-"""Whose segments those in a store are: made by one model, one policy, for one namespace, of one sequence of tokens."""
+"""Names in a store. They are hashes of the model, policy, namespace and tokens, so nothing else is ever found."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from functools import cached_property
 from typing import Any
 
 FORMAT_VERSION = 1
-"""Of everything in a store. Segments of another version are never found."""
+"""Version of everything in a store. Segments of another version are never found."""
 CHAIN_TOKENS = 64
-"""Tokens of a block: how finely a manifest tells how far a prompt agrees with a segment."""
-CHAIN_BYTES = 8
-"""Bytes of a block's hash that a manifest keeps: it only helps to find; what is found is compared token by token."""
+"""Tokens of a block: the step in which a manifest tells how far a prompt agrees with a segment."""
+CHAIN_DIGITS = 16
+"""Hexadecimal digits of a block's hash in a manifest. They only rank candidates: tokens are compared one by one."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class StoreIdentity:
         model: fingerprint of the weights, 64 hexadecimal digits.
         architecture: of the model, as its configuration names it.
         dtype: of the cached keys and values.
-        scales: what a stored 1 is worth, keys and values of each layer; empty: 1.
+        scales: FP8 scales of the keys and values of each layer; empty for other dtypes.
         num_layers: attention layers.
         num_kv_heads: of one rank.
         head_dim: of keys and values.
         rotary: hash of the rotary embedding.
         rank: tensor-parallel rank.
-        num_ranks: how many there are.
-        policy: its name and options, and all that says how much a range keeps.
-        min_prefix_tokens: tokens by which a prefix is looked up.
+        num_ranks: number of ranks.
+        policy: its name and options, and the settings that decide how much of a range is kept.
+        min_prefix_tokens: number of tokens by which a prefix is looked up.
     """
 
     model: str
@@ -61,7 +61,7 @@ class StoreIdentity:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def namespace(self, extra_key: str | None, cache_salt: str | None) -> Namespace:
-        """Names of what one tenant may find."""
+        """Return the names of one tenant."""
         digest = hashlib.sha256(b"sgl-kvevict namespace\n" + bytes.fromhex(self.digest))
         for part in (extra_key, cache_salt):
             if part is None:
@@ -74,10 +74,10 @@ class StoreIdentity:
 
 @dataclass(frozen=True)
 class Namespace:
-    """Names of the segments and manifests of one tenant. Without its salt nobody can compute them.
+    """Names of one tenant's segments and manifests. They cannot be computed without its ``cache_salt``.
 
     Attributes:
-        seed: 32 bytes that every name begins from.
+        seed: 32 bytes, the beginning of every hash.
     """
 
     seed: bytes
@@ -87,24 +87,19 @@ class Namespace:
         return self._name(b"first", num_tokens, tokens[:num_tokens])
 
     def segment(self, tokens: Sequence[int], start: int) -> str:
-        """Name of the segment of the tokens from a logical position on.
-
-        Args:
-            tokens: all tokens of the path, up to the segment's end.
-            start: logical position of the segment's first token.
-        """
+        """Name of the segment that begins at logical position ``start`` of a path and ends with its last token."""
         return self._name(b"segment", start, tokens)
 
-    def chain(self, tokens: Sequence[int]) -> list[bytes]:
-        """Hashes of the whole blocks of a sequence, each of all tokens up to its end."""
+    def chain(self, tokens: Sequence[int]) -> str:
+        """Hashes of the whole blocks of a sequence, ``CHAIN_DIGITS`` each, each of all tokens up to the block's end."""
         encoded = array("q", tokens).tobytes()
         step = CHAIN_TOKENS * 8
         digest = hashlib.sha256(self.seed)
         chain = []
         for begin in range(0, len(encoded) - step + 1, step):
             digest.update(encoded[begin : begin + step])
-            chain.append(digest.copy().digest()[:CHAIN_BYTES])
-        return chain
+            chain.append(digest.hexdigest()[:CHAIN_DIGITS])
+        return "".join(chain)
 
     def _name(self, kind: bytes, number: int, tokens: Sequence[int]) -> str:
         digest = hashlib.sha256(self.seed + kind + number.to_bytes(8, "little"))

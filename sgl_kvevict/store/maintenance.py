@@ -1,4 +1,4 @@
-"""What operators do with a whole store: check it, copy it, find segments by the beginning of their names."""
+"""Operations on a whole store, for operators: check it, copy it, find segments by the beginning of their names."""
 
 from __future__ import annotations
 
@@ -11,21 +11,18 @@ from sgl_kvevict.errors import ConfigError, CorruptSegmentError, cut
 from sgl_kvevict.store.backend import Backend
 from sgl_kvevict.store.manifest import decode_manifest, merge_manifest
 from sgl_kvevict.store.segment_file import decode_segment
-from sgl_kvevict.store.segments import StoredSegment, list_segments, segment_name
+from sgl_kvevict.store.segments import StoredSegment, list_segments
 
 SHOWN_DIGITS = 16
 MIN_DIGITS = 4
 
 
 def find_segments(backend: Backend, keys: Sequence[str]) -> list[StoredSegment]:
-    """One segment per key.
-
-    Args:
-        backend: the store.
-        keys: first digits of segments' names, at least 4 each.
+    """Return one segment per key; ``keys`` are beginnings of names, at least 4 digits each.
 
     Raises:
         ConfigError: a key names no segment, or several.
+        StoreError: the store is not there, or cannot be read.
     """
     segments = list(list_segments(backend))
     named = []
@@ -40,26 +37,29 @@ def find_segments(backend: Backend, keys: Sequence[str]) -> list[StoredSegment]:
 
 
 def tokens_of_segments(backend: Backend) -> dict[str, int]:
-    """Tokens that each segment stands for, by key, as manifests say; those that no sound one lists are not in it."""
+    """Tokens that each segment stands for, by key; segments listed only in corrupt manifests are missing."""
     tokens: dict[str, int] = {}
     for item in list(backend.list()):
         data = backend.get(item.name) if _kind(item.name) == "manifests" else None
         if data is not None:
-            with suppress(CorruptSegmentError):  # `verify` tells of it
+            with suppress(CorruptSegmentError):
                 tokens |= {entry.key: entry.end - entry.start for entry in decode_manifest(data)}
     return tokens
 
 
 def verify_store(backend: Backend, say: Callable[[str], None], *, delete: bool = False) -> Counter[str]:
-    """Read everything and check every checksum.
+    """Read all segments and manifests, and check every checksum.
 
     Args:
         backend: the store.
-        say: called with a line for each file that is corrupt.
-        delete: remove what is corrupt.
+        say: called with a line for each corrupt file.
+        delete: remove corrupt files.
 
     Returns:
-        Number of files that are sound, under ``segments`` and ``manifests``, and under ``corrupt``.
+        Numbers of files: sound ``segments`` and ``manifests``, and ``corrupt``.
+
+    Raises:
+        StoreError: the store is not there, or cannot be read.
     """
     found: Counter[str] = Counter()
     for item in list(backend.list()):
@@ -67,10 +67,7 @@ def verify_store(backend: Backend, say: Callable[[str], None], *, delete: bool =
         if data is None or kind == "other":
             continue
         try:
-            if kind == "segments":
-                _check_segment(item.name, data)
-            else:
-                decode_manifest(data)
+            _check(item.name, data)
             found[kind] += 1
         except CorruptSegmentError as error:
             found["corrupt"] += 1
@@ -81,53 +78,55 @@ def verify_store(backend: Backend, say: Callable[[str], None], *, delete: bool =
 
 
 def copy_store(source: Backend, target: Backend, say: Callable[[str], None]) -> Counter[str]:
-    """Copy what the target lacks, checked on the way.
-
-    Segments go first, then what lists them: nobody finds what is not there yet.
+    """Copy the files that the target lacks, and check them. Segments are copied before the manifests that list them.
 
     Args:
-        source: where from.
-        target: where to.
-        say: called with a line for each file that is corrupt, which is not copied.
+        source: the store to read. It is listed before anything is written to the target.
+        target: the store to write.
+        say: called with a line for each corrupt file, which is not copied.
 
     Returns:
-        Number of files copied, under ``segments``, ``manifests`` and ``other``, and under ``corrupt``.
+        Numbers of files copied (``segments``, ``manifests`` and ``other``), and ``corrupt`` ones.
+
+    Raises:
+        StoreError: the source is not there, or one of them cannot be read or written.
     """
     counts: Counter[str] = Counter()
-    items = sorted(source.list(), key=lambda item: _kind(item.name) != "segments")
-    for item in items:
-        kind, parts = _kind(item.name), item.name.split("/")
-        if kind == "segments" and target.exists(segment_name(parts[1], parts[4])):
+    for item in sorted(source.list(), key=lambda item: _kind(item.name) != "segments"):
+        kind = _kind(item.name)
+        if kind != "manifests" and target.exists(item.name):
             continue
         data = source.get(item.name)
         if data is None:
             continue
         try:
-            if kind == "segments":
-                _check_segment(item.name, data)
-                target.put(item.name, data)
-            elif kind == "manifests":
-                target.update(item.name, partial(merge_manifest, entries=decode_manifest(data)))
-            elif target.exists(item.name):
-                continue
-            else:
-                target.put(item.name, data)
-            counts[kind] += 1
+            _check(item.name, data)
         except CorruptSegmentError as error:
             counts["corrupt"] += 1
             say(f"{item.name}: {cut(str(error))} (not copied)")
+            continue
+        if kind == "manifests":
+            target.update(item.name, partial(merge_manifest, entries=decode_manifest(data)))
+        else:
+            target.put(item.name, data)
+        counts[kind] += 1
     return counts
 
 
 def _kind(name: str) -> str:
-    """``segments`` or ``manifests``, or ``other`` for what describes identities."""
+    """``segments`` or ``manifests``; ``other`` for descriptions of identities."""
     parts = name.split("/")
     return parts[2] if len(parts) == 5 and parts[2] in ("segments", "manifests") else "other"
 
 
-def _check_segment(name: str, data: bytes) -> None:
-    """A segment decodes, under its own name, in its own identity's folder."""
-    parts = name.split("/")
-    identity, folder = decode_segment(data, parts[4]).identity, parts[1]
-    if identity != folder:
-        raise CorruptSegmentError(f"identity: got {identity[:SHOWN_DIGITS]!r}; expected {folder[:SHOWN_DIGITS]!r}")
+def _check(name: str, data: bytes) -> None:
+    """Raise ``CorruptSegmentError`` unless a file decodes; a segment under its own name and identity."""
+    kind, parts = _kind(name), name.split("/")
+    if kind == "manifests":
+        decode_manifest(data)
+    elif kind == "segments":
+        identity = decode_segment(data, parts[4]).identity
+        if identity != parts[1]:
+            raise CorruptSegmentError(
+                f"identity: got {identity[:SHOWN_DIGITS]!r}; expected {parts[1][:SHOWN_DIGITS]!r}"
+            )

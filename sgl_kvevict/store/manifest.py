@@ -1,72 +1,73 @@
-"""Which segments begin with the same tokens: what one look-up reads to find the longest that a prompt can use."""
+"""A manifest lists the segments whose paths begin with the same tokens: one read finds the longest for a prompt."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Annotated
 
-from sgl_kvevict.errors import CorruptSegmentError, shown
-from sgl_kvevict.store.identity import CHAIN_BYTES, CHAIN_TOKENS, FORMAT_VERSION
+import msgspec
+
+from sgl_kvevict.errors import CorruptSegmentError
+from sgl_kvevict.store.identity import CHAIN_DIGITS, CHAIN_TOKENS, FORMAT_VERSION
 
 MAX_ENTRIES = 256
-"""Of one manifest; the newest are listed."""
+"""Entries of one manifest; the newest are kept."""
 MAX_BYTES = 64 << 20
 
 
-@dataclass(frozen=True)
-class ManifestEntry:
+class ManifestEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One stored segment.
 
     Attributes:
-        key: its name.
+        key: its name, 64 hexadecimal digits.
         start: logical position of its first token.
-        end: logical position after its last one.
-        splittable: a prompt that leaves it in the middle can use its beginning.
-        is_read: readers ordered its entries, not what a policy expected of them.
-        chain: hashes of the whole blocks of its path, see :meth:`sgl_kvevict.store.identity.Namespace.chain`.
+        end: logical position after its last token.
+        splittable: a prompt that diverges inside it can use its beginning.
+        is_read: its entries were ranked by readers' attention, not by predicted scores.
+        chain: hashes of the blocks of its path, see :meth:`sgl_kvevict.store.identity.Namespace.chain`.
     """
 
-    key: str
-    start: int
+    key: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    start: Annotated[int, msgspec.Meta(ge=0)]
     end: int
     splittable: bool
     is_read: bool
-    chain: tuple[bytes, ...]
+    chain: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]*$")]
 
-    def overlap(self, chain: Sequence[bytes], num_tokens: int) -> int:
-        """Tokens from the path's beginning that a prompt surely shares with the segment's path, by whole blocks.
+    def __post_init__(self) -> None:
+        """Check what depends on two fields (called when an entry is decoded, too)."""
+        if self.start >= self.end:
+            raise ValueError(f"start {self.start}, end {self.end}: expected start < end")
+        if len(self.chain) != self.end // CHAIN_TOKENS * CHAIN_DIGITS:
+            raise ValueError(f"chain: got {len(self.chain)} digits for {self.end} tokens")
+
+    def overlap(self, chain: str, num_tokens: int) -> int:
+        """Tokens that a prompt shares with the beginning of the segment's path, as far as whole blocks tell.
 
         Args:
-            chain: of the prompt.
-            num_tokens: of the prompt.
+            chain: the prompt's.
+            num_tokens: the prompt's length.
 
         Returns:
-            ``end``, if all whole blocks agree and the prompt is long enough: what is left is seen when it is read.
+            ``end`` if all whole blocks agree and the prompt is long enough; the rest is compared when the segment is
+            read.
         """
-        same = 0
-        for ours, theirs in zip(self.chain, chain, strict=False):
-            if ours != theirs:
-                break
-            same += 1
-        return self.end if same == len(self.chain) and num_tokens >= self.end else same * CHAIN_TOKENS
+        if num_tokens >= self.end and chain.startswith(self.chain):
+            return self.end
+        blocks = range(0, min(len(self.chain), len(chain)), CHAIN_DIGITS)
+        same = (self.chain[i : i + CHAIN_DIGITS] == chain[i : i + CHAIN_DIGITS] for i in blocks)
+        return next((i for i, agrees in enumerate(same) if not agrees), len(blocks)) * CHAIN_TOKENS
+
+
+class _Manifest(msgspec.Struct):
+    version: int
+    segments: list[ManifestEntry]
 
 
 def encode_manifest(entries: Sequence[ManifestEntry]) -> bytes:
     """Return the bytes of a manifest: the SHA-256 of its text in hexadecimal digits, a newline, and the text, JSON."""
-    listed = [
-        {
-            "key": entry.key,
-            "start": entry.start,
-            "end": entry.end,
-            "splittable": entry.splittable,
-            "is_read": entry.is_read,
-            "chain": b"".join(entry.chain).hex(),
-        }
-        for entry in entries
-    ]
-    text = json.dumps({"version": FORMAT_VERSION, "segments": listed}, separators=(",", ":")).encode()
+    text = msgspec.json.encode(_Manifest(FORMAT_VERSION, list(entries)))
     return hashlib.sha256(text).hexdigest().encode() + b"\n" + text
 
 
@@ -74,26 +75,26 @@ def decode_manifest(data: bytes) -> list[ManifestEntry]:
     """Check the bytes of a manifest and return its entries, oldest first.
 
     Raises:
-        CorruptSegmentError: they are not what :func:`encode_manifest` returned.
+        CorruptSegmentError: :func:`encode_manifest` did not make them.
     """
     checksum, _, text = data.partition(b"\n")
     if len(data) > MAX_BYTES or hashlib.sha256(text).hexdigest().encode() != checksum:
         raise CorruptSegmentError("manifest: the checksum does not match")
     try:
-        content = json.loads(text)
-        if content["version"] != FORMAT_VERSION:
-            raise CorruptSegmentError(f"manifest: got version {shown(content['version'])}; expected {FORMAT_VERSION}")
-        return [_entry(each) for each in content["segments"]]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptSegmentError(f"manifest: {type(error).__name__}: {error}") from error
+        manifest = msgspec.json.decode(text, type=_Manifest)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise CorruptSegmentError(f"manifest: {error}") from error
+    if manifest.version != FORMAT_VERSION:
+        raise CorruptSegmentError(f"manifest: got version {manifest.version}; expected {FORMAT_VERSION}")
+    return manifest.segments
 
 
 def merge_manifest(data: bytes | None, entries: Sequence[ManifestEntry]) -> bytes:
-    """Return a manifest with further entries, the newest last, and no more than it may list.
+    """Return a manifest with ``entries`` added as the newest; they replace entries of the same key.
 
     Args:
-        data: the manifest as it is; None: there is none. One that cannot be read is begun anew.
-        entries: to add; they take the place of those of the same name.
+        data: the manifest; None, or a corrupt one: an empty manifest.
+        entries: to add.
     """
     try:
         there = [] if data is None else decode_manifest(data)
@@ -101,18 +102,3 @@ def merge_manifest(data: bytes | None, entries: Sequence[ManifestEntry]) -> byte
         there = []
     new = {entry.key for entry in entries}
     return encode_manifest([*(entry for entry in there if entry.key not in new), *entries][-MAX_ENTRIES:])
-
-
-def _entry(values: dict[str, object]) -> ManifestEntry:
-    key, start, end, splittable, is_read = (values[name] for name in ("key", "start", "end", "splittable", "is_read"))
-    hashes = bytes.fromhex(str(values["chain"]))
-    if not isinstance(key, str) or len(key) != 64 or set(key) - set("0123456789abcdef"):
-        raise ValueError(f"key {shown(key)}")
-    if type(start) is not int or type(end) is not int or not 0 <= start < end:
-        raise ValueError(f"start {shown(start)}, end {shown(end)}")
-    if type(splittable) is not bool or type(is_read) is not bool:
-        raise ValueError(f"splittable {shown(splittable)}, is_read {shown(is_read)}")
-    if len(hashes) != end // CHAIN_TOKENS * CHAIN_BYTES:
-        raise ValueError(f"{len(hashes)} bytes of hashes for {end} tokens")
-    chain = tuple(hashes[i : i + CHAIN_BYTES] for i in range(0, len(hashes), CHAIN_BYTES))
-    return ManifestEntry(key, start, end, splittable, is_read, chain)

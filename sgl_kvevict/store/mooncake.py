@@ -5,35 +5,33 @@ from __future__ import annotations
 import socket
 import threading
 import time
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from sgl_kvevict.errors import ConfigError, StoreError, shown
-from sgl_kvevict.store.backend import Item, check_name, is_name, update_without_lock
+from sgl_kvevict.store.backend import Backend, Item, check_name
 
 TRIES = 4
 TRY_AGAIN_S = 0.02
-"""Of two who write one object at once one is refused, and tries again after so long, then after twice as long."""
+"""One of two concurrent writers of an object is refused; it tries again after this time, then after twice as long."""
 MASTER_PORT = 50051
 LISTING_PORT = 9003
 BUFFER_BYTES = 256 * 1024**2
 CONNECT_S = 2.0
-"""Mooncake itself tries for 90 s to find a master that is not there."""
+"""Mooncake's own connection attempt takes 90 s when the master is down, so the port is tried first."""
 RETRY_S = 5.0
 _NO_OBJECT = -704
 _WRITTEN_BY_ANOTHER = -601
 _OPTIONS = ("protocol", "devices", "metadata", "host", "listing_port", "buffer_bytes")
 
 
-class MooncakeBackend:
-    """Objects in a Mooncake store, whose memory other processes give (``mooncake_client``), not this one.
+class MooncakeBackend(Backend):
+    """Objects in a Mooncake store, whose memory other processes (``mooncake_client``) provide.
 
-    The connection is made when it is first needed, and again after it failed: a server starts without its store. There
-    is no lock: of two writers that change a manifest at once one may be lost, so who writes looks again and repeats it.
-    What is pushed out when memory is full is the master's business.
+    The connection is made when it is first needed, and again after a failure, so a server starts without its store.
+    When memory is full the master decides what is removed.
 
     Args:
         url: ``mooncake://MASTER:PORT/NAME``, and options: ``protocol`` (tcp, rdma), ``devices`` of RDMA, ``metadata``
@@ -41,10 +39,11 @@ class MooncakeBackend:
             ``buffer_bytes`` (the largest object).
 
     Raises:
-        ConfigError: the package is not installed, or the URL has parts that it cannot have.
+        ConfigError: the package is not installed, or the URL has unknown parts.
     """
 
     def __init__(self, url: str) -> None:
+        super().__init__(url)
         try:
             from mooncake.store import MooncakeDistributedStore
         except ImportError as error:
@@ -53,68 +52,48 @@ class MooncakeBackend:
                 f"mooncake-transfer-engine-non-cuda) and the system's libibverbs1 and libnl-route-3: {error}"
             ) from error
         self._new: Callable[[], Any] = MooncakeDistributedStore
-        self._url = url
         self._parse(url)
         self._lock = threading.Lock()
         self._store: Any = None
         self._next_try = float("-inf")
 
-    @property
-    def url(self) -> str:
-        """As it was given."""
-        return self._url
-
-    def put(self, name: str, data: bytes) -> None:
-        """See :meth:`Backend.put`."""
+    def _put(self, name: str, data: bytes) -> None:
         store, code = self._connected(), 0
         for attempt in range(TRIES):
-            code = store.upsert(self._key(name), data)
+            code = store.upsert(f"{self._name}/{name}", data)
             if code != _WRITTEN_BY_ANOTHER:
                 break
             time.sleep(TRY_AGAIN_S * 2**attempt)
         self._check("written", code)
 
-    def get(self, name: str) -> bytes | None:
-        """See :meth:`Backend.get`."""
+    def _get(self, name: str) -> bytes | None:
         store = self._connected()
         for attempt in range(TRIES):
-            data = bytes(store.get(self._key(name)))
-            if data:  # nothing empty is ever stored
+            data = bytes(store.get(f"{self._name}/{name}"))
+            if data:  # no object is empty
                 return data
-            if not self.exists(name):
+            if not self._exists(name):
                 return None
-            time.sleep(TRY_AGAIN_S * 2**attempt)  # somebody may be writing it
-        raise StoreError(f"store {self.url!r} cannot be read: {name} is listed, but who held it is gone")
+            time.sleep(TRY_AGAIN_S * 2**attempt)  # it may be being written
+        raise StoreError(f"store {self.url!r} cannot be read: {name} is listed, but the process that held it is gone")
 
-    def exists(self, name: str) -> bool:
-        """See :meth:`Backend.exists`."""
-        return bool(self._check("read", self._connected().is_exist(self._key(name))))
+    def _exists(self, name: str) -> bool:
+        return bool(self._check("read", self._connected().is_exist(f"{self._name}/{name}")))
 
-    def delete(self, name: str) -> bool:
-        """See :meth:`Backend.delete`; at once, though somebody may have read it just now."""
-        code = self._connected().remove(self._key(name), True)
+    def _delete(self, name: str) -> bool:
+        code = self._connected().remove(f"{self._name}/{name}", True)
         return code != _NO_OBJECT and self._check("changed", code) == 0
 
-    def list(self, prefix: str = "") -> Iterator[Item]:
-        """See :meth:`Backend.list`; asks the master's HTTP server. When something was used it does not say."""
-        store, within = self._connected(), self._key(prefix) + "/" if prefix else self._name + "/"
-        address = f"http://{self._host}:{self._listing_port}/get_all_keys"
-        try:
-            with urllib.request.urlopen(address, timeout=30) as response:
-                keys = response.read().decode().split("\n")
-        except (OSError, ValueError) as error:
-            raise StoreError(f"store {self.url!r} cannot be read: {address}: {error}") from error
+    def _list(self, prefix: str) -> Iterator[Item]:
+        """Ask the master's HTTP server; it does not tell when an object was used last."""
+        store = self._connected()
+        with urllib.request.urlopen(f"http://{self._host}:{self._listing_port}/get_all_keys", timeout=30) as response:
+            keys = response.read().decode().split("\n")
         for key in keys:
-            name = key[len(self._name) + 1 :]
-            size = store.get_size(key) if key.startswith(within) and is_name(name) else -1
-            if size >= 0:  # removed since, otherwise
-                yield Item(name, size, time.time())
-
-    def update(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
-        """See :meth:`Backend.update`."""
-        update_without_lock(self, name, change, TRIES)
-
-    # ---- inside -----------------------------------------------------------------------------------------------
+            if key.startswith("/".join(part for part in (self._name, prefix) if part) + "/"):
+                size = store.get_size(key)
+                if size >= 0:  # removed since, otherwise
+                    yield Item(key[len(self._name) + 1 :], size, time.time())
 
     def _parse(self, url: str) -> None:
         allowed = f"mooncake://HOST:PORT/NAME, and options: {', '.join(_OPTIONS)}"
@@ -143,9 +122,8 @@ class MooncakeBackend:
             return self._store
 
     def _connect(self) -> Any:
-        master = (self._host, self._port)
         try:
-            with socket.create_connection(master, timeout=CONNECT_S) as probe:
+            with socket.create_connection((self._host, self._port), timeout=CONNECT_S) as probe:
                 here = probe.getsockname()[0]
         except OSError as error:
             raise StoreError(f"store {self.url!r} cannot be reached: {error}") from error
@@ -153,7 +131,7 @@ class MooncakeBackend:
         code = store.setup(
             options.get("host", here),
             options.get("metadata", "P2PHANDSHAKE"),
-            0,  # no memory of ours for others: it would go with this process
+            0,  # provide no memory: it would be lost with this process
             self._buffer_bytes,
             options.get("protocol", "tcp"),
             options.get("devices", ""),
@@ -166,6 +144,3 @@ class MooncakeBackend:
         if code < 0:
             raise StoreError(f"store {self.url!r} cannot be {what}: Mooncake's error {code}")
         return code
-
-    def _key(self, name: str) -> str:
-        return f"{self._name}/{check_name(name)}"

@@ -1,4 +1,4 @@
-"""Read ahead: what a store knows of a prompt is fetched by other threads while the prompt's request waits."""
+"""Read ahead: while a request waits in the queue, threads fetch the stored segments of its prompt."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
+from operator import eq
 from threading import Lock
 from weakref import WeakValueDictionary
 
-from sgl_kvevict.errors import CorruptSegmentError, StoreError
+from sgl_kvevict.errors import CorruptSegmentError, StoreError, UnreadableItemError
 from sgl_kvevict.store.identity import Namespace
 from sgl_kvevict.store.manifest import ManifestEntry
 from sgl_kvevict.store.segment_file import SegmentRecord
@@ -19,25 +20,24 @@ from sgl_kvevict.store.workers import Workers
 
 NUM_THREADS = 4
 MAX_WAITING = 64
-"""Fetches that wait for a thread; further requests go on without."""
+"""Fetches that may wait for a thread; further requests go on without the store."""
 MAX_SEGMENTS = 8
-"""Of one prompt that are fetched one after the other."""
+"""Segments fetched one after the other for one prompt."""
 MAX_TRIES = 8
-"""Segments that are read in order to find the one that agrees farthest: blocks' hashes leave open less than a block."""
+"""Segments read to find the longest agreement: block hashes leave the last tokens open."""
 MIN_USED = 0.5
 """Share of a segment's tokens that a prompt must agree with, so that fetching all of it pays."""
 PAUSE_S = 5.0
-"""After an error of the store, or when it gave nothing for as long as a request waits, requests go on without it for
-so long."""
+"""Requests go on without the store for this time after it failed, or delivered nothing while a request waited."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a prompt looks for.
+    """A prompt to look up.
 
     Attributes:
-        tokens: those that may be found in a cache.
-        namespace: whose prompt it is.
+        tokens: those that a cache may hold.
+        namespace: of the request.
         compressed: tokens of it that the tree holds in spans.
         cached: tokens of it that the tree holds.
     """
@@ -53,12 +53,12 @@ class Fetch:
     """A fetch under way.
 
     Attributes:
-        wanted: by whom it was started.
-        deadline: when it is too late (``time.monotonic``).
-        records: what was found, in the order of the path; complete when ``is_done``.
-        errors: what went wrong, if something did.
-        is_done: nothing more comes.
-        is_abandoned: nobody waits any more.
+        wanted: the prompt.
+        deadline: when its request stops waiting (``time.monotonic``).
+        records: segments found, in the order of the path; complete when ``is_done``.
+        errors: messages of what failed.
+        is_done: the thread has ended.
+        is_abandoned: no request waits for it any more.
     """
 
     wanted: Wanted
@@ -70,15 +70,15 @@ class Fetch:
 
 
 class ReadAhead:
-    """Fetches what a store knows of prompts.
+    """Fetches stored segments of prompts.
 
     Args:
-        store: where to look.
-        wait_s: longest time that a request waits (seconds).
+        store: the store.
+        wait_s: longest time that a request waits, in seconds.
         clock: counts seconds.
 
     Attributes:
-        num_skipped: prompts that were not looked for, because the store was in trouble or too many waited.
+        num_skipped: prompts not looked up, because the store had failed or too many fetches waited.
     """
 
     def __init__(self, store: SegmentStore, wait_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -98,15 +98,15 @@ class ReadAhead:
         return self._store.identity.min_prefix_tokens
 
     def deadline(self) -> float:
-        """When who begins to wait now has waited long enough."""
+        """When a request that begins to wait now stops waiting."""
         return self._clock() + self._wait_s
 
     def has_passed(self, deadline: float) -> bool:
-        """Whether somebody has waited long enough."""
+        """Whether a deadline has passed."""
         return self._clock() >= deadline
 
     def start(self, wanted: Wanted) -> Fetch | None:
-        """Begin to fetch; None: there is nothing to hope for, or the store is in trouble."""
+        """Begin a fetch; None: too little could be won, the store has a pause, or too many fetches wait."""
         if len(wanted.tokens) - wanted.cached < self.min_prefix_tokens:
             return None
         fetch = Fetch(wanted, self.deadline())
@@ -116,9 +116,9 @@ class ReadAhead:
         return None
 
     def is_late(self, fetch: Fetch) -> bool:
-        """Whether nobody should wait for a fetch any more; then it is abandoned.
+        """Whether a fetch has missed its deadline; it is then abandoned.
 
-        If the store gave nothing to anybody meanwhile, it has a pause.
+        If no fetch at all has ended meanwhile, the store gets a pause.
         """
         now = self._clock()
         if fetch.is_done or now < fetch.deadline:
@@ -129,7 +129,7 @@ class ReadAhead:
         return True
 
     def abandon(self, fetch: Fetch) -> None:
-        """Nobody wants it any more."""
+        """No request waits for a fetch any more."""
         fetch.is_abandoned = True
 
     # ---- in a thread ------------------------------------------------------------------------------------------
@@ -139,10 +139,11 @@ class ReadAhead:
             if not fetch.is_abandoned:
                 self._fetch(fetch)
                 self._last_given = self._clock()
+        except (CorruptSegmentError, UnreadableItemError) as error:
+            fetch.errors.append(str(error))
         except StoreError as error:
             fetch.errors.append(str(error))
-            if not isinstance(error, CorruptSegmentError):
-                self._pause()
+            self._pause()
         finally:
             fetch.is_done = True
 
@@ -160,12 +161,12 @@ class ReadAhead:
             fetch.records.append(record)
             compressed = cached = common_length(wanted.tokens, record.tokens.tolist())
             if compressed < record.end:
-                return  # the prompt leaves this one in the middle
+                return  # the prompt diverges inside this one
 
     def _best(
-        self, fetch: Fetch, entries: Sequence[ManifestEntry], chain: Sequence[bytes], compressed: int, cached: int
+        self, fetch: Fetch, entries: Sequence[ManifestEntry], chain: str, compressed: int, cached: int
     ) -> SegmentRecord | None:
-        """The segment that goes farthest beyond what is cached, of those that begin where the tree can take them."""
+        """The segment that reaches farthest beyond the cached tokens and begins where the tree can take it."""
         best, longest = None, cached + self.min_prefix_tokens - 1
         candidates = self._candidates(fetch.wanted, entries, chain, compressed)
         for overlap, entry in islice(candidates, MAX_TRIES):
@@ -180,11 +181,11 @@ class ReadAhead:
         return best
 
     def _candidates(
-        self, wanted: Wanted, entries: Sequence[ManifestEntry], chain: Sequence[bytes], start: int
+        self, wanted: Wanted, entries: Sequence[ManifestEntry], chain: str, start: int
     ) -> Iterator[tuple[int, ManifestEntry]]:
-        """Entries that go on from a position, and how far the prompt agrees with them, the farthest first.
+        """Entries that continue at a position, with the length of their agreement, the longest first.
 
-        One that begins before the position has its first entries cut off, if it can be cut.
+        A splittable one may begin before the position: its first entries are cut off.
         """
         begun = (entry for entry in entries if entry.start == start or (entry.splittable and entry.start < start))
         found = [(entry.overlap(chain, len(wanted.tokens)), entry) for entry in begun]
@@ -193,18 +194,19 @@ class ReadAhead:
                 yield overlap, entry
 
     def _get(self, fetch: Fetch, key: str) -> SegmentRecord | None:
-        """Read a segment; requests that want the same at the same time share it. What is corrupt is removed."""
+        """Read a segment; concurrent fetches of the same one share the read. A corrupt one is removed."""
         with self._locks[int(key[:8], 16) % len(self._locks)]:
             record = self._recent.get(key)
             if record is not None:
                 return record
             try:
                 record = self._store.get(key)
+            except UnreadableItemError as error:
+                fetch.errors.append(str(error))
             except CorruptSegmentError as error:
                 fetch.errors.append(f"{key}: {error}")
-                with suppress(StoreError):  # a store that can only be read
+                with suppress(StoreError):  # a read-only store
                     self._store.delete(key)
-                return None
             if record is not None:
                 self._recent[key] = record
             return record
@@ -219,8 +221,5 @@ def _pays(entry: ManifestEntry, same: int, start: int) -> bool:
 
 
 def common_length(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Tokens that two sequences begin with alike."""
-    length = min(len(ours), len(theirs))
-    if list(ours[:length]) == list(theirs[:length]):
-        return length
-    return next(i for i in range(length) if ours[i] != theirs[i])
+    """Number of tokens at the beginning of two sequences that are the same."""
+    return sum(takewhile(bool, map(eq, ours, theirs)))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sgl_kvevict.errors import CorruptSegmentError
+from sgl_kvevict.errors import CorruptSegmentError, StoreError, UnreadableItemError
 from sgl_kvevict.store.backend import Backend, Item
 from sgl_kvevict.store.directory import DirectoryBackend
 from sgl_kvevict.store.identity import FORMAT_VERSION, Namespace, StoreIdentity
@@ -19,18 +20,20 @@ from sgl_kvevict.store.segment_file import SegmentRecord, decode_segment, encode
 
 ROOT = f"v{FORMAT_VERSION}"
 IDENTITY = "identity.json"
+QUARANTINE_S = 600.0
+"""An item that cannot be read is not tried again within this time."""
+MAX_QUARANTINED = 4096
 
 
 def open_backend(url: str, max_bytes: int | None = None) -> Backend:
-    """Return the back end that a URL, or the path of a folder, stands for.
+    """Return the back end of a URL or folder. Nothing is created or contacted.
 
     Args:
         url: the field ``store`` of the configuration.
         max_bytes: size limit of a folder.
 
     Raises:
-        ConfigError: what the URL needs is not installed, or there is no such protocol.
-        StoreError: the folder cannot be made.
+        ConfigError: the URL's protocol is unknown, or its package is not installed.
     """
     if url.startswith("mooncake://"):
         return MooncakeBackend(url)
@@ -39,13 +42,7 @@ def open_backend(url: str, max_bytes: int | None = None) -> Backend:
 
 @dataclass(frozen=True)
 class StoredSegment:
-    """A segment in a listing.
-
-    Attributes:
-        identity: digest of who made it.
-        key: its name.
-        item: size and age.
-    """
+    """A segment in a listing: the digest of the identity that made it, its key, and its size and age."""
 
     identity: str
     key: str
@@ -55,82 +52,85 @@ class StoredSegment:
 class SegmentStore:
     """The segments of one identity.
 
+    An item that cannot be read although the place answers (an I/O error, missing permission, a folder of its name) is
+    quarantined: it counts as missing for ``QUARANTINE_S``.
+
     Args:
-        backend: where the bytes are.
-        identity: of who reads and writes. What others wrote is neither found nor loaded.
+        backend: the place.
+        identity: of this server. Segments of other identities are neither found nor loaded.
+        clock: counts seconds.
     """
 
-    def __init__(self, backend: Backend, identity: StoreIdentity) -> None:
+    def __init__(self, backend: Backend, identity: StoreIdentity, clock: Callable[[], float] = time.monotonic) -> None:
         self.backend = backend
         self.identity = identity
+        self._clock = clock
+        self._quarantined: dict[str, float] = {}
 
     def put(self, record: SegmentRecord, namespace: Namespace) -> int:
         """Write a segment and list it in its manifests.
 
-        One that is there is left alone, unless readers have ordered the new one and nobody that one.
-
-        Args:
-            record: the segment, of this identity.
-            namespace: whose it is.
+        A stored segment is kept unless only the new one was ranked by readers.
 
         Returns:
-            Bytes written; 0 if the segment was there, then only the manifests are looked after.
+            Bytes written; 0 if the segment was kept and only the manifests were updated.
 
         Raises:
             StoreError: it cannot be written.
-            ValueError: the record is of another identity, or under a key that is not its own.
+            ValueError: the record has another identity, or a key that is not of this namespace.
         """
         tokens = record.tokens.tolist()
         if record.identity != self.identity.digest or record.key != namespace.segment(tokens, record.start):
             raise ValueError(f"the segment {record.key} is not of identity {self.identity.digest} and its namespace")
-        self._describe()
-        name, written = segment_name(record.identity, record.key), 0
+        if not self.backend.exists(self._name(IDENTITY)):
+            description = json.dumps(self.identity.describe(), indent=1, sort_keys=True)
+            self.backend.put(self._name(IDENTITY), description.encode())
         try:
-            listed = {entry.key: entry.is_read for entry in self._listed(tokens, namespace)}
-        except CorruptSegmentError:
-            listed = {}  # it was removed, and is begun anew
-        is_there = self.backend.exists(name)
-        if not is_there or (record.is_read and not listed.get(record.key, True)):
+            listed = {entry.key: entry.is_read for entry in self._first_manifest(tokens, namespace)}
+        except (CorruptSegmentError, UnreadableItemError):
+            listed = {}
+        name, written = segment_name(record.identity, record.key), 0
+        if not self.backend.exists(name) or (record.is_read and not listed.get(record.key, True)):
             data = encode_segment(record)
             self.backend.put(name, data)
+            self._quarantined.pop(name, None)
             written = len(data)
         is_read = record.is_read if written else listed.get(record.key, record.is_read)
-        chain = tuple(namespace.chain(tokens))
-        entry = ManifestEntry(record.key, record.start, record.end, record.splittable, is_read, chain)
+        entry = ManifestEntry(record.key, record.start, record.end, record.splittable, is_read, namespace.chain(tokens))
         for depth in self._depths(len(tokens)):
             manifest = self._manifest_name(namespace.first_tokens(tokens, depth))
             self.backend.update(manifest, lambda data: merge_manifest(data, [entry]))
         return written
 
     def find(self, tokens: Sequence[int], namespace: Namespace) -> Sequence[ManifestEntry]:
-        """Segments whose paths begin as a prompt does, the newest first.
+        """Return segments whose paths share a prompt's first tokens, the newest first.
 
-        One look-up, unless so many begin alike that the first manifest is full: then those of more tokens are asked
-        too, the longest first.
+        One manifest is read, unless it is full: then those of more tokens are read too, the longest first.
 
         Raises:
-            StoreError: the store cannot be read.
-            CorruptSegmentError: a manifest is none; it is removed, and what it listed is not found through it.
+            StoreError: the store, or a manifest, cannot be read.
+            CorruptSegmentError: a manifest is corrupt; it was removed.
         """
-        entries = self._listed(tokens, namespace)
+        entries = self._first_manifest(tokens, namespace)
         if len(entries) < MAX_ENTRIES:
             return entries
         longer: list[ManifestEntry] = []
         for depth in self._depths(len(tokens))[:0:-1]:
             found = self._read_manifest(namespace.first_tokens(tokens, depth))
             longer += found
-            if len(found) == MAX_ENTRIES:  # those of fewer tokens forgot some of these
+            if len(found) == MAX_ENTRIES:  # shorter manifests lost some of these entries
                 break
         return list({entry.key: entry for entry in [*longer, *entries]}.values())
 
     def get(self, key: str) -> SegmentRecord | None:
-        """Read and check a segment; None: there is none.
+        """Read and check a segment; None: there is none, or it is quarantined.
 
         Raises:
             StoreError: the store cannot be read.
-            CorruptSegmentError: what is there is no segment, or not one of this identity.
+            UnreadableItemError: the segment cannot be read; it is quarantined.
+            CorruptSegmentError: the file is no segment, or not one of this identity.
         """
-        data = self.backend.get(segment_name(self.identity.digest, key))
+        data = self._read(segment_name(self.identity.digest, key))
         if data is None:
             return None
         record = decode_segment(data, key)
@@ -148,16 +148,30 @@ class SegmentStore:
         return record
 
     def delete(self, key: str) -> bool:
-        """Remove a segment; False: there was none. Manifests that list it find that it is gone."""
+        """Remove a segment; False: there was none. Manifests may go on listing it."""
         return self.backend.delete(segment_name(self.identity.digest, key))
 
-    def _listed(self, tokens: Sequence[int], namespace: Namespace) -> Sequence[ManifestEntry]:
-        """What the first manifest of a sequence lists, the newest first."""
+    def _read(self, name: str) -> bytes | None:
+        """Bytes of an item; None: there is none, or it is quarantined."""
+        until = self._quarantined.get(name)
+        if until is not None and self._clock() < until:
+            return None
+        try:
+            return self.backend.get(name)
+        except StoreError as error:
+            self.backend.get(self._name(IDENTITY))  # raises if the place as a whole cannot be read
+            if len(self._quarantined) >= MAX_QUARANTINED:
+                self._quarantined.clear()
+            self._quarantined[name] = self._clock() + QUARANTINE_S
+            raise UnreadableItemError(str(error)) from error
+
+    def _first_manifest(self, tokens: Sequence[int], namespace: Namespace) -> Sequence[ManifestEntry]:
+        """Entries of the manifest of the first ``min_prefix_tokens`` tokens, the newest first."""
         depth = self.identity.min_prefix_tokens
         return self._read_manifest(namespace.first_tokens(tokens, depth)) if len(tokens) >= depth else []
 
     def _read_manifest(self, first: str) -> Sequence[ManifestEntry]:
-        data = self.backend.get(self._manifest_name(first))
+        data = self._read(self._manifest_name(first))
         if data is None:
             return []
         try:
@@ -167,20 +181,17 @@ class SegmentStore:
             raise
 
     def _depths(self, num_tokens: int) -> Sequence[int]:
-        """By how many of its first tokens a sequence is listed: ``min_prefix_tokens`` times 1, 2, 4, ..."""
+        """Numbers of first tokens by which a sequence is listed: ``min_prefix_tokens`` times 1, 2, 4, ..."""
         depths = [self.identity.min_prefix_tokens]
         while 2 * depths[-1] <= num_tokens:
             depths.append(2 * depths[-1])
         return depths
 
     def _manifest_name(self, first: str) -> str:
-        return f"{ROOT}/{self.identity.digest}/manifests/{first[:2]}/{first}"
+        return self._name(f"manifests/{first[:2]}/{first}")
 
-    def _describe(self) -> None:
-        """Say in words whose segments these are, if it is not there (any more)."""
-        name = f"{ROOT}/{self.identity.digest}/{IDENTITY}"
-        if not self.backend.exists(name):
-            self.backend.put(name, json.dumps(self.identity.describe(), indent=1, sort_keys=True).encode())
+    def _name(self, name: str) -> str:
+        return f"{ROOT}/{self.identity.digest}/{name}"
 
 
 def segment_name(identity: str, key: str) -> str:
@@ -189,7 +200,11 @@ def segment_name(identity: str, key: str) -> str:
 
 
 def list_segments(backend: Backend) -> Iterator[StoredSegment]:
-    """Segments of all identities, in no particular order."""
+    """Yield the segments of all identities, in no particular order.
+
+    Raises:
+        StoreError: the place is not there, or cannot be read.
+    """
     for item in backend.list(ROOT):
         parts = item.name.split("/")
         if len(parts) == 5 and parts[2] == "segments":
@@ -197,7 +212,7 @@ def list_segments(backend: Backend) -> Iterator[StoredSegment]:
 
 
 def describe_identity(backend: Backend, identity: str) -> dict[str, Any] | None:
-    """What is known of who made segments; None: nothing."""
+    """Return the stored description of an identity; None: there is none."""
     data = backend.get(f"{ROOT}/{identity}/{IDENTITY}")
     if data is None:
         return None

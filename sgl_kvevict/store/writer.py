@@ -1,7 +1,9 @@
-"""Write behind: segments are written to a store by a thread of its own; what comes too fast is dropped."""
+"""Write behind: one thread writes segments to a store; segments that come too fast are dropped."""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,15 +15,19 @@ from sgl_kvevict.store.segment_file import SegmentRecord
 from sgl_kvevict.store.segments import SegmentStore
 from sgl_kvevict.store.workers import Workers
 
+logger = logging.getLogger(__name__)
+
 MAX_WAITING = 64
-"""Segments that wait to be written."""
+"""Segments that may wait for the thread."""
 MAX_WAITING_BYTES = 512 * 1024 * 1024
-"""Of keys and values that wait."""
+"""Bytes of keys and values that may wait."""
+LOG_EVERY_S = 60.0
+"""The first failed write of each kind is logged, further ones of that kind once in this time."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What became of a segment.
+    """The result for one segment.
 
     Attributes:
         key: its name.
@@ -40,30 +46,38 @@ class WriteBehind:
     """Hands segments to one thread.
 
     Args:
-        store: where they go.
-        max_bytes: of keys and values that may wait; a single segment may be larger.
+        store: the store.
+        max_bytes: bytes of keys and values that may wait; a larger segment waits alone.
+        clock: counts seconds.
 
     Attributes:
-        num_dropped: segments that were not taken because too many waited.
-        done: what became of the others, for whoever reports it.
+        num_dropped: segments not taken because too many waited.
+        done: results of the others, for the scheduler's thread to take.
     """
 
-    def __init__(self, store: SegmentStore, max_bytes: int = MAX_WAITING_BYTES) -> None:
+    def __init__(
+        self,
+        store: SegmentStore,
+        max_bytes: int = MAX_WAITING_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.num_dropped = 0
         self.done: deque[Written] = deque(maxlen=10_000)
         self._store = store
         self._max_bytes = max_bytes
+        self._clock = clock
         self._num_bytes = 0
         self._lock = Lock()
         self._workers = Workers("kvevict-store-write", 1, MAX_WAITING)
+        self._next_log: dict[str, float] = {}
 
     @property
     def num_waiting(self) -> int:
-        """Segments that wait, or are being written."""
+        """Segments that wait or are being written."""
         return self._workers.num_waiting
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether a segment of that size would be taken now; if not, it counts as dropped."""
+        """Whether a segment of this size would be taken now; if not, it is counted as dropped."""
         waiting = self._num_bytes
         if self._workers.is_full or (waiting and waiting + num_bytes > self._max_bytes):
             self.num_dropped += 1
@@ -74,25 +88,28 @@ class WriteBehind:
         """Have a segment written.
 
         Args:
-            record: returns it, when the thread calls.
-            namespace: whose it is.
+            record: called by the thread; returns the segment.
+            namespace: of the segment.
             num_bytes: of its keys and values.
 
         Returns:
-            False: too many wait, it is dropped.
+            False: too many wait; it is dropped.
         """
         with self._lock:
             self._num_bytes += num_bytes
         if self._workers.submit(lambda: self._write(record, namespace, num_bytes)):
             return True
-        with self._lock:
-            self._num_bytes -= num_bytes
+        self._forget(num_bytes)
         self.num_dropped += 1
         return False
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until everything is written; False: it took too long."""
+        """Wait until everything is written; False: it took longer than ``timeout_s`` seconds."""
         return self._workers.drain(timeout_s)
+
+    def close(self, timeout_s: float) -> int:
+        """As :meth:`drain`, then give up; return the number of segments not written."""
+        return self._workers.close(timeout_s)
 
     def _write(self, make: Callable[[], SegmentRecord], namespace: Namespace, num_bytes: int) -> None:
         try:
@@ -102,6 +119,18 @@ class WriteBehind:
                 self.done.append(Written(record.key, num_tokens, self._store.put(record, namespace)))
             except StoreError as error:
                 self.done.append(Written(record.key, num_tokens, 0, str(error)))
+                self._log(error)
         finally:
-            with self._lock:
-                self._num_bytes -= num_bytes
+            self._forget(num_bytes)
+
+    def _forget(self, num_bytes: int) -> None:
+        with self._lock:
+            self._num_bytes -= num_bytes
+
+    def _log(self, error: StoreError) -> None:
+        cause = error.__cause__
+        kind = f"{type(cause).__name__} {getattr(cause, 'errno', None)}"
+        now = self._clock()
+        if now >= self._next_log.get(kind, now):
+            self._next_log[kind] = now + LOG_EVERY_S
+            logger.warning("kvevict: a prefix was not stored (the next such line in %.0f s): %s", LOG_EVERY_S, error)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from helpers.tolerance import FLOAT32_NOISE, assert_accurate
 from kvevict_kernels.ragged_decode.chunks import extend_splits, span_chunk
 from kvevict_kernels.ragged_decode.tile_table import Tile
 from kvevict_kernels.span_runs import SpanRuns
@@ -117,8 +118,21 @@ class World:
         return torch.randn(num_new, self.geometry.num_qo_heads, self.geometry.head_dim).to(self.dtype)
 
     def expected(self, layer: int, q: Tensor, extend_lens: list[int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Dense attention, request by request and head by head: out and lse in float32, out as torch has it."""
-        outs, lses, baselines = [], [], []
+        """Out and lse of the plain implementation in float32, and out as PyTorch's attention has it in q's dtype.
+
+        The plain implementation itself is compared with PyTorch's attention on dense keys and masks.
+        """
+        plain = TorchAttention(self.geometry, self.k, self.v, self.biases)
+        plain.plan(self.batch(extend_lens))
+        out, lse = plain.run(layer, q.float(), self.sm_scale, self.sink_logits)
+        dense_out, dense_lse = self.dense(layer, q.float(), extend_lens)
+        assert_accurate("the oracle's out", out, dense_out, dense_out, noise=8 * FLOAT32_NOISE)
+        assert_accurate("the oracle's lse", lse, dense_lse, dense_lse, noise=8 * FLOAT32_NOISE)
+        return out, lse, self.dense(layer, q, extend_lens)[0]
+
+    def dense(self, layer: int, q: Tensor, extend_lens: list[int] | None = None) -> tuple[Tensor, Tensor]:
+        """PyTorch's attention in the dtype of ``q``, request by request and head by head, and lse in float32."""
+        outs, lses = [], []
         extend_lens = [1] * len(self.paths) if extend_lens is None else extend_lens
         first = 0
         for i, new in enumerate(extend_lens):
@@ -126,19 +140,18 @@ class World:
                 k, v, biases, positions = self._seen(i, layer, q_head // self.geometry.group_size)
                 mine = q[first : first + new, q_head]
                 mask = self._mask(i, layer, new, positions)
-                scores = (mine.float() @ k.float().T * self.sm_scale + biases).masked_fill(~mask, -torch.inf)
-                kv = (x[None, None].to(mine.dtype) for x in (k, v))
-                added = torch.where(mask, biases, -torch.inf).to(mine.dtype)
-                plain = scaled_dot_product_attention(mine[None, None], *kv, attn_mask=added, scale=self.sm_scale)
-                lse, share = scores.logsumexp(-1), torch.ones(new)
+                lse = (mine.float() @ k.float().T * self.sm_scale + biases).masked_fill(~mask, -torch.inf).logsumexp(-1)
+                share = torch.ones(new)
                 if self.sink_logits is not None:
                     lse, before = torch.logaddexp(lse, self.sink_logits[q_head].float()), lse
                     share = torch.exp(before - lse)
-                outs.append(scores.softmax(-1) @ v.float() * share[:, None])
+                kv = (x[None, None].to(mine.dtype) for x in (k, v))
+                added = torch.where(mask, biases, -torch.inf).to(mine.dtype)
+                out = scaled_dot_product_attention(mine[None, None], *kv, attn_mask=added, scale=self.sm_scale)
+                outs.append((out[0, 0] * share[:, None]).to(mine.dtype))
                 lses.append(lse)
-                baselines.append((plain[0, 0] * share[:, None]).to(mine.dtype))
             first += new
-        return self._rows(outs, extend_lens), self._rows(lses, extend_lens), self._rows(baselines, extend_lens)
+        return self._rows(outs, extend_lens), self._rows(lses, extend_lens)
 
     def _mask(self, i: int, layer: int, new: int, positions: Tensor) -> Tensor:
         """[new, num_keys], what each new token of a request sees."""

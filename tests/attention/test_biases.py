@@ -1,4 +1,4 @@
-"""Spans whose entries have biases: every implementation beside dense attention; without biases nothing changes."""
+"""Spans whose entries have biases: every implementation beside the plain one; without biases nothing changes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def numba(world: World, biases: Tensor | None) -> Attention:
     return NumbaAttention(world.geometry, world.k, world.v, biases)
 
 
-def torch_calls(world: World, biases: Tensor | None) -> Attention:
+def plain(world: World, biases: Tensor | None) -> Attention:
     return TorchAttention(world.geometry, world.k, world.v, biases)
 
 
@@ -39,7 +39,7 @@ def triton(world: World, biases: Tensor | None) -> Attention:
     return TritonAttention(world.geometry, world.k, world.v, biases=biases)
 
 
-BUILDS = [pytest.param(build, id=build.__name__) for build in (numba, torch_calls, triton)]
+BUILDS = [pytest.param(build, id=build.__name__) for build in (numba, plain, triton)]
 
 
 @pytest.fixture(params=BUILDS)
@@ -63,7 +63,7 @@ def attend(world: World, attention: Attention, extend_lens: list[int] | None, qs
 
 
 def check(world: World, attention: Attention, extend_lens: list[int] | None = None) -> None:
-    """Compare all layers with dense attention in float32."""
+    """Compare all layers with the plain implementation in float32."""
     qs = [world.queries(extend_lens) for _ in range(world.geometry.num_layers)]
     results = attend(world, attention, extend_lens, qs)
     noise = max(NOISE, rounding_noise(world.dtype, interpreted=isinstance(attention, TritonAttention)))
@@ -75,13 +75,13 @@ def check(world: World, attention: Attention, extend_lens: list[int] | None = No
 
 def mixed(world: World) -> None:
     """Fitted spans alone, shared, before and after spans that are not fitted; and requests without any."""
-    shared, plain = world.fitted_span(40), world.uneven_span(21)
+    shared, unfitted = world.fitted_span(40), world.uneven_span(21)
     world.add((), 20)
     world.add((world.fitted_span(60),), 30)
-    world.add((shared, plain), 12)
-    world.add((plain, shared), 15)
+    world.add((shared, unfitted), 12)
+    world.add((unfitted, shared), 15)
     world.add((shared,), 10)
-    world.add((plain,), 11)
+    world.add((unfitted,), 11)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -93,7 +93,6 @@ def test_decode_adds_biases(build: Build, make_world: MakeWorld, dtype: torch.dt
 
 
 def test_a_few_requests_that_share_nothing(build: Build, make_world: MakeWorld) -> None:
-    """What PyTorch's path puts into one row per KV head."""
     world = make_world(3, 3, 16, dtype=torch.float32, num_token_slots=900)
     world.add((world.fitted_span(30), world.uneven_span(17)), 9)
     world.add((world.fitted_span(50),), 9)
@@ -101,7 +100,7 @@ def test_a_few_requests_that_share_nothing(build: Build, make_world: MakeWorld) 
 
 
 def test_short_and_long_prefills_add_biases(build: Build, make_world: MakeWorld) -> None:
-    """A question, more new tokens than are stacked, more than a compiled call takes, and one that reads no span."""
+    """A question, more new tokens than a compiled call takes, and one that reads no span."""
     world = make_world(1, 2, 16, dtype=torch.float32, num_layers=1, num_token_slots=1500)
     news = [3, 20, SPLIT_ROWS // 2 + 1 if build is triton else MAX_SHORT_TOKENS + 1, 5]
     for new in news[:-1]:
@@ -120,8 +119,8 @@ def test_a_bias_of_zero_is_no_bias(build: Build, make_world: MakeWorld, extend_l
     world.biases[~world.biases.isnan()] = 0.0
     qs = [world.queries(extend_lens) for _ in range(world.geometry.num_layers)]
     zero = attend(world, build(world, world.biases), extend_lens, qs)
-    plain = {span: replace(span, is_fitted=False) for path in world.paths for span in path}
-    world.paths = [tuple(plain[span] for span in path) for path in world.paths]
+    unfitted = {span: replace(span, is_fitted=False) for path in world.paths for span in path}
+    world.paths = [tuple(unfitted[span] for span in path) for path in world.paths]
     for biases in (None, world.biases):
         for got, want in zip(attend(world, build(world, biases), extend_lens, qs), zero, strict=True):
             assert_same_bits("result", got, want)

@@ -1,4 +1,4 @@
-"""Layers with a window, and sink logits: every implementation beside dense attention in float32."""
+"""Layers with a window, and sink logits: every implementation beside the plain one in float32."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from helpers.poison import poisoned_allocations
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits, rounding_noise
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
 from sgl_kvevict.attention import Attention, TorchAttention
+from sgl_kvevict.attention.cpu.long_prefill import WINDOW_BLOCK
 from sgl_kvevict.attention.cpu.numba_attention import MAX_SHORT_TOKENS, NumbaAttention
-from sgl_kvevict.attention.cpu.torch_window import QUERY_BLOCK
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.errors import InvariantError
 
@@ -32,7 +32,7 @@ def numba(world: World) -> Attention:
     return NumbaAttention(world.geometry, world.k, world.v, world.biases)
 
 
-def torch_calls(world: World) -> Attention:
+def plain(world: World) -> Attention:
     return TorchAttention(world.geometry, world.k, world.v, world.biases)
 
 
@@ -40,7 +40,7 @@ def triton(world: World) -> Attention:
     return TritonAttention(world.geometry, world.k, world.v, biases=world.biases)
 
 
-@pytest.fixture(params=[pytest.param(build, id=build.__name__) for build in (numba, torch_calls, triton)])
+@pytest.fixture(params=[pytest.param(build, id=build.__name__) for build in (numba, plain, triton)])
 def build(request: pytest.FixtureRequest) -> Build:
     """An implementation; Triton's kernels are interpreted."""
     if request.param is triton:
@@ -51,7 +51,7 @@ def build(request: pytest.FixtureRequest) -> Build:
 
 
 def check(world: World, attention: Attention, extend_lens: list[int] | None = None) -> None:
-    """Compare all layers with dense attention; fresh allocations are NaN."""
+    """Compare all layers with the plain implementation; fresh allocations are NaN."""
     attention.plan(world.batch(extend_lens))
     noise = max(NOISE, rounding_noise(world.dtype, interpreted=isinstance(attention, TritonAttention)))
     for layer in range(world.geometry.num_layers):
@@ -95,7 +95,6 @@ def test_decode_sees_its_window(build: Build, make_world: MakeWorld, dtype: torc
 
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
 def test_a_few_requests_that_share_nothing(build: Build, make_world: MakeWorld, has_sinks: bool) -> None:
-    """What PyTorch's path puts into one row per KV head in layers without a window."""
     world = make_world(3, 3, 16, dtype=torch.float32, windows=(0, 20), num_token_slots=900)
     first = world.fitted_span(30)
     world.add((first, world.uneven_span(17, start=first.num_tokens)), 9)
@@ -109,9 +108,9 @@ def test_a_few_requests_that_share_nothing(build: Build, make_world: MakeWorld, 
 def test_prefills_see_their_windows(
     build: Build, make_world: MakeWorld, windows: tuple[int, ...], has_sinks: bool
 ) -> None:
-    """A question, more new tokens than are stacked, more than a compiled call takes, one without a span, one token."""
+    """A question, more new tokens than a compiled call takes, one without a span, one token."""
     world = make_world(1, 2, 16, dtype=torch.float32, windows=windows, num_token_slots=2500)
-    news = [3, 20, SPLIT_ROWS // 2 + 1 if build is triton else MAX_SHORT_TOKENS + QUERY_BLOCK, 5, 1, 70]
+    news = [3, 20, SPLIT_ROWS // 2 + 1 if build is triton else MAX_SHORT_TOKENS + WINDOW_BLOCK, 5, 1, 70]
     shared = world.uneven_span(50)
     for new in news[:3]:
         world.add((shared, world.fitted_span(40, start=shared.num_tokens)), new + 4)
@@ -134,21 +133,18 @@ def test_a_long_prompt_alone(build: Build, make_world: MakeWorld) -> None:
 def test_a_window_that_hides_nothing_is_none(
     build: Build, make_world: MakeWorld, extend_lens: list[int] | None
 ) -> None:
-    """The same bits as without windows; PyTorch's calls take masks there, and so another order."""
+    """The same bits as without windows."""
     world = make_world(2, 4, 16, dtype=torch.float32, windows=(1000, 1000), num_token_slots=700)
     random_world(world)
     windowed = build(world)
     world.geometry = replace(world.geometry, windows=())
-    plain = build(world)
-    for attention in (windowed, plain):
+    full = build(world)
+    for attention in (windowed, full):
         attention.plan(world.batch(extend_lens))
     q = world.queries(extend_lens)
-    both = zip(("out", "lse"), windowed.run(1, q, world.sm_scale), plain.run(1, q, world.sm_scale), strict=True)
+    both = zip(("out", "lse"), windowed.run(1, q, world.sm_scale), full.run(1, q, world.sm_scale), strict=True)
     for name, got, want in both:
-        if build is torch_calls:
-            assert_accurate(name, got, want, want, noise=NOISE)
-        else:
-            assert_same_bits(name, got, want)
+        assert_same_bits(name, got, want)
 
 
 def test_what_no_window_shows_is_not_multiplied(make_world: MakeWorld) -> None:

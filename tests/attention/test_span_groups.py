@@ -3,8 +3,7 @@ from __future__ import annotations
 import torch
 
 from kvevict_kernels.span_runs import SpanRuns
-from sgl_kvevict.attention.cpu.torch_tiles import cut_runs_into_tiles
-from sgl_kvevict.attention.span_groups import SpanGroup, group_spans, join_runs
+from sgl_kvevict.attention.flashinfer.span_groups import SpanGroup, group_spans, join_runs, merge_table
 from sgl_kvevict.geometry import KVGeometry
 
 GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=4, num_kv_heads=2, head_dim=8, num_token_slots=100)
@@ -31,12 +30,15 @@ def test_spans_are_grouped_by_their_readers() -> None:
 
 
 def test_joined_runs_by_hand() -> None:
-    groups = [SpanGroup((0, 2), (A, C)), SpanGroup((1,), (B,))]
-    runs = join_runs(groups, GEOMETRY)
+    lens, head_slots = join_runs([SpanGroup((0, 2), (A, C)), SpanGroup((1,), (B,))], GEOMETRY)
     expected = [[100, 101], [102, 50, 51], [106], [107], [52], [103, 104, 105, 53], [108, 109], []]
-    assert runs.lens.flatten().tolist() == [len(unit) for unit in expected]
-    starts = runs.starts.flatten().tolist()
-    assert [runs.head_slots[s : s + n].tolist() for s, n in zip(starts, map(len, expected), strict=True)] == expected
-    q_rows = [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, -1, -1], [6, 7, -1, -1]]
-    tiles = cut_runs_into_tiles(groups, runs, GEOMETRY, block=4, lanes=1)  # the last unit is empty: no tile
-    assert [layer.owners.squeeze(2).tolist() for layer in tiles] == [q_rows, q_rows[:3]]
+    assert lens.shape == (2, 4)
+    assert lens.flatten().tolist() == [len(run) for run in expected]
+    assert head_slots.tolist() == [slot for run in expected for slot in run]
+
+
+def test_merge_table_by_hand() -> None:
+    table, counts = merge_table(torch.tensor([2, 0, 2, 2]), 4)
+    assert counts.tolist() == [1, 0, 3, 0]
+    assert table.tolist() == [[1, 1, 1], [0, 0, 0], [0, 2, 3], [0, 0, 0]]
+    assert merge_table(torch.empty(0, dtype=torch.int64), 2)[0].shape == (2, 0)

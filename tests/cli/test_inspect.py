@@ -7,19 +7,20 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
-from rich.console import Console
 
 from helpers.event_sockets import description_of, ipc_config
 from helpers.harness import publish_server_args
 from helpers.watched import DOCUMENT, WatchedHarness
 from sgl_kvevict.cli import inspect as inspection
 from sgl_kvevict.cli import main
+from sgl_kvevict.cli.output import print_shaped
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.events.questions import KeptReport, Pool, TreeNode, TreeReport
 from sgl_kvevict.model import demo_model_path
@@ -107,6 +108,7 @@ def test_token_texts_are_those_of_the_tokenizer():
     decode = inspection.load_decoder(str(path))
     assert decode is not None
     assert decode([1, 1, 504]) == ["<|im_start|>", "<|im_start|>", "The"]
+    assert decode([504, 1]) == ["The", "<|im_start|>"] and decode([]) == []  # no new token
     assert inspection.load_decoder("/nowhere/at/all") is None
 
 
@@ -210,9 +212,14 @@ def test_the_page_in_a_browser(tmp_path):
     )
 
 
-def test_the_text_tree_of_a_snapshot():
-    console = Console(width=100)
-    with console.capture() as capture:
-        console.print(inspection.as_text(snapshot()), highlight=False)
-    assert "50-80  30 tokens -> 30.0 slots  1 reading  namespace" in capture.get()
-    assert "... and 3 deeper nodes" in capture.get()
+def test_the_text_tree_of_a_snapshot(capsys):
+    looked = snapshot()
+    looked = replace(looked, about=msgspec.structs.replace(looked.about, model="/folder/" + "m" * 90))
+    print_shaped(inspection.as_text(looked))
+    text = capsys.readouterr().out
+    assert "50-80  30 tokens -> 30.0 slots  1 reading  namespace </script><s…  node 6\n" in text
+    assert "... and 3 deeper nodes" in text and len(text.splitlines()) == 5
+    assert text.startswith(f"{'m' * 39}…, policy ")
+    print_shaped(inspection.as_text(looked, is_long=True))
+    text = capsys.readouterr().out
+    assert text.startswith(f"{looked.about.model}, policy ") and f"namespace {EVIL[:20]}" in text

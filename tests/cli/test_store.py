@@ -34,7 +34,11 @@ def path_of(folder, each):
 
 def test_ls_lists_every_segment(capsys, folder):
     code, out, _ = run(capsys, "ls", str(folder))
-    assert code == 0 and all(each.key[:16] in out for each in RECORDS) and "3 segments" in out
+    assert code == 0 and all(each.key[:12] in out for each in RECORDS) and "3 segments" in out
+    assert RECORDS[0].key not in out and "LlamaForCausalLM abababab\n" in out
+    full = run(capsys, "ls", str(folder), "--long")[1]
+    assert all(f"{each.key}  " in full for each in RECORDS) and f"LlamaForCausalLM {'ab' * 32}\n" in full
+    assert len(full.splitlines()) == 5  # a heading, a line for each segment, the sum
     listed = json.loads(run(capsys, "ls", str(folder), "--json")[1])
     assert {each["key"] for each in listed} == {each.key for each in RECORDS}
     assert {each["tokens"] for each in listed} == {64}
@@ -84,6 +88,7 @@ def test_push_and_pull_copy_what_is_missing_and_nothing_corrupt(capsys, folder, 
     [
         (("ls", "/nowhere/store"), "not a folder"),
         (("ls", "nonsense://bucket"), "nonsense://bucket"),
+        (("ls", "memory://nowhere"), "nothing is stored"),
         (("show", "{}", "ab"), "names 0 segments"),
         (("show", "{}", "zzzz"), "names 0 segments"),
         (("rm", "{}"), "give keys, or --all"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import re
 import subprocess
 import sys
@@ -9,13 +11,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from helpers.traffic import idle_state
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-FLAGS = ("--max-total-tokens", "6000", "--enable-cache-report")
+FLAGS = ("--max-total-tokens", "6000", "--enable-cache-report", "--enable-metrics")
 HANDBOOK_TOKENS = 2800
 
 
@@ -57,6 +60,19 @@ def assert_compressed(line: str, at_least: float) -> int:
     tokens, slots = number(match[1]), number(match[2])
     assert tokens >= at_least and slots <= 0.25 * tokens
     return tokens
+
+
+def test_demo(server, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES / "demo"))
+    spec = importlib.util.spec_from_file_location("demo_run", EXAMPLES / "demo" / "run.py")
+    demo = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(demo)
+    shown = io.StringIO()
+    figures = demo.run(server, Console(file=shown, width=120), 0.2, 6000)
+    assert figures["right_answers"] == figures["answers"] == figures["sharers"] == 8
+    assert figures["prefix_slots"] <= 0.22 * figures["prefix_tokens"] and figures["pool_leaks"] == 0
+    assert figures["cached_tokens"] >= 8 * HANDBOOK_TOKENS
+    assert "station_handbook.txt" in shown.getvalue() and "Tomas Brandt" in shown.getvalue()
 
 
 @pytest.mark.parametrize("printed", ["fork.py"], indirect=True)

@@ -116,7 +116,7 @@ def test_what_one_replica_made_all_find_and_one_may_die(fleet):
     questions = [[*document, *(rng.randrange(3, VOCAB_SIZE) for _ in range(9))] for document in documents]
     for document in documents:
         post(replicas[0], document, 1)  # warmed on the first
-    wait_until(lambda: store_of(replicas[0])["stored"] == len(documents), "not stored", 30)
+    wait_until(lambda: store_of(replicas[0])["stored"] == len(documents), "not stored")
     expected = [post(replicas[0], question)["output_ids"] for question in questions]
     for question, answer in zip(questions, expected, strict=True):  # found by the second
         reply = post(replicas[1], question)

@@ -148,8 +148,7 @@ def test_ranks_load_their_parts_of_a_prefix_after_a_restart(start, tiny_llama, t
         answers.append((reply["output_ids"], reply["meta_info"]["cached_tokens"]))
         state = assert_all_slots_are_back(server)
         assert state["store"]["loaded"] == number
-        deadline = time.monotonic() + 20
-        while len(list((tmp_path / "store").rglob("segments/*/*"))) < 2 and time.monotonic() < deadline:
+        while len(list((tmp_path / "store").rglob("segments/*/*"))) < 2:
             time.sleep(0.1)
         server.stop(grace_s=0)
     assert answers[0] == answers[1] and answers[1][1] >= 384

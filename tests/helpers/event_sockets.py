@@ -34,7 +34,7 @@ def description_of(config: EventsConfig, *, started: float = 1.0) -> Description
     )
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 300.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "timed out"

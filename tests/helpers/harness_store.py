@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from helpers.harness import Harness
 from helpers.stored import identity as identity_of
 from sgl_kvevict.lifecycle.listener import CacheListener
@@ -76,14 +78,18 @@ class Server:
         return req
 
     def begin(self, *queue):
-        """Who waits as long as nothing of what is begun has come: the threads that fetch are held."""
-        with self.reader._workers._changed:
-            return self.loading.settle(queue)
+        """Requests that wait while no fetch has ended: the threads that fetch are held."""
+        gate, find = threading.Event(), self.segments.find
+        self.segments.find = lambda *args: gate.wait(10) and find(*args)
+        still = self.loading.settle(queue)
+        self.segments.find = find
+        gate.set()
+        return still
 
     def settle(self, *queue):
         """What follows once everything that was begun has come; then who waits still."""
         self.loading.settle(queue)
-        assert self.reader._workers.drain(10)
+        assert self.reader._workers.drain(300)
         return self.loading.settle(queue)
 
     def serve(self, prompt, *, extra_key=None):
@@ -97,6 +103,6 @@ class Server:
         assert self.harness.prefill(req)
         self.harness.decode(req)
         self.harness.finish(req)
-        assert self.writer.drain(10)
+        assert self.writer.drain(300)
         self.saving.between_steps()
         return found

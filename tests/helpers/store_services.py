@@ -15,7 +15,7 @@ from pathlib import Path
 
 from sgl_kvevict.launcher import free_port
 
-START_S = 30.0
+START_S = 300.0
 
 
 @contextmanager

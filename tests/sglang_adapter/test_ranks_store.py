@@ -85,7 +85,7 @@ def test_ranks_that_fetched_other_prefixes_of_one_length_load_neither(tmp_path):
     def write(rank, group, text):
         server = server_of(rank, group, tmp_path)
         server.harness.finish(server.harness.run(text))
-        assert server.writer.drain(10)
+        assert server.writer.drain(300)
 
     for text in texts:
         on_two_ranks(lambda rank, group, text=text: write(rank, group, text))

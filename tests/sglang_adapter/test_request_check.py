@@ -10,7 +10,7 @@ from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import Letters, MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies.signals import Readers
-from sgl_kvevict.sglang_adapter.request_check import BEAMS, NO_PROMPT, around_beams, before_queueing, refusal
+from sgl_kvevict.sglang_adapter.request_check import BEAMS, around_beams, before_queueing, refusal
 
 WARM = {"warm": True}
 
@@ -29,7 +29,10 @@ def refusals(custom_params, readers=Readers.REPETITION, tokenizer=None, **fields
     req = SimpleNamespace(
         origin_input_ids=[1], sampling_params=sampling, set_finish_with_abort=lambda reason, _: reasons.append(reason)
     )
-    before_queueing(SimpleNamespace(tree_cache=tree, tokenizer=tokenizer, max_queued_requests=None), req)
+    scheduler = SimpleNamespace(
+        tree_cache=tree, tokenizer=tokenizer, max_queued_requests=None, model_config=SimpleNamespace(vocab_size=64)
+    )
+    before_queueing(scheduler, req)
     assert sampling.custom_params == (None if reasons else custom_params)
     return reasons
 
@@ -83,6 +86,16 @@ def test_a_pass_that_waits_takes_no_user_s_place_in_the_queue(limit):
     assert scheduler.run_all() > 0  # its job has another one later
 
 
-def test_a_prompt_without_tokens_is_refused():
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([], "input_ids: got no tokens; allowed: at least one"),
+        ([-1, 5], "input_ids: got -1 at position 0; allowed: 0 to 63"),
+        ([63, 5, 64], "input_ids: got 64 at position 2; allowed: 0 to 63"),
+    ],
+)
+def test_token_ids_outside_the_vocabulary_are_refused(tokens, message):
     harness = Harness()
-    assert refusal(MiniScheduler(harness), harness.tree, harness.request([])) == NO_PROMPT
+    scheduler = MiniScheduler(harness)
+    assert refusal(scheduler, harness.tree, harness.request(tokens)) == message
+    assert refusal(scheduler, harness.tree, harness.request([0, 63])) is None

@@ -93,7 +93,7 @@ def test_what_shrinks_by_steps_is_stored_at_the_budget_only(tmp_path):
         else:
             manager.pressure._squeeze_to(last, config.slots_at(share, 50))
         server.harness.check()
-        assert server.writer.drain(10)
+        assert server.writer.drain(300)
         server.saving.between_steps()
         done[share] = len(server.heard.stored_segments)
     assert done == {0.6: 0, 0.3: 1, 0.1: 1}
@@ -148,7 +148,7 @@ def test_new_weights_switch_the_store_off(tmp_path):
     after_queueing(None, SimpleNamespace(tree_cache=server.harness.tree), late)
     assert server.loading.num_waiting == 0
     server.harness.finish(server.harness.run(DOCUMENT))
-    assert server.writer.drain(10)
+    assert server.writer.drain(300)
     server.saving.between_steps()
     assert server.heard.stored_segments == [] and server.heard.loads == []
 
@@ -179,7 +179,7 @@ def test_what_readers_order_later_takes_the_place_of_what_was_stored(tmp_path):
     (owner,) = server.harness.tree.spans
     server.harness.tree.spans[owner].segment.is_read = True
     server.harness.tree.manager.ranges.at_budget(owner)
-    assert server.writer.drain(10) and server.segments.get(key).is_read
+    assert server.writer.drain(300) and server.segments.get(key).is_read
 
 
 def test_prefixes_are_fetched_for_the_head_of_the_queue_first(tmp_path):
@@ -188,7 +188,7 @@ def test_prefixes_are_fetched_for_the_head_of_the_queue_first(tmp_path):
     queue = [server.queue([*DOCUMENT[:56], i % 11]) for i in range(READ_AHEAD + 2)]
     short = server.harness.request([1, 2, 3])
     assert server.begin(short, *queue) == set(queue)
-    assert server.reader._workers.drain(10)
+    assert server.reader._workers.drain(300)
     assert server.loading.settle([short, *queue]) == set(queue[READ_AHEAD - 1 :])  # it is not yet their turn
     assert server.settle(*queue[READ_AHEAD - 1 :]) == set()
     assert server.loading.num_waiting == 0 and server.loading.totals.loaded == 1
@@ -200,7 +200,7 @@ def test_nobody_waits_for_ever_behind_those_whose_turn_it_is(tmp_path, monkeypat
     queue = [server.queue([*DOCUMENT[:56], i % 11]) for i in range(READ_AHEAD + 2)]
     assert server.begin(*queue) == set(queue)
     server.now = 1.0  # all that were begun have come, and stay in the queue: others run
-    assert server.reader._workers.drain(10)
+    assert server.reader._workers.drain(300)
     assert server.loading.settle(queue) == set()
     assert server.settle(*queue[READ_AHEAD:]) == set()  # when it is their turn in the end, they are looked for
     assert server.loading.num_waiting == 0
@@ -236,7 +236,7 @@ def test_what_an_adapter_made_is_neither_stored_nor_looked_for(tmp_path):
 def test_a_server_that_stops_writes_what_waits(tmp_path, monkeypatch):
     server = Server(tmp_path, num_slots=200)
     gate, put = threading.Event(), server.segments.put
-    monkeypatch.setattr(server.segments, "put", lambda *args: gate.wait(10) and put(*args))
+    monkeypatch.setattr(server.segments, "put", lambda *args: gate.wait(300) and put(*args))
     server.harness.finish(server.harness.run(DOCUMENT))
     assert server.manager.close_store(0.01) == 1  # in bounded time
     gate.set()

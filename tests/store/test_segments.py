@@ -13,6 +13,7 @@ from helpers.stored import assert_same, identity, keys_in, record, tokens
 from sgl_kvevict.errors import ConfigError, CorruptSegmentError, StoreError
 from sgl_kvevict.store import SegmentStore, describe_identity, list_segments, open_backend
 from sgl_kvevict.store.directory import SCRATCH, DirectoryBackend
+from sgl_kvevict.store.maintenance import copy_store, find_segments, tokens_of_segments, verify_store
 from sgl_kvevict.store.manifest import MAX_ENTRIES, ManifestEntry, decode_manifest, encode_manifest
 from sgl_kvevict.store.segments import segment_name
 
@@ -133,7 +134,7 @@ def test_a_corrupt_manifest_is_reported_once_and_begun_anew(backend):
 
 
 def test_a_manifest_lists_the_newest_segments():
-    entries = [ManifestEntry(f"{i:064x}", 0, 64, True, False, (bytes(8),)) for i in range(5)]
+    entries = [ManifestEntry(f"{i:064x}", 0, 64, True, False, "00" * 8) for i in range(5)]
     assert decode_manifest(encode_manifest(entries)) == entries
     assert MAX_ENTRIES >= 5
 
@@ -214,6 +215,7 @@ def test_files_of_others_in_the_folder_are_left_alone(tmp_path):
 
 def test_half_written_files_are_never_seen_and_go_away(tmp_path):
     backend = DirectoryBackend(tmp_path, max_bytes=1000)
+    backend.create()
     for name, age_s in (("dead", 7200), ("alive", 0)):
         path = tmp_path / SCRATCH / name
         path.write_bytes(b"half")
@@ -238,14 +240,31 @@ def test_a_full_disk_is_an_error_that_leaves_nothing_behind(tmp_path, monkeypatc
 
 def test_a_folder_that_is_gone_is_an_error_and_not_an_empty_store(tmp_path):
     backend = DirectoryBackend(tmp_path / "store")
+    backend.create()
     (tmp_path / "store" / SCRATCH).rmdir()
     (tmp_path / "store").rmdir()
     with pytest.raises(StoreError, match="not there"):
         backend.get("a")
     with pytest.raises(StoreError, match="not there"):
         list(backend.list())
-    with pytest.raises(StoreError, match="cannot be made"):
-        DirectoryBackend(Path("/proc/nothing"))
+    with pytest.raises(StoreError, match="cannot be created"):
+        DirectoryBackend(Path("/proc/nothing")).create()
+
+
+@pytest.mark.parametrize("url", ["{folder}/none", "memory://none", "file://{folder}/none"])
+def test_a_place_that_is_not_there_is_an_error_and_is_not_created(tmp_path, url):
+    missing = open_backend(url.format(folder=tmp_path))
+    target = open_backend(str(tmp_path / "target"))
+    for call in (
+        lambda: list(list_segments(missing)),
+        lambda: verify_store(missing, print),
+        lambda: find_segments(missing, ["abcd"]),
+        lambda: tokens_of_segments(missing),
+        lambda: copy_store(missing, target, print),
+    ):
+        with pytest.raises(StoreError, match="there"):
+            call()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["", "..", "../a", "a/../b", "/a", "a//b", ".lock", "a/.scratch", "A", "a b", "a\0"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import ExitStack
 from importlib.util import find_spec
 
@@ -127,10 +126,8 @@ def test_mooncakes_master_may_come_late_and_go(tmp_path, monkeypatch):
     with ExitStack() as stack:
         services = Mooncake(tmp_path, stack)
         backend = open_backend(services.url)  # a server starts without it
-        began = time.monotonic()
         with pytest.raises(StoreError, match="cannot be reached"):
             backend.get("a")
-        assert time.monotonic() - began < 5
         services.start()
         backend.put("a", b"1")
         assert backend.get("a") == b"1" and backend.get("b") is None

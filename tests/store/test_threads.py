@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -9,8 +10,9 @@ from helpers.stored import identity, record, tokens
 from sgl_kvevict.errors import StoreError
 from sgl_kvevict.store import ReadAhead, SegmentStore, Wanted, WriteBehind, open_backend
 from sgl_kvevict.store.reader import PAUSE_S
-from sgl_kvevict.store.segments import segment_name
+from sgl_kvevict.store.segments import QUARANTINE_S, segment_name
 from sgl_kvevict.store.workers import Workers
+from sgl_kvevict.store.writer import LOG_EVERY_S
 
 OWN = identity()
 SPACE = OWN.namespace(None, None)
@@ -23,23 +25,23 @@ def store(tmp_path):
 
 def fetched(reader, prompt, compressed=0, cached=0, space=SPACE):
     fetch = reader.start(Wanted(prompt, space, compressed, cached))
-    assert fetch is not None and reader._workers.drain(10) and fetch.is_done
+    assert fetch is not None and reader._workers.drain(300) and fetch.is_done
     return fetch
 
 
 def test_what_comes_too_fast_is_dropped_and_counted_and_nobody_waits(store, monkeypatch):
     gate = threading.Event()
     put = store.put
-    monkeypatch.setattr(store, "put", lambda *args: gate.wait(10) and put(*args))
+    monkeypatch.setattr(store, "put", lambda *args: gate.wait(300) and put(*args))
     writer = WriteBehind(store, max_bytes=250)
     records = [record(OWN, SPACE, tokens(40, seed)) for seed in range(4)]
     taken = [writer.has_room(100) and writer.write(lambda r=r: r, SPACE, 100) for r in records]
     assert taken == [True, True, False, False] and writer.num_dropped == 2
     gate.set()
-    assert writer.drain(10)
+    assert writer.drain(300)
     assert [(done.num_tokens, done.num_bytes > 0, done.error) for done in writer.done] == [(40, True, None)] * 2
     assert writer.has_room(251)  # larger than what may wait: it is alone
-    assert writer.write(lambda: records[0], SPACE, 100) and writer.drain(10)
+    assert writer.write(lambda: records[0], SPACE, 100) and writer.drain(300)
     assert writer.done[-1].num_bytes == 0  # it was there
 
 
@@ -50,16 +52,35 @@ def test_a_write_that_fails_is_told(store, monkeypatch):
     monkeypatch.setattr(store.backend, "put", fail)
     writer = WriteBehind(store)
     writer.write(lambda: record(OWN, SPACE, tokens(40)), SPACE, 100)
-    assert writer.drain(10) and writer.done[0].error == "disk full" and writer.has_room(1)
+    assert writer.drain(300) and writer.done[0].error == "disk full" and writer.has_room(1)
+
+
+def test_the_first_failed_write_of_each_kind_is_logged_then_one_a_minute(store, monkeypatch, caplog):
+    now, errors = [0.0], [OSError(28, "No space left"), OSError(30, "Read-only"), OSError(28, "No space left")]
+
+    def fail(path, data):
+        raise errors[0]
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    writer = WriteBehind(store, clock=lambda: now[0])
+    lines = []
+    for elapsed in (0.0, LOG_EVERY_S):
+        now[0] = elapsed
+        for error in errors:
+            errors[0] = error
+            writer.write(lambda: record(OWN, SPACE, tokens(40)), SPACE, 100)
+            assert writer.drain(10)
+        lines.append(len(caplog.messages))
+    assert lines == [2, 4] and "No space left" in caplog.text and "Read-only" in caplog.text
 
 
 def test_an_error_nobody_expects_ends_no_thread(caplog):
     workers = Workers("test", 1, 2)
     workers.submit(lambda: 1 / 0)
-    assert workers.drain(10)
+    assert workers.drain(300)
     done = threading.Event()
     workers.submit(done.set)
-    assert done.wait(10) and "division by zero" in caplog.text
+    assert done.wait(300) and "division by zero" in caplog.text
 
 
 def test_segments_of_a_path_are_fetched_one_after_the_other(store):
@@ -124,11 +145,46 @@ def test_a_store_in_trouble_gets_a_pause(store, monkeypatch):
     assert fetched(reader, tokens(100)).errors == []
 
 
+@pytest.mark.parametrize("which", ["segments", "manifests"])
+def test_one_item_that_cannot_be_read_is_quarantined_and_the_others_are_found(store, tmp_path, monkeypatch, which):
+    """A folder in the place of a file: one error, no pause, and the item is not touched again for a while."""
+    now = [0.0]
+    store = SegmentStore(store.backend, OWN, lambda: now[0])
+    bad, good = tokens(100), tokens(100, seed=1)
+    for path in (bad, good):
+        store.put(record(OWN, SPACE, path), SPACE)
+    name = SPACE.segment(bad, 0) if which == "segments" else SPACE.first_tokens(bad, OWN.min_prefix_tokens)
+    path = next(tmp_path.rglob(name))
+    path.unlink()
+    path.mkdir()
+    touched = []
+    get = store.backend.get
+    monkeypatch.setattr(store.backend, "get", lambda each: touched.append(each.split("/")[-1]) or get(each))
+    reader = ReadAhead(store, 0.1, lambda: now[0])
+    (error,) = fetched(reader, [*bad, 1]).errors
+    assert "IsADirectoryError" in error and name in error and touched.count(name) == 1
+    assert fetched(reader, [*bad, 1]).errors == [] and touched.count(name) == 1
+    assert len(fetched(reader, [*good, 1]).records) == 1 and reader.num_skipped == 0
+    now[0] = QUARANTINE_S
+    path.rmdir()
+    store.put(record(OWN, SPACE, bad), SPACE)
+    assert len(fetched(reader, [*bad, 1]).records) == 1
+
+
+def test_work_that_waits_when_the_server_stops_is_counted_and_cancelled():
+    workers, gate, done = Workers("test", 1, 3), threading.Event(), []
+    for i in range(3):
+        assert workers.submit(lambda i=i: gate.wait(10) and done.append(i))
+    assert workers.close(0.01) == 3
+    gate.set()
+    assert workers.drain(10) and done == [0]
+
+
 def test_who_waited_long_enough_waits_no_longer(store, monkeypatch):
     store.put(record(OWN, SPACE, tokens(200)), SPACE)
     gate, now = threading.Event(), [0.0]
     get = store.backend.get
-    monkeypatch.setattr(store.backend, "get", lambda name: (gate.wait(10), get(name))[1])
+    monkeypatch.setattr(store.backend, "get", lambda name: (gate.wait(300), get(name))[1])
     reader = ReadAhead(store, 0.1, lambda: now[0])
     fetch = reader.start(Wanted([*tokens(200), 1], SPACE, 0, 0))
     assert fetch is not None and not reader.is_late(fetch)
@@ -136,7 +192,7 @@ def test_who_waited_long_enough_waits_no_longer(store, monkeypatch):
     assert reader.is_late(fetch) and fetch.is_abandoned
     assert reader.start(Wanted([*tokens(200), 1], SPACE, 0, 0)) is None
     gate.set()
-    assert reader._workers.drain(10) and fetch.is_done and fetch.records[1:] == []
+    assert reader._workers.drain(300) and fetch.is_done and fetch.records[1:] == []
 
 
 def test_a_wait_that_is_too_long_costs_the_store_a_pause_only_if_it_gave_nothing(store, monkeypatch):
@@ -166,5 +222,5 @@ def test_requests_for_the_same_segment_share_one_read(store, monkeypatch):
     monkeypatch.setattr(store, "get", slow)
     reader = ReadAhead(store, 5.0)
     fetches = [reader.start(Wanted([*tokens(200), i], SPACE, 0, 0)) for i in range(6)]
-    assert reader._workers.drain(10) and len(reads) == 1
+    assert reader._workers.drain(300) and len(reads) == 1
     assert len({id(fetch.records[0]) for fetch in fetches}) == 1

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvevict_kernels.rotary import Rotary
-from sgl_kvevict.attention.cpu.torch_extend import ExtendAttention, ExtendRequest, RunBounds
+from sgl_kvevict.attention.cpu.long_prefill import LongPrefill, PrefillRequest
 from sgl_kvevict.compression.prompt_observation import ObservationSpec, PromptObservation
 from sgl_kvevict.distill import ModelIdentity, ScoreWeights, find_weights, load_weights, weights_folders
 from sgl_kvevict.distill.fingerprint import fingerprint_of
@@ -128,7 +128,7 @@ class DemoModel:
             "arena": arena,
             "queries": queries,
             "lse": lse,
-            "attention": ExtendAttention(arena[0], arena[1], RunBounds()),
+            "attention": LongPrefill(arena[0], arena[1]),
         }
         begin = CLOCK()
         for start in range(0, num_tokens, CHUNK_TOKENS):
@@ -151,7 +151,7 @@ class DemoModel:
         state["arena"][1, layer, start + 1 : end + 1] = value[0].transpose(0, 1)
         rows = query[0].transpose(0, 1).contiguous()
         slots = torch.arange(1, end + 1, dtype=torch.int32)
-        request = ExtendRequest(slice(0, end - start), (), slots[:start], slots[start:])
+        request = PrefillRequest(slice(0, end - start), (), slots[:start], slots[start:])
         out, lse = state["attention"].run(request, layer, rows, scaling)
         state["queries"][layer, start:end], state["lse"][layer, start:end] = rows, lse
         return out[None], None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[3]
-_SOURCES = (_ROOT / "examples" / "data" / "station_handbook.txt", _ROOT / "tests" / "peers" / "alice.txt")
+_SOURCES = (_ROOT / "examples" / "data" / "station_handbook.txt", _ROOT / "tools" / "peers" / "alice.txt")
 
 CountTokens = Callable[[str], int]
 

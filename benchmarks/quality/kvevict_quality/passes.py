@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvevict_kernels.accumulated_attention import accumulated_attention
 from kvevict_kernels.rotary import Rotary
-from sgl_kvevict.attention.cpu.torch_extend import ExtendAttention, ExtendRequest, RunBounds
+from sgl_kvevict.attention.cpu.long_prefill import LongPrefill, PrefillRequest
 from sgl_kvevict.lifecycle.probes import repetition_probes
 
 ATTENTION = "kvevict_passes"
@@ -74,7 +74,7 @@ class PassModel:
         arena = torch.zeros(2, self.num_layers, slots, self.num_heads, self.head_dim, dtype=torch.bfloat16)
         state = self._state = {
             "arena": arena,
-            "attention": ExtendAttention(arena[0], arena[1], RunBounds()),
+            "attention": LongPrefill(arena[0], arena[1]),
             "windows": [None] * self.num_layers,
             "squares": torch.zeros(self.num_layers, self.num_heads, end),
             "reads": False,
@@ -106,7 +106,7 @@ class PassModel:
         state["arena"][1, layer, start:end] = value[0].transpose(0, 1)
         rows = query[0].transpose(0, 1).contiguous()
         slots = torch.arange(end, dtype=torch.int32)
-        request = ExtendRequest(slice(0, end - start), (), slots[:start], slots[start:])
+        request = PrefillRequest(slice(0, end - start), (), slots[:start], slots[start:])
         out, lse = state["attention"].run(request, layer, rows, scaling)
         if state["reads"]:
             state["squares"][layer] += accumulated_attention(

@@ -1,4 +1,4 @@
-"""Attention on a CPU in one compiled call for a layer; long prefills go through PyTorch."""
+"""Attention on a CPU: one call per layer, compiled by numba; long prefills go through PyTorch's flash attention."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.span_attention import Layout, SpanAttention
-from sgl_kvevict.attention.batch import AttentionBatch, Path
-from sgl_kvevict.attention.cpu.torch_extend import ExtendAttention, ExtendRequest, RunBounds, plan_extend
+from sgl_kvevict.attention.batch import AttentionBatch, BatchKey
+from sgl_kvevict.attention.cpu.long_prefill import LongPrefill, PrefillRequest
 from sgl_kvevict.attention.recent_batches import RecentBatches
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
@@ -21,9 +21,6 @@ Measured with AVX-512: half of PyTorch's time, from 16 to 256 tokens on 600 and 
 prefills are large matrix products, for which PyTorch has the processor's own instructions (AMX), and the partial
 results of the call would take much memory.
 """
-
-_Key = tuple[tuple[Path, ...], tuple[int, ...], tuple[int, ...]]
-"""Paths, numbers of new tokens and places of the first of them."""
 
 
 class NumbaAttention:
@@ -46,10 +43,10 @@ class NumbaAttention:
     def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, biases: Tensor | None = None) -> None:
         self.geometry = geometry
         self._spans = SpanAttention(k_arena, v_arena, geometry.num_qo_heads, biases)
-        self._extend = ExtendAttention(k_arena, v_arena, RunBounds(), biases, geometry.windows)
-        self._recent: RecentBatches[_Key, Layout] = RecentBatches()
+        self._prefill = LongPrefill(k_arena, v_arena, biases, geometry.windows)
+        self._recent: RecentBatches[BatchKey, Layout] = RecentBatches()
         self._layout: Layout | None = None
-        self._long: list[ExtendRequest] = []
+        self._long: list[PrefillRequest] = []
         self._num_new = -1
 
     def plan(self, batch: AttentionBatch) -> None:
@@ -63,7 +60,7 @@ class NumbaAttention:
         """
         new_lens = batch.new_lens
         self._num_new = sum(new_lens)
-        self._long = plan_extend(batch, [i for i, new in enumerate(new_lens) if new > MAX_SHORT_TOKENS])
+        self._long = self._prefill.plan(batch, [i for i, new in enumerate(new_lens) if new > MAX_SHORT_TOKENS])
         short = [i for i, new in enumerate(new_lens) if new <= MAX_SHORT_TOKENS]
         self._layout = self._lay_out(batch, new_lens, short) if short else None
 
@@ -75,26 +72,19 @@ class NumbaAttention:
         if sink_logits is not None:
             sink_logits = sink_logits.float().contiguous()
         if self._layout is None and len(self._long) == 1:
-            return self._extend.run(self._long[0], layer, q, sm_scale, sink_logits)
+            return self._prefill.run(self._long[0], layer, q, sm_scale, sink_logits)
         out = torch.empty(shape, dtype=q.dtype)
         lse = torch.empty(shape[:2], dtype=torch.float32)
         for request in self._long:
             rows = request.rows
-            out[rows], lse[rows] = self._extend.run(request, layer, q[rows], sm_scale, sink_logits)
+            out[rows], lse[rows] = self._prefill.run(request, layer, q[rows], sm_scale, sink_logits)
         if self._layout is not None:
             window = self.geometry.window(layer)
             self._spans.run(self._layout, layer, q, sm_scale, out, lse, window=window, sink_logits=sink_logits)
         return out, lse
 
     def _lay_out(self, batch: AttentionBatch, new_lens: list[int], requests: list[int]) -> Layout:
-        paths = tuple(batch.paths[i] for i in requests)
-        short_lens = tuple(new_lens[i] for i in requests)
-        ends = list(accumulate(new_lens))
-        first_tokens = tuple(ends[i] - new_lens[i] for i in requests)
-        layout = self._recent.get(
-            (paths, short_lens, first_tokens),
-            lambda: self._spans.lay_out(paths, short_lens, first_tokens, has_windows=self.geometry.has_windows),
-        )
+        layout = self._recent.get(batch.key, lambda: self._build(batch, new_lens, requests))
         layout.locate(
             [batch.waterlines[i] for i in requests],
             [batch.seq_lens[i] for i in requests],
@@ -103,3 +93,12 @@ class NumbaAttention:
         )
         self._spans.prepare(layout)
         return layout
+
+    def _build(self, batch: AttentionBatch, new_lens: list[int], requests: list[int]) -> Layout:
+        ends = list(accumulate(new_lens))
+        return self._spans.lay_out(
+            [batch.paths[i] for i in requests],
+            [new_lens[i] for i in requests],
+            [ends[i] - new_lens[i] for i in requests],
+            has_windows=self.geometry.has_windows,
+        )

@@ -1,116 +1,130 @@
-"""The CPU attention backend: plan once per forward, run once per layer."""
+"""Attention on a CPU in plain PyTorch, in float32: one softmax per request, KV head and block of queries.
+
+It is written to be obviously right, not to be fast: the fallback where numba cannot run, and the oracle of the tests.
+"""
 
 from __future__ import annotations
-
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from kvevict_kernels.checks import KV_DTYPES, check_arenas
-from kvevict_kernels.ragged_attention.cpu import Scratch
-from sgl_kvevict.attention.batch import AttentionBatch, Path
-from sgl_kvevict.attention.cpu.torch_decode import ArenaViews, TileStep
-from sgl_kvevict.attention.cpu.torch_extend import ExtendAttention, ExtendRequest, RunBounds, plan_extend
-from sgl_kvevict.attention.cpu.torch_rows import RowStep
-from sgl_kvevict.attention.cpu.torch_tiles import SpanTiles, locate_suffixes
-from sgl_kvevict.attention.recent_batches import RecentBatches
-from sgl_kvevict.attention.sink_logits import with_sink_logits
+from kvevict_kernels.checks import FP8, KV_DTYPES, check_arenas
+from kvevict_kernels.head_slots import head_slot_of
+from kvevict_kernels.stored_rows import gather_rows
+from sgl_kvevict.attention.batch import AttentionBatch
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 
+QUERY_BLOCK = 256
+"""New tokens whose scores are in memory at a time."""
+
 
 class TorchAttention:
-    """Attention of new tokens over compressed spans (other keys per KV head) and uncompressed token slots.
-
-    Requests with one new token go through the batched decode path, also inside of a prefill step; spans that
-    several of them share are read once for all. Layers with a window take the requests one by one.
+    """Attention of new tokens over compressed spans and uncompressed token slots.
 
     Args:
         geometry: sizes.
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous.
         v_arena: like ``k_arena``.
-        biases: [num_layers, num_token_slots, num_kv_heads], float32, added to the scores of entries of fitted spans, 0
-            for those of others; None: no span is ever fitted.
+        biases: [num_layers, num_token_slots, num_kv_heads], float32, added to the scores of entries of fitted spans;
+            None: no span is ever fitted.
 
     Raises:
         ValueError: wrong shape, dtype or device of an arena.
     """
 
     def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, biases: Tensor | None = None) -> None:
-        check_arenas(k_arena, v_arena, biases, geometry.arena_shape, KV_DTYPES, torch.device("cpu"))
+        check_arenas(k_arena, v_arena, biases, geometry.arena_shape, (*KV_DTYPES, FP8))
         self.geometry = geometry
-        self.k_arena = k_arena
-        self.v_arena = v_arena
-        self.biases = biases
-        self._views = ArenaViews(k_arena, v_arena)
-        self._scratch = Scratch()
-        self._recent: RecentBatches[tuple[Path, ...], SpanTiles] = RecentBatches()
-        self._extend = ExtendAttention(k_arena, v_arena, RunBounds(), biases, geometry.windows)
-        self._decode_step: TileStep | RowStep | None = None
-        self._decode_rows: Tensor | None = None
-        self._extending: list[ExtendRequest] = []
-        self._in_windows: list[ExtendRequest] = []
-        self._num_new = -1
+        self._k_rows = k_arena.view(-1, geometry.head_dim)
+        self._v_rows = v_arena.view(-1, geometry.head_dim)
+        self._biases = None if biases is None else biases.view(-1)
+        self._batch: AttentionBatch | None = None
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Prepare the layers of one forward.
-
-        What concerns spans is kept over forwards, until other requests or other spans are read; a step adds the
-        look-up of the suffixes' token slots.
-
-        Args:
-            batch: the requests of the forward.
-        """
-        new_lens = batch.new_lens
-        self._num_new = sum(new_lens)
-        several = [i for i, new in enumerate(new_lens) if new > 1]
-        if self.geometry.has_windows:
-            self._in_windows = plan_extend(batch, list(range(len(new_lens))))
-            self._extending = [self._in_windows[i] for i in several]
-        else:
-            self._extending = plan_extend(batch, several)
-        single = [i for i, new in enumerate(new_lens) if new == 1] if self.geometry.full_layers else []
-        self._decode_step = self._plan_decode(batch, single) if single else None
-        self._decode_rows = None
-        if self._decode_step is not None and self._extending:
-            ends = list(accumulate(new_lens))
-            self._decode_rows = torch.tensor([ends[i] - 1 for i in single])
+        """Remember the batch; see :meth:`sgl_kvevict.attention.interface.Attention.plan`."""
+        self._batch = batch
 
     def run(self, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Attend as planned; see :meth:`sgl_kvevict.attention.interface.Attention.run`."""
-        shape = (self._num_new, self.geometry.num_qo_heads, self.geometry.head_dim)
-        if tuple(q.shape) != shape:
+        batch, geometry = self._batch, self.geometry
+        shape = (-1 if batch is None else sum(batch.new_lens), geometry.num_qo_heads, geometry.head_dim)
+        if batch is None or tuple(q.shape) != shape:
             raise InvariantError(f"q: planned {list(shape)}, got {list(q.shape)}")
-        has_window = self.geometry.window(layer) > 0
-        step = None if has_window else self._decode_step
-        if step is not None and self._decode_rows is None:
-            return with_sink_logits(*step.run(layer, q, sm_scale), sink_logits)
-        requests = self._in_windows if has_window else self._extending
-        if len(requests) == 1 and step is None:
-            return self._extend.run(requests[0], layer, q, sm_scale, sink_logits)
-        out = torch.empty_like(q)
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        for request in requests:
-            rows = request.rows
-            out[rows], lse[rows] = self._extend.run(request, layer, q[rows], sm_scale, sink_logits)
-        if step is not None and self._decode_rows is not None:
-            single = self._decode_rows
-            out[single], lse[single] = with_sink_logits(*step.run(layer, q[single], sm_scale), sink_logits)
+        out = torch.empty(shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(shape[:2], dtype=torch.float32, device=q.device)
+        first_row = 0
+        for request, (seq_len, new) in enumerate(zip(batch.seq_lens, batch.new_lens, strict=True)):
+            for head in range(geometry.num_kv_heads):
+                heads = slice(head * geometry.group_size, (head + 1) * geometry.group_size)
+                sinks = None if sink_logits is None else sink_logits[heads].float()
+                keys = self._keys(batch, request, layer, head)
+                for begin in range(0, new, QUERY_BLOCK):
+                    end = min(begin + QUERY_BLOCK, new)
+                    rows = slice(first_row + begin, first_row + end)
+                    positions = torch.arange(seq_len - new + begin, seq_len - new + end, device=q.device)
+                    scaled = q[rows, heads].float().contiguous() * sm_scale
+                    out[rows, heads], lse[rows, heads] = _attend(
+                        scaled, positions, *keys, geometry.window(layer), sinks
+                    )
+            first_row += new
         return out, lse
 
-    def _plan_decode(self, batch: AttentionBatch, requests: list[int]) -> TileStep | RowStep:
-        pool_rows = batch.req_pool_indices
-        if len(requests) < len(batch.seq_lens):
-            pool_rows = pool_rows[requests]
-        waterlines = [batch.waterlines[i] for i in requests]
-        seq_lens = [batch.seq_lens[i] for i in requests]
-        paths = tuple(batch.paths[i] for i in requests)
-        spans = self._recent.get(paths, lambda: SpanTiles(paths, self.geometry, self.biases))
-        suffix_lens = [end - start for start, end in zip(waterlines, seq_lens, strict=True)]
-        if (joined := spans.joined_for(suffix_lens, self._views.k_rows, self._views.v_rows)) is not None:
-            joined.locate(waterlines, seq_lens, pool_rows, batch.req_to_token)
-            return joined
-        layout = spans.layout_for(suffix_lens)
-        suffix = locate_suffixes(layout, waterlines, seq_lens, pool_rows, batch.req_to_token)
-        return TileStep(self._views, layout, suffix, self._scratch)
+    def _keys(
+        self, batch: AttentionBatch, request: int, layer: int, head: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What a request can see with a KV head: the runs of its path, then its own tokens.
+
+        Returns:
+            K and V [num_keys, head_dim], biases [num_keys], all float32, and positions [num_keys], int64.
+        """
+        geometry, path = self.geometry, batch.paths[request]
+        own = torch.arange(batch.waterlines[request], batch.seq_lens[request], device=self._k_rows.device)
+        slots = batch.req_to_token[int(batch.req_pool_indices[request]), own].long()
+        entries, positions, biases = [], [], []
+        for span in path:
+            start = int(span.starts[layer, head])
+            run = slice(start, start + int(span.lens[layer, head]))
+            entries.append(span.head_slots[run].long())
+            if span.positions is not None:
+                positions.append(span.positions[run].long())
+            elif geometry.window(layer):
+                raise InvariantError("a layer with a window reads a span whose positions are not known")
+            else:
+                positions.append(torch.zeros_like(entries[-1]))  # before every new token
+            if span.is_fitted and self._biases is not None:
+                biases.append(self._biases[entries[-1]])
+            else:
+                biases.append(torch.zeros(len(entries[-1]), device=own.device))
+        entries.append(head_slot_of(layer, slots, head, geometry.num_token_slots, geometry.num_kv_heads))
+        rows = torch.cat(entries)
+        k_scale, v_scale = geometry.scales.of(layer)
+        k, v = gather_rows(self._k_rows, rows, k_scale).float(), gather_rows(self._v_rows, rows, v_scale).float()
+        return k, v, torch.cat([*biases, torch.zeros(len(own), device=own.device)]), torch.cat([*positions, own])
+
+
+def _attend(
+    q: Tensor,
+    q_positions: Tensor,
+    k: Tensor,
+    v: Tensor,
+    biases: Tensor,
+    k_positions: Tensor,
+    window: int,
+    sink_logits: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """One softmax for each query of a KV head; q [num_new, group_size, head_dim] is multiplied by the softmax scale.
+
+    A sink logit is the score of one more key, whose value is 0.
+    """
+    distances = q_positions[:, None] - k_positions
+    is_seen = distances >= 0
+    if window:
+        is_seen &= distances < window
+    is_read = is_seen.any(0)  # rows before a window may be another request's by now
+    k, v, biases, is_seen = k[is_read], v[is_read], biases[is_read], is_seen[:, is_read]
+    scores = (q @ k.T + biases).masked_fill(~is_seen[:, None], -torch.inf)
+    if sink_logits is not None:
+        scores = torch.cat([scores, sink_logits[:, None].expand(len(q), -1, -1)], dim=-1)
+        v = torch.cat([v, v.new_zeros(1, v.shape[1])])
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvevict_kernels.ragged_attention.tiles import merge_table
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.attention.batch import AttentionBatch, Path
-from sgl_kvevict.attention.span_groups import JoinedRuns, SpanGroup, group_spans, join_runs
+from sgl_kvevict.attention.flashinfer.span_groups import SpanGroup, group_spans, join_runs, merge_table
 from sgl_kvevict.geometry import KVGeometry
 
 PART_ENTRIES = 1024
@@ -98,11 +97,11 @@ def build_span_lists(
     owners = torch.cat(q_rows)
     table, counts = merge_table(owners, ends[-1] * geometry.num_kv_heads)
     bias = torch.where(torch.arange(table.shape[1]) < counts[:, None], 0.0, float("-inf"))
-    runs = join_runs(groups, geometry)
+    lens, head_slots = join_runs(groups, geometry)
     return SpanLists(
         qo_indptr=_indptr(num_queries),
-        kv_indptr=_cut_runs(runs, parts, geometry),
-        kv_indices=runs.head_slots,
+        kv_indptr=_cut_runs(lens, parts, geometry),
+        kv_indices=head_slots,
         q_rows=owners.to(device),
         merge_table=table.to(device),
         merge_bias=bias[..., None].to(device),
@@ -172,17 +171,17 @@ def _num_parts(group: SpanGroup, num_rows: int, geometry: KVGeometry) -> int:
     return min(MAX_PARTS, max(1, -(-average // PART_ENTRIES)))
 
 
-def _cut_runs(runs: JoinedRuns, parts: list[int], geometry: KVGeometry) -> Tensor:
-    """Bounds of all parts of all runs, [num_layers, num_rows + 1], int32."""
-    device = runs.lens.device
+def _cut_runs(lens: Tensor, parts: list[int], geometry: KVGeometry) -> Tensor:
+    """Bounds of all parts of all runs, [num_layers, num_rows + 1], int32; ``lens`` as :func:`join_runs` returns it."""
+    device = lens.device
+    ends = lens.view(-1).cumsum(0).view(lens.shape)
     counts = torch.tensor([count for count in parts for _ in range(geometry.num_kv_heads)])
     unit = torch.arange(counts.numel()).repeat_interleave(counts)
     first = counts.cumsum(0) - counts
     part = torch.arange(unit.numel()) - first[unit]
     unit, part, count = unit.to(device), part.to(device), counts[unit].to(device)
-    begin = runs.starts[:, unit] + runs.lens[:, unit] * part // count
-    end = runs.starts[:, -1:] + runs.lens[:, -1:]
-    return torch.cat([begin, end], dim=1).int()
+    begin = (ends - lens)[:, unit] + lens[:, unit] * part // count
+    return torch.cat([begin, ends[:, -1:]], dim=1).int()
 
 
 def _indptr(lens: Sequence[int]) -> Tensor:

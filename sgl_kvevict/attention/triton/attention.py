@@ -17,7 +17,7 @@ from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 from kvevict_kernels.ragged_extend import run_ragged_extend
 from kvevict_kernels.span_runs import SpanRuns
 from kvevict_kernels.transfer import to_device
-from sgl_kvevict.attention.batch import AttentionBatch, Path
+from sgl_kvevict.attention.batch import AttentionBatch, BatchKey, Path
 from sgl_kvevict.attention.flashinfer.prefill import PlainPrefill
 from sgl_kvevict.attention.recent_batches import RecentBatches
 from sgl_kvevict.attention.refusals import triton_reasons
@@ -26,8 +26,6 @@ from sgl_kvevict.geometry import KVGeometry
 
 WARM_UP_KEYS = 1024
 """Enough for the keys of a short prefill to be split."""
-_Key = tuple[tuple[Path, ...], tuple[int, ...], tuple[int, ...]]
-"""Paths, numbers of new tokens and bounds of the suffixes."""
 
 
 @dataclass
@@ -81,7 +79,7 @@ class TritonAttention:
         self.plain_prefill = plain_prefill
         is_fp8 = k_arena.dtype == FP8
         self.q_dtype = (q_dtype or torch.bfloat16) if is_fp8 else k_arena.dtype
-        self._recent: RecentBatches[_Key, _PlannedBatch] = RecentBatches()
+        self._recent: RecentBatches[BatchKey, _PlannedBatch] = RecentBatches()
         self._planned: _PlannedBatch | None = None
         self._sizes = sizes_on(
             k_arena.device,
@@ -132,7 +130,7 @@ class TritonAttention:
             batch: the requests of the forward; with ``device_seq_lens`` nothing is copied from the host while
                 the planned stays the same.
         """
-        planned = self._planned_of(batch.paths, batch.new_lens, _suffix_bounds(batch))
+        planned = self._planned_of(BatchKey(batch.paths, tuple(batch.new_lens), _suffix_bounds(batch)))
         seq_lens = batch.device_seq_lens
         if seq_lens is None:
             seq_lens = to_device(torch.tensor(batch.seq_lens, dtype=torch.int32), self.k_arena.device)
@@ -159,7 +157,7 @@ class TritonAttention:
     def start_capture(self, num_requests: int) -> None:
         """Lay out; see :meth:`sgl_kvevict.attention.interface.CapturableAttention.start_capture`."""
         ones = (1,) * num_requests
-        addresses = self._build(((),) * num_requests, ones, ones).addresses
+        addresses = self._build(BatchKey(((),) * num_requests, ones, ones)).addresses
         self._planned = _PlannedBatch(addresses.captured_at(self._captured_addresses))
 
     def follow(self, batch: AttentionBatch, num_requests: int) -> None:
@@ -168,7 +166,7 @@ class TritonAttention:
             raise InvariantError(f"{num_requests} decode rows were captured, got {batch.new_lens} new tokens")
         padding = num_requests - len(batch.paths)
         bounds = _suffix_bounds(batch) + (1,) * padding
-        planned = self._planned_of(batch.paths + ((),) * padding, (1,) * num_requests, bounds)
+        planned = self._planned_of(BatchKey(batch.paths + ((),) * padding, (1,) * num_requests, bounds))
         self._captured_addresses.copy_(planned.addresses.on_device)
 
     def run(self, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -201,22 +199,15 @@ class TritonAttention:
             self.plain_prefill.run(layer, queries, sm_scale, out, lse, sink_logits)
         return out.to(q.dtype), lse
 
-    def _planned_of(
-        self, paths: tuple[Path, ...], new_lens: Sequence[int], suffix_bounds: tuple[int, ...]
-    ) -> _PlannedBatch:
-        new = tuple(new_lens)
-        return self._recent.get((paths, new, suffix_bounds), lambda: self._build(paths, new, suffix_bounds))
+    def _planned_of(self, key: BatchKey) -> _PlannedBatch:
+        return self._recent.get(key, lambda: self._build(key))
 
-    def _build(
-        self, paths: tuple[Path, ...], new_lens: tuple[int, ...], suffix_bounds: tuple[int, ...]
-    ) -> _PlannedBatch:
+    def _build(self, key: BatchKey) -> _PlannedBatch:
         tables = plan_ragged_decode(
-            paths,
-            new_lens,
-            suffix_bounds,
+            *key,
             sizes=self._sizes,
             device=self.k_arena.device,
-            elsewhere=self._plain_requests(paths, new_lens),
+            elsewhere=self._plain_requests(key.paths, key.new_lens),
         )
         if self._partials[0].shape[0] < tables.num_partials:
             self._partials = self._scratch(tables.num_partials)

@@ -1,0 +1,243 @@
+"""Prefills of many new tokens on a CPU: PyTorch's flash attention, whose products use the processor's AMX instructions.
+
+A request attends to everything before its new tokens without a mask, then to the new tokens causally; the two results
+are merged by their log-sum-exps. One causal call would not do: the fused operation aligns its causal mask at the first
+key. Layers with a window go through blocks of queries, each with a dense mask over the keys that the block can see.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from kvevict_kernels.head_slots import head_slot_of
+from kvevict_kernels.span_runs import SpanRuns, waterline_of
+from sgl_kvevict.attention.batch import AttentionBatch, Path
+from sgl_kvevict.attention.sink_logits import with_sink_logits
+from sgl_kvevict.errors import InvariantError
+
+WINDOW_BLOCK = 256
+"""Queries per call in a layer with a window. Their keys are a window and as many again; the mask holds every pair."""
+
+_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""(q [B, heads, M, D], k [B, heads, N, D], v, 0.0, is_causal, attn_mask=, scale=) -> (out, natural lse).
+
+Scores and softmax are float32. A size of 0 ends the process, and a fully masked row has an lse of 0 instead of -inf.
+"""
+
+
+@dataclass(frozen=True)
+class PrefillRequest:
+    """One request with many new tokens.
+
+    Attributes:
+        rows: its new tokens in the forward.
+        path: spans on its path.
+        cached_slots: [num_cached], int32, token slots of ``[waterline, first new token)``.
+        new_slots: [num_new], int32, token slots of the new tokens.
+    """
+
+    rows: slice
+    path: Path
+    cached_slots: Tensor
+    new_slots: Tensor
+
+
+@dataclass(frozen=True)
+class _QueryBlock:
+    """Consecutive new tokens of a request in a layer with a window, at positions ``[first, end)``."""
+
+    rows: slice
+    first: int
+    end: int
+    window: int
+
+    @property
+    def oldest(self) -> int:
+        """The first position that any of the queries sees."""
+        return max(self.first - self.window + 1, 0)
+
+    def mask(self, key_positions: Tensor) -> Tensor:
+        """[1, 1, num_queries, num_keys], float32: 0 for the keys that a query sees, else -inf."""
+        distances = torch.arange(self.first, self.end)[:, None] - key_positions
+        return torch.where((distances >= 0) & (distances < self.window), 0.0, float("-inf"))[None, None]
+
+
+@dataclass(frozen=True)
+class LongPrefill:
+    """Runs the layers of long prefills, one request at a time.
+
+    Attributes:
+        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim].
+        v_arena: like ``k_arena``.
+        biases: [num_layers, num_token_slots, num_kv_heads], float32, added to the scores of entries of fitted spans;
+            None: no span is fitted.
+        windows: of the layers, see :attr:`KVGeometry.windows`.
+    """
+
+    k_arena: Tensor
+    v_arena: Tensor
+    biases: Tensor | None = None
+    windows: tuple[int, ...] = ()
+    _bounds: WeakKeyDictionary[SpanRuns, tuple[list[list[int]], list[list[int]]]] = field(
+        default_factory=WeakKeyDictionary
+    )
+
+    @staticmethod
+    def plan(batch: AttentionBatch, requests: list[int]) -> list[PrefillRequest]:
+        """Look up the token slots of some requests of a batch."""
+        if not requests:
+            return []
+        ends = list(accumulate(batch.new_lens))
+        plans = []
+        for i in requests:
+            new, seq_len = batch.new_lens[i], batch.seq_lens[i]
+            row = batch.req_to_token[int(batch.req_pool_indices[i])]
+            cached, own = row[batch.waterlines[i] : seq_len - new].clone(), row[seq_len - new : seq_len].clone()
+            plans.append(PrefillRequest(slice(ends[i] - new, ends[i]), batch.paths[i], cached, own))
+        return plans
+
+    def run(
+        self, request: PrefillRequest, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Attend with the new tokens of one request.
+
+        Args:
+            request: what it reads.
+            layer: layer index.
+            q: [num_new, num_qo_heads, head_dim].
+            sm_scale: softmax scale.
+            sink_logits: [num_qo_heads]; None: there are none.
+
+        Returns:
+            out [num_new, num_qo_heads, head_dim], dtype of ``q``, and lse [num_new, num_qo_heads], float32.
+        """
+        if self.windows and self.windows[layer]:
+            out, lse = self._attend_in_window(request, layer, q, sm_scale)
+        else:
+            out, lse = _attend(q, *self._tokens(layer, request.new_slots), sm_scale, is_causal=True)
+            if request.path:
+                before = self._attend_to_path(request.path, request.cached_slots, layer, q, sm_scale)
+                out, lse = _merge(before, (out, lse))
+            elif request.cached_slots.numel():
+                before = _attend(q, *self._tokens(layer, request.cached_slots), sm_scale)
+                out, lse = _merge(before, (out, lse))
+        return with_sink_logits(out, lse, sink_logits)
+
+    def _attend_in_window(
+        self, request: PrefillRequest, layer: int, q: Tensor, sm_scale: float
+    ) -> tuple[Tensor, Tensor]:
+        waterline, num_new = waterline_of(request.path), q.shape[0]
+        slots = torch.cat([request.cached_slots, request.new_slots])
+        first_new = waterline + request.cached_slots.numel()
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+        for begin in range(0, num_new, WINDOW_BLOCK):
+            end = min(begin + WINDOW_BLOCK, num_new)
+            block = _QueryBlock(slice(begin, end), first_new + begin, first_new + end, self.windows[layer])
+            own_first = max(block.oldest, waterline)
+            own = slots[own_first - waterline : block.end - waterline]
+            if block.oldest >= waterline:
+                added = block.mask(torch.arange(own_first, block.end))
+                got = _attend(q[block.rows], *self._tokens(layer, own), sm_scale, added=added)
+            else:
+                got = self._attend_to_path(request.path, own, layer, q[block.rows], sm_scale, block)
+            out[block.rows], lse[block.rows] = got
+        return out, lse
+
+    def _tokens(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of token slots, [num_tokens, num_kv_heads, head_dim]."""
+        k = self.k_arena[layer].flatten(1).index_select(0, slots).view(-1, *self.k_arena.shape[2:])
+        return k, self.v_arena[layer].flatten(1).index_select(0, slots).view(-1, *self.v_arena.shape[2:])
+
+    def _attend_to_path(
+        self, path: Path, own: Tensor, layer: int, q: Tensor, sm_scale: float, block: _QueryBlock | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to a path and some of the request's own tokens, head by head: runs differ, and none is padded.
+
+        Args:
+            path: spans of the request.
+            own: [num_own], int32, token slots.
+            layer: layer index.
+            q: [num_queries, num_qo_heads, head_dim].
+            sm_scale: softmax scale.
+            block: queries of a layer with a window, up to whose last one ``own`` reaches; None: no key is hidden.
+
+        Returns:
+            out and lse; 0 and -inf for a head that has no entry.
+        """
+        num_token_slots, num_heads, head_dim = self.k_arena.shape[1:]
+        group = q.shape[1] // num_heads
+        k_rows, v_rows = self.k_arena.view(-1, 1, head_dim), self.v_arena.view(-1, 1, head_dim)
+        own_rows: Tensor = head_slot_of(layer, own, 0, num_token_slots, num_heads)  # of the first head
+        is_fitted = self.biases is not None and any(span.is_fitted for span in path)
+        out, lse = torch.zeros_like(q), q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
+        for head in range(num_heads):
+            runs = [self._run(span, layer, head, block) for span in path]
+            head_slots = torch.cat(
+                [*(span.head_slots[run] for span, run in zip(path, runs, strict=True)), own_rows + head]
+            )
+            if not head_slots.numel():
+                continue
+            added = None
+            if block is not None:
+                seen = [span.positions[run] for span, run in zip(path, runs, strict=True) if span.positions is not None]
+                added = block.mask(torch.cat([*seen, torch.arange(block.end - own.numel(), block.end)]))
+            if is_fitted and self.biases is not None:
+                biases = self.biases.view(-1).index_select(0, head_slots)
+                biases[biases.numel() - own.numel() :] = 0.0
+                added = biases.view(1, 1, 1, -1) if added is None else added + biases
+            heads = slice(head * group, (head + 1) * group)
+            k, v = k_rows.index_select(0, head_slots), v_rows.index_select(0, head_slots)
+            out[:, heads], lse[:, heads] = _attend(q[:, heads], k, v, sm_scale, added=added)
+        return out, lse
+
+    def _run(self, span: SpanRuns, layer: int, head: int, block: _QueryBlock | None) -> slice:
+        """One run among the segment's entries, from the first one that a block sees; bounds are read once."""
+        bounds = self._bounds.get(span)
+        if bounds is None:
+            bounds = self._bounds[span] = (span.starts.tolist(), span.lens.tolist())
+        start, length = bounds[0][layer][head], bounds[1][layer][head]
+        if block is None:
+            return slice(start, start + length)
+        if span.positions is None:
+            raise InvariantError("a layer with a window reads a span whose positions are not known")
+        hidden = int(torch.searchsorted(span.positions[start : start + length], block.oldest))
+        return slice(start + hidden, start + length)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, sm_scale: float, *, is_causal: bool = False, added: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """One fused call.
+
+    Args:
+        q: [num_new, num_qo_heads, head_dim].
+        k: [num_keys, num_kv_heads, head_dim].
+        v: like ``k``.
+        sm_scale: softmax scale.
+        is_causal: key ``j`` is visible from query ``j`` on.
+        added: [1, 1, 1 or num_new, num_keys], float32, added to the scores; None: nothing is.
+
+    Returns:
+        out [num_new, num_qo_heads, head_dim] and lse [num_new, num_qo_heads].
+    """
+    num_new, num_qo_heads, head_dim = q.shape
+    num_keys, num_kv_heads, _ = k.shape
+    group = num_qo_heads // num_kv_heads
+    grouped = q.view(num_new, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    shape = (num_kv_heads, group, num_keys, head_dim)
+    # Compact heads are worth their copy: 6 % at 3,000 new tokens.
+    k, v = (x.to(q.dtype).transpose(0, 1)[:, None].contiguous().expand(shape) for x in (k, v))
+    out, lse = _flash_attention(grouped, k, v, 0.0, is_causal, attn_mask=added, scale=sm_scale)
+    return out.permute(2, 0, 1, 3).reshape(q.shape), lse.permute(2, 0, 1).reshape(q.shape[:2])
+
+
+def _merge(before: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Combine two partial softmaxes in float32, with one rounding; ``before`` may be empty (0, -inf)."""
+    weight = torch.sigmoid(before[1] - new[1])[..., None]
+    out = torch.lerp(new[0].float(), before[0].float(), weight)
+    return out.to(new[0].dtype), torch.logaddexp(before[1], new[1])

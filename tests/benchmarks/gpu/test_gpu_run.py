@@ -1,0 +1,127 @@
+"""The GPU benchmark works, as far as a machine without a GPU can tell: tiny sizes in Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[3]
+RUN_ALL = ROOT / "benchmarks" / "gpu" / "run_all.py"
+OPS = (
+    *("alloc_head_slots", "compact_kv", "cut_runs", "window_scores", "accumulated_attention"),
+    *("radix_select", "ragged_decode", "ragged_extend"),
+)
+
+
+@pytest.fixture
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("Triton compiles for the device here: run the benchmark itself")
+    for op in OPS:
+        monkeypatch.setattr(f"kvevict_kernels.{op}.backend_for", lambda device: "triton")
+
+
+@pytest.mark.usefixtures("_interpreted")
+def test_every_kernel_is_right() -> None:
+    from gpu_bench.checks import correctness
+    from gpu_bench.setting import SMOKE
+
+    rows = correctness(SMOKE)
+    assert len(rows) == 11
+    assert [row["kernel"] for row in rows if not row["right"]] == []
+
+
+@pytest.mark.usefixtures("_interpreted")
+def test_errors_and_ordering() -> None:
+    from gpu_bench.decode import error
+    from gpu_bench.ordering import poisoned_slots
+    from gpu_bench.setting import SMOKE
+
+    assert error(SMOKE)[0]["ratio"] < 2
+    assert poisoned_slots(SMOKE) == [{"fence": True, "forwards": 2, "wrong forwards": 0}]
+
+
+@pytest.mark.usefixtures("_interpreted")
+def test_what_is_timed_runs() -> None:
+    from dataclasses import replace
+
+    from gpu_bench import decode, first, insertion, shapes
+    from gpu_bench.setting import SMOKE
+
+    tiny = replace(SMOKE, batches=(2,), sharers=(2,), prefix_tokens=64)
+    assert decode.bandwidth(tiny)[1]["token slots"] == "scattered"
+    assert decode.sharers(tiny)[0]["sharers"] == 2
+    assert decode.planning(tiny)[0]["us, new batch"] > 0
+    moved = insertion.compaction(tiny)[0]
+    assert moved["MB read and written once"] > 0
+    assert 1 < moved["share of copy, temporary counted"] / moved["share of copy"] < 2
+    assert [row["policy"] for row in insertion.compression(tiny)] == list(insertion.POLICIES)
+    assert len(shapes.shapes(tiny)) == 4
+    assert [row["new tokens"] for row in shapes.extend(tiny)] == [3, 40] * 3
+    assert first.first_times(tiny)[-1]["what"] == "first read of another part"
+
+
+def test_a_run_writes_json_and_a_page(tmp_path: Path) -> None:
+    command = [sys.executable, str(RUN_ALL), "--smoke", "--only", "graph", "--out", str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    assert run.returncode == 0, run.stderr
+    results = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert results["sections"] == {"graph": []}
+    assert results["failures"] == {}
+    page = next(tmp_path.glob("*.md")).read_text()
+    assert page.startswith("# CPU (smoke run), ")
+    assert page.count("Not measured here.") == 1
+    assert f"torch {torch.__version__}" in page
+
+
+def test_a_section_out_of_time_is_named(tmp_path: Path) -> None:
+    command = [sys.executable, str(RUN_ALL), "--smoke", "--only", "graph", "--limit", "-1", "--out", str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    assert run.returncode == 1
+    assert "graph failed:\nout of time" in run.stderr
+    assert "## Failed: graph" in next(tmp_path.glob("*.md")).read_text()
+
+
+def test_parts_of_a_day_share_a_page(tmp_path: Path) -> None:
+    """A second part adds its sections; a section that failed before and works now is no failure any more."""
+    from gpu_bench import page
+
+    head = {"device": "D", "date": "2026-01-01T10:00", "versions": {}, "setting": {}}
+    page.write(head | {"sections": {"graph": []}, "failures": {"shapes": "out of time"}}, tmp_path)
+    json_path, _ = page.write(head | {"sections": {"shapes": []}, "failures": {"serve": "no port"}}, tmp_path)
+    results = json.loads(json_path.read_text())
+    assert set(results["sections"]) == {"graph", "shapes"}
+    assert results["failures"] == {"serve": "no port"}
+
+
+def test_bars_are_judged_by_the_worst_figure() -> None:
+    from gpu_bench.bars import verdicts
+
+    shares = {1: 0.3, 8: 0.9, 64: 0.85}
+    bandwidth = [{"requests": count, "share of copy": share} for count, share in shares.items()]
+    sharers = [{"times one": 1.0}, {"times one": 1.7}]
+    uniform = [{"requests": 1, "times the best": "not measured"}, {"requests": 8, "times the best": 1.05}]
+    extend = [{"prefix tokens": 32768, "new tokens": new, "times the best": new / 100} for new in (32, 128)]
+    measured = {"bandwidth": bandwidth, "sharers": sharers, "uniform": uniform, "extend": extend, "compaction": []}
+    judged = {row["bar"]: (row["measured"], row["met"]) for row in verdicts(measured)}
+    assert judged["decode, 8 unshared: >= 80 % of a copy"] == (0.9, True)
+    assert judged["decode, 64 unshared: >= 88 % of a copy"] == (0.85, False)
+    assert judged["64 sharers: < 1.5x the time of one"] == (1.7, False)
+    assert judged["decode, 1 request: <= 1.25x dense decode"] == ("not measured", False)
+    assert judged["decode, 8 and 64 unshared: <= 1.1x dense decode"] == (1.05, True)
+    assert judged["128 new tokens on the longest prefix: <= 1.5x dense attention"] == (1.28, True)
+    assert judged["compaction: >= 80 % of a copy's bandwidth"] == ("not measured", False)
+
+
+def test_wrong_results_stand_out_on_the_page() -> None:
+    from gpu_bench.page import markdown
+
+    row = {"kernel": "k", "relative error": 0.5, "allowed": 0.016, "right": False}
+    head = {"device": "D", "date": "2026-01-01", "versions": {}, "setting": {}, "failures": {}}
+    assert "| k | 0.5 | 0.016 | **no** |" in markdown(head | {"sections": {"correctness": [row]}})

@@ -1,0 +1,206 @@
+"""Every command: an error is one line on standard error with a code that is not 0, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from sgl_kvevict.cli import app, main
+
+TEXT = "tests: a prefix"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    captured = capsys.readouterr()
+    assert isinstance(caught.value.code, int)
+    return caught.value.code, captured.out, captured.err
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> dict[str, str]:
+    """Names for command lines: ``{file}`` is a file, ``{text}`` a prefix, ``{below}`` lies below a file."""
+    (tmp_path / "file").write_text("just a file")
+    (tmp_path / "text").write_text(TEXT)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "latin").write_bytes(b"\xe9\xff")
+    (tmp_path / "list").write_text("[1, 2]")
+    (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    names = ("file", "text", "empty", "latin", "list", "bad.json", "broken")
+    return {"bad" if name == "bad.json" else name: str(tmp_path / name) for name in names} | {
+        "below": str(tmp_path / "file" / "x"),
+        "missing": str(tmp_path / "missing"),
+        "tmp": str(tmp_path),
+    }
+
+
+class NotSGLang(BaseHTTPRequestHandler):
+    """Answers everything with a JSON number."""
+
+    timeout = 0.5
+
+    def do_POST(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"7")
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture(scope="module")
+def other_server() -> Iterator[str]:
+    """A web server that is not SGLang."""
+    with HTTPServer(("127.0.0.1", 0), NotSGLang) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def mute_server() -> Iterator[str]:
+    """A port that answers every connection with a line that is no HTTP."""
+
+    def answer() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"220 mail server\r\n")
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=answer)
+    thread.start()
+    yield f"127.0.0.1:{listener.getsockname()[1]}"
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join()
+
+
+SIZE = "size --prefix-tokens 9 --pool-tokens 9 --model"
+COMMAND_LINES = [
+    *("policies nope", "policies snapkv nope", "policies none@paper", "policies --nope"),
+    *("model --dir {file}", "model --dir {below}", "model --dir /proc/nope", "model nope"),
+    *(f"{SIZE} {{file}}", f"{SIZE} {{missing}}", f"{SIZE} {{empty}}", f"{SIZE} {{broken}}", f"{SIZE} /nowhere"),
+    *("size", "size --model {empty} --prefix-tokens 9 --kv-memory much", "size --model {empty} --prefix-tokens 0"),
+    *("store", "store nope", "store ls", "store ls {missing}", "store ls {file}", "store ls {below}"),
+    *("store ls ~nobody-at-all/x", "store ls nonsense://x", "store ls memory://nowhere", "store ls mooncake://"),
+    *("store ls file:///nowhere/at/all", "store ls mooncake://127.0.0.1:1/x"),
+    *("store show {missing} abcd", "store show {empty} abcd", "store rm {empty}", "store rm {missing} --all"),
+    *("store verify {missing}", "store push {missing} {tmp}/target", "store push {empty} {below}"),
+    *("store push {empty} ~nobody-at-all/x", "store pull {below} {empty}", "store pull {empty} {missing}"),
+    *("warm {dead}", "warm http://{dead} --text-file {missing}", "warm http://{dead} --text-file {empty}"),
+    *("warm http://{dead} --text-file {latin}", "warm http://{dead} --messages-file {bad}"),
+    *("warm http://{dead} --messages-file {list}", "warm http://{dead} --text-file {text}"),
+    *("warm http://{other} --text-file {text}", "warm http://{mute} --text-file {text}"),
+    *("warm http://[::1 --text-file {text}", "warm http://127.0.0.1:abc --text-file {text}"),
+    *("warm 127.0.0.1:30000 --text-file {text}", "warm ftp://127.0.0.1 --text-file {text}"),
+    *("warm http://127.0.0.1:99999 --text-file {text}", "warm http:// --text-file {text}"),
+    *("warm http://{long} --text-file {text}", "warm http://a.invalid --text-file {text}"),
+    *("top nowhere", "top 127.0.0.1:0", "top 127.0.0.1:99999", "top ipc://", "top ipc://{long}", "top --interval 0"),
+    *("inspect nowhere", "inspect 127.0.0.1:0", "inspect ipc://{long}", "inspect {dead} --timeout 0.1"),
+    *("inspect {other} --timeout 0.1", "inspect {dead} --json --html {tmp}/x.html", "inspect {dead} --html {below}"),
+    *("learn demo", "learn {empty} --out {below}", "learn {empty} --out {empty}", "learn {empty} --out /proc/nope/x"),
+    *("learn {empty} --out {tmp}/x --texts {file}", "learn {empty} --out {tmp}/x --texts {empty}"),
+    "learn {empty} --out {tmp}/x --prefixes 0",
+    *("serve", "serve {missing} --dry-run", "serve {empty} --dry-run --budget much", "serve {empty} x --dry-run"),
+    *("serve {empty} --dry-run --config {bad}", "serve {empty} --dry-run --config {missing}"),
+    "serve {empty} --dry-run --config {empty}",
+    "serve {empty} --dry-run --policy nope",
+    *("nope", "--nope"),
+]
+
+
+@pytest.mark.parametrize("line", COMMAND_LINES)
+def test_an_error_is_one_line(
+    capsys: pytest.CaptureFixture[str], places: dict[str, str], other_server: str, mute_server: str, line: str
+) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
+        dead = f"127.0.0.1:{unused.getsockname()[1]}"
+        names = places | {"dead": dead, "other": other_server, "mute": mute_server, "long": "x" * 300}
+        code, out, error = run(capsys, *(word.format(**names) for word in line.split()))
+    assert code in (1, 2) and out == ""
+    if line != "store":  # without arguments it prints its help
+        assert error.count("\n") == 1 and error.startswith("sgl-kvevict: error: ") and len(error) > 30
+    assert "Traceback" not in error and "[Errno" not in error.split(":")[1]
+
+
+@pytest.mark.parametrize("arguments", [("warm", "", "--text-file", "{text}"), ("store", "ls", ""), ("top", "")])
+def test_an_empty_argument_is_refused(
+    capsys: pytest.CaptureFixture[str], places: dict[str, str], arguments: tuple[str, ...]
+) -> None:
+    code, out, error = run(capsys, *(argument.format(**places) for argument in arguments))
+    assert (code, out) == (2, "") and error.count("\n") == 1 and "got ''" in error
+
+
+@pytest.mark.parametrize("how", [[], ["--json"]])
+def test_top_with_a_count_ends_with_an_error_if_nobody_answered(
+    capsys: pytest.CaptureFixture[str], other_server: str, how: list[str]
+) -> None:
+    code, out, error = run(capsys, "top", other_server, "--count", "1", "--timeout", "0.1", *how)
+    assert code == 1 and "no answer from" in out  # the screen, or the JSON object of one report
+    assert error == f"sgl-kvevict: error: no answer from tcp://{other_server}\n"
+
+
+def test_push_makes_no_target_before_it_refuses(capsys: pytest.CaptureFixture[str], places: dict[str, str]) -> None:
+    target = Path(places["tmp"]) / "target"
+    assert run(capsys, "store", "push", places["missing"], str(target))[0] == 2
+    assert not target.exists()
+
+
+def command_names() -> list[tuple[str, ...]]:
+    import typer.main
+
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    return [(), *((name,) for name in commands), *(("store", name) for name in commands["store"].commands)]
+
+
+@pytest.mark.parametrize("command", command_names(), ids=" ".join)
+def test_every_command_has_its_help(capsys: pytest.CaptureFixture[str], command: tuple[str, ...]) -> None:
+    code, out, error = run(capsys, *command, "-h")
+    assert (code, error) == (0, "") and out.startswith("Usage: ") and "--help" in out
+
+
+def test_the_reader_of_a_pipe_may_stop(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    code = "from sgl_kvevict.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "policies"], stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+TORCH_FREE = [
+    *("--help", "--version", "top 127.0.0.1:1 --count 1 --timeout 0.1 --json", "inspect 127.0.0.1:1 --timeout 0.1"),
+    "warm http://127.0.0.1:1 --text-file {text}",
+]
+
+
+@pytest.mark.parametrize("line", TORCH_FREE)
+def test_commands_that_need_no_torch_do_not_import_it(places: dict[str, str], line: str) -> None:
+    code = (
+        "import json, sys\nfrom sgl_kvevict.cli import main\n"
+        "try:\n    main(sys.argv[1:])\n"
+        "finally:\n    print(json.dumps(sorted({'torch', 'transformers', 'sglang', 'numba'} & set(sys.modules))))"
+    )
+    command = [sys.executable, "-c", code, *line.format(**places).split()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == []

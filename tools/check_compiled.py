@@ -1,0 +1,149 @@
+"""Every kernel, architecture and head_dim under both Tritons, beside the committed table (``make test-compile``).
+
+Writes docs/results/gpu/compiled.md. Worse than what is committed is an error: a kernel that keeps more on the stack,
+has fewer copies in flight, fewer resident programs, or no longer fits. Who accepts it deletes its row first.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from helpers.compiled import compile_all
+from helpers.gpu_kernels import (
+    DEVICES,
+    FP8,
+    FP8_ARCH,
+    HEAD_DIMS,
+    attention_kernels,
+    head_dim_kernels,
+    label,
+    small_kernels,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "results" / "gpu" / "compiled.md"
+CACHE = ROOT / ".setup" / "compiled"
+"""What Triton keeps of what it compiled: only what changed is compiled again."""
+OTHER_PYTHON = ROOT / ".venv-compile" / "bin" / "python"
+COLUMNS = ("triton", "sm", "head_dim", "kernel", "registers", "stack", "shared", "programs per SM", "copies in flight")
+WORKERS = 4
+"""Processes that compile at the same time."""
+KEY = 4
+"""So many columns name a row."""
+SPILLS = {
+    ("3.7.1", "100", "64", "split, 64 q rows, fp8 rows"): 8,
+    ("3.8.0", "89", "128", "extend, 128 q rows, fp8 rows"): 32,
+    ("3.7.1", "100", "256", "extend, 64 q rows, biases"): 16,
+}
+"""Bytes on the stack that are known. fp8 rows have the tiles of 16-bit rows, which were not chosen for them; the third
+is none with triton 3.8.0, which SGLang brings on CUDA, and tiles without it leave no copy in flight."""
+WINDOW_STACK = 48
+"""The same of kernels of layers with windows, but for those with triton 3.8.0 on sm_90 and head_dim up to 128."""
+TEXT = """# What the compiler makes of every kernel
+
+Written by `make test-compile`; compiled, never run on a GPU. Registers and stack bytes are a thread's (what does not
+fit into registers is on the stack), shared bytes a program's. Programs per SM are what is resident at once, by
+registers, shared memory and threads. Copies in flight: groups of asynchronous copies that the loop with the products
+leaves unfinished when it waits; K, V and the next indices are a group each, so 3 are one step ahead, 6 are two.
+"""
+Row = tuple[str, ...]
+
+
+def rows_of(python: str, arch: int, cache_dir: Path) -> list[Row]:
+    """Compile everything for one architecture with one interpreter."""
+    version = compile_version(python)
+    named = [("any", spec) for spec in small_kernels(arch)]
+    for head_dim in HEAD_DIMS:
+        for stored in ("bf16", FP8) if arch >= FP8_ARCH else ("bf16",):
+            kernels = [*attention_kernels(arch, head_dim, stored), *head_dim_kernels(arch, head_dim, stored)]
+            named += [(str(head_dim), spec) for spec in kernels]
+    results = compile_all([spec for _, spec in named], str(cache_dir), python)
+    return [
+        (version, str(arch), head_dim, label(spec), *facts(arch, label(spec), result))
+        for (head_dim, spec), result in zip(named, results, strict=True)
+    ]
+
+
+def compile_version(python: str) -> str:
+    """Version of the interpreter's triton."""
+    command = [python, "-c", "import importlib.metadata as m; print(m.version('triton'))"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def facts(arch: int, name: str, result: dict[str, Any]) -> Row:
+    """The columns behind the key."""
+    limits = DEVICES[arch]
+    assert result["shared"] <= limits.shared_per_block, f"{name}: {result['shared']} bytes shared on sm_{arch}"
+    programs = limits.programs_per_sm(registers=result["registers"], shared=result["shared"], num_warps=result["warps"])
+    in_flight = "" if result["in_flight"] is None else str(result["in_flight"])
+    return (str(result["registers"]), str(result["stack"]), str(result["shared"]), str(programs), in_flight)
+
+
+def committed() -> dict[Row, Row]:
+    """Rows of the committed page, by key."""
+    if not PAGE.exists():
+        return {}
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and line[2].isdigit()]
+    rows = [tuple(cell.strip() for cell in line.split("|")[1:-1]) for line in lines]
+    return {row[:KEY]: row[KEY:] for row in rows}
+
+
+def regressions(rows: list[Row], before: dict[Row, Row]) -> list[str]:
+    """What got worse."""
+    problems = []
+    for row in rows:
+        old = before.get(row[:KEY])
+        if old is None:
+            continue
+        pairs = zip(COLUMNS[KEY:], old, row[KEY:], strict=True)
+        for name, was, now in pairs:
+            is_worse = {
+                "stack": lambda w, n: int(n) > int(w),
+                "programs per SM": lambda w, n: int(n) < int(w),
+                "copies in flight": lambda w, n: int(n or 0) < int(w or 0),
+            }.get(name)
+            if is_worse is not None and is_worse(was, now):
+                problems.append(f"triton {row[0]}, sm_{row[1]}, head_dim {row[2]}, {row[3]}: {name} {was} -> {now}")
+    return problems
+
+
+def must_hold(rows: list[Row]) -> list[str]:
+    """What no table may show: attention that keeps something on the stack, or waits for all its copies."""
+    problems = []
+    for row in rows:
+        kernel, stack, in_flight = row[3], int(row[5]), row[8]
+        if kernel.startswith(("split", "extend")):
+            if stack > SPILLS.get(row[:KEY], window_stack(row) if "window" in kernel else 0):
+                problems.append(f"{row[:KEY]}: {stack} bytes of stack")
+            if int(in_flight or 0) < 3:
+                problems.append(f"{row[:KEY]}: waits for all but {in_flight} copies")
+    return problems
+
+
+def window_stack(row: Row) -> int:
+    """Bytes on the stack that a kernel of layers with windows may have."""
+    return 0 if row[:2] == ("3.8.0", "90") and int(row[2]) <= 128 else WINDOW_STACK
+
+
+def test_nothing_got_worse(tmp_path: Path) -> None:
+    """Both compilers; the page is written anew if nothing got worse."""
+    assert OTHER_PYTHON.exists(), "make test-compile sets it up"
+    jobs = [(python, arch) for python in (sys.executable, str(OTHER_PYTHON)) for arch in DEVICES]
+    with ThreadPoolExecutor(WORKERS) as pool:
+        parts = pool.map(lambda job: rows_of(*job, CACHE / Path(job[0]).parents[1].name / str(job[1])), jobs)
+    rows = [row for part in parts for row in part]
+    problems = must_hold(rows) + regressions(rows, committed())
+    (tmp_path / "compiled.md").write_text(page(rows))
+    assert not problems, "\n".join([f"the new table: {tmp_path / 'compiled.md'}", *problems])
+    PAGE.parent.mkdir(parents=True, exist_ok=True)
+    PAGE.write_text(page(rows))
+
+
+def page(rows: list[Row]) -> str:
+    """The table."""
+    lines = [f"| {' | '.join(row)} |" for row in [COLUMNS, ("---",) * len(COLUMNS), *rows]]
+    return TEXT + "\n" + "\n".join(lines) + "\n"

@@ -1,0 +1,222 @@
+"""Model families: which are served, which are refused and why; ``docs/models.md`` is written from this list.
+
+``python tools/models/families.py`` writes the page, ``--check`` fails when it is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+WINDOW = 64
+MLA = "the model uses latent attention (MLA); only MHA and GQA work"
+CAPS = "the model caps its attention logits"
+CHUNKS = "the model attends within chunks"
+NO_FORWARD = "SGLang has no forward of its recurrent layers for a CPU"
+IMAGES = "multimodal models are not tested"
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of model, as a tiny random one stands for it.
+
+    Attributes:
+        name: as its makers call it.
+        model_type: of the configuration in transformers.
+        changes: fields of the tiny configuration that are special to it.
+        reason: why it is refused; None: it is served.
+        flags: what the server has to be started with.
+        in_stock: stock SGLang runs it on a CPU, so its answers are what is expected; else those of transformers.
+        never_ran: why nobody has seen it answer with SGLang's forward; None: it is among those that are served.
+        note: what else a user should know.
+        dtype: of weights and KV in the check.
+    """
+
+    name: str
+    model_type: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    reason: str | None = None
+    flags: tuple[str, ...] = ()
+    in_stock: bool = True
+    never_ran: str | None = None
+    note: str = ""
+    dtype: str = "float32"
+
+
+_SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+_EXAONE = _SLIDING | {
+    "sliding_window_pattern": "LLG",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},  # SGLang's default for this family
+}
+_GPT_OSS = {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}
+_NO_BUFFER = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
+ONE_POOL = "sliding windows; SGLang keeps one pool for all layers"
+
+FAMILIES = (
+    Family("Llama 2, 3; SmolLM2", "llama"),
+    Family(
+        "Mistral, Ministral",
+        "mistral",
+        {"sliding_window": WINDOW},
+        note="SGLang ignores the window that some configurations name",
+    ),
+    Family("Qwen2, Qwen2.5", "qwen2"),
+    Family("Qwen3", "qwen3"),
+    Family("Qwen3 MoE", "qwen3_moe", _MOE),
+    Family("Mixtral", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    Family("Phi-3, Phi-4", "phi3", {"sliding_window": None, "pad_token_id": 0}),
+    Family("Gemma", "gemma"),
+    Family("Granite 3", "granite"),
+    Family("OLMo 2", "olmo2"),
+    Family("GLM-4", "glm4", {"pad_token_id": 0}),
+    Family("ERNIE 4.5", "ernie4_5"),
+    Family("Arcee", "arcee"),
+    Family("Apertus", "apertus"),
+    Family("Gemma 3", "gemma3_text", _SLIDING, note=ONE_POOL),
+    Family("Olmo 3", "olmo3", _SLIDING, note=ONE_POOL),
+    Family("Exaone 4", "exaone4", _EXAONE, in_stock=False, note=ONE_POOL),
+    Family(
+        "gpt-oss",
+        "gpt_oss",
+        _GPT_OSS,
+        in_stock=False,
+        note="sink logits; sliding windows on a KV pool of their own, which is not compressed",
+    ),
+    Family(
+        "gpt-oss, on one pool",
+        "gpt_oss",
+        _GPT_OSS,
+        flags=("--disable-hybrid-swa-memory",),
+        in_stock=False,
+        note="with `--disable-hybrid-swa-memory`; sliding windows and sink logits",
+    ),
+    Family("Gemma 2", "gemma2", {"sliding_window": WINDOW}, reason=CAPS),
+    Family("Llama 4", "llama4_text", {"num_local_experts": 2, "intermediate_size_mlp": 128}, reason=CHUNKS),
+    Family(
+        "DeepSeek V2, V3, R1; Kimi K2",
+        "deepseek_v3",
+        {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "kv_lora_rank": 32, "q_lora_rank": 32},
+        reason=MLA,
+    ),
+    Family(
+        "Qwen3-Next",
+        "qwen3_next",
+        _MOE | {"shared_expert_intermediate_size": 64, "full_attention_interval": 3},
+        flags=_NO_BUFFER,
+        never_ran=NO_FORWARD,
+    ),
+    Family("Falcon-H1", "falcon_h1", flags=_NO_BUFFER, never_ran=NO_FORWARD),
+)
+
+
+def config_of(family: Family) -> Any:
+    """The transformers configuration of a family's tiny model."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    values = sizes | {"initializer_range": 0.25, "tie_word_embeddings": False} | dict(family.changes)
+    config = AutoConfig.for_model(family.model_type, **values)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type]]
+    config.dtype = family.dtype
+    return config
+
+
+def row_of(family: Family, *cells: str) -> str:
+    """A line of a table."""
+    return f"| {' | '.join([family.name, f'`{config_of(family).architectures[0]}`', *cells])} |"
+
+
+def page() -> str:
+    """``docs/models.md``."""
+    served = [row_of(f, f.note) for f in FAMILIES if f.reason is None and f.never_ran is None]
+    tested = [row_of(f, f.never_ran, f"`{' '.join(f.flags)}`") for f in FAMILIES if f.never_ran is not None]
+    refused = [row_of(f, f.reason) for f in FAMILIES if f.reason is not None]
+    return f"""# Models
+
+Written by `python tools/models/families.py` from the list that `make test-models` walks through: a tiny random model of
+each family, in real servers. *Served* means: at budget 1.0, read from spans, it gives the greedy tokens and (to 0.002)
+log-probabilities of stock SGLang, or of transformers where stock has no CPU attention for it, in float32; and with the
+default configuration its prefixes are compressed. Llama, Mistral, Gemma 3 and gpt-oss are compared in bfloat16, too;
+gpt-oss, on one pool and on two, with two tensor-parallel ranks (Gemma 3 and Olmo 3 not: with two ranks on a CPU stock
+SGLang itself answers otherwise than with one).
+*Refused* means: the server stops at start and says why.
+
+What decides is a model's attention, not its name: causal multi-head or grouped-query attention over everything before
+a token, or over a sliding window, with or without a sink logit for each head, with keys and values of the same width.
+Families that are not listed are served if SGLang's plain `RadixAttention` layers do that, and refused otherwise.
+
+Layers with a window keep the last tokens of a compressed range, which is all that anybody sees who reads the range, and
+leave the rest of their budget to the others. Such a range is found whole or not at all: a prompt that leaves it in the
+middle is computed anew, and from then on ranges end where it left.
+
+## Served
+
+| family | architecture | |
+|---|---|---|
+{chr(10).join(served)}
+
+## Tree, states and attention tested, never served on a GPU
+
+Models that mix recurrent layers with full attention are not refused, and the KV of their full attention is compressed.
+What holds prefixes is tested with random operations on SGLang's own tree, KV pool and pool of states: a prompt is found
+where a state is, a span may end anywhere between two of them, and a prefix gives way together with its state, whose
+memory is counted (`make test-machines ARGS="20000 1 states"`). For a CPU, SGLang has no forward of recurrent layers.
+With a slow one that belongs to the tests (`tools/models/recurrent`), Falcon-H1 answers in a real server as its
+definition in transformers does, from states and spans, with budget 1.0; with the default configuration its prefixes are
+compressed (`make test-models ARGS="-k recurrent"`). SGLang's own recurrent layers, which need a GPU, have not run with
+the plugin. Start such models with the flags below: the other place where SGLang leaves states (`extra_buffer`) is
+refused, because it is not tested.
+
+| family | architecture | why it is not among the served | start with |
+|---|---|---|---|
+{chr(10).join(tested)}
+
+Nemotron-H, Qwen3.5 and other hybrids of full attention and recurrent layers are taken in the same way; checkpoints
+that can also see are taken when SGLang serves their text only (`enable_multimodal` is false).
+
+## Refused
+
+| family | architecture | reason |
+|---|---|---|
+{chr(10).join(refused)}
+
+Also refused: multimodal checkpoints ("{IMAGES}"), encoder-decoders, keys and values of
+different widths, and models all of whose layers have a sliding window and share one pool.
+
+With a pool of their own for layers with a window, and with recurrent layers, these are refused too: `store`, and
+policies that merge tokens into earlier ones (`d2o` with `direction: any`); with recurrent layers also `decode_block`.
+With windows on one pool (Gemma 3, Olmo 3, Exaone 4): policies that merge, `fit` and `decode_block`.
+"""
+
+
+def main() -> None:
+    """Write the page, or check it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="fail when the page is not up to date")
+    if parser.parse_args().check:
+        if PAGE.read_text(encoding="utf-8") != page():
+            raise SystemExit(f"{PAGE.name} is out of date: run python tools/models/families.py")
+        return
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
