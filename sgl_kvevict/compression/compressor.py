@@ -23,7 +23,7 @@ from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.policies.worth import worth_of_read
-from sgl_kvevict.prefix import Segment, SpanStore
+from sgl_kvevict.prefix import Segment, SegmentPacker
 
 Observation = PromptObservation | ReaderObservation | CacheObservation
 """What is known of a range that is to be compressed."""
@@ -97,7 +97,7 @@ class Compressor:
     Args:
         config: budget and protected tokens.
         policy: what to keep.
-        store: where segments are written.
+        packer: where segments are written.
         rotary: the model's rotary embedding; needed by policies that turn queries.
         output_grams: of each layer's output projection, see :attr:`ObservationSpec.output_grams`; needed by policies
             that weigh values.
@@ -112,15 +112,15 @@ class Compressor:
         self,
         config: KVEvictConfig,
         policy: Policy,
-        store: SpanStore,
+        packer: SegmentPacker,
         rotary: Rotary | None = None,
         output_grams: Tensor | None = None,
         learner: ScoreLearner | None = None,
     ) -> None:
         self.config = config
         self.policy = policy
-        self.store = store
-        self.observes = ObservationSpec(store.geometry, policy.needs, policy.window_size, rotary, output_grams)
+        self.packer = packer
+        self.observes = ObservationSpec(packer.geometry, policy.needs, policy.window_size, rotary, output_grams)
         self.learner = learner
         self.is_short = False
         self.stats = CompressionStats()
@@ -133,7 +133,7 @@ class Compressor:
     @property
     def splittable(self) -> bool:
         """Every segment may be cut at any token."""
-        return self.policy.splittable and not self.store.geometry.has_windows
+        return self.policy.splittable and not self.packer.geometry.has_windows
 
     @property
     def compresses_at_once(self) -> bool:
@@ -151,19 +151,19 @@ class Compressor:
         self, start: int, end: int, reach: int = 0, segments: Sequence[Segment] = ()
     ) -> ReaderObservation:
         """Return an empty :class:`ReaderObservation` of what readers pay ``[start, end)``, and entries of segments."""
-        fitter, store, config = self.policy.fitter, self.store, self.config
+        fitter, packer, config = self.policy.fitter, self.packer, self.config
         products = None
         is_long = end - config.tail_tokens - start >= config.min_prefix_tokens
         if fitter is not None and is_long and not reach and (isinstance(config.budget, int) or config.budget < 1):
             block = fitter.block_len(end - start)
-            products = AttentionProducts(store.geometry, start, end - start, block, store.v_arena.element_size())
-        return ReaderObservation(store.geometry, start, end, reach, segments, store.k_arena, products)
+            products = AttentionProducts(packer.geometry, start, end - start, block, packer.v_arena.element_size())
+        return ReaderObservation(packer.geometry, start, end, reach, segments, packer.k_arena, products)
 
-    def was_read(self, segment: Segment) -> None:
+    def was_ranked(self, segment: Segment) -> None:
         """The readers of a segment's entries have come: from now on their attention says what it gives up first."""
         assert segment.worth is not None and segment.readings is not None
         segment.worth = worth_of_read(segment.worth, segment.readings.squares.sqrt())
-        segment.is_read, segment.readings = True, None
+        segment.is_ranked, segment.readings = True, None
 
     def lesson(self, token_slots: Tensor, readers: ReaderObservation, prompt: PromptObservation) -> Lesson | None:
         """Begin to learn from a range that was read to its end; None if there is nothing to learn (any more).
@@ -173,15 +173,15 @@ class Compressor:
             readers: what they attended to.
             prompt: what the prefill of a prompt left behind that goes on behind the range.
         """
-        store = self.store
-        if self.learner is None or self.learner.weights is not None or not store.geometry.full_layers:
+        packer = self.packer
+        if self.learner is None or self.learner.weights is not None or not packer.geometry.full_layers:
             return None
-        scales = store.geometry.scales
+        scales = packer.geometry.scales
         end = readers.start + token_slots.numel()
-        tokens = CachedRange(store.k_arena, store.v_arena, token_slots, readers.start, end, scales)
+        tokens = CachedRange(packer.k_arena, packer.v_arena, token_slots, readers.start, end, scales)
 
         def show(layer: int) -> LayerView:
-            return prompt.show(layer, readers.start, store.k_arena[layer], store.v_arena[layer], token_slots)
+            return prompt.show(layer, readers.start, packer.k_arena[layer], packer.v_arena[layer], token_slots)
 
         return self.learner.lesson(tokens, readers.scores(token_slots.numel()), show)
 
@@ -208,16 +208,16 @@ class Compressor:
         num_tokens = token_slots.numel()
         config = self.config
         num_slots = config.num_slots(num_tokens, start) if share is None else config.slots_at(share, num_tokens)
-        geometry = self.store.geometry
+        geometry = self.packer.geometry
 
         def show_left(layer: int) -> LayerView:
-            return observation.show(layer, start, self.store.k_arena[layer], self.store.v_arena[layer], token_slots)
+            return observation.show(layer, start, self.packer.k_arena[layer], self.packer.v_arena[layer], token_slots)
 
         show: Show = show_left
         learner = self.learner if num_slots < num_tokens and not isinstance(observation, ReaderObservation) else None
         if learner is not None and learner.weights is not None:
             end, scales = start + num_tokens, geometry.scales
-            tokens = CachedRange(self.store.k_arena, self.store.v_arena, token_slots, start, end, scales)
+            tokens = CachedRange(self.packer.k_arena, self.packer.v_arena, token_slots, start, end, scales)
             show = with_learned_scores(show_left, learner.weights, tokens, learner.rotary)
         fit = self._fit(token_slots, start, observation) if num_slots < num_tokens else None
         protected = min(max(config.sink_tokens - start, 0), num_slots)
@@ -238,7 +238,7 @@ class Compressor:
             )
         else:
             decision = self.policy.select(show, geometry, total, protected, state, with_worth=with_worth)
-        segment, freed = self.store.pack(
+        segment, freed = self.packer.pack(
             token_slots,
             start,
             decision.selection,
@@ -247,7 +247,7 @@ class Compressor:
             worth=decision.worth,
         )
         segment.policy_state = decision.state
-        segment.is_read = isinstance(observation, ReaderObservation)
+        segment.is_ranked = isinstance(observation, ReaderObservation)
         merged = 0 if decision.merge is None else decision.merge.indices.numel() - segment.num_entries
         done = Compression(segment, freed, start, num_tokens, merged, time.perf_counter() - begin, fit)
         self.stats.count(done)
@@ -258,7 +258,7 @@ class Compressor:
         products = observation.products if isinstance(observation, ReaderObservation) else None
         if self.policy.fitter is None or products is None or products.start != start:
             return None
-        return PendingFit(self.policy.fitter, products, self.store.token_values(token_slots), start)
+        return PendingFit(self.policy.fitter, products, self.packer.token_values(token_slots), start)
 
     def state(self) -> dict[str, Any]:
         """Return policy, budget and counters in plain values."""

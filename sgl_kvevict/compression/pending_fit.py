@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sgl_kvevict.compression.attention_products import AttentionProducts
 from sgl_kvevict.policies.parts import Fitter
-from sgl_kvevict.prefix import Segment, SpanStore
+from sgl_kvevict.prefix import Segment, SegmentPacker
 
 
 class PendingFit:
@@ -62,11 +62,11 @@ class PendingFit:
         self._biases[layer] = fitted.biases.T
         self._is_fitted[layer] = fitted.is_fitted.T
 
-    def apply(self, store: SpanStore, segment: Segment, ends: Sequence[int]) -> None:
+    def apply(self, packer: SegmentPacker, segment: Segment, ends: Sequence[int]) -> None:
         """Give a segment its fitted values and biases; between two steps only.
 
         Args:
-            store: where it is.
+            packer: where it is.
             segment: all layers of which are fitted.
             ends: logical positions at which its views end now. In a causal fit, no block is fitted that one of them
                 lies inside: who reads only the tokens before it gets nothing of those behind it.
@@ -80,7 +80,7 @@ class PendingFit:
                 cut = end - self._start
                 if 0 < cut < self._end - self._start and cut % block:
                     entries = entries & (of_entry != cut // block)
-        store.fit(segment, entries, self._values[layers, tokens, heads], self._biases[layers, tokens, heads])
+        packer.fit(segment, entries, self._values[layers, tokens, heads], self._biases[layers, tokens, heads])
 
     def _places(self, segment: Segment) -> tuple[Tensor, Tensor, Tensor]:
         """Layer, place in the range and KV head of each entry of a segment, [num_entries], int64 each."""

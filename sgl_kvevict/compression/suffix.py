@@ -124,15 +124,15 @@ class SuffixCompressor:
     def __init__(self, compressor: Compressor) -> None:
         self._compressor = compressor
         self._policy = compressor.policy
-        self._store = compressor.store
-        self._geometry = compressor.store.geometry
+        self._packer = compressor.packer
+        self._geometry = compressor.packer.geometry
         self._config = compressor.config
         self._sums_up = Signal.ACCUMULATED_ATTENTION in self._policy.needs
         looks_back = Signal.WINDOW_QUERIES in self._policy.needs
         depth = max(COUNTED_AT_ONCE if self._sums_up else 0, self._policy.window_size if looks_back else 0)
         self.lanes: QueryLanes | None = None
         if depth:
-            size = max(self._store.k_arena.element_size(), 2)
+            size = max(self._packer.k_arena.element_size(), 2)
             self.lanes = QueryLanes(self._geometry, depth, self._config.observation_bytes, size)
 
     def new(self, start: int) -> Suffix:
@@ -166,7 +166,7 @@ class SuffixCompressor:
             positions.append(position)
         if not rows:
             return None
-        device = self._store.k_arena.device
+        device = self._packer.k_arena.device
         chosen = None if len(rows) == num_rows else to_device(torch.tensor(rows), device)
         return SuffixStep(self.lanes, self.lanes.places(lanes, positions, device), chosen)
 
@@ -206,7 +206,7 @@ class SuffixCompressor:
         for layer in range(self._geometry.num_layers):
             table = self._table(suffix, layer, token_slots)
             queries, lse, sm_scale = self.lanes.rows(layer, places)
-            keys = self._store.keys(table.T)
+            keys = self._packer.keys(table.T)
             paid = accumulated_attention(
                 queries,
                 lse,
@@ -253,7 +253,7 @@ class SuffixCompressor:
         with accounting():
             slots = new_slots if old is None else torch.cat([old.token_slots, new_slots])
             bounds = (suffix.start, end)
-            segment, freed = self._store.write(
+            segment, freed = self._packer.write(
                 slots, entries.sources, entries.lens, entries.positions, bounds, entries.merge
             )
             segment.policy_state, segment.is_generated = state, True
@@ -300,7 +300,7 @@ class SuffixCompressor:
             merge = pad(torch.cat(sizes).cumsum(0), (1, 0)).int(), torch.cat(weights)
             state = PolicyState(torch.cat(thresholds))
         lens = torch.tensor(choice.lens, dtype=torch.int32)[:, None].expand(-1, self._geometry.num_kv_heads)
-        device = self._store.k_arena.device
+        device = self._packer.k_arena.device
         return _Entries(torch.cat(sources), torch.cat(positions), to_device(lens.contiguous(), device), merge), state
 
     def _flat(self, kept: Tensor, length: int) -> Tensor:
@@ -322,7 +322,7 @@ class SuffixCompressor:
         def show(layer: int) -> LayerView:
             table = tables[layer]
             num = table.shape[1]
-            nothing = self._store.k_arena.new_empty(0, self._geometry.num_kv_heads, self._geometry.head_dim)
+            nothing = self._packer.k_arena.new_empty(0, self._geometry.num_kv_heads, self._geometry.head_dim)
             signals: dict[Signal, object] = {}
             sm_scale = 1.0
             if places is not None:
@@ -333,8 +333,8 @@ class SuffixCompressor:
             return LayerView(
                 layer=layer,
                 start=0,
-                k_buffer=self._store.keys(table.T) if Signal.KEYS in needs else nothing,
-                v_buffer=self._store.values(table.T) if Signal.VALUES in needs else nothing,
+                k_buffer=self._packer.keys(table.T) if Signal.KEYS in needs else nothing,
+                v_buffer=self._packer.values(table.T) if Signal.VALUES in needs else nothing,
                 token_slots=torch.arange(num, device=table.device),
                 sm_scale=sm_scale,
                 signals=signals,
@@ -359,17 +359,17 @@ class SuffixCompressor:
     def _places(self, suffix: Suffix, count: int) -> Tensor:
         assert self.lanes is not None and suffix.lane is not None
         positions = list(range(suffix.end - count, suffix.end))
-        return self.lanes.places([suffix.lane] * count, positions, self._store.k_arena.device)
+        return self.lanes.places([suffix.lane] * count, positions, self._packer.k_arena.device)
 
     def _table(self, suffix: Suffix, layer: int, token_slots: Tensor) -> Tensor:
         """[num_kv_heads, lens + n], int32, head slots of a layer's entries, then of tokens."""
-        tokens = self._store.head_slots(layer, token_slots)
+        tokens = self._packer.head_slots(layer, token_slots)
         old = self._old(suffix, layer, None if suffix.segment is None else suffix.segment.head_slots)
         return tokens if old is None else torch.cat([old, tokens], dim=1)
 
     def _positions(self, suffix: Suffix, layer: int, num_new: int) -> Tensor:
         """[num_kv_heads, lens + num_new], int32, logical positions of a layer's entries, then of tokens."""
-        device, begin = self._store.k_arena.device, suffix.compressed_end
+        device, begin = self._packer.k_arena.device, suffix.compressed_end
         tokens = torch.arange(begin, begin + num_new, dtype=torch.int32, device=device)
         tokens = tokens.expand(self._geometry.num_kv_heads, -1)
         old = self._old(suffix, layer, None if suffix.segment is None else suffix.segment.positions)

@@ -21,7 +21,7 @@ class Fits:
     Args:
         table: all prefixes; a fit belongs to the last node with a span of its segment.
         ranges: knows what follows when a segment at the budget is complete.
-        compressor: its store holds the segments.
+        compressor: its packer wrote the segments.
         guard: holds errors of a fit: its segment stays as it was selected.
     """
 
@@ -72,4 +72,4 @@ class Fits:
         fitted.fit.step(segment)
         if fitted.fit.is_done:
             ends = [spans[node].end for node in spans.nodes_of(last, segment)]
-            fitted.fit.apply(self._compressor.store, segment, ends)
+            fitted.fit.apply(self._compressor.packer, segment, ends)

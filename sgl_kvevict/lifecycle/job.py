@@ -50,7 +50,7 @@ class Stage(Enum):
     """Its passes are over; learned scores are fitted to what they saw, one layer at a time."""
 
 
-class Event(Enum):
+class JobEvent(Enum):
     """What happens to a job."""
 
     TURN = auto()
@@ -104,29 +104,29 @@ class Action(Enum):
 Rule = tuple[Fact | None, Action | Outcome]
 """The step to take if a fact holds; None holds always."""
 
-RULES: Mapping[tuple[Stage, Event], tuple[Rule, ...]] = {
-    (Stage.DUE, Event.TURN): (
+RULES: Mapping[tuple[Stage, JobEvent], tuple[Rule, ...]] = {
+    (Stage.DUE, JobEvent.TURN): (
         (Fact.NOTHING_LEFT, Outcome.COMPRESSED),
         (Fact.NEEDS_NO_PASSES, Action.COMPRESS_AT_ONCE),
         (None, Action.BEGIN),
     ),
-    (Stage.SCORING, Event.TURN): ((Fact.CHANGED, Outcome.COMPRESSED), (None, Action.START_PASS)),
-    (Stage.LEARNING, Event.TURN): ((Fact.CHANGED, Action.COMPRESS), (None, Action.LEARN_LAYER)),
-    (Stage.SCORING, Event.PASS_READ): (
+    (Stage.SCORING, JobEvent.TURN): ((Fact.CHANGED, Outcome.COMPRESSED), (None, Action.START_PASS)),
+    (Stage.LEARNING, JobEvent.TURN): ((Fact.CHANGED, Action.COMPRESS), (None, Action.LEARN_LAYER)),
+    (Stage.SCORING, JobEvent.PASS_READ): (
         (Fact.UNUSABLE, Outcome.FAILED),
         (Fact.CHANGED, Outcome.COMPRESSED),
         (Fact.PROBES_LEFT, Action.WAIT),
         (None, Action.FINISH_PASSES),
     ),
-    (Stage.LEARNING, Event.LAYER_LEARNED): ((Fact.LESSON_OVER, Action.COMPRESS), (None, Action.WAIT)),
-    **{(stage, Event.ABORTED): ((None, Outcome.ABORTED),) for stage in Stage},
-    **{(stage, Event.DROPPED): ((None, Outcome.DROPPED),) for stage in Stage},
-    **{(stage, Event.FAILED): ((None, Outcome.FAILED),) for stage in Stage},
+    (Stage.LEARNING, JobEvent.LAYER_LEARNED): ((Fact.LESSON_OVER, Action.COMPRESS), (None, Action.WAIT)),
+    **{(stage, JobEvent.ABORTED): ((None, Outcome.ABORTED),) for stage in Stage},
+    **{(stage, JobEvent.DROPPED): ((None, Outcome.DROPPED),) for stage in Stage},
+    **{(stage, JobEvent.FAILED): ((None, Outcome.FAILED),) for stage in Stage},
 }
 """The first rule whose fact holds applies. What is missing cannot happen: a pass needs an observation, for instance."""
 
 
-def decide(stage: Stage, event: Event, facts: Collection[Fact] = ()) -> Action | Outcome:
+def decide(stage: Stage, event: JobEvent, facts: Collection[Fact] = ()) -> Action | Outcome:
     """Return what an event does to a job: an action, or the outcome with which it ends.
 
     Raises:

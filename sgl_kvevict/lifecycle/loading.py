@@ -20,9 +20,9 @@ from sgl_kvevict.lifecycle.ports import TreePort
 from sgl_kvevict.lifecycle.ranges import Ranges
 from sgl_kvevict.lifecycle.readers import ReaderTable
 from sgl_kvevict.lifecycle.saving import StoreAccess
-from sgl_kvevict.lifecycle.table import PrefixTable, Spans
+from sgl_kvevict.lifecycle.table import PrefixTable
 from sgl_kvevict.policies.parts import PolicyState
-from sgl_kvevict.prefix import Segment, SpanStore
+from sgl_kvevict.prefix import Segment, SegmentPacker
 from sgl_kvevict.store import Fetch, ReadAhead, SegmentRecord, Wanted
 
 READ_AHEAD = 16
@@ -38,8 +38,7 @@ class Prompt:
     Attributes:
         tokens: of the prompt, and maybe more.
         num_tokens: how many of them may be found.
-        extra_key: namespace.
-        cache_salt: likewise.
+        extra_key: namespace, with ``cache_salt``.
     """
 
     tokens: Sequence[int]
@@ -99,18 +98,17 @@ class Adoption:
 
     Args:
         tree: the tree's port.
-        spans: of all nodes.
         ranges: installs segments.
         readers: of the uncompressed nodes that a stored segment replaces.
-        store: writes rows.
+        packer: writes rows.
     """
 
-    def __init__(self, tree: TreePort, spans: Spans, ranges: Ranges, readers: ReaderTable, store: SpanStore) -> None:
+    def __init__(self, tree: TreePort, ranges: Ranges, readers: ReaderTable, packer: SegmentPacker) -> None:
         self._tree = tree
-        self._spans = spans
+        self._spans = ranges.spans
         self._ranges = ranges
         self._readers = readers
-        self._store = store
+        self._packer = packer
 
     def adopt(self, record: SegmentRecord, extra_key: str | None, cache_salt: str | None) -> int:
         """Give a stored segment slots and nodes.
@@ -128,10 +126,10 @@ class Adoption:
         Raises:
             StoreError: the record's entries do not fit this server's pool.
         """
-        geometry = self._store.geometry
+        geometry = self._packer.geometry
         if tuple(record.keep_lens.shape) != (geometry.num_layers, geometry.num_kv_heads):
             raise StoreError(f"a segment of {tuple(record.keep_lens.shape)} runs")
-        if record.biases is not None and not self._store.has_biases:
+        if record.biases is not None and not self._packer.has_biases:
             raise StoreError("a fitted segment, and nothing is fitted here")
         if geometry.slots_for(record.num_entries) > record.end - record.start:
             raise StoreError(f"a segment of {record.num_entries} entries for {record.end - record.start} tokens")
@@ -167,7 +165,7 @@ class Adoption:
             if not is_free or self._tree.add(tokens, extra_key, cache_salt, slots) is None:
                 self._tree.free(slots)
                 return False
-            self._store.place_tokens(slots, record.tail_k, record.tail_v)
+            self._packer.place_tokens(slots, record.tail_k, record.tail_v)
         return True
 
     @accounting()
@@ -211,7 +209,7 @@ class Adoption:
         return length_of(there) < record.end and self._spans.waterline(there) == record.start
 
     def _segment(self, record: SegmentRecord, slots: Tensor) -> Segment:
-        segment = self._store.new_segment(
+        segment = self._packer.new_segment(
             slots,
             record.keep_lens,
             record.positions,
@@ -220,8 +218,8 @@ class Adoption:
             splittable=record.splittable,
             worth=record.worth,
         )
-        self._store.place(segment, record.k, record.v, record.biases)
-        segment.is_read = record.is_read
+        self._packer.place(segment, record.k, record.v, record.biases)
+        segment.is_ranked = record.is_read
         if record.policy_state is not None:
             segment.policy_state = PolicyState(record.policy_state.to(slots.device))
         return segment
@@ -267,11 +265,6 @@ class Loading:
     def num_waiting(self) -> int:
         """Requests that wait for their prefix, or for their turn to."""
         return len(self._waiting)
-
-    @property
-    def num_skipped(self) -> int:
-        """Prompts that were not looked for, because the store was in trouble or too many waited."""
-        return self._reader.num_skipped
 
     def clear(self) -> None:
         """Requests that wait now go on without the store."""

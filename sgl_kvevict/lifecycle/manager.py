@@ -29,7 +29,7 @@ from sgl_kvevict.lifecycle.saving import Saving, StoreAccess
 from sgl_kvevict.lifecycle.scoring import PrefixScoring
 from sgl_kvevict.lifecycle.table import PrefixTable
 from sgl_kvevict.lifecycle.votes import Votes
-from sgl_kvevict.prefix import SpanStore
+from sgl_kvevict.prefix import SegmentPacker
 from sgl_kvevict.request import RequestOptions
 
 
@@ -47,7 +47,7 @@ class PrefixManager:
 
     Args:
         tree: the tree's port.
-        store: writes segments.
+        packer: writes segments.
         compressor: decides what is kept; None (policy ``none``): nothing is ever compressed.
         guard: holds errors that concern one request or job.
         clock: numbers accesses, in the order in which nodes note theirs.
@@ -75,7 +75,7 @@ class PrefixManager:
     def __init__(
         self,
         tree: TreePort,
-        store: SpanStore,
+        packer: SegmentPacker,
         compressor: Compressor | None,
         guard: Guard,
         clock: Callable[[], float],
@@ -85,7 +85,7 @@ class PrefixManager:
         self._tree = tree
         self.compressor = compressor
         self.guard = guard
-        self.table = PrefixTable(store, None if compressor is None else compressor.config)
+        self.table = PrefixTable(packer, None if compressor is None else compressor.config)
         self.spans = self.table.spans
         self.readers = ReaderTable(tree)
         self.order = CostAwareRecency(self.spans, clock)
@@ -103,18 +103,18 @@ class PrefixManager:
         self.saving: Saving | None = None
         self.loading: Loading | None = None
         if compressor is not None:
-            self._build(compressor, store, compressor.config.tail_tokens)
+            self._build(compressor, packer, compressor.config.tail_tokens)
 
-    def _build(self, compressor: Compressor, store: SpanStore, tail_tokens: int) -> None:
+    def _build(self, compressor: Compressor, packer: SegmentPacker, tail_tokens: int) -> None:
         """Make the parts that compress, each from those before it."""
         tree, table, readers, guard, access = self._tree, self.table, self.readers, self.guard, self.access
         if access is not None:
-            self.saving = Saving(tree, table, store, access, guard, tail_tokens)
+            self.saving = Saving(tree, table, packer, access, guard, tail_tokens)
         ranges = self.ranges = Ranges(tree, table, readers, compressor, guard, self.saving)
         if access is not None and access.reader is not None:
-            adoption = Adoption(tree, self.spans, ranges, readers, store)
+            adoption = Adoption(tree, ranges, readers, packer)
             self.loading = Loading(tree, table, adoption, access, access.reader, guard)
-        num_slots = store.geometry.num_token_slots
+        num_slots = packer.geometry.num_token_slots
         pressure = self.pressure = Pressure(tree, table, ranges, readers, compressor, self.order, num_slots)
         block = compressor.config.decode_block
         if block is not None:
@@ -347,7 +347,7 @@ class PrefixManager:
             **asdict(LoadTotals() if loading is None else loading.totals),
             "is_on": self.access.is_on,
             "dropped": self.access.writer.num_dropped,
-            "skipped": 0 if loading is None else loading.num_skipped,
+            "skipped": 0 if self.access.reader is None else self.access.reader.num_skipped,
             "waiting": self.access.writer.num_waiting + (0 if loading is None else loading.num_waiting),
         }
 

@@ -77,7 +77,7 @@ class TreePort(Protocol):
         """A reader finds the tokens ``[0, end)`` in spans from its next forward on."""
 
     def largest(self, value: int, *same: int) -> int:
-        """See :class:`sgl_kvevict.prefix.store.LargestOfRanks`."""
+        """See :class:`sgl_kvevict.prefix.packer.LargestOfRanks`."""
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Numbers of every tensor-parallel rank, as many on each, by rank."""

@@ -95,7 +95,7 @@ class SegmentFit:
 
 
 @dataclass(eq=False, slots=True)
-class Prefix:
+class PrefixRecord:
     """Everything known of one node, and of the prefix that ends with it.
 
     Written only by :class:`~sgl_kvevict.lifecycle.table.PrefixTable`, whose queues index all parts after ``matches``.

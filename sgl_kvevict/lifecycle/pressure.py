@@ -32,7 +32,7 @@ on two seeds; the shipped ones lose 14 and 19 %, docs/quality.md, and this was n
 
 
 @dataclass(frozen=True)
-class Step:
+class ShrinkStep:
     """The next step of a prefix that shrinks.
 
     Attributes:
@@ -46,11 +46,11 @@ class Step:
     is_below_budget: bool
 
 
-STEPS: Mapping[State, Step] = {
-    State.FULL: Step(LOSS_OF_COMPRESSING, is_relative=False, is_below_budget=False),
-    State.LIGHT: Step(LOSS_OF_LIGHT, is_relative=True, is_below_budget=False),
-    State.COMPRESSED: Step(LOSS_OF_SQUEEZING, is_relative=True, is_below_budget=True),
-    State.SQUEEZED: Step(LOSS_OF_SQUEEZING, is_relative=True, is_below_budget=True),
+STEPS: Mapping[State, ShrinkStep] = {
+    State.FULL: ShrinkStep(LOSS_OF_COMPRESSING, is_relative=False, is_below_budget=False),
+    State.LIGHT: ShrinkStep(LOSS_OF_LIGHT, is_relative=True, is_below_budget=False),
+    State.COMPRESSED: ShrinkStep(LOSS_OF_SQUEEZING, is_relative=True, is_below_budget=True),
+    State.SQUEEZED: ShrinkStep(LOSS_OF_SQUEEZING, is_relative=True, is_below_budget=True),
 }
 
 
@@ -172,7 +172,7 @@ class Pressure:
             segment = self._spans[owner].segment
             if not observation.observes(segment):
                 continue
-            self._compressor.was_read(segment)
+            self._compressor.was_ranked(segment)
             slots = self._slots_at(segment, float(self._config.budget))
             if slots == segment.num_slots:
                 self._ranges.at_budget(self._spans.last_of(owner))
@@ -180,7 +180,7 @@ class Pressure:
                 self._squeeze_to(owner, slots)
 
     def _is_unranked(self, segment: Segment) -> bool:
-        if segment.is_read or segment.worth is None or not self._config.shares:
+        if segment.is_ranked or segment.worth is None or not self._config.shares:
             return False
         if segment.readings is not None and segment.readings.is_open:
             return False

@@ -58,6 +58,9 @@ class Ranges:
         compressor: decides what is kept, and writes it.
         guard: holds what a policy raises; the range then stays uncompressed.
         saving: receives segments at the budget; None: there is no store.
+
+    Attributes:
+        spans: of all nodes.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class Ranges:
     ) -> None:
         self._tree = tree
         self._table = table
-        self._spans = table.spans
+        self.spans = table.spans
         self._readers = readers
         self._compressor = compressor
         self._guard = guard
@@ -83,7 +86,7 @@ class Ranges:
 
     def bounds(self, path: Sequence[Node]) -> tuple[int, int] | None:
         """Logical bounds of what is to be compressed of a path: up to its tail; None if it is too short."""
-        start, end = self._spans.waterline(path), self.end_of(path)
+        start, end = self.spans.waterline(path), self.end_of(path)
         return (start, end) if self.is_long_enough(end - start) else None
 
     def end_of(self, path: Sequence[Node]) -> int:
@@ -92,7 +95,7 @@ class Ranges:
 
     def token_slots(self, path: Sequence[Node], num_tokens: int) -> Tensor:
         """[num_tokens], int64, ordinary slots of the first tokens of a path that are not compressed."""
-        return self._tree.token_slots(self._spans.uncompressed(path))[:num_tokens]
+        return self._tree.token_slots(self.spans.uncompressed(path))[:num_tokens]
 
     def compress(self, node: Node, end: int, observation: Observation) -> Attempted:
         """Compress what is uncompressed of the path to a node; a range in use becomes pending.
@@ -103,7 +106,7 @@ class Ranges:
             observation: what to compress with.
         """
         path = path_to(node)
-        num_tokens = end - self._spans.waterline(path)
+        num_tokens = end - self.spans.waterline(path)
         if not self.is_long_enough(num_tokens):
             return Attempted(Verdict.TOO_SHORT)
         last = self.node_ending_at(path, end)
@@ -116,7 +119,7 @@ class Ranges:
     def compress_now(self, node: Node, pending: Pending) -> Attempted:
         """Compress what is uncompressed of the path to a node that ends at ``pending.end``, unless it is in use."""
         path = path_to(node)
-        if not self.is_long_enough(pending.end - self._spans.waterline(path)):
+        if not self.is_long_enough(pending.end - self.spans.waterline(path)):
             self._table.pending.take(node)
             return Attempted(Verdict.TOO_SHORT)
         return self._write_all(path, pending)
@@ -160,11 +163,11 @@ class Ranges:
             freed: [num_freed], int64, token slots to release.
             readers: of the first node, see :meth:`ReaderTable.movable`.
         """
-        before = [len(node.key) if (span := self._spans.at(node)) is None else span.charged_slots for node in nodes]
-        full = self._spans.uncompressed(nodes)
+        before = [len(node.key) if (span := self.spans.at(node)) is None else span.charged_slots for node in nodes]
+        full = self.spans.uncompressed(nodes)
         self._table.install(nodes, segment)
         for node, slots in zip(nodes, before, strict=True):
-            self._tree.charge(node, self._spans[node].charged_slots - slots)
+            self._tree.charge(node, self.spans[node].charged_slots - slots)
         for node in full:
             self._tree.hold_span(node)
         self._tree.free(freed)
@@ -175,7 +178,7 @@ class Ranges:
         for reader in readers:
             last = self._tree.locked_by(reader)
             assert last is not None
-            self._tree.clear_row(reader, self._spans.waterline(path_to(last)))
+            self._tree.clear_row(reader, self.spans.waterline(path_to(last)))
 
     def _wait(self, node: Node, pending: Pending) -> None:
         observation = pending.observation
@@ -186,18 +189,18 @@ class Ranges:
         while self._table.pending.num_bytes > self._compressor.config.observation_bytes:
             oldest = self._table.pending.oldest()
             assert oldest is not None
-            num_tokens = oldest[1].end - self._spans.waterline(path_to(oldest[0]))
+            num_tokens = oldest[1].end - self.spans.waterline(path_to(oldest[0]))
             self._table.pending.take(oldest[0])
             self._table.listener.refused(REFUSED_NO_MEMORY, num_tokens)
 
     def _write_all(self, path: Sequence[Node], pending: Pending) -> Attempted:
         """Compress what a path has from the waterline on, however short."""
-        nodes = self._spans.uncompressed(path)
+        nodes = self.spans.uncompressed(path)
         readers = self._readers.movable(nodes[0])
         if readers is None:
             return Attempted(Verdict.IN_USE)
         won = 0
-        start = self._spans.waterline(path)
+        start = self.spans.waterline(path)
         for group in self._groups(nodes):
             done = self._write(group, start, pending)
             if done is None:
@@ -232,7 +235,7 @@ class Ranges:
         """Write what is kept of consecutive nodes into the first of their slots; None if the policy failed."""
         done = None
         with self._guard.at(Place.COMPRESSION):
-            above = self._spans.at(nodes[0].parent)
+            above = self.spans.at(nodes[0].parent)
             parent = None if above is None else above.segment
             slots = self._tree.token_slots(nodes)
             done = self._compressor.compress(slots, start, pending.observation, parent, pending.share)

@@ -13,9 +13,10 @@ from torch import Tensor
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle.nodes import Key, Node, path_to, tokens_of
 from sgl_kvevict.lifecycle.ports import TreePort
-from sgl_kvevict.lifecycle.table import PrefixTable, Spans
+from sgl_kvevict.lifecycle.spans import Spans
+from sgl_kvevict.lifecycle.table import PrefixTable
 from sgl_kvevict.policies.parts import PolicyState
-from sgl_kvevict.prefix import SpanStore, View
+from sgl_kvevict.prefix import SegmentPacker, View
 from sgl_kvevict.store import Namespace, ReadAhead, SegmentRecord, StoreIdentity, WriteBehind, Written
 
 
@@ -80,7 +81,7 @@ class Leaving:
 
 
 def export_segment(
-    node: Node, tree: TreePort, spans: Spans, store: SpanStore, identity: StoreIdentity, num_tail: int
+    node: Node, tree: TreePort, spans: Spans, packer: SegmentPacker, identity: StoreIdentity, num_tail: int
 ) -> Leaving | None:
     """Copy what a store keeps of a segment.
 
@@ -91,7 +92,7 @@ def export_segment(
         node: the last one that holds a span of it.
         tree: the tree's port.
         spans: of all nodes.
-        store: copies rows.
+        packer: copies rows.
         identity: of this server.
         num_tail: uncompressed tokens after it to take along, if only one prompt goes on there.
 
@@ -104,9 +105,9 @@ def export_segment(
     if end - start < identity.min_prefix_tokens:
         return None
     tokens, namespace = tokens_of(path), namespace_of(node.key, identity)
-    copied = store.copy(views)
+    copied = packer.copy(views)
     tail = _tail_of(node, spans, num_tail)
-    tail_k, tail_v = store.token_rows(tree.token_slots([tail])[:num_tail]) if tail is not None else (None, None)
+    tail_k, tail_v = packer.token_rows(tree.token_slots([tail])[:num_tail]) if tail is not None else (None, None)
     state = segment.policy_state
     assert state is None or isinstance(state, PolicyState)
     record = SegmentRecord(
@@ -115,7 +116,7 @@ def export_segment(
         start=start,
         end=end,
         splittable=segment.splittable,
-        is_read=segment.is_read,
+        is_read=segment.is_ranked,
         created=time.time(),
         tokens=torch.tensor(tokens, dtype=torch.int64),
         keep_lens=copied.keep_lens,
@@ -169,7 +170,7 @@ class Saving:
     Args:
         tree: the tree's port.
         table: all prefixes.
-        store: copies rows.
+        packer: copies rows.
         access: the store.
         guard: holds errors; the prefix is then not saved.
         num_tail: tokens of a prompt's tail that are stored with the segment before them.
@@ -179,12 +180,18 @@ class Saving:
     """
 
     def __init__(
-        self, tree: TreePort, table: PrefixTable, store: SpanStore, access: StoreAccess, guard: Guard, num_tail: int
+        self,
+        tree: TreePort,
+        table: PrefixTable,
+        packer: SegmentPacker,
+        access: StoreAccess,
+        guard: Guard,
+        num_tail: int,
     ) -> None:
         self.totals = StoreTotals()
         self._tree = tree
         self._table = table
-        self._store = store
+        self._packer = packer
         self._access = access
         self._guard = guard
         self._num_tail = num_tail
@@ -197,14 +204,14 @@ class Saving:
         if not self._access.uses(last.key.extra_key):
             return
         with self._guard.at(Place.STORE):
-            writer, store, spans = self._access.writer, self._store, self._table.spans
+            writer, packer, spans = self._access.writer, self._packer, self._table.spans
             segment = spans[last].segment
-            num_bytes = 2 * store.k_arena.element_size() * store.geometry.head_dim * segment.num_entries
+            num_bytes = 2 * packer.k_arena.element_size() * packer.geometry.head_dim * segment.num_entries
             if not writer.has_room(num_bytes):
                 full = Written("", segment.end - segment.start, 0, "too many segments wait")
                 self._table.listener.stored(full)
                 return
-            leaving = export_segment(last, self._tree, spans, store, self._access.identity, self._num_tail)
+            leaving = export_segment(last, self._tree, spans, packer, self._access.identity, self._num_tail)
             if leaving is not None:
                 writer.write(leaving.record, leaving.namespace, leaving.num_bytes)
 

@@ -9,7 +9,7 @@ from sgl_kvevict.compression import Compressor, PromptObservation, ReaderObserva
 from sgl_kvevict.distill import LessonResult
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle.fitting import Fits
-from sgl_kvevict.lifecycle.job import Action, Event, Fact, Outcome, ScoringJob, Stage, decide
+from sgl_kvevict.lifecycle.job import Action, Fact, JobEvent, Outcome, ScoringJob, Stage, decide
 from sgl_kvevict.lifecycle.jobs import ScoringJobs
 from sgl_kvevict.lifecycle.listener import REFUSED_NO_ROOM
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to, tokens_of
@@ -174,13 +174,13 @@ class PrefixScoring:
         if job is None or reader is None:
             return
         if aborted:
-            self._end(job, Event.ABORTED)
+            self._end(job, JobEvent.ABORTED)
             return
         with self._guard.at(Place.PASS) as attempt:
             self._count_pass(job, reader)
-            self._do(job, decide(job.stage, Event.PASS_READ, self._facts(job)))
+            self._do(job, decide(job.stage, JobEvent.PASS_READ, self._facts(job)))
         if attempt.failed:
-            self._end(job, Event.FAILED)
+            self._end(job, JobEvent.FAILED)
 
     def withdraw(self, passes: PassPort) -> None:
         """Take a waiting pass out of the queue; its job stays, and has another pass later."""
@@ -195,19 +195,19 @@ class PrefixScoring:
     def abort(self, passes: PassPort) -> None:
         """End the job under way, and the pass that waits."""
         if self._job is not None:
-            self._end(self._job, Event.ABORTED)
+            self._end(self._job, JobEvent.ABORTED)
         self.withdraw(passes)
 
     def dropped(self, node: Node) -> None:
         """A node leaves the tree."""
         job = self._table.jobs.get(node)
         if job is not None:
-            self._end(job, Event.DROPPED)
+            self._end(job, JobEvent.DROPPED)
 
     def clear(self) -> None:
         """The tree is to be flushed, or the weights changed; a waiting pass is taken out of the queue between steps."""
         for job in self._table.jobs.values():
-            self._end(job, Event.DROPPED)
+            self._end(job, JobEvent.DROPPED)
 
     def _check_pass(self, reader: Reader, passes: PassPort) -> None:
         """Notice a pass that was taken out of the queue, and take out one whose prefix is gone."""
@@ -215,7 +215,7 @@ class PrefixScoring:
         if state is PassState.GONE:
             self._pass = None
             if self._job is not None:
-                self._end(self._job, Event.ABORTED)
+                self._end(self._job, JobEvent.ABORTED)
         elif state is PassState.WAITING and self._job is None:
             self.withdraw(passes)
 
@@ -224,7 +224,7 @@ class PrefixScoring:
     def _take_turn(self, job: ScoringJob, passes: PassPort, num_tokens: int) -> LessonResult | None:
         result, is_lesson = None, job.stage is Stage.LEARNING
         with self._guard.at(Place.COMPRESSION if is_lesson else Place.PASS) as attempt:
-            step = decide(job.stage, Event.TURN, self._facts(job))
+            step = decide(job.stage, JobEvent.TURN, self._facts(job))
             if step is Action.BEGIN and self._begin(job, passes):
                 step = Action.START_PASS
             if step is Action.START_PASS:
@@ -233,11 +233,11 @@ class PrefixScoring:
                 assert job.lesson is not None
                 result = job.lesson.step()
                 facts = () if result is None else (Fact.LESSON_OVER,)
-                self._do(job, decide(job.stage, Event.LAYER_LEARNED, facts))
+                self._do(job, decide(job.stage, JobEvent.LAYER_LEARNED, facts))
             elif step is not Action.BEGIN:
                 self._do(job, step)
         if attempt.failed:
-            self._end(job, Event.FAILED)
+            self._end(job, JobEvent.FAILED)
         if is_lesson:
             self._pacing.started(num_tokens)
         return result
@@ -335,7 +335,7 @@ class PrefixScoring:
         is_wanted = not job.questions and not self._compressor.compresses_at_once
         return self._pressure.unranked(path) if is_wanted else []
 
-    def _end(self, job: ScoringJob, event: Event) -> None:
+    def _end(self, job: ScoringJob, event: JobEvent) -> None:
         """An event ends a job, whatever its stage."""
         outcome = decide(job.stage, event)
         assert isinstance(outcome, Outcome)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from kvevict_kernels.span_runs import SpanRuns, waterline_of
 from sgl_kvevict.compression import PromptObservation, ReaderObservation
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import InvariantError
@@ -18,15 +16,16 @@ from sgl_kvevict.lifecycle.eviction import NodeSet
 from sgl_kvevict.lifecycle.job import ScoringJob
 from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.nodes import Node, path_to
-from sgl_kvevict.lifecycle.prefix import Change, Pending, Prefix, SegmentFit, State, next_states, state_of
-from sgl_kvevict.prefix import Segment, Span, SpanStore
-from sgl_kvevict.prefix.store import LargestOfRanks
+from sgl_kvevict.lifecycle.prefix import Change, Pending, PrefixRecord, SegmentFit, State, next_states, state_of
+from sgl_kvevict.lifecycle.spans import Spans
+from sgl_kvevict.prefix import Segment, SegmentPacker, Span
+from sgl_kvevict.prefix.packer import LargestOfRanks
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Dropped:
+class DropResult:
     """What a node held when it left the tree.
 
     Attributes:
@@ -49,7 +48,7 @@ class Queue(Generic[T]):
         num_bytes: memory of the parts, as it was told when they were put in.
     """
 
-    def __init__(self, records: dict[Node, Prefix], part: str) -> None:
+    def __init__(self, records: dict[Node, PrefixRecord], part: str) -> None:
         self._records = records
         self._part = part
         self._sizes: dict[Node, int] = {}
@@ -81,7 +80,7 @@ class Queue(Generic[T]):
     def put(self, node: Node, value: T, num_bytes: int = 0) -> None:
         """Set the part of a node's record, which becomes the newest."""
         self.take(node)
-        setattr(self._records.setdefault(node, Prefix()), self._part, value)
+        setattr(self._records.setdefault(node, PrefixRecord()), self._part, value)
         self._sizes[node] = num_bytes
         self.num_bytes += num_bytes
 
@@ -92,112 +91,8 @@ class Queue(Generic[T]):
         self.num_bytes -= self._sizes.pop(node)
         record = self._records[node]
         value: T = getattr(record, self._part)
-        setattr(record, self._part, Prefix.__dataclass_fields__[self._part].default)
+        setattr(record, self._part, PrefixRecord.__dataclass_fields__[self._part].default)
         return value
-
-
-class Spans(Mapping[Node, Span]):
-    """The spans of the table by node, and what they make of a path: a view that changes nothing.
-
-    On every path, nodes with spans come before those without. All spans of a segment lie on consecutive nodes of one
-    path. The spans of a segment that cannot be split stand and fall together: no request reads only some of them.
-
-    Args:
-        records: of the table.
-    """
-
-    def __init__(self, records: Mapping[Node, Prefix]) -> None:
-        self._records = records
-
-    def __getitem__(self, node: Node) -> Span:
-        span = self.at(node)
-        if span is None:
-            raise KeyError(node)
-        return span
-
-    def __contains__(self, node: object) -> bool:
-        record = self._records.get(node)  # type: ignore[call-overload]  # a node, or nothing that the table has
-        return record is not None and record.span is not None
-
-    def __iter__(self) -> Iterator[Node]:
-        return (node for node, record in self._records.items() if record.span is not None)
-
-    def __len__(self) -> int:
-        return sum(record.span is not None for record in self._records.values())
-
-    def at(self, node: Node | None) -> Span | None:
-        """The span of a node; None if it holds none."""
-        record = None if node is None else self._records.get(node)
-        return None if record is None else record.span
-
-    def waterline(self, path: Sequence[Node]) -> int:
-        """Tokens of a path that are compressed."""
-        return waterline_of(self[node] for node in path if node in self)
-
-    def uncompressed(self, path: Sequence[Node]) -> list[Node]:
-        """Nodes of a path that hold no span."""
-        return [node for node in path if node not in self]
-
-    def owners(self, path: Sequence[Node]) -> list[Node]:
-        """Nodes of a path that own a segment all of whose spans lie on it, root side first."""
-        views = Counter(self[node].segment for node in path if node in self)
-        owned = [node for node in path if node in self and self[node].is_owner]
-        return [node for node in owned if views[self[node].segment] == self[node].segment.num_spans]
-
-    def runs(self, path: Sequence[Node]) -> tuple[SpanRuns, ...]:
-        """What a request reads that locks a path: its spans, root side first.
-
-        A segment that grew while a request generated has many views. A path with all of them reads the segment as one,
-        unless its last views were dropped: their entries stay until a repack saves a slot.
-        """
-        spans = [self[node] for node in path if node in self]
-        runs = []
-        i = 0
-        while i < len(spans):
-            segment, last = spans[i].segment, i + spans[i].segment.num_spans - 1
-            is_whole = segment.is_generated and last < len(spans) and spans[last].end == segment.end
-            if is_whole and spans[i].is_owner:
-                runs.append(segment.runs())
-                i = last
-            else:
-                runs.append(spans[i].runs())
-            i += 1
-        return tuple(runs)
-
-    def blocks(self, node: Node) -> bool:
-        """Whether no request may stop right after a node: it would read a part of a segment that cannot be split."""
-        span = self.at(node)
-        return span is not None and not span.segment.splittable and span.end < span.segment.end
-
-    def owner_of(self, node: Node) -> Node:
-        """Topmost node with a span of the same segment as this node's."""
-        return self.nodes_of(node, self[node].segment)[0]
-
-    def last_of(self, owner: Node) -> Node:
-        """Last node with a span of the segment that a node owns."""
-        return self.views_of(owner)[-1]
-
-    def nodes_of(self, lowest: Node, segment: Segment) -> list[Node]:
-        """Nodes with spans of a segment, from the owner to ``lowest``."""
-        nodes = []
-        node: Node | None = lowest
-        while node is not None and (span := self.at(node)) is not None and span.segment is segment:
-            nodes.append(node)
-            node = node.parent
-        nodes.reverse()
-        return nodes
-
-    def views_of(self, owner: Node) -> list[Node]:
-        """All nodes with spans of the segment that a node owns, root side first."""
-        segment = self[owner].segment
-        views = [owner]
-        while len(views) < segment.num_spans:
-            views.append(next(child for child in views[-1].children.values() if self._holds(child, segment)))
-        return views
-
-    def _holds(self, node: Node, segment: Segment) -> bool:
-        span = self.at(node)
-        return span is not None and span.segment is segment
 
 
 class PrefixTable:
@@ -207,7 +102,7 @@ class PrefixTable:
     node's state allows a change is said by :data:`~sgl_kvevict.lifecycle.prefix.CHANGES`.
 
     Args:
-        store: repacks segments.
+        packer: repacks segments.
         config: says to which shares segments shrink; None: nothing is ever compressed.
 
     Attributes:
@@ -222,10 +117,10 @@ class PrefixTable:
         listener: receives every change of the cache; does nothing unless events or metrics are on.
     """
 
-    def __init__(self, store: SpanStore, config: KVEvictConfig | None) -> None:
-        self._store = store
+    def __init__(self, packer: SegmentPacker, config: KVEvictConfig | None) -> None:
+        self._packer = packer
         self._config = config
-        self._records: dict[Node, Prefix] = {}
+        self._records: dict[Node, PrefixRecord] = {}
         self.listener = CacheListener()
         self.spans = Spans(self._records)
         self.shrinking = NodeSet()
@@ -242,13 +137,13 @@ class PrefixTable:
 
     def count_match(self, node: Node) -> int:
         """Count one more prompt that found the prefix; return how many have."""
-        record = self._records.setdefault(node, Prefix())
+        record = self._records.setdefault(node, PrefixRecord())
         record.matches += 1
         return record.matches
 
     def let_shrink(self, node: Node) -> None:
         """A node is an end, or the owner of a segment: it shrinks when slots are short."""
-        self._records.setdefault(node, Prefix()).may_shrink = True
+        self._records.setdefault(node, PrefixRecord()).may_shrink = True
         self.shrinking.add(node)
 
     def keep_size(self, node: Node) -> None:
@@ -282,7 +177,7 @@ class PrefixTable:
         """
         start = segment.start
         for i, node in enumerate(nodes):
-            record = self._records.setdefault(node, Prefix())
+            record = self._records.setdefault(node, PrefixRecord())
             allowed = next_states(self.state(node), Change.INSTALL if record.span is None else Change.GROW)
             end = start + len(node.key)
             if record.span is None:
@@ -298,7 +193,7 @@ class PrefixTable:
             return
         if self._config is not None and len(self._config.shares) > 1:
             self.let_shrink(nodes[0])
-        if not segment.is_read:
+        if not segment.is_ranked:
             for job in self.begun_jobs:
                 if job.observation is not None and nodes[-1] in path_to(job.node):
                     job.observation.hand_over(segment)  # its passes go on with the segment's entries
@@ -311,7 +206,7 @@ class PrefixTable:
             [num_freed], int64, token slots to release.
         """
         allowed = next_states(self.state(owner), Change.SQUEEZE)
-        freed = self._store.squeeze([self.spans[each] for each in self.spans.views_of(owner)], num_slots)
+        freed = self._packer.squeeze([self.spans[each] for each in self.spans.views_of(owner)], num_slots)
         self._require(owner, allowed)
         return freed
 
@@ -338,7 +233,7 @@ class PrefixTable:
         if below is None:
             return None
         next_states(self.state(lower), Change.SPLIT)
-        above = self._records[upper] = Prefix(matches=below.matches)
+        above = self._records[upper] = PrefixRecord(matches=below.matches)
         if below.span is not None:
             above.span, below.span = below.span.split(below.span.start + len(upper.key))
         if lower in self.stale:
@@ -352,7 +247,7 @@ class PrefixTable:
         return below.span
 
     @accounting()
-    def drop(self, node: Node, largest: LargestOfRanks) -> Dropped:
+    def drop(self, node: Node, largest: LargestOfRanks) -> DropResult:
         """A leaf left the tree, and its record with it.
 
         An owner's slots are released. A lower span releases none by itself, so what is still alive of its segment is
@@ -361,7 +256,7 @@ class PrefixTable:
         """
         record = self._records.get(node)
         if record is None:
-            return Dropped()
+            return DropResult()
         next_states(self.state(node), Change.DROP)
         fit, span = record.fit, record.span
         for queue in self._queues:
@@ -369,21 +264,21 @@ class PrefixTable:
         self.keep_size(node)
         del self._records[node]
         if span is None:
-            return Dropped()
+            return DropResult()
         above = node.parent
         if fit is not None and above is not None and self.spans.nodes_of(above, span.segment):
             self.fits.put(above, fit)
             fit = None
         slots = span.drop()
         if slots is not None:
-            return Dropped(span, slots, fit=fit)
+            return DropResult(span, slots, fit=fit)
         if not span.segment.splittable:
             span.segment.tokens_per_slot = float("-inf")
-            return Dropped(span, span.segment.token_slots[:0], fit=fit)
+            return DropResult(span, span.segment.token_slots[:0], fit=fit)
         assert above is not None
         nodes = self.spans.nodes_of(above, span.segment)
-        repacked = self._store.repack([self.spans[each] for each in nodes], largest)
-        return Dropped(span, repacked, nodes[0], fit)
+        repacked = self._packer.repack([self.spans[each] for each in nodes], largest)
+        return DropResult(span, repacked, nodes[0], fit)
 
     def clear(self) -> None:
         """The tree was flushed."""

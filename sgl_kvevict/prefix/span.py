@@ -30,12 +30,12 @@ class Segment:
             prefix of the segment's tokens is not a prefix of its information.
         tokens_per_slot: what one of its slots saves (tokens).
         worth: [num_entries], int16, what a squeeze keeps longest has most; None: it cannot be squeezed.
-        is_read: ``worth`` is what readers paid, not what a policy expected of them.
+        is_ranked: ``worth`` was measured by the attention of passes or requests; otherwise a policy expected it.
         is_fitted: its values and biases were fitted to what it does not keep; the biases of others are 0.
         readings: what the passes that are under way paid so far; None, or closed: none are.
         policy_state: what the policy wants to know at the path's next compression; opaque here.
         is_generated: written while a request generated. It grows by a view at a time, so who reads all of it reads it
-            as one, see :meth:`SpanTable.runs`.
+            as one, see :meth:`Spans.runs`.
         num_spans: live spans that read this segment.
         num_live_entries: entries that a live span reads; the others are dead.
     """
@@ -63,7 +63,7 @@ class Segment:
         self.splittable = splittable
         self.worth = worth
         self.tokens_per_slot = (end - start) / max(token_slots.numel(), 1)
-        self.is_read = False
+        self.is_ranked = False
         self.is_fitted = False
         self.readings: EntryReadings | None = None
         self.policy_state: object | None = None

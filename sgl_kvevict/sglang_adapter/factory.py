@@ -16,7 +16,7 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.configured import configured_policy
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.signals import Signal
-from sgl_kvevict.prefix import SpanStore
+from sgl_kvevict.prefix import SegmentPacker
 from sgl_kvevict.sglang_adapter.arena import Arena, arena_of
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME, POOL_HOOK, require_supported_sglang
@@ -116,7 +116,7 @@ def _assemble(
     backend: KVEvictAttentionBackend,
 ) -> KVEvictTree:
     geometry = backend.geometry
-    store = SpanStore(geometry, arena.k, arena.v, arena.biases)
+    packer = SegmentPacker(geometry, arena.k, arena.v, arena.biases)
     compressor = distilling = access = None
     if policy is not None:
         model = ctx.tp_worker.model_runner.model
@@ -130,11 +130,11 @@ def _assemble(
         elif needs_rotary(policy.needs):
             rotary = find_rotary(model, backend.places)
         learner = None if distilling is None else distilling.learner
-        compressor = Compressor(config, policy, store, rotary, output_grams, learner)
+        compressor = Compressor(config, policy, packer, rotary, output_grams, learner)
         if arena.k.is_cuda:
             warm_up(compressor, ctx.tp_worker.model_runner.dtype)
         access = open_access(config, ctx, geometry, arena.k.dtype)
-    ours = partial(KVEvictTree, store=store, compressor=compressor, access=access, distilling=distilling)
+    ours = partial(KVEvictTree, packer=packer, compressor=compressor, access=access, distilling=distilling)
     tree = create_unified_radix_cache(ctx, cache_class=ours)
     assert isinstance(tree, KVEvictTree)
     return tree

@@ -9,7 +9,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType, EvictLa
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.lifecycle import PrefixManager
 from sgl_kvevict.lifecycle.eviction import CostAwareRecency, NodeHeap, NodeSet
-from sgl_kvevict.lifecycle.table import Spans
+from sgl_kvevict.lifecycle.spans import Spans
 
 if TYPE_CHECKING:
     import torch

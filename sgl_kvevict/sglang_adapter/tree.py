@@ -23,7 +23,7 @@ from sgl_kvevict.lifecycle.listener import REFUSED_NOT_CACHED
 from sgl_kvevict.lifecycle.manager import Released
 from sgl_kvevict.lifecycle.nodes import path_to
 from sgl_kvevict.lifecycle.saving import StoreAccess
-from sgl_kvevict.prefix import SpanStore
+from sgl_kvevict.prefix import SegmentPacker
 from sgl_kvevict.request import RequestOptions, parse_request_options
 from sgl_kvevict.sglang_adapter.access_clock import AccessClock, access_counter
 from sgl_kvevict.sglang_adapter.blocking import BlockingNodes
@@ -47,7 +47,7 @@ class KVEvictTree(UnifiedRadixCache):
 
     Args:
         params: SGLang's construction parameters.
-        store: writes and repacks segments.
+        packer: writes and repacks segments.
         compressor: compresses completed prompts; None (policy ``none``) leaves the tree as stock.
         access: where prefixes are stored; None: nowhere.
         distilling: reports the results of lessons; None: nothing is learned.
@@ -65,18 +65,18 @@ class KVEvictTree(UnifiedRadixCache):
     def __init__(
         self,
         params: CacheInitParams,
-        store: SpanStore,
+        packer: SegmentPacker,
         compressor: Compressor | None,
         access: StoreAccess | None = None,
         distilling: Distilling | None = None,
     ) -> None:
-        self.store = store
+        self.packer = packer
         self.compressor = compressor
         self.distilling = distilling
         self.port = UnifiedTreePort(self, TensorRanks(params.attn_tp_cache_group))
         self.guard = Guard(self.ranks.size)
-        states = state_slots(params, store.k_arena)
-        self.manager = PrefixManager(self.port, store, compressor, self.guard, access_counter, states, access)
+        states = state_slots(params, packer.k_arena)
+        self.manager = PrefixManager(self.port, packer, compressor, self.guard, access_counter, states, access)
         self.spans = self.manager.spans
         self.clock = AccessClock()
         self.pass_name = f"kvevict-pass-{self.ranks.largest(secrets.randbits(62)):x}"

@@ -36,7 +36,7 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.lifecycle.nodes import length_of, path_to
 from sgl_kvevict.lifecycle.saving import StoreAccess
 from sgl_kvevict.policies import Policy, Rotary
-from sgl_kvevict.prefix import SpanStore
+from sgl_kvevict.prefix import SegmentPacker
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.span_component import FULL
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
@@ -68,11 +68,9 @@ class Harness:
     """A scheduler in miniature: admits, prefills in chunks, decodes, finishes, retracts and flushes requests.
 
     Attributes:
-        access: where prefixes are stored.
         has_learned: ranges that wait for passes can be compressed when slots are short.
         windows: of the two layers, see :attr:`KVGeometry.windows`.
         cache_grid: only multiples of so many tokens are cached, and found; as for models with a recurrent state.
-        max_tokens: of a request.
     """
 
     num_slots: int = 120
@@ -109,7 +107,7 @@ class Harness:
         self.biases = None
         if self.policy is not None and self.policy.fitter is not None:
             self.biases = torch.full(shape[:3], float("nan"))
-        store = SpanStore(self.geometry, self.k, self.v, self.biases)
+        store = SegmentPacker(self.geometry, self.k, self.v, self.biases)
         kind = LearnedCompressor if self.has_learned else Compressor
         compressor = None if self.policy is None else kind(self.config, self.policy, store, NO_ROTARY)
         self.tree = KVEvictTree(params, store, compressor, self.access)

@@ -28,7 +28,7 @@ def exported(harness: Harness, tail: int = 4) -> list[SegmentRecord]:
     records = []
     for node, span in tree.spans.items():
         if span.end == span.segment.end:
-            leaving = export_segment(node, tree.port, tree.spans, tree.store, IDENTITY, tail)
+            leaving = export_segment(node, tree.port, tree.spans, tree.packer, IDENTITY, tail)
             assert leaving is not None
             record = leaving.record()
             records.append(decode_segment(encode_segment(record), record.key))
@@ -38,7 +38,7 @@ def exported(harness: Harness, tail: int = 4) -> list[SegmentRecord]:
 def adoption(harness: Harness) -> Adoption:
     """What brings segments into a harness's tree."""
     manager = harness.tree.manager
-    return Adoption(harness.tree.port, manager.spans, manager.ranges, manager.readers, harness.tree.store)
+    return Adoption(harness.tree.port, manager.ranges, manager.readers, harness.tree.packer)
 
 
 class Heard(CacheListener):

@@ -49,7 +49,7 @@ def segment_of(harness: Harness) -> Segment:
 def assert_fitted(harness: Harness, *, but: range = range(0)) -> None:
     """All entries have their biases but those of some tokens, which have none."""
     segment = segment_of(harness)
-    biases, values = biases_of(harness.tree.store, segment), rows_of(harness.tree.store, segment)[1]
+    biases, values = biases_of(harness.tree.packer, segment), rows_of(harness.tree.packer, segment)[1]
     is_left = (segment.positions >= but.start) & (segment.positions < but.stop)
     assert torch.equal(biases, torch.where(is_left, 0.0, name_of(values)))
 

@@ -55,11 +55,11 @@ def test_passes_read_what_was_compressed_before_they_came():
     ask(harness, 1, 2, 3)
     shrink(harness)
     light = segment_of(harness)
-    assert (light.num_slots, light.is_read) == (30, False)  # half of 59 tokens
+    assert (light.num_slots, light.is_ranked) == (30, False)  # half of 59 tokens
     ask(harness, 4, 5, 6)
     assert scheduler.run_all() == 3
     read = segment_of(harness)
-    assert (read.num_slots, read.is_read) == (18, True)
+    assert (read.num_slots, read.is_ranked) == (18, True)
     ask(harness, 7, 8, 9)
     assert scheduler.run_all() == 0
 
@@ -88,7 +88,7 @@ def test_a_prefix_that_shrinks_between_two_passes_is_read_on():
     shrink(harness)
     assert segment_of(harness).num_slots == 17
     assert scheduler.run_all() == 1 and outcome(harness) == "compressed"
-    assert segment_of(harness).is_read
+    assert segment_of(harness).is_ranked
 
 
 def test_a_pass_in_the_middle_goes_on_with_the_entries():
@@ -116,7 +116,7 @@ def test_a_job_that_ends_early_leaves_its_segments_to_the_next_one():
     harness.tree.manager.scoring.abort(SchedulerPasses(scheduler))
     assert not segment_of(harness).readings.is_open and scheduler.run_all() == 0
     ask(harness, 7, 8, 9)
-    assert scheduler.run_all() == 3 and segment_of(harness).is_read
+    assert scheduler.run_all() == 3 and segment_of(harness).is_ranked
 
 
 def test_entries_below_a_prefix_are_not_read_with_it():
@@ -126,7 +126,7 @@ def test_entries_below_a_prefix_are_not_read_with_it():
     shrink(harness)
     ask(harness, 4, 5, 6)
     assert scheduler.run_all() == 0
-    assert not segment_of(harness).is_read
+    assert not segment_of(harness).is_ranked
 
 
 def test_what_cannot_shrink_is_not_read():

@@ -129,7 +129,7 @@ def test_a_store_that_fails_is_told_and_the_prompt_computed(tmp_path, monkeypatc
 
 def test_an_error_nobody_expects_is_held(tmp_path, monkeypatch):
     server = Server(tmp_path)
-    monkeypatch.setattr(server.harness.tree.store, "copy", lambda views: 1 / 0)
+    monkeypatch.setattr(server.harness.tree.packer, "copy", lambda views: 1 / 0)
     monkeypatch.setattr(server.reader, "start", lambda wanted: 1 / 0)
     assert server.serve(DOCUMENT) == 0
     errors = {place.value: count for place, count in server.harness.tree.guard.errors.items() if count}
@@ -177,7 +177,7 @@ def test_what_readers_order_later_takes_the_place_of_what_was_stored(tmp_path):
     (key,) = keys_in(server.segments)
     assert not server.segments.get(key).is_read
     (owner,) = server.harness.tree.spans
-    server.harness.tree.spans[owner].segment.is_read = True
+    server.harness.tree.spans[owner].segment.is_ranked = True
     server.harness.tree.manager.ranges.at_budget(owner)
     assert server.writer.drain(300) and server.segments.get(key).is_read
 

@@ -43,7 +43,7 @@ def start_monitoring(
         service = _start_service(config, config.events, tree, server_args, started)
     if service is None and not enable_metrics:
         return
-    num_runs = tree.store.geometry.num_runs
+    num_runs = tree.packer.geometry.num_runs
     counting = TotalsListener(num_runs)
     listeners: list[CacheListener] = [counting]
     if service is not None:
@@ -68,7 +68,7 @@ def _start_service(
     config: KVEvictConfig, events: EventsConfig, tree: KVEvictTree, server_args: ServerArgs, started: float
 ) -> EventService:
     parallel = get_parallel()
-    geometry = tree.store.geometry
+    geometry = tree.packer.geometry
     rank = select_kv_publisher_dp_rank(parallel.attn_dp_size, parallel.attn_dp_rank, parallel.dp_rank)
     events = events_of_rank(events, rank)
     description = Description(

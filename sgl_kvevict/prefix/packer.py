@@ -32,7 +32,7 @@ def only_rank(value: int, *same: int) -> int:
     return value
 
 
-class SpanStore(ArenaRows):
+class SegmentPacker(ArenaRows):
     """Packs entries into token slots of one arena.
 
     Entries are laid out run after run in the segment's own index space (layer, then token slot, then lane), and any
@@ -183,10 +183,10 @@ class SpanStore(ArenaRows):
             biases: [num_entries], float32, likewise.
 
         Raises:
-            InvariantError: the store has no place for biases.
+            InvariantError: the pool has no place for biases.
         """
         if self._biases is None:
-            raise InvariantError("a segment is to be fitted in a store without biases")
+            raise InvariantError("a segment is to be fitted in a pool without biases")
         slots = segment.head_slots.long()
         rows = self.v_arena.view(-1, self.geometry.head_dim)
         rows[slots] = torch.where(entries[:, None], values.to(rows.dtype), rows[slots])
@@ -204,7 +204,7 @@ class SpanStore(ArenaRows):
             biases: [num_entries], float32, of a fitted one, on any device; None: it is not fitted.
 
         Raises:
-            InvariantError: it is fitted, and the store has no place for biases.
+            InvariantError: it is fitted, and the pool has no place for biases.
         """
         slots = segment.head_slots.long()
         for arena, rows in ((self.k_arena, k), (self.v_arena, v)):
@@ -213,7 +213,7 @@ class SpanStore(ArenaRows):
         if self._biases is not None:
             self._biases[slots] = 0.0 if biases is None else biases.to(self._biases.device)
         elif biases is not None:
-            raise InvariantError("a fitted segment is to be placed in a store without biases")
+            raise InvariantError("a fitted segment is to be placed in a pool without biases")
 
     @accounting()
     def new_segment(
@@ -348,7 +348,7 @@ class SpanStore(ArenaRows):
             worth=None if old.worth is None else old.worth[kept],
         )
         new.policy_state, new.is_generated = old.policy_state, old.is_generated
-        new.is_read, new.is_fitted, new.readings = old.is_read, old.is_fitted, old.readings
+        new.is_ranked, new.is_fitted, new.readings = old.is_ranked, old.is_fitted, old.readings
         if new.readings is not None:
             new.readings.keep(kept)
         for span in spans:
