@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("sgl_kvevict", "kernels", "tests", "tools", "examples", "benchmarks")
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 550
 MAX_FUNCTION_LINES = 60
 
 

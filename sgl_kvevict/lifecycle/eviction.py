@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
-from sgl_kvevict.lifecycle.nodes import Node
+from sgl_kvevict.lifecycle.nodes import Node, NodeSet
 from sgl_kvevict.prefix import Span
 
 MAX_LEVELS = 1024
@@ -102,39 +101,6 @@ class StatefulRecency(CostAwareRecency):
                 return tokens / slots
             is_alone = is_alone and len(above.children) == 1
             node = above
-
-
-class NodeSet(set[Node]):
-    """Nodes that may give way, and which of them are new since somebody asked.
-
-    Args:
-        nodes: those that there are.
-    """
-
-    def __init__(self, nodes: Iterable[Node] = ()) -> None:
-        super().__init__(nodes)
-        self._new: dict[Any, None] = dict.fromkeys(self)
-
-    def add(self, node: Node) -> None:
-        """A node may give way."""
-        if node not in self:
-            super().add(node)
-            self._new[node] = None
-
-    def discard(self, node: object) -> None:
-        """A node may not give way, or is gone: it is not kept alive."""
-        super().discard(node)
-        self._new.pop(node, None)
-
-    def remove(self, node: Node) -> None:
-        """The same for one that is there."""
-        super().remove(node)
-        self._new.pop(node, None)
-
-    def take_new(self) -> list[Node]:
-        """Nodes that came since the last call, in the order in which they did; some may have left again."""
-        new, self._new = list(self._new), {}
-        return new
 
 
 class NodeHeap:

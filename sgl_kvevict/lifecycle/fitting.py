@@ -7,9 +7,8 @@ import time
 from sgl_kvevict.compression import Compressor
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle.nodes import Node
-from sgl_kvevict.lifecycle.prefix import SegmentFit
 from sgl_kvevict.lifecycle.ranges import Ranges
-from sgl_kvevict.lifecycle.table import PrefixTable
+from sgl_kvevict.lifecycle.table import PrefixTable, SegmentFit
 
 
 class Fits:

@@ -272,7 +272,7 @@ class PrefixManager:
     def split(self, upper: Node, lower: Node) -> None:
         """A node was cut; ``lower`` is the node that it was."""
         span = self.table.split(upper, lower)
-        if self.pressure is not None:
+        if self.pressure is not None and upper in self.table.prompts:
             self.pressure.trim_prompts()
         if span is not None:
             self.listener.split(upper, lower, span.start)

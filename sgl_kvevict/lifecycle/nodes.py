@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 Reader: TypeAlias = Any
@@ -73,3 +73,36 @@ def length_of(path: Sequence[Node]) -> int:
 def tokens_of(path: Sequence[Node]) -> list[int]:
     """Token ids of a path, or of a part of one."""
     return [token for node in path for token in node.key.token_ids]
+
+
+class NodeSet(set[Node]):
+    """Nodes that may give way, and which of them are new since somebody asked.
+
+    Args:
+        nodes: those that there are.
+    """
+
+    def __init__(self, nodes: Iterable[Node] = ()) -> None:
+        super().__init__(nodes)
+        self._new: dict[Any, None] = dict.fromkeys(self)
+
+    def add(self, node: Node) -> None:
+        """A node may give way."""
+        if node not in self:
+            super().add(node)
+            self._new[node] = None
+
+    def discard(self, node: object) -> None:
+        """A node may not give way, or is gone: it is not kept alive."""
+        super().discard(node)
+        self._new.pop(node, None)
+
+    def remove(self, node: Node) -> None:
+        """The same for one that is there."""
+        super().remove(node)
+        self._new.pop(node, None)
+
+    def take_new(self) -> list[Node]:
+        """Nodes that came since the last call, in the order in which they did; some may have left again."""
+        new, self._new = list(self._new), {}
+        return new

@@ -9,10 +9,9 @@ from sgl_kvevict.compression import CacheObservation, Compressor, PromptObservat
 from sgl_kvevict.lifecycle.eviction import CostAwareRecency, NodeHeap, Priority
 from sgl_kvevict.lifecycle.nodes import Node, length_of, path_to
 from sgl_kvevict.lifecycle.ports import TreePort
-from sgl_kvevict.lifecycle.prefix import Pending, State
 from sgl_kvevict.lifecycle.ranges import Ranges, Verdict
 from sgl_kvevict.lifecycle.readers import ReaderTable
-from sgl_kvevict.lifecycle.table import PrefixTable
+from sgl_kvevict.lifecycle.table import Pending, PrefixTable, State
 from sgl_kvevict.prefix import Segment
 
 ROUND_SHARE = 1 / 64

@@ -14,10 +14,9 @@ from sgl_kvevict.guard import Guard, Place, accounting
 from sgl_kvevict.lifecycle.listener import REFUSED_IN_USE, REFUSED_NO_MEMORY
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.lifecycle.ports import TreePort
-from sgl_kvevict.lifecycle.prefix import Pending, SegmentFit
 from sgl_kvevict.lifecycle.readers import ReaderTable
 from sgl_kvevict.lifecycle.saving import Saving
-from sgl_kvevict.lifecycle.table import PrefixTable
+from sgl_kvevict.lifecycle.table import Pending, PrefixTable, SegmentFit
 from sgl_kvevict.prefix import Segment
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle.nodes import Key, Node, path_to, tokens_of
 from sgl_kvevict.lifecycle.ports import TreePort
-from sgl_kvevict.lifecycle.spans import Spans
-from sgl_kvevict.lifecycle.table import PrefixTable
+from sgl_kvevict.lifecycle.table import PrefixTable, Spans
 from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.prefix import SegmentPacker, View
 from sgl_kvevict.store import Namespace, ReadAhead, SegmentRecord, StoreIdentity, WriteBehind, Written

@@ -1,27 +1,150 @@
-"""The table of all prefixes: one record per node, the queues that index it, and the changes of spans."""
+"""The table of prefixes: one record per tree node, the changes that its state allows, and the spans that nodes hold."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from sgl_kvevict.compression import PromptObservation, ReaderObservation
+from kvevict_kernels.span_runs import SpanRuns, waterline_of
+from sgl_kvevict.compression import Observation, PendingFit, PromptObservation, ReaderObservation
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.guard import accounting
-from sgl_kvevict.lifecycle.eviction import NodeSet
 from sgl_kvevict.lifecycle.job import ScoringJob
 from sgl_kvevict.lifecycle.listener import CacheListener
-from sgl_kvevict.lifecycle.nodes import Node, path_to
-from sgl_kvevict.lifecycle.prefix import Change, Pending, PrefixRecord, SegmentFit, State, next_states, state_of
-from sgl_kvevict.lifecycle.spans import Spans
+from sgl_kvevict.lifecycle.nodes import Node, NodeSet, path_to
 from sgl_kvevict.prefix import Segment, SegmentPacker, Span
 from sgl_kvevict.prefix.packer import LargestOfRanks
 
 T = TypeVar("T")
+
+
+class State(Enum):
+    """What a node holds of its tokens, from most to least."""
+
+    FULL = "full"
+    """Its ordinary token slots."""
+    LIGHT = "light"
+    """A span of a segment that has more slots than the budget says."""
+    COMPRESSED = "compressed"
+    """A span of a segment at the budget; without further shares, every span."""
+    SQUEEZED = "squeezed"
+    """A span of a segment below the budget."""
+
+
+class Change(Enum):
+    """What may be done to a node's tokens."""
+
+    INSTALL = auto()
+    """Its slots are replaced by a span of a new segment."""
+    GROW = auto()
+    """Its segment is replaced by one that also holds newly generated tokens."""
+    SQUEEZE = auto()
+    """Its segment gives up entries, without any forward."""
+    SPLIT = auto()
+    """It is cut; both halves keep the state."""
+    DROP = auto()
+    """It leaves the tree."""
+
+
+_SPANS = frozenset({State.LIGHT, State.COMPRESSED, State.SQUEEZED})
+CHANGES: Mapping[tuple[State, Change], frozenset[State]] = {
+    (State.FULL, Change.INSTALL): _SPANS,
+    **{(state, Change.GROW): _SPANS for state in _SPANS},
+    (State.LIGHT, Change.SQUEEZE): _SPANS,
+    (State.COMPRESSED, Change.SQUEEZE): frozenset({State.SQUEEZED}),
+    (State.SQUEEZED, Change.SQUEEZE): frozenset({State.SQUEEZED}),
+    **{(state, Change.SPLIT): frozenset({state}) for state in State},
+    **{(state, Change.DROP): frozenset() for state in State},
+}
+"""States that a change may lead to; nothing becomes full again. What is missing is refused."""
+
+
+def next_states(state: State, change: Change) -> frozenset[State]:
+    """Return the states that a change of a node may lead to; none: its record is gone.
+
+    Raises:
+        InvariantError: the state refuses the change; going on would leak slots or leave stale KV.
+    """
+    try:
+        return CHANGES[state, change]
+    except KeyError:
+        raise InvariantError(f"the change {change.name} of a node whose state is {state.value!r}") from None
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A range that is compressed once nothing reads it exactly: the uncompressed tokens before ``end``.
+
+    Attributes:
+        end: logical position after the range's last token, where the record's node ends.
+        observation: what to compress it with.
+        share: how much to keep of it; None: what the budget says.
+    """
+
+    end: int
+    observation: Observation
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class SegmentFit:
+    """The fit of a published segment, in the record of the last node that holds a span of it.
+
+    Attributes:
+        fit: computes values and biases, layer by layer.
+        num_slots: of the segment when it was published.
+    """
+
+    fit: PendingFit
+    num_slots: int
+
+
+@dataclass(eq=False, slots=True)
+class PrefixRecord:
+    """Everything known of one node, and of the prefix that ends with it.
+
+    Written only by :class:`PrefixTable`, whose queues index all parts after ``matches``.
+
+    Attributes:
+        span: the node's compressed tokens; None: they are uncompressed.
+        matches: how many prompts have found the prefix.
+        may_shrink: it shrinks when slots are short: an *end* of an uncompressed range, or the owner of a segment.
+        is_stale: it was compressed with other weights, and must not be matched.
+        prompt: what a prompt's prefill left behind to compress the range that ends here with.
+        pending: a range that ends here and waits for exact readers.
+        vote: what requests that extend the prefix have attended to.
+        job: the prefix waits for scoring passes, or they are under way.
+        fit: the fit of the segment that ends here.
+    """
+
+    span: Span | None = None
+    matches: int = 0
+    may_shrink: bool = False
+    is_stale: bool = False
+    prompt: PromptObservation | None = None
+    pending: Pending | None = None
+    vote: ReaderObservation | None = None
+    job: ScoringJob | None = None
+    fit: SegmentFit | None = None
+
+
+def state_of(span: Span | None, config: KVEvictConfig | None) -> State:
+    """Return the state of a node that holds a span, or none."""
+    if span is None:
+        return State.FULL
+    if config is None or not config.shares:
+        return State.COMPRESSED
+    segment = span.segment
+    excess = segment.num_slots - config.slots_at(float(config.budget), segment.end - segment.start)
+    if excess == 0:
+        return State.COMPRESSED
+    return State.LIGHT if excess > 0 else State.SQUEEZED
 
 
 @dataclass(frozen=True)
@@ -95,11 +218,115 @@ class Queue(Generic[T]):
         return value
 
 
+class Spans(Mapping[Node, Span]):
+    """The spans of the table by node, and what they make of a path: a view that changes nothing.
+
+    On every path, nodes with spans come before those without. All spans of a segment lie on consecutive nodes of one
+    path. The spans of a segment that cannot be split stand and fall together: no request reads only some of them.
+
+    Args:
+        records: of the table.
+    """
+
+    def __init__(self, records: Mapping[Node, PrefixRecord]) -> None:
+        self._records = records
+
+    def __getitem__(self, node: Node) -> Span:
+        span = self.at(node)
+        if span is None:
+            raise KeyError(node)
+        return span
+
+    def __contains__(self, node: object) -> bool:
+        record = self._records.get(node)  # type: ignore[call-overload]  # a node, or nothing that the table has
+        return record is not None and record.span is not None
+
+    def __iter__(self) -> Iterator[Node]:
+        return (node for node, record in self._records.items() if record.span is not None)
+
+    def __len__(self) -> int:
+        return sum(record.span is not None for record in self._records.values())
+
+    def at(self, node: Node | None) -> Span | None:
+        """The span of a node; None if it holds none."""
+        record = None if node is None else self._records.get(node)
+        return None if record is None else record.span
+
+    def waterline(self, path: Sequence[Node]) -> int:
+        """Tokens of a path that are compressed."""
+        return waterline_of(self[node] for node in path if node in self)
+
+    def uncompressed(self, path: Sequence[Node]) -> list[Node]:
+        """Nodes of a path that hold no span."""
+        return [node for node in path if node not in self]
+
+    def owners(self, path: Sequence[Node]) -> list[Node]:
+        """Nodes of a path that own a segment all of whose spans lie on it, root side first."""
+        views = Counter(self[node].segment for node in path if node in self)
+        owned = [node for node in path if node in self and self[node].is_owner]
+        return [node for node in owned if views[self[node].segment] == self[node].segment.num_spans]
+
+    def runs(self, path: Sequence[Node]) -> tuple[SpanRuns, ...]:
+        """What a request reads that locks a path: its spans, root side first.
+
+        A segment that grew while a request generated has many views. A path with all of them reads the segment as one,
+        unless its last views were dropped: their entries stay until a repack saves a slot.
+        """
+        spans = [self[node] for node in path if node in self]
+        runs = []
+        i = 0
+        while i < len(spans):
+            segment, last = spans[i].segment, i + spans[i].segment.num_spans - 1
+            is_whole = segment.is_generated and last < len(spans) and spans[last].end == segment.end
+            if is_whole and spans[i].is_owner:
+                runs.append(segment.runs())
+                i = last
+            else:
+                runs.append(spans[i].runs())
+            i += 1
+        return tuple(runs)
+
+    def blocks(self, node: Node) -> bool:
+        """Whether no request may stop right after a node: it would read a part of a segment that cannot be split."""
+        span = self.at(node)
+        return span is not None and not span.segment.splittable and span.end < span.segment.end
+
+    def owner_of(self, node: Node) -> Node:
+        """Topmost node with a span of the same segment as this node's."""
+        return self.nodes_of(node, self[node].segment)[0]
+
+    def last_of(self, owner: Node) -> Node:
+        """Last node with a span of the segment that a node owns."""
+        return self.views_of(owner)[-1]
+
+    def nodes_of(self, lowest: Node, segment: Segment) -> list[Node]:
+        """Nodes with spans of a segment, from the owner to ``lowest``."""
+        nodes = []
+        node: Node | None = lowest
+        while node is not None and (span := self.at(node)) is not None and span.segment is segment:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+    def views_of(self, owner: Node) -> list[Node]:
+        """All nodes with spans of the segment that a node owns, root side first."""
+        segment = self[owner].segment
+        views = [owner]
+        while len(views) < segment.num_spans:
+            views.append(next(child for child in views[-1].children.values() if self._holds(child, segment)))
+        return views
+
+    def _holds(self, node: Node, segment: Segment) -> bool:
+        span = self.at(node)
+        return span is not None and span.segment is segment
+
+
 class PrefixTable:
     """All that is known of prefixes: the only table keyed by nodes.
 
     Each change of the tree (split, drop, flush) has one function here, which handles the whole record. Whether a
-    node's state allows a change is said by :data:`~sgl_kvevict.lifecycle.prefix.CHANGES`.
+    node's state allows a change is said by :data:`CHANGES`.
 
     Args:
         packer: repacks segments.

@@ -8,8 +8,9 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType, EvictLa
 
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.lifecycle import PrefixManager
-from sgl_kvevict.lifecycle.eviction import CostAwareRecency, NodeHeap, NodeSet
-from sgl_kvevict.lifecycle.spans import Spans
+from sgl_kvevict.lifecycle.eviction import CostAwareRecency, NodeHeap
+from sgl_kvevict.lifecycle.nodes import NodeSet
+from sgl_kvevict.lifecycle.table import Spans
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.cache_action import CacheAction
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
-    from sgl_kvevict.lifecycle.spans import Spans
+    from sgl_kvevict.lifecycle.table import Spans
 
 SWA = ComponentType.SWA
 _OWN = "kvevict_own"

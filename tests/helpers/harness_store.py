@@ -38,6 +38,7 @@ def exported(harness: Harness, tail: int = 4) -> list[SegmentRecord]:
 def adoption(harness: Harness) -> Adoption:
     """What brings segments into a harness's tree."""
     manager = harness.tree.manager
+    assert manager.ranges is not None
     return Adoption(harness.tree.port, manager.ranges, manager.readers, harness.tree.packer)
 
 
@@ -69,6 +70,7 @@ class Server:
         self.harness = Harness(access=self.access, **kind)
         self.manager = self.harness.tree.manager
         self.loading, self.saving = self.manager.loading, self.manager.saving
+        assert self.loading is not None and self.saving is not None
         self.heard = self.manager.listener = Heard()
 
     def queue(self, prompt, extra_key=None):

@@ -10,8 +10,8 @@ from helpers.fake_tree import FakePasses, FakeTree
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.lifecycle.job import RULES, Action, Fact, JobEvent, Outcome, Stage, decide
-from sgl_kvevict.lifecycle.prefix import Change, State, next_states
 from sgl_kvevict.lifecycle.pressure import STEPS
+from sgl_kvevict.lifecycle.table import Change, State, next_states
 from sgl_kvevict.policies.signals import Readers
 
 SPANS = {State.LIGHT, State.COMPRESSED, State.SQUEEZED}

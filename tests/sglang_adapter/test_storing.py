@@ -15,7 +15,7 @@ from sgl_kvevict.config import EventsConfig, KVEvictConfig
 from sgl_kvevict.errors import StoreError
 from sgl_kvevict.events.types import Loaded, LoadFailed, Stored
 from sgl_kvevict.lifecycle.loading import READ_AHEAD
-from sgl_kvevict.lifecycle.prefix import Pending
+from sgl_kvevict.lifecycle.table import Pending
 from sgl_kvevict.sglang_adapter.monitoring.event_stream import EventStreamListener
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.monitoring.totals import TotalsListener
