@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import time
 
-from sgl_kvevict.compression import Compressor
-from sgl_kvevict.guard import Guard, Place
+from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.nodes import Node
+from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.ranges import Ranges
-from sgl_kvevict.lifecycle.table import PrefixTable, SegmentFit
+from sgl_kvevict.lifecycle.table import SegmentFit
 
 
-class Fits:
+class Fits(Part):
     """Advances the fits of the table, in the order in which their segments were published.
 
     Readers need not be moved: no slot changes hands, and from its next forward on a reader finds other values in the
     same places.
 
     Args:
-        table: all prefixes; a fit belongs to the last node with a span of its segment.
+        shared: the table; a fit belongs to the last node with a span of its segment.
         ranges: knows what follows when a segment at the budget is complete.
-        compressor: its packer wrote the segments.
-        guard: holds errors of a fit: its segment stays as it was selected.
     """
 
-    def __init__(self, table: PrefixTable, ranges: Ranges, compressor: Compressor, guard: Guard) -> None:
-        self._table = table
+    def __init__(self, shared: Shared, ranges: Ranges) -> None:
+        super().__init__(shared)
         self._ranges = ranges
-        self._compressor = compressor
-        self._guard = guard
 
     def __len__(self) -> int:
         return len(self._table.fits)
@@ -71,4 +67,4 @@ class Fits:
         fitted.fit.step(segment)
         if fitted.fit.is_done:
             ends = [spans[node].end for node in spans.nodes_of(last, segment)]
-            fitted.fit.apply(self._compressor.packer, segment, ends)
+            fitted.fit.apply(self._packer, segment, ends)

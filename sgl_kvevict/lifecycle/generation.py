@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sgl_kvevict.compression import Suffix, SuffixCompressor, SuffixStep
-from sgl_kvevict.guard import Guard, Place
+from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
-from sgl_kvevict.lifecycle.ports import TreePort
+from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.ranges import Ranges
-from sgl_kvevict.lifecycle.readers import ReaderTable
-from sgl_kvevict.lifecycle.table import PrefixTable
 from sgl_kvevict.prefix import Segment
 
 
-class Generations:
+class Generations(Part):
     """Compresses what requests generate, block by block, while they do.
 
     Between two steps a request that has generated ``decode_block`` tokens more than its window (``tail_tokens``)
@@ -26,36 +24,18 @@ class Generations:
     the first generated one, the prompt's tail for instance, are kept whole.
 
     Args:
-        tree: the tree's port.
-        table: all prefixes.
-        readers: requests and passes.
+        shared: tree, table, readers and guard; after an error a request goes on uncompressed.
         ranges: installs segments.
-        compressor: of suffixes.
+        suffixes: compresses them.
         decode_block: tokens that are compressed at once.
-        tail_tokens: last tokens, which stay uncompressed.
-        guard: holds what a policy raises; the request then goes on uncompressed.
     """
 
-    def __init__(
-        self,
-        tree: TreePort,
-        table: PrefixTable,
-        readers: ReaderTable,
-        ranges: Ranges,
-        compressor: SuffixCompressor,
-        decode_block: int,
-        tail_tokens: int,
-        guard: Guard,
-    ) -> None:
-        self._tree = tree
-        self._table = table
-        self._spans = table.spans
-        self._readers = readers
+    def __init__(self, shared: Shared, ranges: Ranges, suffixes: SuffixCompressor, decode_block: int) -> None:
+        super().__init__(shared)
         self._ranges = ranges
-        self._compressor = compressor
+        self._suffix_compressor = suffixes
         self._block = decode_block
-        self._tail = tail_tokens
-        self._guard = guard
+        self._tail = self._config.tail_tokens
 
     def __len__(self) -> int:
         return len(self._suffixes())
@@ -63,7 +43,7 @@ class Generations:
     @property
     def num_bytes(self) -> int:
         """Memory of recorded queries and of sums."""
-        lanes = self._compressor.lanes
+        lanes = self._suffix_compressor.lanes
         return sum(suffix.num_bytes for _, suffix in self._suffixes()) + (0 if lanes is None else lanes.num_bytes)
 
     # ---- what happens to requests -----------------------------------------------------------------------------
@@ -76,13 +56,13 @@ class Generations:
         """
         record = self._readers[reader]
         if record.suffix is None and not record.is_exact:
-            record.suffix = self._compressor.new(start)
+            record.suffix = self._suffix_compressor.new(start)
 
     def end(self, reader: Reader) -> None:
         """A request was released."""
         record = self._readers[reader]
         if record.suffix is not None:
-            self._compressor.give_up(record.suffix)
+            self._suffix_compressor.give_up(record.suffix)
             record.suffix = None
 
     def clear(self) -> None:
@@ -101,14 +81,14 @@ class Generations:
         Returns:
             Records the queries of each layer; None: nothing is recorded.
         """
-        if self._compressor.lanes is None:
+        if self._suffix_compressor.lanes is None:
             return None
         followed = [
             (row, length - 1, suffix)
             for reader, length, row in zip(readers, seq_lens, rows, strict=True)
             if (suffix := self._readers[reader].suffix) is not None
         ]
-        return self._compressor.step(followed, num_rows=rows[-1] + 1)
+        return self._suffix_compressor.step(followed, num_rows=rows[-1] + 1)
 
     def between_steps(self) -> None:
         """Compress what is due."""
@@ -126,8 +106,8 @@ class Generations:
     def _visit(self, reader: Reader, suffix: Suffix) -> None:
         end = self._tree.num_known(reader) - self._tail
         done = max(suffix.compressed_end, suffix.tried)
-        is_due = end - done >= self._block and self._compressor.is_followed(suffix)
-        if not is_due and not self._compressor.is_full(suffix):
+        is_due = end - done >= self._block and self._suffix_compressor.is_followed(suffix)
+        if not is_due and not self._suffix_compressor.is_full(suffix):
             return
         last = self._tree.locked_by(reader)
         if last is None:
@@ -137,8 +117,8 @@ class Generations:
             suffix.begin(max(waterline, suffix.end))
         elif is_due and self._is_movable(path, suffix):
             self._compress(reader, suffix, end)
-        if self._compressor.is_full(suffix):
-            self._compressor.count(suffix, self._tree.row(reader, suffix.compressed_end, suffix.end))
+        if self._suffix_compressor.is_full(suffix):
+            self._suffix_compressor.count(suffix, self._tree.row(reader, suffix.compressed_end, suffix.end))
 
     def _is_movable(self, path: Sequence[Node], suffix: Suffix) -> bool:
         """Whether all readers of the topmost node whose slots would change are movable.
@@ -173,7 +153,7 @@ class Generations:
             return
         slots = self._tree.row(reader, suffix.compressed_end, max(end, suffix.end))
         above = self._spans.at(nodes[0].parent)
-        done = self._compressor.compress(suffix, slots, num_new, None if above is None else above.segment)
+        done = self._suffix_compressor.compress(suffix, slots, num_new, None if above is None else above.segment)
         self._ranges.install(nodes, done.segment, done.freed, readers)
         self._table.listener.compressed(nodes, done)
 

@@ -13,16 +13,14 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from sgl_kvevict.errors import StoreError
-from sgl_kvevict.guard import Guard, Place, accounting
+from sgl_kvevict.guard import Place, accounting
 from sgl_kvevict.lifecycle.listener import LOAD_ERROR, LOAD_LATE
 from sgl_kvevict.lifecycle.nodes import Node, length_of, path_to
-from sgl_kvevict.lifecycle.ports import TreePort
+from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.ranges import Ranges
-from sgl_kvevict.lifecycle.readers import ReaderTable
 from sgl_kvevict.lifecycle.saving import StoreAccess
-from sgl_kvevict.lifecycle.table import PrefixTable
 from sgl_kvevict.policies.parts import PolicyState
-from sgl_kvevict.prefix import Segment, SegmentPacker
+from sgl_kvevict.prefix import Segment
 from sgl_kvevict.store import Fetch, ReadAhead, SegmentRecord, Wanted
 
 READ_AHEAD = 16
@@ -93,22 +91,17 @@ class Answer(IntEnum):
     """There was nothing to fetch, or the store is in trouble."""
 
 
-class Adoption:
+class Adoption(Part):
     """Puts stored segments into the tree, as if they had been compressed here.
 
     Args:
-        tree: the tree's port.
+        shared: tree, readers and packer.
         ranges: installs segments.
-        readers: of the uncompressed nodes that a stored segment replaces.
-        packer: writes rows.
     """
 
-    def __init__(self, tree: TreePort, ranges: Ranges, readers: ReaderTable, packer: SegmentPacker) -> None:
-        self._tree = tree
-        self._spans = ranges.spans
+    def __init__(self, shared: Shared, ranges: Ranges) -> None:
+        super().__init__(shared)
         self._ranges = ranges
-        self._readers = readers
-        self._packer = packer
 
     def adopt(self, record: SegmentRecord, extra_key: str | None, cache_salt: str | None) -> int:
         """Give a stored segment slots and nodes.
@@ -225,40 +218,28 @@ class Adoption:
         return segment
 
 
-class Loading:
+class Loading(Part):
     """Fetches prefixes of queued requests, the first of the queue first, and puts them into the tree.
 
     Tensor-parallel ranks have the same queue and the same tree, and each reads its own part of a prefix. They agree on
     whether it is loaded: all load it, or none does.
 
     Args:
-        tree: the tree's port.
-        table: all prefixes.
+        shared: tree, table and guard; after an error the prefix is computed.
         adoption: puts fetched segments into the tree.
         access: the store.
         reader: fetches.
-        guard: holds errors; the prefix is then computed.
 
     Attributes:
         totals: counters.
     """
 
-    def __init__(
-        self,
-        tree: TreePort,
-        table: PrefixTable,
-        adoption: Adoption,
-        access: StoreAccess,
-        reader: ReadAhead,
-        guard: Guard,
-    ) -> None:
+    def __init__(self, shared: Shared, adoption: Adoption, access: StoreAccess, reader: ReadAhead) -> None:
+        super().__init__(shared)
         self.totals = LoadTotals()
-        self._tree = tree
-        self._table = table
         self._adoption = adoption
         self._access = access
         self._reader = reader
-        self._guard = guard
         self._waiting: WeakKeyDictionary[Any, Waiting] = WeakKeyDictionary()
 
     @property
@@ -314,9 +295,7 @@ class Loading:
             tokens = list(prompt.tokens[: prompt.num_tokens])
             path = self._tree.find(tokens, prompt.extra_key, prompt.cache_salt)
             namespace = self._access.identity.namespace(prompt.extra_key, prompt.cache_salt)
-            waiting.fetch = self._reader.start(
-                Wanted(tokens, namespace, self._table.spans.waterline(path), length_of(path))
-            )
+            waiting.fetch = self._reader.start(Wanted(tokens, namespace, self._spans.waterline(path), length_of(path)))
 
     def _agree(self, waiting: Sequence[Waiting]) -> list[Answer]:
         """What all ranks together know of requests, the same on all of them."""

@@ -21,6 +21,7 @@ from sgl_kvevict.lifecycle.jobs import ScoringJobs
 from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.loading import Adoption, Loading, LoadTotals
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
+from sgl_kvevict.lifecycle.part import Shared
 from sgl_kvevict.lifecycle.ports import PassPort, TreePort
 from sgl_kvevict.lifecycle.pressure import Pressure
 from sgl_kvevict.lifecycle.ranges import Ranges
@@ -103,29 +104,25 @@ class PrefixManager:
         self.saving: Saving | None = None
         self.loading: Loading | None = None
         if compressor is not None:
-            self._build(compressor, packer, compressor.config.tail_tokens)
+            self._build(Shared(tree, self.table, self.readers, packer, compressor, guard))
 
-    def _build(self, compressor: Compressor, packer: SegmentPacker, tail_tokens: int) -> None:
+    def _build(self, shared: Shared) -> None:
         """Make the parts that compress, each from those before it."""
-        tree, table, readers, guard, access = self._tree, self.table, self.readers, self.guard, self.access
+        access, policy, config = self.access, shared.compressor.policy, shared.compressor.config
         if access is not None:
-            self.saving = Saving(tree, table, packer, access, guard, tail_tokens)
-        ranges = self.ranges = Ranges(tree, table, readers, compressor, guard, self.saving)
+            self.saving = Saving(shared, access)
+        ranges = self.ranges = Ranges(shared, self.saving)
         if access is not None and access.reader is not None:
-            adoption = Adoption(tree, ranges, readers, packer)
-            self.loading = Loading(tree, table, adoption, access, access.reader, guard)
-        num_slots = packer.geometry.num_token_slots
-        pressure = self.pressure = Pressure(tree, table, ranges, readers, compressor, self.order, num_slots)
-        block = compressor.config.decode_block
-        if block is not None:
-            suffixes = SuffixCompressor(compressor)
-            self.generations = Generations(tree, table, readers, ranges, suffixes, block, tail_tokens, guard)
-        kind = compressor.policy.readers
-        if kind is not None:
-            jobs = ScoringJobs(table)
-            fits = self.fits = Fits(table, ranges, compressor, guard)
-            votes = self.votes = Votes(table, compressor, ranges, jobs, fits)
-            self.scoring = PrefixScoring(table, readers, compressor, kind, ranges, pressure, jobs, votes, fits, guard)
+            self.loading = Loading(shared, Adoption(shared, ranges), access, access.reader)
+        pressure = self.pressure = Pressure(shared, ranges, self.order, shared.packer.geometry.num_token_slots)
+        if config.decode_block is not None:
+            suffixes = SuffixCompressor(shared.compressor)
+            self.generations = Generations(shared, ranges, suffixes, config.decode_block)
+        if policy.readers is not None:
+            jobs = ScoringJobs(self.table)
+            fits = self.fits = Fits(shared, ranges)
+            votes = self.votes = Votes(shared, ranges, jobs, fits)
+            self.scoring = PrefixScoring(shared, policy.readers, ranges, pressure, jobs, votes, fits)
 
     @property
     def listener(self) -> CacheListener:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sgl_kvevict.compression import CacheObservation, Compressor, PromptObservation, ReaderObservation
+from sgl_kvevict.compression import CacheObservation, PromptObservation, ReaderObservation
 from sgl_kvevict.lifecycle.eviction import CostAwareRecency, NodeHeap, Priority
 from sgl_kvevict.lifecycle.nodes import Node, length_of, path_to
-from sgl_kvevict.lifecycle.ports import TreePort
+from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.ranges import Ranges, Verdict
-from sgl_kvevict.lifecycle.readers import ReaderTable
-from sgl_kvevict.lifecycle.table import Pending, PrefixTable, State
+from sgl_kvevict.lifecycle.table import Pending, State
 from sgl_kvevict.prefix import Segment
 
 ROUND_SHARE = 1 / 64
@@ -53,7 +52,7 @@ STEPS: Mapping[State, ShrinkStep] = {
 }
 
 
-class Pressure:
+class Pressure(Part):
     """Shrinks prefixes: uncompressed ones that can be scored at any time, and segments above the least share.
 
     They shrink in steps (``KVEvictConfig.shares``): to the light share by scores that are at hand, to the budget and to
@@ -63,11 +62,8 @@ class Pressure:
     the end above it, or the waterline. They are compressed from the root down.
 
     Args:
-        tree: the tree's port.
-        table: all prefixes.
+        shared: tree, table, readers and compressor; its configuration says how far.
         ranges: compresses.
-        readers: requests and passes that read what shrinks.
-        compressor: its configuration says how far.
         order: what gives way first.
         num_slots: of the pool.
 
@@ -75,25 +71,11 @@ class Pressure:
         order: see above.
     """
 
-    def __init__(
-        self,
-        tree: TreePort,
-        table: PrefixTable,
-        ranges: Ranges,
-        readers: ReaderTable,
-        compressor: Compressor,
-        order: CostAwareRecency,
-        num_slots: int,
-    ) -> None:
+    def __init__(self, shared: Shared, ranges: Ranges, order: CostAwareRecency, num_slots: int) -> None:
+        super().__init__(shared)
         self.order = order
-        self._tree = tree
-        self._table = table
-        self._spans = table.spans
-        self._shrinking = table.shrinking
+        self._shrinking = self._table.shrinking
         self._ranges = ranges
-        self._readers = readers
-        self._compressor = compressor
-        self._config = compressor.config
         self._round = max(int(num_slots * ROUND_SHARE), 1)
         self.clear()
 

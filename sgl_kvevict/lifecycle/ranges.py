@@ -9,14 +9,13 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from sgl_kvevict.compression import CacheObservation, Compression, Compressor, Observation, ReaderObservation
-from sgl_kvevict.guard import Guard, Place, accounting
+from sgl_kvevict.compression import CacheObservation, Compression, Observation, ReaderObservation
+from sgl_kvevict.guard import Place, accounting
 from sgl_kvevict.lifecycle.listener import REFUSED_IN_USE, REFUSED_NO_MEMORY
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
-from sgl_kvevict.lifecycle.ports import TreePort
-from sgl_kvevict.lifecycle.readers import ReaderTable
+from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.saving import Saving
-from sgl_kvevict.lifecycle.table import Pending, PrefixTable, SegmentFit
+from sgl_kvevict.lifecycle.table import Pending, SegmentFit
 from sgl_kvevict.prefix import Segment
 
 
@@ -45,56 +44,36 @@ class Attempted:
     num_slots: int = 0
 
 
-class Ranges:
+class Ranges(Part):
     """Compresses ranges, and lets one per node wait, the newest, while a request reads it exactly.
 
     The oldest pending ranges are given up when their observations exceed ``observation_bytes``.
 
     Args:
-        tree: the tree's port.
-        table: all prefixes.
-        readers: requests and passes that read them.
-        compressor: decides what is kept, and writes it.
-        guard: holds what a policy raises; the range then stays uncompressed.
+        shared: tree, table, readers, compressor and guard.
         saving: receives segments at the budget; None: there is no store.
-
-    Attributes:
-        spans: of all nodes.
     """
 
-    def __init__(
-        self,
-        tree: TreePort,
-        table: PrefixTable,
-        readers: ReaderTable,
-        compressor: Compressor,
-        guard: Guard,
-        saving: Saving | None,
-    ) -> None:
-        self._tree = tree
-        self._table = table
-        self.spans = table.spans
-        self._readers = readers
-        self._compressor = compressor
-        self._guard = guard
+    def __init__(self, shared: Shared, saving: Saving | None) -> None:
+        super().__init__(shared)
         self._saving = saving
 
     def is_long_enough(self, num_tokens: int) -> bool:
         """Whether a range of so many tokens is worth a segment (``min_prefix_tokens``)."""
-        return num_tokens >= self._compressor.config.min_prefix_tokens
+        return num_tokens >= self._config.min_prefix_tokens
 
     def bounds(self, path: Sequence[Node]) -> tuple[int, int] | None:
         """Logical bounds of what is to be compressed of a path: up to its tail; None if it is too short."""
-        start, end = self.spans.waterline(path), self.end_of(path)
+        start, end = self._spans.waterline(path), self.end_of(path)
         return (start, end) if self.is_long_enough(end - start) else None
 
     def end_of(self, path: Sequence[Node]) -> int:
         """Logical position of a path's tail, which stays uncompressed."""
-        return length_of(path) - self._compressor.config.tail_tokens
+        return length_of(path) - self._config.tail_tokens
 
     def token_slots(self, path: Sequence[Node], num_tokens: int) -> Tensor:
         """[num_tokens], int64, ordinary slots of the first tokens of a path that are not compressed."""
-        return self._tree.token_slots(self.spans.uncompressed(path))[:num_tokens]
+        return self._tree.token_slots(self._spans.uncompressed(path))[:num_tokens]
 
     def compress(self, node: Node, end: int, observation: Observation) -> Attempted:
         """Compress what is uncompressed of the path to a node; a range in use becomes pending.
@@ -105,7 +84,7 @@ class Ranges:
             observation: what to compress with.
         """
         path = path_to(node)
-        num_tokens = end - self.spans.waterline(path)
+        num_tokens = end - self._spans.waterline(path)
         if not self.is_long_enough(num_tokens):
             return Attempted(Verdict.TOO_SHORT)
         last = self.node_ending_at(path, end)
@@ -118,7 +97,7 @@ class Ranges:
     def compress_now(self, node: Node, pending: Pending) -> Attempted:
         """Compress what is uncompressed of the path to a node that ends at ``pending.end``, unless it is in use."""
         path = path_to(node)
-        if not self.is_long_enough(pending.end - self.spans.waterline(path)):
+        if not self.is_long_enough(pending.end - self._spans.waterline(path)):
             self._table.pending.take(node)
             return Attempted(Verdict.TOO_SHORT)
         return self._write_all(path, pending)
@@ -162,11 +141,11 @@ class Ranges:
             freed: [num_freed], int64, token slots to release.
             readers: of the first node, see :meth:`ReaderTable.movable`.
         """
-        before = [len(node.key) if (span := self.spans.at(node)) is None else span.charged_slots for node in nodes]
-        full = self.spans.uncompressed(nodes)
+        before = [len(node.key) if (span := self._spans.at(node)) is None else span.charged_slots for node in nodes]
+        full = self._spans.uncompressed(nodes)
         self._table.install(nodes, segment)
         for node, slots in zip(nodes, before, strict=True):
-            self._tree.charge(node, self.spans[node].charged_slots - slots)
+            self._tree.charge(node, self._spans[node].charged_slots - slots)
         for node in full:
             self._tree.hold_span(node)
         self._tree.free(freed)
@@ -177,7 +156,7 @@ class Ranges:
         for reader in readers:
             last = self._tree.locked_by(reader)
             assert last is not None
-            self._tree.clear_row(reader, self.spans.waterline(path_to(last)))
+            self._tree.clear_row(reader, self._spans.waterline(path_to(last)))
 
     def _wait(self, node: Node, pending: Pending) -> None:
         observation = pending.observation
@@ -185,21 +164,21 @@ class Ranges:
             observation.products = None  # its memory would be held for as long as a request reads exactly
             self._compressor.stats.fits_given_up += 1
         self._table.pending.put(node, pending, observation.num_bytes)
-        while self._table.pending.num_bytes > self._compressor.config.observation_bytes:
+        while self._table.pending.num_bytes > self._config.observation_bytes:
             oldest = self._table.pending.oldest()
             assert oldest is not None
-            num_tokens = oldest[1].end - self.spans.waterline(path_to(oldest[0]))
+            num_tokens = oldest[1].end - self._spans.waterline(path_to(oldest[0]))
             self._table.pending.take(oldest[0])
             self._table.listener.refused(REFUSED_NO_MEMORY, num_tokens)
 
     def _write_all(self, path: Sequence[Node], pending: Pending) -> Attempted:
         """Compress what a path has from the waterline on, however short."""
-        nodes = self.spans.uncompressed(path)
+        nodes = self._spans.uncompressed(path)
         readers = self._readers.movable(nodes[0])
         if readers is None:
             return Attempted(Verdict.IN_USE)
         won = 0
-        start = self.spans.waterline(path)
+        start = self._spans.waterline(path)
         for group in self._groups(nodes):
             done = self._write(group, start, pending)
             if done is None:
@@ -209,7 +188,7 @@ class Ranges:
             self._table.listener.compressed(group, done)
             if done.fit is not None:
                 self._table.fits.put(group[-1], SegmentFit(done.fit, done.segment.num_slots))
-            elif pending.share in (None, self._compressor.config.budget):
+            elif pending.share in (None, self._config.budget):
                 self.at_budget(group[-1])
             start += done.num_tokens
             won += done.freed.numel()
@@ -234,7 +213,7 @@ class Ranges:
         """Write what is kept of consecutive nodes into the first of their slots; None if the policy failed."""
         done = None
         with self._guard.at(Place.COMPRESSION):
-            above = self.spans.at(nodes[0].parent)
+            above = self._spans.at(nodes[0].parent)
             parent = None if above is None else above.segment
             slots = self._tree.token_slots(nodes)
             done = self._compressor.compress(slots, start, pending.observation, parent, pending.share)

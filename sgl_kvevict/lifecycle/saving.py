@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sgl_kvevict.guard import Guard, Place
+from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.nodes import Key, Node, path_to, tokens_of
+from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.ports import TreePort
-from sgl_kvevict.lifecycle.table import PrefixTable, Spans
+from sgl_kvevict.lifecycle.table import Spans
 from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.prefix import SegmentPacker, View
 from sgl_kvevict.store import Namespace, ReadAhead, SegmentRecord, StoreIdentity, WriteBehind, Written
@@ -163,37 +164,21 @@ def namespace_of(key: Key, identity: StoreIdentity) -> Namespace:
     return identity.namespace(key.extra_key, key.cache_salt)
 
 
-class Saving:
+class Saving(Part):
     """Hands segments that have reached the budget to the store.
 
     Args:
-        tree: the tree's port.
-        table: all prefixes.
-        packer: copies rows.
+        shared: tree, table, packer and guard.
         access: the store.
-        guard: holds errors; the prefix is then not saved.
-        num_tail: tokens of a prompt's tail that are stored with the segment before them.
 
     Attributes:
         totals: counters.
     """
 
-    def __init__(
-        self,
-        tree: TreePort,
-        table: PrefixTable,
-        packer: SegmentPacker,
-        access: StoreAccess,
-        guard: Guard,
-        num_tail: int,
-    ) -> None:
+    def __init__(self, shared: Shared, access: StoreAccess) -> None:
+        super().__init__(shared)
         self.totals = StoreTotals()
-        self._tree = tree
-        self._table = table
-        self._packer = packer
         self._access = access
-        self._guard = guard
-        self._num_tail = num_tail
 
     def at_budget(self, last: Node) -> None:
         """Copy a segment, of which ``last`` is the last node with a span, and hand it to the writer.
@@ -203,14 +188,14 @@ class Saving:
         if not self._access.uses(last.key.extra_key):
             return
         with self._guard.at(Place.STORE):
-            writer, packer, spans = self._access.writer, self._packer, self._table.spans
+            writer, packer, spans = self._access.writer, self._packer, self._spans
             segment = spans[last].segment
             num_bytes = 2 * packer.k_arena.element_size() * packer.geometry.head_dim * segment.num_entries
             if not writer.has_room(num_bytes):
                 full = Written("", segment.end - segment.start, 0, "too many segments wait")
                 self._table.listener.stored(full)
                 return
-            leaving = export_segment(last, self._tree, spans, packer, self._access.identity, self._num_tail)
+            leaving = export_segment(last, self._tree, spans, packer, self._access.identity, self._config.tail_tokens)
             if leaving is not None:
                 writer.write(leaving.record, leaving.namespace, leaving.num_bytes)
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from sgl_kvevict.compression import Compressor, PromptObservation, ReaderObservation
+from sgl_kvevict.compression import PromptObservation, ReaderObservation
 from sgl_kvevict.distill import LessonResult
-from sgl_kvevict.guard import Guard, Place
+from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.fitting import Fits
 from sgl_kvevict.lifecycle.job import Action, Fact, JobEvent, Outcome, ScoringJob, Stage, decide
 from sgl_kvevict.lifecycle.jobs import ScoringJobs
 from sgl_kvevict.lifecycle.listener import REFUSED_NO_ROOM
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to, tokens_of
 from sgl_kvevict.lifecycle.pacing import Pacing
+from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.ports import PassPort, PassState
 from sgl_kvevict.lifecycle.pressure import Pressure
 from sgl_kvevict.lifecycle.probes import Probes, question_probes, repetition_probes
 from sgl_kvevict.lifecycle.ranges import Attempted, Ranges, Verdict
-from sgl_kvevict.lifecycle.readers import ReaderTable
-from sgl_kvevict.lifecycle.table import PrefixTable
 from sgl_kvevict.lifecycle.votes import ANSWER_REACH, Votes
 from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.prefix import Segment
@@ -29,7 +28,7 @@ MAX_WAITING_LESSONS = 16
 """Prefixes that may wait with the last queries of a prompt for a lesson; further ones are only scored."""
 
 
-class PrefixScoring:
+class PrefixScoring(Part):
     """Counts prompts per prefix, and has prefixes read by passes: one at a time, few of them beside users.
 
     A pass is the cached prefix and a probe after it. It locks the prefix while it runs, like any request; between
@@ -37,16 +36,13 @@ class PrefixScoring:
     :data:`~sgl_kvevict.lifecycle.job.RULES`, and done here.
 
     Args:
-        table: all prefixes.
-        readers: all readers; passes are among them.
-        compressor: its configuration says when a prefix is due; it learns from what was scored.
+        shared: table, readers, compressor and guard; after an error a job ends as "failed".
         kind: which readers the policy learns from.
         ranges: compresses what was scored.
         pressure: shrinks what was compressed before its passes came.
         jobs: prefixes that wait for passes.
         votes: makes room for what passes see.
-        fits: of what was compressed after its passes; they come before further passes, and count as such.
-        guard: holds errors of a job; the job then ends as "failed".
+        fits: come before further passes, and count as such.
 
     Attributes:
         jobs: prefixes that wait for passes, the one under way included.
@@ -55,28 +51,21 @@ class PrefixScoring:
 
     def __init__(
         self,
-        table: PrefixTable,
-        readers: ReaderTable,
-        compressor: Compressor,
+        shared: Shared,
         kind: Readers,
         ranges: Ranges,
         pressure: Pressure,
         jobs: ScoringJobs,
         votes: Votes,
         fits: Fits,
-        guard: Guard,
     ) -> None:
+        super().__init__(shared)
         self.jobs = jobs
         self.readers = kind
-        self._table = table
-        self._reader_table = readers
-        self._compressor = compressor
-        self._config = compressor.config
         self._votes = votes
         self._fits = fits
         self._ranges = ranges
         self._pressure = pressure
-        self._guard = guard
         self._pass: Reader | None = None
         self._job: ScoringJob | None = None
         self._pacing = Pacing(self._config.pass_share, self._config.scoring_pass_tokens)
@@ -143,7 +132,7 @@ class PrefixScoring:
 
     def is_pass(self, reader: Reader) -> bool:
         """Whether a reader is a scoring pass."""
-        return self._reader_table[reader].is_pass
+        return self._readers[reader].is_pass
 
     def observation_of(self, reader: Reader) -> ReaderObservation | None:
         """The observation that the running pass adds to; None if its prefix is gone."""
@@ -254,7 +243,7 @@ class PrefixScoring:
         else:
             holds = {
                 Fact.UNUSABLE: job.observation.has_failed,
-                Fact.CHANGED: self._table.spans.waterline(path) != job.observation.start,
+                Fact.CHANGED: self._spans.waterline(path) != job.observation.start,
                 Fact.PROBES_LEFT: job.probes is not None and not job.probes.is_empty,
             }
         return {fact for fact, is_true in holds.items() if is_true}
@@ -275,7 +264,7 @@ class PrefixScoring:
         """Allocate the observation of a job's passes, and lay out what they read; False: there is no memory."""
         path = path_to(job.node)
         unranked = self._unranked(job, path)
-        bounds = self._table.spans.waterline(path), length_of(path)
+        bounds = self._spans.waterline(path), length_of(path)
         with self._guard.on_one_rank():
             job.observation = self._votes.new_observation(bounds, ANSWER_REACH if job.questions else 0, unranked)
         if job.observation is None:
@@ -300,7 +289,7 @@ class PrefixScoring:
         self.jobs.take_turn(job)
         job.started = time.perf_counter()
         self._pass, self._job = passes.start(job.node, probe), job
-        self._reader_table[self._pass].is_pass = True
+        self._readers[self._pass].is_pass = True
         self._pacing.started(len(probe))
 
     def _count_pass(self, job: ScoringJob, reader: Reader) -> None:

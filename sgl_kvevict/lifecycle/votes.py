@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sgl_kvevict.compression import Compressor, ReaderObservation
+from sgl_kvevict.compression import ReaderObservation
 from sgl_kvevict.lifecycle.fitting import Fits
 from sgl_kvevict.lifecycle.jobs import ScoringJobs
 from sgl_kvevict.lifecycle.listener import REFUSED_NO_MEMORY
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of
+from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.ranges import Ranges
-from sgl_kvevict.lifecycle.table import PrefixTable
 from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.prefix import Segment
 
@@ -18,27 +18,22 @@ ANSWER_REACH = 15
 """Tokens on each side of one that a question attends to that share its score: its answer may stand there."""
 
 
-class Votes:
+class Votes(Part):
     """One observation per prefix, which its readers fill while they are prefilled, at no extra forward.
 
     Votes, observations of passes and fits share one limit of memory; the oldest votes make room. A prefix without room
     for its fit is only selected.
 
     Args:
-        table: all prefixes.
-        compressor: makes observations; its configuration says how many votes decide, and how much they may take.
+        shared: the table and the compressor; its configuration says how many votes decide, and how much they may take.
         ranges: compresses a prefix with enough votes.
         jobs: their observations count towards the limit.
         fits: count likewise.
     """
 
-    def __init__(
-        self, table: PrefixTable, compressor: Compressor, ranges: Ranges, jobs: ScoringJobs, fits: Fits
-    ) -> None:
-        self._table = table
-        self._votes = table.votes
-        self._compressor = compressor
-        self._config = compressor.config
+    def __init__(self, shared: Shared, ranges: Ranges, jobs: ScoringJobs, fits: Fits) -> None:
+        super().__init__(shared)
+        self._votes = self._table.votes
         self._ranges = ranges
         self._jobs = jobs
         self._fits = fits

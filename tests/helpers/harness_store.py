@@ -8,6 +8,7 @@ from helpers.harness import Harness
 from helpers.stored import identity as identity_of
 from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.loading import Adoption, Prompt
+from sgl_kvevict.lifecycle.part import Shared
 from sgl_kvevict.lifecycle.saving import StoreAccess, export_segment
 from sgl_kvevict.store import (
     ReadAhead,
@@ -37,9 +38,10 @@ def exported(harness: Harness, tail: int = 4) -> list[SegmentRecord]:
 
 def adoption(harness: Harness) -> Adoption:
     """What brings segments into a harness's tree."""
-    manager = harness.tree.manager
-    assert manager.ranges is not None
-    return Adoption(harness.tree.port, manager.ranges, manager.readers, harness.tree.packer)
+    tree, manager = harness.tree, harness.tree.manager
+    assert manager.ranges is not None and tree.compressor is not None
+    shared = Shared(tree.port, manager.table, manager.readers, tree.packer, tree.compressor, tree.guard)
+    return Adoption(shared, manager.ranges)
 
 
 class Heard(CacheListener):

@@ -323,4 +323,4 @@ def test_an_answer_is_not_begun_anew_by_a_step_beside_other_requests_prefills():
         assert harness.decode(req)
         end = req.kv.kv_allocated_len
         harness.tree.observe(req, end - 1, end)
-    assert harness.tree.manager.generations._suffixes[req].start == 3
+    assert harness.tree.manager.readers[req].suffix.start == 3

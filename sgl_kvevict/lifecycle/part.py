@@ -1,0 +1,47 @@
+"""What all parts of the life cycle share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sgl_kvevict.compression import Compressor
+from sgl_kvevict.guard import Guard
+from sgl_kvevict.lifecycle.ports import TreePort
+from sgl_kvevict.lifecycle.readers import ReaderTable
+from sgl_kvevict.lifecycle.table import PrefixTable
+from sgl_kvevict.prefix import SegmentPacker
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the parts work on.
+
+    Attributes:
+        tree: the tree's port.
+        table: all prefixes.
+        readers: requests and passes.
+        packer: writes segments.
+        compressor: decides what is kept; its configuration is everybody's.
+        guard: holds errors that concern one request or job.
+    """
+
+    tree: TreePort
+    table: PrefixTable
+    readers: ReaderTable
+    packer: SegmentPacker
+    compressor: Compressor
+    guard: Guard
+
+
+class Part:
+    """A part of the life cycle. Further arguments are parts of lower layers; none knows those above it."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._tree = shared.tree
+        self._table = shared.table
+        self._spans = shared.table.spans
+        self._readers = shared.readers
+        self._packer = shared.packer
+        self._compressor = shared.compressor
+        self._config = shared.compressor.config
+        self._guard = shared.guard
