@@ -1,8 +1,8 @@
 """One request's failure stays that request's failure; an error of accounting stops the server.
 
-SGLang calls our hooks on its scheduler's thread and does not catch what they raise: any exception would end the server
-for everybody. So each place that serves one request, one job or one onlooker runs under a :class:`Guard`: an exception
-there leaves that request, job or onlooker alone, is counted and logged, and the scheduler goes on. Where slots, spans
+SGLang calls our hooks on its scheduler's thread and does not catch what they raise: any exception would end the server.
+So each place that serves one request, job or listener runs under a :class:`Guard`: an exception there ends only that
+one's work, is counted and logged, and the scheduler goes on. Where slots, spans
 and rows change hands, going on after an error would give one user's keys to another: :class:`accounting` makes every
 exception an :class:`InvariantError`, which no guard holds.
 """
@@ -24,7 +24,7 @@ MAX_TRACE_CHARS = 8000
 
 
 class Place(Enum):
-    """Where an error is held, and what becomes of whom it concerns."""
+    """Where an error is held, and what follows for the request, job or listener."""
 
     OPTIONS = "options"
     """What a request asks of the cache is checked: the request is refused with status 500."""

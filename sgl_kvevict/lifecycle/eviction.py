@@ -1,4 +1,4 @@
-"""In which order prefixes give way when token slots are short."""
+"""The order in which prefixes shrink or are dropped when token slots are short."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ class CostAwareRecency:
     """Recency, weighed by what a token slot costs: the tokens of prefill, or the answers, lost for it.
 
     A compressed prefix of 1,000 tokens in 200 slots saves five tokens a slot, the last question below it one. Plain
-    recency drops the prefix to keep questions that nobody asks again. Here a node's credit is the level at its last
-    access plus what is lost per slot won, and the level rises to the credit of what gave way last: what costs little
-    goes first, and what costs much goes too once it was left alone for long enough. Where all leaves save
-    the same (a budget of 1.0) this is plain recency.
+    recency drops the prefix to keep questions that are not asked again. Here a node's credit is the level at its last
+    access plus the loss per slot released, and the level rises to the credit of each node that shrinks or is dropped.
+    Where all leaves save the same (a budget of 1.0) this is plain recency.
 
     Source: GreedyDual-Size (Cao and Irani, USENIX Symposium on Internet Technologies and Systems 1997), Sec. 4.
-    Differs: a prefix gives way in steps (compressed, squeezed, dropped), each with a loss of its own.
+    Differs: a prefix is compressed, squeezed and dropped in steps, each with a loss of its own.
 
     Args:
         spans: what compressed nodes hold.
@@ -46,7 +45,7 @@ class CostAwareRecency:
         return self.priority(node, self.saved(node))
 
     def gave_way(self, priority: Priority) -> None:
-        """What had this priority gave way: raise the level to its credit."""
+        """A node with this priority shrank or was dropped: raise the level to its credit."""
         if priority[0] <= self._levels[-1]:
             return
         self._times.append(self._clock())
@@ -67,10 +66,10 @@ class CostAwareRecency:
 class StatefulRecency(CostAwareRecency):
     """The same for models with recurrent layers, where a prompt is found only at a node that holds their state.
 
-    Dropping a leaf without a state loses nothing: nobody finds its tokens. With its state go the tokens since the state
-    above it; what is won are the slots from there on that nobody else holds, and the state's memory. Compressing and
-    squeezing cost what they cost elsewhere: the state stays. A priority falls when a state comes to lie above a leaf's;
-    a :class:`NodeHeap` finds that out when the leaf comes to its top, so such a leaf may go later than it should.
+    Dropping a leaf without a state loses nothing: no prompt matches it. Dropping a state loses the tokens since the
+    state above it, and releases the slots of nodes that only this leaf needs, and the state's memory. Compressing and
+    squeezing cost what they cost elsewhere: the state stays. A priority falls when a state is inserted above a leaf's;
+    a :class:`NodeHeap` notices that when the leaf comes to its top, so such a leaf may be dropped late.
 
     Args:
         spans: see :class:`CostAwareRecency`.
@@ -109,7 +108,7 @@ class NodeHeap:
     A node that is used stays where it is; its priority is looked up again when it comes to the top.
 
     Args:
-        nodes: which may give way; kept up to date by others.
+        nodes: in the heap; the set is kept up to date elsewhere.
         priority: of a node; only grows while the node is in the set.
     """
 

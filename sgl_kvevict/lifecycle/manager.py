@@ -60,7 +60,7 @@ class PrefixManager:
         table: everything that is known of prefixes.
         spans: what nodes hold; a view of the table.
         readers: requests and passes that have matched and were not released.
-        order: what gives way first when slots are short.
+        order: in which prefixes shrink or are dropped when slots are short.
         ranges: compresses; None without a compressor.
         pressure: shrinks prefixes when slots are short; None without a compressor.
         scoring: has prefixes read before they are compressed; None for policies that do not learn from readers.

@@ -1,4 +1,4 @@
-"""What deciding needs to know of the prefix tree, whoever keeps it: nodes that know their parent."""
+"""What the life cycle knows of the prefix tree: nodes that know their parent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Reader: TypeAlias = Any
 
 
 class Key(Protocol):
-    """Tokens of a node, and whose they are."""
+    """Tokens of a node, and their namespace."""
 
     @property
     def extra_key(self) -> str | None:
@@ -36,7 +36,7 @@ class Node(Protocol):
 
     @property
     def id(self) -> int:
-        """Number, for those who watch."""
+        """Number, for logs and events."""
 
     @property
     def parent(self) -> Node | None:
@@ -76,7 +76,7 @@ def tokens_of(path: Sequence[Node]) -> list[int]:
 
 
 class NodeSet(set[Node]):
-    """Nodes that may give way, and which of them are new since somebody asked.
+    """Nodes that may shrink or be dropped, and which of them are new since the last question.
 
     Args:
         nodes: those that there are.
@@ -87,13 +87,13 @@ class NodeSet(set[Node]):
         self._new: dict[Any, None] = dict.fromkeys(self)
 
     def add(self, node: Node) -> None:
-        """A node may give way."""
+        """A node may shrink or be dropped."""
         if node not in self:
             super().add(node)
             self._new[node] = None
 
     def discard(self, node: object) -> None:
-        """A node may not give way, or is gone: it is not kept alive."""
+        """A node may not, or is gone: no reference is kept."""
         super().discard(node)
         self._new.pop(node, None)
 

@@ -19,7 +19,7 @@ class Pacing:
     Clients that answer each other without a pause leave gaps of a few milliseconds without any user. Such a gap
     counts as being beside users, or passes would fall into every one of them and delay whoever comes next. Once the
     scheduler has made ``quiet_turns`` turns without a user, passes follow each other, each twice as long as the one
-    before, up to what is configured: who comes next waits about as long as the server was idle at most.
+    before, up to the configured length: the next request waits about as long as the server was idle at most.
 
     Args:
         share: of the steps, that passes of ``BUSY_TOKENS`` may take beside users, in (0, 1].

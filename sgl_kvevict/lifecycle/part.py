@@ -21,7 +21,7 @@ class Shared:
         table: all prefixes.
         readers: requests and passes.
         packer: writes segments.
-        compressor: decides what is kept; its configuration is everybody's.
+        compressor: decides what is kept; has the configuration.
         guard: holds errors that concern one request or job.
     """
 

@@ -1,4 +1,4 @@
-"""What the life of a prefix needs others to do: the tree that holds the nodes, and the scheduler that runs passes."""
+"""What the life cycle calls: the tree that holds the nodes, and the scheduler that runs passes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TreePort(Protocol):
         """Give token slots ([n], int64) back to the pool."""
 
     def alloc(self, num_slots: int) -> Tensor | None:
-        """[num_slots], int64, token slots of the pool, for which others give way; None: there are not so many."""
+        """[num_slots], int64, token slots of the pool; others shrink or are dropped for them. None: too few."""
 
     def find(self, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None) -> list[Node]:
         """Nodes of the longest path that begins as some tokens do; a node in which they part is cut there."""
@@ -91,7 +91,7 @@ class PassState(Enum):
     RUNNING = auto()
     """It holds slots."""
     GONE = auto()
-    """It was aborted while it waited, and nobody is told."""
+    """It was aborted while it waited; the scheduler does not report that."""
 
 
 class PassPort(Protocol):

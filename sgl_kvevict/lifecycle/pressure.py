@@ -64,7 +64,7 @@ class Pressure(Part):
     Args:
         shared: tree, table, readers and compressor; its configuration says how far.
         ranges: compresses.
-        order: what gives way first.
+        order: of prefixes that shrink or are dropped.
         num_slots: of the pool.
 
     Attributes:

@@ -64,9 +64,9 @@ def repetition_probes(tokenizer: PreTrainedTokenizerBase | None, tokens: Sequenc
     """Ask for the sentences to be repeated, and give the answer away, part by part.
 
     Source: KVzip (arXiv 2505.23416), Sec. 3.2.
-    Differs: sentences in another order. Who repeats a text from its beginning needs to find only the token after the
-        one just said; who begins a sentence anew has to look it up, and so does who answers a question
-        (docs/quality.md). And parts that are shorter than KVzip's 2,000 tokens, because others wait for a pass.
+    Differs: sentences in another order. Repeating a text from its beginning needs only the token after the last one; a
+        sentence out of order has to be looked up, as the answer to a question has (docs/quality.md). Parts are shorter
+        than KVzip's 2,000 tokens, because requests wait for a pass.
 
     Args:
         tokenizer: the model's; None on a server without one, which cannot tell words or sentences: the tokens follow

@@ -1,4 +1,4 @@
-"""Who reads in a forward: SGLang's request objects, never the names that clients gave them."""
+"""The readers of a forward: SGLang's request objects, never ids that clients chose."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def after_init_new(forward_batch: ForwardBatch, _cls: type, batch: ScheduleBatch
 
 
 def readers_of(rids: list[str] | None) -> tuple[Req, ...] | None:
-    """Return the requests of a forward; None for one that serves nobody (warm-up).
+    """Return the requests of a forward; None for a forward without requests (warm-up).
 
     Args:
         rids: ``rids`` of the forward, or of a view of it.

@@ -27,7 +27,7 @@ class _NoRid(str):
 
 
 def around_abort(original: Callable[..., None], scheduler: Scheduler, recv_req: AbortReq) -> None:
-    """Hook around aborts: SGLang aborts every request whose id begins with a client's; a pass is nobody's."""
+    """Hook around aborts: SGLang aborts every request whose id begins with a client's; a pass belongs to no client."""
     tree = scheduler.tree_cache
     scoring = tree.manager.scoring if isinstance(tree, KVEvictTree) else None
     running = None if scoring is None else scoring.running
@@ -56,7 +56,7 @@ def before_flush(scheduler: Scheduler, *_args: Any, **_kwargs: Any) -> None:
 def before_unload(scheduler: Scheduler, recv_req: UnloadLoRAAdapterReqInput, *_args: Any, **_kwargs: Any) -> None:
     """Hook before a LoRA adapter is unloaded: SGLang waits for its requests, but knows nothing of our passes.
 
-    A pass that reads with it goes on without it. What it finds is of no use, but to nobody: the adapter has another id,
+    A pass that uses it goes on without it. Its result is unused: the adapter has another id,
     and so another namespace, when it is loaded again.
     """
     tree = scheduler.tree_cache

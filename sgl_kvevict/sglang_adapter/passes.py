@@ -35,7 +35,7 @@ class SchedulerPasses:
     nothing new. It is answered to no one and inserted nowhere, so exactly its own slots come back.
 
     Args:
-        scheduler: whose queue.
+        scheduler: SGLang's.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -80,7 +80,7 @@ class SchedulerPasses:
         return bool(self._scheduler._engine_paused) or self._scheduler.tree_cache.ranks.largest(is_flushing) > 0
 
     def start(self, node: UnifiedTreeNode, probe: Sequence[int]) -> Req:
-        """Queue a pass: not through the public entrance, whose limits are meant for users, but complete."""
+        """Queue a pass, complete, but not through the public entrance and its limits for users."""
         scheduler = self._scheduler
         sampling = SamplingParams(max_new_tokens=0, temperature=0)
         sampling.normalize(None)

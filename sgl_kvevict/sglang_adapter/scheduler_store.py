@@ -1,4 +1,4 @@
-"""The store of one scheduler: whose segments it keeps, which requests wait for it."""
+"""The store of one scheduler: its identity, and the queued requests that wait for it."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def around_admission(original: Callable[..., Any], scheduler: Scheduler, *args: 
     """Hook around the choice of what is prefilled next: requests that wait for the store are passed over.
 
     So does SGLang with requests whose pages it fetches from a storage of its own. Meanwhile they stay in the queue for
-    everybody else: for aborts, flushes and counts.
+    aborts, flushes and counts.
     """
     tree = scheduler.tree_cache
     loading = tree.manager.loading if isinstance(tree, KVEvictTree) else None
@@ -168,7 +168,7 @@ def after_shutdown(_result: None, scheduler: Scheduler, *_args: object, **_kwarg
 
 
 def in_order(before: list[Req], waiting: set[Req], left: list[Req]) -> list[Req]:
-    """The queue after some of it were admitted: who waited keeps the place before those who came after."""
+    """The queue after some requests were admitted: those passed over keep their place."""
     order = {req: number for number, req in enumerate(before)}
     rest = [req for req in before if req in waiting]
     merged: list[Req] = []

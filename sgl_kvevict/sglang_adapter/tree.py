@@ -103,7 +103,7 @@ class UnifiedTreePort:
         self._cache.components[FULL].apply_component_action(FreeComponentDeviceSlot([token_slots], FULL))
 
     def alloc(self, num_slots: int) -> torch.Tensor | None:
-        """[num_slots], int64, token slots of the pool, for which others give way."""
+        """[num_slots], int64, token slots of the pool, for which other prefixes shrink or are dropped."""
         allocator = self._cache.slot_allocator
         missing = num_slots - allocator.available_size()
         if missing > 0:
@@ -164,7 +164,7 @@ class UnifiedTreePort:
 
 
 class KVEvictTree(UnifiedRadixCache):
-    """Unified tree whose nodes may hold spans: tells the manager what happens, which decides what follows.
+    """Unified tree whose nodes may hold spans: reports what happens to the manager, which decides what follows.
 
     Args:
         params: SGLang's construction parameters.
@@ -257,11 +257,11 @@ class KVEvictTree(UnifiedRadixCache):
         return int(self.components[FULL].reclaimable_value_len(node))
 
     def evictable_size(self) -> int:
-        """Token slots that can be had at any time: of what nobody reads, and what shrinking wins of what is read."""
+        """Token slots that can be had at any time: of nodes without readers, and the reserve of the others."""
         return int(super().evictable_size()) + self._reserve()
 
     def protected_size(self) -> int:
-        """Token slots that readers hold and that cannot be had while they do."""
+        """Token slots of nodes with readers, without the reserve."""
         return int(super().protected_size()) - self._reserve()
 
     def held_slots(self) -> int:
@@ -278,7 +278,7 @@ class KVEvictTree(UnifiedRadixCache):
 
     @property
     def slot_allocator(self) -> Any:
-        """Who gives out the token slots that spans are made of: full attention's where the pool has several parts."""
+        """Allocator of the token slots that spans are made of: full attention's where the pool has several parts."""
         allocator = self.token_to_kv_pool_allocator
         return allocator.full_attn_allocator if self.is_swa_enabled else allocator
 
@@ -301,7 +301,7 @@ class KVEvictTree(UnifiedRadixCache):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """Match as stock, but not into what others must not match; a request is remembered as a reader.
 
-        What is compressed is compressed from its first token on: who wants to read nothing compressed finds nothing.
+        A compressed path is compressed from its first token on, so an exact request matches nothing of it.
         """
         req, key = params.req, params.key
         if req is not None:
@@ -332,7 +332,7 @@ class KVEvictTree(UnifiedRadixCache):
     def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         """Insert as stock, then tell the manager if the prompt is complete.
 
-        A prompt that ends or diverges inside an unsplittable span takes its place if nobody reads it, else the
+        A prompt that ends or diverges inside an unsplittable span takes its place if it has no readers, else the
         prompt is not cached: its slots stay the request's own.
         """
         if self.disable:
@@ -377,7 +377,7 @@ class KVEvictTree(UnifiedRadixCache):
         self.manager.released(req, why)
 
     def _wish_of(self, req: Req) -> RequestOptions | None:
-        """What a request asks of the cache; who wants no answer wants its prompt cached, or its log-probabilities."""
+        """What a request asks of the cache; ``max_new_tokens=0`` without log-probabilities asks for ``warm``."""
         assert self.compressor is not None
         options = parse_request_options(req.sampling_params.custom_params, self.compressor.config)
         wants_nothing = req.sampling_params.max_new_tokens == 0 and not req.return_logprob

@@ -173,7 +173,7 @@ class Harness:
         return True
 
     def _record(self, req: Req, start: int, end: int) -> None:
-        """Hand the chunk's queries to who observes them."""
+        """Hand the chunk's queries to its observations."""
         for observation in self.tree.observe(req, start, end):
             queries = self._queries(end - start)
             lse = torch.log(torch.arange(start + 1, end + 1.0))[:, None].repeat(1, self.geometry.num_qo_heads)
@@ -228,7 +228,7 @@ class Harness:
         return True
 
     def _record_step(self, req: Req, seq_len: int) -> None:
-        """Hand the query of a decode step to who follows the request."""
+        """Hand the query of a decode step to the request's suffix."""
         step = self.tree.manager.step_observed([req], [seq_len], [0])
         if step is not None:
             queries = self._queries(1)
@@ -286,7 +286,7 @@ class Harness:
         return slots
 
     def abort(self, req: Req) -> None:
-        """End a request that nobody waits for any more, wherever it is."""
+        """Abort a request, wherever it is."""
         req.finished_reason = FINISH_ABORT("aborted")
         self._cancel(req)
 

@@ -91,7 +91,7 @@ class Server:
         return still
 
     def settle(self, *queue):
-        """What follows once everything that was begun has come; then who waits still."""
+        """Settle once all begun fetches are done; return the requests that still wait."""
         self.loading.settle(queue)
         assert self.reader._workers.drain(300)
         return self.loading.settle(queue)

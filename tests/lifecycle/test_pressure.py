@@ -17,7 +17,7 @@ def cache(num_slots: int = 320, **fields) -> FakeTree:
 
 
 def cached(tree: FakeTree, num_tokens: int, parent: FakeNode | None = None, *, at: float = 0.0) -> FakeNode:
-    """The node of a prompt that nobody reads any more, last used at a time; without its tail."""
+    """The node of a prompt without readers, last used at a time; without its tail."""
     node = tree.add(num_tokens, parent)
     tree.release(tree.prompt(node))
     for each in (node, node.parent):
@@ -241,7 +241,7 @@ def test_a_failing_policy_shrinks_nothing(monkeypatch):
 
 
 def test_what_is_too_short_by_itself_does_not_keep_what_is_below_it_from_shrinking():
-    """Somebody branches off after the first token, and reads no more: that node is no end any more."""
+    """A prompt branches off after the first token: that node is no end any more."""
     tree = cache()
     node = tree.add(22)
     reader = tree.prompt(node)
