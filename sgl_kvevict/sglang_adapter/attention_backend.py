@@ -30,7 +30,7 @@ from sgl_kvevict.sglang_adapter.graphs import graph_reasons
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of, full_pool_of, window_layers_of, window_pool_of
 from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_sink_dtype, find_windows
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
-from sgl_kvevict.sglang_adapter.refusals import layer_reasons
+from sgl_kvevict.sglang_adapter.refusals import layer_reasons, machine_reasons
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 from sgl_kvevict.sglang_adapter.window_layers import WindowLayers
 
@@ -80,6 +80,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         config = load_config()
         device = torch.device(model_runner.device)
         reasons += device_reasons(config.attention, device.type)
+        reasons += machine_reasons(device, model_runner.dtype)
         reasons += layer_reasons(model_runner.model)
         head_dim = model_runner.model_config.head_dim
         self.places = {} if arena is None else full_layers_of(self.token_to_kv_pool)
