@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -79,6 +79,7 @@ def build_attention(
     v_arena: Tensor,
     q_dtype: torch.dtype | None = None,
     biases: Tensor | None = None,
+    on_all_ranks: Callable[[bool], bool] = bool,
 ) -> Attention:
     """Build what the configuration asks for, on the arenas' device.
 
@@ -89,63 +90,69 @@ def build_attention(
         v_arena: like ``k_arena``.
         q_dtype: of the queries, where the arena holds float8.
         biases: [num_layers, num_token_slots, num_kv_heads], float32, of entries of fitted spans; None: none is fitted.
+        on_all_ranks: whether all tensor-parallel ranks say yes; default: there is one rank.
 
     Raises:
-        UnsupportedSetupError: see :func:`resolve_attention`; or the implementation cannot read biases.
+        UnsupportedSetupError: see :func:`resolve_attention`; the implementation cannot read biases; or 'flashinfer'
+            was asked for and cannot compile its kernels.
     """
     chosen = resolve_attention(name, k_arena.device.type, geometry.head_dim)
     if chosen == "torch" and name == "auto":
         logger.warning("attention is 'torch', which takes longer: %s", reason_not_to_run(geometry.head_dim))
-    return _BUILDERS[chosen](geometry, k_arena, v_arena, q_dtype, biases)
+    return _BUILDERS[chosen](_Wanted(geometry, k_arena, v_arena, q_dtype, biases, on_all_ranks))
 
 
-def _build_numba(
-    geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None, biases: Tensor | None
-) -> Attention:
+@dataclass(frozen=True)
+class _Wanted:
+    """Arguments of :func:`build_attention` besides the name."""
+
+    geometry: KVGeometry
+    k_arena: Tensor
+    v_arena: Tensor
+    q_dtype: torch.dtype | None = None
+    biases: Tensor | None = None
+    on_all_ranks: Callable[[bool], bool] = bool
+
+
+def _build_numba(wanted: _Wanted) -> Attention:
     from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
 
-    return NumbaAttention(geometry, k_arena, v_arena, biases)
+    return NumbaAttention(wanted.geometry, wanted.k_arena, wanted.v_arena, wanted.biases)
 
 
-def _build_torch(
-    geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None, biases: Tensor | None
-) -> Attention:
+def _build_torch(wanted: _Wanted) -> Attention:
     from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
 
-    return TorchAttention(geometry, k_arena, v_arena, biases)
+    return TorchAttention(wanted.geometry, wanted.k_arena, wanted.v_arena, wanted.biases)
 
 
-def _build_triton(
-    geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None, biases: Tensor | None
-) -> CapturableAttention:
+def _build_triton(wanted: _Wanted) -> CapturableAttention:
     from sgl_kvevict.attention.flashinfer.prefill import find_plain_prefill
     from sgl_kvevict.attention.triton.attention import TritonAttention
 
-    plain_prefill = find_plain_prefill(geometry, k_arena, v_arena)
-    attention = TritonAttention(geometry, k_arena, v_arena, q_dtype, plain_prefill, biases)
-    if k_arena.is_cuda:
+    arenas = wanted.geometry, wanted.k_arena, wanted.v_arena
+    on_gpu = wanted.k_arena.is_cuda
+    plain_prefill = find_plain_prefill(*arenas, wanted.on_all_ranks) if on_gpu else None
+    attention = TritonAttention(*arenas, wanted.q_dtype, plain_prefill, wanted.biases)
+    if on_gpu:
         attention.warm_up()
     return attention
 
 
-def _build_flashinfer(
-    geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None, biases: Tensor | None
-) -> Attention:
-    if biases is not None:
+def _build_flashinfer(wanted: _Wanted) -> Attention:
+    if wanted.biases is not None:
         raise UnsupportedSetupError([NO_BIASES])
     from sgl_kvevict.attention.by_window import ByWindow
     from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
 
-    if not geometry.has_windows:
-        return FlashInferAttention(geometry, k_arena, v_arena)
-    windowed = _build_triton(geometry, k_arena, v_arena, q_dtype, biases)
-    if not geometry.full_layers:
-        return windowed
-    full = FlashInferAttention(replace(geometry, windows=()), k_arena, v_arena)
-    return ByWindow(full, windowed)
+    if not wanted.geometry.full_layers:
+        return _build_triton(wanted)
+    full = FlashInferAttention(replace(wanted.geometry, windows=()), wanted.k_arena, wanted.v_arena)
+    full.warm_up()
+    return ByWindow(full, _build_triton(wanted)) if wanted.geometry.has_windows else full
 
 
-_BUILDERS: dict[str, Callable[[KVGeometry, Tensor, Tensor, torch.dtype | None, Tensor | None], Attention]] = {
+_BUILDERS: dict[str, Callable[[_Wanted], Attention]] = {
     "numba": _build_numba,
     "torch": _build_torch,
     "triton": _build_triton,

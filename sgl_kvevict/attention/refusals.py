@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 
 from kvevict_kernels.checks import FP8
+from sgl_kvevict.machine import FP8_CAPABILITY
 
 MAX_HEAD_DIM = 256
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 DTYPES_16 = (torch.bfloat16, torch.float16)
 DTYPES_CPU = (*DTYPES_16, torch.float32)
 NO_BIASES = "attention is 'flashinfer', which cannot read the biases of fitted prefixes (fit is true); 'triton' can"
-FP8_CAPABILITY = (8, 9)
-"""Compute capability from which on a GPU converts float8_e4m3fn."""
 
 
 def cpu_reasons(name: str, dtype: torch.dtype) -> list[str]:

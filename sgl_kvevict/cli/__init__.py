@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from sgl_kvevict.cli import operate
+from sgl_kvevict.cli.check import check
 from sgl_kvevict.cli.store import store
 from sgl_kvevict.errors import ConfigError, KVEvictError
 
@@ -192,6 +193,7 @@ def model(
 
 
 operate.register(app)
+app.command()(check)
 app.add_typer(store)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from kvevict_kernels.checks import FP8
-from sgl_kvevict.attention import AttentionBatch, CapturableAttention, build_attention, resolve_attention
+from sgl_kvevict.attention import Attention, AttentionBatch, CapturableAttention, build_attention, resolve_attention
 from sgl_kvevict.attention.backend import kernel_reasons
 from sgl_kvevict.attention.interface import CompiledAttention
 from sgl_kvevict.attention.refusals import bias_reasons
@@ -28,7 +29,8 @@ from sgl_kvevict.sglang_adapter.forward_readers import readers_of
 from sgl_kvevict.sglang_adapter.graphs import graph_reasons
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of, full_pool_of, window_layers_of, window_pool_of
 from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_sink_dtype, find_windows
-from sgl_kvevict.sglang_adapter.refusals import layer_reasons
+from sgl_kvevict.sglang_adapter.ranks import TensorRanks
+from sgl_kvevict.sglang_adapter.refusals import layer_reasons, machine_reasons
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 from sgl_kvevict.sglang_adapter.window_layers import WindowLayers
 
@@ -78,6 +80,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         config = load_config()
         device = torch.device(model_runner.device)
         reasons += device_reasons(config.attention, device.type)
+        reasons += machine_reasons(device, model_runner.dtype)
         reasons += layer_reasons(model_runner.model)
         head_dim = model_runner.model_config.head_dim
         self.places = {} if arena is None else full_layers_of(self.token_to_kv_pool)
@@ -90,9 +93,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         assert arena is not None
         self.geometry = _geometry(model_runner, arena, self.places)
         self.arena = arena
-        self.attention = build_attention(
-            config.attention, self.geometry, arena.k, arena.v, model_runner.dtype, arena.biases
-        )
+        self.attention = _build_attention(config.attention, self.geometry, arena, model_runner.dtype)
         self._window_layers = _window_layers(model_runner, config.attention)
         self._on_gpu: bool = device.type == "cuda"
         sink_dtype = find_sink_dtype(model_runner.model)
@@ -163,9 +164,13 @@ class KVEvictAttentionBackend(AttentionBackend):
         req_pool_indices: Tensor,
         device_seq_lens: Tensor,
     ) -> AttentionBatch:
-        """What each request reads; without requests (warm-up) nothing compressed."""
+        """What each request reads. SGLang's dummy batches have no readers: they read one token slot at least.
+
+        Their length is 0 where it puts off the warm-up of its graph runner.
+        """
         if self.tree is None or readers is None:
             paths: tuple[tuple[Any, ...], ...] = ((),) * len(seq_lens)
+            seq_lens, device_seq_lens = [max(length, 1) for length in seq_lens], device_seq_lens.clamp(min=1)
         else:
             paths = self.tree.read_paths(readers)
         return AttentionBatch(
@@ -336,6 +341,15 @@ def _geometry(model_runner: ModelRunner, arena: Arena, layers: Mapping[int, int]
     )
 
 
+def _build_attention(name: str, geometry: KVGeometry, arena: Arena, q_dtype: torch.dtype) -> Attention:
+    ranks = TensorRanks(get_parallel().attn_tp_group.cpu_group)
+
+    def on_all_ranks(here: bool) -> bool:
+        return all(there for (there,) in ranks.gather([here]))
+
+    return build_attention(name, geometry, arena.k, arena.v, q_dtype, arena.biases, on_all_ranks)
+
+
 def _window_layers(model_runner: ModelRunner, attention: str) -> WindowLayers | None:
     """Attention of the layers with a pool of their own; None: there are none."""
     pool = window_pool_of(model_runner.token_to_kv_pool)
@@ -343,7 +357,7 @@ def _window_layers(model_runner: ModelRunner, attention: str) -> WindowLayers | 
     if arena is None:
         return None
     geometry = _geometry(model_runner, arena, window_layers_of(model_runner.token_to_kv_pool))
-    built = build_attention(attention, geometry, arena.k, arena.v, model_runner.dtype, None)
+    built = _build_attention(attention, geometry, replace(arena, biases=None), model_runner.dtype)
     return WindowLayers(model_runner.token_to_kv_pool, built, model_runner.req_to_token_pool.req_to_token)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from kvevict_kernels.device_limits import limits_of
 from kvevict_kernels.window_scores.pooling import Pooling, largest_kernel_size
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.machine import BUILD_TOOLS, check_machine, read_machine
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.scorers.window_attention import WindowAttentionScorer
 from sgl_kvevict.policies.signals import Signal
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
     from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 
@@ -128,6 +132,26 @@ def place_reasons(config: KVEvictConfig, policy: Policy | None, ctx: TreeCacheBu
             f"policy {policy.name!r} merges tokens into earlier ones, so its prefixes cannot be cut; the model has "
             f"{kind}, which let a prompt go on in the middle of one"
         )
+    return reasons
+
+
+def machine_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Return one sentence for everything that the machine lacks; what a server may do without is logged.
+
+    Args:
+        device: of this process.
+        dtype: of the model.
+    """
+    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+    reasons = []
+    for check in check_machine(
+        read_machine([] if index is None else [index]), device.type, str(dtype).removeprefix("torch.")
+    ):
+        sentence = f"{check.name}: {check.found} ({check.mend})"
+        if check.state == "missing" and check.name not in BUILD_TOOLS:
+            reasons.append(sentence)
+        elif check.state != "ok" and "memory" not in check.name:  # the pool has its memory by now
+            logger.warning("kvevict: %s", sentence)
     return reasons
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
+from helpers.torch_flashinfer import Plan, use_torch_kernels
 from kvevict_kernels.ragged_decode.chunks import extend_splits, span_chunk
 from kvevict_kernels.ragged_decode.tile_table import Tile
 from kvevict_kernels.span_runs import SpanRuns
@@ -227,6 +228,13 @@ def device(request: pytest.FixtureRequest) -> str:
         request.getfixturevalue("interpreted")
         return "cpu"
     return str(request.param)
+
+
+@pytest.fixture
+def flashinfer_plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """Run FlashInfer's wrappers on a CPU; every plan they make. On a GPU they compile and run their own kernels."""
+    pytest.importorskip("flashinfer")
+    return [] if torch.cuda.is_available() else use_torch_kernels(monkeypatch)
 
 
 @pytest.fixture

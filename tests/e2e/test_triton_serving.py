@@ -62,7 +62,10 @@ if os.environ.get("TEST_TRITON_ATTENTION"):
             super().follow(batch, num_requests)
             print("FOLLOW", sharers(batch), "of", num_requests, flush=True)
 
-    backend._BUILDERS["torch"] = Interpreted
+    def build(wanted):
+        return Interpreted(wanted.geometry, wanted.k_arena, wanted.v_arena, wanted.q_dtype)
+
+    backend._BUILDERS["torch"] = build
     backend.cpu_reasons = lambda name, dtype: []  # float8 is refused on a CPU, where nobody would serve with this
 
 if os.environ.get("TEST_FP8"):

@@ -30,9 +30,16 @@ WARM_UP_KEYS = 1024
 
 @dataclass
 class _PlannedBatch:
-    """What a batch reads, and the buffers of its steps."""
+    """What a batch reads, and the buffers of its steps.
+
+    Attributes:
+        addresses: tables of what our kernels attend to.
+        plain_requests: requests that ``plain_prefill`` attends for.
+        step: buffers of the step planned last.
+    """
 
     addresses: TableAddresses
+    plain_requests: list[int]
     step: Step | None = None
 
 
@@ -135,8 +142,8 @@ class TritonAttention:
         if seq_lens is None:
             seq_lens = to_device(torch.tensor(batch.seq_lens, dtype=torch.int32), self.k_arena.device)
         self._planned = planned
-        if self.plain_prefill is not None:
-            self.plain_prefill.plan(batch, self._plain_requests(batch.paths, batch.new_lens))
+        if self.plain_prefill is not None and planned.plain_requests:
+            self.plain_prefill.plan(batch, planned.plain_requests)
         self.start_step(seq_lens, batch.req_pool_indices, batch.req_to_token)
 
     def start_step(self, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor) -> None:
@@ -158,7 +165,7 @@ class TritonAttention:
         """Lay out; see :meth:`sgl_kvevict.attention.interface.CapturableAttention.start_capture`."""
         ones = (1,) * num_requests
         addresses = self._build(BatchKey(((),) * num_requests, ones, ones)).addresses
-        self._planned = _PlannedBatch(addresses.captured_at(self._captured_addresses))
+        self._planned = _PlannedBatch(addresses.captured_at(self._captured_addresses), [])
 
     def follow(self, batch: AttentionBatch, num_requests: int) -> None:
         """Swap the tables; see :meth:`sgl_kvevict.attention.interface.CapturableAttention.follow`."""
@@ -195,7 +202,7 @@ class TritonAttention:
         )
         run_ragged_decode(planned.addresses, planned.step, inputs, out=out, lse=lse)
         run_ragged_extend(planned.addresses, planned.step, inputs, out=out, lse=lse)
-        if self.plain_prefill is not None:
+        if self.plain_prefill is not None and planned.plain_requests:
             self.plain_prefill.run(layer, queries, sm_scale, out, lse, sink_logits)
         return out.to(q.dtype), lse
 
@@ -203,15 +210,16 @@ class TritonAttention:
         return self._recent.get(key, lambda: self._build(key))
 
     def _build(self, key: BatchKey) -> _PlannedBatch:
+        plain_requests = self._plain_requests(key.paths, key.new_lens)
         tables = plan_ragged_decode(
             *key,
             sizes=self._sizes,
             device=self.k_arena.device,
-            elsewhere=self._plain_requests(key.paths, key.new_lens),
+            elsewhere=plain_requests,
         )
         if self._partials[0].shape[0] < tables.num_partials:
             self._partials = self._scratch(tables.num_partials)
-        return _PlannedBatch(list_addresses(tables, self._partials))
+        return _PlannedBatch(list_addresses(tables, self._partials), plain_requests)
 
     def _plain_requests(self, paths: Sequence[Path], new_lens: Sequence[int]) -> list[int]:
         """Requests that ``plain_prefill`` attends for."""
