@@ -17,7 +17,7 @@ from kvevict_kernels.window_scores.pooling import Pooling, largest_kernel_size
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.scorers.window_attention import WindowAttentionScorer
+from sgl_kvevict.policies.scorers import WindowAttentionScorer
 from sgl_kvevict.policies.signals import Signal
 
 if TYPE_CHECKING:
