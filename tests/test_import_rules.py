@@ -40,7 +40,7 @@ MAY_IMPORT = {
 ONLY_IN = {
     "sglang": ("sgl_kvevict/sglang_adapter/",),
     "flashinfer": ("sgl_kvevict/attention/flashinfer/",),
-    "pydantic": ("sgl_kvevict/config.py", "sgl_kvevict/fields.py", "sgl_kvevict/request.py"),
+    "pydantic": ("sgl_kvevict/config.py", "sgl_kvevict/fields.py", "sgl_kvevict/request.py", "sgl_kvevict/policies/"),
     "yaml": ("sgl_kvevict/config_file.py",),
     "transformers": ("sgl_kvevict/model.py", "sgl_kvevict/cli/inspect", "sgl_kvevict/cli/size"),
     "safetensors": ("sgl_kvevict/distill/files.py", "sgl_kvevict/store/segment_file.py"),

@@ -150,14 +150,14 @@ def policies(
     from rich.table import Table
 
     from sgl_kvevict.cli.output import print_shaped
-    from sgl_kvevict.policies.by_name import budget_option_names, list_policies, paper_settings, papers, split_name
+    from sgl_kvevict.policies.by_name import find_policy, list_policies, papers
+    from sgl_kvevict.policies.options import BudgetOptions
 
-    known = {policy.name: policy for policy in list_policies()}
     if name is None:
         table = Table("policy", "keeps", "own options", box=None, pad_edge=False)
-        common = budget_option_names()
-        for policy in known.values():
-            own = [f"{option.name}={option.default}" for option in policy.options if option.name not in common]
+        common = tuple(BudgetOptions.model_fields)
+        for policy in list_policies():
+            own = [f"{option.name}={option.default}" for option in policy.describe() if option.name not in common]
             table.add_row(policy.name, policy.summary, " ".join(own))
         table.caption = (
             f"All but none also take {', '.join(common)}.\n"
@@ -165,18 +165,17 @@ def policies(
             "'sgl-kvevict policies NAME' explains the options of one; 'package.module:factory' loads your own."
         )
         table.caption_justify = "left"
-    elif (printed := paper_settings(name)) is not None:
-        values = {value.name: value.value for value in printed.options}
-        defaults = {option.name: option.default for option in known[split_name(name)[0]].options}
-        table = Table("field", "value", f"where: {printed.paper}", box=None, pad_edge=False)
-        for value in (*printed.options, *printed.fields({**defaults, **values})):
-            table.add_row(value.name, str(value.value), value.source)
-    elif name not in known:
-        raise ConfigError(f"policy: got {name!r}; allowed: {', '.join(known)}")
     else:
-        table = Table("option", "default", "meaning", "allowed", box=None, pad_edge=False)
-        for option in known[name].options:
-            table.add_row(option.name, str(option.default), option.meaning, option.allowed)
+        policy, as_printed = find_policy(name)
+        if as_printed:
+            printed = papers()[policy.name]
+            table = Table("field", "value", f"where: {printed.paper}", box=None, pad_edge=False)
+            for value in (*printed.options, *printed.fields(policy.paper_options({}))):
+                table.add_row(value.name, str(value.value), value.source)
+        else:
+            table = Table("option", "default", "meaning", "allowed", box=None, pad_edge=False)
+            for option in policy.describe():
+                table.add_row(option.name, str(option.default), option.meaning, option.allowed)
     print_shaped(table)
 
 

@@ -114,7 +114,7 @@ def resolve_config(config_file: Path | None, given: Mapping[str, Any]) -> KVEvic
     else:
         base, source = read_config_file(config_file), f"{config_file} and the command line"
     config = parse_config({**base, **given}, source)
-    from sgl_kvevict.policies.configured import configured_policy
+    from sgl_kvevict.policies.by_name import configured_policy
 
     if ":" in config.policy and "" not in sys.path:
         sys.path.insert(0, "")  # a module of the current folder: the server, started with -m, finds it too

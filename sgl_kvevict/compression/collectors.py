@@ -18,8 +18,7 @@ from kvevict_kernels.accumulated_attention import accumulated_attention
 from kvevict_kernels.echo_attention import echo_attention
 from kvevict_kernels.rotary import Rotary
 from kvevict_kernels.stored_rows import gather_rows
-from sgl_kvevict.policies.query_moments import QueryMoments
-from sgl_kvevict.policies.signals import QueryWindow, Signal
+from sgl_kvevict.policies.signals import QueryMoments, QueryWindow, Signal
 
 
 @dataclass(frozen=True)

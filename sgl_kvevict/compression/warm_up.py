@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from sgl_kvevict.compression.compressor import Compressor
+from sgl_kvevict.compression.generated import SuffixCompressor
 from sgl_kvevict.compression.prompt_observation import PromptObservation
 from sgl_kvevict.compression.reader_observation import ReaderObservation
-from sgl_kvevict.compression.suffix import SuffixCompressor
 from sgl_kvevict.prefix import Span, SpanStore
 
 WARM_UP_TOKENS = 192

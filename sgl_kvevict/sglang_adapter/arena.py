@@ -13,7 +13,7 @@ from sglang.srt.runtime_context import get_server_args
 from torch import Tensor
 
 from sgl_kvevict.config import load_config
-from sgl_kvevict.policies.configured import configured_policy
+from sgl_kvevict.policies.by_name import configured_policy
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 
 WINDOWED = "SWA"

@@ -13,7 +13,7 @@ from sgl_kvevict.compression import Compressor, needs_rotary, warm_up
 from sgl_kvevict.config import KVEvictConfig, load_config
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies.configured import configured_policy
+from sgl_kvevict.policies.by_name import configured_policy
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.prefix import SpanStore

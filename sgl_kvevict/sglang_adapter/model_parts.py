@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import UNSCALED, KVGeometry, KVScales
-from sgl_kvevict.policies.output_gram import output_gram
+from sgl_kvevict.policies.signals import output_gram
 
 PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of weights that stand for themselves; float8 has scales beside it."""

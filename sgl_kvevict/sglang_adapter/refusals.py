@@ -19,7 +19,7 @@ from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.machine import BUILD_TOOLS, check_machine, read_machine
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.scorers.window_attention import WindowAttentionScorer
+from sgl_kvevict.policies.scorers import WindowAttentionScorer
 from sgl_kvevict.policies.signals import Signal
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ def test_every_listed_policy_builds_with_its_defaults() -> None:
     for info in list_policies()[1:]:
         policy = build_policy(info.name, {})
         assert isinstance(policy, Policy) and policy.name == info.name
-        assert info.summary and all(option.meaning and option.allowed for option in info.options)
+        assert info.summary and all(option.meaning and option.allowed for option in info.describe())
         hash(policy)
 
 

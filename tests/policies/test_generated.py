@@ -7,10 +7,10 @@ import pytest
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies import configured_policy
-from sgl_kvevict.policies.suffix import SUFFIX_POLICIES
+from sgl_kvevict.policies.generated import GENERATED_POLICIES
 
 
-@pytest.mark.parametrize("policy", SUFFIX_POLICIES)
+@pytest.mark.parametrize("policy", GENERATED_POLICIES)
 def test_policies_with_a_rule_for_a_growing_cache(policy):
     assert configured_policy(KVEvictConfig(policy=policy, decode_block=64))[1] is not None
 

@@ -15,10 +15,10 @@ from kvevict_kernels.transfer import to_device
 from sgl_kvevict.compression.compressor import Compression, Compressor
 from sgl_kvevict.compression.query_lanes import QueryLanes
 from sgl_kvevict.guard import accounting
+from sgl_kvevict.policies.generated import GeneratedChoice, choose_generated
 from sgl_kvevict.policies.layer_view import LayerView, Show
 from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.policies.signals import QueryWindow, Signal
-from sgl_kvevict.policies.suffix import SuffixChoice, choose_suffix
 from sgl_kvevict.prefix import Segment
 
 COUNTED_AT_ONCE = 32
@@ -246,7 +246,7 @@ class SuffixCompressor:
         keeps_all = num_slots == held + num_new
         if keeps_all:
             lens = [table.shape[1] for table in tables]
-            choice = SuffixChoice(lens, [torch.ones_like(table, dtype=torch.bool) for table in tables])
+            choice = GeneratedChoice(lens, [torch.ones_like(table, dtype=torch.bool) for table in tables])
         else:
             choice = self._choose(suffix, tables, num_new, num_slots)
         entries, state = self._entries(suffix, tables, choice, num_new, state, merges=not keeps_all)
@@ -264,16 +264,16 @@ class SuffixCompressor:
         self._compressor.stats.count(done)
         return done
 
-    def _choose(self, suffix: Suffix, tables: Sequence[Tensor], num_new: int, num_slots: int) -> SuffixChoice:
+    def _choose(self, suffix: Suffix, tables: Sequence[Tensor], num_new: int, num_slots: int) -> GeneratedChoice:
         num_sinks = max(self._config.sink_tokens, self._policy.num_sink_tokens) - suffix.start
         show = self._show(suffix, tables, self._policy.scorer.needs)
-        return choose_suffix(self._policy, show, suffix.lens, num_new, num_slots, max(num_sinks, 0))
+        return choose_generated(self._policy, show, suffix.lens, num_new, num_slots, max(num_sinks, 0))
 
     def _entries(
         self,
         suffix: Suffix,
         tables: Sequence[Tensor],
-        choice: SuffixChoice,
+        choice: GeneratedChoice,
         num_new: int,
         state: PolicyState | None,
         *,
@@ -307,7 +307,7 @@ class SuffixCompressor:
         """[num_kv_heads * length], int64: where a layer's mask is set, in order."""
         return torch.nonzero_static(kept.flatten(), size=self._geometry.num_kv_heads * length).squeeze(-1)
 
-    def _carry_on(self, suffix: Suffix, choice: SuffixChoice, segment: Segment) -> None:
+    def _carry_on(self, suffix: Suffix, choice: GeneratedChoice, segment: Segment) -> None:
         """Entries that stay keep their sums."""
         for layer, kept in enumerate(choice.kept if suffix.sums else ()):
             sums, num = suffix.sums[layer], kept.shape[1]

@@ -16,7 +16,7 @@ from sgl_kvevict.compression import Compressor, SuffixCompressor
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import build_policy
-from sgl_kvevict.policies.suffix import share_out
+from sgl_kvevict.policies.generated import share_out
 from sgl_kvevict.prefix import SpanStore
 
 LAYERS, HEADS, GROUP, DIM = 2, 2, 2, 8

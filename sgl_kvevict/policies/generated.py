@@ -1,4 +1,4 @@
-"""What a request's own tokens keep while it generates: what was kept before competes again with the newest tokens."""
+"""Generated tokens: which a running request keeps. Tokens kept before compete again with the newest ones."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from sgl_kvevict.policies.parts import RangeScores
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.scorers import AccumulatedAttentionScorer
 
-SUFFIX_POLICIES = ("h2o", "d2o", "streaming-llm", "snapkv", "knorm", "keydiff")
+GENERATED_POLICIES = ("h2o", "d2o", "streaming-llm", "snapkv", "knorm", "keydiff")
 """Policies whose rule says what to do when a token is added to a cache that was compressed before."""
 
 
-def suffix_reasons(policy: Policy | None) -> list[str]:
+def generated_reasons(policy: Policy | None) -> list[str]:
     """Return one sentence for everything about a policy that does not go with ``decode_block``."""
     name = "none" if policy is None else policy.name
-    if policy is None or name not in SUFFIX_POLICIES:
-        return [f"policy {name!r} has no rule for tokens that are generated; allowed: {', '.join(SUFFIX_POLICIES)}"]
+    if policy is None or name not in GENERATED_POLICIES:
+        return [f"policy {name!r} has no rule for tokens that are generated; allowed: {', '.join(GENERATED_POLICIES)}"]
     reasons = []
     if not policy.splittable:
         reasons.append("direction 'any' writes later tokens into earlier ones; allowed: 'causal'")
@@ -38,8 +38,8 @@ def suffix_reasons(policy: Policy | None) -> list[str]:
 
 
 @dataclass(frozen=True)
-class SuffixChoice:
-    """What is kept of a suffix.
+class GeneratedChoice:
+    """What is kept of the generated tokens.
 
     Attributes:
         lens: per layer, entries that each of its heads keeps.
@@ -50,22 +50,22 @@ class SuffixChoice:
     kept: list[Tensor]
 
 
-def choose_suffix(
+def choose_generated(
     policy: Policy,
     show: Show,
     num_old: Sequence[int],
     num_new: int,
     per_head: int,
     num_pinned: int,
-) -> SuffixChoice:
-    """Choose among the entries that a suffix has kept so far and the tokens that came since.
+) -> GeneratedChoice:
+    """Choose among the entries kept so far and the tokens generated since.
 
     A layer's candidates are the same number for each of its heads: first old entries, then new tokens, by position.
     The first choice splits the budget over the layers as the policy does; later ones keep these shares, as D2O keeps
     those of its prompt.
 
     Args:
-        policy: see :func:`suffix_reasons`.
+        policy: see :func:`generated_reasons`.
         show: gives a layer's candidates as a range that starts at 0; called once for each layer, in order.
         num_old: per layer, entries of each head that were kept before; all 0 at the first choice.
         num_new: tokens since.
@@ -100,7 +100,7 @@ def choose_suffix(
     for row, length in zip(rows, lens, strict=True):
         free = torch.full((1, num_heads), length - pinned, dtype=torch.int64, device=row.values.device)
         kept.append(policy.selector.select(row, free)[0])
-    return SuffixChoice(lens, kept)
+    return GeneratedChoice(lens, kept)
 
 
 def _first_shares(policy: Policy, rows: Sequence[RangeScores], total: int) -> list[int]:
