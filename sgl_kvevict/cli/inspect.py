@@ -166,15 +166,17 @@ def _as_numbers(ids: Sequence[int]) -> list[str]:
 
 
 def load_decoder(path: str) -> Decode | None:
-    """Return what turns single token ids into their texts, or None if there is no such tokenizer here.
+    """Return a function from token ids to their texts; None without transformers, or without such a tokenizer.
 
     Args:
         path: folder or hub name of the tokenizer.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of optional parts of transformers that a tokenizer does not need
-        from transformers import AutoTokenizer
-
+        try:
+            from transformers import AutoTokenizer
+        except ImportError:
+            return None
         try:
             tokenizer = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError):  # no such folder or hub name, or nothing in it that reads as a tokenizer

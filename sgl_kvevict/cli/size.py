@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,19 +69,16 @@ def read_model_sizes(model: str) -> ModelSizes:
 
         model = str(ensure_demo_model())
     allowed = "a folder with a config.json, or a hub name that can be reached from here"
-    path = Path(model).expanduser()
-    if model.startswith((".", "/", "~")) and not path.is_dir():
+    folder = Path(os.path.expanduser(model))
+    if model.startswith((".", "/", "~")) and not folder.is_dir():
         raise ConfigError(f"model: got {model!r}, no such folder; allowed: {allowed}")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of optional parts of transformers that a configuration does not need
-        from transformers import PretrainedConfig
-
-        try:
-            values, _ = PretrainedConfig.get_config_dict(str(path) if path.is_dir() else model)
-        except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"model: got {model!r} ({reason}); allowed: {allowed}") from error
-    values = values.get("text_config", values)
+    try:
+        file = folder / "config.json" if folder.is_dir() else _downloaded(model)
+        values = json.loads(file.read_text(encoding="utf-8"))
+        values = values.get("text_config", values)
+    except (OSError, ValueError, AttributeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"model: got {model!r} ({reason}); allowed: {allowed}") from error
     missing = [name for name in ("num_hidden_layers", "num_attention_heads", "hidden_size") if name not in values]
     if missing:
         raise ConfigError(f"model: got {model!r}, whose configuration lacks {', '.join(missing)}")
@@ -93,6 +91,15 @@ def read_model_sizes(model: str) -> ModelSizes:
         head_dim=values.get("head_dim") or values["hidden_size"] // num_heads,
         dtype_bytes=4 if dtype == "float32" else 2,
     )
+
+
+def _downloaded(hub_name: str) -> Path:
+    """The configuration of a model on a hub."""
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError as error:
+        raise ConfigError(f"model: got {hub_name!r}, and hub names need the package huggingface_hub") from error
+    return Path(hf_hub_download(hub_name, "config.json"))
 
 
 def parse_bytes(text: str) -> int:
