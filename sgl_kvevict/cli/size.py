@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.model import resolve_model
 
 COMMON_BUDGETS = (1.0, 0.5, 0.2, 0.1)
 
@@ -59,15 +60,12 @@ def read_model_sizes(model: str) -> ModelSizes:
     """Read the sizes from a model's configuration.
 
     Args:
-        model: model folder or hub name, or ``demo``.
+        model: model folder, hub name, or a name of ``sgl_kvevict.model.MODELS``.
 
     Raises:
         ConfigError: no such model, or not one with plain attention.
     """
-    if model == "demo":
-        from sgl_kvevict.model import ensure_demo_model
-
-        model = str(ensure_demo_model())
+    model = resolve_model(model)
     allowed = "a folder with a config.json, or a hub name that can be reached from here"
     folder = Path(os.path.expanduser(model))
     if model.startswith((".", "/", "~")) and not folder.is_dir():
