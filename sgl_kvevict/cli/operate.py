@@ -1,4 +1,4 @@
-"""Commands for a running server (``top``, ``inspect``, ``warm``) and those that prepare one (``size``, ``learn``)."""
+"""Commands for a running server (``top``, ``inspect``, ``warm``) and for planning one (``size``, ``learn``)."""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@ COMMON_BUDGETS = (1.0, 0.5, 0.2, 0.1)
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What the KV of one token of a model takes.
+    """Sizes of a model that determine the KV of one token.
 
     Attributes:
-        num_layers: layers with keys and values: recurrent ones (``linear_attention``) have a state instead.
+        num_layers: layers with keys and values; recurrent ones (``linear_attention``) have none.
         num_kv_heads: KV heads a layer.
         head_dim: elements of one K (or V) row.
         dtype_bytes: bytes of one element.
@@ -39,13 +39,13 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Fit:
-    """How many prefixes fit at one budget.
+    """Number of prefixes that fit at one budget.
 
     Attributes:
         budget: share of entries, or entries per head.
-        prefix_slots: token slots of one cached prefix (its compressed part, and its tail).
-        prefix_bytes: their bytes.
-        prefixes: how many fit while the next one is prefilled, which needs all its tokens' slots.
+        prefix_slots: token slots of one cached prefix, its compressed part and its tail.
+        prefix_bytes: bytes of these slots.
+        prefixes: number that fit, the last of them uncompressed as it is during prefill.
         tokens_per_slot: tokens of a prefix divided by its slots.
     """
 
@@ -119,7 +119,7 @@ def parse_bytes(text: str) -> int:
 
 
 def prefix_slots(config: KVEvictConfig, num_tokens: int) -> int:
-    """Token slots of one cached prefix: what is compressed, and the tail that is not."""
+    """Token slots of one cached prefix: the compressed range and the uncompressed tail."""
     compressed = num_tokens - config.tail_tokens
     if config.policy == "none" or compressed < config.min_prefix_tokens:
         return num_tokens
@@ -136,7 +136,7 @@ def fits(
         sizes: of the model.
         num_tokens: tokens of one prefix.
         pool_slots: token slots of the pool.
-        reserved_slots: of these, slots left to running requests (their questions and answers).
+        reserved_slots: slots of the pool left to the questions and answers of running requests.
 
     Returns:
         One row a budget, the configured one first.
