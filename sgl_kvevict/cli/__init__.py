@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of a pipe has seen enough: sgl-kvevict policies | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
+    except typer.Abort:  # Ctrl-C, in some versions of typer
+        code = 130
     except (KVEvictError, OSError) as error:
         _say(f"error: {_one_line(error)}")
         code = 2 if isinstance(error, ConfigError) else 1
