@@ -21,8 +21,8 @@ help: ## show this list
 setup: ## create or update .venv (stock SGLang on CPU, this package, test tools)
 	@scripts/setup_env.sh
 
-model: setup ## download and convert the demo model, once
-	@$(BIN)/sgl-kvevict model >/dev/null
+model: setup ## download and convert the demo model, once (ARGS=qwen-0.5b: another one; ARGS=--list)
+	@$(BIN)/sgl-kvevict model $(if $(filter model,$(MAKECMDGOALS)),$(ARGS),>/dev/null)
 
 demo: model ## a document compressed before your eyes, eight questions at once on the one copy: a minute
 	@$(BIN)/python examples/demo/run.py $(ARGS)

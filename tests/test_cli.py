@@ -19,7 +19,7 @@ from sgl_kvevict.cli.server_plan import (
 )
 from sgl_kvevict.config import ENV_VAR, KVEvictConfig
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.model import DEMO_MODEL_NAME, demo_model_path
+from sgl_kvevict.model import DEMO, MODELS, model_path
 from sgl_kvevict.policies.by_name import list_policies
 
 
@@ -105,7 +105,7 @@ def test_a_hub_name_may_be_looked_up(model_folder: str) -> None:
 
 
 def test_the_demo_model_is_made_and_served(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_plan, "ensure_demo_model", lambda: Path(model_folder))
+    monkeypatch.setattr(server_plan, "resolve_model", lambda model: {"demo": model_folder}[model])
     for is_fast, dtype in ((True, None), (False, "float32")):
         monkeypatch.setattr(server_plan, "has_fast_bfloat16", lambda is_fast=is_fast: is_fast)
         plan = plan_serve("demo", KVEvictConfig(), [], cuda_is_available=lambda: False)
@@ -285,7 +285,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_model_prints_the_folder_of_a_made_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    folder = tmp_path / DEMO_MODEL_NAME
+    folder = tmp_path / MODELS[DEMO].folder
     folder.mkdir()
     code, out, err = run(capsys, "model", "--dir", str(tmp_path))
     assert (code, out) == (1, "") and "lacks config.json" in err
@@ -294,7 +294,7 @@ def test_model_prints_the_folder_of_a_made_model(capsys: pytest.CaptureFixture[s
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         (folder / name).touch()
     assert run(capsys, "model", "--dir", str(tmp_path)) == (0, f"{folder}\n", "")
-    assert demo_model_path(tmp_path) == folder
+    assert model_path(directory=tmp_path) == folder
 
 
 def test_without_arguments_the_commands_are_shown(capsys: pytest.CaptureFixture[str]) -> None:

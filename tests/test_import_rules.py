@@ -42,7 +42,7 @@ ONLY_IN = {
     "flashinfer": ("sgl_kvevict/attention/flashinfer/",),
     "pydantic": ("sgl_kvevict/config.py", "sgl_kvevict/fields.py", "sgl_kvevict/request.py", "sgl_kvevict/policies/"),
     "yaml": ("sgl_kvevict/config_file.py",),
-    "transformers": ("sgl_kvevict/model.py", "sgl_kvevict/cli/inspect", "sgl_kvevict/cli/size"),
+    "transformers": ("sgl_kvevict/model.py", "sgl_kvevict/cli/inspect"),
     "safetensors": ("sgl_kvevict/distill/files.py", "sgl_kvevict/store/segment_file.py"),
     "fsspec": ("sgl_kvevict/store/remote.py",),
     "filelock": ("sgl_kvevict/store/directory.py",),

@@ -1,4 +1,4 @@
-"""The command ``sgl-kvevict``: serve a model, watch its cache, list policies, make the demo model.
+"""The command ``sgl-kvevict``: serve a model, watch its cache, list policies, make a model.
 
 Exit codes: 0 success, 1 something failed on the way (a download, a dead server), 2 bad input.
 """
@@ -48,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of a pipe has seen enough: sgl-kvevict policies | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
+    except typer.Abort:  # Ctrl-C, in some versions of typer
+        code = 130
     except (KVEvictError, OSError) as error:
         _say(f"error: {_one_line(error)}")
         code = 2 if isinstance(error, ConfigError) else 1
@@ -96,7 +98,7 @@ def common(
 
 @app.command()
 def serve(
-    model: Annotated[str, typer.Argument(help="Model folder or hub name, or 'demo' for the demo model.")],
+    model: Annotated[str, typer.Argument(help="Model folder, hub name, or a name of 'sgl-kvevict model --list'.")],
     sglang_flags: Annotated[
         list[str] | None,
         typer.Argument(metavar="-- SGLANG_FLAGS", help="SGLang's own flags, passed on unchanged."),
@@ -181,14 +183,30 @@ def policies(
 
 @app.command()
 def model(
+    name: Annotated[str, typer.Argument(help="Which one; see --list.")] = "demo",
+    is_list: Annotated[bool, typer.Option("--list", help="List the models that have names, and stop.")] = False,
+    accept_terms: Annotated[
+        bool, typer.Option("--accept-terms", help="Accept the model's own terms, where it has some.")
+    ] = False,
     directory: Annotated[
         Path | None, typer.Option("--dir", help="Folder of models; default: the user's cache folder.")
     ] = None,
 ) -> None:
-    """Download and convert the demo model, once; print its folder."""
-    from sgl_kvevict.model import ensure_demo_model
+    """Download and convert a model that has a name, once; print its folder."""
+    from sgl_kvevict.model import MODELS, ensure_model, model_path
 
-    typer.echo(ensure_demo_model(directory))
+    if not is_list:
+        typer.echo(ensure_model(name, directory, accept_terms=accept_terms))
+        return
+    from rich.table import Table
+
+    from sgl_kvevict.cli.output import print_shaped
+
+    table = Table("name", "model", "download", "what", "here", box=None, pad_edge=False)
+    for key, each in MODELS.items():
+        here = str(model_path(key, directory) or "no")
+        table.add_row(key, each.folder, f"{each.megabytes:,} MB", each.facts, here)
+    print_shaped(table)
 
 
 operate.register(app)

@@ -16,9 +16,8 @@ from sgl_kvevict.config import ENV_VAR, KVEvictConfig, load_config, parse_config
 from sgl_kvevict.config_file import read_config_file
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.launcher import has_fast_bfloat16
-from sgl_kvevict.model import ensure_demo_model
+from sgl_kvevict.model import DEMO, MODELS, resolve_model
 
-DEMO = "demo"
 BACKEND = "kvevict"
 CPU_PLATFORM = "kvevict_cpu"
 CPU_POOL_TOKENS = 32768
@@ -131,7 +130,7 @@ def plan_serve(
     """Work out how to start SGLang.
 
     Args:
-        model: model folder or hub name, or ``demo``.
+        model: model folder, hub name, or a name of ``sgl_kvevict.model.MODELS``.
         config: what to compress and how.
         sglang_flags: the user's own SGLang flags, passed on unchanged.
         cuda_is_available: asked only if the flags do not name a device; default: torch's answer.
@@ -142,13 +141,13 @@ def plan_serve(
     _check(model, sglang_flags)
     device = flag_value(sglang_flags, "--device")
     on_cpu = device == "cpu" if device else not (cuda_is_available or _torch_has_cuda)()
-    path = str(ensure_demo_model()) if model == DEMO else model
+    path = resolve_model(model)
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", path]
     wanted = {"--radix-cache-backend": BACKEND, "--attention-backend": BACKEND}
     environ = {ENV_VAR: config.model_dump_json(exclude_unset=True)}
     if on_cpu:
         wanted |= {"--device": "cpu", "--max-total-tokens": str(CPU_POOL_TOKENS)}
-        if model == DEMO and not has_fast_bfloat16():
+        if model in MODELS and not has_fast_bfloat16():
             wanted["--dtype"] = "float32"
         environ["SGLANG_PLATFORM"] = os.environ.get("SGLANG_PLATFORM") or CPU_PLATFORM
     if Path(path).is_dir():
