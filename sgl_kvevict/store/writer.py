@@ -84,11 +84,9 @@ class WriteBehind:
             num_bytes: of its keys and values.
 
         Returns:
-            False: too many wait; it is dropped.
+            False: there is no room, see :meth:`has_room`.
         """
-        taken = self._workers.submit(lambda: self._write(record(), namespace), num_bytes)
-        self.num_dropped += not taken
-        return taken
+        return self._workers.submit(lambda: self._write(record(), namespace), num_bytes)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything is written; False: it took longer than ``timeout_s`` seconds."""
