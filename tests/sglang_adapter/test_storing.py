@@ -237,6 +237,7 @@ def test_a_server_that_stops_writes_what_waits(tmp_path, monkeypatch):
     gate, put = threading.Event(), server.segments.put
     monkeypatch.setattr(server.segments, "put", lambda *args: gate.wait(300) and put(*args))
     server.harness.finish(server.harness.run(DOCUMENT))
+    assert server.stored.state()["waiting"] == 1
     assert server.stored.close(0.01) == 1  # in bounded time
     gate.set()
     scheduler = SimpleNamespace(tree_cache=server.harness.tree)
