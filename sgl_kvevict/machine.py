@@ -258,22 +258,21 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    found = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+def _cpu_flags() -> frozenset[str]:
+    found = re.search(r"^flags\s*:(.*)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
     return frozenset(found[1].split()) if found else frozenset()
 
 
-def _host_gib(meminfo: Path = Path("/proc/meminfo")) -> float:
-    """Available memory of the machine, or what its control group leaves."""
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo.read_text(), re.MULTILINE) if meminfo.exists() else None
-    free = int(found[1]) * 1024 if found else 0
-    group = Path("/sys/fs/cgroup")
-    if (limit := _read(group / "memory.max")).isdigit() and (used := _read(group / "memory.current")).isdigit():
-        free = min(free, int(limit) - int(used))
-    return free / GIB
+def _host_gib() -> float:
+    """Available memory of the machine, at most the limit of its control group."""
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", _read(Path("/proc/meminfo")), re.MULTILINE)
+    limit = _read(Path("/sys/fs/cgroup/memory.max"))
+    available = int(found[1]) * 1024 if found else 0
+    return (min(available, int(limit)) if limit.isdigit() else available) / GIB
 
 
 def _read(path: Path) -> str:
+    """Text of a file; "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -284,8 +283,8 @@ def _driver() -> str | None:
     found = re.search(r"NVRM version:.*?\s(\d+\.\d[\d.]*)\s", _read(Path("/proc/driver/nvidia/version")))
     if found:
         return found[1]
-    try:  # WSL has no such file
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]  # WSL has no such file
+    try:
         lines = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
     except (OSError, subprocess.SubprocessError):
         return None

@@ -105,6 +105,25 @@ def test_nvcc_is_looked_for_where_flashinfer_looks(
     assert checks._nvcc() is None
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 07:17:59 UTC 2025",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (root@host)",
+    ],
+)
+def test_the_driver_is_read_from_the_kernel_module(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(checks, "_read", lambda path: text)
+    assert checks._driver() == "580.65.06"
+
+
+def test_without_a_kernel_module_nvidia_smi_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_read", lambda path: "")
+    answer = subprocess.CompletedProcess([], 0, stdout="580.65.06\n580.65.06\n")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: answer)
+    assert checks._driver() == "580.65.06"
+
+
 def test_the_machine_at_hand() -> None:
     machine = read_machine()
     assert machine.packages["sglang"] == "0.5.23"
