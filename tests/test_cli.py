@@ -27,12 +27,14 @@ from sgl_kvevict.policies.by_name import list_policies
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (ENV_VAR, "SGLANG_PLATFORM", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(server_plan, "port_reasons", lambda _host, _port: [])  # of this machine
 
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> str:
     folder = tmp_path / "a model"
     folder.mkdir()
+    (folder / "config.json").write_text("{}")
     return str(folder)
 
 
@@ -143,6 +145,29 @@ def test_every_contradicting_flag_is_named_at_once(capsys: pytest.CaptureFixture
         "got './no/such/model', no such folder",
     ):
         assert part in err
+
+
+def test_what_cannot_be_used_is_named_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], model_folder: str, tmp_path: Path
+) -> None:
+    Path(model_folder, "config.json").unlink()
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"store": str(config), "score_weights": str(config)}))
+    flags = ["--page-size", "16", "--enable-lmcache", "--pp-size=2", "--max-total-tokens", "10", "--dp-size", "2"]
+    code, out, err = run(capsys, "serve", model_folder, "--config", str(config), "--events", "--dry-run", "--", *flags)
+    assert (code, out) == (2, "")
+    for part in (
+        f"model: got {model_folder!r}, a folder without config.json",
+        "--page-size is 16, only 1 is supported",
+        "--enable-lmcache is True, only False is supported",
+        "--pp-size is 2, only 1 is supported",
+        "--max-total-tokens: got '10'; allowed: an integer >= 288",
+        f"store: {str(config)!r} cannot be written",
+        f"score_weights: score weights {str(config)!r} cannot be read",
+        "2 data-parallel schedulers",
+    ):
+        assert part in err
+    assert "Traceback" not in err
 
 
 def test_a_second_word_is_not_taken_for_a_flag(capsys: pytest.CaptureFixture[str], model_folder: str) -> None:

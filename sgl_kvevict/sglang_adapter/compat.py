@@ -68,8 +68,22 @@ POOL_HOOK = Hook(
     why="CUDA has no hook for the pool class: the stock pool gets its buffers from one arena",
 )
 
+LAUNCHER_HOOK = Hook(
+    target="sglang.srt.entrypoints.engine._set_envs_and_config",
+    kind="AFTER",
+    function="sgl_kvevict.sglang_adapter.launching.after_launch_handlers",
+    why="a scheduler that refuses a setup would end the launcher with -9 and another line below its reasons",
+)
+"""Registered in the process that starts a server only: SGLang imports the module of each target."""
+
 HOOKS = (
     POOL_HOOK,
+    Hook(
+        target="handle_deprecated_dp_attention",
+        kind=RESOLUTION,
+        function="sgl_kvevict.sglang_adapter.launching.before_resolution",
+        why="the first step of a start: what cannot work is refused before a model is loaded",
+    ),
     Hook(
         target="handle_attention_backend_compatibility",
         kind=RESOLUTION,

@@ -1,9 +1,11 @@
-"""Server settings and models that compressed prefixes do not support, each with its reason."""
+"""Models, KV pools and settings that compressed prefixes do not support, each with its reason.
+
+A scheduler finds them when it has loaded the model. What is known before is in ``start_checks.py``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,58 +30,6 @@ if TYPE_CHECKING:
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 
 
-@dataclass(frozen=True)
-class FlagRefusal:
-    """One server argument whose value must be ``allowed``.
-
-    Attributes:
-        field: attribute of SGLang's ``ServerArgs``.
-        allowed: the only value that works.
-        why: what would go wrong.
-    """
-
-    field: str
-    allowed: object
-    why: str
-
-    def reason(self, server_args: ServerArgs) -> str | None:
-        """Return the sentence for the user, or None if the setting is fine."""
-        value = getattr(server_args, self.field)
-        if value == self.allowed:
-            return None
-        return f"--{self.field.replace('_', '-')} is {value!r}, only {self.allowed!r} is supported: {self.why}"
-
-
-_SLOT_READERS = "it reads KV by token slot, and a compressed prefix has none"
-
-FLAGS = (
-    FlagRefusal("disable_radix_cache", False, "there would be no prefixes to compress"),
-    FlagRefusal("enable_hierarchical_cache", False, _SLOT_READERS),
-    FlagRefusal("enable_lmcache", False, _SLOT_READERS),
-    FlagRefusal("enable_flexkv", False, _SLOT_READERS),
-    FlagRefusal("enable_hisparse", False, _SLOT_READERS),
-    FlagRefusal("enable_unified_cache_external_linker", False, _SLOT_READERS),
-    FlagRefusal("enable_return_routed_experts", False, _SLOT_READERS),
-    FlagRefusal("disaggregation_mode", "null", _SLOT_READERS),
-    FlagRefusal("is_embedding", False, "its answers are made of whole prompts, and scoring passes would get some"),
-    FlagRefusal("speculative_algorithm", None, "draft and verification steps read uncompressed rows"),
-    FlagRefusal("dllm_algorithm", None, "diffusion decoding attends in both directions"),
-    FlagRefusal("pp_size", 1, "not tested with pipeline stages yet"),
-    FlagRefusal("attn_cp_size", 1, "not tested with context parallelism"),
-    FlagRefusal("dcp_size", 1, "not tested with context parallelism"),
-    FlagRefusal("enable_dp_attention", False, "not tested with idle ranks"),
-    FlagRefusal("enable_two_batch_overlap", False, "a step is planned before the previous result is processed"),
-    FlagRefusal("enable_pdmux", False, "prefill and decode run on streams of their own"),
-    FlagRefusal("enable_streaming_session", False, "a session's turns have no node in the tree, so no path to read"),
-    FlagRefusal("enable_unified_memory", False, "the KV pool has another layout"),
-    FlagRefusal("enable_page_major_kv_layout", False, "the KV pool has another layout"),
-    FlagRefusal("enable_kv_cache_sharding", False, "the KV pool has another layout"),
-    FlagRefusal("prefill_only_disable_kv_cache", False, "there would be no KV to compress"),
-    FlagRefusal("kv_canary", "none", "it patches the pool's buffers"),
-    FlagRefusal("enable_torch_compile", False, "the attention backend is not traceable"),
-    FlagRefusal("enable_deterministic_inference", False, "results depend on the batch"),
-)
-
 _MODEL_CHECKS: tuple[tuple[Callable[[ModelConfig], bool], str], ...] = (
     (lambda m: m.attention_arch != AttentionArch.MHA, "the model uses latent attention (MLA); only MHA and GQA work"),
     (lambda m: m.is_encoder_decoder, "the model is an encoder-decoder"),
@@ -91,11 +41,6 @@ _MODEL_CHECKS: tuple[tuple[Callable[[ModelConfig], bool], str], ...] = (
     (lambda m: m.is_multimodal, "multimodal models are not tested"),
     (lambda m: m.head_dim != m.v_head_dim, "the model's keys and values have different widths"),
 )
-
-
-def server_reasons(server_args: ServerArgs) -> list[str]:
-    """Return one sentence for every server argument that is not supported."""
-    return [reason for flag in FLAGS if (reason := flag.reason(server_args)) is not None]
 
 
 def model_reasons(model_config: ModelConfig) -> list[str]:
