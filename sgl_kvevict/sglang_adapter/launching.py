@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 import threading
@@ -87,6 +88,7 @@ def after_launch_handlers(_result: None, server_args: ServerArgs) -> None:
 
 
 def _end(_number: int, _frame: FrameType | None) -> None:
+    logging.disable()  # the reasons stay the last lines
     kill_process_tree(getpid(), include_parent=False)
     sys.stdout.flush()
     _exit(1)

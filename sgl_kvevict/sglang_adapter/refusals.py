@@ -49,9 +49,9 @@ def model_reasons(model_config: ModelConfig) -> list[str]:
 
 
 def place_reasons(config: KVEvictConfig, policy: Policy | None, ctx: TreeCacheBuildContext) -> list[str]:
-    """Return one sentence for everything that models rule out whose prompts go on at certain places only.
+    """Return one sentence for everything that is not supported with a window's own KV pool or recurrent layers.
 
-    Those are models of which some layers have a sliding window and a KV pool of their own, or a recurrent state.
+    A prompt of such a model continues a cached prefix only where a window, or a state, is stored.
     """
     reasons = []
     if ctx.is_hybrid_swa and ctx.full_tokens_per_layer == 0:
@@ -59,19 +59,19 @@ def place_reasons(config: KVEvictConfig, policy: Policy | None, ctx: TreeCacheBu
     if ctx.is_hybrid_ssm and ctx.params.enable_mamba_extra_buffer:
         reasons.append(
             "--mamba-radix-cache-strategy is 'extra_buffer', only 'no_buffer' is supported (with "
-            "--disable-overlap-schedule): where the other strategy leaves states is not tested"
+            "--disable-overlap-schedule): the other strategy is not tested"
         )
     if ctx.is_hybrid_ssm and config.decode_block is not None:
-        reasons.append("decode_block: a recurrent state belongs to the end of what was generated, not to a block's")
+        reasons.append("decode_block: a recurrent state is kept for the end of an answer, not for the end of a block")
     if not (ctx.is_hybrid_swa or ctx.is_hybrid_ssm):
         return reasons
     kind = "recurrent layers" if ctx.is_hybrid_ssm else "a KV pool for layers with a sliding window"
     if config.store is not None:
-        reasons.append(f"store: the model has {kind}, and what they know of a prefix is not stored")
+        reasons.append(f"store: the model has {kind}, whose part of a prefix is not stored")
     if policy is not None and not policy.splittable:
         reasons.append(
             f"policy {policy.name!r} merges tokens into earlier ones, so its prefixes cannot be cut; the model has "
-            f"{kind}, which let a prompt go on in the middle of one"
+            f"{kind}, so a prompt may continue in the middle of one"
         )
     return reasons
 
@@ -88,7 +88,7 @@ def layer_reasons(model: nn.Module) -> list[str]:
 
 
 def policy_reasons(policy: Policy | None, head_dim: int, device: torch.device) -> list[str]:
-    """Return one sentence for everything about the policy that the device's kernels cannot do."""
+    """Return one sentence if the device's kernels cannot pool as the policy asks."""
     scorer = None if policy is None else policy.scorer
     if device.type != "cuda" or not isinstance(scorer, WindowAttentionScorer):
         return []
@@ -102,7 +102,7 @@ def policy_reasons(policy: Policy | None, head_dim: int, device: torch.device) -
 
 
 def generation_reasons(config: KVEvictConfig, policy: Policy | None, server_args: ServerArgs, device: str) -> list[str]:
-    """Return one sentence for everything that cannot be done while requests generate (``decode_block``)."""
+    """Return one sentence for everything that does not work with ``decode_block``."""
     if config.decode_block is None or policy is None:
         return []
     reasons = []
@@ -119,12 +119,14 @@ def generation_reasons(config: KVEvictConfig, policy: Policy | None, server_args
 
 
 def window_reasons(config: KVEvictConfig, policy: Policy | None, geometry: KVGeometry) -> list[str]:
-    """Return one sentence for everything that cannot be done with a model whose layers have sliding windows."""
+    """Return one sentence for everything that is not supported in layers with a sliding window."""
     if policy is None or not geometry.has_windows:
         return []
     reasons = []
     if policy.merger is not None:
-        reasons.append(f"policy {policy.name!r} merges what it evicts, which layers with a sliding window do not do")
+        reasons.append(
+            f"policy {policy.name!r} merges evicted entries, which is not supported in layers with a sliding window"
+        )
     if policy.fitter is not None:
         reasons.append(f"policy {policy.name!r} fits values, which is not tested with sliding windows")
     if config.decode_block is not None:
@@ -135,7 +137,7 @@ def window_reasons(config: KVEvictConfig, policy: Policy | None, geometry: KVGeo
 def pool_reasons(pool: Any) -> list[str]:
     """Return one sentence for every property of SGLang's KV pool that is not supported."""
     reasons = []
-    if pool.page_size != 1:  # resolved; the argument itself may be unset
+    if pool.page_size != 1:  # SGLang may choose it where the argument is left out
         reasons.append(
             f"--page-size is {pool.page_size}, only 1 is supported: spans are packed into single token slots"
         )

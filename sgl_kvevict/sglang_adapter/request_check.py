@@ -35,7 +35,7 @@ def before_queueing(scheduler: Scheduler, req: Req, *_args: object, **_kwargs: o
         return
     limit = scheduler.max_queued_requests
     if limit is not None and len(scheduler.waiting_queue) >= limit and tree.manager.scoring is not None:
-        tree.manager.scoring.withdraw(SchedulerPasses(scheduler))  # a pass takes no user's place
+        tree.manager.scoring.withdraw(SchedulerPasses(scheduler))  # a waiting pass takes no place in the queue
     with tree.guard.at(Place.OPTIONS):
         reason = refusal(scheduler, tree, req)
         if reason is not None:
