@@ -162,7 +162,7 @@ def test_what_cannot_be_used_is_named_before_anything_is_loaded(
         "--enable-lmcache is True, only False is supported",
         "--pp-size is 2, only 1 is supported",
         "--max-total-tokens: got '10'; allowed: an integer >= 288",
-        f"store: {str(config)!r} cannot be written",
+        f"store: {str(config)!r} cannot be made or written",
         f"score_weights: score weights {str(config)!r} cannot be read",
         "2 data-parallel schedulers",
     ):

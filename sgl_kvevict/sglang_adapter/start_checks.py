@@ -179,7 +179,11 @@ def write_error(folder: Path) -> str | None:
 def _store_reasons(store: str) -> list[str]:
     if "://" not in store:
         error = write_error(Path(store).expanduser())
-        return [] if error is None else [f"store: {store!r} cannot be written ({error}); allowed: a folder, or a URL"]
+        return (
+            []
+            if error is None
+            else [f"store: {store!r} cannot be made or written ({error}); allowed: a folder, or a URL"]
+        )
     from sgl_kvevict.store import open_backend
 
     try:

@@ -34,9 +34,9 @@ def taken_port():
 @pytest.mark.parametrize(
     ("store", "message"),
     [
-        ("/etc/hostname", "store: '/etc/hostname' cannot be written (/etc/hostname is not a folder)"),
-        ("/etc/hostname/x", "cannot be written"),
-        ("/proc/x", "store: '/proc/x' cannot be written"),
+        ("/etc/hostname", "store: '/etc/hostname' cannot be made or written (/etc/hostname is not a folder)"),
+        ("/etc/hostname/x", "cannot be made or written"),
+        ("/proc/x", "store: '/proc/x' cannot be made or written"),
         ("ftpx://host/x", "store: got 'ftpx://host/x'"),
     ],
 )
