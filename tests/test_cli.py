@@ -16,6 +16,7 @@ from sgl_kvevict.cli.server_plan import (
     parse_policy_options,
     plan_serve,
     resolve_config,
+    spelled_out,
 )
 from sgl_kvevict.config import ENV_VAR, KVEvictConfig
 from sgl_kvevict.errors import ConfigError
@@ -154,9 +155,11 @@ def test_what_cannot_be_used_is_named_before_anything_is_loaded(
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"store": str(config), "score_weights": str(config)}))
     flags = ["--page-size", "16", "--enable-lmcache", "--pp-size=2", "--max-total-tokens", "10", "--dp-size", "2"]
-    code, out, err = run(capsys, "serve", model_folder, "--config", str(config), "--events", "--dry-run", "--", *flags)
+    ours = ["--config", str(config), "--policy", "snapvk", "--events", "--dry-run"]
+    code, out, err = run(capsys, "serve", model_folder, *ours, "--", *flags)
     assert (code, out) == (2, "")
     for part in (
+        "  - policy: got 'snapvk'; allowed: none, distilled, ",
         f"model: got {model_folder!r}, a folder without config.json",
         "--page-size is 16, only 1 is supported",
         "--enable-lmcache is True, only False is supported",
@@ -220,12 +223,12 @@ def test_options_win_over_the_file_and_the_file_over_the_environment(
 
 def test_what_a_paper_prints_is_spelled_out_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENV_VAR, '{"policy": "ada-snapkv@paper", "sink_tokens": 1}')
-    config = resolve_config(None, {"budget": 128})
+    config = spelled_out(resolve_config(None, {"budget": 128}))
     assert (config.policy, config.tail_tokens, config.budget_includes_tail) == ("ada-snapkv", 32, True)
     assert (config.sink_tokens, config.budget) == (1, 128)  # what is given wins
     assert config.policy_options["safeguard"] == "paper"
     monkeypatch.setenv(ENV_VAR, config.model_dump_json())
-    assert resolve_config(None, {}) == config
+    assert spelled_out(resolve_config(None, {})) == config
 
 
 def test_errors_name_the_file(tmp_path: Path) -> None:
@@ -244,7 +247,7 @@ def test_a_policy_in_the_current_folder_is_found(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     given = {"policy": "my_policies:short_window", "policy_options": {"size": 8}}
-    assert resolve_config(None, given).policy == "my_policies:short_window"
+    assert spelled_out(resolve_config(None, given)).policy == "my_policies:short_window"
     sys.modules.pop("my_policies")
 
 

@@ -103,22 +103,28 @@ def parse_policy_options(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def resolve_config(config_file: Path | None, given: Mapping[str, Any]) -> KVEvictConfig:
-    """Combine the configuration's sources and check the result, the policy's name and options included.
-
-    What the name implies (``d2o@paper``) is spelled out in what is returned.
+    """Combine the configuration's sources and check its fields; the policy is checked by :func:`spelled_out`.
 
     Args:
         config_file: JSON or YAML file; None means ``KVEVICT_CONFIG``, or the defaults if that is unset.
         given: fields given on the command line; they win.
 
     Raises:
-        ConfigError: a field, the policy's name or an option of it is wrong.
+        ConfigError: a field is wrong.
     """
     if config_file is None:
         base, source = load_config().model_dump(exclude_unset=True), "the command line"
     else:
         base, source = read_config_file(config_file), f"{config_file} and the command line"
-    config = parse_config({**base, **given}, source)
+    return parse_config({**base, **given}, source)
+
+
+def spelled_out(config: KVEvictConfig) -> KVEvictConfig:
+    """Check the policy's name and options; return the configuration with all that the name implies (``d2o@paper``).
+
+    Raises:
+        ConfigError: the policy's name or an option of it is wrong, or a field does not fit the policy.
+    """
     from sgl_kvevict.policies.configured import configured_policy
 
     if ":" in config.policy and "" not in sys.path:
@@ -138,16 +144,22 @@ def plan_serve(
 
     Args:
         model: model folder or hub name, or ``demo``.
-        config: what to compress and how.
+        config: as given; its fields were checked.
         sglang_flags: the user's own SGLang flags, passed on unchanged.
         cuda_is_available: asked only if the flags do not name a device; default: torch's answer.
         listens: check that ``--port`` of the flags, or SGLang's default, is free; False: another one is chosen later.
 
     Raises:
-        ConfigError: SGLang is missing, flags contradict the plugin, or the model, the pool, the port, or a file, folder
+        ConfigError: SGLang is missing, the policy or a flag is wrong, or the model, the pool, the port, or a file, folder
             or socket of the configuration cannot be used; lists every reason.
     """
-    _check(model, config, sglang_flags, listens)
+    problems = _problems(model, config, sglang_flags, listens)
+    try:
+        config = spelled_out(config)
+    except ConfigError as error:
+        problems += str(error).splitlines()
+    if problems:
+        raise ConfigError("invalid arguments:\n" + "\n".join(f"  - {problem}" for problem in problems))
     device = flag_value(sglang_flags, "--device")
     on_cpu = device == "cpu" if device else not (cuda_is_available or _torch_has_cuda)()
     path = str(ensure_demo_model()) if model == DEMO else model
@@ -194,7 +206,7 @@ def flag_value(flags: Sequence[str], name: str) -> str | None:
     return value
 
 
-def _check(model: str, config: KVEvictConfig, flags: Sequence[str], listens: bool) -> None:
+def _problems(model: str, config: KVEvictConfig, flags: Sequence[str], listens: bool) -> list[str]:
     problems = []
     if importlib.util.find_spec("sglang") is None:
         problems.append("SGLang is not installed: pip install 'sgl-kvevict[gpu]', or `make setup` on a CPU")
@@ -219,8 +231,7 @@ def _check(model: str, config: KVEvictConfig, flags: Sequence[str], listens: boo
     if listens:
         port = flag_value(flags, "--port")
         problems += port_reasons(flag_value(flags, "--host") or "127.0.0.1", "30000" if port is None else port)
-    if problems:
-        raise ConfigError("invalid arguments:\n" + "\n".join(f"  - {problem}" for problem in problems))
+    return problems
 
 
 def _argument(flags: Sequence[str], field: str) -> object:
