@@ -95,21 +95,31 @@ def check_writable(path: Path, name: str) -> None:
         raise ConfigError(f"{name}: got {str(path)!r}, which cannot be written: {error}") from error
 
 
+def check_format(path: Path) -> None:
+    """Check the header of a file.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not one of ours.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata, names = file.metadata() or {}, set(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"score weights {str(path)!r} cannot be read: {error}") from error
+    if metadata.get("format") != FORMAT or not {"cache", "window", "rotary"} <= names:
+        raise ConfigError(f"score weights {str(path)!r}: got format {metadata.get('format')!r}; allowed: {FORMAT!r}")
+
+
 def load_weights(path: Path, model: ModelIdentity) -> ScoreWeights:
     """Read the weights of a model.
 
     Raises:
         ConfigError: the file cannot be read, is not one of ours, or belongs to another model; says which.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            names = file.keys()
-            tensors = {name: file.get_tensor(name) for name in names}
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"score weights {str(path)!r} cannot be read: {error}") from error
-    if metadata.get("format") != FORMAT or not {"cache", "window", "rotary"} <= tensors.keys():
-        raise ConfigError(f"score weights {str(path)!r}: got format {metadata.get('format')!r}; allowed: {FORMAT!r}")
+    check_format(path)
+    with safe_open(path, framework="pt") as file:
+        metadata, names = file.metadata(), file.keys()
+        tensors = {name: file.get_tensor(name) for name in names}
     problems = list(_differences(metadata, tensors, model))
     if problems:
         raise ConfigError(

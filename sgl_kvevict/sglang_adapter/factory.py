@@ -30,10 +30,10 @@ from sgl_kvevict.sglang_adapter.refusals import (
     place_reasons,
     policy_reasons,
     pool_reasons,
-    server_reasons,
     window_reasons,
 )
 from sgl_kvevict.sglang_adapter.scheduler_store import use_store
+from sgl_kvevict.sglang_adapter.start_checks import flag_reasons
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     pool = full_pool_of(ctx.params.token_to_kv_pool_allocator.get_kvcache())
     backend = _full_attention_of(ctx.tp_worker.model_runner.attn_backend)
     arena = arena_of(pool)
-    reasons = server_reasons(ctx.server_args)
+    reasons = flag_reasons(partial(getattr, ctx.server_args))
     reasons += model_reasons(ctx.model_config)
     reasons += place_reasons(config, policy, ctx)
     reasons += pool_reasons(pool)

@@ -1,4 +1,4 @@
-"""Starts what is configured: totals, the event stream, the inspection socket and the metrics."""
+"""Starts the configured listeners: totals, event stream, inspection socket, metrics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 def start_monitoring(
     tree: KVEvictTree, config: KVEvictConfig, server_args: ServerArgs, *, enable_metrics: bool
 ) -> None:
-    """Give the tree its listeners, as configured; without events and metrics it keeps the one that does nothing.
+    """Give the tree its listeners; without events and metrics it has none.
 
     Raises:
         ConfigError: an address of the event sockets cannot be bound.
