@@ -21,7 +21,8 @@ from helpers.watched import DOCUMENT, WatchedHarness
 from sgl_kvevict.cli import inspect as inspection
 from sgl_kvevict.cli import main
 from sgl_kvevict.config import EventsConfig
-from sgl_kvevict.events.questions import KeptReport, Pool, TreeNode, TreeReport
+from sgl_kvevict.events.questions import KeptReport, TreeNode, TreeReport
+from sgl_kvevict.events.totals import Pool
 from sgl_kvevict.model import demo_model_path
 
 CHROMIUM = next(
