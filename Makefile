@@ -42,10 +42,10 @@ lint: setup ## ruff (rules and format) and mypy
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-# Two processes: most tests keep one core busy, and a server that starts does too. A process runs whole files, and all
-# files of one `xdist_group`, which share a server; in order, so that short files come last.
+# Two processes, a file at a time: most tests keep one core busy, and so does a server that starts. Files are taken in
+# order: servers (tests/e2e) come in the middle, short files at the end.
 test: model ## run the test suite (ARGS="tests/kernels -k compact"; ARGS="-m 'not slow'")
-	@$(BIN)/python -m pytest --durations=25 $(if $(ARGS),$(ARGS),-n 2 --dist loadgroup --no-loadscope-reorder)
+	@$(BIN)/python -m pytest --durations=25 $(if $(ARGS),$(ARGS),-n 2 --dist loadfile --no-loadscope-reorder)
 
 bench-smoke: model ## a few ratios to stock beside the committed ones; fails below 80 % of them, under 3 minutes
 	@$(BIN)/python -W ignore benchmarks/serving/smoke.py $(ARGS)

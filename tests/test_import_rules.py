@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "prefix": {KERNELS} | BASE,
     "store": BASE,
     "compression": {KERNELS, "policies", "distill", "attention", "prefix"} | BASE,
-    "lifecycle": {KERNELS, "policies", "distill", "prefix", "store", "compression"} | BASE,
+    "lifecycle": {KERNELS, "events", "policies", "distill", "prefix", "store", "compression"} | BASE,
     "sglang_adapter": BELOW_TOP - {"sglang_adapter"},
     **dict.fromkeys(TOP, BELOW_TOP | TOP),
 }

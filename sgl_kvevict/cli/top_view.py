@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sgl_kvevict.cli.output import short_model
-from sgl_kvevict.events.questions import Description, Pool, StatusReport, Totals
+from sgl_kvevict.events.questions import Description, StatusReport
+from sgl_kvevict.events.totals import Pool, Totals
 from sgl_kvevict.events.types import (
     AnyEvent,
     Cleared,
@@ -139,11 +140,9 @@ def _pool_bar(pool: Pool, width: int) -> Text:
 
 def _gauges(status: StatusReport) -> Text:
     gauges = status.gauges
-    held = gauges.pool.compressed + gauges.pool.full
-    per_slot = gauges.logical_tokens / held if held else 1.0
-    text = Text.assemble((f"{gauges.logical_tokens:,} tokens held in {held:,} slots", "bold"))
-    text.append(f" ({per_slot:.2f} a slot)   {gauges.spans:,} spans in {gauges.segments:,} segments")
-    text.append(f", {gauges.shared_spans:,} shared (most readers {gauges.max_readers})")
+    text = Text.assemble((f"{gauges.logical_tokens:,} tokens held in {gauges.held_slots:,} slots", "bold"))
+    text.append(f" ({gauges.tokens_per_slot:.2f} a slot)   {gauges.spans:,} spans in {gauges.segments:,} segments")
+    text.append(f", {gauges.shared_spans:,} shared (most readers {gauges.max_readers_per_span})")
     text.append(f"   {gauges.pending_ranges:,} ranges waiting   {gauges.dead_entries:,} dead entries")
     return text
 
@@ -156,7 +155,7 @@ def _rates(state: TopState) -> Text:
     rates.append(f"refused {refused:,}")
     if totals.stored_segments or totals.loaded_segments:
         rates.append(f"stored {totals.stored_segments:,}, loaded {totals.loaded_segments:,}")
-    lost = state.status.lost_events
+    lost = state.status.totals.lost_events
     if lost or state.missed:
         rates.append(f"events lost {lost:,}, batches missed {state.missed:,}")
     return Text("   ".join(rates), style="cyan")

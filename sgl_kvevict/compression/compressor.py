@@ -30,30 +30,18 @@ Observation = PromptObservation | ReaderObservation | CacheObservation
 
 
 @dataclass
-class CompressionStats:
-    """Counters since the server started.
+class FitStats:
+    """Counters of fits since the server started.
 
     Attributes:
-        compressions: segments written.
-        released_slots: token slots given back by them.
-        seconds: host time spent (on a GPU: launching only).
         fits: segments that were fitted.
         fits_given_up: segments that stayed as they were selected: no memory, an error, or they were dropped.
         fit_seconds: host time spent on fits, without what passes did for them.
     """
 
-    compressions: int = 0
-    released_slots: int = 0
-    seconds: float = 0.0
     fits: int = 0
     fits_given_up: int = 0
     fit_seconds: float = 0.0
-
-    def count(self, done: Compression) -> None:
-        """A segment was written."""
-        self.compressions += 1
-        self.released_slots += done.freed.numel()
-        self.seconds += done.seconds
 
 
 @dataclass(frozen=True)
@@ -123,7 +111,7 @@ class Compressor:
         self.observes = ObservationSpec(store.geometry, policy.needs, policy.window_size, rotary, output_grams)
         self.learner = learner
         self.is_short = False
-        self.stats = CompressionStats()
+        self.stats = FitStats()
 
     @property
     def has_learned(self) -> bool:
@@ -249,9 +237,7 @@ class Compressor:
         segment.policy_state = decision.state
         segment.is_read = isinstance(observation, ReaderObservation)
         merged = 0 if decision.merge is None else decision.merge.indices.numel() - segment.num_entries
-        done = Compression(segment, freed, start, num_tokens, merged, time.perf_counter() - begin, fit)
-        self.stats.count(done)
-        return done
+        return Compression(segment, freed, start, num_tokens, merged, time.perf_counter() - begin, fit)
 
     def _fit(self, token_slots: Tensor, start: int, observation: Observation) -> PendingFit | None:
         """What the fit of a range that is about to be compressed needs; None: it has none, or nobody read the range."""
@@ -261,14 +247,8 @@ class Compressor:
         return PendingFit(self.policy.fitter, products, self.store.token_values(token_slots), start)
 
     def state(self) -> dict[str, Any]:
-        """Return policy, budget and counters in plain values."""
-        state: dict[str, Any] = {
-            "policy": self.policy.name,
-            "budget": self.config.budget,
-            "compressions": self.stats.compressions,
-            "compression_seconds": self.stats.seconds,
-            "released_slots": self.stats.released_slots,
-        }
+        """Return policy, budget, and counters of fits and of learning, in plain values."""
+        state: dict[str, Any] = {"policy": self.policy.name, "budget": self.config.budget}
         if self.policy.fitter is not None:
             stats = self.stats
             state |= {"fits": stats.fits, "fits_given_up": stats.fits_given_up, "fit_seconds": stats.fit_seconds}

@@ -260,9 +260,7 @@ class SuffixCompressor:
             self._carry_on(suffix, choice, segment)
         merged = entries.sources.numel() - segment.num_entries
         num_tokens, seconds = segment.end - segment.start, time.perf_counter() - begin
-        done = Compression(segment, freed, segment.start, num_tokens, merged, seconds, replaced=old)
-        self._compressor.stats.count(done)
-        return done
+        return Compression(segment, freed, segment.start, num_tokens, merged, seconds, replaced=old)
 
     def _choose(self, suffix: Suffix, tables: Sequence[Tensor], num_new: int, num_slots: int) -> GeneratedChoice:
         num_sinks = max(self._config.sink_tokens, self._policy.num_sink_tokens) - suffix.start

@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from sgl_kvevict.events.totals import Gauges, Pool, Totals
+
 MAX_PREFIXES = 1000
 MAX_NODES = 20_000
 MAX_BINS = 1024
@@ -123,88 +125,6 @@ class Description(Reply):
     expose_tokens: bool
 
 
-class Pool(msgspec.Struct):
-    """Who holds the pool's token slots; the parts sum to ``total``.
-
-    Attributes:
-        total: token slots.
-        free: on the allocator's list.
-        compressed: held by segments in the tree.
-        full: held by uncompressed nodes of the tree.
-        private: held by running requests outside the tree.
-    """
-
-    total: int
-    free: int
-    compressed: int
-    full: int
-    private: int
-
-
-class Gauges(msgspec.Struct, frozen=True):
-    """What the cache holds now.
-
-    Attributes:
-        pool: token slots by holder.
-        logical_tokens: tokens that the tree holds.
-        span_tokens: those of them that are compressed.
-        spans: compressed nodes.
-        segments: segments they are stored in.
-        dead_entries: entries stored that no span reads.
-        pending_ranges: ranges that wait for their readers.
-        shared_spans: spans that two or more running requests read.
-        readers: running requests that read a span, summed over spans.
-        max_readers: most running requests on one span.
-        scoring_jobs: prefixes that wait for scoring passes, or for their fit.
-        observation_bytes: memory, outside the pool, of what readers attended to, and of fits.
-    """
-
-    pool: Pool
-    logical_tokens: int
-    span_tokens: int
-    spans: int
-    segments: int
-    dead_entries: int
-    pending_ranges: int
-    shared_spans: int
-    readers: int
-    max_readers: int
-    scoring_jobs: int = 0
-    observation_bytes: int = 0
-
-
-class Totals(msgspec.Struct):
-    """Counters since the server started; names as in the events."""
-
-    compressions: int = 0
-    compressed_tokens: int = 0
-    compression_seconds: float = 0.0
-    released_slots: int = 0
-    kept_entries: int = 0
-    evicted_entries: int = 0
-    merged_entries: int = 0
-    scoring_passes: int = 0
-    splits: int = 0
-    repacks: int = 0
-    squeezes: int = 0
-    squeezed_slots: int = 0
-    dropped_nodes: int = 0
-    dropped_spans: int = 0
-    dropped_slots: int = 0
-    refused_in_use: int = 0
-    refused_not_cached: int = 0
-    refused_no_room: int = 0
-    refused_no_memory: int = 0
-    clears: int = 0
-    stored_segments: int = 0
-    stored_bytes: int = 0
-    not_stored: int = 0
-    loaded_segments: int = 0
-    loaded_tokens: int = 0
-    late_loads: int = 0
-    failed_loads: int = 0
-
-
 class Prefix(msgspec.Struct):
     """One segment with the spans that read it.
 
@@ -234,15 +154,13 @@ class StatusReport(Reply):
         ts: when it was taken (seconds since the epoch).
         started: see :class:`Description`.
         gauges: what the cache holds.
-        lost_events: events dropped because they came too fast.
-        totals: counters.
+        totals: counters since the start.
         prefixes: the rows asked for.
     """
 
     ts: float
     started: float
     gauges: Gauges
-    lost_events: int
     totals: Totals
     prefixes: list[Prefix]
 

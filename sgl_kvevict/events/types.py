@@ -24,9 +24,10 @@ class Compressed(Event):
         nodes: ids of the nodes that hold it, root side first.
         start: logical position of the first token.
         end: logical position after the last token.
+        new_tokens: tokens that were uncompressed before: fewer than the range where a segment of generated tokens grew.
         slots: token slots that the segment takes.
         released_slots: token slots that were given back.
-        kept_entries: entries stored, over all layers and heads.
+        kept_entries: entries stored, over all layers and heads, without those that were stored before.
         evicted_entries: entries dropped.
         merged_entries: entries folded into stored ones.
         seconds: host time (on a GPU: launching only).
@@ -37,6 +38,7 @@ class Compressed(Event):
     nodes: list[int]
     start: int
     end: int
+    new_tokens: int
     slots: int
     released_slots: int
     kept_entries: int
@@ -168,12 +170,13 @@ class LoadFailed(Event):
     """A request went on without what the store may have of its prompt.
 
     Attributes:
-        reason: ``late``: it came too late; ``error``: the store could not be read, or what it gave was corrupt.
+        reason: ``late``: it came too late; ``error``: the store could not be read, or the segment was corrupt;
+            ``no-place``: another request had brought the segment, or there were no token slots for it.
         error: which error.
     """
 
     reason: str
-    error: str
+    error: str = ""
 
 
 class Cleared(Event):

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from sgl_kvevict.guard import Guard, Place
-from sgl_kvevict.lifecycle.listener import LOAD_ERROR, LOAD_LATE, CacheListener
+from sgl_kvevict.lifecycle.listener import LOAD_ERROR, LOAD_LATE, LOAD_NO_PLACE, CacheListener
 from sgl_kvevict.lifecycle.nodes import Reader, length_of
 from sgl_kvevict.lifecycle.ports import TreePort
 from sgl_kvevict.lifecycle.spans import SpanTable
@@ -58,25 +58,6 @@ class Waiting:
     fetch: Fetch | None = None
 
 
-@dataclass
-class LoadTotals:
-    """Counters since the server started.
-
-    Attributes:
-        loaded: segments read and put into the tree.
-        loaded_tokens: tokens that they stand for.
-        not_placed: segments that were read, but another request had brought them, or there were no slots, or no place.
-        late: fetches that requests did not wait for to the end.
-        load_errors: errors of the store, and segments that were corrupt.
-    """
-
-    loaded: int = 0
-    loaded_tokens: int = 0
-    not_placed: int = 0
-    late: int = 0
-    load_errors: int = 0
-
-
 class Answer(IntEnum):
     """What a rank knows of a request's prefix; of all ranks' answers the largest counts."""
 
@@ -103,7 +84,6 @@ class Loading:
 
     Attributes:
         listener: told of what was loaded.
-        totals: counters.
     """
 
     def __init__(
@@ -116,7 +96,6 @@ class Loading:
         guard: Guard,
     ) -> None:
         self.listener = CacheListener()
-        self.totals = LoadTotals()
         self._tree = tree
         self._spans = spans
         self._adoption = adoption
@@ -212,10 +191,8 @@ class Loading:
         if waiting.fetch is None:
             return
         if answer is Answer.LATE:
-            self.totals.late += 1
-            self.listener.load_failed(LOAD_LATE, "")
+            self.listener.load_failed(LOAD_LATE)
         for error in tuple(waiting.fetch.errors):
-            self.totals.load_errors += 1
             self.listener.load_failed(LOAD_ERROR, error)
         if answer is Answer.HERE:
             with self._guard.at(Place.STORE):
@@ -227,10 +204,8 @@ class Loading:
         for record in records:
             num_tokens = self._adoption.adopt(record, prompt.extra_key, prompt.cache_salt)
             if num_tokens == 0:
-                self.totals.not_placed += 1
+                self.listener.load_failed(LOAD_NO_PLACE)
                 continue
-            self.totals.loaded += 1
-            self.totals.loaded_tokens += num_tokens
             if record.tail_tokens is not None and _goes_on(prompt, record):
                 self._adoption.adopt_tail(record, prompt.extra_key, prompt.cache_salt)
             self.listener.loaded(record.key, record.end - num_tokens, record.end)

@@ -90,7 +90,7 @@ class PrefixManager:
         self._last_read: tuple[tuple[SpanRuns, ...], ...] = ()
         self._tree = tree
         self._observations: WeakKeyDictionary[Reader, PromptObservation] = WeakKeyDictionary()
-        self._listener = CacheListener()
+        self._listener = CacheListener(guard)
         self.stored: StoredPrefixes | None = None
         if compressor is None:
             return
@@ -112,10 +112,11 @@ class PrefixManager:
             self.scoring = PrefixScoring(compressor, readers, self.ranges, self.pressure, jobs, votes, fits, guard)
             self.ranges.on_fit = fits.add
             self.pressure.is_being_read = self.scoring.reads
+        self.listener = self._listener
 
     @property
     def listener(self) -> CacheListener:
-        """Told of every change; does nothing unless events or metrics are on."""
+        """Hears of every change, and has the totals."""
         return self._listener
 
     @listener.setter

@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle.listener import CacheListener
-from sgl_kvevict.lifecycle.loading import Loading, LoadTotals
+from sgl_kvevict.lifecycle.loading import Loading
 from sgl_kvevict.lifecycle.nodes import Node
 from sgl_kvevict.lifecycle.ports import TreePort
 from sgl_kvevict.lifecycle.spans import SpanTable
 from sgl_kvevict.lifecycle.stored import export_segment
 from sgl_kvevict.prefix import SpanStore
 from sgl_kvevict.store import StoreIdentity, WriteBehind, Written
-
-
-@dataclass
-class StoreTotals:
-    """Counters since the server started.
-
-    Attributes:
-        stored: segments written.
-        stored_bytes: bytes of them.
-        already_stored: segments that the store had.
-        not_stored: segments that could not be written.
-    """
-
-    stored: int = 0
-    stored_bytes: int = 0
-    already_stored: int = 0
-    not_stored: int = 0
 
 
 def all_namespaces(extra_key: str | None) -> bool:
@@ -56,7 +38,6 @@ class StoredPrefixes:
     Attributes:
         loading: see above.
         keeps: see above.
-        totals: counters.
         is_on: False once the weights have changed: the identity is that of the files.
     """
 
@@ -74,7 +55,6 @@ class StoredPrefixes:
     ) -> None:
         self.loading = loading
         self.keeps = keeps
-        self.totals = StoreTotals()
         self.is_on = True
         self._listener = CacheListener()
         self._tree = tree
@@ -133,24 +113,14 @@ class StoredPrefixes:
                 self._writer.write(leaving.record, leaving.namespace, leaving.num_bytes)
 
     def between_steps(self) -> None:
-        """Count and tell what was written since."""
+        """Tell what was written since the last call."""
         while self._writer.done:
-            written = self._writer.done.popleft()
-            if written.error is not None:
-                self.totals.not_stored += 1
-            elif written.num_bytes:
-                self.totals.stored += 1
-                self.totals.stored_bytes += written.num_bytes
-            else:
-                self.totals.already_stored += 1
-            self.listener.stored(written)
+            self.listener.stored(self._writer.done.popleft())
 
     def state(self) -> dict[str, Any]:
-        """Counters in plain numbers, for ``GET /server_info``."""
+        """What waits, and what was given up, for ``GET /server_info``."""
         loading = self.loading
         return {
-            **asdict(self.totals),
-            **asdict(LoadTotals() if loading is None else loading.totals),
             "is_on": self.is_on,
             "dropped": self._writer.num_dropped,
             "skipped": 0 if loading is None else loading.num_skipped,

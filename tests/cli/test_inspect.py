@@ -22,7 +22,8 @@ from sgl_kvevict.cli import inspect as inspection
 from sgl_kvevict.cli import main
 from sgl_kvevict.cli.output import print_shaped
 from sgl_kvevict.config import EventsConfig
-from sgl_kvevict.events.questions import KeptReport, Pool, TreeNode, TreeReport
+from sgl_kvevict.events.questions import KeptReport, TreeNode, TreeReport
+from sgl_kvevict.events.totals import Pool
 from sgl_kvevict.model import model_path
 
 CHROMIUM = next(

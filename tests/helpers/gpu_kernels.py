@@ -30,7 +30,14 @@ HEADS: dict[str, Any] = {"H": 8, "G": 4}
 
 BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "rows_ptr", "staging_ptr")
 FLOAT32 = ("partial_out_ptr", "partial_lse_ptr", "lse_ptr", "weights_ptr", "pooled_ptr", "mean_ptr", "biases_ptr")
-INT64 = ("addresses_ptr", "span_address_ptr", "span_starts_ptr", "span_lens_ptr", "pool_rows_ptr", "token_slots_ptr")
+INT64: tuple[str, ...] = (
+    "addresses_ptr",
+    "span_address_ptr",
+    "span_starts_ptr",
+    "span_lens_ptr",
+    "pool_rows_ptr",
+    "token_slots_ptr",
+)
 INT64 += ("run_address_ptr", "partial_start_ptr", "remaining_ptr", "span_positions_ptr")
 INT8 = ("staged_ptr",)
 NUMBERS = {"req_to_token": "i64", "scale_log2": "fp32", "v_scale": "fp32", "sm_scale": "fp32", "first_column": "i32"}
@@ -84,7 +91,7 @@ def _attention_kernels(
     sizes |= {"k_ptr": f"*{stored}", "v_ptr": f"*{stored}"}
     sizes |= {"NUM_ITEMS": ITEMS_PER_SM * limits.num_sms, "STEP": CHUNK_STEP}
     for which, tile in enumerate(tiles):
-        block = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
+        block: dict[str, Any] = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
         options = {"num_stages": tile.stages, "num_warps": tile.warps}
         if which == EXTEND:
             block |= {"biases_ptr": biases, "WINDOWED": has_window} | extras
@@ -114,7 +121,7 @@ def head_dim_kernels(arch: int, head_dim: int, stored: str = "bf16") -> Iterator
         blocks = {"BLOCK_R": 64, "BLOCK_N": 64, "POWER": power, "out_ptr": "*fp32"}
         yield spec(accumulated, arch, sizes | blocks)
     for name in ("_gather_kernel", "_gather_sum_kernel", "_write_kernel"):
-        move = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim, "BLOCK": 64}
+        move: dict[str, Any] = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim, "BLOCK": 64}
         kind = "*u8" if stored == FP8 and name == "_gather_kernel" else f"*{stored}"  # plain moves copy bytes
         move |= {"rows_ptr": kind, "staging_ptr": kind}
         yield spec(f"compact_kv.triton_impl:{name}", arch, move, options={"num_warps": 4 if head_dim <= 128 else 8})

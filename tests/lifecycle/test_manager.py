@@ -24,6 +24,7 @@ class Recorder(CacheListener):
     """Remembers what it was told."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.told: list[tuple] = []
 
     def compressed(self, nodes, compression):

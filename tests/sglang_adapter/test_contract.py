@@ -47,7 +47,7 @@ from helpers.faults import FAULTS
 from helpers.harness import TINY_LLAMA
 from helpers.signatures import SIGNATURES
 from sgl_kvevict.errors import UnsupportedSetupError
-from sgl_kvevict.events.questions import Totals
+from sgl_kvevict.events.totals import Totals
 from sgl_kvevict.guard import Place
 from sgl_kvevict.sglang_adapter import compat
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
+from sgl_kvevict.events.totals import by_name
 from sgl_kvevict.guard import Place
 from sgl_kvevict.prefix import Span
 from sgl_kvevict.prefix.kept import kept_share
@@ -43,23 +44,19 @@ def add_state(_result: None, controller: SchedulerInternalStateController, state
 
 
 def cache_state(tree: KVEvictTree) -> dict[str, Any]:
-    """Return what the cache holds, in plain numbers."""
-    gauges = read_gauges(tree)
+    """Return totals, gauges and settings of the cache, in plain numbers."""
+    gauges, totals = read_gauges(tree), tree.manager.listener.totals
     owned = sum(req.kv.kv_allocated_len - req.kv.cache_protected_len for req in tree.manager.readers if req.kv.holds_kv)
     state: dict[str, Any] = {
         "policy": "none",
-        "spans": gauges.spans,
-        "segments": gauges.segments,
-        "span_tokens": gauges.span_tokens,
-        "span_slots": gauges.pool.compressed,
+        **by_name(totals),
+        **by_name(gauges),
         "full_tokens": gauges.pool.full,
         "free_slots": gauges.pool.free,
         "evictable_slots": tree.evictable_size(),
         "protected_slots": tree.protected_size(),
         "total_slots": gauges.pool.total,
         "max_sharers": tree.manager.max_sharers,
-        "pending_ranges": gauges.pending_ranges,
-        "observation_bytes": gauges.observation_bytes,
         "leaked_slots": gauges.pool.private - owned,
     }
     if tree.compressor is not None:
@@ -68,7 +65,7 @@ def cache_state(tree: KVEvictTree) -> dict[str, Any]:
         state["store"] = tree.manager.stored.state()
     scoring = tree.manager.scoring
     if scoring is not None:
-        state |= {"scoring_jobs": scoring.num_waiting, "warm_outcomes": dict(scoring.jobs.outcomes)}
+        state["warm_outcomes"] = dict(scoring.jobs.outcomes)
     return state
 
 
