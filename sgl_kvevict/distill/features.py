@@ -92,7 +92,7 @@ class CachedRange:
 
 
 def cache_features(tokens: CachedRange, layer: int, rotary: Rotary) -> Tensor:
-    """Features of one layer, spelled out: what :func:`sgl_kvevict.distill.scoring.score_range` never does.
+    """Features of one layer, spelled out: what :func:`sgl_kvevict.distill.weights.score_range` never does.
 
     Returns:
         [num_kv_heads, num_tokens, num_cache_features], float32.

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sgl_kvevict.attention import AttentionBatch, build_attention
-from sgl_kvevict.compression import Compressor, SuffixCompressor
+from sgl_kvevict.compression import Compressor, GeneratedCompressor
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import build_policy
@@ -131,7 +131,7 @@ class Run:
         geometry = KVGeometry(LAYERS, HEADS * GROUP, HEADS, DIM, 400)
         self.k, self.v = (torch.zeros(LAYERS, 400, HEADS, DIM) for _ in range(2))
         store = SpanStore(geometry, self.k, self.v)
-        self.compressor = SuffixCompressor(Compressor(self.config, build_policy(policy, options), store))
+        self.compressor = GeneratedCompressor(Compressor(self.config, build_policy(policy, options), store))
         self.attention = build_attention("torch", geometry, self.k, self.v)
         self.suffix = self.compressor.new(0)
         self.row = torch.zeros(1, 400, dtype=torch.int32)

@@ -13,7 +13,7 @@ from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import AttentionBatch
 from sgl_kvevict.attention.triton.attention import TritonAttention
-from sgl_kvevict.compression import Compressor, SuffixCompressor, warm_up
+from sgl_kvevict.compression import Compressor, GeneratedCompressor, warm_up
 from sgl_kvevict.compression.warm_up import _observe
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
@@ -84,7 +84,7 @@ def read_and_squeeze(compressor: Compressor, span: Span, queries: torch.Tensor) 
     store, segment = compressor.store, span.segment
     if compressor.policy.readers is not None:
         read(compressor, span, queries)
-        compressor.was_read(segment)
+        compressor.rank_by_attention(segment)
     store.squeeze([span], segment.num_slots // 2)
 
 
@@ -147,7 +147,7 @@ def test_suffixes_of_other_lengths(policy_name: str, stored: torch.dtype) -> Non
     with recorded() as warm:
         warm_up(compressor, torch.float16)
     assert compressor.stats.compressions == 0
-    suffixes, row = SuffixCompressor(compressor), torch.arange(3, 300)
+    suffixes, row = GeneratedCompressor(compressor), torch.arange(3, 300)
     suffix = suffixes.new(33)
     with recorded() as served:
         for position in range(33, 200):
