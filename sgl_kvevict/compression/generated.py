@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -92,16 +91,6 @@ class GeneratedStep:
         if self._rows is not None:
             queries, lse = queries.index_select(0, self._rows), lse.index_select(0, self._rows)
         self._lanes.record(layer, self._places, queries, lse, sm_scale)
-
-
-@dataclass(frozen=True)
-class _Entries:
-    """Kept entries, as :meth:`SpanStore.write` takes them."""
-
-    sources: Tensor
-    positions: Tensor
-    lens: Tensor
-    merge: tuple[Tensor, Tensor] | None
 
 
 class GeneratedCompressor:
@@ -238,26 +227,25 @@ class GeneratedCompressor:
             lens = [table.shape[1] for table in tables]
             choice = GeneratedChoice(lens, [torch.ones_like(table, dtype=torch.bool) for table in tables])
         else:
-            choice = self._choose(generated, tables, num_new, num_slots)
-        entries, state = self._entries(generated, tables, choice, num_new, state, merges=not keeps_all)
+            num_sinks = max(self._config.sink_tokens, self._policy.num_sink_tokens) - generated.start
+            show = self._show(generated, tables, self._policy.scorer.needs)
+            choice = choose_generated(self._policy, show, generated.lens, num_new, num_slots, max(num_sinks, 0))
+        sources, positions, merge, state = self._entries(
+            generated, tables, choice, num_new, state, merges=not keeps_all
+        )
+        keep_lens = torch.tensor(choice.lens, dtype=torch.int32)[:, None].expand(-1, self._geometry.num_kv_heads)
+        keep_lens = to_device(keep_lens.contiguous(), self._store.k_arena.device)
         with accounting():
             slots = new_slots if old is None else torch.cat([old.token_slots, new_slots])
             bounds = (generated.start, end)
-            segment, freed = self._store.write(
-                slots, entries.sources, entries.lens, entries.positions, bounds, entries.merge
-            )
+            segment, freed = self._store.write(slots, sources, keep_lens, positions, bounds, merge)
             segment.policy_state, segment.is_generated = state, True
             self._carry_on(generated, choice, segment)
-        merged = entries.sources.numel() - segment.num_entries
+        merged = sources.numel() - segment.num_entries
         num_tokens, seconds = segment.end - segment.start, time.perf_counter() - begin
         done = Compression(segment, freed, segment.start, num_tokens, merged, seconds, replaced=old)
         self._compressor.stats.count(done)
         return done
-
-    def _choose(self, generated: Generated, tables: Sequence[Tensor], num_new: int, num_slots: int) -> GeneratedChoice:
-        num_sinks = max(self._config.sink_tokens, self._policy.num_sink_tokens) - generated.start
-        show = self._show(generated, tables, self._policy.scorer.needs)
-        return choose_generated(self._policy, show, generated.lens, num_new, num_slots, max(num_sinks, 0))
 
     def _entries(
         self,
@@ -268,8 +256,8 @@ class GeneratedCompressor:
         state: PolicyState | None,
         *,
         merges: bool,
-    ) -> tuple[_Entries, PolicyState | None]:
-        """The kept entries, merged if the policy merges, and the policy's next state."""
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None, PolicyState | None]:
+        """Sources, positions and merge of the kept entries (see :meth:`SpanStore.write`); the policy's next state."""
         sources, positions, sizes, weights, thresholds = [], [], [], [], []
         merger = self._policy.merger if merges else None
         show = self._show(generated, tables, frozenset() if merger is None else merger.needs)
@@ -289,9 +277,7 @@ class GeneratedCompressor:
         if thresholds:
             merge = pad(torch.cat(sizes).cumsum(0), (1, 0)).int(), torch.cat(weights)
             state = PolicyState(torch.cat(thresholds))
-        lens = torch.tensor(choice.lens, dtype=torch.int32)[:, None].expand(-1, self._geometry.num_kv_heads)
-        device = self._store.k_arena.device
-        return _Entries(torch.cat(sources), torch.cat(positions), to_device(lens.contiguous(), device), merge), state
+        return torch.cat(sources), torch.cat(positions), merge, state
 
     def _flat(self, kept: Tensor, length: int) -> Tensor:
         """[num_kv_heads * length], int64: where a layer's mask is set, in order."""
@@ -307,7 +293,10 @@ class GeneratedCompressor:
 
     def _show(self, generated: Generated, tables: Sequence[Tensor], needs: frozenset[Signal]) -> Show:
         """Views of each layer's candidates, as a range that starts at 0."""
-        places = self._window_places(generated) if Signal.WINDOW_QUERIES in needs else None
+        places = None
+        if Signal.WINDOW_QUERIES in needs:  # of uncompressed tokens only
+            count = min(generated.num_pending, self._policy.window_size, generated.end - generated.compressed_end)
+            places = self._places(generated, count)
 
         def show(layer: int) -> LayerView:
             table = tables[layer]
@@ -315,8 +304,10 @@ class GeneratedCompressor:
             nothing = self._store.k_arena.new_empty(0, self._geometry.num_kv_heads, self._geometry.head_dim)
             signals: dict[Signal, object] = {}
             sm_scale = 1.0
-            if places is not None:
-                signals[Signal.WINDOW_QUERIES], sm_scale = self._window(generated, layer, places)
+            if places is not None and self.lanes is not None:
+                queries, lse, sm_scale = self.lanes.rows(layer, places)
+                start = generated.lens[layer] + generated.end - places.numel() - generated.compressed_end
+                signals[Signal.WINDOW_QUERIES] = QueryWindow(queries, lse, start)
             if generated.sums:
                 signals[Signal.ACCUMULATED_ATTENTION] = generated.sums[layer][:, :num]
             k_scale, v_scale = self._geometry.scales.of(layer)
@@ -333,18 +324,6 @@ class GeneratedCompressor:
             )
 
         return show
-
-    def _window_places(self, generated: Generated) -> Tensor:
-        """[n], int64, places of the last queries of uncompressed tokens."""
-        count = min(generated.num_pending, self._policy.window_size, generated.end - generated.compressed_end)
-        return self._places(generated, count)
-
-    def _window(self, generated: Generated, layer: int, places: Tensor) -> tuple[QueryWindow, float]:
-        """One layer's last queries, at positions relative to the candidates."""
-        assert self.lanes is not None
-        queries, lse, sm_scale = self.lanes.rows(layer, places)
-        start = generated.lens[layer] + generated.end - places.numel() - generated.compressed_end
-        return QueryWindow(queries, lse, start), sm_scale
 
     def _places(self, generated: Generated, count: int) -> Tensor:
         assert self.lanes is not None and generated.lane is not None

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from sgl_kvevict.distill import ModelIdentity, ScoreWeights, files, find_weights, load_weights, save_weights
 from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
-from sgl_kvevict.distill.fingerprint import fingerprint_of
+from sgl_kvevict.distill.files import fingerprint_of
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.model import demo_model_path
 from sgl_kvevict.policies import Rotary
