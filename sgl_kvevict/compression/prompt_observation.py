@@ -151,7 +151,7 @@ class PromptObservation:
             collector.add(chunk)
 
     def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerView:
-        """Return what a policy sees of a range in one layer.
+        """The view of a range in one layer.
 
         Args:
             layer: layer index.

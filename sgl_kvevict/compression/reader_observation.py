@@ -153,7 +153,7 @@ class ReaderObservation:
         self._sm_scales[layer] = sm_scale
 
     def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerView:
-        """Return what a policy sees of a part of the range in one layer; see :meth:`PromptObservation.show`."""
+        """The view of a part of the range in one layer; see :meth:`PromptObservation.show`."""
         first = start - self.start
         k_scale, v_scale = self._geometry.scales.of(layer)
         part = slice(first, first + token_slots.numel())

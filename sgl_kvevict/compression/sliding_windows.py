@@ -67,7 +67,7 @@ def select_beside_windows(
     lens = keep_lens.flatten().long()
     starts = lens.cumsum(0) - lens
     runs = torch.repeat_interleave(lens, output_size=num_entries)
-    # The last tokens, in all layers; then what the policy decided is written over that.
+    # The last tokens in all layers, then overwritten by the policy's selection.
     indices = (torch.arange(num_entries, device=device) - (starts + lens - num_tokens)[runs]).int()
     worth = None
     if decision is not None:

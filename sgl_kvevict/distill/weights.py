@@ -28,7 +28,7 @@ class ScoreWeights:
         cache: [num_layers, num_kv_heads, num_cache_features], float32: from the cache alone.
         window: [num_layers, num_kv_heads, num_cache_features + NUM_WINDOW], float32: with window attention.
         num_prefixes: prefixes that they were fitted to.
-        recall: share of what passes keep of another prefix that these weights keep too; None if not measured.
+        recall: share of the passes' entries of another prefix that these weights find; None if not measured.
 
     Source: KVzap (arXiv 2601.07891) predicts KVzip's scores from hidden states by a published model.
     Differs: from keys, values and positions, which the cache still holds when the hidden states are gone; fitted on

@@ -39,7 +39,7 @@ def generated_reasons(policy: Policy | None) -> list[str]:
 
 @dataclass(frozen=True)
 class GeneratedChoice:
-    """What is kept of the generated tokens.
+    """Kept generated tokens.
 
     Attributes:
         lens: per layer, entries that each of its heads keeps.

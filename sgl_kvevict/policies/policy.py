@@ -82,9 +82,9 @@ class Policy:
         if self.reuse_layers > 1 and self.merger is not None:
             raise ConfigError(f"policy {self.name!r}: merging needs every layer, so reuse_layers must be 1")
         if self.fitter is not None and self.merger is not None:
-            raise ConfigError(f"policy {self.name!r}: it merges what it evicts, so nothing is fitted to that")
+            raise ConfigError(f"policy {self.name!r}: it merges evicted entries, so nothing can be fitted")
         if self.fitter is not None and self.readers is not Readers.REPETITION:
-            raise ConfigError(f"policy {self.name!r}: only what passes read can be fitted, so it needs their readers")
+            raise ConfigError(f"policy {self.name!r}: a fit needs scoring passes (readers=REPETITION)")
         if (self.readers is None) == (Signal.READER_ATTENTION in self.needs):
             raise ConfigError(
                 f"policy {self.name!r}: readers={self.readers} and a scorer that needs "

@@ -129,7 +129,7 @@ class D2O(BudgetOptions):
     )
     threshold_scope: Literal["head", "layer"] = Field("head", description="one threshold per KV head or per layer")
     weighting: Literal["similarity", "average"] = Field("similarity", description="weights of a merge")
-    match_on: Literal["keys", "values"] = Field("keys", description="whose cosine similarity decides what merges where")
+    match_on: Literal["keys", "values"] = Field("keys", description="rows whose cosine similarity decides merges")
 
     def build(self) -> Policy:
         """Make the policy."""

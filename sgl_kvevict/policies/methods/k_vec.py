@@ -37,7 +37,7 @@ class CrossHeadScorer(Scorer):
     Differs: "heads" are KV heads, and a KV head's rows are the mean over its query heads (the paper's figures
         imply it). Its algorithm's comment calls the flattest heads "most focused"; equation and text say
         least. The deviation is over all tokens of the prompt (Eq. 10) that can be seen: the range, and the window's own
-        tokens behind it; what was compressed before the range is gone.
+        tokens behind it; earlier compressed tokens are gone.
     Cost: window_size * num_tokens * head_dim per query head.
     """
 
