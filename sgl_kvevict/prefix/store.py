@@ -11,10 +11,10 @@ from torch import Tensor
 from kvevict_kernels import radix_select
 from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from kvevict_kernels.compact_kv import compact_kv
+from kvevict_kernels.transfer import to_device
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.prefix.arena_rows import ArenaRows, bytes_of
-from sgl_kvevict.prefix.sliding_windows import in_windows
 from sgl_kvevict.prefix.span import CopiedEntries, Segment, Span, View
 from sgl_kvevict.ragged import MergePlan, Selection, run_entries
 
@@ -297,7 +297,7 @@ class SpanStore(ArenaRows):
             raise InvariantError(f"a segment of {old.num_slots} slots cannot be squeezed into {num_slots}")
         keys = old.worth.int()
         if self.geometry.has_windows:
-            keys = in_windows(keys, old, num_slots)
+            keys = _in_windows(keys, old, num_slots)
         if old.num_live_entries < old.num_entries:  # a lower view was dropped without a repack
             keys = torch.where(old.positions < spans[-1].end, keys, torch.iinfo(keys.dtype).min)
         num_entries = min(num_slots * self.geometry.num_runs, old.num_live_entries)
@@ -342,3 +342,17 @@ def _segment_of(spans: Sequence[Span]) -> Segment:
     if any(span.segment is not segment for span in spans) or len(spans) != segment.num_spans:
         raise InvariantError(f"expected all {segment.num_spans} spans of one segment, got {len(spans)}")
     return segment
+
+
+def _in_windows(keys: Tensor, segment: Segment, share: int) -> Tensor:
+    """Let layers with a sliding window keep the segment's last tokens: the window's, at most ``share`` per head.
+
+    ``keys``, [num_entries], int32, are those by which entries compete; the result has the largest number for entries
+    that such layers keep and the smallest for their others. The segment cannot be split, so all readers come after it.
+    """
+    geometry = segment.geometry
+    reach = to_device(torch.tensor(geometry.windows).sub_(1).clamp_(max=share), keys.device)
+    reach = reach[segment.run_of_entries() // geometry.num_kv_heads]  # -1: no window
+    bounds = torch.iinfo(keys.dtype)
+    kept = torch.where(segment.positions >= segment.end - reach, bounds.max, bounds.min).to(keys.dtype)
+    return torch.where(reach < 0, keys, kept)

@@ -138,7 +138,7 @@ def test_batches_of_other_sizes(stored: torch.dtype, has_extras: bool) -> None:
 
 @STORED
 @BLOCKS
-def test_suffixes_of_other_lengths(policy_name: str, stored: torch.dtype) -> None:
+def test_generated_tokens_of_other_lengths(policy_name: str, stored: torch.dtype) -> None:
     """Blocks of other lengths, at other slots, of a request that began elsewhere."""
     config = KVEvictConfig(policy=policy_name, budget=0.3, decode_block=20)
     policy = build_policy(policy_name, {})
@@ -147,17 +147,17 @@ def test_suffixes_of_other_lengths(policy_name: str, stored: torch.dtype) -> Non
     with recorded() as warm:
         warm_up(compressor, torch.float16)
     assert compressor.stats.compressions == 0
-    suffixes, row = GeneratedCompressor(compressor), torch.arange(3, 300)
-    suffix = suffixes.new(33)
+    generation, row = GeneratedCompressor(compressor), torch.arange(3, 300)
+    generated = generation.new(33)
     with recorded() as served:
         for position in range(33, 200):
-            step = suffixes.step([(0, position, suffix)], 1)
+            step = generation.step([(0, position, generated)], 1)
             for layer in range(GEOMETRY.num_layers if step is not None else 0):
                 queries = torch.randn(1, GEOMETRY.num_qo_heads, GEOMETRY.head_dim).half()
                 step.record(layer, queries, torch.full((1, GEOMETRY.num_qo_heads), 6.0), 0.25)
-            if suffixes.is_full(suffix):
-                suffixes.count(suffix, row[suffix.compressed_end : position + 1])
-            if position - suffix.compressed_end >= 37:
-                suffixes.compress(suffix, row[suffix.compressed_end : position + 1], 32, None)
+            if generation.is_full(generated):
+                generation.count(generated, row[generated.compressed_end : position + 1])
+            if position - generated.compressed_end >= 37:
+                generation.compress(generated, row[generated.compressed_end : position + 1], 32, None)
     assert compressor.stats.compressions == 5
     assert_nothing_new(warm, served)
