@@ -1,10 +1,9 @@
-"""What a request generates, compressed while it generates: one segment that is written anew with every block."""
+"""Generated tokens, compressed while a request generates: one segment, rewritten with every block."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,24 +21,24 @@ from sgl_kvevict.policies.signals import QueryWindow, Signal
 from sgl_kvevict.prefix import Segment
 
 COUNTED_AT_ONCE = 32
-"""Queries whose attention is added up in one go, where a policy sums over all of them."""
+"""Queries whose attention is summed at once, for policies that sum over all queries."""
 _IN_FLIGHT = 2
-"""Steps that may be under way when it is decided whether a lane is full."""
+"""Steps that may be in flight when a lane is checked for being full."""
 
 
-class Suffix:
-    """What one request generates.
+class Generated:
+    """Generated tokens of one request.
 
     Attributes:
-        start: logical position from which on tokens compete: the prompt's end, or a later one.
-        end: logical position after the last query that was recorded.
-        segment: what was kept of ``[start, segment.end)``; None before the first block.
-        lens: per layer, entries that each head has in the segment.
-        sums: per layer, [num_kv_heads, lens + tokens], float32, attention that the recorded queries paid to the
-            segment's entries and to the tokens behind it; [] before the first are counted.
-        lane: where the last queries are; None: they are not recorded.
-        num_pending: of them, those that are not in ``sums``.
-        tried: logical position up to which it was last tried to compress.
+        start: logical position of the first token that competes: the prompt's end, or later.
+        end: logical position after the last recorded query.
+        segment: entries kept of ``[start, segment.end)``; None before the first block.
+        lens: per layer, entries of each head in the segment.
+        sums: per layer, [num_kv_heads, lens + tokens], float32, attention summed over queries, for the segment's
+            entries, then for the tokens after it; [] before the first count.
+        lane: of the last queries, see :class:`QueryLanes`; None: not recorded.
+        num_pending: queries in the lane that are not in ``sums``.
+        tried: logical position up to which compression was last tried.
     """
 
     def __init__(self, start: int, num_layers: int) -> None:
@@ -49,7 +48,7 @@ class Suffix:
         self.begin(start)
 
     def begin(self, start: int) -> None:
-        """Tokens compete from a position on; what was known is of no use."""
+        """Start again: only tokens from a position on compete."""
         self.start = self.end = start
         self.segment: Segment | None = None
         self.lens = [0] * self._num_layers
@@ -57,7 +56,7 @@ class Suffix:
         self.num_pending = 0
 
     def leave_segment(self) -> None:
-        """What was kept is read by others too, and stays as it is: only tokens behind it compete from now on."""
+        """Leave the segment as it is, because other requests read it; only tokens after it compete."""
         self.start = self.compressed_end
         self.sums = [kept[:, length:] for kept, length in zip(self.sums, self.lens, strict=False)]
         self.segment, self.lens = None, [0] * self._num_layers
@@ -73,12 +72,12 @@ class Suffix:
         return sum(kept.nbytes for kept in self.sums)
 
 
-class SuffixStep:
-    """One decode step of requests that are followed.
+class GeneratedStep:
+    """Recording of one decode step.
 
     Args:
-        lanes: where their queries go.
-        places: [n], int64.
+        lanes: of the queries.
+        places: [n], int64, see :meth:`QueryLanes.places`.
         rows: [n], int64, the requests' rows of the batch; None: all, in order.
     """
 
@@ -94,31 +93,14 @@ class SuffixStep:
         self._lanes.record(layer, self._places, queries, lse, sm_scale)
 
 
-@dataclass(frozen=True)
-class _Entries:
-    """Entries that stay.
-
-    Attributes:
-        sources: [num_sources], int32, head slots.
-        positions: [num_entries], int32, logical.
-        lens: [num_layers, num_kv_heads], int32.
-        merge: ``indptr`` and ``weights`` over the sources; None: each entry is one of them.
-    """
-
-    sources: Tensor
-    positions: Tensor
-    lens: Tensor
-    merge: tuple[Tensor, Tensor] | None
-
-
-class SuffixCompressor:
-    """Compresses suffixes with a compressor's policy and budget.
+class GeneratedCompressor:
+    """Compresses generated tokens with a compressor's policy and budget.
 
     Args:
-        compressor: of prompts; its policy has a rule for suffixes (``suffix_reasons``).
+        compressor: of prompts; its policy passes :func:`generated_reasons`.
 
     Attributes:
-        lanes: last queries of requests; None for policies that look at none.
+        lanes: last queries of requests; None for policies without query signals.
     """
 
     def __init__(self, compressor: Compressor) -> None:
@@ -135,76 +117,73 @@ class SuffixCompressor:
             size = max(self._store.k_arena.element_size(), 2)
             self.lanes = QueryLanes(self._geometry, depth, self._config.observation_bytes, size)
 
-    def new(self, start: int) -> Suffix:
-        """A request begins to generate at a logical position."""
-        return Suffix(start, self._geometry.num_layers)
+    def new(self, start: int) -> Generated:
+        """State of a request that begins to generate at a logical position."""
+        return Generated(start, self._geometry.num_layers)
 
-    def step(self, followed: Sequence[tuple[int, int, Suffix]], num_rows: int) -> SuffixStep | None:
-        """Follow a forward in which requests generate.
+    def step(self, followed: Sequence[tuple[int, int, Generated]], num_rows: int) -> GeneratedStep | None:
+        """Prepare the recording of a forward; None if nothing is recorded.
 
         Args:
-            followed: for each request its row of the batch's queries, the query's logical position, and its suffix.
+            followed: for each request its row of the batch's queries, the query's logical position, and its state.
             num_rows: of the batch's queries.
-
-        Returns:
-            None: nothing is to be recorded.
         """
         if self.lanes is None:
             return None
         rows, lanes, positions = [], [], []
-        for row, position, suffix in followed:
-            if suffix.lane is None:
-                suffix.lane = self.lanes.take()
-            if suffix.lane is None:
+        for row, position, generated in followed:
+            if generated.lane is None:
+                generated.lane = self.lanes.take()
+            if generated.lane is None:
                 continue
-            if position != suffix.end:  # it was not followed for a while: what it had by then is not scored any more
-                suffix.begin(position)
-            suffix.end = position + 1
-            suffix.num_pending = min(suffix.num_pending + 1, self.lanes.depth)
+            if position != generated.end:  # queries are missing: earlier tokens cannot be scored
+                generated.begin(position)
+            generated.end = position + 1
+            generated.num_pending = min(generated.num_pending + 1, self.lanes.depth)
             rows.append(row)
-            lanes.append(suffix.lane)
+            lanes.append(generated.lane)
             positions.append(position)
         if not rows:
             return None
         device = self._store.k_arena.device
         chosen = None if len(rows) == num_rows else to_device(torch.tensor(rows), device)
-        return SuffixStep(self.lanes, self.lanes.places(lanes, positions, device), chosen)
+        return GeneratedStep(self.lanes, self.lanes.places(lanes, positions, device), chosen)
 
-    def is_full(self, suffix: Suffix) -> bool:
+    def is_full(self, generated: Generated) -> bool:
         """Whether the recorded queries must be counted before another step begins."""
-        return self._sums_up and self.lanes is not None and suffix.num_pending >= self.lanes.depth - _IN_FLIGHT
+        return self._sums_up and self.lanes is not None and generated.num_pending >= self.lanes.depth - _IN_FLIGHT
 
-    def is_followed(self, suffix: Suffix) -> bool:
-        """Whether there is what the policy scores by."""
-        return self.lanes is None or (suffix.lane is not None and suffix.num_pending + len(suffix.sums) > 0)
+    def is_followed(self, generated: Generated) -> bool:
+        """Whether the policy's signals exist."""
+        return self.lanes is None or (generated.lane is not None and generated.num_pending + len(generated.sums) > 0)
 
-    def give_up(self, suffix: Suffix) -> None:
-        """A request ended."""
-        if self.lanes is not None and suffix.lane is not None:
-            self.lanes.give_back(suffix.lane)
-            suffix.lane = None
+    def give_up(self, generated: Generated) -> None:
+        """Release the lane of a request that ended."""
+        if self.lanes is not None and generated.lane is not None:
+            self.lanes.give_back(generated.lane)
+            generated.lane = None
 
-    def num_slots(self, suffix: Suffix, end: int) -> int:
-        """Token slots that a suffix takes when it is compressed up to a position."""
-        held = 0 if suffix.segment is None else suffix.segment.num_slots
-        wanted = self._config.num_slots(end - suffix.start, suffix.start)
-        return min(wanted, held + end - suffix.compressed_end)
+    def num_slots(self, generated: Generated, end: int) -> int:
+        """Token slots needed after compression up to a position."""
+        held = 0 if generated.segment is None else generated.segment.num_slots
+        wanted = self._config.num_slots(end - generated.start, generated.start)
+        return min(wanted, held + end - generated.compressed_end)
 
-    def count(self, suffix: Suffix, token_slots: Tensor) -> None:
-        """Add up what the recorded queries pay to each entry and token.
+    def count(self, generated: Generated, token_slots: Tensor) -> None:
+        """Add the recorded queries' attention to ``sums``.
 
         Args:
-            suffix: whose queries.
+            generated: of the queries.
             token_slots: [n], int64, slots of the tokens from the segment's end to the last query's.
         """
-        if not (self._sums_up and suffix.num_pending):
+        if not (self._sums_up and generated.num_pending):
             return
-        places = self._places(suffix, suffix.num_pending)
-        first = suffix.end - suffix.num_pending - suffix.compressed_end
+        places = self._places(generated, generated.num_pending)
+        first = generated.end - generated.num_pending - generated.compressed_end
         assert self.lanes is not None
         sums = []
         for layer in range(self._geometry.num_layers):
-            table = self._table(suffix, layer, token_slots)
+            table = self._table(generated, layer, token_slots)
             queries, lse, sm_scale = self.lanes.rows(layer, places)
             keys = self._store.keys(table.T)
             paid = accumulated_attention(
@@ -214,76 +193,75 @@ class SuffixCompressor:
                 torch.arange(table.shape[1], device=keys.device),
                 sm_scale=sm_scale * self._geometry.scales.of(layer)[0],
                 key_start=0,
-                query_start=suffix.lens[layer] + first,
+                query_start=generated.lens[layer] + first,
             )
-            if suffix.sums:
-                paid[:, : suffix.sums[layer].shape[1]] += suffix.sums[layer]
+            if generated.sums:
+                paid[:, : generated.sums[layer].shape[1]] += generated.sums[layer]
             sums.append(paid)
-        suffix.sums, suffix.num_pending = sums, 0
+        generated.sums, generated.num_pending = sums, 0
 
-    def compress(self, suffix: Suffix, token_slots: Tensor, num_new: int, parent: Segment | None) -> Compression:
-        """Write a suffix's segment anew: what it kept, and the next tokens, compete for its budget.
+    def compress(self, generated: Generated, token_slots: Tensor, num_new: int, parent: Segment | None) -> Compression:
+        """Rewrite the segment: entries kept so far and the next tokens compete for the budget.
 
         Args:
-            suffix: to compress; afterwards it has the new segment.
+            generated: to compress; gets the new segment.
             token_slots: [n], int64, slots of the tokens from the segment's end to the last query's, or to the last
                 token that is compressed.
-            num_new: of them, those that are compressed.
-            parent: segment of the path before it; its policy state carries on at the first block.
+            num_new: tokens to compress.
+            parent: segment before it on the path; its policy state continues at the first block.
 
         Returns:
-            What was done; freed are slots of the old segment or of the tokens.
+            The result; freed slots are of the old segment or of the tokens.
         """
         begin = time.perf_counter()
-        self.count(suffix, token_slots)
-        old, end = suffix.segment, suffix.compressed_end + num_new
-        new_slots, num_slots = token_slots[:num_new], self.num_slots(suffix, end)
+        self.count(generated, token_slots)
+        old, end = generated.segment, generated.compressed_end + num_new
+        new_slots, num_slots = token_slots[:num_new], self.num_slots(generated, end)
         held = 0 if old is None else old.num_slots
         before = parent if old is None else old
         state = None if before is None else before.policy_state
         assert state is None or isinstance(state, PolicyState)
-        tables = [self._table(suffix, layer, new_slots) for layer in range(self._geometry.num_layers)]
+        tables = [self._table(generated, layer, new_slots) for layer in range(self._geometry.num_layers)]
         keeps_all = num_slots == held + num_new
         if keeps_all:
             lens = [table.shape[1] for table in tables]
             choice = GeneratedChoice(lens, [torch.ones_like(table, dtype=torch.bool) for table in tables])
         else:
-            choice = self._choose(suffix, tables, num_new, num_slots)
-        entries, state = self._entries(suffix, tables, choice, num_new, state, merges=not keeps_all)
+            num_sinks = max(self._config.sink_tokens, self._policy.num_sink_tokens) - generated.start
+            show = self._show(generated, tables, self._policy.scorer.needs)
+            choice = choose_generated(self._policy, show, generated.lens, num_new, num_slots, max(num_sinks, 0))
+        sources, positions, merge, state = self._entries(
+            generated, tables, choice, num_new, state, merges=not keeps_all
+        )
+        keep_lens = torch.tensor(choice.lens, dtype=torch.int32)[:, None].expand(-1, self._geometry.num_kv_heads)
+        keep_lens = to_device(keep_lens.contiguous(), self._store.k_arena.device)
         with accounting():
             slots = new_slots if old is None else torch.cat([old.token_slots, new_slots])
-            bounds = (suffix.start, end)
-            segment, freed = self._store.write(
-                slots, entries.sources, entries.lens, entries.positions, bounds, entries.merge
-            )
+            bounds = (generated.start, end)
+            segment, freed = self._store.write(slots, sources, keep_lens, positions, bounds, merge)
             segment.policy_state, segment.is_generated = state, True
-            self._carry_on(suffix, choice, segment)
-        merged = entries.sources.numel() - segment.num_entries
+            self._carry_on(generated, choice, segment)
+        merged = sources.numel() - segment.num_entries
         num_tokens, seconds = segment.end - segment.start, time.perf_counter() - begin
         return Compression(segment, freed, segment.start, num_tokens, merged, seconds, replaced=old)
 
-    def _choose(self, suffix: Suffix, tables: Sequence[Tensor], num_new: int, num_slots: int) -> GeneratedChoice:
-        num_sinks = max(self._config.sink_tokens, self._policy.num_sink_tokens) - suffix.start
-        show = self._show(suffix, tables, self._policy.scorer.needs)
-        return choose_generated(self._policy, show, suffix.lens, num_new, num_slots, max(num_sinks, 0))
-
     def _entries(
         self,
-        suffix: Suffix,
+        generated: Generated,
         tables: Sequence[Tensor],
         choice: GeneratedChoice,
         num_new: int,
         state: PolicyState | None,
         *,
         merges: bool,
-    ) -> tuple[_Entries, PolicyState | None]:
-        """Where the entries are that stay, what they become, and the policy's state after that."""
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None, PolicyState | None]:
+        """Sources, positions and merge of the kept entries (see :meth:`SpanStore.write`); the policy's next state."""
         sources, positions, sizes, weights, thresholds = [], [], [], [], []
         merger = self._policy.merger if merges else None
-        show = self._show(suffix, tables, frozenset() if merger is None else merger.needs)
+        show = self._show(generated, tables, frozenset() if merger is None else merger.needs)
         for layer, (table, kept) in enumerate(zip(tables, choice.kept, strict=True)):
             index = self._flat(kept, choice.lens[layer])
-            positions.append(self._positions(suffix, layer, num_new).flatten()[index])
+            positions.append(self._positions(generated, layer, num_new).flatten()[index])
             if merger is None:
                 sources.append(table.flatten()[index])
                 continue
@@ -297,25 +275,26 @@ class SuffixCompressor:
         if thresholds:
             merge = pad(torch.cat(sizes).cumsum(0), (1, 0)).int(), torch.cat(weights)
             state = PolicyState(torch.cat(thresholds))
-        lens = torch.tensor(choice.lens, dtype=torch.int32)[:, None].expand(-1, self._geometry.num_kv_heads)
-        device = self._store.k_arena.device
-        return _Entries(torch.cat(sources), torch.cat(positions), to_device(lens.contiguous(), device), merge), state
+        return torch.cat(sources), torch.cat(positions), merge, state
 
     def _flat(self, kept: Tensor, length: int) -> Tensor:
         """[num_kv_heads * length], int64: where a layer's mask is set, in order."""
         return torch.nonzero_static(kept.flatten(), size=self._geometry.num_kv_heads * length).squeeze(-1)
 
-    def _carry_on(self, suffix: Suffix, choice: GeneratedChoice, segment: Segment) -> None:
-        """Entries that stay keep their sums."""
-        for layer, kept in enumerate(choice.kept if suffix.sums else ()):
-            sums, num = suffix.sums[layer], kept.shape[1]
+    def _carry_on(self, generated: Generated, choice: GeneratedChoice, segment: Segment) -> None:
+        """Keep the sums of kept entries, and the new segment."""
+        for layer, kept in enumerate(choice.kept if generated.sums else ()):
+            sums, num = generated.sums[layer], kept.shape[1]
             stays = sums[:, :num].flatten()[self._flat(kept, choice.lens[layer])]
-            suffix.sums[layer] = torch.cat([stays.view(kept.shape[0], -1), sums[:, num:]], dim=1)
-        suffix.segment, suffix.lens = segment, choice.lens
+            generated.sums[layer] = torch.cat([stays.view(kept.shape[0], -1), sums[:, num:]], dim=1)
+        generated.segment, generated.lens = segment, choice.lens
 
-    def _show(self, suffix: Suffix, tables: Sequence[Tensor], needs: frozenset[Signal]) -> Show:
-        """Give each layer's candidates as a range of tokens that starts at 0."""
-        places = self._window_places(suffix) if Signal.WINDOW_QUERIES in needs else None
+    def _show(self, generated: Generated, tables: Sequence[Tensor], needs: frozenset[Signal]) -> Show:
+        """Views of each layer's candidates, as a range that starts at 0."""
+        places = None
+        if Signal.WINDOW_QUERIES in needs:  # of uncompressed tokens only
+            count = min(generated.num_pending, self._policy.window_size, generated.end - generated.compressed_end)
+            places = self._places(generated, count)
 
         def show(layer: int) -> LayerView:
             table = tables[layer]
@@ -323,10 +302,12 @@ class SuffixCompressor:
             nothing = self._store.k_arena.new_empty(0, self._geometry.num_kv_heads, self._geometry.head_dim)
             signals: dict[Signal, object] = {}
             sm_scale = 1.0
-            if places is not None:
-                signals[Signal.WINDOW_QUERIES], sm_scale = self._window(suffix, layer, places)
-            if suffix.sums:
-                signals[Signal.ACCUMULATED_ATTENTION] = suffix.sums[layer][:, :num]
+            if places is not None and self.lanes is not None:
+                queries, lse, sm_scale = self.lanes.rows(layer, places)
+                start = generated.lens[layer] + generated.end - places.numel() - generated.compressed_end
+                signals[Signal.WINDOW_QUERIES] = QueryWindow(queries, lse, start)
+            if generated.sums:
+                signals[Signal.ACCUMULATED_ATTENTION] = generated.sums[layer][:, :num]
             k_scale, v_scale = self._geometry.scales.of(layer)
             return LayerView(
                 layer=layer,
@@ -342,41 +323,29 @@ class SuffixCompressor:
 
         return show
 
-    def _window_places(self, suffix: Suffix) -> Tensor:
-        """[n], int64, where the last queries are kept; none of a compressed token."""
-        count = min(suffix.num_pending, self._policy.window_size, suffix.end - suffix.compressed_end)
-        return self._places(suffix, count)
+    def _places(self, generated: Generated, count: int) -> Tensor:
+        assert self.lanes is not None and generated.lane is not None
+        positions = list(range(generated.end - count, generated.end))
+        return self.lanes.places([generated.lane] * count, positions, self._store.k_arena.device)
 
-    def _window(self, suffix: Suffix, layer: int, places: Tensor) -> tuple[QueryWindow, float]:
-        """One layer's last queries, at positions counted as those of the candidates."""
-        assert self.lanes is not None
-        queries, lse, sm_scale = self.lanes.rows(layer, places)
-        start = suffix.lens[layer] + suffix.end - places.numel() - suffix.compressed_end
-        return QueryWindow(queries, lse, start), sm_scale
-
-    def _places(self, suffix: Suffix, count: int) -> Tensor:
-        assert self.lanes is not None and suffix.lane is not None
-        positions = list(range(suffix.end - count, suffix.end))
-        return self.lanes.places([suffix.lane] * count, positions, self._store.k_arena.device)
-
-    def _table(self, suffix: Suffix, layer: int, token_slots: Tensor) -> Tensor:
+    def _table(self, generated: Generated, layer: int, token_slots: Tensor) -> Tensor:
         """[num_kv_heads, lens + n], int32, head slots of a layer's entries, then of tokens."""
         tokens = self._store.head_slots(layer, token_slots)
-        old = self._old(suffix, layer, None if suffix.segment is None else suffix.segment.head_slots)
+        old = self._old(generated, layer, None if generated.segment is None else generated.segment.head_slots)
         return tokens if old is None else torch.cat([old, tokens], dim=1)
 
-    def _positions(self, suffix: Suffix, layer: int, num_new: int) -> Tensor:
+    def _positions(self, generated: Generated, layer: int, num_new: int) -> Tensor:
         """[num_kv_heads, lens + num_new], int32, logical positions of a layer's entries, then of tokens."""
-        device, begin = self._store.k_arena.device, suffix.compressed_end
+        device, begin = self._store.k_arena.device, generated.compressed_end
         tokens = torch.arange(begin, begin + num_new, dtype=torch.int32, device=device)
         tokens = tokens.expand(self._geometry.num_kv_heads, -1)
-        old = self._old(suffix, layer, None if suffix.segment is None else suffix.segment.positions)
+        old = self._old(generated, layer, None if generated.segment is None else generated.segment.positions)
         return tokens if old is None else torch.cat([old, tokens], dim=1)
 
-    def _old(self, suffix: Suffix, layer: int, entries: Tensor | None) -> Tensor | None:
-        """One layer's part of what a segment has of each entry; its runs lie one after the other."""
+    def _old(self, generated: Generated, layer: int, entries: Tensor | None) -> Tensor | None:
+        """[num_kv_heads, lens], one layer's part of a segment's tensor, whose runs are consecutive."""
         if entries is None:
             return None
         heads = self._geometry.num_kv_heads
-        first = heads * sum(suffix.lens[:layer])
-        return entries[first : first + heads * suffix.lens[layer]].view(heads, -1)
+        first = heads * sum(generated.lens[:layer])
+        return entries[first : first + heads * generated.lens[layer]].view(heads, -1)

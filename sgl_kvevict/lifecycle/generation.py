@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-from sgl_kvevict.compression import Compression, Suffix, SuffixCompressor, SuffixStep
+from sgl_kvevict.compression import Compression, Generated, GeneratedCompressor, GeneratedStep
 from sgl_kvevict.guard import Guard, Place, accounting
 from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
@@ -47,7 +47,7 @@ class Generations:
         spans: SpanTable,
         readers: LiveReaders,
         ranges: Ranges,
-        compressor: SuffixCompressor,
+        compressor: GeneratedCompressor,
         decode_block: int,
         tail_tokens: int,
         guard: Guard,
@@ -61,7 +61,7 @@ class Generations:
         self._block = decode_block
         self._tail = tail_tokens
         self._guard = guard
-        self._suffixes: WeakKeyDictionary[Reader, Suffix] = WeakKeyDictionary()
+        self._suffixes: WeakKeyDictionary[Reader, Generated] = WeakKeyDictionary()
 
     def __len__(self) -> int:
         return len(self._suffixes)
@@ -94,7 +94,7 @@ class Generations:
         for reader in tuple(self._suffixes):
             self.end(reader)
 
-    def step(self, readers: Sequence[Reader], seq_lens: Sequence[int], rows: Sequence[int]) -> SuffixStep | None:
+    def step(self, readers: Sequence[Reader], seq_lens: Sequence[int], rows: Sequence[int]) -> GeneratedStep | None:
         """A forward is about to run; requests of it that generate have one new token each.
 
         Args:
@@ -124,7 +124,7 @@ class Generations:
 
     # ---- blocks -----------------------------------------------------------------------------------------------
 
-    def _visit(self, reader: Reader, suffix: Suffix) -> None:
+    def _visit(self, reader: Reader, suffix: Generated) -> None:
         end = self._tree.num_known(reader) - self._tail
         done = max(suffix.compressed_end, suffix.tried)
         is_due = end - done >= self._block and self._compressor.is_followed(suffix)
@@ -141,7 +141,7 @@ class Generations:
         if self._compressor.is_full(suffix):
             self._compressor.count(suffix, self._tree.row(reader, suffix.compressed_end, suffix.end))
 
-    def _would_follow(self, path: Sequence[Node], suffix: Suffix) -> bool:
+    def _would_follow(self, path: Sequence[Node], suffix: Generated) -> bool:
         """Whether all would follow who read the topmost node of a path whose slots would change.
 
         The path is empty for a prompt so short that nothing of it is cached.
@@ -150,7 +150,7 @@ class Generations:
         first = next(changing, path[-1] if path else None)
         return first is None or self._readers.movable(first) is not None
 
-    def _compress(self, reader: Reader, suffix: Suffix, end: int) -> None:
+    def _compress(self, reader: Reader, suffix: Generated, end: int) -> None:
         """Put what a request has generated into the tree, and compress it there."""
         suffix.tried = end
         last = self._tree.keep(reader, end)

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from kvevict_kernels.span_runs import SpanRuns
-from sgl_kvevict.compression import Compressor, PromptObservation, ReaderChunk, SuffixCompressor, SuffixStep
+from sgl_kvevict.compression import Compressor, GeneratedCompressor, GeneratedStep, PromptObservation, ReaderChunk
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle.eviction import CostAwareRecency, StatefulRecency
 from sgl_kvevict.lifecycle.fitting import Fits
@@ -100,7 +100,7 @@ class PrefixManager:
         self.ranges.on_installed = self._installed
         config = compressor.config
         if config.decode_block is not None:
-            suffixes = SuffixCompressor(compressor)
+            suffixes = GeneratedCompressor(compressor)
             self.generations = Generations(
                 tree, self.spans, self.readers, self.ranges, suffixes, config.decode_block, config.tail_tokens, guard
             )
@@ -173,7 +173,7 @@ class PrefixManager:
 
     def step_observed(
         self, readers: Sequence[Reader], seq_lens: Sequence[int], rows: Sequence[int]
-    ) -> SuffixStep | None:
+    ) -> GeneratedStep | None:
         """A forward is about to run in which requests generate; see :meth:`Generations.step`."""
         if self.generations is None:
             return None

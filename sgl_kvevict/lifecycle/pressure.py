@@ -145,9 +145,9 @@ class Pressure:
         return [segment for segment in segments if self._is_unread(segment)]
 
     def _is_unread(self, segment: Segment) -> bool:
-        if segment.is_read or segment.worth is None or not self._config.shares:
+        if segment.is_measured or segment.worth is None or not self._config.shares:
             return False
-        if segment.readings is not None and segment.readings.is_open:
+        if segment.entry_attention is not None and segment.entry_attention.is_open:
             return False
         return segment.num_slots > self._slots_at(segment, self._config.shares[-1])
 
@@ -157,7 +157,7 @@ class Pressure:
             segment = self._spans[owner].segment
             if not observation.observes(segment):
                 continue
-            self._compressor.was_read(segment)
+            self._compressor.rank_by_attention(segment)
             slots = self._slots_at(segment, float(self._config.budget))
             if slots == segment.num_slots:
                 self._ranges.on_budget(self._spans.last_of(owner))

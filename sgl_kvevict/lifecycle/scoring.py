@@ -92,7 +92,7 @@ class PrefixScoring:
 
     def installed(self, node: Node, segment: Segment) -> None:
         """Nodes down to this one hold a new segment: passes that were reading them go on with its entries."""
-        if segment.is_read:
+        if segment.is_measured:
             return
         for job in self.jobs.begun:
             if job.observation is not None and node in path_to(job.node):

@@ -74,7 +74,7 @@ def export_segment(
         start=start,
         end=end,
         splittable=segment.splittable,
-        is_read=segment.is_read,
+        is_read=segment.is_measured,
         created=time.time(),
         tokens=torch.tensor(tokens, dtype=torch.int64),
         keep_lens=copied.keep_lens,
@@ -251,7 +251,7 @@ class Adoption:
             worth=record.worth,
         )
         self._store.place(segment, record.k, record.v, record.biases)
-        segment.is_read = record.is_read
+        segment.is_measured = record.is_read
         if record.policy_state is not None:
             segment.policy_state = PolicyState(record.policy_state.to(slots.device))
         return segment

@@ -26,7 +26,7 @@ VarianceNorm = Literal["minmax", "none", "code"]
 DensityRule = Literal["softmax", "reciprocal"]
 
 LayerTotals = tuple[int, ...] | Tensor
-"""Entries per scored layer: host numbers where the rule needs no scores, else [num_scored_layers] int64."""
+"""Entries per scored layer: host numbers if the rule needs no scores, else [num_scored_layers] int64."""
 
 
 class LayerRule(ABC):
@@ -90,16 +90,11 @@ class UniformLayers(LayerRule):
 class PyramidLayers(LayerRule):
     """Shallow layers keep more, deep layers less, the mean unchanged.
 
-    With ``base`` the mean entries per head, the last layer gets ``base / beta`` and the first
-    ``2 * base - base / beta``; a first layer that would exceed the range is cut to it and the last one
-    raised.
-
     Attributes:
         beta: steepness, >= 1; 1 is uniform.
 
     Source: PyramidKV (arXiv 2406.02069), Sec. 4.2, and its released code.
-    Differs: the code floors its step and so overspends (by 15 % at a budget of 128); here the schedule is
-        exact and rounded by largest remainder, so it is neutral to the budget.
+    Differs: the code floors its step and overspends by 15 % at a budget of 128; here sums are exact.
     """
 
     beta: int = 20
@@ -114,16 +109,10 @@ class PyramidLayers(LayerRule):
 
 
 def pyramid_schedule(base: Fraction, limit: int, num_layers: int, beta: int) -> list[Fraction]:
-    """Entries per head of each layer, before rounding.
+    """Entries per head of each layer, before rounding: a falling arithmetic series with mean ``base`` <= ``limit``.
 
-    Args:
-        base: mean over the layers, at most ``limit``.
-        limit: most that a layer can keep.
-        num_layers: layers.
-        beta: steepness.
-
-    Returns:
-        A falling arithmetic series with mean ``base``.
+    The last layer gets ``base / beta``, the first ``2 * base - base / beta``. A first layer above ``limit`` (entries a
+    layer can keep) is cut to it, and the last one raised.
     """
     if num_layers == 1:
         return [base]
@@ -139,20 +128,17 @@ def pyramid_schedule(base: Fraction, limit: int, num_layers: int, beta: int) -> 
 class DensityLayers(LayerRule):
     """Layers whose accumulated attention varies little (dense ones) keep more.
 
-    A layer's variance is over the range's tokens, per head, averaged over the heads. Shares are capped at the
-    range, floored, and the difference is shared out in proportion, so that the budget is spent exactly.
+    A layer's variance is over the range's tokens, averaged over the heads. Shares are capped at the range and floored;
+    the difference is shared out in proportion, so that sums are exact.
 
     Attributes:
-        variance_norm: "minmax" scales the variances of all layers to [0, 1]; "none" is the paper's formula as
-            printed, which hands nearly everything to one layer on real prompts (variances grow with the
-            length); "code" scales over the heads of each layer and averages, as the authors' release.
-        rule: "softmax" of the negative variance, or "reciprocal" of it (the paper's Table 4).
+        variance_norm: "minmax" scales the variances of all layers to [0, 1]; "none" is the printed formula, which gives
+            nearly everything to one layer on real prompts; "code" scales over the heads of each layer, as the release.
+        rule: "softmax" of the negative variance, or its "reciprocal" (Table 4).
         floor_share: smallest share of the range that a layer keeps (at least 4 entries per head).
 
-    Source: D2O (arXiv 2406.13035), Eq. 4, 5; Table 4 for the alternative.
-    Differs: the default normalises, because the printed formula is not usable on long prompts; the released
-        code's rule that the first two and the last layer are never compressed is left out, because budgets
-        here are exact.
+    Source: D2O (arXiv 2406.13035), Eq. 4, 5; Table 4.
+    Differs: the default normalises; no layer is exempt (the released code leaves three uncompressed).
     """
 
     variance_norm: VarianceNorm = "minmax"
@@ -174,17 +160,7 @@ class DensityLayers(LayerRule):
 
 
 def attention_variance(sums: Tensor, norm: VarianceNorm) -> Tensor:
-    """The variance metric F of each layer.
-
-    Args:
-        sums: [num_layers, num_kv_heads, num_tokens], column sums of attention.
-        norm: see :class:`DensityLayers`.
-
-    Returns:
-        [num_layers], float64.
-
-    Source: D2O, Eq. 4 (population variance).
-    """
+    """[num_layers], float64, the variance of sums [num_layers, num_kv_heads, num_tokens]; D2O, Eq. 4 (population)."""
     per_head = sums.double().var(-1, correction=1 if norm == "code" else 0)
     if norm == "code":
         return _minmax(per_head).mean(-1)
@@ -193,10 +169,7 @@ def attention_variance(sums: Tensor, norm: VarianceNorm) -> Tensor:
 
 
 def density_weights(variance: Tensor, rule: DensityRule) -> Tensor:
-    """Shares of the layers, summing to 1.
-
-    Source: D2O, Eq. 5 ("softmax", shifted so that it cannot overflow) and Table 4 ("reciprocal").
-    """
+    """Shares of the layers, summing to 1; D2O, Eq. 5 ("softmax") and Table 4 ("reciprocal")."""
     if rule == "softmax":
         return (-variance).softmax(-1)
     inverse = 1 / variance.clamp(min=1e-12)
@@ -204,18 +177,9 @@ def density_weights(variance: Tensor, rule: DensityRule) -> Tensor:
 
 
 def water_fill(weights: Tensor, low: float, high: float, total: float) -> Tensor:
-    """Shares in proportion to the weights, each within ``[low, high]``, with a given sum.
+    """``clamp(c * weights, low, high)`` for the factor ``c`` with which it sums to ``total``.
 
-    What caps cut off (or floors add) is shared out over the others in proportion to their weights.
-
-    Args:
-        weights: [n], float64, >= 0.
-        low: smallest share; ``n * low <= total``.
-        high: largest share; ``n * high >= total``.
-        total: sum of the shares.
-
-    Returns:
-        [n], float64: ``clamp(c * weights, low, high)`` for the one factor ``c`` that gives the sum.
+    ``weights`` is [n], float64, >= 0; ``n * low <= total <= n * high``.
     """
     weights = weights.clamp(min=1e-200)
     turns = torch.cat((low / weights, high / weights)).sort().values  # where a share starts or stops growing
@@ -250,14 +214,13 @@ class AdaptiveHeads(HeadRule):
     """A head's budget is its number of hits in the layer's global top set, mixed with the uniform share.
 
     Attributes:
-        safeguard: "authors_code" gives the adaptive part the weight ``1 - alpha`` (80 %), "paper" the weight
-            ``alpha`` (20 %) as printed, "kvpress" first grants each head its own best ``alpha`` share and
-            lets the rest compete, "none" is the pure adaptive split.
+        safeguard: weight of the adaptive part: ``1 - alpha`` ("authors_code"), ``alpha`` as printed ("paper"), or 1
+            ("none"); "kvpress" first grants each head its own best ``alpha`` share, and the rest compete.
         alpha: strength of the safeguard, in [0, 1].
 
     Source: Ada-KV (arXiv 2407.11550), Alg. 1 and Alg. 2, lines 6-8.
-    Differs: the paper's text and its released code disagree on what alpha weighs; the default follows the
-        code, which most likely produced its tables. Rounding is by largest remainder, so that sums are exact.
+    Differs: text and released code disagree on alpha; the default follows the code, which most likely produced the
+        tables. Rounding is by largest remainder, so that sums are exact.
     """
 
     safeguard: Safeguard | Literal["none"] = "authors_code"
@@ -287,17 +250,9 @@ class AdaptiveHeads(HeadRule):
 
 
 def mix_with_uniform(hits: Tensor, totals: Tensor, weight: Fraction) -> Tensor:
-    """``weight * hits + (1 - weight) * total / num_heads``, rounded by largest remainder.
+    """``weight * hits + (1 - weight) * total / num_heads``, rounded by largest remainder (Ada-KV, Alg. 2, line 8).
 
-    Args:
-        hits: [num_layers, num_heads], int64; rows sum to ``totals``.
-        totals: [num_layers], int64.
-        weight: of the adaptive part.
-
-    Returns:
-        [num_layers, num_heads], int64; rows sum to ``totals``.
-
-    Source: Ada-KV (arXiv 2407.11550), Alg. 2, line 8.
+    ``hits`` and the result are [num_layers, num_heads], int64; their rows sum to ``totals``, [num_layers], int64.
     """
     num_heads = hits.shape[-1]
     numerators = hits * (weight.numerator * num_heads) + totals.unsqueeze(-1) * (weight.denominator - weight.numerator)
@@ -337,5 +292,5 @@ def totals_tensor(totals: LayerTotals, device: torch.device) -> Tensor:
 
 
 def common_total(totals: LayerTotals) -> int | None:
-    """The one number all layers share, if it is known on the host."""
+    """The layers' common total, if known on the host."""
     return totals[0] if isinstance(totals, tuple) and len(set(totals)) == 1 else None

@@ -15,11 +15,11 @@ from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.scorers import AccumulatedAttentionScorer
 
 GENERATED_POLICIES = ("h2o", "d2o", "streaming-llm", "snapkv", "knorm", "keydiff")
-"""Policies whose rule says what to do when a token is added to a cache that was compressed before."""
+"""Policies with a rule for tokens that are added to a compressed cache."""
 
 
 def generated_reasons(policy: Policy | None) -> list[str]:
-    """Return one sentence for everything about a policy that does not go with ``decode_block``."""
+    """Reasons why a policy cannot be used with ``decode_block``, one sentence each."""
     name = "none" if policy is None else policy.name
     if policy is None or name not in GENERATED_POLICIES:
         return [f"policy {name!r} has no rule for tokens that are generated; allowed: {', '.join(GENERATED_POLICIES)}"]
@@ -39,7 +39,7 @@ def generated_reasons(policy: Policy | None) -> list[str]:
 
 @dataclass(frozen=True)
 class GeneratedChoice:
-    """What is kept of the generated tokens.
+    """Kept generated tokens.
 
     Attributes:
         lens: per layer, entries that each of its heads keeps.
@@ -60,15 +60,14 @@ def choose_generated(
 ) -> GeneratedChoice:
     """Choose among the entries kept so far and the tokens generated since.
 
-    A layer's candidates are the same number for each of its heads: first old entries, then new tokens, by position.
-    The first choice splits the budget over the layers as the policy does; later ones keep these shares, as D2O keeps
-    those of its prompt.
+    Each head of a layer has the same number of candidates: old entries, then new tokens, by position. The first choice
+    splits the budget over layers by the policy; later ones keep these shares, as D2O keeps those of its prompt.
 
     Args:
         policy: see :func:`generated_reasons`.
-        show: gives a layer's candidates as a range that starts at 0; called once for each layer, in order.
-        num_old: per layer, entries of each head that were kept before; all 0 at the first choice.
-        num_new: tokens since.
+        show: gives a layer's candidates as a range that starts at 0; called once per layer, in order.
+        num_old: per layer, entries of each head kept so far; all 0 at the first choice.
+        num_new: new tokens.
         per_head: entries to keep, on average over the layers.
         num_pinned: first candidates that every head keeps (sinks).
 
@@ -104,7 +103,7 @@ def choose_generated(
 
 
 def _first_shares(policy: Policy, rows: Sequence[RangeScores], total: int) -> list[int]:
-    """Candidates that each head of each layer keeps, where all layers have the same number of them."""
+    """Candidates that each head of each layer keeps, if all layers have the same number of them."""
     first, num_layers = rows[0], len(rows)
     num_heads = first.values.shape[1]
     if policy.allocator.equal_layers:

@@ -1,4 +1,4 @@
-"""A policy that users select by name: what it is, and its options, as one pydantic model."""
+"""Named policies: name, source, options and composition of a policy as one pydantic model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PaperValue:
 
     Attributes:
         name: of the option, or of the field of ``KVEvictConfig``.
-        value: what it is set to.
+        value: as printed.
         source: section, equation or algorithm.
     """
 
@@ -82,7 +82,7 @@ class PaperSettings:
         tail = 1 if self.kept_window is None else options[self.kept_window]
         return (
             PaperValue("tail_tokens", tail, self.why_tail),
-            PaperValue("budget_includes_tail", True, "the budget counts every stored entry, those of the window too"),
+            PaperValue("budget_includes_tail", True, "the budget counts every stored entry, window included"),
             PaperValue("sink_tokens", 0, "no token is kept but by the method itself"),
         )
 

@@ -1,7 +1,7 @@
 """Deterministic ranking: scores to integer keys, and exact top-k whose ties go to the lower position.
 
-``torch.topk`` may return any of several equal elements. Here a *threshold* decides, which is unique, and ties at the
-threshold are filled from the left (``kvevict_kernels.radix_select``). Nothing reads the device from the host.
+``torch.topk`` may return any of several equal elements. Here a unique threshold decides, and ties are filled from the
+left (``kvevict_kernels.radix_select``), without a host sync.
 """
 
 from __future__ import annotations
@@ -16,17 +16,13 @@ _DROPPED_BITS = 3
 
 
 def order_keys(values: Tensor, tie_break: Tensor | None = None) -> Tensor:
-    """Integers in the order of the scores.
+    """Integers in the order of the scores; int32, or int64 with ``tie_break``.
 
     Args:
         values: float32, no NaN.
         tie_break: same shape, float32; decides between values that are equal up to rounding noise.
 
-    Returns:
-        Same shape; int32, or int64 with ``tie_break``.
-
-    Source: Ada-KV leaves ties open; pooling makes them the normal case. Order used: pooled score (rounded),
-        then unpooled score, then head, then position.
+    Source: Ada-KV leaves ties open, which pooling makes frequent.
     """
     primary = _ordered_bits(values)
     if tie_break is None:
@@ -41,7 +37,7 @@ def _ordered_bits(values: Tensor) -> Tensor:
 
 
 def key_max(keys: Tensor) -> int:
-    """The largest key: forces an element to the front of the order."""
+    """The largest key of the dtype: ranks first."""
     return torch.iinfo(keys.dtype).max
 
 
@@ -54,9 +50,6 @@ def top_mask(keys: Tensor, counts: int | Tensor) -> Tensor:
 
     Returns:
         [..., num_tokens], bool.
-
-    Cost: that of ``kvevict_kernels.radix_select.top_mask`` for all rows at once: on a device a few passes over the keys
-        and bounded memory besides the mask; no host sync.
     """
     rows = keys.reshape(keys.shape[:-1].numel(), keys.shape[-1]).contiguous()
     per_row = counts if isinstance(counts, int) else counts.reshape(-1).contiguous()
@@ -74,8 +67,6 @@ def top_counts(keys: Tensor, totals: int | Tensor) -> Tensor:
         [groups, rows], int64; sums to ``totals``.
 
     Source: Ada-KV (arXiv 2407.11550), Alg. 1.
-    Cost: that of ``kvevict_kernels.radix_select.kth_largest`` for all groups at once, and a bool for every key; no host
-        sync.
     """
     threshold = radix_select.kth_largest(keys.flatten(1).contiguous(), totals)[:, None, None]
     above = (keys > threshold).sum(-1)
@@ -84,14 +75,6 @@ def top_counts(keys: Tensor, totals: int | Tensor) -> Tensor:
 
 
 def fill_in_order(capacities: Tensor, amount: Tensor | int) -> Tensor:
-    """Take ``amount`` from the capacities, the first ones first.
-
-    Args:
-        capacities: [..., n], int64.
-        amount: [..., 1] or scalar, int64, or one number.
-
-    Returns:
-        [..., n], int64.
-    """
+    """Take ``amount`` ([..., 1] or one number) from the capacities [..., n], int64, the first ones first."""
     before = capacities.cumsum(-1) - capacities
     return torch.minimum((amount - before).clamp(min=0), capacities)

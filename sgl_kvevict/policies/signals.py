@@ -1,4 +1,4 @@
-"""Signals: what a scorer can ask for beyond the range's own keys and values, and the shapes in which it comes.
+"""Signals: data for scorers beyond the range's own keys and values, and their shapes.
 
 A new signal is named here and collected by one class in ``sgl_kvevict/compression/collectors.py``.
 """
@@ -18,7 +18,7 @@ QUERIES_PER_BLOCK = 512
 
 
 class Signal(Enum):
-    """What a policy needs to see; the adapter refuses at start-up what it cannot provide."""
+    """Data that a policy needs; a server that cannot provide a signal refuses to start."""
 
     WINDOW_QUERIES = "window_queries"
     """:class:`QueryWindow`: the last ``window_size`` queries of the prompt, after RoPE, with their log-sum-exp."""
@@ -135,7 +135,7 @@ class QueryMoments:
 def output_gram(weight: Tensor, num_kv_heads: int, head_dim: int) -> Tensor:
     """Product of an output projection with itself, summed over the query heads that read a KV head.
 
-    ``v @ gram @ v`` is the squared length of what a value adds to the residual stream.
+    ``v @ gram @ v`` is the squared length of a value's contribution to the residual stream.
 
     Args:
         weight: [hidden_size, num_qo_heads * head_dim], any float dtype.

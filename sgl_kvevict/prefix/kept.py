@@ -1,4 +1,4 @@
-"""Which tokens of a span each (layer, KV head) kept: numbers for pictures."""
+"""Share of tokens that each (layer, KV head) of a span keeps, for pictures."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from sgl_kvevict.attention import Attention, AttentionBatch, CapturableAttention
 from sgl_kvevict.attention.backend import kernel_reasons
 from sgl_kvevict.attention.interface import CompiledAttention
 from sgl_kvevict.attention.refusals import bias_reasons
-from sgl_kvevict.compression import PromptObservation, ReaderChunk, SuffixStep
+from sgl_kvevict.compression import GeneratedStep, PromptObservation, ReaderChunk
 from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import UNSCALED, KVGeometry
@@ -103,7 +103,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         self._captured: CapturableAttention
         self.tree: KVEvictTree | None = None
         self._observed: list[tuple[slice, PromptObservation | ReaderChunk]] = []
-        self._step: SuffixStep | None = None
+        self._step: GeneratedStep | None = None
 
     def attach(self, tree: KVEvictTree) -> None:
         """Connect the tree that resolves what each request reads."""
@@ -184,7 +184,7 @@ class KVEvictAttentionBackend(AttentionBackend):
 
     def _observed_step(
         self, readers: Sequence[Req] | None, seq_lens: list[int], extend_lens: list[int] | None
-    ) -> SuffixStep | None:
+    ) -> GeneratedStep | None:
         """What requests that generate are followed with: they have a row each, also among the rows of a prefill."""
         if self.tree is None or readers is None or self.tree.manager.generations is None:
             return None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from helpers.fitted import biases_of, rows_of
 from sgl_kvevict.compression import Compressor, warm_up
-from sgl_kvevict.compression.attention_products import QUERY_STEP, WEIGHTS_PER_TILE, AttentionProducts
+from sgl_kvevict.compression.fits import QUERY_STEP, WEIGHTS_PER_TILE, AttentionProducts
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.attention_matcher import AttentionMatcher

@@ -1,4 +1,4 @@
-"""What a suffix keeps, block after block, and what is then attended to: against a simulation in float64.
+"""Kept generated tokens, block by block, and attention over them, against a simulation in float64.
 
 The simulation follows one head at a time and knows nothing of slots, segments or blocks of queries.
 """
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sgl_kvevict.attention import AttentionBatch, build_attention
-from sgl_kvevict.compression import Compressor, SuffixCompressor
+from sgl_kvevict.compression import Compressor, GeneratedCompressor
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import build_policy
@@ -131,9 +131,9 @@ class Run:
         geometry = KVGeometry(LAYERS, HEADS * GROUP, HEADS, DIM, 400)
         self.k, self.v = (torch.zeros(LAYERS, 400, HEADS, DIM) for _ in range(2))
         store = SpanStore(geometry, self.k, self.v)
-        self.compressor = SuffixCompressor(Compressor(self.config, build_policy(policy, options), store))
+        self.compressor = GeneratedCompressor(Compressor(self.config, build_policy(policy, options), store))
         self.attention = build_attention("torch", geometry, self.k, self.v)
-        self.suffix = self.compressor.new(0)
+        self.generated = self.compressor.new(0)
         self.row = torch.zeros(1, 400, dtype=torch.int32)
         self.free = list(range(1, 400))
 
@@ -142,7 +142,7 @@ class Run:
         slot = self.free.pop(0)
         self.row[0, position] = slot
         self.k[:, slot], self.v[:, slot] = k, v
-        segment = self.suffix.segment
+        segment = self.generated.segment
         batch = AttentionBatch(
             paths=(() if segment is None else (segment.runs(),),),
             seq_lens=[position + 1],
@@ -151,28 +151,29 @@ class Run:
             req_to_token=self.row,
         )
         self.attention.plan(batch)
-        step = self.compressor.step([(0, position, self.suffix)], 1)
+        step = self.compressor.step([(0, position, self.generated)], 1)
         outs = []
         for layer in range(LAYERS):
             out, lse = self.attention.run(layer, q[layer][None], SCALE)
             if step is not None:
                 step.record(layer, q[layer][None], lse, SCALE)
             outs.append(out[0])
-        if self.compressor.is_full(self.suffix):
-            self.compressor.count(self.suffix, self.slots(position + 1))
+        if self.compressor.is_full(self.generated):
+            self.compressor.count(self.generated, self.slots(position + 1))
         return torch.stack(outs)
 
     def slots(self, end):
-        return self.row[0, self.suffix.compressed_end : end].long()
+        return self.row[0, self.generated.compressed_end : end].long()
 
     def compress(self, position):
         """Compress what is due; the positions that each (layer, head) then has, or None."""
         end = position + 1 - TAIL
-        if end - self.suffix.compressed_end < self.config.decode_block:
+        num_new = end - self.generated.compressed_end
+        if num_new < self.config.decode_block:
             return None
-        done = self.compressor.compress(self.suffix, self.slots(position + 1), end - self.suffix.compressed_end, None)
+        done = self.compressor.compress(self.generated, self.slots(position + 1), num_new, None)
         self.free += done.freed.tolist()
-        segment = self.suffix.segment
+        segment = self.generated.segment
         return [run.tolist() for run in segment.positions.tensor_split(segment.indptr[1:-1].long())]
 
 
@@ -203,7 +204,7 @@ def test_what_is_kept_and_attended_to(policy, budget):
         num_blocks += 1
         end = position + 1 - TAIL
         num_kept = run.config.num_slots(end)
-        assert run.suffix.segment.num_slots == num_kept
+        assert run.generated.segment.num_slots == num_kept
         wanted = [head.compress(end, num_kept) for layer in heads for head in layer]
         assert kept == wanted
     assert num_blocks == 12
@@ -219,8 +220,8 @@ def test_dense_layers_keep_their_share_of_every_block():
         k, v = (generator.standard_normal((LAYERS, HEADS, DIM)).astype(np.float32) for _ in range(2))
         run.step(position, *(torch.from_numpy(part) for part in (q, k, v)))
         if run.compress(position) is not None:
-            assert sum(run.suffix.lens) == LAYERS * run.suffix.segment.num_slots
-            shares.append(run.suffix.lens[0] / sum(run.suffix.lens))
+            assert sum(run.generated.lens) == LAYERS * run.generated.segment.num_slots
+            shares.append(run.generated.lens[0] / sum(run.generated.lens))
     assert shares[0] > 0.6
     np.testing.assert_allclose(shares, shares[0], atol=0.1)
 
@@ -235,7 +236,7 @@ def test_everything_is_kept_bit_for_bit_with_a_budget_of_one():
         keys.append(k)
         run.step(position, q, k, v)
         run.compress(position)
-    segment = run.suffix.segment
+    segment = run.generated.segment
     rows = run.k.view(-1, DIM)[segment.head_slots.long()].view(LAYERS, HEADS, -1, DIM)
     assert torch.equal(rows, torch.stack(keys[: segment.end]).permute(1, 2, 0, 3))
 

@@ -7,10 +7,9 @@ from torch import Tensor
 
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
 from sgl_kvevict.compression import Compressor
-from sgl_kvevict.compression.learned import with_learned_scores
 from sgl_kvevict.compression.prompt_observation import CacheObservation, ObservationSpec, PromptObservation
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.distill import CachedRange, ScoreWeights
+from sgl_kvevict.distill import CachedRange, ScoreWeights, with_learned_scores
 from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, Rotary, Signal

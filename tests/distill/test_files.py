@@ -22,7 +22,7 @@ from sgl_kvevict.distill import (
     save_weights,
 )
 from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
-from sgl_kvevict.distill.fingerprint import fingerprint_of
+from sgl_kvevict.distill.files import fingerprint_of
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.model import model_path
 from sgl_kvevict.policies import Rotary

@@ -53,6 +53,15 @@ def test_bad_options_name_option_value_and_what_is_allowed(options: dict[str, An
         build_policy("snapkv", options)
 
 
+def test_options_are_models_with_a_schema() -> None:
+    for info in list_policies():
+        schema = info.model_json_schema()
+        assert schema["additionalProperties"] is False and info.model_config["frozen"]
+        assert all(option["description"] for option in schema.get("properties", {}).values())
+    snapkv = list_policies()[7].model_json_schema()["properties"]
+    assert snapkv["window_size"]["minimum"] == 1 and snapkv["pooling"]["enum"] == ["max", "avg"]
+
+
 def test_integers_are_numbers() -> None:
     policy = build_policy("ada-snapkv", {"alpha": 1})
     assert policy is not None and policy.allocator.heads.alpha == 1.0  # type: ignore[attr-defined]

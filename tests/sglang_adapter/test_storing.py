@@ -176,7 +176,7 @@ def test_what_readers_order_later_takes_the_place_of_what_was_stored(tmp_path):
     (key,) = keys_in(server.segments)
     assert not server.segments.get(key).is_read
     (owner,) = server.harness.tree.spans
-    server.harness.tree.spans[owner].segment.is_read = True
+    server.harness.tree.spans[owner].segment.is_measured = True
     server.harness.tree.manager.ranges.on_budget(owner)
     assert server.writer.drain(300) and server.segments.get(key).is_read
 

@@ -62,18 +62,16 @@ class ChunkSelector(Selector):
 
     Attributes:
         chunk_length: tokens in a chunk; the last one may be shorter.
-        mode: "exact" lays chunks over the competing tokens and cuts the last accepted chunk to what is left
-            of the budget. "paper" follows Algorithm 1 as printed: chunks also over window tokens inside the
-            range, as many whole ones as the budget with the window holds, and room for the window made by dropping
-            the *latest* selected tokens. A tail that covers the window would leave nothing of this.
+        mode: "exact" lays chunks over the competing tokens and cuts the last accepted one to the budget. "paper" is
+            Algorithm 1: chunks also over window tokens inside the range, as many whole ones as budget and window hold,
+            then the *latest* selected tokens are dropped for the window. With a tail that covers the window both agree.
         chunk_score: "sum" of the chunk's scores, or their "mean" (then a short last chunk is not at a
             disadvantage).
         share_heads: one list of chunks for all heads of a layer, by scores summed over heads (kvpress).
 
     Source: ChunkKV (arXiv 2502.00299), Alg. 1.
-    Differs: Algorithm 1 can store window tokens twice and leaves ``budget mod chunk_length`` entries empty;
-        here every token is stored once, and "paper" fills the gaps with the next best chunks. Its grid ends with the
-        range: the tail's own scores are in no chunk.
+    Differs: Algorithm 1 can store window tokens twice and leaves ``budget mod chunk_length`` entries empty; here every
+        token is stored once, and "paper" fills the gaps with the next best chunks. The tail's scores are in no chunk.
     """
 
     chunk_length: int = 10

@@ -129,7 +129,7 @@ class D2O(BudgetOptions):
     )
     threshold_scope: Literal["head", "layer"] = Field("head", description="one threshold per KV head or per layer")
     weighting: Literal["similarity", "average"] = Field("similarity", description="weights of a merge")
-    match_on: Literal["keys", "values"] = Field("keys", description="whose cosine similarity decides what merges where")
+    match_on: Literal["keys", "values"] = Field("keys", description="rows whose cosine similarity decides merges")
 
     def build(self) -> Policy:
         """Make the policy."""
@@ -144,7 +144,7 @@ class D2O(BudgetOptions):
 
 
 def nearest_kept(rows: Tensor, kept: Tensor, width: int, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Best cosine similarity of each token with a kept token of its head, and which one.
+    """The kept token of its head that is most similar to each token, in blocks (D2O, Eq. 9).
 
     Args:
         rows: [num_heads, num_tokens, head_dim], any float dtype.
@@ -153,12 +153,8 @@ def nearest_kept(rows: Tensor, kept: Tensor, width: int, *, causal: bool) -> tup
         causal: only kept tokens after the token count.
 
     Returns:
-        similarity [num_heads, num_tokens], float32, -inf where no kept token counts; index [num_heads,
-        num_tokens], int64, the kept token's position (the lowest of equal ones). Values at kept tokens are
-        meaningless.
-
-    Source: D2O, Eq. 9.
-    Cost: num_tokens * width * head_dim per head; memory bounded by blocks.
+        Cosine similarity [num_heads, num_tokens], float32, -inf without any; position of the kept token, same shape,
+        int64, the lowest of equal ones. Undefined at kept tokens.
     """
     num_heads, num_tokens, head_dim = rows.shape
     norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32).clamp_(min=1e-12)
@@ -188,12 +184,7 @@ def nearest_kept(rows: Tensor, kept: Tensor, width: int, *, causal: bool) -> tup
 
 
 def _column_bounds(kept: Tensor, block: int) -> tuple[list[int], list[int], int]:
-    """Which kept tokens lie before each block of tokens, and which may lie inside it.
-
-    Returns:
-        Kept tokens at or before each block's first token, in the head with the fewest; those up to its last token, in
-        the head with the most; all of the head with the fewest.
-    """
+    """Per block, kept tokens up to its first token (fewest of all heads) and up to its last (most); all, fewest."""
     count = kept.cumsum(-1)
     ends = torch.arange(block, kept.shape[-1] + block, block, device=kept.device).clamp_(max=kept.shape[-1]) - 1
     bounds = torch.cat((count[:, ::block].amin(0), count[:, ends].amax(0), count[:, -1].amin(0, keepdim=True)))
@@ -210,17 +201,14 @@ def merge_plan(
     target: Tensor,
     weighting: Literal["similarity", "average"],
 ) -> MergePlan:
-    """Weights of every kept entry's sources.
+    """Weights of every kept entry's sources: its own row first, then merged tokens by position.
 
     Args:
         kept: [num_layers, num_kv_heads, num_tokens], bool.
-        merged: same shape, bool; evicted tokens that live on.
+        merged: same shape, bool; evicted tokens to merge.
         similarity: same shape, float32, of each evicted token with its target.
         target: same shape, int32, token index of the target in the same run.
         weighting: "similarity" gives a token ``exp(cosine)`` and the target ``exp(1)``; "average" the same to all.
-
-    Returns:
-        The plan; within an entry its own row first, then merged tokens by position.
 
     Source: D2O (arXiv 2406.13035), Eq. 11, and Eq. 12 with the numerator ``exp(u_ij) m_ij``.
     """

@@ -1,4 +1,4 @@
-"""``defensive``: the worst case over the window instead of its average, weighted by what a value adds.
+"""``defensive``: the largest attention of the window instead of its mean, times the size of the value.
 
 Source: DefensiveKV; CriticalKV (arXiv 2502.03805), Sec. 4.
 """
@@ -85,7 +85,7 @@ class Defensive(OneBudgetOptions):
     """``defensive``."""
 
     name = "defensive"
-    summary = "the largest attention of the last queries, times what a value adds; one budget for all layers"
+    summary = "the largest attention of the last queries, times the size of the value; one budget for all layers"
     source = "DefensiveKV; CriticalKV (arXiv 2502.03805), Sec. 4"
     use_when = "a peer; the question ends the prompt"
 

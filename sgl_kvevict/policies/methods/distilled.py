@@ -1,4 +1,4 @@
-"""``distilled``: what ``reconstruction`` would keep, as learned from its passes; the default.
+"""``distilled``: predicts the entries of ``reconstruction``, by scores learned from its passes; the default.
 
 Source: this project, after KVzap (arXiv 2601.07891). ``sgl_kvevict/distill/`` learns and predicts the scores.
 """
@@ -58,7 +58,7 @@ class Distilled(OneBudgetOptions):
     """``distilled``."""
 
     name = "distilled"
-    summary = "what reconstruction would keep, as learned from its passes; while nothing is learned, what they keep"
+    summary = "the entries of reconstruction, predicted by scores learned from its passes; until then, its own entries"
     source = "this project, after KVzap (arXiv 2601.07891)"
     use_when = "always: no pass once something is learned"
 

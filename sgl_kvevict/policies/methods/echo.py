@@ -1,4 +1,4 @@
-"""``echo``: what the prompt would attend to if it were read once more, without the forward pass that reads it.
+"""``echo``: the attention of a second reading of the prompt, without the forward pass.
 
 Source: this project, after KVzip's repetition (arXiv 2505.23416), Sec. 3. During a prefill a token is only seen by the
 tokens that happen to follow it. Here every query is moved behind all keys, where it attends to what continues it, as it
@@ -18,7 +18,7 @@ class Echo(OneBudgetOptions):
     """``echo``."""
 
     name = "echo"
-    summary = "what the prompt would attend to if it were read once more, without reading it; one budget for all layers"
+    summary = "entries that the prompt's own queries attend to when moved behind it; one budget for all layers"
     source = "this project, after KVzip"
     use_when = "questions are unknown and a second reading costs too much"
 

@@ -37,7 +37,7 @@ class CrossHeadScorer(Scorer):
     Differs: "heads" are KV heads, and a KV head's rows are the mean over its query heads (the paper's figures
         imply it). Its algorithm's comment calls the flattest heads "most focused"; equation and text say
         least. The deviation is over all tokens of the prompt (Eq. 10) that can be seen: the range, and the window's own
-        tokens behind it; what was compressed before the range is gone.
+        tokens behind it; earlier compressed tokens are gone.
     Cost: window_size * num_tokens * head_dim per query head.
     """
 
@@ -60,7 +60,7 @@ class CrossHeadScorer(Scorer):
         return int(exact_fraction(self.options.rescored_share) * num_heads + exact_fraction(0.5))
 
     def caution(self, num_kv_heads: int) -> str | None:
-        """What the scorer's cross-head part cannot do with so many KV heads; None if it can."""
+        """Warning if all or none of the KV heads are rescored."""
         share, count = self.options.rescored_share, self.num_rescored(num_kv_heads)
         if not share or 0 < count < num_kv_heads:
             return None
@@ -99,18 +99,10 @@ def _rows_after_range(view: LayerView, window: QueryWindow) -> Tensor:
 
 
 def attention_rows(token_keys: Tensor, key_start: int, window: QueryWindow, sm_scale: float) -> Tensor:
-    """True attention weights of each query of the window, averaged over the query heads of a group.
+    """[num_kv_heads, window, num_tokens], float32: attention weights, mean over the query heads of a group.
 
-    One query head of each group at a time: memory is one block of rows per KV head, not per query head.
-
-    Args:
-        token_keys: [num_tokens, num_kv_heads, head_dim], keys of consecutive tokens.
-        key_start: logical position of the first of them.
-        window: the queries.
-        sm_scale: factor of the logits.
-
-    Returns:
-        [num_kv_heads, window, num_tokens], float32; 0 where a key lies after the query.
+    ``token_keys`` is [num_tokens, num_kv_heads, head_dim], of consecutive tokens from ``key_start`` on. One query head
+    of each group at a time bounds the memory.
     """
     keys = token_keys.float().permute(1, 2, 0)  # [H, D, N]
     size, num_qo_heads, head_dim = window.queries.shape

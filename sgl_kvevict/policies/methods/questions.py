@@ -1,4 +1,4 @@
-"""``questions``: what questions about the prefix attended to, those seen so far or given with it.
+"""``questions``: entries that questions about the prefix attend to: earlier requests, or questions given with it.
 
 Source: this project; the score is that of ``reconstruction``, with the queries of questions.
 """
@@ -16,7 +16,7 @@ class Questions(OneBudgetOptions):
     """``questions``."""
 
     name = "questions"
-    summary = "entries that questions about the prefix attended to: those seen so far, or given with it"
+    summary = "entries that questions about the prefix attend to: earlier requests, or questions given with it"
     source = "this project"
     use_when = "shared prefixes whose typical questions are known"
 

@@ -1,4 +1,4 @@
-"""``reconstruction``: what the model needs to repeat the prefix, measured in scoring passes.
+"""``reconstruction``: entries that the model needs to repeat the prefix, measured in scoring passes.
 
 Source: KVzip (arXiv 2505.23416), Sec. 3, Eq. 3; differences: :class:`SignalScorer`.
 """
@@ -16,7 +16,7 @@ class Reconstruction(OneBudgetOptions):
     """``reconstruction``."""
 
     name = "reconstruction"
-    summary = "entries that the model needs to repeat the prefix, found out in extra passes; one budget for all layers"
+    summary = "entries that the model needs to repeat the prefix, measured in extra passes; one budget for all layers"
     source = "KVzip (arXiv 2505.23416)"
     use_when = "shared prefixes whose questions are unknown"
 
