@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kvevict_kernels.span_attention import reason_not_to_run
+from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
 from sgl_kvevict.attention.interface import Attention, CapturableAttention
 from sgl_kvevict.attention.refusals import NO_BIASES, cpu_reasons, flashinfer_reasons, triton_reasons
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 
 AUTO = {"cpu": "numba", "cuda": "triton"}
-"""What ``auto`` stands for on each device; ``torch`` on a CPU where ``numba`` cannot run."""
+"""Implementation that ``auto`` chooses on each device; ``torch`` on a CPU where ``numba`` cannot run."""
 ON_CPU = ("numba", "torch")
 """Implementations for a CPU; the others are for a GPU."""
 PLANNED_ON_HOST = ("flashinfer",)
@@ -32,7 +32,7 @@ def resolve_attention(name: str, device: str, head_dim: int | None = None) -> st
     Args:
         name: ``auto``, ``numba``, ``torch``, ``triton`` or ``flashinfer``.
         device: "cpu" or "cuda".
-        head_dim: of the model; None: not known yet.
+        head_dim: of the model; None: not yet known.
 
     Raises:
         UnsupportedSetupError: the implementation does not run there, or its package is missing.
@@ -80,7 +80,7 @@ def build_attention(
     q_dtype: torch.dtype | None = None,
     biases: Tensor | None = None,
 ) -> Attention:
-    """Build what the configuration asks for, on the arenas' device.
+    """Build the configured implementation on the arenas' device.
 
     Args:
         name: ``auto``, ``numba``, ``torch``, ``triton`` or ``flashinfer``.
@@ -96,23 +96,30 @@ def build_attention(
     chosen = resolve_attention(name, k_arena.device.type, geometry.head_dim)
     if chosen == "torch" and name == "auto":
         logger.warning("attention is 'torch', which takes longer: %s", reason_not_to_run(geometry.head_dim))
-    return _BUILDERS[chosen](geometry, k_arena, v_arena, q_dtype, biases)
+    if chosen == "numba":
+        from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
+
+        return NumbaAttention(geometry, k_arena, v_arena, biases)
+    if chosen == "torch":
+        return TorchAttention(geometry, k_arena, v_arena, biases)
+    if chosen == "triton":
+        return _build_triton(geometry, k_arena, v_arena, q_dtype, biases)
+    return _build_flashinfer(geometry, k_arena, v_arena, q_dtype, biases)
 
 
-def _build_numba(
+def _build_flashinfer(
     geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None, biases: Tensor | None
 ) -> Attention:
-    from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
+    """FlashInfer for layers without a window, our Triton kernels for the others."""
+    if biases is not None:
+        raise UnsupportedSetupError([NO_BIASES])
+    from sgl_kvevict.attention.by_window import ByWindow
+    from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
 
-    return NumbaAttention(geometry, k_arena, v_arena, biases)
-
-
-def _build_torch(
-    geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None, biases: Tensor | None
-) -> Attention:
-    from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
-
-    return TorchAttention(geometry, k_arena, v_arena, biases)
+    if not geometry.full_layers:
+        return _build_triton(geometry, k_arena, v_arena, q_dtype, None)
+    full = FlashInferAttention(replace(geometry, windows=()), k_arena, v_arena)
+    return ByWindow(full, _build_triton(geometry, k_arena, v_arena, q_dtype, None)) if geometry.has_windows else full
 
 
 def _build_triton(
@@ -126,28 +133,3 @@ def _build_triton(
     if k_arena.is_cuda:
         attention.warm_up()
     return attention
-
-
-def _build_flashinfer(
-    geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None, biases: Tensor | None
-) -> Attention:
-    if biases is not None:
-        raise UnsupportedSetupError([NO_BIASES])
-    from sgl_kvevict.attention.by_window import ByWindow
-    from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
-
-    if not geometry.has_windows:
-        return FlashInferAttention(geometry, k_arena, v_arena)
-    windowed = _build_triton(geometry, k_arena, v_arena, q_dtype, biases)
-    if not geometry.full_layers:
-        return windowed
-    full = FlashInferAttention(replace(geometry, windows=()), k_arena, v_arena)
-    return ByWindow(full, windowed)
-
-
-_BUILDERS: dict[str, Callable[[KVGeometry, Tensor, Tensor, torch.dtype | None, Tensor | None], Attention]] = {
-    "numba": _build_numba,
-    "torch": _build_torch,
-    "triton": _build_triton,
-    "flashinfer": _build_flashinfer,
-}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvevict_kernels.accumulated_attention import accumulated_attention
+from kvevict_kernels.key_scores import accumulated_attention
 from kvevict_kernels.stored_rows import gather_rows
 from sgl_kvevict.prefix import Segment
 

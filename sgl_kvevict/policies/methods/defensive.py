@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvevict_kernels.accumulated_attention import accumulated_attention
+from kvevict_kernels.key_scores import accumulated_attention
 from sgl_kvevict.policies.budget_options import OneBudgetOptions
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.method import Method

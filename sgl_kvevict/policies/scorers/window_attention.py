@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvevict_kernels.window_scores import window_scores
+from kvevict_kernels.key_scores import window_scores
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.parts import Scorer, TokenScores, Trait
 from sgl_kvevict.policies.signals import Signal

@@ -1,4 +1,4 @@
-"""How scores are pooled along the keys; shared by the CPU and the device path of window_scores."""
+"""How ``window_scores`` pools along the keys, on the CPU and on a device."""
 
 from __future__ import annotations
 
