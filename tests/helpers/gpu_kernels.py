@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvevict_kernels.device_limits import DeviceLimits
-from kvevict_kernels.key_scores.pooling import largest_kernel_size
+from kvevict_kernels.key_scores import largest_kernel_size
 from kvevict_kernels.ragged_decode.chunks import CHUNK_STEP, ITEMS_PER_SM, MIN_CHUNKS
 from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS, EXTEND, tiles_for
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from helpers.references import accumulated_attention_reference
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits
+from kvevict_kernels import key_scores
 from kvevict_kernels.key_scores import accumulated_attention
-from kvevict_kernels.key_scores import cpu as cpu_path
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -136,9 +136,9 @@ def test_tiles_of_the_cpu_path_do_not_show(tiles: tuple[int, int], ahead: int, m
     args, options = prompt((300, 6, 3, 16, 257), torch.float32, "cpu", ahead)
     p = (logits(args[0], args[2][args[3]], options["sm_scale"], ahead) - args[1][..., None]).exp()
     want = p.unflatten(1, (3, 2)).mean(2).sum(0)
-    monkeypatch.setattr(cpu_path, "KEYS_PER_TILE", tiles[0])
-    monkeypatch.setattr(cpu_path, "EARLIER_KEYS_PER_TILE", tiles[0])
-    monkeypatch.setattr(cpu_path, "WEIGHTS_PER_TILE", tiles[1])
+    monkeypatch.setattr(key_scores, "KEYS_PER_TILE", tiles[0])
+    monkeypatch.setattr(key_scores, "EARLIER_KEYS_PER_TILE", tiles[0])
+    monkeypatch.setattr(key_scores, "WEIGHTS_PER_TILE", tiles[1])
     got = accumulated_attention(*args, **options)
     assert_accurate("sums", got, want, want, noise=4 * FLOAT32_NOISE)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from helpers.references import window_scores_reference
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits
-from kvevict_kernels.key_scores import cpu as cpu_path
+from kvevict_kernels import key_scores
 from kvevict_kernels.key_scores import window_scores
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -110,7 +110,7 @@ def test_chunks_of_the_cpu_path_do_not_show(monkeypatch: pytest.MonkeyPatch) -> 
     args, options = window((4, 6, 3, 64, 100), torch.bfloat16, "cpu")
     whole = window_scores(*args, **options, kernel_size=7)
     for name, value in (("KEYS_PER_TILE", 17), ("EARLIER_KEYS_PER_TILE", 17), ("WEIGHTS_PER_TILE", 17 * 6 * 2)):
-        monkeypatch.setattr(cpu_path, name, value)
+        monkeypatch.setattr(key_scores, name, value)
     parts = window_scores(*args, **options, kernel_size=7)
     assert_accurate("pooled", parts[0], whole[0], whole[0], noise=FLOAT32_NOISE)
     assert_accurate("mean", parts[1], whole[1], whole[1], noise=FLOAT32_NOISE)

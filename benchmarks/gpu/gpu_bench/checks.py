@@ -10,8 +10,7 @@ from torch import Tensor
 from gpu_bench.setting import Setting
 from kvevict_kernels.alloc_head_slots import alloc_head_slots, alloc_head_slots_cpu
 from kvevict_kernels.compact_kv import compact_kv, compact_kv_cpu
-from kvevict_kernels.key_scores import accumulated_attention, window_scores
-from kvevict_kernels.key_scores.cpu import key_scores_cpu
+from kvevict_kernels.key_scores import accumulated_attention, key_scores_cpu, window_scores
 from kvevict_kernels.radix_select import top_mask, top_mask_cpu
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import AttentionBatch, TorchAttention

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvevict_kernels.key_scores.pooling import KEY_BLOCK, MIN_VALID_KEYS
+from kvevict_kernels.key_scores import KEY_BLOCK, MIN_VALID_KEYS
 
 POWERS = {"sum": 1, "mean": 1, "squares": 2, "max": 0}
 PLAIN_BLOCK = 64
