@@ -5,19 +5,20 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kvevict_kernels.span_attention import reason_not_to_run
+from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
 from sgl_kvevict.attention.interface import Attention, CapturableAttention
 from sgl_kvevict.attention.refusals import NO_BIASES, cpu_reasons, flashinfer_reasons, triton_reasons
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 
 AUTO = {"cpu": "numba", "cuda": "triton"}
-"""What ``auto`` stands for on each device; ``torch`` on a CPU where ``numba`` cannot run."""
+"""Implementation that ``auto`` chooses on each device; ``torch`` on a CPU where ``numba`` cannot run."""
 ON_CPU = ("numba", "torch")
 """Implementations for a CPU; the others are for a GPU."""
 PLANNED_ON_HOST = ("flashinfer",)
@@ -32,7 +33,7 @@ def resolve_attention(name: str, device: str, head_dim: int | None = None) -> st
     Args:
         name: ``auto``, ``numba``, ``torch``, ``triton`` or ``flashinfer``.
         device: "cpu" or "cuda".
-        head_dim: of the model; None: not known yet.
+        head_dim: of the model; None: not yet known.
 
     Raises:
         UnsupportedSetupError: the implementation does not run there, or its package is missing.
@@ -81,7 +82,7 @@ def build_attention(
     biases: Tensor | None = None,
     on_all_ranks: Callable[[bool], bool] = bool,
 ) -> Attention:
-    """Build what the configuration asks for, on the arenas' device.
+    """Build the configured implementation on the arenas' device.
 
     Args:
         name: ``auto``, ``numba``, ``torch``, ``triton`` or ``flashinfer``.
@@ -99,62 +100,55 @@ def build_attention(
     chosen = resolve_attention(name, k_arena.device.type, geometry.head_dim)
     if chosen == "torch" and name == "auto":
         logger.warning("attention is 'torch', which takes longer: %s", reason_not_to_run(geometry.head_dim))
-    return _BUILDERS[chosen](_Wanted(geometry, k_arena, v_arena, q_dtype, biases, on_all_ranks))
+    arenas = geometry, k_arena, v_arena
+    if chosen == "numba":
+        from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
+
+        return NumbaAttention(*arenas, biases)
+    if chosen == "torch":
+        return TorchAttention(*arenas, biases)
+    if chosen == "triton":
+        return _build_triton(*arenas, q_dtype, biases, on_all_ranks)
+    return _build_flashinfer(*arenas, q_dtype, biases, on_all_ranks)
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """Arguments of :func:`build_attention` besides the name."""
-
-    geometry: KVGeometry
-    k_arena: Tensor
-    v_arena: Tensor
-    q_dtype: torch.dtype | None = None
-    biases: Tensor | None = None
-    on_all_ranks: Callable[[bool], bool] = bool
-
-
-def _build_numba(wanted: _Wanted) -> Attention:
-    from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
-
-    return NumbaAttention(wanted.geometry, wanted.k_arena, wanted.v_arena, wanted.biases)
-
-
-def _build_torch(wanted: _Wanted) -> Attention:
-    from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
-
-    return TorchAttention(wanted.geometry, wanted.k_arena, wanted.v_arena, wanted.biases)
-
-
-def _build_triton(wanted: _Wanted) -> CapturableAttention:
-    from sgl_kvevict.attention.flashinfer.prefill import find_plain_prefill
-    from sgl_kvevict.attention.triton.attention import TritonAttention
-
-    arenas = wanted.geometry, wanted.k_arena, wanted.v_arena
-    on_gpu = wanted.k_arena.is_cuda
-    plain_prefill = find_plain_prefill(*arenas, wanted.on_all_ranks) if on_gpu else None
-    attention = TritonAttention(*arenas, wanted.q_dtype, plain_prefill, wanted.biases)
-    if on_gpu:
-        attention.warm_up()
-    return attention
-
-
-def _build_flashinfer(wanted: _Wanted) -> Attention:
-    if wanted.biases is not None:
+def _build_flashinfer(
+    geometry: KVGeometry,
+    k_arena: Tensor,
+    v_arena: Tensor,
+    q_dtype: torch.dtype | None,
+    biases: Tensor | None,
+    on_all_ranks: Callable[[bool], bool],
+) -> Attention:
+    """FlashInfer for layers without a window, our Triton kernels for the others."""
+    if biases is not None:
         raise UnsupportedSetupError([NO_BIASES])
     from sgl_kvevict.attention.by_window import ByWindow
     from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
 
-    if not wanted.geometry.full_layers:
-        return _build_triton(wanted)
-    full = FlashInferAttention(replace(wanted.geometry, windows=()), wanted.k_arena, wanted.v_arena)
+    if not geometry.full_layers:
+        return _build_triton(geometry, k_arena, v_arena, q_dtype, None, on_all_ranks)
+    full = FlashInferAttention(replace(geometry, windows=()), k_arena, v_arena)
     full.warm_up()
-    return ByWindow(full, _build_triton(wanted)) if wanted.geometry.has_windows else full
+    if not geometry.has_windows:
+        return full
+    return ByWindow(full, _build_triton(geometry, k_arena, v_arena, q_dtype, None, on_all_ranks))
 
 
-_BUILDERS: dict[str, Callable[[_Wanted], Attention]] = {
-    "numba": _build_numba,
-    "torch": _build_torch,
-    "triton": _build_triton,
-    "flashinfer": _build_flashinfer,
-}
+def _build_triton(
+    geometry: KVGeometry,
+    k_arena: Tensor,
+    v_arena: Tensor,
+    q_dtype: torch.dtype | None,
+    biases: Tensor | None,
+    on_all_ranks: Callable[[bool], bool],
+) -> CapturableAttention:
+    from sgl_kvevict.attention.flashinfer.prefill import find_plain_prefill
+    from sgl_kvevict.attention.triton.attention import TritonAttention
+
+    on_gpu = k_arena.is_cuda
+    plain_prefill = find_plain_prefill(geometry, k_arena, v_arena, on_all_ranks) if on_gpu else None
+    attention = TritonAttention(geometry, k_arena, v_arena, q_dtype, plain_prefill, biases)
+    if on_gpu:
+        attention.warm_up()
+    return attention

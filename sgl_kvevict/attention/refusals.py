@@ -1,4 +1,4 @@
-"""What each implementation cannot do, as sentences for the user; known before anything is built."""
+"""Limits of each implementation, as sentences for the user, known before anything is built."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def bias_reasons(name: str, dtype: torch.dtype) -> list[str]:
     """
     reasons = [NO_BIASES] if name == "flashinfer" else []
     if dtype == FP8:
-        reasons.append(f"fit is true, and what fitted values lose in float8 is not known; {_pool_dtype(dtype)}")
+        reasons.append(f"fit is true, and the loss of fitted values in float8 was never measured; {_pool_dtype(dtype)}")
     return reasons
 
 

@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvevict_kernels.accumulated_attention import accumulated_attention
 from kvevict_kernels.echo_attention import echo_attention
+from kvevict_kernels.key_scores import accumulated_attention
 from kvevict_kernels.rotary import Rotary
 from kvevict_kernels.stored_rows import gather_rows
 from sgl_kvevict.policies.signals import QueryMoments, QueryWindow, Signal

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvevict_kernels.accumulated_attention import accumulated_attention
+from kvevict_kernels.key_scores import accumulated_attention
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.compression.compressor import Compression, Compressor
 from sgl_kvevict.compression.query_lanes import QueryLanes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
-from kvevict_kernels.accumulated_attention import accumulated_attention
+from kvevict_kernels.key_scores import accumulated_attention
 from kvevict_kernels.stored_rows import gather_rows
 from sgl_kvevict.compression.fits import AttentionProducts
 from sgl_kvevict.geometry import KVGeometry

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvevict_kernels.key_scores import window_scores
 from kvevict_kernels.rotary import Rotary
 from kvevict_kernels.stored_rows import gather_rows
-from kvevict_kernels.window_scores import window_scores
 from sgl_kvevict.geometry import UNSCALED, KVScales
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.signals import QueryWindow, Signal

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from kvevict_kernels.window_scores import window_scores
+from kvevict_kernels.key_scores import window_scores
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.parts import Scorer, TokenScores, Trait
 from sgl_kvevict.policies.signals import Signal

@@ -43,7 +43,7 @@ def kvevict_is_selected() -> bool:
 
 
 def _fits() -> bool:
-    """Whether the configured policy fits what it keeps."""
+    """Whether the configured policy fits the entries that it keeps."""
     policy = configured_policy(load_config())[1]
     return policy is not None and policy.fitter is not None
 

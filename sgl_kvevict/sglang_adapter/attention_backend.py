@@ -106,11 +106,11 @@ class KVEvictAttentionBackend(AttentionBackend):
         self._step: GeneratedStep | None = None
 
     def attach(self, tree: KVEvictTree) -> None:
-        """Connect the tree that resolves what each request reads."""
+        """Connect the tree, which knows the spans that each request reads."""
         self.tree = tree
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Plan one forward: what each request reads, and which prompts are observed."""
+        """Plan one forward: the spans of each request, and the prompts that are observed."""
         if forward_batch.forward_mode.is_idle():
             return
         seq_lens = forward_batch.seq_lens_cpu.tolist()
@@ -135,7 +135,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         self._captured = self.attention
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Lay out a step that is about to be captured, or show a replay what its requests read."""
+        """Lay out a step that is about to be captured, or give a replay the spans of its requests."""
         if in_capture:
             self._captured.start_capture(forward_batch.batch_size)
             if self._window_layers is not None:
@@ -164,9 +164,10 @@ class KVEvictAttentionBackend(AttentionBackend):
         req_pool_indices: Tensor,
         device_seq_lens: Tensor,
     ) -> AttentionBatch:
-        """What each request reads. SGLang's dummy batches have no readers: they read one token slot at least.
+        """The batch with the spans of each request.
 
-        Their length is 0 where it puts off the warm-up of its graph runner.
+        Without requests (warm-up, SGLang's dummy batches) there are none, and each row reads one token slot at least:
+        SGLang's length is 0 where it puts off the warm-up of its graph runner.
         """
         if self.tree is None or readers is None:
             paths: tuple[tuple[Any, ...], ...] = ((),) * len(seq_lens)
@@ -185,7 +186,7 @@ class KVEvictAttentionBackend(AttentionBackend):
     def _observed_step(
         self, readers: Sequence[Req] | None, seq_lens: list[int], extend_lens: list[int] | None
     ) -> GeneratedStep | None:
-        """What requests that generate are followed with: they have a row each, also among the rows of a prefill."""
+        """The observation of requests that generate; each has one row, also among the rows of a prefill."""
         if self.tree is None or readers is None or self.tree.manager.generations is None:
             return None
         ends = itertools.accumulate(extend_lens or [1] * len(seq_lens))
@@ -253,7 +254,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         lse: Tensor,
         scale: float,
     ) -> None:
-        """Record one request's queries of one layer; what fails is observed no further."""
+        """Record one request's queries of one layer; an observation that fails ends."""
         assert self.tree is not None
         rows, observation = observed
         with self.tree.guard.at(Place.OBSERVATION):
@@ -263,7 +264,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         self._observed.remove(observed)
 
     def _record_step(self, index: int, queries: Tensor, lse: Tensor, scale: float) -> None:
-        """Record the queries of one layer of who generates; if that fails, nobody is followed any further."""
+        """Record a layer's queries of requests that generate; a failure ends the observation of all of them."""
         assert self.tree is not None and self.tree.manager.generations is not None and self._step is not None
         with self.tree.guard.at(Place.OBSERVATION):
             self._step.record(index, queries, lse, scale)
@@ -378,7 +379,7 @@ def device_reasons(attention: str, device: str) -> list[str]:
 
 
 def _require_no_extras(extras: dict[str, Any]) -> None:
-    """Refuse what a layer passes to attention beside q, k and v; SGLang's warm-up meets every layer at start."""
+    """Refuse arguments that a layer passes to attention beside q, k and v; SGLang's warm-up runs every layer."""
     reasons = [f"a layer passes {name!r} to attention" for name, value in extras.items() if value is not None]
     if reasons:
         raise UnsupportedSetupError(reasons)

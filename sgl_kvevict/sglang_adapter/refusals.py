@@ -16,7 +16,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cu
 from torch import nn
 
 from kvevict_kernels.device_limits import limits_of
-from kvevict_kernels.window_scores.pooling import Pooling, largest_kernel_size
+from kvevict_kernels.key_scores import Pooling, largest_kernel_size
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.machine import BUILD_TOOLS, check_machine, read_machine

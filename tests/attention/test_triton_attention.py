@@ -11,8 +11,8 @@ from torch import Tensor
 from helpers.poison import poisoned_allocations
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits, rounding_noise
 from kvevict_kernels.device_limits import INTERPRETER
-from kvevict_kernels.ragged_decode import plan_ragged_decode
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
+from kvevict_kernels.ragged_decode.launch import plan_batch
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import Attention, AttentionBatch, TorchAttention
 from sgl_kvevict.attention.flashinfer.prefill import PlainPrefill
@@ -140,7 +140,7 @@ def test_extends_short_and_long_and_decode_rows(make_world: MakeWorld, device: s
 def many_sms(monkeypatch: pytest.MonkeyPatch, small_chunks: None) -> None:
     """A device that a few tiles do not fill."""
     limits = replace(INTERPRETER, num_sms=20)
-    monkeypatch.setattr("kvevict_kernels.ragged_decode.limits_of", lambda device: limits)
+    monkeypatch.setattr("kvevict_kernels.ragged_decode.launch.limits_of", lambda device: limits)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -218,8 +218,8 @@ def test_a_step_keeps_the_tables(make_world: MakeWorld, device: str, monkeypatch
     world.add((shared,), 15)
     world.add((shared,), 2)
     runner = Runner(world, device)
-    plan = Mock(wraps=plan_ragged_decode)
-    monkeypatch.setattr("sgl_kvevict.attention.triton.attention.plan_ragged_decode", plan)
+    plan = Mock(wraps=plan_batch)
+    monkeypatch.setattr("sgl_kvevict.attention.triton.attention.plan_batch", plan)
     for _ in range(3):
         check(runner)
         world.grow(0, 1)
@@ -234,13 +234,6 @@ def test_a_step_keeps_the_tables(make_world: MakeWorld, device: str, monkeypatch
     world.remove(0)
     check(runner)
     assert plan.call_count == 2
-
-
-def test_cpu_tensors_get_the_reference(make_world: MakeWorld) -> None:
-    world = make_world(2, 4, 16, num_token_slots=400)
-    world.add((world.uneven_span(40),), 9)
-    world.add((), 50)
-    check(Runner(world, "cpu"), [1, 40])
 
 
 def test_other_queries_than_planned(make_world: MakeWorld) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvevict_kernels.accumulated_attention import accumulated_attention_reference
+from helpers.references import accumulated_attention_reference
 from sgl_kvevict.compression import ReaderObservation
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.signals import Signal

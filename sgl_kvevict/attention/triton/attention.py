@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.checks import FP8, KV_DTYPES, check_arenas
-from kvevict_kernels.ragged_decode import list_addresses, plan_ragged_decode, run_ragged_decode, sizes_on, start_step
 from kvevict_kernels.ragged_decode.addresses import NUM_ADDRESSES, TableAddresses
 from kvevict_kernels.ragged_decode.chunks import bucket
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS, uses_split
+from kvevict_kernels.ragged_decode.launch import plan_batch, run_layer, sizes_on, start_step
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
-from kvevict_kernels.ragged_extend import run_ragged_extend
 from kvevict_kernels.span_runs import SpanRuns
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.attention.batch import AttentionBatch, BatchKey, Path
@@ -30,7 +29,7 @@ WARM_UP_KEYS = 1024
 
 @dataclass
 class _PlannedBatch:
-    """What a batch reads, and the buffers of its steps.
+    """Tables of a batch, and the buffers of its steps.
 
     Attributes:
         addresses: tables of what our kernels attend to.
@@ -46,8 +45,8 @@ class _PlannedBatch:
 class TritonAttention:
     """Attention of new tokens over compressed spans and uncompressed token slots.
 
-    What concerns spans is laid out on the device when requests come or go or their paths change; a step copies no
-    lists, reads nothing back and launches one kernel that counts the suffixes' work.
+    Spans are laid out on the device when requests come or go or their paths change; a step copies no lists, reads
+    nothing back and launches one kernel that counts the suffixes' work.
 
     A CUDA graph may record decode steps (:class:`sgl_kvevict.attention.interface.CapturableAttention`).
 
@@ -60,7 +59,7 @@ class TritonAttention:
         q_dtype: of queries and results, where the arena holds float8; default: bfloat16. Else they have its dtype.
         plain_prefill: attends for long prefills that read no span; None: our kernel does.
         biases: [num_layers, num_token_slots, num_kv_heads], float32, added to the scores of entries of spans, 0 for
-            those of spans that are not fitted; None: no span is ever fitted, and the kernels read none.
+            spans that are not fitted; None: no span is ever fitted, and the kernels read no biases.
 
     Raises:
         ValueError: wrong shape, dtype or device of an arena.
@@ -151,7 +150,7 @@ class TritonAttention:
         planned = self._planned
         if planned is None:
             raise InvariantError("a step was started before a batch was planned")
-        # A graph has its buffers in its own pool: those of its warm-up do not live as long.
+        # A graph has its buffers in its own memory pool; buffers of its warm-up die earlier.
         previous = None if planned.addresses.is_captured else planned.step
         planned.step = start_step(
             planned.addresses,
@@ -200,8 +199,7 @@ class TritonAttention:
             self.geometry.window(layer),
             None if sink_logits is None else sink_logits.contiguous(),
         )
-        run_ragged_decode(planned.addresses, planned.step, inputs, out=out, lse=lse)
-        run_ragged_extend(planned.addresses, planned.step, inputs, out=out, lse=lse)
+        run_layer(planned.addresses, planned.step, inputs, out=out, lse=lse)
         if self.plain_prefill is not None and planned.plain_requests:
             self.plain_prefill.run(layer, queries, sm_scale, out, lse, sink_logits)
         return out.to(q.dtype), lse
@@ -211,7 +209,7 @@ class TritonAttention:
 
     def _build(self, key: BatchKey) -> _PlannedBatch:
         plain_requests = self._plain_requests(key.paths, key.new_lens)
-        tables = plan_ragged_decode(
+        tables = plan_batch(
             *key,
             sizes=self._sizes,
             device=self.k_arena.device,
@@ -219,7 +217,7 @@ class TritonAttention:
         )
         if self._partials[0].shape[0] < tables.num_partials:
             self._partials = self._scratch(tables.num_partials)
-        return _PlannedBatch(list_addresses(tables, self._partials), plain_requests)
+        return _PlannedBatch(TableAddresses.of(tables, self._partials), plain_requests)
 
     def _plain_requests(self, paths: Sequence[Path], new_lens: Sequence[int]) -> list[int]:
         """Requests that ``plain_prefill`` attends for."""
@@ -230,7 +228,7 @@ class TritonAttention:
         return [i for i, (path, new) in enumerate(both) if not path and not uses_split(new, group)]
 
     def _scratch(self, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Partials of all layers and forwards, one after the other on one stream; who needs more replaces them."""
+        """Scratch of all layers and forwards, one after the other on one stream; a larger batch replaces it."""
         device = self.k_arena.device
         return (
             torch.empty(num_rows, self.geometry.head_dim, dtype=torch.float32, device=device),
@@ -239,5 +237,5 @@ class TritonAttention:
 
 
 def _suffix_bounds(batch: AttentionBatch) -> tuple[int, ...]:
-    """What the suffixes of a batch do not outgrow for many steps."""
+    """Bounds that the suffixes of a batch do not outgrow for many steps."""
     return tuple(bucket(end - start) for start, end in zip(batch.waterlines, batch.seq_lens, strict=True))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pydantic import Field
 from torch import Tensor
 
-from kvevict_kernels.accumulated_attention import accumulated_attention
+from kvevict_kernels.key_scores import accumulated_attention
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.methods.snapkv import WindowSize
 from sgl_kvevict.policies.options import OneBudgetOptions
