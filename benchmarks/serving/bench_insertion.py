@@ -32,7 +32,7 @@ from sgl_kvevict.distill import ScoreLearner, ScoreWeights
 from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.by_name import build_policy
-from sgl_kvevict.prefix import SpanStore
+from sgl_kvevict.prefix import SegmentPacker
 
 SYSTEMS = {
     "stock UnifiedRadixCache": StockDriver,
@@ -173,7 +173,7 @@ def compression_cost(num_tokens: int) -> dict[str, float]:
     weights = ScoreWeights(cache, window, 8)
     rotary = Rotary(torch.ones(num_tokens, 64), is_neox=True)
     learner = ScoreLearner(geometry, rotary, 0.2, config.distill_prefixes, weights)
-    compressor = Compressor(config, built, SpanStore(geometry, k, k.clone()), rotary, learner=learner)
+    compressor = Compressor(config, built, SegmentPacker(geometry, k, k.clone()), rotary, learner=learner)
     observation = compressor.new_observation()
     window = max(built.window_size, 1)
     observation.begin_chunk(num_tokens - window, num_tokens, is_last=True)

@@ -21,7 +21,7 @@ from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.policies.worth import measured_worth
-from sgl_kvevict.prefix import Segment, SpanStore
+from sgl_kvevict.prefix import Segment, SegmentPacker
 
 Observation = PromptObservation | ReaderObservation | CacheObservation
 """Signals of a range that is to be compressed."""
@@ -83,7 +83,7 @@ class Compressor:
     Args:
         config: budget and protected tokens.
         policy: to apply.
-        store: of the segments.
+        packer: of the segments.
         rotary: the model's rotary embedding, for signals that need it.
         output_grams: see :attr:`ObservationSpec.output_grams`.
         learner: of learned scores, for the policy ``distilled``.
@@ -96,15 +96,15 @@ class Compressor:
         self,
         config: KVEvictConfig,
         policy: Policy,
-        store: SpanStore,
+        packer: SegmentPacker,
         rotary: Rotary | None = None,
         output_grams: Tensor | None = None,
         learner: ScoreLearner | None = None,
     ) -> None:
         self.config = config
         self.policy = policy
-        self.store = store
-        self.observes = ObservationSpec(store.geometry, policy.needs, policy.window_size, rotary, output_grams)
+        self.packer = packer
+        self.observes = ObservationSpec(packer.geometry, policy.needs, policy.window_size, rotary, output_grams)
         self.learner = learner
         self.is_short = False
         self.stats = FitStats()
@@ -117,7 +117,7 @@ class Compressor:
     @property
     def splittable(self) -> bool:
         """Every segment may be cut at any token."""
-        return self.policy.splittable and not self.store.geometry.has_windows
+        return self.policy.splittable and not self.packer.geometry.has_windows
 
     @property
     def compresses_at_once(self) -> bool:
@@ -135,13 +135,13 @@ class Compressor:
         self, start: int, end: int, reach: int = 0, segments: Sequence[Segment] = ()
     ) -> ReaderObservation:
         """An empty observation of ``[start, end)`` and of the entries of ``segments``."""
-        fitter, store, config = self.policy.fitter, self.store, self.config
+        fitter, packer, config = self.policy.fitter, self.packer, self.config
         products = None
         is_long = end - config.tail_tokens - start >= config.min_prefix_tokens
         if fitter is not None and is_long and not reach and (isinstance(config.budget, int) or config.budget < 1):
             block = fitter.block_len(end - start)
-            products = AttentionProducts(store.geometry, start, end - start, block, store.v_arena.element_size())
-        return ReaderObservation(store.geometry, start, end, reach, segments, store.k_arena, products)
+            products = AttentionProducts(packer.geometry, start, end - start, block, packer.v_arena.element_size())
+        return ReaderObservation(packer.geometry, start, end, reach, segments, packer.k_arena, products)
 
     def rank_by_attention(self, segment: Segment) -> None:
         """Replace the worth of a segment's entries by their measured reader attention."""
@@ -157,18 +157,18 @@ class Compressor:
             readers: observation of its passes.
             prompt: observation of a prompt that continues the range.
         """
-        store = self.store
-        if self.learner is None or self.learner.weights is not None or not store.geometry.full_layers:
+        packer = self.packer
+        if self.learner is None or self.learner.weights is not None or not packer.geometry.full_layers:
             return None
-        scales = store.geometry.scales
+        scales = packer.geometry.scales
         end = readers.start + token_slots.numel()
-        tokens = CachedRange(store.k_arena, store.v_arena, token_slots, readers.start, end, scales)
+        tokens = CachedRange(packer.k_arena, packer.v_arena, token_slots, readers.start, end, scales)
         show = self._show(prompt, readers.start, token_slots)
         return self.learner.lesson(tokens, readers.scores(token_slots.numel()), show)
 
     def _show(self, observation: Observation, start: int, token_slots: Tensor) -> Show:
         """Views of a range's layers."""
-        k_arena, v_arena = self.store.k_arena, self.store.v_arena
+        k_arena, v_arena = self.packer.k_arena, self.packer.v_arena
         return lambda layer: observation.show(layer, start, k_arena[layer], v_arena[layer], token_slots)
 
     def compress(
@@ -192,12 +192,12 @@ class Compressor:
         num_tokens = token_slots.numel()
         config = self.config
         num_slots = config.num_slots(num_tokens, start) if share is None else config.slots_at(share, num_tokens)
-        geometry = self.store.geometry
+        geometry = self.packer.geometry
         show = self._show(observation, start, token_slots)
         learner = self.learner if num_slots < num_tokens and not isinstance(observation, ReaderObservation) else None
         if learner is not None and learner.weights is not None:
             end, scales = start + num_tokens, geometry.scales
-            tokens = CachedRange(self.store.k_arena, self.store.v_arena, token_slots, start, end, scales)
+            tokens = CachedRange(self.packer.k_arena, self.packer.v_arena, token_slots, start, end, scales)
             show = with_learned_scores(show, learner.weights, tokens, learner.rotary)
         fit = self._fit(token_slots, start, observation) if num_slots < num_tokens else None
         protected = min(max(config.sink_tokens - start, 0), num_slots)
@@ -218,7 +218,7 @@ class Compressor:
             )
         else:
             decision = self.policy.select(show, geometry, total, protected, state, with_worth=with_worth)
-        segment, freed = self.store.pack(
+        segment, freed = self.packer.pack(
             token_slots,
             start,
             decision.selection,
@@ -236,7 +236,7 @@ class Compressor:
         products = observation.products if isinstance(observation, ReaderObservation) else None
         if self.policy.fitter is None or products is None or products.start != start:
             return None
-        return PendingFit(self.policy.fitter, products, self.store.token_values(token_slots), start)
+        return PendingFit(self.policy.fitter, products, self.packer.token_values(token_slots), start)
 
     def state(self) -> dict[str, Any]:
         """Policy, budget, and counters of fits and of learning, in plain values."""

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from kvevict_kernels.stored_rows import gather_rows
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.parts import Fitter
-from sgl_kvevict.prefix import Segment, SpanStore
+from sgl_kvevict.prefix import Segment, SegmentPacker
 
 QUERY_STEP = 2
 """Every second query of a pass counts: half of the work, and still more queries than tokens."""
@@ -138,11 +138,11 @@ class PendingFit:
         self._biases[layer] = fitted.biases.T
         self._is_fitted[layer] = fitted.is_fitted.T
 
-    def apply(self, store: SpanStore, segment: Segment, ends: Sequence[int]) -> None:
+    def apply(self, packer: SegmentPacker, segment: Segment, ends: Sequence[int]) -> None:
         """Write the fitted values and biases to a segment, between two steps.
 
         Args:
-            store: of the segment.
+            packer: of the segment.
             segment: all of its layers are fitted.
             ends: logical positions at which its views end now. In a causal fit, a block with an end inside it is not
                 fitted, so that a request that reads only up to the end sees nothing of later tokens.
@@ -156,7 +156,7 @@ class PendingFit:
                 cut = end - self._start
                 if 0 < cut < self._end - self._start and cut % block:
                     entries = entries & (of_entry != cut // block)
-        store.fit(segment, entries, self._values[layers, tokens, heads], self._biases[layers, tokens, heads])
+        packer.fit(segment, entries, self._values[layers, tokens, heads], self._biases[layers, tokens, heads])
 
     def _places(self, segment: Segment) -> tuple[Tensor, Tensor, Tensor]:
         """Layer, place in the range and KV head of each entry of a segment, [num_entries], int64 each."""

@@ -106,15 +106,15 @@ class GeneratedCompressor:
     def __init__(self, compressor: Compressor) -> None:
         self._compressor = compressor
         self._policy = compressor.policy
-        self._store = compressor.store
-        self._geometry = compressor.store.geometry
+        self._packer = compressor.packer
+        self._geometry = compressor.packer.geometry
         self._config = compressor.config
         self._sums_up = Signal.ACCUMULATED_ATTENTION in self._policy.needs
         looks_back = Signal.WINDOW_QUERIES in self._policy.needs
         depth = max(COUNTED_AT_ONCE if self._sums_up else 0, self._policy.window_size if looks_back else 0)
         self.lanes: QueryLanes | None = None
         if depth:
-            size = max(self._store.k_arena.element_size(), 2)
+            size = max(self._packer.k_arena.element_size(), 2)
             self.lanes = QueryLanes(self._geometry, depth, self._config.observation_bytes, size)
 
     def new(self, start: int) -> Generated:
@@ -145,7 +145,7 @@ class GeneratedCompressor:
             positions.append(position)
         if not rows:
             return None
-        device = self._store.k_arena.device
+        device = self._packer.k_arena.device
         chosen = None if len(rows) == num_rows else to_device(torch.tensor(rows), device)
         return GeneratedStep(self.lanes, self.lanes.places(lanes, positions, device), chosen)
 
@@ -185,7 +185,7 @@ class GeneratedCompressor:
         for layer in range(self._geometry.num_layers):
             table = self._table(generated, layer, token_slots)
             queries, lse, sm_scale = self.lanes.rows(layer, places)
-            keys = self._store.keys(table.T)
+            keys = self._packer.keys(table.T)
             paid = accumulated_attention(
                 queries,
                 lse,
@@ -234,11 +234,11 @@ class GeneratedCompressor:
             generated, tables, choice, num_new, state, merges=not keeps_all
         )
         keep_lens = torch.tensor(choice.lens, dtype=torch.int32)[:, None].expand(-1, self._geometry.num_kv_heads)
-        keep_lens = to_device(keep_lens.contiguous(), self._store.k_arena.device)
+        keep_lens = to_device(keep_lens.contiguous(), self._packer.k_arena.device)
         with accounting():
             slots = new_slots if old is None else torch.cat([old.token_slots, new_slots])
             bounds = (generated.start, end)
-            segment, freed = self._store.write(slots, sources, keep_lens, positions, bounds, merge)
+            segment, freed = self._packer.write(slots, sources, keep_lens, positions, bounds, merge)
             segment.policy_state, segment.is_generated = state, True
             self._carry_on(generated, choice, segment)
         merged = sources.numel() - segment.num_entries
@@ -255,7 +255,7 @@ class GeneratedCompressor:
         *,
         merges: bool,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None, PolicyState | None]:
-        """Sources, positions and merge of the kept entries (see :meth:`SpanStore.write`); the policy's next state."""
+        """Sources, positions and merge of kept entries (see :meth:`SegmentPacker.write`); the policy's next state."""
         sources, positions, sizes, weights, thresholds = [], [], [], [], []
         merger = self._policy.merger if merges else None
         show = self._show(generated, tables, frozenset() if merger is None else merger.needs)
@@ -299,7 +299,7 @@ class GeneratedCompressor:
         def show(layer: int) -> LayerView:
             table = tables[layer]
             num = table.shape[1]
-            nothing = self._store.k_arena.new_empty(0, self._geometry.num_kv_heads, self._geometry.head_dim)
+            nothing = self._packer.k_arena.new_empty(0, self._geometry.num_kv_heads, self._geometry.head_dim)
             signals: dict[Signal, object] = {}
             sm_scale = 1.0
             if places is not None and self.lanes is not None:
@@ -312,8 +312,8 @@ class GeneratedCompressor:
             return LayerView(
                 layer=layer,
                 start=0,
-                k_buffer=self._store.keys(table.T) if Signal.KEYS in needs else nothing,
-                v_buffer=self._store.values(table.T) if Signal.VALUES in needs else nothing,
+                k_buffer=self._packer.keys(table.T) if Signal.KEYS in needs else nothing,
+                v_buffer=self._packer.values(table.T) if Signal.VALUES in needs else nothing,
                 token_slots=torch.arange(num, device=table.device),
                 sm_scale=sm_scale,
                 signals=signals,
@@ -326,17 +326,17 @@ class GeneratedCompressor:
     def _places(self, generated: Generated, count: int) -> Tensor:
         assert self.lanes is not None and generated.lane is not None
         positions = list(range(generated.end - count, generated.end))
-        return self.lanes.places([generated.lane] * count, positions, self._store.k_arena.device)
+        return self.lanes.places([generated.lane] * count, positions, self._packer.k_arena.device)
 
     def _table(self, generated: Generated, layer: int, token_slots: Tensor) -> Tensor:
         """[num_kv_heads, lens + n], int32, head slots of a layer's entries, then of tokens."""
-        tokens = self._store.head_slots(layer, token_slots)
+        tokens = self._packer.head_slots(layer, token_slots)
         old = self._old(generated, layer, None if generated.segment is None else generated.segment.head_slots)
         return tokens if old is None else torch.cat([old, tokens], dim=1)
 
     def _positions(self, generated: Generated, layer: int, num_new: int) -> Tensor:
         """[num_kv_heads, lens + num_new], int32, logical positions of a layer's entries, then of tokens."""
-        device, begin = self._store.k_arena.device, generated.compressed_end
+        device, begin = self._packer.k_arena.device, generated.compressed_end
         tokens = torch.arange(begin, begin + num_new, dtype=torch.int32, device=device)
         tokens = tokens.expand(self._geometry.num_kv_heads, -1)
         old = self._old(generated, layer, None if generated.segment is None else generated.segment.positions)

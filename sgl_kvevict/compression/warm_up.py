@@ -11,7 +11,7 @@ from sgl_kvevict.compression.compressor import Compressor
 from sgl_kvevict.compression.generated import GeneratedCompressor
 from sgl_kvevict.compression.prompt_observation import PromptObservation
 from sgl_kvevict.compression.reader_observation import ReaderObservation
-from sgl_kvevict.prefix import Span, SpanStore
+from sgl_kvevict.prefix import SegmentPacker, Span
 
 WARM_UP_TOKENS = 192
 """Tokens of the synthetic prompt: more than any window and pooling kernel."""
@@ -26,16 +26,16 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
         compressor: of the server; its arena and counters stay unchanged.
         q_dtype: of the model's queries.
     """
-    real = compressor.store
+    real = compressor.packer
     num_tokens = max(WARM_UP_TOKENS, 2 * compressor.policy.window_size)
     geometry = replace(real.geometry, num_token_slots=num_tokens + 1)
     shape = geometry.arena_shape
     device = real.k_arena.device
     random = torch.Generator(device=device).manual_seed(0)
     k, v = (torch.randn(shape, generator=random, device=device).to(real.k_arena.dtype) for _ in range(2))
-    store = SpanStore(geometry, k, v, torch.zeros(shape[:3], device=device) if real.has_biases else None)
+    packer = SegmentPacker(geometry, k, v, torch.zeros(shape[:3], device=device) if real.has_biases else None)
     spec = compressor.observes
-    twin = Compressor(compressor.config, compressor.policy, store, spec.rotary, spec.output_grams, compressor.learner)
+    twin = Compressor(compressor.config, compressor.policy, packer, spec.rotary, spec.output_grams, compressor.learner)
     queries = torch.randn(num_tokens, geometry.num_qo_heads, geometry.head_dim, generator=random, device=device)
     slots = torch.arange(1, num_tokens + 1, device=device)
     observation = _observe(twin, queries.to(q_dtype), slots)
@@ -45,49 +45,49 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
     while fit is not None and not fit.is_done:
         fit.step(segment)
     if fit is not None:
-        fit.apply(store, segment, [])
+        fit.apply(packer, segment, [])
     if segment.splittable:
         upper, lower = span.split(num_tokens // 2)
         for part in (upper, lower):
             part.runs()
         lower.drop()
-        store.repack([upper])
+        packer.repack([upper])
         span = upper
     if twin.policy.readers is not None:
         _read(twin, span, queries.to(q_dtype))
     if twin.config.decode_block is not None:
         _generate(twin, queries.to(q_dtype), slots)
     if span.segment.worth is not None:
-        store.squeeze([span], max(span.segment.num_slots // 2, 1))
+        packer.squeeze([span], max(span.segment.num_slots // 2, 1))
 
 
 def _observe(compressor: Compressor, queries: Tensor, slots: Tensor) -> PromptObservation | ReaderObservation:
     """The observation of a prefill, or of a reader, of the synthetic prompt."""
     num_tokens = slots.numel()
-    store = compressor.store
+    packer = compressor.packer
     lse = torch.full(queries.shape[:2], 6.0, device=queries.device)
     scale = float(queries.shape[2] ** -0.5)
     if not compressor.compresses_at_once:
         readers = compressor.new_reader_observation(0, num_tokens)
         chunk = readers.begin_chunk(readers, num_tokens, 2 * num_tokens, slots)
-        for layer in range(store.geometry.num_layers):
-            chunk.record(layer, queries, lse, store.k_arena[layer], scale)
+        for layer in range(packer.geometry.num_layers):
+            chunk.record(layer, queries, lse, packer.k_arena[layer], scale)
         return readers
     prompt = compressor.new_observation()
     prompt.begin_chunk(0, num_tokens, is_last=True, token_slots=slots)
-    for layer in range(store.geometry.num_layers):
-        prompt.record(layer, queries, lse, store.k_arena[layer], scale)
+    for layer in range(packer.geometry.num_layers):
+        prompt.record(layer, queries, lse, packer.k_arena[layer], scale)
     return prompt
 
 
 def _read(compressor: Compressor, span: Span, queries: Tensor) -> None:
     """Observe the entries of a compressed segment."""
-    store, segment = compressor.store, span.segment
+    packer, segment = compressor.packer, span.segment
     readers = compressor.new_reader_observation(span.end, span.end, segments=[segment])
     no_slots = segment.token_slots[:0]
     chunk = readers.begin_chunk(readers, span.end, span.end + len(queries), no_slots, [segment])
     lse = torch.full(queries.shape[:2], 6.0, device=queries.device)
-    chunk.record(0, queries, lse, store.k_arena[0], float(queries.shape[2] ** -0.5))
+    chunk.record(0, queries, lse, packer.k_arena[0], float(queries.shape[2] ** -0.5))
 
 
 def _generate(compressor: Compressor, queries: Tensor, slots: Tensor) -> None:
@@ -101,7 +101,7 @@ def _generate(compressor: Compressor, queries: Tensor, slots: Tensor) -> None:
     for position in range(generated.start, num_tokens):
         step = generation.step([(0, position, generated)], 1)
         if step is not None:
-            for layer in range(compressor.store.geometry.num_layers):
+            for layer in range(compressor.packer.geometry.num_layers):
                 step.record(layer, queries[position : position + 1], lse, scale)
         if generation.is_full(generated):
             generation.count(generated, slots[generated.compressed_end : position + 1])

@@ -92,4 +92,4 @@ class Fits:
         segment = self._spans[last].segment
         fit.step(segment)
         if fit.is_done:
-            fit.apply(self._compressor.store, segment, self._spans.ends_of(last))
+            fit.apply(self._compressor.packer, segment, self._spans.ends_of(last))

@@ -26,7 +26,7 @@ from sgl_kvevict.lifecycle.scoring import PrefixScoring
 from sgl_kvevict.lifecycle.spans import SpanTable
 from sgl_kvevict.lifecycle.storing import StoredPrefixes
 from sgl_kvevict.lifecycle.votes import Votes
-from sgl_kvevict.prefix import SpanStore
+from sgl_kvevict.prefix import SegmentPacker
 from sgl_kvevict.request import RequestOptions
 
 
@@ -67,7 +67,7 @@ class PrefixManager:
     def __init__(
         self,
         tree: TreePort,
-        store: SpanStore,
+        store: SegmentPacker,
         compressor: Compressor | None,
         guard: Guard,
         clock: Callable[[], float],

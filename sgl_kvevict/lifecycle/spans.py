@@ -11,8 +11,8 @@ from torch import Tensor
 from kvevict_kernels.span_runs import SpanRuns, waterline_of
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.lifecycle.nodes import Node
-from sgl_kvevict.prefix import Segment, Span, SpanStore
-from sgl_kvevict.prefix.store import LargestOfRanks
+from sgl_kvevict.prefix import Segment, SegmentPacker, Span
+from sgl_kvevict.prefix.packer import LargestOfRanks
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class SpanTable(dict[Node, Span]):
         store: repacks segments.
     """
 
-    def __init__(self, store: SpanStore) -> None:
+    def __init__(self, store: SegmentPacker) -> None:
         super().__init__()
         self._store = store
 

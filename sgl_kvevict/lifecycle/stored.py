@@ -19,7 +19,7 @@ from sgl_kvevict.lifecycle.ranges import Ranges
 from sgl_kvevict.lifecycle.readers import LiveReaders
 from sgl_kvevict.lifecycle.spans import SpanTable
 from sgl_kvevict.policies.parts import PolicyState
-from sgl_kvevict.prefix import Segment, SpanStore, View
+from sgl_kvevict.prefix import Segment, SegmentPacker, View
 from sgl_kvevict.store import Namespace, SegmentRecord, StoreIdentity
 
 
@@ -39,7 +39,7 @@ class Leaving:
 
 
 def export_segment(
-    node: Node, tree: TreePort, spans: SpanTable, store: SpanStore, identity: StoreIdentity, num_tail: int
+    node: Node, tree: TreePort, spans: SpanTable, store: SegmentPacker, identity: StoreIdentity, num_tail: int
 ) -> Leaving | None:
     """Copy what a store keeps of a segment.
 
@@ -134,7 +134,7 @@ class Adoption:
     """
 
     def __init__(
-        self, tree: TreePort, spans: SpanTable, ranges: Ranges, readers: LiveReaders, store: SpanStore
+        self, tree: TreePort, spans: SpanTable, ranges: Ranges, readers: LiveReaders, store: SegmentPacker
     ) -> None:
         self._tree = tree
         self._spans = spans

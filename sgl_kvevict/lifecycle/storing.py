@@ -12,7 +12,7 @@ from sgl_kvevict.lifecycle.nodes import Node
 from sgl_kvevict.lifecycle.ports import TreePort
 from sgl_kvevict.lifecycle.spans import SpanTable
 from sgl_kvevict.lifecycle.stored import export_segment
-from sgl_kvevict.prefix import SpanStore
+from sgl_kvevict.prefix import SegmentPacker
 from sgl_kvevict.store import StoreIdentity, WriteBehind, Written
 
 
@@ -45,7 +45,7 @@ class StoredPrefixes:
         self,
         tree: TreePort,
         spans: SpanTable,
-        store: SpanStore,
+        store: SegmentPacker,
         identity: StoreIdentity,
         writer: WriteBehind,
         guard: Guard,

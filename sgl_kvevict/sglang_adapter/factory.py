@@ -16,7 +16,7 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.by_name import configured_policy
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.signals import Signal
-from sgl_kvevict.prefix import SpanStore
+from sgl_kvevict.prefix import SegmentPacker
 from sgl_kvevict.sglang_adapter.arena import Arena, arena_of
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME, POOL_HOOK, require_supported_sglang
@@ -117,7 +117,7 @@ def _assemble(
     backend: KVEvictAttentionBackend,
 ) -> KVEvictTree:
     geometry = backend.geometry
-    store = SpanStore(geometry, arena.k, arena.v, arena.biases)
+    store = SegmentPacker(geometry, arena.k, arena.v, arena.biases)
     compressor = distilling = None
     if policy is not None:
         model = ctx.tp_worker.model_runner.model

@@ -22,7 +22,7 @@ from sgl_kvevict.lifecycle import PrefixManager
 from sgl_kvevict.lifecycle.listener import REFUSED_NOT_CACHED
 from sgl_kvevict.lifecycle.manager import Released
 from sgl_kvevict.lifecycle.nodes import path_to
-from sgl_kvevict.prefix import SpanStore
+from sgl_kvevict.prefix import SegmentPacker
 from sgl_kvevict.request import RequestOptions, parse_request_options
 from sgl_kvevict.sglang_adapter.access_clock import AccessClock, access_counter
 from sgl_kvevict.sglang_adapter.blocking import BlockingNodes
@@ -58,7 +58,7 @@ class KVEvictTree(UnifiedRadixCache):
             SGLang reports by name what becomes of requests that it takes off or gives up.
     """
 
-    def __init__(self, params: CacheInitParams, store: SpanStore, compressor: Compressor | None) -> None:
+    def __init__(self, params: CacheInitParams, store: SegmentPacker, compressor: Compressor | None) -> None:
         self.store = store
         self.compressor = compressor
         self.port = UnifiedTreePort(self, TensorRanks(params.attn_tp_cache_group))

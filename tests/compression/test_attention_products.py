@@ -13,7 +13,7 @@ from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.attention_matcher import AttentionMatcher
 from sgl_kvevict.policies.by_name import configured_policy
-from sgl_kvevict.prefix import Span, SpanStore
+from sgl_kvevict.prefix import SegmentPacker, Span
 
 GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=6, num_kv_heads=3, head_dim=16, num_token_slots=300)
 NUM_TOKENS, TAIL = 150, 7
@@ -26,9 +26,11 @@ def _seed() -> None:
     torch.manual_seed(8)
 
 
-def make_store(*, has_biases: bool = True) -> SpanStore:
+def make_store(*, has_biases: bool = True) -> SegmentPacker:
     shape = (GEOMETRY.num_layers, GEOMETRY.num_token_slots, GEOMETRY.num_kv_heads, GEOMETRY.head_dim)
-    return SpanStore(GEOMETRY, torch.randn(shape), torch.randn(shape), torch.zeros(shape[:3]) if has_biases else None)
+    return SegmentPacker(
+        GEOMETRY, torch.randn(shape), torch.randn(shape), torch.zeros(shape[:3]) if has_biases else None
+    )
 
 
 def attention(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,7 +121,7 @@ def full(weights: Tensor, rows: Tensor) -> Tensor:
     return torch.einsum("hnk,khd->hnd", weights[..., :NUM_TOKENS], rows.repeat_interleave(2, 1))
 
 
-def answers(store: SpanStore, span: Span, layer: int, weights: Tensor) -> Tensor:
+def answers(store: SegmentPacker, span: Span, layer: int, weights: Tensor) -> Tensor:
     """[num_qo_heads, n, head_dim], what a segment answers, as a part of all that its readers see."""
     runs, results = span.runs(), []
     for head in range(6):
@@ -157,7 +159,7 @@ def test_a_range_that_shrinks_while_it_is_read_is_not_fitted() -> None:
     for observation in (readers, seen):
         chunk = observation.begin_chunk(observation, NUM_TOKENS, NUM_TOKENS + 9, SLOTS[:NUM_TOKENS])
         for layer in range(2):
-            chunk.record(layer, torch.randn(9, 6, 16), torch.zeros(9, 6), compressor.store.k_arena[layer], SCALE)
+            chunk.record(layer, torch.randn(9, 6, 16), torch.zeros(9, 6), compressor.packer.k_arena[layer], SCALE)
     before = readers.num_bytes
     readers.hand_over(compressor.compress(SLOTS[:NUM_TOKENS], 0, seen).segment)
     assert readers.products is None

@@ -17,7 +17,7 @@ from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import build_policy
 from sgl_kvevict.policies.generated import share_out
-from sgl_kvevict.prefix import SpanStore
+from sgl_kvevict.prefix import SegmentPacker
 
 LAYERS, HEADS, GROUP, DIM = 2, 2, 2, 8
 SCALE = 1 / math.sqrt(DIM)
@@ -130,7 +130,7 @@ class Run:
         )
         geometry = KVGeometry(LAYERS, HEADS * GROUP, HEADS, DIM, 400)
         self.k, self.v = (torch.zeros(LAYERS, 400, HEADS, DIM) for _ in range(2))
-        store = SpanStore(geometry, self.k, self.v)
+        store = SegmentPacker(geometry, self.k, self.v)
         self.compressor = GeneratedCompressor(Compressor(self.config, build_policy(policy, options), store))
         self.attention = build_attention("torch", geometry, self.k, self.v)
         self.generated = self.compressor.new(0)

@@ -7,7 +7,7 @@ from helpers.references import accumulated_attention_reference
 from sgl_kvevict.compression import ReaderObservation
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.signals import Signal
-from sgl_kvevict.prefix import Segment, Span, SpanStore
+from sgl_kvevict.prefix import Segment, SegmentPacker, Span
 from sgl_kvevict.ragged import Selection
 
 GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=6, num_kv_heads=3, head_dim=16, num_token_slots=60)
@@ -109,10 +109,10 @@ def test_before_the_first_reader_nothing_is_shown() -> None:
     assert Signal.READER_ATTENTION not in seen.signals
 
 
-def compressed(num_tokens: int) -> tuple[SpanStore, Span, Tensor]:
+def compressed(num_tokens: int) -> tuple[SegmentPacker, Span, Tensor]:
     """The first tokens of the range in a segment; also [num_entries]: the run, and the token, of each entry."""
     arena = torch.stack(KEYS)
-    store = SpanStore(GEOMETRY, arena, arena.clone())
+    store = SegmentPacker(GEOMETRY, arena, arena.clone())
     kept = torch.rand(6, num_tokens, generator=torch.Generator().manual_seed(3)) < 0.5
     kept[2] = False
     where = kept.nonzero()

@@ -14,7 +14,7 @@ from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, Rotary, Signal
 from sgl_kvevict.policies.by_name import build_policy
-from sgl_kvevict.prefix import Segment, Span, SpanStore
+from sgl_kvevict.prefix import Segment, SegmentPacker, Span
 
 NUM_TOKENS, START = 150, 40
 WINDOWS = (0, 20, 500, 0, 33, 1)
@@ -29,12 +29,12 @@ def make(budget: float, windows: tuple[int, ...] = WINDOWS, **options: object) -
     config = KVEvictConfig(policy="knorm", budget=budget, **options)
     policy = build_policy("knorm", {})
     assert policy is not None
-    return Compressor(config, policy, SpanStore(geometry, torch.randn(shape), torch.randn(shape)))
+    return Compressor(config, policy, SegmentPacker(geometry, torch.randn(shape), torch.randn(shape)))
 
 
 def compressed(compressor: Compressor) -> tuple[Segment, Tensor]:
     """The segment, and the arena's keys as they were."""
-    before = compressor.store.k_arena.clone()
+    before = compressor.packer.k_arena.clone()
     done = compressor.compress(SLOTS, START, CacheObservation())
     assert sorted(done.segment.token_slots.tolist() + done.freed.tolist()) == SLOTS.tolist()
     return done.segment, before
@@ -57,7 +57,7 @@ def test_windows_are_kept_and_their_room_goes_to_the_others() -> None:
     compressor = make(0.3)
     segment, before = compressed(compressor)
     share = int(0.3 * NUM_TOKENS)
-    heads = compressor.store.geometry.num_kv_heads
+    heads = compressor.packer.geometry.num_kv_heads
     for layer, window in enumerate(WINDOWS):
         if window:
             assert positions(segment, layer) == [last(min(window - 1, share))] * heads
@@ -70,7 +70,7 @@ def test_windows_are_kept_and_their_room_goes_to_the_others() -> None:
             assert run == sorted(set(run)) and all(START <= position < START + NUM_TOKENS for position in run)
             first = int(segment.indptr[layer * heads + head])
             kept = segment.head_slots[first : first + len(run)].long()
-            rows = compressor.store.k_arena.view(-1, 8)[kept]
+            rows = compressor.packer.k_arena.view(-1, 8)[kept]
             assert torch.equal(rows, before[layer, SLOTS[torch.tensor(run, dtype=torch.int64) - START], head])
 
 
@@ -80,7 +80,7 @@ def test_full_layers_of_a_model_on_one_pool_keep_what_windows_do_not_need() -> N
     config = KVEvictConfig(policy="knorm", budget=0.2)
     policy = build_policy("knorm", {})
     assert policy is not None
-    compressor = Compressor(config, policy, SpanStore(geometry, *torch.randn(2, *geometry.arena_shape)))
+    compressor = Compressor(config, policy, SegmentPacker(geometry, *torch.randn(2, *geometry.arena_shape)))
     segment = compressor.compress(torch.arange(3000), 0, CacheObservation()).segment
     assert segment.num_slots == 600
     assert all(sum(map(len, positions(segment, layer))) == 127 * 8 for layer in range(0, 24, 2))
@@ -91,7 +91,7 @@ def test_full_layers_of_a_model_on_one_pool_keep_what_windows_do_not_need() -> N
 def test_nothing_is_lost_to_who_reads_the_range() -> None:
     """Attention of every later query, in a layer whose window its share covers, is that of the uncompressed range."""
     compressor = make(0.3)
-    v_before = compressor.store.v_arena.clone()
+    v_before = compressor.packer.v_arena.clone()
     segment, k_before = compressed(compressor)
     end = START + NUM_TOKENS
     for layer in (1, 4):
@@ -99,7 +99,7 @@ def test_nothing_is_lost_to_who_reads_the_range() -> None:
         for head, run in enumerate(positions(segment, layer)):
             first = int(segment.indptr[layer * 3 + head])
             slots = segment.head_slots[first : first + len(run)].long()
-            k, v = (arena.view(-1, 8)[slots] for arena in (compressor.store.k_arena, compressor.store.v_arena))
+            k, v = (arena.view(-1, 8)[slots] for arena in (compressor.packer.k_arena, compressor.packer.v_arena))
             all_k, all_v = k_before[layer, SLOTS, head], v_before[layer, SLOTS, head]
             for position in range(end, end + window - 1):
                 q = torch.randn(8)
@@ -136,7 +136,7 @@ def test_a_squeeze_shortens_windows_from_their_beginning() -> None:
     segment, _ = compressed(compressor)
     span = Span(segment, START, START + NUM_TOKENS, is_owner=True)
     before = {layer: positions(segment, layer) for layer in (0, 3)}
-    freed = compressor.store.squeeze([span], 15)
+    freed = compressor.packer.squeeze([span], 15)
     new = span.segment
     assert new.num_slots == 15 and freed.numel() == segment.num_slots - 15
     for layer, window in enumerate(WINDOWS):
@@ -151,7 +151,7 @@ def test_a_squeeze_shortens_windows_from_their_beginning() -> None:
 
 def test_nothing_is_collected_in_layers_with_a_window() -> None:
     """Learned scores, which look at all layers at once, do without."""
-    store = make(0.3).store
+    store = make(0.3).packer
     signals = frozenset({Signal.WINDOW_QUERIES, Signal.ACCUMULATED_ATTENTION})
     observation = PromptObservation(ObservationSpec(store.geometry, signals, window_size=8))
     observation.begin_chunk(0, NUM_TOKENS, is_last=True, token_slots=SLOTS)

@@ -18,7 +18,7 @@ from sgl_kvevict.compression.warm_up import _observe
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.by_name import build_policy
-from sgl_kvevict.prefix import Span, SpanStore
+from sgl_kvevict.prefix import SegmentPacker, Span
 
 GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=8, num_kv_heads=2, head_dim=16, num_token_slots=1003)
 
@@ -55,7 +55,7 @@ def test_compressions_of_other_lengths(policy_name: str, stored: torch.dtype) ->
     config = KVEvictConfig(policy=policy_name, budget=0.3)
     policy = build_policy(policy_name, {})
     assert policy is not None
-    compressor = Compressor(config, policy, SpanStore(GEOMETRY, *arena(stored)))
+    compressor = Compressor(config, policy, SegmentPacker(GEOMETRY, *arena(stored)))
     with recorded() as warm:
         warm_up(compressor, torch.float16)
     with recorded() as served:
@@ -68,14 +68,14 @@ def test_compressions_of_other_lengths(policy_name: str, stored: torch.dtype) ->
                 upper, lower = Span(segment, 0, num_tokens, is_owner=True).split(num_tokens // 3)
                 upper.runs()
                 lower.drop()
-                compressor.store.repack([upper])
+                compressor.packer.repack([upper])
                 read_and_squeeze(compressor, upper, queries)
     assert_nothing_new(warm, served)
 
 
 def read_and_squeeze(compressor: Compressor, span: Span, queries: torch.Tensor) -> None:
     """Passes read what was compressed before they came, if the policy has passes; then it shrinks."""
-    store, segment = compressor.store, span.segment
+    store, segment = compressor.packer, span.segment
     if compressor.policy.readers is not None:
         read(compressor, span, queries)
         compressor.rank_by_attention(segment)
@@ -83,7 +83,7 @@ def read_and_squeeze(compressor: Compressor, span: Span, queries: torch.Tensor) 
 
 
 def read(compressor: Compressor, span: Span, queries: torch.Tensor) -> None:
-    store, segment = compressor.store, span.segment
+    store, segment = compressor.packer, span.segment
     readers = compressor.new_reader_observation(span.end, span.end, segments=[segment])
     chunk = readers.begin_chunk(readers, span.end, span.end + len(queries), torch.arange(0), [segment])
     chunk.record(0, queries, torch.full(queries.shape[:2], 6.0), store.k_arena[0], 0.25)
@@ -137,7 +137,7 @@ def test_generated_tokens_of_other_lengths(policy_name: str, stored: torch.dtype
     config = KVEvictConfig(policy=policy_name, budget=0.3, decode_block=20)
     policy = build_policy(policy_name, {})
     assert policy is not None
-    compressor = Compressor(config, policy, SpanStore(GEOMETRY, *arena(stored)))
+    compressor = Compressor(config, policy, SegmentPacker(GEOMETRY, *arena(stored)))
     with recorded() as warm:
         warm_up(compressor, torch.float16)
     generation, row = GeneratedCompressor(compressor), torch.arange(3, 300)

@@ -17,7 +17,7 @@ from sgl_kvevict.lifecycle import PrefixManager
 from sgl_kvevict.lifecycle.manager import Released
 from sgl_kvevict.lifecycle.nodes import path_to
 from sgl_kvevict.lifecycle.ports import PassState
-from sgl_kvevict.prefix import SpanStore
+from sgl_kvevict.prefix import SegmentPacker
 
 CONFIG = KVEvictConfig(
     budget=0.5, tail_tokens=2, sink_tokens=0, min_prefix_tokens=4, scoring_pass_tokens=16, score_after_matches=1
@@ -74,7 +74,7 @@ class FakeTree:
         self.now = 0.0
         arena = torch.zeros(2, num_slots, 2, 2)
         biases = None if getattr(policy, "fitter", None) is None else torch.full(arena.shape[:3], torch.nan)
-        store = SpanStore(self.geometry, arena, arena.clone(), biases)
+        store = SegmentPacker(self.geometry, arena, arena.clone(), biases)
         self.guard = Guard()
         compressor = (LearnedCompressor if has_learned else Compressor)(config, policy, store)
         self.manager = PrefixManager(self, store, compressor, self.guard, lambda: self.now)

@@ -35,7 +35,7 @@ from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.lifecycle.nodes import length_of, path_to
 from sgl_kvevict.policies import Policy, Rotary
-from sgl_kvevict.prefix import SpanStore
+from sgl_kvevict.prefix import SegmentPacker
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.span_component import FULL
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
@@ -106,7 +106,7 @@ class Harness:
         self.biases = None
         if self.policy is not None and self.policy.fitter is not None:
             self.biases = torch.full(shape[:3], float("nan"))
-        store = SpanStore(self.geometry, self.k, self.v, self.biases)
+        store = SegmentPacker(self.geometry, self.k, self.v, self.biases)
         kind = LearnedCompressor if self.has_learned else Compressor
         compressor = None if self.policy is None else kind(self.config, self.policy, store, NO_ROTARY)
         self.tree = KVEvictTree(params, store, compressor)

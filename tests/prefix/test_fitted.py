@@ -9,7 +9,7 @@ from torch import Tensor
 from helpers.fitted import biases_of, rows_of
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.prefix import Segment, Span, SpanStore
+from sgl_kvevict.prefix import Segment, SegmentPacker, Span
 from sgl_kvevict.ragged import Selection
 
 GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=3, num_kv_heads=3, head_dim=4, num_token_slots=64)
@@ -22,13 +22,13 @@ def _seed() -> None:
     torch.manual_seed(3)
 
 
-def make_store() -> SpanStore:
+def make_store() -> SegmentPacker:
     """An arena of random rows; biases of head slots that nobody uses are NaN."""
     k, v = torch.randn(2, GEOMETRY.num_layers, GEOMETRY.num_token_slots, GEOMETRY.num_kv_heads, GEOMETRY.head_dim)
-    return SpanStore(GEOMETRY, k, v, torch.full(k.shape[:3], torch.nan))
+    return SegmentPacker(GEOMETRY, k, v, torch.full(k.shape[:3], torch.nan))
 
 
-def pack(store: SpanStore) -> tuple[Segment, Span]:
+def pack(store: SegmentPacker) -> tuple[Segment, Span]:
     """A segment of uneven runs, and its only span."""
     indices = torch.cat([torch.randperm(NUM_TOKENS)[:n].sort().values for n in KEEP_LENS]).int()
     lens = torch.tensor(KEEP_LENS, dtype=torch.int32).view(2, 3)
@@ -38,7 +38,7 @@ def pack(store: SpanStore) -> tuple[Segment, Span]:
     return segment, Span(segment, START, START + NUM_TOKENS, is_owner=True)
 
 
-def fit(store: SpanStore, segment: Segment) -> None:
+def fit(store: SegmentPacker, segment: Segment) -> None:
     """Values and biases that name each entry's run and position."""
     names = named(segment)
     store.fit(segment, torch.ones(segment.num_entries, dtype=torch.bool), names[:, None].expand(-1, 4), -names)
@@ -50,7 +50,7 @@ def named(segment: Segment) -> Tensor:
     return (runs * 100 + segment.positions).float()
 
 
-def assert_fitted(store: SpanStore, segment: Segment) -> None:
+def assert_fitted(store: SegmentPacker, segment: Segment) -> None:
     """Every entry has its own fit."""
     biases = biases_of(store, segment)
     assert biases is not None
@@ -145,7 +145,7 @@ def test_a_store_without_biases_fits_nothing() -> None:
     """An error of accounting, not something to go on after."""
     store = make_store()
     segment, _ = pack(store)
-    bare = SpanStore(GEOMETRY, store.k_arena, store.v_arena)
+    bare = SegmentPacker(GEOMETRY, store.k_arena, store.v_arena)
     assert (store.has_biases, bare.has_biases) == (True, False)
     with pytest.raises(InvariantError, match="without biases"):
         fit(bare, segment)

@@ -7,7 +7,7 @@ import torch
 
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.prefix import Span, SpanStore
+from sgl_kvevict.prefix import SegmentPacker, Span
 from sgl_kvevict.ragged import MergePlan, Selection
 
 GEOMETRY = KVGeometry(num_layers=3, num_qo_heads=10, num_kv_heads=5, head_dim=4, num_token_slots=64)
@@ -20,7 +20,7 @@ def make_store(dtype=torch.float32):
     shape = (g.num_layers, g.num_token_slots, g.num_kv_heads, g.head_dim)
     ids = torch.arange(g.num_head_slots, dtype=torch.float32).view(g.num_layers, g.num_token_slots, g.num_kv_heads, 1)
     k = ids.expand(shape).contiguous().to(dtype)
-    return SpanStore(g, k, -k)
+    return SegmentPacker(g, k, -k)
 
 
 def make_selection(num_tokens, keep_lens, seed=0):

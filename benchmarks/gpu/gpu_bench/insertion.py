@@ -15,7 +15,7 @@ from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.signals import QueryWindow, Signal
-from sgl_kvevict.prefix import SpanStore
+from sgl_kvevict.prefix import SegmentPacker
 from sgl_kvevict.ragged import Selection
 
 POLICIES = ("ada-snapkv", "reconstruction")
@@ -34,7 +34,7 @@ class Prefix:
         self.geometry = KVGeometry(setting.num_layers, heads * setting.group_size, heads, setting.head_dim, num_slots)
         shape = (setting.num_layers, num_slots, heads, setting.head_dim)
         k, v = (torch.empty(shape, dtype=torch.bfloat16, device=setting.device).normal_() for _ in range(2))
-        self.store = SpanStore(self.geometry, k, v)
+        self.store = SegmentPacker(self.geometry, k, v)
         self.token_slots = torch.arange(1, tokens + 1, device=setting.device)
         queries = (WINDOW, self.geometry.num_qo_heads, setting.head_dim)
         self.queries = torch.empty(queries, dtype=torch.bfloat16, device=setting.device).normal_()

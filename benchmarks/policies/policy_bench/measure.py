@@ -16,7 +16,7 @@ from sgl_kvevict.compression.prompt_observation import ObservationSpec
 from sgl_kvevict.distill import CachedRange, with_learned_scores
 from sgl_kvevict.policies import Decision, LayerView, Signal, build_policy
 from sgl_kvevict.policies.layer_view import Show
-from sgl_kvevict.prefix import SpanStore
+from sgl_kvevict.prefix import SegmentPacker
 
 TAIL_TOKENS = 32
 SINK_TOKENS = 4
@@ -106,13 +106,13 @@ class PolicyRun:
         total = self.num_slots * prompt.geometry.num_runs
         return self.policy.select(show, prompt.geometry, total, SINK_TOKENS)
 
-    def compact(self, decision: Decision, store: SpanStore) -> None:
+    def compact(self, decision: Decision, store: SegmentPacker) -> None:
         """Move rows."""
         store.pack(self.token_slots, 0, decision.selection, merge=decision.merge, splittable=self.policy.splittable)
 
-    def copied_store(self) -> SpanStore:
+    def copied_store(self) -> SegmentPacker:
         """A pool to write to; the prompt's own stays as it is."""
-        return SpanStore(self.prompt.geometry, self.prompt.k_arena.clone(), self.prompt.v_arena.clone())
+        return SegmentPacker(self.prompt.geometry, self.prompt.k_arena.clone(), self.prompt.v_arena.clone())
 
 
 @torch.inference_mode()
@@ -134,7 +134,7 @@ def measure(run: PolicyRun, prefill_s: float, repeats: int) -> Cost:
     return Cost(run.label, run.prompt.num_tokens, prefill_s, signals, decide, compact, kept, peak, run.prompt.kv_bytes)
 
 
-def measure_memory(run: PolicyRun, store: SpanStore) -> tuple[int, int]:
+def measure_memory(run: PolicyRun, store: SegmentPacker) -> tuple[int, int]:
     """Bytes that stay between forward pass and compression, and the peak of both."""
     held: list[Any] = []
     kept, peak_forward = allocations(lambda: held.append(run.observe()))

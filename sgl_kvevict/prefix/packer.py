@@ -31,7 +31,7 @@ def only_rank(value: int, *same: int) -> int:
     return value
 
 
-class SpanStore(ArenaRows):
+class SegmentPacker(ArenaRows):
     """Packs entries into token slots of one arena.
 
     Any head slot of a token slot may hold any (layer, head)'s entry, so a segment of ``C`` entries takes
@@ -177,10 +177,10 @@ class SpanStore(ArenaRows):
             biases: [num_entries], float32, likewise.
 
         Raises:
-            InvariantError: the store has no place for biases.
+            InvariantError: the pool has no place for biases.
         """
         if self._biases is None:
-            raise InvariantError("a segment is to be fitted in a store without biases")
+            raise InvariantError("a segment is to be fitted in a pool without biases")
         slots = segment.head_slots.long()
         rows = self.v_arena.view(-1, self.geometry.head_dim)
         rows[slots] = torch.where(entries[:, None], values.to(rows.dtype), rows[slots])
@@ -198,7 +198,7 @@ class SpanStore(ArenaRows):
             biases: [num_entries], float32, on any device; None: the segment is not fitted.
 
         Raises:
-            InvariantError: biases in a store without biases.
+            InvariantError: it is fitted, and the pool has no place for biases.
         """
         slots = segment.head_slots.long()
         for arena, rows in ((self.k_arena, k), (self.v_arena, v)):
@@ -207,7 +207,7 @@ class SpanStore(ArenaRows):
         if self._biases is not None:
             self._biases[slots] = 0.0 if biases is None else biases.to(self._biases.device)
         elif biases is not None:
-            raise InvariantError("a fitted segment is to be placed in a store without biases")
+            raise InvariantError("a fitted segment is to be placed in a pool without biases")
 
     @accounting()
     def new_segment(
