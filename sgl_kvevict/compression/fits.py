@@ -47,15 +47,9 @@ class AttentionProducts:
     def add(
         self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, token_slots: Tensor, sm_scale: float
     ) -> None:
-        """Add queries of one layer, of tokens after the range; see :meth:`ReaderChunk.record`.
+        """Add queries of one layer, of tokens after the range; see :meth:`PromptObservation.record`.
 
-        Args:
-            layer: layer index.
-            queries: [n, num_qo_heads, head_dim], after RoPE.
-            lse: [n, num_qo_heads], float32.
-            k_buffer: [num_token_slots, num_kv_heads, head_dim].
-            token_slots: [num_tokens], int64, slots of the range.
-            sm_scale: softmax scale of the layer.
+        ``token_slots`` is [num_tokens], int64, slots of the range.
         """
         heads, block = self._geometry.num_kv_heads, self.block
         sums = self._layers[layer]

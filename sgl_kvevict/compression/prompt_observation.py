@@ -151,15 +151,7 @@ class PromptObservation:
             collector.add(chunk)
 
     def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerView:
-        """The view of a range in one layer.
-
-        Args:
-            layer: layer index.
-            start: logical position of the range's first token.
-            k_buffer: [num_token_slots, num_kv_heads, head_dim].
-            v_buffer: likewise.
-            token_slots: [num_tokens], int64, slots of the range.
-        """
+        """The view of a range in one layer; arguments as in :class:`LayerView`."""
         first, num_tokens = start - self._key_start, token_slots.numel()
         values = {signal: one.value(first, num_tokens) for signal, one in self._layers[layer].items()}
         signals = {signal: value for signal, value in values.items() if value is not None}

@@ -140,13 +140,7 @@ class ReaderObservation:
         self.num_readers += 1
 
     def add(self, layer: int, squares: Tensor, sm_scale: float) -> None:
-        """Add to one layer.
-
-        Args:
-            layer: layer index.
-            squares: [num_kv_heads, end - start], float32.
-            sm_scale: softmax scale of the layer.
-        """
+        """Add squares, [num_kv_heads, end - start], float32, to one layer."""
         if self._squares is None:
             self._squares = squares.new_zeros(self._geometry.num_layers, *squares.shape)
         self._squares[layer] += squares
@@ -216,15 +210,7 @@ class ReaderChunk:
         self.observation.has_failed = True
 
     def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float) -> None:
-        """Collect from one layer, unless it has a sliding window.
-
-        Args:
-            layer: layer index.
-            queries: [num_tokens, num_qo_heads, head_dim], after RoPE.
-            lse: [num_tokens, num_qo_heads], float32, natural log-sum-exp over all keys each query saw.
-            k_buffer: [num_token_slots, num_kv_heads, head_dim], the layer's keys.
-            sm_scale: softmax scale of the layer.
-        """
+        """Collect from one layer, unless it has a sliding window; see :meth:`PromptObservation.record`."""
         if self.observation.has_window(layer):
             return
         queries, lse = queries[self.num_counted :].contiguous(), lse[self.num_counted :].contiguous()

@@ -72,13 +72,7 @@ class RidgeStatistics:
         return (self._gram.numel() + self._cross.numel()) * 8
 
     def add(self, layer: int, features: Tensor, targets: Tensor) -> None:
-        """Add tokens of one layer.
-
-        Args:
-            layer: layer index.
-            features: [num_heads, num_tokens, num_features].
-            targets: [num_heads, num_tokens].
-        """
+        """Add tokens of one layer: features [num_heads, num_tokens, num_features], targets [num_heads, num_tokens]."""
         columns = features.double()
         self._gram[layer].baddbmm_(columns.mT, columns)
         self._cross[layer] += (columns.mT @ targets.double().unsqueeze(-1)).squeeze(-1)
@@ -264,10 +258,7 @@ class Lesson:
 def top_recall(predicted: Tensor, scores: Tensor, share: float) -> float:
     """Share of the highest scores, over all layers and heads, that the highest predictions include.
 
-    Args:
-        predicted: [num_layers, num_kv_heads, num_tokens].
-        scores: the same.
-        share: how many count as high.
+    Both are [num_layers, num_kv_heads, num_tokens]; ``share`` of the entries count as high.
     """
     count = max(int(share * scores.numel()), 1)
     kept = torch.zeros(scores.numel(), dtype=torch.bool, device=scores.device)

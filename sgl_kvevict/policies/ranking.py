@@ -42,14 +42,9 @@ def key_max(keys: Tensor) -> int:
 
 
 def top_mask(keys: Tensor, counts: int | Tensor) -> Tensor:
-    """Mark the ``counts`` largest keys of each row; ties to the lower position.
+    """[..., num_tokens], bool: the ``counts`` largest integer keys of each row; ties to the lower position.
 
-    Args:
-        keys: [..., num_tokens], integer.
-        counts: how many; one number, or [...] int64 on the device, each in ``[0, num_tokens]``.
-
-    Returns:
-        [..., num_tokens], bool.
+    ``counts`` is one number, or [...] int64 on the device, each in ``[0, num_tokens]``.
     """
     rows = keys.reshape(keys.shape[:-1].numel(), keys.shape[-1]).contiguous()
     per_row = counts if isinstance(counts, int) else counts.reshape(-1).contiguous()
@@ -57,16 +52,9 @@ def top_mask(keys: Tensor, counts: int | Tensor) -> Tensor:
 
 
 def top_counts(keys: Tensor, totals: int | Tensor) -> Tensor:
-    """How many of a group's largest keys each of its rows holds; ties to the lower row, then position.
+    """[groups, rows], int64: how many of a group's ``totals`` largest keys each row holds; sums to ``totals``.
 
-    Args:
-        keys: [groups, rows, num_tokens], integer.
-        totals: size of each group's top set; one number, or [groups] int64.
-
-    Returns:
-        [groups, rows], int64; sums to ``totals``.
-
-    Source: Ada-KV (arXiv 2407.11550), Alg. 1.
+    ``keys`` is [groups, rows, num_tokens], integer; ties go to the lower row, then position (Ada-KV, Alg. 1).
     """
     threshold = radix_select.kth_largest(keys.flatten(1).contiguous(), totals)[:, None, None]
     above = (keys > threshold).sum(-1)

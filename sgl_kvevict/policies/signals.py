@@ -133,17 +133,10 @@ class QueryMoments:
 
 
 def output_gram(weight: Tensor, num_kv_heads: int, head_dim: int) -> Tensor:
-    """Product of an output projection with itself, summed over the query heads that read a KV head.
+    """[num_kv_heads, head_dim, head_dim], float32: gram matrix of the output projection of each KV head's query heads.
 
-    ``v @ gram @ v`` is the squared length of a value's contribution to the residual stream.
-
-    Args:
-        weight: [hidden_size, num_qo_heads * head_dim], any float dtype.
-        num_kv_heads: KV heads.
-        head_dim: width of a head.
-
-    Returns:
-        [num_kv_heads, head_dim, head_dim], float32.
+    ``v @ gram @ v`` is the squared length of a value's contribution to the residual stream. ``weight`` is
+    [hidden_size, num_qo_heads * head_dim], any float dtype.
     """
     by_head = weight.detach().float().t().reshape(num_kv_heads, -1, head_dim, weight.shape[0])
     return torch.einsum("hgdo,hgeo->hde", by_head, by_head)

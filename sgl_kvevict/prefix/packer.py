@@ -223,14 +223,8 @@ class SegmentPacker(ArenaRows):
     ) -> Segment:
         """Lay out a segment in empty slots.
 
-        Args:
-            token_slots: [num_slots], int64, at least as many as its entries need (another rank may need more).
-            keep_lens: [num_layers, num_kv_heads], int32, entries of each run.
-            positions: [num_entries], int32, see :attr:`Segment.positions`.
-            start: logical position of the first token.
-            end: logical position after the last one.
-            splittable: see :attr:`Segment.splittable`.
-            worth: [num_entries], int16, see :attr:`Segment.worth`.
+        ``token_slots`` are at least as many as its entries need (another rank may need more); other arguments as in
+        :class:`Segment` and :meth:`write`.
 
         Raises:
             InvariantError: there are fewer slots than the entries need.

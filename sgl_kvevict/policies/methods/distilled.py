@@ -58,7 +58,7 @@ class Distilled(OneBudgetOptions):
     """``distilled``."""
 
     name = "distilled"
-    summary = "the entries of reconstruction, predicted by scores learned from its passes; until then, its own entries"
+    summary = "the entries of reconstruction, predicted by scores learned from its passes; at first, exactly those"
     source = "this project, after KVzap (arXiv 2601.07891)"
     use_when = "always: no pass once something is learned"
 
