@@ -1,7 +1,8 @@
-"""The publishing side: one thread with the sockets, and two queues between it and the scheduler.
+"""One thread that owns the event and inspection sockets, with queues between it and the scheduler.
 
-The scheduler never waits: it appends to a bounded queue, and looks whether somebody asked a question. The thread
-sends what has gathered every few milliseconds, as one message, and encodes everything itself.
+The scheduler never waits: it appends events to a bounded queue and answers the questions in another. The thread
+encodes everything, and sends the events of the last few milliseconds as one message. SGLang's own ``ZmqEventPublisher``
+does not fit: its ``publish`` blocks when the queue is full and sends one message a call, and it serves no questions.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class EventService:
 
     @property
     def has_questions(self) -> bool:
-        """Whether somebody waits for an answer."""
+        """Whether questions wait for an answer."""
         return bool(self._questions)
 
     def take_questions(self) -> Iterator[Question]:
@@ -190,7 +191,7 @@ class EventService:
             self._send(self._inspect, [*envelope, self._encoder.encode(reply)])
 
     def _send(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
-        """Send without waiting; whoever left or does not read loses its answer."""
+        """Send without waiting; a client that left, or does not read, loses its answer."""
         with self._guard.at(Place.SOCKETS):
             socket.send_multipart(frames, zmq.NOBLOCK)
 

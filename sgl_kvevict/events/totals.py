@@ -108,21 +108,13 @@ class Totals(msgspec.Struct):
 
 
 class Pool(msgspec.Struct, frozen=True):
-    """Token slots of the pool by holder; the parts sum to ``total``.
+    """Token slots of the pool by holder; the parts sum to ``total``."""
 
-    Attributes:
-        total: all token slots.
-        free: on the allocator's list.
-        compressed: held by segments in the tree.
-        full: held by uncompressed nodes of the tree.
-        private: held by running requests outside the tree.
-    """
-
-    total: int
-    free: int
-    compressed: int
-    full: int
-    private: int
+    total: int  # all token slots
+    free: int  # on the allocator's list
+    compressed: int  # held by segments in the tree
+    full: int  # held by uncompressed nodes of the tree
+    private: int  # held by running requests outside the tree
 
 
 class Gauges(msgspec.Struct, frozen=True):

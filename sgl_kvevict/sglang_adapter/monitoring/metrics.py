@@ -1,6 +1,6 @@
 """Prometheus metrics on SGLang's own ``/metrics`` endpoint, with the labels of its radix-cache metrics.
 
-Names and texts are those of the fields of :class:`~sgl_kvevict.events.totals.Totals` (counters) and
+Names and texts are the fields and descriptions of :class:`~sgl_kvevict.events.totals.Totals` (counters) and
 :class:`~sgl_kvevict.events.totals.Gauges`.
 """
 

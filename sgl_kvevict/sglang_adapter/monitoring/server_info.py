@@ -73,7 +73,7 @@ def rank_states(tree: KVEvictTree) -> list[dict[str, int]]:
     """Return what must be equal on all tensor-parallel ranks, by rank; SGLang calls all of them at the same point.
 
     Returns:
-        Token slots by who holds them, the number of nodes, and a checksum of their tokens, slots and locks.
+        Token slots by holder, the number of nodes, and a checksum of their tokens, slots and locks.
     """
     allocator = tree.slot_allocator
     shape = [(len(node.key), tree.node_slots(node), tree.num_readers(node)) for node in tree.nodes()]
@@ -90,7 +90,7 @@ def rank_states(tree: KVEvictTree) -> list[dict[str, int]]:
 def kept_map(span: Span, num_bins: int) -> dict[str, Any]:
     """Return which tokens of a span each (layer, head) kept, in plain numbers.
 
-    Reads the device (a host sync): only for somebody who asked.
+    Reads the device (a host sync): only on request (``expose_kept``).
 
     Args:
         span: a live span.
