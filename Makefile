@@ -21,8 +21,8 @@ help: ## show this list
 setup: ## create or update .venv (stock SGLang on CPU, this package, test tools)
 	@scripts/setup_env.sh
 
-model: setup ## download and convert the demo model, once
-	@$(BIN)/sgl-kvevict model >/dev/null
+model: setup ## download and convert the demo model, once (ARGS=qwen-0.5b: another one; ARGS=--list)
+	@$(BIN)/sgl-kvevict model $(if $(filter model,$(MAKECMDGOALS)),$(ARGS),>/dev/null)
 
 demo: model ## a document compressed before your eyes, eight questions at once on the one copy: a minute
 	@$(BIN)/python examples/demo/run.py $(ARGS)
@@ -42,10 +42,10 @@ lint: setup ## ruff (rules and format) and mypy
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-# Two processes: most tests keep one core busy, and a server that starts does too. A process runs whole files, and all
-# files of one `xdist_group`, which share a server; in order, so that short files come last.
+# Two processes, a file at a time: most tests keep one core busy, and so does a server that starts. Files are taken in
+# order: servers (tests/e2e) come in the middle, short files at the end.
 test: model ## run the test suite (ARGS="tests/kernels -k compact"; ARGS="-m 'not slow'")
-	@$(BIN)/python -m pytest --durations=25 $(if $(ARGS),$(ARGS),-n 2 --dist loadgroup --no-loadscope-reorder)
+	@$(BIN)/python -m pytest --durations=25 $(if $(ARGS),$(ARGS),-n 2 --dist loadfile --no-loadscope-reorder)
 
 bench-smoke: model ## a few ratios to stock beside the committed ones; fails below 80 % of them, under 3 minutes
 	@$(BIN)/python -W ignore benchmarks/serving/smoke.py $(ARGS)

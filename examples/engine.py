@@ -13,7 +13,7 @@ import time
 
 from station import HANDBOOK, TASK, cache_line, engine_settings
 
-from sgl_kvevict.model import ensure_demo_model
+from sgl_kvevict.model import ensure_model
 
 CHAPTERS = HANDBOOK[HANDBOOK.index("\n5. ") : HANDBOOK.index("\n8. ")]
 QUESTIONS = (  # and how the answers begin
@@ -30,7 +30,7 @@ def message(role: str, content: str) -> dict[str, str]:
 
 def main(model: str | None = None) -> None:
     """Cache the document, wait until it is compressed, answer in one batch."""
-    settings = engine_settings() | {"model_path": model or str(ensure_demo_model())}
+    settings = engine_settings() | {"model_path": model or str(ensure_model())}
     import sglang as sgl  # after the settings, which choose its platform
 
     engine = sgl.Engine(radix_cache_backend="kvevict", attention_backend="kvevict", **settings)

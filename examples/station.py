@@ -35,7 +35,7 @@ def settled_cache(url: str, timeout_s: float = 600.0) -> dict[str, Any]:
     while time.monotonic() < deadline:
         with urllib.request.urlopen(f"{url}/server_info", timeout=timeout_s) as reply:
             cache: dict[str, Any] = json.load(reply)["internal_states"][0]["kvevict"]
-        if cache.get("scoring_jobs", 0) == 0:  # policies without passes do not have it
+        if cache["scoring_jobs"] == 0:
             return cache
         time.sleep(0.1)
     raise TimeoutError(f"{url}: prefixes still wait to be scored after {timeout_s:g} s")

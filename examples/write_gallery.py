@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sgl_kvevict.launcher import System, kvevict_system, launch
-from sgl_kvevict.model import ensure_demo_model
+from sgl_kvevict.model import ensure_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "gallery.md"
@@ -107,7 +107,7 @@ def run(program: str, *arguments: str) -> str:
 
 def main() -> None:
     """Run all examples, one server at a time, and write the page."""
-    model = ensure_demo_model()
+    model = ensure_model()
     outputs = {example.source: run(example.program) for example in EXAMPLES if example.system is None}
     for system in (DEFAULT, OWN_POLICY):
         log = ROOT / "out" / "gallery" / f"{system.name}.log"

@@ -65,12 +65,13 @@ interpreter=$(find_python)
 : >"$log"
 rm -f "$stamp"
 if ! is_python_311 "$python"; then
-    step "1/6 virtual environment of $interpreter" "$interpreter" -m venv --clear "$venv"
+    step "1/7 virtual environment of $interpreter" "$interpreter" -m venv --clear "$venv"
 fi
-step "2/6 torch (CPU build where pip finds one)" pip -r requirements/torch.txt -c requirements/cpu.txt
-step "3/6 stock SGLang, without the CUDA packages it names" pip --no-deps -r requirements/sglang.txt
-step "4/6 what SGLang needs to run on a CPU (about 120 packages)" pip -r requirements/cpu.txt
-step "5/6 tests, linters, plots" pip -r requirements/dev.txt
-step "6/6 sgl-kvevict, editable" pip --no-deps --no-build-isolation -e .
+step "2/7 torch (CPU build where pip finds one)" pip -r requirements/torch.txt -c requirements/cpu.txt
+step "3/7 stock SGLang, without the CUDA packages it names" pip --no-deps -r requirements/sglang.txt
+step "4/7 what SGLang needs to run on a CPU (about 120 packages)" pip -r requirements/cpu.txt
+step "5/7 tests, linters, plots" pip -r requirements/dev.txt
+step "6/7 FlashInfer's Python part, for tests of the GPU path" pip --no-deps -r requirements/flashinfer.txt
+step "7/7 sgl-kvevict, editable" pip --no-deps --no-build-isolation -e .
 fingerprint >"$stamp"
 echo "setup: ready after $SECONDS s"

@@ -30,10 +30,10 @@ class Warmed:
 
     Attributes:
         tokens: length of the prompt (tokens).
-        outcome: "compressed"; "in-use": scored, and compressed as soon as nobody reads it; "too-short" to compress;
-            "no-room" for a scoring pass beside it; "no-memory" for what it would see; "busy" with too many others;
-            "dropped", "aborted" or "failed" on the way; "cached": the server's policy needs no extra passes, so the
-            prompt was treated like any other.
+        outcome: "compressed"; "in-use": scored, and compressed when the last request that reads it ends; "too-short"
+            to compress; "no-room" in the pool for a scoring pass; "no-memory" for its observations; "busy": too many
+            prefixes wait; "dropped", "aborted" or "failed" before the end; "cached": the server's policy needs no
+            scoring passes.
         seconds: from the request to the outcome.
     """
 
@@ -58,8 +58,7 @@ def warm(
         text: the prefix as raw text; or
         input_ids: as token ids; or
         messages: as the beginning of a chat ({"role": ..., "content": ...}), with the server's chat template.
-        questions: texts that will follow the prefix; entries that they attend to are kept. () leaves it to the
-            server's policy.
+        questions: texts that will follow the prefix: entries are kept by their attention. (): the server's policy.
         timeout: seconds to wait.
 
     Raises:

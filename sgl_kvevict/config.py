@@ -93,7 +93,7 @@ class KVEvictConfig(BaseModel):
     policy: str = Field(
         default="distilled",
         min_length=1,
-        description="a name of the table above, or `package.module:factory` for your own",
+        description="a policy of docs/policies.md, or `package.module:factory` for your own",
         json_schema_extra={"allowed": "the name of a policy (`sgl-kvevict policies` lists them)"},
     )
     budget: float | int = Field(

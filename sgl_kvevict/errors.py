@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Sequence
 
 MAX_SHOWN_CHARS = 200
-"""Of a value that an error message shows: whoever sent it has it, and logs have limits."""
+"""Characters of a value in an error message."""
 
 
 class KVEvictError(Exception):
@@ -31,11 +31,11 @@ class UnsupportedSetupError(KVEvictError):
 
 
 class StoreError(KVEvictError):
-    """A store of segments cannot be reached, read or written; what it would have given is computed instead."""
+    """A store of segments cannot be reached, read or written; its prefixes are computed instead."""
 
 
 class CorruptSegmentError(StoreError):
-    """What a store holds is not what was written there, or not of this format; nothing of it is used."""
+    """A stored segment is damaged or has another format; it is not used."""
 
 
 class UnreadableItemError(StoreError):
@@ -49,7 +49,7 @@ class InvariantError(KVEvictError):
 def shown(value: object) -> str:
     """Return a value for an error message: its ``repr``, at most ``MAX_SHOWN_CHARS`` long.
 
-    Only what is shown is walked, so that a huge or deeply nested value costs nothing.
+    Only the shown part is visited, so a huge or deeply nested value costs little.
     """
     return cut(_Short().repr(value))
 

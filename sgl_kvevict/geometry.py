@@ -1,4 +1,4 @@
-"""Sizes of the KV cache, the arithmetic between token slots and head slots, and what stored numbers stand for."""
+"""Sizes of the KV cache, the arithmetic between token slots and head slots, and FP8 scales."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KVScales:
-    """What a stored 1 is worth in each layer of an arena that holds float8; all 1 where it holds what it stands for.
+    """FP8 scales per layer of an arena: the value of a stored 1; 1.0 for other dtypes.
 
-    Fixed when a server starts: rows are written and read by the same numbers, also after new weights.
+    Fixed when a server starts, also when its weights change: rows are written and read with the same scales.
 
     Attributes:
-        k: of keys, one per layer; empty: all 1.
-        v: of values, likewise.
+        k: scales of keys, one per layer; empty: all 1.0.
+        v: scales of values, likewise.
 
     Raises:
         ValueError: a scale is not a finite number > 0, or keys and values differ in layers.
@@ -31,7 +31,7 @@ class KVScales:
                 raise ValueError(f"a scale must be a finite number > 0, got {scale}")
 
     def of(self, layer: int) -> tuple[float, float]:
-        """Scales of a layer's keys and values."""
+        """Return the scales of a layer's keys and values."""
         return (self.k[layer], self.v[layer]) if self.k else (1.0, 1.0)
 
 
@@ -80,7 +80,7 @@ class KVGeometry:
 
     @property
     def has_windows(self) -> bool:
-        """Some layer's queries do not see everything before them."""
+        """Whether some layer has a sliding window."""
         return any(self.windows)
 
     @property
@@ -99,7 +99,7 @@ class KVGeometry:
 
     @property
     def num_runs(self) -> int:
-        """Runs of a span, one per (layer, KV head): as many head slots are in a token slot, one for each."""
+        """Runs of a span, one per (layer, KV head); also the head slots of one token slot."""
         return self.num_layers * self.num_kv_heads
 
     @property

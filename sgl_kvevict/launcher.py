@@ -28,9 +28,9 @@ from typing import Any
 
 from .errors import KVEvictError
 
-#: Environment of every server on a machine without a GPU: our platform plugin, models from local folders, and
-#: OpenMP threads that spin for some microseconds before they sleep. If they slept at once, every operation of a decode
-#: step would pay for waking them; if they spun as long as by default, they would take cores from SGLang's processes.
+#: Environment of every server on a machine without a GPU: our platform plugin, models from local folders, and OpenMP
+#: threads that spin for microseconds before they sleep. Without spinning, every operation of a decode step pays for
+#: waking them; with the default (milliseconds), they take cores from SGLang's other processes.
 CPU_ENV: Mapping[str, str] = {
     "SGLANG_PLATFORM": "kvevict_cpu",
     "HF_HUB_OFFLINE": "1",
@@ -44,9 +44,9 @@ STRICT_CHECK_ENV: Mapping[str, str] = {
 
 
 def has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this processor multiplies bfloat16 faster than float32, or nobody can say.
+    """Whether this processor multiplies bfloat16 faster than float32; True if ``cpuinfo`` does not list x86 flags.
 
-    With AVX-512 PyTorch does (oneDNN); with AVX2 alone its bfloat16 products are ten times slower than float32.
+    PyTorch (oneDNN) does with AVX-512; with AVX2 alone bfloat16 products are ten times slower than float32.
     """
     try:
         text = cpuinfo.read_text(encoding="utf-8")
@@ -69,13 +69,13 @@ KVEVICT_CPU_FLAGS: Sequence[str] = (
 _PORTS = range(20_000, 32_000)
 _ports_given: set[int] = set()
 _LOG_TAIL_LINES = 40
-#: Seconds that a server gets to die after a failure: SGLang's main process outlives a failed child.
+#: Seconds to wait for the end of a server after a failure: SGLang's main process outlives a failed child.
 _DEATH_SETTLE_S = 10.0
 _LEAK_MARKS = ("memory leak detected", "mem leak detected", "kv double free")
 
 
 class LaunchError(KVEvictError, RuntimeError):
-    """A server did not start, or is not running any more; the message ends with the tail of its log."""
+    """A server did not start, or has ended; the message ends with the tail of its log."""
 
 
 def config_env(config: Mapping[str, Any]) -> dict[str, str]:
@@ -85,7 +85,7 @@ def config_env(config: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class System:
-    """One way to start a server: a name for tables, flags, and variables added to the environment."""
+    """A server to start: its name in tables, its flags, and variables added to the environment."""
 
     name: str
     flags: Sequence[str]
@@ -105,10 +105,10 @@ def kvevict_system(
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on, another one at each call.
+    """Return a TCP port that nothing listens on, another one at each call.
 
-    It lies below the range from which systems take ports for outgoing connections: one that the system chose itself
-    may belong to somebody's connection by the time that a server has loaded its model and binds it.
+    It lies below the ports of outgoing connections: one from that range may be taken by a connection while the server
+    loads its model.
 
     Raises:
         LaunchError: none is free.
@@ -167,7 +167,7 @@ class RunningServer:
         return self.process.poll() is None
 
     def log(self) -> str:
-        """Everything that the server printed until now (stdout and stderr); nothing if it went to a device."""
+        """All output until now (stdout and stderr); empty if it goes to a device."""
         if not self.log_path.is_file():
             return ""
         return self.log_path.read_text(encoding="utf-8", errors="replace")
@@ -177,14 +177,11 @@ class RunningServer:
         return "\n".join(self.log().splitlines()[-lines:])
 
     def leak_messages(self) -> list[str]:
-        """Log lines in which SGLang's own memory checker complains; empty when it was silent."""
+        """Log lines of SGLang's own memory checker that report a leak."""
         return [line for line in self.log().splitlines() if any(m in line.lower() for m in _LEAK_MARKS)]
 
     def check_alive(self, settle_s: float = 0.0) -> None:
-        """Raise ``LaunchError`` with the tail of the log if the server is gone, or goes within ``settle_s``.
-
-        SGLang's main process outlives a failed child by some seconds.
-        """
+        """Raise ``LaunchError`` with the tail of the log if the server has ended, or ends within ``settle_s``."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(settle_s)
         if not self.alive:
@@ -284,7 +281,7 @@ def launch(
 def launch_all(
     model: str | Path, systems: Sequence[System], *, log_folder: Path, timeout_s: float = 400.0
 ) -> Iterator[dict[str, RunningServer]]:
-    """Start all systems, two at a time, and stop them in the end; servers by name.
+    """Start all systems, two at a time, yield the servers by name, and stop them at the end.
 
     Raises:
         LaunchError: one did not start, or is gone at the end.

@@ -1,4 +1,4 @@
-"""Measurements over HTTP that work alike on stock SGLang and on ours; for the demo, tests and benchmarks."""
+"""Measurements over HTTP of stock SGLang and of SGLang with this plugin; for the demo, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .launcher import RunningServer
 
 _GAUGE = re.compile(r"^sglang:(\w+)\{[^}]*\} (\S+)$", re.MULTILINE)
 _POOL_GAUGES = ("max_total_num_tokens", "kv_available_tokens", "kv_evictable_tokens", "num_running_reqs")
-#: A short prompt that shares not even its first token with any other prompt of the demo.
+#: A short prompt whose first token begins no other prompt of the demo.
 _PROBE_IDS = (28, 30, 31)
 _PROBE_TOKENS = 4
 _STABLE_S = 1.5
-"""Gauges that did not change for so long are those of an idle server: one that sleeps refreshes them a little later."""
+"""Seconds without a change after which gauges count as those of an idle server."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class StreamTiming:
 
 @contextmanager
 def alone(server: RunningServer, fleet: Collection[RunningServer]) -> Iterator[None]:
-    """Suspend all other servers of a fleet while the block runs: one that scores prefixes is not idle without users."""
+    """Suspend all other servers of a fleet while the block runs: scoring passes keep one busy without requests."""
     with ExitStack() as resumed:
         for other in fleet:
             if other is not server:
@@ -70,14 +70,14 @@ def in_turn(
     measure: Callable[[str, int], None],
     names: Sequence[str] | None = None,
 ) -> None:
-    """Measure server after server, round after round, each alone; every second round backwards.
+    """Measure each server alone, in rounds; every second round in reverse order.
 
-    A slow minute of the machine meets all of them, and the spread over the rounds shows it.
+    A slow minute of the machine affects all servers, and shows as spread over the rounds.
 
     Args:
         fleet: servers by name.
         num_rounds: rounds.
-        measure: is told the name and the number of the round, from 1 on.
+        measure: called with a server's name and the number of the round, from 1 on.
         names: of the servers to measure; None: all.
     """
     chosen = list(fleet) if names is None else list(names)
@@ -170,6 +170,6 @@ def time_stream(
 
 
 def plugin_state(server: RunningServer) -> dict[str, Any] | None:
-    """What our plugin tells about itself at ``GET /server_info``; None on stock SGLang."""
+    """The plugin's state in ``GET /server_info``; None on stock SGLang."""
     state: dict[str, Any] | None = server.get_json("/server_info")["internal_states"][0].get("kvevict")
     return state

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Selection:
-    """What a policy keeps of a range of tokens.
+    """Kept entries of a range of tokens.
 
     Attributes:
         keep_lens: [num_layers, num_kv_heads], int32, entries kept per run.
@@ -26,7 +26,7 @@ class Selection:
 
 @dataclass(frozen=True, eq=False)
 class MergePlan:
-    """Which rows each kept entry becomes the weighted sum of; the same weights for keys and values.
+    """Rows whose weighted sum each kept entry becomes; the same weights for keys and values.
 
     Entry ``e`` of the selection is the sum over ``j`` in ``indptr[e]:indptr[e + 1]`` of ``weights[j]`` times the
     row of token ``indices[j]`` (relative to the range) in ``layers[j]``, ``heads[j]``. Its own row comes first.
@@ -47,15 +47,9 @@ class MergePlan:
 
 
 def run_entries(starts: Tensor, lens: Tensor, count: int) -> Tensor:
-    """Number the entries of runs, one run after the other.
+    """[count], int64: the indices ``starts[r] .. starts[r] + lens[r]`` of all runs, one run after the other.
 
-    Args:
-        starts: integers of any shape, where each run begins.
-        lens: likewise, how many entries it has.
-        count: ``lens.sum()``, known on the host.
-
-    Returns:
-        [count], int64: ``starts[r] .. starts[r] + lens[r]`` of all runs.
+    ``starts`` and ``lens`` are integers of the same shape; ``count`` is ``lens.sum()``.
     """
     starts, lens = starts.flatten().long(), lens.flatten().long()
     shift = torch.repeat_interleave(starts - (lens.cumsum(0) - lens), lens, output_size=count)

@@ -13,11 +13,8 @@ if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("xdist_group") is None:  # `make test` hands out groups, by default files
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
         if item.get_closest_marker("gpu") and not HAS_CUDA:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 

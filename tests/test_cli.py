@@ -16,10 +16,11 @@ from sgl_kvevict.cli.server_plan import (
     parse_policy_options,
     plan_serve,
     resolve_config,
+    spelled_out,
 )
 from sgl_kvevict.config import ENV_VAR, KVEvictConfig
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.model import DEMO_MODEL_NAME, demo_model_path
+from sgl_kvevict.model import DEMO, MODELS, model_path
 from sgl_kvevict.policies.by_name import list_policies
 
 
@@ -27,12 +28,14 @@ from sgl_kvevict.policies.by_name import list_policies
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (ENV_VAR, "SGLANG_PLATFORM", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(server_plan, "port_reasons", lambda _host, _port: [])  # of this machine
 
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> str:
     folder = tmp_path / "a model"
     folder.mkdir()
+    (folder / "config.json").write_text("{}")
     return str(folder)
 
 
@@ -105,7 +108,7 @@ def test_a_hub_name_may_be_looked_up(model_folder: str) -> None:
 
 
 def test_the_demo_model_is_made_and_served(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_plan, "ensure_demo_model", lambda: Path(model_folder))
+    monkeypatch.setattr(server_plan, "resolve_model", lambda model: {"demo": model_folder}[model])
     for is_fast, dtype in ((True, None), (False, "float32")):
         monkeypatch.setattr(server_plan, "has_fast_bfloat16", lambda is_fast=is_fast: is_fast)
         plan = plan_serve("demo", KVEvictConfig(), [], cuda_is_available=lambda: False)
@@ -143,6 +146,31 @@ def test_every_contradicting_flag_is_named_at_once(capsys: pytest.CaptureFixture
         "got './no/such/model', no such folder",
     ):
         assert part in err
+
+
+def test_what_cannot_be_used_is_named_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], model_folder: str, tmp_path: Path
+) -> None:
+    Path(model_folder, "config.json").unlink()
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"store": str(config), "score_weights": str(config)}))
+    flags = ["--page-size", "16", "--enable-lmcache", "--pp-size=2", "--max-total-tokens", "10", "--dp-size", "2"]
+    ours = ["--config", str(config), "--policy", "snapvk", "--events", "--dry-run"]
+    code, out, err = run(capsys, "serve", model_folder, *ours, "--", *flags)
+    assert (code, out) == (2, "")
+    for part in (
+        "  - policy: got 'snapvk'; allowed: none, distilled, ",
+        f"model: got {model_folder!r}, a folder without config.json",
+        "--page-size is 16, only 1 is supported",
+        "--enable-lmcache is True, only False is supported",
+        "--pp-size is 2, only 1 is supported",
+        "--max-total-tokens: got '10'; allowed: an integer >= 288",
+        f"store: {str(config)!r} cannot be made or written",
+        f"score_weights: score weights {str(config)!r} cannot be read",
+        "2 data-parallel schedulers",
+    ):
+        assert part in err
+    assert "Traceback" not in err
 
 
 def test_a_second_word_is_not_taken_for_a_flag(capsys: pytest.CaptureFixture[str], model_folder: str) -> None:
@@ -195,12 +223,12 @@ def test_options_win_over_the_file_and_the_file_over_the_environment(
 
 def test_what_a_paper_prints_is_spelled_out_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENV_VAR, '{"policy": "ada-snapkv@paper", "sink_tokens": 1}')
-    config = resolve_config(None, {"budget": 128})
+    config = spelled_out(resolve_config(None, {"budget": 128}))
     assert (config.policy, config.tail_tokens, config.budget_includes_tail) == ("ada-snapkv", 32, True)
     assert (config.sink_tokens, config.budget) == (1, 128)  # what is given wins
     assert config.policy_options["safeguard"] == "paper"
     monkeypatch.setenv(ENV_VAR, config.model_dump_json())
-    assert resolve_config(None, {}) == config
+    assert spelled_out(resolve_config(None, {})) == config
 
 
 def test_errors_name_the_file(tmp_path: Path) -> None:
@@ -219,7 +247,7 @@ def test_a_policy_in_the_current_folder_is_found(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     given = {"policy": "my_policies:short_window", "policy_options": {"size": 8}}
-    assert resolve_config(None, given).policy == "my_policies:short_window"
+    assert spelled_out(resolve_config(None, given)).policy == "my_policies:short_window"
     sys.modules.pop("my_policies")
 
 
@@ -285,7 +313,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_model_prints_the_folder_of_a_made_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    folder = tmp_path / DEMO_MODEL_NAME
+    folder = tmp_path / MODELS[DEMO].folder
     folder.mkdir()
     code, out, err = run(capsys, "model", "--dir", str(tmp_path))
     assert (code, out) == (1, "") and "lacks config.json" in err
@@ -294,7 +322,7 @@ def test_model_prints_the_folder_of_a_made_model(capsys: pytest.CaptureFixture[s
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         (folder / name).touch()
     assert run(capsys, "model", "--dir", str(tmp_path)) == (0, f"{folder}\n", "")
-    assert demo_model_path(tmp_path) == folder
+    assert model_path(directory=tmp_path) == folder
 
 
 def test_without_arguments_the_commands_are_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from decimal import ROUND_CEILING, Decimal
 from pathlib import Path
 from typing import Any
@@ -276,3 +278,9 @@ def test_a_budget_that_includes_the_tail_is_that_of_the_whole_prompt(
     assert max(share - tail, 1) <= held <= max(share - tail, 0) + len(lengths)
     if percent == 100:
         assert held == start
+
+
+def test_the_tables_of_the_docs_are_current() -> None:
+    command = [sys.executable, str(Path(__file__).parents[1] / "tools" / "write_tables.py"), "--check"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr

@@ -13,24 +13,26 @@ SOURCES = {"sgl_kvevict": ROOT / "sgl_kvevict", "kvevict_kernels": ROOT / "kerne
 
 KERNELS = "kvevict_kernels"
 BASE = {"errors", "guard", "geometry", "ragged", "config", "config_file", "fields", "request"}
+MACHINE = "machine"
 TOP = {"cli", "client", "launcher", "measure", "model"}
 BELOW_TOP = {
     *(KERNELS, "events", "policies", "distill", "attention", "prefix", "store", "compression", "lifecycle"),
-    "sglang_adapter",
+    *("sglang_adapter", MACHINE),
     *BASE,
 }
 # Part of the project -> other parts that it may import. A new module or package needs a row here.
 MAY_IMPORT = {
     KERNELS: set(),
     **dict.fromkeys(BASE, BASE),
+    MACHINE: {KERNELS} | BASE,
     "events": BASE,
     "policies": {KERNELS} | BASE,
     "distill": {KERNELS, "policies"} | BASE,
-    "attention": {KERNELS} | BASE,
+    "attention": {KERNELS, MACHINE} | BASE,
     "prefix": {KERNELS} | BASE,
     "store": BASE,
     "compression": {KERNELS, "policies", "distill", "attention", "prefix"} | BASE,
-    "lifecycle": {KERNELS, "policies", "distill", "prefix", "store", "compression"} | BASE,
+    "lifecycle": {KERNELS, "events", "policies", "distill", "prefix", "store", "compression"} | BASE,
     "sglang_adapter": BELOW_TOP - {"sglang_adapter"},
     **dict.fromkeys(TOP, BELOW_TOP | TOP),
 }
@@ -38,9 +40,9 @@ MAY_IMPORT = {
 ONLY_IN = {
     "sglang": ("sgl_kvevict/sglang_adapter/",),
     "flashinfer": ("sgl_kvevict/attention/flashinfer/",),
-    "pydantic": ("sgl_kvevict/config.py", "sgl_kvevict/fields.py", "sgl_kvevict/request.py"),
+    "pydantic": ("sgl_kvevict/config.py", "sgl_kvevict/fields.py", "sgl_kvevict/request.py", "sgl_kvevict/policies/"),
     "yaml": ("sgl_kvevict/config_file.py",),
-    "transformers": ("sgl_kvevict/model.py", "sgl_kvevict/cli/inspect", "sgl_kvevict/cli/size"),
+    "transformers": ("sgl_kvevict/model.py", "sgl_kvevict/cli/inspect"),
     "safetensors": ("sgl_kvevict/distill/files.py", "sgl_kvevict/store/segment_file.py"),
     "fsspec": ("sgl_kvevict/store/remote.py",),
     "filelock": ("sgl_kvevict/store/directory.py",),

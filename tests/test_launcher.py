@@ -109,8 +109,8 @@ def test_a_server_answers_and_stops_with_its_children(tmp_path: Path, fake_env: 
 
 
 @needs_proc
-def test_a_suspended_server_answers_nobody_until_it_goes_on(tmp_path: Path, fake_env: dict[str, str]) -> None:
-    """Its children stand still too, and it stops as soon as any other."""
+def test_a_suspended_server_answers_only_after_it_is_continued(tmp_path: Path, fake_env: dict[str, str]) -> None:
+    """Its children are suspended too, and it can be stopped."""
     with launch("m", env=fake_env, log_path=tmp_path / "s.log") as server:
         pid = helper_pid(server.log())
         server.suspend()

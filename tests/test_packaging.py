@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-REQUIREMENTS = ("torch", "sglang", "cpu", "dev")
+REQUIREMENTS = ("torch", "sglang", "cpu", "dev", "flashinfer")
 PIN = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^\s;#]+)$")
 
 

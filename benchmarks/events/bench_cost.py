@@ -31,8 +31,8 @@ from helpers.watched import WatchedHarness
 from sgl_kvevict.compression import Compression
 from sgl_kvevict.events.client import EventStream
 from sgl_kvevict.events.questions import Status, Tree
-from sgl_kvevict.lifecycle.listener import CacheListener, ListenerGroup
-from sgl_kvevict.sglang_adapter.monitoring.metrics import MetricsListener
+from sgl_kvevict.lifecycle.listener import CacheListener
+from sgl_kvevict.sglang_adapter.monitoring.metrics import Metrics
 from sgl_kvevict.sglang_adapter.passes import after_ingest
 from sgl_kvevict.sglang_adapter.span_component import FULL
 
@@ -60,11 +60,9 @@ def row(name: str, seconds: float, of_step: bool = True) -> None:
 
 def with_metrics(watched: WatchedHarness) -> None:
     """Add metrics to what a harness has; once per process."""
-    group = watched.harness.tree.manager.listener
-    assert isinstance(group, ListenerGroup)
-    tree = watched.harness.tree
-    metrics = MetricsListener(tree, watched.counting.totals, {"tp_rank": "0"}, lambda: 0, tree.guard.errors)
-    tree.manager.listener = ListenerGroup([*group.listeners, metrics], tree.guard)
+    metrics = Metrics(watched.harness.tree, watched.listener.totals, {"tp_rank": "0"})
+    watched.listener.subscribers.append(metrics.observe)
+    watched.listener.each_turn.append(metrics.each_turn)
 
 
 def publishing_share(watched: WatchedHarness, events_per_s: int) -> float:
@@ -135,9 +133,9 @@ def main() -> None:
     bare = quartile(lambda: per_call(lambda: (lambda _scheduler: None)(scheduler), 20_000), repeats)
     row("off: one turn of the loop (SGLang's hook wrapper and our check)", off - bare)
     row("  of that SGLang's hook wrapper", empty - bare)
-    nobody = CacheListener()
-    telling = quartile(lambda: per_call(lambda: nobody.repacked(None, None, 0), 20_000), repeats)
-    row("off: telling nobody of one change", telling)
+    nobody, node = CacheListener(), SimpleNamespace(id=3, key=[0] * 50)
+    telling = quartile(lambda: per_call(lambda: nobody.dropped(node, None, 50), 20_000), repeats)
+    row("off: counting one change", telling)
 
     stop = threading.Event()
     with WatchedHarness(ipc_config(folder)) as watched:

@@ -1,11 +1,11 @@
-"""Check and measure the GPU path on a machine that has torch and triton, and nothing else of what we need.
+"""Check and measure the GPU path; needs torch and triton, and SGLang only for the parts that start a server.
 
 Run on a GPU machine, from the repository root: python benchmarks/gpu/run_all.py [--part PART] [--out FOLDER]
 Without a GPU, to see that it works: python benchmarks/gpu/run_all.py --smoke --out FOLDER (tiny, interpreted)
 
-Every section runs in a process of its own, so that one that fails takes no other along; those of a part together have
---limit seconds. A part adds to what the day's other parts have written: one JSON file and one Markdown page. Exits with
-1 if a section failed or a kernel is wrong.
+Every section runs in a process of its own, so a failure ends only its section. The sections of a part together have
+--limit seconds. The results of a section are added to the day's JSON file and Markdown page as soon as it ends. Exits
+with 1 if a section failed or a kernel is wrong.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import datetime
 import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +30,14 @@ PARTS = {
     "compression": ("first", "compaction", "compression"),
     "shapes": ("shapes", "extend"),
     "baselines": ("uniform", "flashinfer"),
-    "serve": ("serve",),
+    **{f"serve-{system}": (f"serve-{system}",) for system in ("flashinfer", "fa3", "uncompressed", "compressed")},
 }
+"""A server part starts one system: its first start compiles kernels for minutes, and what is compiled stays cached."""
 SECTIONS = tuple(section for part in PARTS.values() for section in part)
 
 
 def run_section(section: str, *, is_smoke: bool) -> dict[str, Any]:
     """Measure one section in this process."""
-    import torch
     from gpu_bench import checks, decode, first, flashinfer, insertion, ordering, serve, shapes
     from gpu_bench.clock import copy_bandwidth
     from gpu_bench.setting import FULL, SMOKE
@@ -58,25 +60,25 @@ def run_section(section: str, *, is_smoke: bool) -> dict[str, Any]:
         "extend": shapes.extend,
         "shapes": shapes.shapes,
         "first": first.first_times,
-        "serve": serve.end_to_end,
+        **{part: partial(serve.end_to_end, part.removeprefix("serve-")) for part in PARTS if part.startswith("serve-")},
     }
     result: dict[str, Any] = {"rows": functions[section](setting)}
     if section == "bandwidth":
         result["GB/s of a copy"] = copy_bandwidth(setting) / 1e9
-    name = torch.cuda.get_device_name() if setting.device == "cuda" else "CPU (smoke run)"
-    return result | {"device": name, "setting": dataclasses.asdict(setting)}
+    return result | {"setting": dataclasses.asdict(setting)}
+
+
+def device_name() -> str:
+    """Name of the GPU, asked in a process of its own: CUDA would take memory in this one all the time."""
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
 def _interpret() -> None:
     """Send CPU tensors to the Triton kernels, as tests do."""
-    import importlib
+    from kvevict_kernels import dispatch
 
-    for op in (
-        *("alloc_head_slots", "compact_kv", "cut_runs", "window_scores", "accumulated_attention"),
-        *("radix_select", "ragged_decode", "ragged_extend"),
-    ):
-        module: Any = importlib.import_module(f"kvevict_kernels.{op}")
-        module.backend_for = lambda device: "triton"
+    dispatch.TRITON_DEVICES = ("cuda", "cpu")
 
 
 def versions() -> dict[str, str]:
@@ -90,11 +92,11 @@ def versions() -> dict[str, str]:
     return found
 
 
-def run_all(sections: list[str], *, is_smoke: bool, limit: float) -> dict[str, Any]:
-    """Run sections one after the other, each in a process; results and failures."""
+def measure(section: str, device: str, *, is_smoke: bool, seconds: float) -> dict[str, Any]:
+    """Run one section in a process of its own; its results, or its failure."""
     results: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
-        "device": "unknown",
+        "device": device,
         "versions": versions(),
         "setting": {},
         "sections": {},
@@ -103,24 +105,19 @@ def run_all(sections: list[str], *, is_smoke: bool, limit: float) -> dict[str, A
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     if is_smoke:
         env["TRITON_INTERPRET"] = "1"
-    end = time.monotonic() + limit
-    for section in sections:
-        command = [sys.executable, __file__, "--section", section, *(["--smoke"] if is_smoke else [])]
+    command = [sys.executable, __file__, "--section", section, *(["--smoke"] if is_smoke else [])]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         try:
-            run = subprocess.run(
-                command, env=env, capture_output=True, text=True, timeout=max(0.1, end - time.monotonic()), check=False
-            )
+            output, errors = run.communicate(timeout=max(0.1, seconds))
         except subprocess.TimeoutExpired:
-            results["failures"][section] = "out of time"
-            continue
-        if run.returncode:
-            results["failures"][section] = run.stderr[-2000:]
-            continue
-        measured = json.loads(run.stdout.splitlines()[-1])
-        results["sections"][section] = measured.pop("rows")
-        results |= measured
-        print(f"{section}: {len(results['sections'][section])} rows", flush=True)
-    return results
+            run.terminate()  # it ends its server, if it has one
+            return results | {"failures": {section: "out of time"}}
+    if run.returncode:
+        return results | {"failures": {section: errors[-2000:]}}
+    measured = json.loads(output.splitlines()[-1])
+    rows = measured.pop("rows")
+    print(f"{section}: {len(rows)} rows", flush=True)
+    return results | measured | {"sections": {section: rows}}
 
 
 def main() -> int:
@@ -134,32 +131,40 @@ def main() -> int:
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.section:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("out of time"))
         print(json.dumps(run_section(args.section, is_smoke=args.smoke)))
         return 0
     chosen = {args.part: PARTS[args.part]} if args.part else PARTS
     if args.only is not None:
         chosen = {"chosen": tuple(args.only)}
+    device = "CPU (smoke run)" if args.smoke else device_name()
     failed = False
     for sections in chosen.values():
-        failed |= run_part(list(sections), args)
+        failed |= run_part(sections, device, args)
     return 1 if failed else 0
 
 
-def run_part(sections: list[str], args: argparse.Namespace) -> bool:
-    """Measure, write and complain; True if something failed or is wrong."""
+def run_part(sections: tuple[str, ...], device: str, args: argparse.Namespace) -> bool:
+    """Measure, write each section when it ends, and complain; True if something failed or is wrong."""
     from gpu_bench import page
 
-    results = run_all(sections, is_smoke=args.smoke, limit=args.limit)
-    for path in page.write(results, args.out):
+    end = time.monotonic() + args.limit
+    wrong: list[str] = []
+    has_failed = False
+    for section in sections:
+        results = measure(section, device, is_smoke=args.smoke, seconds=end - time.monotonic())
+        paths = page.write(results, args.out)
+        wrong += [row["kernel"] for row in results["sections"].get("correctness", []) if not row["right"]]
+        if not all(row["same bits on other spans"] for row in results["sections"].get("graph", [])):
+            wrong.append("a captured step")
+        for message in results["failures"].values():
+            has_failed = True
+            print(f"{section} failed:\n{message}", file=sys.stderr)
+    for path in paths:
         print(path)
-    wrong = [row["kernel"] for row in results["sections"].get("correctness", []) if not row["right"]]
-    if not all(row["same bits on other spans"] for row in results["sections"].get("graph", [])):
-        wrong.append("a captured step")
-    for section, message in results["failures"].items():
-        print(f"{section} failed:\n{message}", file=sys.stderr)
     if wrong:
         print(f"wrong: {', '.join(wrong)}", file=sys.stderr)
-    return bool(wrong or results["failures"])
+    return bool(wrong or has_failed)
 
 
 if __name__ == "__main__":

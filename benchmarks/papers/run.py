@@ -27,7 +27,7 @@ from paper_bench.results import Results
 from paper_bench.texts import question_at_the_end, running_texts
 from policy_bench.prompt import DemoModel
 
-from sgl_kvevict.model import ensure_demo_model
+from sgl_kvevict.model import ensure_model
 
 PAPERS = ("ada-kv", "chunkkv", "d2o", "k-vec")
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +45,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     started = time.monotonic()
-    demo, results = DemoModel(ensure_demo_model()), Results(args.results)
+    demo, results = DemoModel(ensure_model()), Results(args.results)
     prompts = Prompts(demo.tokenizer)
     if "ada-kv" in args.papers:
         latency.measure(demo, prompts, results)

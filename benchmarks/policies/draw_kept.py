@@ -17,7 +17,7 @@ from policy_bench.measure import PolicyRun
 from policy_bench.prompt import DemoModel, PrefilledPrompt
 from torch import Tensor
 
-from sgl_kvevict.model import ensure_demo_model
+from sgl_kvevict.model import ensure_model
 from sgl_kvevict.policies import Signal, build_policy, list_policies
 
 OUT = Path(__file__).resolve().parents[2] / "docs" / "results" / "policies-kept.png"
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=0.2, help="share of entries kept")
     parser.add_argument("--out", type=Path, default=OUT, help="PNG file to write")
     args = parser.parse_args()
-    model = DemoModel(ensure_demo_model())
+    model = DemoModel(ensure_model())
     prompt = model.prefill(model.encode(args.tokens))
     shares = {}
     for name, options in cases():

@@ -24,7 +24,7 @@ from policy_bench.measure import Cost, PolicyRun, measure
 from policy_bench.prompt import DemoModel, PrefilledPrompt
 from policy_bench.report import write_report
 
-from sgl_kvevict.model import ensure_demo_model
+from sgl_kvevict.model import ensure_model
 from sgl_kvevict.policies import Signal, build_policy, list_policies
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +57,7 @@ def prefills(model: DemoModel, num_tokens: int, repeats: int) -> PrefilledPrompt
 
 def measure_all(lengths: list[int], repeats: int, budget: float, only: list[str]) -> Iterator[Cost]:
     """All policies, or some, at all lengths."""
-    model = DemoModel(ensure_demo_model())
+    model = DemoModel(ensure_model())
     for num_tokens in lengths:
         prompt = prefills(model, num_tokens, repeats - 1)
         print(f"{num_tokens} tokens: prefill {prompt.seconds:.2f} s", flush=True)

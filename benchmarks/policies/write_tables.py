@@ -1,4 +1,4 @@
-"""Write the generated parts of docs/policies.md: from what methods say of themselves, and measured costs.
+"""Write the generated tables of docs/policies.md, from the policies' models and measured costs.
 
 Run: python benchmarks/policies/write_tables.py [--check]
 """
@@ -13,77 +13,86 @@ from typing import Any
 
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.policies import Policy, PolicyInfo, build_policy, list_policies
-from sgl_kvevict.policies.budget_options import RULES, BudgetOptions
-from sgl_kvevict.policies.by_name import papers
+from sgl_kvevict.policies import NamedPolicy, Policy, build_policy
 from sgl_kvevict.policies.methods import METHODS
+from sgl_kvevict.policies.options import RULES, BudgetOptions, Option
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "policies.md"
 COSTS = ROOT / "docs" / "results" / "policies-cost.csv"
 COST_TOKENS = 4096
+COMMON = tuple(BudgetOptions.model_fields)
 
 
 def policies_table() -> str:
     """One row per policy."""
     costs = read_costs()
-    methods = {method.name: method for method in METHODS}
-    lines = ["| policy | keeps | parts | signals | from | use it when | cost |", "|---|---|---|---|---|---|---|"]
+    lines = ["|policy|keeps|budget_rule|signals|from|use it when|cost|", "|---|---|---|---|---|---|---|"]
     for info, policy in built_policies():
-        source, use = methods[info.name].source, methods[info.name].use_when
         signals = ", ".join(sorted(f"`{signal.value}`" for signal in policy.needs)) or "none"
-        cost = costs.get(info.name, "see below")
-        lines.append(f"| `{info.name}` | {info.summary} | {parts(policy)} | {signals} | {source} | {use} | {cost} |")
+        rule = f"`{info.model_fields['budget_rule'].default}`"
+        columns = (f"`{info.name}`", info.summary, rule, signals, info.source, info.use_when)
+        lines.append(f"|{'|'.join(columns)}|{costs.get(info.name, 'see below')}|")
     return "\n".join(lines)
 
 
 def options_table() -> str:
-    """The options of every policy beyond the budget options, then those."""
-    lines = ["| policy | option | default | allowed | meaning |", "|---|---|---|---|---|"]
-    common = {option.name for option in budget_options()}
-    for info, _ in built_policies():
-        shown = [option for option in info.options if option.name not in common or option.name == "budget_rule"]
-        lines += [option_row(info.name, option) for option in shown if option.name != "budget_rule"]
-        lines += [
-            f"| `{info.name}` | `budget_rule` | `{option.default}` | see below | |"
-            for option in shown
-            if option.name == "budget_rule"
-        ]
-    lines += [option_row("all", option) for option in budget_options()]
-    return "\n".join(lines)
+    """Every option with the policies that have it, then those of all policies."""
+    owners: dict[Option, list[str]] = {}
+    for info in METHODS:
+        for option in info.describe():
+            if option.name not in COMMON:
+                owners.setdefault(option, []).append(f"`{info.name}`")
+    rows = [*((", ".join(names), option) for option, names in owners.items())]
+    rows += [("all", option) for option in BudgetOptions.describe()]
+    return "\n".join(
+        ["|policy|option|default|allowed|meaning|", "|---|---|---|---|---|"]
+        + [f"|{who}|`{one.name}`|`{one.default}`|{allowed(one)}|{one.meaning}|" for who, one in rows]
+    )
+
+
+def allowed(option: Option) -> str:
+    """What may be given, choices without spaces."""
+    return option.allowed.replace(" or ", "\\|").replace("'", "")
 
 
 def refusals_table() -> str:
-    """Budget rules that each policy refuses, with the reason it gives."""
-    lines = ["| policy | refused | reason |", "|---|---|---|"]
-    for info, _ in built_policies():
-        refused: dict[str, list[str]] = {}
+    """Budget rules that are refused, with the reason."""
+    refused: dict[tuple[str, str], list[str]] = {}
+    for info in METHODS:
+        reasons: dict[str, list[str]] = {}
         for rule in RULES:
             try:
                 build_policy(info.name, {"budget_rule": rule})
             except ConfigError as error:
-                reason = re.sub(r"^.* needs scores that are ", "needs scores that are ", str(error))
-                refused.setdefault(reason, []).append(f"`{rule}`")
-        lines += [f"| `{info.name}` | {', '.join(rules)} | {reason} |" for reason, rules in refused.items()]
-    unequal = [f"`{rule}`" for rule in RULES if not reusable(rule)]
-    reason = "layers that share positions need the same budget in every layer"
-    lines.append(f"| `chunkkv` with `reuse_layers` > 1 | {', '.join(unequal)} | {reason} |")
-    return "\n".join(lines)
+                reason = re.sub(r"^.* needs scores that are (.*); those of .*$", r"scores must be \1", str(error))
+                reasons.setdefault(reason, []).append(f"`{rule}`")
+        for reason, rules in reasons.items():
+            refused.setdefault((", ".join(rules), reason), []).append(f"`{info.name}`")
+    rows = [(names, rules, reason) for (rules, reason), names in refused.items()]
+    unequal = ", ".join(f"`{rule}`" for rule in RULES if not reusable(rule))
+    rows.append((["`chunkkv` with `reuse_layers` > 1"], unequal, "shared positions need equal layers"))
+    return "\n".join(
+        ["|policies|refused|reason|", "|---|---|---|"]
+        + [f"|{', '.join(names)}|{rules}|{reason}|" for names, rules, reason in rows]
+    )
 
 
 def paper_table() -> str:
     """What ``NAME@paper`` sets, and where the paper says so."""
-    lines = ["| policy | field | value | where it is printed |", "|---|---|---|---|"]
-    for info, _ in built_policies():
-        settings = papers().get(info.name)
-        if settings is None:
+    lines = ["|policy|paper|sets|as by default|", "|---|---|---|---|"]
+    for info in METHODS:
+        if info.paper is None:
             continue
-        defaults = {option.name: option.default for option in info.options}
-        options = {**defaults, **{value.name: value.value for value in settings.options}}
-        lines.append(f"| `{info.name}@paper` | | | {settings.paper} |")
-        for value in (*settings.options, *settings.fields(options)):
-            note = "" if changes(value.name, value.value, defaults) else " (default)"
-            lines.append(f"| | `{value.name}` | `{value.value}`{note} | {value.source} |")
+        defaults = {option.name: option.default for option in info.describe()}
+        tail, *_ = info.paper.fields(info.paper_options({}))
+        sets, same = [], []
+        for value in (*info.paper.options, tail):
+            if changes(value.name, value.value, defaults):
+                sets.append(f"`{value.name}={value.value}` ({value.source})")
+            else:
+                same.append(f"`{value.name}={value.value}`")
+        lines.append(f"|`{info.name}`|{info.paper.paper}|{'; '.join(sets)}|{', '.join(same)}|")
     return "\n".join(lines)
 
 
@@ -101,31 +110,10 @@ def reusable(rule: str) -> bool:
     return True
 
 
-def built_policies() -> list[tuple[PolicyInfo, Policy]]:
+def built_policies() -> list[tuple[type[NamedPolicy], Policy]]:
     """All policies but ``none``, with their defaults."""
-    pairs = [(info, build_policy(info.name, {})) for info in list_policies()]
+    pairs = [(info, info().build()) for info in METHODS]
     return [(info, policy) for info, policy in pairs if policy is not None]
-
-
-def budget_options() -> tuple[Any, ...]:
-    """Options that every policy has."""
-    from sgl_kvevict.policies.options import describe_options
-
-    return describe_options(BudgetOptions)
-
-
-def option_row(policy: str, option: Any) -> str:
-    """One option."""
-    return f"| `{policy}` | `{option.name}` | `{option.default}` | {option.allowed} | {option.meaning} |"
-
-
-def parts(policy: Policy) -> str:
-    """Scorer, budget rule, selector, merger."""
-    allocator = policy.allocator
-    budget = [type(allocator)] if not hasattr(allocator, "layers") else [type(allocator.layers), type(allocator.heads)]
-    found = [type(policy.scorer), *budget, type(policy.selector)]
-    found += [] if policy.merger is None else [type(policy.merger)]
-    return ", ".join(f"`{part.__name__}`" for part in found)
 
 
 def read_costs() -> dict[str, str]:
@@ -144,7 +132,12 @@ def read_costs() -> dict[str, str]:
 
 def with_tables(text: str) -> str:
     """The document with its generated parts replaced."""
-    tables = {"policies": policies_table, "options": options_table, "refusals": refusals_table, "papers": paper_table}
+    tables = {
+        "policies": policies_table,
+        "options": options_table,
+        "refusals": refusals_table,
+        "papers": paper_table,
+    }
     for name, make in tables.items():
         pattern = rf"(<!-- {name}: [^>]*-->\n).*?(<!-- end of {name} -->)"
         found = re.search(pattern, text, re.DOTALL)

@@ -33,7 +33,7 @@ from sgl_kvevict.distill import CachedRange, ScoreLearner, ScoreWeights, window_
 from sgl_kvevict.distill.learner import top_recall
 from sgl_kvevict.distill.texts import Kind, training_texts
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.model import ensure_demo_model
+from sgl_kvevict.model import ensure_model
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.methods.distilled import WINDOW_SIZE
 from sgl_kvevict.policies.signals import QueryWindow, Signal
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="rows whose names contain one of these")
     args = parser.parse_args()
     started = time.monotonic()
-    prefixes = Prefixes(ensure_demo_model())
+    prefixes = Prefixes(ensure_model())
     rows: list[dict[str, str]] = []
     for training in TRAININGS:
         if args.only and not any(part in training.name for part in args.only):

@@ -23,7 +23,7 @@ from kvevict_quality.sample import Prompts
 from kvevict_quality.systems import FULL, KNOWN_QUESTIONS, TWO_STAGES, Setup, parse_policy
 from kvevict_quality.tasks import select_tasks
 
-from sgl_kvevict.model import ensure_demo_model
+from sgl_kvevict.model import ensure_model
 
 CONTROL = "random"
 
@@ -55,7 +55,7 @@ def main() -> None:
     def progress(text: str) -> None:
         print(f"{time.monotonic() - started:6.0f} s  {text}", flush=True)
 
-    model = args.model or ensure_demo_model(report=progress)
+    model = args.model or ensure_model(report=progress)
     plan = Plan(
         model=model,
         prompts=Prompts(AutoTokenizer.from_pretrained(model)),

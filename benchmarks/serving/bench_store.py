@@ -39,6 +39,8 @@ LARGE_ROUND = 16
 ANSWER_TOKENS = 16
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
 
+COUNTERS = {"stored": "stored_segments", "loaded": "loaded_segments", "late": "late_loads"}
+"""Columns, and the totals of `/server_info` that they show."""
 PAGE = Page(
     name="store",
     command="python benchmarks/serving/bench_store.py",
@@ -187,15 +189,14 @@ def measure_round(
     before = counters(fleet, name)
     answers, seconds = needles.ask(fleet[name].url, asked, CONCURRENCY)
     after = counters(fleet, name)
-    used = {key: float(after[key] - before[key]) for key in ("stored", "loaded", "late") if name != WITHOUT}
+    used = {key: float(after[key] - before[key]) for key in COUNTERS if name != WITHOUT}
     recorder.add(point, name, repetition, figures(answers, seconds) | used)
 
 
 def counters(fleet: Fleet, name: str) -> dict[str, Any]:
-    """Counters of a server's store; none where it has none."""
-    state = plugin_state(fleet[name]) or {}
-    found: dict[str, Any] = state.get("store", {})
-    return found
+    """Totals of a server's store, by their column; none of stock SGLang."""
+    state = plugin_state(fleet[name])
+    return {} if state is None else {column: state[total] for column, total in COUNTERS.items()}
 
 
 def ask(url: str, prompts: Sequence[Sequence[int]]) -> list[Stream]:

@@ -21,7 +21,7 @@ from serving_bench.fleet import DEFAULT, compared_systems, running
 from serving_bench.options import LOGS, Options, Recorder
 from serving_bench.results import RESULTS, Row, origin
 
-from sgl_kvevict.model import ensure_demo_model
+from sgl_kvevict.model import ensure_model
 
 LIMIT = 0.8
 POOL_SLOTS = 8_000
@@ -48,7 +48,7 @@ TREE = ("match, hit", "lock and unlock", "insert a branch", "evict one leaf", "r
 def main() -> None:
     """Measure, print, compare."""
     is_recording = "--record" in sys.argv[1:]
-    model = ensure_demo_model(report=lambda text: print(text, file=sys.stderr))
+    model = ensure_model(report=lambda text: print(text, file=sys.stderr))
     options = Options((), 3, True, "", model, LOGS / "smoke")
     found = tree_ratios() | server_ratios(options)
     committed = {} if is_recording else read_committed(COMMITTED)

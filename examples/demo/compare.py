@@ -19,7 +19,7 @@ from rich.console import Console
 
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.launcher import System, launch_all
-from sgl_kvevict.model import ensure_demo_model
+from sgl_kvevict.model import resolve_model
 
 POOL_SLOTS = 6000
 NUM_ROUNDS = 5
@@ -35,7 +35,7 @@ def _budget(text: str) -> float | int:
 
 
 def main(
-    model: Annotated[Path | None, typer.Option(help="Model folder; default: the demo model.")] = None,
+    model: Annotated[str, typer.Option(help="Model folder, or a name of 'sgl-kvevict model --list'.")] = "demo",
     policy: Annotated[str | None, typer.Option(help="Policy; default: the configuration's own.")] = None,
     budget: Annotated[str | None, typer.Option(help="Share in (0, 1], or entries per head; default: likewise.")] = None,
     pool_slots: Annotated[int, typer.Option(help="KV pool of every server, in token slots.")] = POOL_SLOTS,
@@ -49,7 +49,7 @@ def main(
         config["policy"] = policy
     if budget is not None:
         config["budget"] = _budget(budget)
-    folder = model or ensure_demo_model(report=console.print)
+    folder = resolve_model(model)
     compared = systems(config, pool_slots)
     groups = _groups(compared, console)
     is_in_turn = len(groups) == 1

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from sgl_kvevict.launcher import STRICT_CHECK_ENV, RunningServer, kvevict_system, launch
 from sgl_kvevict.measure import flush, idle_gauges, plugin_state
-from sgl_kvevict.model import ensure_demo_model
+from sgl_kvevict.model import resolve_model
 
 POOL_SLOTS = 6000
 POLL_S = 0.2
@@ -34,6 +34,7 @@ Try next
 
 
 def main(
+    model: Annotated[str, typer.Option(help="Model folder, or a name of 'sgl-kvevict model --list'.")] = "demo",
     budget: Annotated[float, typer.Option(help="Share of entries kept, in (0, 1].")] = 0.2,
     pool_slots: Annotated[int, typer.Option(help="KV pool, in token slots.")] = POOL_SLOTS,
     stay: Annotated[bool, typer.Option(help="Leave the server up until Ctrl-C.")] = False,
@@ -41,14 +42,14 @@ def main(
 ) -> None:
     """Run the demo; see the module's description."""
     console = Console(stderr=True, highlight=False, width=110)
-    model = ensure_demo_model(report=console.print)
+    folder = resolve_model(model)
     config: dict[str, Any] = {"budget": budget}
     if stay:
         config["events"] = {}
     flags = ("--max-total-tokens", str(pool_slots), "--random-seed", "42", "--enable-metrics", "--enable-cache-report")
     system = kvevict_system("demo", config, flags, {k: v for k, v in STRICT_CHECK_ENV.items() if k.endswith("IDLE")})
     with console.status("starting SGLang with --radix-cache-backend kvevict"):
-        server = launch(model, flags=system.flags, env=system.env, log_path=out / "demo.log")
+        server = launch(folder, flags=system.flags, env=system.env, log_path=out / "demo.log")
     with server:
         figures = run(server, console, budget, pool_slots)
         print(json.dumps(figures, allow_nan=False), flush=True)

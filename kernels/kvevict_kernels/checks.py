@@ -10,7 +10,7 @@ import torch
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of queries, and in which a KV cache row may be stored."""
 FP8 = torch.float8_e4m3fn
-"""A KV cache row may be stored in this, too: a number times a scale that its layer has."""
+"""A KV cache row may be stored in this, too: numbers are multiplied by their layer's scale."""
 
 
 def check_tensor(
@@ -25,12 +25,12 @@ def check_tensor(
     Args:
         name: argument name, repeated in the message.
         x: the argument.
-        shape: expected sizes; None stands for any size.
+        shape: expected sizes; None: any size.
         dtype: expected dtype, or the allowed ones.
-        device: expected device; None stands for any device.
+        device: expected device; None: any device.
 
     Raises:
-        ValueError: names the argument, what was expected and what came.
+        ValueError: names the argument, the expected and the given value.
 
     Cost: host only, no device read.
     """
@@ -50,13 +50,13 @@ def check_tensor(
 
 
 def check_positions(positions: object, head_slots: torch.Tensor) -> None:
-    """Require what layers with a window need of a span.
+    """Require the positions of a span, which layers with a window read.
 
     Raises:
-        ValueError: there are no positions, or they are not those of its head slots.
+        ValueError: there are no positions, or not one per head slot.
     """
     if positions is None:
-        raise ValueError("positions: a layer with a window needs those of every span, got None")
+        raise ValueError("positions: a layer with a window needs the positions of every span, got None")
     check_tensor("positions", positions, tuple(head_slots.shape), torch.int32, head_slots.device)
 
 
@@ -74,12 +74,12 @@ def check_arenas(
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim].
         v_arena: like ``k_arena``.
         biases: [num_layers, num_token_slots, num_kv_heads], float32; or None.
-        shape: of the arenas; None stands for any size.
+        shape: of the arenas; None: any size.
         dtype: expected dtype, or the allowed ones.
-        device: expected device; None stands for any device.
+        device: expected device; None: any device.
 
     Raises:
-        ValueError: names the argument, what was expected and what came.
+        ValueError: names the argument, the expected and the given value.
     """
     check_tensor("k_arena", k_arena, shape, dtype, device)
     check_tensor("v_arena", v_arena, tuple(k_arena.shape), k_arena.dtype, k_arena.device)
@@ -96,7 +96,7 @@ def check_scoring(
     key_start: int,
     query_start: int,
 ) -> None:
-    """Require what every operation takes that scores keys of one layer by queries.
+    """Require the arguments of operations that score keys of one layer by queries.
 
     Args:
         queries: [n, num_qo_heads, head_dim], bfloat16, float16 or float32.
@@ -107,7 +107,7 @@ def check_scoring(
         query_start: >= 0.
 
     Raises:
-        ValueError: names the argument, what was expected and what came; on the CPU also for a token slot outside the
+        ValueError: names the argument, the expected and the given value; on the CPU also for a token slot outside the
             buffer.
     """
     check_tensor("queries", queries, (None, None, None), KV_DTYPES)
@@ -128,7 +128,7 @@ def check_int(name: str, value: object, low: int, high: int | None = None) -> No
     """Require an int (not a bool) in ``[low, high]``.
 
     Raises:
-        ValueError: names the argument, the allowed range and what came.
+        ValueError: names the argument, the allowed range and the given value.
     """
     upper = "" if high is None else f" and <= {high}"
     if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
@@ -139,7 +139,7 @@ def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     """Require one of the allowed words.
 
     Raises:
-        ValueError: names the argument, the allowed words and what came.
+        ValueError: names the argument, the allowed words and the given value.
     """
     if value not in allowed:
         raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
@@ -151,7 +151,7 @@ def check_index_range(name: str, x: torch.Tensor, size: int) -> None:
     On a device this does nothing: reading the elements would stall the stream.
 
     Raises:
-        ValueError: names the argument, the allowed range and what came.
+        ValueError: names the argument, the allowed range and the given value.
     """
     if x.device.type != "cpu" or x.numel() == 0:
         return

@@ -1,4 +1,4 @@
-"""What a device offers to a kernel: how many programs run at once follows from it and from the compiled kernel."""
+"""Limits of a GPU, from which the number of resident programs of a compiled kernel follows."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class DeviceLimits:
 
 
 INTERPRETER = DeviceLimits(arch=90, num_sms=2, shared_per_sm=233472)
-"""What stands in for a device on a CPU, where Triton's interpreter runs one program after the other."""
+"""Limits used on a CPU, where Triton's interpreter runs one program after the other."""
 
 
 @lru_cache

@@ -1,26 +1,34 @@
-"""Which implementation runs: decided by the device of the tensors and by nothing else."""
+"""The choice between the CPU path and the Triton path of an operation: by the device of its tensors alone."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, TypeVar
 
 import torch
 
+F = TypeVar("F", bound=Callable[..., object])
+TRITON_DEVICES: tuple[str, ...] = ("cuda",)
+"""Tests add the CPU, where Triton's interpreter runs."""
 
-def backend_for(device: torch.device) -> Literal["cpu", "triton"]:
-    """Pick the implementation for tensors on a device.
+
+def implementation(device: torch.device, on_cpu: F, package: str) -> F:
+    """Pick a path; Triton is imported when it is picked first.
 
     Args:
-        device: where the tensors of the call live (the caller has checked that they agree).
-
-    Returns:
-        "triton" for CUDA devices, "cpu" for the CPU.
+        device: of the call's tensors.
+        on_cpu: the CPU path, named ``NAME_cpu``.
+        package: the operation's folder; its ``triton_impl.py`` has ``NAME_triton`` with the same arguments.
 
     Raises:
-        ValueError: any other device.
+        ValueError: the device is neither CUDA nor the CPU.
     """
-    if device.type == "cuda":
-        return "triton"
-    if device.type == "cpu":
-        return "cpu"
-    raise ValueError(f"device: expected cuda or cpu, got {device}")
+    if device.type in TRITON_DEVICES:
+        on_device: Any = import_module(f"kvevict_kernels.{package}.triton_impl")
+        name = on_cpu.__name__.removesuffix("_cpu") + "_triton"
+        found: F = getattr(on_device, name)
+        return found
+    if device.type != "cpu":
+        raise ValueError(f"device: expected cuda or cpu, got {device}")
+    return on_cpu

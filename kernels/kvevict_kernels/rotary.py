@@ -63,7 +63,7 @@ class Rotary:
 
         Args:
             x: [num_tokens, num_heads, head_dim], after RoPE.
-            distance: positions; the last row of the table stands for larger ones.
+            distance: positions; larger ones use the last row of the table.
 
         Returns:
             [num_tokens, num_heads, head_dim], float32.

@@ -1,8 +1,12 @@
-"""One compressed span as attention reads it."""
+"""Compressed spans as attention reads them, and which new tokens of a batch read which spans.
+
+Every implementation of attention starts from these two. numba's ``Layout`` and Triton's ``Tables`` list the addresses
+of their tensors and add work lists; FlashInfer gets index lists in its own format.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class SpanRuns:
-    """One compressed span as attention reads it. Immutable; compared and hashed by identity.
+    """One compressed span. Immutable; compared and hashed by identity.
 
     Run ``(l, h)`` is ``head_slots[starts[l, h] : starts[l, h] + lens[l, h]]``.
 
@@ -19,8 +23,8 @@ class SpanRuns:
         head_slots: [segment_entries], int32, head slots of the whole segment (shared by all spans cut from it).
         starts: [num_layers, num_kv_heads], int32, first entry of each run.
         lens: [num_layers, num_kv_heads], int32, entries of each run; may be 0.
-        num_tokens: logical tokens the span stands for.
-        is_fitted: its entries have biases, which are added to their scores; those of other spans' head slots are 0.
+        num_tokens: logical tokens that were compressed into the span.
+        is_fitted: entries have biases, which are added to their scores; biases of other spans' head slots are 0.
         positions: [segment_entries], int32, logical position of each entry's token, ascending within a run; None: not
             known, and only layers without a window may read it.
     """
@@ -33,14 +37,43 @@ class SpanRuns:
     positions: Tensor | None = None
 
 
+class SpanReaders:
+    """Which new tokens of a batch read which spans.
+
+    Args:
+        paths: per request, the spans that it reads, root first; each once.
+        rows: per request, rows of its new tokens; empty: they are attended for elsewhere.
+
+    Attributes:
+        spans: of all paths, each once.
+        rows: per span, the rows that read it, request after request.
+        path_start: per request and one more, where its spans begin in the two below.
+        path_span: numbers of the spans of each request, root first.
+        path_place: with ``path_span``: place of the request's first row among the span's.
+    """
+
+    def __init__(self, paths: Sequence[Sequence[SpanRuns]], rows: Sequence[range]) -> None:
+        number_of = {span: i for i, span in enumerate(dict.fromkeys(span for path in paths for span in path))}
+        self.spans = list(number_of)
+        self.rows: list[list[int]] = [[] for _ in self.spans]
+        self.path_start, self.path_span, self.path_place = [0], list[int](), list[int]()
+        for path, own in zip(paths, rows, strict=True):
+            for span in path:
+                readers = self.rows[number_of[span]]
+                self.path_span.append(number_of[span])
+                self.path_place.append(len(readers))
+                readers.extend(own)
+            self.path_start.append(len(self.path_span))
+
+
 class StandsForTokens(Protocol):
-    """A span, or what attention reads of it."""
+    """A span, or its runs."""
 
     @property
     def num_tokens(self) -> int:
-        """Logical tokens it stands for."""
+        """Logical tokens that were compressed into it."""
 
 
 def waterline_of(path: Iterable[StandsForTokens]) -> int:
-    """Tokens that the spans of a path stand for: those from here on lie in token slots of their own."""
+    """Tokens that were compressed into the spans of a path; each later token lies in a token slot of its own."""
     return sum(span.num_tokens for span in path)

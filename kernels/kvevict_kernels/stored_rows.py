@@ -1,4 +1,4 @@
-"""Rows of a KV cache as torch reads them, whatever they are stored in."""
+"""Rows of a KV cache as torch reads them, in any stored dtype."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def gather_rows(buffer: Tensor, slots: Tensor, scale: float | Tensor = 1.0, dim:
     """Copy rows at some slots.
 
     Args:
-        buffer: any shape; bfloat16, float16, float32, or float8_e4m3fn, which stands for a number times ``scale``.
+        buffer: any shape; bfloat16, float16, float32, or float8_e4m3fn, which is multiplied by ``scale``.
         slots: [n], int, indices along ``dim``.
-        scale: what a stored 1 is worth; looked at for float8 only. A tensor must broadcast against the result.
+        scale: FP8 scale, not read for other dtypes. A tensor must broadcast against the result.
         dim: dimension of the slots.
 
     Returns:

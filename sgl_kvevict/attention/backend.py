@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.span_attention import reason_not_to_run
+from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
 from sgl_kvevict.attention.interface import Attention, CapturableAttention
 from sgl_kvevict.attention.refusals import NO_BIASES, cpu_reasons, flashinfer_reasons, triton_reasons
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 
 AUTO = {"cpu": "numba", "cuda": "triton"}
-"""What ``auto`` stands for on each device; ``torch`` on a CPU where ``numba`` cannot run."""
+"""Implementation that ``auto`` chooses on each device; ``torch`` on a CPU where ``numba`` cannot run."""
 ON_CPU = ("numba", "torch")
 """Implementations for a CPU; the others are for a GPU."""
 PLANNED_ON_HOST = ("flashinfer",)
@@ -32,7 +33,7 @@ def resolve_attention(name: str, device: str, head_dim: int | None = None) -> st
     Args:
         name: ``auto``, ``numba``, ``torch``, ``triton`` or ``flashinfer``.
         device: "cpu" or "cuda".
-        head_dim: of the model; None: not known yet.
+        head_dim: of the model; None: not yet known.
 
     Raises:
         UnsupportedSetupError: the implementation does not run there, or its package is missing.
@@ -79,8 +80,9 @@ def build_attention(
     v_arena: Tensor,
     q_dtype: torch.dtype | None = None,
     biases: Tensor | None = None,
+    on_all_ranks: Callable[[bool], bool] = bool,
 ) -> Attention:
-    """Build what the configuration asks for, on the arenas' device.
+    """Build the configured implementation on the arenas' device.
 
     Args:
         name: ``auto``, ``numba``, ``torch``, ``triton`` or ``flashinfer``.
@@ -89,65 +91,64 @@ def build_attention(
         v_arena: like ``k_arena``.
         q_dtype: of the queries, where the arena holds float8.
         biases: [num_layers, num_token_slots, num_kv_heads], float32, of entries of fitted spans; None: none is fitted.
+        on_all_ranks: whether all tensor-parallel ranks say yes; default: there is one rank.
 
     Raises:
-        UnsupportedSetupError: see :func:`resolve_attention`; or the implementation cannot read biases.
+        UnsupportedSetupError: see :func:`resolve_attention`; the implementation cannot read biases; or 'flashinfer'
+            was asked for and cannot compile its kernels.
     """
     chosen = resolve_attention(name, k_arena.device.type, geometry.head_dim)
     if chosen == "torch" and name == "auto":
         logger.warning("attention is 'torch', which takes longer: %s", reason_not_to_run(geometry.head_dim))
-    return _BUILDERS[chosen](geometry, k_arena, v_arena, q_dtype, biases)
+    arenas = geometry, k_arena, v_arena
+    if chosen == "numba":
+        from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
 
-
-def _build_numba(
-    geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None, biases: Tensor | None
-) -> Attention:
-    from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
-
-    return NumbaAttention(geometry, k_arena, v_arena, biases)
-
-
-def _build_torch(
-    geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None, biases: Tensor | None
-) -> Attention:
-    from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
-
-    return TorchAttention(geometry, k_arena, v_arena, biases)
-
-
-def _build_triton(
-    geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None, biases: Tensor | None
-) -> CapturableAttention:
-    from sgl_kvevict.attention.flashinfer.prefill import find_plain_prefill
-    from sgl_kvevict.attention.triton.attention import TritonAttention
-
-    plain_prefill = find_plain_prefill(geometry, k_arena, v_arena)
-    attention = TritonAttention(geometry, k_arena, v_arena, q_dtype, plain_prefill, biases)
-    if k_arena.is_cuda:
-        attention.warm_up()
-    return attention
+        return NumbaAttention(*arenas, biases)
+    if chosen == "torch":
+        return TorchAttention(*arenas, biases)
+    if chosen == "triton":
+        return _build_triton(*arenas, q_dtype, biases, on_all_ranks)
+    return _build_flashinfer(*arenas, q_dtype, biases, on_all_ranks)
 
 
 def _build_flashinfer(
-    geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, q_dtype: torch.dtype | None, biases: Tensor | None
+    geometry: KVGeometry,
+    k_arena: Tensor,
+    v_arena: Tensor,
+    q_dtype: torch.dtype | None,
+    biases: Tensor | None,
+    on_all_ranks: Callable[[bool], bool],
 ) -> Attention:
+    """FlashInfer for layers without a window, our Triton kernels for the others."""
     if biases is not None:
         raise UnsupportedSetupError([NO_BIASES])
     from sgl_kvevict.attention.by_window import ByWindow
     from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
 
-    if not geometry.has_windows:
-        return FlashInferAttention(geometry, k_arena, v_arena)
-    windowed = _build_triton(geometry, k_arena, v_arena, q_dtype, biases)
     if not geometry.full_layers:
-        return windowed
+        return _build_triton(geometry, k_arena, v_arena, q_dtype, None, on_all_ranks)
     full = FlashInferAttention(replace(geometry, windows=()), k_arena, v_arena)
-    return ByWindow(full, windowed)
+    full.warm_up()
+    if not geometry.has_windows:
+        return full
+    return ByWindow(full, _build_triton(geometry, k_arena, v_arena, q_dtype, None, on_all_ranks))
 
 
-_BUILDERS: dict[str, Callable[[KVGeometry, Tensor, Tensor, torch.dtype | None, Tensor | None], Attention]] = {
-    "numba": _build_numba,
-    "torch": _build_torch,
-    "triton": _build_triton,
-    "flashinfer": _build_flashinfer,
-}
+def _build_triton(
+    geometry: KVGeometry,
+    k_arena: Tensor,
+    v_arena: Tensor,
+    q_dtype: torch.dtype | None,
+    biases: Tensor | None,
+    on_all_ranks: Callable[[bool], bool],
+) -> CapturableAttention:
+    from sgl_kvevict.attention.flashinfer.prefill import find_plain_prefill
+    from sgl_kvevict.attention.triton.attention import TritonAttention
+
+    on_gpu = k_arena.is_cuda
+    plain_prefill = find_plain_prefill(geometry, k_arena, v_arena, on_all_ranks) if on_gpu else None
+    attention = TritonAttention(geometry, k_arena, v_arena, q_dtype, plain_prefill, biases)
+    if on_gpu:
+        attention.warm_up()
+    return attention

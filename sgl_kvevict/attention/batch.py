@@ -1,4 +1,4 @@
-"""The requests of one forward, and what each of them reads."""
+"""The requests of one forward: the spans and the tokens that each of them reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Path = tuple[SpanRuns, ...]
 
 
 class BatchKey(NamedTuple):
-    """What a batch has in common with the next steps of the same requests: layouts are kept under it.
+    """The part of a batch that later steps of the same requests share; layouts are kept under this key.
 
     Attributes:
         paths: per request.

@@ -11,10 +11,10 @@ from sgl_kvevict.geometry import KVGeometry
 
 
 class ByWindow:
-    """Attention of a model of which some layers have a window, where an implementation reads spans only whole.
+    """Attention of a model with windows in some layers, by an implementation that reads spans only whole.
 
-    What a query sees of a span in such a layer begins at another entry for every query and step. FlashInfer would need
-    a mask for each layer and step for that; our Triton kernels read positions.
+    In such a layer the first visible entry of a span differs for every query and step. FlashInfer would need a mask for
+    each layer and step; our Triton kernels read positions.
 
     Args:
         full: for layers that see everything; its geometry has no windows.

@@ -1,4 +1,4 @@
-"""What SGLang's layers ask of attention, whichever implementation runs."""
+"""The interface of all implementations of attention: plan a forward, run a layer."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Attention(Protocol):
             layer: layer index; a layer with a window (``geometry.windows``) sees that many tokens.
             q: [num_new_tokens, num_qo_heads, head_dim], request after request.
             sm_scale: softmax scale.
-            sink_logits: [num_qo_heads], of any floating dtype: what the softmax of every query counts once, beside the
-                scores and without a value; None: the layer has none.
+            sink_logits: [num_qo_heads], of any floating dtype: one more score in the softmax of every query, whose
+                value is 0; None: the layer has none.
 
         Returns:
             out [num_new_tokens, num_qo_heads, head_dim], dtype of ``q``, and lse [num_new_tokens, num_qo_heads],
             float32, natural log-sum-exp of the scaled scores over everything that a query saw, the sink logit
-            included: ``exp(score - lse)`` is what a query paid a token.
+            included: ``exp(score - lse)`` is the attention that a query pays to a token.
 
         Raises:
             InvariantError: other new tokens than planned.
@@ -81,11 +81,11 @@ class CapturableAttention(CompiledAttention, Protocol):
         """
 
     def follow(self, batch: AttentionBatch, num_requests: int) -> None:
-        """Show the next replay what its requests read; it takes lengths and rows from what :meth:`start_step` got.
+        """Give the next replay the spans of its requests; it reads lengths and rows where :meth:`start_step` did.
 
         Args:
             batch: a decode step.
-            num_requests: of the recorded step; those beyond the batch only fill up.
+            num_requests: of the recorded step; requests beyond the batch are fillers.
 
         Raises:
             InvariantError: the batch has more requests, or is not a decode step.

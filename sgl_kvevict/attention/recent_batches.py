@@ -1,4 +1,4 @@
-"""What is built once for a batch, and kept while the same requests go on reading the same."""
+"""Layouts of batches, kept while the same requests read the same spans."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 MAX_BATCHES = 2
-"""A server alternates between at most two that come again: decode steps, and decode rows inside of prefill steps."""
+"""A server alternates between at most two that come again: decode steps, and decode rows inside prefill steps."""
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
 class RecentBatches(Generic[K, V]):
-    """Keeps what was built for the ``MAX_BATCHES`` batches used last.
+    """Keeps the layouts of the ``MAX_BATCHES`` batches used last.
 
     Args:
-        on_drop: takes back what a dropped value holds; called before the value in its place is built.
+        on_drop: takes back a dropped layout's resources; called before the layout in its place is built.
     """
 
     def __init__(self, on_drop: Callable[[V], None] | None = None) -> None:
@@ -28,12 +28,11 @@ class RecentBatches(Generic[K, V]):
         return len(self._kept)
 
     def get(self, key: K, build: Callable[[], V]) -> V:
-        """Return what was built for a batch.
+        """Return the layout of a batch.
 
         Args:
-            key: what the batch shares with its next steps.
-            build: makes the value, which is not None; called if none is kept, after the one used longest ago has
-                made room.
+            key: of the batch and its next steps.
+            build: makes the layout, not None; called if none is kept, after the one used longest ago was dropped.
         """
         value = self._kept.pop(key, None)
         if value is None:

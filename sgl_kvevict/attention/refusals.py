@@ -1,18 +1,17 @@
-"""What each implementation cannot do, as sentences for the user; known before anything is built."""
+"""Limits of each implementation, as sentences for the user, known before anything is built."""
 
 from __future__ import annotations
 
 import torch
 
 from kvevict_kernels.checks import FP8
+from sgl_kvevict.machine import FP8_CAPABILITY
 
 MAX_HEAD_DIM = 256
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 DTYPES_16 = (torch.bfloat16, torch.float16)
 DTYPES_CPU = (*DTYPES_16, torch.float32)
 NO_BIASES = "attention is 'flashinfer', which cannot read the biases of fitted prefixes (fit is true); 'triton' can"
-FP8_CAPABILITY = (8, 9)
-"""Compute capability from which on a GPU converts float8_e4m3fn."""
 
 
 def cpu_reasons(name: str, dtype: torch.dtype) -> list[str]:
@@ -74,7 +73,7 @@ def bias_reasons(name: str, dtype: torch.dtype) -> list[str]:
     """
     reasons = [NO_BIASES] if name == "flashinfer" else []
     if dtype == FP8:
-        reasons.append(f"fit is true, and what fitted values lose in float8 is not known; {_pool_dtype(dtype)}")
+        reasons.append(f"fit is true, and the loss of fitted values in float8 was never measured; {_pool_dtype(dtype)}")
     return reasons
 
 

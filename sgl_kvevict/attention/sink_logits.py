@@ -1,4 +1,4 @@
-"""A logit that the softmax of every query counts once, beside the scores: it takes weight and gives no value."""
+"""Sink logits: one more score in every query's softmax, which takes weight and has the value 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command ``sgl-kvevict``: serve a model, watch its cache, list policies, make the demo model.
+"""The command ``sgl-kvevict``: serve a model, watch its cache, list policies, make a model.
 
 Exit codes: 0 success, 1 something failed on the way (a download, a dead server), 2 bad input.
 """
@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from sgl_kvevict.cli import operate
+from sgl_kvevict.cli.check import check
 from sgl_kvevict.cli.store import store
 from sgl_kvevict.errors import ConfigError, KVEvictError
 
@@ -47,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of a pipe has seen enough: sgl-kvevict policies | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
+    except typer.Abort:  # Ctrl-C, in some versions of typer
+        code = 130
     except (KVEvictError, OSError) as error:
         _say(f"error: {_one_line(error)}")
         code = 2 if isinstance(error, ConfigError) else 1
@@ -95,7 +98,7 @@ def common(
 
 @app.command()
 def serve(
-    model: Annotated[str, typer.Argument(help="Model folder or hub name, or 'demo' for the demo model.")],
+    model: Annotated[str, typer.Argument(help="Model folder, hub name, or a name of 'sgl-kvevict model --list'.")],
     sglang_flags: Annotated[
         list[str] | None,
         typer.Argument(metavar="-- SGLANG_FLAGS", help="SGLang's own flags, passed on unchanged."),
@@ -149,14 +152,14 @@ def policies(
     from rich.table import Table
 
     from sgl_kvevict.cli.output import print_shaped
-    from sgl_kvevict.policies.by_name import budget_option_names, list_policies, paper_settings, papers, split_name
+    from sgl_kvevict.policies.by_name import find_policy, list_policies, papers
+    from sgl_kvevict.policies.options import BudgetOptions
 
-    known = {policy.name: policy for policy in list_policies()}
     if name is None:
         table = Table("policy", "keeps", "own options", box=None, pad_edge=False)
-        common = budget_option_names()
-        for policy in known.values():
-            own = [f"{option.name}={option.default}" for option in policy.options if option.name not in common]
+        common = tuple(BudgetOptions.model_fields)
+        for policy in list_policies():
+            own = [f"{option.name}={option.default}" for option in policy.describe() if option.name not in common]
             table.add_row(policy.name, policy.summary, " ".join(own))
         table.caption = (
             f"All but none also take {', '.join(common)}.\n"
@@ -164,34 +167,50 @@ def policies(
             "'sgl-kvevict policies NAME' explains the options of one; 'package.module:factory' loads your own."
         )
         table.caption_justify = "left"
-    elif (printed := paper_settings(name)) is not None:
-        values = {value.name: value.value for value in printed.options}
-        defaults = {option.name: option.default for option in known[split_name(name)[0]].options}
-        table = Table("field", "value", f"where: {printed.paper}", box=None, pad_edge=False)
-        for value in (*printed.options, *printed.fields({**defaults, **values})):
-            table.add_row(value.name, str(value.value), value.source)
-    elif name not in known:
-        raise ConfigError(f"policy: got {name!r}; allowed: {', '.join(known)}")
     else:
-        table = Table("option", "default", "meaning", "allowed", box=None, pad_edge=False)
-        for option in known[name].options:
-            table.add_row(option.name, str(option.default), option.meaning, option.allowed)
+        policy, as_printed = find_policy(name)
+        if as_printed:
+            printed = papers()[policy.name]
+            table = Table("field", "value", f"where: {printed.paper}", box=None, pad_edge=False)
+            for value in (*printed.options, *printed.fields(policy.paper_options({}))):
+                table.add_row(value.name, str(value.value), value.source)
+        else:
+            table = Table("option", "default", "meaning", "allowed", box=None, pad_edge=False)
+            for option in policy.describe():
+                table.add_row(option.name, str(option.default), option.meaning, option.allowed)
     print_shaped(table)
 
 
 @app.command()
 def model(
+    name: Annotated[str, typer.Argument(help="Which one; see --list.")] = "demo",
+    is_list: Annotated[bool, typer.Option("--list", help="List the models that have names, and stop.")] = False,
+    accept_terms: Annotated[
+        bool, typer.Option("--accept-terms", help="Accept the model's own terms, where it has some.")
+    ] = False,
     directory: Annotated[
         Path | None, typer.Option("--dir", help="Folder of models; default: the user's cache folder.")
     ] = None,
 ) -> None:
-    """Download and convert the demo model, once; print its folder."""
-    from sgl_kvevict.model import ensure_demo_model
+    """Download and convert a model that has a name, once; print its folder."""
+    from sgl_kvevict.model import MODELS, ensure_model, model_path
 
-    typer.echo(ensure_demo_model(directory))
+    if not is_list:
+        typer.echo(ensure_model(name, directory, accept_terms=accept_terms))
+        return
+    from rich.table import Table
+
+    from sgl_kvevict.cli.output import print_shaped
+
+    table = Table("name", "model", "download", "what", "here", box=None, pad_edge=False)
+    for key, each in MODELS.items():
+        here = str(model_path(key, directory) or "no")
+        table.add_row(key, each.folder, f"{each.megabytes:,} MB", each.facts, here)
+    print_shaped(table)
 
 
 operate.register(app)
+app.command()(check)
 app.add_typer(store)
 
 

@@ -1,4 +1,4 @@
-"""``sgl-kvevict inspect``: one look at a server's tree, as text, JSON or a self-contained page."""
+"""``sgl-kvevict inspect``: a snapshot of a server's tree, as text, JSON or a self-contained page."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ Decode = Callable[[Sequence[int]], list[str]]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one look brought.
+    """A server's tree at one moment.
 
     Attributes:
-        endpoint: whom we asked.
-        about: what runs there.
-        tree: its nodes.
-        maps: what heads kept, by node id.
+        endpoint: address of its inspection socket.
+        about: model, policy and sizes.
+        tree: nodes and pool.
+        maps: which tokens each head kept, by node id.
         tokens: token ids by node id; empty unless the server exposes them.
     """
 
@@ -55,16 +55,16 @@ def take_snapshot(
 ) -> Snapshot:
     """Ask a server about its tree.
 
-    One question a node, a few at a time, which the server answers between two of its steps.
-    A node that goes away meanwhile is left out.
+    Nodes are asked about one by one; the server answers between two of its steps. Nodes that are dropped meanwhile
+    are left out.
 
     Args:
         endpoint: the server's inspection socket.
         limit: nodes at most.
-        num_maps: how many of the largest compressed nodes to ask what their heads kept.
+        num_maps: number of compressed nodes, largest first, to fetch maps of.
         bins: resolution of these maps.
         with_tokens: ask for token ids if the server exposes them.
-        timeout_s: how long to wait for each answer.
+        timeout_s: seconds to wait for each answer.
 
     Raises:
         ConfigError: the endpoint is not an address.
@@ -166,15 +166,17 @@ def _as_numbers(ids: Sequence[int]) -> list[str]:
 
 
 def load_decoder(path: str) -> Decode | None:
-    """Return what turns single token ids into their texts, or None if there is no such tokenizer here.
+    """Return a function from token ids to their texts; None without transformers, or without such a tokenizer.
 
     Args:
         path: folder or hub name of the tokenizer.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of optional parts of transformers that a tokenizer does not need
-        from transformers import AutoTokenizer
-
+        try:
+            from transformers import AutoTokenizer
+        except ImportError:
+            return None
         try:
             tokenizer = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError):  # no such folder or hub name, or nothing in it that reads as a tokenizer

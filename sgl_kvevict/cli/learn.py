@@ -51,7 +51,7 @@ def learn(model: str, out: Path, texts: Path | None, num_prefixes: int, sglang_f
     check_writable(out, "--out")
     passages = _passages(texts, num_prefixes)
     values = {"score_weights": None, "save_score_weights": str(out.absolute()), "distill_prefixes": num_prefixes}
-    plan = plan_serve(model, parse_config(values, "sgl-kvevict learn"), sglang_flags)
+    plan = plan_serve(model, parse_config(values, "sgl-kvevict learn"), sglang_flags, listens=False)
     flags = plan.command[plan.command.index("--model-path") + 2 :]
     served = plan.command[plan.command.index("--model-path") + 1]
     before = out.stat().st_mtime_ns if out.exists() else None

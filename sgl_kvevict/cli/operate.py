@@ -1,4 +1,4 @@
-"""Commands for a running server (``top``, ``inspect``, ``warm``) and those that prepare one (``size``, ``learn``)."""
+"""Commands for a running server (``top``, ``inspect``, ``warm``) and for planning one (``size``, ``learn``)."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def warm(
 
 
 def learn(
-    model: Annotated[str, typer.Argument(help="Model folder or hub name, or 'demo' for the demo model.")],
+    model: Annotated[str, typer.Argument(help="Model folder, hub name, or a name of 'sgl-kvevict model --list'.")],
     out: Annotated[Path, typer.Option(help="File to write (safetensors), for score_weights.")],
     sglang_flags: Annotated[
         list[str] | None,
@@ -146,7 +146,7 @@ def _read_messages(path: Path) -> list[dict[str, str]]:
 
 
 def size(
-    model: Annotated[str, typer.Option(help="Model folder or hub name, or 'demo' for the demo model.")],
+    model: Annotated[str, typer.Option(help="Model folder, hub name, or a name of 'sgl-kvevict model --list'.")],
     prefix_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one prefix.")],
     budget: Annotated[str, typer.Option(help="Share of entries to keep (0.2), or entries per KV head (256).")] = "0.2",
     pool_tokens: Annotated[int | None, typer.Option(min=1, help="Token slots of the pool.")] = None,

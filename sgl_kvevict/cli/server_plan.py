@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,21 @@ from sgl_kvevict.config import ENV_VAR, KVEvictConfig, load_config, parse_config
 from sgl_kvevict.config_file import read_config_file
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.launcher import has_fast_bfloat16
-from sgl_kvevict.model import ensure_demo_model
+from sgl_kvevict.model import DEMO, MODELS, resolve_model
+from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
+from sgl_kvevict.sglang_adapter.start_checks import (
+    BACKENDS,
+    flag_reasons,
+    pool_size_reasons,
+    port_reasons,
+    resource_reasons,
+)
 
-DEMO = "demo"
-BACKEND = "kvevict"
 CPU_PLATFORM = "kvevict_cpu"
 CPU_POOL_TOKENS = 32768
 """Pool size on a CPU: SGLang would otherwise claim most of the machine's memory, and fill it with zeros."""
 
-_BACKEND_FLAGS = (
-    *("--radix-cache-backend", "--attention-backend"),
-    *("--prefill-attention-backend", "--decode-attention-backend"),
-)
+_BACKEND_FLAGS = tuple(f"--{field.replace('_', '-')}" for field in BACKENDS)
 
 
 @dataclass(frozen=True)
@@ -98,23 +102,29 @@ def parse_policy_options(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def resolve_config(config_file: Path | None, given: Mapping[str, Any]) -> KVEvictConfig:
-    """Combine the configuration's sources and check the result, the policy's name and options included.
-
-    What the name implies (``d2o@paper``) is spelled out in what is returned.
+    """Combine the configuration's sources and check its fields; the policy is checked by :func:`spelled_out`.
 
     Args:
         config_file: JSON or YAML file; None means ``KVEVICT_CONFIG``, or the defaults if that is unset.
         given: fields given on the command line; they win.
 
     Raises:
-        ConfigError: a field, the policy's name or an option of it is wrong.
+        ConfigError: a field is wrong.
     """
     if config_file is None:
         base, source = load_config().model_dump(exclude_unset=True), "the command line"
     else:
         base, source = read_config_file(config_file), f"{config_file} and the command line"
-    config = parse_config({**base, **given}, source)
-    from sgl_kvevict.policies.configured import configured_policy
+    return parse_config({**base, **given}, source)
+
+
+def spelled_out(config: KVEvictConfig) -> KVEvictConfig:
+    """Check the policy's name and options; return the configuration with all that the name implies (``d2o@paper``).
+
+    Raises:
+        ConfigError: the policy's name or an option of it is wrong, or a field does not fit the policy.
+    """
+    from sgl_kvevict.policies.by_name import configured_policy
 
     if ":" in config.policy and "" not in sys.path:
         sys.path.insert(0, "")  # a module of the current folder: the server, started with -m, finds it too
@@ -127,28 +137,37 @@ def plan_serve(
     sglang_flags: Sequence[str],
     *,
     cuda_is_available: Callable[[], bool] | None = None,
+    listens: bool = True,
 ) -> ServePlan:
     """Work out how to start SGLang.
 
     Args:
-        model: model folder or hub name, or ``demo``.
-        config: what to compress and how.
+        model: model folder, hub name, or a name of ``sgl_kvevict.model.MODELS``.
+        config: as given; its fields were checked.
         sglang_flags: the user's own SGLang flags, passed on unchanged.
         cuda_is_available: asked only if the flags do not name a device; default: torch's answer.
+        listens: check that ``--port`` of the flags, or SGLang's default, is free; False: another one is chosen later.
 
     Raises:
-        ConfigError: SGLang is missing, or flags contradict the plugin; lists all of them.
+        ConfigError: SGLang is missing, the policy or a flag is wrong, or the model, the pool, the port, or a file,
+            folder or socket of the configuration cannot be used; lists every reason.
     """
-    _check(model, sglang_flags)
+    problems = _problems(model, config, sglang_flags, listens)
+    try:
+        config = spelled_out(config)
+    except ConfigError as error:
+        problems += str(error).splitlines()
+    if problems:
+        raise ConfigError("invalid arguments:\n" + "\n".join(f"  - {problem}" for problem in problems))
     device = flag_value(sglang_flags, "--device")
     on_cpu = device == "cpu" if device else not (cuda_is_available or _torch_has_cuda)()
-    path = str(ensure_demo_model()) if model == DEMO else model
+    path = resolve_model(model)
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", path]
-    wanted = {"--radix-cache-backend": BACKEND, "--attention-backend": BACKEND}
+    wanted = {"--radix-cache-backend": BACKEND_NAME, "--attention-backend": BACKEND_NAME}
     environ = {ENV_VAR: config.model_dump_json(exclude_unset=True)}
     if on_cpu:
         wanted |= {"--device": "cpu", "--max-total-tokens": str(CPU_POOL_TOKENS)}
-        if model == DEMO and not has_fast_bfloat16():
+        if model in MODELS and not has_fast_bfloat16():
             wanted["--dtype"] = "float32"
         environ["SGLANG_PLATFORM"] = os.environ.get("SGLANG_PLATFORM") or CPU_PLATFORM
     if Path(path).is_dir():
@@ -186,25 +205,43 @@ def flag_value(flags: Sequence[str], name: str) -> str | None:
     return value
 
 
-def _check(model: str, sglang_flags: Sequence[str]) -> None:
+def _problems(model: str, config: KVEvictConfig, flags: Sequence[str], listens: bool) -> list[str]:
     problems = []
     if importlib.util.find_spec("sglang") is None:
         problems.append("SGLang is not installed: pip install 'sgl-kvevict[gpu]', or `make setup` on a CPU")
-    if model.startswith((".", "/", "~")) and not Path(model).is_dir():
+    folder = Path(model)
+    if model.startswith((".", "/", "~")) and not folder.is_dir():
         problems.append(f"model: got {model!r}, no such folder; allowed: a folder, a hub name, {DEMO!r}")
-    if sglang_flags and not sglang_flags[0].startswith("-"):
-        problems.append(f"got {sglang_flags[0]!r} after the model; allowed: -- and SGLang's own flags")
+    elif folder.is_dir() and not (folder / "config.json").is_file():
+        problems.append(f"model: got {model!r}, a folder without config.json; allowed: the folder of a model")
+    if flags and not flags[0].startswith("-"):
+        problems.append(f"got {flags[0]!r} after the model; allowed: -- and SGLang's own flags")
     for flag in _BACKEND_FLAGS:
-        value = flag_value(sglang_flags, flag)
-        if value not in (None, BACKEND):
-            problems.append(f"{flag}: got {value!r}; allowed: {BACKEND} (or leave it out)")
+        value = flag_value(flags, flag)
+        if value not in (None, BACKEND_NAME):
+            problems.append(f"{flag}: got {value!r}; allowed: {BACKEND_NAME} (or leave it out)")
     for flag in ("--model-path", "--model"):
-        if flag_value(sglang_flags, flag) is not None:
+        if flag_value(flags, flag) is not None:
             problems.append(f"{flag}: give the model as the first argument instead")
-    if "--disable-radix-cache" in sglang_flags:
-        problems.append("--disable-radix-cache: compressed prefixes live in the radix cache; leave it out")
-    if problems:
-        raise ConfigError("invalid arguments:\n" + "\n".join(f"  - {problem}" for problem in problems))
+    problems += flag_reasons(partial(_argument, flags))
+    problems += pool_size_reasons(flag_value(flags, "--max-total-tokens"), config)
+    num_schedulers = _argument(flags, "dp_size")
+    problems += resource_reasons(config, num_schedulers if isinstance(num_schedulers, int) else 1)
+    if listens:
+        port = flag_value(flags, "--port")
+        problems += port_reasons(flag_value(flags, "--host") or "127.0.0.1", "30000" if port is None else port)
+    return problems
+
+
+def _argument(flags: Sequence[str], field: str) -> object:
+    """The value of a field of SGLang's ``ServerArgs`` as flags give it: True without a value, None if left out."""
+    flag = f"--{field.replace('_', '-')}"
+    value = flag_value(flags, flag)
+    if value is None:
+        return None
+    if not value or (flag in flags and value.startswith("--")):
+        return True
+    return int(value) if value.isdecimal() else value
 
 
 def _torch_has_cuda() -> bool:

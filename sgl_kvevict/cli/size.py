@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import warnings
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.model import resolve_model
 
 COMMON_BUDGETS = (1.0, 0.5, 0.2, 0.1)
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What the KV of one token of a model takes.
+    """Sizes of a model that determine the KV of one token.
 
     Attributes:
-        num_layers: layers with keys and values: recurrent ones (``linear_attention``) have a state instead.
+        num_layers: layers with keys and values; recurrent ones (``linear_attention``) have none.
         num_kv_heads: KV heads a layer.
         head_dim: elements of one K (or V) row.
         dtype_bytes: bytes of one element.
@@ -37,13 +39,13 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Fit:
-    """How many prefixes fit at one budget.
+    """Number of prefixes that fit at one budget.
 
     Attributes:
         budget: share of entries, or entries per head.
-        prefix_slots: token slots of one cached prefix (its compressed part, and its tail).
-        prefix_bytes: their bytes.
-        prefixes: how many fit while the next one is prefilled, which needs all its tokens' slots.
+        prefix_slots: token slots of one cached prefix, its compressed part and its tail.
+        prefix_bytes: bytes of these slots.
+        prefixes: number that fit, the last of them uncompressed as it is during prefill.
         tokens_per_slot: tokens of a prefix divided by its slots.
     """
 
@@ -58,29 +60,23 @@ def read_model_sizes(model: str) -> ModelSizes:
     """Read the sizes from a model's configuration.
 
     Args:
-        model: model folder or hub name, or ``demo``.
+        model: model folder, hub name, or a name of ``sgl_kvevict.model.MODELS``.
 
     Raises:
         ConfigError: no such model, or not one with plain attention.
     """
-    if model == "demo":
-        from sgl_kvevict.model import ensure_demo_model
-
-        model = str(ensure_demo_model())
+    model = resolve_model(model)
     allowed = "a folder with a config.json, or a hub name that can be reached from here"
-    path = Path(model).expanduser()
-    if model.startswith((".", "/", "~")) and not path.is_dir():
+    folder = Path(os.path.expanduser(model))
+    if model.startswith((".", "/", "~")) and not folder.is_dir():
         raise ConfigError(f"model: got {model!r}, no such folder; allowed: {allowed}")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of optional parts of transformers that a configuration does not need
-        from transformers import PretrainedConfig
-
-        try:
-            values, _ = PretrainedConfig.get_config_dict(str(path) if path.is_dir() else model)
-        except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"model: got {model!r} ({reason}); allowed: {allowed}") from error
-    values = values.get("text_config", values)
+    try:
+        file = folder / "config.json" if folder.is_dir() else _downloaded(model)
+        values = json.loads(file.read_text(encoding="utf-8"))
+        values = values.get("text_config", values)
+    except (OSError, ValueError, AttributeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"model: got {model!r} ({reason}); allowed: {allowed}") from error
     missing = [name for name in ("num_hidden_layers", "num_attention_heads", "hidden_size") if name not in values]
     if missing:
         raise ConfigError(f"model: got {model!r}, whose configuration lacks {', '.join(missing)}")
@@ -93,6 +89,15 @@ def read_model_sizes(model: str) -> ModelSizes:
         head_dim=values.get("head_dim") or values["hidden_size"] // num_heads,
         dtype_bytes=4 if dtype == "float32" else 2,
     )
+
+
+def _downloaded(hub_name: str) -> Path:
+    """The configuration of a model on a hub."""
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError as error:
+        raise ConfigError(f"model: got {hub_name!r}, and hub names need the package huggingface_hub") from error
+    return Path(hf_hub_download(hub_name, "config.json"))
 
 
 def parse_bytes(text: str) -> int:
@@ -114,7 +119,7 @@ def parse_bytes(text: str) -> int:
 
 
 def prefix_slots(config: KVEvictConfig, num_tokens: int) -> int:
-    """Token slots of one cached prefix: what is compressed, and the tail that is not."""
+    """Token slots of one cached prefix: the compressed range and the uncompressed tail."""
     compressed = num_tokens - config.tail_tokens
     if config.policy == "none" or compressed < config.min_prefix_tokens:
         return num_tokens
@@ -131,7 +136,7 @@ def fits(
         sizes: of the model.
         num_tokens: tokens of one prefix.
         pool_slots: token slots of the pool.
-        reserved_slots: of these, slots left to running requests (their questions and answers).
+        reserved_slots: slots of the pool left to the questions and answers of running requests.
 
     Returns:
         One row a budget, the configured one first.

@@ -136,17 +136,15 @@ def _open(url: str, name: str = "STORE") -> Backend:
     """A store that is there: looking at one does not make it.
 
     Raises:
-        ConfigError: no folder of this name, or a URL below which nothing is stored.
+        ConfigError: no folder of this name.
+        StoreError: nothing is at this URL.
     """
     from sgl_kvevict.store import open_backend
 
     place = _place(url, name)
     if "://" not in url and not os.path.isdir(place):
         raise ConfigError(f"{name}: got {url!r}, which is not a folder")
-    backend = open_backend(place)
-    if "://" in url and next(iter(backend.list()), None) is None:  # object stores have no folders to be there or not
-        raise ConfigError(f"{name}: got {url!r}, where nothing is stored")
-    return backend
+    return open_backend(place)
 
 
 def _copy(source: str, target: str, source_name: str, target_name: str) -> None:
@@ -154,6 +152,8 @@ def _copy(source: str, target: str, source_name: str, target_name: str) -> None:
     from sgl_kvevict.store.maintenance import copy_store
 
     copied_from = _open(source, source_name)
+    if next(iter(copied_from.list()), None) is None:
+        raise ConfigError(f"{source_name}: got {source!r}, where nothing is stored")
     copied_to = open_backend(_place(target, target_name))
     counts = copy_store(copied_from, copied_to, _warn)
     typer.echo(f"{counts['segments']:,} segments and {counts['manifests']:,} manifests copied to {copied_to.url}")

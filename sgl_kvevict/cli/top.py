@@ -37,10 +37,10 @@ class TopOptions:
     Attributes:
         endpoint: the server's inspection socket.
         interval_s: seconds between reports.
-        rows: prefixes wanted.
+        rows: prefixes in a report, at most.
         sort: what they are sorted by.
-        timeout_s: how long to wait for an answer.
-        count: stop after so many reports; 0: never.
+        timeout_s: seconds to wait for an answer.
+        count: number of reports; 0: no end.
         is_long: the model's name in full.
     """
 
@@ -54,7 +54,7 @@ class TopOptions:
 
 
 def run_top(options: TopOptions, *, as_json: bool) -> None:
-    """Watch until told to stop.
+    """Show reports until the count is reached, ``q`` or Ctrl-C.
 
     Raises:
         ServerSilentError: with a count, no report came at all.
@@ -98,7 +98,7 @@ class _Watcher:
             sys.stdout.flush()
 
     async def _reports(self) -> AsyncIterator[None]:
-        """Report after report, and whenever a key asks for another one; ends with the count or with ``q``."""
+        """Yield after each report: one each interval, and one after each key; ends with the count or with ``q``."""
         num_reports = 0
         async with InspectClient(self.state.endpoint, self.options.timeout_s) as client:
             try:
@@ -129,7 +129,7 @@ class _Watcher:
             state.silent = str(error)
 
     async def _follow(self, description: Description) -> None:
-        """A server we have not seen yet: read its event stream from a little before now."""
+        """Read the event stream of a server that is new, or was restarted, from a little before now."""
         self.state.description = description
         if self._stream is not None:
             self._stream.cancel()
@@ -161,7 +161,7 @@ class _Watcher:
 
 @contextlib.contextmanager
 def _keys(press: Callable[[str], None]) -> Iterator[None]:
-    """Call ``press`` with every key typed, one by one; nothing if there is no terminal to type on."""
+    """Call ``press`` with every key that is typed, if standard input is a terminal."""
 
     def read_keys() -> None:
         for key in os.read(stdin, 64).decode(errors="replace"):

@@ -1,4 +1,4 @@
-"""What ``sgl-kvevict top`` draws: state in, rich renderables out."""
+"""The screen of ``sgl-kvevict top``: from a state to rich renderables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sgl_kvevict.cli.output import short_model
-from sgl_kvevict.events.questions import Description, Pool, StatusReport, Totals
+from sgl_kvevict.events.questions import Description, StatusReport
+from sgl_kvevict.events.totals import Pool, Totals
 from sgl_kvevict.events.types import (
     AnyEvent,
     Cleared,
@@ -34,7 +35,7 @@ SORT_KEYS = {"s": "slots", "t": "tokens", "r": "readers", "a": "age"}
 RATE_WINDOW_S = 10.0
 NUM_EVENTS = 8
 
-# What of the pool, its glyph (so that it reads without colours) and its colour.
+# Part of the pool, its glyph (readable without colours) and its colour.
 _POOL_PARTS = (
     ("compressed", "█", "green"),
     ("full", "▓", "blue"),
@@ -57,13 +58,13 @@ class TopState:
     """Everything on the screen.
 
     Attributes:
-        endpoint: whom we watch.
-        sort: what the largest prefixes are sorted by.
-        description: what runs there, once known.
-        status: the newest report, if any came.
-        silent: why there is no newer one; None while the server answers.
-        events: when and what, newest last.
-        missed: event batches that were lost on the way.
+        endpoint: address of the server's inspection socket.
+        sort: order of the largest prefixes.
+        description: model, policy and sizes; None before the first answer.
+        status: the newest report; None before the first one.
+        silent: why there is no newer report; None while the server answers.
+        events: time (seconds since the epoch) and event, newest last.
+        missed: event batches that were lost between server and client.
         is_long: show the model's name in full.
     """
 
@@ -78,7 +79,7 @@ class TopState:
     _history: deque[tuple[float, Totals]] = field(default_factory=deque)
 
     def update(self, status: StatusReport) -> None:
-        """Take in a report; totals of another server run do not count for rates."""
+        """Take in a report; rates are computed within one run of the server."""
         if self.status is not None and status.started != self.status.started:
             self._history.clear()
         self.status = status
@@ -88,7 +89,7 @@ class TopState:
             self._history.popleft()
 
     def rate(self, name: str) -> float:
-        """How fast a total grew over the last seconds, per second."""
+        """Growth of a total per second, over the last ``RATE_WINDOW_S`` seconds."""
         if len(self._history) < 2:
             return 0.0
         (then, before), (now, after) = self._history[0], self._history[-1]
@@ -139,11 +140,9 @@ def _pool_bar(pool: Pool, width: int) -> Text:
 
 def _gauges(status: StatusReport) -> Text:
     gauges = status.gauges
-    held = gauges.pool.compressed + gauges.pool.full
-    per_slot = gauges.logical_tokens / held if held else 1.0
-    text = Text.assemble((f"{gauges.logical_tokens:,} tokens held in {held:,} slots", "bold"))
-    text.append(f" ({per_slot:.2f} a slot)   {gauges.spans:,} spans in {gauges.segments:,} segments")
-    text.append(f", {gauges.shared_spans:,} shared (most readers {gauges.max_readers})")
+    text = Text.assemble((f"{gauges.logical_tokens:,} tokens held in {gauges.held_slots:,} slots", "bold"))
+    text.append(f" ({gauges.tokens_per_slot:.2f} a slot)   {gauges.spans:,} spans in {gauges.segments:,} segments")
+    text.append(f", {gauges.shared_spans:,} shared (most readers {gauges.max_readers_per_span})")
     text.append(f"   {gauges.pending_ranges:,} ranges waiting   {gauges.dead_entries:,} dead entries")
     return text
 
@@ -156,7 +155,7 @@ def _rates(state: TopState) -> Text:
     rates.append(f"refused {refused:,}")
     if totals.stored_segments or totals.loaded_segments:
         rates.append(f"stored {totals.stored_segments:,}, loaded {totals.loaded_segments:,}")
-    lost = state.status.lost_events
+    lost = state.status.totals.lost_events
     if lost or state.missed:
         rates.append(f"events lost {lost:,}, batches missed {state.missed:,}")
     return Text("   ".join(rates), style="cyan")
@@ -190,7 +189,7 @@ def _events(state: TopState) -> Panel:
 
 
 def summarise(events: Iterable[tuple[float, AnyEvent]]) -> Iterator[tuple[float, str]]:
-    """When and what; nodes dropped one after the other count as one line."""
+    """Time and words of each line; consecutive drops are one line."""
     for is_drop, group in groupby(events, lambda item: isinstance(item[1], Dropped)):
         items = list(group)
         drops = [event for _, event in items if isinstance(event, Dropped)]

@@ -1,25 +1,25 @@
-"""From an observed prompt to a published segment: observe, budget, score, select, merge, pack."""
+"""From an observed prompt to a published segment: observe, score, select, merge, pack, fit."""
 
 from sgl_kvevict.compression.collectors import needs_rotary
 from sgl_kvevict.compression.compressor import Compression, Compressor, Observation
-from sgl_kvevict.compression.pending_fit import PendingFit
+from sgl_kvevict.compression.fits import PendingFit
+from sgl_kvevict.compression.generated import Generated, GeneratedCompressor, GeneratedStep
 from sgl_kvevict.compression.prompt_observation import CacheObservation, PromptObservation
 from sgl_kvevict.compression.reader_observation import ReaderChunk, ReaderObservation
-from sgl_kvevict.compression.suffix import Suffix, SuffixCompressor, SuffixStep
 from sgl_kvevict.compression.warm_up import warm_up
 
 __all__ = [
     "CacheObservation",
     "Compression",
     "Compressor",
+    "Generated",
+    "GeneratedCompressor",
+    "GeneratedStep",
     "Observation",
     "PendingFit",
     "PromptObservation",
     "ReaderChunk",
     "ReaderObservation",
-    "Suffix",
-    "SuffixCompressor",
-    "SuffixStep",
     "needs_rotary",
     "warm_up",
 ]

@@ -1,6 +1,6 @@
-"""How each signal is collected while a prompt is prefilled: one class for each, one object for each layer.
+"""Collectors: one class per signal gathers it during a prefill, with one object per layer.
 
-A few numbers per token or less, never attention rows: what a collector holds is of constant size, or counted in its
+A collector holds a few numbers per token or less, never attention rows. Its size is constant, or counted in
 ``num_bytes`` and so limited by ``observation_bytes``.
 """
 
@@ -14,12 +14,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvevict_kernels.accumulated_attention import accumulated_attention
 from kvevict_kernels.echo_attention import echo_attention
+from kvevict_kernels.key_scores import accumulated_attention
 from kvevict_kernels.rotary import Rotary
 from kvevict_kernels.stored_rows import gather_rows
-from sgl_kvevict.policies.query_moments import QueryMoments
-from sgl_kvevict.policies.signals import QueryWindow, Signal
+from sgl_kvevict.policies.signals import QueryMoments, QueryWindow, Signal
 
 
 @dataclass(frozen=True)
@@ -32,12 +31,11 @@ class Chunk:
         query_start: logical position of the first query.
         k_buffer: [num_token_slots, num_kv_heads, head_dim], the layer's keys, these tokens' included.
         key_start: waterline: keys from here on are in ordinary slots.
-        token_slots: [num_keys], int64, slots of the tokens from ``key_start`` to the last query's; None if no collector
-            needs them.
+        token_slots: [num_keys], int64, slots of the tokens from ``key_start`` to the last query's; None if unused.
         sm_scale: softmax scale of the layer.
-        k_scale: what a stored 1 of ``k_buffer`` is worth.
+        k_scale: FP8 scale of ``k_buffer``; 1.0 for other dtypes.
         window_size: most queries to keep of a prompt.
-        rotary: the model's rotary embedding; None if no collector needs it.
+        rotary: the model's rotary embedding; None if unused.
     """
 
     queries: Tensor
@@ -64,7 +62,7 @@ class Chunk:
         return self.rotary
 
     def last(self, earlier: Tensor | None, rows: Tensor) -> Tensor:
-        """The last ``window_size`` of the rows of all chunks so far, contiguous; ``earlier`` are those before."""
+        """The last ``window_size`` of earlier rows and this chunk's, contiguous."""
         missing = self.window_size - rows.shape[0]
         if earlier is None or missing <= 0:
             return rows[-self.window_size :].clone(memory_format=torch.contiguous_format)
@@ -75,8 +73,8 @@ class Collector(ABC):
     """Collects one signal in one layer, chunk after chunk, in order.
 
     Attributes:
-        needs_slots: it reads keys of the prompt: :attr:`Chunk.token_slots` must be there.
-        needs_rotary: it turns queries: :attr:`Chunk.rotary` must be there.
+        needs_slots: :attr:`Chunk.token_slots` is required.
+        needs_rotary: :attr:`Chunk.rotary` is required.
     """
 
     needs_slots: ClassVar[bool] = False
@@ -101,16 +99,14 @@ class Collector(ABC):
         """
 
     def forget(self, num_tokens: int) -> None:
-        """The first tokens of the keys were compressed; what is not per token stays as it is."""
+        """Drop what is stored per token of the first keys, which were compressed."""
         return None
 
 
 class WindowQueries(Collector):
-    """The last queries instead of their scores.
+    """The last queries with the forward's log-sum-exp, a constant few rows per layer.
 
-    They are a constant few rows per layer, they can still be scored when the range to compress is known (it may have
-    shrunk since, or may be compressed much later), and the log-sum-exp that the forward computed anyway makes the
-    scores true attention weights in one pass over the keys.
+    Scores are computed from them when the range to compress is known.
     """
 
     def __init__(self) -> None:
@@ -173,7 +169,7 @@ class PerToken(Collector):
         return 0 if self._numbers is None else self._numbers.nbytes
 
     def add(self, chunk: Chunk) -> None:
-        """Combine what these queries say of all keys with what earlier ones said of the first of them."""
+        """Combine this chunk's number of every key with the earlier chunks' numbers."""
         numbers = self._of(chunk)
         if self._numbers is not None:
             self._combine(numbers[:, : self._numbers.shape[1]], self._numbers)
@@ -184,17 +180,17 @@ class PerToken(Collector):
         return None if self._numbers is None else self._numbers[:, first : first + num_tokens]
 
     def forget(self, num_tokens: int) -> None:
-        """Numbers of tokens that were compressed are of no use."""
+        """Drop the first tokens' numbers."""
         if self._numbers is not None:
             self._numbers = self._numbers[:, num_tokens:]
 
     @abstractmethod
     def _of(self, chunk: Chunk) -> Tensor:
-        """[num_kv_heads, num_keys], float32: what a chunk's queries say of each key."""
+        """[num_kv_heads, num_keys], float32: a chunk's number of each key."""
 
     @abstractmethod
     def _combine(self, numbers: Tensor, earlier: Tensor) -> None:
-        """Add what earlier queries said to ``numbers``, in place."""
+        """Combine ``earlier`` numbers into ``numbers``, in place."""
 
 
 class AccumulatedAttention(PerToken):
@@ -216,7 +212,7 @@ class AccumulatedAttention(PerToken):
 
 
 class EchoAttention(PerToken):
-    """The largest attention that queries would pay if they stood behind the keys."""
+    """The largest attention that queries would pay if they stood after all keys."""
 
     needs_rotary = True
 
@@ -237,7 +233,7 @@ class EchoAttention(PerToken):
 
 
 class Moments(Collector):
-    """Mean and covariance of all queries. Their size is that of the model alone, and nothing is counted for them."""
+    """Mean and covariance of all queries; their size depends on the model alone and is not counted."""
 
     needs_rotary = True
     num_bytes = 0
@@ -263,14 +259,14 @@ COLLECTORS: Mapping[Signal, type[Collector]] = {
     Signal.ECHO_ATTENTION: EchoAttention,
     Signal.QUERY_MOMENTS: Moments,
 }
-"""Signals that a prefill leaves behind. The others are read from the pool, come from readers, or are the model's."""
+"""Signals gathered during a prefill. Others are read from the pool, measured on readers, or taken from the model."""
 
 
 def collected(signals: frozenset[Signal]) -> dict[Signal, type[Collector]]:
-    """Those of some signals that a prefill leaves behind, with what collects them, always in the same order."""
+    """The collectors of some signals, always in the same order."""
     return {signal: kind for signal, kind in COLLECTORS.items() if signal in signals}
 
 
 def needs_rotary(signals: frozenset[Signal]) -> bool:
-    """Whether collecting some signals takes the model's rotary embedding."""
+    """Whether collecting these signals requires the model's rotary embedding."""
     return any(collector.needs_rotary for collector in collected(signals).values())

@@ -1,4 +1,4 @@
-"""Compresses a range of uncompressed tokens into a segment, as configured."""
+"""Compresses ranges of uncompressed tokens into segments: score, select, pack."""
 
 from __future__ import annotations
 
@@ -10,65 +10,51 @@ from typing import Any
 from torch import Tensor
 
 from kvevict_kernels.rotary import Rotary
-from sgl_kvevict.compression.attention_products import AttentionProducts
-from sgl_kvevict.compression.learned import with_learned_scores
-from sgl_kvevict.compression.pending_fit import PendingFit
+from sgl_kvevict.compression.fits import AttentionProducts, PendingFit
 from sgl_kvevict.compression.prompt_observation import CacheObservation, ObservationSpec, PromptObservation
 from sgl_kvevict.compression.reader_observation import ReaderObservation
 from sgl_kvevict.compression.sliding_windows import select_beside_windows
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.distill import CachedRange, Lesson, ScoreLearner
-from sgl_kvevict.policies.layer_view import LayerView, Show
+from sgl_kvevict.distill import CachedRange, Lesson, ScoreLearner, with_learned_scores
+from sgl_kvevict.policies.layer_view import Show
 from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.signals import Signal
-from sgl_kvevict.policies.worth import worth_of_read
+from sgl_kvevict.policies.worth import measured_worth
 from sgl_kvevict.prefix import Segment, SegmentPacker
 
 Observation = PromptObservation | ReaderObservation | CacheObservation
-"""What is known of a range that is to be compressed."""
+"""Signals of a range that is to be compressed."""
 
 
 @dataclass
-class CompressionStats:
-    """Counters since the server started.
+class FitStats:
+    """Counters of fits since the server started.
 
     Attributes:
-        compressions: segments written.
-        released_slots: token slots given back by them.
-        seconds: host time spent (on a GPU: launching only).
         fits: segments that were fitted.
-        fits_given_up: segments that stayed as they were selected: no memory, an error, or they were dropped.
-        fit_seconds: host time spent on fits, without what passes did for them.
+        fits_given_up: segments that were to be fitted but were not: no memory, an error, or dropped.
+        fit_seconds: host time of fits, passes excluded.
     """
 
-    compressions: int = 0
-    released_slots: int = 0
-    seconds: float = 0.0
     fits: int = 0
     fits_given_up: int = 0
     fit_seconds: float = 0.0
 
-    def count(self, done: Compression) -> None:
-        """A segment was written."""
-        self.compressions += 1
-        self.released_slots += done.freed.numel()
-        self.seconds += done.seconds
-
 
 @dataclass(frozen=True)
 class Compression:
-    """One compression that was done.
+    """Result of one compression.
 
     Attributes:
-        segment: what was written, in the first of the range's slots.
-        freed: [num_freed], int64, slots of the range that are free now.
+        segment: written to the first of the range's slots.
+        freed: [num_freed], int64, the other slots of the range.
         start: logical position of the range's first token.
         num_tokens: length of the range.
-        merged_entries: entries folded into stored ones; those neither stored nor merged are evicted.
-        seconds: host time spent (on a GPU: launching only).
-        fit: what is to be fitted to what the segment does not keep; None: nothing.
-        replaced: what its first tokens were stored in before, if they were compressed already.
+        merged_entries: entries merged into stored ones; entries neither stored nor merged are evicted.
+        seconds: host time (on a GPU: launching only).
+        fit: to be run on the segment, or None.
+        replaced: segment of the first tokens before, if they were compressed already.
     """
 
     segment: Segment
@@ -87,7 +73,7 @@ class Compression:
 
     @property
     def new_entries(self) -> int:
-        """Entries stored, less those that were stored before."""
+        """Entries stored, less those stored before."""
         return self.segment.num_entries - (0 if self.replaced is None else self.replaced.num_entries)
 
 
@@ -96,16 +82,14 @@ class Compressor:
 
     Args:
         config: budget and protected tokens.
-        policy: what to keep.
-        packer: where segments are written.
-        rotary: the model's rotary embedding; needed by policies that turn queries.
-        output_grams: of each layer's output projection, see :attr:`ObservationSpec.output_grams`; needed by policies
-            that weigh values.
-        learner: holds learned scores, or learns them; needed by the policy ``distilled``.
+        policy: to apply.
+        packer: of the segments.
+        rotary: the model's rotary embedding, for signals that need it.
+        output_grams: see :attr:`ObservationSpec.output_grams`.
+        learner: of learned scores, for the policy ``distilled``.
 
     Attributes:
-        is_short: token slots have been short: what has to do for learned scores, as long as there are none, is worth
-            its time in the prefill.
+        is_short: token slots have been short, so echo attention is collected until scores are learned.
     """
 
     def __init__(
@@ -123,11 +107,11 @@ class Compressor:
         self.observes = ObservationSpec(packer.geometry, policy.needs, policy.window_size, rotary, output_grams)
         self.learner = learner
         self.is_short = False
-        self.stats = CompressionStats()
+        self.stats = FitStats()
 
     @property
     def has_learned(self) -> bool:
-        """Any range can be scored at any time, from the cache alone."""
+        """Learned weights are in use, so any range can be scored from the cache alone."""
         return self.learner is not None and self.learner.weights is not None
 
     @property
@@ -137,11 +121,11 @@ class Compressor:
 
     @property
     def compresses_at_once(self) -> bool:
-        """A prompt is compressed as soon as it is complete: no readers are needed, or none are waited for."""
+        """A prompt is compressed when it is complete, without waiting for readers."""
         return self.policy.readers is None or (self.has_learned and not self.config.wait_for_passes)
 
     def new_observation(self) -> PromptObservation:
-        """Return an empty observation of the kind the policy needs now."""
+        """An empty observation of the signals that the policy needs now."""
         spec = self.observes
         if Signal.LEARNED_SCORES in spec.signals and (self.has_learned or not self.is_short):
             spec = replace(spec, signals=spec.signals - {Signal.ECHO_ATTENTION})
@@ -150,7 +134,7 @@ class Compressor:
     def new_reader_observation(
         self, start: int, end: int, reach: int = 0, segments: Sequence[Segment] = ()
     ) -> ReaderObservation:
-        """Return an empty :class:`ReaderObservation` of what readers pay ``[start, end)``, and entries of segments."""
+        """An empty observation of ``[start, end)`` and of the entries of ``segments``."""
         fitter, packer, config = self.policy.fitter, self.packer, self.config
         products = None
         is_long = end - config.tail_tokens - start >= config.min_prefix_tokens
@@ -159,19 +143,19 @@ class Compressor:
             products = AttentionProducts(packer.geometry, start, end - start, block, packer.v_arena.element_size())
         return ReaderObservation(packer.geometry, start, end, reach, segments, packer.k_arena, products)
 
-    def was_ranked(self, segment: Segment) -> None:
-        """The readers of a segment's entries have come: from now on their attention says what it gives up first."""
-        assert segment.worth is not None and segment.readings is not None
-        segment.worth = worth_of_read(segment.worth, segment.readings.squares.sqrt())
-        segment.is_ranked, segment.readings = True, None
+    def rank_by_attention(self, segment: Segment) -> None:
+        """Replace the worth of a segment's entries by their measured reader attention."""
+        assert segment.worth is not None and segment.entry_attention is not None
+        segment.worth = measured_worth(segment.worth, segment.entry_attention.squares.sqrt())
+        segment.is_measured, segment.entry_attention = True, None
 
     def lesson(self, token_slots: Tensor, readers: ReaderObservation, prompt: PromptObservation) -> Lesson | None:
-        """Begin to learn from a range that was read to its end; None if there is nothing to learn (any more).
+        """Begin to learn from a range whose passes are complete; None once weights are in use.
 
         Args:
             token_slots: [num_tokens], int64, slots of its first tokens; they must not change until the lesson ends.
-            readers: what they attended to.
-            prompt: what the prefill of a prompt left behind that goes on behind the range.
+            readers: observation of its passes.
+            prompt: observation of a prompt that continues the range.
         """
         packer = self.packer
         if self.learner is None or self.learner.weights is not None or not packer.geometry.full_layers:
@@ -179,11 +163,13 @@ class Compressor:
         scales = packer.geometry.scales
         end = readers.start + token_slots.numel()
         tokens = CachedRange(packer.k_arena, packer.v_arena, token_slots, readers.start, end, scales)
-
-        def show(layer: int) -> LayerView:
-            return prompt.show(layer, readers.start, packer.k_arena[layer], packer.v_arena[layer], token_slots)
-
+        show = self._show(prompt, readers.start, token_slots)
         return self.learner.lesson(tokens, readers.scores(token_slots.numel()), show)
+
+    def _show(self, observation: Observation, start: int, token_slots: Tensor) -> Show:
+        """Views of a range's layers."""
+        k_arena, v_arena = self.packer.k_arena, self.packer.v_arena
+        return lambda layer: observation.show(layer, start, k_arena[layer], v_arena[layer], token_slots)
 
     def compress(
         self,
@@ -193,32 +179,26 @@ class Compressor:
         parent: Segment | None = None,
         share: float | None = None,
     ) -> Compression:
-        """Write the segment of one range.
-
-        The number of slots follows from the budget alone, so nothing is read from the device.
+        """Write the segment of one range, without a host sync: its number of slots follows from the budget.
 
         Args:
-            token_slots: [num_tokens], int64, slots of the range in token order, all owned by the caller.
+            token_slots: [num_tokens], int64, slots of the range in token order, owned by the caller.
             start: logical position of the range's first token.
-            observation: what the prefill, or the range's readers, left behind; with learned scores nothing is needed.
-            parent: segment of the path right before the range; its policy state carries on.
-            share: of the range to keep; None: what the budget says.
+            observation: signals of the range; unused signals may be missing with learned scores.
+            parent: segment right before the range on its path; its policy state continues.
+            share: of the range to keep; None: the budget.
         """
         begin = time.perf_counter()
         num_tokens = token_slots.numel()
         config = self.config
         num_slots = config.num_slots(num_tokens, start) if share is None else config.slots_at(share, num_tokens)
         geometry = self.packer.geometry
-
-        def show_left(layer: int) -> LayerView:
-            return observation.show(layer, start, self.packer.k_arena[layer], self.packer.v_arena[layer], token_slots)
-
-        show: Show = show_left
+        show = self._show(observation, start, token_slots)
         learner = self.learner if num_slots < num_tokens and not isinstance(observation, ReaderObservation) else None
         if learner is not None and learner.weights is not None:
             end, scales = start + num_tokens, geometry.scales
             tokens = CachedRange(self.packer.k_arena, self.packer.v_arena, token_slots, start, end, scales)
-            show = with_learned_scores(show_left, learner.weights, tokens, learner.rotary)
+            show = with_learned_scores(show, learner.weights, tokens, learner.rotary)
         fit = self._fit(token_slots, start, observation) if num_slots < num_tokens else None
         protected = min(max(config.sink_tokens - start, 0), num_slots)
         state = None if parent is None else parent.policy_state
@@ -247,28 +227,20 @@ class Compressor:
             worth=decision.worth,
         )
         segment.policy_state = decision.state
-        segment.is_ranked = isinstance(observation, ReaderObservation)
+        segment.is_measured = isinstance(observation, ReaderObservation)
         merged = 0 if decision.merge is None else decision.merge.indices.numel() - segment.num_entries
-        done = Compression(segment, freed, start, num_tokens, merged, time.perf_counter() - begin, fit)
-        self.stats.count(done)
-        return done
+        return Compression(segment, freed, start, num_tokens, merged, time.perf_counter() - begin, fit)
 
     def _fit(self, token_slots: Tensor, start: int, observation: Observation) -> PendingFit | None:
-        """What the fit of a range that is about to be compressed needs; None: it has none, or nobody read the range."""
+        """The fit of a range that is about to be compressed; None without a fitter or passes."""
         products = observation.products if isinstance(observation, ReaderObservation) else None
         if self.policy.fitter is None or products is None or products.start != start:
             return None
         return PendingFit(self.policy.fitter, products, self.packer.token_values(token_slots), start)
 
     def state(self) -> dict[str, Any]:
-        """Return policy, budget and counters in plain values."""
-        state: dict[str, Any] = {
-            "policy": self.policy.name,
-            "budget": self.config.budget,
-            "compressions": self.stats.compressions,
-            "compression_seconds": self.stats.seconds,
-            "released_slots": self.stats.released_slots,
-        }
+        """Policy, budget, and counters of fits and of learning, in plain values."""
+        state: dict[str, Any] = {"policy": self.policy.name, "budget": self.config.budget}
         if self.policy.fitter is not None:
             stats = self.stats
             state |= {"fits": stats.fits, "fits_given_up": stats.fits_given_up, "fit_seconds": stats.fit_seconds}

@@ -1,4 +1,4 @@
-"""What a prefill leaves behind of a prompt, layer by layer: the signals that the policy needs."""
+"""Prompt observation: the signals that a policy needs, collected layer by layer during a prefill."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from sgl_kvevict.policies.signals import Signal
 
 @dataclass(frozen=True)
 class ObservationSpec:
-    """What the policy wants to know of a prefill.
+    """What to collect during a prefill.
 
     Attributes:
         geometry: sizes of the model.
-        signals: what to collect.
-        window_size: queries to keep for :attr:`Signal.WINDOW_QUERIES`, at most; keys for :attr:`Signal.WINDOW_KEYS`.
-        rotary: the model's rotary embedding, for signals whose collectors turn queries.
+        signals: those that the policy needs.
+        window_size: most queries (and keys) of the window signals.
+        rotary: the model's rotary embedding, if a collector needs it.
         output_grams: [num_layers, num_kv_heads, head_dim, head_dim], float32, for :attr:`Signal.OUTPUT_GRAM`.
     """
 
@@ -33,27 +33,19 @@ class ObservationSpec:
     output_grams: Tensor | None = None
 
 
-@dataclass
-class _Layer:
-    """What was collected in one layer."""
-
-    collectors: dict[Signal, Collector]
-    sm_scale: float = 0.0
-
-
 class PromptObservation:
-    """What was seen of one prompt, layer by layer, while its prefill ran over any number of chunks.
+    """Signals of one prompt, collected over any number of chunks.
 
-    Only queries that this prefill computed count: those of tokens that were found in the cache are gone. Nothing is
-    collected in layers with a window: what they keep follows from the tokens' positions alone.
+    Only queries of this prefill count, not those of cached tokens. Layers with a sliding window are skipped: what they
+    keep follows from positions alone.
 
     Args:
         spec: what to collect.
 
     Attributes:
-        first_query: logical position of the first query seen: what is before it was found in the cache.
-        end: logical position after the last query seen.
-        is_complete: the whole prompt was seen, and nothing went wrong.
+        first_query: logical position of the first query; tokens before it were cached.
+        end: logical position after the last query.
+        is_complete: the prompt was observed to its end without an error.
     """
 
     def __init__(self, spec: ObservationSpec) -> None:
@@ -65,7 +57,8 @@ class PromptObservation:
         self._chunk_start = 0
         self._key_start = 0
         self._token_slots: Tensor | None = None
-        self._layers: list[_Layer] = []
+        self._layers: list[dict[Signal, Collector]] = []
+        self._sm_scales = [0.0] * spec.geometry.num_layers
 
     @property
     def needs_slots(self) -> bool:
@@ -79,23 +72,21 @@ class PromptObservation:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of what was recorded, as far as it counts towards ``observation_bytes``."""
-        return sum(collector.num_bytes for seen in self._layers for collector in seen.collectors.values())
+        """Memory that counts towards ``observation_bytes``."""
+        return sum(collector.num_bytes for layer in self._layers for collector in layer.values())
 
     @property
     def has_echo(self) -> bool:
-        """Echo attention was collected: what is compressed needs no other scores."""
+        """Echo attention is collected: the range can be scored with it."""
         return Signal.ECHO_ATTENTION in self.spec.signals
 
     def without_echo(self) -> PromptObservation:
-        """A copy for those who do not look at echo attention, which grows with the prompt."""
+        """A copy without echo attention, whose size grows with the prompt."""
         other = copy(self)
         other.spec = replace(self.spec, signals=self.spec.signals - {Signal.ECHO_ATTENTION})
-        kept = collected(other.spec.signals)
-        other._layers = [
-            replace(seen, collectors={signal: copy(one) for signal, one in seen.collectors.items() if signal in kept})
-            for seen in self._layers
-        ]
+        kept = other.spec.signals
+        other._layers = [{s: copy(one) for s, one in layer.items() if s in kept} for layer in self._layers]
+        other._sm_scales = list(self._sm_scales)
         return other
 
     def begin_chunk(
@@ -104,23 +95,23 @@ class PromptObservation:
         """Announce that queries ``[start, end)`` follow, for every layer.
 
         Args:
-            start: logical position of the chunk's first token; not where the last chunk ended: start afresh.
-                What was summed up of tokens that were compressed since the last chunk is forgotten.
+            start: logical position of the chunk's first token. Other than the last chunk's end, it restarts the
+                observation. Numbers of tokens that were compressed since are dropped.
             end: logical position after the chunk's last token.
             is_last: the prompt ends here.
             key_start: waterline; keys from here on are in ordinary slots.
-            token_slots: [end - key_start], int64, slots of the tokens ``[key_start, end)``; only if needed.
+            token_slots: [end - key_start], int64, slots of the tokens ``[key_start, end)``; see :attr:`needs_slots`.
         """
         if start != self.end or key_start < self._key_start or not self._layers:
             kinds, geometry = collected(self.spec.signals), self.spec.geometry
             self._layers = [
-                _Layer({} if geometry.window(layer) else {signal: kind() for signal, kind in kinds.items()})
+                {} if geometry.window(layer) else {signal: kind() for signal, kind in kinds.items()}
                 for layer in range(geometry.num_layers)
             ]
             self.first_query = start
         elif key_start > self._key_start:
-            for seen in self._layers:
-                for collector in seen.collectors.values():
+            for layer in self._layers:
+                for collector in layer.values():
                     collector.forget(key_start - self._key_start)
         self._key_start = key_start
         self._chunk_start = start
@@ -129,7 +120,7 @@ class PromptObservation:
         self.is_complete = is_last and not self._has_failed
 
     def fail(self) -> None:
-        """Something could not be recorded: the prompt counts as not seen."""
+        """Mark the observation as unusable after an error."""
         self._has_failed = True
         self.is_complete = False
 
@@ -143,8 +134,7 @@ class PromptObservation:
             k_buffer: [num_token_slots, num_kv_heads, head_dim], the layer's keys, the chunk's included.
             sm_scale: softmax scale of the layer.
         """
-        seen = self._layers[layer]
-        seen.sm_scale = sm_scale
+        self._sm_scales[layer] = sm_scale
         chunk = Chunk(
             queries=queries,
             lse=lse,
@@ -157,22 +147,13 @@ class PromptObservation:
             window_size=self.spec.window_size,
             rotary=self.spec.rotary,
         )
-        for collector in seen.collectors.values():
+        for collector in self._layers[layer].values():
             collector.add(chunk)
 
     def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerView:
-        """Return what a policy sees of a range in one layer.
-
-        Args:
-            layer: layer index.
-            start: logical position of the range's first token.
-            k_buffer: [num_token_slots, num_kv_heads, head_dim].
-            v_buffer: likewise.
-            token_slots: [num_tokens], int64, slots of the range.
-        """
-        seen = self._layers[layer]
+        """The view of a range in one layer; arguments as in :class:`LayerView`."""
         first, num_tokens = start - self._key_start, token_slots.numel()
-        values = {signal: collector.value(first, num_tokens) for signal, collector in seen.collectors.items()}
+        values = {signal: one.value(first, num_tokens) for signal, one in self._layers[layer].items()}
         signals = {signal: value for signal, value in values.items() if value is not None}
         if self.spec.output_grams is not None:
             signals[Signal.OUTPUT_GRAM] = self.spec.output_grams[layer]
@@ -183,7 +164,7 @@ class PromptObservation:
             k_buffer=k_buffer,
             v_buffer=v_buffer,
             token_slots=token_slots,
-            sm_scale=seen.sm_scale,
+            sm_scale=self._sm_scales[layer],
             signals=signals,
             num_prompt_tokens=self.end,
             k_scale=k_scale,
@@ -192,7 +173,7 @@ class PromptObservation:
 
 
 class CacheObservation:
-    """Nothing was seen, or nothing is left of it: what the cache holds of a range has to do."""
+    """No signals: a range is scored from its cached keys and values alone."""
 
     num_bytes = 0
 

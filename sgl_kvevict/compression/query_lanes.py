@@ -1,4 +1,4 @@
-"""The last queries of requests that generate: a fixed number per request, kept on the device."""
+"""Query lanes: the last queries of requests that generate, a fixed number per request, on the device."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from sgl_kvevict.geometry import KVGeometry
 
 
 class QueryLanes:
-    """A lane of ``depth`` queries for each request that is followed, in every layer; the newest replaces the oldest.
-
-    A step writes one row per request and layer, all of a batch with one call; where, is copied to the device once.
+    """Ring buffers of ``depth`` queries per request and layer.
 
     Args:
         geometry: sizes.
         depth: queries per lane.
-        max_bytes: of all lanes together; there is one lane at least.
+        max_bytes: of all lanes together; at least one lane exists.
         element_size: of a number of a query (bytes).
     """
 
@@ -37,7 +35,7 @@ class QueryLanes:
         return sum(part.nbytes for part in (*self._queries, *self._lse) if part is not None)
 
     def take(self) -> int | None:
-        """A free lane; None: there are as many as may be."""
+        """A free lane, or None."""
         if self._free:
             return self._free.pop()
         if self._num_lanes == self._max_lanes:
@@ -46,24 +44,16 @@ class QueryLanes:
         return self._num_lanes - 1
 
     def give_back(self, lane: int) -> None:
-        """A request is not followed any more."""
+        """Release a lane."""
         self._free.append(lane)
 
     def places(self, lanes: list[int], positions: list[int], device: torch.device) -> Tensor:
-        """[n], int64: where the queries at some positions are kept, each of another lane or position."""
+        """[n], int64: rows of the queries at some lanes and positions."""
         places = [lane * self.depth + position % self.depth for lane, position in zip(lanes, positions, strict=True)]
         return to_device(torch.tensor(places, dtype=torch.int64), device)
 
     def record(self, layer: int, places: Tensor, queries: Tensor, lse: Tensor, sm_scale: float) -> None:
-        """Keep queries of one layer.
-
-        Args:
-            layer: layer index.
-            places: [n], int64, from :meth:`places`.
-            queries: [n, num_qo_heads, head_dim], after RoPE.
-            lse: [n, num_qo_heads], float32, natural log-sum-exp over all keys each query saw.
-            sm_scale: softmax scale of the layer.
-        """
+        """Keep queries [n, num_qo_heads, head_dim] and log-sum-exps [n, num_qo_heads] of one layer at ``places``."""
         self._scales[layer] = sm_scale
         self._queries[layer] = _kept(self._queries[layer], queries, self._num_lanes * self.depth)
         self._lse[layer] = _kept(self._lse[layer], lse, self._num_lanes * self.depth)
@@ -79,7 +69,7 @@ class QueryLanes:
 
 
 def _kept(kept: Tensor | None, rows: Tensor, num_rows: int) -> Tensor:
-    """A buffer of so many rows like ``rows``, with what was in the one before."""
+    """A buffer of at least ``num_rows`` rows like ``rows``, with the contents of the old one."""
     if kept is not None and kept.shape[0] >= num_rows:
         return kept
     size = num_rows if kept is None else max(num_rows, 2 * kept.shape[0])

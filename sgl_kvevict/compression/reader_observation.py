@@ -1,4 +1,4 @@
-"""What the readers of a prefix leave behind for the policy: one number per (layer, KV head, token)."""
+"""Reader observation: the attention that readers pay a prefix, one number per (layer, KV head, token)."""
 
 from __future__ import annotations
 
@@ -10,42 +10,36 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
-from kvevict_kernels.accumulated_attention import accumulated_attention
-from sgl_kvevict.compression.attention_products import AttentionProducts
-from sgl_kvevict.compression.entry_attention import add_entry_attention
+from kvevict_kernels.key_scores import accumulated_attention
+from kvevict_kernels.stored_rows import gather_rows
+from sgl_kvevict.compression.fits import AttentionProducts
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.signals import Signal
-from sgl_kvevict.prefix import EntryReadings, Segment
+from sgl_kvevict.prefix import EntryAttention, Segment
 
 
 class ReaderObservation:
-    """The attention that the queries of all readers paid each token of ``[start, end)``, squared and summed.
+    """Squared attention of all readers' queries, summed for each token of ``[start, end)``.
 
-    With a ``reach`` it is averaged over the tokens around each token: where only a question was read, its answer's own
-    queries, which would point from each token of the answer to the next, are not there (SnapKV, arXiv 2404.14469,
-    Sec. 4, pools for the same reason).
-
-    Readers may come in chunks, several in one batch, and be retracted and run again: what a reader asked before is
-    not counted twice.
-
-    What comes before the range may be compressed, by scores that only expected what readers pay. Then the entries of
-    these segments are observed too. And when slots are short, the range itself is compressed while it is observed: what
-    was seen of it goes on with its entries (:meth:`hand_over`).
+    Readers may come in chunks, several per batch, and be retracted and run again; a query counts once. Entries of
+    segments before the range, which were ranked by predicted scores, can be observed too. If the range is compressed
+    meanwhile, its sums move to the new segment's entries (:meth:`hand_over`).
 
     Args:
         geometry: sizes of the model.
         start: logical position of the range's first token.
         end: logical position after its last one; the range may be empty.
-        reach: how far around a token (tokens).
-        segments: those before the range whose entries are observed too.
-        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], where their keys are; None: there will be none.
-        products: what a fit of the range needs to know of its readers; None: it is not fitted.
+        reach: sums are averaged over this many tokens on each side. For questions without their answers, whose queries
+            would point from token to token (SnapKV, arXiv 2404.14469, Sec. 4, pools for the same reason).
+        segments: before the range, whose entries are observed too.
+        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], with their keys; None without segments.
+        products: what a fit of the range needs; None: it is not fitted.
 
     Attributes:
-        readings: what was paid to entries of segments.
-        num_readers: readers seen to their end.
-        has_failed: something could not be recorded; nothing may be compressed with it.
+        entry_attention: sums of the observed segments' entries.
+        num_readers: readers observed to their end.
+        has_failed: an error makes the observation unusable.
     """
 
     def __init__(
@@ -60,9 +54,9 @@ class ReaderObservation:
     ) -> None:
         self.k_arena = k_arena
         self.products = products
-        self.readings: list[EntryReadings] = []
+        self.entry_attention: list[EntryAttention] = []
         self._geometry = geometry
-        self._num_slots = 0  # of segments whose entries are observed; how many entries they have differs by rank
+        self._num_slots = 0  # of observed segments; slots, because the number of entries differs by rank
         for segment in segments:
             self._observe_entries(segment, segment.positions.new_zeros(segment.num_entries, dtype=torch.float32))
         self.start = start
@@ -76,24 +70,23 @@ class ReaderObservation:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes once something was recorded; the same on all tensor-parallel ranks."""
+        """Memory once something is recorded; the same on all tensor-parallel ranks."""
         products = 0 if self.products is None else self.products.num_bytes
         return 4 * self._geometry.num_runs * (self.end - self.start + self._num_slots) + products
 
     def k_scale(self, layer: int) -> float:
-        """What a stored 1 of a layer's keys is worth."""
+        """FP8 scale of a layer's keys; 1.0 for other dtypes."""
         return self._geometry.scales.of(layer)[0]
 
     def has_window(self, layer: int) -> bool:
-        """Whether what a layer keeps does not depend on what readers pay."""
+        """Whether a layer has a sliding window, so that its entries are kept by position."""
         return self._geometry.window(layer) > 0
 
     def hand_over(self, segment: Segment) -> None:
-        """The first tokens of the range were compressed: what was seen of them goes on with the segment's entries.
+        """Move the sums of the range's first tokens to the entries of the segment that now stores them.
 
-        Does nothing where the segment does not begin as the range does, or ends behind it: then nobody knows
-        what its last entries would have been paid. Nor with a reach, which asks for the tokens around each one; nor
-        where the segment's entries have no worth, because it never shrinks.
+        Does nothing if the segment begins elsewhere or ends after the range (sums would be missing), with a reach
+        (neighbours would be missing), or if the segment has no worth, because it never shrinks.
         """
         if self.reach or segment.start != self.start or segment.end > self.end or segment.worth is None:
             return
@@ -101,22 +94,21 @@ class ReaderObservation:
         if self._squares is None:
             squares = segment.positions.new_zeros(segment.num_entries, dtype=torch.float32)
         else:
-            runs = torch.arange(self._geometry.num_runs, device=segment.indptr.device)
-            runs = torch.repeat_interleave(runs, segment.indptr.diff(), output_size=segment.num_entries)
+            runs = segment.run_of_entries()
             squares = self._squares.flatten(0, 1)[runs, segment.positions - segment.start]
             self._squares = self._squares[..., num_tokens:].clone()
         self._observe_entries(segment, squares)
         self.start = segment.end
-        self.products = None  # what it evicted cannot be fitted to any more
+        self.products = None  # a fit needs the evicted values
 
     def observes(self, segment: Segment) -> bool:
         """Whether the entries of a segment are observed."""
-        return any(readings is segment.readings for readings in self.readings)
+        return any(one is segment.entry_attention for one in self.entry_attention)
 
     def close(self) -> None:
-        """No more readers will come."""
-        for readings in self.readings:
-            readings.is_open = False
+        """End the observation: no more readers will come."""
+        for one in self.entry_attention:
+            one.is_open = False
 
     def begin_chunk(
         self,
@@ -129,12 +121,12 @@ class ReaderObservation:
         """Announce queries of a reader, for every layer.
 
         Args:
-            reader: the request itself; names are for clients to choose.
-            query_start: logical position of the chunk's first token. Before ``end`` it is no reader's question, but the
-                range itself, which is computed again because it is not cached any more; that does not count.
+            reader: the request object (request ids are chosen by clients).
+            query_start: logical position of the chunk's first token. Queries before ``end`` recompute the range itself
+                and do not count.
             query_end: logical position after its last one.
             token_slots: [end - start], int64, slots of the range.
-            segments: those that the reader reads; those that are observed among them count.
+            segments: that the reader reads; only observed ones count.
         """
         counted = max(self._counted.get(reader, query_start), self.end)
         self._counted[reader] = max(counted, query_end)
@@ -143,25 +135,19 @@ class ReaderObservation:
         return ReaderChunk(self, query_start + num_counted, num_counted, token_slots, observed)
 
     def end_reader(self, reader: object) -> None:
-        """A reader was seen to its end."""
+        """Count a reader that was observed to its end."""
         self._counted.pop(reader, None)
         self.num_readers += 1
 
     def add(self, layer: int, squares: Tensor, sm_scale: float) -> None:
-        """Add to one layer.
-
-        Args:
-            layer: layer index.
-            squares: [num_kv_heads, end - start], float32.
-            sm_scale: softmax scale of the layer.
-        """
+        """Add squares, [num_kv_heads, end - start], float32, to one layer."""
         if self._squares is None:
             self._squares = squares.new_zeros(self._geometry.num_layers, *squares.shape)
         self._squares[layer] += squares
         self._sm_scales[layer] = sm_scale
 
     def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerView:
-        """Return what a policy sees of a part of the range in one layer; see :meth:`PromptObservation.show`."""
+        """The view of a part of the range in one layer; see :meth:`PromptObservation.show`."""
         first = start - self.start
         k_scale, v_scale = self._geometry.scales.of(layer)
         part = slice(first, first + token_slots.numel())
@@ -179,18 +165,18 @@ class ReaderObservation:
         )
 
     def scores(self, num_tokens: int) -> Tensor:
-        """[num_layers, num_kv_heads, num_tokens], float32, what readers paid each of the first tokens of the range.
+        """[num_layers, num_kv_heads, num_tokens], float32, reader attention of the range's first tokens.
 
         Raises:
-            ValueError: nobody read it.
+            ValueError: no reader was observed.
         """
         if self._squares is None:
             raise ValueError("no reader was observed")
         return self._squares[..., :num_tokens].sqrt()
 
     def _observe_entries(self, segment: Segment, squares: Tensor) -> None:
-        segment.readings = EntryReadings(squares)
-        self.readings.append(segment.readings)
+        segment.entry_attention = EntryAttention(squares)
+        self.entry_attention.append(segment.entry_attention)
         self._num_slots += segment.num_slots
 
     def _spread(self, squares: Tensor, part: slice) -> Tensor:
@@ -206,9 +192,9 @@ class ReaderChunk:
     """Queries of one reader in one forward.
 
     Attributes:
-        observation: what they are added to.
+        observation: to which they are added.
         query_start: logical position of the first query that counts.
-        num_counted: queries before it, counted when the reader ran before.
+        num_counted: queries before it, which do not count.
         token_slots: [end - start], int64, slots of the observed range.
         segments: whose entries are observed.
     """
@@ -220,25 +206,17 @@ class ReaderChunk:
     segments: tuple[Segment, ...] = ()
 
     def fail(self) -> None:
-        """Something could not be recorded: the observation is of no use."""
+        """Mark the observation as unusable after an error."""
         self.observation.has_failed = True
 
     def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float) -> None:
-        """Collect from one layer, unless it has a window.
-
-        Args:
-            layer: layer index.
-            queries: [num_tokens, num_qo_heads, head_dim], after RoPE.
-            lse: [num_tokens, num_qo_heads], float32, natural log-sum-exp over all keys each query saw.
-            k_buffer: [num_token_slots, num_kv_heads, head_dim], the layer's keys.
-            sm_scale: softmax scale of the layer.
-        """
+        """Collect from one layer, unless it has a sliding window; see :meth:`PromptObservation.record`."""
         if self.observation.has_window(layer):
             return
         queries, lse = queries[self.num_counted :].contiguous(), lse[self.num_counted :].contiguous()
         for segment in self.segments:
             assert self.observation.k_arena is not None
-            add_entry_attention(segment, layer, queries, lse, self.observation.k_arena, sm_scale)
+            _add_entry_attention(segment, layer, queries, lse, self.observation.k_arena, sm_scale)
         if not self.token_slots.numel():
             return
         squares = accumulated_attention(
@@ -255,3 +233,36 @@ class ReaderChunk:
         products = self.observation.products
         if products is not None:
             products.add(layer, queries, lse, k_buffer, self.token_slots, sm_scale)
+
+
+def _add_entry_attention(
+    segment: Segment, layer: int, queries: Tensor, lse: Tensor, k_arena: Tensor, sm_scale: float
+) -> None:
+    """Add the squared attention of queries (see :meth:`ReaderChunk.record`) to one layer's entries of a segment.
+
+    Runs are gathered side by side, padded to the longest; on a GPU to the segment's tokens, which needs no host sync.
+    """
+    geometry, paid = segment.geometry, segment.entry_attention
+    assert paid is not None
+    if segment.num_entries == 0:
+        return
+    first_run = layer * geometry.num_kv_heads
+    bounds = segment.indptr[first_run : first_run + geometry.num_kv_heads + 1].long()
+    lens = bounds.diff()[:, None]
+    width = int(lens.max()) if lens.device.type == "cpu" else segment.end - segment.start
+    places = torch.arange(width, device=lens.device)
+    is_entry = places < lens  # [num_kv_heads, width]
+    entries = torch.where(is_entry, bounds[:-1, None] + places, 0)
+    rows = segment.head_slots[entries.T.flatten()]
+    keys = gather_rows(k_arena.view(-1, geometry.head_dim), rows, geometry.scales.of(layer)[0]).to(queries.dtype)
+    squares = accumulated_attention(
+        queries,
+        lse,
+        keys.view(width, geometry.num_kv_heads, geometry.head_dim),
+        places,
+        sm_scale=sm_scale,
+        key_start=0,
+        query_start=width,
+        reduction="squares",
+    )
+    paid.squares.index_add_(0, entries.flatten(), squares.masked_fill_(~is_entry, 0.0).flatten())

@@ -1,11 +1,8 @@
-"""What layers with a window keep of a range, and what that leaves for the others.
+"""Selection for models in which some layers have sliding windows.
 
-Who reads a whole range sees only its last tokens in such a layer, one less than the window. So the layer keeps them, in
-every head, and nothing before them: nothing is lost by that. Its share of the budget may be smaller; then it keeps as
-many of the last tokens, which the most readers see. What a layer does not need of its share goes to the layers
-without a window, about which the policy decides.
-
-Who reads a part of the range would see other tokens: such a segment cannot be split.
+A reader of the whole range sees at most its last ``window - 1`` tokens in such a layer. The layer keeps these in every
+head, or fewer if its share of the budget is smaller. The rest of its share goes to the layers without a window, where
+the policy decides. A reader of a part of the range would see other tokens, so such a segment cannot be split.
 """
 
 from __future__ import annotations
@@ -23,13 +20,7 @@ from sgl_kvevict.ragged import Selection, run_entries
 
 
 def last_tokens(geometry: KVGeometry, num_tokens: int, total: int) -> list[int]:
-    """How many of a range's last tokens each layer with a window keeps in every head; 0 for other layers.
-
-    Args:
-        geometry: sizes.
-        num_tokens: of the range.
-        total: entries to keep over all layers and heads.
-    """
+    """Last tokens of a range that each layer with a window keeps in every head; 0 for other layers."""
     share = total // geometry.num_runs
     return [min(window - 1, num_tokens, share) if window else 0 for window in geometry.windows]
 
@@ -48,13 +39,13 @@ def select_beside_windows(
     """Decide what a range of a model with windows keeps.
 
     Args:
-        policy: decides about layers without a window, as if the model had no others; it does not merge.
-        show: gives what the policy sees of a layer.
+        policy: decides about layers without a window; it does not merge.
+        show: gives a layer's view.
         geometry: sizes; some layers have windows.
         num_tokens: of the range.
         total: entries to keep over all layers and heads, fewer than there are.
         protected: first tokens of the range kept in every head of a layer without a window.
-        with_worth: as for :meth:`Policy.select`; what layers with a window keep is worth 0, it leaves by position.
+        with_worth: as for :meth:`Policy.select`; entries of layers with a window get 0 and leave by position.
         device: of the range.
 
     Returns:
@@ -76,7 +67,7 @@ def select_beside_windows(
     lens = keep_lens.flatten().long()
     starts = lens.cumsum(0) - lens
     runs = torch.repeat_interleave(lens, output_size=num_entries)
-    # The last tokens, in all layers; then what the policy decided is written over that.
+    # The last tokens in all layers, then overwritten by the policy's selection.
     indices = (torch.arange(num_entries, device=device) - (starts + lens - num_tokens)[runs]).int()
     worth = None
     if decision is not None:

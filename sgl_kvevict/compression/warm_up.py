@@ -1,4 +1,4 @@
-"""Compiles what a compression launches, before requests wait for it."""
+"""Warm-up: runs all that a compression launches once, so that no kernel compiles while serving."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import torch
 from torch import Tensor
 
 from sgl_kvevict.compression.compressor import Compressor
+from sgl_kvevict.compression.generated import GeneratedCompressor
 from sgl_kvevict.compression.prompt_observation import PromptObservation
 from sgl_kvevict.compression.reader_observation import ReaderObservation
-from sgl_kvevict.compression.suffix import SuffixCompressor
 from sgl_kvevict.prefix import SegmentPacker, Span
 
 WARM_UP_TOKENS = 192
-"""Tokens of the made-up prompt: more than any window and pooling kernel, few enough to take no memory of note."""
+"""Tokens of the synthetic prompt: more than any window and pooling kernel."""
 
 
 def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
-    """Observe, compress, cut, repack, read again, squeeze and go on a made-up prompt as configured, in its own memory.
+    """Observe, compress, split, repack, read, generate and squeeze a synthetic prompt in memory of its own.
 
-    SGLang's own warm-up reaches none of it: its prompts are shorter than what is compressed.
+    SGLang's warm-up prompts are too short to be compressed.
 
     Args:
-        compressor: of the server; its arena and its counters stay as they are.
+        compressor: of the server; its arena and counters stay unchanged.
         q_dtype: of the model's queries.
     """
     real = compressor.packer
@@ -62,7 +62,7 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
 
 
 def _observe(compressor: Compressor, queries: Tensor, slots: Tensor) -> PromptObservation | ReaderObservation:
-    """What a prefill, or a reader, of the made-up prompt leaves behind."""
+    """The observation of a prefill, or of a reader, of the synthetic prompt."""
     num_tokens = slots.numel()
     packer = compressor.packer
     lse = torch.full(queries.shape[:2], 6.0, device=queries.device)
@@ -81,7 +81,7 @@ def _observe(compressor: Compressor, queries: Tensor, slots: Tensor) -> PromptOb
 
 
 def _read(compressor: Compressor, span: Span, queries: Tensor) -> None:
-    """Passes read what was compressed before they came."""
+    """Observe the entries of a compressed segment."""
     packer, segment = compressor.packer, span.segment
     readers = compressor.new_reader_observation(span.end, span.end, segments=[segment])
     no_slots = segment.token_slots[:0]
@@ -91,20 +91,20 @@ def _read(compressor: Compressor, span: Span, queries: Tensor) -> None:
 
 
 def _generate(compressor: Compressor, queries: Tensor, slots: Tensor) -> None:
-    """The second half of the made-up prompt is generated, in blocks of odd and even lengths."""
-    suffixes = SuffixCompressor(compressor)
+    """Generate the second half of the synthetic prompt, in blocks of odd and even lengths."""
+    generation = GeneratedCompressor(compressor)
     num_tokens = slots.numel()
-    suffix = suffixes.new(num_tokens // 2)
+    generated = generation.new(num_tokens // 2)
     lse = torch.full((1, queries.shape[1]), 6.0, device=queries.device)
     scale = float(queries.shape[2] ** -0.5)
     ends = [num_tokens * 3 // 4 - 1, num_tokens - 2, num_tokens - 1]
-    for position in range(suffix.start, num_tokens):
-        step = suffixes.step([(0, position, suffix)], 1)
+    for position in range(generated.start, num_tokens):
+        step = generation.step([(0, position, generated)], 1)
         if step is not None:
             for layer in range(compressor.packer.geometry.num_layers):
                 step.record(layer, queries[position : position + 1], lse, scale)
-        if suffixes.is_full(suffix):
-            suffixes.count(suffix, slots[suffix.compressed_end : position + 1])
+        if generation.is_full(generated):
+            generation.count(generated, slots[generated.compressed_end : position + 1])
         if position in ends:
-            new = slots[suffix.compressed_end : position + 1]
-            suffixes.compress(suffix, new, new.numel(), None)
+            new = slots[generated.compressed_end : position + 1]
+            generation.compress(generated, new, new.numel(), None)

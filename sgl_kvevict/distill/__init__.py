@@ -1,4 +1,4 @@
-"""Learned scores: linear maps from what the cache holds to what scoring passes would find, and how they are learned."""
+"""Learned scores: linear maps from cached keys and values to reader attention, learned from scoring passes."""
 
 from sgl_kvevict.distill.features import CachedRange, window_features
 from sgl_kvevict.distill.files import (
@@ -10,7 +10,7 @@ from sgl_kvevict.distill.files import (
     weights_folders,
 )
 from sgl_kvevict.distill.learner import Lesson, LessonResult, ScoreLearner
-from sgl_kvevict.distill.weights import ScoreWeights
+from sgl_kvevict.distill.weights import ScoreWeights, with_learned_scores
 
 __all__ = [
     "CachedRange",
@@ -25,4 +25,5 @@ __all__ = [
     "save_weights",
     "weights_folders",
     "window_features",
+    "with_learned_scores",
 ]

@@ -1,11 +1,11 @@
-"""What a learned score looks at: of a token in the cache, and of what the last queries of a prompt made of it.
+"""Features of learned scores: of cached tokens, and of the attention of a prompt's last queries.
 
 Per KV head of a layer, from that head alone, so that nothing crosses tensor-parallel ranks:
 
 ====================  =========  ==================================================================
 features              columns    what
 ====================  =========  ==================================================================
-key                   head_dim   before its rotary embedding: positions are told apart from content
+key                   head_dim   before its rotary embedding, so that position is a feature of its own
 value                 head_dim
 log norms             2          of key and value
 position              1          of the range's end
@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvevict_kernels.key_scores import window_scores
 from kvevict_kernels.rotary import Rotary
 from kvevict_kernels.stored_rows import gather_rows
-from kvevict_kernels.window_scores import window_scores
 from sgl_kvevict.geometry import UNSCALED, KVScales
 from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.signals import QueryWindow, Signal
@@ -41,7 +41,7 @@ NORM_FLOOR = 1e-6
 
 
 def num_cache_features(head_dim: int) -> int:
-    """Columns of what the cache alone gives."""
+    """Features of the cache alone."""
     return 2 * head_dim + NUM_SCALARS
 
 
@@ -54,9 +54,9 @@ class CachedRange:
         v_arena: likewise.
         token_slots: [num_tokens], int64.
         start: logical position of the first token.
-        end: logical position that positions are taken relative to: the end of the range, also for a part of it.
+        end: logical end of the whole range, also for a part of it; the position feature is relative to it.
         scales: of the arena.
-        stride: logical positions from one of these tokens to the next.
+        stride: logical positions from one token to the next.
     """
 
     k_arena: Tensor
@@ -79,12 +79,7 @@ class CachedRange:
         return torch.arange(self.start, last, self.stride, device=self.token_slots.device)
 
     def sample(self, first: int, most: int) -> CachedRange:
-        """At most so many of the tokens from a logical position on, evenly spread.
-
-        Args:
-            first: logical position; earlier tokens are left out.
-            most: tokens.
-        """
+        """At most ``most`` tokens, evenly spread, from the logical position ``first`` on."""
         skip = min(max(first - self.start, 0), self.token_slots.numel())
         stride = max(-(-(self.token_slots.numel() - skip) // most), 1)
         slots = self.token_slots[skip::stride]
@@ -92,11 +87,7 @@ class CachedRange:
 
 
 def cache_features(tokens: CachedRange, layer: int, rotary: Rotary) -> Tensor:
-    """Features of one layer, spelled out: what :func:`sgl_kvevict.distill.scoring.score_range` never does.
-
-    Returns:
-        [num_kv_heads, num_tokens, num_cache_features], float32.
-    """
+    """[num_kv_heads, num_tokens, num_cache_features], float32: features of one layer, for learning."""
     positions = tokens.positions
     k_scale, v_scale = tokens.scales.of(layer)
     stored = gather_rows(tokens.k_arena[layer], tokens.token_slots, k_scale)
@@ -115,11 +106,7 @@ def log_norm(rows: Tensor) -> Tensor:
 
 
 def window_features(view: LayerView) -> Tensor | None:
-    """Features of window attention of one layer.
-
-    Returns:
-        [num_kv_heads, num_tokens, NUM_WINDOW], float32; None if no prefill left its last queries.
-    """
+    """[num_kv_heads, num_tokens, NUM_WINDOW], float32, features of one layer; None without window queries."""
     window = view.find(Signal.WINDOW_QUERIES, QueryWindow)
     if window is None:
         return None

@@ -1,11 +1,15 @@
-"""Learned weights as files: safetensors, found by the fingerprint of the model that they belong to."""
+"""Learned weights as safetensors files, found by the fingerprint of their model."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,18 +22,21 @@ from sgl_kvevict.distill.weights import ScoreWeights
 from sgl_kvevict.errors import ConfigError
 
 FORMAT = "sgl-kvevict score weights 1"
-SUFFIX = ".safetensors"
 ROTARY_TOLERANCE = 0.01
-"""Tables are kept in bfloat16 by some models."""
+"""Some models keep their tables in bfloat16."""
+_SAMPLES = 8
+_SAMPLE_BYTES = 64
+_HEADER_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What weights belong to.
+    """The model that weights belong to.
 
     Attributes:
         name: for messages.
-        fingerprint: of the model's files, see :func:`sgl_kvevict.distill.fingerprint.fingerprint_of`.
+        fingerprint: see :func:`fingerprint_of`.
         num_layers: attention layers.
         num_kv_heads: of the whole model, all ranks together.
         head_dim: of keys and values.
@@ -50,7 +57,7 @@ class ModelIdentity:
 
     @property
     def first_rotation(self) -> Tensor:
-        """[rotary_dim], float32: cosines and sines of position 1, which tell all frequencies."""
+        """[rotary_dim], float32: cosines and sines of position 1, which determine all frequencies."""
         return self.rotary.cos_sin[1].float().cpu().contiguous()
 
 
@@ -95,21 +102,31 @@ def check_writable(path: Path, name: str) -> None:
         raise ConfigError(f"{name}: got {str(path)!r}, which cannot be written: {error}") from error
 
 
+def check_format(path: Path) -> None:
+    """Check the header of a file.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not one of ours.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata, names = file.metadata() or {}, set(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"score weights {str(path)!r} cannot be read: {error}") from error
+    if metadata.get("format") != FORMAT or not {"cache", "window", "rotary"} <= names:
+        raise ConfigError(f"score weights {str(path)!r}: got format {metadata.get('format')!r}; allowed: {FORMAT!r}")
+
+
 def load_weights(path: Path, model: ModelIdentity) -> ScoreWeights:
     """Read the weights of a model.
 
     Raises:
         ConfigError: the file cannot be read, is not one of ours, or belongs to another model; says which.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            names = file.keys()
-            tensors = {name: file.get_tensor(name) for name in names}
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"score weights {str(path)!r} cannot be read: {error}") from error
-    if metadata.get("format") != FORMAT or not {"cache", "window", "rotary"} <= tensors.keys():
-        raise ConfigError(f"score weights {str(path)!r}: got format {metadata.get('format')!r}; allowed: {FORMAT!r}")
+    check_format(path)
+    with safe_open(path, framework="pt") as file:
+        metadata, names = file.metadata(), file.keys()
+        tensors = {name: file.get_tensor(name) for name in names}
     problems = list(_differences(metadata, tensors, model))
     if problems:
         raise ConfigError(
@@ -125,18 +142,18 @@ def load_weights(path: Path, model: ModelIdentity) -> ScoreWeights:
 
 
 def find_weights(model: ModelIdentity, folders: list[Path]) -> Path | None:
-    """The file of a model in the first of some folders that has one."""
+    """The weights file of a model in the first folder that has one."""
     candidates = (folder / file_name(model) for folder in folders)
     return next((path for path in candidates if path.is_file()), None)
 
 
 def file_name(model: ModelIdentity) -> str:
-    """As which the weights of a model are found."""
-    return f"{model.fingerprint[:16]}{SUFFIX}"
+    """File name of a model's weights."""
+    return f"{model.fingerprint[:16]}.safetensors"
 
 
 def weights_folders() -> list[Path]:
-    """Where weights are looked for: the user's cache folder, then what this package brings along."""
+    """Folders that are searched: the user's cache, then the weights shipped with this package."""
     cache_home = os.environ.get("XDG_CACHE_HOME")
     cache = Path(cache_home) if cache_home else Path.home() / ".cache"
     return [cache / "sgl-kvevict" / "score-weights", Path(__file__).with_name("known")]
@@ -158,3 +175,46 @@ def _differences(metadata: dict[str, str], tensors: dict[str, Tensor], model: Mo
     if not same or metadata.get("is_neox") != str(model.rotary.is_neox):
         problems.append("another rotary embedding")
     return problems
+
+
+def fingerprint_of(folder: Path) -> str | None:
+    """A hash of names, types, shapes and eight samples of all tensors of a model folder.
+
+    It does not depend on how tensors are spread over files, and differs between fine-tuned relatives.
+
+    Returns:
+        64 hexadecimal digits; None if there are no safetensors files, or one cannot be read.
+    """
+    found: list[tuple[str, bytes]] = []
+    try:
+        for path in sorted(folder.glob("*.safetensors")):
+            with path.open("rb") as file:
+                found += _tensors(file)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if not found:
+        return None
+    digest = hashlib.sha256()
+    for name, content in sorted(found):
+        digest.update(name.encode() + b"\0" + content)
+    return digest.hexdigest()
+
+
+def _tensors(file: BinaryIO) -> Iterator[tuple[str, bytes]]:
+    """Each tensor's name, and its type, shape and sampled bytes."""
+    length = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
+    if length > _MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {length} bytes")
+    header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError(f"a header that is a {type(header).__name__}")
+    data = _HEADER_LENGTH_BYTES + length
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        parts = [f"{entry['dtype']} {entry['shape']}".encode()]
+        for i in range(_SAMPLES):
+            file.seek(data + begin + max(end - begin - _SAMPLE_BYTES, 0) * i // (_SAMPLES - 1))
+            parts.append(file.read(min(_SAMPLE_BYTES, end - begin)))
+        yield name, b"".join(parts)

@@ -1,4 +1,4 @@
-"""Learning from the passes: prefix after prefix, layer after layer, until what was learned proves itself."""
+"""Learns score weights from scoring passes, prefix by prefix and layer by layer, until they recall enough."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ from sgl_kvevict.distill.features import (
     num_cache_features,
     window_features,
 )
-from sgl_kvevict.distill.statistics import RidgeStatistics
 from sgl_kvevict.distill.weights import ScoreWeights
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.layer_view import Show
 
+RIDGE = 0.003
+"""Penalty on standardised features, per token."""
 SCORE_FLOOR = 0.005
-"""Added to a reader score before its logarithm: what no reader looks at counts alike."""
+"""Added to reader attention before its logarithm, so that tokens without attention count alike."""
 SAMPLED_TOKENS = 1024
-"""Tokens of a prefix that are learned from, evenly spread: long prefixes count no more than others, nor take longer."""
+"""Tokens per prefix, evenly spread: long prefixes weigh no more than others and take no longer."""
 NUM_SINKS = 4
-"""First tokens of a path, which attention rests on whatever they are; they are kept anyway."""
+"""First tokens of a path: attention sinks whatever their content, and kept anyway."""
 MIN_RECALL = 0.7
-"""Share of the passes' set that learned scores must find: echo attention finds 0.55, two orders of passes share 0.9."""
+"""Required share of the passes' set. Echo attention recalls 0.55; passes in two orders agree on 0.9."""
 
 
 @dataclass(frozen=True)
 class LessonResult:
-    """What came of one prefix.
+    """Outcome of one prefix.
 
     Attributes:
         num_prefixes: learned from so far.
-        recall: of the weights that were tried on it; None if there were too few prefixes to try.
-        is_accepted: these weights are in use from now on.
+        recall: of the weights on this prefix; None before enough prefixes were learned from.
+        is_accepted: the weights are in use from now on.
     """
 
     num_prefixes: int
@@ -46,20 +47,73 @@ class LessonResult:
     is_accepted: bool
 
 
+class RidgeStatistics:
+    """Sufficient statistics of one ridge regression per (layer, KV head), in float64; their size is constant.
+
+    Args:
+        num_layers: layers.
+        num_heads: KV heads of a layer.
+        num_features: columns.
+        constant: the column that is 1 for every token.
+        device: of the sums.
+    """
+
+    def __init__(
+        self, num_layers: int, num_heads: int, num_features: int, constant: int, device: torch.device | None = None
+    ) -> None:
+        shape = (num_layers, num_heads, num_features)
+        self.constant = constant
+        self._gram = torch.zeros(*shape, num_features, dtype=torch.float64, device=device)
+        self._cross = torch.zeros(shape, dtype=torch.float64, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held."""
+        return (self._gram.numel() + self._cross.numel()) * 8
+
+    def add(self, layer: int, features: Tensor, targets: Tensor) -> None:
+        """Add tokens of one layer: features [num_heads, num_tokens, num_features], targets [num_heads, num_tokens]."""
+        columns = features.double()
+        self._gram[layer].baddbmm_(columns.mT, columns)
+        self._cross[layer] += (columns.mT @ targets.double().unsqueeze(-1)).squeeze(-1)
+
+    def solve(self, layer: int, num_columns: int) -> Tensor:
+        """Weights of one layer by ridge regression on standardised features; the constant is not penalised.
+
+        Args:
+            layer: layer index; at least one token was added to it.
+            num_columns: of the first so many features; the constant must be one of them.
+
+        Returns:
+            [num_heads, num_columns], float32.
+        """
+        gram = self._gram[layer, :, :num_columns, :num_columns]
+        count = gram[:, self.constant, self.constant, None]
+        mean = gram[:, self.constant] / count
+        target_mean = self._cross[layer, :, self.constant, None] / count
+        centred = gram / count[..., None] - mean[:, :, None] * mean[:, None, :]
+        cross = self._cross[layer, :, :num_columns] / count - mean * target_mean
+        deviation = centred.diagonal(dim1=-2, dim2=-1).clamp_min(1e-10).sqrt()
+        standard = centred / (deviation[:, :, None] * deviation[:, None, :])
+        standard.diagonal(dim1=-2, dim2=-1).add_(RIDGE)
+        weights: Tensor = torch.linalg.solve(standard, cross / deviation) / deviation
+        weights[:, self.constant] = target_mean[:, 0] - (mean * weights).sum(-1)
+        return weights.float()
+
+
 class ScoreLearner:
     """Holds the weights in use, or learns them.
 
-    A prefix that readers have scored is learned from layer by layer, so that no step waits long. From the
-    ``num_prefixes``-th on, the weights learned so far are tried on the next prefix before it is learned from too; they
-    are used once they find enough of what the readers' scores would keep of it.
+    After ``num_prefixes`` prefixes, the weights learned so far are tested on each next prefix before it is learned
+    from too. They come into use once they recall ``MIN_RECALL`` of what its reader attention would keep.
 
     Args:
         geometry: sizes of this rank.
         rotary: the model's rotary embedding.
-        share: of the entries that are kept: what recall is measured at.
-        num_prefixes: to learn from before weights are tried.
-        weights: known from the start; None: none.
-        agree: makes one number (the least) out of each tensor-parallel rank's own.
+        share: of the entries, at which recall is measured.
+        num_prefixes: to learn from before weights are tested.
+        weights: known from the start, or None.
+        agree: reduces a number to the least of all tensor-parallel ranks.
 
     Attributes:
         weights: in use; None while learning.
@@ -89,8 +143,8 @@ class ScoreLearner:
 
         Args:
             tokens: the scored range; its slots must not change before the lesson ends.
-            scores: [num_layers, num_kv_heads, num_tokens], float32: what its readers paid each token.
-            show: gives the whole range in a layer, with the last queries of a prompt that ended behind it.
+            scores: [num_layers, num_kv_heads, num_tokens], float32: reader attention of each token.
+            show: gives a layer's view of the range, with the last queries of a prompt that continues it.
 
         Raises:
             ValueError: weights are in use already.
@@ -105,11 +159,11 @@ class ScoreLearner:
         return Lesson(self, self._statistics, tokens, scores, show, tries)
 
     def end_lesson(self, weights: ScoreWeights | None, overlap: int | None) -> LessonResult:
-        """Count a prefix that was learned from to its end, and take its weights into use if they are good enough.
+        """Count a prefix, and use the tested weights if their recall suffices.
 
         Args:
-            weights: that were tried; None: none.
-            overlap: thousandths of the readers' set that they found.
+            weights: that were tested, or None.
+            overlap: their recall in thousandths.
         """
         self.num_learned += 1
         if weights is None or overlap is None:
@@ -121,7 +175,7 @@ class ScoreLearner:
         return LessonResult(self.num_learned, recall, self.weights is not None)
 
     def forget(self) -> None:
-        """The model has other weights: what was learned of the old ones is of no use, and all begins anew."""
+        """Start again, because the model's weights changed."""
         self.weights = self._statistics = None
         self.num_learned = 0
 
@@ -192,7 +246,7 @@ class Lesson:
         tokens, sample = self._tokens, self._sample
         window = window_features(self._show(layer))
         features = cache_features(sample, layer, self._learner.rotary)
-        if window is None:  # the policy looks at the cache alone: what is always 0 gets no weight
+        if window is None:  # the policy uses the cache alone; constant zeros get no weight
             window = features.new_zeros(features.shape[0], tokens.token_slots.numel(), NUM_WINDOW)
         sampled = window[:, sample.start - tokens.start :: sample.stride]
         return torch.cat([features, sampled], dim=-1), (self._sampled_scores(layer) + SCORE_FLOOR).log()
@@ -204,10 +258,7 @@ class Lesson:
 def top_recall(predicted: Tensor, scores: Tensor, share: float) -> float:
     """Share of the highest scores, over all layers and heads, that the highest predictions include.
 
-    Args:
-        predicted: [num_layers, num_kv_heads, num_tokens].
-        scores: the same.
-        share: how many count as high.
+    Both are [num_layers, num_kv_heads, num_tokens]; ``share`` of the entries count as high.
     """
     count = max(int(share * scores.numel()), 1)
     kept = torch.zeros(scores.numel(), dtype=torch.bool, device=scores.device)

@@ -1,4 +1,4 @@
-"""Texts to learn from that every Python brings along: its reference manual, its library's code, and tables."""
+"""Training texts from the Python installation (manual, library code, tables), or from a folder."""
 
 from __future__ import annotations
 
@@ -22,22 +22,17 @@ _CHARACTERS = (0x2190, 0x2300, 0x1F300, 0x370, 0x4E0, 0x13A0)
 
 
 def training_texts(lengths: Sequence[int], kinds: Sequence[Kind] = KINDS) -> list[str]:
-    """One text for each length, the kinds in turn; no two share a passage while there is material.
-
-    Args:
-        lengths: of the texts (characters).
-        kinds: what to take them from.
-    """
+    """One text per length (characters), of each kind in turn; passages repeat only when the material is used up."""
     pools = {kind: itertools.cycle(_blocks(kind)) for kind in kinds}
     return [_take(pools[kind], length) for length, kind in zip(lengths, itertools.cycle(kinds), strict=False)]
 
 
 def texts_of_folder(folder: Path, lengths: Sequence[int]) -> list[str]:
-    """Passages of the text files of a folder and those below it: of every file its first one, then the second ones.
+    """Passages of the text files below a folder: the first of every file, by name, then the second ones.
 
     Args:
-        folder: searched by name; files that are shorter than a passage give one that is shorter.
-        lengths: of the passages (characters); there may be fewer than so many.
+        folder: to search; short files give shorter passages.
+        lengths: of the passages (characters); fewer are returned if the material is used up.
 
     Raises:
         OSError, UnicodeDecodeError: a file cannot be read as UTF-8.
@@ -63,7 +58,7 @@ def _take(blocks: Iterator[str], length: int) -> str:
 
 
 def _blocks(kind: Kind) -> list[str]:
-    """Pieces of a page or so, in a fixed order in which neighbours come from far apart."""
+    """Pieces of about a page, in a fixed order that mixes distant ones."""
     if kind == "tables":
         return [_characters(first) if i % 2 else _types(i) for i, first in enumerate(_CHARACTERS * 2)]
     text = _manual() if kind == "prose" else _library()

@@ -1,16 +1,23 @@
-"""Learned weights: what one model's heads make of a cached token. They say nothing about any text."""
+"""Learned weights, and the scores of cached tokens by them: one pass over keys and values, many layers at once."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvevict_kernels.rotary import Rotary
-from sgl_kvevict.distill.features import CachedRange
-from sgl_kvevict.distill.scoring import score_range
+from kvevict_kernels.stored_rows import gather_rows
+from kvevict_kernels.transfer import to_device
+from sgl_kvevict.distill.features import NUM_WINDOW, CachedRange, log_norm, num_cache_features, window_features
+from sgl_kvevict.policies.layer_view import Show
+from sgl_kvevict.policies.signals import Signal
+
+_BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
+"""Keys (or values) per block: a core's caches, or enough for a GPU."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +28,7 @@ class ScoreWeights:
         cache: [num_layers, num_kv_heads, num_cache_features], float32: from the cache alone.
         window: [num_layers, num_kv_heads, num_cache_features + NUM_WINDOW], float32: with window attention.
         num_prefixes: prefixes that they were fitted to.
-        recall: share of the set that passes keep of another prefix that they keep too; None if nobody looked.
+        recall: share of the passes' entries of another prefix that these weights find; None if not measured.
 
     Source: KVzap (arXiv 2601.07891) predicts KVzip's scores from hidden states by a published model.
     Differs: from keys, values and positions, which the cache still holds when the hidden states are gone; fitted on
@@ -38,30 +45,110 @@ class ScoreWeights:
         return replace(self, cache=self.cache.to(device), window=self.window.to(device))
 
     def digest(self) -> int:
-        """A positive number that other weights most likely do not have."""
+        """A positive checksum."""
         return 1 + zlib.crc32(b"".join(part.cpu().numpy().tobytes() for part in (self.cache, self.window)))
 
     def of_rank(self, rank: int, num_ranks: int, num_kv_heads: int) -> ScoreWeights:
-        """The part of one tensor-parallel rank, which holds consecutive heads, or a copy of one.
-
-        Args:
-            rank: from 0.
-            num_ranks: how many share the layer's heads.
-            num_kv_heads: heads that each of them holds.
-        """
+        """The part of one of ``num_ranks`` tensor-parallel ranks, which holds ``num_kv_heads`` consecutive heads."""
         first = rank * self.cache.shape[1] // num_ranks
         heads = slice(first, first + num_kv_heads)
         return replace(self, cache=self.cache[:, heads].contiguous(), window=self.window[:, heads].contiguous())
 
     def score(self, tokens: CachedRange, rotary: Rotary, window: Tensor | None) -> Tensor:
-        """Score a range, with window attention where there is some.
-
-        Args:
-            tokens: the range.
-            rotary: the model's rotary embedding.
-            window: [num_layers, num_kv_heads, num_tokens, NUM_WINDOW], float32, or None.
-
-        Returns:
-            [num_layers, num_kv_heads, num_tokens], float32; higher = keep.
-        """
+        """Score a range, with window attention if there is any; see :func:`score_range`."""
         return score_range(self.cache if window is None else self.window, tokens, rotary, window)
+
+
+def with_learned_scores(show: Show, weights: ScoreWeights, tokens: CachedRange, rotary: Rotary) -> Show:
+    """Score a range in all layers at once, and add the scores to each layer's view.
+
+    Args:
+        show: gives a layer's view.
+        weights: learned ones.
+        tokens: the range.
+        rotary: the model's rotary embedding.
+    """
+    shown = [show(layer) for layer in range(tokens.num_layers)]
+    windows = [window_features(layer) for layer in shown]
+    seen = next((part for part in windows if part is not None), None)
+    window = None
+    if seen is not None:  # layers with a sliding window are not observed; their weights are 0 and scores unused
+        window = torch.stack([torch.zeros_like(seen) if part is None else part for part in windows])
+    learned = weights.score(tokens, rotary, window)
+    return lambda layer: shown[layer].with_signals({Signal.LEARNED_SCORES: learned[layer]})
+
+
+def score_range(weights: Tensor, tokens: CachedRange, rotary: Rotary, window: Tensor | None = None) -> Tensor:
+    """Learned scores of a range: features times weights, without writing the features down.
+
+    Weights are rotated to the tokens' positions instead of keys back to position 0: the product is the same.
+
+    Args:
+        weights: [num_layers, num_kv_heads, F], float32; F features with or without window attention.
+        tokens: the range.
+        rotary: the model's rotary embedding.
+        window: [num_layers, num_kv_heads, num_tokens, NUM_WINDOW], float32, if F includes it.
+
+    Returns:
+        [num_layers, num_kv_heads, num_tokens], float32: logarithms of scores, comparable over layers and heads.
+
+    Raises:
+        ValueError: weights for other heads, or for other features.
+
+    Cost: about ten operations per number of the range; no host sync.
+    """
+    num_layers, _, num_heads, head_dim = tokens.k_arena.shape
+    columns = num_cache_features(head_dim) + (0 if window is None else NUM_WINDOW)
+    if tuple(weights.shape) != (num_layers, num_heads, columns):
+        raise ValueError(f"weights: expected {(num_layers, num_heads, columns)}, got {tuple(weights.shape)}")
+    scores = torch.empty(num_layers, tokens.token_slots.numel(), num_heads, device=weights.device)
+    positions = tokens.positions
+    for layers, part in _blocks(tokens):
+        _score_block(scores[layers, part], weights[layers], tokens, layers, part, positions[part], rotary)
+    scores = scores.transpose(1, 2).contiguous()
+    if window is not None:
+        scores += (window @ weights[..., -NUM_WINDOW:, None]).squeeze(-1)
+    return scores
+
+
+def _score_block(
+    scores: Tensor,
+    weights: Tensor,
+    tokens: CachedRange,
+    layers: slice,
+    part: slice,
+    positions: Tensor,
+    rotary: Rotary,
+) -> None:
+    """Write ``scores``, [layers, tokens, num_kv_heads], of some tokens in some layers."""
+    head_dim = tokens.k_arena.shape[-1]
+    slots = tokens.token_slots[part]
+    per_token = weights[:, None]
+    w_keys, w_values = per_token[..., :head_dim], per_token[..., head_dim : 2 * head_dim]
+    scalars = per_token[..., 2 * head_dim : num_cache_features(head_dim)]
+    w_key_norm, w_value_norm, w_place, constant = scalars.unbind(-1)
+    torch.addcmul(constant, w_place, (positions / tokens.end).float()[:, None], out=scores)
+    k_scales, v_scales = (_per_layer(scales[layers], slots) for scales in (tokens.scales.k, tokens.scales.v))
+    keys = gather_rows(tokens.k_arena[layers], slots, k_scales, dim=1).float()
+    scores.addcmul_(log_norm(keys), w_key_norm)
+    scores += keys.mul_(rotary.turn(w_keys, positions)).sum(-1)
+    values = keys.copy_(gather_rows(tokens.v_arena[layers], slots, v_scales, dim=1))
+    scores.addcmul_(log_norm(values), w_value_norm)
+    scores += values.mul_(w_values).sum(-1)
+
+
+def _per_layer(scales: tuple[float, ...], slots: Tensor) -> Tensor | float:
+    """FP8 scales, [layers, 1, 1, 1], on the device of the slots; 1.0 for other dtypes."""
+    return to_device(torch.tensor(scales), slots.device).view(-1, 1, 1, 1) if scales else 1.0
+
+
+def _blocks(tokens: CachedRange) -> Iterator[tuple[slice, slice]]:
+    """Layers and tokens that are scored at once."""
+    num_layers, _, num_heads, head_dim = tokens.k_arena.shape
+    room = _BLOCK_ELEMENTS[tokens.k_arena.device.type] // (num_heads * head_dim)
+    num_tokens = tokens.token_slots.numel()
+    step = max(min(room, num_tokens), 1)
+    group = max(min(room // step, num_layers), 1)
+    for layer in range(0, num_layers, group):
+        for first in range(0, num_tokens, step):
+            yield slice(layer, min(layer + group, num_layers)), slice(first, min(first + step, num_tokens))

@@ -1,4 +1,4 @@
-"""The watching side: asynchronous clients of the event stream and of the inspection socket."""
+"""Asynchronous clients of the event stream and of the inspection socket."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WILDCARDS = ("*", "0.0.0.0", "[::]")
 
 
 class ServerSilentError(KVEvictError):
-    """Nobody answered in time: the server is down, busy for long, or listens elsewhere."""
+    """No answer in time: the server is down, busy for long, or listens elsewhere."""
 
 
 class RequestFailedError(KVEvictError):
@@ -38,9 +38,9 @@ class NodeGoneError(RequestFailedError):
 
 
 def reachable(bound: str, asked: str) -> str:
-    """Return the address under which a socket bound to ``bound`` is reached by whoever reaches ``asked``.
+    """Return the address of the socket ``bound`` as seen by a client that reached the server at ``asked``.
 
-    A server may bind all interfaces, or loopback behind a forwarded port: what we reached it by names the host.
+    A server may bind all interfaces, or loopback behind a forwarded port: then the host is that of ``asked``.
     """
     there, here = _TCP.match(bound), _TCP.match(asked)
     if there is None or here is None or there["host"] not in (*_WILDCARDS, "127.0.0.1", "localhost", "[::1]"):
@@ -61,7 +61,22 @@ def check_endpoint(endpoint: str) -> str:
     return address
 
 
-class InspectClient:
+class _Client:
+    """A ZeroMQ context as an asynchronous context manager."""
+
+    def __init__(self) -> None:
+        self._context = zmq.asyncio.Context()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._context.destroy(linger=0)
+
+
+class InspectClient(_Client):
     """Asks one scheduler about its cache; an asynchronous context manager.
 
     Args:
@@ -72,7 +87,7 @@ class InspectClient:
     def __init__(self, endpoint: str, timeout_s: float = 5.0) -> None:
         self.endpoint = endpoint
         self.timeout_s = timeout_s
-        self._context = zmq.asyncio.Context()
+        super().__init__()
         self._socket = self._context.socket(zmq.DEALER)
         self._num_asked = 0
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -82,14 +97,6 @@ class InspectClient:
             self._context.destroy(linger=0)
             raise ConfigError(f"endpoint: got {endpoint!r}: {error}") from error
         self._decoder: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._context.destroy(linger=0)
 
     async def ask(self, request: AnyRequest, answer: type[ReplyT]) -> ReplyT:
         """Ask and wait.
@@ -130,7 +137,7 @@ class InspectClient:
         return replies
 
     async def _payloads(self, requests: Sequence[AnyRequest]) -> list[bytes]:
-        """What answers some questions, in their order; late answers to earlier ones are passed over."""
+        """Answers to some questions, in their order; late answers to earlier questions are skipped."""
         tickets = [(self._num_asked + i).to_bytes(8, "big") for i in range(len(requests))]
         self._num_asked += len(requests)
         for ticket, request in zip(tickets, requests, strict=True):
@@ -176,10 +183,10 @@ class Received(NamedTuple):
     missed: int
 
 
-class EventStream:
+class EventStream(_Client):
     """Subscribes to the events of one scheduler and fills gaps from its replay socket; an asynchronous context manager.
 
-    Reconnects by itself: after a restart the sequence starts afresh, and so does the stream.
+    It reconnects by itself; after a restart of the server the sequence numbers begin anew.
 
     Args:
         endpoint: the PUB socket.
@@ -191,23 +198,14 @@ class EventStream:
     def __init__(
         self, endpoint: str, replay_endpoint: str | None = None, topic: str = "", replay_timeout_s: float = 5.0
     ) -> None:
-        self._context = zmq.asyncio.Context()
+        super().__init__()
         self._replay_endpoint = replay_endpoint
         self._replay_timeout_s = replay_timeout_s
         self._decoder = msgspec.msgpack.Decoder(EventBatch)
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
         self._socket.set_hwm(100_000)
-        self._endpoint = endpoint
-
-    async def __aenter__(self) -> Self:
-        self._socket.connect(self._endpoint)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._context.destroy(linger=0)
+        self._socket.connect(endpoint)
 
     async def batches(self, start: int | None = None) -> AsyncIterator[Received]:
         """Iterate over batches, in order and without repeats, for ever.
@@ -225,7 +223,7 @@ class EventStream:
             seq, batch = int.from_bytes(seq_bytes, "big"), self._decoder.decode(payload)
             if expected is not None and seq < expected:
                 if batch.ts <= newest:
-                    continue  # it came with the replay already
+                    continue  # already replayed
                 expected = None  # the server restarted
             missed = 0
             if expected is not None and seq > expected:

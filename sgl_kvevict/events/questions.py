@@ -1,6 +1,6 @@
-"""What can be asked about the cache, and the answers: msgpack maps over the inspection socket.
+"""Questions about the cache and their answers: msgpack maps over the inspection socket.
 
-A request names its kind in ``op``, a reply in ``type``. Node ids are those of the events. Token ids and namespaces
+A request names its kind in ``op``, a reply in ``type``. Node ids are those in the events. Token ids and namespaces
 leave the process only with ``expose_tokens``.
 """
 
@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
+
+from sgl_kvevict.events.totals import Gauges, Pool, Totals
 
 MAX_PREFIXES = 1000
 MAX_NODES = 20_000
@@ -21,51 +23,34 @@ class Request(msgspec.Struct, tag_field="op", tag=str.lower, forbid_unknown_fiel
 
 
 class Describe(Request):
-    """What runs here, and where it publishes."""
+    """The server: version, policy, model, addresses."""
 
 
 class Status(Request):
-    """What the cache holds, totals, and the largest prefixes.
+    """Gauges, totals and the largest prefixes."""
 
-    Attributes:
-        limit: rows wanted.
-        sort: what "largest" means; ``age`` is the longest time unused.
-    """
-
-    limit: Annotated[int, Meta(ge=0, le=MAX_PREFIXES)] = 20
+    limit: Annotated[int, Meta(ge=0, le=MAX_PREFIXES)] = 20  # rows wanted
+    # what "largest" means; ``age`` is the longest time unused
     sort: Literal["slots", "tokens", "readers", "age"] = "slots"
 
 
 class Tree(Request):
-    """All nodes, from the root down.
+    """All nodes, from the root down."""
 
-    Attributes:
-        limit: nodes wanted at most; deeper ones are left out first.
-    """
-
-    limit: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 5000
+    limit: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 5000  # nodes wanted at most; deeper ones are left out first
 
 
 class Kept(Request):
-    """Which tokens each (layer, head) kept of one node. Reads the device.
+    """Which tokens each (layer, head) kept of one node. Reads the device."""
 
-    Attributes:
-        node: id of a compressed node.
-        bins: resolution over its tokens.
-    """
-
-    node: int
-    bins: Annotated[int, Meta(ge=1, le=MAX_BINS)] = 512
+    node: int  # id of a compressed node
+    bins: Annotated[int, Meta(ge=1, le=MAX_BINS)] = 512  # resolution over its tokens
 
 
 class Tokens(Request):
-    """The token ids of one node; refused without ``expose_tokens``.
+    """The token ids of one node; refused without ``expose_tokens``."""
 
-    Attributes:
-        node: id of a node.
-    """
-
-    node: int
+    node: int  # id of a node
 
 
 AnyRequest = Describe | Status | Tree | Kept | Tokens
@@ -76,251 +61,95 @@ class Reply(msgspec.Struct, tag=True):
 
 
 class Failure(Reply):
-    """The question could not be answered.
+    """The question could not be answered."""
 
-    Attributes:
-        error: why, in one sentence.
-    """
-
-    error: str
+    error: str  # why, in one sentence
 
 
 class NodeGone(Failure):
-    """The node that was asked about is not in the tree, or holds nothing compressed: it may have left since."""
+    """The node is not in the tree (any more), or holds nothing compressed."""
 
 
 class Description(Reply):
-    """What runs here.
+    """The server."""
 
-    Attributes:
-        started: when the scheduler started (seconds since the epoch); tells one server run from the next.
-        version: of this package.
-        policy: name of the policy.
-        budget: share of entries, or entries per head.
-        num_layers: of this rank.
-        num_kv_heads: of this rank.
-        model: path or hub name of the model.
-        tokenizer: path or hub name of its tokenizer.
-        endpoint: PUB socket as configured, or None.
-        replay_endpoint: replay socket as configured, or None.
-        topic: first frame of event messages.
-        next_seq: sequence number of the next event message.
-        expose_tokens: token ids may be asked for.
-    """
-
-    started: float
-    version: str
-    policy: str
-    budget: int | float
-    num_layers: int
-    num_kv_heads: int
-    model: str
-    tokenizer: str
-    endpoint: str | None
-    replay_endpoint: str | None
-    topic: str
-    next_seq: int
-    expose_tokens: bool
-
-
-class Pool(msgspec.Struct):
-    """Who holds the pool's token slots; the parts sum to ``total``.
-
-    Attributes:
-        total: token slots.
-        free: on the allocator's list.
-        compressed: held by segments in the tree.
-        full: held by uncompressed nodes of the tree.
-        private: held by running requests outside the tree.
-    """
-
-    total: int
-    free: int
-    compressed: int
-    full: int
-    private: int
-
-
-class Gauges(msgspec.Struct, frozen=True):
-    """What the cache holds now.
-
-    Attributes:
-        pool: token slots by holder.
-        logical_tokens: tokens that the tree holds.
-        span_tokens: those of them that are compressed.
-        spans: compressed nodes.
-        segments: segments they are stored in.
-        dead_entries: entries stored that no span reads.
-        pending_ranges: ranges that wait for their readers.
-        shared_spans: spans that two or more running requests read.
-        readers: running requests that read a span, summed over spans.
-        max_readers: most running requests on one span.
-        scoring_jobs: prefixes that wait for scoring passes, or for their fit.
-        observation_bytes: memory, outside the pool, of what readers attended to, and of fits.
-    """
-
-    pool: Pool
-    logical_tokens: int
-    span_tokens: int
-    spans: int
-    segments: int
-    dead_entries: int
-    pending_ranges: int
-    shared_spans: int
-    readers: int
-    max_readers: int
-    scoring_jobs: int = 0
-    observation_bytes: int = 0
-
-
-class Totals(msgspec.Struct):
-    """Counters since the server started; names as in the events."""
-
-    compressions: int = 0
-    compressed_tokens: int = 0
-    compression_seconds: float = 0.0
-    released_slots: int = 0
-    kept_entries: int = 0
-    evicted_entries: int = 0
-    merged_entries: int = 0
-    scoring_passes: int = 0
-    splits: int = 0
-    repacks: int = 0
-    squeezes: int = 0
-    squeezed_slots: int = 0
-    dropped_nodes: int = 0
-    dropped_spans: int = 0
-    dropped_slots: int = 0
-    refused_in_use: int = 0
-    refused_not_cached: int = 0
-    refused_no_room: int = 0
-    refused_no_memory: int = 0
-    clears: int = 0
-    stored_segments: int = 0
-    stored_bytes: int = 0
-    not_stored: int = 0
-    loaded_segments: int = 0
-    loaded_tokens: int = 0
-    late_loads: int = 0
-    failed_loads: int = 0
+    started: float  # when the scheduler started (seconds since the epoch); tells one server run from the next
+    version: str  # of this package
+    policy: str  # name of the policy
+    budget: int | float  # share of entries, or entries per head
+    num_layers: int  # of this rank
+    num_kv_heads: int  # of this rank
+    model: str  # path or hub name of the model
+    tokenizer: str  # path or hub name of its tokenizer
+    endpoint: str | None  # PUB socket as configured, or None
+    replay_endpoint: str | None  # replay socket as configured, or None
+    topic: str  # first frame of event messages
+    next_seq: int  # sequence number of the next event message
+    expose_tokens: bool  # token ids may be asked for
 
 
 class Prefix(msgspec.Struct):
-    """One segment with the spans that read it.
+    """One segment with the spans that read it."""
 
-    Attributes:
-        node: id of its topmost node.
-        start: logical position of its first token.
-        tokens: tokens that its live spans stand for, over all branches counted once.
-        slots: token slots it takes.
-        spans: live spans.
-        readers: running requests that read it.
-        age_s: seconds since it was last matched.
-    """
-
-    node: int
-    start: int
-    tokens: int
-    slots: int
-    spans: int
-    readers: int
-    age_s: float
+    node: int  # id of its topmost node
+    start: int  # logical position of its first token
+    tokens: int  # tokens that its live spans stand for, over all branches counted once
+    slots: int  # token slots it takes
+    spans: int  # live spans
+    readers: int  # running requests that read it
+    age_s: float  # seconds since it was last matched
 
 
 class StatusReport(Reply):
-    """What the cache holds, totals, and the largest prefixes.
+    """Gauges, totals and the largest prefixes."""
 
-    Attributes:
-        ts: when it was taken (seconds since the epoch).
-        started: see :class:`Description`.
-        gauges: what the cache holds.
-        lost_events: events dropped because they came too fast.
-        totals: counters.
-        prefixes: the rows asked for.
-    """
-
-    ts: float
-    started: float
-    gauges: Gauges
-    lost_events: int
-    totals: Totals
-    prefixes: list[Prefix]
+    ts: float  # when it was taken (seconds since the epoch)
+    started: float  # see :class:`Description`
+    gauges: Gauges  # what the cache holds
+    totals: Totals  # counters since the start
+    prefixes: list[Prefix]  # the rows asked for
 
 
 class TreeNode(msgspec.Struct):
-    """One node of the tree.
+    """One node of the tree."""
 
-    Attributes:
-        id: its id.
-        parent: its parent's id; 0 below the root.
-        start: logical position of its first token.
-        tokens: tokens it stands for.
-        slots: token slots it holds; for a span its part of the segment, so the sum over nodes is what is held.
-        kept: share of its entries that are stored (1 for an uncompressed node).
-        compressed: it holds a span.
-        readers: running requests whose path includes it.
-        age_s: seconds since it was last matched.
-        namespace: ``extra_key`` of its requests, with ``expose_tokens`` only.
-    """
-
-    id: int
-    parent: int
-    start: int
-    tokens: int
-    slots: float
-    kept: float
-    compressed: bool
-    readers: int
-    age_s: float
-    namespace: str | None = None
+    id: int  # its id
+    parent: int  # its parent's id; 0 below the root
+    start: int  # logical position of its first token
+    tokens: int  # tokens it stands for
+    slots: float  # token slots it holds; for a span its part of the segment, so the sum over nodes is what is held
+    kept: float  # share of its entries that are stored (1 for an uncompressed node)
+    compressed: bool  # it holds a span
+    readers: int  # running requests whose path includes it
+    age_s: float  # seconds since it was last matched
+    namespace: str | None = None  # ``extra_key`` of its requests, with ``expose_tokens`` only
 
 
 class TreeReport(Reply):
-    """The tree, parents before children.
+    """The tree, parents before children."""
 
-    Attributes:
-        ts: when it was taken (seconds since the epoch).
-        pool: token slots by holder.
-        nodes: at most as many as asked for.
-        omitted: nodes left out.
-    """
-
-    ts: float
-    pool: Pool
-    nodes: list[TreeNode]
-    omitted: int
+    ts: float  # when it was taken (seconds since the epoch)
+    pool: Pool  # token slots by holder
+    nodes: list[TreeNode]  # at most as many as asked for
+    omitted: int  # nodes left out
 
 
 class KeptReport(Reply):
-    """Which tokens each (layer, head) kept.
+    """Which tokens each (layer, head) kept."""
 
-    Attributes:
-        node: id of the node.
-        start: logical position of its first token.
-        end: logical position after its last token.
-        num_bins: bins; token ``t`` of the node counts in bin ``t * num_bins // tokens``.
-        num_rows: layers times KV heads, layer-major.
-        share: ``num_rows * num_bins`` bytes, row by row: 255 where every token of the bin was kept.
-    """
-
-    node: int
-    start: int
-    end: int
-    num_bins: int
-    num_rows: int
-    share: bytes
+    node: int  # id of the node
+    start: int  # logical position of its first token
+    end: int  # logical position after its last token
+    num_bins: int  # bins; token ``t`` of the node counts in bin ``t * num_bins // tokens``
+    num_rows: int  # layers times KV heads, layer-major
+    share: bytes  # ``num_rows * num_bins`` bytes, row by row: 255 where every token of the bin was kept
 
 
 class TokensReport(Reply):
-    """Token ids of one node.
+    """Token ids of one node."""
 
-    Attributes:
-        node: its id.
-        token_ids: in order.
-    """
-
-    node: int
-    token_ids: list[int]
+    node: int  # its id
+    token_ids: list[int]  # in order
 
 
 AnyReply = Failure | NodeGone | Description | StatusReport | TreeReport | KeptReport | TokensReport

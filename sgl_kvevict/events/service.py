@@ -1,7 +1,8 @@
-"""The publishing side: one thread with the sockets, and two queues between it and the scheduler.
+"""One thread that owns the event and inspection sockets, with queues between it and the scheduler.
 
-The scheduler never waits: it appends to a bounded queue, and looks whether somebody asked a question. The thread
-sends what has gathered every few milliseconds, as one message, and encodes everything itself.
+The scheduler never waits: it appends events to a bounded queue and answers the questions in another. The thread
+encodes everything, and sends the events of the last few milliseconds as one message. SGLang's own ``ZmqEventPublisher``
+does not fit: its ``publish`` blocks when the queue is full and sends one message a call, and it serves no questions.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import zmq
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.events.questions import AnyReply, AnyRequest, Describe, Description, Failure
+from sgl_kvevict.events.totals import Totals
 from sgl_kvevict.events.types import END_OF_REPLAY, AnyEvent, EventBatch, EventsLost
 from sgl_kvevict.guard import Guard, Place
 
@@ -44,17 +46,23 @@ class EventService:
         config: addresses and sizes.
         description: what the process is; answers :class:`~sgl_kvevict.events.questions.Describe`.
         rank: data-parallel rank, stamped on every batch.
-        guard: holds what goes wrong with a message.
+        guard: holds errors with one message.
+        totals: where lost events are counted.
 
     Raises:
         ConfigError: an address cannot be bound; lists every such address.
     """
 
     def __init__(
-        self, config: EventsConfig, description: Description, rank: int = 0, guard: Guard | None = None
+        self,
+        config: EventsConfig,
+        description: Description,
+        rank: int = 0,
+        guard: Guard | None = None,
+        totals: Totals | None = None,
     ) -> None:
         self.config = config
-        self.lost_events = 0
+        self.totals = totals or Totals()
         self._description = description
         self._rank = rank
         self._guard = guard or Guard()
@@ -81,11 +89,11 @@ class EventService:
         if len(self._events) < self.config.max_queue_size:
             self._events.append(event)
         else:
-            self.lost_events += 1
+            self.totals.lost_events += 1
 
     @property
     def has_questions(self) -> bool:
-        """Whether somebody waits for an answer."""
+        """Whether questions wait for an answer."""
         return bool(self._questions)
 
     def take_questions(self) -> Iterator[Question]:
@@ -129,9 +137,9 @@ class EventService:
             serve()
 
     def _publish_queued(self) -> None:
-        while self._events or self.lost_events != self._lost_before:
+        while self._events or self.totals.lost_events != self._lost_before:
             events = [self._events.popleft() for _ in range(min(len(self._events), MAX_BATCH_EVENTS))]
-            lost = self.lost_events
+            lost = self.totals.lost_events
             if lost != self._lost_before:
                 events.append(EventsLost(lost - self._lost_before))
                 self._lost_before = lost
@@ -183,7 +191,7 @@ class EventService:
             self._send(self._inspect, [*envelope, self._encoder.encode(reply)])
 
     def _send(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
-        """Send without waiting; whoever left or does not read loses its answer."""
+        """Send without waiting; a client that left, or does not read, loses its answer."""
         with self._guard.at(Place.SOCKETS):
             socket.send_multipart(frames, zmq.NOBLOCK)
 

@@ -1,4 +1,4 @@
-"""What is published about the cache.
+"""Events of the cache, as they are published.
 
 Events follow SGLang's KV-cache events: tagged msgpack maps (key ``type``), in batches ``[ts, events, attn_dp_rank]``.
 Node ids are the tree's own; they never repeat while a server lives. Token ids leave the process only with
@@ -14,166 +14,103 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 
 
 class Event(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Something that happened to the cache."""
+    """A change of the cache."""
 
 
 class Compressed(Event):
-    """A range of tokens was compressed into one segment.
+    """A range of tokens was compressed into one segment."""
 
-    Attributes:
-        nodes: ids of the nodes that hold it, root side first.
-        start: logical position of the first token.
-        end: logical position after the last token.
-        slots: token slots that the segment takes.
-        released_slots: token slots that were given back.
-        kept_entries: entries stored, over all layers and heads.
-        evicted_entries: entries dropped.
-        merged_entries: entries folded into stored ones.
-        seconds: host time (on a GPU: launching only).
-        policy: name of the policy.
-        token_ids: the range's tokens, with ``expose_tokens`` only.
-    """
-
-    nodes: list[int]
-    start: int
-    end: int
-    slots: int
-    released_slots: int
-    kept_entries: int
-    evicted_entries: int
-    merged_entries: int
-    seconds: float
-    policy: str
-    token_ids: list[int] | None = None
+    nodes: list[int]  # ids of the nodes that hold it, root side first
+    start: int  # logical position of the first token
+    end: int  # logical position after the last token
+    # tokens that were uncompressed before; less than end - start where a segment of generated tokens grew
+    new_tokens: int
+    slots: int  # token slots that the segment takes
+    released_slots: int  # token slots that were given back
+    kept_entries: int  # entries stored now, over all layers and heads
+    evicted_entries: int  # entries neither stored nor merged
+    merged_entries: int  # entries folded into stored ones
+    seconds: float  # host time (on a GPU: launching only)
+    policy: str  # name of the policy
+    token_ids: list[int] | None = None  # the range's tokens, with ``expose_tokens`` only
 
 
 class Split(Event):
-    """A compressed node was cut in two; nothing was copied.
+    """A compressed node was cut in two; nothing was copied."""
 
-    Attributes:
-        upper: id of the new node, the half nearer the root.
-        lower: id of the other half, the node's id until now.
-        position: logical position of the cut.
-    """
-
-    upper: int
-    lower: int
-    position: int
+    upper: int  # id of the new node, the half nearer the root
+    lower: int  # id of the other half, the node's id until now
+    position: int  # logical position of the cut
 
 
 class Dropped(Event):
-    """A node left the tree.
+    """A node left the tree."""
 
-    Attributes:
-        node: its id.
-        tokens: tokens it stood for.
-        slots: token slots that came back at once (0 for a view of a segment that lives on).
-        compressed: it held a span.
-    """
-
-    node: int
-    tokens: int
-    slots: int
-    compressed: bool
+    node: int  # its id
+    tokens: int  # tokens it stood for
+    slots: int  # token slots that came back at once (0 for a view of a segment that lives on)
+    compressed: bool  # it held a span
 
 
 class Repacked(Event):
-    """A segment that had lost its lowest span was moved into fewer token slots.
+    """A segment that had lost its lowest span moved into fewer token slots."""
 
-    Attributes:
-        node: id of the segment's topmost node.
-        slots: token slots it takes now.
-        released_slots: token slots that were given back.
-    """
-
-    node: int
-    slots: int
-    released_slots: int
+    node: int  # id of the segment's topmost node
+    slots: int  # token slots it takes now
+    released_slots: int  # token slots that were given back
 
 
 class Squeezed(Event):
-    """Token slots were short: a segment gave up what is worth least of it.
+    """Token slots were short: a segment gave up its entries of least worth."""
 
-    Attributes:
-        node: id of the segment's topmost node.
-        slots: token slots it takes now.
-        released_slots: token slots that were given back.
-    """
-
-    node: int
-    slots: int
-    released_slots: int
+    node: int  # id of the segment's topmost node
+    slots: int  # token slots it takes now
+    released_slots: int  # token slots that were given back
 
 
 class ScoringPass(Event):
-    """Extra forwards were run to score a range.
+    """Extra forwards scored a range."""
 
-    Attributes:
-        start: logical position of the first token scored.
-        end: logical position after the last one.
-        seconds: from the first forward's start to the last result.
-    """
-
-    start: int
-    end: int
-    seconds: float
+    start: int  # logical position of the first token scored
+    end: int  # logical position after the last one
+    seconds: float  # from the first forward's start to the last result
 
 
 class Refused(Event):
-    """Something could not be compressed or cached.
+    """A range could not be compressed, or a prompt not cached."""
 
-    Attributes:
-        reason: ``in-use``: somebody reads the range exactly, it waits for that one; ``not-cached``: the prompt diverges
-            inside an unsplittable span that others read, so it is served but not cached; ``no-room``: prefix and
-            scoring pass together exceed the model's context or the pool, so the prefix stays uncompressed;
-            ``no-memory``: what was observed of the range took more than is allowed, so it stays uncompressed.
-        tokens: tokens concerned.
-    """
-
+    # ``in-use``: a running request asked to read the range exactly, so it is compressed when that request ends;
+    # ``not-cached``: the prompt diverges inside an unsplittable span that others read: served, not cached; ``no-room``:
+    # prefix and scoring pass exceed the model's context or the pool: uncompressed; ``no-memory``: the observation of
+    # the range exceeds ``observation_bytes``: uncompressed
     reason: str
-    tokens: int
+    tokens: int  # tokens concerned
 
 
 class Stored(Event):
-    """A segment was handed to the store.
+    """A segment was handed to the store."""
 
-    Attributes:
-        key: first digits of its name.
-        tokens: tokens that it stands for.
-        bytes: bytes written; 0: the store had it already, or it could not be written.
-        error: why it could not be written.
-    """
-
-    key: str
-    tokens: int
-    bytes: int
-    error: str | None = None
+    key: str  # first digits of its name
+    tokens: int  # tokens that it stands for
+    bytes: int  # bytes written; 0: the store had it already, or it could not be written
+    error: str | None = None  # why it could not be written
 
 
 class Loaded(Event):
-    """A segment came from the store into the tree.
+    """A segment came from the store into the tree."""
 
-    Attributes:
-        key: first digits of its name.
-        start: logical position of the first token.
-        end: logical position after the last one.
-    """
-
-    key: str
-    start: int
-    end: int
+    key: str  # first digits of its name
+    start: int  # logical position of the first token
+    end: int  # logical position after the last one
 
 
 class LoadFailed(Event):
-    """A request went on without what the store may have of its prompt.
+    """A request went on without a segment of the store."""
 
-    Attributes:
-        reason: ``late``: it came too late; ``error``: the store could not be read, or what it gave was corrupt.
-        error: which error.
-    """
-
+    # ``late``: it came too late; ``error``: the store could not be read, or the segment was corrupt; ``no-place``:
+    # another request had brought the segment, or there were no token slots for it
     reason: str
-    error: str
+    error: str = ""  # the error's text
 
 
 class Cleared(Event):
@@ -181,13 +118,9 @@ class Cleared(Event):
 
 
 class EventsLost(Event):
-    """Events came faster than they could be published.
+    """Events came faster than they could be published."""
 
-    Attributes:
-        count: events that were dropped here.
-    """
-
-    count: int
+    count: int  # events that were dropped here
 
 
 AnyEvent = (
@@ -207,14 +140,8 @@ AnyEvent = (
 
 
 class EventBatch(msgspec.Struct, array_like=True, gc=False):
-    """One published message.
+    """One published message."""
 
-    Attributes:
-        ts: when it was published (seconds since the epoch).
-        events: oldest first.
-        attn_dp_rank: data-parallel rank of the scheduler.
-    """
-
-    ts: float
-    events: list[AnyEvent]
-    attn_dp_rank: int | None = None
+    ts: float  # when it was published (seconds since the epoch)
+    events: list[AnyEvent]  # oldest first
+    attn_dp_rank: int | None = None  # data-parallel rank of the scheduler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sgl_kvevict.compression import Suffix, SuffixCompressor, SuffixStep
+from sgl_kvevict.compression import Generated, GeneratedCompressor, GeneratedStep
 from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.lifecycle.part import Part, Shared
@@ -30,7 +30,7 @@ class Generations(Part):
         decode_block: tokens that are compressed at once.
     """
 
-    def __init__(self, shared: Shared, ranges: Ranges, suffixes: SuffixCompressor, decode_block: int) -> None:
+    def __init__(self, shared: Shared, ranges: Ranges, suffixes: GeneratedCompressor, decode_block: int) -> None:
         super().__init__(shared)
         self._ranges = ranges
         self._suffix_compressor = suffixes
@@ -70,7 +70,7 @@ class Generations(Part):
         for reader, _ in self._suffixes():
             self.end(reader)
 
-    def step(self, readers: Sequence[Reader], seq_lens: Sequence[int], rows: Sequence[int]) -> SuffixStep | None:
+    def step(self, readers: Sequence[Reader], seq_lens: Sequence[int], rows: Sequence[int]) -> GeneratedStep | None:
         """A forward is about to run; requests of it that generate have one new token each.
 
         Args:
@@ -98,12 +98,12 @@ class Generations(Part):
             if attempt.failed:
                 self.end(reader)
 
-    def _suffixes(self) -> list[tuple[Reader, Suffix]]:
+    def _suffixes(self) -> list[tuple[Reader, Generated]]:
         return [(reader, each.suffix) for reader, each in self._readers.items() if each.suffix is not None]
 
     # ---- blocks -----------------------------------------------------------------------------------------------
 
-    def _visit(self, reader: Reader, suffix: Suffix) -> None:
+    def _visit(self, reader: Reader, suffix: Generated) -> None:
         end = self._tree.num_known(reader) - self._tail
         done = max(suffix.compressed_end, suffix.tried)
         is_due = end - done >= self._block and self._suffix_compressor.is_followed(suffix)
@@ -120,7 +120,7 @@ class Generations(Part):
         if self._suffix_compressor.is_full(suffix):
             self._suffix_compressor.count(suffix, self._tree.row(reader, suffix.compressed_end, suffix.end))
 
-    def _is_movable(self, path: Sequence[Node], suffix: Suffix) -> bool:
+    def _is_movable(self, path: Sequence[Node], suffix: Generated) -> bool:
         """Whether all readers of the topmost node whose slots would change are movable.
 
         The path is empty for a prompt so short that nothing of it is cached.
@@ -129,7 +129,7 @@ class Generations(Part):
         first = next(changing, path[-1] if path else None)
         return first is None or self._readers.movable(first) is not None
 
-    def _compress(self, reader: Reader, suffix: Suffix, end: int) -> None:
+    def _compress(self, reader: Reader, suffix: Generated, end: int) -> None:
         """Insert what a request has generated into the tree, and compress it there."""
         suffix.tried = end
         last = self._tree.keep(reader, end)

@@ -1,12 +1,27 @@
-"""Who is told when the cache changes. Without listeners the calls do nothing."""
+"""Every change of the cache becomes an event: counted in the totals, then handed to subscribers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from sgl_kvevict.compression import Compression
+from sgl_kvevict.events.totals import Totals
+from sgl_kvevict.events.types import (
+    AnyEvent,
+    Cleared,
+    Compressed,
+    Dropped,
+    Loaded,
+    LoadFailed,
+    Refused,
+    Repacked,
+    ScoringPass,
+    Split,
+    Squeezed,
+    Stored,
+)
 from sgl_kvevict.guard import Guard, Place
-from sgl_kvevict.lifecycle.nodes import Node
+from sgl_kvevict.lifecycle.nodes import Node, tokens_of
 from sgl_kvevict.prefix import Segment, Span
 from sgl_kvevict.store import Written
 
@@ -16,112 +31,121 @@ REFUSED_NO_ROOM = "no-room"
 REFUSED_NO_MEMORY = "no-memory"
 LOAD_LATE = "late"
 LOAD_ERROR = "error"
+LOAD_NO_PLACE = "no-place"
+
+SHOWN_KEY_DIGITS = 16
+"""Digits of a segment's name in an event; the whole name would be a digest of tokens and salt."""
 
 
 class CacheListener:
-    """Told of every change, on the scheduler's thread, right after it. This one does nothing with it."""
+    """Hears of every change right after it, on the scheduler's thread.
+
+    An error in counting, or in one subscriber, is held: the cache and the other subscribers go on.
+
+    Args:
+        guard: holds errors.
+        totals: counters to add to.
+        policy: name of the policy, for events.
+        exposes_tokens: events of compressions carry token ids.
+
+    Attributes:
+        totals: see above.
+        subscribers: called with each event.
+        each_turn: called at every turn of the scheduler's loop; must be cheap.
+    """
+
+    def __init__(
+        self,
+        guard: Guard | None = None,
+        totals: Totals | None = None,
+        *,
+        policy: str = "none",
+        exposes_tokens: bool = False,
+    ) -> None:
+        self.totals = totals or Totals()
+        self.subscribers: list[Callable[[AnyEvent], None]] = []
+        self.each_turn: list[Callable[[], None]] = []
+        self._guard = guard or Guard()
+        self._policy = policy
+        self._exposes_tokens = exposes_tokens
+
+    def _tell(self, make: Callable[[], AnyEvent]) -> None:
+        with self._guard.at(Place.LISTENER):
+            event = make()
+            self.totals.count(event)
+            for subscriber in self.subscribers:
+                with self._guard.at(Place.LISTENER):
+                    subscriber(event)
 
     def compressed(self, nodes: Sequence[Node], compression: Compression) -> None:
         """Consecutive nodes, root side first, now hold spans of one new segment."""
 
+        def event() -> Compressed:
+            segment = compression.segment
+            entries = compression.new_tokens * segment.geometry.num_runs
+            return Compressed(
+                nodes=[node.id for node in nodes],
+                start=compression.start,
+                end=compression.start + compression.num_tokens,
+                new_tokens=compression.new_tokens,
+                slots=segment.num_slots,
+                released_slots=compression.freed.numel(),
+                kept_entries=compression.new_entries,
+                evicted_entries=entries - compression.new_entries - compression.merged_entries,
+                merged_entries=compression.merged_entries,
+                seconds=compression.seconds,
+                policy=self._policy,
+                token_ids=tokens_of(nodes) if self._exposes_tokens else None,
+            )
+
+        self._tell(event)
+
     def split(self, upper: Node, lower: Node, position: int) -> None:
         """A span was cut at a logical position; ``lower`` is the node that held it."""
+        self._tell(lambda: Split(upper.id, lower.id, position))
 
     def dropped(self, node: Node, span: Span | None, slots: int) -> None:
         """A node left the tree and ``slots`` token slots came back at once; ``span`` is what it held."""
+        self._tell(lambda: Dropped(node.id, len(node.key), slots, span is not None))
 
     def repacked(self, owner: Node, segment: Segment, released: int) -> None:
-        """The segment of ``owner`` gave ``released`` token slots back."""
+        """The segment of ``owner`` gave ``released`` token slots back; without any there is no event."""
+        if released:
+            self._tell(lambda: Repacked(owner.id, segment.num_slots, released))
 
     def squeezed(self, owner: Node, segment: Segment, released: int) -> None:
-        """Slots were short: the segment of ``owner`` gave up what it needed least, and ``released`` token slots."""
+        """Slots were short: the segment of ``owner`` gave up its entries of least worth, and ``released`` slots."""
+        self._tell(lambda: Squeezed(owner.id, segment.num_slots, released))
 
     def scored(self, start: int, end: int, seconds: float) -> None:
         """Extra forwards scored the tokens ``[start, end)``."""
+        self._tell(lambda: ScoringPass(start, end, seconds))
 
     def refused(self, reason: str, num_tokens: int) -> None:
         """Tokens could not be compressed (``in-use``), cached (``not-cached``), scored (``no-room``) or observed.
 
-        The last is ``no-memory``: what was observed of them takes more than is allowed.
+        The last is ``no-memory``: their observation takes more than is allowed.
         """
+        self._tell(lambda: Refused(reason, num_tokens))
 
     def stored(self, written: Written) -> None:
         """A segment was written to the store, was there already, or could not be written."""
+        self._tell(lambda: Stored(written.key[:SHOWN_KEY_DIGITS], written.num_tokens, written.num_bytes, written.error))
 
     def loaded(self, key: str, start: int, end: int) -> None:
         """The tokens ``[start, end)`` of a path came from the store, compressed."""
+        self._tell(lambda: Loaded(key[:SHOWN_KEY_DIGITS], start, end))
 
-    def load_failed(self, reason: str, error: str) -> None:
-        """A request goes on without the store: it came too ``late``, or there was an ``error``."""
+    def load_failed(self, reason: str, error: str = "") -> None:
+        """A request goes on without a segment of the store: ``late``, ``no-place`` in the tree, or an ``error``."""
+        self._tell(lambda: LoadFailed(reason, error))
 
     def cleared(self) -> None:
         """The whole cache was flushed."""
+        self._tell(Cleared)
 
     def between_steps(self) -> None:
-        """The scheduler is between two steps; called at every turn of its loop, so it must be cheap."""
-
-
-class ListenerGroup(CacheListener):
-    """Tells several listeners, in order. One that fails is skipped: what it watches went on.
-
-    Args:
-        listeners: whom to tell.
-        guard: holds what they raise.
-    """
-
-    def __init__(self, listeners: Sequence[CacheListener], guard: Guard) -> None:
-        self.listeners = tuple(listeners)
-        self._guard = guard
-
-    def _tell(self, tell: Callable[[CacheListener], None]) -> None:
-        for listener in self.listeners:
+        """The scheduler is between two steps."""
+        for turn in self.each_turn:
             with self._guard.at(Place.LISTENER):
-                tell(listener)
-
-    def compressed(self, nodes: Sequence[Node], compression: Compression) -> None:
-        """Tell all; see :meth:`CacheListener.compressed`."""
-        self._tell(lambda listener: listener.compressed(nodes, compression))
-
-    def split(self, upper: Node, lower: Node, position: int) -> None:
-        """Tell all; see :meth:`CacheListener.split`."""
-        self._tell(lambda listener: listener.split(upper, lower, position))
-
-    def dropped(self, node: Node, span: Span | None, slots: int) -> None:
-        """Tell all; see :meth:`CacheListener.dropped`."""
-        self._tell(lambda listener: listener.dropped(node, span, slots))
-
-    def repacked(self, owner: Node, segment: Segment, released: int) -> None:
-        """Tell all; see :meth:`CacheListener.repacked`."""
-        self._tell(lambda listener: listener.repacked(owner, segment, released))
-
-    def squeezed(self, owner: Node, segment: Segment, released: int) -> None:
-        """Tell all; see :meth:`CacheListener.squeezed`."""
-        self._tell(lambda listener: listener.squeezed(owner, segment, released))
-
-    def scored(self, start: int, end: int, seconds: float) -> None:
-        """Tell all; see :meth:`CacheListener.scored`."""
-        self._tell(lambda listener: listener.scored(start, end, seconds))
-
-    def refused(self, reason: str, num_tokens: int) -> None:
-        """Tell all; see :meth:`CacheListener.refused`."""
-        self._tell(lambda listener: listener.refused(reason, num_tokens))
-
-    def stored(self, written: Written) -> None:
-        """Tell all; see :meth:`CacheListener.stored`."""
-        self._tell(lambda listener: listener.stored(written))
-
-    def loaded(self, key: str, start: int, end: int) -> None:
-        """Tell all; see :meth:`CacheListener.loaded`."""
-        self._tell(lambda listener: listener.loaded(key, start, end))
-
-    def load_failed(self, reason: str, error: str) -> None:
-        """Tell all; see :meth:`CacheListener.load_failed`."""
-        self._tell(lambda listener: listener.load_failed(reason, error))
-
-    def cleared(self) -> None:
-        """Tell all; see :meth:`CacheListener.cleared`."""
-        self._tell(lambda listener: listener.cleared())
-
-    def between_steps(self) -> None:
-        """Tell all; see :meth:`CacheListener.between_steps`."""
-        self._tell(lambda listener: listener.between_steps())
+                turn()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sgl_kvevict.errors import StoreError
 from sgl_kvevict.guard import Place, accounting
-from sgl_kvevict.lifecycle.listener import LOAD_ERROR, LOAD_LATE
+from sgl_kvevict.lifecycle.listener import LOAD_ERROR, LOAD_LATE, LOAD_NO_PLACE
 from sgl_kvevict.lifecycle.nodes import Node, length_of, path_to
 from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.ranges import Ranges
@@ -60,25 +60,6 @@ class Waiting:
     deadline: float
     is_begun: bool = False
     fetch: Fetch | None = None
-
-
-@dataclass
-class LoadTotals:
-    """Counters since the server started.
-
-    Attributes:
-        loaded: segments read and put into the tree.
-        loaded_tokens: tokens that they stand for.
-        not_placed: segments that were read, but another request had brought them, or there were no slots, or no place.
-        late: fetches that requests did not wait for to the end.
-        load_errors: errors of the store, and segments that were corrupt.
-    """
-
-    loaded: int = 0
-    loaded_tokens: int = 0
-    not_placed: int = 0
-    late: int = 0
-    load_errors: int = 0
 
 
 class Answer(IntEnum):
@@ -212,7 +193,7 @@ class Adoption(Part):
             worth=record.worth,
         )
         self._packer.place(segment, record.k, record.v, record.biases)
-        segment.is_ranked = record.is_read
+        segment.is_measured = record.is_read
         if record.policy_state is not None:
             segment.policy_state = PolicyState(record.policy_state.to(slots.device))
         return segment
@@ -229,14 +210,10 @@ class Loading(Part):
         adoption: puts fetched segments into the tree.
         access: the store.
         reader: fetches.
-
-    Attributes:
-        totals: counters.
     """
 
     def __init__(self, shared: Shared, adoption: Adoption, access: StoreAccess, reader: ReadAhead) -> None:
         super().__init__(shared)
-        self.totals = LoadTotals()
         self._adoption = adoption
         self._access = access
         self._reader = reader
@@ -325,10 +302,8 @@ class Loading(Part):
         if waiting.fetch is None:
             return
         if answer is Answer.LATE:
-            self.totals.late += 1
-            self._table.listener.load_failed(LOAD_LATE, "")
+            self._table.listener.load_failed(LOAD_LATE)
         for error in tuple(waiting.fetch.errors):
-            self.totals.load_errors += 1
             self._table.listener.load_failed(LOAD_ERROR, error)
         if answer is Answer.HERE:
             with self._guard.at(Place.STORE):
@@ -340,10 +315,8 @@ class Loading(Part):
         for record in records:
             num_tokens = self._adoption.adopt(record, prompt.extra_key, prompt.cache_salt)
             if num_tokens == 0:
-                self.totals.not_placed += 1
+                self._table.listener.load_failed(LOAD_NO_PLACE)
                 continue
-            self.totals.loaded += 1
-            self.totals.loaded_tokens += num_tokens
             if record.tail_tokens is not None and _goes_on(prompt, record):
                 self._adoption.adopt_tail(record, prompt.extra_key, prompt.cache_salt)
             self._table.listener.loaded(record.key, record.end - num_tokens, record.end)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from enum import Enum, auto
 from typing import Any
 
 from torch import Tensor
 
 from kvevict_kernels.span_runs import SpanRuns
-from sgl_kvevict.compression import Compressor, PromptObservation, ReaderChunk, SuffixCompressor, SuffixStep
+from sgl_kvevict.compression import Compressor, GeneratedCompressor, GeneratedStep, PromptObservation, ReaderChunk
 from sgl_kvevict.distill import LessonResult
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle.eviction import CostAwareRecency, StatefulRecency
@@ -19,7 +18,7 @@ from sgl_kvevict.lifecycle.fitting import Fits
 from sgl_kvevict.lifecycle.generation import Generations
 from sgl_kvevict.lifecycle.jobs import ScoringJobs
 from sgl_kvevict.lifecycle.listener import CacheListener
-from sgl_kvevict.lifecycle.loading import Adoption, Loading, LoadTotals
+from sgl_kvevict.lifecycle.loading import Adoption, Loading
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.lifecycle.part import Shared
 from sgl_kvevict.lifecycle.ports import PassPort, TreePort
@@ -86,7 +85,7 @@ class PrefixManager:
         self._tree = tree
         self.compressor = compressor
         self.guard = guard
-        self.table = PrefixTable(packer, None if compressor is None else compressor.config)
+        self.table = PrefixTable(packer, None if compressor is None else compressor.config, CacheListener(guard))
         self.spans = self.table.spans
         self.readers = ReaderTable(tree)
         self.order = CostAwareRecency(self.spans, clock)
@@ -116,7 +115,7 @@ class PrefixManager:
             self.loading = Loading(shared, Adoption(shared, ranges), access, access.reader)
         pressure = self.pressure = Pressure(shared, ranges, self.order, shared.packer.geometry.num_token_slots)
         if config.decode_block is not None:
-            suffixes = SuffixCompressor(shared.compressor)
+            suffixes = GeneratedCompressor(shared.compressor)
             self.generations = Generations(shared, ranges, suffixes, config.decode_block)
         if policy.readers is not None:
             jobs = ScoringJobs(self.table)
@@ -126,7 +125,7 @@ class PrefixManager:
 
     @property
     def listener(self) -> CacheListener:
-        """Receives every change of the cache; does nothing unless events or metrics are on."""
+        """Receives every change of the cache, and has the totals."""
         return self.table.listener
 
     @listener.setter
@@ -174,7 +173,7 @@ class PrefixManager:
 
     def step_observed(
         self, readers: Sequence[Reader], seq_lens: Sequence[int], rows: Sequence[int]
-    ) -> SuffixStep | None:
+    ) -> GeneratedStep | None:
         """A forward is about to run in which requests generate; see :meth:`Generations.step`."""
         if self.generations is None:
             return None
@@ -335,13 +334,11 @@ class PrefixManager:
         return self.access.writer.close(timeout_s)
 
     def store_state(self) -> dict[str, Any] | None:
-        """Counters of the store in plain numbers, for ``GET /server_info``; None: there is no store."""
+        """What waits, and what was given up, for ``GET /server_info``; None: there is no store."""
         if self.saving is None or self.access is None:
             return None
         loading = self.loading
         return {
-            **asdict(self.saving.totals),
-            **asdict(LoadTotals() if loading is None else loading.totals),
             "is_on": self.access.is_on,
             "dropped": self.access.writer.num_dropped,
             "skipped": 0 if self.access.reader is None else self.access.reader.num_skipped,

@@ -139,31 +139,31 @@ class Pressure(Part):
 
     # ---- segments that passes read ------------------------------------------------------------------------------
 
-    def unranked(self, path: Sequence[Node]) -> list[Segment]:
-        """Segments of a path that passes would rank better, and that may shrink further.
+    def unmeasured(self, path: Sequence[Node]) -> list[Segment]:
+        """Segments of a path whose order passes would improve, and that may shrink further.
 
         Only those whose spans all lie on the path: passes do not see the other entries of the rest.
         """
         segments = [self._spans[owner].segment for owner in self._spans.owners(path)]
-        return [segment for segment in segments if self._is_unranked(segment)]
+        return [segment for segment in segments if self._is_unmeasured(segment)]
 
     def passes_over(self, path: Sequence[Node], observation: ReaderObservation) -> None:
-        """Segments that passes have ranked shrink to the budget, to the entries that the passes would keep."""
+        """Segments that passes have measured shrink to the budget, to the entries that the passes would keep."""
         for owner in self._spans.owners(path):
             segment = self._spans[owner].segment
             if not observation.observes(segment):
                 continue
-            self._compressor.was_ranked(segment)
+            self._compressor.rank_by_attention(segment)
             slots = self._slots_at(segment, float(self._config.budget))
             if slots == segment.num_slots:
                 self._ranges.at_budget(self._spans.last_of(owner))
             elif slots < segment.num_slots and self._readers.movable(owner) is not None:
                 self._squeeze_to(owner, slots)
 
-    def _is_unranked(self, segment: Segment) -> bool:
-        if segment.is_ranked or segment.worth is None or not self._config.shares:
+    def _is_unmeasured(self, segment: Segment) -> bool:
+        if segment.is_measured or segment.worth is None or not self._config.shares:
             return False
-        if segment.readings is not None and segment.readings.is_open:
+        if segment.entry_attention is not None and segment.entry_attention.is_open:
             return False
         return segment.num_slots > self._slots_at(segment, self._config.shares[-1])
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from sgl_kvevict.compression import PromptObservation, Suffix
+from sgl_kvevict.compression import Generated, PromptObservation
 from sgl_kvevict.lifecycle.nodes import Node, Reader, path_to
 from sgl_kvevict.lifecycle.ports import TreePort
 
@@ -28,7 +28,7 @@ class ReaderRecord:
     is_exact: bool = False
     is_pass: bool = False
     observation: PromptObservation | None = None
-    suffix: Suffix | None = None
+    suffix: Generated | None = None
 
 
 class ReaderTable:

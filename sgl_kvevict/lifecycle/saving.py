@@ -48,23 +48,6 @@ class StoreAccess:
         return self.is_on and self.keeps(extra_key)
 
 
-@dataclasses.dataclass
-class StoreTotals:
-    """Counters since the server started.
-
-    Attributes:
-        stored: segments written.
-        stored_bytes: bytes of them.
-        already_stored: segments that the store had.
-        not_stored: segments that could not be written.
-    """
-
-    stored: int = 0
-    stored_bytes: int = 0
-    already_stored: int = 0
-    not_stored: int = 0
-
-
 @dataclasses.dataclass(frozen=True)
 class Leaving:
     """A segment whose rows were copied, on its way to the store.
@@ -116,7 +99,7 @@ def export_segment(
         start=start,
         end=end,
         splittable=segment.splittable,
-        is_read=segment.is_ranked,
+        is_read=segment.is_measured,
         created=time.time(),
         tokens=torch.tensor(tokens, dtype=torch.int64),
         keep_lens=copied.keep_lens,
@@ -170,14 +153,10 @@ class Saving(Part):
     Args:
         shared: tree, table, packer and guard.
         access: the store.
-
-    Attributes:
-        totals: counters.
     """
 
     def __init__(self, shared: Shared, access: StoreAccess) -> None:
         super().__init__(shared)
-        self.totals = StoreTotals()
         self._access = access
 
     def at_budget(self, last: Node) -> None:
@@ -200,18 +179,9 @@ class Saving(Part):
                 writer.write(leaving.record, leaving.namespace, leaving.num_bytes)
 
     def between_steps(self) -> None:
-        """Count and report what was written since."""
-        done = self._access.writer.done
-        while done:
-            written = done.popleft()
-            if written.error is not None:
-                self.totals.not_stored += 1
-            elif written.num_bytes:
-                self.totals.stored += 1
-                self.totals.stored_bytes += written.num_bytes
-            else:
-                self.totals.already_stored += 1
-            self._table.listener.stored(written)
+        """Report what was written since the last call."""
+        while self._access.writer.done:
+            self._table.listener.stored(self._access.writer.done.popleft())
 
 
 def _on_host(record: SegmentRecord, copied: torch.cuda.Event) -> SegmentRecord:

@@ -113,7 +113,7 @@ class PrefixScoring(Part):
 
     def _queue(self, job: ScoringJob) -> None:
         path = path_to(job.node)
-        if self._ranges.bounds(path) is None and not self._unranked(job, path):
+        if self._ranges.bounds(path) is None and not self._unmeasured(job, path):
             self.jobs.tell(job.tickets, Outcome.TOO_SHORT)
         else:
             self.jobs.add(job)
@@ -237,7 +237,7 @@ class PrefixScoring(Part):
             bounds = self._ranges.bounds(path)
             at_once = self._compressor.compresses_at_once and job.prompt is not None and not job.questions
             holds = {
-                Fact.NOTHING_LEFT: bounds is None and not self._unranked(job, path),
+                Fact.NOTHING_LEFT: bounds is None and not self._unmeasured(job, path),
                 Fact.NEEDS_NO_PASSES: at_once and bounds is not None,
             }
         else:
@@ -263,14 +263,14 @@ class PrefixScoring(Part):
     def _begin(self, job: ScoringJob, passes: PassPort) -> bool:
         """Allocate the observation of a job's passes, and lay out what they read; False: there is no memory."""
         path = path_to(job.node)
-        unranked = self._unranked(job, path)
+        unmeasured = self._unmeasured(job, path)
         bounds = self._spans.waterline(path), length_of(path)
         with self._guard.on_one_rank():
-            job.observation = self._votes.new_observation(bounds, ANSWER_REACH if job.questions else 0, unranked)
+            job.observation = self._votes.new_observation(bounds, ANSWER_REACH if job.questions else 0, unmeasured)
         if job.observation is None:
             self._end_as(job, Outcome.NO_MEMORY)
             return False
-        start = unranked[0].start if unranked else bounds[0]
+        start = unmeasured[0].start if unmeasured else bounds[0]
         if job.questions:
             assert passes.tokenizer is not None
             job.probes = Probes(question_probes(passes.tokenizer, job.questions))
@@ -319,10 +319,10 @@ class PrefixScoring(Part):
         done = self._ranges.compress(job.node, self._ranges.end_of(path_to(job.node)), observation)
         self._end_as(job, _outcome_of(done))
 
-    def _unranked(self, job: ScoringJob, path: Sequence[Node]) -> list[Segment]:
-        """Segments of a path that passes are to rank; questions ask for the tokens around each one instead."""
+    def _unmeasured(self, job: ScoringJob, path: Sequence[Node]) -> list[Segment]:
+        """Segments of a path that passes are to measure; questions ask for the tokens around each one instead."""
         is_wanted = not job.questions and not self._compressor.compresses_at_once
-        return self._pressure.unranked(path) if is_wanted else []
+        return self._pressure.unmeasured(path) if is_wanted else []
 
     def _end(self, job: ScoringJob, event: JobEvent) -> None:
         """An event ends a job, whatever its stage."""

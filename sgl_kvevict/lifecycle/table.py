@@ -331,6 +331,7 @@ class PrefixTable:
     Args:
         packer: repacks segments.
         config: says to which shares segments shrink; None: nothing is ever compressed.
+        listener: see below.
 
     Attributes:
         spans: the compressed tokens of nodes: a view.
@@ -341,14 +342,14 @@ class PrefixTable:
         jobs: prefixes that wait for passes, those under way included.
         fits: segments that wait for their fit.
         stale: nodes that must not be matched.
-        listener: receives every change of the cache; does nothing unless events or metrics are on.
+        listener: receives every change of the cache, and counts it.
     """
 
-    def __init__(self, packer: SegmentPacker, config: KVEvictConfig | None) -> None:
+    def __init__(self, packer: SegmentPacker, config: KVEvictConfig | None, listener: CacheListener) -> None:
         self._packer = packer
         self._config = config
         self._records: dict[Node, PrefixRecord] = {}
-        self.listener = CacheListener()
+        self.listener = listener
         self.spans = Spans(self._records)
         self.shrinking = NodeSet()
         self.prompts: Queue[PromptObservation] = Queue(self._records, "prompt")
@@ -420,7 +421,7 @@ class PrefixTable:
             return
         if self._config is not None and len(self._config.shares) > 1:
             self.let_shrink(nodes[0])
-        if not segment.is_ranked:
+        if not segment.is_measured:
             for job in self.begun_jobs:
                 if job.observation is not None and nodes[-1] in path_to(job.node):
                     job.observation.hand_over(segment)  # its passes go on with the segment's entries

@@ -1,9 +1,9 @@
-"""Which entries of a prefix to keep: policies of scorer, budget allocator, selector, and merger or fitter."""
+"""Policies: which entries of a prefix to keep. A policy = signals + scorer + budget + selector (+ merger or fitter)."""
 
 from kvevict_kernels.rotary import Rotary
-from sgl_kvevict.policies.by_name import PolicyInfo, build_policy, list_policies
-from sgl_kvevict.policies.configured import configured_policy
+from sgl_kvevict.policies.by_name import build_policy, configured_policy, list_policies
 from sgl_kvevict.policies.layer_view import LayerView
+from sgl_kvevict.policies.options import NamedPolicy
 from sgl_kvevict.policies.parts import (
     BudgetAllocator,
     Decision,
@@ -18,8 +18,7 @@ from sgl_kvevict.policies.parts import (
     Trait,
 )
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.query_moments import QueryMoments
-from sgl_kvevict.policies.signals import QueryWindow, Readers, Signal
+from sgl_kvevict.policies.signals import QueryMoments, QueryWindow, Readers, Signal
 
 __all__ = [
     "BudgetAllocator",
@@ -28,8 +27,8 @@ __all__ = [
     "Fitter",
     "LayerView",
     "Merger",
+    "NamedPolicy",
     "Policy",
-    "PolicyInfo",
     "PolicyState",
     "QueryMoments",
     "QueryWindow",

@@ -1,4 +1,4 @@
-"""Values and biases that give readers the attention of the whole range, from what is kept of it."""
+"""Attention matching: values and biases with which kept entries answer for the whole range."""
 
 from __future__ import annotations
 
@@ -11,35 +11,33 @@ from torch import Tensor
 from sgl_kvevict.policies.parts import Fitted, Fitter
 
 CAUSAL_BLOCK = 64
-"""Tokens that are fitted together where the scope is causal; what passes add up takes memory in proportion."""
+"""Tokens per block of a causal fit; memory of the passes' products is proportional to it."""
 RIDGE = 1e-2
-"""Of the mean of the diagonal: how much a weight of 1, and the value as it is, are preferred."""
+"""Penalty on changes of weights and values, as a share of the mean diagonal."""
 LOWEST_WEIGHT, HIGHEST_WEIGHT = math.exp(-3), math.exp(6)
 NUM_STEPS = 60
-"""Of the accelerated projected gradient."""
+"""Steps of the accelerated projected gradient."""
 NUM_POWERS = 8
 """Power iterations for its step size."""
 MAX_SHARE = 0.5
-"""A head that keeps more than this share of its tokens is left alone."""
+"""Heads that keep more than this share of their tokens are not fitted."""
 
 
 @dataclass(frozen=True)
 class AttentionMatcher(Fitter):
     """Least squares over readers' queries, block by block and head by head.
 
-    Let ``p_ij`` be the attention that query ``i`` pays token ``j`` of a block, of all that it sees. First every kept
-    token gets a weight ``w_j``, so that the kept ones together are paid what the whole block is paid:
-    ``min |P w - m|^2 + RIDGE |w - 1|^2``, where ``m_i`` is the sum of ``p_ij`` over the block, and ``w`` lies between
-    e^-3 and e^6; its bias is ``ln w_j``. Then it gets a value, so that they answer what the block answers:
-    ``min |P diag(w) V' - P V|^2 + RIDGE |V' - V|^2``. Both follow from the products ``P' P`` alone: no query is kept.
+    Let ``p_ij`` be the attention that query ``i`` pays token ``j`` of a block, among all tokens it sees. First each
+    kept token gets a weight ``w_j`` in [e^-3, e^6], whose logarithm is its bias: ``min |P w - m|^2 + RIDGE |w - 1|^2``,
+    where ``m_i`` is the sum of ``p_ij`` over the block. Then it gets a value:
+    ``min |P diag(w) V' - P V|^2 + RIDGE |V' - V|^2``. Both need only the products ``P' P``, so no query is kept.
 
     Source: attention matching (Zweiger et al. 2026, arXiv 2602.16284): biases for the mass, values for the output.
-    Differs: in blocks; the denominator of a query's softmax counts as that of all tokens, which the weights make it
-        nearly; keys stay as they are.
+    Differs: in blocks; a query's softmax denominator is taken as that of all tokens, which the weights nearly restore;
+        keys stay unchanged.
 
     Attributes:
-        is_causal: in blocks of ``CAUSAL_BLOCK`` tokens, so that no value holds anything of a later block; False: the
-            range is one block.
+        is_causal: in blocks of ``CAUSAL_BLOCK`` tokens; False: the range is one block.
     """
 
     is_causal: bool = True
@@ -73,7 +71,7 @@ class AttentionMatcher(Fitter):
 
     @staticmethod
     def _weights(grams: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """[num_blocks, block], 0 where nothing is chosen, and the mean of the diagonal, [num_blocks, 1]."""
+        """[num_blocks, block], 0 where not chosen, and the mean diagonal, [num_blocks, 1]."""
         own = grams * chosen[:, :, None] * chosen[:, None, :]
         scale = _mean_diagonal(own, chosen)
         own = own / scale[..., None]
@@ -91,7 +89,7 @@ class AttentionMatcher(Fitter):
 
     @staticmethod
     def _changes(grams: Tensor, rows: Tensor, weights: Tensor, chosen: Tensor, scale: Tensor) -> Tensor:
-        """[num_blocks, block, head_dim], what is added to values; 0 where nothing is chosen."""
+        """[num_blocks, block, head_dim], changes of the values; 0 where not chosen."""
         grams = grams / scale[..., None]
         own = grams * weights[:, :, None] * weights[:, None, :]
         missing = grams @ rows - (grams * weights[:, None, :]) @ rows
@@ -100,19 +98,16 @@ class AttentionMatcher(Fitter):
 
 
 def _mean_diagonal(grams: Tensor, chosen: Tensor) -> Tensor:
-    """[num_blocks, 1], over what is chosen; of a block that nobody looked at a number that divides it to 0."""
+    """[num_blocks, 1], over chosen tokens; clamped above 0, so that blocks without attention stay 0."""
     tiny = torch.finfo(grams.dtype).tiny
     total = grams.diagonal(dim1=1, dim2=2).sum(1, keepdim=True)
     return (total / chosen.sum(1, keepdim=True).clamp_min(1)).clamp_min(tiny)
 
 
 def _solve(grams: Tensor, wanted: Tensor, chosen: Tensor) -> Tensor:
-    """Solve ``(grams + RIDGE) x = wanted`` for what is chosen; 0 elsewhere.
+    """Solve ``(grams + RIDGE) x = wanted`` for chosen tokens; 0 elsewhere.
 
-    Args:
-        grams: [num_blocks, block, block], 0 in rows and columns of what is not chosen.
-        wanted: [num_blocks, block, n], likewise.
-        chosen: [num_blocks, block], bool.
+    ``grams`` is [num_blocks, block, block], 0 where not chosen; ``wanted`` [num_blocks, block, n], likewise.
     """
     ridge = torch.where(chosen, RIDGE, 1.0)
     factor, _ = torch.linalg.cholesky_ex(grams + torch.diag_embed(ridge))
@@ -120,7 +115,7 @@ def _solve(grams: Tensor, wanted: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _largest_eigenvalue(grams: Tensor) -> Tensor:
-    """[num_blocks, 1, 1], nearly, from below."""
+    """[num_blocks, 1, 1], a lower estimate by power iterations."""
     vector = torch.ones_like(grams[..., :1])
     norm = vector[:, :1]
     for _ in range(NUM_POWERS):

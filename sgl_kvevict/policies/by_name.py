@@ -1,54 +1,41 @@
-"""The policy that a name asks for: a method, a method as its paper prints it, or a user's own by dotted path."""
+"""The policy that a configuration asks for: by name, as its paper prints it, or a user's own by dotted path."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.policies.budget_options import BudgetOptions
-from sgl_kvevict.policies.method import PaperSettings
+from sgl_kvevict.policies.attention_matcher import AttentionMatcher
+from sgl_kvevict.policies.generated import generated_reasons
 from sgl_kvevict.policies.methods import METHODS
-from sgl_kvevict.policies.options import OptionInfo, describe_options, parse_options, without_idle
+from sgl_kvevict.policies.options import NamedPolicy, PaperSettings
 from sgl_kvevict.policies.policy import Policy
+from sgl_kvevict.policies.signals import Readers
 
-NO_POLICY = "none"
 PAPER_SUFFIX = "@paper"
 """After a policy's name: its options and the server's sizes as its paper prints them."""
 
 
-@dataclass(frozen=True)
-class PolicyInfo:
-    """What ``sgl-kvevict policies`` prints of one policy.
+class NoPolicy(NamedPolicy):
+    """``none``."""
 
-    Attributes:
-        name: as users select it.
-        summary: the idea in one line.
-        options: its options with defaults.
-    """
+    name = "none"
+    summary = "compress nothing: SGLang's own behaviour"
+    source = "none"
+    use_when = "compression is to be off"
 
-    name: str
-    summary: str
-    options: tuple[OptionInfo, ...]
+    def build(self) -> None:
+        """Nothing is compressed."""
 
 
-def list_policies() -> tuple[PolicyInfo, ...]:
+def list_policies() -> tuple[type[NamedPolicy], ...]:
     """All policies, ``none`` first."""
-    none = PolicyInfo(NO_POLICY, "compress nothing: SGLang's own behaviour", ())
-    return (none, *(PolicyInfo(m.name, m.summary, describe_options(m.options_type)) for m in METHODS))
-
-
-def budget_option_names() -> tuple[str, ...]:
-    """Options that every policy but ``none`` has: how its budget is split."""
-    return tuple(option.name for option in describe_options(BudgetOptions))
-
-
-def split_name(name: str) -> tuple[str, bool]:
-    """A policy's own name, and whether it is asked for as its paper prints it."""
-    return name.removesuffix(PAPER_SUFFIX), name.endswith(PAPER_SUFFIX) and ":" not in name
+    return (NoPolicy, *METHODS)
 
 
 def papers() -> dict[str, PaperSettings]:
@@ -56,33 +43,23 @@ def papers() -> dict[str, PaperSettings]:
     return {method.name: method.paper for method in METHODS if method.paper is not None}
 
 
-def paper_settings(name: str) -> PaperSettings | None:
-    """What ``NAME@paper`` sets; None if the name does not end so.
+def find_policy(name: str) -> tuple[type[NamedPolicy], bool]:
+    """A policy by its name, and whether it is asked for as its paper prints it.
 
     Raises:
-        ConfigError: there are no settings of a paper for this policy.
+        ConfigError: there is no such policy, or no settings of a paper for it.
     """
-    own, as_printed = split_name(name)
-    if not as_printed:
-        return None
-    settings = papers()
-    if own not in settings:
-        allowed = ", ".join(f"{known}{PAPER_SUFFIX}" for known in settings)
+    own, as_printed = name.removesuffix(PAPER_SUFFIX), name.endswith(PAPER_SUFFIX)
+    known = {policy.name: policy for policy in list_policies()}
+    if as_printed and own not in papers():
+        allowed = ", ".join(f"{printed}{PAPER_SUFFIX}" for printed in papers())
         raise ConfigError(f"policy: got {name!r}; allowed with {PAPER_SUFFIX}: {allowed}")
-    return settings[own]
-
-
-def paper_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a policy with those that ``@paper`` sets, if its name ends so.
-
-    Given ones win, and what has no effect beside them is left out (``variance_norm`` with ``budget_rule="uniform"``).
-    """
-    settings = paper_settings(name)
-    if settings is None:
-        return dict(given)
-    method = next(method for method in METHODS if method.name == split_name(name)[0])
-    implied = {value.name: value.value for value in settings.options}
-    return {**without_idle(method.options_type, implied, given), **given}
+    if own not in known:
+        raise ConfigError(
+            f"policy: got {name!r}; allowed: {', '.join(known)}, NAME{PAPER_SUFFIX}, or 'package.module:factory' for "
+            "your own"
+        )
+    return known[own], as_printed
 
 
 def build_policy(name: str, options: Mapping[str, Any]) -> Policy | None:
@@ -103,27 +80,61 @@ def build_policy(name: str, options: Mapping[str, Any]) -> Policy | None:
     """
     if ":" in name:
         return _load_user_policy(name, options)
-    if name == NO_POLICY:
-        if options:
-            raise ConfigError(f"policy_options: policy 'none' has no options, got {', '.join(options)}")
-        return None
-    name, options = split_name(name)[0], paper_options(name, options)
-    for method in METHODS:
-        if method.name == name:
-            return _build(name, method.build, parse_options(name, method.options_type, options))
-    known = ", ".join(info.name for info in list_policies())
-    raise ConfigError(
-        f"policy: got {name!r}; allowed: {known}, NAME{PAPER_SUFFIX}, or 'package.module:factory' for your own"
-    )
+    found, as_printed = find_policy(name)
+    return found.parse(found.paper_options(options) if as_printed else options).build()
 
 
-def _build(name: str, build: Callable[[Any], Policy], options: Any) -> Policy:
-    try:
-        return build(options)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"policy_options: policy {name!r}: {error}") from error
+def configured_policy(config: KVEvictConfig) -> tuple[KVEvictConfig, Policy | None]:
+    """Build a configuration's policy.
+
+    Args:
+        config: as given; ``policy`` may end in ``@paper``.
+
+    Returns:
+        The configuration with every option and field that ``@paper`` sets spelled out (those that were given win, so
+        resolving twice changes nothing), and its policy, with a fitter if it is to fit; None for "none".
+
+    Raises:
+        ConfigError: unknown policy or option, bad value, or a budget, tail or ``decode_block`` that does not fit the
+            policy.
+    """
+    config = _spelled_out(config)
+    policy = build_policy(config.policy, config.policy_options)
+    problems = []
+    if config.budget_includes_tail and isinstance(config.budget, int) and config.budget <= config.tail_tokens:
+        problems.append(
+            f"budget: got {config.budget}, which includes the tail of tail_tokens={config.tail_tokens}; allowed: an "
+            f"integer >= {config.tail_tokens + 1}"
+        )
+    limit = None if policy is None else policy.max_tail_tokens
+    if policy is not None and limit is not None and config.tail_tokens > limit:
+        problems.append(
+            f"tail_tokens: got {config.tail_tokens} for policy {config.policy!r}; allowed: 1 to {limit} "
+            f"({policy.why_max_tail})"
+        )
+    if config.fit and (policy is None or policy.readers is not Readers.REPETITION or policy.merger is not None):
+        problems.append(
+            f"fit: got true for policy {config.policy!r}; allowed: false, or a policy that scoring passes measure and "
+            "that merges nothing (distilled, reconstruction)"
+        )
+    if config.decode_block is not None:
+        problems += [f"decode_block: got {config.decode_block}, but {reason}" for reason in generated_reasons(policy)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    if policy is not None and config.fit:
+        policy = replace(policy, fitter=AttentionMatcher(is_causal=config.fit_scope == "causal"))
+    return config, policy
+
+
+def _spelled_out(config: KVEvictConfig) -> KVEvictConfig:
+    if ":" in config.policy or not config.policy.endswith(PAPER_SUFFIX):
+        return config
+    found, _ = find_policy(config.policy)
+    options = found.paper_options(config.policy_options)
+    implied = {field.name: field.value for field in papers()[found.name].fields(options)}
+    values: dict[str, Any] = {"policy": found.name, "policy_options": options}
+    values |= {name: value for name, value in implied.items() if name not in config.model_fields_set}
+    return config.model_copy(update=values)
 
 
 def _load_user_policy(path: str, options: Mapping[str, Any]) -> Policy:

@@ -1,4 +1,4 @@
-"""What a policy sees of one layer of a range: keys, values, and the signals that it asked for."""
+"""Layer view: one layer of a range as a policy sees it, with keys, values and the signals that it needs."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ class LayerView:
         v_buffer: [num_token_slots, num_kv_heads, head_dim].
         token_slots: [num_tokens], int64, the range's rows in the buffers.
         sm_scale: softmax scale: factor of the products of queries and ``keys``.
-        signals: what was collected besides, each as :class:`Signal` describes it; what is per token is
-            [num_kv_heads, num_tokens], float32.
-        num_prompt_tokens: logical length of the prompt whose queries were observed; None if unknown.
-        k_scale: what a stored 1 of ``k_buffer`` is worth, if it holds float8.
+        signals: as :class:`Signal` describes them; those per token are [num_kv_heads, num_tokens], float32.
+        num_prompt_tokens: logical length of the observed prompt; None if unknown.
+        k_scale: FP8 scale of ``k_buffer``; 1.0 for other dtypes.
         v_scale: of ``v_buffer``, likewise.
     """
 
@@ -45,17 +44,17 @@ class LayerView:
 
     @property
     def keys(self) -> Tensor:
-        """[num_tokens, num_kv_heads, head_dim], copied at each use, so that a pass holds one layer at a time."""
+        """[num_tokens, num_kv_heads, head_dim], copied at each use, so that one layer at a time takes memory."""
         return gather_rows(self.k_buffer, self.token_slots, self.k_scale)
 
     @property
     def values(self) -> Tensor:
-        """[num_tokens, num_kv_heads, head_dim], copied at each use, so that a pass holds one layer at a time."""
+        """[num_tokens, num_kv_heads, head_dim], copied at each use."""
         return gather_rows(self.v_buffer, self.token_slots, self.v_scale)
 
     @property
     def stored_sm_scale(self) -> float:
-        """Factor of the products of queries and rows of ``k_buffer`` as they are stored."""
+        """Factor of the products of queries and rows of ``k_buffer`` as stored."""
         return self.sm_scale * self.k_scale
 
     @property
@@ -73,37 +72,21 @@ class LayerView:
         return replace(self, signals={**self.signals, **more})
 
     def find(self, signal: Signal, kind: type[ValueT]) -> ValueT | None:
-        """What was collected under a signal; None if nothing was.
-
-        Args:
-            signal: which.
-            kind: type of its value, as :class:`Signal` describes it.
-
-        Raises:
-            ValueError: it is of another type.
-        """
+        """A signal of type ``kind``, or None if it was not collected; ValueError if it is of another type."""
         value = self.signals.get(signal)
         if value is None or isinstance(value, kind):
             return value
         raise ValueError(f"{signal.value} of layer {self.layer}: a {kind.__name__} is needed, got {type(value)}")
 
     def need(self, signal: Signal, kind: type[ValueT]) -> ValueT:
-        """What was collected under a signal; see :meth:`find`.
-
-        Raises:
-            ValueError: nothing was, or it is of another type.
-        """
+        """A signal of type ``kind``; ValueError if it was not collected or is of another type."""
         value = self.find(signal, kind)
         if value is None:
             raise ValueError(f"the policy needs {signal.value} of layer {self.layer}, got none")
         return value
 
     def need_per_token(self, signal: Signal) -> Tensor:
-        """[num_kv_heads, num_tokens], float32, what was collected under a signal that is per token.
-
-        Raises:
-            ValueError: nothing was, or its shape is wrong.
-        """
+        """[num_kv_heads, num_tokens], float32, a signal per token; ValueError if missing or of another shape."""
         value = self.need(signal, Tensor)
         expected = (self.num_kv_heads, self.num_tokens)
         if tuple(value.shape) != expected:
@@ -112,19 +95,11 @@ class LayerView:
         return value
 
     def need_window(self) -> QueryWindow:
-        """The last queries of the prompt.
-
-        Raises:
-            ValueError: the forward pass did not provide them.
-        """
+        """The last queries of the prompt; ValueError if they were not collected."""
         return self.need(Signal.WINDOW_QUERIES, QueryWindow)
 
     def need_prompt_length(self) -> int:
-        """The logical length of the observed prompt.
-
-        Raises:
-            ValueError: it is unknown.
-        """
+        """The logical length of the observed prompt; ValueError if unknown."""
         if self.num_prompt_tokens is None:
             raise ValueError("the policy needs the length of the prompt (num_prompt_tokens), got none")
         return self.num_prompt_tokens

@@ -1,26 +1,95 @@
-"""Options of a named policy: frozen dataclasses whose fields say what they mean and what they allow."""
+"""Named policies: name, source, options and composition of a policy as one pydantic model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.policies.budgets import (
+    AdaptiveHeads,
+    AllLayersBudget,
+    DensityLayers,
+    DensityRule,
+    HeadRule,
+    LayeredBudget,
+    LayerRule,
+    PyramidLayers,
+    Safeguard,
+    UniformHeads,
+    UniformLayers,
+    VarianceNorm,
+)
+from sgl_kvevict.policies.parts import BudgetAllocator
+from sgl_kvevict.policies.policy import Policy
 
-OptionsT = TypeVar("OptionsT")
+WHOLE_PROMPT = "the method decides over all tokens of the prompt"
+"""Why a paper keeps no window: for :attr:`PaperSettings.why_tail`."""
+
+
+def _is_odd(value: int) -> int:
+    if value % 2 == 0:
+        raise ValueError("even")
+    return value
+
+
+OddInt = Annotated[int, AfterValidator(_is_odd), Field(json_schema_extra={"odd": True})]
+
+
+def only_with(option: str, *values: str) -> dict[str, Any]:
+    """``json_schema_extra`` of an option that has an effect only if another has one of these values."""
+    return {"only_with": {option: list(values)}}
 
 
 @dataclass(frozen=True)
-class OptionInfo:
-    """What users see of one option.
+class PaperValue:
+    """One value that a paper prints.
 
     Attributes:
-        name: key in ``policy_options``.
-        default: value when not given.
-        meaning: one line.
-        allowed: what may be given.
+        name: of the option, or of the field of ``KVEvictConfig``.
+        value: as printed.
+        source: section, equation or algorithm.
     """
+
+    name: str
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True)
+class PaperSettings:
+    """A policy as its paper prints it: what ``NAME@paper`` sets.
+
+    Attributes:
+        paper: which one.
+        options: of the policy; an option that is given beside ``@paper`` wins.
+        kept_window: option that says how many last tokens the paper keeps uncompressed: the server's tail. None: the
+            paper decides over the whole prompt, so the tail is a single token.
+        why_tail: where the paper says so.
+    """
+
+    paper: str
+    options: tuple[PaperValue, ...]
+    kept_window: str | None = None
+    why_tail: str = WHOLE_PROMPT
+
+    def fields(self, options: Mapping[str, Any]) -> tuple[PaperValue, ...]:
+        """Fields of ``KVEvictConfig``, with the options that are in force."""
+        tail = 1 if self.kept_window is None else options[self.kept_window]
+        return (
+            PaperValue("tail_tokens", tail, self.why_tail),
+            PaperValue("budget_includes_tail", True, "the budget counts every stored entry, window included"),
+            PaperValue("sink_tokens", 0, "no token is kept but by the method itself"),
+        )
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option as users see it: key in ``policy_options``, default, meaning in one line, and what may be given."""
 
     name: str
     default: Any
@@ -28,123 +97,189 @@ class OptionInfo:
     allowed: str
 
 
-def option(
-    default: Any,
-    meaning: str,
-    *,
-    choices: tuple[str, ...] | None = None,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    odd: bool = False,
-    only_with: tuple[str, tuple[Any, ...]] | None = None,
-) -> Any:
-    """Declare one option.
+class NamedPolicy(BaseModel):
+    """A policy that users select by name. A subclass's fields are the options; :meth:`build` makes the policy.
 
-    Args:
-        default: also fixes the type: bool, int, float or str.
-        meaning: one line for ``sgl-kvevict policies``.
-        choices: allowed strings.
-        minimum: smallest allowed number.
-        maximum: largest allowed number.
-        odd: only odd numbers.
-        only_with: (other option, its values) without which giving this option is an error.
+    Attributes:
+        name: as users select it; its file has this name, with "_" for "-".
+        summary: the idea in one line.
+        source: paper, section, equation; "none" for none.
+        use_when: in one line, for the table of docs/policies.md.
+        paper: what ``NAME@paper`` sets; None: no paper prints it.
     """
-    metadata = {
-        "meaning": meaning,
-        "choices": choices,
-        "minimum": minimum,
-        "maximum": maximum,
-        "odd": odd,
-        "only_with": only_with,
-    }
-    return field(default=default, metadata=metadata)
 
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-def parse_options(policy: str, options_type: type[OptionsT], given: Mapping[str, Any]) -> OptionsT:
-    """Check a mapping and make the options of it.
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    source: ClassVar[str]
+    use_when: ClassVar[str]
+    paper: ClassVar[PaperSettings | None] = None
 
-    Raises:
-        ConfigError: unknown option, or a value of the wrong type or out of range; names both and what is
-            allowed.
-    """
-    known = {spec.name: spec for spec in fields(options_type)}  # type: ignore[arg-type]
-    for name, value in given.items():
-        if name not in known:
-            raise ConfigError(
-                f"policy_options.{name}: unknown option (value {value!r}) of policy {policy!r}; allowed: "
-                f"{', '.join(known) or 'none'}"
+    def build(self) -> Policy | None:
+        """Make the policy; None compresses nothing."""
+        raise NotImplementedError
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> Self:
+        """Check a mapping of options.
+
+        Raises:
+            ConfigError: unknown option, a value of the wrong type or out of range, or one without effect; names the
+                option, the value and what is allowed.
+        """
+        try:
+            return cls.model_validate(dict(given))
+        except ValidationError as error:
+            raise ConfigError("\n".join(cls._problem(one) for one in error.errors())) from error
+
+    @classmethod
+    def describe(cls) -> tuple[Option, ...]:
+        """All options, in order."""
+        return tuple(
+            Option(name, spec["default"], spec["description"], _allowed(spec)) for name, spec in cls._specs().items()
+        )
+
+    @classmethod
+    def paper_options(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The given options and those that the paper prints; given ones win.
+
+        What has no effect beside the given ones is left out (``variance_norm`` with ``budget_rule="uniform"``).
+        """
+        specs = cls._specs()
+        printed = {} if cls.paper is None else {one.name: one.value for one in cls.paper.options}
+        merged = {**{name: spec["default"] for name, spec in specs.items()}, **printed, **given}
+        return {name: value for name, value in printed.items() if _idle(specs[name], merged) is None} | dict(given)
+
+    @classmethod
+    @cache
+    def _specs(cls) -> dict[str, dict[str, Any]]:
+        """JSON schema of each option."""
+        return dict(cls.model_json_schema()["properties"])
+
+    @classmethod
+    def _problem(cls, error: Any) -> str:
+        """One line for one of pydantic's errors."""
+        if not error["loc"]:  # of a validator that looks at several options
+            return str(error["ctx"]["error"])
+        name, value, specs = error["loc"][0], error["input"], cls._specs()
+        if not specs:
+            return f"policy_options: policy {cls.name!r} has no options, got {name}"
+        if name not in specs:
+            return (
+                f"policy_options.{name}: unknown option (value {value!r}) of policy {cls.name!r}; allowed: "
+                f"{', '.join(specs)}"
             )
-    options = options_type(**{name: _checked(policy, known[name], value) for name, value in given.items()})
-    for name in given:
-        _check_applies(policy, known[name], options)
-    return options
+        return f"policy_options.{name}: got {value!r} for policy {cls.name!r}; allowed: {_allowed(specs[name])}"
+
+    @model_validator(mode="after")
+    def _check_effects(self) -> Self:
+        specs, values = self._specs(), self.model_dump()
+        for name in specs:
+            missing = _idle(specs[name], values) if name in self.model_fields_set else None
+            if missing is not None:
+                other, allowed = missing
+                raise ConfigError(
+                    f"policy_options.{name}: has no effect in policy {self.name!r} with {other}={values[other]!r}; "
+                    f"it needs {other} {' or '.join(map(repr, allowed))}"
+                )
+        return self
 
 
-def without_idle(options_type: type[Any], implied: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the implied options that have an effect beside the given ones."""
-    specs = {spec.name: spec for spec in fields(options_type)}
-    merged = {**{name: spec.default for name, spec in specs.items()}, **implied, **given}
-
-    def applies(name: str) -> bool:
-        needed = specs[name].metadata["only_with"]
-        return needed is None or merged[needed[0]] in needed[1]
-
-    return {name: value for name, value in implied.items() if applies(name)}
+def _idle(spec: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[str, list[Any]] | None:
+    """The option, with the values that it would need, without which an option has no effect."""
+    needed: dict[str, list[Any]] = spec.get("only_with", {})
+    return next(((other, allowed) for other, allowed in needed.items() if values[other] not in allowed), None)
 
 
-def describe_options(options_type: type[Any]) -> tuple[OptionInfo, ...]:
-    """All options of a policy, in order."""
-    return tuple(
-        OptionInfo(spec.name, spec.default, spec.metadata["meaning"], _allowed(spec)) for spec in fields(options_type)
-    )
-
-
-def _checked(policy: str, spec: Field[Any], value: Any) -> Any:
-    kind = _kind(spec)
-    if kind is float and type(value) is int:
-        value = float(value)
-    limits = spec.metadata
-    good = type(value) is kind
-    if good and limits["choices"] is not None:
-        good = value in limits["choices"]
-    if good and kind in (int, float):
-        good = (limits["minimum"] is None or value >= limits["minimum"]) and (
-            limits["maximum"] is None or value <= limits["maximum"]
-        )
-        good = good and not (limits["odd"] and value % 2 == 0)
-    if not good:
-        raise ConfigError(f"policy_options.{spec.name}: got {value!r} for policy {policy!r}; allowed: {_allowed(spec)}")
-    return value
-
-
-def _check_applies(policy: str, spec: Field[Any], options: Any) -> None:
-    if spec.metadata["only_with"] is None:
-        return
-    other, values = spec.metadata["only_with"]
-    current = getattr(options, other)
-    if current not in values:
-        allowed = " or ".join(repr(value) for value in values)
-        raise ConfigError(
-            f"policy_options.{spec.name}: has no effect in policy {policy!r} with {other}={current!r}; "
-            f"it needs {other} {allowed}"
-        )
-
-
-def _kind(spec: Field[Any]) -> type:
-    if spec.default is MISSING:
-        raise TypeError(f"option {spec.name} has no default")
-    return type(spec.default)
-
-
-def _allowed(spec: Field[Any]) -> str:
-    limits = spec.metadata
-    kind = _kind(spec)
-    if limits["choices"] is not None:
-        return " or ".join(repr(choice) for choice in limits["choices"])
-    if kind is bool:
+def _allowed(spec: Mapping[str, Any]) -> str:
+    if "enum" in spec:
+        return " or ".join(repr(choice) for choice in spec["enum"])
+    if spec["type"] == "boolean":
         return "true or false"
-    name = ("an odd integer" if limits["odd"] else "an integer") if kind is int else "a number"
-    low, high = limits["minimum"], limits["maximum"]
+    name = "a number" if spec["type"] == "number" else "an odd integer" if spec.get("odd") else "an integer"
+    low, high = spec.get("minimum"), spec.get("maximum")
     if low is not None and high is not None:
         return f"{name} from {low} to {high}"
     return name if low is None else f"{name} >= {low}"
+
+
+BudgetRule = Annotated[
+    Literal[
+        "uniform", "pyramid", "density", "adaptive", "adaptive-pyramid", "adaptive-density", "all-heads", "all-layers"
+    ],
+    Field(
+        description="how the budget is split. Layers: the same for all (uniform, adaptive, all-heads), falling with "
+        "depth (pyramid), by attention density (density). Heads of a layer: the same, or by their scores with "
+        "a safeguard (adaptive) or without (all-heads). all-layers: one competition over all layers and heads"
+    ),
+]
+RULES: tuple[str, ...] = get_args(get_args(BudgetRule)[0])
+_ADAPTIVE = ("adaptive", "adaptive-pyramid", "adaptive-density")
+_PYRAMID = ("pyramid", "adaptive-pyramid")
+_DENSITY = ("density", "adaptive-density")
+
+
+class BudgetOptions(NamedPolicy):
+    """Options that every named policy has: how its budget is split over layers and heads."""
+
+    budget_rule: BudgetRule = "uniform"
+    safeguard: Safeguard = Field(
+        "authors_code",
+        description="adaptive heads: the uniform share weighs alpha (authors_code) or 1 - alpha (paper), or each "
+        "head's best alpha share is kept first (kvpress)",
+        json_schema_extra=only_with("budget_rule", *_ADAPTIVE),
+    )
+    alpha: float = Field(
+        0.2,
+        ge=0,
+        le=1,
+        description="adaptive heads: strength of the safeguard",
+        json_schema_extra=only_with("budget_rule", *_ADAPTIVE),
+    )
+    pyramid_beta: int = Field(
+        20,
+        ge=1,
+        description="pyramid: steepness; 1 is uniform",
+        json_schema_extra=only_with("budget_rule", *_PYRAMID),
+    )
+    variance_norm: VarianceNorm = Field(
+        "minmax",
+        description="density: scale the variances over the layers (minmax), not at all (the printed formula), or over "
+        "each layer's heads (code)",
+        json_schema_extra=only_with("budget_rule", *_DENSITY),
+    )
+    density_rule: DensityRule = Field(
+        "softmax",
+        description="density: shares from the softmax of the negative variance, or from its reciprocal",
+        json_schema_extra=only_with("budget_rule", *_DENSITY),
+    )
+    floor_share: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="all-layers: share of its uniform budget that every head keeps of its own best tokens",
+        json_schema_extra=only_with("budget_rule", "all-layers"),
+    )
+
+    def allocator(self) -> BudgetAllocator:
+        """Compose the chosen rule."""
+        if self.budget_rule == "all-layers":
+            return AllLayersBudget(self.floor_share)
+        layers: LayerRule = UniformLayers()
+        if self.budget_rule in _PYRAMID:
+            layers = PyramidLayers(self.pyramid_beta)
+        elif self.budget_rule in _DENSITY:
+            layers = DensityLayers(self.variance_norm, self.density_rule)
+        heads: HeadRule = UniformHeads()
+        if self.budget_rule in _ADAPTIVE:
+            heads = AdaptiveHeads(self.safeguard, self.alpha)
+        elif self.budget_rule == "all-heads":
+            heads = AdaptiveHeads("none")
+        return LayeredBudget(layers, heads)
+
+
+class OneBudgetOptions(BudgetOptions):
+    """Of policies whose entries of all layers and heads compete for one budget, unless told otherwise."""
+
+    budget_rule: BudgetRule = "all-layers"

@@ -1,4 +1,4 @@
-"""The parts of a policy and what passes between them."""
+"""Parts of a policy (scorer, budget, selector, merger, fitter) and the data that passes between them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from sgl_kvevict.ragged import MergePlan, Selection
 
 
 class Trait(Enum):
-    """What a scorer's numbers mean, so that parts which do not fit are refused when a policy is built."""
+    """Meaning of a scorer's numbers; parts that need another meaning are refused when a policy is built."""
 
     COMPARABLE = "comparable across heads"
-    """Scores of different heads and layers are on one scale, so entries may compete across them."""
+    """Scores of all heads and layers are on one scale, so entries may compete across them."""
     ATTENTION_SUMS = "attention summed over all queries"
-    """Scores are column sums of attention over all queries, whose variance measures a layer's density."""
+    """Scores are column sums of attention, whose variance measures a layer's density."""
     IMPORTANCE = "given with a layer's importance of each token"
     """The scorer also gives one importance per token of a layer."""
 
@@ -34,8 +34,8 @@ class TokenScores:
 
     Attributes:
         values: [num_kv_heads, num_tokens], float32, higher = keep.
-        tie_break: same shape, float32; decides between equal values. None: the lower position wins.
-        importance: [num_tokens], float32, the layer's view of each token (trait IMPORTANCE).
+        tie_break: same shape, float32; orders equal values. None: the lower position wins.
+        importance: [num_tokens], float32, the layer's importance of each token (trait IMPORTANCE).
     """
 
     values: Tensor
@@ -45,17 +45,17 @@ class TokenScores:
 
 @dataclass(frozen=True)
 class RangeScores:
-    """All that the scorer said about one range, and which tokens do not compete because they are kept anyway.
+    """Scores of one range, and its pinned tokens, which every head keeps without competing.
 
-    Row ``s`` stands for the ``s``-th *scored* layer; with layer reuse there are fewer rows than layers.
+    Row ``s`` is the ``s``-th *scored* layer; with layer reuse there are fewer rows than layers.
 
     Attributes:
         values: [num_scored_layers, num_kv_heads, num_tokens], float32.
         tie_break: same shape, or None.
         importance: [num_scored_layers, num_tokens], or None.
-        num_first: tokens at the start of the range kept in every head (sinks).
-        num_last: tokens at the end of the range kept in every head (part of the observation window).
-        num_behind: tokens of that window behind the range: kept too, and counted in a budget as papers count it.
+        num_first: pinned tokens at the start of the range (sinks).
+        num_last: pinned tokens at the end of the range (of the observation window).
+        num_behind: tokens of the window after the range; papers count them in a budget.
     """
 
     values: Tensor
@@ -72,7 +72,7 @@ class RangeScores:
 
     @property
     def num_pinned(self) -> int:
-        """Tokens kept in every head without competing."""
+        """Pinned tokens."""
         return self.num_first + self.num_last
 
     @property
@@ -81,7 +81,7 @@ class RangeScores:
         return self.num_tokens - self.num_pinned
 
     def candidates(self, per_token: Tensor) -> Tensor:
-        """The competing tokens' part of a tensor whose last dimension is the range."""
+        """The candidates' part of a tensor whose last dimension is the range."""
         return per_token[..., self.num_first : self.num_tokens - self.num_last]
 
     @cached_property
@@ -101,11 +101,10 @@ class RangeScores:
 
 @dataclass(frozen=True, eq=False)
 class PolicyState:
-    """What a policy remembers of a path from one compression to the next. Immutable; None for most policies.
+    """State of a path from one compression to the next; None for most policies.
 
     Attributes:
-        threshold: [num_layers, num_kv_heads], float32, D2O's moving similarity threshold; NaN before a head's
-            first eviction.
+        threshold: [num_layers, num_kv_heads], float32, D2O's similarity threshold; NaN before a head's first eviction.
     """
 
     threshold: Tensor
@@ -113,13 +112,13 @@ class PolicyState:
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """The outcome of one compression.
+    """Outcome of one compression.
 
     Attributes:
         selection: the kept entries.
-        merge: how evicted rows live on in kept ones, or None.
-        state: to be handed to the path's next compression, or None.
-        worth: [num_entries], int16, in the order of the selection, see :func:`worth_of`; None if nobody asked.
+        merge: how evicted rows join kept ones, or None.
+        state: for the path's next compression, or None.
+        worth: [num_entries], int16, in the order of the selection, see :func:`worth_of`; None if not asked for.
     """
 
     selection: Selection
@@ -130,12 +129,12 @@ class Decision:
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """What one layer's kept entries become.
+    """Fitted entries of one layer.
 
     Attributes:
         values: [num_kv_heads, num_tokens, head_dim], float32.
         biases: [num_kv_heads, num_tokens], float32, natural logarithms, added to scores.
-        is_fitted: [num_kv_heads, num_tokens], bool: the others are left as they are, whatever stands there.
+        is_fitted: [num_kv_heads, num_tokens], bool; the others stay unchanged.
     """
 
     values: Tensor
@@ -144,30 +143,30 @@ class Fitted:
 
 
 class Scorer(ABC):
-    """How important each token is to each head of a layer. Frozen, pure.
+    """Importance of each token to each head of a layer. Frozen, pure.
 
-    A scorer writes :meth:`score` and those of the properties whose value is another than here, as a plain attribute of
-    the class, a field of the dataclass, or a property.
+    A scorer implements :meth:`score` and overrides the properties below, as class attributes, dataclass fields or
+    properties.
     """
 
     @property
     def needs(self) -> frozenset[Signal]:
-        """Signals the scorer reads."""
+        """Signals that the scorer reads."""
         return frozenset()
 
     @property
     def traits(self) -> frozenset[Trait]:
-        """What its scores mean."""
+        """Meaning of the scores."""
         return frozenset()
 
     @property
     def window_size(self) -> int:
-        """Queries the scorer looks at; 0 if none."""
+        """Last queries of the prompt that the scorer reads."""
         return 0
 
     @property
     def kept_window(self) -> int:
-        """Last tokens of the prompt that are kept in every head without competing; 0 if they compete."""
+        """Last tokens of the prompt that every head keeps without competing."""
         return 0
 
     @abstractmethod
@@ -179,21 +178,21 @@ class Scorer(ABC):
         """
 
     def caution(self, num_kv_heads: int) -> str | None:
-        """What a model with so many KV heads leaves without effect, for the log; None if nothing is."""
+        """Warning for the log if some option has no effect with this number of KV heads."""
         return None
 
 
 class BudgetAllocator(ABC):
-    """How many entries each (layer, head) keeps. Frozen, pure."""
+    """Number of entries that each (layer, head) keeps. Frozen, pure."""
 
     @property
     def requires(self) -> frozenset[Trait]:
-        """Traits the scores must have."""
+        """Traits that the scores must have."""
         return frozenset()
 
     @property
     def equal_layers(self) -> bool:
-        """Every layer gets the same total, so one layer's kept positions fit another."""
+        """Every layer gets the same total, so layers can share positions."""
         return False
 
     @abstractmethod
@@ -206,11 +205,11 @@ class BudgetAllocator(ABC):
 
 
 class Selector(ABC):
-    """Which tokens each (layer, head) keeps. Frozen, pure."""
+    """Tokens that each (layer, head) keeps. Frozen, pure."""
 
     @property
     def requires(self) -> frozenset[Trait]:
-        """Traits the scores must have."""
+        """Traits that the scores must have."""
         return frozenset()
 
     @abstractmethod
@@ -223,11 +222,11 @@ class Selector(ABC):
 
 
 class Merger(ABC):
-    """What evicted rows leave behind in kept ones. Frozen, pure."""
+    """Joins evicted rows to kept ones. Frozen, pure."""
 
     @property
     def needs(self) -> frozenset[Signal]:
-        """Signals the merger reads."""
+        """Signals that the merger reads."""
         return frozenset()
 
     @property
@@ -239,13 +238,7 @@ class Merger(ABC):
     def merge(
         self, views: Sequence[LayerView], kept: Tensor, state: PolicyState | None
     ) -> tuple[MergePlan, PolicyState]:
-        """Plan the merge.
-
-        Args:
-            views: one per layer.
-            kept: [num_layers, num_kv_heads, num_tokens], bool.
-            state: of the path's previous compression.
-        """
+        """Plan the merge of one view per layer; ``kept`` is [num_layers, num_kv_heads, num_tokens], bool."""
 
 
 class Fitter(ABC):
@@ -254,20 +247,19 @@ class Fitter(ABC):
     @property
     @abstractmethod
     def is_causal(self) -> bool:
-        """A value holds nothing of tokens behind its own block."""
+        """No value holds anything of a later block."""
 
     @abstractmethod
     def block_len(self, num_tokens: int) -> int:
-        """Tokens of a range that are fitted together; the last block of a range may be shorter."""
+        """Tokens of a range that are fitted together; the last block may be shorter."""
 
     @abstractmethod
     def fit(self, products: Tensor, values: Tensor, kept: Tensor) -> Fitted:
         """Fit one layer.
 
         Args:
-            products: [num_kv_heads, num_blocks, block, block], float32: of the attention that readers' queries paid any
-                two tokens of a block, summed over queries and over the query heads of a group; 0 for tokens behind the
-                range's end.
+            products: [num_kv_heads, num_blocks, block, block], float32: products of the attention paid to any two
+                tokens of a block, summed over readers' queries and the group's query heads; 0 after the range's end.
             values: [num_kv_heads, num_tokens, head_dim], float32, of all tokens of the range.
             kept: [num_kv_heads, num_tokens], bool.
         """

@@ -1,4 +1,4 @@
-"""A policy: parts that fit together, run once per compression."""
+"""Policy: a scorer, a budget, a selector and optionally a merger or fitter, run once per compression."""
 
 from __future__ import annotations
 
@@ -28,27 +28,24 @@ from sgl_kvevict.ragged import Selection
 
 @dataclass(frozen=True)
 class Policy:
-    """Scorer + budget allocator + selector (+ merger or fitter). Frozen and stateless: one object serves all requests.
+    """Parts that fit together. Frozen and stateless: one object serves all requests.
 
-    Tokens kept without competing (the caller's protected ones, the method's own sinks, and those tokens of
-    the observation window that lie inside the range) are taken out of the budget first, as the papers do with
-    the window. Normally the window *is* the uncompressed tail behind the range, so nothing is taken out for
-    it.
+    Pinned tokens (protected ones, sinks, and window tokens inside the range) are taken out of the budget first.
+    Normally the window is the uncompressed tail after the range.
 
     Attributes:
         name: as users select it.
         scorer: importance of each token.
         allocator: entries per (layer, head).
         selector: which tokens.
-        merger: what evicted tokens leave behind; None = nothing.
-        fitter: what kept entries become, so that they answer for evicted ones, after passes have read the range; None
-            = nothing.
-        num_sink_tokens: first tokens of a *path* that the method itself keeps in every head.
-        reuse_layers: layers that share the positions chosen by the first of them; the others are not looked at.
-        readers: whose queries provide the reader attention that the scorer needs; None if it needs none. A range is
-            then compressed when it was read, not when its prompt is complete.
-        max_tail_tokens: longest uncompressed tail with which the method still is what its options say; None = any.
-        why_max_tail: the reason, for who configures a longer one.
+        merger: joins evicted entries to kept ones, or None.
+        fitter: lets kept entries answer for evicted ones, after scoring passes, or None.
+        num_sink_tokens: first tokens of a *path* that the policy keeps in every head.
+        reuse_layers: layers that share the positions chosen in the first of them.
+        readers: source of the reader attention that the scorer needs, or None. With readers a range is compressed
+            after they came, not when its prompt is complete.
+        max_tail_tokens: longest uncompressed tail for which the options have their effect; None = any.
+        why_max_tail: the reason, for the error.
 
     Raises:
         ConfigError: parts that do not fit together, with the reason.
@@ -85,9 +82,9 @@ class Policy:
         if self.reuse_layers > 1 and self.merger is not None:
             raise ConfigError(f"policy {self.name!r}: merging needs every layer, so reuse_layers must be 1")
         if self.fitter is not None and self.merger is not None:
-            raise ConfigError(f"policy {self.name!r}: it merges what it evicts, so nothing is fitted to that")
+            raise ConfigError(f"policy {self.name!r}: it merges evicted entries, so nothing can be fitted")
         if self.fitter is not None and self.readers is not Readers.REPETITION:
-            raise ConfigError(f"policy {self.name!r}: only what passes read can be fitted, so it needs their readers")
+            raise ConfigError(f"policy {self.name!r}: a fit needs scoring passes (readers=REPETITION)")
         if (self.readers is None) == (Signal.READER_ATTENTION in self.needs):
             raise ConfigError(
                 f"policy {self.name!r}: readers={self.readers} and a scorer that needs "
@@ -96,7 +93,7 @@ class Policy:
 
     @property
     def needs(self) -> frozenset[Signal]:
-        """Signals the forward pass must provide."""
+        """Signals that must be collected."""
         return self.scorer.needs | (frozenset() if self.merger is None else self.merger.needs)
 
     @property
@@ -110,7 +107,7 @@ class Policy:
         return self.merger is None or self.merger.splittable
 
     def caution(self, num_kv_heads: int) -> str | None:
-        """What a model with so many KV heads leaves without effect, for the log; None if nothing is."""
+        """See :meth:`Scorer.caution`."""
         return self.scorer.caution(num_kv_heads)
 
     def select(
@@ -130,11 +127,11 @@ class Policy:
             geometry: sizes of the model.
             total: entries to keep over all layers and heads.
             protected: first tokens of the range kept in every head.
-            state: of the same path's previous compression, if there was one.
-            with_worth: the range may be squeezed later: also say what then leaves first.
+            state: of the path's previous compression, or None.
+            with_worth: also compute :attr:`Decision.worth`.
 
         Returns:
-            Exactly ``total`` entries, ascending within a run. With room for everything, everything.
+            Exactly ``total`` entries, ascending within a run.
 
         Raises:
             ValueError: ``total`` does not fit the range, or is too small for the protected tokens.
@@ -183,7 +180,7 @@ class Policy:
         return RangeScores(values, tie_break, importance, num_first, num_last, num_behind)
 
     def kept_window(self, view: LayerView) -> tuple[int, int]:
-        """Tokens of the kept window inside the range (none when the tail covers the window), and behind it."""
+        """Tokens of the kept window inside the range, and after it."""
         if not self.scorer.kept_window:
             return 0, 0
         window = view.need_window().last(self.scorer.kept_window)

@@ -1,7 +1,7 @@
 """Deterministic ranking: scores to integer keys, and exact top-k whose ties go to the lower position.
 
-``torch.topk`` may return any of several equal elements. Here a *threshold* decides, which is unique, and ties at the
-threshold are filled from the left (``kvevict_kernels.radix_select``). Nothing reads the device from the host.
+``torch.topk`` may return any of several equal elements. Here a unique threshold decides, and ties are filled from the
+left (``kvevict_kernels.radix_select``), without a host sync.
 """
 
 from __future__ import annotations
@@ -16,17 +16,13 @@ _DROPPED_BITS = 3
 
 
 def order_keys(values: Tensor, tie_break: Tensor | None = None) -> Tensor:
-    """Integers in the order of the scores.
+    """Integers in the order of the scores; int32, or int64 with ``tie_break``.
 
     Args:
         values: float32, no NaN.
         tie_break: same shape, float32; decides between values that are equal up to rounding noise.
 
-    Returns:
-        Same shape; int32, or int64 with ``tie_break``.
-
-    Source: Ada-KV leaves ties open; pooling makes them the normal case. Order used: pooled score (rounded),
-        then unpooled score, then head, then position.
+    Source: Ada-KV leaves ties open, which pooling makes frequent.
     """
     primary = _ordered_bits(values)
     if tie_break is None:
@@ -41,22 +37,14 @@ def _ordered_bits(values: Tensor) -> Tensor:
 
 
 def key_max(keys: Tensor) -> int:
-    """The largest key: forces an element to the front of the order."""
+    """The largest key of the dtype: ranks first."""
     return torch.iinfo(keys.dtype).max
 
 
 def top_mask(keys: Tensor, counts: int | Tensor) -> Tensor:
-    """Mark the ``counts`` largest keys of each row; ties to the lower position.
+    """[..., num_tokens], bool: the ``counts`` largest integer keys of each row; ties to the lower position.
 
-    Args:
-        keys: [..., num_tokens], integer.
-        counts: how many; one number, or [...] int64 on the device, each in ``[0, num_tokens]``.
-
-    Returns:
-        [..., num_tokens], bool.
-
-    Cost: that of ``kvevict_kernels.radix_select.top_mask`` for all rows at once: on a device a few passes over the keys
-        and bounded memory besides the mask; no host sync.
+    ``counts`` is one number, or [...] int64 on the device, each in ``[0, num_tokens]``.
     """
     rows = keys.reshape(keys.shape[:-1].numel(), keys.shape[-1]).contiguous()
     per_row = counts if isinstance(counts, int) else counts.reshape(-1).contiguous()
@@ -64,18 +52,9 @@ def top_mask(keys: Tensor, counts: int | Tensor) -> Tensor:
 
 
 def top_counts(keys: Tensor, totals: int | Tensor) -> Tensor:
-    """How many of a group's largest keys each of its rows holds; ties to the lower row, then position.
+    """[groups, rows], int64: how many of a group's ``totals`` largest keys each row holds; sums to ``totals``.
 
-    Args:
-        keys: [groups, rows, num_tokens], integer.
-        totals: size of each group's top set; one number, or [groups] int64.
-
-    Returns:
-        [groups, rows], int64; sums to ``totals``.
-
-    Source: Ada-KV (arXiv 2407.11550), Alg. 1.
-    Cost: that of ``kvevict_kernels.radix_select.kth_largest`` for all groups at once, and a bool for every key; no host
-        sync.
+    ``keys`` is [groups, rows, num_tokens], integer; ties go to the lower row, then position (Ada-KV, Alg. 1).
     """
     threshold = radix_select.kth_largest(keys.flatten(1).contiguous(), totals)[:, None, None]
     above = (keys > threshold).sum(-1)
@@ -84,14 +63,6 @@ def top_counts(keys: Tensor, totals: int | Tensor) -> Tensor:
 
 
 def fill_in_order(capacities: Tensor, amount: Tensor | int) -> Tensor:
-    """Take ``amount`` from the capacities, the first ones first.
-
-    Args:
-        capacities: [..., n], int64.
-        amount: [..., 1] or scalar, int64, or one number.
-
-    Returns:
-        [..., n], int64.
-    """
+    """Take ``amount`` ([..., 1] or one number) from the capacities [..., n], int64, the first ones first."""
     before = capacities.cumsum(-1) - capacities
     return torch.minimum((amount - before).clamp(min=0), capacities)

@@ -30,17 +30,9 @@ def round_shares(shares: Sequence[Fraction], total: int) -> list[int]:
 
 
 def largest_remainder(numerators: Tensor, denominator: int, totals: Tensor) -> Tensor:
-    """Round the fractions ``numerators / denominator`` of each row to integers with the given sums.
+    """Round the fractions ``numerators / denominator``, [rows, parts] int64, to integers; ties to the lower index.
 
-    Args:
-        numerators: [rows, parts], int64, non-negative.
-        denominator: positive.
-        totals: [rows], int64; each the exact sum of its row's fractions.
-
-    Returns:
-        [rows, parts], int64; ties go to the lower index.
-
-    Source: Ada-KV leaves rounding open (its code rounds each head alone, which loses entries).
+    ``totals``, [rows] int64, are the exact sums of the rows' fractions.
     """
     floors = numerators.div(denominator, rounding_mode="floor")
     return _add_missing(floors, numerators - floors * denominator, totals)

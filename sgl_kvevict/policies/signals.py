@@ -1,39 +1,42 @@
-"""What a scorer can ask for beyond the range's own keys and values, and the shapes in which it comes.
+"""Signals: data for scorers beyond the range's own keys and values, and their shapes.
 
 A new signal is named here and collected by one class in ``sgl_kvevict/compression/collectors.py``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
+import torch
 from torch import Tensor
+
+from kvevict_kernels.rotary import Rotary
+
+QUERIES_PER_BLOCK = 512
+"""Bounds the memory of float32 copies while moments are added up."""
 
 
 class Signal(Enum):
-    """What a policy needs to see; the adapter refuses at start-up what it cannot provide."""
+    """Data that a policy needs; a server that cannot provide a signal refuses to start."""
 
     WINDOW_QUERIES = "window_queries"
     """:class:`QueryWindow`: the last ``window_size`` queries of the prompt, after RoPE, with their log-sum-exp."""
     ACCUMULATED_ATTENTION = "accumulated_attention"
     """Per token: the attention of all queries that saw it, summed; mean over the query heads of a group."""
     WINDOW_KEYS = "window_keys"
-    """Tensor [window, num_kv_heads, head_dim], after RoPE, of the tokens whose queries the window holds: a range ends
-    before them."""
+    """Tensor [window, num_kv_heads, head_dim], after RoPE: keys of the window's tokens."""
     QUERY_MOMENTS = "query_moments"
-    """``QueryMoments``: per query head, mean and covariance of all queries before RoPE: the same size for any
-    length."""
+    """:class:`QueryMoments`: mean and covariance of all queries before RoPE; the same size for any length."""
     READER_ATTENTION = "reader_attention"
-    """Per token: the root of the summed squares of the attention that its readers' queries paid it, over the query
-    heads of a group too; who reads, :class:`Readers` says."""
+    """Per token: the root of the summed squares of the attention of later queries (:class:`Readers`), over the query
+    heads of a group too."""
     ECHO_ATTENTION = "echo_attention"
-    """Per token: the largest attention that the prompt's own queries would pay it, moved behind it."""
+    """Per token: the largest attention that the prompt's own queries would pay it if they stood after it."""
     LEARNED_SCORES = "learned_scores"
-    """Per token: what weights learned from scoring passes expect of it; not there before they are."""
+    """Per token: reader attention predicted by learned weights; absent until weights are learned."""
     OUTPUT_GRAM = "output_gram"
-    """Tensor [num_kv_heads, head_dim, head_dim], float32, ``output_gram`` of the layer: gives norms of values as
-    the layer adds them."""
+    """Tensor [num_kv_heads, head_dim, head_dim], float32: :func:`output_gram` of the layer."""
     KEYS = "keys"
     """The keys of the range, read from the pool."""
     VALUES = "values"
@@ -44,9 +47,9 @@ class Readers(Enum):
     """Whose queries make :attr:`Signal.READER_ATTENTION`. They come after the range, so it is compressed later."""
 
     REPETITION = "repetition"
-    """Extra passes in which the model repeats the prefix."""
+    """Scoring passes, in which the model repeats the prefix."""
     QUESTIONS = "questions"
-    """Requests that extend the prefix, as they come; or questions given with the prefix."""
+    """Requests that extend the prefix, or questions given with it."""
 
 
 @dataclass(frozen=True)
@@ -72,3 +75,68 @@ class QueryWindow:
         """The last ``count`` queries (all of them when there are fewer)."""
         skip = max(self.queries.shape[0] - count, 0)
         return QueryWindow(self.queries[skip:], self.lse[skip:], self.start + skip)
+
+
+@dataclass(frozen=True)
+class QueryMoments:
+    """Running first and second moments of one layer's queries before RoPE; ``add`` returns a new object.
+
+    Attributes:
+        count: queries seen.
+        total: [num_qo_heads, head_dim], float32, sum of the queries.
+        outer: [num_qo_heads, head_dim, head_dim], float32, sum of their outer products.
+        rotary: the model's rotary embedding.
+        num_skipped: first positions of a prompt that are not counted: their queries are outliers.
+    """
+
+    count: int
+    total: Tensor
+    outer: Tensor
+    rotary: Rotary
+    num_skipped: int = 4
+
+    @staticmethod
+    def empty(num_qo_heads: int, head_dim: int, rotary: Rotary, num_skipped: int = 4) -> QueryMoments:
+        """Moments of no query."""
+        device = rotary.cos_sin.device
+        total = torch.zeros(num_qo_heads, head_dim, device=device)
+        outer = torch.zeros(num_qo_heads, head_dim, head_dim, device=device)
+        return QueryMoments(0, total, outer, rotary, num_skipped)
+
+    def add(self, queries: Tensor, start: int) -> QueryMoments:
+        """Count in the queries of one chunk of one prompt.
+
+        Args:
+            queries: [num_tokens, num_qo_heads, head_dim], after RoPE, of consecutive positions.
+            start: logical position of the first one.
+        """
+        skip = min(max(self.num_skipped - start, 0), queries.shape[0])
+        total, outer = self.total.clone(), self.outer.clone()
+        for begin in range(skip, queries.shape[0], QUERIES_PER_BLOCK):
+            block = queries[begin : begin + QUERIES_PER_BLOCK]
+            positions = torch.arange(start + begin, start + begin + block.shape[0], device=queries.device)
+            plain = self.rotary.apply(block, positions, inverse=True).transpose(0, 1)
+            total += plain.sum(1)
+            outer.baddbmm_(plain.transpose(1, 2), plain)
+        return replace(self, count=self.count + queries.shape[0] - skip, total=total, outer=outer)
+
+    @property
+    def mean(self) -> Tensor:
+        """[num_qo_heads, head_dim], float32."""
+        return self.total / max(self.count, 1)
+
+    @property
+    def covariance(self) -> Tensor:
+        """[num_qo_heads, head_dim, head_dim], float32, population covariance."""
+        mean = self.mean
+        return self.outer / max(self.count, 1) - mean[:, :, None] * mean[:, None, :]
+
+
+def output_gram(weight: Tensor, num_kv_heads: int, head_dim: int) -> Tensor:
+    """[num_kv_heads, head_dim, head_dim], float32: gram matrix of the output projection of each KV head's query heads.
+
+    ``v @ gram @ v`` is the squared length of a value's contribution to the residual stream. ``weight`` is
+    [hidden_size, num_qo_heads * head_dim], any float dtype.
+    """
+    by_head = weight.detach().float().t().reshape(num_kv_heads, -1, head_dim, weight.shape[0])
+    return torch.einsum("hgdo,hgeo->hde", by_head, by_head)

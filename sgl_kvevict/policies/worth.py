@@ -1,4 +1,4 @@
-"""What a squeeze gives up first: one number for each entry that a compression keeps."""
+"""Worth: one number per kept entry; a squeeze evicts the lowest first."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _MAX = torch.finfo(torch.float16).max
 
 
 def worth_of(scores: RangeScores, kept: Tensor, flat: Tensor, *, comparable: bool) -> Tensor:
-    """Order the kept entries of a range: when it is squeezed, those worth least leave first.
+    """Worth of the kept entries of a range.
 
-    Scores that are comparable over layers and heads are taken as they are. Others are replaced by their rank within
-    the (layer, head), so that all heads shrink alike. What is kept without competing is worth most.
+    Comparable scores are taken as they are. Others are replaced by their rank within the (layer, head), so that all
+    heads shrink alike. Pinned tokens are worth most.
 
     Args:
         scores: of all tokens of the range; a row may stand for several layers.
@@ -23,8 +23,7 @@ def worth_of(scores: RangeScores, kept: Tensor, flat: Tensor, *, comparable: boo
         comparable: scores of different heads and layers are on one scale.
 
     Returns:
-        [num_entries], int16, in the order of the scores rounded to float16: 2 bytes an entry, whose key and value take
-        256 where a head has 64 numbers.
+        [num_entries], int16, in the order of the scores rounded to float16.
     """
     values = scores.values.clamp(-_MAX, _MAX)
     if values.shape[0] < kept.shape[0]:
@@ -40,8 +39,8 @@ def worth_of(scores: RangeScores, kept: Tensor, flat: Tensor, *, comparable: boo
     return _as_worth(values.flatten()[flat])
 
 
-def worth_of_read(worth: Tensor, scores: Tensor) -> Tensor:
-    """Order entries anew, now that readers came; what was kept without competing stays worth most.
+def measured_worth(worth: Tensor, scores: Tensor) -> Tensor:
+    """Worth by measured reader attention; pinned entries stay worth most.
 
     Args:
         worth: [num_entries], int16, see :func:`worth_of`.

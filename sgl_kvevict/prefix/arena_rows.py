@@ -1,4 +1,4 @@
-"""The KV arena as rows: by head slot, and by the token slots of what is not compressed."""
+"""Rows of the KV arena, by head slot and by token slot."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class ArenaRows:
         geometry: sizes of the arena.
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim].
         v_arena: likewise.
-        biases: [num_layers, num_token_slots, num_kv_heads], float32, of every head slot; those of segments that are not
-            fitted are 0, those of other head slots mean nothing. None: no segment is ever fitted.
+        biases: [num_layers, num_token_slots, num_kv_heads], float32, of every head slot: 0 for segments that are not
+            fitted, undefined for uncompressed tokens. None: segments are never fitted.
     """
 
     def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, biases: Tensor | None = None) -> None:
@@ -34,14 +34,7 @@ class ArenaRows:
         return self._biases is not None
 
     def token_rows(self, token_slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of the rows of uncompressed tokens.
-
-        Args:
-            token_slots: [num_tokens], int64.
-
-        Returns:
-            Keys and values, each [num_layers, num_tokens, num_kv_heads, head_dim], in the arena's dtype.
-        """
+        """Copies of keys and values of uncompressed tokens, [num_layers, num_tokens, num_kv_heads, head_dim] each."""
         k, v = (arena.view(torch.uint8)[:, token_slots].view(arena.dtype) for arena in (self.k_arena, self.v_arena))
         return k, v
 
@@ -84,5 +77,5 @@ class ArenaRows:
 
 
 def bytes_of(arena: Tensor) -> Tensor:
-    """The rows of an arena, one a head slot, as bytes: not every number type can be gathered."""
+    """The arena's rows by head slot, as bytes, because not every dtype can be gathered."""
     return arena.flatten(0, 2).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Which tokens of a span each (layer, KV head) kept: numbers for pictures."""
+"""Share of tokens that each (layer, KV head) of a span keeps, for pictures."""
 
 from __future__ import annotations
 
@@ -10,18 +10,14 @@ from sgl_kvevict.ragged import run_entries
 
 
 def kept_share(span: Span, num_bins: int) -> Tensor:
-    """Share of the tokens that each head kept, over equal stretches of a span.
-
-    Args:
-        span: a live span.
-        num_bins: stretches to divide the span's tokens into, 1 <= num_bins <= num_tokens.
+    """Share of the tokens that each head kept, in equal bins of a live span.
 
     Returns:
-        [num_layers * num_kv_heads, num_bins], float32, on the span's device, in [0, 1]; token ``t`` of the span
-        counts in bin ``t * num_bins // num_tokens``.
+        [num_layers * num_kv_heads, num_bins], float32, in [0, 1]; token ``t`` counts in bin
+        ``t * num_bins // num_tokens``.
 
     Raises:
-        ValueError: ``num_bins`` is out of range.
+        ValueError: ``num_bins`` is not in [1, num_tokens].
     """
     if not 1 <= num_bins <= span.num_tokens:
         raise ValueError(f"num_bins must be between 1 and the span's {span.num_tokens} tokens, got {num_bins}")

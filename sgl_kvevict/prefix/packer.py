@@ -1,4 +1,4 @@
-"""Writes segments into the KV arena: packing at compression, repacking when part of a segment is dead."""
+"""Writes segments into the KV arena: packs, fits, places, repacks and squeezes them, and copies their entries."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from torch import Tensor
 from kvevict_kernels import radix_select
 from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from kvevict_kernels.compact_kv import compact_kv
+from kvevict_kernels.transfer import to_device
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.prefix.arena_rows import ArenaRows, bytes_of
-from sgl_kvevict.prefix.copied import CopiedEntries, View
-from sgl_kvevict.prefix.sliding_windows import in_windows
-from sgl_kvevict.prefix.span import Segment, Span
+from sgl_kvevict.prefix.span import CopiedEntries, Segment, Span, View
 from sgl_kvevict.ragged import MergePlan, Selection, run_entries
 
 
 class LargestOfRanks(Protocol):
-    """Asks all tensor-parallel ranks for a number."""
+    """All-reduce over tensor-parallel ranks."""
 
     def __call__(self, value: int, *same: int) -> int:
-        """Return the largest ``value`` of all ranks; ``same`` must be equal on all of them."""
+        """The largest ``value`` of all ranks; ``same`` must be equal on all of them."""
 
 
 def only_rank(value: int, *same: int) -> int:
@@ -35,9 +34,8 @@ def only_rank(value: int, *same: int) -> int:
 class SegmentPacker(ArenaRows):
     """Packs entries into token slots of one arena.
 
-    Entries are laid out run after run in the segment's own index space (layer, then token slot, then lane), and any
-    lane may hold any (layer, head)'s entry: a segment of ``C`` entries takes ``ceil(C / (num_layers * num_kv_heads))``
-    token slots however uneven its runs are.
+    Any head slot of a token slot may hold any (layer, head)'s entry, so a segment of ``C`` entries takes
+    ``ceil(C / (num_layers * num_kv_heads))`` token slots, however uneven its runs are.
     """
 
     def pack(
@@ -50,18 +48,18 @@ class SegmentPacker(ArenaRows):
         splittable: bool = True,
         worth: Tensor | None = None,
     ) -> tuple[Segment, Tensor]:
-        """Move the selected entries of a range of uncompressed tokens into the first of the range's own slots.
+        """Move the selected entries of an uncompressed range into the first of the range's slots.
 
         Args:
             token_slots: [num_tokens], int64, slots of the range's tokens in token order.
             start: logical position of the first token.
-            selection: what to keep; with ``merge``, what each kept entry is made of.
-            merge: weighted sums of entries to store instead of the kept entries.
-            splittable: False if a stored entry may hold information of tokens after its own.
+            selection: entries to keep.
+            merge: weighted sums to store in their place.
+            splittable: see :attr:`Segment.splittable`.
             worth: [num_entries], int16, see :attr:`Segment.worth`.
 
         Returns:
-            The segment, and the slots of the range that are free now ([num_tokens - num_slots], int64).
+            The segment, and the freed slots ([num_tokens - num_slots], int64).
         """
         if merge is None:
             runs = torch.repeat_interleave(
@@ -96,10 +94,10 @@ class SegmentPacker(ArenaRows):
         splittable: bool = True,
         worth: Tensor | None = None,
     ) -> tuple[Segment, Tensor]:
-        """Move entries, compressed before or not, into the first of some slots.
+        """Move entries, compressed before or not, into the first of their slots.
 
         Args:
-            token_slots: [num_slots], int64, all that the entries may be in now.
+            token_slots: [num_slots], int64, slots that hold the entries now.
             sources: [num_entries], int32, head slots of the entries, run after run; with ``merge`` [num_sources].
             keep_lens: [num_layers, num_kv_heads], int32, entries of each run.
             positions: [num_entries], int32, see :attr:`Segment.positions`.
@@ -109,7 +107,7 @@ class SegmentPacker(ArenaRows):
             worth: [num_entries], int16, see :attr:`Segment.worth`.
 
         Returns:
-            The segment, and the slots that are free now ([n], int64).
+            The segment, and the freed slots ([n], int64).
         """
         num_entries = positions.numel()
         num_slots = self.geometry.slots_for(num_entries)
@@ -120,7 +118,8 @@ class SegmentPacker(ArenaRows):
                 compact_kv(self.k_arena, self.v_arena, sources, head_slots)
             else:
                 compact_kv(self.k_arena, self.v_arena, sources, head_slots, indptr=merge[0], weights=merge[1])
-            self._without_biases(head_slots)
+            if self._biases is not None:  # of fitted entries that were in these head slots before
+                self._biases.index_fill_(0, head_slots.long(), 0.0)
         segment = Segment(
             self.geometry,
             token_slots=held.clone(),
@@ -134,15 +133,10 @@ class SegmentPacker(ArenaRows):
         )
         return segment, freed
 
-    def _without_biases(self, head_slots: Tensor) -> None:
-        """Entries that are not fitted are written to head slots that may have been those of fitted ones."""
-        if self._biases is not None:
-            self._biases.index_fill_(0, head_slots.long(), 0.0)
-
     def copy(self, views: Sequence[View]) -> CopiedEntries:
         """Copy the entries of consecutive tokens of one path, as if one segment held them.
 
-        Nothing is read from the device for one whole segment. The numbers of entries of parts have to be, at once.
+        A whole segment is copied without a host sync; parts take one, for their numbers of entries.
         """
         segment = views[-1].segment
         if len(views) == 1 and views[0].is_whole:
@@ -174,12 +168,12 @@ class SegmentPacker(ArenaRows):
 
     @accounting()
     def fit(self, segment: Segment, entries: Tensor, values: Tensor, biases: Tensor) -> None:
-        """Give entries of a segment fitted values and biases, in the place of those that they have.
+        """Replace values and biases of entries of a live segment.
 
         Args:
-            segment: a live one.
-            entries: [num_entries], bool, which of its entries; the others stay as they are.
-            values: [num_entries, head_dim], in any dtype, of all of its entries; others are not looked at.
+            segment: to fit.
+            entries: [num_entries], bool, which of its entries.
+            values: [num_entries, head_dim], any dtype; read where ``entries`` is set.
             biases: [num_entries], float32, likewise.
 
         Raises:
@@ -195,13 +189,13 @@ class SegmentPacker(ArenaRows):
 
     @accounting()
     def place(self, segment: Segment, k: Tensor, v: Tensor, biases: Tensor | None = None) -> None:
-        """Write the rows of a segment whose entries are in no pool yet.
+        """Write the rows of a segment from :meth:`new_segment`.
 
         Args:
-            segment: with the slots that it holds.
+            segment: to fill.
             k: [num_entries, head_dim], in the arena's dtype, on any device.
             v: likewise.
-            biases: [num_entries], float32, of a fitted one, on any device; None: it is not fitted.
+            biases: [num_entries], float32, on any device; None: the segment is not fitted.
 
         Raises:
             InvariantError: it is fitted, and the pool has no place for biases.
@@ -227,16 +221,10 @@ class SegmentPacker(ArenaRows):
         splittable: bool = True,
         worth: Tensor | None = None,
     ) -> Segment:
-        """Lay out a segment in slots that hold nothing yet.
+        """Lay out a segment in empty slots.
 
-        Args:
-            token_slots: [num_slots], int64, as many as its entries need, or as those of another rank do.
-            keep_lens: [num_layers, num_kv_heads], int32, entries of each run.
-            positions: [num_entries], int32, see :attr:`Segment.positions`.
-            start: logical position of the first token.
-            end: logical position after the last one.
-            splittable: see :attr:`Segment.splittable`.
-            worth: [num_entries], int16, see :attr:`Segment.worth`.
+        ``token_slots`` are at least as many as its entries need (another rank may need more); other arguments as in
+        :class:`Segment` and :meth:`write`.
 
         Raises:
             InvariantError: there are fewer slots than the entries need.
@@ -261,14 +249,13 @@ class SegmentPacker(ArenaRows):
 
     @accounting()
     def repack(self, spans: Sequence[Span], largest: LargestOfRanks = only_rank) -> Tensor:
-        """Move what live spans still read into fewer slots and give the rest back.
+        """Move the entries of live spans into fewer slots and free the rest.
 
-        The heads of each tensor-parallel rank kept other tokens, so ranks may need different numbers of slots. All
-        take as many as the one that needs most; the others leave some lanes unused.
+        Tensor-parallel ranks kept other entries and may need different numbers of slots; all take the largest.
 
         Args:
             spans: all live spans of one segment, in path order, the owner first.
-            largest: asks the other ranks, which repack the same spans now.
+            largest: all-reduce with the other ranks, which repack the same spans now.
 
         Returns:
             [num_freed], int64, token slots to release; empty if nothing could be saved.
@@ -287,28 +274,25 @@ class SegmentPacker(ArenaRows):
 
     @accounting()
     def squeeze(self, spans: Sequence[Span], num_slots: int) -> Tensor:
-        """Give up the entries that are worth least, and the slots that the others do not need.
-
-        Nothing is read from the device: the number of entries follows from that of the slots.
+        """Evict the entries of least worth and free slots, without a host sync.
 
         Args:
             spans: all live spans of one segment, in path order, the owner first.
-            num_slots: token slots that the segment may keep, fewer than it has.
+            num_slots: token slots to keep, fewer than it has.
 
         Returns:
             [num_freed], int64, token slots to release.
 
         Raises:
-            InvariantError: the spans are not all live spans of one segment, it has no more slots than that, or it was
-                not written to be squeezed.
+            InvariantError: the spans are not all live spans of one segment, or it has no more slots, or no worth.
         """
         old = _segment_of(spans)
         if old.worth is None or not 0 < num_slots < old.num_slots:
             raise InvariantError(f"a segment of {old.num_slots} slots cannot be squeezed into {num_slots}")
         keys = old.worth.int()
         if self.geometry.has_windows:
-            keys = in_windows(keys, old, num_slots)
-        if old.num_live_entries < old.num_entries:  # a lower part was dropped, and no slot was saved by it
+            keys = _in_windows(keys, old, num_slots)
+        if old.num_live_entries < old.num_entries:  # a lower view was dropped without a repack
             keys = torch.where(old.positions < spans[-1].end, keys, torch.iinfo(keys.dtype).min)
         num_entries = min(num_slots * self.geometry.num_runs, old.num_live_entries)
         mask = radix_select.top_mask(keys[None], num_entries)[0]
@@ -319,17 +303,7 @@ class SegmentPacker(ArenaRows):
         return self._move(spans, kept, keep_lens.view(shape), num_slots)
 
     def _move(self, spans: Sequence[Span], kept: Tensor, keep_lens: Tensor, num_slots: int) -> Tensor:
-        """Move some entries of a segment into the first of its slots, as a new segment of the same spans.
-
-        Args:
-            spans: all live spans of the segment.
-            kept: [num_entries], int64, which entries, in order.
-            keep_lens: [num_layers, num_kv_heads], int32, how many of each run.
-            num_slots: slots that they take.
-
-        Returns:
-            [num_freed], int64, the other slots.
-        """
+        """Move the entries ``kept`` ([n], int64, in order) into the first slots as a new segment; free the others."""
         old = spans[0].segment
         held, freed = old.token_slots[:num_slots].clone(), old.token_slots[num_slots:]
         indptr, head_slots = alloc_head_slots(keep_lens, held, self.geometry.num_token_slots, kept.numel())
@@ -348,9 +322,9 @@ class SegmentPacker(ArenaRows):
             worth=None if old.worth is None else old.worth[kept],
         )
         new.policy_state, new.is_generated = old.policy_state, old.is_generated
-        new.is_ranked, new.is_fitted, new.readings = old.is_ranked, old.is_fitted, old.readings
-        if new.readings is not None:
-            new.readings.keep(kept)
+        new.is_measured, new.is_fitted, new.entry_attention = old.is_measured, old.is_fitted, old.entry_attention
+        if new.entry_attention is not None:
+            new.entry_attention.squares = new.entry_attention.squares[kept]
         for span in spans:
             span.move_to(new)
         return freed
@@ -362,3 +336,17 @@ def _segment_of(spans: Sequence[Span]) -> Segment:
     if any(span.segment is not segment for span in spans) or len(spans) != segment.num_spans:
         raise InvariantError(f"expected all {segment.num_spans} spans of one segment, got {len(spans)}")
     return segment
+
+
+def _in_windows(keys: Tensor, segment: Segment, share: int) -> Tensor:
+    """Let layers with a sliding window keep the segment's last tokens: the window's, at most ``share`` per head.
+
+    ``keys``, [num_entries], int32, are those by which entries compete; the result has the largest number for entries
+    that such layers keep and the smallest for their others. The segment cannot be split, so all readers come after it.
+    """
+    geometry = segment.geometry
+    reach = to_device(torch.tensor(geometry.windows).sub_(1).clamp_(max=share), keys.device)
+    reach = reach[segment.run_of_entries() // geometry.num_kv_heads]  # -1: no window
+    bounds = torch.iinfo(keys.dtype)
+    kept = torch.where(segment.positions >= segment.end - reach, bounds.max, bounds.min).to(keys.dtype)
+    return torch.where(reach < 0, keys, kept)

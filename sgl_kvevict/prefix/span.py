@@ -7,37 +7,53 @@ the segment's token slots in the accounting, the other spans carry none.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
 from kvevict_kernels.cut_runs import cut_runs
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.prefix.readings import EntryReadings
+
+
+class EntryAttention:
+    """Squared attention that scoring passes paid each stored entry of a segment, summed.
+
+    It follows the segment: when entries move or leave (squeeze, repack), so do their sums.
+
+    Attributes:
+        squares: [num_entries], float32, in the order of the segment's entries.
+        is_open: more passes will come; a closed one is unused.
+    """
+
+    def __init__(self, squares: Tensor) -> None:
+        self.squares = squares
+        self.is_open = True
 
 
 class Segment:
     """The storage of the spans that were cut from one compressed range.
 
     Attributes:
-        start: logical position of the first token that it stands for.
+        start: logical position of its first token.
         end: logical position after the last one.
-        token_slots: [num_slots], int64, token slots held; nobody else may use them.
+        token_slots: [num_slots], int64, token slots held exclusively.
         head_slots: [num_entries], int32, where each entry is stored, run after run in (layer, head) order.
         positions: [num_entries], int32, logical position of each entry's token, ascending within a run.
         indptr: [num_layers * num_kv_heads + 1], int32, where each run starts.
-        splittable: False if an entry may hold information of later tokens (merging in any direction), so that a
-            prefix of the segment's tokens is not a prefix of its information.
-        tokens_per_slot: what one of its slots saves (tokens).
-        worth: [num_entries], int16, what a squeeze keeps longest has most; None: it cannot be squeezed.
-        is_ranked: ``worth`` was measured by the attention of passes or requests; otherwise a policy expected it.
-        is_fitted: its values and biases were fitted to what it does not keep; the biases of others are 0.
-        readings: what the passes that are under way paid so far; None, or closed: none are.
-        policy_state: what the policy wants to know at the path's next compression; opaque here.
-        is_generated: written while a request generated. It grows by a view at a time, so who reads all of it reads it
-            as one, see :meth:`Spans.runs`.
-        num_spans: live spans that read this segment.
-        num_live_entries: entries that a live span reads; the others are dead.
+        splittable: False if an entry may hold information of later tokens (merging in any direction).
+        tokens_per_slot: tokens that one of its slots stands for.
+        worth: [num_entries], int16; a squeeze evicts the lowest first. None: it cannot be squeezed.
+        is_measured: ``worth`` comes from measured reader attention, not from predicted scores.
+        is_fitted: values and biases answer for evicted entries; the biases of other segments are 0.
+        entry_attention: sums of the passes under way; None, or closed: none are.
+        policy_state: of the path, for its next compression; opaque here.
+        is_generated: holds generated tokens. It grows view by view, and a request that reads all views reads them as
+            one, see :meth:`SpanTable.runs`.
+        num_spans: live spans of this segment.
+        num_live_entries: entries that a live span reads.
     """
 
     def __init__(
@@ -63,9 +79,9 @@ class Segment:
         self.splittable = splittable
         self.worth = worth
         self.tokens_per_slot = (end - start) / max(token_slots.numel(), 1)
-        self.is_ranked = False
+        self.is_measured = False
         self.is_fitted = False
-        self.readings: EntryReadings | None = None
+        self.entry_attention: EntryAttention | None = None
         self.policy_state: object | None = None
         self.is_generated = False
         self._runs: SpanRuns | None = None
@@ -82,6 +98,11 @@ class Segment:
         """Entries stored, dead ones included."""
         return self.head_slots.numel()
 
+    def run_of_entries(self) -> Tensor:
+        """[num_entries], int64: each entry's run, ``layer * num_kv_heads + head``."""
+        runs = torch.arange(self.geometry.num_runs, device=self.indptr.device)
+        return torch.repeat_interleave(runs, self.indptr.diff(), output_size=self.num_entries)
+
     def runs(self) -> SpanRuns:
         """All entries; always the same object."""
         if self._runs is None:
@@ -91,14 +112,10 @@ class Segment:
         return self._runs
 
     def cut(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Entries of each run whose token is in ``[start, end)``; of the whole segment nothing is searched.
-
-        Args:
-            start: logical position.
-            end: logical position.
+        """Entries of each run whose token is in ``[start, end)``, logical positions.
 
         Returns:
-            starts and lens, each [num_layers, num_kv_heads], int32.
+            starts and lens, each [num_layers, num_kv_heads], int32; without a search for the whole segment.
         """
         if start <= self.start and end >= self.end:
             starts, lens = self.indptr[:-1], self.indptr.diff()
@@ -111,8 +128,8 @@ class Segment:
 class Span:
     """The compressed KV of the tokens ``[start, end)`` of a path, as one tree node holds it.
 
-    What a reader sees (entries and their order) never changes; a repack may move the entries to another segment, and a
-    fit give them other values and biases, after which :meth:`runs` returns a new object.
+    Entries and their order never change. A repack may move them to another segment, and a fit may change values and
+    biases; then :meth:`runs` returns a new object.
 
     Attributes:
         segment: where the entries are.
@@ -142,8 +159,8 @@ class Span:
     def runs(self) -> SpanRuns:
         """Return the entries of ``[start, end)``.
 
-        Computed at the first call, on the caller's stream: splitting stays pure host work, so it may happen while
-        a forward that reads the span is still running.
+        Computed at the first call, on the caller's stream, so that a split is host work only and may happen while a
+        forward reads the span.
         """
         segment = self.segment
         if self._runs is None or self._runs.is_fitted is not segment.is_fitted:
@@ -197,3 +214,44 @@ class Span:
                 f"the owner of the span [{self.start}, {self.end}) was dropped before {self.segment.num_spans} others"
             )
         return self.segment.token_slots
+
+
+@dataclass(frozen=True)
+class View:
+    """Consecutive tokens of a segment.
+
+    Attributes:
+        segment: which.
+        start: logical position of the first token.
+        end: logical position after the last one.
+    """
+
+    segment: Segment
+    start: int
+    end: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all entries of its segment."""
+        return (self.start, self.end) == (self.segment.start, self.segment.end)
+
+
+@dataclass(frozen=True)
+class CopiedEntries:
+    """Copies of entries, outside the pool.
+
+    Attributes:
+        keep_lens: [num_layers, num_kv_heads], int32, entries of each run.
+        positions: [num_entries], int32, see :attr:`Segment.positions`.
+        k: [num_entries, head_dim], in the arena's dtype, on its device.
+        v: likewise.
+        worth: [num_entries], int16, see :attr:`Segment.worth`.
+        biases: [num_entries], float32; None: none of them is fitted.
+    """
+
+    keep_lens: Tensor
+    positions: Tensor
+    k: Tensor
+    v: Tensor
+    worth: Tensor | None
+    biases: Tensor | None

@@ -13,7 +13,7 @@ from sglang.srt.runtime_context import get_server_args
 from torch import Tensor
 
 from sgl_kvevict.config import load_config
-from sgl_kvevict.policies.configured import configured_policy
+from sgl_kvevict.policies.by_name import configured_policy
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 
 WINDOWED = "SWA"
@@ -43,7 +43,7 @@ def kvevict_is_selected() -> bool:
 
 
 def _fits() -> bool:
-    """Whether the configured policy fits what it keeps."""
+    """Whether the configured policy fits the entries that it keeps."""
     policy = configured_policy(load_config())[1]
     return policy is not None and policy.fitter is not None
 

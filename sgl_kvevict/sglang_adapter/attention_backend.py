@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +14,11 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from kvevict_kernels.checks import FP8
-from sgl_kvevict.attention import AttentionBatch, CapturableAttention, build_attention, resolve_attention
+from sgl_kvevict.attention import Attention, AttentionBatch, CapturableAttention, build_attention, resolve_attention
 from sgl_kvevict.attention.backend import kernel_reasons
 from sgl_kvevict.attention.interface import CompiledAttention
 from sgl_kvevict.attention.refusals import bias_reasons
-from sgl_kvevict.compression import PromptObservation, ReaderChunk, SuffixStep
+from sgl_kvevict.compression import GeneratedStep, PromptObservation, ReaderChunk
 from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import UNSCALED, KVGeometry
@@ -28,7 +29,8 @@ from sgl_kvevict.sglang_adapter.forward_readers import readers_of
 from sgl_kvevict.sglang_adapter.graphs import graph_reasons
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of, full_pool_of, window_layers_of, window_pool_of
 from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_sink_dtype, find_windows
-from sgl_kvevict.sglang_adapter.refusals import layer_reasons
+from sgl_kvevict.sglang_adapter.ranks import TensorRanks
+from sgl_kvevict.sglang_adapter.refusals import layer_reasons, machine_reasons
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 from sgl_kvevict.sglang_adapter.window_layers import WindowLayers
 
@@ -78,6 +80,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         config = load_config()
         device = torch.device(model_runner.device)
         reasons += device_reasons(config.attention, device.type)
+        reasons += machine_reasons(device, model_runner.dtype)
         reasons += layer_reasons(model_runner.model)
         head_dim = model_runner.model_config.head_dim
         self.places = {} if arena is None else full_layers_of(self.token_to_kv_pool)
@@ -90,9 +93,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         assert arena is not None
         self.geometry = _geometry(model_runner, arena, self.places)
         self.arena = arena
-        self.attention = build_attention(
-            config.attention, self.geometry, arena.k, arena.v, model_runner.dtype, arena.biases
-        )
+        self.attention = _build_attention(config.attention, self.geometry, arena, model_runner.dtype)
         self._window_layers = _window_layers(model_runner, config.attention)
         self._on_gpu: bool = device.type == "cuda"
         sink_dtype = find_sink_dtype(model_runner.model)
@@ -102,14 +103,14 @@ class KVEvictAttentionBackend(AttentionBackend):
         self._captured: CapturableAttention
         self.tree: KVEvictTree | None = None
         self._observed: list[tuple[slice, PromptObservation | ReaderChunk]] = []
-        self._step: SuffixStep | None = None
+        self._step: GeneratedStep | None = None
 
     def attach(self, tree: KVEvictTree) -> None:
-        """Connect the tree that resolves what each request reads."""
+        """Connect the tree, which knows the spans that each request reads."""
         self.tree = tree
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Plan one forward: what each request reads, and which prompts are observed."""
+        """Plan one forward: the spans of each request, and the prompts that are observed."""
         if forward_batch.forward_mode.is_idle():
             return
         seq_lens = forward_batch.seq_lens_cpu.tolist()
@@ -134,7 +135,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         self._captured = self.attention
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Lay out a step that is about to be captured, or show a replay what its requests read."""
+        """Lay out a step that is about to be captured, or give a replay the spans of its requests."""
         if in_capture:
             self._captured.start_capture(forward_batch.batch_size)
             if self._window_layers is not None:
@@ -163,9 +164,14 @@ class KVEvictAttentionBackend(AttentionBackend):
         req_pool_indices: Tensor,
         device_seq_lens: Tensor,
     ) -> AttentionBatch:
-        """What each request reads; without requests (warm-up) nothing compressed."""
+        """The batch with the spans of each request.
+
+        Without requests (warm-up, SGLang's dummy batches) there are none, and each row reads one token slot at least:
+        SGLang's length is 0 where it puts off the warm-up of its graph runner.
+        """
         if self.tree is None or readers is None:
             paths: tuple[tuple[Any, ...], ...] = ((),) * len(seq_lens)
+            seq_lens, device_seq_lens = [max(length, 1) for length in seq_lens], device_seq_lens.clamp(min=1)
         else:
             paths = self.tree.read_paths(readers)
         return AttentionBatch(
@@ -179,8 +185,8 @@ class KVEvictAttentionBackend(AttentionBackend):
 
     def _observed_step(
         self, readers: Sequence[Req] | None, seq_lens: list[int], extend_lens: list[int] | None
-    ) -> SuffixStep | None:
-        """What requests that generate are followed with: they have a row each, also among the rows of a prefill."""
+    ) -> GeneratedStep | None:
+        """The observation of requests that generate; each has one row, also among the rows of a prefill."""
         if self.tree is None or readers is None or self.tree.manager.generations is None:
             return None
         ends = itertools.accumulate(extend_lens or [1] * len(seq_lens))
@@ -248,7 +254,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         lse: Tensor,
         scale: float,
     ) -> None:
-        """Record one request's queries of one layer; what fails is observed no further."""
+        """Record one request's queries of one layer; an observation that fails ends."""
         assert self.tree is not None
         rows, observation = observed
         with self.tree.guard.at(Place.OBSERVATION) as attempt:
@@ -258,7 +264,7 @@ class KVEvictAttentionBackend(AttentionBackend):
             self._observed.remove(observed)
 
     def _record_step(self, index: int, queries: Tensor, lse: Tensor, scale: float) -> None:
-        """Record the queries of one layer of who generates; if that fails, nobody is followed any further."""
+        """Record a layer's queries of requests that generate; a failure ends the observation of all of them."""
         assert self.tree is not None and self.tree.manager.generations is not None and self._step is not None
         with self.tree.guard.at(Place.OBSERVATION) as attempt:
             self._step.record(index, queries, lse, scale)
@@ -336,6 +342,15 @@ def _geometry(model_runner: ModelRunner, arena: Arena, layers: Mapping[int, int]
     )
 
 
+def _build_attention(name: str, geometry: KVGeometry, arena: Arena, q_dtype: torch.dtype) -> Attention:
+    ranks = TensorRanks(get_parallel().attn_tp_group.cpu_group)
+
+    def on_all_ranks(here: bool) -> bool:
+        return all(there for (there,) in ranks.gather([here]))
+
+    return build_attention(name, geometry, arena.k, arena.v, q_dtype, arena.biases, on_all_ranks)
+
+
 def _window_layers(model_runner: ModelRunner, attention: str) -> WindowLayers | None:
     """Attention of the layers with a pool of their own; None: there are none."""
     pool = window_pool_of(model_runner.token_to_kv_pool)
@@ -343,7 +358,7 @@ def _window_layers(model_runner: ModelRunner, attention: str) -> WindowLayers | 
     if arena is None:
         return None
     geometry = _geometry(model_runner, arena, window_layers_of(model_runner.token_to_kv_pool))
-    built = build_attention(attention, geometry, arena.k, arena.v, model_runner.dtype, None)
+    built = _build_attention(attention, geometry, replace(arena, biases=None), model_runner.dtype)
     return WindowLayers(model_runner.token_to_kv_pool, built, model_runner.req_to_token_pool.req_to_token)
 
 
@@ -364,7 +379,7 @@ def device_reasons(attention: str, device: str) -> list[str]:
 
 
 def _require_no_extras(extras: dict[str, Any]) -> None:
-    """Refuse what a layer passes to attention beside q, k and v; SGLang's warm-up meets every layer at start."""
+    """Refuse arguments that a layer passes to attention beside q, k and v; SGLang's warm-up runs every layer."""
     reasons = [f"a layer passes {name!r} to attention" for name, value in extras.items() if value is not None]
     if reasons:
         raise UnsupportedSetupError(reasons)

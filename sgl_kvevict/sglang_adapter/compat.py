@@ -13,8 +13,6 @@ from sgl_kvevict.errors import UnsupportedSetupError
 BACKEND_NAME = "kvevict"
 SUPPORTED_SGLANG = ("0.5.23",)
 """Exact versions: SGLang renames cache methods between releases, so an upgrade is a change with its own tests."""
-
-
 RESOLUTION = "RESOLUTION"
 
 
@@ -27,7 +25,7 @@ class Hook:
             ``RESOLUTION`` the name of a step in which SGLang resolves its arguments.
         kind: name of the ``HookType``, or ``RESOLUTION``.
         function: dotted path of our hook, loaded only when SGLang itself is.
-        why: what would be missing without it.
+        why: what would go wrong without it.
     """
 
     target: str
@@ -68,8 +66,22 @@ POOL_HOOK = Hook(
     why="CUDA has no hook for the pool class: the stock pool gets its buffers from one arena",
 )
 
+LAUNCHER_HOOK = Hook(
+    target="sglang.srt.entrypoints.engine._set_envs_and_config",
+    kind="AFTER",
+    function="sgl_kvevict.sglang_adapter.launching.after_launch_handlers",
+    why="a scheduler that refuses a setup would end the launcher with -9 and another line below its reasons",
+)
+"""Registered in the process that starts a server only: SGLang imports the module of each target."""
+
 HOOKS = (
     POOL_HOOK,
+    Hook(
+        target="handle_deprecated_dp_attention",
+        kind=RESOLUTION,
+        function="sgl_kvevict.sglang_adapter.launching.before_resolution",
+        why="the first step of a start: setups that cannot work would be refused after a model is loaded",
+    ),
     Hook(
         target="handle_attention_backend_compatibility",
         kind=RESOLUTION,
@@ -80,13 +92,13 @@ HOOKS = (
         target="handle_model_specific_adjustments",
         kind=RESOLUTION,
         function="sgl_kvevict.sglang_adapter.model_hook.around_model_adjustments",
-        why="models with sinks or windows start only with attention backends on a list, which ours is not on",
+        why="models with sinks or windows start only with attention backends on a list, which lacks ours",
     ),
     Hook(
         target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_env_vars",
         kind="AFTER",
         function="sgl_kvevict.sglang_adapter.monitoring.server_info.add_state",
-        why="GET /server_info shows what the compressed cache holds",
+        why="GET /server_info would not show the compressed cache",
     ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.ingest_requests",
@@ -98,31 +110,31 @@ HOOKS = (
         target="sglang.srt.managers.scheduler.Scheduler._add_request_to_queue",
         kind="BEFORE",
         function="sgl_kvevict.sglang_adapter.request_check.before_queueing",
-        why="a request with options that make no sense is refused instead of served without them",
+        why="wrong options would be ignored, and token ids outside the vocabulary would end the server",
     ),
     Hook(
         target="sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init",
         kind="AROUND",
         function="sgl_kvevict.sglang_adapter.request_check.around_beams",
-        why="beams read through rows of the request table that no request stands behind: they are refused",
+        why="beams read through rows of the request table without a Req, which cannot be rewritten: they are refused",
     ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler._add_request_to_queue",
         kind="AFTER",
         function="sgl_kvevict.sglang_adapter.scheduler_store.after_queueing",
-        why="what the store knows of a prompt would be computed instead of fetched",
+        why="prefixes that the store has would be computed instead of fetched",
     ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill",
         kind="AROUND",
         function="sgl_kvevict.sglang_adapter.scheduler_store.around_admission",
-        why="a request would be prefilled before what was fetched for it is in the tree",
+        why="a request would be prefilled before the fetched prefix is in the tree",
     ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.handle_shutdown",
         kind="AFTER",
         function="sgl_kvevict.sglang_adapter.scheduler_store.after_shutdown",
-        why="what waits to be written to the store would be lost when the server is stopped",
+        why="segments that wait to be written to the store would be lost when the server is stopped",
     ),
     Hook(
         target="sglang.srt.managers.scheduler.Scheduler.abort_request",
@@ -161,7 +173,7 @@ HOOKS = (
         target="sglang.srt.model_executor.runner.decode_cuda_graph_runner.build_replay_fb_view",
         kind="AROUND",
         function="sgl_kvevict.sglang_adapter.graphs.around_replay_view",
-        why="a captured decode step is replayed without saying whose it is, so its spans could not be found",
+        why="a captured decode step is replayed without its requests, so their spans could not be found",
     ),
 )
 

@@ -21,7 +21,7 @@ from sgl_kvevict.distill import (
     save_weights,
     weights_folders,
 )
-from sgl_kvevict.distill.fingerprint import fingerprint_of
+from sgl_kvevict.distill.files import fingerprint_of
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of

@@ -13,7 +13,7 @@ from sgl_kvevict.compression import Compressor, needs_rotary, warm_up
 from sgl_kvevict.config import KVEvictConfig, load_config
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.policies.configured import configured_policy
+from sgl_kvevict.policies.by_name import configured_policy
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.prefix import SegmentPacker
@@ -30,10 +30,10 @@ from sgl_kvevict.sglang_adapter.refusals import (
     place_reasons,
     policy_reasons,
     pool_reasons,
-    server_reasons,
     window_reasons,
 )
 from sgl_kvevict.sglang_adapter.scheduler_store import open_access
+from sgl_kvevict.sglang_adapter.start_checks import flag_reasons
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     pool = full_pool_of(ctx.params.token_to_kv_pool_allocator.get_kvcache())
     backend = _full_attention_of(ctx.tp_worker.model_runner.attn_backend)
     arena = arena_of(pool)
-    reasons = server_reasons(ctx.server_args)
+    reasons = flag_reasons(partial(getattr, ctx.server_args))
     reasons += model_reasons(ctx.model_config)
     reasons += place_reasons(config, policy, ctx)
     reasons += pool_reasons(pool)

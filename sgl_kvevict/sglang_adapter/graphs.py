@@ -1,4 +1,4 @@
-"""CUDA graphs: which we cannot follow, and the requests that SGLang's replay leaves out."""
+"""CUDA graphs: refusing kinds that our attention cannot follow, and naming the requests of a replay."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 def after_attention_backend(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
     """Resolution hook: graphs that are on by default, and that our attention cannot follow, are switched off.
 
-    What the user asked for stays as it is, and is refused with its reason when the backend is built.
+    A user's own choice is left as it is, and refused with its reason when the backend is built.
     """
     previous(server_args)
     if BACKEND_NAME not in attention_backends_of(resolved_view(server_args)):

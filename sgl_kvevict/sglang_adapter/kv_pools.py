@@ -1,4 +1,4 @@
-"""SGLang's pools: which one spans are made of, which layers of the model it holds, what a recurrent state takes."""
+"""SGLang's pools: the one that spans are made of, the layers of the model in it, the size of a recurrent state."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def window_layers_of(pool: KVCache) -> dict[int, int]:
 
 
 def state_slots(params: CacheInitParams, k_arena: Tensor) -> Callable[[UnifiedTreeNode], float | None] | None:
-    """Return what tells how many token slots the memory of a node's recurrent state would make.
+    """Return a function that converts the memory of a node's recurrent state to token slots.
 
     Args:
         params: the tree's.

@@ -1,4 +1,4 @@
-"""Finds what we need to know of a model: rotary embedding, output projections, windows, scales of fp8 KV."""
+"""Finds parts of a model: rotary embedding, output projections, sliding windows, scales of fp8 KV."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import UNSCALED, KVGeometry, KVScales
-from sgl_kvevict.policies.output_gram import output_gram
+from sgl_kvevict.policies.signals import output_gram
 
 PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of weights that stand for themselves; float8 has scales beside it."""
+"""Dtypes of weights without scales beside them."""
 
 
 def find_rotary(model: nn.Module, places: Mapping[int, int]) -> Rotary:
     """Return the one rotary embedding that the layers without a window share.
 
-    It turns nothing where SGLang's model turns the keys of layers with a window only (Exaone 4, Command R7B).
+    It is empty where only layers with a window rotate their keys (Exaone 4, Command R7B).
 
     Args:
         model: SGLang's model.
@@ -40,7 +40,7 @@ def find_rotary(model: nn.Module, places: Mapping[int, int]) -> Rotary:
     if len(tables) != 1 or len(turned) > 1:
         raise UnsupportedSetupError(
             [
-                "the policy turns queries, which needs one rotary embedding for all layers without a window; "
+                "the policy rotates queries, which needs one rotary embedding for all layers without a window; "
                 f"the model has {len(tables)}" + (", and layers without any" if len(turned) > 1 else "")
             ]
         )
@@ -57,7 +57,7 @@ def _is_rotary(module: nn.Module) -> bool:
 
 
 def _turns_keys(attention: nn.Module) -> bool:
-    """Whether the keys of an attention without a window are turned; models that leave it out say so by attributes."""
+    """Whether an attention without a window rotates its keys; models that do not have an attribute that says so."""
     if hasattr(attention, "force_rope"):  # Cohere 2 MoE
         return bool(attention.force_rope)
     if hasattr(attention, "apply_rope_all_layers"):  # Exaone MoE
@@ -97,7 +97,7 @@ def find_windows(model: nn.Module, places: Mapping[int, int]) -> tuple[int, ...]
 
     Args:
         model: SGLang's model.
-        places: of the pool's layers in it, by number in the model.
+        places: the index of each of the pool's layers, by its number in the model.
     """
     windows = tuple(max(layer.sliding_window_size, -1) + 1 for layer in _layers_of(model, places))
     return windows if any(windows) else ()

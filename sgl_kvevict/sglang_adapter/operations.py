@@ -1,4 +1,4 @@
-"""Operations on a whole server (flushes, new weights, aborts): scoring passes never stand in their way."""
+"""Operations on a whole server (flush, abort, change of weights): scoring passes end before them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _NoRid(str):
-    """A name that no abort by prefix matches; never sent anywhere."""
+    """An id that no abort by prefix matches; never sent."""
 
     __slots__ = ()
 
@@ -27,7 +27,7 @@ class _NoRid(str):
 
 
 def around_abort(original: Callable[..., None], scheduler: Scheduler, recv_req: AbortReq) -> None:
-    """Hook around aborts: SGLang aborts every request whose id begins with a client's; a pass belongs to no client."""
+    """Hook around aborts: SGLang aborts every request whose id begins with a client's, but not a scoring pass."""
     tree = scheduler.tree_cache
     scoring = tree.manager.scoring if isinstance(tree, KVEvictTree) else None
     running = None if scoring is None else scoring.running
@@ -47,17 +47,16 @@ def around_abort(original: Callable[..., None], scheduler: Scheduler, recv_req: 
 
 
 def before_flush(scheduler: Scheduler, *_args: Any, **_kwargs: Any) -> None:
-    """Hook before the cache is flushed: if only passes run, they end, and the server is idle."""
+    """Hook before the cache is flushed: passes end if nothing else runs, so that the server is idle."""
     tree = scheduler.tree_cache
     if isinstance(tree, KVEvictTree) and tree.manager.scoring is not None:
         end_passes(scheduler, tree)
 
 
 def before_unload(scheduler: Scheduler, recv_req: UnloadLoRAAdapterReqInput, *_args: Any, **_kwargs: Any) -> None:
-    """Hook before a LoRA adapter is unloaded: SGLang waits for its requests, but knows nothing of our passes.
+    """Hook before a LoRA adapter is unloaded: a pass that uses it goes on without it, so SGLang need not wait for it.
 
-    A pass that uses it goes on without it. Its result is unused: the adapter has another id,
-    and so another namespace, when it is loaded again.
+    The result of the pass is unused: a reloaded adapter gets a new namespace.
     """
     tree = scheduler.tree_cache
     scoring = tree.manager.scoring if isinstance(tree, KVEvictTree) else None
@@ -68,7 +67,7 @@ def before_unload(scheduler: Scheduler, recv_req: UnloadLoRAAdapterReqInput, *_a
 def around_session_change(
     original: Callable[..., Any], manager: SchedulerWeightUpdaterManager, *args: Any, **kwargs: Any
 ) -> Any:
-    """Hook around changes of weights that need a session: without one SGLang refuses them, and nothing is forgotten."""
+    """Hook around changes of weights that need a session: without one SGLang refuses them, and the cache stays."""
     if manager._session is None:
         return original(manager, *args, **kwargs)
     return around_change(original, manager, *args, **kwargs)
@@ -77,12 +76,11 @@ def around_session_change(
 def around_change(
     original: Callable[..., Any], manager: SchedulerWeightUpdaterManager, *args: Any, **kwargs: Any
 ) -> Any:
-    """Hook around everything that may change the weights, or demands an idle server.
+    """Hook around every operation that may change the weights, or needs an idle server.
 
-    Passes end before it. After it nothing compressed, scored or observed is left to be found: also where SGLang keeps
-    its own cache (``flush_cache=False``, or a flush that was refused), since the caller then relies on the cache being
-    what the prompts' own forwards left, not on a selection by other weights. Also after a change that failed: a part of
-    the new weights may be there.
+    Passes end before it. After it no compressed prefix, score or observation is left, even where SGLang keeps its own
+    cache (``flush_cache=False``, or a refused flush): entries were selected by the old weights. Also after a change
+    that failed, since a part of the new weights may be loaded.
     """
     scheduler = manager.scheduler
     tree = None if scheduler is None else scheduler.tree_cache
@@ -97,10 +95,7 @@ def around_change(
 
 
 def end_passes(scheduler: Scheduler, tree: KVEvictTree) -> None:
-    """End the pass that waits; and the one that runs, if nothing else does, so that the server is idle.
-
-    Beside users' requests a pass goes on: the server would not be idle without it either.
-    """
+    """End the waiting pass, and the running one if no other request runs, so that the server is idle."""
     scoring = tree.manager.scoring
     assert scoring is not None
     scoring.withdraw(SchedulerPasses(scheduler))

@@ -1,9 +1,12 @@
-"""Server settings and models that compressed prefixes do not support, each with its reason."""
+"""Models, KV pools and settings that compressed prefixes do not support, each with its reason.
+
+A scheduler finds them when it has loaded the model. What is known before is in ``start_checks.py``.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +16,12 @@ from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cu
 from torch import nn
 
 from kvevict_kernels.device_limits import limits_of
-from kvevict_kernels.window_scores.pooling import Pooling, largest_kernel_size
+from kvevict_kernels.key_scores import Pooling, largest_kernel_size
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.machine import BUILD_TOOLS, check_machine, read_machine
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.scorers.window_attention import WindowAttentionScorer
+from sgl_kvevict.policies.scorers import WindowAttentionScorer
 from sgl_kvevict.policies.signals import Signal
 
 if TYPE_CHECKING:
@@ -25,60 +29,10 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
     from sglang.srt.server_args import ServerArgs
 
+logger = logging.getLogger(__name__)
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 
-
-@dataclass(frozen=True)
-class FlagRefusal:
-    """One server argument whose value must be ``allowed``.
-
-    Attributes:
-        field: attribute of SGLang's ``ServerArgs``.
-        allowed: the only value that works.
-        why: what would go wrong.
-    """
-
-    field: str
-    allowed: object
-    why: str
-
-    def reason(self, server_args: ServerArgs) -> str | None:
-        """Return the sentence for the user, or None if the setting is fine."""
-        value = getattr(server_args, self.field)
-        if value == self.allowed:
-            return None
-        return f"--{self.field.replace('_', '-')} is {value!r}, only {self.allowed!r} is supported: {self.why}"
-
-
-_SLOT_READERS = "it reads KV by token slot, and a compressed prefix has none"
-
-FLAGS = (
-    FlagRefusal("disable_radix_cache", False, "there would be no prefixes to compress"),
-    FlagRefusal("enable_hierarchical_cache", False, _SLOT_READERS),
-    FlagRefusal("enable_lmcache", False, _SLOT_READERS),
-    FlagRefusal("enable_flexkv", False, _SLOT_READERS),
-    FlagRefusal("enable_hisparse", False, _SLOT_READERS),
-    FlagRefusal("enable_unified_cache_external_linker", False, _SLOT_READERS),
-    FlagRefusal("enable_return_routed_experts", False, _SLOT_READERS),
-    FlagRefusal("disaggregation_mode", "null", _SLOT_READERS),
-    FlagRefusal("is_embedding", False, "its answers are made of whole prompts, and scoring passes would get some"),
-    FlagRefusal("speculative_algorithm", None, "draft and verification steps read uncompressed rows"),
-    FlagRefusal("dllm_algorithm", None, "diffusion decoding attends in both directions"),
-    FlagRefusal("pp_size", 1, "not tested with pipeline stages yet"),
-    FlagRefusal("attn_cp_size", 1, "not tested with context parallelism"),
-    FlagRefusal("dcp_size", 1, "not tested with context parallelism"),
-    FlagRefusal("enable_dp_attention", False, "not tested with idle ranks"),
-    FlagRefusal("enable_two_batch_overlap", False, "a step is planned before the previous result is processed"),
-    FlagRefusal("enable_pdmux", False, "prefill and decode run on streams of their own"),
-    FlagRefusal("enable_streaming_session", False, "a session's turns have no node in the tree, so no path to read"),
-    FlagRefusal("enable_unified_memory", False, "the KV pool has another layout"),
-    FlagRefusal("enable_page_major_kv_layout", False, "the KV pool has another layout"),
-    FlagRefusal("enable_kv_cache_sharding", False, "the KV pool has another layout"),
-    FlagRefusal("prefill_only_disable_kv_cache", False, "there would be no KV to compress"),
-    FlagRefusal("kv_canary", "none", "it patches the pool's buffers"),
-    FlagRefusal("enable_torch_compile", False, "the attention backend is not traceable"),
-    FlagRefusal("enable_deterministic_inference", False, "results depend on the batch"),
-)
 
 _MODEL_CHECKS: tuple[tuple[Callable[[ModelConfig], bool], str], ...] = (
     (lambda m: m.attention_arch != AttentionArch.MHA, "the model uses latent attention (MLA); only MHA and GQA work"),
@@ -93,20 +47,15 @@ _MODEL_CHECKS: tuple[tuple[Callable[[ModelConfig], bool], str], ...] = (
 )
 
 
-def server_reasons(server_args: ServerArgs) -> list[str]:
-    """Return one sentence for every server argument that is not supported."""
-    return [reason for flag in FLAGS if (reason := flag.reason(server_args)) is not None]
-
-
 def model_reasons(model_config: ModelConfig) -> list[str]:
     """Return one sentence for every property of the model that is not supported."""
     return [reason for applies, reason in _MODEL_CHECKS if applies(model_config)]
 
 
 def place_reasons(config: KVEvictConfig, policy: Policy | None, ctx: TreeCacheBuildContext) -> list[str]:
-    """Return one sentence for everything that models rule out whose prompts go on at certain places only.
+    """Return one sentence for everything that is not supported with a window's own KV pool or recurrent layers.
 
-    Those are models of which some layers have a sliding window and a KV pool of their own, or a recurrent state.
+    A prompt of such a model continues a cached prefix only where a window, or a state, is stored.
     """
     reasons = []
     if ctx.is_hybrid_swa and ctx.full_tokens_per_layer == 0:
@@ -114,20 +63,40 @@ def place_reasons(config: KVEvictConfig, policy: Policy | None, ctx: TreeCacheBu
     if ctx.is_hybrid_ssm and ctx.params.enable_mamba_extra_buffer:
         reasons.append(
             "--mamba-radix-cache-strategy is 'extra_buffer', only 'no_buffer' is supported (with "
-            "--disable-overlap-schedule): where the other strategy leaves states is not tested"
+            "--disable-overlap-schedule): the other strategy is not tested"
         )
     if ctx.is_hybrid_ssm and config.decode_block is not None:
-        reasons.append("decode_block: a recurrent state belongs to the end of what was generated, not to a block's")
+        reasons.append("decode_block: a recurrent state is kept for the end of an answer, not for the end of a block")
     if not (ctx.is_hybrid_swa or ctx.is_hybrid_ssm):
         return reasons
     kind = "recurrent layers" if ctx.is_hybrid_ssm else "a KV pool for layers with a sliding window"
     if config.store is not None:
-        reasons.append(f"store: the model has {kind}, and what they know of a prefix is not stored")
+        reasons.append(f"store: the model has {kind}, whose part of a prefix is not stored")
     if policy is not None and not policy.splittable:
         reasons.append(
             f"policy {policy.name!r} merges tokens into earlier ones, so its prefixes cannot be cut; the model has "
-            f"{kind}, which let a prompt go on in the middle of one"
+            f"{kind}, so a prompt may continue in the middle of one"
         )
+    return reasons
+
+
+def machine_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Return one sentence for everything that the machine lacks; what a server may do without is logged.
+
+    Args:
+        device: of this process.
+        dtype: of the model.
+    """
+    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+    reasons = []
+    for check in check_machine(
+        read_machine([] if index is None else [index]), device.type, str(dtype).removeprefix("torch.")
+    ):
+        sentence = f"{check.name}: {check.found} ({check.mend})"
+        if check.state == "missing" and check.name not in BUILD_TOOLS:
+            reasons.append(sentence)
+        elif check.state != "ok" and "memory" not in check.name:  # the pool has its memory by now
+            logger.warning("kvevict: %s", sentence)
     return reasons
 
 
@@ -143,7 +112,7 @@ def layer_reasons(model: nn.Module) -> list[str]:
 
 
 def policy_reasons(policy: Policy | None, head_dim: int, device: torch.device) -> list[str]:
-    """Return one sentence for everything about the policy that the device's kernels cannot do."""
+    """Return one sentence if the device's kernels cannot pool as the policy asks."""
     scorer = None if policy is None else policy.scorer
     if device.type != "cuda" or not isinstance(scorer, WindowAttentionScorer):
         return []
@@ -157,7 +126,7 @@ def policy_reasons(policy: Policy | None, head_dim: int, device: torch.device) -
 
 
 def generation_reasons(config: KVEvictConfig, policy: Policy | None, server_args: ServerArgs, device: str) -> list[str]:
-    """Return one sentence for everything that cannot be done while requests generate (``decode_block``)."""
+    """Return one sentence for everything that does not work with ``decode_block``."""
     if config.decode_block is None or policy is None:
         return []
     reasons = []
@@ -174,12 +143,14 @@ def generation_reasons(config: KVEvictConfig, policy: Policy | None, server_args
 
 
 def window_reasons(config: KVEvictConfig, policy: Policy | None, geometry: KVGeometry) -> list[str]:
-    """Return one sentence for everything that cannot be done with a model whose layers have sliding windows."""
+    """Return one sentence for everything that is not supported in layers with a sliding window."""
     if policy is None or not geometry.has_windows:
         return []
     reasons = []
     if policy.merger is not None:
-        reasons.append(f"policy {policy.name!r} merges what it evicts, which layers with a sliding window do not do")
+        reasons.append(
+            f"policy {policy.name!r} merges evicted entries, which is not supported in layers with a sliding window"
+        )
     if policy.fitter is not None:
         reasons.append(f"policy {policy.name!r} fits values, which is not tested with sliding windows")
     if config.decode_block is not None:
@@ -190,7 +161,7 @@ def window_reasons(config: KVEvictConfig, policy: Policy | None, geometry: KVGeo
 def pool_reasons(pool: Any) -> list[str]:
     """Return one sentence for every property of SGLang's KV pool that is not supported."""
     reasons = []
-    if pool.page_size != 1:  # resolved; the argument itself may be unset
+    if pool.page_size != 1:  # SGLang may choose it where the argument is left out
         reasons.append(
             f"--page-size is {pool.page_size}, only 1 is supported: spans are packed into single token slots"
         )

@@ -7,6 +7,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
 
+INT32_MAX = 2**31 - 1
 BEAMS = "Beam search is not supported with --radix-cache-backend kvevict."
 QUESTIONS = f"custom_params.{REQUEST_KEY}.questions"
 
@@ -33,7 +35,7 @@ def before_queueing(scheduler: Scheduler, req: Req, *_args: object, **_kwargs: o
         return
     limit = scheduler.max_queued_requests
     if limit is not None and len(scheduler.waiting_queue) >= limit and tree.manager.scoring is not None:
-        tree.manager.scoring.withdraw(SchedulerPasses(scheduler))  # a pass takes no user's place
+        tree.manager.scoring.withdraw(SchedulerPasses(scheduler))  # a waiting pass takes no place in the queue
     with tree.guard.at(Place.OPTIONS) as attempt:
         reason = refusal(scheduler, tree, req)
         if reason is not None:
@@ -57,6 +59,7 @@ def refusal(scheduler: Scheduler, tree: KVEvictTree, req: Req) -> str | None:
     config = KVEvictConfig() if tree.compressor is None else tree.compressor.config
     try:
         check_tokens(req.origin_input_ids, scheduler.model_config.vocab_size)
+        check_sampling(req, scheduler.model_config.vocab_size)
         options = parse_request_options(req.sampling_params.custom_params, config)
         if options is not None:
             _check_questions(options, scheduler, tree, config)
@@ -86,8 +89,29 @@ def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
         raise ConfigError(f"input_ids: got {ids[at]} at position {at}; allowed: 0 to {vocab_size - 1}")
 
 
+def check_sampling(req: Req, vocab_size: int) -> None:
+    """Check what SGLang 0.5.23 accepts of a request and then fails on in the batch, which ends the server.
+
+    Raises:
+        ConfigError: names the first such field.
+    """
+    sampling = req.sampling_params
+    if sampling.top_k > INT32_MAX:
+        raise ConfigError(f"top_k: got {sampling.top_k}; allowed: -1, or 1 to {INT32_MAX}")
+    outside = [token for token in sampling.stop_token_ids or () if not 0 <= token < vocab_size]
+    if sampling.min_new_tokens and outside:
+        raise ConfigError(f"stop_token_ids: got {outside[0]} with min_new_tokens; allowed: 0 to {vocab_size - 1}")
+    if req.return_logprob and req.logprob.top_logprobs_num > vocab_size:
+        raise ConfigError(f"top_logprobs_num: got {req.logprob.top_logprobs_num}; allowed: at most {vocab_size}")
+    if req.return_logprob and req.logprob_start_len < -1:
+        raise ConfigError(f"logprob_start_len: got {req.logprob_start_len}; allowed: -1, or the index of a token")
+
+
 def _refuse(req: Req, reason: str, status: HTTPStatus) -> None:
-    req.sampling_params.custom_params = None  # SGLang still runs one token of a refused request
+    """Abort a request; SGLang still runs one token of it, in a batch with others."""
+    req.sampling_params = SamplingParams(max_new_tokens=1)
+    req.sampling_params.normalize(None)
+    req.logprob.top_logprobs_num = 0
     req.set_finish_with_abort(reason, status)
 
 

@@ -1,4 +1,4 @@
-"""Layers whose KV SGLang keeps in a sliding-window pool of their own: what they read, and attention over it."""
+"""Layers whose KV SGLang keeps in a sliding-window pool of their own: their token slots, and attention over them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class WindowLayers:
 
     SGLang finds a token's slot in that pool through its full-attention slot, and a compressed token has none. So every
     request has a row of window slots here, beside SGLang's row of full-attention slots. A row is right from the first
-    token on that the request's next query sees; what is before it is never read.
+    token on that the request's next query sees; earlier places are never read.
 
     Args:
         pool: SGLang's, of both kinds of layers.
@@ -54,8 +54,8 @@ class WindowLayers:
         """Prepare one forward.
 
         Args:
-            tree: what requests read; None before there is one.
-            readers: the requests; None: nobody's (warm-up).
+            tree: holds the spans; None before it is built.
+            readers: the requests; None: there are none (warm-up).
             batch: as planned for the layers with full attention.
             out_cache_loc: [num_new_tokens], int, full-attention slots of the new tokens.
         """
@@ -77,12 +77,12 @@ class WindowLayers:
         self._captured.start_capture(num_requests)
 
     def start_step(self, seq_lens: Tensor, req_pool_indices: Tensor, out_cache_loc: Tensor) -> None:
-        """Take what changes from step to step; recorded, see :meth:`CapturableAttention.start_step`."""
+        """Start a step; recorded, see :meth:`CapturableAttention.start_step`."""
         self._take(req_pool_indices, seq_lens - 1, out_cache_loc)
         self._captured.start_step(seq_lens, req_pool_indices, self._rows)
 
     def follow(self, tree: KVEvictTree | None, readers: Sequence[Req] | None, batch: AttentionBatch, size: int) -> None:
-        """Show the next replay what its requests read; see :meth:`CapturableAttention.follow`."""
+        """Give the next replay the spans of its requests; see :meth:`CapturableAttention.follow`."""
         self._begin_rows(tree, readers, batch)
         self._captured.follow(self._read_by(batch), size)
 
@@ -123,10 +123,10 @@ class WindowLayers:
         return replace(batch, paths=paths, req_to_token=self._rows)
 
     def _begin_rows(self, tree: KVEvictTree | None, readers: Sequence[Req] | None, batch: AttentionBatch) -> None:
-        """Look up what is before the new tokens, for requests of which the tree holds something else than before.
+        """Look up the slots before the new tokens, for requests whose last node in the tree has changed.
 
-        It does after a prefill. A request that generates goes on with what is in its row, until the tree takes tokens
-        of it, some of which others may have computed before.
+        It changes with every prefill. A request that generates keeps its row until the tree takes tokens of it, because
+        the tree may have slots that another request computed for them.
         """
         if tree is None or readers is None:
             return
@@ -141,6 +141,6 @@ class WindowLayers:
             self._rows[row, start:end] = tree.window_slots(req, start, end).to(self._rows.dtype)
 
     def _take(self, rows: Tensor, positions: Tensor, out_cache_loc: Tensor) -> None:
-        """Note where the new tokens are."""
+        """Store the slots of the new tokens."""
         self._new_slots = self._pool.translate_loc_from_full_to_swa(out_cache_loc.long())
         self._rows[rows.long(), positions.long()] = self._new_slots.to(self._rows.dtype)

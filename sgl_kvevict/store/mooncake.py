@@ -42,6 +42,8 @@ class MooncakeBackend(Backend):
         ConfigError: the package is not installed, or the URL has unknown parts.
     """
 
+    _failures = (OSError, ValueError)
+
     def __init__(self, url: str) -> None:
         super().__init__(url)
         try:

@@ -33,14 +33,7 @@ PAUSE_S = 5.0
 
 @dataclass(frozen=True)
 class Wanted:
-    """A prompt to look up.
-
-    Attributes:
-        tokens: those that a cache may hold.
-        namespace: of the request.
-        compressed: tokens of it that the tree holds in spans.
-        cached: tokens of it that the tree holds.
-    """
+    """A prompt to look up: its tokens and namespace, and how many of them the tree holds in spans, and in all."""
 
     tokens: Sequence[int]
     namespace: Namespace
@@ -56,7 +49,7 @@ class Fetch:
         wanted: the prompt.
         deadline: when its request stops waiting (``time.monotonic``).
         records: segments found, in the order of the path; complete when ``is_done``.
-        errors: messages of what failed.
+        errors: messages of failures.
         is_done: the thread has ended.
         is_abandoned: no request waits for it any more.
     """
@@ -84,6 +77,7 @@ class ReadAhead:
     def __init__(self, store: SegmentStore, wait_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_skipped = 0
         self._store = store
+        self._min_tokens = store.identity.min_prefix_tokens
         self._wait_s = wait_s
         self._clock = clock
         self._paused_until = float("-inf")
@@ -91,11 +85,6 @@ class ReadAhead:
         self._workers = Workers("kvevict-store-read", NUM_THREADS, MAX_WAITING)
         self._recent: WeakValueDictionary[str, SegmentRecord] = WeakValueDictionary()
         self._locks = [Lock() for _ in range(4 * NUM_THREADS)]
-
-    @property
-    def min_prefix_tokens(self) -> int:
-        """Tokens that a fetch must win at least, and by which a prompt is looked up."""
-        return self._store.identity.min_prefix_tokens
 
     def deadline(self) -> float:
         """When a request that begins to wait now stops waiting."""
@@ -107,7 +96,7 @@ class ReadAhead:
 
     def start(self, wanted: Wanted) -> Fetch | None:
         """Begin a fetch; None: too little could be won, the store has a pause, or too many fetches wait."""
-        if len(wanted.tokens) - wanted.cached < self.min_prefix_tokens:
+        if len(wanted.tokens) - wanted.cached < self._min_tokens:
             return None
         fetch = Fetch(wanted, self.deadline())
         if self.has_passed(self._paused_until) and self._workers.submit(lambda: self._run(fetch)):
@@ -139,11 +128,10 @@ class ReadAhead:
             if not fetch.is_abandoned:
                 self._fetch(fetch)
                 self._last_given = self._clock()
-        except (CorruptSegmentError, UnreadableItemError) as error:
-            fetch.errors.append(str(error))
         except StoreError as error:
             fetch.errors.append(str(error))
-            self._pause()
+            if not isinstance(error, CorruptSegmentError | UnreadableItemError):
+                self._pause()
         finally:
             fetch.is_done = True
 
@@ -167,7 +155,7 @@ class ReadAhead:
         self, fetch: Fetch, entries: Sequence[ManifestEntry], chain: str, compressed: int, cached: int
     ) -> SegmentRecord | None:
         """The segment that reaches farthest beyond the cached tokens and begins where the tree can take it."""
-        best, longest = None, cached + self.min_prefix_tokens - 1
+        best, longest = None, cached + self._min_tokens - 1
         candidates = self._candidates(fetch.wanted, entries, chain, compressed)
         for overlap, entry in islice(candidates, MAX_TRIES):
             if overlap <= longest:

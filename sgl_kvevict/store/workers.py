@@ -16,43 +16,48 @@ class Workers:
         name: of the threads.
         num_threads: size of the pool.
         max_waiting: pieces of work that may wait for a thread.
+        max_bytes: what unfinished work may hold; a larger piece waits alone.
     """
 
-    def __init__(self, name: str, num_threads: int, max_waiting: int) -> None:
+    def __init__(self, name: str, num_threads: int, max_waiting: int, max_bytes: int = 0) -> None:
         self._limit = num_threads + max_waiting
+        self._max_bytes = max_bytes
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
-        self._under_way: set[Future[None]] = set()
-
-    @property
-    def is_full(self) -> bool:
-        """Whether :meth:`submit` would refuse work now."""
-        return self.num_waiting >= self._limit
+        self._unfinished: dict[Future[None], int] = {}
 
     @property
     def num_waiting(self) -> int:
         """Pieces of work that wait for a thread or are under way."""
-        return sum(not future.done() for future in tuple(self._under_way))
+        return len(self._sizes())
 
-    def submit(self, work: Callable[[], None]) -> bool:
-        """Hand over work; False: the queue is full, and nothing was done."""
-        if self.is_full:
+    def has_room(self, num_bytes: int = 0) -> bool:
+        """Whether :meth:`submit` would take work now."""
+        sizes = self._sizes()
+        return len(sizes) < self._limit and (not any(sizes) or sum(sizes) + num_bytes <= self._max_bytes)
+
+    def submit(self, work: Callable[[], None], num_bytes: int = 0) -> bool:
+        """Hand over work that holds ``num_bytes``; False: the queue is full, and nothing was done."""
+        if not self.has_room(num_bytes):
             return False
         future = self._pool.submit(work)
-        self._under_way.add(future)
+        self._unfinished[future] = num_bytes
         future.add_done_callback(self._ended)
         return True
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until all work is done; False: it took longer than ``timeout_s`` seconds."""
-        return not wait(tuple(self._under_way), timeout_s).not_done
+        return not wait(self._unfinished.copy(), timeout_s).not_done
 
     def close(self, timeout_s: float) -> int:
-        """Wait until all work is done, cancel what still waits then, and return how much was not done."""
-        left = wait(tuple(self._under_way), timeout_s).not_done
+        """As :meth:`drain`, then cancel what waits for a thread; return how many pieces of work were not done."""
+        left = wait(self._unfinished.copy(), timeout_s).not_done
         self._pool.shutdown(wait=False, cancel_futures=True)
         return len(left)
 
+    def _sizes(self) -> list[int]:
+        return [size for future, size in self._unfinished.copy().items() if not future.done()]
+
     def _ended(self, future: Future[None]) -> None:
-        self._under_way.discard(future)
+        self._unfinished.pop(future, None)
         if not future.cancelled() and (error := future.exception()) is not None:
             logger.error("kvevict: a thread of the store failed", exc_info=error)

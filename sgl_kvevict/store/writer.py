@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from threading import Lock
 
 from sgl_kvevict.errors import StoreError
 from sgl_kvevict.store.identity import Namespace
@@ -56,19 +55,13 @@ class WriteBehind:
     """
 
     def __init__(
-        self,
-        store: SegmentStore,
-        max_bytes: int = MAX_WAITING_BYTES,
-        clock: Callable[[], float] = time.monotonic,
+        self, store: SegmentStore, max_bytes: int = MAX_WAITING_BYTES, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.num_dropped = 0
         self.done: deque[Written] = deque(maxlen=10_000)
         self._store = store
-        self._max_bytes = max_bytes
         self._clock = clock
-        self._num_bytes = 0
-        self._lock = Lock()
-        self._workers = Workers("kvevict-store-write", 1, MAX_WAITING)
+        self._workers = Workers("kvevict-store-write", 1, MAX_WAITING, max_bytes)
         self._next_log: dict[str, float] = {}
 
     @property
@@ -78,11 +71,9 @@ class WriteBehind:
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether a segment of this size would be taken now; if not, it is counted as dropped."""
-        waiting = self._num_bytes
-        if self._workers.is_full or (waiting and waiting + num_bytes > self._max_bytes):
-            self.num_dropped += 1
-            return False
-        return True
+        has_room = self._workers.has_room(num_bytes)
+        self.num_dropped += not has_room
+        return has_room
 
     def write(self, record: Callable[[], SegmentRecord], namespace: Namespace, num_bytes: int) -> bool:
         """Have a segment written.
@@ -93,15 +84,9 @@ class WriteBehind:
             num_bytes: of its keys and values.
 
         Returns:
-            False: too many wait; it is dropped.
+            False: there is no room, see :meth:`has_room`.
         """
-        with self._lock:
-            self._num_bytes += num_bytes
-        if self._workers.submit(lambda: self._write(record, namespace, num_bytes)):
-            return True
-        self._forget(num_bytes)
-        self.num_dropped += 1
-        return False
+        return self._workers.submit(lambda: self._write(record(), namespace), num_bytes)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything is written; False: it took longer than ``timeout_s`` seconds."""
@@ -111,21 +96,13 @@ class WriteBehind:
         """As :meth:`drain`, then give up; return the number of segments not written."""
         return self._workers.close(timeout_s)
 
-    def _write(self, make: Callable[[], SegmentRecord], namespace: Namespace, num_bytes: int) -> None:
+    def _write(self, record: SegmentRecord, namespace: Namespace) -> None:
+        num_tokens = record.end - record.start
         try:
-            record = make()
-            num_tokens = record.end - record.start
-            try:
-                self.done.append(Written(record.key, num_tokens, self._store.put(record, namespace)))
-            except StoreError as error:
-                self.done.append(Written(record.key, num_tokens, 0, str(error)))
-                self._log(error)
-        finally:
-            self._forget(num_bytes)
-
-    def _forget(self, num_bytes: int) -> None:
-        with self._lock:
-            self._num_bytes -= num_bytes
+            self.done.append(Written(record.key, num_tokens, self._store.put(record, namespace)))
+        except StoreError as error:
+            self.done.append(Written(record.key, num_tokens, 0, str(error)))
+            self._log(error)
 
     def _log(self, error: StoreError) -> None:
         cause = error.__cause__

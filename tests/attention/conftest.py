@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
+from helpers.torch_flashinfer import Plan, use_torch_kernels
 from kvevict_kernels.ragged_decode.chunks import extend_splits, span_chunk
 from kvevict_kernels.ragged_decode.tile_table import Tile
 from kvevict_kernels.span_runs import SpanRuns
@@ -212,12 +213,10 @@ def make_world() -> MakeWorld:
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send CPU tensors to the Triton kernels."""
+def interpreted() -> None:
+    """Triton's interpreter runs the kernels on CPU tensors."""
     if torch.cuda.is_available():
         pytest.skip("Triton compiles for the device here; the cuda case covers it")
-    for op in ("ragged_decode", "ragged_extend"):
-        monkeypatch.setattr(f"kvevict_kernels.{op}.backend_for", lambda device: "triton")
 
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -230,14 +229,21 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def flashinfer_plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """Run FlashInfer's wrappers on a CPU; every plan they make. On a GPU they compile and run their own kernels."""
+    pytest.importorskip("flashinfer")
+    return [] if torch.cuda.is_available() else use_torch_kernels(monkeypatch)
+
+
+@pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several chunks per run, without runs that are slow in the interpreter."""
     small = {"CHUNK_STEP": 16, "MIN_CHUNKS": (16, 32), "MAX_CHUNK": 32, "MIN_EXTEND_KEYS": 16, "EXTEND_RAMP": 4}
     for name, value in small.items():
         monkeypatch.setattr(f"kvevict_kernels.ragged_decode.chunks.{name}", value)
     monkeypatch.setattr("kvevict_kernels.ragged_decode.host_lists.MIN_CHUNKS", small["MIN_CHUNKS"])
-    tiles = (Tile(16, 16, 5, 4), Tile(64, 16, 5, 4), Tile(128, 16, 5, 8))
-    for module in ("ragged_decode", "ragged_decode.triton_impl", "ragged_extend.triton_impl"):
+    tiles = (Tile(16, 16, 4), Tile(64, 16, 4), Tile(128, 16, 8))
+    for module in ("ragged_decode.launch", "ragged_decode.triton_impl", "ragged_extend.triton_impl"):
         monkeypatch.setattr(f"kvevict_kernels.{module}.tiles_for", lambda limits, head_dim, **_: tiles)
     for planned in (span_chunk, extend_splits):
         planned.cache_clear()

@@ -1,33 +1,40 @@
-"""What FlashInfer is given, by contract: the fake does with it what FlashInfer's documentation says."""
+"""Attention through FlashInfer's own wrapper, whose compiled module is replaced by torch on a CPU."""
 
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from dataclasses import replace
+from importlib.metadata import requires, version
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from helpers.fake_flashinfer import FakePagedWrapper
 from helpers.poison import poisoned_allocations
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
+from helpers.torch_flashinfer import Plan
 from sgl_kvevict.attention import CapturableAttention
-from sgl_kvevict.attention.backend import _build_flashinfer
-from sgl_kvevict.attention.flashinfer.attention import _INDPTR_ATTRIBUTE, FlashInferAttention
+from sgl_kvevict.attention.backend import _build_flashinfer, _Wanted
+from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
 from sgl_kvevict.attention.flashinfer.lists import build_span_lists
+from sgl_kvevict.attention.flashinfer.wrapper import ROW_BOUNDS
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 
 if TYPE_CHECKING:
     from conftest import MakeWorld, World
 
+flashinfer = pytest.importorskip("flashinfer")
+pytestmark = pytest.mark.usefixtures("flashinfer_plans")
+
 ROUNDINGS = 2.0**-8
 """Spans and suffix are rounded to bfloat16 before they are merged, half a unit in the last place each."""
 
 
 def make(world: World) -> FlashInferAttention:
-    return FlashInferAttention(world.geometry, world.k, world.v, FakePagedWrapper)
+    return FlashInferAttention(world.geometry, world.k, world.v)
 
 
 def check(world: World, attention: FlashInferAttention, extend_lens: list[int] | None = None) -> None:
@@ -76,13 +83,13 @@ def test_long_runs_are_cut_into_parts(make_world: MakeWorld, monkeypatch: pytest
     many_kinds(world)
     attention = make(world)
     check(world, attention)
+    assert attention._spans is not None
     lists = attention._spans.lists
-    assert lists is not None
-    assert lists.num_rows > 2 * len(world.paths) * world.geometry.num_kv_heads
+    assert lists.pages.num_rows > 2 * len(world.paths) * world.geometry.num_kv_heads
     # Parts tile the list of head slots: every entry of every layer belongs to exactly one row.
     assert int(lists.kv_indptr[0, 0]) == 0
     assert torch.equal(lists.kv_indptr[1:, 0], lists.kv_indptr[:-1, -1])
-    assert int(lists.kv_indptr[-1, -1]) == lists.kv_indices.numel()
+    assert int(lists.kv_indptr[-1, -1]) == lists.pages.kv_indices.numel()
     assert bool((lists.kv_indptr.diff(dim=1) >= 0).all())
 
 
@@ -93,37 +100,28 @@ def test_shared_spans_are_listed_once(make_world: MakeWorld) -> None:
         world.add((span,), 3)
     batch = world.batch()
     lists = build_span_lists(batch.paths, batch.new_lens, world.geometry, torch.device("cpu"))
-    assert lists is not None
-    assert lists.num_rows == world.geometry.num_kv_heads
-    assert lists.qo_indptr.tolist() == [0, 8, 16]
-    assert lists.kv_indices.numel() == int(span.lens.sum())
+    assert lists.pages.num_rows == world.geometry.num_kv_heads
+    assert lists.pages.qo_indptr.tolist() == [0, 8, 16]
+    assert lists.pages.kv_indices.numel() == int(span.lens.sum())
 
 
-def test_spans_are_planned_once_per_batch(make_world: MakeWorld) -> None:
+def test_spans_are_planned_once_per_batch(make_world: MakeWorld, flashinfer_plans: list[Plan]) -> None:
     """Steps plan the suffixes only; wrappers of batches that do not come again are used again."""
     world = make_world(2, 4, 64)
     shared = world.uneven_span(40)
     world.add((shared,), 9)
     world.add((shared, world.uneven_span(20)), 3)
-    wrappers: list[FakePagedWrapper] = []
-
-    def make_wrapper() -> FakePagedWrapper:
-        wrappers.append(FakePagedWrapper())
-        return wrappers[-1]
-
-    attention = FlashInferAttention(world.geometry, world.k, world.v, make_wrapper)
+    attention = make(world)
     for _ in range(4):
         check(world, attention)
         world.grow(0, 1)
         world.grow(1, 1)
-    assert sum(wrapper.num_span_plans for wrapper in wrappers) == 1
+    assert sum(plan.disable_split_kv for plan in flashinfer_plans) == 1
     for _ in range(3):
         world.add((shared,), 5)
         check(world, attention)
-    assert sum(wrapper.num_span_plans for wrapper in wrappers) == 4
-    suffix_plans = [planned.wrapper.num_plans for planned in attention._suffix_wrappers]
-    assert sum(suffix_plans) == 7
-    assert max(suffix_plans) == 3
+    assert sum(plan.disable_split_kv for plan in flashinfer_plans) == 4
+    assert sum(plan.causal for plan in flashinfer_plans) == 7
 
 
 def test_nothing_compressed(make_world: MakeWorld) -> None:
@@ -132,19 +130,16 @@ def test_nothing_compressed(make_world: MakeWorld) -> None:
     world.add((), 1)
     attention = make(world)
     check(world, attention)
-    assert attention._spans.planned is None
+    assert attention._spans is None
 
 
 @pytest.mark.usefixtures("interpreted", "small_chunks")
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("extend_lens", [None, [2, 40, 45, 1]], ids=["decode", "extend"])
 def test_layers_with_windows_are_our_kernels(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, extend_lens: list[int] | None, has_sinks: bool
+    make_world: MakeWorld, extend_lens: list[int] | None, has_sinks: bool
 ) -> None:
     """The others stay FlashInfer's; a model of windows alone has none of it."""
-    monkeypatch.setattr(
-        "sgl_kvevict.attention.flashinfer.attention.flashinfer_wrappers", lambda device: FakePagedWrapper
-    )
     world = make_world(2, 4, 64, windows=(0, 1, 40, 1000), num_token_slots=900)
     first = world.uneven_span(30)
     world.add((first,), 12)
@@ -152,7 +147,7 @@ def test_layers_with_windows_are_our_kernels(
     world.add((), 60)
     world.add((world.uneven_span(60),), 3)
     world.sink_logits = torch.randn(8) if has_sinks else None
-    attention = _build_flashinfer(world.geometry, world.k, world.v, None, None)
+    attention = _build_flashinfer(_Wanted(world.geometry, world.k, world.v))
     assert not isinstance(attention, CapturableAttention)
     attention.plan(world.batch(extend_lens))
     for layer in range(4):
@@ -162,7 +157,7 @@ def test_layers_with_windows_are_our_kernels(
         assert_accurate(f"out of layer {layer}", out, want_out, baseline, noise=ROUNDINGS)
         assert_accurate(f"lse of layer {layer}", lse, want_lse, want_lse, noise=8 * FLOAT32_NOISE)
     windows_alone = replace(world.geometry, windows=(7,) * 4)
-    assert isinstance(_build_flashinfer(windows_alone, world.k, world.v, None, None), TritonAttention)
+    assert isinstance(_build_flashinfer(_Wanted(windows_alone, world.k, world.v)), TritonAttention)
     with pytest.raises(ValueError, match="windows: spans are read whole here"):
         make(world)
 
@@ -184,13 +179,61 @@ def test_other_queries_than_planned(make_world: MakeWorld) -> None:
         attention.run(0, torch.zeros(2, 8, 64), 0.1)
 
 
-def test_the_installed_flashinfer_takes_these_arguments() -> None:
-    """Names that the fake took over; runs where FlashInfer is installed."""
-    prefill = pytest.importorskip("flashinfer.prefill")
-    wrapper = prefill.BatchPrefillWithPagedKVCacheWrapper
+def test_the_installed_flashinfer_has_what_we_rely_on() -> None:
+    """Names, order and meaning that this package took from FlashInfer 0.7.2, which SGLang 0.5.23 pins."""
+    assert version("flashinfer-python") == "0.7.2"
+    assert "flashinfer_python[cu13]==0.7.2" in (requires("sglang") or [])
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper
+    made = inspect.signature(wrapper.__init__).parameters
+    assert list(made)[1:3] == ["float_workspace_buffer", "kv_layout"] and "backend" in made
     plan = inspect.signature(wrapper.plan).parameters
-    wanted = list(inspect.signature(FakePagedWrapper.plan).parameters)
-    assert list(plan)[:9] == wanted[:9]
-    assert set(wanted) <= set(plan)
-    assert set(inspect.signature(FakePagedWrapper.run).parameters) <= set(inspect.signature(wrapper.run).parameters)
-    assert _INDPTR_ATTRIBUTE in inspect.unwrap(wrapper.run).__code__.co_names  # read when it runs, not when it plans
+    assert list(plan)[1:9] == [
+        *("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"),
+        *("num_qo_heads", "num_kv_heads", "head_dim_qk", "page_size"),
+    ]
+    assert {"sm_scale", "q_data_type", "kv_data_type", "causal", "window_left", "disable_split_kv"} <= set(plan)
+    run = inspect.signature(wrapper.run).parameters
+    assert list(run)[1:3] == ["q", "paged_kv_cache"]
+    assert {"k_scale", "out", "lse", "return_lse", "lse_base", "enable_pdl"} <= set(run)
+    assert ROW_BOUNDS in inspect.unwrap(wrapper.run).__code__.co_names  # read when it runs, not when it plans
+
+
+BROKEN = [
+    RuntimeError("Could not find nvcc and default cuda_home='/usr/local/cuda' doesn't exist"),
+    FileNotFoundError(2, "No such file or directory", "ninja"),
+    subprocess.CalledProcessError(1, ["nvcc", "--version"]),
+    PermissionError(13, "Permission denied", "/root/.cache/flashinfer"),
+]
+
+
+@pytest.mark.parametrize("error", BROKEN, ids=lambda error: type(error).__name__)
+def test_a_flashinfer_that_cannot_compile_is_refused_with_the_mend(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    world = make_world(2, 4, 64)
+
+    def build(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr("flashinfer.prefill._gen_batch_prefill_primary_module", build)
+    with pytest.raises(UnsupportedSetupError, match=f"{type(error).__name__}: .*sgl-kvevict check") as refused:
+        _build_flashinfer(_Wanted(world.geometry, world.k, world.v))
+    assert "nvcc" in str(refused.value) and "ninja" in str(refused.value)
+
+
+def test_a_flashinfer_that_cannot_be_imported_is_refused(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(2, 4, 64)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    with pytest.raises(UnsupportedSetupError, match="FlashInfer does not run here: ModuleNotFoundError"):
+        make(world)
+
+
+def test_a_warm_up_plans_spans_and_suffixes(make_world: MakeWorld, flashinfer_plans: list[Plan]) -> None:
+    world = make_world(2, 4, 64)
+    attention = make(world)
+    attention.warm_up()
+    assert [plan.causal for plan in flashinfer_plans] == [False, True]
+    many_kinds(world)
+    check(world, attention)

@@ -47,7 +47,7 @@ def test_beside_dense_attention_in_float32(
     """Sharers that fill the larger tile, few new tokens, many with their keys split or not."""
     if kind == "split extend":
         limits = replace(INTERPRETER, num_sms=20)
-        monkeypatch.setattr("kvevict_kernels.ragged_decode.limits_of", lambda device: limits)
+        monkeypatch.setattr("kvevict_kernels.ragged_decode.launch.limits_of", lambda device: limits)
     world, attention = filled(make_world, dtype)
     new_lens = None if kind == "decode" else [SPLIT_ROWS // 3 + 2, 150, 3, *[1] * 8]
     sm_scale = world.sm_scale

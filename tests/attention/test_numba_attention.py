@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 NOISE = 4 * FLOAT32_NOISE
 """Two float32 softmaxes over up to 1,400 keys."""
+TWO_ROUNDINGS = {torch.bfloat16: 2.0**-8, torch.float32: NOISE}
+"""Long prefills: both halves are rounded before they are merged, half a unit in the last place each."""
+LONG_LSE_NOISE = {torch.bfloat16: 1e-4, torch.float32: NOISE}
+"""PyTorch's flash attention takes a quick exponential for 16-bit inputs: 6e-5 seen at an lse near 1."""
 SIZES = [(3, 3, 64), (1, 1, 16), (2, 5, 80), (5, 7, 32), (4, 1, 128)]
 
 MakeNumbaWorld = Callable[..., "World"]
@@ -36,8 +40,8 @@ def make_numba_world(make_world: MakeWorld) -> MakeNumbaWorld:
     return make
 
 
-def check(world: World, extend_lens: list[int] | None = None) -> None:
-    """Plan, and compare every layer with the dense reference; fresh allocations are NaN."""
+def check(world: World, extend_lens: list[int] | None = None, noise: float = NOISE, lse_noise: float = NOISE) -> None:
+    """Plan, and compare every layer with the plain implementation; fresh allocations are NaN."""
     world.attention.plan(world.batch(extend_lens))
     for layer in range(world.geometry.num_layers):
         q = world.queries(extend_lens)
@@ -46,8 +50,8 @@ def check(world: World, extend_lens: list[int] | None = None) -> None:
         want_out, want_lse, baseline = world.expected(layer, q, extend_lens)
         assert out.dtype == q.dtype
         assert lse.dtype == torch.float32
-        assert_accurate("out", out, want_out, baseline, noise=NOISE)
-        assert_accurate("lse", lse, want_lse, want_lse, noise=NOISE)
+        assert_accurate("out", out, want_out, baseline, noise=noise)
+        assert_accurate("lse", lse, want_lse, want_lse, noise=lse_noise)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -86,6 +90,28 @@ def test_extend_of_every_kind(
     world.add((empty,), 17)
     world.add((), 1)
     check(world, [40, 63, 20, 2, 1, 17, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_long_prefills_of_every_kind(
+    make_numba_world: MakeNumbaWorld,
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+) -> None:
+    """New tokens alone, after a span, after cached tokens, after both, after nothing but empty runs; decode beside."""
+    monkeypatch.setattr("sgl_kvevict.attention.cpu.numba_attention.MAX_SHORT_TOKENS", 1)
+    world = make_numba_world(*sizes, dtype=dtype)
+    shared = world.uneven_span(100)
+    empty = world.span(torch.zeros(2, sizes[0], dtype=torch.int32), num_tokens=2)
+    world.add((), 40)
+    world.add((shared,), 63)
+    world.add((), 100 + 20)
+    world.add((world.uneven_span(30), shared), 33 + 2)
+    world.add((shared,), 12)
+    world.add((empty,), 17)
+    check(world, [40, 63, 20, 2, 1, 17], TWO_ROUNDINGS[dtype], LONG_LSE_NOISE[dtype])
 
 
 @pytest.mark.parametrize("num_uncompressed", [1, 15, 16, 17, 63, 64, 65, 255, 256, 257, 1400])

@@ -2,21 +2,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
-from unittest.mock import Mock
+from unittest.mock import Mock, create_autospec
 
 import pytest
 import torch
 from torch import Tensor
 
-from helpers.fake_flashinfer import FakePagedWrapper
 from helpers.poison import poisoned_allocations
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits, rounding_noise
 from kvevict_kernels.device_limits import INTERPRETER
-from kvevict_kernels.ragged_decode import plan_ragged_decode
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
+from kvevict_kernels.ragged_decode.launch import plan_batch
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import Attention, AttentionBatch, TorchAttention
 from sgl_kvevict.attention.flashinfer.prefill import PlainPrefill
+from sgl_kvevict.attention.flashinfer.wrapper import PagedPrefill
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.errors import InvariantError
 
@@ -140,7 +140,7 @@ def test_extends_short_and_long_and_decode_rows(make_world: MakeWorld, device: s
 def many_sms(monkeypatch: pytest.MonkeyPatch, small_chunks: None) -> None:
     """A device that a few tiles do not fill."""
     limits = replace(INTERPRETER, num_sms=20)
-    monkeypatch.setattr("kvevict_kernels.ragged_decode.limits_of", lambda device: limits)
+    monkeypatch.setattr("kvevict_kernels.ragged_decode.launch.limits_of", lambda device: limits)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -218,8 +218,8 @@ def test_a_step_keeps_the_tables(make_world: MakeWorld, device: str, monkeypatch
     world.add((shared,), 15)
     world.add((shared,), 2)
     runner = Runner(world, device)
-    plan = Mock(wraps=plan_ragged_decode)
-    monkeypatch.setattr("sgl_kvevict.attention.triton.attention.plan_ragged_decode", plan)
+    plan = Mock(wraps=plan_batch)
+    monkeypatch.setattr("sgl_kvevict.attention.triton.attention.plan_batch", plan)
     for _ in range(3):
         check(runner)
         world.grow(0, 1)
@@ -236,13 +236,6 @@ def test_a_step_keeps_the_tables(make_world: MakeWorld, device: str, monkeypatch
     assert plan.call_count == 2
 
 
-def test_cpu_tensors_get_the_reference(make_world: MakeWorld) -> None:
-    world = make_world(2, 4, 16, num_token_slots=400)
-    world.add((world.uneven_span(40),), 9)
-    world.add((), 50)
-    check(Runner(world, "cpu"), [1, 40])
-
-
 def test_other_queries_than_planned(make_world: MakeWorld) -> None:
     world = make_world(num_token_slots=50)
     attention: Attention = TritonAttention(world.geometry, world.k, world.v)
@@ -252,7 +245,10 @@ def test_other_queries_than_planned(make_world: MakeWorld) -> None:
     assert attention.geometry is world.geometry
 
 
-def test_long_prefills_without_spans_go_elsewhere(make_world: MakeWorld, device: str) -> None:
+@pytest.mark.usefixtures("flashinfer_plans")
+def test_long_prefills_without_spans_go_elsewhere(
+    make_world: MakeWorld, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """FlashInfer gets the requests that read no span, ours the others; in a block, and apart from each other."""
     world = make_world(2, 4, 64, num_token_slots=900)
     world.add((), 3)
@@ -261,17 +257,13 @@ def test_long_prefills_without_spans_go_elsewhere(make_world: MakeWorld, device:
     world.add((), 41)
     runner = Runner(world, device)
     ours = runner.attend(1, q := world.queries([2, 40, 45, 41]), [2, 40, 45, 41])
-    wrappers: list[FakePagedWrapper] = []
-
-    def make() -> FakePagedWrapper:
-        wrappers.append(FakePagedWrapper())
-        return wrappers[-1]
-
+    plan = create_autospec(PagedPrefill.plan, side_effect=PagedPrefill.plan)
+    monkeypatch.setattr(PagedPrefill, "plan", plan)
     arenas = (runner.attention.k_arena, runner.attention.v_arena)
-    plain = PlainPrefill(world.geometry, *arenas, make)
+    plain = PlainPrefill(world.geometry, *arenas)
     runner.attention = TritonAttention(world.geometry, *arenas, plain_prefill=plain)
     both = runner.attend(1, q, [2, 40, 45, 41])
-    assert [wrapper.num_plans for wrapper in wrappers] == [1, 0]
+    assert plan.call_count == 1
     assert_same_bits("rows that read a span", both[0][:42], ours[0][:42])
     assert_accurate("out", both[0][42:], ours[0][42:].float(), ours[0][42:], noise=2.0**-7)
     assert_accurate("lse", both[1][42:], ours[1][42:], ours[1][42:], noise=NOISE)
@@ -280,28 +272,7 @@ def test_long_prefills_without_spans_go_elsewhere(make_world: MakeWorld, device:
     check(runner)
 
 
-def test_prefills_without_spans_see_their_windows(make_world: MakeWorld, interpreted: None) -> None:
-    """FlashInfer is given the tokens that a window shows to any of the new ones, and no others: NaN is before them."""
-    world = make_world(2, 4, 64, windows=(0, 30, 7, 0), num_token_slots=900)
-    world.add((), 44)
-    world.add((world.uneven_span(40),), 50)
-    world.add((), 130)
-    plain = PlainPrefill(world.geometry, world.k, world.v, FakePagedWrapper)
-    attention = TritonAttention(world.geometry, world.k, world.v, plain_prefill=plain)
-    new_lens = [40, 36, 45]
-    hidden = world.req_to_token[world.rows[2], : 130 - 45 - 29].long()
-    world.k[1:3, hidden] = world.v[1:3, hidden] = torch.nan
-    attention.plan(world.batch(new_lens))
-    for layer in range(4):
-        q = world.queries(new_lens)
-        out, lse = attention.run(layer, q, world.sm_scale)
-        world.k[1:3, hidden] = world.v[1:3, hidden] = 0.0
-        want_out, want_lse, baseline = world.expected(layer, q, new_lens)
-        world.k[1:3, hidden] = world.v[1:3, hidden] = torch.nan
-        assert_accurate(f"out of layer {layer}", out, want_out, baseline, noise=2.0**-7)
-        assert_accurate(f"lse of layer {layer}", lse, want_lse, want_lse, noise=NOISE)
-
-
+@pytest.mark.usefixtures("flashinfer_plans")
 def test_prefills_without_spans_that_lie_apart(make_world: MakeWorld, device: str) -> None:
     world = make_world(2, 4, 64, num_token_slots=900)
     world.add((), 44)
@@ -309,6 +280,6 @@ def test_prefills_without_spans_that_lie_apart(make_world: MakeWorld, device: st
     world.add((), 60)
     runner = Runner(world, device)
     arenas = (runner.attention.k_arena, runner.attention.v_arena)
-    plain = PlainPrefill(world.geometry, *arenas, FakePagedWrapper)
+    plain = PlainPrefill(world.geometry, *arenas)
     runner.attention = TritonAttention(world.geometry, *arenas, plain_prefill=plain)
     check(runner, [40, 36, 45])

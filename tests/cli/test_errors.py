@@ -38,7 +38,12 @@ def places(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
-    names = ("file", "text", "empty", "latin", "list", "bad.json", "broken")
+    (tmp_path / "sized").mkdir()
+    (tmp_path / "list_folder").mkdir()
+    (tmp_path / "list_folder" / "config.json").write_text("[1]")
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 8}
+    (tmp_path / "sized" / "config.json").write_text(json.dumps(sizes))
+    names = ("file", "text", "empty", "latin", "list", "bad.json", "broken", "sized", "list_folder")
     return {"bad" if name == "bad.json" else name: str(tmp_path / name) for name in names} | {
         "below": str(tmp_path / "file" / "x"),
         "missing": str(tmp_path / "missing"),
@@ -99,7 +104,12 @@ COMMAND_LINES = [
     *("policies nope", "policies snapkv nope", "policies none@paper", "policies --nope"),
     *("model --dir {file}", "model --dir {below}", "model --dir /proc/nope", "model nope"),
     *(f"{SIZE} {{file}}", f"{SIZE} {{missing}}", f"{SIZE} {{empty}}", f"{SIZE} {{broken}}", f"{SIZE} /nowhere"),
-    *("size", "size --model {empty} --prefix-tokens 9 --kv-memory much", "size --model {empty} --prefix-tokens 0"),
+    *(
+        f"{SIZE} {{list_folder}}",
+        "size",
+        "size --model {empty} --prefix-tokens 9 --kv-memory much",
+        "size --model {empty} --prefix-tokens 0",
+    ),
     *("store", "store nope", "store ls", "store ls {missing}", "store ls {file}", "store ls {below}"),
     *("store ls ~nobody-at-all/x", "store ls nonsense://x", "store ls memory://nowhere", "store ls mooncake://"),
     *("store ls file:///nowhere/at/all", "store ls mooncake://127.0.0.1:1/x"),
@@ -191,6 +201,7 @@ def test_the_reader_of_a_pipe_may_stop(tmp_path: Path) -> None:
 TORCH_FREE = [
     *("--help", "--version", "top 127.0.0.1:1 --count 1 --timeout 0.1 --json", "inspect 127.0.0.1:1 --timeout 0.1"),
     "warm http://127.0.0.1:1 --text-file {text}",
+    "size --model {sized} --prefix-tokens 9 --pool-tokens 9000",
 ]
 
 

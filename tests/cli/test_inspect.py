@@ -22,8 +22,9 @@ from sgl_kvevict.cli import inspect as inspection
 from sgl_kvevict.cli import main
 from sgl_kvevict.cli.output import print_shaped
 from sgl_kvevict.config import EventsConfig
-from sgl_kvevict.events.questions import KeptReport, Pool, TreeNode, TreeReport
-from sgl_kvevict.model import demo_model_path
+from sgl_kvevict.events.questions import KeptReport, TreeNode, TreeReport
+from sgl_kvevict.events.totals import Pool
+from sgl_kvevict.model import model_path
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -102,7 +103,7 @@ def test_the_template_needs_nothing_from_elsewhere():
 
 
 def test_token_texts_are_those_of_the_tokenizer():
-    path = demo_model_path()
+    path = model_path()
     if path is None:
         pytest.skip("needs the demo model (make model)")
     decode = inspection.load_decoder(str(path))

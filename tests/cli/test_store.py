@@ -88,7 +88,6 @@ def test_push_and_pull_copy_what_is_missing_and_nothing_corrupt(capsys, folder, 
     [
         (("ls", "/nowhere/store"), "not a folder"),
         (("ls", "nonsense://bucket"), "nonsense://bucket"),
-        (("ls", "memory://nowhere"), "nothing is stored"),
         (("show", "{}", "ab"), "names 0 segments"),
         (("show", "{}", "zzzz"), "names 0 segments"),
         (("rm", "{}"), "give keys, or --all"),
@@ -97,3 +96,11 @@ def test_push_and_pull_copy_what_is_missing_and_nothing_corrupt(capsys, folder, 
 def test_bad_input_is_named(capsys, folder, arguments, what):
     code, _, err = run(capsys, *(argument.format(folder) for argument in arguments))
     assert code == 2 and what in err
+
+
+def test_a_store_that_is_not_there_is_an_error(capsys, tmp_path):
+    code, _, err = run(capsys, "ls", "memory://nowhere")
+    assert code == 1 and "nothing is there" in err
+    (tmp_path / "empty").mkdir()
+    code, _, err = run(capsys, "push", str(tmp_path / "empty"), str(tmp_path / "target"))
+    assert code == 2 and "nothing is stored" in err and not (tmp_path / "target").exists()

@@ -28,7 +28,8 @@ from sgl_kvevict.cli.top_view import TopState, describe, render, summarise
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.events.client import ServerSilentError
-from sgl_kvevict.events.questions import Gauges, Pool, Prefix, StatusReport, Totals
+from sgl_kvevict.events.questions import Prefix, StatusReport
+from sgl_kvevict.events.totals import Gauges, Pool, Totals
 from sgl_kvevict.events.types import (
     Cleared,
     Compressed,
@@ -54,8 +55,24 @@ def report(ts: float = 100.0, compressions: int = 4, started: float = 40.0) -> S
     return StatusReport(
         ts=ts,
         started=started,
-        gauges=Gauges(Pool(1000, 400, 300, 200, 100), 1700, 1500, 3, 2, 5, 1, 1, 4, 3),
-        lost_events=0,
+        gauges=Gauges(
+            pool=Pool(1000, 400, 300, 200, 100),
+            logical_tokens=1700,
+            held_slots=500,
+            tokens_per_slot=3.4,
+            span_tokens=1500,
+            span_slots=300,
+            spans=3,
+            segments=2,
+            dead_entries=5,
+            pending_ranges=1,
+            shared_spans=1,
+            readers=4,
+            readers_per_span=4 / 3,
+            max_readers_per_span=3,
+            scoring_jobs=0,
+            observation_bytes=0,
+        ),
         totals=Totals(compressions=compressions, compressed_tokens=100 * compressions),
         prefixes=[Prefix(7, 0, 1200, 240, 2, 3, 1.5), Prefix(9, 1200, 300, 60, 1, 0, 4000.0)],
     )
@@ -127,7 +144,7 @@ def test_rates_are_of_the_last_seconds_and_of_one_server_run():
     ("event", "text"),
     [
         (
-            Compressed([3, 4], 0, 2000, 400, 1600, 1, 2, 0, 0.0123, "p"),
+            Compressed([3, 4], 0, 2000, 2000, 400, 1600, 1, 2, 0, 0.0123, "p"),
             "compressed tokens 0-2,000 into 400 slots, 1,600 released (12.3 ms, node 4)",
         ),
         (Dropped(3, 50, 10, True), "dropped compressed node 3: 50 tokens, 10 slots released"),

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from helpers.fitted import biases_of, rows_of
 from sgl_kvevict.compression import Compressor, warm_up
-from sgl_kvevict.compression.attention_products import QUERY_STEP, WEIGHTS_PER_TILE, AttentionProducts
+from sgl_kvevict.compression.fits import QUERY_STEP, WEIGHTS_PER_TILE, AttentionProducts
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.attention_matcher import AttentionMatcher
-from sgl_kvevict.policies.configured import configured_policy
+from sgl_kvevict.policies.by_name import configured_policy
 from sgl_kvevict.prefix import SegmentPacker, Span
 
 GEOMETRY = KVGeometry(num_layers=2, num_qo_heads=6, num_kv_heads=3, head_dim=16, num_token_slots=300)

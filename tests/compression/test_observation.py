@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers.dense_attention import accumulated_attention, dense_attention
-from kvevict_kernels.echo_attention import echo_attention_reference
+from helpers.references import echo_attention_reference
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.compression.collectors import COLLECTORS, collected, needs_rotary
 from sgl_kvevict.compression.prompt_observation import ObservationSpec, PromptObservation

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvevict_kernels.accumulated_attention import accumulated_attention_reference
+from helpers.references import accumulated_attention_reference
 from sgl_kvevict.compression import ReaderObservation
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.signals import Signal
@@ -137,7 +137,7 @@ def test_entries_of_a_segment_are_read() -> None:
     first, second = Reader(1, 9), Reader(2, 5)
     forward(observation, (first, 0, 4), segments=(span.segment,))
     forward(observation, (first, 2, 9), (second, 0, 5), segments=(span.segment,))
-    torch.testing.assert_close(span.segment.readings.squares, paid(where, first, second))
+    torch.testing.assert_close(span.segment.entry_attention.squares, paid(where, first, second))
 
 
 def test_what_was_seen_goes_on_with_the_entries_when_slots_are_short() -> None:
@@ -153,7 +153,7 @@ def test_what_was_seen_goes_on_with_the_entries_when_slots_are_short() -> None:
     store.squeeze([span], 3)
     forward(observation, (second, 3, 5), segments=(span.segment,))
     kept = torch.arange(len(where))[-18:]  # 3 slots of 6 heads
-    torch.testing.assert_close(span.segment.readings.squares, paid(where, first, second)[kept])
+    torch.testing.assert_close(span.segment.entry_attention.squares, paid(where, first, second)[kept])
     for layer in range(2):
         want = (first.squares(layer) + second.squares(layer)).sqrt()
         seen = observation.show(layer, START + 13, KEYS[layer], KEYS[layer], SLOTS[13:])

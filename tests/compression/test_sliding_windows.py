@@ -7,10 +7,9 @@ from torch import Tensor
 
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
 from sgl_kvevict.compression import Compressor
-from sgl_kvevict.compression.learned import with_learned_scores
 from sgl_kvevict.compression.prompt_observation import CacheObservation, ObservationSpec, PromptObservation
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.distill import CachedRange, ScoreWeights
+from sgl_kvevict.distill import CachedRange, ScoreWeights, with_learned_scores
 from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, Rotary, Signal
@@ -152,7 +151,7 @@ def test_a_squeeze_shortens_windows_from_their_beginning() -> None:
 
 def test_nothing_is_collected_in_layers_with_a_window() -> None:
     """Learned scores, which look at all layers at once, do without."""
-    store = make(0.3).store
+    store = make(0.3).packer
     signals = frozenset({Signal.WINDOW_QUERIES, Signal.ACCUMULATED_ATTENTION})
     observation = PromptObservation(ObservationSpec(store.geometry, signals, window_size=8))
     observation.begin_chunk(0, NUM_TOKENS, is_last=True, token_slots=SLOTS)

@@ -22,9 +22,9 @@ from sgl_kvevict.distill import (
     save_weights,
 )
 from sgl_kvevict.distill.features import NUM_WINDOW, num_cache_features
-from sgl_kvevict.distill.fingerprint import fingerprint_of
+from sgl_kvevict.distill.files import fingerprint_of
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.model import demo_model_path
+from sgl_kvevict.model import model_path
 from sgl_kvevict.policies import Rotary
 
 ANGLES = torch.outer(torch.arange(10.0), torch.logspace(0, -3, 4))
@@ -91,7 +91,7 @@ def test_weights_are_found_by_fingerprint_in_the_first_folder_that_has_them(tmp_
 
 
 def test_those_of_the_demo_model_come_with_the_package() -> None:
-    folder = demo_model_path()
+    folder = model_path()
     if folder is None:
         pytest.skip("the demo model has not been made")
     fingerprint = fingerprint_of(folder)

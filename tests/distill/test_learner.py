@@ -10,8 +10,7 @@ from torch import Tensor
 
 from sgl_kvevict.distill import CachedRange, LessonResult, ScoreLearner, window_features
 from sgl_kvevict.distill.features import NUM_WINDOW, cache_features, num_cache_features
-from sgl_kvevict.distill.learner import SAMPLED_TOKENS, SCORE_FLOOR, top_recall
-from sgl_kvevict.distill.statistics import RIDGE, RidgeStatistics
+from sgl_kvevict.distill.learner import RIDGE, SAMPLED_TOKENS, SCORE_FLOOR, RidgeStatistics, top_recall
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import LayerView, QueryWindow, Rotary, Signal
 

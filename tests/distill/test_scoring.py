@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sgl_kvevict.distill import CachedRange, ScoreWeights, scoring, window_features
+from sgl_kvevict.distill import CachedRange, ScoreWeights, window_features
 from sgl_kvevict.distill.features import NUM_WINDOW, cache_features, num_cache_features
-from sgl_kvevict.distill.scoring import score_range
+from sgl_kvevict.distill.weights import _BLOCK_ELEMENTS, score_range
 from sgl_kvevict.geometry import KVScales
 from sgl_kvevict.policies import LayerView, QueryWindow, Rotary, Signal
 
@@ -39,7 +39,7 @@ def tokens(dtype: torch.dtype, start: int = 7, count: int = 50) -> CachedRange:
 def test_scores_are_features_times_weights(
     monkeypatch: pytest.MonkeyPatch, is_neox: bool, width: int, dtype: torch.dtype, elements: int
 ) -> None:
-    monkeypatch.setitem(scoring._BLOCK_ELEMENTS, "cpu", elements)
+    monkeypatch.setitem(_BLOCK_ELEMENTS, "cpu", elements)
     part, turned = tokens(dtype), rotary(width, is_neox)
     weights = normal(3, LAYERS, HEADS, num_cache_features(DIM))
     expected = torch.stack([cache_features(part, layer, turned) for layer in range(LAYERS)])
@@ -49,7 +49,7 @@ def test_scores_are_features_times_weights(
 
 def test_float8_counts_as_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Features and scores are those of the numbers themselves, in each layer by its own scale."""
-    monkeypatch.setitem(scoring._BLOCK_ELEMENTS, "cpu", 40)
+    monkeypatch.setitem(_BLOCK_ELEMENTS, "cpu", 40)
     scales = KVScales(k=(0.5, 3.0, 0.7), v=(1.5, 0.2, 1.0))
     plain = tokens(torch.float8_e4m3fn)
     stored = replace(plain, scales=scales)

@@ -17,7 +17,7 @@ from sgl_kvevict.launcher import (
     config_env,
     launch,
 )
-from sgl_kvevict.model import ensure_demo_model
+from sgl_kvevict.model import ensure_model
 
 Start = Callable[..., RunningServer]
 
@@ -29,7 +29,7 @@ def tiny_llama(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
-    return ensure_demo_model()
+    return ensure_model()
 
 
 @pytest.fixture(scope="module")

@@ -30,10 +30,14 @@ def assert_all_slots_are_back(server):
     ("config", "flags", "count"),
     [
         pytest.param(CONFIG, (), 500, id="overlap"),
-        pytest.param(CONFIG, ("--disable-overlap-schedule",), 150, id="no-overlap"),
         pytest.param(CONFIG, ("--enable-mixed-chunk", "--chunked-prefill-size", "64"), 150, id="mixed-chunk"),
-        pytest.param(CONFIG, ("--schedule-policy", "lpm", "--chunked-prefill-size", "100"), 150, id="lpm"),
-        pytest.param({**READ_FIRST, "policy": "reconstruction"}, (), 200, id="passes"),
+        pytest.param(
+            CONFIG,
+            ("--schedule-policy", "lpm", "--chunked-prefill-size", "100", "--disable-overlap-schedule"),
+            150,
+            id="lpm-no-overlap",
+        ),
+        pytest.param({**READ_FIRST, "policy": "reconstruction"}, ("--schedule-policy", "hrrn"), 200, id="passes-hrrn"),
         pytest.param(
             {**READ_FIRST, "policy": "reconstruction"},
             ("--disable-overlap-schedule", "--enable-mixed-chunk", "--chunked-prefill-size", "50"),

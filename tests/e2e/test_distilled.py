@@ -50,33 +50,37 @@ def test_a_prefix_shrinks_when_slots_are_short_and_answers(start, demo_model):
         assert plugin_state(server)["leaked_slots"] == 0 and server.leak_messages() == []
 
 
-def test_without_waiting_the_first_request_leaves_a_compressed_prefix(start, demo_model):
-    document = document_of(HANDBOOK.read_text()[:4000])
-    with start(demo_model, "--max-total-tokens", "6000", config={"wait_for_passes": False}) as server:
-        ask(server, document)
-        state = plugin_state(server)
-        assert state["span_tokens"] > 800 and state["scoring_jobs"] == 0
-        answer = ask(server, document + QUESTION)
-        assert answer["meta_info"]["cached_tokens"] > 800 and "marigold" in answer["text"]
-        flush(server)
-        assert warm(server.url, text=document).outcome == "compressed"
-        assert plugin_state(server)["leaked_slots"] == 0 and server.leak_messages() == []
+@pytest.fixture(scope="module")
+def not_waiting(start, demo_model):
+    return start(demo_model, "--max-total-tokens", "6000", config={"wait_for_passes": False})
 
 
-def test_an_exact_request_answers_as_without_compression(start, demo_model):
-    """Its text is found compressed, and read from anew; others go on reading what is compressed."""
-    document = document_of(HANDBOOK.read_text()[:4000])
-    with start(demo_model, "--max-total-tokens", "6000", config={"wait_for_passes": False}) as server:
-        sampling = {"temperature": 0, "max_new_tokens": 12}
-        first = json.loads(server.post("/generate", {"text": document + QUESTION, "sampling_params": sampling}))
-        assert plugin_state(server)["span_tokens"] > 800
-        nodes = plugin_state(server)["segments"]
-        exact = sampling | {"custom_params": {"kvevict": {"exact": True}}}
-        again = json.loads(server.post("/generate", {"text": document + QUESTION, "sampling_params": exact}))
-        assert again["meta_info"]["cached_tokens"] == 0 and again["text"].startswith(first["text"][:9])
-        assert ask(server, document + QUESTION)["meta_info"]["cached_tokens"] > 800
-        assert plugin_state(server)["segments"] == nodes
-        assert plugin_state(server)["leaked_slots"] == 0 and server.leak_messages() == []
+def test_without_waiting_the_first_request_leaves_a_compressed_prefix(not_waiting):
+    server, document = not_waiting, document_of(HANDBOOK.read_text()[:4000])
+    ask(server, document)
+    state = plugin_state(server)
+    assert state["span_tokens"] > 800 and state["scoring_jobs"] == 0
+    answer = ask(server, document + QUESTION)
+    assert answer["meta_info"]["cached_tokens"] > 800 and "marigold" in answer["text"]
+    flush(server)
+    assert warm(server.url, text=document).outcome == "compressed"
+    assert plugin_state(server)["leaked_slots"] == 0 and server.leak_messages() == []
+    flush(server)
+
+
+def test_an_exact_request_answers_as_without_compression(not_waiting):
+    """The compressed prefix is found but not read; other requests go on reading it."""
+    server, document = not_waiting, document_of(HANDBOOK.read_text()[:4000])
+    sampling = {"temperature": 0, "max_new_tokens": 12}
+    first = json.loads(server.post("/generate", {"text": document + QUESTION, "sampling_params": sampling}))
+    assert plugin_state(server)["span_tokens"] > 800
+    nodes = plugin_state(server)["segments"]
+    exact = sampling | {"custom_params": {"kvevict": {"exact": True}}}
+    again = json.loads(server.post("/generate", {"text": document + QUESTION, "sampling_params": exact}))
+    assert again["meta_info"]["cached_tokens"] == 0 and again["text"].startswith(first["text"][:9])
+    assert ask(server, document + QUESTION)["meta_info"]["cached_tokens"] > 800
+    assert plugin_state(server)["segments"] == nodes
+    assert plugin_state(server)["leaked_slots"] == 0 and server.leak_messages() == []
 
 
 def test_a_cold_server_learns_from_its_users(start, demo_model):

@@ -66,25 +66,6 @@ def logprobs(server, prompt):
     return [entry[0] for entry in info["input_token_logprobs"][1:] + info["output_token_logprobs"]]
 
 
-def test_one_compressed_copy_serves_eight_requests(start, demo_model, prompts):
-    """At budget 0.2: the slots of a prefix are exactly ceil(0.2 * range), however many requests read it."""
-    server = start(demo_model, "--max-total-tokens", "6000", config={"policy": "ada-snapkv", "budget": 0.2})
-    document = prompts[0][:2800]
-    generate(server, document, 0)  # how the frontend language caches a shared prefix
-    state = idle_state(server)
-    assert state["span_tokens"] == 2800 - 32
-    assert state["span_slots"] == 554  # ceil(0.2 * 2768)
-    suffixes = [prompts[6][-20 - i :] for i in range(8)]
-    with ThreadPoolExecutor(8) as pool:
-        results = list(pool.map(lambda suffix: generate(server, document + suffix, 24), suffixes))
-    assert [result["meta_info"]["cached_tokens"] for result in results] == [2800] * 8
-    state = idle_state(server)
-    assert state["max_sharers"] == 8
-    assert (state["span_slots"], state["segments"]) == (554, 1)
-    assert state["leaked_slots"] == 0 and server.leak_messages() == []
-    server.stop(grace_s=0)  # idle schedulers spin: the next ones need the cores
-
-
 @pytest.fixture(scope="module")
 def stock_results(start, demo_model, prompts):
     """Answers and log-probabilities of stock SGLang, which is gone when ours starts."""
@@ -117,10 +98,34 @@ def test_max_new_tokens_zero_prompt_logprobs_see_full_positions(full_budget, pro
     assert logprobs(full_budget, prompts[0]) == pytest.approx(expected, abs=2e-3)
 
 
-def test_exact_requests_equal_stock_on_a_server_that_compresses(start, demo_model, prompts, stock_results):
+@pytest.fixture(scope="module")
+def compressing(start, demo_model):
+    return start(demo_model, *FLAGS, config=CONFIG | {"budget": 0.2})
+
+
+def test_one_compressed_copy_serves_eight_requests(compressing, prompts):
+    """At budget 0.2: the slots of a prefix are exactly ceil(0.2 * range), however many requests read it."""
+    server = compressing
+    document = prompts[0][:2800]
+    generate(server, document, 0)  # how the frontend language caches a shared prefix
+    state = idle_state(server)
+    assert state["span_tokens"] == 2800 - 32
+    assert state["span_slots"] == 554  # ceil(0.2 * 2768)
+    suffixes = [prompts[6][-20 - i :] for i in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda suffix: generate(server, document + suffix, 24), suffixes))
+    assert [result["meta_info"]["cached_tokens"] for result in results] == [2800] * 8
+    state = idle_state(server)
+    assert state["max_sharers"] == 8
+    assert (state["span_slots"], state["segments"]) == (554, 1)
+    assert state["leaked_slots"] == 0 and server.leak_messages() == []
+    server.post("/flush_cache?timeout=60")
+
+
+def test_exact_requests_equal_stock_on_a_server_that_compresses(compressing, prompts, stock_results):
     """At budget 0.2: while others read and shrink the same prefixes."""
     expected, _ = stock_results
-    server = start(demo_model, *FLAGS, config=CONFIG | {"budget": 0.2})
+    server = compressing
     answers(server, prompts[FEW], 4)
     state = idle_state(server)
     assert state["compressions"] >= 2

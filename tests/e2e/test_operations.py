@@ -162,7 +162,7 @@ def test_our_events_tell_the_whole_story(server):
     assert totals.evicted_entries == sum(event.evicted_entries for event in compressed) > 0
     assert totals.dropped_nodes == len(dropped) > 10
     assert totals.splits == sum(isinstance(event, Split) for event in events)
-    assert report.lost_events == 0
+    assert report.totals.lost_events == 0
     assert all(len(event.token_ids) == event.end - event.start for event in compressed)
     # Spans and slots that are left follow from the events alone.
     num_spans = sum(len(event.nodes) for event in compressed) + totals.splits - totals.dropped_spans

@@ -40,9 +40,9 @@ def post(url: str, tokens: list[int], count: int = 8) -> dict:
         return json.loads(response.read())
 
 
-def store_of(url: str) -> dict:
+def state_of(url: str) -> dict:
     with urllib.request.urlopen(f"{url}/server_info", timeout=30) as response:
-        return json.loads(response.read())["internal_states"][0]["kvevict"]["store"]
+        return json.loads(response.read())["internal_states"][0]["kvevict"]
 
 
 def wait_until(condition, what: str, seconds: float = START_S) -> None:
@@ -116,12 +116,12 @@ def test_what_one_replica_made_all_find_and_one_may_die(fleet):
     questions = [[*document, *(rng.randrange(3, VOCAB_SIZE) for _ in range(9))] for document in documents]
     for document in documents:
         post(replicas[0], document, 1)  # warmed on the first
-    wait_until(lambda: store_of(replicas[0])["stored"] == len(documents), "not stored")
+    wait_until(lambda: state_of(replicas[0])["stored_segments"] == len(documents), "not stored")
     expected = [post(replicas[0], question)["output_ids"] for question in questions]
     for question, answer in zip(questions, expected, strict=True):  # found by the second
         reply = post(replicas[1], question)
         assert reply["output_ids"] == answer and reply["meta_info"]["cached_tokens"] >= 484
-    assert store_of(replicas[1])["loaded"] == len(documents)
+    assert state_of(replicas[1])["loaded_segments"] == len(documents)
 
     failed, served, stopped = [], [], threading.Event()
 
@@ -154,5 +154,5 @@ def test_what_one_replica_made_all_find_and_one_may_die(fleet):
     for question, answer in zip(questions, expected, strict=True):
         reply = post(replicas[0], question)
         assert reply["output_ids"] == answer and reply["meta_info"]["cached_tokens"] >= 484
-    state = store_of(replicas[0])
-    assert state["loaded"] == len(documents) and state["stored"] == 0  # nothing was computed again
+    state = state_of(replicas[0])
+    assert state["loaded_segments"] == len(documents) and state["stored_segments"] == 0  # nothing was computed again

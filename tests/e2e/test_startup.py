@@ -10,10 +10,11 @@ import sys
 import pytest
 
 from helpers.e2e_env import ENV
-from sgl_kvevict.launcher import LaunchError, config_env
+from sgl_kvevict.launcher import config_env, free_port
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
+BACKENDS = ("--radix-cache-backend", "kvevict", "--attention-backend", "kvevict")
 TINY = ("--skip-tokenizer-init", "--max-total-tokens", "2000", "--context-length", "1024")
 
 ENGINE = """
@@ -33,25 +34,49 @@ if __name__ == "__main__":
 """
 
 
-def test_every_reason_is_listed_at_once(start, tiny_llama):
+def refused(model, config: dict, *flags: str) -> list[str]:
+    """Lines that SGLang's own command prints until it ends with code 1."""
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu", *TINY]
+    env = {**os.environ, **ENV, **config_env(config)}
+    run = subprocess.run(
+        [*command, "--port", str(free_port()), *flags],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 1, run.stdout[-3000:]
+    return run.stdout.rstrip().splitlines()
+
+
+def test_the_launcher_lists_every_reason_and_starts_nothing(tiny_llama):
     wrong = ("--page-size", "4", "--attention-backend", "torch_native", "--disable-radix-cache")
-    with pytest.raises(LaunchError) as error:
-        start(tiny_llama, *TINY, *wrong, config={"budget": 0.2})
-    message = str(error.value)
-    assert "--page-size is 4, only 1 is supported" in message
-    assert "the attention backend is TorchNativeAttnBackend; start with --attention-backend kvevict" in message
-    assert "--disable-radix-cache is True, only False is supported" in message
+    lines = refused(tiny_llama, {"store": "/proc/x"}, "--radix-cache-backend", "kvevict", *wrong)
+    assert [line.split(":")[0] for line in lines[-5:]] == [
+        "sgl-kvevict",
+        "  - the attention backend is 'torch_native'; start with --attention-backend kvevict",
+        "  - --disable-radix-cache is True, only False is supported",
+        "  - --page-size is 4, only 1 is supported",
+        "  - store",
+    ]
+    assert not any("Traceback" in line or "Scheduler" in line for line in lines)
 
 
-def test_attention_backend_alone_is_refused(start, tiny_llama):
-    with pytest.raises(LaunchError, match="needs the matching --radix-cache-backend kvevict"):
-        start(tiny_llama, *TINY, "--attention-backend", "kvevict")
+def test_the_launcher_refuses_a_configuration(tiny_llama):
+    lines = refused(tiny_llama, {"policy": "snapvk", "tail": 3}, *BACKENDS)
+    assert lines[-2].startswith("sgl-kvevict: error: invalid configuration in KVEVICT_CONFIG")
+    assert lines[-1].startswith("  - tail: unknown field (value 3)")
+    assert "snapvk" in refused(tiny_llama, {"policy": "snapvk"}, *BACKENDS)[-1]
 
 
-def test_configuration_errors_name_every_field(start, tiny_llama):
-    with pytest.raises(LaunchError) as error:
-        start(tiny_llama, *TINY, config={"budget": 1.5, "tail": 3})
-    assert "budget" in str(error.value) and "1.5" in str(error.value) and "tail" in str(error.value)
+def test_the_reasons_of_a_scheduler_are_the_last_lines(tiny_llama, tmp_path):
+    lines = refused(tiny_llama, {"store": str(tmp_path)}, *BACKENDS, "--load-format", "dummy")
+    assert lines[-2:] == [
+        "sgl_kvevict.errors.UnsupportedSetupError: sgl-kvevict cannot serve this setup:",
+        f"  - store is {str(tmp_path)!r}: the model has no safetensors files to know it by",
+    ]
 
 
 def test_engine(tiny_llama, tmp_path):

@@ -147,7 +147,7 @@ def test_ranks_load_their_parts_of_a_prefix_after_a_restart(start, tiny_llama, t
         reply = generate(server, question, 12)
         answers.append((reply["output_ids"], reply["meta_info"]["cached_tokens"]))
         state = assert_all_slots_are_back(server)
-        assert state["store"]["loaded"] == number
+        assert state["loaded_segments"] == number
         while len(list((tmp_path / "store").rglob("segments/*/*"))) < 2:
             time.sleep(0.1)
         server.stop(grace_s=0)

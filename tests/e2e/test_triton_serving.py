@@ -40,15 +40,11 @@ if os.environ.get("TEST_TRITON_ATTENTION"):
     import torch
     from sglang.srt.platforms.interface import PlatformCapabilities
 
-    import kvevict_kernels.ragged_decode
-    import kvevict_kernels.ragged_extend
     from sgl_kvevict.attention import backend
     from sgl_kvevict.attention.triton.attention import TritonAttention
     from sgl_kvevict.sglang_adapter.platform import KVEvictCpuPlatform
 
     KVEvictCpuPlatform.capabilities = PlatformCapabilities(graph_capture=True)
-    for op in (kvevict_kernels.ragged_decode, kvevict_kernels.ragged_extend):
-        op.backend_for = lambda device: "triton"
 
     def sharers(batch):
         return len(batch.paths) if len({path for path in batch.paths if path}) == 1 else 0
@@ -62,7 +58,7 @@ if os.environ.get("TEST_TRITON_ATTENTION"):
             super().follow(batch, num_requests)
             print("FOLLOW", sharers(batch), "of", num_requests, flush=True)
 
-    backend._BUILDERS["torch"] = Interpreted
+    backend.TorchAttention = lambda geometry, k, v, biases: Interpreted(geometry, k, v, torch.float32, biases=biases)
     backend.cpu_reasons = lambda name, dtype: []  # float8 is refused on a CPU, where nobody would serve with this
 
 if os.environ.get("TEST_FP8"):

@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.events.questions import Description
 
 
-def ipc_config(folder: Path, **fields: object) -> EventsConfig:
+def ipc_config(folder: Path, **fields: Any) -> EventsConfig:
     """Sockets in a folder."""
     names = ("endpoint", "replay_endpoint", "inspect_endpoint")
-    return EventsConfig(**{**{name: f"ipc://{folder}/{name}" for name in names}, **fields})
+    return EventsConfig(**dict[str, Any]({name: f"ipc://{folder}/{name}" for name in names}) | fields)
 
 
 def description_of(config: EventsConfig, *, started: float = 1.0) -> Description:

@@ -28,7 +28,7 @@ FAULTS: Mapping[Place, str] = {
     Place.COMPRESSION: "sgl_kvevict.compression.Compressor.compress",
     Place.FIT: "sgl_kvevict.compression.PendingFit.step",
     Place.RELEASE: f"{LIFECYCLE}.ranges.Ranges.try_pending",
-    Place.LISTENER: f"{ADAPTER}.monitoring.totals.TotalsListener.scored",
+    Place.LISTENER: "sgl_kvevict.events.totals.Totals.count",
     Place.SOCKETS: "sgl_kvevict.events.service.EventService._publish_queued",
     Place.STORE: f"{LIFECYCLE}.saving.export_segment",
     Place.STATE: f"{ADAPTER}.monitoring.server_info.cache_state",

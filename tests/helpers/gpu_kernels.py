@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvevict_kernels.device_limits import DeviceLimits
+from kvevict_kernels.key_scores import largest_kernel_size
 from kvevict_kernels.ragged_decode.chunks import CHUNK_STEP, ITEMS_PER_SM, MIN_CHUNKS
 from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS, EXTEND, tiles_for
-from kvevict_kernels.window_scores.pooling import largest_kernel_size
 
 Spec = dict[str, Any]
 DEVICES = {
@@ -29,12 +29,26 @@ FP8_ARCH = 89
 HEADS: dict[str, Any] = {"H": 8, "G": 4}
 
 BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "rows_ptr", "staging_ptr")
-FLOAT32 = ("partial_out_ptr", "partial_lse_ptr", "lse_ptr", "weights_ptr", "pooled_ptr", "mean_ptr", "biases_ptr")
-INT64 = ("addresses_ptr", "span_address_ptr", "span_starts_ptr", "span_lens_ptr", "pool_rows_ptr", "token_slots_ptr")
-INT64 += ("run_address_ptr", "partial_start_ptr", "remaining_ptr", "span_positions_ptr")
+FLOAT32 = ("lse_ptr", "weights_ptr", "pooled_ptr", "scores_ptr", "biases_ptr")
+INT64: tuple[str, ...] = (
+    "addresses_ptr",
+    "span_address_ptr",
+    "span_starts_ptr",
+    "span_lens_ptr",
+    "pool_rows_ptr",
+    "token_slots_ptr",
+)
+INT64 += ("run_address_ptr", "partial_start_ptr", "remaining_ptr")
 INT8 = ("staged_ptr",)
-NUMBERS = {"req_to_token": "i64", "scale_log2": "fp32", "v_scale": "fp32", "sm_scale": "fp32", "first_column": "i32"}
-INT32_NUMBERS = ("layer", "row_stride", "q_stride", "which", "shift", "n", "W", "tile_keys", "first_key")
+NUMBERS = {
+    "req_to_token": "i64",
+    "scale_log2": "fp32",
+    "v_scale": "fp32",
+    "sm_scale": "fp32",
+    "norm": "fp32",
+    "first_column": "i32",
+}
+INT32_NUMBERS = ("layer", "row_stride", "q_stride", "which", "shift", "n", "tile_keys", "first_key")
 
 
 def type_of(name: str) -> str:
@@ -77,14 +91,14 @@ def _attention_kernels(
 ) -> Iterator[Spec]:
     """With a window, whatever takes sink logits has some."""
     limits = DEVICES[arch]
-    tiles = tiles_for(limits, head_dim, has_biases=has_biases, has_window=has_window)
+    tiles = tiles_for(limits, head_dim, reads_more=has_biases or has_window)
     biases = "*fp32" if has_biases else None
     extras = {"sink_logits_ptr": "*bf16" if has_window else None}
     sizes = {**HEADS, "D": head_dim, "BLOCK_D": head_dim, "UPCAST": False}
     sizes |= {"k_ptr": f"*{stored}", "v_ptr": f"*{stored}"}
     sizes |= {"NUM_ITEMS": ITEMS_PER_SM * limits.num_sms, "STEP": CHUNK_STEP}
     for which, tile in enumerate(tiles):
-        block = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
+        block: dict[str, Any] = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
         options = {"num_stages": tile.stages, "num_warps": tile.warps}
         if which == EXTEND:
             block |= {"biases_ptr": biases, "WINDOWED": has_window} | extras
@@ -103,18 +117,14 @@ def head_dim_kernels(arch: int, head_dim: int, stored: str = "bf16") -> Iterator
     """Kernels of a compression that touch rows of K and V; ``stored``: what the arena holds."""
     sizes = {**HEADS, "D": head_dim, "BLOCK_D": head_dim, "UPCAST": False, "LOG2_E": 1.4426950408889634}
     sizes |= {"k_ptr": f"*{stored}"}
-    window = "window_scores.triton_impl:_window_scores_kernel"
-    for kernel_size in (7, largest_kernel_size(head_dim, DEVICES[arch])):
-        block = 128 if kernel_size < 96 else 256
-        pooling = {"KERNEL": kernel_size, "NUM_DOUBLINGS": (kernel_size - 1).bit_length(), "BLOCK_N": block}
-        options = {"num_warps": 4 if block == 128 else 8, "num_stages": 3 if head_dim <= 128 else 2}
-        yield spec(window, arch, sizes | pooling | {"BLOCK_R": 32 if block == 128 else 16}, options=options)
-    accumulated = "accumulated_attention.triton_impl:_accumulated_attention_kernel"
-    for power in (1,):
-        blocks = {"BLOCK_R": 64, "BLOCK_N": 64, "POWER": power, "out_ptr": "*fp32"}
-        yield spec(accumulated, arch, sizes | blocks)
+    for kernel_size in (1, 7, largest_kernel_size(head_dim, DEVICES[arch])):
+        block = {1: 64, 7: 128}.get(kernel_size, 128 if kernel_size < 96 else 256)
+        pooling = {"KERNEL": kernel_size, "NUM_DOUBLINGS": (kernel_size - 1).bit_length(), "BLOCK_N": block, "POWER": 1}
+        rows = {"BLOCK_R": {64: 64, 128: 32, 256: 16}[block]}
+        options = {"num_warps": 8 if block == 256 else 4, "num_stages": 2 if kernel_size > 1 and head_dim > 128 else 3}
+        yield spec("key_scores.triton_impl:_key_scores_kernel", arch, sizes | pooling | rows, options=options)
     for name in ("_gather_kernel", "_gather_sum_kernel", "_write_kernel"):
-        move = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim, "BLOCK": 64}
+        move: dict[str, Any] = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim, "BLOCK": 64}
         kind = "*u8" if stored == FP8 and name == "_gather_kernel" else f"*{stored}"  # plain moves copy bytes
         move |= {"rows_ptr": kind, "staging_ptr": kind}
         yield spec(f"compact_kv.triton_impl:{name}", arch, move, options={"num_warps": 4 if head_dim <= 128 else 8})
@@ -155,8 +165,6 @@ def label(one: Spec) -> str:
         return f"{name}, {args['BLOCK_M']} q rows{more}"
     if args.get("sink_logits_ptr"):
         return f"{name}, sink logits"
-    if name == "window_scores":
-        return f"{name}, pooling {args['KERNEL']}"
-    if name == "accumulated_attention":
-        return f"{name}, {('max', 'sum', 'squares')[args['POWER']]}"
+    if name == "key_scores":
+        return f"{name}, pooling {args['KERNEL']}" if args["KERNEL"] > 1 else f"{name}, sum"
     return str(name)

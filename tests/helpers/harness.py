@@ -383,9 +383,9 @@ class Harness:
         for segment, spans in segments.items():
             held.update(segment.token_slots.tolist())
             assert segment.num_spans == len(spans)
-            if segment.readings is not None and segment.readings.is_open:
-                assert len(segment.readings.squares) == segment.num_entries
-                assert segment.readings.squares.isfinite().all()
+            if segment.entry_attention is not None and segment.entry_attention.is_open:
+                assert len(segment.entry_attention.squares) == segment.num_entries
+                assert segment.entry_attention.squares.isfinite().all()
             owners = [span.is_owner for span in sorted(spans, key=lambda s: s.start)]
             assert owners == [True] + [False] * (len(spans) - 1)
         for req in self.live:

@@ -48,15 +48,19 @@ class Heard(CacheListener):
     """Remembers what was told of the store."""
 
     def __init__(self):
+        super().__init__()
         self.stored_segments, self.loads, self.failures = [], [], []
 
     def stored(self, written):
+        super().stored(written)
         self.stored_segments.append(written)
 
     def loaded(self, key, start, end):
+        super().loaded(key, start, end)
         self.loads.append((start, end))
 
-    def load_failed(self, reason, error):
+    def load_failed(self, reason, error=""):
+        super().load_failed(reason, error)
         self.failures.append(reason)
 
 

@@ -54,7 +54,7 @@ def serve_readers(server: RunningServer, count: int, *, seed: int, priorities: b
         own = random.Random(seed * 10_000 + i)
         prompt = own.choice(documents) + [own.randrange(3, VOCAB_SIZE) for _ in range(own.randrange(1, 30))]
         sampling = {"temperature": 0, "max_new_tokens": own.choice([1, 4, 40]), "ignore_eos": True}
-        body = {"input_ids": prompt, "sampling_params": sampling, "rid": f"kvevict-pass-{i}"}
+        body: dict[str, object] = {"input_ids": prompt, "sampling_params": sampling, "rid": f"kvevict-pass-{i}"}
         if priorities and own.random() < 0.8:
             body["priority"] = own.randrange(-3, 20)
         answer = json.loads(server.post("/generate", body))

@@ -46,7 +46,7 @@ def record(
 ) -> SegmentRecord:
     """A segment of the tokens of a path from ``start`` on, with random entries."""
     generator = torch.Generator().manual_seed(seed)
-    runs = []
+    runs: list[torch.Tensor] = []
     for _ in range(NUM_LAYERS * NUM_HEADS):
         chosen = torch.randperm(len(path) - start, generator=generator)[: 3 + len(runs)].sort().values
         runs.append(chosen.int() + start)

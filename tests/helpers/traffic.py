@@ -33,7 +33,7 @@ def random_jobs(count: int, *, seed: int, vocab_size: int, longest: int = 400, a
     """Prompts that share prefixes of random lengths with a few documents and with each other."""
     rng = random.Random(seed)
     documents = [[rng.randrange(3, vocab_size) for _ in range(longest)] for _ in range(6)]
-    jobs = []
+    jobs: list[Job] = []
     for i in range(count):
         document = rng.choice(documents)
         shared = rng.choice([0, 3, 40, longest // 2, longest * 3 // 4, longest])

@@ -9,10 +9,9 @@ from helpers.event_sockets import description_of
 from helpers.harness import Harness
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.events.service import EventService
-from sgl_kvevict.lifecycle.listener import ListenerGroup
-from sgl_kvevict.sglang_adapter.monitoring.event_stream import EventStreamListener
-from sgl_kvevict.sglang_adapter.monitoring.inspection import InspectionListener
-from sgl_kvevict.sglang_adapter.monitoring.totals import TotalsListener
+from sgl_kvevict.events.totals import Totals
+from sgl_kvevict.lifecycle.listener import CacheListener
+from sgl_kvevict.sglang_adapter.monitoring.inspection import Inspection
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 
@@ -22,17 +21,12 @@ class WatchedHarness:
 
     def __init__(self, config: EventsConfig, harness: Harness | None = None, *, started: float = 1.0) -> None:
         self.harness = harness or Harness(num_slots=240)
-        heads = self.harness.geometry.num_runs
-        self.service = EventService(config, description_of(config, started=started))
-        self.counting = TotalsListener(heads)
-        self.harness.tree.manager.listener = ListenerGroup(
-            [
-                self.counting,
-                EventStreamListener(self.service, "pseudo-random", heads),
-                InspectionListener(self.harness.tree, self.service, self.counting.totals, started),
-            ],
-            self.harness.tree.guard,
-        )
+        tree, totals = self.harness.tree, Totals()
+        self.service = EventService(config, description_of(config, started=started), totals=totals)
+        self.listener = CacheListener(tree.guard, totals, policy="pseudo-random", exposes_tokens=config.expose_tokens)
+        self.listener.subscribers.append(self.service.publish)
+        self.listener.each_turn.append(Inspection(tree, self.service, started).each_turn)
+        tree.manager.listener = self.listener
         self._turning: threading.Thread | None = None
         self._stop = threading.Event()
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers.references import alloc_head_slots_reference
 from helpers.tolerance import assert_same_bits
-from kvevict_kernels.alloc_head_slots import alloc_head_slots, alloc_head_slots_reference
+from kvevict_kernels.alloc_head_slots import alloc_head_slots
 
-OP = "alloc_head_slots"
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 SHAPES = [(1, 1, 0), (1, 1, 1), (2, 3, 63), (5, 7, 100), (30, 3, 20), (3, 5, 1), (350, 3, 2)]

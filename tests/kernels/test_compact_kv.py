@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from helpers.poison import poisoned
+from helpers.references import compact_kv_reference
 from helpers.tolerance import assert_accurate, assert_same_bits, rounding_noise
-from kvevict_kernels.compact_kv import compact_kv, compact_kv_reference
+from kvevict_kernels.compact_kv import compact_kv
 
-OP = "compact_kv"
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -86,7 +86,7 @@ def test_groups_of_the_cpu_path_do_not_show(monkeypatch: pytest.MonkeyPatch, wei
         (src, dst), extra = moves("random", 300, 200), {}
     want_k, want_v = k.clone(), v.clone()
     compact_kv(want_k, want_v, src, dst, **extra)
-    monkeypatch.setattr("kvevict_kernels.compact_kv.cpu.TEMPORARY_BYTES", limit)
+    monkeypatch.setattr("kvevict_kernels.compact_kv.TEMPORARY_BYTES", limit)
     compact_kv(k, v, src, dst, **extra)
     assert_same_bits("k_arena", k, want_k)
     assert_same_bits("v_arena", v, want_v)

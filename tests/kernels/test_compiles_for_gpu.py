@@ -29,7 +29,7 @@ def test_attention_kernels_compile_for_an_h100(tmp_path: Path) -> None:
         assert result["shared"] <= H100.shared_per_block
     decode = loops[0]
     resident = H100.programs_per_sm(registers=decode["registers"], shared=decode["shared"], num_warps=decode["warps"])
-    assert resident == 4
+    assert resident == 5
 
 
 @pytest.mark.slow
@@ -41,7 +41,7 @@ def test_kernels_of_a_compression_compile_for_an_h100(tmp_path: Path) -> None:
         if name in ("gather", "gather_sum", "write"):
             assert "ld.global.v4.b32" in result["ptx"] and "st.global.v4.b32" in result["ptx"], name
             assert "global.b16" not in result["ptx"], name
-        if name.startswith(("window_scores", "accumulated")):
+        if name.startswith("key_scores"):
             assert "mma" in result["ptx"], name
         assert not re.search(r"\s(atom|red)\.global", result["ptx"]), name
 

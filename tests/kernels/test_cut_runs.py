@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.references import cut_runs_reference
 from helpers.tolerance import assert_same_bits
-from kvevict_kernels.cut_runs import cut_runs, cut_runs_reference
+from kvevict_kernels.cut_runs import cut_runs
 
-OP = "cut_runs"
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 

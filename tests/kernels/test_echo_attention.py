@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvevict_kernels.echo_attention import echo_attention, echo_attention_reference
+from helpers.references import echo_attention_reference
+from kvevict_kernels.echo_attention import echo_attention
 from kvevict_kernels.rotary import Rotary
 
-OP = "echo_attention"
 HEAD_DIM, NUM_HEADS, GROUP, LENGTH = 8, 2, 3, 50
 SMALL = {"block": 8, "num_blocks": 2, "num_sinks": 2}
 

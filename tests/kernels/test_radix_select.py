@@ -4,17 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.references import kth_largest_reference, top_mask_reference
 from helpers.tolerance import assert_same_bits
-from kvevict_kernels.radix_select import (
-    cpu,
-    kth_largest,
-    kth_largest_reference,
-    top_mask,
-    top_mask_reference,
-    triton_impl,
-)
+from kvevict_kernels.radix_select import kth_largest, top_mask, triton_impl
 
-OP = "radix_select"
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 DTYPES = [torch.int32, torch.int64]
@@ -24,8 +17,8 @@ DTYPES = [torch.int32, torch.int64]
 def _several_tiles_and_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks, so that small rows have several tiles of several blocks, and two rows a round of launches."""
     tile(monkeypatch, block=16, max_tiles=4, num_rows=2)
-    monkeypatch.setattr(cpu, "KEYS_AT_ONCE", 128)
-    monkeypatch.setattr(cpu, "LONG_ROW", 50)
+    monkeypatch.setattr("kvevict_kernels.radix_select.KEYS_AT_ONCE", 128)
+    monkeypatch.setattr("kvevict_kernels.radix_select.LONG_ROW", 50)
 
 
 def tile(monkeypatch: pytest.MonkeyPatch, *, block: int, max_tiles: int, num_rows: int) -> None:

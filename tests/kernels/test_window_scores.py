@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.references import window_scores_reference
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits
-from kvevict_kernels.window_scores import cpu as cpu_path
-from kvevict_kernels.window_scores import window_scores, window_scores_reference
+from kvevict_kernels import key_scores
+from kvevict_kernels.key_scores import window_scores
 
-OP = "window_scores"
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -109,7 +109,8 @@ def test_tile_borders_do_not_show(device: str, kernel_size: int, num_keys: int) 
 def test_chunks_of_the_cpu_path_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     args, options = window((4, 6, 3, 64, 100), torch.bfloat16, "cpu")
     whole = window_scores(*args, **options, kernel_size=7)
-    monkeypatch.setattr(cpu_path, "KEYS_PER_CHUNK", 17)
+    for name, value in (("KEYS_PER_TILE", 17), ("EARLIER_KEYS_PER_TILE", 17), ("WEIGHTS_PER_TILE", 17 * 6 * 2)):
+        monkeypatch.setattr(key_scores, name, value)
     parts = window_scores(*args, **options, kernel_size=7)
     assert_accurate("pooled", parts[0], whole[0], whole[0], noise=FLOAT32_NOISE)
     assert_accurate("mean", parts[1], whole[1], whole[1], noise=FLOAT32_NOISE)

@@ -25,6 +25,7 @@ class Recorder(CacheListener):
     """Remembers what it was told."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.told: list[tuple] = []
 
     def compressed(self, nodes, compression):

@@ -93,7 +93,7 @@ def test_rotary_table_ends() -> None:
 
 @pytest.mark.parametrize("block", [1, 4, 512])
 def test_moments_add_up_over_chunks(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr("sgl_kvevict.policies.query_moments.QUERIES_PER_BLOCK", block)
+    monkeypatch.setattr("sgl_kvevict.policies.signals.QUERIES_PER_BLOCK", block)
     table = rotary()
     plain = torch.randn(30, 4, 8, generator=torch.Generator().manual_seed(2))
     turned = table.apply(plain, torch.arange(30))

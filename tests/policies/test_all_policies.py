@@ -20,7 +20,7 @@ from sgl_kvevict.policies import (
     build_policy,
     list_policies,
 )
-from sgl_kvevict.policies.budget_options import RULES
+from sgl_kvevict.policies.options import RULES
 
 Run = Callable[..., Any]
 NAMES = [info.name for info in list_policies() if info.name != "none"]

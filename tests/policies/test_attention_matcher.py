@@ -193,7 +193,7 @@ def test_policies_without_passes_cannot_be_fitted(policy: str) -> None:
 
 def test_a_policy_that_merges_or_is_not_read_has_no_fitter() -> None:
     """Also where somebody builds one of their own."""
-    for name, why in (("d2o", "merges"), ("snapkv", "only what passes read")):
+    for name, why in (("d2o", "merges"), ("snapkv", "a fit needs scoring passes")):
         policy = build_policy(name, {})
         with pytest.raises(ConfigError, match=why):
             replace(policy, fitter=AttentionMatcher())

@@ -22,7 +22,7 @@ def test_every_listed_policy_builds_with_its_defaults() -> None:
     for info in list_policies()[1:]:
         policy = build_policy(info.name, {})
         assert isinstance(policy, Policy) and policy.name == info.name
-        assert info.summary and all(option.meaning and option.allowed for option in info.options)
+        assert info.summary and all(option.meaning and option.allowed for option in info.describe())
         hash(policy)
 
 
@@ -51,6 +51,15 @@ def test_unknown_name_lists_what_is_allowed() -> None:
 def test_bad_options_name_option_value_and_what_is_allowed(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_policy("snapkv", options)
+
+
+def test_options_are_models_with_a_schema() -> None:
+    for info in list_policies():
+        schema = info.model_json_schema()
+        assert schema["additionalProperties"] is False and info.model_config["frozen"]
+        assert all(option["description"] for option in schema.get("properties", {}).values())
+    snapkv = list_policies()[7].model_json_schema()["properties"]
+    assert snapkv["window_size"]["minimum"] == 1 and snapkv["pooling"]["enum"] == ["max", "avg"]
 
 
 def test_integers_are_numbers() -> None:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies import Decision, LayerView, Policy, PolicyState, Signal, build_policy
-from sgl_kvevict.policies.merging.nearest import nearest_kept
-from sgl_kvevict.policies.methods.d2o import NearestKeyMerger
+from sgl_kvevict.policies.methods.d2o import D2O, NearestKeyMerger, nearest_kept
 from sgl_kvevict.ragged import MergePlan
 
 Run = Callable[..., Any]
@@ -39,7 +38,7 @@ def merge(
     tensor = torch.tensor(keys)[:, None]
     mask = torch.zeros(1, 1, len(keys), dtype=torch.bool)
     mask[0, 0, kept] = True
-    return NearestKeyMerger(**{"direction": "any", **options}).merge([view_of(tensor)], mask, state)
+    return NearestKeyMerger(D2O(**{"direction": "any", **options})).merge([view_of(tensor)], mask, state)
 
 
 def sources(plan: MergePlan) -> list[dict[int, float]]:
@@ -308,7 +307,7 @@ def test_blocks_do_not_change_the_match(monkeypatch: pytest.MonkeyPatch) -> None
     kept[0, :20] = False
     width = int(kept.sum(-1).max())
     whole = nearest_kept(rows, kept, width, causal=True)
-    monkeypatch.setattr("sgl_kvevict.policies.merging.nearest._BLOCK_ELEMENTS", 7 * 2 * width)
+    monkeypatch.setattr("sgl_kvevict.policies.methods.d2o._BLOCK_ELEMENTS", 7 * 2 * width)
     blocked = nearest_kept(rows, kept, width, causal=True)
     torch.testing.assert_close(blocked[0], whole[0])
     found = whole[0].isfinite()

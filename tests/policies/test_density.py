@@ -11,8 +11,14 @@ from torch import Tensor
 from helpers.dense_attention import accumulated_attention
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies import RangeScores, build_policy
-from sgl_kvevict.policies.budgets import DensityLayers, LayeredBudget, UniformHeads
-from sgl_kvevict.policies.budgets.density import attention_variance, density_weights, water_fill
+from sgl_kvevict.policies.budgets import (
+    DensityLayers,
+    LayeredBudget,
+    UniformHeads,
+    attention_variance,
+    density_weights,
+    water_fill,
+)
 
 Make = Callable[..., RangeScores]
 

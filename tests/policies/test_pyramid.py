@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from sgl_kvevict.policies import RangeScores, build_policy
-from sgl_kvevict.policies.budgets import PyramidLayers
-from sgl_kvevict.policies.budgets.pyramid import pyramid_schedule
+from sgl_kvevict.policies.budgets import PyramidLayers, pyramid_schedule
 
 
 def released_schedule(base: int, limit: int, num_layers: int, beta: int = 20) -> list[int]:

@@ -80,5 +80,5 @@ def test_the_device_path_ranks_the_same(has_tie_break: bool, monkeypatch: pytest
         return [x.tolist() for x in masks + splits]
 
     on_the_cpu = ranked()
-    monkeypatch.setattr("kvevict_kernels.radix_select.backend_for", lambda device: "triton")
+    monkeypatch.setattr("kvevict_kernels.dispatch.TRITON_DEVICES", ("cuda", "cpu"))
     assert ranked() == on_the_cpu

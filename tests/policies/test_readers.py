@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.policies import Policy, Readers, build_policy
+from sgl_kvevict.policies import Policy, Readers, Signal, build_policy
 from sgl_kvevict.policies.budgets import AllLayersBudget
 from sgl_kvevict.policies.methods.random import RandomScorer
-from sgl_kvevict.policies.scorers import ReaderAttentionScorer
+from sgl_kvevict.policies.scorers import SignalScorer
 from sgl_kvevict.policies.selectors import TopKSelector
 
 PEAK = 0.9
@@ -52,7 +52,9 @@ def test_all_layers_compete_by_default(from_weights: Callable[..., Any], kept: C
     assert [len(layer[0]) for layer in kept(prompt.run(with_floor, 6))] == [2, 2, 2]
 
 
-@pytest.mark.parametrize(("scorer", "readers"), [(ReaderAttentionScorer(), None), (RandomScorer(0), Readers.QUESTIONS)])
+@pytest.mark.parametrize(
+    ("scorer", "readers"), [(SignalScorer(Signal.READER_ATTENTION), None), (RandomScorer(0), Readers.QUESTIONS)]
+)
 def test_readers_and_reader_attention_go_together(scorer: Any, readers: Readers | None) -> None:
     with pytest.raises(ConfigError, match="reader attention and readers go together"):
         Policy("own", scorer, AllLayersBudget(), TopKSelector(), readers=readers)

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import torch
 
-from sgl_kvevict.policies.budgets.heads import mix_with_uniform
+from sgl_kvevict.policies.budgets import mix_with_uniform
 from sgl_kvevict.policies.rounding import even_split, exact_fraction, largest_remainder_float, round_shares
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sgl_kvevict.policies import Policy, Signal, build_policy
 from sgl_kvevict.policies.methods.defensive import RobustAttentionScorer
-from sgl_kvevict.policies.output_gram import output_gram
+from sgl_kvevict.policies.signals import output_gram
 
 
 def policy(name: str, **options: Any) -> Policy:

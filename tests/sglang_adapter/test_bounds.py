@@ -16,7 +16,6 @@ from sgl_kvevict.policies.signals import Readers, Signal
 from sgl_kvevict.request import ticket_digest
 from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
-from sgl_kvevict.sglang_adapter.monitoring.totals import TotalsListener
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 BYTES = 4 * 4 * 56  # float32, 2 layers and 2 KV heads, 60 tokens without a tail of 4
@@ -32,7 +31,6 @@ def cache(readers, **fields) -> tuple[Harness, MiniScheduler]:
     harness = Harness(
         num_slots=900, config=KVEvictConfig(**(values | fields)), policy=PseudoRandomPolicy(readers=readers)
     )
-    harness.tree.manager.listener = TotalsListener(harness.geometry.num_runs)
     return harness, MiniScheduler(harness)
 
 
@@ -65,7 +63,6 @@ def test_ranges_that_wait_for_readers_have_a_limit():
     values = {"budget": 0.3, "tail_tokens": 4, "sink_tokens": 2, "min_prefix_tokens": 6}
     config = KVEvictConfig(**values, observation_bytes=2 * size)
     harness = Harness(num_slots=900, num_rows=8, policy=policy, config=config)
-    harness.tree.manager.listener = TotalsListener(harness.geometry.num_runs)
     readers = []
     for i in range(4):
         half_way = harness.request([i, *DOCUMENT, 1])

@@ -47,12 +47,12 @@ from helpers.faults import FAULTS
 from helpers.harness import TINY_LLAMA
 from helpers.signatures import SIGNATURES
 from sgl_kvevict.errors import UnsupportedSetupError
-from sgl_kvevict.events.questions import Totals
+from sgl_kvevict.events.totals import Totals
 from sgl_kvevict.guard import Place
 from sgl_kvevict.sglang_adapter import compat
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
-from sgl_kvevict.sglang_adapter.refusals import FLAGS
 from sgl_kvevict.sglang_adapter.span_component import SpanComponent
+from sgl_kvevict.sglang_adapter.start_checks import BACKENDS, FLAGS
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 from sgl_kvevict.sglang_adapter.window_component import SpanAwareSWA
 
@@ -97,6 +97,7 @@ ASSIGNED = {
         "tokenizer",
         "arrival_processed_tokens",
         "priority",
+        "logprob",
         "lora_id",
     ),
     Scheduler: (
@@ -216,12 +217,14 @@ WRITTEN = {
         "arrival_processed_tokens",
         "finished_output",
         "logprob_start_len",
+        "logprob",
         "lora_id",
         "rid",
+        "sampling_params",
         "skip_radix_cache_insert",
         "tokenizer",
+        "top_logprobs_num",
     },
-    "SamplingParams": {"custom_params"},
     "Scheduler": {"chunked_req", "last_batch", "waiting_queue"},
     "ScheduleBatch": {"batch_is_full"},
 }
@@ -285,7 +288,9 @@ def test_what_we_write_is_what_the_list_says():
 
 def test_hooked_private_functions_are_documented():
     documented = (ROOT / "docs" / "design.md").read_text()
-    private = {hook.target for hook in compat.HOOKS if hook.target.rsplit(".", 1)[-1][0] == "_"}
+    private = {
+        hook.target for hook in (*compat.HOOKS, compat.LAUNCHER_HOOK) if hook.target.rsplit(".", 1)[-1][0] == "_"
+    }
     names = {".".join(target.rsplit(".", 2)[1:]) for target in private}
     assert names and [name for name in names if f"`{name}`" not in documented] == []
 
@@ -317,10 +322,15 @@ def default_args(tmp_path_factory):
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.field)
 def test_refused_arguments_exist_and_their_default_is_allowed(flag, default_args):
-    assert flag.reason(default_args) is None or getattr(default_args, flag.field) is None
+    assert flag.reason(getattr(default_args, flag.field)) is None
 
 
-@pytest.mark.parametrize("hook", compat.HOOKS, ids=lambda hook: hook.target.rsplit(".", 1)[-1])
+@pytest.mark.parametrize("name", [*BACKENDS, "max_total_tokens", "dp_size", "host", "port"])
+def test_arguments_that_the_start_is_checked_by_exist(name, default_args):
+    assert hasattr(default_args, name)
+
+
+@pytest.mark.parametrize("hook", (*compat.HOOKS, compat.LAUNCHER_HOOK), ids=lambda hook: hook.target.rsplit(".", 1)[-1])
 def test_hook_targets_resolve(hook):
     if hook.kind == compat.RESOLUTION:
         assert hook.target in resolution_hooks._OVERRIDABLE_HOOKS

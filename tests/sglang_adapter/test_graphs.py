@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.model_executor import cuda_graph_config
 from sglang.srt.model_executor.cuda_graph_config import Backend as GraphBackend
@@ -18,7 +19,7 @@ from sglang.srt.server_args import ServerArgs
 
 from helpers.harness import TINY_LLAMA
 from sgl_kvevict.config import ENV_VAR
-from sgl_kvevict.sglang_adapter.attention_backend import device_reasons
+from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend, device_reasons
 from sgl_kvevict.sglang_adapter.graphs import around_replay_view
 from sgl_kvevict.sglang_adapter.plugin import register
 
@@ -43,7 +44,6 @@ def test_cuda_graphs_of_prefills_are_refused(prefill, monkeypatch):
 def test_decode_graphs_need_an_attention_that_can_be_captured(monkeypatch):
     use_graphs(monkeypatch, decode=GraphBackend.FULL, prefill=OFF)
     assert device_reasons("auto", "cuda") == device_reasons("triton", "cuda") == []
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # FlashInfer is not here
     (reason,) = device_reasons("flashinfer", "cuda")
     assert "--cuda-graph-backend-decode disabled, or with another attention" in reason
     use_graphs(monkeypatch, decode=OFF, prefill=OFF)
@@ -72,6 +72,16 @@ def test_a_replay_knows_its_requests(monkeypatch):
     DecodeCudaGraphRunner._init_replay_attn_metadata_from_view(runner, SimpleNamespace(rids=["a"]), **sizes)
     (view,) = backend.init_forward_metadata_out_graph.call_args.args
     assert view.rids == ["a"]
+
+
+def test_dummy_requests_without_a_token_read_one():
+    """SGLang's graph runner warms up with decode rows of length 0 when its first warm-up was put off."""
+    backend = SimpleNamespace(tree=MagicMock(), _on_gpu=True, req_to_token_pool=MagicMock())
+    backend.req_to_token_pool.req_to_token = torch.zeros(4, 8, dtype=torch.int32)
+    zeros = torch.zeros(2, dtype=torch.int64)
+    batch = KVEvictAttentionBackend._batch(backend, None, [0, 3], None, zeros, torch.tensor([0, 3]))
+    assert batch.seq_lens == batch.device_seq_lens.tolist() == [1, 3]
+    assert batch.paths == ((), ())
 
 
 def test_a_gpu_without_cuda_graphs_is_served(monkeypatch):

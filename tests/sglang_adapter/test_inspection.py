@@ -75,7 +75,7 @@ def test_a_compression_is_published_with_its_sizes(silent):
     (node,) = harness.tree.spans
     (event,) = published(silent)
     assert event.seconds > 0
-    assert event == Compressed([node.id], 0, 56, 17, 39, 17 * 4, 56 * 4 - 17 * 4, 0, event.seconds, "pseudo-random")
+    assert event == Compressed([node.id], 0, 56, 56, 17, 39, 17 * 4, 56 * 4 - 17 * 4, 0, event.seconds, "pseudo-random")
 
 
 def test_split_drop_repack_and_flush_are_published(silent):
@@ -128,13 +128,13 @@ def test_totals_are_the_sums_of_the_events(silent):
         silent.one_request(rng)
     while silent.harness.evict(40):  # spans as well: they go last
         pass
-    events, totals = published(silent), silent.counting.totals
+    events, totals = published(silent), silent.listener.totals
     compressed = [event for event in events if isinstance(event, Compressed)]
     dropped = [event for event in events if isinstance(event, Dropped)]
     assert totals.compressions == len(compressed) > 10
     for name in ("released_slots", "kept_entries", "evicted_entries", "merged_entries"):
         assert getattr(totals, name) == sum(getattr(event, name) for event in compressed)
-    assert totals.compressed_tokens == sum(event.end - event.start for event in compressed)
+    assert totals.compressed_tokens == sum(event.new_tokens for event in compressed)
     assert totals.splits == sum(isinstance(event, Split) for event in events) > 0
     assert (totals.dropped_nodes, totals.dropped_slots) == (len(dropped), sum(event.slots for event in dropped))
     assert totals.dropped_spans == sum(event.compressed for event in dropped) > 0
@@ -151,9 +151,9 @@ def test_status_adds_up_and_sorts(watched):
     pool = report.gauges.pool
     assert pool.free + pool.compressed + pool.full + pool.private == pool.total == 240
     assert report.gauges.logical_tokens == sum(len(node.key) for node in harness.tree.nodes())
-    assert (report.gauges.shared_spans, report.gauges.max_readers) == (1, 3)
+    assert (report.gauges.shared_spans, report.gauges.max_readers_per_span) == (1, 3)
     assert [(row.tokens, row.slots, row.readers) for row in report.prefixes] == [(57, 18, 3), (26, 8, 0)]
-    assert report.totals.compressions == 2 and report.lost_events == 0
+    assert report.totals.compressions == 2 and report.totals.lost_events == 0
     assert [row.slots for row in ask(watched, Status(limit=1, sort="tokens"), StatusReport).prefixes] == [18]
     assert ask(watched, Status(sort="age"), StatusReport).prefixes[0].tokens == 57
     for req in readers:

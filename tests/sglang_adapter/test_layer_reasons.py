@@ -125,7 +125,7 @@ def test_what_windows_rule_out_is_named() -> None:
     geometry = KVGeometry(3, 4, 2, 16, 100, windows=(8, 8, 0))
     config = KVEvictConfig()
     (reason,) = window_reasons(config, build_policy("d2o", {}), geometry)
-    assert reason == "policy 'd2o' merges what it evicts, which layers with a sliding window do not do"
+    assert reason == "policy 'd2o' merges evicted entries, which is not supported in layers with a sliding window"
     assert window_reasons(config, build_policy("d2o", {}), replace(geometry, windows=())) == []
     assert window_reasons(config, build_policy("snapkv", {}), geometry) == []
 

@@ -107,7 +107,7 @@ def test_what_passes_have_read_is_fitted_and_what_only_shrank_is_not(monkeypatch
     assert len(segments) == 4 and len(fitted) == 3 == pupil.harness.tree.compressor.stats.fits
     for segment in fitted:
         biases, values = biases_of(pupil.harness.tree.packer, segment), rows_of(pupil.harness.tree.packer, segment)[1]
-        assert segment.is_ranked and torch.equal(biases, name_of(values))
+        assert segment.is_measured and torch.equal(biases, name_of(values))
 
 
 def test_passes_that_come_late_score_what_is_left(monkeypatch):
@@ -120,7 +120,7 @@ def test_passes_that_come_late_score_what_is_left(monkeypatch):
     while (0, 60) not in pupil.spans and (0, 56) not in pupil.spans[2:]:
         assert pupil.harness.evict(1)
     assert pupil.work() == 2
-    assert {span.segment.is_ranked for span in pupil.manager.spans.values() if span.end in (56, 60)} == {True}
+    assert {span.segment.is_measured for span in pupil.manager.spans.values() if span.end in (56, 60)} == {True}
     assert cache_state(pupil.harness.tree)["warm_outcomes"][ticket_digest(TICKET)] == "compressed"
 
 
@@ -145,11 +145,11 @@ def test_before_anything_is_learned_prefixes_shrink_by_echo_and_passes_read_them
     pupil.harness.evict(1)
     assert pupil.spans == [(0, 59)]
     (segment,) = {span.segment for span in pupil.manager.spans.values()}
-    assert (segment.num_slots, segment.is_ranked) == (30, False)
+    assert (segment.num_slots, segment.is_measured) == (30, False)
     pupil.ask(document(1), 4, 5, 6)
     assert pupil.work() == 3 and pupil.results == []
     (segment,) = {span.segment for span in pupil.manager.spans.values()}
-    assert (segment.num_slots, segment.is_ranked) == (18, True)
+    assert (segment.num_slots, segment.is_measured) == (18, True)
 
 
 def test_what_is_to_be_learned_from_does_not_shrink_and_comes_first(monkeypatch):

@@ -11,10 +11,8 @@ from prometheus_client import REGISTRY
 
 from helpers.harness import Harness, publish_server_args
 from helpers.watched import DOCUMENT
-from sgl_kvevict.lifecycle.listener import ListenerGroup
 from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
-from sgl_kvevict.sglang_adapter.monitoring.metrics import MetricsListener
-from sgl_kvevict.sglang_adapter.monitoring.totals import TotalsListener
+from sgl_kvevict.sglang_adapter.monitoring.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 LABELS = {"cache_type": "KVEvictTree", "tp_rank": "0"}
@@ -24,10 +22,11 @@ LABELS = {"cache_type": "KVEvictTree", "tp_rank": "0"}
 def harness(tmp_path_factory):
     publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
     harness = Harness(num_slots=200)
-    counting = TotalsListener(harness.geometry.num_runs)
-    harness.metrics = MetricsListener(harness.tree, counting.totals, LABELS, lambda: 5, harness.tree.guard.errors)
-    harness.counting = counting
-    harness.tree.manager.listener = ListenerGroup([counting, harness.metrics], harness.tree.guard)
+    listener = harness.tree.manager.listener
+    harness.metrics = Metrics(harness.tree, listener.totals, LABELS)
+    listener.subscribers.append(harness.metrics.observe)
+    listener.each_turn.append(harness.metrics.each_turn)
+    listener.totals.lost_events = 5
     return harness
 
 
@@ -52,13 +51,13 @@ def test_series_follow_the_cache(harness):
         if len(readers) > 3:
             harness.finish(readers.pop(0))
     harness.metrics.refresh()
-    gauges, totals = read_gauges(harness.tree), harness.counting.totals
-    assert gauges.spans > 0 and totals.dropped_spans > 0 and gauges.max_readers > 0
+    gauges, totals = read_gauges(harness.tree), harness.tree.manager.listener.totals
+    assert gauges.spans > 0 and totals.dropped_spans > 0 and gauges.max_readers_per_span > 0
     assert value("spans") == gauges.spans and value("segments") == gauges.segments
     assert value("logical_tokens") == sum(len(node.key) for node in harness.tree.nodes())
     assert value("held_slots") == harness.tree.total_size()[0]
     assert value("tokens_per_slot") == pytest.approx(gauges.logical_tokens / harness.tree.total_size()[0])
-    assert value("max_readers_per_span") == gauges.max_readers
+    assert value("max_readers_per_span") == gauges.max_readers_per_span
     assert value("readers_per_span") == pytest.approx(gauges.readers / gauges.spans)
     assert sum(value("pool_slots", holder=holder) for holder in ("free", "compressed", "full", "private")) == 200
     assert value("compressions_total") == totals.compressions == value("compression_seconds_count")

@@ -22,7 +22,6 @@ from sgl_kvevict.policies import build_policy
 from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.monitoring.server_info import rank_states
-from sgl_kvevict.sglang_adapter.monitoring.totals import TotalsListener
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 
 DOCUMENTS = ([i * 7 % 11 for i in range(70)], [i * 5 % 7 for i in range(70)])
@@ -53,7 +52,6 @@ def cache_of_rank(rank: int, group: distributed.ProcessGroup, **policy: Any) -> 
         num_slots=200, num_rows=6, config=CONFIG, policy=PseudoRandomPolicy(rank=rank, **policy), group=group
     )
     harness.tree.port.ranks = Recorded(group)
-    harness.tree.manager.listener = TotalsListener(harness.geometry.num_runs)
     return harness
 
 
@@ -115,7 +113,7 @@ def test_answers_take_the_same_slots_though_other_entries_are_kept():
         looks = traffic(harness, None, seed=3, steps=300)
         segments = {span.segment for span in harness.tree.spans.values() if span.segment.is_generated}
         kept = sorted((segment.start, segment.positions.tolist()) for segment in segments)
-        return looks, harness.tree.compressor.stats.released_slots, kept
+        return looks, harness.tree.manager.listener.totals.released_slots, kept
 
     (looks, released, kept), (others_looks, others_released, others_kept) = on_two_ranks(run)
     for look, others in zip(looks, others_looks, strict=True):

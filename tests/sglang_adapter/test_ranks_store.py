@@ -46,7 +46,7 @@ def ask_all(folder, before=lambda server, rank: None, num_slots=300):
         found = [server.serve([*document[:66], 9, 9, i]) for i, document in enumerate(DOCUMENTS * 2)]
         states = rank_states(server.harness.tree)
         assert cache_state(server.harness.tree)["leaked_slots"] == 0
-        return SimpleNamespace(found=found, totals=server.loading.totals, states=states)
+        return SimpleNamespace(found=found, totals=server.heard.totals, states=states)
 
     ours, theirs = on_two_ranks(run)
     assert ours.found == theirs.found and ours.states == theirs.states and ours.states[0] == ours.states[1]
@@ -56,13 +56,13 @@ def ask_all(folder, before=lambda server, rank: None, num_slots=300):
 def test_ranks_load_their_own_parts_of_what_all_have(tmp_path):
     fill(tmp_path)
     asked = ask_all(tmp_path)
-    assert min(asked.found) >= 66 and asked.totals.loaded == 3
+    assert min(asked.found) >= 66 and asked.totals.loaded_segments == 3
 
 
 def test_ranks_load_again_what_was_pushed_out(tmp_path):
     fill(tmp_path)
     asked = ask_all(tmp_path, num_slots=40)
-    assert min(asked.found) >= 66 and asked.totals.loaded >= 4
+    assert min(asked.found) >= 66 and asked.totals.loaded_segments >= 4
 
 
 def test_what_one_rank_lacks_no_rank_loads(tmp_path):
@@ -74,7 +74,7 @@ def test_what_one_rank_lacks_no_rank_loads(tmp_path):
                 server.segments.delete(key)
 
     asked = ask_all(tmp_path, lose)
-    assert asked.found[0] == 0 and asked.totals.loaded == 0
+    assert asked.found[0] == 0 and asked.totals.loaded_segments == 0
 
 
 def test_ranks_that_fetched_other_prefixes_of_one_length_load_neither(tmp_path):
@@ -95,7 +95,7 @@ def test_ranks_that_fetched_other_prefixes_of_one_length_load_neither(tmp_path):
         (lost,) = [key for key in keys_in(server.segments) if int(server.segments.get(key).tokens[-1]) == (3, 5)[rank]]
         server.segments.delete(lost)
         found = [server.serve([*start, 9]) for start in ([*shared, *[9] * 20], *(text[:66] for text in texts))]
-        return found, server.loading.totals.loaded, rank_states(server.harness.tree)
+        return found, server.heard.totals.loaded_segments, rank_states(server.harness.tree)
 
     ours, theirs = on_two_ranks(run)
     assert ours == theirs and ours[0][0] == 0 and ours[1] == 0 and ours[2][0] == ours[2][1]
@@ -110,7 +110,7 @@ def test_when_one_rank_has_waited_too_long_no_rank_loads(tmp_path):
             server.reader._workers.submit = lambda work: True  # it never comes to it
 
     asked = ask_all(tmp_path, stall)
-    assert asked.found[0] == 0 and asked.totals.loaded == 0 and asked.totals.late >= 1
+    assert asked.found[0] == 0 and asked.totals.loaded_segments == 0 and asked.totals.late_loads >= 1
 
 
 def test_when_the_store_of_one_rank_is_in_trouble_no_rank_loads(tmp_path):
@@ -121,4 +121,4 @@ def test_when_the_store_of_one_rank_is_in_trouble_no_rank_loads(tmp_path):
             server.reader.start = lambda wanted: None
 
     asked = ask_all(tmp_path, refuse)
-    assert asked.found[0] == 0 and asked.totals.loaded == 0
+    assert asked.found[0] == 0 and asked.totals.loaded_segments == 0

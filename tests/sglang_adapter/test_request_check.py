@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import Letters, MiniScheduler
@@ -25,15 +26,18 @@ def refusals(custom_params, readers=Readers.REPETITION, tokenizer=None, **fields
     config = KVEvictConfig(tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, **fields)
     tree = Harness(config=config, policy=PseudoRandomPolicy(readers=readers)).tree
     reasons = []
-    sampling = SimpleNamespace(custom_params=custom_params)
     req = SimpleNamespace(
-        origin_input_ids=[1], sampling_params=sampling, set_finish_with_abort=lambda reason, _: reasons.append(reason)
+        origin_input_ids=[1],
+        sampling_params=SamplingParams(custom_params=custom_params),
+        return_logprob=False,
+        logprob=SimpleNamespace(),
+        set_finish_with_abort=lambda reason, _: reasons.append(reason),
     )
     scheduler = SimpleNamespace(
         tree_cache=tree, tokenizer=tokenizer, max_queued_requests=None, model_config=SimpleNamespace(vocab_size=64)
     )
     before_queueing(scheduler, req)
-    assert sampling.custom_params == (None if reasons else custom_params)
+    assert req.sampling_params.custom_params == (None if reasons else custom_params)
     return reasons
 
 
@@ -99,3 +103,41 @@ def test_token_ids_outside_the_vocabulary_are_refused(tokens, message):
     scheduler = MiniScheduler(harness)
     assert refusal(scheduler, harness.tree, harness.request(tokens)) == message
     assert refusal(scheduler, harness.tree, harness.request([0, 63])) is None
+
+
+@pytest.mark.parametrize(
+    ("sampling", "fields", "message"),
+    [
+        ({"top_k": 2**31}, {}, "top_k: got 2147483648; allowed: -1, or 1 to 2147483647"),
+        (
+            {"min_new_tokens": 1, "stop_token_ids": [5, 64]},
+            {},
+            "stop_token_ids: got 64 with min_new_tokens; allowed: 0",
+        ),
+        ({"min_new_tokens": 1, "stop_token_ids": [-1]}, {}, "stop_token_ids: got -1 with min_new_tokens; allowed: 0"),
+        ({}, {"top_logprobs_num": 65}, "top_logprobs_num: got 65; allowed: at most 64"),
+        ({}, {"logprob_start_len": -2}, "logprob_start_len: got -2; allowed: -1, or"),
+    ],
+)
+def test_what_would_end_the_server_is_refused_and_taken_off_the_batch(sampling, fields, message):
+    harness = Harness()
+    req = harness.request([1, 2])
+    req.sampling_params = SamplingParams(**sampling)
+    req.return_logprob = bool(fields)
+    req.logprob.top_logprobs_num = fields.get("top_logprobs_num", 0)
+    req.logprob_start_len = fields.get("logprob_start_len", -1)
+    reasons = []
+    req.set_finish_with_abort = lambda reason, _: reasons.append(reason)
+    before_queueing(MiniScheduler(harness), req)
+    assert len(reasons) == 1 and message in reasons[0]
+    left = req.sampling_params
+    assert (left.min_new_tokens, left.stop_token_ids, left.max_new_tokens, left.stop_strs) == (0, None, 1, [])
+    assert left.top_k <= 2**30 and req.logprob.top_logprobs_num == 0
+
+
+def test_what_stock_serves_passes():
+    harness = Harness()
+    req = harness.request([1, 2])
+    req.sampling_params = SamplingParams(stop_token_ids=[-1, 64], top_k=2**31 - 1)
+    req.return_logprob, req.logprob.top_logprobs_num, req.logprob_start_len = True, 64, -1
+    assert refusal(MiniScheduler(harness), harness.tree, req) is None

@@ -55,11 +55,11 @@ def test_passes_read_what_was_compressed_before_they_came():
     ask(harness, 1, 2, 3)
     shrink(harness)
     light = segment_of(harness)
-    assert (light.num_slots, light.is_ranked) == (30, False)  # half of 59 tokens
+    assert (light.num_slots, light.is_measured) == (30, False)  # half of 59 tokens
     ask(harness, 4, 5, 6)
     assert scheduler.run_all() == 3
     read = segment_of(harness)
-    assert (read.num_slots, read.is_ranked) == (18, True)
+    assert (read.num_slots, read.is_measured) == (18, True)
     ask(harness, 7, 8, 9)
     assert scheduler.run_all() == 0
 
@@ -71,7 +71,7 @@ def test_what_passes_paid_decides_what_a_light_prefix_keeps():
     ask(harness, 4, 5, 6)
     assert scheduler.run_pass()
     light = segment_of(harness)
-    light.readings.squares[:] = light.positions  # as if the last tokens were paid most
+    light.entry_attention.squares[:] = light.positions  # as if the last tokens were paid most
     scheduler.run_pass()
     scheduler.run_pass()
     paid = light.positions.sort(descending=True).values[: 18 * harness.geometry.num_runs]
@@ -83,12 +83,12 @@ def test_a_prefix_that_shrinks_between_two_passes_is_read_on():
     harness.finish(harness.run(DOCUMENT, options=WARM))
     assert scheduler.run_pass()
     shrink(harness)
-    assert segment_of(harness).num_slots == 28 and segment_of(harness).readings.squares.gt(0).all()
+    assert segment_of(harness).num_slots == 28 and segment_of(harness).entry_attention.squares.gt(0).all()
     assert scheduler.run_pass()
     shrink(harness)
     assert segment_of(harness).num_slots == 17
     assert scheduler.run_all() == 1 and outcome(harness) == "compressed"
-    assert segment_of(harness).is_ranked
+    assert segment_of(harness).is_measured
 
 
 def test_a_pass_in_the_middle_goes_on_with_the_entries():
@@ -102,7 +102,7 @@ def test_a_pass_in_the_middle_goes_on_with_the_entries():
     shrink(harness)
     light = segment_of(harness)
     runs = light.indptr.diff().long().repeat_interleave(light.indptr.diff())
-    assert len(runs) == light.num_entries and light.readings.squares.allclose(before[0, 0, 0] ** 2)
+    assert len(runs) == light.num_entries and light.entry_attention.squares.allclose(before[0, 0, 0] ** 2)
     assert harness.prefill(req)
     assert outcome(harness) == "compressed" and segment_of(harness).num_slots == 17
 
@@ -114,9 +114,9 @@ def test_a_job_that_ends_early_leaves_its_segments_to_the_next_one():
     ask(harness, 4, 5, 6)
     assert scheduler.run_pass()
     harness.tree.manager.scoring.abort(SchedulerPasses(scheduler))
-    assert not segment_of(harness).readings.is_open and scheduler.run_all() == 0
+    assert not segment_of(harness).entry_attention.is_open and scheduler.run_all() == 0
     ask(harness, 7, 8, 9)
-    assert scheduler.run_all() == 3 and segment_of(harness).is_ranked
+    assert scheduler.run_all() == 3 and segment_of(harness).is_measured
 
 
 def test_entries_below_a_prefix_are_not_read_with_it():
@@ -126,7 +126,7 @@ def test_entries_below_a_prefix_are_not_read_with_it():
     shrink(harness)
     ask(harness, 4, 5, 6)
     assert scheduler.run_all() == 0
-    assert not segment_of(harness).is_ranked
+    assert not segment_of(harness).is_measured
 
 
 def test_what_cannot_shrink_is_not_read():

@@ -20,7 +20,6 @@ from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.request import ticket_digest
 from sgl_kvevict.sglang_adapter import passes
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
-from sgl_kvevict.sglang_adapter.monitoring.totals import TotalsListener
 from sgl_kvevict.sglang_adapter.passes import QUIET_TURNS, QUIET_WAITS, SchedulerPasses
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
@@ -124,7 +123,7 @@ def test_what_is_read_exactly_is_compressed_when_that_reader_leaves():
 
 def test_listeners_are_told_of_every_pass():
     harness, scheduler = cache()
-    harness.tree.manager.listener = counting = TotalsListener(harness.geometry.num_runs)
+    counting = harness.tree.manager.listener
     harness.finish(harness.run(DOCUMENT, options=WARM))
     scheduler.run_all()
     assert (counting.totals.scoring_passes, counting.totals.compressions) == (3, 1)

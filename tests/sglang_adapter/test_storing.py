@@ -11,14 +11,13 @@ from helpers.harness import publish_server_args
 from helpers.harness_store import Server
 from helpers.stored import keys_in
 from sgl_kvevict.compression import CacheObservation
-from sgl_kvevict.config import EventsConfig, KVEvictConfig
+from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import StoreError
 from sgl_kvevict.events.types import Loaded, LoadFailed, Stored
+from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.loading import READ_AHEAD
 from sgl_kvevict.lifecycle.table import Pending
-from sgl_kvevict.sglang_adapter.monitoring.event_stream import EventStreamListener
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
-from sgl_kvevict.sglang_adapter.monitoring.totals import TotalsListener
 from sgl_kvevict.sglang_adapter.scheduler_store import (
     after_queueing,
     after_shutdown,
@@ -43,7 +42,8 @@ def test_a_prefix_outlives_its_server(tmp_path):
     second = Server(tmp_path, num_slots=200)
     assert second.serve([*DOCUMENT[:56], 9, 9, 9]) == 56
     assert second.heard.loads == [(0, 56)] and second.heard.stored_segments == []
-    assert second.manager.store_state() | {"loaded": 1, "loaded_tokens": 56, "late": 0} == second.manager.store_state()
+    totals = second.heard.totals
+    assert (totals.loaded_segments, totals.loaded_tokens, totals.late_loads) == (1, 56, 0)
     assert second.serve([*DOCUMENT[:56], 9, 9, 9, 8]) == 59  # of the tree: nothing is fetched twice
     assert len(second.heard.loads) == 1
 
@@ -62,7 +62,7 @@ def test_requests_that_wait_for_the_same_prefix_bring_it_once(tmp_path):
     twins = [server.queue([*DOCUMENT[:56], i]) for i in range(3)]
     assert server.settle(*twins) == set()
     server.harness.check()
-    assert (server.loading.totals.loaded, server.loading.totals.not_placed) == (1, 2)
+    assert (server.heard.totals.loaded_segments, server.heard.totals.not_placed) == (1, 2)
     assert cache_state(server.harness.tree)["free_slots"] == 30 - 17
     for req in twins:
         assert server.harness.admit(req) and req.prefix_len == 56
@@ -109,7 +109,7 @@ def test_who_waits_too_long_goes_on_without(tmp_path, monkeypatch):
     assert server.begin(req) == {req}
     server.now = 1.0
     assert server.loading.settle([req]) == set() and server.heard.failures == ["late"]
-    assert server.manager.store_state()["late"] == 1
+    assert server.heard.totals.late_loads == 1
 
 
 def test_a_store_that_fails_is_told_and_the_prompt_computed(tmp_path, monkeypatch):
@@ -177,7 +177,7 @@ def test_what_readers_order_later_takes_the_place_of_what_was_stored(tmp_path):
     (key,) = keys_in(server.segments)
     assert not server.segments.get(key).is_read
     (owner,) = server.harness.tree.spans
-    server.harness.tree.spans[owner].segment.is_ranked = True
+    server.harness.tree.spans[owner].segment.is_measured = True
     server.harness.tree.manager.ranges.at_budget(owner)
     assert server.writer.drain(300) and server.segments.get(key).is_read
 
@@ -191,7 +191,7 @@ def test_prefixes_are_fetched_for_the_head_of_the_queue_first(tmp_path):
     assert server.reader._workers.drain(300)
     assert server.loading.settle([short, *queue]) == set(queue[READ_AHEAD - 1 :])  # it is not yet their turn
     assert server.settle(*queue[READ_AHEAD - 1 :]) == set()
-    assert server.loading.num_waiting == 0 and server.loading.totals.loaded == 1
+    assert server.loading.num_waiting == 0 and server.heard.totals.loaded_segments == 1
 
 
 def test_nobody_waits_for_ever_behind_those_whose_turn_it_is(tmp_path, monkeypatch):
@@ -215,7 +215,7 @@ def test_a_working_set_of_many_times_the_pool_comes_back_from_the_store(tmp_path
     for turn in range(4):
         for number, document in enumerate(documents):
             assert server.serve([*document[:56], turn, number % 11, 9]) >= 55, (turn, number)
-    assert server.loading.totals.loaded >= 30 and server.loading.totals.late == 0
+    assert server.heard.totals.loaded_segments >= 30 and server.heard.totals.late_loads == 0
     assert cache_state(server.harness.tree)["leaked_slots"] == 0
 
 
@@ -238,6 +238,7 @@ def test_a_server_that_stops_writes_what_waits(tmp_path, monkeypatch):
     gate, put = threading.Event(), server.segments.put
     monkeypatch.setattr(server.segments, "put", lambda *args: gate.wait(300) and put(*args))
     server.harness.finish(server.harness.run(DOCUMENT))
+    assert server.manager.store_state()["waiting"] == 1
     assert server.manager.close_store(0.01) == 1  # in bounded time
     gate.set()
     scheduler = SimpleNamespace(tree_cache=server.harness.tree)
@@ -249,21 +250,20 @@ def test_a_server_that_stops_writes_what_waits(tmp_path, monkeypatch):
 
 def test_what_is_told_is_counted_and_published(tmp_path):
     """Counters of /metrics, and events, from the same calls."""
-    events, counting = [], TotalsListener(4)
-    service = SimpleNamespace(publish=events.append, config=EventsConfig())
-    publishing = EventStreamListener(service, "p", 4)
-    publishing.stored(Written("ab" * 32, 56, 900))
-    for listener in (counting, publishing):
-        listener.stored(Written("cd" * 32, 30, 0, "disk full"))
-        listener.stored(Written("ef" * 32, 30, 0))
-        listener.loaded("ab" * 32, 20, 56)
-        listener.load_failed("late", "")
-        listener.load_failed("error", "unreachable")
-    counting.stored(Written("ab" * 32, 56, 900))
-    totals = counting.totals
-    assert (totals.stored_segments, totals.stored_bytes, totals.not_stored) == (1, 900, 1)
-    assert (totals.loaded_segments, totals.loaded_tokens, totals.late_loads, totals.failed_loads) == (1, 36, 1, 1)
-    assert [type(event) for event in events] == [Stored, Stored, Stored, Loaded, LoadFailed, LoadFailed]
+    events, listener = [], CacheListener()
+    listener.subscribers.append(events.append)
+    listener.stored(Written("ab" * 32, 56, 900))
+    listener.stored(Written("cd" * 32, 30, 0, "disk full"))
+    listener.stored(Written("ef" * 32, 30, 0))
+    listener.loaded("ab" * 32, 20, 56)
+    listener.load_failed("late")
+    listener.load_failed("error", "unreachable")
+    listener.load_failed("no-place")
+    totals = listener.totals
+    assert (totals.stored_segments, totals.stored_bytes, totals.not_stored, totals.already_stored) == (1, 900, 1, 1)
+    assert (totals.loaded_segments, totals.loaded_tokens, totals.not_placed) == (1, 36, 1)
+    assert (totals.late_loads, totals.failed_loads) == (1, 1)
+    assert [type(event) for event in events] == [Stored, Stored, Stored, Loaded, LoadFailed, LoadFailed, LoadFailed]
     assert (events[0].key, events[0].tokens, events[0].bytes) == ("ab" * 8, 56, 900)
     assert (events[1].error, events[3].start, events[5].error) == ("disk full", 20, "unreachable")
 
@@ -278,7 +278,7 @@ def test_random_traffic_with_restarts_keeps_every_slot(tmp_path):
             server.serve([*document[: 60 - 7 * (i % 3)], *([i] * 6)])
         assert cache_state(server.harness.tree)["leaked_slots"] == 0
         assert server.harness.tree.guard.errors == dict.fromkeys(server.harness.tree.guard.errors, 0)
-        assert (server.loading.totals.loaded > 0) == (start > 0)
+        assert (server.heard.totals.loaded_segments > 0) == (start > 0)
 
 
 def test_who_waits_is_passed_over_and_keeps_its_place(tmp_path):

@@ -13,10 +13,7 @@ from helpers.event_sockets import description_of
 from helpers.passes import MiniScheduler
 from sgl_kvevict.config import EventsConfig
 from sgl_kvevict.events.service import EventService
-from sgl_kvevict.lifecycle.listener import ListenerGroup
-from sgl_kvevict.sglang_adapter.monitoring.event_stream import EventStreamListener
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
-from sgl_kvevict.sglang_adapter.monitoring.totals import TotalsListener
 
 POLICIES = ("reconstruction", "questions", "snapkv")
 MAX_GROWTH_MB = 40.0
@@ -28,9 +25,8 @@ def unit(seed: int, share: float) -> Counts:
     harness.check = lambda: None  # type: ignore[method-assign]
     config = EventsConfig(endpoint=None, replay_endpoint=None, inspect_endpoint=None, buffer_steps=100)
     service = EventService(config, description_of(config))
-    counting = TotalsListener(harness.geometry.num_runs)
-    published = EventStreamListener(service, "any", harness.geometry.num_runs)
-    harness.tree.manager.listener = ListenerGroup([counting, published], harness.tree.guard)
+    listener = harness.tree.manager.listener
+    listener.subscribers.append(service.publish)
     rng = random.Random(seed)
     half = int(10_000 * share)
     try:
@@ -44,7 +40,7 @@ def unit(seed: int, share: float) -> Counts:
     state = cache_state(harness.tree)
     assert state["observation_bytes"] <= 2 * harness.config.observation_bytes
     assert not any(harness.tree.guard.errors.values())
-    return {"done": 2 * half, "compressions": counting.totals.compressions, "largest growth (MB)": growth}
+    return {"done": 2 * half, "compressions": listener.totals.compressions, "largest growth (MB)": growth}
 
 
 def _traffic(harness, rng: random.Random, num_requests: int) -> None:

@@ -18,7 +18,7 @@ from campaign.parts import Counts
 from helpers.e2e_env import ENV
 from sgl_kvevict.client import warm
 from sgl_kvevict.launcher import KVEVICT_CPU_FLAGS, RunningServer, config_env, launch
-from sgl_kvevict.model import ensure_demo_model
+from sgl_kvevict.model import ensure_model
 
 OTHERS = 2
 SENTENCES = 100
@@ -36,7 +36,7 @@ def unit(seed: int, share: float) -> Counts:
     config = {"policy": "reconstruction"}
     with tempfile.TemporaryDirectory() as folder:
         log, flags = Path(folder) / "server.log", [*KVEVICT_CPU_FLAGS, "--max-total-tokens", "16000"]
-        with launch(ensure_demo_model(), flags=flags, env=ENV | config_env(config), log_path=log) as running:
+        with launch(ensure_model(), flags=flags, env=ENV | config_env(config), log_path=log) as running:
             prefix = " ".join(f"Number {seed} {i} is {i * i % 97}." for i in range(SENTENCES))
             _post(running, prefix)  # a long prompt takes its time on any server: not what is measured here
             _latencies(running, lambda: time.sleep(5 * share), seed)  # the first ones compile and load

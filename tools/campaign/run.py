@@ -54,7 +54,7 @@ PARTS = (
     Part("faults", "faults around a server", 2 * len(faults.FAULTS), faults.unit, len(faults.FAULTS)),
     Part("latency", "one-token answers beside a warm with many questions", 1, latency.unit, 1),
     Part("soak", "minutes at saturation, memory flat, no error line", 60, soak.soak, 1),
-    Part("lengths", "minutes of prompts of all lengths on the demo model, memory flat", 30, soak.lengths, 1),
+    Part("lengths", "minutes of prompts of all lengths in bfloat16, memory flat", 30, soak.lengths, 1),
 )
 
 

@@ -14,7 +14,6 @@ from helpers.e2e_env import ENV
 from helpers.modes import FLAGS
 from helpers.tiny_model import save_adapter, save_tiny_llama, save_tokenizer
 from sgl_kvevict.launcher import KVEVICT_CPU_FLAGS, RunningServer, config_env, free_port, launch
-from sgl_kvevict.model import ensure_demo_model
 
 SHIMS = Path(__file__).parent / "shims"
 ADAPTERS = ("first", "second")
@@ -42,13 +41,6 @@ def whole_server(*flags: str, config: Mapping[str, Any]) -> Iterator[RunningServ
         lora = ("--lora-paths", *paths, "--lora-backend", "torch_native", "--max-loras-per-batch", "3")
         variables = {"CAMPAIGN_UNPINNED": "1", **OPTIMISTIC, **shims()}
         yield from _serve(model, (*SMALL_POOL, *lora, *flags), config, variables, folder / "server.log")
-
-
-@contextmanager
-def demo_server(*flags: str) -> Iterator[RunningServer]:
-    """The demo model in bfloat16 where that is fast, with the default configuration."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield from _serve(ensure_demo_model(), flags, {}, None, Path(folder) / "server.log")
 
 
 def _serve(

@@ -8,14 +8,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from campaign.parts import Counts
-from campaign.servers import demo_server, error_lines, resident_mb, server
+from campaign.servers import error_lines, resident_mb, server
 
 from helpers.modes import CONFIG, MODES, assert_nothing_leaked, serve_readers
+from helpers.tiny_model import VOCAB_SIZE
 
 MAX_GROWTH_MB = 100.0
 NUM_CLIENTS = 60
-VOCABULARY = range(1000, 30_000)
-"""Ordinary tokens of the demo model."""
+VOCABULARY = range(3, VOCAB_SIZE)
 
 
 def modes(seed: int, share: float) -> Counts:
@@ -52,21 +52,22 @@ def soak(seed: int, share: float) -> Counts:
 
 
 def lengths(seed: int, share: float) -> Counts:
-    """60 clients with prompts and answers of random lengths for half an hour, on the demo model.
+    """60 clients with prompts and answers of random lengths for half an hour, in bfloat16.
 
     Each number of tokens in a forward is a shape of its own to compiled kernels and to malloc. Memory of all processes
-    must be flat after the first third.
+    is printed every minute and must be flat after the first third.
     """
     seconds = 30 * 60 * share
     rng = random.Random(seed)
-    documents = [rng.choices(VOCABULARY, k=rng.randrange(200, 3000)) for _ in range(200)]
-    with demo_server("--max-total-tokens", "6000") as running, ThreadPoolExecutor(NUM_CLIENTS) as pool:
+    documents = [rng.choices(VOCABULARY, k=900) for _ in range(200)]
+    flags = ("--dtype", "bfloat16", "--max-total-tokens", "6000")
+    with server(*flags, config={}) as running, ThreadPoolExecutor(NUM_CLIENTS) as pool:
         begin = time.monotonic()
 
         def serve(client: int) -> int:
             own, number = random.Random(seed * NUM_CLIENTS + client), 0
             while time.monotonic() < begin + seconds:
-                shared = own.choice(documents)[: own.randrange(50, 900)] if own.random() < 0.25 else []
+                shared = own.choice(documents)[: own.randrange(50, 800)] if own.random() < 0.25 else []
                 prompt = shared + own.choices(VOCABULARY, k=own.randrange(3, 150))
                 sampling = {"temperature": 0, "max_new_tokens": own.randrange(1, 13), "ignore_eos": True}
                 running.post("/generate", {"input_ids": prompt, "sampling_params": sampling}, timeout_s=600)

@@ -105,7 +105,7 @@ def _window_options(window: int = WINDOW, kernel: int = 5) -> dict[str, Any]:
 def _streaming_llm(setting: Setting) -> list[Case]:
     press = Press("StreamingLLMPress", {"compression_ratio": setting.ratio, "n_sink": SINKS})
     same = "4 sinks and the most recent tokens"
-    served = f"{same}; the uncompressed tail of {WINDOW} is the end of the recent tokens"
+    served = f"{same}, the tail of {WINDOW} among them"
     return [
         Case("streaming-llm", "StreamingLLM", press, "streaming-llm", {}, 0, True, same),
         Case("streaming-llm, as served", "StreamingLLM", press, "streaming-llm", {}, WINDOW, True, served, SINKS),
@@ -124,10 +124,9 @@ def _snapkv(setting: Setting) -> list[Case]:
         case("snapkv, avg 5", _snapkv_press(setting), _window_options(), WINDOW, True,
              "average pool of 5 with zero padding, tail = window"),
         case("snapkv, avg 5, window in range", _snapkv_press(setting), _window_options(), 0, False,
-             "ours pools up to the end of the range, so the two tokens before the window also see attention to window "
-             "tokens; kvpress cuts the window off first and pads with zeros"),
+             "ours pools across the start of the window; kvpress cuts the window off and pads with zeros"),
         case("snapkv, defaults", _snapkv_press(setting), {}, WINDOW, False,
-             "our default is Ada-KV's: a max pool of 7 along each query's row, then the mean; kvpress averages over 5"),
+             "our default is Ada-KV's max pool of 7; kvpress averages over 5"),
     ]  # fmt: skip
     if setting.num_kept > 64:
         reason = "kvpress' own defaults: window 64, average pool of 5, tail = window"
@@ -154,12 +153,11 @@ def _pyramidkv(setting: Setting) -> list[Case]:
     options = _window_options()
     return [
         Case("pyramidkv, same line", "PyramidKV", matched, "pyramidkv", {**options, "pyramid_beta": 30}, WINDOW, True,
-             "ours lays the line over the entries beside the window, kvpress over all of a head's entries: beta "
-             "(kvpress) = kept / (window + (kept - window) / 30) describes the line of beta = 30 (ours); the budget "
-             "is one for which all its points are integers, so nothing is rounded"),
+             "ours lays the line over entries beside the window, kvpress over all entries: its beta is kept / (window "
+             "+ (kept - window) / 30) for our 30; the budget needs no rounding"),
         Case("pyramidkv, beta 20", "PyramidKV", plain, "pyramidkv", options, WINDOW, False,
-             "beta = 20 means another line (see above); kvpress also rounds each layer alone, and uses equal layers "
-             "when kept / beta is below the window"),
+             "beta = 20 is another line; kvpress rounds each layer alone, and uses equal layers if kept / beta is "
+             "below the window"),
     ]  # fmt: skip
 
 
@@ -171,11 +169,11 @@ def _h2o(setting: Setting) -> list[Case]:
 
     return [
         case("h2o, as ObservedAttention", {"normalize": "queries", "recent_ratio": 0.0}, True,
-             "attention of all queries divided by the number of queries that saw the token, no recent share"),
+             "mean attention of the queries that saw the token, no recent share"),
         case("h2o, no recent share", {"recent_ratio": 0.0}, False,
-             "H2O sums attention; ObservedAttention divides by the number of queries, which lifts late tokens"),
+             "H2O sums, ObservedAttention averages, which lifts late tokens"),
         case("h2o, defaults", {}, False,
-             "as above, and H2O gives half of the budget to the most recent tokens"),
+             "as above; half of the budget is for recent tokens"),
     ]  # fmt: skip
 
 
@@ -194,13 +192,12 @@ def _chunkkv(setting: Setting) -> list[Case]:
 
     return [
         case("chunkkv, as kvpress", press(window), same, window, True,
-             "mean score of a chunk, summed over heads, one list of chunks per layer; the window (20 to 29 tokens) "
-             "begins at a chunk's start, so both lay the same chunks; the budget is the whole chunks kvpress keeps"),
+             "mean score of a chunk, summed over heads; the window (20 to 29 tokens) begins at a chunk's start; the "
+             "budget is whole chunks"),
         case("chunkkv, chunks per head", press(window), own, window, False,
-             "the paper's algorithm chooses chunks for each head; kvpress adds up the heads of a layer"),
+             "chunks per head, as in the paper; kvpress sums over heads"),
         case("chunkkv, defaults", press(WINDOW), {}, WINDOW, False,
-             "as above; kvpress also keeps the whole chunk in which the window begins, and spends whole chunks only, "
-             "ours cuts the last one to the budget"),
+             "as above; ours cuts the last chunk to the budget, kvpress keeps whole ones only"),
     ]  # fmt: skip
 
 
@@ -217,20 +214,17 @@ def _ada_snapkv(setting: Setting) -> list[Case]:
     guard = {"safeguard": "kvpress"}
     return [
         case("ada-snapkv, window in range", press(1), {**_window_options(kernel=1), **guard}, 0, True,
-             "safeguard=kvpress: each head's best int(0.2 * kept) entries, the window among them, then one "
-             "competition of all heads"),
+             "each head's best int(0.2 * kept) entries, window included, then one competition"),
         case("ada-snapkv, avg 5", press(5), {**_window_options(), **guard, "alpha": alpha}, WINDOW, True,
-             "the same with the window behind the range: alpha set so that as many entries beside the window are "
-             "safe (kvpress' 0.2 counts the window's)"),
+             "the same, window behind the range; alpha such that as many entries are safe"),
         case("ada-snapkv, alpha 0.2", press(5), {**_window_options(), **guard}, WINDOW, False,
-             "20 % of the entries beside the window are safe, in kvpress 20 % of all, window first: often none "
-             "beside it"),
+             "ours protects 20 % beside the window, kvpress 20 % of all, window first"),
         case("ada-snapkv, authors' code", press(5), _window_options(), WINDOW, False,
-             "80 % adaptive + 20 % uniform share (Ada-KV's code) instead of a floor"),
+             "80 % adaptive share (Ada-KV's code) instead of a floor"),
         case("ada-snapkv, paper", press(5), {**_window_options(), "safeguard": "paper"}, WINDOW, False,
-             "20 % adaptive + 80 % uniform share (Algorithm 2 as printed) instead of a floor"),
+             "20 % adaptive share (Algorithm 2) instead of a floor"),
         case("ada-snapkv, defaults", press(5), {}, WINDOW, False,
-             "authors' code, and the max pool of 7 instead of the average of 5"),
+             "authors' code, and max pool of 7"),
     ]  # fmt: skip
 
 
@@ -239,18 +233,17 @@ def _agnostic(setting: Setting) -> list[Case]:
     expected = Press("ExpectedAttentionPress", dict(ratio))
     mean_only = Press("ExpectedAttentionPress", {**ratio, "use_covariance": False, "use_vnorm": False})
     plain = {"use_covariance": False, "use_value_norm": False}
-    tail = f"the tail of {WINDOW} is kept and takes its entries from the budget; kvpress lets it compete"
+    tail = f"the tail of {WINDOW} is kept within the budget; in kvpress it competes"
     return [
         Case("knorm", "Knorm", Press("KnormPress", ratio), "knorm", {}, 0, True, "smallest key norms"),
         Case("knorm, as served", "Knorm", Press("KnormPress", ratio), "knorm", {}, WINDOW, False,
-             f"{tail}, as it does the {SINKS} sinks", SINKS),
+             f"{tail}, as do {SINKS} sinks", SINKS),
         Case("keydiff", "KeyDiff", Press("KeyDiffPress", ratio), "keydiff", {}, 0, True,
              "least cosine similarity to the mean key direction of the prompt"),
         Case("keydiff, as served", "KeyDiff", Press("KeyDiffPress", ratio), "keydiff", {}, WINDOW, False,
-             f"{tail}, as it does the {SINKS} sinks; our mean key is that of the range", SINKS),
+             f"{tail}, as do {SINKS} sinks; our mean is over the range", SINKS),
         Case("expected-attention", "ExpectedAttention", expected, "expected-attention", {}, 0, True,
-             "mean and covariance of the queries before RoPE, mean rotation of the next 512 positions, value norm; "
-             "4 sinks on both sides. Ours undoes RoPE on the served queries, kvpress projects the hidden states again"),
+             "query moments before RoPE, mean rotation of 512 positions, value norm, 4 sinks"),
         Case("expected-attention, mean only", "ExpectedAttention", mean_only, "expected-attention", plain, 0, True,
              "the same without covariance and value norm"),
         Case("expected-attention, as served", "ExpectedAttention", expected, "expected-attention", {}, WINDOW, False,

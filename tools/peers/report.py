@@ -37,17 +37,17 @@ def render(rows: list[Row]) -> str:
     cases = {case.name: case for share in KEPT_SHARES for case in make_cases(1000, share)}
     groups = {name: list(group) for name, group in groupby(rows, key=lambda row: row.case)}
     lines = [*provenance(rows), "", "### Equal sets: the definitions coincide", ""]
-    lines += ["| method | kvpress | ours | tail | heads equal | what coincides |", "|---|---|---|---|---|---|"]
+    lines += ["|method|kvpress|ours|tail|heads equal|what coincides|", "|---|---|---|---|---|---|"]
     for name, group in groups.items():
         if cases[name].coincides:
-            lines.append(f"| {identity(cases[name], group)} | {equal_heads(group)} | {cases[name].reason} |")
+            lines.append(f"|{identity(cases[name], group)}|{equal_heads(group)}|{cases[name].reason}|")
     lines += ["", "### Other sets: the definitions differ", ""]
-    shares = " | ".join(f"in common at {share:.0%}" for share in KEPT_SHARES)
-    lines += [f"| method | kvpress | ours | tail | {shares} | why |", "|---|---|---|---|---|---|---|"]
+    shares = "|".join(f"in common at {share:.0%} (worst head)" for share in KEPT_SHARES)
+    lines += [f"|method|kvpress|ours|tail|{shares}|why|", "|---|---|---|---|---|---|---|"]
     for name, group in groups.items():
         if not cases[name].coincides:
-            common = " | ".join(overlap([row for row in group if row.kept_share == share]) for share in KEPT_SHARES)
-            lines.append(f"| {identity(cases[name], group)} | {common} | {cases[name].reason} |")
+            common = "|".join(overlap([row for row in group if row.kept_share == share]) for share in KEPT_SHARES)
+            lines.append(f"|{identity(cases[name], group)}|{common}|{cases[name].reason}|")
     return "\n".join(lines) + "\n"
 
 
@@ -71,7 +71,7 @@ def identity(case: Case, group: list[Row]) -> str:
     ours = f"`{case.policy}`" + (f"<br>`{options}`" if options else "")
     sinks = f", {case.protected} sinks protected" if case.protected else ""
     tail = f"{case.tail}{sinks}" if len({row.tail for row in group}) == 1 else "window"
-    return f"{case.method} | `{press_text([press_of(case, row) for row in group])}` | {ours} | {tail}"
+    return f"{case.method}|`{press_text([press_of(case, row) for row in group])}`|{ours}|{tail}"
 
 
 def press_of(case: Case, row: Row) -> Press:
@@ -104,7 +104,7 @@ def equal_heads(group: list[Row]) -> str:
 def overlap(group: list[Row]) -> str:
     """Mean over the prompts, and the worst head."""
     mean = sum(row.overlap for row in group) / len(group)
-    return f"{mean:.2%} (worst head {min(row.worst_overlap for row in group):.0%})"
+    return f"{mean:.2%} ({min(row.worst_overlap for row in group):.0%})"
 
 
 if __name__ == "__main__":

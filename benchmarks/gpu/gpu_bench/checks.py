@@ -1,4 +1,4 @@
-"""Every kernel against its float32 reference, on the device; the errors that count are relative to torch's bfloat16."""
+"""Every kernel beside its CPU path in float32; errors of attention are relative to bfloat16's rounding."""
 
 from __future__ import annotations
 
@@ -8,22 +8,14 @@ import torch
 from torch import Tensor
 
 from gpu_bench.setting import Setting
-from kvevict_kernels.accumulated_attention import accumulated_attention, accumulated_attention_reference
-from kvevict_kernels.alloc_head_slots import alloc_head_slots, alloc_head_slots_reference
-from kvevict_kernels.compact_kv import compact_kv, compact_kv_reference
-from kvevict_kernels.radix_select import top_mask, top_mask_reference
-from kvevict_kernels.ragged_decode import (
-    list_addresses,
-    plan_ragged_decode,
-    ragged_attention_over_paths_reference,
-    run_ragged_decode,
-    sizes_on,
-    start_step,
-)
-from kvevict_kernels.ragged_decode.tables import LayerInputs
-from kvevict_kernels.ragged_extend import run_ragged_extend
+from kvevict_kernels.alloc_head_slots import alloc_head_slots, alloc_head_slots_cpu
+from kvevict_kernels.compact_kv import compact_kv, compact_kv_cpu
+from kvevict_kernels.key_scores import accumulated_attention, key_scores_cpu, window_scores
+from kvevict_kernels.radix_select import top_mask, top_mask_cpu
 from kvevict_kernels.span_runs import SpanRuns
-from kvevict_kernels.window_scores import window_scores, window_scores_reference
+from sgl_kvevict.attention import AttentionBatch, TorchAttention
+from sgl_kvevict.attention.triton.attention import TritonAttention
+from sgl_kvevict.geometry import KVGeometry
 
 LIMITS = {"exact": 0.0, "float32": 2e-5, "bfloat16": 1.6e-2}
 """Largest error allowed, relative to the largest result: one unit in the last place of bfloat16 is 0.8 %."""
@@ -61,25 +53,23 @@ def _alloc(setting: Setting) -> tuple[Tensor, Tensor]:
     lens = torch.randint(0, 40, (4, 8), dtype=torch.int32)
     slots = torch.randperm(500)[: -(-int(lens.sum()) // 32)]
     args = (lens.to(setting.device), slots.to(setting.device), 500, int(lens.sum()))
-    return torch.cat(alloc_head_slots(*args)), torch.cat(alloc_head_slots_reference(lens, slots, *args[2:])).to(
-        setting.device
-    )
+    return torch.cat(alloc_head_slots(*args)).cpu(), torch.cat(alloc_head_slots_cpu(lens, slots, *args[2:]))
 
 
 def _compact(setting: Setting, *, is_weighted: bool = False) -> tuple[Tensor, Tensor]:
     k, v = (_normal(setting, 2, 60, 4, setting.head_dim) for _ in range(2))
     rows = torch.randperm(480)
     src, dst = rows[:300].int().to(setting.device), rows.flip(0)[:100].int().to(setting.device)
-    options: dict[str, Tensor] = {}
+    indptr = weights = None
     if is_weighted:
-        options["indptr"] = (torch.arange(101, dtype=torch.int32) * 3).to(setting.device)
-        options["weights"] = torch.rand(300).to(setting.device)
+        indptr = (torch.arange(101, dtype=torch.int32) * 3).to(setting.device)
+        weights = torch.rand(300).to(setting.device)
     else:
         src = src[:100]
-    want = (k.clone(), v.clone())
-    compact_kv(k, v, src, dst, **options)
-    compact_kv_reference(*want, src, dst, **options)
-    return torch.cat([k, v]).float(), torch.cat(want).float()
+    want = [x.cpu().clone() for x in (k, v)]
+    compact_kv(k, v, src, dst, indptr=indptr, weights=weights)
+    compact_kv_cpu(*want, src.cpu(), dst.cpu(), *(None if x is None else x.cpu() for x in (indptr, weights)))
+    return torch.cat([k, v]).float().cpu(), torch.cat(want).float()
 
 
 def _select(setting: Setting) -> tuple[Tensor, Tensor]:
@@ -89,30 +79,36 @@ def _select(setting: Setting) -> tuple[Tensor, Tensor]:
         counts = torch.arange(1, num_rows + 1) * n // 4
         for dtype, highest in ((torch.int32, 3), (torch.int64, 2**62)):
             keys = torch.randint(-highest, highest, (num_rows, n), dtype=dtype)
-            got.append(top_mask(keys.to(setting.device), counts.to(setting.device)).flatten())
-            want.append(top_mask_reference(keys, counts).flatten().to(setting.device))
+            got.append(top_mask(keys.to(setting.device), counts.to(setting.device)).flatten().cpu())
+            want.append(top_mask_cpu(keys, counts).flatten())
     return torch.cat(got), torch.cat(want)
+
+
+def _scored(setting: Setting, num_queries: int, num_keys: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, their log-sum-exps, keys and the slots of half of them or more."""
+    heads, group, dim = setting.num_kv_heads, setting.group_size, setting.head_dim
+    queries, keys = _normal(setting, num_queries, heads * group, dim), _normal(setting, 300, heads, dim)
+    lse = torch.full((num_queries, heads * group), 6.0, device=setting.device)
+    return queries, lse, keys, torch.randperm(300)[:num_keys].to(setting.device)
+
+
+def _exact(args: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    queries, lse, keys, slots = (x.cpu() for x in args)
+    return queries.float(), lse, keys.float(), slots
 
 
 def _window(setting: Setting) -> tuple[Tensor, Tensor]:
-    heads, group, dim = setting.num_kv_heads, setting.group_size, setting.head_dim
-    queries, keys = _normal(setting, 8, heads * group, dim), _normal(setting, 300, heads, dim)
-    slots = torch.randperm(300)[:200].to(setting.device)
-    lse = torch.full((8, heads * group), 6.0, device=setting.device)
-    options: dict[str, Any] = {"sm_scale": setting.sm_scale, "key_start": 0, "query_start": 196, "kernel_size": 7}
-    got = window_scores(queries, lse, keys, slots, **options)
-    want = window_scores_reference(queries.float(), lse, keys.float(), slots, **options)
-    return torch.cat(got), torch.cat(want)
+    args = _scored(setting, 8, 200)
+    got = window_scores(*args, sm_scale=setting.sm_scale, key_start=0, query_start=196, kernel_size=7)
+    mean, pooled = key_scores_cpu(*_exact(args), setting.sm_scale, -196, "mean", 7)
+    assert pooled is not None
+    return torch.cat(got).cpu(), torch.cat([pooled, mean])
 
 
 def _accumulated(setting: Setting, reduction: Any) -> tuple[Tensor, Tensor]:
-    heads, group, dim = setting.num_kv_heads, setting.group_size, setting.head_dim
-    queries, keys = _normal(setting, 50, heads * group, dim), _normal(setting, 300, heads, dim)
-    slots = torch.randperm(300)[:150].to(setting.device)
-    lse = torch.full((50, heads * group), 6.0, device=setting.device)
-    options: dict[str, Any] = {"sm_scale": setting.sm_scale, "key_start": 0, "query_start": 100, "reduction": reduction}
-    got = accumulated_attention(queries, lse, keys, slots, **options)
-    return got, accumulated_attention_reference(queries.float(), lse, keys.float(), slots, **options)
+    args = _scored(setting, 50, 150)
+    got = accumulated_attention(*args, sm_scale=setting.sm_scale, key_start=0, query_start=100, reduction=reduction)
+    return got.cpu(), key_scores_cpu(*_exact(args), setting.sm_scale, -100, reduction)[0]
 
 
 def _paths(setting: Setting, new_lens: list[int]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -120,26 +116,19 @@ def _paths(setting: Setting, new_lens: list[int]) -> tuple[tuple[Tensor, Tensor]
     layers, heads, slots = 2, setting.num_kv_heads, 400
     shared, own = (_span(setting, layers, heads, slots, longest) for longest in (90, 50))
     k, v = (_normal(setting, layers, slots, heads, setting.head_dim) for _ in range(2))
-    device = k.device
-    group, dim = setting.group_size, setting.head_dim
-    sizes = sizes_on(device, num_layers=layers, num_kv_heads=heads, group_size=group, head_dim=dim)
-    paths: list[tuple[SpanRuns, ...]] = [(), (shared,), (shared, own)]
-    table = plan_ragged_decode(paths, new_lens, [100, 100, 100], sizes=sizes, device=device)
-    seq_lens = torch.tensor([60, 100 + 30, 100 + 60 + 70], dtype=torch.int32, device=device)
-    rows = torch.arange(3, device=device)
-    req_to_token = torch.stack([torch.randperm(slots) for _ in range(3)]).int().to(device)
-    partials = tuple(
-        torch.empty(shape, device=device) for shape in ((table.num_partials, setting.head_dim), (table.num_partials,))
+    geometry = KVGeometry(layers, heads * setting.group_size, heads, setting.head_dim, slots)
+    batch = AttentionBatch(
+        paths=((), (shared,), (shared, own)),
+        seq_lens=[60, 100 + 30, 100 + 60 + 70],
+        extend_lens=new_lens,
+        req_pool_indices=torch.arange(3, device=k.device),
+        req_to_token=torch.stack([torch.randperm(slots) for _ in range(3)]).int().to(k.device),
     )
-    addresses = list_addresses(table, partials)
-    step = start_step(addresses, req_to_token=req_to_token, pool_rows=rows, seq_lens=seq_lens)
-    q = _normal(setting, sum(new_lens), heads * setting.group_size, setting.head_dim)
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
-    inputs = LayerInputs(1, q, k, v, setting.sm_scale)
-    run_ragged_decode(addresses, step, inputs, out=out, lse=lse)
-    run_ragged_extend(addresses, step, inputs, out=out, lse=lse)
-    exact = LayerInputs(1, q.float(), k.float(), v.float(), setting.sm_scale)
-    return (out, lse), ragged_attention_over_paths_reference(table, step, exact)
+    q = _normal(setting, sum(new_lens), geometry.num_qo_heads, setting.head_dim)
+    attention, plain = TritonAttention(geometry, k, v), TorchAttention(geometry, k.float(), v.float())
+    attention.plan(batch)
+    plain.plan(batch)
+    return attention.run(1, q, setting.sm_scale), plain.run(1, q.float(), setting.sm_scale)
 
 
 def _span(setting: Setting, layers: int, heads: int, slots: int, longest: int) -> SpanRuns:

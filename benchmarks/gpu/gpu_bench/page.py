@@ -22,13 +22,17 @@ TITLES = {
     "extend": "New tokens of one request on a compressed prefix",
     "shapes": "Decode with other head_dims and numbers of KV heads",
     "first": "What happens once",
-    "serve": "A server end to end",
+    "serve-flashinfer": "A server end to end: stock with FlashInfer",
+    "serve-fa3": "A server end to end: stock with FA3",
+    "serve-uncompressed": "A server end to end: budget 1.0",
+    "serve-compressed": "A server end to end: budget 0.2",
     "ordering": "Moving and poisoning slots beside running forwards",
 }
 NOTES = {
     "bandwidth": "Copy: bytes read and written by a large device copy. A layer's bytes: K, V and index of all entries.",
     "extend": "Beside dense attention over as many keys. Prefix 0: our kernel all the same; a server takes FlashInfer.",
-    "serve": "llama-8B's shape with random weights; TTFT of a question on a cached document, tokens/s of the batch.",
+    "serve-flashinfer": "llama-8B's shape with random weights; TTFT of a question on a cached document, tokens/s of "
+    "the batch. Likewise in the next sections.",
     "planning": "While planning and running, torch raises at anything that waits for the device.",
     "graph": "Before these replays the batch stays the same; a new batch costs what the section above says.",
     "compaction": "Rows whose source lies in a slot that is written go through a temporary: read and written twice.",

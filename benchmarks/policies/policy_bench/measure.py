@@ -12,9 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from policy_bench.prompt import CLOCK, PrefilledPrompt
 from sgl_kvevict.compression import PromptObservation
-from sgl_kvevict.compression.learned import with_learned_scores
 from sgl_kvevict.compression.prompt_observation import ObservationSpec
-from sgl_kvevict.distill import CachedRange
+from sgl_kvevict.distill import CachedRange, with_learned_scores
 from sgl_kvevict.policies import Decision, LayerView, Signal, build_policy
 from sgl_kvevict.policies.layer_view import Show
 from sgl_kvevict.prefix import SegmentPacker

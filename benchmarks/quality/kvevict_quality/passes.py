@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvevict_kernels.accumulated_attention import accumulated_attention
+from kvevict_kernels.key_scores import accumulated_attention
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.attention.cpu.long_prefill import LongPrefill, PrefillRequest
 from sgl_kvevict.lifecycle.probes import repetition_probes

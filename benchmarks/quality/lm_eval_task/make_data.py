@@ -17,7 +17,7 @@ from kvevict_quality.rows import ROOT
 from kvevict_quality.sample import Prompts
 from kvevict_quality.tasks import make_sample
 
-from sgl_kvevict.model import ensure_demo_model
+from sgl_kvevict.model import ensure_model
 
 FOLDER = ROOT / "out" / "quality" / "lm_eval"
 
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    prompts = Prompts(AutoTokenizer.from_pretrained(ensure_demo_model()))
+    prompts = Prompts(AutoTokenizer.from_pretrained(ensure_model()))
     FOLDER.mkdir(parents=True, exist_ok=True)
     with (FOLDER / "questions.jsonl").open("w", encoding="utf-8") as file:
         for index in range(args.contexts):

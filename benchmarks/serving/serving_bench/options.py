@@ -13,7 +13,7 @@ import psutil
 
 from serving_bench.page import Page, write_page
 from serving_bench.results import RESULTS, ROOT, Row, origin, read_rows, replace_points, write_rows
-from sgl_kvevict.model import ensure_demo_model
+from sgl_kvevict.model import ensure_model
 
 LOGS = ROOT / "out" / "serving"
 MIN_REPEATS = 5
@@ -75,7 +75,7 @@ def parse_options(description: str, repeats: int = MIN_REPEATS) -> Options:
     parser.add_argument("--model", type=Path, default=None, help="model folder; default: the demo model")
     parser.add_argument("--out", type=Path, default=None, help="folder of CSV, plot and page")
     args = parser.parse_args()
-    model = args.model or ensure_demo_model(report=lambda text: print(text, file=sys.stderr))
+    model = args.model or ensure_model(report=lambda text: print(text, file=sys.stderr))
     busy_pct = psutil.cpu_percent(BUSY_SAMPLE_S)
     reason = "--quick" if args.quick else reason_not_to_publish(args.repeats, repeats, busy_pct)
     if args.out is None and reason is not None:

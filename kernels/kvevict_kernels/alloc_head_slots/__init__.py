@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvevict_kernels.alloc_head_slots.cpu import alloc_head_slots_cpu
-from kvevict_kernels.alloc_head_slots.reference import alloc_head_slots_reference
 from kvevict_kernels.checks import check_index_range, check_int, check_tensor
-from kvevict_kernels.dispatch import backend_for
+from kvevict_kernels.dispatch import implementation
+from kvevict_kernels.head_slots import head_slot_of
 
-__all__ = ["alloc_head_slots", "alloc_head_slots_reference"]
+__all__ = ["alloc_head_slots"]
 
 MAX_HEAD_SLOTS = 2**31 - 1024  # one block of headroom: int32 entry offsets in the kernel never wrap
 
@@ -53,8 +52,28 @@ def alloc_head_slots(
         raise ValueError(f"num_token_slots: expected at most {MAX_HEAD_SLOTS} head slots in all, got {total}")
     check_int("num_entries", num_entries, 0, token_slots.numel() * num_layers * num_kv_heads)
     check_index_range("token_slots", token_slots, num_token_slots)
-    if backend_for(keep_lens.device) == "cpu":
-        return alloc_head_slots_cpu(keep_lens, token_slots, num_token_slots, num_entries)
-    from kvevict_kernels.alloc_head_slots.triton_impl import alloc_head_slots_triton
+    run = implementation(keep_lens.device, alloc_head_slots_cpu, "alloc_head_slots")
+    return run(keep_lens, token_slots, num_token_slots, num_entries)
 
-    return alloc_head_slots_triton(keep_lens, token_slots, num_token_slots, num_entries)
+
+def alloc_head_slots_cpu(
+    keep_lens: Tensor, token_slots: Tensor, num_token_slots: int, num_entries: int
+) -> tuple[Tensor, Tensor]:
+    """CPU path of :func:`kvevict_kernels.alloc_head_slots.alloc_head_slots`; also checks the lengths.
+
+    Raises:
+        ValueError: ``keep_lens`` has a negative length or does not sum to ``num_entries``.
+    """
+    num_layers, num_kv_heads = keep_lens.shape
+    lens = keep_lens.flatten()
+    if bool((lens < 0).any()):
+        raise ValueError(f"keep_lens: expected lengths >= 0, got {int(lens.min())}")
+    total = int(lens.sum())
+    if total != num_entries:
+        raise ValueError(f"num_entries: expected keep_lens.sum() = {total}, got {num_entries}")
+    indptr = torch.zeros(lens.numel() + 1, dtype=torch.int32)
+    torch.cumsum(lens, 0, dtype=torch.int32, out=indptr[1:])
+    layers = torch.arange(num_layers)[:, None, None]
+    lanes = torch.arange(num_kv_heads)
+    segment: Tensor = head_slot_of(layers, token_slots[:, None], lanes, num_token_slots, num_kv_heads)
+    return indptr, segment.to(torch.int32).view(-1)[:num_entries]

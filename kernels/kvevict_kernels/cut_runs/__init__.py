@@ -1,4 +1,4 @@
-"""Which part of each run of a segment stands for a range of tokens."""
+"""The part of each run of a segment whose positions lie in a range of tokens."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.checks import check_int, check_tensor
-from kvevict_kernels.cut_runs.cpu import cut_runs_cpu
-from kvevict_kernels.cut_runs.reference import cut_runs_reference
-from kvevict_kernels.dispatch import backend_for
+from kvevict_kernels.dispatch import implementation
 
-__all__ = ["cut_runs", "cut_runs_reference"]
+__all__ = ["cut_runs"]
 
 
 def cut_runs(positions: Tensor, indptr: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
@@ -35,8 +33,22 @@ def cut_runs(positions: Tensor, indptr: Tensor, start: int, end: int) -> tuple[T
     check_tensor("indptr", indptr, (None,), torch.int32, positions.device)
     check_int("start", start, 0)
     check_int("end", end, start)
-    if backend_for(positions.device) == "cpu":
-        return cut_runs_cpu(positions, indptr, start, end)
-    from kvevict_kernels.cut_runs.triton_impl import cut_runs_triton
+    return implementation(positions.device, cut_runs_cpu, "cut_runs")(positions, indptr, start, end)
 
-    return cut_runs_triton(positions, indptr, start, end)
+
+def cut_runs_cpu(positions: Tensor, indptr: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+    """CPU path of :func:`kvevict_kernels.cut_runs.cut_runs`: both searches in all runs at once."""
+    low = indptr[:-1].long().expand(2, -1)
+    high = indptr[1:].long().expand(2, -1)
+    bounds = torch.tensor([[start], [end]], dtype=torch.int32)
+    if positions.numel():
+        for _ in range(positions.numel().bit_length()):
+            middle = (low + high) // 2
+            before = positions[middle.clamp(max=positions.numel() - 1)] < bounds
+            searching = low < high
+            low, high = (
+                torch.where(searching & before, middle + 1, low),
+                torch.where(searching & ~before, middle, high),
+            )
+    first, last = low.int()
+    return first.contiguous(), last - first

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kvevict_kernels.checks import check_int, check_scoring
-from kvevict_kernels.dispatch import backend_for
-from kvevict_kernels.echo_attention.reference import echo_attention_reference
-from kvevict_kernels.echo_attention.torch_impl import echo_attention_torch
 from kvevict_kernels.rotary import Rotary
+from kvevict_kernels.stored_rows import gather_rows
 
-__all__ = ["echo_attention", "echo_attention_reference"]
+__all__ = ["echo_attention"]
 
 
 def echo_attention(
@@ -44,9 +43,9 @@ def echo_attention(
         key_start: logical position of the first key (tokens).
         query_start: logical position of the first query (tokens).
         rotary: the model's rotary embedding.
-        k_scale: what a stored 1 of ``k_buffer`` is worth, if it holds float8.
+        k_scale: FP8 scale of ``k_buffer``; not read for other dtypes.
         block: positions that echo together (tokens).
-        num_blocks: blocks that a block attends to: itself and those before it.
+        num_blocks: blocks that a block attends to: itself and its predecessors.
         num_sinks: first keys that every block sees too (tokens).
 
     Returns:
@@ -65,17 +64,22 @@ def echo_attention(
     check_int("block", block, 1)
     check_int("num_blocks", num_blocks, 1)
     check_int("num_sinks", num_sinks, 0)
-    return echo_attention_torch(
-        queries,
-        k_buffer,
-        token_slots,
-        sm_scale=sm_scale,
-        key_start=key_start,
-        query_start=query_start,
-        rotary=rotary,
-        k_scale=k_scale,
-        block=block,
-        num_blocks=num_blocks,
-        num_sinks=num_sinks,
-        heads_at_once=1 if backend_for(queries.device) == "cpu" else k_buffer.shape[1],
-    )
+    heads_at_once = k_buffer.shape[1] if queries.is_cuda else 1  # one KV head fits the caches of a CPU
+    num_queries, num_qo_heads, head_dim = queries.shape
+    num_kv_heads, num_keys = k_buffer.shape[1], token_slots.numel()
+    group = num_qo_heads // num_kv_heads
+    peaks = torch.zeros(num_kv_heads, num_keys, device=queries.device)
+    query_end, reach = query_start + num_queries, num_blocks * block
+    for first in range(query_start - query_start % block, query_end, block):
+        rows = queries[max(first - query_start, 0) : first + block - query_start]
+        low, high = max(first + block - reach - key_start, 0), min(first + block - key_start, num_keys)
+        sinks = min(num_sinks, low)
+        slots = torch.cat([token_slots[:sinks], token_slots[low:high]])
+        keys = gather_rows(k_buffer, slots, k_scale).float()
+        moved = rotary.advance(rows, reach).view(-1, num_kv_heads, group, head_dim)
+        moved = moved.transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
+        parts = (torch.split(x, heads_at_once) for x in (moved.mul_(sm_scale), keys.permute(1, 2, 0)))
+        weights = torch.cat([torch.bmm(x, y).softmax(-1).amax(1) for x, y in zip(*parts, strict=True)])
+        for place, part in ((slice(0, sinks), slice(0, sinks)), (slice(low, high), slice(sinks, None))):
+            peaks[:, place] = torch.maximum(peaks[:, place], weights[:, part])
+    return peaks

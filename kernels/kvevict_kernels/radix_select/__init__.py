@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from kvevict_kernels.checks import check_index_range, check_int, check_tensor
-from kvevict_kernels.dispatch import backend_for
-from kvevict_kernels.radix_select.cpu import kth_largest_cpu, top_mask_cpu
-from kvevict_kernels.radix_select.reference import kth_largest_reference, top_mask_reference
+from kvevict_kernels.dispatch import implementation
 
-__all__ = ["kth_largest", "kth_largest_reference", "top_mask", "top_mask_reference"]
+__all__ = ["kth_largest", "top_mask"]
 
 MAX_KEYS = 2**31 - 1  # of a row: kernels count keys in int32
+KEYS_AT_ONCE = 2**18
+"""Bounds the temporaries (a sort and its indices, a running count of ties): some rows after the others."""
+LONG_ROW = 2**15
+"""From here torch sorts a row of integers by their digits, several times as fast, if the row comes alone."""
 
 
 def top_mask(keys: Tensor, counts: int | Tensor) -> Tensor:
@@ -39,11 +43,7 @@ def top_mask(keys: Tensor, counts: int | Tensor) -> Tensor:
     _check(keys, counts)
     if keys.numel() == 0:
         return torch.zeros_like(keys, dtype=torch.bool)
-    if backend_for(keys.device) == "cpu":
-        return top_mask_cpu(keys, counts)
-    from kvevict_kernels.radix_select.triton_impl import top_mask_triton
-
-    return top_mask_triton(keys, counts)
+    return implementation(keys.device, top_mask_cpu, "radix_select")(keys, counts)
 
 
 def kth_largest(keys: Tensor, counts: int | Tensor) -> Tensor:
@@ -66,11 +66,7 @@ def kth_largest(keys: Tensor, counts: int | Tensor) -> Tensor:
         raise ValueError("keys: expected at least one key in a row, got n = 0")
     if keys.numel() == 0:
         return keys.new_zeros(0)
-    if backend_for(keys.device) == "cpu":
-        return kth_largest_cpu(keys, counts)
-    from kvevict_kernels.radix_select.triton_impl import kth_largest_triton
-
-    return kth_largest_triton(keys, counts)
+    return implementation(keys.device, kth_largest_cpu, "radix_select")(keys, counts)
 
 
 def _check(keys: Tensor, counts: int | Tensor) -> None:
@@ -83,3 +79,39 @@ def _check(keys: Tensor, counts: int | Tensor) -> None:
         check_index_range("counts", counts, n + 1)
     else:
         check_int("counts", counts, 0, n)
+
+
+def top_mask_cpu(keys: Tensor, counts: int | Tensor) -> Tensor:
+    """CPU path of :func:`top_mask`: the k-th value, or a sort where rows differ in k; then ties from the left."""
+    if isinstance(counts, int) and counts == 0:
+        return torch.zeros_like(keys, dtype=torch.bool)
+    masks = []
+    for rows, count in _row_groups(keys, counts):
+        threshold = _kth_largest(rows, count).unsqueeze(-1)
+        above = rows > threshold
+        ties = rows == threshold
+        missing = (count - above.sum(-1)).unsqueeze(-1)
+        masks.append(above | (ties & (ties.cumsum(-1) <= missing)))
+    return torch.cat(masks)
+
+
+def kth_largest_cpu(keys: Tensor, counts: int | Tensor) -> Tensor:
+    """CPU path of :func:`kth_largest`."""
+    return torch.cat([_kth_largest(rows, count) for rows, count in _row_groups(keys, counts)])
+
+
+def _row_groups(keys: Tensor, counts: int | Tensor) -> Iterator[tuple[Tensor, int | Tensor]]:
+    size = max(KEYS_AT_ONCE // keys.shape[1], 1)
+    for first in range(0, keys.shape[0], size):
+        group = slice(first, first + size)
+        yield keys[group], counts if isinstance(counts, int) else counts[group]
+
+
+def _kth_largest(keys: Tensor, counts: int | Tensor) -> Tensor:
+    if isinstance(counts, int):
+        return keys.kthvalue(keys.shape[1] - max(counts, 1) + 1, dim=-1).values
+    if keys.shape[1] < LONG_ROW:
+        ascending = keys.sort(dim=-1).values
+    else:
+        ascending = torch.stack([row.sort().values for row in keys])
+    return ascending.gather(-1, (keys.shape[1] - counts.clamp(min=1)).unsqueeze(-1)).squeeze(-1)

@@ -99,7 +99,7 @@ def _mask_kernel(
     MAX_TILES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Mark the keys of a tile above the threshold, and those at it that the tiles before leave to take."""
+    """Mark the keys of a tile above the threshold, and its share of the ties, after the shares of earlier tiles."""
     tile = tl.program_id(0).to(tl.int64)
     row = tile // num_tiles
     begin = tile % num_tiles * tile_keys

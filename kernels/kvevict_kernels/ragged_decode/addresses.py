@@ -1,7 +1,7 @@
 """The tables of a batch, found by address.
 
-The decode kernels get one pointer, to a list of addresses, instead of a pointer to every table. A captured launch keeps
-that pointer, so a later replay reads the tables of another batch, of any size, once their addresses are copied there.
+Kernels get one pointer, to a list of addresses, instead of a pointer to every table. A captured launch keeps that
+pointer, so a later replay reads the tables of another batch, of any size, once their addresses are copied there.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvevict_kernels.checks import check_tensor
 from kvevict_kernels.ragged_decode.host_lists import NUM_CLASSES
 from kvevict_kernels.ragged_decode.tables import Tables
 from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS
@@ -21,27 +22,24 @@ BATCH_FIELDS = (
     *("members", "request_members", "new_lens_device", "waterlines", "request_chunk", "suffix_partial"),
     *("path_start", "path_span", "path_member", "merge_request", "merge_token"),
     *("span_positions", "member_request", "row_ends"),
+    *("tile_request", "tile_index", "tile_split", "num_splits", "extend_partial"),
 )
-"""Attributes of :class:`Tables`, in the order of the list."""
-CLASS_FIELDS = ("work_unit", "item_start", "item_count", "requests")
-"""Attributes of :class:`ClassTables`; behind the above, once per class."""
-CLASS_SIZE = len(CLASS_FIELDS) + 1
-"""With ``max_items``, a number, behind them."""
-PARTIAL_OUT = len(BATCH_FIELDS) + NUM_CLASSES * CLASS_SIZE
-PARTIAL_LSE = PARTIAL_OUT + 1
-NUM_SPANS = PARTIAL_OUT + 2
-"""A number too."""
-NUM_ADDRESSES = PARTIAL_OUT + 3
+"""Attributes of :class:`Tables`, in the order of the list; kernels name them in capitals (``triton_addresses.py``)."""
+CLASS_FIELDS = ("work_unit", "item_start", "item_count", "requests", "max_items")
+"""Attributes of :class:`ClassTables`, behind the above, once per class; ``max_items`` is a number."""
+LAST_FIELDS = ("partial_out", "partial_lse", "num_spans")
+"""The scratch, and a number."""
+NUM_ADDRESSES = len(BATCH_FIELDS) + NUM_CLASSES * len(CLASS_FIELDS) + len(LAST_FIELDS)
 
 
 @dataclass(frozen=True, eq=False)
 class TableAddresses:
-    """Where the decode kernels find what a batch reads.
+    """The list through which kernels find a batch's tables.
 
     Attributes:
-        tables: of the batch; also what sizes the launches.
-        partials: scratch, [>= tables.num_partials, head_dim] and [>= tables.num_partials], float32; held, because
-            the kernels find it by address.
+        tables: of the batch; they also size the launches.
+        partials: scratch, [>= tables.num_partials, head_dim] and [>= tables.num_partials], float32; layers and
+            forwards that run one after the other may share it.
         on_device: [NUM_ADDRESSES], int64, the list.
         is_captured: launches are recorded, and repeated when ``on_device`` lists another batch of as many requests
             with one new token each: their sizes depend on nothing else.
@@ -54,13 +52,21 @@ class TableAddresses:
 
     @classmethod
     def of(cls, tables: Tables, partials: tuple[Tensor, Tensor]) -> TableAddresses:
-        """List the addresses of tables and scratch: one small copy to the device, without waiting for it."""
-        found = [getattr(tables, name).data_ptr() for name in BATCH_FIELDS]
-        for class_tables in tables.classes:
-            found += [getattr(class_tables, name).data_ptr() for name in CLASS_FIELDS]
-            found.append(class_tables.max_items)
-        found += [partials[0].data_ptr(), partials[1].data_ptr(), tables.num_spans]
-        return cls(tables, partials, to_device(torch.tensor(found, dtype=torch.int64), partials[0].device))
+        """List the addresses of tables and scratch: one small copy to the device, without waiting for it.
+
+        Raises:
+            ValueError: the scratch is too small, or has another dtype or device.
+        """
+        device = tables.waterlines.device
+        check_tensor("partials", partials[0], (None, None), torch.float32, device)
+        check_tensor("partials", partials[1], (partials[0].shape[0],), torch.float32, device)
+        if partials[0].shape[0] < tables.num_partials:
+            raise ValueError(f"partials: expected at least {tables.num_partials} rows, got {partials[0].shape[0]}")
+        found = [getattr(tables, name) for name in BATCH_FIELDS]
+        found += [getattr(class_tables, name) for class_tables in tables.classes for name in CLASS_FIELDS]
+        found += [*partials, tables.num_spans]
+        words = [x.data_ptr() if isinstance(x, Tensor) else x for x in found]
+        return cls(tables, partials, to_device(torch.tensor(words, dtype=torch.int64), device))
 
     def captured_at(self, place: Tensor) -> TableAddresses:
         """List the batch at a place that outlives it, for launches that are about to be recorded."""

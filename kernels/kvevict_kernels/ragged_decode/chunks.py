@@ -1,7 +1,7 @@
 """How keys are cut into work items: small enough that one request fills the device, large enough to run at full speed.
 
-A chunk depends on the span or suffix itself and on the device, never on the batch: what a row gets does not depend on
-what else is computed beside it.
+A chunk depends on the span or suffix itself and on the device, never on the batch: a row's result does not depend on
+the requests beside it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MIN_CHUNKS = (128, 256)
 MAX_CHUNK = 1024
 """Entries of a span's chunk, at most, unless its run is cut into ``max_chunks`` already."""
 RAMP = 128
-"""What a work item costs before its loop is at full speed, in entries: four dependent loads (estimate)."""
+"""Cost of a work item before its loop is at full speed, in entries: four dependent loads (estimate)."""
 EXTEND_RAMP = 256
 """The same for ``ragged_extend``, with writing and reading a tile's partials (estimate)."""
 MIN_BUCKET = 512

@@ -1,4 +1,4 @@
-"""What follows from paths and numbers of new tokens alone, on the host."""
+"""Lists of a batch that follow from paths and numbers of new tokens alone, on the host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvevict_kernels.ragged_decode.chunks import (
     suffix_splits,
 )
 from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS
-from kvevict_kernels.span_runs import SpanRuns, waterline_of
+from kvevict_kernels.span_runs import SpanReaders, SpanRuns, waterline_of
 
 SPLIT_ROWS = 128
 """A request with more q rows per KV head than this is left to ``ragged_extend``."""
@@ -35,7 +35,7 @@ def row_class(num_rows: int) -> int:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What stays the same for all batches of a server.
+    """Sizes that all batches of a server share.
 
     Attributes:
         num_layers: layers.
@@ -77,8 +77,11 @@ class HostLists:
         self.elsewhere = set(elsewhere)
         self.group_size = sizes.group_size
         self.is_split = [uses_split(new, self.group_size) for new in new_lens]
-        self.spans: list[SpanRuns] = list({id(span): span for path in paths for span in path}.values())
-        self.span_rows = self._readers()
+        ends = list(accumulate(new_lens))
+        self.first_rows = [end - new for end, new in zip(ends, new_lens, strict=True)]
+        rows = zip(self.first_rows, ends, self.is_split, strict=True)
+        self.readers = SpanReaders(paths, [range(first, end if is_split else first) for first, end, is_split in rows])
+        self.spans, self.span_rows = self.readers.spans, self.readers.rows
         self.span_class = [row_class(len(rows) * self.group_size) for rows in self.span_rows]
         self.request_class = [row_class(new * self.group_size) for new in new_lens]
         averages = [self._average(span) for span in self.spans]
@@ -95,25 +98,6 @@ class HostLists:
         runs = self.sizes.num_layers * self.sizes.num_kv_heads
         return min(-(-span.head_slots.numel() // runs), span.num_tokens)
 
-    def _readers(self) -> list[list[int]]:
-        """Rows of the new tokens that read each span; remembers each request's place among them."""
-        index = {id(span): i for i, span in enumerate(self.spans)}
-        rows: list[list[int]] = [[] for _ in self.spans]
-        self.first_rows: list[int] = []
-        self.path_start, self.path_span, self.path_member = [0], [], []
-        row = 0
-        for path, new, is_split in zip(self.paths, self.new_lens, self.is_split, strict=True):
-            self.first_rows.append(row)
-            for span in path:
-                i = index[id(span)]
-                self.path_span.append(i)
-                self.path_member.append(len(rows[i]))
-                if is_split:
-                    rows[i].extend(range(row, row + new))
-            self.path_start.append(len(self.path_span))
-            row += new
-        return rows
-
     def _num_splits(self, request: int) -> int:
         """Parts of the keys of a request that ``ragged_extend`` attends for: from its own lengths alone."""
         if self.is_split[request] or request in self.elsewhere:
@@ -126,7 +110,7 @@ class HostLists:
         return -(-self.new_lens[request] * self.group_size // self.sizes.extend_rows)
 
     def _place_partials(self) -> int:
-        """Bounds of what a layer's spans need, then the suffixes one after the other."""
+        """Partials of a layer: a bound for its spans, then the suffixes one after the other."""
         total = 0
         for span, rows in enumerate(self.span_rows):
             total += self._max_chunks(span) * len(rows) * self.group_size
@@ -177,7 +161,7 @@ class HostLists:
         return splits * sizes.num_kv_heads * sum(tiles)
 
     def addresses(self) -> dict[str, list[int]]:
-        """What goes to the device in 64 bits."""
+        """Lists of 64-bit numbers."""
         return {
             "span_address": [span.head_slots.data_ptr() for span in self.spans],
             "span_starts": [span.starts.data_ptr() for span in self.spans],
@@ -188,7 +172,7 @@ class HostLists:
         }
 
     def lists(self) -> dict[str, list[int]]:
-        """What goes to the device in 32 bits."""
+        """Lists of 32-bit numbers."""
         members = [row for rows in self.span_rows for row in rows]
         num_rows = [len(rows) for rows in self.span_rows]
         merged = [
@@ -214,9 +198,9 @@ class HostLists:
             "waterlines": [waterline_of(path) for path in self.paths],
             "request_chunk": [MIN_CHUNKS[which] for which in self.request_class],
             "num_splits": self.num_splits,
-            "path_start": self.path_start,
-            "path_span": self.path_span,
-            "path_member": self.path_member,
+            "path_start": self.readers.path_start,
+            "path_span": self.readers.path_span,
+            "path_member": self.readers.path_place,
             "merge_request": [request for request, _ in merged],
             "merge_token": [token for _, token in merged],
             "tile_request": [request for request, _, _ in tiles],

@@ -1,10 +1,10 @@
-"""What the kernels read, split by how often it changes.
+"""The kernels' inputs, split by how often they change.
 
 :class:`Tables` change with the batch, :class:`Step` every step, :class:`LayerInputs` every layer.
 
 Spans of a batch are units, one per (span, KV head): a run of head slots, and the rows of all new tokens that read it.
 Nothing of a span is copied: a run is an address and a length, and the addresses stay valid as long as the tables live.
-All sizes that the host needs are upper bounds from what it knows, so that no length is read back from the device.
+All sizes that the host needs are upper bounds computed on the host, so that no length is read back from the device.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class ClassTables:
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """What a batch reads, until requests come or go or their paths change. Everything but host ints is on the device.
+    """Lists of a batch, until requests come or go or their paths change. Everything but host ints is on the device.
 
     Attributes:
         paths: spans of every request, root first; held, because the kernels read them by address.
         new_lens: new tokens of every request (host).
-        sizes: what stays the same for all batches.
+        sizes: shared by all batches.
         span_address: [num_spans], int64, addresses of each span's head slots, and likewise:
         span_starts: of its starts.
         span_lens: of its lengths.
@@ -68,7 +68,7 @@ class Tables:
         row_ends: [num_requests], int32, row behind each request's last new token; likewise.
         request_members: [num_requests], int32, where each request's rows start in ``members``.
         new_lens_device: [num_requests], int32.
-        waterlines: [num_requests], int32, tokens that the request's path stands for.
+        waterlines: [num_requests], int32, tokens that are compressed into the request's path.
         request_chunk: [num_requests], int32, tokens per work item of the suffix, at least.
         num_splits: [num_requests], int32, parts of the keys in ``ragged_extend``.
         suffix_partial: [num_requests], int64, first partial row of each suffix.
@@ -155,7 +155,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class LayerInputs:
-    """What one layer attends with.
+    """Inputs of one layer.
 
     Attributes:
         layer: layer index.
@@ -165,12 +165,11 @@ class LayerInputs:
             checked all three with :func:`kvevict_kernels.checks.check_arenas`, once.
         v_arena: like ``k_arena``.
         sm_scale: factor of the products of queries and stored keys: softmax scale, times the layer's scale of keys.
-        v_scale: what a stored 1 of a value is worth in this layer.
+        v_scale: FP8 scale of the layer's values; 1.0 for other dtypes.
         biases: [num_layers, num_token_slots, num_kv_heads], float32, added to the scores of entries of spans; None:
             nothing is.
         window: tokens that a query of the layer sees at most, itself included; 0: all.
-        sink_logits: [num_qo_heads], of any floating dtype, what every row's softmax counts once, without a value;
-            None: there are none.
+        sink_logits: [num_qo_heads], of any floating dtype: one more score of every row, with value 0; None: none.
     """
 
     layer: int
@@ -183,6 +182,11 @@ class LayerInputs:
     window: int = 0
     sink_logits: Tensor | None = None
 
+    @property
+    def reads_more(self) -> bool:
+        """Whether kernels read biases or positions beside K and V."""
+        return self.biases is not None or self.window > 0
+
 
 def build_tables(
     paths: Sequence[Sequence[SpanRuns]],
@@ -193,13 +197,13 @@ def build_tables(
     device: torch.device,
     elsewhere: Collection[int],
 ) -> Tables:
-    """Send what the host knows, in one copy that nobody waits for; what follows on the device is left empty.
+    """Send the host's lists in one copy, without waiting for it; tables that are computed on the device stay empty.
 
     Args:
         paths: per request, the spans that it reads, root first.
         new_lens: per request, new tokens, >= 1.
         suffix_bounds: per request, tokens behind its path, at most.
-        sizes: what stays the same for all batches.
+        sizes: shared by all batches.
         device: where the spans are.
         elsewhere: requests that ``ragged_extend`` leaves out.
     """
@@ -223,7 +227,7 @@ def build_tables(
 def build_step(
     tables: Tables, req_to_token: Tensor, pool_rows: Tensor, seq_lens: Tensor, previous: Step | None = None
 ) -> Step:
-    """Put together what changes every step; the work lists are filled in by the split kernel's launcher."""
+    """Put together a step; the split kernel's launcher fills in the work lists."""
     if previous is not None:
         return Step(req_to_token, pool_rows, seq_lens, previous.work, previous.work_start)
     device = seq_lens.device

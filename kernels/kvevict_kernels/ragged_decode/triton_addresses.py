@@ -1,52 +1,29 @@
-"""How a kernel reads a :class:`~kvevict_kernels.ragged_decode.addresses.TableAddresses`."""
+"""How a kernel reads a :class:`~kvevict_kernels.ragged_decode.addresses.TableAddresses`.
+
+Places in the list are constants of this module, named after the fields in capitals: ``at.RUN_LENS`` where it is
+imported as ``at``.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 
-from kvevict_kernels.ragged_decode import addresses
-from kvevict_kernels.ragged_decode.addresses import BATCH_FIELDS, CLASS_FIELDS, CLASS_SIZE
+from kvevict_kernels.ragged_decode.addresses import BATCH_FIELDS, CLASS_FIELDS, LAST_FIELDS, NUM_ADDRESSES
 
+PER_CLASS = tl.constexpr(len(CLASS_FIELDS))
+for _first, _names in (
+    (0, (*BATCH_FIELDS, *CLASS_FIELDS)),  # of the first class; others are PER_CLASS places further each
+    (NUM_ADDRESSES - len(LAST_FIELDS), LAST_FIELDS),
+):
+    globals().update({name.upper(): tl.constexpr(_first + i) for i, name in enumerate(_names)})
+_MAX_ITEMS = tl.constexpr(len(BATCH_FIELDS) + CLASS_FIELDS.index("max_items"))
 
-def _of_batch(name: str) -> tl.constexpr:
-    return tl.constexpr(BATCH_FIELDS.index(name))
+if TYPE_CHECKING:
 
-
-def _of_class(name: str) -> tl.constexpr:
-    return tl.constexpr(len(BATCH_FIELDS) + CLASS_FIELDS.index(name))
-
-
-RUN_ADDRESS = _of_batch("run_address")
-RUN_LENS = _of_batch("run_lens")
-PARTIAL_START = _of_batch("partial_start")
-SPAN_MEMBERS = _of_batch("span_members")
-SPAN_MEMBER_START = _of_batch("span_member_start")
-SPAN_CHUNK = _of_batch("span_chunk")
-SPAN_CAP = _of_batch("span_cap")
-MEMBERS = _of_batch("members")
-REQUEST_MEMBERS = _of_batch("request_members")
-NEW_LENS = _of_batch("new_lens_device")
-WATERLINES = _of_batch("waterlines")
-REQUEST_CHUNK = _of_batch("request_chunk")
-SUFFIX_PARTIAL = _of_batch("suffix_partial")
-PATH_START = _of_batch("path_start")
-PATH_SPAN = _of_batch("path_span")
-PATH_MEMBER = _of_batch("path_member")
-MERGE_REQUEST = _of_batch("merge_request")
-MERGE_TOKEN = _of_batch("merge_token")
-SPAN_POSITIONS = _of_batch("span_positions")
-MEMBER_REQUEST = _of_batch("member_request")
-ROW_ENDS = _of_batch("row_ends")
-WORK_UNIT = _of_class("work_unit")
-ITEM_START = _of_class("item_start")
-ITEM_COUNT = _of_class("item_count")
-REQUESTS = _of_class("requests")
-MAX_ITEMS = tl.constexpr(len(BATCH_FIELDS) + len(CLASS_FIELDS))
-PARTIAL_OUT = tl.constexpr(addresses.PARTIAL_OUT)
-PARTIAL_LSE = tl.constexpr(addresses.PARTIAL_LSE)
-NUM_SPANS = tl.constexpr(addresses.NUM_SPANS)
-PER_CLASS = tl.constexpr(CLASS_SIZE)
+    def __getattr__(name: str) -> tl.constexpr: ...
 
 
 @triton.jit
@@ -76,4 +53,4 @@ def class_int32s_at(addresses_ptr, ENTRY: tl.constexpr, CLASS: tl.constexpr):
 @triton.jit
 def max_items_of(addresses_ptr, CLASS: tl.constexpr):
     """Places per layer in a class's list of work items."""
-    return tl.load(addresses_ptr + MAX_ITEMS + CLASS * PER_CLASS)
+    return tl.load(addresses_ptr + _MAX_ITEMS + CLASS * PER_CLASS)

@@ -1,4 +1,4 @@
-"""Blocks of keys: loading q rows, attending with one block, and what a window hides; shared by decode and extend."""
+"""Blocks of keys: loading q rows, attending with one block, hiding keys before a window; for decode and extend."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def attend_block(
 
 @triton.jit
 def hidden_keys(position_ptr, num_kv, is_span, hidden, m_m):
-    """What a tile of rows sees of a run, or a part of one.
+    """Whether a window hides keys of a run, or of a part of one, from a tile of rows.
 
     Args:
         position_ptr: positions of its entries, ascending.
         num_kv: entries; may be 0.
-        is_span: it is one; of a suffix nothing is looked at.
+        is_span: the run is a span's; a suffix has no positions.
         hidden: [BLOCK_M], the last position that each row does not see.
         m_m: [BLOCK_M], real rows.
 

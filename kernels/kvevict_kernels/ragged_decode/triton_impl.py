@@ -2,7 +2,7 @@
 
 A work item is one chunk of a unit's keys times one tile of its q rows. Programs walk over the items of a layer with a
 stride, so uneven runs balance; how many there are is read on the device. A chunk's size follows from its own span or
-suffix (chunks.py): what a row gets depends neither on the grid nor on other requests. Partials are float32, their
+suffix (chunks.py): a row's result depends neither on the grid nor on other requests. Partials are float32, their
 log-sum-exps have base 2.
 """
 
@@ -14,20 +14,10 @@ from torch import Tensor
 
 from kvevict_kernels.device_limits import limits_of
 from kvevict_kernels.ragged_decode import chunks
+from kvevict_kernels.ragged_decode import triton_addresses as at
 from kvevict_kernels.ragged_decode.addresses import TableAddresses
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS, Tile, tiles_for
-from kvevict_kernels.ragged_decode.triton_addresses import (
-    ITEM_COUNT,
-    MEMBER_REQUEST,
-    MEMBERS,
-    PARTIAL_LSE,
-    PARTIAL_OUT,
-    ROW_ENDS,
-    class_int32s_at,
-    floats_at,
-    int32s_at,
-)
 from kvevict_kernels.ragged_decode.triton_block import LOG2_E, attend_block, hidden_keys, load_rows
 from kvevict_kernels.ragged_decode.triton_items import (
     STEP_LISTS,
@@ -47,9 +37,9 @@ REQUEST_BLOCK = 128
 def _store_partials(addresses_ptr, row, b_max, b_sum, b_out, o_d, m_m, D: tl.constexpr):
     """Write rows [BLOCK_M] of partial outputs and their log-sum-exps."""
     divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
-    p_out = floats_at(addresses_ptr, PARTIAL_OUT) + row[:, None] * D + o_d[None, :]
+    p_out = at.floats_at(addresses_ptr, at.PARTIAL_OUT) + row[:, None] * D + o_d[None, :]
     tl.store(p_out, b_out / divisor[:, None], mask=m_m[:, None] & (o_d < D)[None, :])
-    tl.store(floats_at(addresses_ptr, PARTIAL_LSE) + row, b_max + tl.log2(divisor), mask=m_m)
+    tl.store(at.floats_at(addresses_ptr, at.PARTIAL_LSE) + row, b_max + tl.log2(divisor), mask=m_m)
 
 
 @triton.jit(
@@ -93,7 +83,7 @@ def _split_kernel(
     """
     o_d = tl.arange(0, BLOCK_D)
     o_m = tl.arange(0, BLOCK_M)
-    num_span_items = tl.load(class_int32s_at(addresses_ptr, ITEM_COUNT, CLASS) + layer)
+    num_span_items = tl.load(at.class_int32s_at(addresses_ptr, at.ITEM_COUNT, CLASS) + layer)
     num_items = num_span_items + tl.load(suffix_work_start_ptr + num_requests)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         if item < num_span_items:
@@ -113,7 +103,7 @@ def _split_kernel(
         i_row = tile * BLOCK_M + o_m
         m_m = i_row < count * G
         token = i_row // G
-        reader = tl.load(int32s_at(addresses_ptr, MEMBERS) + member + token, mask=m_m, other=0)
+        reader = tl.load(at.int32s_at(addresses_ptr, at.MEMBERS) + member + token, mask=m_m, other=0)
         q_row = reader.to(tl.int64) * q_stride + (head * G + i_row % G) * D
         b_q = load_rows(q_ptr, q_row, m_m, o_d, D=D, UPCAST=UPCAST)
         to_key = length - begin - is_suffix * (count - 1 - token)
@@ -122,8 +112,8 @@ def _split_kernel(
         from_block = 0
         if WINDOWED:
             m_member = m_m & (is_suffix == 0)
-            request = tl.load(int32s_at(addresses_ptr, MEMBER_REQUEST) + member + token, mask=m_member, other=0)
-            left = tl.load(int32s_at(addresses_ptr, ROW_ENDS) + request, mask=m_member, other=0) - reader
+            request = tl.load(at.int32s_at(addresses_ptr, at.MEMBER_REQUEST) + member + token, mask=m_member, other=0)
+            left = tl.load(at.int32s_at(addresses_ptr, at.ROW_ENDS) + request, mask=m_member, other=0) - reader
             hidden = tl.load(seq_lens_ptr + request, mask=m_member, other=0) - left - window
             to_positions = span_window(item, is_suffix, layer, addresses_ptr, CLASS=CLASS, H=H)
             position_ptr = (index_address + to_positions).to(tl.pointer_type(tl.int32))
@@ -161,11 +151,7 @@ def advance(addresses: TableAddresses, step: Step) -> None:
             step.work_start[which].zero_()
             continue
         suffix_work_kernel[(class_tables.num_requests,)](
-            addresses.on_device,
-            step.seq_lens,
-            step.work[which],
-            step.work_start[which],
-            class_tables.num_requests,
+            *(addresses.on_device, step.seq_lens, step.work[which], step.work_start[which], class_tables.num_requests),
             CLASS=which,
             LEAST=chunks.MIN_CHUNKS[which],
             ROW_TILE=DECODE_ROWS[which],
@@ -179,7 +165,7 @@ def advance(addresses: TableAddresses, step: Step) -> None:
 
 
 def run_split(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: Tensor, lse: Tensor) -> None:
-    """Device path of :func:`kvevict_kernels.ragged_decode.run_ragged_decode`: one launch per class, and the merge."""
+    """Attend with the requests of up to 128 q rows per KV head: one launch per class, and the merge."""
     for which in addresses.class_indices:
         _launch_split(addresses, step, which, inputs)
     run_merge(addresses, step, inputs, out, lse)
@@ -188,26 +174,12 @@ def run_split(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: T
 def _launch_split(addresses: TableAddresses, step: Step, which: int, inputs: LayerInputs) -> None:
     q, head_dim = inputs.q, inputs.q.shape[2]
     tables, class_tables = addresses.tables, addresses.tables.classes[which]
-    kinds = {"has_biases": inputs.biases is not None, "has_window": inputs.window > 0}
-    tile = tiles_for(limits_of(q.device), head_dim, **kinds)[which]
+    tile = tiles_for(limits_of(q.device), head_dim, reads_more=inputs.reads_more)[which]
     args = (
-        addresses.on_device,
-        q,
-        inputs.k_arena,
-        inputs.v_arena,
-        inputs.biases,
-        step.seq_lens,
-        step.pool_rows,
-        step.work[which],
-        step.work_start[which],
-        inputs.layer,
-        class_tables.num_requests,
-        step.req_to_token.data_ptr(),
-        step.req_to_token.stride(0),
-        inputs.k_arena.shape[1],
-        q.stride(0),
-        inputs.sm_scale * LOG2_E,
-        inputs.window,
+        *(addresses.on_device, q, inputs.k_arena, inputs.v_arena, inputs.biases),
+        *(step.seq_lens, step.pool_rows, step.work[which], step.work_start[which]),
+        *(inputs.layer, class_tables.num_requests, step.req_to_token.data_ptr(), step.req_to_token.stride(0)),
+        *(inputs.k_arena.shape[1], q.stride(0), inputs.sm_scale * LOG2_E, inputs.window),
     )
     options = {
         "CLASS": which,

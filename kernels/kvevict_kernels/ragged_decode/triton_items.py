@@ -5,28 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvevict_kernels.ragged_decode.triton_addresses import (
-    ITEM_START,
-    NEW_LENS,
-    NUM_SPANS,
-    PARTIAL_START,
-    REQUEST_MEMBERS,
-    REQUESTS,
-    RUN_ADDRESS,
-    RUN_LENS,
-    SPAN_CAP,
-    SPAN_CHUNK,
-    SPAN_MEMBER_START,
-    SPAN_MEMBERS,
-    SPAN_POSITIONS,
-    SUFFIX_PARTIAL,
-    WATERLINES,
-    WORK_UNIT,
-    class_int32s_at,
-    int32s_at,
-    int64s_at,
-    max_items_of,
-)
+from kvevict_kernels.ragged_decode import triton_addresses as at
 from kvevict_kernels.ragged_decode.triton_layout import run_chunk
 from kvevict_kernels.ragged_decode.triton_merge import suffix_chunk
 
@@ -61,10 +40,12 @@ def suffix_work_kernel(
     for first in range(0, mine + 1, BLOCK):
         i = first + tl.arange(0, BLOCK)
         mask = i <= mine
-        request = tl.load(class_int32s_at(addresses_ptr, REQUESTS, CLASS) + i, mask=mask, other=0)
-        waterline = tl.load(int32s_at(addresses_ptr, WATERLINES) + request, mask=mask, other=0)
+        request = tl.load(at.class_int32s_at(addresses_ptr, at.REQUESTS, CLASS) + i, mask=mask, other=0)
+        waterline = tl.load(at.int32s_at(addresses_ptr, at.WATERLINES) + request, mask=mask, other=0)
         length = tl.load(seq_lens_ptr + request, mask=mask, other=0) - waterline
-        tiles = tl.cdiv(tl.load(int32s_at(addresses_ptr, NEW_LENS) + request, mask=mask, other=0) * G, ROW_TILE)
+        tiles = tl.cdiv(
+            tl.load(at.int32s_at(addresses_ptr, at.NEW_LENS_DEVICE) + request, mask=mask, other=0) * G, ROW_TILE
+        )
         chunk = suffix_chunk(length, LEAST, H=H, NUM_ITEMS=NUM_ITEMS, STEP=STEP)
         items = tl.where(mask, tl.cdiv(length, chunk) * tiles * H, 0)
         start += tl.sum(tl.where(i < mine, items, 0), 0)
@@ -83,21 +64,21 @@ def span_item(
     CLASS: tl.constexpr, H: tl.constexpr, G: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """One chunk of a run, for one tile of its readers' q rows."""
-    of_layer = layer * max_items_of(addresses_ptr, CLASS)
-    unit = tl.load(class_int32s_at(addresses_ptr, WORK_UNIT, CLASS) + of_layer + work)
-    first_unit = layer * tl.load(addresses_ptr + NUM_SPANS) * H
+    of_layer = layer * at.max_items_of(addresses_ptr, CLASS)
+    unit = tl.load(at.class_int32s_at(addresses_ptr, at.WORK_UNIT, CLASS) + of_layer + work)
+    first_unit = layer * tl.load(addresses_ptr + at.NUM_SPANS) * H
     span = unit // H
-    local = work - tl.load(class_int32s_at(addresses_ptr, ITEM_START, CLASS) + first_unit + unit)
-    count = tl.load(int32s_at(addresses_ptr, SPAN_MEMBERS) + span)
+    local = work - tl.load(at.class_int32s_at(addresses_ptr, at.ITEM_START, CLASS) + first_unit + unit)
+    count = tl.load(at.int32s_at(addresses_ptr, at.SPAN_MEMBERS) + span)
     tiles = tl.cdiv(count * G, BLOCK_M)
-    length = tl.load(int32s_at(addresses_ptr, RUN_LENS) + first_unit + unit)
-    chunk = tl.load(int32s_at(addresses_ptr, SPAN_CHUNK) + span)
-    chunk = run_chunk(length, chunk, tl.load(int32s_at(addresses_ptr, SPAN_CAP) + span))
+    length = tl.load(at.int32s_at(addresses_ptr, at.RUN_LENS) + first_unit + unit)
+    chunk = tl.load(at.int32s_at(addresses_ptr, at.SPAN_CHUNK) + span)
+    chunk = run_chunk(length, chunk, tl.load(at.int32s_at(addresses_ptr, at.SPAN_CAP) + span))
     begin = local // tiles * chunk
-    index_address = tl.load(int64s_at(addresses_ptr, RUN_ADDRESS) + first_unit + unit) + begin.to(tl.int64) * 4
-    partial = tl.load(int64s_at(addresses_ptr, PARTIAL_START) + first_unit + unit)
+    index_address = tl.load(at.int64s_at(addresses_ptr, at.RUN_ADDRESS) + first_unit + unit) + begin.to(tl.int64) * 4
+    partial = tl.load(at.int64s_at(addresses_ptr, at.PARTIAL_START) + first_unit + unit)
     partial += (local // tiles).to(tl.int64) * (count * G)
-    member = tl.load(int32s_at(addresses_ptr, SPAN_MEMBER_START) + span)
+    member = tl.load(at.int32s_at(addresses_ptr, at.SPAN_MEMBER_START) + span)
     return (
         unit % H,
         count,
@@ -119,19 +100,19 @@ def suffix_item(
 ):  # fmt: skip
     """One chunk of a request's own tokens, for one tile of its q rows."""
     place = tl.load(suffix_work_ptr + item)
-    request = tl.load(class_int32s_at(addresses_ptr, REQUESTS, CLASS) + place)
+    request = tl.load(at.class_int32s_at(addresses_ptr, at.REQUESTS, CLASS) + place)
     local = item - tl.load(suffix_work_start_ptr + place)
-    count = tl.load(int32s_at(addresses_ptr, NEW_LENS) + request)
+    count = tl.load(at.int32s_at(addresses_ptr, at.NEW_LENS_DEVICE) + request)
     tiles = tl.cdiv(count * G, BLOCK_M)
-    waterline = tl.load(int32s_at(addresses_ptr, WATERLINES) + request)
+    waterline = tl.load(at.int32s_at(addresses_ptr, at.WATERLINES) + request)
     length = tl.load(seq_lens_ptr + request) - waterline
     chunk = suffix_chunk(length, LEAST, H=H, NUM_ITEMS=NUM_ITEMS, STEP=STEP)
     split = local // (H * tiles)
     begin = split * chunk
     index_address = req_to_token + (tl.load(pool_rows_ptr + request) * row_stride + waterline + begin) * 4
-    partial = tl.load(int64s_at(addresses_ptr, SUFFIX_PARTIAL) + request)
+    partial = tl.load(at.int64s_at(addresses_ptr, at.SUFFIX_PARTIAL) + request)
     partial += (split * H + local % H).to(tl.int64) * (count * G)
-    member = tl.load(int32s_at(addresses_ptr, REQUEST_MEMBERS) + request)
+    member = tl.load(at.int32s_at(addresses_ptr, at.REQUEST_MEMBERS) + request)
     tile = local // H % tiles
     return local % H, count, member, tile, length, begin, tl.minimum(length - begin, chunk), index_address, partial
 
@@ -139,7 +120,7 @@ def suffix_item(
 @triton.jit
 def span_window(item, is_suffix, layer, addresses_ptr, CLASS: tl.constexpr, H: tl.constexpr):
     """Bytes from an entry's head slot to its position; 0 for suffixes."""
-    of_layer = layer * max_items_of(addresses_ptr, CLASS)
+    of_layer = layer * at.max_items_of(addresses_ptr, CLASS)
     is_span = is_suffix == 0
-    unit = tl.load(class_int32s_at(addresses_ptr, WORK_UNIT, CLASS) + of_layer + item, mask=is_span, other=0)
-    return tl.load(int64s_at(addresses_ptr, SPAN_POSITIONS) + unit // H, mask=is_span, other=0)
+    unit = tl.load(at.class_int32s_at(addresses_ptr, at.WORK_UNIT, CLASS) + of_layer + item, mask=is_span, other=0)
+    return tl.load(at.int64s_at(addresses_ptr, at.SPAN_POSITIONS) + unit // H, mask=is_span, other=0)

@@ -122,23 +122,12 @@ def _work_kernel(
 
 
 def lay_out(tables: Tables) -> None:
-    """Fill in what :func:`kvevict_kernels.ragged_decode.tables.build_tables` left empty."""
+    """Fill in the tables that :func:`kvevict_kernels.ragged_decode.tables.build_tables` left empty."""
     sizes, classes = tables.sizes, tables.classes
     _runs_kernel[(sizes.num_layers,)](
-        tables.span_address,
-        tables.span_starts,
-        tables.span_lens,
-        tables.span_members,
-        tables.span_class,
-        tables.span_chunk,
-        tables.span_cap,
-        tables.run_address,
-        tables.run_lens,
-        tables.partial_start,
-        classes[0].item_start,
-        classes[1].item_start,
-        classes[0].item_count,
-        classes[1].item_count,
+        *(tables.span_address, tables.span_starts, tables.span_lens, tables.span_members, tables.span_class),
+        *(tables.span_chunk, tables.span_cap, tables.run_address, tables.run_lens, tables.partial_start),
+        *(classes[0].item_start, classes[1].item_start, classes[0].item_count, classes[1].item_count),
         tables.num_spans,
         H=sizes.num_kv_heads,
         G=sizes.group_size,
@@ -146,16 +135,11 @@ def lay_out(tables: Tables) -> None:
         ROWS_1=DECODE_ROWS[1],
         BLOCK=UNIT_BLOCK,
     )
-    for which, class_tables in enumerate(classes):
-        if class_tables.max_items:
+    for which, work in enumerate(classes):
+        if work.max_items:
             _work_kernel[(sizes.num_layers, tables.num_spans)](
-                tables.span_class,
-                class_tables.item_start,
-                class_tables.item_count,
-                class_tables.work_unit,
-                class_tables.max_items,
-                tables.num_spans,
-                which,
+                *(tables.span_class, work.item_start, work.item_count, work.work_unit),
+                *(work.max_items, tables.num_spans, which),
                 H=sizes.num_kv_heads,
                 FILL=FILL_BLOCK,
             )

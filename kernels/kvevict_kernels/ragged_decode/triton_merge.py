@@ -7,32 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kvevict_kernels.ragged_decode import chunks
+from kvevict_kernels.ragged_decode import triton_addresses as at
 from kvevict_kernels.ragged_decode.addresses import TableAddresses
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
-from kvevict_kernels.ragged_decode.triton_addresses import (
-    MEMBERS,
-    MERGE_REQUEST,
-    MERGE_TOKEN,
-    NEW_LENS,
-    NUM_SPANS,
-    PARTIAL_LSE,
-    PARTIAL_OUT,
-    PARTIAL_START,
-    PATH_MEMBER,
-    PATH_SPAN,
-    PATH_START,
-    REQUEST_CHUNK,
-    REQUEST_MEMBERS,
-    RUN_LENS,
-    SPAN_CAP,
-    SPAN_CHUNK,
-    SPAN_MEMBERS,
-    SUFFIX_PARTIAL,
-    WATERLINES,
-    floats_at,
-    int32s_at,
-    int64s_at,
-)
 from kvevict_kernels.ragged_decode.triton_layout import run_chunk
 
 MERGE_BLOCK = 32
@@ -66,7 +43,7 @@ def fold(b_max, b_sum, b_out, out_ptr, lse_ptr, first, num, stride, o_d, D: tl.c
 
 @triton.jit
 def with_sink(b_max, b_sum, sink):
-    """Count a logit, base 2, in a running softmax; returns also what the output so far is multiplied with."""
+    """Count a logit, base 2, in a running softmax; returns also the factor of the output so far."""
     new_max = tl.maximum(b_max, sink)
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
     decay = tl.exp2(b_max - base)
@@ -91,12 +68,12 @@ def _merge_kernel(
     BLOCK: tl.constexpr,
 ):
     """One program per (new token, q head): its path from the root on, then its suffix, then the sink logit."""
-    request = tl.load(int32s_at(addresses_ptr, MERGE_REQUEST) + tl.program_id(0))
-    token = tl.load(int32s_at(addresses_ptr, MERGE_TOKEN) + tl.program_id(0))
-    partial_out_ptr = floats_at(addresses_ptr, PARTIAL_OUT)
-    partial_lse_ptr = floats_at(addresses_ptr, PARTIAL_LSE)
-    path_start_ptr = int32s_at(addresses_ptr, PATH_START)
-    first_span = layer * tl.load(addresses_ptr + NUM_SPANS).to(tl.int32)
+    request = tl.load(at.int32s_at(addresses_ptr, at.MERGE_REQUEST) + tl.program_id(0))
+    token = tl.load(at.int32s_at(addresses_ptr, at.MERGE_TOKEN) + tl.program_id(0))
+    partial_out_ptr = at.floats_at(addresses_ptr, at.PARTIAL_OUT)
+    partial_lse_ptr = at.floats_at(addresses_ptr, at.PARTIAL_LSE)
+    path_start_ptr = at.int32s_at(addresses_ptr, at.PATH_START)
+    first_span = layer * tl.load(addresses_ptr + at.NUM_SPANS).to(tl.int32)
     q_head = tl.program_id(1)
     head = q_head // G
     o_d = tl.arange(0, BLOCK_D)
@@ -104,23 +81,23 @@ def _merge_kernel(
     b_sum = tl.zeros([], dtype=tl.float32)
     b_out = tl.zeros([BLOCK_D], dtype=tl.float32)
     for j in range(tl.load(path_start_ptr + request), tl.load(path_start_ptr + request + 1)):
-        span = tl.load(int32s_at(addresses_ptr, PATH_SPAN) + j)
-        rows = tl.load(int32s_at(addresses_ptr, SPAN_MEMBERS) + span) * G
+        span = tl.load(at.int32s_at(addresses_ptr, at.PATH_SPAN) + j)
+        rows = tl.load(at.int32s_at(addresses_ptr, at.SPAN_MEMBERS) + span) * G
         unit = (first_span + span) * H + head
-        length = tl.load(int32s_at(addresses_ptr, RUN_LENS) + unit)
-        chunk = tl.load(int32s_at(addresses_ptr, SPAN_CHUNK) + span)
-        num = tl.cdiv(length, run_chunk(length, chunk, tl.load(int32s_at(addresses_ptr, SPAN_CAP) + span)))
-        member = tl.load(int32s_at(addresses_ptr, PATH_MEMBER) + j)
-        first = tl.load(int64s_at(addresses_ptr, PARTIAL_START) + unit) + (member + token) * G + q_head % G
+        length = tl.load(at.int32s_at(addresses_ptr, at.RUN_LENS) + unit)
+        chunk = tl.load(at.int32s_at(addresses_ptr, at.SPAN_CHUNK) + span)
+        num = tl.cdiv(length, run_chunk(length, chunk, tl.load(at.int32s_at(addresses_ptr, at.SPAN_CAP) + span)))
+        member = tl.load(at.int32s_at(addresses_ptr, at.PATH_MEMBER) + j)
+        first = tl.load(at.int64s_at(addresses_ptr, at.PARTIAL_START) + unit) + (member + token) * G + q_head % G
         b_max, b_sum, b_out = fold(
             b_max, b_sum, b_out, partial_out_ptr, partial_lse_ptr, first, num, rows, o_d, D=D, BLOCK=BLOCK
         )
-    rows = tl.load(int32s_at(addresses_ptr, NEW_LENS) + request) * G
-    length = tl.load(seq_lens_ptr + request) - tl.load(int32s_at(addresses_ptr, WATERLINES) + request)
-    least = tl.load(int32s_at(addresses_ptr, REQUEST_CHUNK) + request)
+    rows = tl.load(at.int32s_at(addresses_ptr, at.NEW_LENS_DEVICE) + request) * G
+    length = tl.load(seq_lens_ptr + request) - tl.load(at.int32s_at(addresses_ptr, at.WATERLINES) + request)
+    least = tl.load(at.int32s_at(addresses_ptr, at.REQUEST_CHUNK) + request)
     chunk = suffix_chunk(length, least, H=H, NUM_ITEMS=NUM_ITEMS, STEP=STEP)
     num = tl.cdiv(length, chunk)
-    first = tl.load(int64s_at(addresses_ptr, SUFFIX_PARTIAL) + request) + head * rows + token * G + q_head % G
+    first = tl.load(at.int64s_at(addresses_ptr, at.SUFFIX_PARTIAL) + request) + head * rows + token * G + q_head % G
     b_max, b_sum, b_out = fold(
         b_max, b_sum, b_out, partial_out_ptr, partial_lse_ptr, first, num, rows * H, o_d, D=D, BLOCK=BLOCK
     )
@@ -128,8 +105,8 @@ def _merge_kernel(
         sink = 1.4426950408889634 * tl.load(sink_logits_ptr + q_head).to(tl.float32)
         b_max, b_sum, decay = with_sink(b_max, b_sum, sink)
         b_out = b_out * decay
-    member = tl.load(int32s_at(addresses_ptr, REQUEST_MEMBERS) + request) + token
-    row = tl.load(int32s_at(addresses_ptr, MEMBERS) + member).to(tl.int64) * (H * G) + q_head
+    member = tl.load(at.int32s_at(addresses_ptr, at.REQUEST_MEMBERS) + request) + token
+    row = tl.load(at.int32s_at(addresses_ptr, at.MEMBERS) + member).to(tl.int64) * (H * G) + q_head
     divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
     tl.store(out_ptr + row * D + o_d, b_out / divisor * v_scale, mask=o_d < D)
     tl.store(lse_ptr + row, (b_max + tl.log2(divisor)) * 0.6931471805599453)
@@ -140,13 +117,7 @@ def run_merge(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: T
     num_qo_heads, head_dim = out.shape[1:]
     tables = addresses.tables
     _merge_kernel[(tables.merge_request.numel(), num_qo_heads)](
-        addresses.on_device,
-        out,
-        lse,
-        step.seq_lens,
-        inputs.sink_logits,
-        inputs.layer,
-        inputs.v_scale,
+        *(addresses.on_device, out, lse, step.seq_lens, inputs.sink_logits, inputs.layer, inputs.v_scale),
         NUM_ITEMS=tables.sizes.num_items,
         STEP=chunks.CHUNK_STEP,
         H=tables.sizes.num_kv_heads,

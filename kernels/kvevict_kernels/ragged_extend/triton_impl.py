@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvevict_kernels.device_limits import limits_of
+from kvevict_kernels.ragged_decode import triton_addresses as at
 from kvevict_kernels.ragged_decode.addresses import TableAddresses
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 from kvevict_kernels.ragged_decode.tile_table import EXTEND, tiles_for
@@ -22,24 +23,15 @@ from kvevict_kernels.ragged_decode.triton_merge import with_sink
 from kvevict_kernels.triton_head_slots import head_slot_of
 
 COMBINE_ROWS = 16
-TABLES = (
-    *("tile_request_ptr", "tile_index_ptr", "tile_split_ptr", "num_splits_ptr", "partial_start_ptr"),
-    *("path_start_ptr", "path_span_ptr", "run_address_ptr", "run_lens_ptr", "span_positions_ptr"),
-    *("members_ptr", "request_members_ptr", "sink_logits_ptr"),
-    *("new_lens_ptr", "waterlines_ptr", "seq_lens_ptr", "pool_rows_ptr"),
-)
-"""Lie one after the other: whether one is aligned depends on the batch, and must not call for another compilation."""
 
 
 @triton.jit
-def _run_of(
-    j, path_end, first_unit, num_own, own_address, path_span_ptr, run_lens_ptr, run_address_ptr, H: tl.constexpr
-):
+def _run_of(j, path_end, first_unit, num_own, own_address, addresses_ptr, H: tl.constexpr):
     """Length and address of a span's run, or of the own tokens behind the last span."""
     if j < path_end:
-        unit = first_unit + tl.load(path_span_ptr + j) * H
-        num_kv = tl.load(run_lens_ptr + unit)
-        address = tl.load(run_address_ptr + unit)
+        unit = first_unit + tl.load(at.int32s_at(addresses_ptr, at.PATH_SPAN) + j) * H
+        num_kv = tl.load(at.int32s_at(addresses_ptr, at.RUN_LENS) + unit)
+        address = tl.load(at.int64s_at(addresses_ptr, at.RUN_ADDRESS) + unit)
     else:
         num_kv = num_own
         address = own_address
@@ -48,20 +40,20 @@ def _run_of(
 
 @triton.jit
 def _part_of(
-    path_begin, path_end, first_unit, num_own, split, num_splits, path_span_ptr, run_lens_ptr,
-    H: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    path_begin, path_end, first_unit, num_own, split, num_splits, addresses_ptr, H: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """Begin and end of one part of the keys, counted through over spans and own tokens, in whole blocks."""
     total = num_own
     for j in range(path_begin, path_end):
-        total += tl.load(run_lens_ptr + first_unit + tl.load(path_span_ptr + j) * H)
+        span = tl.load(at.int32s_at(addresses_ptr, at.PATH_SPAN) + j)
+        total += tl.load(at.int32s_at(addresses_ptr, at.RUN_LENS) + first_unit + span * H)
     length = tl.cdiv(tl.cdiv(total, BLOCK_N), num_splits) * BLOCK_N
     return split * length, tl.minimum((split + 1) * length, total)
 
 
 @triton.jit
 def _own_keys(
-    request, token, count, window, waterlines_ptr, seq_lens_ptr, pool_rows_ptr, req_to_token, row_stride,
+    request, token, count, window, addresses_ptr, seq_lens_ptr, pool_rows_ptr, req_to_token, row_stride,
     WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """A request's own tokens, as a tile of its q rows sees them.
@@ -70,18 +62,25 @@ def _own_keys(
         how many lie before the first new one, how many with the tile's last one, the address of their token slots,
         and [BLOCK_M], the last position that a row does not see.
     """
-    waterline = tl.load(waterlines_ptr + request)
+    waterline = tl.load(at.int32s_at(addresses_ptr, at.WATERLINES) + request)
     end = tl.load(seq_lens_ptr + request)
     num_before = end - waterline - count
     num_own = num_before + tl.minimum(tl.max(token, 0) + 1, count)
     address = req_to_token + (tl.load(pool_rows_ptr + request) * row_stride + waterline) * 4
     hidden = end - count + token - window
-    if WINDOWED:  # what no row of the tile sees is left out, so that its parts have the others to share
+    if WINDOWED:  # keys that no row of the tile sees are left out of the parts
         num_hidden = tl.maximum(num_before + tl.min(token, 0) + 1 - window, 0)
         num_before -= num_hidden
         num_own -= num_hidden
         address += num_hidden * 4
     return num_before, num_own, address, hidden
+
+
+@triton.jit
+def _first_row(request, addresses_ptr):
+    """Row of a request's first new token."""
+    member = tl.load(at.int32s_at(addresses_ptr, at.REQUEST_MEMBERS) + request)
+    return tl.load(at.int32s_at(addresses_ptr, at.MEMBERS) + member).to(tl.int64)
 
 
 @triton.jit
@@ -102,20 +101,21 @@ def _store(out_ptr, lse_ptr, row, b_max, b_sum, b_out, out_scale, lse_scale, o_d
 
 
 @triton.jit
-def _hide_keys(j, is_own, address, num_kv, to_key, hidden, m_m, path_span_ptr, span_positions_ptr):
+def _hide_keys(j, is_own, address, num_kv, to_key, hidden, m_m, addresses_ptr):
     """Positions of a run's entries, whether some row of the tile does not see all of them, and where to stop."""
-    span = tl.load(path_span_ptr + j, mask=is_own == 0, other=0)
-    to_positions = tl.load(span_positions_ptr + span, mask=is_own == 0, other=0)
+    span = tl.load(at.int32s_at(addresses_ptr, at.PATH_SPAN) + j, mask=is_own == 0, other=0)
+    to_positions = tl.load(at.int64s_at(addresses_ptr, at.SPAN_POSITIONS) + span, mask=is_own == 0, other=0)
     position_ptr = (address + to_positions).to(tl.pointer_type(tl.int32))
     is_hidden, is_cut = hidden_keys(position_ptr, num_kv, is_own == 0, hidden, m_m)
     return position_ptr, is_cut, tl.where(is_hidden, 0, to_key)
 
 
 @triton.jit(
-    do_not_specialize=["layer", "num_spans", "row_stride", "req_to_token", "window"],
-    do_not_specialize_on_alignment=list(TABLES),
+    do_not_specialize=["layer", "row_stride", "req_to_token", "window"],
+    do_not_specialize_on_alignment=["sink_logits_ptr", "seq_lens_ptr", "pool_rows_ptr"],
 )
 def _extend_kernel(
+    addresses_ptr,
     q_ptr,  # [N, H * G, D], tokens q_stride elements apart
     k_ptr,  # [L, T, H, D]
     v_ptr,
@@ -123,27 +123,10 @@ def _extend_kernel(
     sink_logits_ptr,  # [H * G], or None
     out_ptr,  # [N, H * G, D]
     lse_ptr,  # [N, H * G] float32, natural
-    partial_out_ptr,  # [P, D] float32
-    partial_lse_ptr,  # [P] float32, base 2
-    tile_request_ptr,
-    tile_index_ptr,
-    tile_split_ptr,
-    num_splits_ptr,
-    partial_start_ptr,
-    path_start_ptr,
-    path_span_ptr,
-    run_address_ptr,
-    run_lens_ptr,
-    span_positions_ptr,
-    members_ptr,
-    request_members_ptr,
-    new_lens_ptr,
-    waterlines_ptr,
     seq_lens_ptr,
     pool_rows_ptr,
     req_to_token,  # address of [rows, row_stride] int32
     layer,
-    num_spans,
     row_stride,
     num_token_slots,
     q_stride,
@@ -159,41 +142,38 @@ def _extend_kernel(
     BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    request = tl.load(tile_request_ptr + tl.program_id(0))
+    request = tl.load(at.int32s_at(addresses_ptr, at.TILE_REQUEST) + tl.program_id(0))
     head = tl.program_id(1)
     o_d = tl.arange(0, BLOCK_D)
-    count = tl.load(new_lens_ptr + request)
-    i_row = tl.load(tile_index_ptr + tl.program_id(0)) * BLOCK_M + tl.arange(0, BLOCK_M)
+    count = tl.load(at.int32s_at(addresses_ptr, at.NEW_LENS_DEVICE) + request)
+    tile = tl.load(at.int32s_at(addresses_ptr, at.TILE_INDEX) + tl.program_id(0))
+    i_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = i_row < count * G
     token = i_row // G
-    first = tl.load(members_ptr + tl.load(request_members_ptr + request)).to(tl.int64)
+    first = _first_row(request, addresses_ptr)
     b_q = load_rows(q_ptr, (first + token) * q_stride + (head * G + i_row % G) * D, m_m, o_d, D=D, UPCAST=UPCAST)
     b_max, b_sum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32), tl.zeros([BLOCK_M], dtype=tl.float32)
     b_out = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     num_before, num_own, own_address, hidden = _own_keys(
-        request, token, count, window, waterlines_ptr, seq_lens_ptr, pool_rows_ptr, req_to_token, row_stride,
+        request, token, count, window, addresses_ptr, seq_lens_ptr, pool_rows_ptr, req_to_token, row_stride,
         WINDOWED=WINDOWED,
     )  # fmt: skip
-    path_begin = tl.load(path_start_ptr + request)
-    path_end = tl.load(path_start_ptr + request + 1)
-    first_unit = layer * num_spans * H + head
-    num_splits = tl.load(num_splits_ptr + request)
-    split = tl.load(tile_split_ptr + tl.program_id(0))
+    path_begin = tl.load(at.int32s_at(addresses_ptr, at.PATH_START) + request)
+    path_end = tl.load(at.int32s_at(addresses_ptr, at.PATH_START) + request + 1)
+    first_unit = layer * tl.load(addresses_ptr + at.NUM_SPANS).to(tl.int32) * H + head
+    num_splits = tl.load(at.int32s_at(addresses_ptr, at.NUM_SPLITS) + request)
+    split = tl.load(at.int32s_at(addresses_ptr, at.TILE_SPLIT) + tl.program_id(0))
     begin, end = _part_of(
-        path_begin, path_end, first_unit, num_own, split, num_splits, path_span_ptr, run_lens_ptr, H=H, BLOCK_N=BLOCK_N
+        path_begin, path_end, first_unit, num_own, split, num_splits, addresses_ptr, H=H, BLOCK_N=BLOCK_N
     )
     for j in range(path_begin, path_end + 1):  # spans, then the own tokens
-        num_kv, address = _run_of(
-            j, path_end, first_unit, num_own, own_address, path_span_ptr, run_lens_ptr, run_address_ptr, H=H
-        )
+        num_kv, address = _run_of(j, path_end, first_unit, num_own, own_address, addresses_ptr, H=H)
         is_own = (j >= path_end).to(tl.int32)
         slot_scale = 1 + is_own * (H - 1)
         slot_shift = is_own * head_slot_of(layer.to(tl.int64), 0, head, num_token_slots, H)
         to_key = tl.minimum(end, num_kv)
         if WINDOWED:
-            position_ptr, is_cut, to_key = _hide_keys(
-                j, is_own, address, num_kv, to_key, hidden, m_m, path_span_ptr, span_positions_ptr
-            )
+            position_ptr, is_cut, to_key = _hide_keys(j, is_own, address, num_kv, to_key, hidden, m_m, addresses_ptr)
             from_key = tl.where(is_own > 0, num_before + token + 1 - window, 0)
         limit = tl.minimum(tl.where(is_own > 0, num_before + token + 1, num_kv), to_key)
         index_ptr = address.to(tl.pointer_type(tl.int32))
@@ -214,27 +194,21 @@ def _extend_kernel(
     if sink_logits_ptr is not None:  # of several parts the first one counts it
         b_max, b_sum, b_out = _add_sink(b_max, b_sum, b_out, sink_logits_ptr + head * G + i_row % G, m_m & (split == 0))
     if num_splits > 1:
-        row = tl.load(partial_start_ptr + request) + (split * H + head).to(tl.int64) * (count * G) + i_row
+        partial_out_ptr = at.floats_at(addresses_ptr, at.PARTIAL_OUT)
+        partial_lse_ptr = at.floats_at(addresses_ptr, at.PARTIAL_LSE)
+        row = tl.load(at.int64s_at(addresses_ptr, at.EXTEND_PARTIAL) + request)
+        row += (split * H + head).to(tl.int64) * (count * G) + i_row
         _store(partial_out_ptr, partial_lse_ptr, row, b_max, b_sum, b_out, 1.0, 1.0, o_d, m_m, D=D)
     else:
         row = (first + token) * (H * G) + head * G + i_row % G
         _store(out_ptr, lse_ptr, row, b_max, b_sum, b_out, v_scale, 0.6931471805599453, o_d, m_m, D=D)
 
 
-@triton.jit(do_not_specialize_on_alignment=list(TABLES))
+@triton.jit
 def _combine_kernel(
+    addresses_ptr,
     out_ptr,  # [N, H * G, D]
     lse_ptr,  # [N, H * G] float32, natural
-    partial_out_ptr,  # [P, D] float32
-    partial_lse_ptr,  # [P] float32, base 2
-    tile_request_ptr,
-    tile_index_ptr,
-    tile_split_ptr,
-    num_splits_ptr,
-    partial_start_ptr,
-    members_ptr,
-    request_members_ptr,
-    new_lens_ptr,
     v_scale,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -244,11 +218,15 @@ def _combine_kernel(
     ROWS: tl.constexpr,
 ):
     """Merge the parts of some rows of a tile, in order; the program of a tile's first part does it."""
-    request = tl.load(tile_request_ptr + tl.program_id(0))
-    num_splits = tl.load(num_splits_ptr + request)
-    count = tl.load(new_lens_ptr + request) * G
-    begin = tl.load(tile_index_ptr + tl.program_id(0)) * BLOCK_M + tl.program_id(2) * ROWS
-    if (num_splits > 1) & (tl.load(tile_split_ptr + tl.program_id(0)) == 0) & (begin < count):
+    request = tl.load(at.int32s_at(addresses_ptr, at.TILE_REQUEST) + tl.program_id(0))
+    split = tl.load(at.int32s_at(addresses_ptr, at.TILE_SPLIT) + tl.program_id(0))
+    tile = tl.load(at.int32s_at(addresses_ptr, at.TILE_INDEX) + tl.program_id(0))
+    num_splits = tl.load(at.int32s_at(addresses_ptr, at.NUM_SPLITS) + request)
+    count = tl.load(at.int32s_at(addresses_ptr, at.NEW_LENS_DEVICE) + request) * G
+    begin = tile * BLOCK_M + tl.program_id(2) * ROWS
+    if (num_splits > 1) & (split == 0) & (begin < count):
+        partial_out_ptr = at.floats_at(addresses_ptr, at.PARTIAL_OUT)
+        partial_lse_ptr = at.floats_at(addresses_ptr, at.PARTIAL_LSE)
         head = tl.program_id(1)
         i_row = begin + tl.arange(0, ROWS)
         m_m = i_row < count
@@ -257,9 +235,9 @@ def _combine_kernel(
         b_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
         b_sum = tl.zeros([ROWS], dtype=tl.float32)
         b_out = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
-        first_partial = tl.load(partial_start_ptr + request)
-        for split in range(num_splits):
-            row = first_partial + (split * H + head).to(tl.int64) * count + i_row
+        first_partial = tl.load(at.int64s_at(addresses_ptr, at.EXTEND_PARTIAL) + request)
+        for part in range(num_splits):
+            row = first_partial + (part * H + head).to(tl.int64) * count + i_row
             b_lse = tl.load(partial_lse_ptr + row, mask=m_m, other=float("-inf"))
             b_part = tl.load(partial_out_ptr + row[:, None] * D + o_d[None, :], mask=m_out, other=0.0)
             new_max = tl.maximum(b_max, b_lse)
@@ -269,7 +247,7 @@ def _combine_kernel(
             b_sum = b_sum * decay + weight
             b_out = b_out * decay[:, None] + b_part * weight[:, None]
             b_max = new_max
-        first = tl.load(members_ptr + tl.load(request_members_ptr + request)).to(tl.int64)
+        first = _first_row(request, addresses_ptr)
         row = (first + i_row // G) * (H * G) + head * G + i_row % G
         divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
         tl.store(out_ptr + row[:, None] * D + o_d[None, :], b_out / divisor[:, None] * v_scale, mask=m_out)
@@ -277,11 +255,10 @@ def _combine_kernel(
 
 
 def run_extend(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: Tensor, lse: Tensor) -> None:
-    """Device path of :func:`kvevict_kernels.ragged_extend.run_ragged_extend`: a launch, a second if keys are split."""
+    """Attend with the requests of more than 128 q rows per KV head: one launch, a second one if keys are split."""
     q, head_dim = inputs.q, inputs.q.shape[2]
     tables, sizes = addresses.tables, addresses.tables.sizes
-    kinds = {"has_biases": inputs.biases is not None, "has_window": inputs.window > 0}
-    tile = tiles_for(limits_of(q.device), head_dim, **kinds)[EXTEND]
+    tile = tiles_for(limits_of(q.device), head_dim, reads_more=inputs.reads_more)[EXTEND]
     num_programs = tables.tile_request.numel()
     constants = {
         "H": sizes.num_kv_heads,
@@ -290,37 +267,11 @@ def run_extend(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: 
         "BLOCK_M": tile.rows,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
     }
-    tiles = (tables.tile_request, tables.tile_index, tables.tile_split, tables.num_splits, tables.extend_partial)
     _extend_kernel[(num_programs, sizes.num_kv_heads)](
-        q,
-        inputs.k_arena,
-        inputs.v_arena,
-        inputs.biases,
-        inputs.sink_logits,
-        out,
-        lse,
-        *addresses.partials,
-        *tiles,
-        tables.path_start,
-        tables.path_span,
-        tables.run_address,
-        tables.run_lens,
-        tables.span_positions,
-        tables.members,
-        tables.request_members,
-        tables.new_lens_device,
-        tables.waterlines,
-        step.seq_lens,
-        step.pool_rows,
-        step.req_to_token.data_ptr(),
-        inputs.layer,
-        tables.num_spans,
-        step.req_to_token.stride(0),
-        inputs.k_arena.shape[1],
-        q.stride(0),
-        inputs.sm_scale * LOG2_E,
-        inputs.v_scale,
-        inputs.window,
+        *(addresses.on_device, q, inputs.k_arena, inputs.v_arena, inputs.biases, inputs.sink_logits, out, lse),
+        *(step.seq_lens, step.pool_rows, step.req_to_token.data_ptr()),
+        *(inputs.layer, step.req_to_token.stride(0), inputs.k_arena.shape[1], q.stride(0)),
+        *(inputs.sm_scale * LOG2_E, inputs.v_scale, inputs.window),
         WINDOWED=inputs.window > 0,
         BLOCK_N=tile.keys,
         UPCAST=not q.is_cuda,
@@ -329,10 +280,5 @@ def run_extend(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: 
         **constants,
     )
     if tables.has_splits:
-        members = (tables.members, tables.request_members, tables.new_lens_device)
         grid = (num_programs, sizes.num_kv_heads, triton.cdiv(tile.rows, COMBINE_ROWS))
-        _combine_kernel[grid](
-            *(out, lse, *addresses.partials, *tiles, *members, inputs.v_scale),
-            ROWS=COMBINE_ROWS,
-            **constants,
-        )
+        _combine_kernel[grid](addresses.on_device, out, lse, inputs.v_scale, ROWS=COMBINE_ROWS, **constants)

@@ -1,8 +1,8 @@
-"""Attention of new tokens over compressed spans and their own tokens: one compiled call for a layer, on a CPU.
+"""Attention of new tokens over compressed spans and their own tokens on a CPU: one call per layer, compiled by numba.
 
 For decode steps, and for prefills of few tokens. A cache row is read as it is stored, once for all requests that share
-it; nothing is gathered. ``layout.py`` says what a batch reads, ``call.py`` compiles and runs, ``numba_impl.py`` is what
-each thread does, ``openmp.py`` has PyTorch's threads do it. The tests' dense attention is the definition.
+it; nothing is gathered. ``layout.py`` lists a batch's inputs, ``call.py`` compiles and runs, ``numba_impl.py`` is the
+code of a thread, ``openmp.py`` runs it on PyTorch's threads. ``TorchAttention`` is the definition.
 """
 
 from __future__ import annotations

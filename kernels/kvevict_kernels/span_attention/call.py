@@ -50,15 +50,15 @@ def reason_not_to_run(head_dim: int | None = None) -> str | None:
 class SpanAttention:
     """Attention over compressed spans and uncompressed token slots of one pair of arenas.
 
-    The first one in a process compiles (seconds), or loads what an earlier process compiled; no call waits for it.
+    The first one in a process compiles (seconds), or loads the cached compilation; no call waits for it.
     One call at a time.
 
     Args:
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous, on the CPU.
         v_arena: like ``k_arena``.
         num_qo_heads: a multiple of the KV heads.
-        biases: [num_layers, num_token_slots, num_kv_heads], float32, contiguous: what is added to the scores of a
-            span's head slots, 0 for those of spans that are not fitted; None: there are no fitted spans.
+        biases: [num_layers, num_token_slots, num_kv_heads], float32, contiguous, added to the scores of a
+            span's head slots, 0 for spans that are not fitted; None: there are no fitted spans.
 
     Raises:
         ValueError: wrong shape, dtype or device of an arena.
@@ -137,8 +137,8 @@ class SpanAttention:
     ) -> None:
         """Attend with the batch prepared last.
 
-        A new token sees its request's spans, and of the request's own tokens those before it and itself; in a layer
-        with a window only what is less than ``window`` positions before it.
+        A new token sees its request's spans and the request's own tokens up to itself; in a layer with a window only
+        keys less than ``window`` positions before it.
 
         Args:
             layout: the batch.
@@ -148,7 +148,7 @@ class SpanAttention:
             out: like ``q``, contiguous: rows of the batch's tokens are written, others are left alone.
             lse: [num_tokens, num_qo_heads], float32, contiguous: likewise; natural log-sum-exp of the scaled scores.
             window: of the layer, in tokens; 0: none.
-            sink_logits: [num_qo_heads], float32, contiguous: what every row's softmax counts once, without a value.
+            sink_logits: [num_qo_heads], float32, contiguous: one more score of every row, whose value is 0.
 
         Raises:
             IndexError: a span or a suffix names a slot outside of the arena.
@@ -179,7 +179,7 @@ class _Buffer:
         self._memory = np.empty(0, np.uint8)
 
     def take(self, num_bytes: int) -> int:
-        """The address of so many bytes, at the start of a cache line; what was in them is lost."""
+        """The address of so many bytes, at the start of a cache line; their old content is lost."""
         if self._memory.nbytes < num_bytes + _LINE:
             self._memory = np.empty(num_bytes + _LINE, np.uint8)
         return -(-self._memory.ctypes.data // _LINE) * _LINE

@@ -1,4 +1,4 @@
-"""What a batch reads, as the compiled call gets it: which tokens read which spans, and where the lists of these are."""
+"""A batch as the compiled call gets it: addresses of its lists."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from kvevict_kernels.checks import check_positions, check_tensor
 from kvevict_kernels.span_attention import words as w
-from kvevict_kernels.span_runs import SpanRuns
+from kvevict_kernels.span_runs import SpanReaders, SpanRuns
 
 Words = NDArray[np.int64]
 _CPU = torch.device("cpu")
 
 
 class Layout:
-    """What does not change from step to step, while the same requests go on reading the same spans.
+    """Lists that stay the same from step to step, while the same requests read the same spans.
 
     Args:
         paths: per request, its spans; each once.
@@ -40,20 +40,12 @@ class Layout:
         has_windows: bool = False,
     ) -> None:
         self.has_windows = has_windows
-        self.spans = list(dict.fromkeys(span for path in paths for span in path))
+        own_tokens = [range(first, first + new) for first, new in zip(first_tokens, new_lens, strict=True)]
+        readers = SpanReaders(paths, own_tokens)
+        self.spans = readers.spans
         self.num_heads = shape[2]
         self.new_lens = np.asarray(new_lens, np.int64)
-        own_tokens = [range(first, first + new) for first, new in zip(first_tokens, new_lens, strict=True)]
-        number_of = {span: number for number, span in enumerate(self.spans)}
-        tokens: list[list[int]] = [[] for _ in self.spans]
-        path_spans, path_places = [], []
-        for path, own in zip(paths, own_tokens, strict=True):
-            for span in path:
-                number = number_of[span]
-                path_spans.append(number)
-                path_places.append(len(tokens[number]))
-                tokens[number].extend(own)
-        parts = [*tokens, *own_tokens]
+        parts = [*readers.rows, *own_tokens]
         self._first_tokens = list(first_tokens)
         self.num_tokens = np.array([len(part) for part in parts], np.int64)
         lens = self._checked_lens(shape)
@@ -71,9 +63,9 @@ class Layout:
             w.PART_TOKENS: _list([0, *self.num_tokens.cumsum()]),
             w.TOKENS: _list(token for part in parts for token in part),
             w.TOKEN_POSITIONS: np.zeros(sum(map(len, parts)) if has_windows else 0, np.int64),
-            w.PATHS: _list([0, *np.cumsum([len(path) for path in paths])]),
-            w.PATH_SPANS: _list(path_spans),
-            w.PATH_PLACES: _list(path_places),
+            w.PATHS: _list(readers.path_start),
+            w.PATH_SPANS: _list(readers.path_span),
+            w.PATH_PLACES: _list(readers.path_place),
             w.UNIT_ROWS: np.zeros(len(parts) * self.num_heads, np.int64),
         }
         self.words = np.zeros(w.NUM_WORDS, np.int64)
@@ -87,7 +79,7 @@ class Layout:
         """Say where the token slots ``[waterline, seq_len)`` of each request are; they are read when the call runs.
 
         Args:
-            waterlines: per request, tokens that its path stands for.
+            waterlines: per request, tokens that are compressed into its path.
             seq_lens: per request, tokens with the new ones; at most the length of a row.
             rows: [num_requests], int, rows of ``req_to_token``.
             req_to_token: [num_rows, max_context_len], int32.
@@ -103,7 +95,7 @@ class Layout:
         if min(waterlines) < 0 or max(seq_lens) > row_len:
             raise ValueError(f"seq_lens: expected positions 0 to {row_len}, got {list(waterlines)} to {list(seq_lens)}")
         begins = np.asarray(waterlines, np.int64)
-        self._req_to_token = req_to_token  # what addresses point into stays until the next step's
+        self._req_to_token = req_to_token  # keeps the memory behind the addresses alive until the next step
         self.suffix_slots[:] = req_to_token.data_ptr() + 4 * (row_numbers.astype(np.int64) * row_len + begins)
         self.suffix_lens[:] = np.asarray(seq_lens, np.int64) - begins
         if self.has_windows:

@@ -1,8 +1,8 @@
-"""The compiled call: what each thread does.
+"""The compiled call: the code of a thread.
 
 A *unit* is one KV head of a part (``words.py``). Its keys are cut into chunks, and each chunk gives one partial softmax
 for every q row of the unit. Where chunks lie follows from the unit alone, and partial results are merged in the
-order of the path: what a request gets depends neither on other requests nor on the number of threads.
+order of the path: a request's result depends neither on other requests nor on the number of threads.
 
 Numbers in scratch memory are float32. ``num_rows`` are q rows, ``row`` is a partial result.
 """
@@ -220,7 +220,7 @@ def _attend_chunk(words, part, head, unit_len, first, last, row_0, scratch):
     first_seen, least_seen = int64s(_first_seen_in(scratch, head_dim, num_rows)), 0
     if words[w.WINDOW] != 0:
         least_seen = _find_first_seen(words, part, head, unit_len, scratch)
-        if last <= least_seen:  # nobody sees any of it, and nobody looks at the sums of such a chunk
+        if last <= least_seen:  # no row sees any of it, and the merge skips the sums of such a chunk
             return
     fill(sums, num_rows * head_dim, _ZERO)
     for start in range(first, last, _BLOCK):
@@ -235,7 +235,7 @@ def _attend_chunk(words, part, head, unit_len, first, last, row_0, scratch):
             _add_scores(tile_rows, scores, queries + 4 * tile * head_dim, keys, head_dim)
             for r in range(tile_rows):
                 num_seen = num_keys
-                if is_own:  # a new token sees those before it, and itself
+                if is_own:  # a new token sees its predecessors and itself
                     num_seen = min(num_keys, unit_len - (num_rows - tile - r - 1) // group - start)
                 row = scores + 4 * r * _BLOCK
                 num_seen = max(num_seen, 0)
@@ -342,12 +342,12 @@ def _merge_share(words, thread, num_threads, scratch):
 
 
 def compile_call(team: Team, stamp: int, *, is_cached: bool) -> Any:
-    """Compile, or load what was compiled before.
+    """Compile, or load the cached compilation.
 
     Args:
         team: the threads that will run it.
         stamp: of the sources. numba looks a compiled function up by its own file's time and by the numbers it closes
-            over; this one stands for the files it is made of.
+            over; this one changes with the sources.
         is_cached: keep the compiled code on disk, where numba finds a place for it.
 
     Returns:

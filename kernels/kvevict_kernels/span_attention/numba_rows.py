@@ -1,4 +1,4 @@
-"""Rows of numbers, by their addresses: what a thread reads, adds up and writes.
+"""Rows of numbers by their addresses: reading, adding and writing them.
 
 Counts are elements; rows of a cache or of queries have a kind (``numba_vectors.py``), others are float32. Numbers of a
 row are a multiple of ``LANES``.

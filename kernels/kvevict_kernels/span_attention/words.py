@@ -1,7 +1,7 @@
-"""Where a call finds what: places in the list of 64-bit words that the compiled function gets.
+"""Places in the list of 64-bit words that the compiled function gets.
 
 Unless said otherwise a word is the address of an int64 array. A *part* is a span (``0 .. NUM_SPANS``), with the new
-tokens of all requests that read it, or what a request has of its own (``NUM_SPANS ..``).
+tokens of all requests that read it, or a request's suffix (``NUM_SPANS ..``).
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 BLOCK = 64
 """Keys that are transposed and multiplied at once; a multiple of every tile's width."""
 CHUNK = 256
-"""Keys of one partial softmax, what one thread does at a time; a multiple of it where that is over ``MAX_CHUNKS``."""
+"""Keys of one partial softmax, the work of one thread at a time; a multiple of it where there would be more than
+``MAX_CHUNKS``."""
 MAX_CHUNKS = 16
 """Partial results that a q row has of one unit at most."""
 KEY_COST = 6
-"""What reading a key costs, in q rows that are multiplied with it (6 to 21 ns, in a cache or not, and 3 ns a row)."""
+"""Cost of reading a key, in q rows that are multiplied with it (6 to 21 ns, in a cache or not, and 3 ns a row)."""
 NO_SLOT = 1 << 62
 """In ``WRONG_SLOT``: nothing is wrong."""
 
@@ -55,7 +56,7 @@ NO_SLOT = 1 << 62
     SUMS,  # address [num_partials, head_dim], float32: unnormalised outputs
     MAXIMA,  # address [num_partials], float32
     TOTALS,  # address [num_partials], float32
-    SCRATCH,  # address of what threads use for themselves
+    SCRATCH,  # address of the threads' scratch memory
     SCRATCH_STRIDE,  # bytes per thread
     ZEROS,  # address of a row of zeros
     WRONG_SLOT,  # number: a head slot that is not in the arena, or NO_SLOT; written by the call

@@ -1,3 +1,3 @@
-"""Attention on a CPU: one compiled call for a layer (numba), or calls of PyTorch."""
+"""Attention on a CPU: one compiled call per layer (numba), or plain PyTorch."""
 
 from __future__ import annotations

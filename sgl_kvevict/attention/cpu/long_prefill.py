@@ -107,7 +107,7 @@ class LongPrefill:
         """Attend with the new tokens of one request.
 
         Args:
-            request: what it reads.
+            request: its plan.
             layer: layer index.
             q: [num_new, num_qo_heads, head_dim].
             sm_scale: softmax scale.
@@ -230,7 +230,7 @@ def _attend(
     group = num_qo_heads // num_kv_heads
     grouped = q.view(num_new, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     shape = (num_kv_heads, group, num_keys, head_dim)
-    # Compact heads are worth their copy: 6 % at 3,000 new tokens.
+    # Copying heads into compact memory saves 6 % at 3,000 new tokens.
     k, v = (x.to(q.dtype).transpose(0, 1)[:, None].contiguous().expand(shape) for x in (k, v))
     out, lse = _flash_attention(grouped, k, v, 0.0, is_causal, attn_mask=added, scale=sm_scale)
     return out.permute(2, 0, 1, 3).reshape(q.shape), lse.permute(2, 0, 1).reshape(q.shape[:2])

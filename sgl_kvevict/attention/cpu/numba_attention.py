@@ -26,14 +26,14 @@ results of the call would take much memory.
 class NumbaAttention:
     """Attention of new tokens over compressed spans (other keys per KV head) and uncompressed token slots.
 
-    What a request gets does not depend on the other requests of the batch.
+    A request's result does not depend on the other requests of the batch.
 
     Args:
         geometry: sizes.
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous.
         v_arena: like ``k_arena``.
         biases: [num_layers, num_token_slots, num_kv_heads], float32, added to the scores of entries of fitted spans, 0
-            for those of others; None: no span is ever fitted.
+            for other spans; None: no span is ever fitted.
 
     Raises:
         ValueError: wrong shape, dtype or device of an arena.
@@ -52,8 +52,8 @@ class NumbaAttention:
     def plan(self, batch: AttentionBatch) -> None:
         """Prepare the layers of one forward.
 
-        Which tokens read which spans is kept over forwards, until other requests or other spans are read; a step adds
-        where the suffixes are.
+        The layout of spans is kept over forwards, until other requests or other spans are read; a step adds the places
+        of the suffixes.
 
         Args:
             batch: the requests of the forward.

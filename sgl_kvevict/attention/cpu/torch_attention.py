@@ -73,7 +73,7 @@ class TorchAttention:
     def _keys(
         self, batch: AttentionBatch, request: int, layer: int, head: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What a request can see with a KV head: the runs of its path, then its own tokens.
+        """Keys of a request and KV head: the runs of its path, then its own tokens.
 
         Returns:
             K and V [num_keys, head_dim], biases [num_keys], all float32, and positions [num_keys], int64.

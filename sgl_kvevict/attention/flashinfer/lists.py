@@ -1,8 +1,8 @@
-"""What FlashInfer's paged prefill reads: index lists, built with torch alone.
+"""Index lists for FlashInfer's paged prefill, built with torch alone.
 
-Spans: pages of one head slot over the whole arena, one KV head, one row per (group of sharers, KV head, part), the
-group's queries stacked. Without split-KV FlashInfer's plan depends on the number of queries per row only, so one plan
-serves all layers, and a long run is cut into parts here. Suffixes: the usual pages of one token slot.
+Spans: pages of one head slot over the whole arena, one KV head; a row for each (group of sharers, KV head, part), with
+the group's queries stacked. Without split-KV FlashInfer's plan depends on the number of queries per row only. So one
+plan serves all layers, and long runs are cut into parts here. Suffixes: the usual pages of one token slot.
 """
 
 from __future__ import annotations
@@ -26,55 +26,53 @@ MAX_SPLIT_ROWS = 64
 
 
 @dataclass(frozen=True)
+class PageLists:
+    """Rows of FlashInfer's batch, each with its queries and its pages.
+
+    Attributes:
+        qo_indptr: [num_rows + 1], int32, on the host: places of the rows' queries.
+        kv_indptr: [num_rows + 1], int32, on the host: places in ``kv_indices``.
+        kv_indices: [num_pages], int32, on the device.
+    """
+
+    qo_indptr: Tensor
+    kv_indptr: Tensor
+    kv_indices: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch."""
+        return self.qo_indptr.numel() - 1
+
+
+@dataclass(frozen=True)
 class SpanLists:
     """Spans of a batch, until requests come or go or their paths change.
 
     Rows are in (group, KV head, part) order; a row's queries are its group's new tokens.
 
     Attributes:
-        qo_indptr: [num_rows + 1], int32, on the host.
-        kv_indptr: [num_layers, num_rows + 1], int32, places in ``kv_indices``.
-        kv_indices: [num_entries], int32, head slots.
+        pages: head slots; ``kv_indptr`` is a stand-in with one page a row: a plan for all layers.
+        kv_indptr: [num_layers, num_rows + 1], int32, on the device: each layer's own bounds.
         q_rows: [qo_indptr[-1]], int64, (new token, KV head) of each stacked query.
-        merge_table: [num_new * num_kv_heads, width], int64, stacked queries that belong to each (token, KV head).
+        merge_table: [num_new * num_kv_heads, width], int64, stacked queries of each (token, KV head).
         merge_bias: [num_new * num_kv_heads, width, 1], float32, -inf where the table only fills up.
     """
 
-    qo_indptr: Tensor
+    pages: PageLists
     kv_indptr: Tensor
-    kv_indices: Tensor
     q_rows: Tensor
     merge_table: Tensor
     merge_bias: Tensor
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of FlashInfer's batch."""
-        return self.qo_indptr.numel() - 1
-
-
-@dataclass(frozen=True)
-class SuffixLists:
-    """Suffixes of one forward, the same for all layers; ``indptr`` on the host.
-
-    Attributes:
-        qo_indptr: [num_requests + 1], int32.
-        kv_indptr: [num_requests + 1], int32.
-        kv_indices: [num_tokens], int32, token slots, on the device.
-    """
-
-    qo_indptr: Tensor
-    kv_indptr: Tensor
-    kv_indices: Tensor
-
 
 def build_span_lists(
     paths: Sequence[Path], new_lens: Sequence[int], geometry: KVGeometry, device: torch.device
-) -> SpanLists | None:
-    """Lay out the spans of a batch; None if it reads none.
+) -> SpanLists:
+    """Lay out the spans of a batch.
 
     Args:
-        paths: per request, the spans on its path.
+        paths: per request, the spans on its path; at least one in the batch.
         new_lens: per request, new tokens.
         geometry: sizes.
         device: where the spans are.
@@ -82,8 +80,6 @@ def build_span_lists(
     Cost: copies 4 bytes per entry read; one host sync, when requests come or go or their paths change.
     """
     groups = group_spans(paths)
-    if not groups:
-        return None
     ends = torch.tensor(new_lens).cumsum(0).tolist()
     tokens = [[row for i in group.members for row in range(ends[i] - new_lens[i], ends[i])] for group in groups]
     parts = [
@@ -98,17 +94,17 @@ def build_span_lists(
     table, counts = merge_table(owners, ends[-1] * geometry.num_kv_heads)
     bias = torch.where(torch.arange(table.shape[1]) < counts[:, None], 0.0, float("-inf"))
     lens, head_slots = join_runs(groups, geometry)
+    one_each = torch.arange(len(num_queries) + 1, dtype=torch.int32)
     return SpanLists(
-        qo_indptr=_indptr(num_queries),
+        pages=PageLists(_indptr(num_queries), one_each, head_slots),
         kv_indptr=_cut_runs(lens, parts, geometry),
-        kv_indices=head_slots,
         q_rows=owners.to(device),
         merge_table=table.to(device),
         merge_bias=bias[..., None].to(device),
     )
 
 
-def build_suffix_lists(batch: AttentionBatch, window: int = 0) -> SuffixLists:
+def build_suffix_lists(batch: AttentionBatch, window: int = 0) -> PageLists:
     """List the uncompressed token slots of every request; no host sync.
 
     Args:
@@ -127,14 +123,11 @@ def build_suffix_lists(batch: AttentionBatch, window: int = 0) -> SuffixLists:
     device_lens, device_firsts, starts = to_device(host, device)
     row_start = batch.req_pool_indices.long() * batch.req_to_token.stride(0) + device_firsts - starts
     places = torch.repeat_interleave(row_start, device_lens, output_size=total) + torch.arange(total, device=device)
-    return SuffixLists(
-        qo_indptr=_indptr(batch.new_lens),
-        kv_indptr=kv_indptr,
-        kv_indices=batch.req_to_token.reshape(-1).index_select(0, places),
-    )
+    kv_indices = batch.req_to_token.reshape(-1).index_select(0, places)
+    return PageLists(_indptr(batch.new_lens), kv_indptr, kv_indices)
 
 
-def merge_base2(
+def merge_spans(
     lists: SpanLists, span_out: Tensor, span_lse: Tensor, own_out: Tensor, own_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Combine the parts of spans with the suffix in float32, with one rounding.
@@ -142,25 +135,22 @@ def merge_base2(
     Args:
         lists: which parts belong to which (token, KV head).
         span_out: [num_stacked_queries, group_size, head_dim].
-        span_lse: [num_stacked_queries, group_size], float32, base 2; -inf for an empty row.
+        span_lse: [num_stacked_queries, group_size], float32, natural; -inf for an empty row.
         own_out: [num_new, num_qo_heads, head_dim].
-        own_lse: [num_new, num_qo_heads], float32, base 2, finite: a token sees itself.
+        own_lse: [num_new, num_qo_heads], float32, natural, finite: a token sees itself.
 
     Returns:
-        out like ``own_out``, and lse [num_new, num_qo_heads], float32, base 2.
+        out like ``own_out``, and lse [num_new, num_qo_heads], float32, natural.
     """
     group, head_dim = span_out.shape[1:]
     num_rows, width = lists.merge_table.shape
     rows = lists.merge_table.view(-1)
-    out = span_out.index_select(0, rows).view(num_rows, width, group, head_dim).float()
+    out = span_out.index_select(0, rows).view(num_rows, width, group, head_dim)
+    out = torch.cat([out, own_out.view(num_rows, 1, group, head_dim)], dim=1).float()
     lse = span_lse.index_select(0, rows).view(num_rows, width, group) + lists.merge_bias
-    out = torch.cat([out, own_out.view(num_rows, 1, group, head_dim).float()], dim=1)
     lse = torch.cat([lse, own_lse.view(num_rows, 1, group)], dim=1)
-    top = lse.amax(1, keepdim=True)
-    weight = torch.exp2(lse - top)
-    total = weight.sum(1)
-    merged = (out * weight[..., None]).sum(1) / total[..., None]
-    return merged.view(own_out.shape).to(own_out.dtype), (top.squeeze(1) + torch.log2(total)).view(own_lse.shape)
+    merged = (out * lse.softmax(1)[..., None]).sum(1)
+    return merged.view(own_out.shape).to(own_out.dtype), lse.logsumexp(1).view(own_lse.shape)
 
 
 def _num_parts(group: SpanGroup, num_rows: int, geometry: KVGeometry) -> int:

@@ -1,8 +1,8 @@
-"""Long prefills that read no span: ordinary paged attention, which FlashInfer does faster than our kernel."""
+"""Long prefills that read no span: ordinary paged attention, by FlashInfer where it is installed."""
 
 from __future__ import annotations
 
-import math
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -11,51 +11,67 @@ from torch import Tensor
 
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.attention.batch import AttentionBatch
-from sgl_kvevict.attention.flashinfer.attention import PagedWrapper, Planned, flashinfer_wrappers, plan_suffixes
-from sgl_kvevict.attention.flashinfer.lists import build_suffix_lists
+from sgl_kvevict.attention.flashinfer.wrapper import PagedPrefill, compiles_kernels, new_workspace
 from sgl_kvevict.attention.refusals import flashinfer_reasons
 from sgl_kvevict.attention.sink_logits import with_sink_logits
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 
-NUM_WRAPPERS = 2
-"""Planned in turn, so that a plan does not wait until the device has taken the one before; so many for each window."""
+NUM_PREFILLS = 2
+"""Planned in turn for each window, so that a plan does not wait until the device has taken the one before."""
+
+logger = logging.getLogger(__name__)
 
 
 class PlainPrefill:
     """Attends for some requests of a batch, whose paths are empty.
 
-    Like stock SGLang with FlashInfer: how FlashInfer schedules a batch may change the last bits of a row.
+    As in stock SGLang, how FlashInfer schedules a batch may change the last bits of a row.
 
     Args:
         geometry: sizes.
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim].
         v_arena: like ``k_arena``.
-        make_wrapper: builds a wrapper; FlashInfer's picks fa3 on Hopper, else fa2.
+
+    Raises:
+        ImportError: FlashInfer cannot be imported.
     """
 
-    def __init__(
-        self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, make_wrapper: Callable[[], PagedWrapper]
-    ) -> None:
+    def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> None:
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena
-        self._wrappers = {
-            window: [Planned(make_wrapper(), k_arena.device) for _ in range(NUM_WRAPPERS)]
+        workspace = new_workspace(k_arena.device)
+        self._prefills = {
+            window: [PagedPrefill(workspace, geometry.head_dim, k_arena.dtype, "auto") for _ in range(NUM_PREFILLS)]
             for window in sorted({geometry.window(layer) for layer in range(geometry.num_layers)})
         }
-        self._rows: slice | Tensor | None = None
+        self._rows: slice | Tensor = slice(0)
+
+    def warm_up(self) -> None:
+        """Compile and run the kernel of each kind of window once, on token slot 0.
+
+        Raises:
+            UnsupportedSetupError: FlashInfer cannot compile or load one.
+        """
+        device, geometry = self.k_arena.device, self.geometry
+        row = torch.zeros(1, dtype=torch.int64, device=device)
+        slots = torch.zeros(1, 2, dtype=torch.int32, device=device)
+        shape = (2, geometry.num_qo_heads, geometry.head_dim)
+        q = torch.zeros(shape, dtype=self.k_arena.dtype, device=device)
+        lse = torch.empty(shape[:2], dtype=torch.float32, device=device)
+        with compiles_kernels():
+            self.plan(AttentionBatch(((),), [2], [2], row, slots), [0])
+            for layer in {geometry.window(layer): layer for layer in range(geometry.num_layers)}.values():
+                self.run(layer, q, 1.0, torch.empty_like(q), lse)
 
     def plan(self, batch: AttentionBatch, requests: Sequence[int]) -> None:
         """Prepare the layers of one forward.
 
         Args:
             batch: the whole forward.
-            requests: those to attend for, ascending; none: nothing is done until the next plan.
+            requests: those to attend for, ascending, at least one.
         """
-        self._rows = None
-        if not requests:
-            return
         self._rows = self._rows_of(batch.new_lens, requests)
         chosen = to_device(torch.tensor(requests), batch.req_pool_indices.device)
         part = replace(
@@ -66,33 +82,35 @@ class PlainPrefill:
             req_pool_indices=batch.req_pool_indices.index_select(0, chosen),
             device_seq_lens=None,
         )
-        for window, wrappers in self._wrappers.items():
-            wrappers.append(wrappers.pop(0))
-            plan_suffixes(wrappers[-1], build_suffix_lists(part, window), self.geometry, self.k_arena.dtype, window)
+        for window, prefills in self._prefills.items():
+            prefills.append(prefills.pop(0))
+            prefills[-1].plan_suffixes(part, self.geometry, window)
 
     def run(
         self, layer: int, q: Tensor, sm_scale: float, out: Tensor, lse: Tensor, sink_logits: Tensor | None = None
     ) -> None:
-        """Write the rows of the planned requests.
+        """Write the rows of the planned requests; neighbouring requests are written in place.
 
         Args:
             layer: layer index.
             q: [num_new_tokens, num_qo_heads, head_dim], of the whole forward.
             sm_scale: softmax scale.
-            out: like ``q``.
-            lse: [num_new_tokens, num_qo_heads], float32, natural.
+            out: like ``q``, contiguous.
+            lse: [num_new_tokens, num_qo_heads], float32, natural, contiguous.
             sink_logits: [num_qo_heads]; None: the layer has none.
         """
-        if self._rows is None:
-            return
-        tokens = (self.k_arena[layer].unsqueeze(1), self.v_arena[layer].unsqueeze(1))
-        options = {"return_lse": True, "k_scale": sm_scale, "enable_pdl": False}
-        planned = self._wrappers[self.geometry.window(layer)][-1]
-        got, base2 = planned.wrapper.run(q[self._rows].contiguous(), tokens, **options)
-        out[self._rows], lse[self._rows] = with_sink_logits(got, base2 * math.log(2.0), sink_logits)
+        rows = self._rows
+        queries = q[rows].contiguous()
+        in_place = isinstance(rows, slice)
+        got = out[rows] if in_place else torch.empty_like(queries)
+        got_lse = lse[rows] if in_place else torch.empty(queries.shape[:2], dtype=torch.float32, device=q.device)
+        k, v = self.k_arena[layer].unsqueeze(1), self.v_arena[layer].unsqueeze(1)
+        self._prefills[self.geometry.window(layer)][-1].run(queries, k, v, sm_scale, got, got_lse)
+        if sink_logits is not None or not in_place:
+            out[rows], lse[rows] = with_sink_logits(got, got_lse, sink_logits)
 
     def _rows_of(self, new_lens: Sequence[int], requests: Sequence[int]) -> slice | Tensor:
-        """Rows of the requests' new tokens; neighbours are a slice, which costs no copy of the queries."""
+        """Rows of the requests' new tokens; a slice if the requests are neighbours."""
         ends = torch.tensor(new_lens).cumsum(0).tolist()
         first, last = requests[0], requests[-1]
         if last - first + 1 == len(requests):
@@ -101,12 +119,25 @@ class PlainPrefill:
         return to_device(torch.tensor(rows), self.k_arena.device)
 
 
-def find_plain_prefill(geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> PlainPrefill | None:
-    """Build one on a GPU where FlashInfer is installed and has kernels for the model; else ours take over."""
-    reasons = flashinfer_reasons(k_arena.dtype, geometry.head_dim)
-    if not k_arena.is_cuda or reasons:
+def find_plain_prefill(
+    geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, on_all_ranks: Callable[[bool], bool]
+) -> PlainPrefill | None:
+    """Build and try one; None where FlashInfer is missing, cannot compile, or has no kernels for the model.
+
+    Args:
+        geometry: sizes.
+        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim].
+        v_arena: like ``k_arena``.
+        on_all_ranks: whether all tensor-parallel ranks say yes; all ranks call it.
+    """
+    if flashinfer_reasons(k_arena.dtype, geometry.head_dim):
         return None
+    found: PlainPrefill | None = None
     try:
-        return PlainPrefill(geometry, k_arena, v_arena, flashinfer_wrappers(k_arena.device, backend="auto"))
-    except UnsupportedSetupError:
-        return None
+        with compiles_kernels():
+            found = PlainPrefill(geometry, k_arena, v_arena)
+        found.warm_up()
+    except UnsupportedSetupError as error:
+        logger.warning("long prefills without spans are computed by our own kernel: %s", error.reasons[0])
+        found = None
+    return found if on_all_ranks(found is not None) else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvevict_kernels.span_runs import SpanRuns
+from kvevict_kernels.span_runs import SpanReaders, SpanRuns
 from sgl_kvevict.attention.batch import Path
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.ragged import run_entries
@@ -29,12 +29,9 @@ class SpanGroup:
 
 def group_spans(paths: Sequence[Path]) -> list[SpanGroup]:
     """Group the spans of a batch by the requests that read them, at whatever depth of their paths."""
-    readers: dict[SpanRuns, list[int]] = {}
-    for request, path in enumerate(paths):
-        for span in path:
-            readers.setdefault(span, []).append(request)
+    readers = SpanReaders(paths, [range(i, i + 1) for i in range(len(paths))])
     groups: dict[tuple[int, ...], list[SpanRuns]] = {}
-    for span, members in readers.items():
+    for span, members in zip(readers.spans, readers.rows, strict=True):
         groups.setdefault(tuple(members), []).append(span)
     return [SpanGroup(members, tuple(spans)) for members, spans in groups.items()]
 

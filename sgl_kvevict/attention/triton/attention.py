@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.checks import FP8, KV_DTYPES, check_arenas
-from kvevict_kernels.ragged_decode import list_addresses, plan_ragged_decode, run_ragged_decode, sizes_on, start_step
 from kvevict_kernels.ragged_decode.addresses import NUM_ADDRESSES, TableAddresses
 from kvevict_kernels.ragged_decode.chunks import bucket
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS, uses_split
+from kvevict_kernels.ragged_decode.launch import plan_batch, run_layer, sizes_on, start_step
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
-from kvevict_kernels.ragged_extend import run_ragged_extend
 from kvevict_kernels.span_runs import SpanRuns
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.attention.batch import AttentionBatch, BatchKey, Path
@@ -30,17 +29,24 @@ WARM_UP_KEYS = 1024
 
 @dataclass
 class _PlannedBatch:
-    """What a batch reads, and the buffers of its steps."""
+    """Tables of a batch, and the buffers of its steps.
+
+    Attributes:
+        addresses: tables of what our kernels attend to.
+        plain_requests: requests that ``plain_prefill`` attends for.
+        step: buffers of the step planned last.
+    """
 
     addresses: TableAddresses
+    plain_requests: list[int]
     step: Step | None = None
 
 
 class TritonAttention:
     """Attention of new tokens over compressed spans and uncompressed token slots.
 
-    What concerns spans is laid out on the device when requests come or go or their paths change; a step copies no
-    lists, reads nothing back and launches one kernel that counts the suffixes' work.
+    Spans are laid out on the device when requests come or go or their paths change; a step copies no lists, reads
+    nothing back and launches one kernel that counts the suffixes' work.
 
     A CUDA graph may record decode steps (:class:`sgl_kvevict.attention.interface.CapturableAttention`).
 
@@ -53,7 +59,7 @@ class TritonAttention:
         q_dtype: of queries and results, where the arena holds float8; default: bfloat16. Else they have its dtype.
         plain_prefill: attends for long prefills that read no span; None: our kernel does.
         biases: [num_layers, num_token_slots, num_kv_heads], float32, added to the scores of entries of spans, 0 for
-            those of spans that are not fitted; None: no span is ever fitted, and the kernels read none.
+            spans that are not fitted; None: no span is ever fitted, and the kernels read no biases.
 
     Raises:
         ValueError: wrong shape, dtype or device of an arena.
@@ -135,8 +141,8 @@ class TritonAttention:
         if seq_lens is None:
             seq_lens = to_device(torch.tensor(batch.seq_lens, dtype=torch.int32), self.k_arena.device)
         self._planned = planned
-        if self.plain_prefill is not None:
-            self.plain_prefill.plan(batch, self._plain_requests(batch.paths, batch.new_lens))
+        if self.plain_prefill is not None and planned.plain_requests:
+            self.plain_prefill.plan(batch, planned.plain_requests)
         self.start_step(seq_lens, batch.req_pool_indices, batch.req_to_token)
 
     def start_step(self, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor) -> None:
@@ -144,7 +150,7 @@ class TritonAttention:
         planned = self._planned
         if planned is None:
             raise InvariantError("a step was started before a batch was planned")
-        # A graph has its buffers in its own pool: those of its warm-up do not live as long.
+        # A graph has its buffers in its own memory pool; buffers of its warm-up die earlier.
         previous = None if planned.addresses.is_captured else planned.step
         planned.step = start_step(
             planned.addresses,
@@ -158,7 +164,7 @@ class TritonAttention:
         """Lay out; see :meth:`sgl_kvevict.attention.interface.CapturableAttention.start_capture`."""
         ones = (1,) * num_requests
         addresses = self._build(BatchKey(((),) * num_requests, ones, ones)).addresses
-        self._planned = _PlannedBatch(addresses.captured_at(self._captured_addresses))
+        self._planned = _PlannedBatch(addresses.captured_at(self._captured_addresses), [])
 
     def follow(self, batch: AttentionBatch, num_requests: int) -> None:
         """Swap the tables; see :meth:`sgl_kvevict.attention.interface.CapturableAttention.follow`."""
@@ -193,9 +199,8 @@ class TritonAttention:
             self.geometry.window(layer),
             None if sink_logits is None else sink_logits.contiguous(),
         )
-        run_ragged_decode(planned.addresses, planned.step, inputs, out=out, lse=lse)
-        run_ragged_extend(planned.addresses, planned.step, inputs, out=out, lse=lse)
-        if self.plain_prefill is not None:
+        run_layer(planned.addresses, planned.step, inputs, out=out, lse=lse)
+        if self.plain_prefill is not None and planned.plain_requests:
             self.plain_prefill.run(layer, queries, sm_scale, out, lse, sink_logits)
         return out.to(q.dtype), lse
 
@@ -203,15 +208,16 @@ class TritonAttention:
         return self._recent.get(key, lambda: self._build(key))
 
     def _build(self, key: BatchKey) -> _PlannedBatch:
-        tables = plan_ragged_decode(
+        plain_requests = self._plain_requests(key.paths, key.new_lens)
+        tables = plan_batch(
             *key,
             sizes=self._sizes,
             device=self.k_arena.device,
-            elsewhere=self._plain_requests(key.paths, key.new_lens),
+            elsewhere=plain_requests,
         )
         if self._partials[0].shape[0] < tables.num_partials:
             self._partials = self._scratch(tables.num_partials)
-        return _PlannedBatch(list_addresses(tables, self._partials))
+        return _PlannedBatch(TableAddresses.of(tables, self._partials), plain_requests)
 
     def _plain_requests(self, paths: Sequence[Path], new_lens: Sequence[int]) -> list[int]:
         """Requests that ``plain_prefill`` attends for."""
@@ -222,7 +228,7 @@ class TritonAttention:
         return [i for i, (path, new) in enumerate(both) if not path and not uses_split(new, group)]
 
     def _scratch(self, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Partials of all layers and forwards, one after the other on one stream; who needs more replaces them."""
+        """Scratch of all layers and forwards, one after the other on one stream; a larger batch replaces it."""
         device = self.k_arena.device
         return (
             torch.empty(num_rows, self.geometry.head_dim, dtype=torch.float32, device=device),
@@ -231,5 +237,5 @@ class TritonAttention:
 
 
 def _suffix_bounds(batch: AttentionBatch) -> tuple[int, ...]:
-    """What the suffixes of a batch do not outgrow for many steps."""
+    """Bounds that the suffixes of a batch do not outgrow for many steps."""
     return tuple(bucket(end - start) for start, end in zip(batch.waterlines, batch.seq_lens, strict=True))

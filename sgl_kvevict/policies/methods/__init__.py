@@ -1,46 +1,44 @@
 """Every policy that has a name: one file for each, with its options, its composition, its source and its own parts."""
 
-from sgl_kvevict.policies.method import Method
-from sgl_kvevict.policies.methods import (
-    ada_pyramidkv,
-    ada_snapkv,
-    chunkkv,
-    d2o,
-    defensive,
-    distilled,
-    echo,
-    expected_attention,
-    h2o,
-    k_vec,
-    keydiff,
-    knorm,
-    pyramidkv,
-    questions,
-    random,
-    reconstruction,
-    snapkv,
-    streaming_llm,
-)
+from sgl_kvevict.policies.methods.ada_pyramidkv import AdaPyramidKV
+from sgl_kvevict.policies.methods.ada_snapkv import AdaSnapKV
+from sgl_kvevict.policies.methods.chunkkv import ChunkKV
+from sgl_kvevict.policies.methods.d2o import D2O
+from sgl_kvevict.policies.methods.defensive import Defensive
+from sgl_kvevict.policies.methods.distilled import Distilled
+from sgl_kvevict.policies.methods.echo import Echo
+from sgl_kvevict.policies.methods.expected_attention import ExpectedAttention
+from sgl_kvevict.policies.methods.h2o import H2O
+from sgl_kvevict.policies.methods.k_vec import KVec
+from sgl_kvevict.policies.methods.keydiff import KeyDiff
+from sgl_kvevict.policies.methods.knorm import KNorm
+from sgl_kvevict.policies.methods.pyramidkv import PyramidKV
+from sgl_kvevict.policies.methods.questions import Questions
+from sgl_kvevict.policies.methods.random import Random
+from sgl_kvevict.policies.methods.reconstruction import Reconstruction
+from sgl_kvevict.policies.methods.snapkv import SnapKV
+from sgl_kvevict.policies.methods.streaming_llm import StreamingLLM
+from sgl_kvevict.policies.options import NamedPolicy
 
-METHODS: tuple[Method, ...] = (
-    distilled.METHOD,
-    reconstruction.METHOD,
-    questions.METHOD,
-    echo.METHOD,
-    defensive.METHOD,
-    streaming_llm.METHOD,
-    snapkv.METHOD,
-    pyramidkv.METHOD,
-    h2o.METHOD,
-    ada_snapkv.METHOD,
-    ada_pyramidkv.METHOD,
-    chunkkv.METHOD,
-    d2o.METHOD,
-    k_vec.METHOD,
-    knorm.METHOD,
-    keydiff.METHOD,
-    expected_attention.METHOD,
-    random.METHOD,
+METHODS: tuple[type[NamedPolicy], ...] = (
+    Distilled,
+    Reconstruction,
+    Questions,
+    Echo,
+    Defensive,
+    StreamingLLM,
+    SnapKV,
+    PyramidKV,
+    H2O,
+    AdaSnapKV,
+    AdaPyramidKV,
+    ChunkKV,
+    D2O,
+    KVec,
+    KNorm,
+    KeyDiff,
+    ExpectedAttention,
+    Random,
 )
 """In the order in which they are listed."""
 

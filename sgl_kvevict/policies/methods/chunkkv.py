@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.policies.budget_options import BudgetOptions
 from sgl_kvevict.policies.layer_view import LayerView
-from sgl_kvevict.policies.method import Method, PaperSettings, PaperValue
-from sgl_kvevict.policies.options import option
+from sgl_kvevict.policies.methods.snapkv import WindowSize
+from sgl_kvevict.policies.options import BudgetOptions, PaperSettings, PaperValue
 from sgl_kvevict.policies.parts import RangeScores, Scorer, Selector, TokenScores
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.ranking import fill_in_order
@@ -62,18 +62,16 @@ class ChunkSelector(Selector):
 
     Attributes:
         chunk_length: tokens in a chunk; the last one may be shorter.
-        mode: "exact" lays chunks over the competing tokens and cuts the last accepted chunk to what is left
-            of the budget. "paper" follows Algorithm 1 as printed: chunks also over window tokens inside the
-            range, as many whole ones as the budget with the window holds, and room for the window made by dropping
-            the *latest* selected tokens. A tail that covers the window would leave nothing of this.
+        mode: "exact" lays chunks over the competing tokens and cuts the last accepted one to the budget. "paper" is
+            Algorithm 1: chunks also over window tokens inside the range, as many whole ones as budget and window hold,
+            then the *latest* selected tokens are dropped for the window. With a tail that covers the window both agree.
         chunk_score: "sum" of the chunk's scores, or their "mean" (then a short last chunk is not at a
             disadvantage).
         share_heads: one list of chunks for all heads of a layer, by scores summed over heads (kvpress).
 
     Source: ChunkKV (arXiv 2502.00299), Alg. 1.
-    Differs: Algorithm 1 can store window tokens twice and leaves ``budget mod chunk_length`` entries empty;
-        here every token is stored once, and "paper" fills the gaps with the next best chunks. Its grid ends with the
-        range: the tail's own scores are in no chunk.
+    Differs: Algorithm 1 can store window tokens twice and leaves ``budget mod chunk_length`` entries empty; here every
+        token is stored once, and "paper" fills the gaps with the next best chunks. The tail's scores are in no chunk.
     """
 
     chunk_length: int = 10
@@ -128,62 +126,14 @@ class ChunkSelector(Selector):
         return free & (rank <= per_chunk.unsqueeze(-1)).flatten(-2)[..., : free.shape[-1]]
 
 
-@dataclass(frozen=True)
-class ChunkKVOptions(BudgetOptions):
-    """Options of ``chunkkv``."""
+class ChunkKV(BudgetOptions):
+    """``chunkkv``."""
 
-    chunk_length: int = option(10, "tokens in a chunk", minimum=1)
-    mode: Literal["exact", "paper"] = option(
-        "exact",
-        "chunks over competing tokens, the last one cut to fit (exact), or Algorithm 1 as printed (paper), which needs "
-        "tail_tokens < window_size",
-        choices=("exact", "paper"),
-    )
-    reuse_layers: int = option(1, "layers that share the positions chosen by the first of them; 1 = off", minimum=1)
-    window_size: int = option(32, "queries at the end of the prompt whose attention scores tokens", minimum=1)
-    score: Literal["softmax", "raw"] = option(
-        "softmax", "attention weights, or raw dot products (as printed)", choices=("softmax", "raw")
-    )
-    chunk_score: Literal["sum", "mean"] = option(
-        "sum", "a chunk's score is the sum or the mean of its tokens'", choices=("sum", "mean")
-    )
-    share_heads: bool = option(False, "all heads of a layer keep the same chunks, by summed scores (kvpress)")
-    keep_window: bool = option(True, "window tokens inside the range are kept without competing")
-
-    def scorer(self) -> Scorer:
-        """The scorer these options describe."""
-        if self.score == "raw":
-            return WindowLogitsScorer(self.window_size, self.keep_window)
-        return WindowAttentionScorer(self.window_size, kernel_size=1, keep_window=self.keep_window)
-
-
-def _build(options: ChunkKVOptions) -> Policy:
-    if options.mode == "paper" and not options.keep_window:
-        raise ConfigError(
-            "policy_options.mode: got 'paper' for policy 'chunkkv' with keep_window=False; allowed: 'exact', or "
-            "keep_window=True (Algorithm 1 always keeps the window)"
-        )
-    selector = ChunkSelector(options.chunk_length, options.mode, options.chunk_score, options.share_heads)
-    return Policy(
-        "chunkkv",
-        options.scorer(),
-        options.allocator(),
-        selector,
-        reuse_layers=options.reuse_layers,
-        max_tail_tokens=options.window_size - 1 if options.mode == "paper" else None,
-        why_max_tail=f"mode='paper' lays chunks over the window's window_size={options.window_size} tokens too; a tail "
-        "that covers all of them leaves what mode='exact' keeps",
-    )
-
-
-METHOD = Method(
-    name="chunkkv",
-    summary="whole chunks of consecutive tokens, by the attention the last queries pay to them",
-    source="ChunkKV (arXiv 2502.00299), Alg. 1, Sec. 3.3",
-    use_when="text whose sentences should stay whole",
-    options_type=ChunkKVOptions,
-    build=_build,
-    paper=PaperSettings(
+    name = "chunkkv"
+    summary = "whole chunks of consecutive tokens, by the attention the last queries pay to them"
+    source = "ChunkKV (arXiv 2502.00299), Alg. 1, Sec. 3.3"
+    use_when = "text whose sentences should stay whole"
+    paper = PaperSettings(
         "ChunkKV (arXiv 2502.00299)",
         (
             PaperValue("chunk_length", 10, "experiments: 10 for all models"),
@@ -194,5 +144,46 @@ METHOD = Method(
             PaperValue("share_heads", False, "Alg. 1, for one head"),
         ),
         why_tail="Alg. 1, line 2: chunks lie over the window's tokens too",
-    ),
-)
+    )
+
+    chunk_length: int = Field(10, ge=1, description="tokens in a chunk")
+    mode: Literal["exact", "paper"] = Field(
+        "exact",
+        description="chunks over competing tokens, the last one cut to fit (exact), or Algorithm 1 as printed (paper), "
+        "which needs tail_tokens < window_size",
+    )
+    reuse_layers: int = Field(
+        1, ge=1, description="layers that share the positions chosen by the first of them; 1 = off"
+    )
+    window_size: WindowSize = 32
+    score: Literal["softmax", "raw"] = Field(
+        "softmax", description="attention weights, or raw dot products (as printed)"
+    )
+    chunk_score: Literal["sum", "mean"] = Field(
+        "sum", description="a chunk's score is the sum or the mean of its tokens'"
+    )
+    share_heads: bool = Field(
+        False, description="all heads of a layer keep the same chunks, by summed scores (kvpress)"
+    )
+    keep_window: bool = Field(True, description="window tokens inside the range are kept without competing")
+
+    def build(self) -> Policy:
+        """Make the policy."""
+        if self.mode == "paper" and not self.keep_window:
+            raise ConfigError(
+                "policy_options.mode: got 'paper' for policy 'chunkkv' with keep_window=False; allowed: 'exact', or "
+                "keep_window=True (Algorithm 1 always keeps the window)"
+            )
+        scorer: Scorer = WindowAttentionScorer(self.window_size, kernel_size=1, keep_window=self.keep_window)
+        if self.score == "raw":
+            scorer = WindowLogitsScorer(self.window_size, self.keep_window)
+        return Policy(
+            self.name,
+            scorer,
+            self.allocator(),
+            ChunkSelector(self.chunk_length, self.mode, self.chunk_score, self.share_heads),
+            reuse_layers=self.reuse_layers,
+            max_tail_tokens=self.window_size - 1 if self.mode == "paper" else None,
+            why_max_tail=f"mode='paper' lays chunks over the window's window_size={self.window_size} tokens too; a "
+            "tail that covers all of them leaves what mode='exact' keeps",
+        )

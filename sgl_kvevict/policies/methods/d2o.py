@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from sgl_kvevict.policies.budget_options import BudgetOptions, budget_rule
 from sgl_kvevict.policies.layer_view import LayerView
-from sgl_kvevict.policies.merging.nearest import nearest_kept
-from sgl_kvevict.policies.merging.plan import merge_plan
-from sgl_kvevict.policies.method import Method, PaperSettings, PaperValue
-from sgl_kvevict.policies.options import option
+from sgl_kvevict.policies.methods.streaming_llm import NumSinkTokens
+from sgl_kvevict.policies.options import BudgetOptions, BudgetRule, PaperSettings, PaperValue
 from sgl_kvevict.policies.parts import Merger, PolicyState
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.scorers import AccumulatedAttentionScorer
@@ -28,6 +26,8 @@ from sgl_kvevict.ragged import MergePlan
 
 _SLACK = 1e-6
 """Similarities this far below the threshold still merge: rounding must not decide between equal numbers."""
+_BLOCK_ELEMENTS = 1 << 18
+"""Similarities computed at a time (1 MiB of float32)."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,11 @@ class NearestKeyMerger(Merger):
     The threshold of a head starts as the mean of its evicted tokens' best similarities and moves with later
     compressions of the same path: ``beta * mean + (1 - beta) * previous``. Evicted tokens below it are dropped.
 
+    With ``direction`` "causal", a span can be cut anywhere without showing a token's content before its position.
+
     Attributes:
-        beta: weight of the newest similarities in the threshold.
-        direction: "causal" merges only into later kept tokens, so that a span can be cut anywhere without
-            showing a token's content before its position; "any" is the paper's rule, whose spans cannot be
-            cut.
-        threshold: "ema", or "none" to merge every evicted token (the paper's ablation).
-        threshold_scope: a threshold per "head", or one per "layer" (released code).
-        weighting: "similarity" (exp of the cosine), or "average" (the paper's Table 8).
-        match_on: "keys", or "values" (Table 7).
+        options: of the policy. The released code has a ``threshold_scope`` of "layer"; the paper's ablations are
+            ``threshold`` "none", ``weighting`` "average" (Table 8) and ``match_on`` "values" (Table 7).
 
     Source: D2O (arXiv 2406.13035), Eq. 9-12.
     Differs: Eq. 12 as printed gives weights that sum to more than 1; here the numerator is the token's own
@@ -54,18 +50,13 @@ class NearestKeyMerger(Merger):
         Only tokens of the same compression can be merged into: published spans never change. Keys carry RoPE.
     """
 
-    beta: float = 0.7
-    direction: Literal["causal", "any"] = "causal"
-    threshold: Literal["ema", "none"] = "ema"
-    threshold_scope: Literal["head", "layer"] = "head"
-    weighting: Literal["similarity", "average"] = "similarity"
-    match_on: Literal["keys", "values"] = "keys"
+    options: D2O
     needs = frozenset({Signal.KEYS, Signal.VALUES})
 
     @property
     def splittable(self) -> bool:
         """Only causal merges leave spans that may be cut."""
-        return self.direction == "causal"
+        return self.options.direction == "causal"
 
     def merge(
         self, views: Sequence[LayerView], kept: Tensor, state: PolicyState | None
@@ -76,87 +67,39 @@ class NearestKeyMerger(Merger):
         similarity = torch.empty(kept.shape, dtype=torch.float32, device=kept.device)
         target = torch.empty(kept.shape, dtype=torch.int32, device=kept.device)
         for row, view in enumerate(views):
-            rows = view.keys if self.match_on == "keys" else view.values
+            rows = view.keys if self.options.match_on == "keys" else view.values
             similarity[row], target[row] = nearest_kept(
                 rows.transpose(0, 1), kept[row], longest[row], causal=self.splittable
             )
         candidates = ~kept & similarity.isfinite()
         threshold = self._threshold(similarity, candidates, state)
         merged = candidates
-        if self.threshold == "ema":
+        if self.options.threshold == "ema":
             merged = candidates & (similarity >= threshold.unsqueeze(-1) - _SLACK)
-        return merge_plan(kept, merged, similarity, target, self.weighting), PolicyState(threshold)
+        return merge_plan(kept, merged, similarity, target, self.options.weighting), PolicyState(threshold)
 
     def _threshold(self, similarity: Tensor, candidates: Tensor, state: PolicyState | None) -> Tensor:
         """[num_layers, num_kv_heads], float32: the threshold after this event; NaN before a first one."""
         total = torch.where(candidates, similarity, 0.0).sum(-1, dtype=torch.float64)
         count = candidates.sum(-1)
-        if self.threshold_scope == "layer":
+        if self.options.threshold_scope == "layer":
             total = total.sum(-1, keepdim=True).expand_as(total)
             count = count.sum(-1, keepdim=True).expand_as(count)
         mean = (total / count).float()  # NaN without candidates
         if state is None:
             return mean
-        moved = self.beta * mean + (1 - self.beta) * state.threshold
+        moved = self.options.beta * mean + (1 - self.options.beta) * state.threshold
         return torch.where(mean.isnan(), state.threshold, torch.where(state.threshold.isnan(), mean, moved))
 
 
-@dataclass(frozen=True)
-class D2OOptions(BudgetOptions):
-    """Options of ``d2o``."""
+class D2O(BudgetOptions):
+    """``d2o``."""
 
-    budget_rule: str = budget_rule("density")
-    num_sink_tokens: int = option(4, "first tokens of a path that every head keeps", minimum=0)
-    recent_ratio: float = option(
-        0.25, "share of the budget for the most recent tokens (N:M = 3:1)", minimum=0, maximum=1
-    )
-    direction: Literal["causal", "any"] = option(
-        "causal",
-        "merge evicted tokens into later kept tokens only, so that spans can be split, or into any (paper)",
-        choices=("causal", "any"),
-    )
-    beta: float = option(0.7, "weight of new similarities in the moving threshold", minimum=0, maximum=1)
-    threshold: Literal["ema", "none"] = option(
-        "ema", "merge what reaches the moving threshold, or everything", choices=("ema", "none")
-    )
-    threshold_scope: Literal["head", "layer"] = option(
-        "head", "one threshold per KV head or per layer", choices=("head", "layer")
-    )
-    weighting: Literal["similarity", "average"] = option(
-        "similarity", "weights of a merge", choices=("similarity", "average")
-    )
-    match_on: Literal["keys", "values"] = option(
-        "keys", "whose cosine similarity decides what merges where", choices=("keys", "values")
-    )
-
-
-def _build(options: D2OOptions) -> Policy:
-    merger = NearestKeyMerger(
-        options.beta,
-        options.direction,
-        options.threshold,
-        options.threshold_scope,
-        options.weighting,
-        options.match_on,
-    )
-    return Policy(
-        "d2o",
-        AccumulatedAttentionScorer(),
-        options.allocator(),
-        HeavyHitterSelector(options.recent_ratio),
-        merger,
-        num_sink_tokens=options.num_sink_tokens,
-    )
-
-
-METHOD = Method(
-    name="d2o",
-    summary="H2O's tokens, more of them in layers of dense attention; evicted ones merge into similar kept ones",
-    source="D2O (arXiv 2406.13035), Sec. 3",
-    use_when="small budgets where evicted tokens should leave a trace",
-    options_type=D2OOptions,
-    build=_build,
-    paper=PaperSettings(
+    name = "d2o"
+    summary = "H2O's tokens, more of them in layers of dense attention; evicted ones merge into similar kept ones"
+    source = "D2O (arXiv 2406.13035), Sec. 3"
+    use_when = "small budgets where evicted tokens should leave a trace"
+    paper = PaperSettings(
         "D2O (arXiv 2406.13035)",
         (
             PaperValue("num_sink_tokens", 4, "Eq. 7, 8 (T; its value is not said, 4 in the released code)"),
@@ -169,5 +112,146 @@ METHOD = Method(
             PaperValue("variance_norm", "none", "Eq. 4, 5"),
             PaperValue("density_rule", "softmax", "Eq. 5"),
         ),
-    ),
-)
+    )
+
+    budget_rule: BudgetRule = "density"
+    num_sink_tokens: NumSinkTokens = 4
+    recent_ratio: float = Field(
+        0.25, ge=0, le=1, description="share of the budget for the most recent tokens (N:M = 3:1)"
+    )
+    direction: Literal["causal", "any"] = Field(
+        "causal",
+        description="merge evicted tokens into later kept tokens only, so that spans can be split, or into any (paper)",
+    )
+    beta: float = Field(0.7, ge=0, le=1, description="weight of new similarities in the moving threshold")
+    threshold: Literal["ema", "none"] = Field(
+        "ema", description="merge what reaches the moving threshold, or everything"
+    )
+    threshold_scope: Literal["head", "layer"] = Field("head", description="one threshold per KV head or per layer")
+    weighting: Literal["similarity", "average"] = Field("similarity", description="weights of a merge")
+    match_on: Literal["keys", "values"] = Field("keys", description="rows whose cosine similarity decides merges")
+
+    def build(self) -> Policy:
+        """Make the policy."""
+        return Policy(
+            self.name,
+            AccumulatedAttentionScorer(),
+            self.allocator(),
+            HeavyHitterSelector(self.recent_ratio),
+            NearestKeyMerger(self),
+            num_sink_tokens=self.num_sink_tokens,
+        )
+
+
+def nearest_kept(rows: Tensor, kept: Tensor, width: int, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """The kept token of its head that is most similar to each token, in blocks (D2O, Eq. 9).
+
+    Args:
+        rows: [num_heads, num_tokens, head_dim], any float dtype.
+        kept: [num_heads, num_tokens], bool.
+        width: most kept tokens of a head.
+        causal: only kept tokens after the token count.
+
+    Returns:
+        Cosine similarity [num_heads, num_tokens], float32, -inf without any; position of the kept token, same shape,
+        int64, the lowest of equal ones. Undefined at kept tokens.
+    """
+    num_heads, num_tokens, head_dim = rows.shape
+    norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32).clamp_(min=1e-12)
+    unit = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
+    torch.div(rows, norms, out=unit)
+    width = max(width, 1)  # with nothing kept, one column that is masked
+    position = (~kept).sort(dim=-1, stable=True).indices[:, :width]  # kept positions, ascending, first
+    valid = kept.gather(-1, position)
+    conserved = unit.gather(1, position.unsqueeze(-1).expand(-1, -1, head_dim)).transpose(1, 2)
+    block = max(_BLOCK_ELEMENTS // (num_heads * width), 1)
+    first, last, fewest = _column_bounds(kept, block)
+    best = torch.empty(num_heads, num_tokens, device=rows.device)
+    index = torch.empty(num_heads, num_tokens, dtype=torch.int64, device=rows.device)
+    for i, begin in enumerate(range(0, num_tokens, block)):
+        end = min(begin + block, num_tokens)
+        low = min(first[i], width - 1) if causal else 0  # columns before lie before the whole block
+        similarity = unit[:, begin:end] @ conserved[..., low:]
+        if fewest < width:
+            similarity.masked_fill_(~valid[:, None, low:], -torch.inf)
+        if causal:
+            here = torch.arange(begin, end, device=rows.device)
+            near = position[:, None, low : max(last[i], low + 1)] <= here[:, None]
+            similarity[..., : near.shape[-1]].masked_fill_(near, -torch.inf)
+        best[:, begin:end], columns = similarity.max(dim=-1)
+        index[:, begin:end] = position.gather(-1, columns + low)
+    return best, index
+
+
+def _column_bounds(kept: Tensor, block: int) -> tuple[list[int], list[int], int]:
+    """Per block, kept tokens up to its first token (fewest of all heads) and up to its last (most); all, fewest."""
+    count = kept.cumsum(-1)
+    ends = torch.arange(block, kept.shape[-1] + block, block, device=kept.device).clamp_(max=kept.shape[-1]) - 1
+    bounds = torch.cat((count[:, ::block].amin(0), count[:, ends].amax(0), count[:, -1].amin(0, keepdim=True)))
+    # sync: blocks multiply only the columns that may count; once per layer
+    numbers = bounds.tolist()
+    half = len(numbers) // 2
+    return numbers[:half], numbers[half:-1], numbers[-1]
+
+
+def merge_plan(
+    kept: Tensor,
+    merged: Tensor,
+    similarity: Tensor,
+    target: Tensor,
+    weighting: Literal["similarity", "average"],
+) -> MergePlan:
+    """Weights of every kept entry's sources: its own row first, then merged tokens by position.
+
+    Args:
+        kept: [num_layers, num_kv_heads, num_tokens], bool.
+        merged: same shape, bool; evicted tokens to merge.
+        similarity: same shape, float32, of each evicted token with its target.
+        target: same shape, int32, token index of the target in the same run.
+        weighting: "similarity" gives a token ``exp(cosine)`` and the target ``exp(1)``; "average" the same to all.
+
+    Source: D2O (arXiv 2406.13035), Eq. 11, and Eq. 12 with the numerator ``exp(u_ij) m_ij``.
+    """
+    # sync: how many tokens pass the threshold is data; once per compression, for all layers
+    sizes = (kept | merged).flatten(1).sum(-1).tolist()
+    device, num_layers = kept.device, len(sizes)
+    counts = []
+    layer_of, heads, indices = torch.empty(3, sum(sizes), dtype=torch.int32, device=device)
+    weights = torch.empty(sum(sizes), dtype=torch.float32, device=device)
+    end = 0
+    for layer in range(num_layers):
+        begin, end = end, end + sizes[layer]
+        part = _layer_plan(kept[layer], merged[layer], similarity[layer], target[layer], sizes[layer], weighting)
+        counts.append(part[0])
+        layer_of[begin:end] = layer
+        heads[begin:end], indices[begin:end], weights[begin:end] = part[1:]
+    per_entry = torch.cat(counts)
+    indptr = torch.zeros(per_entry.numel() + 1, dtype=torch.int32, device=device)
+    indptr[1:] = per_entry.cumsum(0)
+    return MergePlan(indptr, layer_of, heads, indices, weights)
+
+
+def _layer_plan(
+    kept: Tensor,
+    merged: Tensor,
+    similarity: Tensor,
+    target: Tensor,
+    size: int,
+    weighting: Literal["similarity", "average"],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One layer's sources per entry, and each source's head, token index and weight."""
+    num_tokens = kept.shape[-1]
+    entry_of = (kept.flatten().cumsum(0) - 1).view(kept.shape)
+    own = torch.arange(num_tokens, device=kept.device).expand_as(kept)
+    entry = entry_of.gather(-1, torch.where(merged, target, own)).flatten()
+    source = torch.nonzero_static((kept | merged).flatten(), size=size).squeeze(-1)
+    entry, is_merged = entry[source], merged.flatten()[source]
+    order = (2 * entry + is_merged).sort(stable=True).indices
+    source, entry, is_merged = source[order], entry[order], is_merged[order]
+    cosine = torch.where(is_merged, similarity.flatten()[source], 1.0)
+    raw = cosine.exp() if weighting == "similarity" else torch.ones_like(cosine)
+    counts = torch.bincount(entry)
+    bounds = torch.zeros(counts.numel() + 1, dtype=torch.int64, device=kept.device)
+    bounds[1:] = counts.cumsum(0)
+    weights = raw / torch.segment_reduce(raw, "sum", offsets=bounds)[entry]
+    return counts, source // num_tokens, source % num_tokens, weights

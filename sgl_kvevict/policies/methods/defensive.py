@@ -1,4 +1,4 @@
-"""``defensive``: the worst case over the window instead of its average, weighted by what a value adds.
+"""``defensive``: the largest attention of the window instead of its mean, times the size of the value.
 
 Source: DefensiveKV; CriticalKV (arXiv 2502.03805), Sec. 4.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pydantic import Field
 from torch import Tensor
 
-from kvevict_kernels.accumulated_attention import accumulated_attention
-from sgl_kvevict.policies.budget_options import OneBudgetOptions
+from kvevict_kernels.key_scores import accumulated_attention
 from sgl_kvevict.policies.layer_view import LayerView
-from sgl_kvevict.policies.method import Method
-from sgl_kvevict.policies.options import option
+from sgl_kvevict.policies.methods.snapkv import WindowSize
+from sgl_kvevict.policies.options import OneBudgetOptions
 from sgl_kvevict.policies.parts import Scorer, TokenScores, Trait
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.selectors import TopKSelector
@@ -24,9 +24,8 @@ from sgl_kvevict.policies.signals import Signal
 class RobustAttentionScorer(Scorer):
     """Largest attention of the last ``window_size`` queries, floored by its mean, times the size of the value.
 
-    A mean forgets what only one query needed. No token counts less than the head's average one, so that heads whose
-    window looked at nothing in particular do not rank by noise. A value counts as large as it arrives in the residual
-    stream.
+    The maximum keeps what a single query needed. The floor stops heads whose window attended to nothing in particular
+    from ranking by noise. The size of a value is that of its contribution to the residual stream.
 
     Attributes:
         window_size: queries in the observation window.
@@ -82,25 +81,19 @@ def _output_norms(view: LayerView) -> Tensor:
     return projected.mul_(values).sum(-1).clamp_(min=0).sqrt_()
 
 
-@dataclass(frozen=True)
-class DefensiveOptions(OneBudgetOptions):
-    """Options of ``defensive``."""
+class Defensive(OneBudgetOptions):
+    """``defensive``."""
 
-    window_size: int = option(32, "queries at the end of the prompt whose attention scores tokens", minimum=1)
-    use_floor: bool = option(True, "no token counts less than the average one of its head")
-    use_value_norm: bool = option(True, "multiply by the norm of the value through the output projection")
+    name = "defensive"
+    summary = "the largest attention of the last queries, times the size of the value; one budget for all layers"
+    source = "DefensiveKV; CriticalKV (arXiv 2502.03805), Sec. 4"
+    use_when = "a peer; the question ends the prompt"
 
+    window_size: WindowSize = 32
+    use_floor: bool = Field(True, description="no token counts less than the average one of its head")
+    use_value_norm: bool = Field(True, description="multiply by the norm of the value through the output projection")
 
-def _build(options: DefensiveOptions) -> Policy:
-    scorer = RobustAttentionScorer(options.window_size, options.use_floor, options.use_value_norm)
-    return Policy("defensive", scorer, options.allocator(), TopKSelector())
-
-
-METHOD = Method(
-    name="defensive",
-    summary="the largest attention of the last queries, times what a value adds; one budget for all layers",
-    source="DefensiveKV; CriticalKV (arXiv 2502.03805), Sec. 4",
-    use_when="a peer; the question ends the prompt",
-    options_type=DefensiveOptions,
-    build=_build,
-)
+    def build(self) -> Policy:
+        """Make the policy."""
+        scorer = RobustAttentionScorer(self.window_size, self.use_floor, self.use_value_norm)
+        return Policy(self.name, scorer, self.allocator(), TopKSelector())

@@ -8,16 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from pydantic import Field
 
-from sgl_kvevict.policies.budget_options import BudgetOptions
 from sgl_kvevict.policies.layer_view import LayerView
-from sgl_kvevict.policies.method import Method
-from sgl_kvevict.policies.options import option
+from sgl_kvevict.policies.methods.streaming_llm import NumSinkTokens
+from sgl_kvevict.policies.options import BudgetOptions
 from sgl_kvevict.policies.parts import Scorer, TokenScores, Trait
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.query_moments import QueryMoments
 from sgl_kvevict.policies.selectors import TopKSelector
-from sgl_kvevict.policies.signals import Signal
+from sgl_kvevict.policies.signals import QueryMoments, Signal
 
 
 @dataclass(frozen=True)
@@ -26,31 +25,24 @@ class ExpectedAttentionScorer(Scorer):
 
     The Gaussian is turned by the mean rotation of the next ``num_future_positions`` positions; the
     expectation of ``exp(logit)`` is then closed-form. Scores are normalised over the range, averaged over the
-    query heads of a group and multiplied by the value's norm. Question-agnostic.
+    query heads of a group and multiplied by the value's norm. Sink tokens, which are kept anyway, are left out of the
+    normalisation.
 
     Attributes:
-        num_future_positions: positions after the prompt that the rotation is averaged over.
-        num_sink_tokens: first positions of a path left out of the normalisation (they are kept anyway).
-        use_covariance: with the second-order term.
-        use_value_norm: multiply by the norm of the value.
-        epsilon: added to the normalised scores before that.
+        options: of the policy.
 
     Source: Expected Attention (arXiv 2510.00636), Sec. 3.
     Differs: normalised over the range to compress, not over the whole prompt.
     Cost: num_tokens * head_dim^2 per query head.
     """
 
-    num_future_positions: int = 512
-    num_sink_tokens: int = 4
-    use_covariance: bool = True
-    use_value_norm: bool = True
-    epsilon: float = 0.0
+    options: ExpectedAttention
     traits = frozenset({Trait.COMPARABLE})
 
     @property
     def needs(self) -> frozenset[Signal]:
         """Query moments and keys; values only for their norm."""
-        values = {Signal.VALUES} if self.use_value_norm else set()
+        values = {Signal.VALUES} if self.options.use_value_norm else set()
         return frozenset({Signal.QUERY_MOMENTS, Signal.KEYS, *values})
 
     def score(self, view: LayerView) -> TokenScores:
@@ -58,11 +50,11 @@ class ExpectedAttentionScorer(Scorer):
         moments = view.need(Signal.QUERY_MOMENTS, QueryMoments)
         length = view.need_prompt_length()
         head_dim = view.k_buffer.shape[-1]
-        turn = moments.rotary.mean_rotation(length, self.num_future_positions, head_dim)
+        turn = moments.rotary.mean_rotation(length, self.options.num_future_positions, head_dim)
         by_head = (view.num_kv_heads, -1, head_dim)
         mean = (moments.mean @ turn.T).view(by_head)
-        spread = (turn @ moments.covariance @ turn.T).view(*by_head, head_dim) if self.use_covariance else None
-        num_sinks = min(max(self.num_sink_tokens - view.start, 0), view.num_tokens - 1)
+        spread = (turn @ moments.covariance @ turn.T).view(*by_head, head_dim) if self.options.use_covariance else None
+        num_sinks = min(max(self.options.num_sink_tokens - view.start, 0), view.num_tokens - 1)
         keys = view.keys
         scores = torch.empty(view.num_kv_heads, view.num_tokens, device=keys.device)
         for head in range(view.num_kv_heads):  # float32 copies are as large as the keys: one head at a time
@@ -73,39 +65,26 @@ class ExpectedAttentionScorer(Scorer):
                     logits[member] += (rows @ one).mul_(rows).sum(-1) * (view.sm_scale**2 / 2)
             logits[:, :num_sinks] = -torch.inf
             scores[head] = logits.softmax(-1).mean(0)
-        if self.use_value_norm:
-            scores = (scores + self.epsilon) * view.values.norm(dim=-1, dtype=torch.float32).T
+        if self.options.use_value_norm:
+            scores = (scores + self.options.epsilon) * view.values.norm(dim=-1, dtype=torch.float32).T
         return TokenScores(scores)
 
 
-@dataclass(frozen=True)
-class ExpectedAttentionOptions(BudgetOptions):
-    """Options of ``expected-attention``."""
+class ExpectedAttention(BudgetOptions):
+    """``expected-attention``."""
 
-    num_future_positions: int = option(512, "positions after the prompt whose queries are expected", minimum=1)
-    num_sink_tokens: int = option(4, "first tokens of a path that every head keeps", minimum=0)
-    use_covariance: bool = option(True, "with the second moment of the queries")
-    use_value_norm: bool = option(True, "multiply by the norm of the value")
-    epsilon: float = option(0.0, "added to the attention before that", minimum=0)
+    name = "expected-attention"
+    summary = "tokens that queries distributed like the prompt's are expected to attend to"
+    source = "Expected Attention (arXiv 2510.00636), Sec. 3"
+    use_when = "a peer; unknown questions, cheap"
 
+    num_future_positions: int = Field(512, ge=1, description="positions after the prompt whose queries are expected")
+    num_sink_tokens: NumSinkTokens = 4
+    use_covariance: bool = Field(True, description="with the second moment of the queries")
+    use_value_norm: bool = Field(True, description="multiply by the norm of the value")
+    epsilon: float = Field(0.0, ge=0, description="added to the attention before that")
 
-def _build(options: ExpectedAttentionOptions) -> Policy:
-    scorer = ExpectedAttentionScorer(
-        options.num_future_positions,
-        options.num_sink_tokens,
-        options.use_covariance,
-        options.use_value_norm,
-        options.epsilon,
-    )
-    sinks = options.num_sink_tokens
-    return Policy("expected-attention", scorer, options.allocator(), TopKSelector(), num_sink_tokens=sinks)
-
-
-METHOD = Method(
-    name="expected-attention",
-    summary="tokens that queries distributed like the prompt's are expected to attend to",
-    source="Expected Attention (arXiv 2510.00636), Sec. 3",
-    use_when="a peer; unknown questions, cheap",
-    options_type=ExpectedAttentionOptions,
-    build=_build,
-)
+    def build(self) -> Policy:
+        """Make the policy."""
+        sinks = self.num_sink_tokens
+        return Policy(self.name, ExpectedAttentionScorer(self), self.allocator(), TopKSelector(), num_sink_tokens=sinks)

@@ -9,14 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
 from sgl_kvevict.errors import ConfigError, InvariantError
-from sgl_kvevict.policies.budget_options import BudgetOptions
 from sgl_kvevict.policies.layer_view import LayerView
-from sgl_kvevict.policies.method import Method, PaperSettings, PaperValue
-from sgl_kvevict.policies.options import option
+from sgl_kvevict.policies.options import BudgetOptions, OddInt, PaperSettings, PaperValue
 from sgl_kvevict.policies.parts import RangeScores, Scorer, Selector, TokenScores, Trait
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.ranking import key_max, order_keys, top_mask
@@ -32,46 +31,42 @@ class CrossHeadScorer(Scorer):
     layer: the maximum over the KV heads, averaged over the window, for the selector's cross-layer bonus.
 
     Attributes:
-        window_size: longest window any head looks at (``O'``).
-        base_window: window of all other heads (``O``), and the one that is kept.
-        rescored_share: share of the KV heads with the longer window, rounded to heads (half up); 3 of 8 in the paper
-            (``delta``).
-        kernel_size: width of a max pool over the mean, odd; 1 = none. Importance is never pooled.
-        keep_window: tokens of the base window that lie inside the range are kept without competing.
+        options: of the policy. ``rescored_share`` is rounded to heads, half up; importance is never pooled.
 
     Source: K-VEC (arXiv 2606.29563), Eq. 8, 10, 11, 13; Alg. 1, lines 2-8.
     Differs: "heads" are KV heads, and a KV head's rows are the mean over its query heads (the paper's figures
         imply it). Its algorithm's comment calls the flattest heads "most focused"; equation and text say
         least. The deviation is over all tokens of the prompt (Eq. 10) that can be seen: the range, and the window's own
-        tokens behind it; what was compressed before the range is gone.
+        tokens behind it; earlier compressed tokens are gone.
     Cost: window_size * num_tokens * head_dim per query head.
     """
 
-    window_size: int = 32
-    base_window: int = 16
-    rescored_share: float = 0.375
-    kernel_size: int = 1
-    keep_window: bool = True
+    options: KVec
     needs = frozenset({Signal.WINDOW_QUERIES, Signal.WINDOW_KEYS, Signal.KEYS})
     traits = frozenset({Trait.COMPARABLE, Trait.IMPORTANCE})
 
     @property
+    def window_size(self) -> int:
+        """The longest window that any head looks at."""
+        return self.options.extended_window
+
+    @property
     def kept_window(self) -> int:
         """The base window, or nothing."""
-        return self.base_window if self.keep_window else 0
+        return self.options.base_window if self.options.keep_window else 0
 
     def num_rescored(self, num_heads: int) -> int:
         """KV heads of a layer that look further back."""
-        return int(exact_fraction(self.rescored_share) * num_heads + exact_fraction(0.5))
+        return int(exact_fraction(self.options.rescored_share) * num_heads + exact_fraction(0.5))
 
     def caution(self, num_kv_heads: int) -> str | None:
-        """What the scorer's cross-head part cannot do with so many KV heads; None if it can."""
-        count = self.num_rescored(num_kv_heads)
-        if not self.rescored_share or 0 < count < num_kv_heads:
+        """Warning if all or none of the KV heads are rescored."""
+        share, count = self.options.rescored_share, self.num_rescored(num_kv_heads)
+        if not share or 0 < count < num_kv_heads:
             return None
         looking = "no head looks" if count == 0 else "every head looks"
         return (
-            f"rescored_share={self.rescored_share} of {num_kv_heads} KV heads is {count}: {looking} further back than "
+            f"rescored_share={share} of {num_kv_heads} KV heads is {count}: {looking} further back than "
             "the others, so nothing is left of the cross-head part"
         )
 
@@ -79,20 +74,20 @@ class CrossHeadScorer(Scorer):
         """Score one layer."""
         window = view.need_window().last(self.window_size)
         rows = attention_rows(view.keys, view.start, window, view.sm_scale)
-        base_rows = rows[:, -self.base_window :]
+        base_rows = rows[:, -self.options.base_window :]
         scores, longer = self._pool(base_rows.mean(1)), self._pool(rows.mean(1))
         count = self.num_rescored(rows.shape[0])
         if count:
-            behind = _rows_after_range(view, window)[:, -self.base_window :].mean(1)
+            behind = _rows_after_range(view, window)[:, -self.options.base_window :].mean(1)
             spread = torch.cat((scores, self._pool(behind)), dim=-1).double().std(-1, correction=0)
             flattest = spread.sort(stable=True).indices[:count]
             scores = scores.index_copy(0, flattest, longer[flattest])
         return TokenScores(scores, importance=base_rows.amax(0).mean(0))
 
     def _pool(self, mean: Tensor) -> Tensor:
-        if self.kernel_size == 1 or not mean.shape[-1]:
+        if self.options.kernel_size == 1 or not mean.shape[-1]:
             return mean
-        pooled: Tensor = max_pool1d(mean, self.kernel_size, 1, self.kernel_size // 2)
+        pooled: Tensor = max_pool1d(mean, self.options.kernel_size, 1, self.options.kernel_size // 2)
         return pooled
 
 
@@ -104,18 +99,10 @@ def _rows_after_range(view: LayerView, window: QueryWindow) -> Tensor:
 
 
 def attention_rows(token_keys: Tensor, key_start: int, window: QueryWindow, sm_scale: float) -> Tensor:
-    """True attention weights of each query of the window, averaged over the query heads of a group.
+    """[num_kv_heads, window, num_tokens], float32: attention weights, mean over the query heads of a group.
 
-    One query head of each group at a time: memory is one block of rows per KV head, not per query head.
-
-    Args:
-        token_keys: [num_tokens, num_kv_heads, head_dim], keys of consecutive tokens.
-        key_start: logical position of the first of them.
-        window: the queries.
-        sm_scale: factor of the logits.
-
-    Returns:
-        [num_kv_heads, window, num_tokens], float32; 0 where a key lies after the query.
+    ``token_keys`` is [num_tokens, num_kv_heads, head_dim], of consecutive tokens from ``key_start`` on. One query head
+    of each group at a time bounds the memory.
     """
     keys = token_keys.float().permute(1, 2, 0)  # [H, D, N]
     size, num_qo_heads, head_dim = window.queries.shape
@@ -171,47 +158,14 @@ class CoverageSelector(Selector):
         return scores.with_pinned(torch.stack(kept))
 
 
-@dataclass(frozen=True)
-class KVecOptions(BudgetOptions):
-    """Options of ``k-vec``."""
+class KVec(BudgetOptions):
+    """``k-vec``."""
 
-    base_window: int = option(16, "queries at the end of the prompt that score most heads (O)", minimum=1)
-    extended_window: int = option(32, "queries that score the least focused heads (O')", minimum=1)
-    rescored_share: float = option(
-        0.375, "share of a layer's KV heads, the least focused ones (delta: 3 of 8); 0 = none", minimum=0, maximum=1
-    )
-    bonus: float = option(1.0, "weight of the cross-layer bonus (lambda); 0 = none", minimum=0)
-    protected_share: float = option(
-        0.25, "share of a head's budget sure for its own best tokens (beta)", minimum=0, maximum=1
-    )
-    kernel_size: int = option(1, "width of a max pool along the tokens; 1 = no pool", minimum=1, odd=True)
-    keep_window: bool = option(True, "base-window tokens inside the range are kept without competing")
-
-
-def _build(options: KVecOptions) -> Policy:
-    if options.extended_window < options.base_window:
-        raise ConfigError(
-            f"policy_options.extended_window: got {options.extended_window} for policy 'k-vec'; allowed: an "
-            f"integer >= base_window = {options.base_window}"
-        )
-    scorer = CrossHeadScorer(
-        options.extended_window,
-        options.base_window,
-        options.rescored_share,
-        options.kernel_size,
-        options.keep_window,
-    )
-    return Policy("k-vec", scorer, options.allocator(), CoverageSelector(options.bonus, options.protected_share))
-
-
-METHOD = Method(
-    name="k-vec",
-    summary="SnapKV's scores, steered so that heads and layers together cover more of the prompt",
-    source="K-VEC (arXiv 2606.29563), Alg. 1",
-    use_when="heads that all keep the same tokens",
-    options_type=KVecOptions,
-    build=_build,
-    paper=PaperSettings(
+    name = "k-vec"
+    summary = "SnapKV's scores, steered so that heads and layers together cover more of the prompt"
+    source = "K-VEC (arXiv 2606.29563), Alg. 1"
+    use_when = "heads that all keep the same tokens"
+    paper = PaperSettings(
         "K-VEC (arXiv 2606.29563)",
         (
             PaperValue("base_window", 16, "Eq. 8 (O)"),
@@ -224,5 +178,26 @@ METHOD = Method(
         ),
         "base_window",
         "experiments: all other details as in SnapKV, which stores its window besides",
-    ),
-)
+    )
+
+    base_window: int = Field(16, ge=1, description="queries at the end of the prompt that score most heads (O)")
+    extended_window: int = Field(32, ge=1, description="queries that score the least focused heads (O')")
+    rescored_share: float = Field(
+        0.375, ge=0, le=1, description="share of a layer's KV heads, the least focused ones (delta: 3 of 8); 0 = none"
+    )
+    bonus: float = Field(1.0, ge=0, description="weight of the cross-layer bonus (lambda); 0 = none")
+    protected_share: float = Field(
+        0.25, ge=0, le=1, description="share of a head's budget sure for its own best tokens (beta)"
+    )
+    kernel_size: OddInt = Field(1, ge=1, description="width of a max pool along the tokens; 1 = no pool")
+    keep_window: bool = Field(True, description="base-window tokens inside the range are kept without competing")
+
+    def build(self) -> Policy:
+        """Make the policy."""
+        if self.extended_window < self.base_window:
+            raise ConfigError(
+                f"policy_options.extended_window: got {self.extended_window} for policy 'k-vec'; allowed: an "
+                f"integer >= base_window = {self.base_window}"
+            )
+        selector = CoverageSelector(self.bonus, self.protected_share)
+        return Policy(self.name, CrossHeadScorer(self), self.allocator(), selector)

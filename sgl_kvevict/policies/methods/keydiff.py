@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import normalize
 
-from sgl_kvevict.policies.budget_options import BudgetOptions
 from sgl_kvevict.policies.layer_view import LayerView
-from sgl_kvevict.policies.method import Method
+from sgl_kvevict.policies.options import BudgetOptions
 from sgl_kvevict.policies.parts import Scorer, TokenScores, Trait
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.selectors import TopKSelector
@@ -21,7 +20,7 @@ from sgl_kvevict.policies.signals import Signal
 
 @dataclass(frozen=True)
 class KeyDifferenceScorer(Scorer):
-    """The negative cosine similarity to the mean direction of the range's keys. Question-agnostic and cheap.
+    """The negative cosine similarity to the mean direction of the range's keys.
 
     Source: KeyDiff (arXiv 2504.15364), Sec. 4.
     Differs: the mean is over the range to compress, not over the whole prompt.
@@ -37,15 +36,14 @@ class KeyDifferenceScorer(Scorer):
         return TokenScores(-torch.einsum("nhd,hd->hn", directions, anchor))
 
 
-def _build(options: BudgetOptions) -> Policy:
-    return Policy("keydiff", KeyDifferenceScorer(), options.allocator(), TopKSelector())
+class KeyDiff(BudgetOptions):
+    """``keydiff``."""
 
+    name = "keydiff"
+    summary = "keys least like the average key"
+    source = "KeyDiff (arXiv 2504.15364), Sec. 4"
+    use_when = "a peer; varied tokens, no queries needed"
 
-METHOD = Method(
-    name="keydiff",
-    summary="keys least like the average key",
-    source="KeyDiff (arXiv 2504.15364), Sec. 4",
-    use_when="a peer; varied tokens, no queries needed",
-    options_type=BudgetOptions,
-    build=_build,
-)
+    def build(self) -> Policy:
+        """Make the policy."""
+        return Policy(self.name, KeyDifferenceScorer(), self.allocator(), TopKSelector())

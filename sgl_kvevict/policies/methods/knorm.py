@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sgl_kvevict.policies.budget_options import BudgetOptions
 from sgl_kvevict.policies.layer_view import LayerView
-from sgl_kvevict.policies.method import Method
+from sgl_kvevict.policies.options import BudgetOptions
 from sgl_kvevict.policies.parts import Scorer, TokenScores
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.selectors import TopKSelector
@@ -18,7 +17,7 @@ from sgl_kvevict.policies.signals import Signal
 
 @dataclass(frozen=True)
 class KeyNormScorer(Scorer):
-    """The negative L2 norm of the key: small keys attract attention. Question-agnostic and cheap.
+    """The negative L2 norm of the key: small keys attract attention.
 
     Heads differ in the scale of their keys, so scores are not comparable across heads.
 
@@ -33,15 +32,14 @@ class KeyNormScorer(Scorer):
         return TokenScores(-view.keys.float().norm(dim=-1).T)
 
 
-def _build(options: BudgetOptions) -> Policy:
-    return Policy("knorm", KeyNormScorer(), options.allocator(), TopKSelector())
+class KNorm(BudgetOptions):
+    """``knorm``."""
 
+    name = "knorm"
+    summary = "keys with the smallest norm"
+    source = "Devoto et al. (arXiv 2406.11430), Sec. 3"
+    use_when = "a peer; the cheapest that looks at content"
 
-METHOD = Method(
-    name="knorm",
-    summary="keys with the smallest norm",
-    source="Devoto et al. (arXiv 2406.11430), Sec. 3",
-    use_when="a peer; the cheapest that looks at content",
-    options_type=BudgetOptions,
-    build=_build,
-)
+    def build(self) -> Policy:
+        """Make the policy."""
+        return Policy(self.name, KeyNormScorer(), self.allocator(), TopKSelector())

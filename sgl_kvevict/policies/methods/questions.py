@@ -1,28 +1,26 @@
-"""``questions``: what questions about the prefix attended to, those seen so far or given with it.
+"""``questions``: entries that questions about the prefix attend to: earlier requests, or questions given with it.
 
-Source: this project; the score is that of ``reconstruction``, with questions for readers.
+Source: this project; the score is that of ``reconstruction``, with the queries of questions.
 """
 
 from __future__ import annotations
 
-from sgl_kvevict.policies.budget_options import OneBudgetOptions
-from sgl_kvevict.policies.method import Method
+from sgl_kvevict.policies.options import OneBudgetOptions
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.scorers import ReaderAttentionScorer
+from sgl_kvevict.policies.scorers import SignalScorer
 from sgl_kvevict.policies.selectors import TopKSelector
-from sgl_kvevict.policies.signals import Readers
+from sgl_kvevict.policies.signals import Readers, Signal
 
 
-def _build(options: OneBudgetOptions) -> Policy:
-    scorer, readers = ReaderAttentionScorer(), Readers.QUESTIONS
-    return Policy("questions", scorer, options.allocator(), TopKSelector(), readers=readers)
+class Questions(OneBudgetOptions):
+    """``questions``."""
 
+    name = "questions"
+    summary = "entries that questions about the prefix attend to: earlier requests, or questions given with it"
+    source = "this project"
+    use_when = "shared prefixes whose typical questions are known"
 
-METHOD = Method(
-    name="questions",
-    summary="entries that questions about the prefix attended to: those seen so far, or given with it",
-    source="this project",
-    use_when="shared prefixes whose typical questions are known",
-    options_type=OneBudgetOptions,
-    build=_build,
-)
+    def build(self) -> Policy:
+        """Make the policy."""
+        scorer = SignalScorer(Signal.READER_ATTENTION)
+        return Policy(self.name, scorer, self.allocator(), TopKSelector(), readers=Readers.QUESTIONS)

@@ -1,15 +1,14 @@
-"""``random``: the control every method must beat."""
+"""``random``: the control that every policy must beat."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from pydantic import Field
 
-from sgl_kvevict.policies.budget_options import BudgetOptions
 from sgl_kvevict.policies.layer_view import LayerView
-from sgl_kvevict.policies.method import Method
-from sgl_kvevict.policies.options import option
+from sgl_kvevict.policies.options import BudgetOptions
 from sgl_kvevict.policies.parts import Scorer, TokenScores, Trait
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.selectors import TopKSelector
@@ -33,22 +32,16 @@ class RandomScorer(Scorer):
         return TokenScores(torch.rand(shape, generator=generator).to(view.token_slots.device, non_blocking=True))
 
 
-@dataclass(frozen=True)
-class RandomOptions(BudgetOptions):
-    """Options of ``random``."""
+class Random(BudgetOptions):
+    """``random``."""
 
-    seed: int = option(0, "of the random numbers", minimum=0)
+    name = "random"
+    summary = "a random set: the control"
+    source = "none"
+    use_when = "the control of an experiment"
 
+    seed: int = Field(0, ge=0, description="of the random numbers")
 
-def _build(options: RandomOptions) -> Policy:
-    return Policy("random", RandomScorer(options.seed), options.allocator(), TopKSelector())
-
-
-METHOD = Method(
-    name="random",
-    summary="a random set: the control",
-    source="none",
-    use_when="the control of an experiment",
-    options_type=RandomOptions,
-    build=_build,
-)
+    def build(self) -> Policy:
+        """Make the policy."""
+        return Policy(self.name, RandomScorer(self.seed), self.allocator(), TopKSelector())

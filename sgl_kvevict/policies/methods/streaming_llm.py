@@ -1,4 +1,4 @@
-"""``streaming-llm``: sinks and recent tokens.
+"""``streaming-llm``: the first tokens (sinks) and the most recent ones.
 
 Source: StreamingLLM (arXiv 2309.17453), Sec. 3.
 """
@@ -6,16 +6,18 @@ Source: StreamingLLM (arXiv 2309.17453), Sec. 3.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import Field
 
-from sgl_kvevict.policies.budget_options import BudgetOptions
 from sgl_kvevict.policies.layer_view import LayerView
-from sgl_kvevict.policies.method import Method, PaperSettings, PaperValue
-from sgl_kvevict.policies.options import option
+from sgl_kvevict.policies.options import BudgetOptions, PaperSettings, PaperValue
 from sgl_kvevict.policies.parts import Scorer, TokenScores
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.selectors import TopKSelector
+
+NumSinkTokens = Annotated[int, Field(ge=0, description="first tokens of a path that every head keeps")]
 
 
 @dataclass(frozen=True)
@@ -32,24 +34,18 @@ class PositionScorer(Scorer):
         return TokenScores(index.expand(view.num_kv_heads, -1))
 
 
-@dataclass(frozen=True)
-class StreamingOptions(BudgetOptions):
-    """Options of ``streaming-llm``."""
+class StreamingLLM(BudgetOptions):
+    """``streaming-llm``."""
 
-    num_sink_tokens: int = option(4, "first tokens of a path that every head keeps", minimum=0)
+    name = "streaming-llm"
+    summary = "first (sink) tokens and the most recent ones, the same in every head"
+    source = "StreamingLLM (arXiv 2309.17453), Sec. 3"
+    use_when = "a cheap baseline; chats where only the end counts"
+    paper = PaperSettings("StreamingLLM (arXiv 2309.17453)", (PaperValue("num_sink_tokens", 4, "Sec. 3"),))
 
+    num_sink_tokens: NumSinkTokens = 4
 
-def _build(options: StreamingOptions) -> Policy:
-    sinks = options.num_sink_tokens
-    return Policy("streaming-llm", PositionScorer(), options.allocator(), TopKSelector(), num_sink_tokens=sinks)
-
-
-METHOD = Method(
-    name="streaming-llm",
-    summary="first (sink) tokens and the most recent ones, the same in every head",
-    source="StreamingLLM (arXiv 2309.17453), Sec. 3",
-    use_when="a cheap baseline; chats where only the end counts",
-    options_type=StreamingOptions,
-    build=_build,
-    paper=PaperSettings("StreamingLLM (arXiv 2309.17453)", (PaperValue("num_sink_tokens", 4, "Sec. 3"),)),
-)
+    def build(self) -> Policy:
+        """Make the policy."""
+        sinks = self.num_sink_tokens
+        return Policy(self.name, PositionScorer(), self.allocator(), TopKSelector(), num_sink_tokens=sinks)

@@ -1,3 +1,3 @@
-"""Who is told what the cache does, and what can be asked of it: counters, metrics, events, inspection."""
+"""What the cache shows to the outside: metrics, the event stream, the inspection socket, ``GET /server_info``."""
 
 from __future__ import annotations

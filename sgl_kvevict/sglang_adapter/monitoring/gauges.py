@@ -4,39 +4,36 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sgl_kvevict.events.questions import Gauges, Pool
+from sgl_kvevict.events.totals import Gauges, Pool
 
 if TYPE_CHECKING:
     from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 
 def read_gauges(tree: KVEvictTree) -> Gauges:
-    """Return what the cache holds now; a walk over the spans on the host, nothing is read from the device."""
-    allocator = tree.slot_allocator
-    free = allocator.available_size()
-    held = tree.held_slots()
-    span_tokens = compressed_slots = segments = dead_entries = shared = readers = max_readers = 0
-    for node, span in tree.spans.items():
-        span_tokens += span.num_tokens
-        if span.is_owner:
-            segments += 1
-            compressed_slots += span.segment.num_slots
-            dead_entries += span.segment.num_entries - span.segment.num_live_entries
-        shared += tree.num_readers(node) > 1
-        readers += tree.num_readers(node)
-        max_readers = max(max_readers, tree.num_readers(node))
-    full = held - compressed_slots
+    """Return what the cache holds now: a walk over the spans on the host, without a read of the device."""
+    allocator, manager = tree.slot_allocator, tree.manager
+    free, held = allocator.available_size(), tree.held_slots()
+    owned = [span.segment for span in tree.spans.values() if span.is_owner]
+    readers = [tree.num_readers(node) for node in tree.spans]
+    span_slots = sum(segment.num_slots for segment in owned)
+    span_tokens = sum(span.num_tokens for span in tree.spans.values())
+    logical_tokens = held - span_slots + span_tokens
     return Gauges(
-        pool=Pool(allocator.size, free, compressed_slots, full, allocator.size - free - held),
-        logical_tokens=full + span_tokens,
+        pool=Pool(allocator.size, free, span_slots, held - span_slots, allocator.size - free - held),
+        logical_tokens=logical_tokens,
+        held_slots=held,
+        tokens_per_slot=logical_tokens / held if held else 1.0,
         span_tokens=span_tokens,
-        spans=len(tree.spans),
-        segments=segments,
-        dead_entries=dead_entries,
-        pending_ranges=len(tree.manager.table.pending),
-        shared_spans=shared,
-        readers=readers,
-        max_readers=max_readers,
-        scoring_jobs=0 if tree.manager.scoring is None else tree.manager.scoring.num_waiting,
-        observation_bytes=tree.manager.observation_bytes,
+        span_slots=span_slots,
+        spans=len(readers),
+        segments=len(owned),
+        dead_entries=sum(segment.num_entries - segment.num_live_entries for segment in owned),
+        pending_ranges=len(manager.table.pending),
+        shared_spans=sum(count > 1 for count in readers),
+        readers=sum(readers),
+        readers_per_span=sum(readers) / max(len(readers), 1),
+        max_readers_per_span=max(readers, default=0),
+        scoring_jobs=0 if manager.scoring is None else manager.scoring.num_waiting,
+        observation_bytes=manager.observation_bytes,
     )

@@ -23,14 +23,12 @@ from sgl_kvevict.events.questions import (
     StatusReport,
     Tokens,
     TokensReport,
-    Totals,
     Tree,
     TreeNode,
     TreeReport,
 )
 from sgl_kvevict.events.service import EventService
 from sgl_kvevict.guard import Place
-from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.prefix import Segment, Span
 from sgl_kvevict.prefix.kept import kept_share
 from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
@@ -48,23 +46,21 @@ _SORT_KEYS: dict[str, Callable[[Prefix], float]] = {
 }
 
 
-class InspectionListener(CacheListener):
-    """Answers what was asked since the last step.
+class Inspection:
+    """Answers the questions that came in since the last step.
 
     Args:
         tree: the cache.
         service: where questions come in.
-        totals: counters to report; somebody else keeps them.
         started: when the scheduler started (seconds since the epoch).
     """
 
-    def __init__(self, tree: KVEvictTree, service: EventService, totals: Totals, started: float) -> None:
+    def __init__(self, tree: KVEvictTree, service: EventService, started: float) -> None:
         self._tree = tree
         self._service = service
-        self._totals = totals
         self._started = started
 
-    def between_steps(self) -> None:
+    def each_turn(self) -> None:
         """Answer all questions that wait; at most a few dozen, each bounded by its own limit."""
         if not self._service.has_questions:
             return
@@ -92,8 +88,7 @@ class InspectionListener(CacheListener):
             ts=time.time(),
             started=self._started,
             gauges=read_gauges(tree),
-            lost_events=self._service.lost_events,
-            totals=copy(self._totals),
+            totals=copy(tree.manager.listener.totals),
             prefixes=heapq.nlargest(request.limit, prefixes(tree), key=_SORT_KEYS[request.sort]),
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
+from sgl_kvevict.events.totals import by_name
 from sgl_kvevict.guard import Place
 from sgl_kvevict.prefix import Span
 from sgl_kvevict.prefix.kept import kept_share
@@ -43,23 +44,19 @@ def add_state(_result: None, controller: SchedulerInternalStateController, state
 
 
 def cache_state(tree: KVEvictTree) -> dict[str, Any]:
-    """Return what the cache holds, in plain numbers."""
-    gauges = read_gauges(tree)
+    """Return totals, gauges and settings of the cache, in plain numbers."""
+    gauges, totals = read_gauges(tree), tree.manager.listener.totals
     owned = sum(req.kv.kv_allocated_len - req.kv.cache_protected_len for req in tree.manager.readers if req.kv.holds_kv)
     state: dict[str, Any] = {
         "policy": "none",
-        "spans": gauges.spans,
-        "segments": gauges.segments,
-        "span_tokens": gauges.span_tokens,
-        "span_slots": gauges.pool.compressed,
+        **by_name(totals),
+        **by_name(gauges),
         "full_tokens": gauges.pool.full,
         "free_slots": gauges.pool.free,
         "evictable_slots": tree.evictable_size(),
         "protected_slots": tree.protected_size(),
         "total_slots": gauges.pool.total,
         "max_sharers": tree.manager.max_sharers,
-        "pending_ranges": gauges.pending_ranges,
-        "observation_bytes": gauges.observation_bytes,
         "leaked_slots": gauges.pool.private - owned,
     }
     if tree.compressor is not None:
@@ -69,7 +66,7 @@ def cache_state(tree: KVEvictTree) -> dict[str, Any]:
         state["store"] = stored
     scoring = tree.manager.scoring
     if scoring is not None:
-        state |= {"scoring_jobs": scoring.num_waiting, "warm_outcomes": dict(scoring.jobs.outcomes)}
+        state["warm_outcomes"] = dict(scoring.jobs.outcomes)
     return state
 
 
@@ -77,7 +74,7 @@ def rank_states(tree: KVEvictTree) -> list[dict[str, int]]:
     """Return what must be equal on all tensor-parallel ranks, by rank; SGLang calls all of them at the same point.
 
     Returns:
-        Token slots by who holds them, the number of nodes, and a checksum of their tokens, slots and locks.
+        Token slots by holder, the number of nodes, and a checksum of their tokens, slots and locks.
     """
     allocator = tree.slot_allocator
     shape = [(len(node.key), tree.node_slots(node), tree.num_readers(node)) for node in tree.nodes()]
@@ -94,7 +91,7 @@ def rank_states(tree: KVEvictTree) -> list[dict[str, int]]:
 def kept_map(span: Span, num_bins: int) -> dict[str, Any]:
     """Return which tokens of a span each (layer, head) kept, in plain numbers.
 
-    Reads the device (a host sync): only for somebody who asked.
+    Reads the device (a host sync): only on request (``expose_kept``).
 
     Args:
         span: a live span.

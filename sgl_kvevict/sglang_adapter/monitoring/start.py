@@ -1,4 +1,4 @@
-"""Starts what is configured: totals, the event stream, the inspection socket and the metrics."""
+"""Starts the configured listeners: totals, event stream, inspection socket, metrics."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from sglang.srt.runtime_context import get_parallel
 from sgl_kvevict.config import EventsConfig, KVEvictConfig
 from sgl_kvevict.events.questions import Description
 from sgl_kvevict.events.service import EventService
-from sgl_kvevict.lifecycle.listener import CacheListener, ListenerGroup
-from sgl_kvevict.sglang_adapter.monitoring.event_stream import EventStreamListener
-from sgl_kvevict.sglang_adapter.monitoring.inspection import InspectionListener
-from sgl_kvevict.sglang_adapter.monitoring.totals import TotalsListener
+from sgl_kvevict.events.totals import Totals
+from sgl_kvevict.lifecycle.listener import CacheListener
+from sgl_kvevict.sglang_adapter.monitoring.inspection import Inspection
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
@@ -32,40 +31,38 @@ logger = logging.getLogger(__name__)
 def start_monitoring(
     tree: KVEvictTree, config: KVEvictConfig, server_args: ServerArgs, *, enable_metrics: bool
 ) -> None:
-    """Give the tree its listeners, as configured; without events and metrics it keeps the one that does nothing.
+    """Give the tree its listener, with event stream, inspection and metrics as configured.
 
     Raises:
         ConfigError: an address of the event sockets cannot be bound.
     """
-    service = None
-    started = time.time()
-    if config.events is not None and is_kv_publisher_rank("kvevict"):  # any text: this asks for the rank only
-        service = _start_service(config, config.events, tree, server_args, started)
-    if service is None and not enable_metrics:
-        return
-    num_runs = tree.packer.geometry.num_runs
-    counting = TotalsListener(num_runs)
-    listeners: list[CacheListener] = [counting]
-    if service is not None:
-        if service.config.endpoint is not None:
-            listeners.append(EventStreamListener(service, config.policy, num_runs))
-        if service.config.inspect_endpoint is not None:
-            listeners.append(InspectionListener(tree, service, counting.totals, started))
+    events, totals, started = config.events, Totals(), time.time()
+    listener = CacheListener(
+        tree.guard, totals, policy=config.policy, exposes_tokens=events is not None and events.expose_tokens
+    )
+    if events is not None and is_kv_publisher_rank("kvevict"):  # any text: this asks for the rank only
+        service = _start_service(config, events, tree, server_args, started, totals)
+        if events.endpoint is not None:
+            listener.subscribers.append(service.publish)
+        if events.inspect_endpoint is not None:
+            listener.each_turn.append(Inspection(tree, service, started).each_turn)
     if enable_metrics:
         # Imported here: prometheus_client decides at import whether several processes share the metrics.
-        from sgl_kvevict.sglang_adapter.monitoring.metrics import MetricsListener
+        from sgl_kvevict.sglang_adapter.monitoring.metrics import Metrics
 
-        labels = {name: str(value) for name, value in tree.metrics_collector.labels.items()}
-        listeners.append(
-            MetricsListener(
-                tree, counting.totals, labels, lambda: 0 if service is None else service.lost_events, tree.guard.errors
-            )
-        )
-    tree.manager.listener = ListenerGroup(listeners, tree.guard)
+        metrics = Metrics(tree, totals, {name: str(value) for name, value in tree.metrics_collector.labels.items()})
+        listener.subscribers.append(metrics.observe)
+        listener.each_turn.append(metrics.each_turn)
+    tree.manager.listener = listener
 
 
 def _start_service(
-    config: KVEvictConfig, events: EventsConfig, tree: KVEvictTree, server_args: ServerArgs, started: float
+    config: KVEvictConfig,
+    events: EventsConfig,
+    tree: KVEvictTree,
+    server_args: ServerArgs,
+    started: float,
+    totals: Totals,
 ) -> EventService:
     parallel = get_parallel()
     geometry = tree.packer.geometry
@@ -86,7 +83,7 @@ def _start_service(
         next_seq=0,
         expose_tokens=events.expose_tokens,
     )
-    service = EventService(events, description, rank, tree.guard)
+    service = EventService(events, description, rank, tree.guard, totals)
     logger.info(
         "kvevict: events on %s, replay on %s, inspection on %s",
         *(address or "no socket" for address in (events.endpoint, events.replay_endpoint, events.inspect_endpoint)),

@@ -4,7 +4,7 @@ import pytest
 from serving_bench.streams import Stream, decode_figures
 from serving_bench.texts import document, question
 
-from sgl_kvevict.model import demo_model_path
+from sgl_kvevict.model import model_path
 
 
 def stream(first: float, step: float, count: int) -> Stream:
@@ -19,7 +19,7 @@ def test_decode_speed_counts_only_while_all_streams_generate() -> None:
 
 
 def test_documents_are_as_long_as_asked_and_share_no_long_prefix() -> None:
-    model = demo_model_path()
+    model = model_path()
     if model is None:
         pytest.skip("the demo model is not there; make model")
     first, second = document(model, 1, 700), document(model, 2, 700)

@@ -1,0 +1,346 @@
+"""Attention that queries pay to keys: one loop over queries and keys, whose weights are reduced in several ways."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d
+
+from kvevict_kernels.checks import check_choice, check_int, check_scoring, check_tensor
+from kvevict_kernels.device_limits import DeviceLimits, limits_of
+from kvevict_kernels.dispatch import implementation
+from kvevict_kernels.stored_rows import gather_rows
+
+__all__ = ["Pooling", "accumulated_attention", "largest_kernel_size", "window_scores"]
+
+KEYS_PER_TILE = 128
+EARLIER_KEYS_PER_TILE = 1024
+"""Where all keys come before all queries, so that nothing is masked: fewer and larger products, fewer wake-ups."""
+WEIGHTS_PER_TILE = 2**19
+"""Attention weights in memory at a time, at 4 to 6 bytes each: they fit the caches."""
+LSE_COLUMNS = {torch.bfloat16: 2, torch.float32: 1}
+"""The log-sum-exp as a sum of values of the product's dtype: two of bfloat16 hold it to 2**-17 of its size."""
+LOG2_E = math.log2(math.e)
+MAX_KERNEL_SIZE = 127
+"""A tile of keys on the device must hold a whole pooling window."""
+KEY_BLOCK = 128
+"""Keys of a tile on a device, halo included; twice as many for a window that leaves too few others."""
+MIN_VALID_KEYS = 32
+"""Keys of a tile that are not halo, at least."""
+WIDE_ROW_SHARED = 155648
+"""Bytes of shared memory that a program with the larger tile takes where rows are 256 numbers wide (compiled)."""
+
+
+def accumulated_attention(
+    queries: Tensor,
+    lse: Tensor,
+    k_buffer: Tensor,
+    token_slots: Tensor,
+    *,
+    sm_scale: float,
+    key_start: int,
+    query_start: int,
+    reduction: Literal["sum", "squares", "max"] = "sum",
+) -> Tensor:
+    """Reduce attention weights over queries and over the query heads of each KV head, per key.
+
+    ``p[i, hq, j] = exp(sm_scale * q[i, hq] . k[j, hq // group_size] - lse[i, hq])``, or 0 where key position
+    ``key_start + j`` > query position ``query_start + i``. Because ``lse`` covers every key that the query saw, ``p``
+    is the true attention weight: the share of keys outside the range is missing, not renormalised. So calls may split
+    the queries (chunks of a prefill) or the keys: their sums add up, their maxima combine.
+
+    Args:
+        queries: [n, num_qo_heads, head_dim], bfloat16, float16 or float32, after RoPE; n may be 0.
+        lse: [n, num_qo_heads], float32, natural log-sum-exp of each query's scaled scores over all its keys.
+        k_buffer: [num_token_slots, num_kv_heads, head_dim], dtype of ``queries`` or float8_e4m3fn: keys of one
+            layer, after RoPE.
+        token_slots: [N], int64, slots of the keys in order of position; N may be 0.
+        sm_scale: softmax scale; for float8 multiplied by the layer's scale of keys.
+        key_start: logical position of the first key (tokens).
+        query_start: logical position of ``queries[0]`` (tokens).
+        reduction: "sum" over queries, mean over a group; or "squares", summed over both; or "max" over both.
+
+    Returns:
+        [num_kv_heads, N], float32; 0 for keys after the last query.
+
+    Raises:
+        ValueError: wrong shape, dtype, device or reduction; query heads that are not a multiple of the KV heads; on the
+            CPU also a token slot outside the buffer.
+
+    Source: sums: H2O, arXiv 2306.14048, Sec. 4; D2O, arXiv 2406.13035, Eq. 4 and 6. Maxima: KVzip, arXiv 2505.23416,
+        Sec. 3. Squares: this project.
+    Differs: H2O and D2O accumulate while they generate; this is the sum over the prompt. KVzip renormalises over the
+        keys that it looks at.
+    Cost: O(num_qo_heads * head_dim) per pair of a query and a key that it sees; float32 sums; never an n x N matrix; no
+        host sync on a device; deterministic, no atomics.
+    """
+    check_scoring(queries, k_buffer, token_slots, sm_scale=sm_scale, key_start=key_start, query_start=query_start)
+    check_tensor("lse", lse, tuple(queries.shape[:2]), torch.float32, queries.device)
+    check_choice("reduction", reduction, ("sum", "squares", "max"))
+    first_key = key_start - query_start
+    num_queries = queries.shape[0]
+    if min(token_slots.numel(), num_queries, num_queries - first_key) <= 0:
+        return torch.zeros(k_buffer.shape[1], token_slots.numel(), dtype=torch.float32, device=queries.device)
+    run = implementation(queries.device, key_scores_cpu, "key_scores")
+    return run(queries, lse, k_buffer, token_slots, sm_scale, first_key, reduction)[0]
+
+
+def window_scores(
+    queries: Tensor,
+    lse: Tensor,
+    k_buffer: Tensor,
+    token_slots: Tensor,
+    *,
+    sm_scale: float,
+    key_start: int,
+    query_start: int,
+    kernel_size: int = 1,
+    pooling: Literal["max", "avg"] = "max",
+    order: Literal["pool-mean", "mean-pool"] = "pool-mean",
+) -> tuple[Tensor, Tensor]:
+    """Average attention weights of a window of queries on a range of keys, per KV head: SnapKV and its descendants.
+
+    Weights are those of :func:`accumulated_attention`. Pooling runs along the keys with stride 1 and keeps the length;
+    the range's edges are the window's edges, also where keys go on beyond them. "max" pads with -inf. "avg" pads with
+    zeros that count (every sum is divided by ``kernel_size``), as SnapKV and kvpress do; it commutes with the mean, so
+    the mean is pooled whatever ``order`` says.
+
+    Args:
+        queries: [W, num_qo_heads, head_dim], as for :func:`accumulated_attention`; W >= 1.
+        lse: likewise.
+        k_buffer: likewise.
+        token_slots: likewise.
+        sm_scale: likewise.
+        key_start: likewise.
+        query_start: likewise.
+        kernel_size: pooling window, odd, up to 127; 1 does not pool (tokens).
+        pooling: "max" or "avg".
+        order: "pool-mean" pools every query's row, then averages (Ada-KV's Algorithm 2); "mean-pool" pools the average
+            (the authors' code, SnapKV).
+
+    Returns:
+        pooled [num_kv_heads, N] and mean [num_kv_heads, N] (not pooled: the tie-breaker), float32, two tensors.
+
+    Raises:
+        ValueError: as for :func:`accumulated_attention`; W == 0; an even or too large ``kernel_size`` (on a device also
+            one whose tile does not fit its shared memory).
+
+    Source: Ada-KV, arXiv 2407.11550, Algorithm 2 lines 3-4; SnapKV, arXiv 2404.14469.
+    Differs: lines 3-4 say softmax over the keys outside the window; this is the softmax over all keys, then sliced.
+    Cost: as :func:`accumulated_attention`.
+    """
+    check_scoring(queries, k_buffer, token_slots, sm_scale=sm_scale, key_start=key_start, query_start=query_start)
+    check_tensor("lse", lse, tuple(queries.shape[:2]), torch.float32, queries.device)
+    if queries.shape[0] == 0:
+        raise ValueError("queries: expected at least one query, got W = 0")
+    pool = Pooling(kernel_size, pooling, order)
+    if token_slots.numel() == 0:
+        empty = queries.new_empty(k_buffer.shape[1], 0, dtype=torch.float32)
+        return empty, empty.clone()
+    rows_kernel = kernel_size if pool.pools_rows else 1
+    if rows_kernel > 1 and queries.is_cuda:
+        check_int("kernel_size", kernel_size, 1, largest_kernel_size(queries.shape[2], limits_of(queries.device)))
+    run = implementation(queries.device, key_scores_cpu, "key_scores")
+    mean, pooled = run(queries, lse, k_buffer, token_slots, sm_scale, key_start - query_start, "mean", rows_kernel)
+    return (pool.pool(mean) if pooled is None else pooled), mean
+
+
+def largest_kernel_size(head_dim: int, limits: DeviceLimits) -> int:
+    """Widest window that a device can pool row by row: the larger tile of wide rows does not fit an sm_89.
+
+    Args:
+        head_dim: width of a key.
+        limits: of the device.
+    """
+    if head_dim <= KEY_BLOCK or limits.shared_per_block >= WIDE_ROW_SHARED:
+        return MAX_KERNEL_SIZE
+    return KEY_BLOCK - MIN_VALID_KEYS - 1
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """The pooling arguments of window_scores.
+
+    Attributes:
+        kernel_size: odd window along the keys, up to 127 (tokens); 1 does not pool.
+        kind: "max" (pads -inf) or "avg" (pads zeros that count).
+        order: "pool-mean" or "mean-pool".
+
+    Raises:
+        ValueError: names the argument as the caller of window_scores knows it.
+    """
+
+    kernel_size: int
+    kind: Literal["max", "avg"]
+    order: Literal["pool-mean", "mean-pool"]
+
+    def __post_init__(self) -> None:
+        check_int("kernel_size", self.kernel_size, 1, MAX_KERNEL_SIZE)
+        if self.kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size: expected an odd number, got {self.kernel_size}")
+        check_choice("pooling", self.kind, ("max", "avg"))
+        check_choice("order", self.order, ("pool-mean", "mean-pool"))
+
+    @property
+    def pools_rows(self) -> bool:
+        """Whether rows must be pooled one by one; if not, pooling the mean is the same."""
+        return self.kernel_size > 1 and self.kind == "max" and self.order == "pool-mean"
+
+    @property
+    def halo(self) -> int:
+        """Keys that one side of a pooling window reaches beyond its centre."""
+        return self.kernel_size // 2
+
+    def pool(self, x: Tensor) -> Tensor:
+        """Pool the last dimension of [rows, keys]. Returns a new float32 tensor of the same shape."""
+        if self.kernel_size == 1:
+            return x.clone()
+        if self.kind == "max":
+            return max_pool1d(x[None], self.kernel_size, stride=1, padding=self.halo)[0]
+        return avg_pool1d(x[None], self.kernel_size, stride=1, padding=self.halo, count_include_pad=True)[0]
+
+
+def key_scores_cpu(
+    queries: Tensor,
+    lse: Tensor,
+    k_buffer: Tensor,
+    token_slots: Tensor,
+    sm_scale: float,
+    first_key: int,
+    reduction: str,
+    kernel_size: int = 1,
+) -> tuple[Tensor, Tensor | None]:
+    """CPU path, a tile of queries and keys at a time.
+
+    The product itself yields the exponents ``log2(p) = sm_scale * log2(e) * (q . k - lse / sm_scale)``: query rows
+    carry ``-lse / sm_scale`` in additional columns, where keys hold ones, and the factor is the product's ``alpha``.
+    Base 2, because PyTorch's exp2 is four times as fast as its exp where MKL computes the latter on another vendor's
+    processor.
+
+    Sums of bfloat16 inputs are taken of bfloat16 products where the processor has them, which rounds the exponents (not
+    the scores) to 8 bits: weights near 1 are exact, a weight of 2**-10 is off by up to 2.2 %, to either side. All other
+    reductions take float32 products: they have few queries, and rounded exponents would make ties among keys
+    that a selection must order. Queries before a tile's first key are left out, and keys after a tile's last query.
+
+    Args:
+        queries: see :func:`accumulated_attention`, and likewise:
+        lse: float32.
+        k_buffer: keys of a layer.
+        token_slots: slots of the keys.
+        sm_scale: softmax scale.
+        first_key: position of the first key relative to the first query (tokens).
+        reduction: "sum", "squares", "max", or "mean" over queries and group.
+        kernel_size: keys over which the weights of every row are pooled (maximum); 1: not at all.
+
+    Returns:
+        reduced weights [num_kv_heads, N], float32, and the mean of the pooled rows, likewise; None without pooling.
+    """
+    (num_queries, num_qo_heads, _), num_kv_heads, num_keys = queries.shape, k_buffer.shape[1], token_slots.numel()
+    group_size, halo = num_qo_heads // num_kv_heads, kernel_size // 2
+    num_seen = num_queries - first_key + halo
+    if num_seen > num_keys:
+        num_seen = num_keys
+    tile_keys = EARLIER_KEYS_PER_TILE
+    if first_key + num_seen > 0:  # some keys are masked: small tiles, unless all queries fit beside larger ones
+        tile_keys = sorted((KEYS_PER_TILE, WEIGHTS_PER_TILE // (num_qo_heads * num_queries), tile_keys))[1]
+    out = torch.full((num_kv_heads, 1, num_keys), float("-inf") if reduction == "max" else 0.0)
+    pooled = torch.zeros_like(out) if halo else None
+    dtype = _product_dtype(queries.dtype) if reduction == "sum" else torch.float32
+    tiles = []
+    for start in range(0, num_seen, tile_keys):
+        low, end = start - halo if start else 0, start + tile_keys
+        tiles += [(start, low, end, _key_columns(gather_rows(k_buffer, token_slots[low : end + halo]), dtype))]
+    tile_queries = WEIGHTS_PER_TILE // (num_qo_heads * tile_keys) or 1
+    if tile_queries > num_queries:
+        tile_queries = num_queries
+    buffer = torch.empty(num_qo_heads * tile_queries * (tile_keys + 2 * halo))
+    ones = torch.ones(num_kv_heads, 1, tile_queries * group_size)
+    for begin in range(0, num_queries, tile_queries):
+        tile = slice(begin, begin + tile_queries)
+        rows = _query_rows(queries[tile], lse[tile] / -sm_scale, num_kv_heads, dtype)
+        for start, low, end, columns in tiles:
+            ahead = first_key + low - begin  # of the tile's first query
+            blind = ahead if ahead > 0 else 0  # queries before the tile's first key
+            seeing = rows[:, blind * group_size :]
+            if seeing.shape[1] == 0:
+                break
+            exponents = _exponents(seeing, columns, sm_scale, group_size, ahead - blind, buffer)
+            part = out[..., start:end]
+            if reduction == "max":
+                torch.maximum(part, exponents.amax(1, keepdim=True), out=part)
+                continue
+            weights = (exponents.mul_(2.0) if reduction == "squares" else exponents).exp2_()
+            inside = slice(start - low, end - low)
+            part.baddbmm_(ones[..., : weights.shape[1]], weights[..., inside])
+            if pooled is not None:
+                peaks = max_pool1d(weights, kernel_size, stride=1, padding=halo)[..., inside]
+                pooled[..., start:end] += peaks.sum(1, keepdim=True)
+    if reduction == "max":
+        return out[:, 0].exp2_(), None
+    norm = {"sum": group_size, "squares": 1, "mean": group_size * num_queries}[reduction]
+    return out[:, 0].div_(norm), None if pooled is None else pooled[:, 0].div_(norm)
+
+
+def _exponents(
+    rows: Tensor, columns: Tensor, sm_scale: float, group_size: int, first_key: int, buffer: Tensor
+) -> Tensor:
+    """Base-2 logarithms of the attention weights of a tile, [num_kv_heads, rows, keys], float32, in ``buffer``.
+
+    Args:
+        rows: [num_kv_heads, num_queries * group_size, width], see :func:`_query_rows`.
+        columns: [num_kv_heads, width, num_keys], see :func:`_key_columns`.
+        sm_scale: softmax scale.
+        group_size: rows per query.
+        first_key: position of the first key relative to the first query, not positive (tokens).
+        buffer: float32, at least as many elements as there are weights.
+    """
+    (num_kv_heads, num_rows, _), num_keys = rows.shape, columns.shape[2]
+    shape = (num_kv_heads, num_rows, num_keys)
+    p = buffer[: num_kv_heads * num_rows * num_keys].view(shape)
+    product = p if rows.dtype == p.dtype else torch.empty(shape, dtype=rows.dtype)
+    torch.baddbmm(product, rows, columns, beta=0, alpha=sm_scale * LOG2_E, out=product)
+    if product is not p:
+        p.copy_(product)
+    masked = min(num_rows // group_size, first_key + num_keys - 1)  # queries before the last key
+    if masked > 0:
+        future = torch.full((masked, 1, num_keys), float("-inf"))
+        future[:, 0].triu_(1 - first_key)
+        p.view(num_kv_heads, -1, group_size, num_keys)[:, :masked] += future
+    return p
+
+
+def _query_rows(queries: Tensor, bias: Tensor, num_kv_heads: int, dtype: torch.dtype) -> Tensor:
+    """Rows of the product, [num_kv_heads, num_queries * group_size, head_dim + LSE columns].
+
+    Args:
+        queries: [num_queries, num_qo_heads, head_dim].
+        bias: [num_queries, num_qo_heads], float32, the sum of the last columns.
+        num_kv_heads: KV heads.
+        dtype: of the rows.
+    """
+    parts, rest = [queries.to(dtype)], bias[..., None]
+    for _ in range(LSE_COLUMNS[dtype]):
+        parts += [rest.to(dtype)]
+        rest = rest - parts[-1]
+    rows = torch.cat(parts, dim=-1)  # [num_queries, num_qo_heads, width]
+    by_head = rows.view(rows.shape[0], num_kv_heads, -1, rows.shape[2]).transpose(0, 1)
+    return by_head.reshape(num_kv_heads, -1, rows.shape[2])
+
+
+def _key_columns(keys: Tensor, dtype: torch.dtype) -> Tensor:
+    """Columns of the product, [num_kv_heads, head_dim + LSE columns, num_keys]; keys [num_keys, num_kv_heads, ...]."""
+    num_keys, num_kv_heads, head_dim = keys.shape
+    rows = torch.ones(num_kv_heads, num_keys, head_dim + LSE_COLUMNS[dtype], dtype=dtype)
+    rows[..., :head_dim] = keys.transpose(0, 1)
+    return rows.transpose(1, 2)
+
+
+def _product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """bfloat16 only where oneDNN multiplies it: PyTorch's own product would be far slower than float32."""
+    if dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return dtype if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    return torch.float32

@@ -1,0 +1,178 @@
+"""The functions that attention calls: lay out a batch, start a step with its lengths, attend with a layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from kvevict_kernels.checks import FP8, KV_DTYPES, check_int, check_positions, check_tensor
+from kvevict_kernels.device_limits import limits_of
+from kvevict_kernels.ragged_decode.addresses import TableAddresses
+from kvevict_kernels.ragged_decode.host_lists import Sizes
+from kvevict_kernels.ragged_decode.tables import LayerInputs, Step, Tables, build_step, build_tables
+from kvevict_kernels.ragged_decode.tile_table import tiles_for
+from kvevict_kernels.ragged_decode.triton_impl import advance, run_split
+from kvevict_kernels.ragged_decode.triton_layout import lay_out
+from kvevict_kernels.ragged_extend.triton_impl import run_extend
+from kvevict_kernels.span_runs import SpanRuns
+
+
+def sizes_on(
+    device: torch.device,
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    group_size: int,
+    head_dim: int,
+    has_windows: bool = False,
+) -> Sizes:
+    """Put together the sizes that all batches of a server share.
+
+    Args:
+        device: where spans and arenas are.
+        num_layers: layers.
+        num_kv_heads: KV heads.
+        group_size: q heads per KV head.
+        head_dim: width of a row.
+        has_windows: some layers have a sliding window.
+
+    Raises:
+        ValueError: a size below 1, or a head_dim that no kernel is compiled for.
+    """
+    sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "group_size": group_size, "head_dim": head_dim}
+    for name, value in sizes.items():
+        check_int(name, value, 1)
+    limits = limits_of(device)
+    extend_rows = tiles_for(limits, head_dim)[-1].rows
+    return Sizes(num_layers, num_kv_heads, group_size, limits.num_sms, extend_rows, has_windows)
+
+
+def plan_batch(
+    paths: Sequence[Sequence[SpanRuns]],
+    new_lens: Sequence[int],
+    suffix_bounds: Sequence[int],
+    *,
+    sizes: Sizes,
+    device: torch.device,
+    elsewhere: Collection[int] = (),
+) -> Tables:
+    """Lay out a batch for all layers; valid until requests come or go, a path changes or a suffix outgrows its bound.
+
+    Args:
+        paths: per request, the spans that it reads, root first; () for none.
+        new_lens: per request, new tokens, >= 1.
+        suffix_bounds: per request, an upper bound of the tokens behind its path, new ones included: sizes the scratch.
+        sizes: shared by all batches.
+        device: where spans and arenas are.
+        elsewhere: requests with more than 128 q rows a head that another implementation attends for.
+
+    Raises:
+        ValueError: different numbers of requests, no new token, a bound below the new tokens, a span of another
+            shape, dtype or device.
+
+    Cost: two small launches, one copy to the device, a few allocations; no host sync; a few bytes per 128 entries.
+    """
+    if not len(paths) == len(new_lens) == len(suffix_bounds):
+        raise ValueError(
+            f"new_lens, suffix_bounds: expected one for each of {len(paths)} paths, "
+            f"got {len(new_lens)} and {len(suffix_bounds)}"
+        )
+    for new, bound in zip(new_lens, suffix_bounds, strict=True):
+        check_int("new_lens", new, 1)
+        check_int("suffix_bounds", bound, new)
+    shape = (sizes.num_layers, sizes.num_kv_heads)
+    for span in {id(span): span for path in paths for span in path}.values():
+        check_tensor("head_slots", span.head_slots, (None,), torch.int32, device)
+        check_tensor("starts", span.starts, shape, torch.int32, device)
+        check_tensor("lens", span.lens, shape, torch.int32, device)
+        if sizes.has_windows:
+            check_positions(span.positions, span.head_slots)
+    tables = build_tables(paths, new_lens, suffix_bounds, sizes=sizes, device=device, elsewhere=elsewhere)
+    lay_out(tables)
+    return tables
+
+
+def start_step(
+    addresses: TableAddresses,
+    *,
+    req_to_token: Tensor,
+    pool_rows: Tensor,
+    seq_lens: Tensor,
+    previous: Step | None = None,
+) -> Step:
+    """Store the lengths of one forward for all its layers.
+
+    Args:
+        addresses: of the batch's tables.
+        req_to_token: [num_rows, max_context_len], int32, token slots.
+        pool_rows: [num_requests], int64, each request's row of it.
+        seq_lens: [num_requests], int32, logical tokens with the new ones: at least waterline + new tokens.
+        previous: the step before with the same tables, whose buffers are used again.
+
+    Raises:
+        ValueError: wrong shape, dtype or device.
+    """
+    tables = addresses.tables
+    num_requests, device = len(tables.new_lens), tables.waterlines.device
+    check_tensor("req_to_token", req_to_token, (None, None), torch.int32, device)
+    check_tensor("pool_rows", pool_rows, (num_requests,), torch.int64, device)
+    check_tensor("seq_lens", seq_lens, (num_requests,), torch.int32, device)
+    step = build_step(tables, req_to_token, pool_rows, seq_lens, previous)
+    advance(addresses, step)
+    return step
+
+
+def run_layer(addresses: TableAddresses, step: Step, inputs: LayerInputs, *, out: Tensor, lse: Tensor) -> None:
+    """Attend with the new tokens of all requests, except the batch's ``elsewhere``.
+
+    A new token sees the spans of its request's path and the request's own tokens up to itself, in one softmax; in a
+    layer with a window only keys less than ``inputs.window`` positions before it. Requests with up to 128 q rows per
+    KV head go through ``ragged_decode``, where a span that several of them read is read once; the others, one by one,
+    through ``ragged_extend``.
+
+    Args:
+        addresses: of the batch's tables.
+        step: from :func:`start_step`.
+        inputs: the layer's queries, and where K and V are; its arenas were checked by ``check_arenas``, once.
+        out: like ``inputs.q``; rows of the requests that it attends for are written.
+        lse: [num_new_tokens, num_qo_heads], float32, natural log-sum-exp of the scaled scores; likewise.
+
+    Raises:
+        ValueError: names the argument, the expected and the given value.
+
+    Source: split-KV decoding (Flash-Decoding) over runs per head, as FlashInfer's variable block sparse attention;
+        FlashAttention-2's loop over gathered rows.
+    Cost: keys are read once per 64 q rows of a unit, in a prefill per 128 (64 where shared memory is small); float32
+        sums; one launch per class and a merge, one launch for prefills and one that merges the parts of their keys, if
+        they are split; no host sync, no atomics.
+    """
+    tables = addresses.tables
+    _check_layer(tables, inputs, out, lse)
+    if addresses.partials[0].shape[1] != inputs.q.shape[2]:
+        raise ValueError(f"partials: expected {inputs.q.shape[2]} columns, got {addresses.partials[0].shape[1]}")
+    if tables.merge_request.numel():
+        run_split(addresses, step, inputs, out, lse)
+    if tables.tile_request.numel():
+        run_extend(addresses, step, inputs, out, lse)
+
+
+def _check_layer(tables: Tables, inputs: LayerInputs, out: Tensor, lse: Tensor) -> None:
+    q, sizes = inputs.q, tables.sizes
+    num_qo_heads, head_dim = sizes.num_kv_heads * sizes.group_size, inputs.k_arena.shape[3]
+    dtypes = KV_DTYPES if inputs.k_arena.dtype == FP8 else inputs.k_arena.dtype
+    # Tokens may lie apart, so one token is checked in place of all.
+    check_tensor("q", q[:1], (min(1, tables.num_new), num_qo_heads, head_dim), dtypes, tables.waterlines.device)
+    if q.shape[0] != tables.num_new:
+        raise ValueError(f"q: expected {tables.num_new} new tokens, got {q.shape[0]}")
+    if inputs.sink_logits is not None:
+        check_tensor("sink_logits", inputs.sink_logits, (num_qo_heads,), KV_DTYPES, q.device)
+    check_int("window", inputs.window, 0, None if sizes.has_windows else 0)
+    check_int("layer", inputs.layer, 0, sizes.num_layers - 1)
+    for name, scale in (("sm_scale", inputs.sm_scale), ("v_scale", inputs.v_scale)):
+        if not math.isfinite(scale) or scale <= 0:
+            raise ValueError(f"{name}: expected a finite number > 0, got {scale!r}")
+    check_tensor("out", out, tuple(q.shape), q.dtype, q.device)
+    check_tensor("lse", lse, tuple(q.shape[:2]), torch.float32, q.device)

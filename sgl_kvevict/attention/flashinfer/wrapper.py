@@ -1,0 +1,148 @@
+"""FlashInfer's paged prefill kernel, as both users of it in this package plan and run it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sgl_kvevict.attention.batch import AttentionBatch
+from sgl_kvevict.attention.flashinfer.lists import PageLists, build_suffix_lists
+from sgl_kvevict.errors import UnsupportedSetupError
+from sgl_kvevict.geometry import KVGeometry
+
+WORKSPACE_BYTES = 256 * 2**20
+ROW_BOUNDS = "_paged_kv_indptr_buf"
+"""Attribute in which FlashInfer 0.7.2's wrapper keeps the row bounds that its kernel reads."""
+MEND = (
+    "put nvcc of a CUDA toolkit, a C++ compiler and ninja on PATH, or install flashinfer-jit-cache; "
+    "`sgl-kvevict check` shows what is missing"
+)
+
+
+@contextmanager
+def compiles_kernels() -> Iterator[None]:
+    """Turn FlashInfer's errors of import, compilation and loading into a refusal.
+
+    FlashInfer compiles a kernel when a wrapper is first planned for it.
+
+    Raises:
+        UnsupportedSetupError: no nvcc (RuntimeError), no ninja (FileNotFoundError), an nvcc that fails
+            (CalledProcessError), a failed build or load (RuntimeError), a cache folder without write access (OSError).
+    """
+    try:
+        yield
+    except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        lines = str(error).splitlines() or [""]
+        raise UnsupportedSetupError(
+            [f"FlashInfer does not run here: {type(error).__name__}: {lines[0]} ({MEND})"]
+        ) from error
+
+
+class PagedPrefill:
+    """One ``BatchPrefillWithPagedKVCacheWrapper`` with pages of one row of keys and values.
+
+    A plan is copied to the device from a pinned buffer of the wrapper, asynchronously. So a plan waits until the device
+    has taken the one before.
+
+    Args:
+        workspace: [WORKSPACE_BYTES], uint8, on the device; wrappers on one stream share it.
+        head_dim: of queries, keys and values.
+        dtype: of queries, keys, values and results.
+        backend: FlashInfer's name of its kernels; ``fa2``, or ``auto``: fa3 on Hopper, else fa2.
+
+    Raises:
+        ImportError: FlashInfer cannot be imported.
+    """
+
+    def __init__(self, workspace: Tensor, head_dim: int, dtype: torch.dtype, backend: str) -> None:
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
+        self._head_dim = head_dim
+        self._dtype = dtype
+        self._taken = torch.cuda.Event() if workspace.is_cuda else None  # type: ignore[no-untyped-call]
+
+    def plan(self, lists: PageLists, num_qo_heads: int, num_kv_heads: int, **options: Any) -> None:
+        """Schedule a batch; compiles the kernel when it is the first of its kind.
+
+        Args:
+            lists: rows of the batch.
+            num_qo_heads: heads of a query row.
+            num_kv_heads: heads of a page.
+            options: FlashInfer's, besides scale and dtypes.
+        """
+        if self._taken is not None:
+            self._taken.synchronize()  # returns at once before the first record
+        self._wrapper.plan(
+            lists.qo_indptr,
+            lists.kv_indptr,
+            lists.kv_indices,
+            torch.ones(lists.num_rows, dtype=torch.int32),
+            num_qo_heads,
+            num_kv_heads,
+            self._head_dim,
+            1,
+            sm_scale=1.0,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+            **options,
+        )
+        if self._taken is not None:
+            self._taken.record()
+
+    def plan_suffixes(self, batch: AttentionBatch, geometry: KVGeometry, window: int = 0) -> None:
+        """Schedule ordinary causal attention of every request's new tokens to its uncompressed ones.
+
+        Args:
+            batch: requests of a forward.
+            geometry: sizes.
+            window: tokens that a query sees, itself included; 0: all.
+        """
+        # Causal masks are aligned to the ends: the last new token sees the whole suffix. window_left: tokens before a
+        # query, -1: all.
+        heads = geometry.num_qo_heads, geometry.num_kv_heads
+        self.plan(build_suffix_lists(batch, window), *heads, causal=True, window_left=window - 1)
+
+    def set_row_bounds(self, kv_indptr: Tensor) -> None:
+        """Read other pages than planned, as far as the plan allows it.
+
+        FlashInfer has a public way only in its mode for CUDA graphs, which fixes the number of rows and sizes the query
+        tile for the longest row that there might be.
+
+        Args:
+            kv_indptr: [num_rows + 1], int32, on the device.
+        """
+        setattr(self._wrapper, ROW_BOUNDS, kv_indptr)
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, sm_scale: float, out: Tensor | None = None, lse: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Attend as planned.
+
+        Args:
+            q: [num_queries, num_qo_heads, head_dim], contiguous.
+            k: [num_pages, 1, num_kv_heads, head_dim].
+            v: like ``k``, with the same strides.
+            sm_scale: softmax scale; it is no part of the plan, so layers may differ.
+            out: like ``q``, written; None: allocated.
+            lse: [num_queries, num_qo_heads], float32, written; None: allocated.
+
+        Returns:
+            ``out``, and ``lse``, natural; 0 and -inf for a row without pages.
+        """
+        out = torch.empty_like(q) if out is None else out  # FlashInfer would fill its own with zeros first
+        # Programmatic dependent launch would read row bounds before the copy that writes them has ended.
+        result: tuple[Tensor, Tensor] = self._wrapper.run(
+            q, (k, v), k_scale=sm_scale, out=out, lse=lse, return_lse=True, lse_base="ln", enable_pdl=False
+        )
+        return result
+
+
+def new_workspace(device: torch.device) -> Tensor:
+    """Scratch memory for wrappers on one stream."""
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)

@@ -1,0 +1,38 @@
+"""``sgl-kvevict check``: what this machine has and lacks for a server, on one screen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated, Literal
+
+import typer
+
+
+def check(
+    device: Annotated[
+        Literal["auto", "cuda", "cpu"], typer.Option(help="Of the server; auto: cuda where there is a driver.")
+    ] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what this machine has and lacks; exit code 1: a server could not start."""
+    from sgl_kvevict.machine import check_machine, check_packages, read_machine
+
+    machine = read_machine()
+    chosen = device if device != "auto" else "cuda" if machine.driver or machine.gpus else "cpu"
+    checks = {name: check_packages(machine) + check_machine(machine, name) for name in ("cuda", "cpu")}
+    can_start = {name: all(line.state != "missing" for line in lines) for name, lines in checks.items()}
+    if as_json:
+        found = {name: [asdict(line) for line in lines] for name, lines in checks.items()}
+        typer.echo(json.dumps({"device": chosen, "can_start": can_start[chosen], "checks": found}))
+        raise typer.Exit(0 if can_start[chosen] else 1)
+    for name, lines in checks.items():
+        if name != chosen and device != "auto":
+            continue
+        verdict = "a server could start" if can_start[name] else "a server could not start"
+        typer.echo(f"{'GPU' if name == 'cuda' else 'CPU'}: {verdict}")
+        for line in lines:
+            typer.echo(f"  {line.state:8} {line.name:14} {line.found}")
+            if line.mend:
+                typer.echo(f"{'':26}-> {line.mend}")
+    raise typer.Exit(0 if can_start[chosen] else 1)

@@ -1,0 +1,151 @@
+"""The cache in numbers: counters since the start, and gauges of what it holds now.
+
+Each number is named and described here once. ``GET /server_info``, ``/metrics``, the inspection socket and
+``sgl-kvevict top`` show these fields by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from sgl_kvevict.events.types import (
+    AnyEvent,
+    Cleared,
+    Compressed,
+    Dropped,
+    Loaded,
+    LoadFailed,
+    Refused,
+    Repacked,
+    ScoringPass,
+    Split,
+    Squeezed,
+    Stored,
+)
+
+REFUSED = "refused_"
+"""The totals of this prefix are one metric, ``refusals``, with the reason as a label."""
+
+
+class Totals(msgspec.Struct):
+    """Counters since the server started: sums over the events."""
+
+    compressions: Annotated[int, Meta(description="Segments written.")] = 0
+    compressed_tokens: Annotated[int, Meta(description="Tokens that went into them.")] = 0
+    compression_seconds: Annotated[float, Meta(description="Host time of compressions (on a GPU: launching only).")] = (
+        0.0
+    )
+    released_slots: Annotated[int, Meta(description="Token slots that compressions gave back.")] = 0
+    kept_entries: Annotated[int, Meta(description="Entries stored.")] = 0
+    evicted_entries: Annotated[int, Meta(description="Entries evicted.")] = 0
+    merged_entries: Annotated[int, Meta(description="Entries merged into stored ones.")] = 0
+    scoring_passes: Annotated[int, Meta(description="Extra forwards run to score prefixes.")] = 0
+    splits: Annotated[int, Meta(description="Spans cut in two.")] = 0
+    repacks: Annotated[int, Meta(description="Segments shrunk after a part was dropped.")] = 0
+    squeezes: Annotated[int, Meta(description="Segments squeezed because token slots were short.")] = 0
+    squeezed_slots: Annotated[int, Meta(description="Token slots given back by squeezing.")] = 0
+    dropped_nodes: Annotated[int, Meta(description="Nodes dropped from the tree.")] = 0
+    dropped_spans: Annotated[int, Meta(description="Compressed nodes among them.")] = 0
+    dropped_slots: Annotated[int, Meta(description="Token slots given back by dropping.")] = 0
+    refused_in_use: Annotated[int, Meta(description="Ranges that a request reads exactly: compressed later.")] = 0
+    refused_not_cached: Annotated[int, Meta(description="Prompts that could not be cached.")] = 0
+    refused_no_room: Annotated[int, Meta(description="Prefixes that were too long for a scoring pass.")] = 0
+    refused_no_memory: Annotated[int, Meta(description="Ranges whose observation took too much memory.")] = 0
+    clears: Annotated[int, Meta(description="Flushes of the whole cache.")] = 0
+    stored_segments: Annotated[int, Meta(description="Segments written to the store.")] = 0
+    stored_bytes: Annotated[int, Meta(description="Bytes of them.")] = 0
+    already_stored: Annotated[int, Meta(description="Segments that the store had already.")] = 0
+    not_stored: Annotated[int, Meta(description="Segments that could not be written, or came too fast.")] = 0
+    loaded_segments: Annotated[int, Meta(description="Segments that came from the store into the tree.")] = 0
+    loaded_tokens: Annotated[int, Meta(description="Tokens that they stand for.")] = 0
+    late_loads: Annotated[int, Meta(description="Requests that went on because the store took too long.")] = 0
+    failed_loads: Annotated[int, Meta(description="Errors of the store, and segments that were corrupt.")] = 0
+    not_placed: Annotated[int, Meta(description="Segments read from the store for which the tree had no place.")] = 0
+    lost_events: Annotated[int, Meta(description="Events lost because they came too fast.")] = 0
+
+    def count(self, event: AnyEvent) -> None:
+        """Add one event."""
+        match event:
+            case Compressed():
+                self.compressions += 1
+                self.compressed_tokens += event.new_tokens
+                self.compression_seconds += event.seconds
+                self.released_slots += event.released_slots
+                self.kept_entries += event.kept_entries
+                self.evicted_entries += event.evicted_entries
+                self.merged_entries += event.merged_entries
+            case Split():
+                self.splits += 1
+            case Dropped():
+                self.dropped_nodes += 1
+                self.dropped_spans += event.compressed
+                self.dropped_slots += event.slots
+            case Repacked():
+                self.repacks += 1
+            case Squeezed():
+                self.squeezes += 1
+                self.squeezed_slots += event.released_slots
+            case ScoringPass():
+                self.scoring_passes += 1
+            case Refused():
+                self._add_one(REFUSED + event.reason.replace("-", "_"))
+            case Stored():
+                self.stored_bytes += event.bytes
+                self._add_one("not_stored" if event.error else "stored_segments" if event.bytes else "already_stored")
+            case Loaded():
+                self.loaded_segments += 1
+                self.loaded_tokens += event.end - event.start
+            case LoadFailed():
+                self._add_one({"late": "late_loads", "error": "failed_loads", "no-place": "not_placed"}[event.reason])
+            case Cleared():
+                self.clears += 1
+
+    def _add_one(self, name: str) -> None:
+        setattr(self, name, getattr(self, name) + 1)
+
+
+class Pool(msgspec.Struct, frozen=True):
+    """Token slots of the pool by holder; the parts sum to ``total``."""
+
+    total: int  # all token slots
+    free: int  # on the allocator's list
+    compressed: int  # held by segments in the tree
+    full: int  # held by uncompressed nodes of the tree
+    private: int  # held by running requests outside the tree
+
+
+class Gauges(msgspec.Struct, frozen=True):
+    """What the cache holds now."""
+
+    pool: Annotated[Pool, Meta(description="Token slots of the pool by holder.")]
+    logical_tokens: Annotated[int, Meta(description="Tokens that the radix tree holds.")]
+    held_slots: Annotated[int, Meta(description="Token slots that hold them.")]
+    tokens_per_slot: Annotated[
+        float, Meta(description="Logical tokens held divided by token slots held (1 without compression).")
+    ]
+    span_tokens: Annotated[int, Meta(description="Tokens held compressed.")]
+    span_slots: Annotated[int, Meta(description="Token slots that hold them.")]
+    spans: Annotated[int, Meta(description="Compressed nodes in the tree.")]
+    segments: Annotated[int, Meta(description="Segments that store them.")]
+    dead_entries: Annotated[int, Meta(description="Entries stored that no span reads any more.")]
+    pending_ranges: Annotated[int, Meta(description="Ranges that wait for their readers before they are compressed.")]
+    shared_spans: Annotated[int, Meta(description="Spans that two or more running requests read.")]
+    readers: Annotated[int, Meta(description="Running requests that read a span, summed over spans.")]
+    readers_per_span: Annotated[float, Meta(description="Running requests per span, on average.")]
+    max_readers_per_span: Annotated[int, Meta(description="Running requests on the span that most read.")]
+    scoring_jobs: Annotated[int, Meta(description="Prefixes that wait for scoring passes, or for their fit.")]
+    observation_bytes: Annotated[int, Meta(description="Memory outside the pool: observations, and fits.")]
+
+
+def descriptions(numbers: type[Totals] | type[Gauges]) -> dict[str, str]:
+    """Return each field's description, in order."""
+    hints = get_type_hints(numbers, include_extras=True)
+    return {name: hints[name].__metadata__[0].description for name in numbers.__struct_fields__}
+
+
+def by_name(numbers: Totals | Gauges) -> dict[str, int | float]:
+    """Return the numbers by their field's name, without the parts of the pool."""
+    return {name: getattr(numbers, name) for name in numbers.__struct_fields__ if name != "pool"}

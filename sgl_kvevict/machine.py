@@ -1,0 +1,300 @@
+"""Checks of a machine: what a server on its GPU or CPU needs, what is there, and how to mend what is missing.
+
+The checks of a server's start and of ``sgl-kvevict check``. Imports neither SGLang nor torch at the top.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import Literal
+
+SGLANG = "0.5.23"
+FLASHINFER = "0.7.2"
+"""What this SGLang pins."""
+MIN_DRIVER = 580
+"""Driver of CUDA 13, which SGLang's packages are built for."""
+MIN_CAPABILITY = (8, 0)
+FP8_CAPABILITY = (8, 9)
+"""From which on a GPU converts float8_e4m3fn."""
+MIN_GLIBC = (2, 34)
+"""Of SGLang's wheels for GPUs (manylinux_2_34)."""
+MIN_HOST_GIB = 4.0
+BUILD_TOOLS = ("C compiler", "CUDA toolkit", "ninja", "C++ compiler")
+"""Checks of what compiles kernels at the first start. A server whose kernels are cached runs without."""
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU.
+
+    Attributes:
+        name: the vendor's.
+        capability: compute capability.
+        shared_kib: shared memory that one program may ask for.
+        free_gib: free memory.
+        total_gib: memory.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    shared_kib: int
+    free_gib: float
+    total_gib: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Facts about a machine and its Python environment; None or empty: not there.
+
+    Attributes:
+        packages: version by name, of the packages that matter.
+        plugins: names of our entry points that SGLang would find.
+        cpu_flags: of ``/proc/cpuinfo``.
+        host_gib: available host memory.
+        glibc: version.
+        numba_reason: why attention 'numba' cannot run here; None: it can.
+        torch_cuda: CUDA version that torch is built for.
+        driver: version of the NVIDIA driver.
+        gpus: those that torch sees.
+        nvcc: path of the compiler that FlashInfer and SGLang would call.
+        tools: path by name of ``ninja``, ``c++`` and ``cc``.
+    """
+
+    packages: dict[str, str] = field(default_factory=dict)
+    plugins: frozenset[str] = frozenset()
+    cpu_flags: frozenset[str] = frozenset()
+    host_gib: float = 0.0
+    glibc: str = ""
+    numba_reason: str | None = None
+    torch_cuda: str | None = None
+    driver: str | None = None
+    gpus: tuple[Gpu, ...] = ()
+    nvcc: str | None = None
+    tools: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the answer.
+
+    Attributes:
+        name: what was looked at.
+        state: ``warning``: a server starts, but slower or with less; ``missing``: it does not.
+        found: what is there.
+        mend: what to do; "" if nothing.
+    """
+
+    name: str
+    state: Literal["ok", "warning", "missing"]
+    found: str
+    mend: str = ""
+
+
+def read_machine(devices: Sequence[int] | None = None) -> Machine:
+    """Look at this machine; takes seconds, because torch is imported.
+
+    Args:
+        devices: GPUs to look at, which costs a CUDA context on each; None: all that torch sees.
+    """
+    import torch
+
+    from kvevict_kernels.device_limits import limits_of
+    from kvevict_kernels.span_attention import reason_not_to_run
+
+    gpus = []
+    for index in range(torch.cuda.device_count()) if devices is None else devices:
+        gpu = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        shared = limits_of(torch.device("cuda", index)).shared_per_block // 1024
+        gpus.append(Gpu(gpu.name, (gpu.major, gpu.minor), shared, free / GIB, total / GIB))
+    names = ("sglang", "torch", "triton", "numba", "flashinfer-python", "flashinfer-jit-cache")
+    tools = {"ninja": ("ninja",), "c++": ("c++", "g++"), "cc": (os.environ.get("CC", "cc"), "gcc", "clang")}
+    paths = {tool: next(filter(None, map(shutil.which, commands)), None) for tool, commands in tools.items()}
+    groups = ("sglang.srt.plugins", "sglang.srt.platforms")
+    return Machine(
+        packages={name: found for name in names if (found := _version(name))},
+        plugins=frozenset(entry.name for group in groups for entry in entry_points(group=group)),
+        cpu_flags=_cpu_flags(),
+        host_gib=_host_gib(),
+        glibc=platform.libc_ver()[1],
+        numba_reason=reason_not_to_run(),
+        torch_cuda=torch.version.cuda,
+        driver=_driver(),
+        gpus=tuple(gpus),
+        nvcc=_nvcc(),
+        tools={tool: path for tool, path in paths.items() if path},
+    )
+
+
+def check_machine(machine: Machine, device: str, dtype: str = "bfloat16") -> list[Check]:
+    """Judge a machine.
+
+    Args:
+        machine: the facts.
+        device: "cuda" or "cpu": of the server.
+        dtype: of the model, as torch prints it without ``torch.``.
+
+    Returns:
+        One check for everything that such a server needs, besides :func:`check_packages`.
+    """
+    return _gpu_checks(machine) if device == "cuda" else _cpu_checks(machine, dtype)
+
+
+def check_packages(machine: Machine) -> list[Check]:
+    """Whether the supported SGLang is installed, and finds this package."""
+    install = 'pip install ".[gpu]" in a checkout, or `make setup` for a CPU'
+    sglang = machine.packages.get("sglang")
+    checks = [_needs("SGLang", sglang == SGLANG, sglang or "not installed", f"install sglang=={SGLANG}: {install}")]
+    ours = {"kvevict", "kvevict_cpu"} <= machine.plugins
+    found = "SGLang finds it" if ours else "SGLang does not find it"
+    return [*checks, _needs("plugin", ours, found, f"install this package into SGLang's environment: {install}")]
+
+
+def _cpu_checks(machine: Machine, dtype: str) -> list[Check]:
+    kinds = {"AVX2": "avx2", "AVX-512": "avx512bw", "bfloat16": "avx512_bf16", "AMX": "amx_tile"}
+    has = [name for name, flag in kinds.items() if flag in machine.cpu_flags]
+    found = ", ".join(has) or "none of AVX2, AVX-512, bfloat16, AMX"
+    is_slow = bool(machine.cpu_flags) and dtype == "bfloat16" and "AVX-512" not in has
+    host = f"{machine.host_gib:.1f} GiB available"
+    return [
+        _wants(
+            "processor", not is_slow, found, "bfloat16 products are slow without AVX-512: start with --dtype float32"
+        ),
+        _wants(
+            "numba",
+            machine.numba_reason is None,
+            machine.numba_reason or machine.packages.get("numba", ""),
+            "attention 'torch' takes over, which takes longer: pip install numba",
+        ),
+        _wants(
+            "memory", machine.host_gib >= MIN_HOST_GIB, host, "free some, or start with a smaller --max-total-tokens"
+        ),
+    ]
+
+
+def _gpu_checks(machine: Machine) -> list[Check]:
+    packages, tools = machine.packages, machine.tools
+    driver = machine.driver or "not found"
+    driver_check = _wants if machine.gpus else _needs  # CUDA's compatibility packages run on older ones
+    major = int(driver.split(".")[0]) if driver[:1].isdigit() else 0
+    torch_found = f"{packages.get('torch')}, " + (
+        f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "built for a CPU"
+    )
+    flashinfer = packages.get("flashinfer-python")
+    cached = packages.get("flashinfer-jit-cache")
+    compiled = "kernels are compiled at the first start, for minutes"
+    glibc = tuple(int(part) for part in re.findall(r"\d+", machine.glibc)[:2])
+    return [
+        _needs("glibc", glibc >= MIN_GLIBC, machine.glibc or "not found", "use a system with glibc 2.34 or newer"),
+        driver_check("driver", major >= MIN_DRIVER, driver, f"install NVIDIA driver {MIN_DRIVER} or newer (CUDA 13)"),
+        _needs("torch", machine.torch_cuda is not None, torch_found, 'install torch for CUDA 13: pip install ".[gpu]"'),
+        *_checks_of_gpus(machine.gpus),
+        _needs("Triton", "triton" in packages, packages.get("triton", "not installed"), 'pip install ".[gpu]"'),
+        _needs("C compiler", "cc" in tools, tools.get("cc", "not found"), "install gcc: Triton calls it"),
+        _needs(
+            "CUDA toolkit",
+            machine.nvcc is not None,
+            machine.nvcc or "no nvcc in CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda",
+            f"install the CUDA 13 toolkit with nvcc: SGLang's and FlashInfer's {compiled}",
+        ),
+        _needs("ninja", "ninja" in tools, tools.get("ninja", "not on PATH"), "pip install ninja, its folder on PATH"),
+        _needs("C++ compiler", "c++" in tools, tools.get("c++", "not found"), "install g++: nvcc calls it"),
+        _wants(
+            "FlashInfer",
+            flashinfer == FLASHINFER,
+            f"{flashinfer or 'not installed'}, {'prebuilt kernels' if cached else compiled}",
+            f"our own kernel takes over long prefills: install flashinfer-python=={FLASHINFER}",
+        ),
+    ]
+
+
+def _checks_of_gpus(gpus: Sequence[Gpu]) -> list[Check]:
+    """The weakest of each property."""
+    if not gpus:
+        return [Check("GPU", "missing", "torch sees none", "see driver and torch above")]
+    capability = min(gpu.capability for gpu in gpus)
+    names = ", ".join(f"{count} x {name}" for name, count in Counter(gpu.name for gpu in gpus).items())
+    fp8 = "" if capability >= FP8_CAPABILITY else ", no fp8 KV"
+    fullest = min(gpus, key=lambda gpu: gpu.free_gib / gpu.total_gib)
+    return [
+        _needs(
+            "GPU",
+            capability >= MIN_CAPABILITY,
+            f"{names}, compute capability {capability[0]}.{capability[1]}{fp8}",
+            "use a GPU of compute capability 8.0 (Ampere) or newer",
+        ),
+        Check("shared memory", "ok", f"{min(gpu.shared_kib for gpu in gpus)} KiB a program"),
+        _wants(
+            "free memory",
+            fullest.free_gib >= 0.9 * fullest.total_gib,
+            f"{fullest.free_gib:.1f} of {fullest.total_gib:.1f} GiB",
+            "end what else uses the GPU, or start with a smaller --mem-fraction-static",
+        ),
+    ]
+
+
+def _needs(name: str, is_there: bool, found: str, mend: str) -> Check:
+    return Check(name, "ok", found) if is_there else Check(name, "missing", found, mend)
+
+
+def _wants(name: str, is_there: bool, found: str, mend: str) -> Check:
+    return Check(name, "ok", found) if is_there else Check(name, "warning", found, mend)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu_flags() -> frozenset[str]:
+    found = re.search(r"^flags\s*:(.*)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    return frozenset(found[1].split()) if found else frozenset()
+
+
+def _host_gib() -> float:
+    """Available memory of the machine, at most the limit of its control group."""
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", _read(Path("/proc/meminfo")), re.MULTILINE)
+    limit = _read(Path("/sys/fs/cgroup/memory.max"))
+    available = int(found[1]) * 1024 if found else 0
+    return (min(available, int(limit)) if limit.isdigit() else available) / GIB
+
+
+def _read(path: Path) -> str:
+    """Text of a file; "" if it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _driver() -> str | None:
+    found = re.search(r"NVRM version:.*?\s(\d+\.\d[\d.]*)\s", _read(Path("/proc/driver/nvidia/version")))
+    if found:
+        return found[1]
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]  # WSL has no such file
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return lines[0] if lines else None
+
+
+def _nvcc() -> str | None:
+    """The compiler by FlashInfer's and SGLang's own rule: a wrong CUDA_HOME hides the others."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    on_path = shutil.which("nvcc")
+    folder = Path(home) if home else Path(on_path).parent.parent if on_path else Path("/usr/local/cuda")
+    nvcc = folder / "bin" / "nvcc"
+    return str(nvcc) if os.access(nvcc, os.X_OK) else None

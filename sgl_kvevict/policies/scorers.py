@@ -1,0 +1,127 @@
+"""Scorers that several policies share; a scorer of a single policy is in that policy's file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from kvevict_kernels.key_scores import window_scores
+from sgl_kvevict.policies.layer_view import LayerView
+from sgl_kvevict.policies.parts import Scorer, TokenScores, Trait
+from sgl_kvevict.policies.signals import Signal
+
+
+@dataclass(frozen=True)
+class SignalScorer(Scorer):
+    """A signal that is itself a score, on one scale for all layers and heads.
+
+    For ``READER_ATTENTION``: squares, because a token that one query of a hundred needs matters nearly as much as one
+    that all need; not the maximum, which a single accidental query can set.
+
+    Attributes:
+        signal: which, per token.
+
+    Source: KVzip (arXiv 2505.23416), Sec. 3, Eq. 3, for ``READER_ATTENTION``.
+    Differs: the 2-norm over queries and the query heads of a group instead of the maximum, which loses more answers
+        at small budgets (docs/quality.md); attention weights over everything the query sees, instead of a softmax over
+        one chunk's keys; a chunk's queries score the whole prefix, not only their own chunk.
+    """
+
+    signal: Signal
+    traits = frozenset({Trait.COMPARABLE})
+
+    @property
+    def needs(self) -> frozenset[Signal]:
+        """The signal alone."""
+        return frozenset({self.signal})
+
+    def score(self, view: LayerView) -> TokenScores:
+        """Score one layer."""
+        return TokenScores(view.need_per_token(self.signal))
+
+
+@dataclass(frozen=True)
+class AccumulatedAttentionScorer(Scorer):
+    """Attention that each token received from all queries so far.
+
+    Plain sums favour early tokens, because more queries see them; ``normalize="queries"`` divides by the number of
+    queries that could.
+
+    Attributes:
+        normalize: "none" (H2O, D2O) or "queries" (mean attention, as in kvpress' ObservedAttention and RoCo).
+
+    Source: H2O (arXiv 2306.14048), Sec. 4; D2O, Eq. 6.
+    Differs: evaluated once, when a range is compressed, not at every decode step. With grouped queries, the
+        mean over a group. Tokens left from an earlier turn count the queries of the observed prompt only.
+    """
+
+    normalize: Literal["none", "queries"] = "none"
+    needs = frozenset({Signal.ACCUMULATED_ATTENTION})
+
+    @property
+    def traits(self) -> frozenset[Trait]:
+        """Plain sums also measure a layer's density."""
+        sums = frozenset({Trait.ATTENTION_SUMS}) if self.normalize == "none" else frozenset()
+        return sums | {Trait.COMPARABLE}
+
+    def score(self, view: LayerView) -> TokenScores:
+        """Score one layer; ValueError without a prompt length to normalise by."""
+        sums = view.need_per_token(Signal.ACCUMULATED_ATTENTION)
+        if self.normalize == "none":
+            return TokenScores(sums)
+        seen_by = view.need_prompt_length() - view.start
+        queries = torch.arange(seen_by, seen_by - view.num_tokens, -1, device=sums.device)
+        return TokenScores(sums / queries)
+
+
+@dataclass(frozen=True)
+class WindowAttentionScorer(Scorer):
+    """Mean attention of the last ``window_size`` queries, smoothed by a pool along the tokens.
+
+    The softmax runs over everything a query saw, not only over the range, so scores are true attention
+    weights. Under grouped-query attention a KV head's score is the mean over its query heads. The unpooled
+    mean breaks ties, because a max pool makes plateaus on which the peak itself could otherwise be evicted.
+
+    Attributes:
+        window_size: queries in the observation window.
+        kernel_size: width of the pool, odd; 1 = no pool.
+        pooling: "max" or "avg".
+        order: "pool-mean" pools each query's row, then averages; "mean-pool" averages first.
+        keep_window: tokens of the window that lie inside the range are kept in every head without competing.
+
+    Source: SnapKV (arXiv 2404.14469), Sec. 4; Ada-KV (arXiv 2407.11550), Alg. 2, lines 2-4, and Sec. 3.4 for groups.
+    Differs: no. Ada-KV's released code and kvpress use order="mean-pool" and pooling="avg" respectively.
+    Cost: window_size * num_tokens * head_dim per query head.
+    """
+
+    window_size: int = 32
+    kernel_size: int = 7
+    pooling: Literal["max", "avg"] = "max"
+    order: Literal["pool-mean", "mean-pool"] = "pool-mean"
+    keep_window: bool = True
+    needs = frozenset({Signal.WINDOW_QUERIES, Signal.KEYS})
+    traits = frozenset({Trait.COMPARABLE})
+
+    @property
+    def kept_window(self) -> int:
+        """The whole window, or nothing."""
+        return self.window_size if self.keep_window else 0
+
+    def score(self, view: LayerView) -> TokenScores:
+        """Score one layer."""
+        window = view.need_window().last(self.window_size)
+        pooled, mean = window_scores(
+            window.queries,
+            window.lse,
+            view.k_buffer,
+            view.token_slots,
+            sm_scale=view.stored_sm_scale,
+            key_start=view.start,
+            query_start=window.start,
+            kernel_size=self.kernel_size,
+            pooling=self.pooling,
+            order=self.order,
+        )
+        return TokenScores(pooled, None if self.kernel_size == 1 else mean)

@@ -1,0 +1,226 @@
+"""Reasons not to start a server that are known before anything is loaded: flags, pool, port, files, folders.
+
+``sgl-kvevict serve`` and the launcher of SGLang's own command ask for them. Imports neither SGLang nor torch. What only
+the scheduler knows (the model, its KV pool) is in ``refusals.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.errors import ConfigError, KVEvictError
+from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
+
+
+@dataclass(frozen=True)
+class FlagRefusal:
+    """One server argument whose value must be ``allowed``, or be left out.
+
+    Attributes:
+        field: attribute of SGLang's ``ServerArgs``.
+        allowed: the only value that works.
+        why: what would go wrong.
+    """
+
+    field: str
+    allowed: object
+    why: str
+
+    @property
+    def flag(self) -> str:
+        """The argument as it is written on the command line."""
+        return f"--{self.field.replace('_', '-')}"
+
+    def reason(self, value: object) -> str | None:
+        """Return the sentence for the user, or None if the value is fine."""
+        if value is None or value == self.allowed:
+            return None
+        return f"{self.flag} is {value!r}, only {self.allowed!r} is supported: {self.why}"
+
+
+_SLOT_READERS = "it reads KV by token slot, and a compressed prefix has none"
+
+FLAGS = (
+    FlagRefusal("disable_radix_cache", False, "there would be no prefixes to compress"),
+    FlagRefusal("page_size", 1, "spans are packed into single token slots"),
+    FlagRefusal("enable_hierarchical_cache", False, _SLOT_READERS),
+    FlagRefusal("enable_lmcache", False, _SLOT_READERS),
+    FlagRefusal("enable_flexkv", False, _SLOT_READERS),
+    FlagRefusal("enable_hisparse", False, _SLOT_READERS),
+    FlagRefusal("enable_unified_cache_external_linker", False, _SLOT_READERS),
+    FlagRefusal("enable_return_routed_experts", False, _SLOT_READERS),
+    FlagRefusal("disaggregation_mode", "null", _SLOT_READERS),
+    FlagRefusal("is_embedding", False, "its answers are made of whole prompts, and scoring passes would get some"),
+    FlagRefusal("speculative_algorithm", None, "draft and verification steps read uncompressed rows"),
+    FlagRefusal("dllm_algorithm", None, "diffusion decoding attends in both directions"),
+    FlagRefusal("pp_size", 1, "not tested with pipeline stages yet"),
+    FlagRefusal("attn_cp_size", 1, "not tested with context parallelism"),
+    FlagRefusal("dcp_size", 1, "not tested with context parallelism"),
+    FlagRefusal("enable_dp_attention", False, "not tested with idle ranks"),
+    FlagRefusal("enable_two_batch_overlap", False, "a step is planned before the previous result is processed"),
+    FlagRefusal("enable_pdmux", False, "prefill and decode run on streams of their own"),
+    FlagRefusal("enable_streaming_session", False, "a session's turns have no node in the tree, so no path to read"),
+    FlagRefusal("enable_unified_memory", False, "the KV pool has another layout"),
+    FlagRefusal("enable_page_major_kv_layout", False, "the KV pool has another layout"),
+    FlagRefusal("enable_kv_cache_sharding", False, "the KV pool has another layout"),
+    FlagRefusal("prefill_only_disable_kv_cache", False, "there would be no KV to compress"),
+    FlagRefusal("kv_canary", "none", "it patches the pool's buffers"),
+    FlagRefusal("enable_torch_compile", False, "the attention backend is not traceable"),
+    FlagRefusal("enable_deterministic_inference", False, "results depend on the batch"),
+)
+BACKENDS = ("radix_cache_backend", "attention_backend", "prefill_attention_backend", "decode_attention_backend")
+
+
+def flag_reasons(value_of: Callable[[str], object]) -> list[str]:
+    """Return one sentence for every server argument that is not supported.
+
+    Args:
+        value_of: the value of a field of ``ServerArgs``; None: left out.
+    """
+    return [reason for flag in FLAGS if (reason := flag.reason(value_of(flag.field))) is not None]
+
+
+def backend_reasons(value_of: Callable[[str], object]) -> list[str]:
+    """Return one sentence each if the radix cache, or the attention, is not ours. Arguments as above."""
+    radix, attention, *phases = (value_of(name) for name in BACKENDS)
+    reasons = []
+    if radix != BACKEND_NAME:
+        reasons.append(
+            f"--attention-backend {BACKEND_NAME} needs the matching --radix-cache-backend {BACKEND_NAME}, got {radix!r}"
+        )
+    ours = {phase or attention for phase in phases}
+    if ours != {BACKEND_NAME}:
+        others = ", ".join(repr(other) for other in ours - {BACKEND_NAME})
+        reasons.append(f"the attention backend is {others}; start with --attention-backend {BACKEND_NAME}")
+    return reasons
+
+
+def pool_size_reasons(num_tokens: object, config: KVEvictConfig) -> list[str]:
+    """Return one sentence if a pool (``--max-total-tokens``) holds no prompt that would be compressed."""
+    least = config.min_prefix_tokens + config.tail_tokens
+    try:
+        if num_tokens is None or int(str(num_tokens)) >= least:
+            return []
+    except ValueError:
+        pass
+    return [
+        f"--max-total-tokens: got {num_tokens!r}; allowed: an integer >= {least} (min_prefix_tokens + tail_tokens, the "
+        "shortest prompt that is compressed)"
+    ]
+
+
+def port_reasons(host: str, port: object) -> list[str]:
+    """Return one sentence if the HTTP server cannot listen on an address."""
+    try:
+        number = int(str(port))
+    except ValueError:
+        number = -1
+    if not 1 <= number <= 65535:
+        return [f"--port: got {port!r}; allowed: 1 to 65535"]
+    error = _bind_error(host, number)
+    return [] if error is None else [f"--port: {number} on {host} cannot be bound ({error}); allowed: a free port"]
+
+
+def resource_reasons(config: KVEvictConfig, num_schedulers: int = 1) -> list[str]:
+    """Return one sentence for every file, folder and socket of a configuration that cannot be used.
+
+    Args:
+        config: checked.
+        num_schedulers: ``--dp-size``; each adds its rank to the ports of the event sockets.
+    """
+    reasons = []
+    if config.store is not None:
+        reasons += _store_reasons(config.store)
+    if config.save_score_weights is not None:
+        path = Path(config.save_score_weights).expanduser()
+        error = "it is a folder" if path.is_dir() else write_error(path.parent)
+        if error is not None:
+            reasons.append(
+                f"save_score_weights: {str(path)!r} cannot be written ({error}); allowed: a path in a folder"
+            )
+    if config.score_weights not in (None, "auto"):
+        from sgl_kvevict.distill.files import check_format
+
+        try:
+            check_format(Path(config.score_weights))
+        except ConfigError as error:
+            reasons.append(f"score_weights: {error}")
+    if config.events is not None:
+        reasons += _socket_reasons(
+            [
+                (name, str(address))
+                for name in ("endpoint", "replay_endpoint", "inspect_endpoint")
+                if (address := getattr(config.events, name)) is not None
+            ],
+            num_schedulers,
+        )
+    return reasons
+
+
+def write_error(folder: Path) -> str | None:
+    """Return why nothing can be written into a folder, which need not exist yet; None: it can."""
+    try:
+        while not folder.exists():
+            folder = folder.parent
+        if not folder.is_dir():
+            return f"{folder} is not a folder"
+        with tempfile.TemporaryDirectory(dir=folder):
+            return None
+    except (OSError, ValueError) as error:  # ValueError: a NUL
+        return str(getattr(error, "strerror", None) or error)
+
+
+def _store_reasons(store: str) -> list[str]:
+    if "://" not in store:
+        error = write_error(Path(store).expanduser())
+        return (
+            []
+            if error is None
+            else [f"store: {store!r} cannot be made or written ({error}); allowed: a folder, or a URL"]
+        )
+    from sgl_kvevict.store import open_backend
+
+    try:
+        open_backend(store)
+    except KVEvictError as error:
+        return [str(error)]
+    return []
+
+
+def _socket_reasons(addresses: list[tuple[str, str]], num_schedulers: int) -> list[str]:
+    reasons = []
+    ports = sorted(int(address.rpartition(":")[2]) for _, address in addresses if address.startswith("tcp:"))
+    if any(after - before < num_schedulers for before, after in itertools.pairwise(ports)):
+        reasons.append(
+            f"events: got ports {', '.join(map(str, ports))} and {num_schedulers} data-parallel schedulers, each of "
+            f"which adds its rank; allowed: ports at least {num_schedulers} apart"
+        )
+    for name, address in addresses:
+        if address.startswith("ipc:"):
+            error = write_error(Path(address.removeprefix("ipc://")).parent)
+        else:
+            host, _, port = address.removeprefix("tcp://").rpartition(":")
+            error = _bind_error("" if host == "*" else host.strip("[]"), int(port))
+        if error is not None:
+            reasons.append(f"events.{name}: {address!r} cannot be bound ({error}); allowed: a free address")
+    return reasons
+
+
+def _bind_error(host: str, port: int) -> str | None:
+    """Return why a TCP port cannot be bound; None: it can. Connections that wait for their end are no obstacle."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None

@@ -1,0 +1,202 @@
+"""The definitions of the kernels: loops in float32, one row or entry at a time, obviously right."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvevict_kernels.head_slots import head_slot_of
+from kvevict_kernels.rotary import Rotary
+from kvevict_kernels.stored_rows import gather_rows
+
+
+def alloc_head_slots_reference(
+    keep_lens: Tensor, token_slots: Tensor, num_token_slots: int, num_entries: int
+) -> tuple[Tensor, Tensor]:
+    """Same contract as :func:`kvevict_kernels.alloc_head_slots.alloc_head_slots`, slow and obvious."""
+    _, num_kv_heads = keep_lens.shape
+    slots = token_slots.tolist()
+    starts = [0]
+    for length in keep_lens.flatten().tolist():
+        starts.append(starts[-1] + length)
+    head_slots = []
+    for entry in range(num_entries):
+        layer, rest = divmod(entry, len(slots) * num_kv_heads)
+        i, lane = divmod(rest, num_kv_heads)
+        head_slots.append(head_slot_of(layer, slots[i], lane, num_token_slots, num_kv_heads))
+    device = keep_lens.device
+    return (
+        torch.tensor(starts, dtype=torch.int32, device=device),
+        torch.tensor(head_slots, dtype=torch.int32, device=device),
+    )
+
+
+def cut_runs_reference(positions: Tensor, indptr: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+    """Same contract as :func:`kvevict_kernels.cut_runs.cut_runs`, slow and obvious."""
+    values = positions.tolist()
+    starts, lens = [], []
+    for first, last in pairwise(indptr.tolist()):
+        before = sum(position < start for position in values[first:last])
+        starts.append(first + before)
+        lens.append(sum(position < end for position in values[first:last]) - before)
+    both = torch.tensor([starts, lens], dtype=torch.int32, device=positions.device)
+    return both[0], both[1]
+
+
+def compact_kv_reference(
+    k_arena: Tensor,
+    v_arena: Tensor,
+    src: Tensor,
+    dst: Tensor,
+    *,
+    indptr: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> None:
+    """Same contract as :func:`kvevict_kernels.compact_kv.compact_kv`, slow and obvious."""
+    head_dim = k_arena.shape[-1]
+    for arena in (k_arena, v_arena):
+        rows = arena.view(-1, head_dim)
+        old = rows.clone()
+        for i, target in enumerate(dst.tolist()):
+            if indptr is None or weights is None:
+                rows[target] = old[int(src[i])]
+                continue
+            total = torch.zeros(head_dim, dtype=torch.float32, device=arena.device)
+            for j in range(int(indptr[i]), int(indptr[i + 1])):
+                total += weights[j] * old[int(src[j])].float()
+            rows[target] = total.to(arena.dtype)
+
+
+def top_mask_reference(keys: Tensor, counts: int | Tensor) -> Tensor:
+    """Same contract as :func:`kvevict_kernels.radix_select.top_mask`, slow and obvious."""
+    mask = torch.zeros(keys.shape, dtype=torch.bool)
+    for i, (row, count) in enumerate(zip(keys.tolist(), _per_row(keys, counts), strict=True)):
+        best_first = sorted(range(len(row)), key=row.__getitem__, reverse=True)  # stable: equal keys stay in order
+        for position in best_first[:count]:
+            mask[i, position] = True
+    return mask.to(keys.device)
+
+
+def kth_largest_reference(keys: Tensor, counts: int | Tensor) -> Tensor:
+    """Same contract as :func:`kvevict_kernels.radix_select.kth_largest`, slow and obvious."""
+    found = [
+        sorted(row, reverse=True)[max(count, 1) - 1]
+        for row, count in zip(keys.tolist(), _per_row(keys, counts), strict=True)
+    ]
+    return torch.tensor(found, dtype=keys.dtype, device=keys.device)
+
+
+def _per_row(keys: Tensor, counts: int | Tensor) -> list[int]:
+    return [counts] * keys.shape[0] if isinstance(counts, int) else counts.tolist()
+
+
+def window_scores_reference(
+    queries: Tensor,
+    lse: Tensor,
+    k_buffer: Tensor,
+    token_slots: Tensor,
+    *,
+    sm_scale: float,
+    key_start: int,
+    query_start: int,
+    kernel_size: int = 1,
+    pooling: Literal["max", "avg"] = "max",
+    order: Literal["pool-mean", "mean-pool"] = "pool-mean",
+) -> tuple[Tensor, Tensor]:
+    """Same contract as :func:`kvevict_kernels.key_scores.window_scores`, slow and obvious."""
+    window_size, num_qo_heads, _ = queries.shape
+    num_keys, num_kv_heads = token_slots.numel(), k_buffer.shape[1]
+    group_size = num_qo_heads // num_kv_heads
+    pooled = torch.zeros(num_kv_heads, num_keys, dtype=torch.float32, device=queries.device)
+    mean = torch.zeros_like(pooled)
+    for w in range(window_size):
+        for qo_head in range(num_qo_heads):
+            kv_head = qo_head // group_size
+            keys = k_buffer[token_slots, kv_head].float()  # [N, head_dim]
+            row = torch.exp(sm_scale * (keys @ queries[w, qo_head].float()) - lse[w, qo_head])
+            for n in range(num_keys):
+                if key_start + n > query_start + w:
+                    row[n] = 0.0
+            mean[kv_head] += row / (window_size * group_size)
+            pooled[kv_head] += _pool(row, kernel_size, pooling) / (window_size * group_size)
+    if order == "mean-pool":
+        pooled = torch.stack([_pool(row, kernel_size, pooling) for row in mean])
+    return pooled, mean
+
+
+def _pool(row: Tensor, kernel_size: int, pooling: str) -> Tensor:
+    out = torch.empty_like(row)
+    for n in range(row.numel()):
+        window = row[max(0, n - kernel_size // 2) : n + kernel_size // 2 + 1]
+        out[n] = window.max() if pooling == "max" else window.sum() / kernel_size
+    return out
+
+
+def accumulated_attention_reference(
+    queries: Tensor,
+    lse: Tensor,
+    k_buffer: Tensor,
+    token_slots: Tensor,
+    *,
+    sm_scale: float,
+    key_start: int,
+    query_start: int,
+    reduction: Literal["sum", "squares", "max"] = "sum",
+) -> Tensor:
+    """Same contract as :func:`kvevict_kernels.key_scores.accumulated_attention`, slow and obvious."""
+    num_queries, num_qo_heads, _ = queries.shape
+    num_keys, num_kv_heads = token_slots.numel(), k_buffer.shape[1]
+    group_size = num_qo_heads // num_kv_heads
+    out = torch.zeros(num_kv_heads, num_keys, dtype=torch.float32, device=queries.device)
+    for qo_head in range(num_qo_heads):
+        kv_head = qo_head // group_size
+        keys = k_buffer[token_slots, kv_head].float()  # [N, head_dim]
+        for i in range(num_queries):
+            row = torch.exp(sm_scale * (keys @ queries[i, qo_head].float()) - lse[i, qo_head])
+            num_seen = max(0, query_start + i + 1 - key_start)  # keys up to the query's own position
+            row[num_seen:] = 0.0
+            if reduction == "max":
+                out[kv_head] = torch.maximum(out[kv_head], row)
+            else:
+                out[kv_head] += row / group_size if reduction == "sum" else row**2
+    return out
+
+
+def echo_attention_reference(
+    queries: Tensor,
+    k_buffer: Tensor,
+    token_slots: Tensor,
+    *,
+    sm_scale: float,
+    key_start: int,
+    query_start: int,
+    rotary: Rotary,
+    k_scale: float = 1.0,
+    block: int = 256,
+    num_blocks: int = 4,
+    num_sinks: int = 4,
+) -> Tensor:
+    """Same contract as :func:`kvevict_kernels.echo_attention.echo_attention`, slow and obvious.
+
+    A query is turned back to position 0 and from there to where a second copy of its token would stand.
+    """
+    num_queries, num_qo_heads, _ = queries.shape
+    num_keys, num_kv_heads = token_slots.numel(), k_buffer.shape[1]
+    reach = num_blocks * block
+    out = torch.zeros(num_kv_heads, num_keys, dtype=torch.float32, device=queries.device)
+    keys = gather_rows(k_buffer, token_slots, k_scale).float()
+    for i in range(num_queries):
+        position = torch.tensor([query_start + i], device=queries.device)
+        plain = rotary.apply(queries[i : i + 1], position, inverse=True)
+        query = rotary.apply(plain, position + reach)[0]
+        own_block = (query_start + i) // block * block
+        near = range(own_block + block - reach - key_start, own_block + block - key_start)
+        seen = sorted({j for j in (*range(num_sinks), *near) if 0 <= j < num_keys})
+        for qo_head in range(num_qo_heads):
+            kv_head = qo_head * num_kv_heads // num_qo_heads
+            row = (sm_scale * (keys[seen, kv_head] @ query[qo_head])).softmax(0)
+            out[kv_head, seen] = torch.maximum(out[kv_head, seen], row)
+    return out

@@ -1,0 +1,64 @@
+"""The process that starts a server refuses setups before it starts others."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sgl_kvevict.config import ENV_VAR
+from sgl_kvevict.errors import ConfigError, UnsupportedSetupError
+from sgl_kvevict.sglang_adapter import launching
+
+OURS = {"radix_cache_backend": "kvevict", "attention_backend": "kvevict"}
+
+
+class Arguments(SimpleNamespace):
+    """Arguments of a server; None for all that are not given."""
+
+    def __getattr__(self, name: str) -> Any:
+        return None
+
+
+def start(monkeypatch, program: str, config: dict[str, Any], **arguments: Any) -> list[object]:
+    """Run the first step of a start; returns what was resolved."""
+    resolved: list[object] = []
+    monkeypatch.setattr("sys.argv", [program])
+    monkeypatch.setenv(ENV_VAR, json.dumps(config))
+    monkeypatch.setattr(launching, "LAUNCHER_HOOK", SimpleNamespace(register=lambda: resolved.append("hook")))
+    monkeypatch.setattr(launching, "port_reasons", lambda host, port: [f"port {port}"] if port else [])
+    launching.before_resolution(Arguments(**arguments), resolved.append)
+    return resolved
+
+
+@pytest.mark.parametrize("program", ["/x/sglang/launch_server.py", "/bin/sglang"])
+def test_a_program_of_sglang_ends_with_the_reasons(monkeypatch, program):
+    with pytest.raises(SystemExit) as ended:
+        start(monkeypatch, program, {}, **OURS, page_size=16, port=30000)
+    assert str(ended.value) == (
+        "sgl-kvevict: error: sgl-kvevict cannot serve this setup:\n"
+        "  - --page-size is 16, only 1 is supported: spans are packed into single token slots\n"
+        "  - port 30000"
+    )
+
+
+def test_any_other_program_gets_the_error_and_its_port_is_not_asked_for(monkeypatch):
+    with pytest.raises(UnsupportedSetupError, match=r"--max-total-tokens: got 10; allowed: an integer >= 288"):
+        start(monkeypatch, "program.py", {}, **OURS, max_total_tokens=10)
+    with pytest.raises(ConfigError, match="got 'snapvk'"):
+        start(monkeypatch, "program.py", {"policy": "snapvk"}, **OURS)
+    assert len(start(monkeypatch, "program.py", {}, **OURS, port=30000)) == 2
+
+
+def test_only_one_of_the_two_backends(monkeypatch):
+    with pytest.raises(UnsupportedSetupError, match="start with --attention-backend kvevict"):
+        start(monkeypatch, "program.py", {}, radix_cache_backend="kvevict")
+    with pytest.raises(UnsupportedSetupError, match="needs the matching --radix-cache-backend kvevict"):
+        start(monkeypatch, "program.py", {}, attention_backend="kvevict")
+
+
+def test_a_server_without_our_backends_is_left_alone(monkeypatch):
+    (arguments,) = start(monkeypatch, "/bin/sglang", {"nonsense": 1}, page_size=16, port=30000)
+    assert arguments.page_size == 16

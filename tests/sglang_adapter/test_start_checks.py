@@ -1,0 +1,115 @@
+"""Files, folders, ports and sockets that a server could not use are found before anything is loaded."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.sglang_adapter.start_checks import (
+    backend_reasons,
+    pool_size_reasons,
+    port_reasons,
+    resource_reasons,
+)
+
+
+def reasons(**fields: Any) -> list[str]:
+    return resource_reasons(KVEvictConfig(**fields))
+
+
+@pytest.fixture
+def taken_port():
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        yield holder.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("store", "message"),
+    [
+        ("/etc/hostname", "store: '/etc/hostname' cannot be made or written (/etc/hostname is not a folder)"),
+        ("/etc/hostname/x", "cannot be made or written"),
+        ("/proc/x", "store: '/proc/x' cannot be made or written"),
+        ("ftpx://host/x", "store: got 'ftpx://host/x'"),
+    ],
+)
+def test_a_store_that_cannot_be_written_is_refused(store, message):
+    (reason,) = reasons(store=store)
+    assert message in reason and "\n" not in reason
+
+
+def test_a_store_that_can_be_made_is_not_made_yet(tmp_path):
+    assert reasons(store=str(tmp_path / "a" / "b")) == reasons(store="memory://x") == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_scores(tmp_path):
+    (reason,) = reasons(score_weights=str(tmp_path / "none"))
+    assert reason.startswith("score_weights: score weights ") and "cannot be read" in reason
+    save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
+    (reason,) = reasons(score_weights=str(tmp_path / "other.safetensors"))
+    assert "got format None; allowed: 'sgl-kvevict score weights 1'" in reason
+    for path in (tmp_path, "/proc/x/scores", "/etc/hostname/scores"):
+        (reason,) = reasons(save_score_weights=str(path))
+        assert reason.startswith("save_score_weights: ") and "cannot be written" in reason
+    assert reasons(save_score_weights=str(tmp_path / "new" / "scores")) == []
+
+
+def test_ports_that_are_taken(taken_port, tmp_path):
+    (reason,) = port_reasons("127.0.0.1", taken_port)
+    assert reason == f"--port: {taken_port} on 127.0.0.1 cannot be bound (Address already in use); allowed: a free port"
+    assert port_reasons("", taken_port) and port_reasons("0.0.0.0", taken_port)
+    assert port_reasons("127.0.0.1", "x") == ["--port: got 'x'; allowed: 1 to 65535"]
+    assert port_reasons("127.0.0.1", 70000) == ["--port: got 70000; allowed: 1 to 65535"]
+    events = {"endpoint": None, "replay_endpoint": None, "inspect_endpoint": f"tcp://*:{taken_port}"}
+    (reason,) = reasons(events=events)
+    assert reason.startswith(
+        f"events.inspect_endpoint: 'tcp://*:{taken_port}' cannot be bound (Address already in use)"
+    )
+    (reason,) = reasons(events={**events, "inspect_endpoint": "ipc:///etc/hostname/x"})
+    assert "is not a folder" in reason
+    assert reasons(events={**events, "inspect_endpoint": f"ipc://{tmp_path}/x"}) == []
+
+
+def test_ports_of_data_parallel_schedulers_do_not_overlap():
+    events = {"endpoint": "tcp://127.0.0.1:21001", "replay_endpoint": "tcp://127.0.0.1:21003", "inspect_endpoint": None}
+    assert resource_reasons(KVEvictConfig(events=events), 2) == []
+    (reason,) = resource_reasons(KVEvictConfig(events=events), 3)
+    assert "got ports 21001, 21003 and 3 data-parallel schedulers" in reason and "at least 3 apart" in reason
+
+
+def test_a_pool_holds_at_least_one_prompt_that_is_compressed():
+    config = KVEvictConfig(min_prefix_tokens=100, tail_tokens=10)
+    assert pool_size_reasons(None, config) == pool_size_reasons("110", config) == []
+    for wrong in (109, "109", "x", ""):
+        (reason,) = pool_size_reasons(wrong, config)
+        assert reason.startswith(f"--max-total-tokens: got {wrong!r}; allowed: an integer >= 110")
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        ({"radix_cache_backend": "kvevict", "attention_backend": "kvevict"}, []),
+        ({"radix_cache_backend": "kvevict"}, ["the attention backend is None; start with --attention-backend kvevict"]),
+        ({"attention_backend": "kvevict"}, ["needs the matching --radix-cache-backend kvevict, got None"]),
+        (
+            {"radix_cache_backend": "kvevict", "attention_backend": "kvevict", "decode_attention_backend": "triton"},
+            ["the attention backend is 'triton'; start with"],
+        ),
+    ],
+)
+def test_both_backends_are_ours(given, parts):
+    found = backend_reasons(given.get)
+    assert len(found) == len(parts) and all(part in reason for part, reason in zip(parts, found, strict=True))
+
+
+def test_the_checks_import_neither_sglang_nor_torch():
+    source = Path(resource_reasons.__code__.co_filename).read_text()
+    assert "import torch" not in source and "import sglang" not in source and "from sglang" not in source

@@ -1,0 +1,65 @@
+"""Write the tables of configuration fields in docs/configuration.md and docs/operations.md from the pydantic models.
+
+Run: python tools/write_tables.py [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from sgl_kvevict.config import EventsConfig, KVEvictConfig
+from sgl_kvevict.fields import allowed
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLES: tuple[tuple[str, str, type[BaseModel]], ...] = (
+    ("docs/configuration.md", "configuration", KVEvictConfig),
+    ("docs/operations.md", "sockets", EventsConfig),
+)
+
+
+def field_table(model: type[BaseModel]) -> str:
+    """One row per field: name, default as JSON, what is allowed, meaning. Names of documents become links."""
+    lines = ["| field | default | allowed | meaning |", "|---|---|---|---|"]
+    for name, field in model.model_fields.items():
+        value: Any = field.default_factory() if field.default is PydanticUndefined else field.default  # type: ignore[misc, call-arg]
+        cells = (f"`{name}`", f"`{json.dumps(value)}`", allowed(field), field.description or "")
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return re.sub(r"docs/([a-z-]+\.md)(#[a-z-]+)?", r"[\1](\1\2)", "\n".join(lines))
+
+
+def with_block(text: str, name: str, body: str) -> str:
+    """Replace what stands between ``<!-- NAME: ... -->`` and ``<!-- end of NAME -->``.
+
+    Raises:
+        SystemExit: there is no such place.
+    """
+    pattern = rf"(<!-- {name}: [^>]*-->\n).*?(<!-- end of {name} -->)"
+    replaced, count = re.subn(pattern, lambda match: f"{match[1]}{body}\n{match[2]}", text, flags=re.DOTALL)
+    if count != 1:
+        raise SystemExit(f"expected one pair of comments of {name!r}, found {count}")
+    return replaced
+
+
+def main() -> None:
+    """Write the tables, or say which document is out of date."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a table is out of date")
+    arguments = parser.parse_args()
+    for document, name, model in TABLES:
+        path = ROOT / document
+        text = path.read_text(encoding="utf-8")
+        current = with_block(text, name, field_table(model))
+        if arguments.check and current != text:
+            raise SystemExit(f"{document} is out of date: run python tools/write_tables.py")
+        path.write_text(current, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
