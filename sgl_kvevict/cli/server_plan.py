@@ -150,8 +150,8 @@ def plan_serve(
         listens: check that ``--port`` of the flags, or SGLang's default, is free; False: another one is chosen later.
 
     Raises:
-        ConfigError: SGLang is missing, the policy or a flag is wrong, or the model, the pool, the port, or a file, folder
-            or socket of the configuration cannot be used; lists every reason.
+        ConfigError: SGLang is missing, the policy or a flag is wrong, or the model, the pool, the port, or a file,
+            folder or socket of the configuration cannot be used; lists every reason.
     """
     problems = _problems(model, config, sglang_flags, listens)
     try:
