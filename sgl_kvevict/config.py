@@ -277,7 +277,7 @@ class KVEvictConfig(BaseModel):
             For a share, ``ceil(budget * num_tokens)``, computed exactly from the decimal that was written (so 0.07 of
             100 tokens is 7 slots, not 8). For entries per head, ``min(budget, num_tokens)``.
             Where the budget includes the tail, a share counts for the whole prompt: earlier compressed ranges, this
-            range and the tail together hold ``ceil(budget * prompt)`` slots; entries per head are reduced by the tail's.
+            range and the tail together hold ``ceil(budget * prompt)`` slots; entries per head exclude the tail's.
             A range with tokens keeps at least one slot.
 
         Raises:
