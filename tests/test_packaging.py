@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -60,6 +61,24 @@ def test_kernels_is_the_installed_package_even_in_the_repository_root() -> None:
 def test_our_packages_import_from_anywhere_without_sglang(tmp_path: Path) -> None:
     code = "import sgl_kvevict.cli, kvevict_kernels, sys; print({'sglang', 'torch'} & set(sys.modules))"
     assert python(code, tmp_path) == "set()"
+
+
+def test_a_plain_install_has_all_that_is_imported(project: dict[str, Any]) -> None:
+    """Except the adapter, which needs SGLang, and Triton kernels; packages imported in functions are optional."""
+    declared = {normalised(re.split(r"[\[<>=]", name)[0]) for name in project["project"]["dependencies"]}
+    modules = {"yaml": "pyyaml", "zmq": "pyzmq", "llvmlite": "numba"}
+    missing: dict[str, str] = {}
+    for folder in (ROOT / "sgl_kvevict", ROOT / "kernels" / "kvevict_kernels"):
+        for path in folder.rglob("*.py"):
+            if "sglang_adapter" in path.parts or path.name.startswith("triton_"):
+                continue
+            for node in ast.parse(path.read_text()).body:
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+                for name in {name.split(".")[0] for name in names} - set(sys.stdlib_module_names):
+                    if name not in ("sgl_kvevict", "kvevict_kernels") and modules.get(name, name) not in declared:
+                        missing[name] = str(path.relative_to(ROOT))
+    assert missing == {}
 
 
 @pytest.mark.parametrize("group", ["sglang.srt.plugins", "sglang.srt.platforms", "console_scripts"])
