@@ -88,7 +88,6 @@ def test_push_and_pull_copy_what_is_missing_and_nothing_corrupt(capsys, folder, 
     [
         (("ls", "/nowhere/store"), "not a folder"),
         (("ls", "nonsense://bucket"), "nonsense://bucket"),
-        (("ls", "memory://nowhere"), "nothing is stored"),
         (("show", "{}", "ab"), "names 0 segments"),
         (("show", "{}", "zzzz"), "names 0 segments"),
         (("rm", "{}"), "give keys, or --all"),
