@@ -47,7 +47,7 @@ class DirectoryBackend(Backend):
 
     def create(self) -> None:
         """See :meth:`Backend.create`."""
-        with self._errors("created"):
+        with self._errors("made"):
             (self._folder / SCRATCH).mkdir(parents=True, exist_ok=True)
 
     def update(self, name: str, change: Callable[[bytes | None], bytes]) -> None:

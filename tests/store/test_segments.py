@@ -247,7 +247,7 @@ def test_a_folder_that_is_gone_is_an_error_and_not_an_empty_store(tmp_path):
         backend.get("a")
     with pytest.raises(StoreError, match="not there"):
         list(backend.list())
-    with pytest.raises(StoreError, match="cannot be created"):
+    with pytest.raises(StoreError, match="cannot be made"):
         DirectoryBackend(Path("/proc/nothing")).create()
 
 
