@@ -276,9 +276,9 @@ class KVEvictConfig(BaseModel):
         Returns:
             For a share, ``ceil(budget * num_tokens)``, computed exactly from the decimal that was written (so 0.07 of
             100 tokens is 7 slots, not 8). For entries per head, ``min(budget, num_tokens)``.
-            Where the budget includes the tail, a share is that of the whole prompt: range, tail and what was compressed
-            before together hold ``ceil(budget * prompt)``; of entries per head the tail's are taken off. A range with
-            tokens keeps at least one slot.
+            Where the budget includes the tail, a share counts for the whole prompt: earlier compressed ranges, this
+            range and the tail together hold ``ceil(budget * prompt)`` slots; entries per head exclude the tail's.
+            A range with tokens keeps at least one slot.
 
         Raises:
             ValueError: a number is negative.
@@ -313,7 +313,7 @@ class KVEvictConfig(BaseModel):
         return -(-exact.numerator * num_tokens // exact.denominator)
 
     def _slots_up_to(self, end: int) -> int:
-        """Slots of all compressed tokens before ``end``, when a tail that the budget includes follows there."""
+        """Slots of all compressed tokens before ``end`` where the budget includes a tail that begins there."""
         return max(self._share_of(end + self.tail_tokens) - self.tail_tokens, 0) if end else 0
 
 

@@ -155,6 +155,26 @@ def test_a_killed_process_leaves_no_server(
 
 
 @needs_proc
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_learn_leaves_no_server(tmp_path: Path, fake_env: dict[str, str], how: signal.Signals) -> None:
+    path = os.pathsep.join([fake_env["PYTHONPATH"], os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", "from sgl_kvevict.cli import main; main()", "learn", str(tmp_path)]
+    command += ["--out", str(tmp_path / "scores.safetensors"), "--", "--device", "cpu", "--never"]
+    with subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL) as learn:
+        logs: list[Path] = []
+        while not (logs and "config" in logs[0].read_text()):
+            assert learn.poll() is None
+            time.sleep(0.05)
+            logs = list(tmp_path.glob("kvevict-learn-*/server.log"))
+        pid = helper_pid(logs[0].read_text())
+        learn.send_signal(how)
+    assert learn.returncode == (128 + how if how == signal.SIGTERM else -how)
+    assert wait_gone(pid)
+    assert bool(list(tmp_path.glob("kvevict-learn-*"))) is (how == signal.SIGKILL)  # the folder of the log
+
+
+@needs_proc
 def test_a_watcher_ends_with_its_group() -> None:
     leader = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
     leader.wait()
@@ -173,9 +193,8 @@ def test_a_server_that_exits_is_an_error_with_its_last_words(tmp_path: Path, fak
 def test_a_failure_is_explained_by_a_server_that_died(
     tmp_path: Path, fake_env: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "_DEATH_SETTLE_S", 0.5)
-
     def fail(kill: bool) -> None:
+        monkeypatch.setattr(launcher, "_DEATH_SETTLE_S", 120 if kill else 0.1)
         with launch("m", env=fake_env, log_path=tmp_path / "s.log") as server:
             if kill:
                 server.process.kill()
@@ -191,8 +210,8 @@ def test_a_failure_is_explained_by_a_server_that_died(
 @needs_proc
 def test_a_server_that_never_gets_healthy_is_stopped(tmp_path: Path, fake_env: dict[str, str]) -> None:
     log_path = tmp_path / "s.log"
-    with pytest.raises(LaunchError, match="no answer within 3 s"):
-        launch("m", flags=["--never"], env=fake_env, log_path=log_path, timeout_s=3)
+    with pytest.raises(LaunchError, match="no answer within 10 s"):
+        launch("m", flags=["--never"], env=fake_env, log_path=log_path, timeout_s=10)
     assert wait_gone(helper_pid(log_path.read_text()))
 
 

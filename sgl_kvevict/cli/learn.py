@@ -19,7 +19,7 @@ from sgl_kvevict.errors import ConfigError, KVEvictError
 from sgl_kvevict.launcher import RunningServer, launch
 
 LENGTHS = (4000, 8000, 16000, 2000)
-"""Characters of a text, in turn: weights from short prefixes alone find less in long ones."""
+"""Characters of a text, in turn: weights from short prefixes alone have less recall in long ones."""
 SPARE_TEXTS = 8
 """Further texts, used if the learned scores of the first ones are not good enough."""
 
@@ -27,7 +27,7 @@ Say = Callable[[str], None]
 
 
 class LearnError(KVEvictError):
-    """Nothing good enough was learned."""
+    """The learned scores have too little recall, or were not written."""
 
 
 def learn(model: str, out: Path, texts: Path | None, num_prefixes: int, sglang_flags: Sequence[str], say: Say) -> None:
@@ -38,14 +38,14 @@ def learn(model: str, out: Path, texts: Path | None, num_prefixes: int, sglang_f
     Args:
         model: folder, hub name or "demo".
         out: file to write.
-        texts: folder of text files; None: texts that Python brings along.
-        num_prefixes: to learn from.
-        sglang_flags: passed on to the server.
-        say: told what happens.
+        texts: folder of text files; None: texts that come with Python.
+        num_prefixes: number of texts to learn from.
+        sglang_flags: SGLang's own flags.
+        say: called with one line of progress.
 
     Raises:
         ConfigError: there are too few texts, ``out`` cannot be written, or the server would not start like this.
-        LearnError: the learned scores find too little of what passes keep.
+        LearnError: the learned scores have too little recall of the entries that scoring passes keep.
         LaunchError: the server did not start, or ended.
     """
     check_writable(out, "--out")

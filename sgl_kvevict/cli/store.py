@@ -1,4 +1,4 @@
-"""``sgl-kvevict store``: look at a store of prefixes, check it, move it, remove from it."""
+"""``sgl-kvevict store``: list, check, copy and remove the stored segments of prefixes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from sgl_kvevict.errors import ConfigError, StoreError
 if TYPE_CHECKING:
     from sgl_kvevict.store import Backend
 
-store = typer.Typer(name="store", help="Look at a store of prefixes, check it, move it.", no_args_is_help=True)
+store = typer.Typer(name="store", help="List, check, copy and remove stored prefixes.", no_args_is_help=True)
 
 SHOWN_DIGITS = 12
 SHOWN_NAME = 24
 
 Url = Annotated[str, typer.Argument(metavar="STORE", help="Folder or URL, as in the configuration's field store.")]
-Keys = Annotated[list[str], typer.Argument(metavar="KEY...", help="First digits of segments' names, at least 4.")]
+Keys = Annotated[list[str], typer.Argument(metavar="KEY...", help="First digits of keys, at least 4.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 _warn = partial(typer.echo, err=True)
@@ -34,7 +34,7 @@ def list_all(
     as_json: Json = False,
     is_long: Annotated[bool, typer.Option("--long", help="Show names and digests in full.")] = False,
 ) -> None:
-    """List the segments, the ones used last first."""
+    """List the segments, most recently used first."""
     from rich.table import Table
 
     from sgl_kvevict.cli.output import print_shaped, shorten
@@ -71,7 +71,7 @@ def list_all(
 
 @store.command("show")
 def show(url: Url, keys: Keys) -> None:
-    """Print what is known of segments: tokens, shapes, who made them. The tokens themselves are not shown."""
+    """Print number of tokens, shapes and origin of segments, without their token ids."""
     from sgl_kvevict.store import describe_identity
     from sgl_kvevict.store.maintenance import find_segments
     from sgl_kvevict.store.segment_file import read_header
@@ -89,10 +89,12 @@ def show(url: Url, keys: Keys) -> None:
 @store.command("rm")
 def remove(
     url: Url,
-    keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY...]", help="First digits of names.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Remove all that is stored.")] = False,
+    keys: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY...]", help="First digits of keys, at least 4.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Remove everything.")] = False,
 ) -> None:
-    """Remove segments. Servers compute them again when they are asked for."""
+    """Remove segments. Servers compute these prefixes again when requests need them."""
     from sgl_kvevict.store.maintenance import find_segments
 
     if bool(keys) == everything:
@@ -103,8 +105,8 @@ def remove(
 
 
 @store.command("verify")
-def verify(url: Url, delete: Annotated[bool, typer.Option("--delete", help="Remove what is corrupt.")] = False) -> None:
-    """Read everything and check every checksum; exit code 1 if something is corrupt."""
+def verify(url: Url, delete: Annotated[bool, typer.Option("--delete", help="Remove corrupt files.")] = False) -> None:
+    """Read every file and check its checksum; exit code 1 if one is corrupt."""
     from sgl_kvevict.store.maintenance import verify_store
 
     found = verify_store(_open(url), _warn, delete=delete)
@@ -114,18 +116,18 @@ def verify(url: Url, delete: Annotated[bool, typer.Option("--delete", help="Remo
 
 @store.command("push")
 def push(source: Url, target: Annotated[str, typer.Argument(metavar="TARGET", help="Folder or URL.")]) -> None:
-    """Copy what TARGET lacks from STORE to it, checked on the way."""
+    """Copy files that TARGET lacks from STORE to TARGET, after checking them."""
     _copy(source, target, "STORE", "TARGET")
 
 
 @store.command("pull")
 def pull(target: Url, source: Annotated[str, typer.Argument(metavar="SOURCE", help="Folder or URL.")]) -> None:
-    """Copy what STORE lacks from SOURCE to it, checked on the way."""
+    """Copy files that STORE lacks from SOURCE to STORE, after checking them."""
     _copy(source, target, "SOURCE", "STORE")
 
 
 def _place(url: str, name: str) -> str:
-    """A URL, or the path of a folder without ``~``."""
+    """Return a URL as it is, or a folder's path with ``~`` resolved."""
     place = url if "://" in url else os.path.expanduser(url)
     if not place or place.startswith("~"):
         raise ConfigError(f"{name}: got {url!r}; allowed: a folder or a URL")
@@ -133,7 +135,7 @@ def _place(url: str, name: str) -> str:
 
 
 def _open(url: str, name: str = "STORE") -> Backend:
-    """A store that is there: looking at one does not make it.
+    """Open an existing store without creating it.
 
     Raises:
         ConfigError: no folder of this name.

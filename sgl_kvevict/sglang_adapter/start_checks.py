@@ -10,70 +10,43 @@ import itertools
 import socket
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError, KVEvictError
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 
-
-@dataclass(frozen=True)
-class FlagRefusal:
-    """One server argument whose value must be ``allowed``, or be left out.
-
-    Attributes:
-        field: attribute of SGLang's ``ServerArgs``.
-        allowed: the only value that works.
-        why: what would go wrong.
-    """
-
-    field: str
-    allowed: object
-    why: str
-
-    @property
-    def flag(self) -> str:
-        """The argument as it is written on the command line."""
-        return f"--{self.field.replace('_', '-')}"
-
-    def reason(self, value: object) -> str | None:
-        """Return the sentence for the user, or None if the value is fine."""
-        if value is None or value == self.allowed:
-            return None
-        return f"{self.flag} is {value!r}, only {self.allowed!r} is supported: {self.why}"
-
-
 _SLOT_READERS = "it reads KV by token slot, and a compressed prefix has none"
 
-FLAGS = (
-    FlagRefusal("disable_radix_cache", False, "there would be no prefixes to compress"),
-    FlagRefusal("page_size", 1, "spans are packed into single token slots"),
-    FlagRefusal("enable_hierarchical_cache", False, _SLOT_READERS),
-    FlagRefusal("enable_lmcache", False, _SLOT_READERS),
-    FlagRefusal("enable_flexkv", False, _SLOT_READERS),
-    FlagRefusal("enable_hisparse", False, _SLOT_READERS),
-    FlagRefusal("enable_unified_cache_external_linker", False, _SLOT_READERS),
-    FlagRefusal("enable_return_routed_experts", False, _SLOT_READERS),
-    FlagRefusal("disaggregation_mode", "null", _SLOT_READERS),
-    FlagRefusal("is_embedding", False, "its answers are made of whole prompts, and scoring passes would get some"),
-    FlagRefusal("speculative_algorithm", None, "draft and verification steps read uncompressed rows"),
-    FlagRefusal("dllm_algorithm", None, "diffusion decoding attends in both directions"),
-    FlagRefusal("pp_size", 1, "not tested with pipeline stages yet"),
-    FlagRefusal("attn_cp_size", 1, "not tested with context parallelism"),
-    FlagRefusal("dcp_size", 1, "not tested with context parallelism"),
-    FlagRefusal("enable_dp_attention", False, "not tested with idle ranks"),
-    FlagRefusal("enable_two_batch_overlap", False, "a step is planned before the previous result is processed"),
-    FlagRefusal("enable_pdmux", False, "prefill and decode run on streams of their own"),
-    FlagRefusal("enable_streaming_session", False, "a session's turns have no node in the tree, so no path to read"),
-    FlagRefusal("enable_unified_memory", False, "the KV pool has another layout"),
-    FlagRefusal("enable_page_major_kv_layout", False, "the KV pool has another layout"),
-    FlagRefusal("enable_kv_cache_sharding", False, "the KV pool has another layout"),
-    FlagRefusal("prefill_only_disable_kv_cache", False, "there would be no KV to compress"),
-    FlagRefusal("kv_canary", "none", "it patches the pool's buffers"),
-    FlagRefusal("enable_torch_compile", False, "the attention backend is not traceable"),
-    FlagRefusal("enable_deterministic_inference", False, "results depend on the batch"),
-)
+FLAGS: dict[str, tuple[object, str]] = {
+    "disable_radix_cache": (False, "there would be no prefixes to compress"),
+    "page_size": (1, "spans are packed into single token slots"),
+    "enable_hierarchical_cache": (False, _SLOT_READERS),
+    "enable_lmcache": (False, _SLOT_READERS),
+    "enable_flexkv": (False, _SLOT_READERS),
+    "enable_hisparse": (False, _SLOT_READERS),
+    "enable_unified_cache_external_linker": (False, _SLOT_READERS),
+    "enable_return_routed_experts": (False, _SLOT_READERS),
+    "disaggregation_mode": ("null", _SLOT_READERS),
+    "is_embedding": (False, "its answers are made of whole prompts, and scoring passes would get some"),
+    "speculative_algorithm": (None, "draft and verification steps read uncompressed rows"),
+    "dllm_algorithm": (None, "diffusion decoding attends in both directions"),
+    "pp_size": (1, "not tested with pipeline stages yet"),
+    "attn_cp_size": (1, "not tested with context parallelism"),
+    "dcp_size": (1, "not tested with context parallelism"),
+    "enable_dp_attention": (False, "not tested with idle ranks"),
+    "enable_two_batch_overlap": (False, "a step is planned before the previous result is processed"),
+    "enable_pdmux": (False, "prefill and decode run on streams of their own"),
+    "enable_streaming_session": (False, "a session's turns have no node in the tree, so no path to read"),
+    "enable_unified_memory": (False, "the KV pool has another layout"),
+    "enable_page_major_kv_layout": (False, "the KV pool has another layout"),
+    "enable_kv_cache_sharding": (False, "the KV pool has another layout"),
+    "prefill_only_disable_kv_cache": (False, "there would be no KV to compress"),
+    "kv_canary": ("none", "it patches the pool's buffers"),
+    "enable_torch_compile": (False, "the attention backend is not traceable"),
+    "enable_deterministic_inference": (False, "results depend on the batch"),
+}
+"""Fields of SGLang's ``ServerArgs``: the only value that works, and what would go wrong with another one."""
 BACKENDS = ("radix_cache_backend", "attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 
@@ -83,7 +56,11 @@ def flag_reasons(value_of: Callable[[str], object]) -> list[str]:
     Args:
         value_of: the value of a field of ``ServerArgs``; None: left out.
     """
-    return [reason for flag in FLAGS if (reason := flag.reason(value_of(flag.field))) is not None]
+    given = {field: value for field in FLAGS if (value := value_of(field)) not in (None, FLAGS[field][0])}
+    return [
+        f"--{field.replace('_', '-')} is {value!r}, only {FLAGS[field][0]!r} is supported: {FLAGS[field][1]}"
+        for field, value in given.items()
+    ]
 
 
 def backend_reasons(value_of: Callable[[str], object]) -> list[str]:

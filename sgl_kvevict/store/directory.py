@@ -42,12 +42,12 @@ class DirectoryBackend(Backend):
         self._folder = folder
         self._max_bytes = max_bytes
         self._thread_lock = threading.Lock()
-        self._written: int | None = None
-        """Bytes written since the folder was measured; None: it was not measured yet."""
+        self._unmeasured = float("inf")
+        """Bytes written since the folder was measured; the first write measures it."""
 
     def create(self) -> None:
         """See :meth:`Backend.create`."""
-        with self._errors("created"):
+        with self._errors("made"):
             (self._folder / SCRATCH).mkdir(parents=True, exist_ok=True)
 
     def update(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
@@ -109,10 +109,10 @@ class DirectoryBackend(Backend):
 
     def _is_scan_due(self, num_bytes: int, max_bytes: int) -> bool:
         with self._thread_lock:
-            if self._written is not None and self._written + num_bytes < max_bytes // SCAN_SHARE:
-                self._written += num_bytes
+            self._unmeasured += num_bytes
+            if self._unmeasured < max_bytes // SCAN_SHARE:
                 return False
-            self._written = 0
+            self._unmeasured = 0
             return True
 
     def _trim(self, max_bytes: int) -> None:

@@ -24,14 +24,11 @@ def find_segments(backend: Backend, keys: Sequence[str]) -> list[StoredSegment]:
         ConfigError: a key names no segment, or several.
         StoreError: the store is not there, or cannot be read.
     """
-    segments = list(list_segments(backend))
-    named = []
+    segments, named = list(list_segments(backend)), []
     for key in keys:
         found = [each for each in segments if len(key) >= MIN_DIGITS and each.key.startswith(key)]
         if len(found) != 1:
-            raise ConfigError(
-                f"key: got {key!r}, which names {len(found)} segments; allowed: the beginning of one name"
-            )
+            raise ConfigError(f"key: got {key!r}, which names {len(found)} segments; allowed: the beginning of one")
         named += found
     return named
 

@@ -20,7 +20,7 @@ from sgl_kvevict.store.segment_file import SegmentRecord, decode_segment, encode
 
 ROOT = f"v{FORMAT_VERSION}"
 IDENTITY = "identity.json"
-QUARANTINE_S = 600.0
+QUARANTINE_S = 60.0
 """An item that cannot be read is not tried again within this time."""
 MAX_QUARANTINED = 4096
 

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from helpers.stored import identity, record, tokens
 from sgl_kvevict.cli import app, main
+from sgl_kvevict.store import SegmentStore, open_backend
 
 TEXT = "tests: a prefix"
 
@@ -43,7 +45,10 @@ def places(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "list_folder" / "config.json").write_text("[1]")
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 8}
     (tmp_path / "sized" / "config.json").write_text(json.dumps(sizes))
-    names = ("file", "text", "empty", "latin", "list", "bad.json", "broken", "sized", "list_folder")
+    own = identity()
+    space = own.namespace(None, None)
+    SegmentStore(open_backend(str(tmp_path / "stored")), own).put(record(own, space, tokens(32)), space)
+    names = ("stored", "file", "text", "empty", "latin", "list", "bad.json", "broken", "sized", "list_folder")
     return {"bad" if name == "bad.json" else name: str(tmp_path / name) for name in names} | {
         "below": str(tmp_path / "file" / "x"),
         "missing": str(tmp_path / "missing"),
@@ -114,8 +119,8 @@ COMMAND_LINES = [
     *("store ls ~nobody-at-all/x", "store ls nonsense://x", "store ls memory://nowhere", "store ls mooncake://"),
     *("store ls file:///nowhere/at/all", "store ls mooncake://127.0.0.1:1/x"),
     *("store show {missing} abcd", "store show {empty} abcd", "store rm {empty}", "store rm {missing} --all"),
-    *("store verify {missing}", "store push {missing} {tmp}/target", "store push {empty} {below}"),
-    *("store push {empty} ~nobody-at-all/x", "store pull {below} {empty}", "store pull {empty} {missing}"),
+    *("store verify {missing}", "store push {missing} {tmp}/target", "store push {stored} {below}"),
+    *("store push {stored} ~nobody-at-all/x", "store pull {below} {stored}", "store pull {empty} {missing}"),
     *("warm {dead}", "warm http://{dead} --text-file {missing}", "warm http://{dead} --text-file {empty}"),
     *("warm http://{dead} --text-file {latin}", "warm http://{dead} --messages-file {bad}"),
     *("warm http://{dead} --messages-file {list}", "warm http://{dead} --text-file {text}"),

@@ -94,6 +94,9 @@ def test_html_without_a_tokenizer_shows_ids(capsys, served, tmp_path, monkeypatc
     code, out, error = run(capsys, served, "--html", str(page), "--tokenizer", str(tmp_path))
     assert code == 0 and "nodes, 3 pictures" in out and "no tokenizer found" in error
     assert "[10]" in page.read_text()
+    page = tmp_path / "missing" / "cache.html"
+    code, _, error = run(capsys, served, "--html", str(page), "--tokenizer", str(tmp_path))
+    assert code == 1 and error.endswith(f"sgl-kvevict: error: {page}: No such file or directory\n")
 
 
 def test_the_template_needs_nothing_from_elsewhere():

@@ -144,7 +144,7 @@ def test_a_store_that_goes_away_costs_nothing_but_the_wait(start, tiny_llama, fi
 
 def test_a_store_that_cannot_be_used_is_refused_by_name(start, tiny_llama, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(LaunchError, match="cannot be created"):
+    with pytest.raises(LaunchError, match="cannot be made"):
         start(tiny_llama, *FLAGS, config={**CONFIG, "store": str(tmp_path / "file" / "store")})
     with pytest.raises(LaunchError, match="nonsense://bucket"):
         start(tiny_llama, *FLAGS, config={**CONFIG, "store": "nonsense://bucket/x"})

@@ -44,7 +44,7 @@ def test_biases_of_a_fitted_segment_are_stored():
         (torch.full((18,), torch.nan), "biases: expected finite numbers"),
     ],
 )
-def test_biases_that_nobody_wrote_are_refused(biases, what):
+def test_invalid_biases_are_refused(biases, what):
     ours = dataclasses.replace(RECORD, biases=biases)
     with pytest.raises(CorruptSegmentError, match=what):
         decode_segment(encode_segment(ours), ours.key)

@@ -76,7 +76,7 @@ def test_a_removed_segment_is_gone_though_its_manifest_lists_it(backend):
         {"min_prefix_tokens": 17},
     ],
 )
-def test_what_another_identity_stored_is_neither_found_nor_loaded(backend, change):
+def test_segments_of_another_identity_are_neither_found_nor_loaded(backend, change):
     path = tokens(40)
     ours = record(OWN, SPACE, path)
     SegmentStore(backend, OWN).put(ours, SPACE)
@@ -84,7 +84,7 @@ def test_what_another_identity_stored_is_neither_found_nor_loaded(backend, chang
     theirs = SegmentStore(backend, other)
     assert theirs.find(path, other.namespace(None, None)) == [] and theirs.get(ours.key) is None
     data = backend.get(segment_name(OWN.digest, ours.key))
-    backend.put(segment_name(other.digest, ours.key), data)  # somebody moves it there
+    backend.put(segment_name(other.digest, ours.key), data)  # moved there by hand
     with pytest.raises(CorruptSegmentError, match="identity: got"):
         theirs.get(ours.key)
 
@@ -139,7 +139,7 @@ def test_a_manifest_lists_the_newest_segments():
     assert MAX_ENTRIES >= 5
 
 
-def test_who_begins_alike_with_too_many_others_is_found_all_the_same(backend, monkeypatch):
+def test_segments_beyond_a_full_manifest_are_found(backend, monkeypatch):
     """A long system prompt before many documents: the manifest of its first tokens forgets the oldest."""
     monkeypatch.setattr("sgl_kvevict.store.manifest.MAX_ENTRIES", 3)
     monkeypatch.setattr("sgl_kvevict.store.segments.MAX_ENTRIES", 3)
@@ -153,7 +153,7 @@ def test_who_begins_alike_with_too_many_others_is_found_all_the_same(backend, mo
     assert len(store.find([*system, 1, 2], SPACE)) == 3  # the newest
 
 
-def test_what_readers_ordered_takes_the_place_of_what_nobody_has_read(backend):
+def test_a_segment_ranked_by_readers_replaces_a_predicted_one(backend):
     store = SegmentStore(backend, OWN)
     unread = record(OWN, SPACE, tokens(40))
     read = record(OWN, SPACE, tokens(40), seed=1, is_read=True)
@@ -247,7 +247,7 @@ def test_a_folder_that_is_gone_is_an_error_and_not_an_empty_store(tmp_path):
         backend.get("a")
     with pytest.raises(StoreError, match="not there"):
         list(backend.list())
-    with pytest.raises(StoreError, match="cannot be created"):
+    with pytest.raises(StoreError, match="cannot be made"):
         DirectoryBackend(Path("/proc/nothing")).create()
 
 

@@ -29,7 +29,7 @@ def fetched(reader, prompt, compressed=0, cached=0, space=SPACE):
     return fetch
 
 
-def test_what_comes_too_fast_is_dropped_and_counted_and_nobody_waits(store, monkeypatch):
+def test_segments_that_come_too_fast_are_dropped_and_counted(store, monkeypatch):
     gate = threading.Event()
     put = store.put
     monkeypatch.setattr(store, "put", lambda *args: gate.wait(300) and put(*args))
@@ -74,7 +74,7 @@ def test_the_first_failed_write_of_each_kind_is_logged_then_one_a_minute(store, 
     assert lines == [2, 4] and "No space left" in caplog.text and "Read-only" in caplog.text
 
 
-def test_an_error_nobody_expects_ends_no_thread(caplog):
+def test_an_unexpected_error_is_logged_and_the_thread_goes_on(caplog):
     workers = Workers("test", 1, 2)
     workers.submit(lambda: 1 / 0)
     assert workers.drain(300)
@@ -109,7 +109,7 @@ def test_the_longest_agreement_wins_and_a_small_one_is_not_fetched(store):
     assert fetched(reader, [*document[:180], *tokens(50, seed=3)], 0, 170).records == []  # wins less than a prefix
 
 
-def test_what_cannot_be_split_is_fetched_only_as_a_whole(store):
+def test_an_unsplittable_segment_is_fetched_only_as_a_whole(store):
     document = tokens(200)
     store.put(record(OWN, SPACE, document, splittable=False), SPACE)
     reader = ReadAhead(store, 1.0)
@@ -180,7 +180,7 @@ def test_work_that_waits_when_the_server_stops_is_counted_and_cancelled():
     assert workers.drain(10) and done == [0]
 
 
-def test_who_waited_long_enough_waits_no_longer(store, monkeypatch):
+def test_a_late_fetch_is_abandoned_and_the_store_gets_a_pause(store, monkeypatch):
     store.put(record(OWN, SPACE, tokens(200)), SPACE)
     gate, now = threading.Event(), [0.0]
     get = store.backend.get
@@ -195,7 +195,7 @@ def test_who_waited_long_enough_waits_no_longer(store, monkeypatch):
     assert reader._workers.drain(300) and fetch.is_done and fetch.records[1:] == []
 
 
-def test_a_wait_that_is_too_long_costs_the_store_a_pause_only_if_it_gave_nothing(store, monkeypatch):
+def test_a_late_fetch_causes_no_pause_if_others_were_served(store, monkeypatch):
     store.put(record(OWN, SPACE, tokens(200)), SPACE)
     now = [0.0]
     reader = ReadAhead(store, 0.1, lambda: now[0])

@@ -20,15 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_bench.setting import Setting
-from sgl_kvevict.launcher import (
-    CPU_ENV,
-    KVEVICT_CPU_FLAGS,
-    STOCK_CPU_FLAGS,
-    RunningServer,
-    System,
-    config_env,
-    launch,
-)
+from sgl_kvevict.launcher import RunningServer, System, config_env, kvevict_system, launch, stock_system
 
 QUESTION_TOKENS = 128
 TURNS = 3
@@ -114,17 +106,19 @@ def find_system(name: str, is_gpu: bool) -> System | None:
 
     On a CPU ``flashinfer`` stands for SGLang's own attention there, and ``fa3`` for nothing.
     """
-    common = ("--load-format", "dummy", "--skip-tokenizer-init")
+    flags = ["--load-format", "dummy", "--skip-tokenizer-init"]
+    if not is_gpu:
+        flags += ["--max-total-tokens", "8192"]  # SGLang would take most of the memory, and fill it with zeros
     if name in ("flashinfer", "fa3"):
         if is_gpu:
-            return System(f"stock, {name}", ("--attention-backend", name, *common), {})
-        return System("stock", (*STOCK_CPU_FLAGS, *common), CPU_ENV) if name == "flashinfer" else None
+            return System(f"stock, {name}", ("--attention-backend", name, *flags), {})
+        return stock_system("stock", flags) if name == "flashinfer" else None
     budget = {"uncompressed": 1.0, "compressed": 0.2}[name]
-    config = config_env({"policy": "ada-snapkv", "budget": budget, **({} if is_gpu else {"min_prefix_tokens": 64})})
-    if is_gpu:
-        flags: tuple[str, ...] = ("--radix-cache-backend", "kvevict", "--attention-backend", "kvevict", *common)
-        return System(f"budget {budget}", flags, config)
-    return System(f"budget {budget}", (*KVEVICT_CPU_FLAGS, *common), {**CPU_ENV, **config})
+    config = {"policy": "ada-snapkv", "budget": budget}
+    if not is_gpu:
+        return kvevict_system(f"budget {budget}", config | {"min_prefix_tokens": 64}, flags)
+    ours = ("--radix-cache-backend", "kvevict", "--attention-backend", "kvevict")
+    return System(f"budget {budget}", (*ours, *flags), config_env(config))
 
 
 def ask(server: RunningServer, load: Load, model: dict[str, Any]) -> dict[str, Any]:

@@ -69,7 +69,10 @@ class FlashInferAttention:
         self._spans: _PlannedSpans | None = None
 
     def warm_up(self, sink_dtype: torch.dtype | None = None) -> None:
-        """Compile and run both kernels once, on token slot 0 and head slot 0; sink logits are none of their business.
+        """Compile and run both kernels once, on token slot 0 and head slot 0.
+
+        Args:
+            sink_dtype: unused: sink logits are counted after the kernels.
 
         Raises:
             UnsupportedSetupError: FlashInfer cannot compile or load them.

@@ -46,7 +46,7 @@ class PlainPrefill:
             window: [PagedPrefill(workspace, geometry.head_dim, k_arena.dtype, "auto") for _ in range(NUM_PREFILLS)]
             for window in sorted({geometry.window(layer) for layer in range(geometry.num_layers)})
         }
-        self._rows: slice | Tensor = slice(0)
+        self._rows: slice | Tensor = slice(0)  # rows of the planned requests
 
     def warm_up(self) -> None:
         """Compile and run the kernel of each kind of window once, on token slot 0.
