@@ -229,7 +229,7 @@ WRITTEN = {
     "ScheduleBatch": {"batch_is_full"},
 }
 """Attributes of SGLang's objects that we write."""
-OURS = {*Totals.__struct_fields__, "listener", "on_learned"}
+OURS = {*Totals.__struct_fields__, "listener"}
 """Attributes of our own objects that somebody else than the object writes."""
 
 
