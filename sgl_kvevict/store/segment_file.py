@@ -16,15 +16,15 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
-from torch import Tensor
 
 from sgl_kvevict.errors import CorruptSegmentError, shown
 from sgl_kvevict.store.identity import FORMAT_VERSION
+
+if TYPE_CHECKING:  # torch is imported where tensors are made: `sgl-kvevict store ls` starts without it
+    from torch import Tensor
 
 MAGIC = b"sgl-kvevict-seg\n"
 PREFIX_BYTES = 64
@@ -39,10 +39,10 @@ _REQUIRED = {"tokens", "keep_lens", "positions", "k", "v"}
 _TAIL = {"tail_tokens", "tail_k", "tail_v"}
 _OPTIONAL = {"worth", "policy_state", "biases"} | _TAIL
 _DTYPES = {
-    **{"tokens": torch.int64, "keep_lens": torch.int32, "positions": torch.int32, "worth": torch.int16},
-    **{"policy_state": torch.float32, "biases": torch.float32, "tail_tokens": torch.int64},
+    **{"tokens": "torch.int64", "keep_lens": "torch.int32", "positions": "torch.int32", "worth": "torch.int16"},
+    **{"policy_state": "torch.float32", "biases": "torch.float32", "tail_tokens": "torch.int64"},
 }
-_ROW_DTYPES = {torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn}
+_ROW_DTYPES = {"torch.float32", "torch.float16", "torch.bfloat16", "torch.float8_e4m3fn"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +96,8 @@ class SegmentRecord:
 
     def after(self, position: int) -> SegmentRecord:
         """Return a record, not to be stored, without the entries of tokens before a logical position."""
+        import torch
+
         kept = self.positions >= position
         runs = torch.repeat_interleave(self.keep_lens.flatten().long())[kept]
         k, v = (rows.view(torch.uint8)[kept].view(rows.dtype) for rows in (self.k, self.v))
@@ -113,6 +115,8 @@ class SegmentRecord:
 
 def encode_segment(record: SegmentRecord) -> bytes:
     """Return the bytes of a record."""
+    from safetensors.torch import save
+
     names = sorted(_REQUIRED | _OPTIONAL)
     tensors = {name: tensor.contiguous() for name in names if (tensor := getattr(record, name)) is not None}
     payload = save(tensors, {name: json.dumps(getattr(record, name)) for name in _FIELDS})
@@ -130,6 +134,8 @@ def decode_segment(data: bytes, key: str) -> SegmentRecord:
     Raises:
         CorruptSegmentError: they are not exactly what :func:`encode_segment` returned for this key.
     """
+    from safetensors.torch import load
+
     payload = _payload(data)
     fields, _ = _header(payload)
     try:
@@ -205,10 +211,10 @@ def _check_shapes(record: SegmentRecord) -> None:
     for name, dtype in _DTYPES.items():
         tensor = getattr(record, name)
         if tensor is not None:
-            _require(tensor.dtype == dtype, f"{name}: got {tensor.dtype}; expected {dtype}")
+            _require(str(tensor.dtype) == dtype, f"{name}: got {tensor.dtype}; expected {dtype}")
     rows = (record.k, record.v, record.tail_k, record.tail_v)
-    dtypes = {each.dtype for each in rows if each is not None}
-    _require(len(dtypes) == 1 and dtypes <= _ROW_DTYPES, f"k and v: got {sorted(map(str, dtypes))}")
+    dtypes = {str(each.dtype) for each in rows if each is not None}
+    _require(len(dtypes) == 1 and dtypes <= _ROW_DTYPES, f"k and v: got {sorted(dtypes)}")
     heads, k_shape = tuple(record.keep_lens.shape), tuple(record.k.shape)
     _require(len(heads) == len(k_shape) == 2, f"keep_lens and k: got shapes {heads} and {k_shape}")
     entries, rows_shape = (record.num_entries,), (record.num_entries, k_shape[1])
@@ -229,6 +235,8 @@ def _check_shapes(record: SegmentRecord) -> None:
 
 def _check_values(record: SegmentRecord) -> None:
     """Check run lengths, positions (tokens of the segment, ascending within a run) and biases."""
+    import torch
+
     num_tokens, num_entries = record.end - record.start, record.num_entries
     lens = record.keep_lens.flatten().long()
     in_range = lens.numel() > 0 and int(lens.min()) >= 0 and int(lens.max()) <= num_tokens

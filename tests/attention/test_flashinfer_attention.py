@@ -16,7 +16,7 @@ from helpers.poison import poisoned_allocations
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
 from helpers.torch_flashinfer import Plan
 from sgl_kvevict.attention import CapturableAttention
-from sgl_kvevict.attention.backend import _build_flashinfer, _Wanted
+from sgl_kvevict.attention.backend import _build_flashinfer
 from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
 from sgl_kvevict.attention.flashinfer.lists import build_span_lists
 from sgl_kvevict.attention.flashinfer.wrapper import ROW_BOUNDS
@@ -147,7 +147,7 @@ def test_layers_with_windows_are_our_kernels(
     world.add((), 60)
     world.add((world.uneven_span(60),), 3)
     world.sink_logits = torch.randn(8) if has_sinks else None
-    attention = _build_flashinfer(_Wanted(world.geometry, world.k, world.v))
+    attention = _build_flashinfer(world.geometry, world.k, world.v, None, None, bool)
     assert not isinstance(attention, CapturableAttention)
     attention.plan(world.batch(extend_lens))
     for layer in range(4):
@@ -157,7 +157,7 @@ def test_layers_with_windows_are_our_kernels(
         assert_accurate(f"out of layer {layer}", out, want_out, baseline, noise=ROUNDINGS)
         assert_accurate(f"lse of layer {layer}", lse, want_lse, want_lse, noise=8 * FLOAT32_NOISE)
     windows_alone = replace(world.geometry, windows=(7,) * 4)
-    assert isinstance(_build_flashinfer(_Wanted(windows_alone, world.k, world.v)), TritonAttention)
+    assert isinstance(_build_flashinfer(windows_alone, world.k, world.v, None, None, bool), TritonAttention)
     with pytest.raises(ValueError, match="windows: spans are read whole here"):
         make(world)
 
@@ -217,7 +217,7 @@ def test_a_flashinfer_that_cannot_compile_is_refused_with_the_mend(
 
     monkeypatch.setattr("flashinfer.prefill._gen_batch_prefill_primary_module", build)
     with pytest.raises(UnsupportedSetupError, match=f"{type(error).__name__}: .*sgl-kvevict check") as refused:
-        _build_flashinfer(_Wanted(world.geometry, world.k, world.v))
+        _build_flashinfer(world.geometry, world.k, world.v, None, None, bool)
     assert "nvcc" in str(refused.value) and "ninja" in str(refused.value)
 
 
