@@ -18,6 +18,8 @@ from sgl_kvevict.model import ensure_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "gallery.md"
+MAX_LINES = 8
+"""Lines of each example's output on the page."""
 FLAGS = ("--max-total-tokens", "6000", "--enable-cache-report", "--sleep-on-idle")
 DEFAULT = kvevict_system("default", {}, FLAGS)
 OWN_POLICY = kvevict_system(
@@ -81,7 +83,9 @@ def section(example: Example, output: str) -> str:
     text = re.sub(r"\n\n((?:    .+\n?)+)", lambda m: f"\n\n```bash\n{dedented(m[1])}\n```\n", docstring).strip()
     note = f"\n{example.note}\n" if example.note else ""
     link = f"[{example.source}](../examples/{example.source})"
-    return f"## {link}\n\n{text}\n{note}\n```text\n{output.strip()}\n```\n"
+    lines = output.strip().splitlines()
+    shown = lines if len(lines) <= MAX_LINES else [*lines[: MAX_LINES - 1], "..."]
+    return f"## {link}\n\n{text}\n{note}\n```text\n" + "\n".join(shown) + "\n```\n"
 
 
 def dedented(block: str) -> str:
