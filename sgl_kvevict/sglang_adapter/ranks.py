@@ -1,4 +1,4 @@
-"""Tensor parallelism: schedulers that hold the same tree, each with the KV of its own share of the heads."""
+"""Tensor-parallel ranks: schedulers with the same tree, each with the KV of its own heads."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ if TYPE_CHECKING:
 
 
 class TensorRanks:
-    """What the ranks tell each other.
+    """Exchange of numbers between the ranks.
 
-    Every rank takes the same decisions in the same order, because they follow from tree and queue alone. Only numbers
-    that follow from what a rank's own heads kept have to be agreed on. All ranks must call a method at the same point.
+    All ranks take the same decisions in the same order, from tree and queue alone. Only numbers that depend on what a
+    rank's heads kept need agreement. All ranks must call a method at the same point.
 
     Args:
-        group: the ranks, on a backend that moves CPU tensors; None: there is only one.
+        group: a process group for CPU tensors; None: a single rank.
 
     Attributes:
-        size: number of ranks.
-        rank: of this process, from 0.
-        is_first: this rank does what is to be done once (sockets, metrics, log lines).
+        is_first: this rank handles sockets, metrics and log lines.
     """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
@@ -38,12 +36,10 @@ class TensorRanks:
     def largest(self, value: int, *same: int) -> int:
         """Largest ``value`` of all ranks.
 
-        Args:
-            value: this rank's number.
-            same: numbers that must be equal on all ranks, as many on each: a check that their trees are.
+        ``same``: numbers that must be equal on all ranks, to check that their trees are; their count must be equal too.
 
         Raises:
-            InvariantError: the ranks differ in one of ``same``; to go on would corrupt answers.
+            InvariantError: the ranks differ in one of ``same``; continuing would corrupt answers.
         """
         if self.size == 1:
             return value
@@ -58,7 +54,7 @@ class TensorRanks:
         return int(result)
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return every rank's numbers, by rank; as many on each."""
+        """Return every rank's numbers, by rank; the count must be the same on each."""
         if self.size == 1:
             return [list(numbers)]
         mine = torch.tensor(numbers, dtype=torch.int64)
