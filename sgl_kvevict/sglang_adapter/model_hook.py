@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 LISTED = frozenset({"GptOssForCausalLM", "Exaone4ForCausalLM"})
-"""Architectures with such a list that our attention supports."""
+"""Architectures that our attention supports and for which SGLang has such a list."""
 STAND_IN = "triton"
 """On every list; the settings that SGLang derives from it are right for ours too."""
 
