@@ -73,16 +73,11 @@ class _Client:
 
 
 class InspectClient(_Client):
-    """Asks one scheduler about its cache; an asynchronous context manager.
-
-    Args:
-        endpoint: the server's ``events.inspect_endpoint``.
-        timeout_s: time limit per answer, or per group of ``AT_ONCE``.
-    """
+    """Asks the scheduler at an ``events.inspect_endpoint``; an asynchronous context manager."""
 
     def __init__(self, endpoint: str, timeout_s: float = 5.0) -> None:
         self.endpoint = endpoint
-        self.timeout_s = timeout_s
+        self.timeout_s = timeout_s  # for up to AT_ONCE answers
         super().__init__()
         self._socket = self._context.socket(zmq.DEALER)
         self._num_asked = 0
@@ -95,12 +90,11 @@ class InspectClient(_Client):
         self._decoder: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
 
     async def ask(self, request: AnyRequest, answer: type[ReplyT]) -> ReplyT:
-        """Ask a question and return its reply, of type ``answer``.
+        """Return the reply, of type ``answer``, to a question.
 
         Raises:
             ServerSilentError: no answer in time.
-            RequestFailedError: the server refused, or sent something else.
-            NodeGoneError: it refused because the node is gone.
+            RequestFailedError: the server refused, or sent something else; :class:`NodeGoneError` if the node is gone.
         """
         (payload,) = await self._payloads([request])
         return self._reply(payload, answer)
@@ -108,7 +102,7 @@ class InspectClient(_Client):
     async def ask_each(self, requests: Sequence[AnyRequest], answer: type[ReplyT]) -> list[ReplyT | None]:
         """Ask questions, ``AT_ONCE`` at a time: a sleeping server wakes once a second to answer.
 
-        Returns replies in order, None if the node is gone. Raises as :meth:`ask`, apart from ``NodeGoneError``.
+        The replies are in order, None if the node is gone. Other errors are raised as in :meth:`ask`.
         """
         replies: list[ReplyT | None] = []
         for begin in range(0, len(requests), AT_ONCE):
@@ -153,29 +147,17 @@ class InspectClient(_Client):
 
 
 class Received(NamedTuple):
-    """One batch of the stream.
-
-    Attributes:
-        seq: sequence number.
-        batch: the events.
-        missed: batches lost before it (server restart, or replay buffer too short).
-    """
+    """One batch of the stream."""
 
     seq: int
     batch: EventBatch
-    missed: int
+    missed: int  # batches lost before it (server restart, or replay buffer too short)
 
 
 class EventStream(_Client):
-    """Subscribes to one scheduler's events and fills gaps from its replay socket; an asynchronous context manager.
+    """Subscribes to one scheduler's events; an asynchronous context manager that reconnects by itself.
 
-    Reconnects by itself; sequence numbers restart with the server.
-
-    Args:
-        endpoint: the PUB socket.
-        replay_endpoint: None: gaps are not filled.
-        topic: prefix of the topics to subscribe to.
-        replay_timeout_s: time limit for each message of a replay.
+    With a ``replay_endpoint``, gaps are filled. Sequence numbers restart with the server.
     """
 
     def __init__(
@@ -183,7 +165,7 @@ class EventStream(_Client):
     ) -> None:
         super().__init__()
         self._replay_endpoint = replay_endpoint
-        self._replay_timeout_s = replay_timeout_s
+        self._replay_timeout_s = replay_timeout_s  # per message
         self._decoder = msgspec.msgpack.Decoder(EventBatch)
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())

@@ -1,8 +1,7 @@
 """One thread that owns the event and inspection sockets; bounded queues connect it to the scheduler.
 
-The scheduler never waits: it queues events and answers. The thread encodes them and sends the events of one tick as one
-message. SGLang's ``ZmqEventPublisher`` does not fit: it blocks when its queue is full, sends one message per call and
-serves no questions.
+The scheduler never waits. The thread encodes everything and sends the events of up to 50 ms in one message. SGLang's
+``ZmqEventPublisher`` blocks when its queue is full, sends one message per call and serves no questions.
 """
 
 from __future__ import annotations
@@ -40,16 +39,13 @@ class Question(NamedTuple):
 
 
 class EventService:
-    """Binds the configured sockets and serves them from its own thread.
+    """Serves the configured sockets from a thread; :class:`ConfigError` lists all addresses that cannot be bound.
 
     Args:
         description: answers :class:`~sgl_kvevict.events.questions.Describe`.
         rank: data-parallel rank, in every batch.
         guard: catches errors of single messages.
         totals: counts lost events.
-
-    Raises:
-        ConfigError: lists every address that cannot be bound.
     """
 
     def __init__(

@@ -22,19 +22,14 @@ WINDOWED = "SWA"
 
 @dataclass(frozen=True)
 class Arena:
-    """K and V of one KV pool.
+    """K and V of one KV pool: [num_layers, num_token_slots, num_kv_heads, head_dim], the pool's dtype.
 
-    Attributes:
-        k: [num_layers, num_token_slots, num_kv_heads, head_dim], the pool's dtype. ``pool.k_buffer[l]`` is ``k[l]``, as
-            uint8 if the pool stores float8 that way.
-        v: the same shape and dtype.
-        biases: [num_layers, num_token_slots, num_kv_heads], float32, added to the scores of compressed entries; None if
-            the configured policy has no fitter.
+    ``pool.k_buffer[l]`` is ``k[l]`` (as uint8 if the pool stores float8 that way); ``v`` likewise.
     """
 
     k: Tensor
     v: Tensor
-    biases: Tensor | None = None
+    biases: Tensor | None = None  # shape of k without head_dim, float32, added to scores; None: policy without fitter
 
 
 def kvevict_is_selected() -> bool:
@@ -43,7 +38,6 @@ def kvevict_is_selected() -> bool:
 
 
 def _fits() -> bool:
-    """Whether the configured policy has a fitter."""
     policy = configured_policy(load_config())[1]
     return policy is not None and policy.fitter is not None
 
@@ -86,7 +80,7 @@ class ArenaKVPool(MHATokenToKVPool):
 def around_create_buffers(original: Callable[[MHATokenToKVPool], None], pool: MHATokenToKVPool) -> None:
     """Hook around the stock pool's buffer creation: use an arena if our backend is selected and the layout is NHD.
 
-    Pools of other classes (speculative drafts, quantised, hybrid) keep their buffers; the start-up check refuses them.
+    Other pool classes (speculative drafts, quantised, hybrid) keep their buffers; the start-up check refuses them.
     """
     if type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and kvevict_is_selected():
         create_arena_buffers(pool)

@@ -45,15 +45,11 @@ class KVEvictAttentionBackend(AttentionBackend):
     """Attention over the compressed spans of a request's path and its uncompressed suffix.
 
     SGLang builds the backend before the tree; the tree's factory attaches it. Batches without requests (warm-up) read
-    no spans.
-
-    Attributes:
-        geometry: sizes of the full-attention pool.
-        places: its layers, as in :func:`full_layers_of`; the other layers are in the window pool.
+    no spans. ``places`` are the full-attention layers, as in :func:`full_layers_of`.
 
     Raises:
-        UnsupportedSetupError: selected without our radix-cache backend, or device, CUDA graphs, model or KV dtype are
-            not supported by the configured attention.
+        UnsupportedSetupError: another radix cache is selected, or the configured attention does not support the device,
+            CUDA graphs, model or KV dtype.
         ConfigError: the configuration is invalid.
     """
 
@@ -121,11 +117,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         self._observed = [] if extend_lens is None else self._observed_rows(readers, seq_lens, extend_lens)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Prepare for captured decode steps; nothing is reserved, because their tables have any size.
-
-        Raises:
-            UnsupportedSetupError: the configured attention cannot be captured.
-        """
+        """Prepare for captured decode steps; raises :class:`UnsupportedSetupError` if attention cannot be captured."""
         if not isinstance(self.attention, CapturableAttention):
             raise UnsupportedSetupError([f"a graph cannot record {type(self.attention).__name__}"])
         self._captured = self.attention
@@ -160,10 +152,9 @@ class KVEvictAttentionBackend(AttentionBackend):
         req_pool_indices: Tensor,
         device_seq_lens: Tensor,
     ) -> AttentionBatch:
-        """The batch with the spans of each request.
+        """The batch with the spans of each request; none in warm-up and dummy batches.
 
-        Without requests (warm-up, dummy batches) there are no spans and each row reads at least one slot: SGLang passes
-        length 0 when it postpones its graph runner's warm-up.
+        Their rows read at least one slot: SGLang passes length 0 when it postpones its graph runner's warm-up.
         """
         if self.tree is None or readers is None:
             paths: tuple[tuple[Any, ...], ...] = ((),) * len(seq_lens)
@@ -278,7 +269,6 @@ class KVEvictAttentionBackend(AttentionBackend):
         save_kv_cache: bool,
         sink_logits: Tensor | None,
     ) -> Tensor:
-        """Attend in a layer of the sliding-window pool."""
         assert self._window_layers is not None
         new_kv = (k, v) if save_kv_cache and k is not None and v is not None else None
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
@@ -358,12 +348,7 @@ def _window_layers(model_runner: ModelRunner, attention: str) -> WindowLayers | 
 
 
 def device_reasons(attention: str, device: str) -> list[str]:
-    """Return a sentence for everything unsupported about the device.
-
-    Args:
-        attention: the configured implementation.
-        device: "cpu" or "cuda".
-    """
+    """Return a sentence for everything that an attention does not support on a device ("cpu" or "cuda")."""
     reasons: list[str] = []
     chosen = attention
     try:

@@ -18,19 +18,12 @@ RESOLUTION = "RESOLUTION"
 
 @dataclass(frozen=True)
 class Hook:
-    """One SGLang function that we wrap.
+    """One SGLang function that we wrap."""
 
-    Attributes:
-        target: dotted path of the function; with kind ``RESOLUTION``, name of a step that resolves SGLang's arguments.
-        kind: name of a ``HookType``, or ``RESOLUTION``.
-        function: dotted path of our hook; imported only when the hook is registered.
-        why: what goes wrong without it.
-    """
-
-    target: str
-    kind: str
-    function: str
-    why: str
+    target: str  # dotted path; with kind RESOLUTION, name of a step in which SGLang resolves its arguments
+    kind: str  # name of a HookType, or RESOLUTION
+    function: str  # dotted path of our hook; imported only when the hook is registered
+    why: str  # what goes wrong without it
 
     def load(self) -> Callable[..., Any]:
         """Import and return our hook function."""

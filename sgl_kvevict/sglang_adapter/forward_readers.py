@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class BatchReaders(list[str]):
-    """A forward's request ids together with the requests.
+    """A forward's request ids together with the requests, because two live requests may have the same id.
 
-    Two live requests may have the same id. SGLang copies ``rids`` to every view of a batch, so the requests go along.
+    SGLang copies ``rids`` to every view of a batch, so the requests go along.
     """
 
     def __init__(self, reqs: Sequence[Req]) -> None:
@@ -32,8 +32,7 @@ def after_init_new(forward_batch: ForwardBatch, _cls: type, batch: ScheduleBatch
 def readers_of(rids: list[str] | None) -> tuple[Req, ...] | None:
     """Return the requests behind ``rids`` of a forward or its view; None in warm-up.
 
-    Raises:
-        InvariantError: ``rids`` has no requests, because the hook was not applied.
+    Raises :class:`InvariantError` if ``rids`` has no requests, because the hook was not applied.
     """
     if rids is None:
         return None

@@ -39,9 +39,7 @@ _COMMANDS = ("launch_server.py", "sglang")
 def before_resolution(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
     """Resolution hook, first step of a server's start: refuse unsupported setups with all reasons.
 
-    Raises:
-        SystemExit: in SGLang's own commands; prints the reasons, exit code 1.
-        KVEvictError: in other programs (``sgl.Engine``).
+    Prints them and exits with code 1 in SGLang's own commands; raises :class:`KVEvictError` elsewhere (``sgl.Engine``).
     """
     if BACKEND_NAME in (getattr(server_args, name) for name in BACKENDS):
         is_command = Path(sys.argv[0]).name in _COMMANDS
@@ -57,11 +55,7 @@ def before_resolution(server_args: ServerArgs, previous: Callable[[ServerArgs], 
 
 
 def check_start(server_args: ServerArgs, *, is_command: bool) -> None:
-    """Check the unresolved server arguments and the configuration.
-
-    Args:
-        server_args: not resolved yet.
-        is_command: the program will listen on ``--port``.
+    """Check the unresolved server arguments and the configuration; ``is_command``: it will listen on ``--port``.
 
     Raises:
         ConfigError: the configuration is invalid.

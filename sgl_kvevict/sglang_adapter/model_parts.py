@@ -25,10 +25,8 @@ PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def find_rotary(model: nn.Module, places: Mapping[int, int]) -> Rotary:
     """Return the rotary embedding that all layers without a window share.
 
-    Empty if only layers with a window rotate their keys (Exaone 4, Command R7B).
-
-    Raises:
-        UnsupportedSetupError: these layers have none, or different ones.
+    Empty if only layers with a window rotate keys (Exaone 4, Command R7B). Raises :class:`UnsupportedSetupError` if
+    these layers have none, or different ones.
     """
     parts = [module for module in model.modules() if any(_is_full(child, places) for child in module.children())]
     found: list[Any] = [child for part in parts for child in part.children() if _is_rotary(child)]
@@ -68,16 +66,12 @@ def _turns_keys(attention: nn.Module) -> bool:
 
 
 def _layers_of(model: nn.Module, places: Mapping[int, int]) -> list[RadixAttention]:
-    """Attention layers of one KV pool, in its order."""
     layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
     return sorted((layer for layer in layers if layer.layer_id in places), key=lambda layer: places[layer.layer_id])
 
 
 def find_kv_scales(model: nn.Module, places: Mapping[int, int]) -> KVScales:
-    """Return the FP8 scales per layer from the checkpoint (or a file of scales); 1.0 if absent.
-
-    SGLang has loaded them into ``k_scale_float`` and ``v_scale_float`` of the layers.
-    """
+    """Return FP8 scales per layer, 1.0 if absent; SGLang loaded them from the checkpoint or a file of scales."""
     layers = _layers_of(model, places)
     k, v = (
         tuple(float(getattr(layer, name) or 1.0) for layer in layers) for name in ("k_scale_float", "v_scale_float")

@@ -64,9 +64,9 @@ class SchedulerPasses:
 
     @property
     def quiet_turns(self) -> int:
-        """Turns without users before the server counts as idle; turns, because their number is the same on every rank.
+        """Turns without users before the server counts as idle; all ranks make the same number of turns.
 
-        Depends on the setting, not on ``idle_sleeper``, which only the first rank has (the others wait for it).
+        Read from the setting, because only the first rank has ``idle_sleeper``.
         """
         return QUIET_WAITS if get_device().sleep_on_idle else QUIET_TURNS
 

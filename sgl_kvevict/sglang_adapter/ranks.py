@@ -15,31 +15,23 @@ if TYPE_CHECKING:
 
 
 class TensorRanks:
-    """Exchange of numbers between the ranks.
+    """Exchange of numbers between the ranks; all must call a method at the same point.
 
     All ranks take the same decisions in the same order, from tree and queue alone. Only numbers that depend on what a
-    rank's heads kept need agreement. All ranks must call a method at the same point.
-
-    Args:
-        group: a process group for CPU tensors; None: a single rank.
-
-    Attributes:
-        is_first: this rank handles sockets, metrics and log lines.
+    rank's heads kept need agreement. Without a ``group`` (for CPU tensors) there is a single rank.
     """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self._group = group
         self.size = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
-        self.is_first = self.rank == 0
+        self.is_first = self.rank == 0  # it handles sockets, metrics and logs
 
     def largest(self, value: int, *same: int) -> int:
         """Largest ``value`` of all ranks.
 
-        ``same``: numbers that must be equal on all ranks, to check that their trees are; their count must be equal too.
-
-        Raises:
-            InvariantError: the ranks differ in one of ``same``; continuing would corrupt answers.
+        Raises :class:`InvariantError` if the ranks differ in one of ``same`` (as many on each), because continuing with
+        different trees would corrupt answers.
         """
         if self.size == 1:
             return value

@@ -1,7 +1,6 @@
-"""Models, KV pools and settings that are not supported, each with its reason.
+"""Models, KV pools and settings that are not supported: every function returns one sentence per reason.
 
-A scheduler checks them after loading the model; checks before that are in ``start_checks.py``. Every function returns
-one sentence per reason.
+They are checked after the model is loaded; checks before that are in ``start_checks.py``.
 """
 
 from __future__ import annotations

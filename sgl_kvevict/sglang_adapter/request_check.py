@@ -45,10 +45,7 @@ def before_queueing(scheduler: Scheduler, req: Req, *_args: object, **_kwargs: o
 
 
 def around_beams(original: Callable[..., str | None], coordinator: BeamCoordinator, *args: Any) -> str | None:
-    """Hook around SGLang's check of a beam search: refuse it with status 400.
-
-    Beam rows have no ``Req``, so they cannot be rewritten when their prefix is compressed.
-    """
+    """Hook around SGLang's check of a beam search: refuse it. Beam rows have no ``Req``, so no row can be rewritten."""
     if isinstance(coordinator.tree_cache, KVEvictTree):
         return BEAMS
     return original(coordinator, *args)
@@ -71,14 +68,9 @@ def refusal(scheduler: Scheduler, tree: KVEvictTree, req: Req) -> str | None:
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
-    """Check a prompt's token ids: an id outside the embedding raises in the forward and ends the server.
+    """Check a prompt's token ids (int64); one outside ``[0, vocab_size)`` raises in the forward and ends the server.
 
-    Args:
-        tokens: int64; an ``array`` is not copied.
-        vocab_size: rows of the model's embedding.
-
-    Raises:
-        ConfigError: no tokens, or an id outside ``[0, vocab_size)``; names the first.
+    Raises :class:`ConfigError` with the first such id, or if there are no tokens. An ``array`` is not copied.
     """
     ids = np.asarray(tokens, dtype=np.int64)
     if not len(ids):
@@ -90,11 +82,7 @@ def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
 
 
 def check_sampling(req: Req, vocab_size: int) -> None:
-    """Check fields that SGLang 0.5.23 accepts and then fails on in the batch, which ends the server.
-
-    Raises:
-        ConfigError: names the first such field.
-    """
+    """Raise :class:`ConfigError` for fields that SGLang 0.5.23 accepts, but that end the server in the batch."""
     sampling = req.sampling_params
     if sampling.top_k > INT32_MAX:
         raise ConfigError(f"top_k: got {sampling.top_k}; allowed: -1, or 1 to {INT32_MAX}")

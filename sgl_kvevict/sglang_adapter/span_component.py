@@ -61,8 +61,7 @@ class SpanComponent(FullComponent):
     ) -> tuple[int, int]:
         """Drop a leaf; its slots, and those saved by a repack, are appended to ``device_frees``.
 
-        Returns:
-            Token slots released on the device, and on the host.
+        Returns the token slots released on the device, and on the host.
         """
         is_short = any(part.is_evict_device_ongoing for part in self.tree_core.components)  # else it is being replaced
         if self._order is not None and is_short:

@@ -60,7 +60,7 @@ def flag_reasons(value_of: Callable[[str], object]) -> list[str]:
 
 
 def backend_reasons(value_of: Callable[[str], object]) -> list[str]:
-    """Whether radix cache or attention are not ours; argument as in :func:`flag_reasons`."""
+    """Reasons if radix cache or attention are not ours; argument as in :func:`flag_reasons`."""
     radix, attention, *phases = (value_of(name) for name in BACKENDS)
     reasons = []
     if radix != BACKEND_NAME:
@@ -75,7 +75,7 @@ def backend_reasons(value_of: Callable[[str], object]) -> list[str]:
 
 
 def pool_size_reasons(num_tokens: object, config: KVEvictConfig) -> list[str]:
-    """Whether a pool (``--max-total-tokens``) is too small for any prompt that would be compressed."""
+    """Reason if a pool (``--max-total-tokens``) is too small for any prompt that would be compressed."""
     least = config.min_prefix_tokens + config.tail_tokens
     try:
         if num_tokens is None or int(str(num_tokens)) >= least:
@@ -89,7 +89,7 @@ def pool_size_reasons(num_tokens: object, config: KVEvictConfig) -> list[str]:
 
 
 def port_reasons(host: str, port: object) -> list[str]:
-    """Whether the HTTP server cannot listen on the address."""
+    """Reason if the HTTP server cannot listen on the address."""
     try:
         number = int(str(port))
     except ValueError:
@@ -103,9 +103,7 @@ def port_reasons(host: str, port: object) -> list[str]:
 def resource_reasons(config: KVEvictConfig, num_schedulers: int = 1) -> list[str]:
     """Files, folders and sockets of the configuration that cannot be used.
 
-    Args:
-        config: validated.
-        num_schedulers: ``--dp-size``; each scheduler adds its rank to the event sockets' ports.
+    ``num_schedulers``: ``--dp-size``; each scheduler adds its rank to the event sockets' ports.
     """
     reasons = []
     if config.store is not None:

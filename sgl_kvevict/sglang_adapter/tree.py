@@ -115,7 +115,7 @@ class UnifiedTreePort:
     def add(
         self, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None, slots: torch.Tensor | None = None
     ) -> UnifiedTreeNode | None:
-        """Insert a path of padding slots; ``prev_prefix_len`` keeps SGLang from freeing them."""
+        """Insert a path, with padding slots before the last ``slots``; ``prev_prefix_len``: SGLang frees none."""
         key = RadixKey(array("q", tokens), extra_key, cache_salt=cache_salt)
         fillers = torch.zeros(len(tokens), dtype=torch.int64, device=self._cache.device)
         if slots is not None:
@@ -161,16 +161,8 @@ class UnifiedTreePort:
 class KVEvictTree(UnifiedRadixCache):
     """Unified tree whose nodes may hold spans. It reports events to the manager, which decides what to do.
 
-    Args:
-        compressor: compresses completed prompts; None (policy ``none``): the tree works as in stock SGLang.
-        access: the store; None: there is none.
-        distilling: reports the results of lessons; None: no scores are learned.
-
-    Attributes:
-        spans: the manager's spans by node.
-        guard: catches errors that concern one request or job.
-        pass_name: prefix of the ids of scoring passes. The same on all ranks, and random so that clients cannot guess
-            it: SGLang reports aborted requests by id.
+    Without ``compressor`` (policy ``none``) it works as stock, without ``access`` there is no store, without
+    ``distilling`` no scores are learned. ``guard`` catches errors that concern one request or job.
     """
 
     def __init__(
@@ -190,6 +182,8 @@ class KVEvictTree(UnifiedRadixCache):
         self.manager = PrefixManager(self.port, packer, compressor, self.guard, access_counter, states, access)
         self.spans = self.manager.spans
         self.clock = AccessClock()
+        # Prefix of the ids of scoring passes. The same on all ranks, and random so that clients cannot guess it: SGLang
+        # reports removed and aborted requests by id.
         self.pass_name = f"kvevict-pass-{self.ranks.largest(secrets.randbits(62)):x}"
         is_splittable = compressor is None or compressor.splittable
         self._blocking = BlockingNodes(self, self.manager.table, splittable=is_splittable)
@@ -352,7 +346,7 @@ class KVEvictTree(UnifiedRadixCache):
                 component.cleanup_after_caching_req(req, is_finished=True)
 
     def release_swa_prefix_lock(self, req: Req) -> None:
-        """Release the prefix's window lock, unless generated tokens have been added to the prefix since."""
+        """Release the prefix's window lock once the window has moved past all of it, generated tokens included."""
         window = self.swa_retain_window
         if window is not None and req.seqlen - 1 - window >= req.kv.cache_protected_len:
             super().release_swa_prefix_lock(req)

@@ -21,25 +21,21 @@ if TYPE_CHECKING:
 
 SWA = ComponentType.SWA
 _OWN = "kvevict_own"
-"""Key in a node's metadata: its window slots are not paired with full-attention slots, so they are released by
-number."""
+"""Key in a node's metadata: its window slots are not paired with full-attention slots; released by number."""
 
 
 class TakeWindow(ComponentAction, frozen=True):  # type: ignore[call-arg]  # a msgspec structure
-    """Give a compressed node without a window the window slots of a request that recomputed its tokens.
-
-    ``incoming``: [num_tokens], int64, the request's full-attention slots, which are released.
-    """
+    """Give a compressed node without a window the window slots of a request that recomputed its tokens."""
 
     node_id: int
-    incoming: torch.Tensor
+    incoming: torch.Tensor  # [num_tokens], int64, the request's full-attention slots, which are released
     component_type: ComponentType = SWA
 
 
 class FreeWindow(ComponentAction, frozen=True):  # type: ignore[call-arg]  # likewise
-    """Release unpaired window slots: ``slots``, [num_tokens], int64, of the sliding-window pool."""
+    """Release window slots that are not paired with full-attention slots."""
 
-    slots: torch.Tensor
+    slots: torch.Tensor  # [num_tokens], int64, of the sliding-window pool
     component_type: ComponentType = SWA
 
 
@@ -124,15 +120,12 @@ class SpanAwareSWA(SWAComponent):
             super().apply_component_action(action)
 
     def window_slots(self, row: torch.Tensor, path: list[UnifiedTreeNode], start: int) -> torch.Tensor:
-        """Find the window slots of a request's tokens from ``start`` on.
+        """[num_tokens], int64, window slots of a request's tokens from position ``start`` on; 0 if the window is gone.
 
         Args:
             row: [num_tokens], the request's row from ``start`` on: full-attention slots, 0 for tokens in spans.
             path: nodes that the request reads, root side first.
             start: logical position of the row's first token.
-
-        Returns:
-            [num_tokens], int64; 0 if the window is gone.
         """
         slots: torch.Tensor = self.cache.token_to_kv_pool_allocator.full_to_swa_index_mapping[row.long()]
         end = sum(len(node.key) for node in path)

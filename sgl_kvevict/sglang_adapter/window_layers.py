@@ -27,12 +27,8 @@ class WindowLayers:
     """Attention of the layers in the sliding-window pool, where nothing is compressed.
 
     SGLang finds a token's window slot through its full-attention slot, which compressed tokens lack. So each request
-    has a row of window slots here. A row is valid from the first token that the next query sees.
-
-    Args:
-        pool: SGLang's, of both kinds of layers.
-        attention: over the windowed part; its geometry has the windows.
-        req_to_token: [num_rows, max_context_len], int32, SGLang's rows.
+    has a row of window slots here, in the shape of ``req_to_token`` ([num_rows, max_context_len], int32), valid from
+    the first token that the next query sees.
     """
 
     def __init__(self, pool: SWAKVPool, attention: Attention, req_to_token: Tensor) -> None:
@@ -47,13 +43,9 @@ class WindowLayers:
     def plan(
         self, tree: KVEvictTree | None, readers: Sequence[Req] | None, batch: AttentionBatch, out_cache_loc: Tensor
     ) -> None:
-        """Prepare one forward.
+        """Prepare one forward, with the ``batch`` as planned for the full-attention layers.
 
-        Args:
-            tree: None before it is built.
-            readers: the requests; None in warm-up.
-            batch: as planned for the full-attention layers.
-            out_cache_loc: [num_new_tokens], int, full-attention slots of the new tokens.
+        ``out_cache_loc``: [num_new_tokens], int, full-attention slots. ``readers`` is None in warm-up.
         """
         self._begin_rows(tree, readers, batch)
         rows, device = batch.req_pool_indices, batch.req_pool_indices.device
@@ -90,14 +82,9 @@ class WindowLayers:
         out_cache_loc: Tensor,
         sink_logits: Tensor | None,
     ) -> Tensor:
-        """Store the new tokens' K and V, and attend as planned.
+        """Store the new tokens' K and V (None: already stored), and attend as planned; see :meth:`Attention.run`.
 
-        Args:
-            layer: SGLang's.
-            queries: [num_new_tokens, num_qo_heads, head_dim]; the result has the same shape.
-            new_kv: None: already stored.
-            out_cache_loc: [num_new_tokens], int, full-attention slots of the new tokens.
-            sink_logits: see :meth:`Attention.run`.
+        ``queries`` and the result: [num_new_tokens, num_qo_heads, head_dim].
         """
         place = self._places[layer.layer_id]
         if new_kv is not None:
@@ -111,8 +98,7 @@ class WindowLayers:
         return self.attention
 
     def _read_by(self, batch: AttentionBatch) -> AttentionBatch:
-        """The batch with empty paths and our rows: nothing is compressed here."""
-        paths: tuple[Path, ...] = ((),) * len(batch.seq_lens)
+        paths: tuple[Path, ...] = ((),) * len(batch.seq_lens)  # nothing is compressed here
         return replace(batch, paths=paths, req_to_token=self._rows)
 
     def _begin_rows(self, tree: KVEvictTree | None, readers: Sequence[Req] | None, batch: AttentionBatch) -> None:
@@ -134,6 +120,5 @@ class WindowLayers:
             self._rows[row, start:end] = tree.window_slots(req, start, end).to(self._rows.dtype)
 
     def _take(self, rows: Tensor, positions: Tensor, out_cache_loc: Tensor) -> None:
-        """Store the slots of the new tokens."""
         self._new_slots = self._pool.translate_loc_from_full_to_swa(out_cache_loc.long())
         self._rows[rows.long(), positions.long()] = self._new_slots.to(self._rows.dtype)

@@ -47,12 +47,7 @@ _SORT_KEYS: dict[str, Callable[[Prefix], float]] = {
 
 
 class Inspection:
-    """Answers the questions that arrived since the last step.
-
-    Args:
-        service: receives the questions.
-        started: when the scheduler started (seconds since the epoch).
-    """
+    """Answers the questions that arrived since the last step."""
 
     def __init__(self, tree: KVEvictTree, service: EventService, started: float) -> None:
         self._tree = tree
@@ -60,7 +55,7 @@ class Inspection:
         self._started = started
 
     def each_turn(self) -> None:
-        """Answer all waiting questions: at most ``MAX_WAITING_QUESTIONS``, each bounded by its own limit."""
+        """Answer all waiting questions; each is bounded by its own limit."""
         if not self._service.has_questions:
             return
         for question in self._service.take_questions():

@@ -30,10 +30,7 @@ SECONDS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 class Metrics:
-    """Writes metrics; create it once per process, after ``PROMETHEUS_MULTIPROC_DIR`` is set.
-
-    Counters and gauges are written at most once a second.
-    """
+    """Writes metrics once a second; create it once per process, after ``PROMETHEUS_MULTIPROC_DIR`` is set."""
 
     def __init__(self, tree: KVEvictTree, totals: Totals, labels: Mapping[str, str]) -> None:
         self._tree = tree

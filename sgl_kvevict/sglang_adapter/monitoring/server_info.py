@@ -20,10 +20,7 @@ NUM_KEPT_BINS = 200
 
 
 def add_state(_result: None, controller: SchedulerInternalStateController, state: dict[str, Any]) -> None:
-    """Hook after SGLang filled a scheduler's internal state: add the key ``kvevict`` if our tree is in use.
-
-    Values in ``state`` must be plain numbers, strings, lists and dictionaries.
-    """
+    """Hook after SGLang filled a scheduler's state: add the key ``kvevict`` (plain values) if our tree is in use."""
     from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
     tree = controller.scheduler.tree_cache
@@ -69,9 +66,9 @@ def cache_state(tree: KVEvictTree) -> dict[str, Any]:
 
 
 def rank_states(tree: KVEvictTree) -> list[dict[str, int]]:
-    """Return, per tensor-parallel rank, what must be equal on all; SGLang calls all ranks at the same point.
+    """Return token slots by holder, and number and checksum of nodes, per tensor-parallel rank; all must be equal.
 
-    These are token slots by holder, the number of nodes, and a checksum of their tokens, slots and locks.
+    SGLang calls all ranks at the same point. The checksum covers each node's tokens, slots and locks.
     """
     allocator = tree.slot_allocator
     shape = [(len(node.key), tree.node_slots(node), tree.num_readers(node)) for node in tree.nodes()]
@@ -88,9 +85,7 @@ def rank_states(tree: KVEvictTree) -> list[dict[str, int]]:
 def kept_map(span: Span, num_bins: int) -> dict[str, Any]:
     """Return which tokens of a span each (layer, head) kept. Syncs with the device; only with ``expose_kept``.
 
-    Returns:
-        ``start`` and ``end`` (logical positions), ``num_bins`` (at most one per token), and ``share``: per (layer,
-            head), layer-major, the share of tokens kept in each bin.
+    ``share``: per (layer, head), layer-major, the share of tokens kept in each bin; at most one bin per token.
     """
     num_bins = min(num_bins, span.num_tokens)
     share = [[round(value, 3) for value in row] for row in kept_share(span, num_bins).tolist()]
