@@ -1,1 +1,1 @@
-"""The cache's event stream and the questions it answers: wire format, publishing thread, clients."""
+"""Event stream and inspection of the cache: wire format, publishing thread, clients."""

@@ -19,28 +19,28 @@ from sgl_kvevict.events.types import END_OF_REPLAY, EventBatch
 ReplyT = TypeVar("ReplyT", bound=Reply)
 
 AT_ONCE = 16
-"""Questions of one client that wait at a server at a time; it answers all that wait between two of its steps."""
+"""Maximum number of questions of one client in flight; the server answers all waiting ones between two steps."""
 
 _TCP = re.compile(r"^tcp://(?P<host>\[[^\]]*\]|[^:]+):(?P<port>[0-9]+)$")
 _WILDCARDS = ("*", "0.0.0.0", "[::]")
 
 
 class ServerSilentError(KVEvictError):
-    """No answer in time: the server is down, busy for long, or listens elsewhere."""
+    """No answer in time: the server is down, busy, or listens elsewhere."""
 
 
 class RequestFailedError(KVEvictError):
-    """The server answered that it cannot answer."""
+    """The server refused the request, or its answer was invalid."""
 
 
 class NodeGoneError(RequestFailedError):
-    """The node that was asked about has left the tree."""
+    """The requested node has left the tree."""
 
 
 def reachable(bound: str, asked: str) -> str:
-    """Return the address of the socket ``bound`` as seen by a client that reached the server at ``asked``.
+    """Return the address of the socket ``bound`` for a client that reached the server at ``asked``.
 
-    A server may bind all interfaces, or loopback behind a forwarded port: then the host is that of ``asked``.
+    If the server bound all interfaces, or loopback (a forwarded port), the host is taken from ``asked``.
     """
     there, here = _TCP.match(bound), _TCP.match(asked)
     if there is None or here is None or there["host"] not in (*_WILDCARDS, "127.0.0.1", "localhost", "[::1]"):
@@ -49,11 +49,7 @@ def reachable(bound: str, asked: str) -> str:
 
 
 def check_endpoint(endpoint: str) -> str:
-    """Return an address to connect to; a bare ``HOST:PORT`` is taken as TCP.
-
-    Raises:
-        ConfigError: not an address.
-    """
+    """Return an address to connect to; ``HOST:PORT`` is taken as TCP. Raises :class:`ConfigError` if invalid."""
     address = endpoint if "://" in endpoint else f"tcp://{endpoint}"
     tcp = _TCP.match(address)
     if not (0 < int(tcp["port"]) < 2**16 if tcp else re.match("ipc://.", address)):
@@ -77,16 +73,11 @@ class _Client:
 
 
 class InspectClient(_Client):
-    """Asks one scheduler about its cache; an asynchronous context manager.
-
-    Args:
-        endpoint: the server's ``events.inspect_endpoint``.
-        timeout_s: how long to wait for an answer.
-    """
+    """Asks the scheduler at an ``events.inspect_endpoint``; an asynchronous context manager."""
 
     def __init__(self, endpoint: str, timeout_s: float = 5.0) -> None:
         self.endpoint = endpoint
-        self.timeout_s = timeout_s
+        self.timeout_s = timeout_s  # for up to AT_ONCE answers
         super().__init__()
         self._socket = self._context.socket(zmq.DEALER)
         self._num_asked = 0
@@ -99,33 +90,19 @@ class InspectClient(_Client):
         self._decoder: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
 
     async def ask(self, request: AnyRequest, answer: type[ReplyT]) -> ReplyT:
-        """Ask and wait.
-
-        Args:
-            request: the question.
-            answer: the kind of reply that it has.
+        """Return the reply, of type ``answer``, to a question.
 
         Raises:
             ServerSilentError: no answer in time.
-            RequestFailedError: the server refused, or answered nonsense.
-            NodeGoneError: it refused because the node is gone.
+            RequestFailedError: the server refused, or sent something else; :class:`NodeGoneError` if the node is gone.
         """
         (payload,) = await self._payloads([request])
         return self._reply(payload, answer)
 
     async def ask_each(self, requests: Sequence[AnyRequest], answer: type[ReplyT]) -> list[ReplyT | None]:
-        """Ask several questions, up to ``AT_ONCE`` at a time: a server that sleeps wakes once a second to answer.
+        """Ask questions, ``AT_ONCE`` at a time: a sleeping server wakes once a second to answer.
 
-        Args:
-            requests: the questions.
-            answer: the kind of reply that they have.
-
-        Returns:
-            Their replies in order; None where the node asked about is gone.
-
-        Raises:
-            ServerSilentError: no answer in time.
-            RequestFailedError: the server refused for another reason (it is busy), or answered nonsense.
+        The replies are in order, None if the node is gone. Other errors are raised as in :meth:`ask`.
         """
         replies: list[ReplyT | None] = []
         for begin in range(0, len(requests), AT_ONCE):
@@ -137,7 +114,7 @@ class InspectClient(_Client):
         return replies
 
     async def _payloads(self, requests: Sequence[AnyRequest]) -> list[bytes]:
-        """Answers to some questions, in their order; late answers to earlier questions are skipped."""
+        """Answers in the order of the questions; late answers to earlier questions are skipped."""
         tickets = [(self._num_asked + i).to_bytes(8, "big") for i in range(len(requests))]
         self._num_asked += len(requests)
         for ticket, request in zip(tickets, requests, strict=True):
@@ -170,29 +147,17 @@ class InspectClient(_Client):
 
 
 class Received(NamedTuple):
-    """One batch of the stream.
-
-    Attributes:
-        seq: its sequence number.
-        batch: the events.
-        missed: batches before it that are gone (the server restarted, or its replay buffer was too short).
-    """
+    """One batch of the stream."""
 
     seq: int
     batch: EventBatch
-    missed: int
+    missed: int  # batches lost before it (server restart, or replay buffer too short)
 
 
 class EventStream(_Client):
-    """Subscribes to the events of one scheduler and fills gaps from its replay socket; an asynchronous context manager.
+    """Subscribes to one scheduler's events; an asynchronous context manager that reconnects by itself.
 
-    It reconnects by itself; after a restart of the server the sequence numbers begin anew.
-
-    Args:
-        endpoint: the PUB socket.
-        replay_endpoint: the replay socket, if there is one.
-        topic: what to subscribe to.
-        replay_timeout_s: how long to wait for a replay.
+    With a ``replay_endpoint``, gaps are filled. Sequence numbers restart with the server.
     """
 
     def __init__(
@@ -200,7 +165,7 @@ class EventStream(_Client):
     ) -> None:
         super().__init__()
         self._replay_endpoint = replay_endpoint
-        self._replay_timeout_s = replay_timeout_s
+        self._replay_timeout_s = replay_timeout_s  # per message
         self._decoder = msgspec.msgpack.Decoder(EventBatch)
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
@@ -208,10 +173,9 @@ class EventStream(_Client):
         self._socket.connect(endpoint)
 
     async def batches(self, start: int | None = None) -> AsyncIterator[Received]:
-        """Iterate over batches, in order and without repeats, for ever.
+        """Iterate over batches forever, in order and without repeats.
 
-        Args:
-            start: sequence number to begin with, as far as the server still has it; default: what comes next.
+        ``start``: first sequence number, as far as the server still has it; None: the next batch.
         """
         expected, newest = start, 0.0
         if start is not None:

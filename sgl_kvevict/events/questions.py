@@ -1,7 +1,7 @@
 """Questions about the cache and their answers: msgpack maps over the inspection socket.
 
-A request names its kind in ``op``, a reply in ``type``. Node ids are those in the events. Token ids and namespaces
-leave the process only with ``expose_tokens``.
+A request's type is in ``op``, a reply's in ``type``. Node ids are those of the events. Token ids and namespaces are
+sent only with ``expose_tokens``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_BINS = 1024
 
 
 class Request(msgspec.Struct, tag_field="op", tag=str.lower, forbid_unknown_fields=True):
-    """A question; its ``op`` is the class name in lower case."""
+    """A question; ``op`` is the class name in lower case."""
 
 
 class Describe(Request):
@@ -29,19 +29,19 @@ class Describe(Request):
 class Status(Request):
     """Gauges, totals and the largest prefixes."""
 
-    limit: Annotated[int, Meta(ge=0, le=MAX_PREFIXES)] = 20  # rows wanted
-    # what "largest" means; ``age`` is the longest time unused
+    limit: Annotated[int, Meta(ge=0, le=MAX_PREFIXES)] = 20  # maximum number of rows
+    # descending; ``age``: time since the last match
     sort: Literal["slots", "tokens", "readers", "age"] = "slots"
 
 
 class Tree(Request):
     """All nodes, from the root down."""
 
-    limit: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 5000  # nodes wanted at most; deeper ones are left out first
+    limit: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 5000  # maximum number; deeper nodes are omitted first
 
 
 class Kept(Request):
-    """Which tokens each (layer, head) kept of one node. Reads the device."""
+    """Which tokens of a node each (layer, head) kept. Reads the device."""
 
     node: int  # id of a compressed node
     bins: Annotated[int, Meta(ge=1, le=MAX_BINS)] = 512  # resolution over its tokens
@@ -57,7 +57,7 @@ AnyRequest = Describe | Status | Tree | Kept | Tokens
 
 
 class Reply(msgspec.Struct, tag=True):
-    """An answer; its ``type`` is the class name."""
+    """An answer; ``type`` is the class name."""
 
 
 class Failure(Reply):
@@ -67,13 +67,13 @@ class Failure(Reply):
 
 
 class NodeGone(Failure):
-    """The node is not in the tree (any more), or holds nothing compressed."""
+    """The node is not in the tree, or not compressed."""
 
 
 class Description(Reply):
     """The server."""
 
-    started: float  # when the scheduler started (seconds since the epoch); tells one server run from the next
+    started: float  # start of the scheduler (seconds since the epoch); identifies a run of the server
     version: str  # of this package
     policy: str  # name of the policy
     budget: int | float  # share of entries, or entries per head
@@ -85,15 +85,15 @@ class Description(Reply):
     replay_endpoint: str | None  # replay socket as configured, or None
     topic: str  # first frame of event messages
     next_seq: int  # sequence number of the next event message
-    expose_tokens: bool  # token ids may be asked for
+    expose_tokens: bool  # token ids may be requested
 
 
 class Prefix(msgspec.Struct):
-    """One segment with the spans that read it."""
+    """One segment and its spans."""
 
     node: int  # id of its topmost node
     start: int  # logical position of its first token
-    tokens: int  # tokens that its live spans stand for, over all branches counted once
+    tokens: int  # tokens of its live spans; each counts once over all branches
     slots: int  # token slots it takes
     spans: int  # live spans
     readers: int  # running requests that read it
@@ -103,11 +103,11 @@ class Prefix(msgspec.Struct):
 class StatusReport(Reply):
     """Gauges, totals and the largest prefixes."""
 
-    ts: float  # when it was taken (seconds since the epoch)
+    ts: float  # seconds since the epoch
     started: float  # see :class:`Description`
     gauges: Gauges  # what the cache holds
     totals: Totals  # counters since the start
-    prefixes: list[Prefix]  # the rows asked for
+    prefixes: list[Prefix]  # at most ``limit``
 
 
 class TreeNode(msgspec.Struct):
@@ -116,9 +116,9 @@ class TreeNode(msgspec.Struct):
     id: int  # its id
     parent: int  # its parent's id; 0 below the root
     start: int  # logical position of its first token
-    tokens: int  # tokens it stands for
-    slots: float  # token slots it holds; for a span its part of the segment, so the sum over nodes is what is held
-    kept: float  # share of its entries that are stored (1 for an uncompressed node)
+    tokens: int  # length of its key
+    slots: float  # token slots held; a span has its part of the segment, so the sum over nodes is exact
+    kept: float  # share of its entries that are stored; 1 if uncompressed
     compressed: bool  # it holds a span
     readers: int  # running requests whose path includes it
     age_s: float  # seconds since it was last matched
@@ -128,9 +128,9 @@ class TreeNode(msgspec.Struct):
 class TreeReport(Reply):
     """The tree, parents before children."""
 
-    ts: float  # when it was taken (seconds since the epoch)
+    ts: float  # seconds since the epoch
     pool: Pool  # token slots by holder
-    nodes: list[TreeNode]  # at most as many as asked for
+    nodes: list[TreeNode]  # at most ``limit``
     omitted: int  # nodes left out
 
 
@@ -140,7 +140,7 @@ class KeptReport(Reply):
     node: int  # id of the node
     start: int  # logical position of its first token
     end: int  # logical position after its last token
-    num_bins: int  # bins; token ``t`` of the node counts in bin ``t * num_bins // tokens``
+    num_bins: int  # token ``t`` of the node is in bin ``t * num_bins // tokens``
     num_rows: int  # layers times KV heads, layer-major
     share: bytes  # ``num_rows * num_bins`` bytes, row by row: 255 where every token of the bin was kept
 

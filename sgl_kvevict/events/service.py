@@ -1,8 +1,7 @@
-"""One thread that owns the event and inspection sockets, with queues between it and the scheduler.
+"""One thread that owns the event and inspection sockets; bounded queues connect it to the scheduler.
 
-The scheduler never waits: it appends events to a bounded queue and answers the questions in another. The thread
-encodes everything, and sends the events of the last few milliseconds as one message. SGLang's own ``ZmqEventPublisher``
-does not fit: its ``publish`` blocks when the queue is full and sends one message a call, and it serves no questions.
+The scheduler never waits. The thread encodes everything and sends the events of up to 50 ms in one message. SGLang's
+``ZmqEventPublisher`` blocks when its queue is full, sends one message per call and serves no questions.
 """
 
 from __future__ import annotations
@@ -33,24 +32,20 @@ _TICK_WHILE_ASKED_MS = 5
 
 
 class Question(NamedTuple):
-    """A valid request and where its answer goes."""
+    """A valid request, and the ZeroMQ frames that route its answer."""
 
     envelope: list[bytes]
     request: AnyRequest
 
 
 class EventService:
-    """Binds the configured sockets and serves them from a thread of its own.
+    """Serves the configured sockets from a thread; :class:`ConfigError` lists all addresses that cannot be bound.
 
     Args:
-        config: addresses and sizes.
-        description: what the process is; answers :class:`~sgl_kvevict.events.questions.Describe`.
-        rank: data-parallel rank, stamped on every batch.
-        guard: holds errors with one message.
-        totals: where lost events are counted.
-
-    Raises:
-        ConfigError: an address cannot be bound; lists every such address.
+        description: answers :class:`~sgl_kvevict.events.questions.Describe`.
+        rank: data-parallel rank, in every batch.
+        guard: catches errors of single messages.
+        totals: counts lost events.
     """
 
     def __init__(
@@ -85,7 +80,7 @@ class EventService:
     # ---- called by the scheduler ----------------------------------------------------------------------------
 
     def publish(self, event: AnyEvent) -> None:
-        """Queue an event; when the queue is full, count it as lost. Never waits."""
+        """Queue an event, or count it as lost if the queue is full. Never waits."""
         if len(self._events) < self.config.max_queue_size:
             self._events.append(event)
         else:
@@ -93,7 +88,7 @@ class EventService:
 
     @property
     def has_questions(self) -> bool:
-        """Whether questions wait for an answer."""
+        """Whether questions are waiting."""
         return bool(self._questions)
 
     def take_questions(self) -> Iterator[Question]:
@@ -102,16 +97,16 @@ class EventService:
             yield self._questions.popleft()
 
     def answer(self, question: Question, reply: AnyReply) -> None:
-        """Queue the answer to a question; encoded and sent by the thread."""
+        """Queue the answer to a question; the thread encodes and sends it."""
         self._answers.append((question.envelope, reply))
 
     def close(self) -> None:
-        """Publish what is queued, then release the sockets. Safe to call twice."""
+        """Publish queued events and release the sockets. Safe to call twice."""
         atexit.unregister(self.close)
         self._closing = True
         self._thread.join(timeout=2.0)
         if not self._thread.is_alive():
-            self._context.destroy(linger=200)  # ms for what is queued towards subscribers
+            self._context.destroy(linger=200)  # ms to send what is queued for subscribers
 
     # ---- the thread -----------------------------------------------------------------------------------------
 
@@ -122,7 +117,7 @@ class EventService:
                 poller.register(socket, zmq.POLLIN)
         while not self._closing:
             if not poller.sockets:
-                time.sleep(_TICK_MS / 1e3)  # polling nothing returns at once
+                time.sleep(_TICK_MS / 1e3)  # poll without sockets returns at once
             ready = dict(poller.poll(_TICK_WHILE_ASKED_MS if self._num_asked else _TICK_MS))
             if self._replay is not None and self._replay in ready:
                 self._guarded(partial(self._serve_replay, self._replay))
@@ -191,7 +186,7 @@ class EventService:
             self._send(self._inspect, [*envelope, self._encoder.encode(reply)])
 
     def _send(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
-        """Send without waiting; a client that left, or does not read, loses its answer."""
+        """Send without waiting; the answer is lost if the client left or does not read."""
         with self._guard.at(Place.SOCKETS):
             socket.send_multipart(frames, zmq.NOBLOCK)
 

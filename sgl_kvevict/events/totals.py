@@ -1,7 +1,6 @@
-"""The cache in numbers: counters since the start, and gauges of what it holds now.
+"""The cache in numbers: counters since the start, and gauges of its current contents.
 
-Each number is named and described here once. ``GET /server_info``, ``/metrics``, the inspection socket and
-``sgl-kvevict top`` show these fields by name.
+``GET /server_info``, ``/metrics``, the inspection socket and ``sgl-kvevict top`` show these fields by name.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from sgl_kvevict.events.types import (
 )
 
 REFUSED = "refused_"
-"""The totals of this prefix are one metric, ``refusals``, with the reason as a label."""
+"""Totals with this prefix form one metric, ``refusals``, with the reason as its label."""
 
 
 class Totals(msgspec.Struct):
@@ -118,7 +117,7 @@ class Pool(msgspec.Struct, frozen=True):
 
 
 class Gauges(msgspec.Struct, frozen=True):
-    """What the cache holds now."""
+    """Current contents of the cache."""
 
     pool: Annotated[Pool, Meta(description="Token slots of the pool by holder.")]
     logical_tokens: Annotated[int, Meta(description="Tokens that the radix tree holds.")]
@@ -147,5 +146,5 @@ def descriptions(numbers: type[Totals] | type[Gauges]) -> dict[str, str]:
 
 
 def by_name(numbers: Totals | Gauges) -> dict[str, int | float]:
-    """Return the numbers by their field's name, without the parts of the pool."""
+    """Return the numbers by field name, without ``pool``."""
     return {name: getattr(numbers, name) for name in numbers.__struct_fields__ if name != "pool"}

@@ -1,8 +1,7 @@
-"""Events of the cache, as they are published.
+"""Published events of the cache.
 
-Events follow SGLang's KV-cache events: tagged msgpack maps (key ``type``), in batches ``[ts, events, attn_dp_rank]``.
-Node ids are the tree's own; they never repeat while a server lives. Token ids leave the process only with
-``expose_tokens``.
+As SGLang's KV-cache events: tagged msgpack maps (key ``type``) in batches ``[ts, events, attn_dp_rank]``. Node ids are
+the tree's and unique over a server's life. Token ids are sent only with ``expose_tokens``.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ class Compressed(Event):
     nodes: list[int]  # ids of the nodes that hold it, root side first
     start: int  # logical position of the first token
     end: int  # logical position after the last token
-    # tokens that were uncompressed before; less than end - start where a segment of generated tokens grew
-    new_tokens: int
+    new_tokens: int  # tokens that were uncompressed; less than end - start if a segment of generated tokens grew
     slots: int  # token slots that the segment takes
     released_slots: int  # token slots that were given back
     kept_entries: int  # entries stored now, over all layers and heads
@@ -36,7 +34,7 @@ class Compressed(Event):
 
 
 class Split(Event):
-    """A compressed node was cut in two; nothing was copied."""
+    """A compressed node was cut in two, without copies."""
 
     upper: int  # id of the new node, the half nearer the root
     lower: int  # id of the other half, the node's id until now
@@ -47,13 +45,13 @@ class Dropped(Event):
     """A node left the tree."""
 
     node: int  # its id
-    tokens: int  # tokens it stood for
-    slots: int  # token slots that came back at once (0 for a view of a segment that lives on)
+    tokens: int  # length of its key
+    slots: int  # token slots released at once (0 for a span whose segment lives on)
     compressed: bool  # it held a span
 
 
 class Repacked(Event):
-    """A segment that had lost its lowest span moved into fewer token slots."""
+    """A segment that lost its lowest span was moved into fewer token slots."""
 
     node: int  # id of the segment's topmost node
     slots: int  # token slots it takes now
@@ -61,7 +59,7 @@ class Repacked(Event):
 
 
 class Squeezed(Event):
-    """Token slots were short: a segment gave up its entries of least worth."""
+    """A segment evicted its entries of least worth, because token slots were short."""
 
     node: int  # id of the segment's topmost node
     slots: int  # token slots it takes now
@@ -79,10 +77,10 @@ class ScoringPass(Event):
 class Refused(Event):
     """A range could not be compressed, or a prompt not cached."""
 
-    # ``in-use``: a running request asked to read the range exactly, so it is compressed when that request ends;
-    # ``not-cached``: the prompt diverges inside an unsplittable span that others read: served, not cached; ``no-room``:
-    # prefix and scoring pass exceed the model's context or the pool: uncompressed; ``no-memory``: the observation of
-    # the range exceeds ``observation_bytes``: uncompressed
+    # in-use: an exact request reads the range; it is compressed when that ends.
+    # not-cached: the prompt would cut an unsplittable span that others read; it is served, but not cached.
+    # no-room: prefix and scoring pass exceed the model's context or the pool. no-memory: observing the range exceeds
+    # ``observation_bytes``. The range stays uncompressed in both cases.
     reason: str
     tokens: int  # tokens concerned
 
@@ -97,7 +95,7 @@ class Stored(Event):
 
 
 class Loaded(Event):
-    """A segment came from the store into the tree."""
+    """A segment was loaded from the store into the tree."""
 
     key: str  # first digits of its name
     start: int  # logical position of the first token
@@ -105,10 +103,10 @@ class Loaded(Event):
 
 
 class LoadFailed(Event):
-    """A request went on without a segment of the store."""
+    """A request continued without a segment of the store."""
 
-    # ``late``: it came too late; ``error``: the store could not be read, or the segment was corrupt; ``no-place``:
-    # another request had brought the segment, or there were no token slots for it
+    # late: the store took too long. error: it could not be read, or the segment was corrupt. no-place: another request
+    # had loaded the segment, or there were no token slots for it.
     reason: str
     error: str = ""  # the error's text
 

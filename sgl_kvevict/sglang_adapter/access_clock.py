@@ -1,4 +1,4 @@
-"""Seconds for SGLang's logical clock: its tree numbers accesses, and people ask how long ago they were."""
+"""Converts SGLang's access counter (a node's ``last_access_time``) to seconds."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from bisect import bisect_right
 from sglang.srt.mem_cache.unified_cache.components import get_and_increase_time_counter
 
 STEP_S = 0.1
-"""Readings are at least this far apart."""
+"""Minimum time between two readings."""
 MAX_READINGS = 2048
-"""When there are more, every second one of the older half is forgotten: what is long ago is told less exactly."""
+"""Beyond this, every second reading of the older half is deleted, so old ages become less precise."""
 
 
 def access_counter() -> float:
-    """Return the number of the next access, which is counted as one."""
+    """Return the next access number; increments SGLang's counter."""
     return float(get_and_increase_time_counter())
 
 
 class AccessClock:
-    """Remembers when SGLang's counter of accesses stood where."""
+    """Records (counter, time) readings and interpolates between them."""
 
     def __init__(self) -> None:
         self._counts = [access_counter()]
         self._seconds = [time.monotonic()]
 
     def tick(self) -> None:
-        """Take a reading if the last one is old enough; called between two steps."""
+        """Take a reading if the last one is older than ``STEP_S``; called between two steps."""
         now = time.monotonic()
         if now - self._seconds[-1] < STEP_S:
             return
@@ -38,11 +38,7 @@ class AccessClock:
             self._seconds[:older] = self._seconds[:older:2]
 
     def age(self, accessed: float) -> float:
-        """Seconds since an access, interpolated between the readings around it.
-
-        Args:
-            accessed: its number, a node's ``last_access_time``.
-        """
+        """Seconds since the access with this number, interpolated between the readings around it."""
         now = time.monotonic()
         after = bisect_right(self._counts, accessed)
         if after == 0:

@@ -1,4 +1,4 @@
-"""The KV arena: K (and V) of all layers in one tensor, so that any lane may hold any (layer, head)'s entry."""
+"""The KV arena: K (and V) of all layers in one tensor, so any lane can hold an entry of any (layer, head)."""
 
 from __future__ import annotations
 
@@ -17,43 +17,33 @@ from sgl_kvevict.policies.by_name import configured_policy
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 
 WINDOWED = "SWA"
-"""SGLang's label of the pool of layers with a sliding window, where they have one of their own."""
+"""SGLang's label of the separate pool for sliding-window layers."""
 
 
 @dataclass(frozen=True)
 class Arena:
-    """K and V of a whole pool.
+    """K and V of one KV pool: [num_layers, num_token_slots, num_kv_heads, head_dim], the pool's dtype.
 
-    Attributes:
-        k: [num_layers, num_token_slots, num_kv_heads, head_dim], the pool's dtype; ``pool.k_buffer[l]`` is ``k[l]``,
-            seen as bytes where the pool stores float8 so.
-        v: likewise.
-        biases: [num_layers, num_token_slots, num_kv_heads], float32, added to the scores of compressed entries; None:
-            the configured policy fits nothing.
+    ``pool.k_buffer[l]`` is ``k[l]`` (as uint8 if the pool stores float8 that way); ``v`` likewise.
     """
 
     k: Tensor
     v: Tensor
-    biases: Tensor | None = None
+    biases: Tensor | None = None  # shape of k without head_dim, float32, added to scores; None: policy without fitter
 
 
 def kvevict_is_selected() -> bool:
-    """Whether this server was started with ``--radix-cache-backend kvevict``."""
+    """Whether the server was started with ``--radix-cache-backend kvevict``."""
     return bool(get_server_args().radix_cache_backend == BACKEND_NAME)
 
 
 def _fits() -> bool:
-    """Whether the configured policy fits the entries that it keeps."""
     policy = configured_policy(load_config())[1]
     return policy is not None and policy.fitter is not None
 
 
 def create_arena_buffers(pool: MHATokenToKVPool) -> None:
-    """Create ``k_buffer`` and ``v_buffer`` as views of one arena, inside the memory regions SGLang uses for KV.
-
-    Args:
-        pool: a pool under construction with the NHD layout (refused at start otherwise).
-    """
+    """Create ``k_buffer`` and ``v_buffer`` as views of one NHD arena, in the memory regions that SGLang uses for KV."""
     k_shape, v_shape = pool._kv_buffer_shapes()
     mem_pool = torch.cuda.use_mem_pool(pool.custom_mem_pool) if pool.enable_custom_mem_pool else nullcontext()
     with pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE), mem_pool:
@@ -69,7 +59,7 @@ def create_arena_buffers(pool: MHATokenToKVPool) -> None:
 
 
 def arena_of(pool: KVCache) -> Arena | None:
-    """Return the arena behind a pool, or None if the pool's buffers are not ours."""
+    """Return the arena of a pool, or None if the pool's buffers are not views of one."""
     arena: Arena | None = getattr(pool, "kvevict_arena", None)
     if arena is None or any(
         buffer.data_ptr() != plane.data_ptr()
@@ -81,17 +71,16 @@ def arena_of(pool: KVCache) -> Arena | None:
 
 
 class ArenaKVPool(MHATokenToKVPool):
-    """Stock pool whose buffers come from one arena (for platforms that may choose the pool class)."""
+    """Stock pool with arena buffers, for platforms that can choose the pool class."""
 
     def _create_buffers_normal(self) -> None:
         create_arena_buffers(self)
 
 
 def around_create_buffers(original: Callable[[MHATokenToKVPool], None], pool: MHATokenToKVPool) -> None:
-    """Hook around the stock pool's buffer creation: an arena when our backend serves and the layout allows it.
+    """Hook around the stock pool's buffer creation: use an arena if our backend is selected and the layout is NHD.
 
-    Pools of other classes (drafts of speculative decoding, quantised or hybrid pools) keep their own buffers; the
-    start-up check then refuses the setup.
+    Other pool classes (speculative drafts, quantised, hybrid) keep their buffers; the start-up check refuses them.
     """
     if type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and kvevict_is_selected():
         create_arena_buffers(pool)

@@ -1,4 +1,4 @@
-"""SGLang's attention backend interface on top of our attention."""
+"""SGLang's attention backend interface on top of :mod:`sgl_kvevict.attention`."""
 
 from __future__ import annotations
 
@@ -44,20 +44,12 @@ if TYPE_CHECKING:
 class KVEvictAttentionBackend(AttentionBackend):
     """Attention over the compressed spans of a request's path and its uncompressed suffix.
 
-    SGLang builds the backend before the tree; the tree's factory attaches it. Batches without requests (warm-up)
-    read no spans.
-
-    Args:
-        model_runner: SGLang's model runner; its pools exist.
-
-    Attributes:
-        geometry: sizes of the pool that spans are made of.
-        places: of its layers in the arena, by number in the model. Other layers have a window and another pool.
+    SGLang builds the backend before the tree; the tree's factory attaches it. Batches without requests (warm-up) read
+    no spans. ``places`` are the full-attention layers, as in :func:`full_layers_of`.
 
     Raises:
-        UnsupportedSetupError: selected without the matching radix-cache backend, on a device that the configured
-            attention does not run on, with CUDA graphs that it cannot follow, or for a model or KV dtype without
-            kernels.
+        UnsupportedSetupError: another radix cache is selected, or the configured attention does not support the device,
+            CUDA graphs, model or KV dtype.
         ConfigError: the configuration is invalid.
     """
 
@@ -106,11 +98,11 @@ class KVEvictAttentionBackend(AttentionBackend):
         self._step: GeneratedStep | None = None
 
     def attach(self, tree: KVEvictTree) -> None:
-        """Connect the tree, which knows the spans that each request reads."""
+        """Connect the tree, which has the spans that each request reads."""
         self.tree = tree
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Plan one forward: the spans of each request, and the prompts that are observed."""
+        """Plan one forward: spans of each request, and which prompts are observed."""
         if forward_batch.forward_mode.is_idle():
             return
         seq_lens = forward_batch.seq_lens_cpu.tolist()
@@ -125,17 +117,13 @@ class KVEvictAttentionBackend(AttentionBackend):
         self._observed = [] if extend_lens is None else self._observed_rows(readers, seq_lens, extend_lens)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Take note that decode steps will be captured; their tables have any size, so nothing is reserved.
-
-        Raises:
-            UnsupportedSetupError: the configured attention cannot be captured.
-        """
+        """Prepare for captured decode steps; raises :class:`UnsupportedSetupError` if attention cannot be captured."""
         if not isinstance(self.attention, CapturableAttention):
             raise UnsupportedSetupError([f"a graph cannot record {type(self.attention).__name__}"])
         self._captured = self.attention
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Lay out a step that is about to be captured, or give a replay the spans of its requests."""
+        """Lay out a step before its capture, or give a replay the spans of its requests."""
         if in_capture:
             self._captured.start_capture(forward_batch.batch_size)
             if self._window_layers is not None:
@@ -150,7 +138,7 @@ class KVEvictAttentionBackend(AttentionBackend):
             self._window_layers.follow(self.tree, readers, batch, forward_batch.batch_size)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        """Take the lengths of a step from SGLang's static buffers; recorded."""
+        """Read the lengths of a step from SGLang's static buffers; recorded in the graph."""
         seq_lens, rows = forward_batch.seq_lens, forward_batch.req_pool_indices
         self._captured.start_step(seq_lens, rows, self.req_to_token_pool.req_to_token)
         if self._window_layers is not None:
@@ -164,10 +152,9 @@ class KVEvictAttentionBackend(AttentionBackend):
         req_pool_indices: Tensor,
         device_seq_lens: Tensor,
     ) -> AttentionBatch:
-        """The batch with the spans of each request.
+        """The batch with the spans of each request; none in warm-up and dummy batches.
 
-        Without requests (warm-up, SGLang's dummy batches) there are none, and each row reads one token slot at least:
-        SGLang's length is 0 where it puts off the warm-up of its graph runner.
+        Their rows read at least one slot: SGLang passes length 0 when it postpones its graph runner's warm-up.
         """
         if self.tree is None or readers is None:
             paths: tuple[tuple[Any, ...], ...] = ((),) * len(seq_lens)
@@ -186,7 +173,7 @@ class KVEvictAttentionBackend(AttentionBackend):
     def _observed_step(
         self, readers: Sequence[Req] | None, seq_lens: list[int], extend_lens: list[int] | None
     ) -> GeneratedStep | None:
-        """The observation of requests that generate; each has one row, also among the rows of a prefill."""
+        """Observation of generating requests; each has one row, also in a prefill batch."""
         if self.tree is None or readers is None or self.tree.manager.generations is None:
             return None
         ends = itertools.accumulate(extend_lens or [1] * len(seq_lens))
@@ -254,7 +241,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         lse: Tensor,
         scale: float,
     ) -> None:
-        """Record one request's queries of one layer; an observation that fails ends."""
+        """Record one request's queries of one layer; a failure ends this observation."""
         assert self.tree is not None
         rows, observation = observed
         with self.tree.guard.at(Place.OBSERVATION) as attempt:
@@ -264,7 +251,7 @@ class KVEvictAttentionBackend(AttentionBackend):
             self._observed.remove(observed)
 
     def _record_step(self, index: int, queries: Tensor, lse: Tensor, scale: float) -> None:
-        """Record a layer's queries of requests that generate; a failure ends the observation of all of them."""
+        """Record one layer's queries of generating requests; a failure ends all of these observations."""
         assert self.tree is not None and self.tree.manager.generations is not None and self._step is not None
         with self.tree.guard.at(Place.OBSERVATION) as attempt:
             self._step.record(index, queries, lse, scale)
@@ -282,7 +269,6 @@ class KVEvictAttentionBackend(AttentionBackend):
         save_kv_cache: bool,
         sink_logits: Tensor | None,
     ) -> Tensor:
-        """Attend in a layer whose KV is in the pool of layers with a sliding window."""
         assert self._window_layers is not None
         new_kv = (k, v) if save_kv_cache and k is not None and v is not None else None
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
@@ -313,23 +299,22 @@ class KVEvictAttentionBackend(AttentionBackend):
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
         """Spans, and on a GPU rows of ``req_to_token``, are read until the last layer has attended.
 
-        Compaction and releases run on the scheduler's stream, and the next forward waits for it. SGLang lets that
-        stream wait for a captured step's replay, after which only sampling is left, or for a whole prefill: nothing is
-        moved or overwritten under a reader.
+        Compaction and releases run on the scheduler's stream, which waits for a captured step's replay (only sampling
+        is left then) or a whole prefill; the next forward waits for that stream. So nothing moves under a reader.
         """
         return SharedReadEnds.POST_REPLAY if fm.is_decode() else SharedReadEnds.UNKNOWN
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Return the length of SGLang's dummy requests, which also fill up captured steps."""
+        """Return the length of SGLang's dummy requests, which also pad captured steps."""
         return 1
 
     def support_triton(self) -> bool:
-        """Return whether SGLang may use its Triton writers: not on CPU."""
+        """Return whether SGLang may use its Triton writers: only on a GPU."""
         return self._on_gpu
 
 
 def _geometry(model_runner: ModelRunner, arena: Arena, layers: Mapping[int, int]) -> KVGeometry:
-    """Sizes of the pool behind an arena; ``layers``: place in it by number in the model."""
+    """Sizes of an arena's pool; ``layers``: {layer number in the model: index in the arena}."""
     num_layers, num_token_slots, num_kv_heads, head_dim = arena.k.shape
     return KVGeometry(
         num_layers=num_layers,
@@ -352,7 +337,7 @@ def _build_attention(name: str, geometry: KVGeometry, arena: Arena, q_dtype: tor
 
 
 def _window_layers(model_runner: ModelRunner, attention: str) -> WindowLayers | None:
-    """Attention of the layers with a pool of their own; None: there are none."""
+    """Attention of the sliding-window pool; None if there is none."""
     pool = window_pool_of(model_runner.token_to_kv_pool)
     arena = None if pool is None else arena_of(pool)
     if arena is None:
@@ -363,12 +348,7 @@ def _window_layers(model_runner: ModelRunner, attention: str) -> WindowLayers | 
 
 
 def device_reasons(attention: str, device: str) -> list[str]:
-    """Return one sentence for everything about the device that is not supported.
-
-    Args:
-        attention: the configured implementation.
-        device: "cpu" or "cuda".
-    """
+    """Return a sentence for everything that an attention does not support on a device ("cpu" or "cuda")."""
     reasons: list[str] = []
     chosen = attention
     try:
@@ -379,7 +359,7 @@ def device_reasons(attention: str, device: str) -> list[str]:
 
 
 def _require_no_extras(extras: dict[str, Any]) -> None:
-    """Refuse arguments that a layer passes to attention beside q, k and v; SGLang's warm-up runs every layer."""
+    """Refuse other arguments that a layer passes to attention; found in SGLang's warm-up, which runs every layer."""
     reasons = [f"a layer passes {name!r} to attention" for name, value in extras.items() if value is not None]
     if reasons:
         raise UnsupportedSetupError(reasons)

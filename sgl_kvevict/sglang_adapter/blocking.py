@@ -1,4 +1,4 @@
-"""Compressed nodes that others must not match: unsplittable ones where a key ends, and those of other weights."""
+"""Compressed nodes that a key must not enter: unsplittable ones it would cut, and those of old weights."""
 
 from __future__ import annotations
 
@@ -18,13 +18,7 @@ if TYPE_CHECKING:
 
 
 class BlockingNodes:
-    """Finds where a key must stop, and drops nodes that stand in the way once they have no readers.
-
-    Args:
-        cache: the tree.
-        table: says which nodes are compressed, and which are stale.
-        splittable: spans may be cut anywhere.
-    """
+    """Finds where a key must stop, and drops blocking nodes that have no readers."""
 
     def __init__(self, cache: UnifiedRadixCache, table: PrefixTable, *, splittable: bool) -> None:
         self._cache = cache
@@ -33,21 +27,21 @@ class BlockingNodes:
         self._splittable = splittable
 
     def add_compressed(self) -> None:
-        """The weights changed: nodes compressed so far must not be matched. Those with readers are dropped later."""
+        """Mark all compressed nodes as stale, because the weights changed; drop those without readers."""
         root = self._cache.root_node
         for node in [node for node in self._spans if node.parent is root and node not in self._stale]:
             self._stale.put(node, value=True)
         self.drop_unread()
 
     def drop_unread(self) -> None:
-        """Drop the compressed paths of other weights that have no readers any more."""
+        """Drop stale subtrees without readers."""
         for node, _ in self._stale:
             if node in self._stale:
                 self.drop_subtree(node)
 
     @accounting()
     def drop_subtree(self, node: UnifiedTreeNode) -> bool:
-        """Drop a node with everything below it; False, and nothing dropped, if it is read."""
+        """Drop a node and all its descendants; return False, dropping nothing, if the node has readers."""
         if node.component_data[FULL].lock_ref > 0:
             return False
         subtree = [node]
@@ -55,7 +49,7 @@ class BlockingNodes:
             subtree.extend(step.children.values())
         for step in reversed(subtree):
             result = self._cache.tree_core.evict_device_leaf(step.id, is_write_back=False)
-            while result.device_frees:  # SGLang checks that nothing was left in there
+            while result.device_frees:  # SGLang asserts that both are empty
                 kind, slots = result.device_frees.popitem()
                 self._cache.components[kind].apply_component_action(FreeComponentDeviceSlot(slots, kind))
             while result.cache_actions:
@@ -64,13 +58,13 @@ class BlockingNodes:
         return True
 
     def begins_compressed(self, key: RadixKey) -> bool:
-        """Whether the first token of a key is found in a span."""
+        """Whether the first token of a key is in a span."""
         if len(key) == 0:
             return False
         return self._cache.root_node.children.get(key.child_key_at(0, self._cache.page_size)) in self._spans
 
     def find(self, key: RadixKey) -> UnifiedTreeNode | None:
-        """Return the node that a key must not enter, if there is one: the topmost of what stands and falls with it."""
+        """Return the node that a key must not enter (stale, or owner of an unsplittable segment), or None."""
         if self._splittable and not self._stale:
             return None
         page_size = self._cache.page_size

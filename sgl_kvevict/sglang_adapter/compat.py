@@ -1,4 +1,4 @@
-"""What we rely on in SGLang: the supported version, and every function of it that we hook, each with its reason."""
+"""Supported SGLang versions, and every SGLang function that we hook, with the reason."""
 
 from __future__ import annotations
 
@@ -18,28 +18,20 @@ RESOLUTION = "RESOLUTION"
 
 @dataclass(frozen=True)
 class Hook:
-    """One SGLang function that we wrap.
+    """One SGLang function that we wrap."""
 
-    Attributes:
-        target: dotted path of the function (the only form SGLang resolves for functions and methods alike); for
-            ``RESOLUTION`` the name of a step in which SGLang resolves its arguments.
-        kind: name of the ``HookType``, or ``RESOLUTION``.
-        function: dotted path of our hook, loaded only when SGLang itself is.
-        why: what would go wrong without it.
-    """
-
-    target: str
-    kind: str
-    function: str
-    why: str
+    target: str  # dotted path; with kind RESOLUTION, name of a step in which SGLang resolves its arguments
+    kind: str  # name of a HookType, or RESOLUTION
+    function: str  # dotted path of our hook; imported only when the hook is registered
+    why: str  # what goes wrong without it
 
     def load(self) -> Callable[..., Any]:
-        """Return our hook function."""
+        """Import and return our hook function."""
         hook: Callable[..., Any] = pkgutil.resolve_name(self.function)
         return hook
 
     def register(self) -> None:
-        """Hand the hook to SGLang, which applies it once all plugins are loaded."""
+        """Register the hook; SGLang applies it once all plugins are loaded."""
         from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -72,7 +64,7 @@ LAUNCHER_HOOK = Hook(
     function="sgl_kvevict.sglang_adapter.launching.after_launch_handlers",
     why="a scheduler that refuses a setup would end the launcher with -9 and another line below its reasons",
 )
-"""Registered in the process that starts a server only: SGLang imports the module of each target."""
+"""Registered only in the process that starts a server, because SGLang imports the module of each target."""
 
 HOOKS = (
     POOL_HOOK,
@@ -179,11 +171,7 @@ HOOKS = (
 
 
 def require_supported_sglang() -> None:
-    """Refuse an SGLang that this release was not tested with.
-
-    Raises:
-        UnsupportedSetupError: names the installed and the supported versions.
-    """
+    """Raise :class:`UnsupportedSetupError` if the installed SGLang is not in ``SUPPORTED_SGLANG``."""
     installed = version("sglang")
     if installed not in SUPPORTED_SGLANG:
         supported = ", ".join(SUPPORTED_SGLANG)

@@ -1,4 +1,4 @@
-"""Learned scores of the served model: loaded at start, or learned and written to a file."""
+"""Learned scores of the served model: loaded at start, or learned and saved to a file."""
 
 from __future__ import annotations
 
@@ -38,20 +38,12 @@ AUTO = "auto"
 
 
 class Distilling:
-    """The learner of one scheduler, and the model that its weights belong to.
-
-    Args:
-        config: which weights to load, where to write.
-        ctx: SGLang's, of the tree that is being built.
-        geometry: sizes of this rank.
-        device: of the arena.
-
-    Attributes:
-        learner: holds weights in use, or learns them.
+    """The learner of one scheduler, and the identity of the model that its weights belong to.
 
     Raises:
-        ConfigError: the configured file does not belong to this model, or ``save_score_weights`` cannot be written.
-        UnsupportedSetupError: a file is wanted of a model that cannot be told from others.
+        ConfigError: the configured file belongs to another model, or ``save_score_weights`` cannot be written.
+        UnsupportedSetupError: a file is configured, but the model cannot be identified, or with ``save_score_weights``
+            there are several ranks.
     """
 
     def __init__(
@@ -76,7 +68,7 @@ class Distilling:
         self.learner = ScoreLearner(geometry, rotary, share, config.distill_prefixes, weights, self._least)
 
     def learned(self, result: LessonResult) -> None:
-        """Say what came of a prefix, and write the file once weights are in use."""
+        """Log the result of a lesson, and save the weights once they are in use."""
         if not self._ranks.is_first:
             return
         recall = "" if result.recall is None else f", finds {result.recall:.0%} of what passes keep"
@@ -118,7 +110,7 @@ class Distilling:
         return weights
 
     def _agreed(self, weights: ScoreWeights | None) -> ScoreWeights | None:
-        """The weights if all tensor-parallel ranks found the same: those on other hosts look into other folders."""
+        """The weights if all ranks found the same ones; ranks on other hosts search other folders."""
         digest = 0 if weights is None else weights.digest()
         if self._ranks.largest(digest) == self._least(digest):
             return weights
@@ -127,7 +119,7 @@ class Distilling:
 
 
 def rotary_of(runner: ModelRunner) -> Rotary:
-    """The rotary embedding of the layers without a window; one that turns nothing if they have none, or several."""
+    """Rotary embedding of the layers without a window; one that rotates nothing if there are none or several."""
     try:
         return find_rotary(runner.model, full_layers_of(runner.token_to_kv_pool))
     except UnsupportedSetupError:
@@ -136,7 +128,7 @@ def rotary_of(runner: ModelRunner) -> Rotary:
 
 
 def model_fingerprint(model_path: str, revision: str | None) -> str | None:
-    """Fingerprint of a model's files, wherever SGLang loads them from; None: there are none to know it by."""
+    """Fingerprint of a model's files, wherever SGLang loads them from; None if they cannot be identified."""
     folder = Path(model_path)
     if folder.is_dir():
         return fingerprint_of(folder)

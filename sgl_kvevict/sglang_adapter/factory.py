@@ -1,4 +1,4 @@
-"""Builds the tree, after checking that everything it needs is really in place."""
+"""Builds the tree, after checking that all of our parts are in place."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ logger = logging.getLogger(__name__)
 
 
 def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
-    """Build the compressed tree for one scheduler (SGLang's radix-cache factory ``kvevict``).
+    """Build the compressed tree of one scheduler (SGLang's radix-cache factory ``kvevict``).
 
-    SGLang only logs a plugin part that failed to load, and goes on with its own. So everything is verified here.
+    Checks every part, because SGLang only logs a plugin part that fails to load and uses its own instead.
 
     Raises:
-        UnsupportedSetupError: lists every setting, model property and missing part at once.
+        UnsupportedSetupError: lists every unsupported setting, model property and missing part.
         ConfigError: the configuration is invalid.
     """
     require_supported_sglang()
@@ -93,7 +93,7 @@ def describe(config: KVEvictConfig, geometry: KVGeometry, num_ranks: int) -> str
 
 
 def _full_attention_of(backend: Any) -> Any:
-    """The attention of the layers that are not recurrent: SGLang wraps it where a model has both kinds."""
+    """The full-attention backend; SGLang wraps it if the model also has recurrent layers."""
     return getattr(backend, "full_attn_backend", backend)
 
 

@@ -1,4 +1,4 @@
-"""The readers of a forward: SGLang's request objects, never ids that clients chose."""
+"""Gives a forward its request objects, because clients choose the request ids."""
 
 from __future__ import annotations
 
@@ -13,13 +13,9 @@ if TYPE_CHECKING:
 
 
 class BatchReaders(list[str]):
-    """The request ids of a forward, as SGLang keeps them, and the requests themselves.
+    """A forward's request ids together with the requests, because two live requests may have the same id.
 
-    Two live requests may have one id: clients choose them. SGLang copies a batch's ``rids`` to every view of the
-    batch, so the requests travel with them.
-
-    Args:
-        reqs: the batch's requests, in its order.
+    SGLang copies ``rids`` to every view of a batch, so the requests go along.
     """
 
     def __init__(self, reqs: Sequence[Req]) -> None:
@@ -28,19 +24,15 @@ class BatchReaders(list[str]):
 
 
 def after_init_new(forward_batch: ForwardBatch, _cls: type, batch: ScheduleBatch, *_args: Any, **_kwargs: Any) -> None:
-    """Hook after a forward was made of a scheduler's batch: it knows its requests."""
+    """Hook after a forward is created from a scheduler's batch: attach the requests."""
     if forward_batch.rids is not None:
         forward_batch.rids = BatchReaders(batch.reqs)
 
 
 def readers_of(rids: list[str] | None) -> tuple[Req, ...] | None:
-    """Return the requests of a forward; None for a forward without requests (warm-up).
+    """Return the requests behind ``rids`` of a forward or its view; None in warm-up.
 
-    Args:
-        rids: ``rids`` of the forward, or of a view of it.
-
-    Raises:
-        InvariantError: the forward does not know its requests: the hook was not applied.
+    Raises :class:`InvariantError` if ``rids`` has no requests, because the hook was not applied.
     """
     if rids is None:
         return None

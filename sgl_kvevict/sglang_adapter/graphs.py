@@ -1,4 +1,4 @@
-"""CUDA graphs: refusing kinds that our attention cannot follow, and naming the requests of a replay."""
+"""CUDA graphs: refuses unsupported kinds, and attaches requests to replays."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 def after_attention_backend(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
-    """Resolution hook: graphs that are on by default, and that our attention cannot follow, are switched off.
+    """Resolution hook: switch off default CUDA graphs that our attention does not support.
 
-    A user's own choice is left as it is, and refused with its reason when the backend is built.
+    A user's explicit choice is left, and refused when the backend is built.
     """
     previous(server_args)
     if BACKEND_NAME not in attention_backends_of(resolved_view(server_args)):
@@ -45,18 +45,14 @@ def after_attention_backend(server_args: ServerArgs, previous: Callable[[ServerA
 
 
 def around_replay_view(build: Callable[..., SimpleNamespace], *args: Any, **kwargs: Any) -> SimpleNamespace:
-    """Hook of ``build_replay_fb_view``: the view of a batch that is about to be replayed names its requests."""
+    """Hook of ``build_replay_fb_view``: add the requests to the view of a batch about to be replayed."""
     view = build(*args, **kwargs)
     view.rids = kwargs["forward_batch"].rids
     return view
 
 
 def graph_reasons(attention: str) -> list[str]:
-    """Return one sentence for every setting of CUDA graphs that is not supported.
-
-    Args:
-        attention: the resolved implementation.
-    """
+    """Return a sentence for every unsupported setting of CUDA graphs; ``attention``: the resolved implementation."""
     reasons = []
     if not check_cuda_graph_backend(Phase.PREFILL, Backend.DISABLED):
         reasons.append(

@@ -1,4 +1,4 @@
-"""SGLang's pools: the one that spans are made of, the layers of the model in it, the size of a recurrent state."""
+"""Finds SGLang's full-attention and sliding-window pools, their layers, and the size of a recurrent state."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MAMBA = ComponentType.MAMBA
 
 
 def full_pool_of(pool: KVCache) -> KVCache:
-    """Return the pool of the layers with full attention: the pool itself, or its part where it has several."""
+    """Return the full-attention pool: the pool itself, or its part if SGLang combines several."""
     return pool.full_kv_pool if type(pool) in (SWAKVPool, HybridLinearKVPool) else pool
 
 
 def full_layers_of(pool: KVCache) -> dict[int, int]:
-    """Return the layers whose KV spans are made of: place in the arena by number in the model."""
+    """Return the full-attention layers as {layer number in the model: index in the arena}."""
     if type(pool) is SWAKVPool:
         return {layer: place for layer, (place, has_window) in pool.layers_mapping.items() if not has_window}
     if type(pool) is HybridLinearKVPool:
@@ -32,26 +32,21 @@ def full_layers_of(pool: KVCache) -> dict[int, int]:
 
 
 def window_pool_of(pool: KVCache) -> KVCache | None:
-    """Return the pool of the layers with a sliding window; None: they have none of their own."""
+    """Return the separate pool of the sliding-window layers, or None."""
     return pool.swa_kv_pool if type(pool) is SWAKVPool else None
 
 
 def window_layers_of(pool: KVCache) -> dict[int, int]:
-    """Return the layers of that pool: place in it by number in the model."""
+    """Return the layers of the sliding-window pool as {layer number in the model: index in the pool}."""
     if type(pool) is not SWAKVPool:
         return {}
     return {layer: place for layer, (place, has_window) in pool.layers_mapping.items() if has_window}
 
 
 def state_slots(params: CacheInitParams, k_arena: Tensor) -> Callable[[UnifiedTreeNode], float | None] | None:
-    """Return a function that converts the memory of a node's recurrent state to token slots.
+    """Return a function that converts the memory of a node's recurrent state to token slots; None without such layers.
 
-    Args:
-        params: the tree's.
-        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim]; values take as much.
-
-    Returns:
-        A function that returns None for a node without a state; None: the model has no recurrent layers.
+    The function returns None for a node without a state. ``k_arena``: see :class:`Arena`; V has the same size.
     """
     if MAMBA not in params.tree_components:
         return None

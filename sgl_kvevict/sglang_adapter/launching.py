@@ -1,4 +1,4 @@
-"""Refusals in the process that starts a server, before it starts others; and how it ends when one of these refuses."""
+"""Refuses setups in the launcher process, and ends it cleanly when a scheduler refuses."""
 
 from __future__ import annotations
 
@@ -37,11 +37,9 @@ _COMMANDS = ("launch_server.py", "sglang")
 
 
 def before_resolution(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
-    """Resolution hook, the first step of a server's start: refuse setups that cannot work with all reasons at once.
+    """Resolution hook, first step of a server's start: refuse unsupported setups with all reasons.
 
-    Raises:
-        SystemExit: in a program of SGLang's own; prints the reasons, exit code 1.
-        KVEvictError: in any other program (``sgl.Engine``).
+    Prints them and exits with code 1 in SGLang's own commands; raises :class:`KVEvictError` elsewhere (``sgl.Engine``).
     """
     if BACKEND_NAME in (getattr(server_args, name) for name in BACKENDS):
         is_command = Path(sys.argv[0]).name in _COMMANDS
@@ -57,11 +55,7 @@ def before_resolution(server_args: ServerArgs, previous: Callable[[ServerArgs], 
 
 
 def check_start(server_args: ServerArgs, *, is_command: bool) -> None:
-    """Check the arguments of a server as they were given, and the configuration.
-
-    Args:
-        server_args: not resolved yet.
-        is_command: whether this program will listen on ``--port``.
+    """Check the unresolved server arguments and the configuration; ``is_command``: it will listen on ``--port``.
 
     Raises:
         ConfigError: the configuration is invalid.
@@ -79,9 +73,9 @@ def check_start(server_args: ServerArgs, *, is_command: bool) -> None:
 
 
 def after_launch_handlers(_result: None, server_args: ServerArgs) -> None:
-    """Hook after SGLang's launcher has set its signal handlers: a scheduler that refuses ends the server with code 1.
+    """Hook after SGLang's launcher set its signal handlers: end with exit code 1 if a scheduler refuses.
 
-    SGLang's handler logs another line below the scheduler's reasons and then kills its own process (-9).
+    SGLang's handler logs another line below the scheduler's reasons and kills its own process (-9).
     """
     if server_args.custom_sigquit_handler is None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGQUIT, _end)

@@ -1,4 +1,4 @@
-"""Models with windows and sinks, which SGLang starts only with attention backends on a list of its own."""
+"""Models with windows and sinks, which SGLang starts only with the attention backends on its list."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 LISTED = frozenset({"GptOssForCausalLM", "Exaone4ForCausalLM"})
-"""Architectures with such a list that our attention supports."""
+"""Architectures that our attention supports and for which SGLang has such a list."""
 STAND_IN = "triton"
-"""On every list; the settings that SGLang derives from it suit ours too."""
+"""On every list; the settings that SGLang derives from it are right for ours too."""
 
 
 def around_model_adjustments(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
-    """Resolution hook: while SGLang checks its list, our backend has the name of one that is on it."""
+    """Resolution hook: present our backend as ``STAND_IN`` while SGLang checks its list."""
     is_ours = resolved_view(server_args).attention_backend == BACKEND_NAME
     if not is_ours or model_config_of(server_args).hf_config.architectures[0] not in LISTED:
         previous(server_args)

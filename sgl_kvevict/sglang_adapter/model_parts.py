@@ -1,4 +1,7 @@
-"""Finds parts of a model: rotary embedding, output projections, sliding windows, scales of fp8 KV."""
+"""Finds parts of a model: rotary embedding, output projections, sliding windows, FP8 KV scales.
+
+``places`` is {layer number in the model: index in the KV pool} everywhere.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,14 @@ from sgl_kvevict.geometry import UNSCALED, KVGeometry, KVScales
 from sgl_kvevict.policies.signals import output_gram
 
 PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of weights without scales beside them."""
+"""Weight dtypes without separate scales."""
 
 
 def find_rotary(model: nn.Module, places: Mapping[int, int]) -> Rotary:
-    """Return the one rotary embedding that the layers without a window share.
+    """Return the rotary embedding that all layers without a window share.
 
-    It is empty where only layers with a window rotate their keys (Exaone 4, Command R7B).
-
-    Args:
-        model: SGLang's model.
-        places: of the KV pool's layers in it, by number in the model.
-
-    Raises:
-        UnsupportedSetupError: the model has none, or such layers with different ones.
+    Empty if only layers with a window rotate keys (Exaone 4, Command R7B). Raises :class:`UnsupportedSetupError` if
+    these layers have none, or different ones.
     """
     parts = [module for module in model.modules() if any(_is_full(child, places) for child in module.children())]
     found: list[Any] = [child for part in parts for child in part.children() if _is_rotary(child)]
@@ -57,7 +54,7 @@ def _is_rotary(module: nn.Module) -> bool:
 
 
 def _turns_keys(attention: nn.Module) -> bool:
-    """Whether an attention without a window rotates its keys; models that do not have an attribute that says so."""
+    """Whether attention without a window rotates its keys; for the models with an attribute that says so."""
     if hasattr(attention, "force_rope"):  # Cohere 2 MoE
         return bool(attention.force_rope)
     if hasattr(attention, "apply_rope_all_layers"):  # Exaone MoE
@@ -69,20 +66,12 @@ def _turns_keys(attention: nn.Module) -> bool:
 
 
 def _layers_of(model: nn.Module, places: Mapping[int, int]) -> list[RadixAttention]:
-    """Layers with attention of one KV pool, in its order; ``places``: place in it by number in the model."""
     layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
     return sorted((layer for layer in layers if layer.layer_id in places), key=lambda layer: places[layer.layer_id])
 
 
 def find_kv_scales(model: nn.Module, places: Mapping[int, int]) -> KVScales:
-    """Return what a stored 1 of fp8 KV is worth in each layer, as the checkpoint (or a file of scales) says; else 1.
-
-    SGLang has read it into ``k_scale_float`` and ``v_scale_float`` of the layers.
-
-    Args:
-        model: SGLang's model, loaded.
-        places: of the KV pool's layers in it, by number in the model.
-    """
+    """Return FP8 scales per layer, 1.0 if absent; SGLang loaded them from the checkpoint or a file of scales."""
     layers = _layers_of(model, places)
     k, v = (
         tuple(float(getattr(layer, name) or 1.0) for layer in layers) for name in ("k_scale_float", "v_scale_float")
@@ -91,20 +80,16 @@ def find_kv_scales(model: nn.Module, places: Mapping[int, int]) -> KVScales:
 
 
 def find_windows(model: nn.Module, places: Mapping[int, int]) -> tuple[int, ...]:
-    """Return what :attr:`KVGeometry.windows` says of the layers of a KV pool; () if none has a window.
+    """Return :attr:`KVGeometry.windows` of a KV pool; () if no layer has a window.
 
-    SGLang counts the keys that a query sees besides its own, and has -1 where there is no window.
-
-    Args:
-        model: SGLang's model.
-        places: the index of each of the pool's layers, by its number in the model.
+    SGLang's ``sliding_window_size`` excludes the query's own key, and is -1 without a window.
     """
     windows = tuple(max(layer.sliding_window_size, -1) + 1 for layer in _layers_of(model, places))
     return windows if any(windows) else ()
 
 
 def find_sink_dtype(model: nn.Module) -> torch.dtype | None:
-    """Return the dtype of the sink logits that lie beside a model's attention layers; None if there are none."""
+    """Return the dtype of the model's attention sink logits; None if there are none."""
     for module in model.modules():
         sinks = getattr(module, "sinks", None)
         if isinstance(sinks, Tensor) and any(isinstance(child, RadixAttention) for child in module.children()):
@@ -113,18 +98,10 @@ def find_sink_dtype(model: nn.Module) -> torch.dtype | None:
 
 
 def find_output_grams(model: nn.Module, geometry: KVGeometry, places: Mapping[int, int]) -> Tensor:
-    """Return the :func:`output_gram` of every layer.
-
-    Args:
-        model: SGLang's model.
-        geometry: sizes of this rank.
-        places: of the KV pool's layers in it, by number in the model.
-
-    Returns:
-        [num_layers, num_kv_heads, head_dim, head_dim], float32.
+    """Return :func:`output_gram` of every layer: [num_layers, num_kv_heads, head_dim, head_dim], float32.
 
     Raises:
-        UnsupportedSetupError: attention layers without one output projection of plain weights beside them.
+        UnsupportedSetupError: an attention layer lacks a single unquantised output projection beside it.
     """
     grams: dict[int, Tensor] = {}
     for module in model.modules():

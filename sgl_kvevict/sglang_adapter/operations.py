@@ -1,4 +1,4 @@
-"""Operations on a whole server (flush, abort, change of weights): scoring passes end before them."""
+"""Hooks on whole-server operations (flush, abort, weight change): scoring passes end first."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _NoRid(str):
 
 
 def around_abort(original: Callable[..., None], scheduler: Scheduler, recv_req: AbortReq) -> None:
-    """Hook around aborts: SGLang aborts every request whose id begins with a client's, but not a scoring pass."""
+    """Hook around aborts, which match request ids by prefix: exclude scoring passes, except from ``abort_all``."""
     tree = scheduler.tree_cache
     scoring = tree.manager.scoring if isinstance(tree, KVEvictTree) else None
     running = None if scoring is None else scoring.running
@@ -47,16 +47,16 @@ def around_abort(original: Callable[..., None], scheduler: Scheduler, recv_req: 
 
 
 def before_flush(scheduler: Scheduler, *_args: Any, **_kwargs: Any) -> None:
-    """Hook before the cache is flushed: passes end if nothing else runs, so that the server is idle."""
+    """Hook before a flush: end passes if nothing else runs, so that the server is idle."""
     tree = scheduler.tree_cache
     if isinstance(tree, KVEvictTree) and tree.manager.scoring is not None:
         end_passes(scheduler, tree)
 
 
 def before_unload(scheduler: Scheduler, recv_req: UnloadLoRAAdapterReqInput, *_args: Any, **_kwargs: Any) -> None:
-    """Hook before a LoRA adapter is unloaded: a pass that uses it goes on without it, so SGLang need not wait for it.
+    """Hook before a LoRA adapter is unloaded: detach it from the running pass, so SGLang need not wait for it.
 
-    The result of the pass is unused: a reloaded adapter gets a new namespace.
+    Its result is unused: a reloaded adapter gets a new namespace.
     """
     tree = scheduler.tree_cache
     scoring = tree.manager.scoring if isinstance(tree, KVEvictTree) else None
@@ -67,7 +67,7 @@ def before_unload(scheduler: Scheduler, recv_req: UnloadLoRAAdapterReqInput, *_a
 def around_session_change(
     original: Callable[..., Any], manager: SchedulerWeightUpdaterManager, *args: Any, **kwargs: Any
 ) -> Any:
-    """Hook around changes of weights that need a session: without one SGLang refuses them, and the cache stays."""
+    """Hook around weight changes that need a session; SGLang refuses them without one, so the cache stays."""
     if manager._session is None:
         return original(manager, *args, **kwargs)
     return around_change(original, manager, *args, **kwargs)
@@ -76,11 +76,11 @@ def around_session_change(
 def around_change(
     original: Callable[..., Any], manager: SchedulerWeightUpdaterManager, *args: Any, **kwargs: Any
 ) -> Any:
-    """Hook around every operation that may change the weights, or needs an idle server.
+    """Hook around every operation that may change the weights or needs an idle server.
 
-    Passes end before it. After it no compressed prefix, score or observation is left, even where SGLang keeps its own
-    cache (``flush_cache=False``, or a refused flush): entries were selected by the old weights. Also after a change
-    that failed, since a part of the new weights may be loaded.
+    Ends passes first. Afterwards forgets all compressed prefixes, scores and observations, even if SGLang keeps its
+    cache (``flush_cache=False``, or a refused flush), because the old weights selected the entries. Also after a
+    failure, which may have loaded part of the weights.
     """
     scheduler = manager.scheduler
     tree = None if scheduler is None else scheduler.tree_cache
@@ -95,7 +95,7 @@ def around_change(
 
 
 def end_passes(scheduler: Scheduler, tree: KVEvictTree) -> None:
-    """End the waiting pass, and the running one if no other request runs, so that the server is idle."""
+    """End the waiting pass, and the running one if no other request runs."""
     scoring = tree.manager.scoring
     assert scoring is not None
     scoring.withdraw(SchedulerPasses(scheduler))

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 QUIET_TURNS = 500
-"""Turns of a scheduler that spins while it has nothing to do: 0.14 s at the 3,500 a second counted on a busy CPU."""
+"""Idle turns of a spinning scheduler: 0.14 s at the 3,500 turns per second measured on a busy CPU."""
 QUIET_WAITS = 1
-"""Turns of one that sleeps then (``--sleep-on-idle``): up to a second each, or until a message comes."""
+"""Idle turns of a sleeping scheduler (``--sleep-on-idle``): up to 1 s each, or until a message arrives."""
 
 _NUMBERS = itertools.count(1)
 
@@ -31,11 +31,8 @@ _NUMBERS = itertools.count(1)
 class SchedulerPasses:
     """Implements :class:`sgl_kvevict.lifecycle.ports.PassPort`.
 
-    A pass is an ordinary request to the scheduler: admission, chunked prefill, aborts and the overlap schedule need
-    nothing new. It is answered to no one and inserted nowhere, so exactly its own slots come back.
-
-    Args:
-        scheduler: SGLang's.
+    A pass is an ordinary request, so admission, chunked prefill, aborts and overlap work as usual. It gets no answer
+    and inserts nothing, so exactly its own slots are released.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -43,49 +40,49 @@ class SchedulerPasses:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The model's; None on a server without one."""
+        """The model's tokenizer; None on a server without one."""
         tokenizer: PreTrainedTokenizerBase | None = self._scheduler.tokenizer
         return tokenizer
 
     @property
     def room(self) -> int:
-        """Tokens that a pass must stay below."""
+        """Exclusive upper bound on a pass's tokens."""
         scheduler = self._scheduler
         return int(min(scheduler.max_req_input_len, scheduler.tree_cache.token_to_kv_pool_allocator.size))
 
     @property
     def num_users(self) -> int:
-        """Requests that wait to be admitted, or run, once each; asked for while no pass waits or runs."""
+        """Number of distinct waiting or running requests; only called while no pass waits or runs."""
         scheduler = self._scheduler
         return len(scheduler.waiting_queue) + sum(not req.finished() for req in set(admitted(scheduler)))
 
     @property
     def was_prefill(self) -> bool:
-        """The last batch was a prefill, and no part of it the requests that are decoding."""
+        """Whether the last batch was a prefill that delayed decoding requests."""
         last = self._scheduler.last_batch
         return last is not None and last.forward_mode.is_extend() and bool(self._scheduler.running_batch.reqs)
 
     @property
     def quiet_turns(self) -> int:
-        """Turns, not time: every rank makes the same number of them.
+        """Turns without users before the server counts as idle; all ranks make the same number of turns.
 
-        Asked of the setting: the scheduler's ``idle_sleeper`` is there on the first rank only, for which all wait.
+        Read from the setting, because only the first rank has ``idle_sleeper``.
         """
         return QUIET_WAITS if get_device().sleep_on_idle else QUIET_TURNS
 
     @property
     def is_paused(self) -> bool:
-        """Nothing new may be started, on any rank: each gives up waiting for a flush by its own clock."""
+        """Whether nothing may be started. Agreed between ranks: each ends its wait for a flush by its own clock."""
         is_flushing = self._scheduler.flush_wrapper._pending is not None
         return bool(self._scheduler._engine_paused) or self._scheduler.tree_cache.ranks.largest(is_flushing) > 0
 
     def start(self, node: UnifiedTreeNode, probe: Sequence[int]) -> Req:
-        """Queue a pass, complete, but not through the public entrance and its limits for users."""
+        """Queue a complete request directly, bypassing the checks and limits for clients."""
         scheduler = self._scheduler
         sampling = SamplingParams(max_new_tokens=0, temperature=0)
         sampling.normalize(None)
         req = Req(
-            f"{scheduler.tree_cache.pass_name}-{next(_NUMBERS)}",  # for logs: nothing of ours is known by its name
+            f"{scheduler.tree_cache.pass_name}-{next(_NUMBERS)}",  # for logs only
             "",
             array("q", [*tokens_of(path_to(node)), *probe]),
             sampling,
@@ -107,18 +104,18 @@ class SchedulerPasses:
         return req
 
     def state(self, reader: Req) -> PassState:
-        """Where a pass is that has not ended."""
+        """State of a pass that has not ended."""
         if reader.kv.holds_kv:
             return PassState.RUNNING
         return PassState.WAITING if reader in self._scheduler.waiting_queue else PassState.GONE
 
     def withdraw(self, reader: Req) -> None:
-        """Take a pass that waits out of the queue."""
+        """Remove a waiting pass from the queue."""
         self._scheduler.waiting_queue.remove(reader)
 
 
 def _adapter_of(scheduler: Scheduler, extra_key: str | None) -> str | None:
-    """LoRA adapter whose namespace a prefix is in: SGLang puts its id at the end of the key that a client named."""
+    """LoRA adapter of a prefix's namespace: SGLang appends its id to the client's ``extra_key``."""
     if not scheduler.enable_lora or extra_key is None:
         return None
     loaded: Iterable[str] = scheduler.tp_worker.model_runner.lora_manager.lora_refs
@@ -126,13 +123,13 @@ def _adapter_of(scheduler: Scheduler, extra_key: str | None) -> str | None:
 
 
 def admitted(scheduler: Scheduler) -> list[Req]:
-    """Requests that were in the last batch, run, or are in the middle of their prefill; some twice, some finished."""
+    """Requests running, in the last batch or in chunked prefill; may contain duplicates and finished ones."""
     found = [*scheduler.running_batch.reqs, *(scheduler.last_batch.reqs if scheduler.last_batch else ())]
     return found if scheduler.chunked_req is None else [*found, scheduler.chunked_req]
 
 
 def after_ingest(_result: object, scheduler: Scheduler, *_args: object, **_kwargs: object) -> None:
-    """Hook after SGLang took in new requests, the one place of every turn of its loop: between two steps."""
+    """Hook after SGLang took in new requests: runs once per turn of the loop, between two steps."""
     tree = scheduler.tree_cache
     if isinstance(tree, KVEvictTree):
         tree.clock.tick()

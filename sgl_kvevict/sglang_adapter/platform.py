@@ -8,10 +8,9 @@ from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities
 
 
 class KVEvictCpuPlatform(CpuSRTPlatform):
-    """Runs stock SGLang on any CPU; select it with ``SGLANG_PLATFORM=kvevict_cpu`` and ``--device cpu``.
+    """Runs stock SGLang on any CPU, with ``SGLANG_PLATFORM=kvevict_cpu`` and ``--device cpu``.
 
-    SGLang's in-tree CPU path needs an AMX build of its kernels. As an out-of-tree platform SGLang takes its generic
-    torch code paths instead.
+    SGLang's own CPU path needs an AMX build of its kernels; out-of-tree platforms use its generic torch code.
     """
 
     _enum = PlatformEnum.OOT
@@ -30,7 +29,7 @@ class KVEvictCpuPlatform(CpuSRTPlatform):
         return "eager"
 
     def get_kv_pool_cls(self, *, kind: KVPoolKind) -> type | None:
-        """Return the arena pool when our backend serves, else None (SGLang's own pool)."""
+        """Return the arena pool if our backend is selected, else None (SGLang's pool)."""
         from sgl_kvevict.sglang_adapter.arena import ArenaKVPool, kvevict_is_selected
 
         return ArenaKVPool if kind == "mha" and kvevict_is_selected() else None

@@ -1,4 +1,4 @@
-"""Entry points that SGLang calls; they run in every SGLang process and must stay cheap and re-entrant."""
+"""Entry points that SGLang calls in every process; they must be cheap and safe to call repeatedly."""
 
 from __future__ import annotations
 
@@ -13,22 +13,18 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-"""Capacities of oneDNN's and PyTorch's caches of compiled matrix products; both are 1024 by default."""
+"""Capacities of oneDNN's and PyTorch's caches of compiled matrix products; the default of both is 1024."""
 KERNEL_CACHE_ENTRIES = 128
-"""One entry, 0.6 MB of machine code, for each shape of weights and number of tokens in a forward in bfloat16. So with
-requests of random lengths a scheduler grew by up to 1 GB; with 128 entries by 0.15 GB. A forward that misses compiles
-for 2 to 3 ms."""
+"""bfloat16 takes one entry (0.6 MB of machine code) per weight shape and number of tokens in a forward. With random
+request lengths a scheduler grew by up to 1 GB, with 128 entries by 0.15 GB. A miss compiles for 2 to 3 ms."""
 CPU_PLATFORM_CLASS = "sgl_kvevict.sglang_adapter.platform.KVEvictCpuPlatform"
 
 
 def register() -> None:
-    """Register tree, attention backend and hooks under the name ``kvevict`` (entry point ``sglang.srt.plugins``).
+    """Register tree, attention backend and hooks as ``kvevict`` (entry point ``sglang.srt.plugins``).
 
-    SGLang only logs an exception raised here and goes on without the plugin; selecting the backend by name then
-    fails with "not registered", so a failure is never silent.
-
-    Raises:
-        UnsupportedSetupError: the installed SGLang is outside the supported range.
+    SGLang only logs an exception raised here (:class:`UnsupportedSetupError` for an unsupported SGLang version);
+    selecting the backend then fails with "not registered".
     """
     require_supported_sglang()
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
@@ -45,13 +41,9 @@ def register() -> None:
 
 
 def cpu_platform() -> str | None:
-    """Offer the CPU platform (entry point ``sglang.srt.platforms``, name ``kvevict_cpu``).
+    """Return our CPU platform if ``SGLANG_PLATFORM=kvevict_cpu``, else None (entry point ``sglang.srt.platforms``).
 
-    Where it is chosen, the caches of compiled matrix products are bounded, unless the environment sets them.
-
-    Returns:
-        The platform class path when ``SGLANG_PLATFORM`` asks for it, else None: another machine's own platform
-        must never be displaced by installing this package.
+    If selected, it also limits the caches of compiled matrix products, unless the environment already does.
     """
     from sglang.srt.environ import envs
 

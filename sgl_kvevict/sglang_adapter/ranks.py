@@ -1,4 +1,4 @@
-"""Tensor parallelism: schedulers that hold the same tree, each with the KV of its own share of the heads."""
+"""Tensor-parallel ranks: schedulers with the same tree, each with the KV of its own heads."""
 
 from __future__ import annotations
 
@@ -15,35 +15,23 @@ if TYPE_CHECKING:
 
 
 class TensorRanks:
-    """What the ranks tell each other.
+    """Exchange of numbers between the ranks; all must call a method at the same point.
 
-    Every rank takes the same decisions in the same order, because they follow from tree and queue alone. Only numbers
-    that follow from what a rank's own heads kept have to be agreed on. All ranks must call a method at the same point.
-
-    Args:
-        group: the ranks, on a backend that moves CPU tensors; None: there is only one.
-
-    Attributes:
-        size: number of ranks.
-        rank: of this process, from 0.
-        is_first: this rank does what is to be done once (sockets, metrics, log lines).
+    All ranks take the same decisions in the same order, from tree and queue alone. Only numbers that depend on what a
+    rank's heads kept need agreement. Without a ``group`` (for CPU tensors) there is a single rank.
     """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self._group = group
         self.size = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
-        self.is_first = self.rank == 0
+        self.is_first = self.rank == 0  # it handles sockets, metrics and logs
 
     def largest(self, value: int, *same: int) -> int:
         """Largest ``value`` of all ranks.
 
-        Args:
-            value: this rank's number.
-            same: numbers that must be equal on all ranks, as many on each: a check that their trees are.
-
-        Raises:
-            InvariantError: the ranks differ in one of ``same``; to go on would corrupt answers.
+        Raises :class:`InvariantError` if the ranks differ in one of ``same`` (as many on each), because continuing with
+        different trees would corrupt answers.
         """
         if self.size == 1:
             return value
@@ -58,7 +46,7 @@ class TensorRanks:
         return int(result)
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return every rank's numbers, by rank; as many on each."""
+        """Return every rank's numbers, by rank; the count must be the same on each."""
         if self.size == 1:
             return [list(numbers)]
         mine = torch.tensor(numbers, dtype=torch.int64)

@@ -1,6 +1,6 @@
-"""Models, KV pools and settings that compressed prefixes do not support, each with its reason.
+"""Models, KV pools and settings that are not supported: every function returns one sentence per reason.
 
-A scheduler finds them when it has loaded the model. What is known before is in ``start_checks.py``.
+They are checked after the model is loaded; checks before that are in ``start_checks.py``.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _MODEL_CHECKS: tuple[tuple[Callable[[ModelConfig], bool], str], ...] = (
 
 
 def model_reasons(model_config: ModelConfig) -> list[str]:
-    """Return one sentence for every property of the model that is not supported."""
+    """Unsupported properties of the model."""
     return [reason for applies, reason in _MODEL_CHECKS if applies(model_config)]
 
 
 def place_reasons(config: KVEvictConfig, policy: Policy | None, ctx: TreeCacheBuildContext) -> list[str]:
-    """Return one sentence for everything that is not supported with a window's own KV pool or recurrent layers.
+    """What is unsupported with a separate sliding-window pool or recurrent layers.
 
-    A prompt of such a model continues a cached prefix only where a window, or a state, is stored.
+    Prompts of such a model continue a cached prefix only where a window, or a state, is stored.
     """
     reasons = []
     if ctx.is_hybrid_swa and ctx.full_tokens_per_layer == 0:
@@ -81,12 +81,7 @@ def place_reasons(config: KVEvictConfig, policy: Policy | None, ctx: TreeCacheBu
 
 
 def machine_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Return one sentence for everything that the machine lacks; what a server may do without is logged.
-
-    Args:
-        device: of this process.
-        dtype: of the model.
-    """
+    """What the machine lacks for a process on ``device`` and a model of ``dtype``; optional parts are only logged."""
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
     reasons = []
     for check in check_machine(
@@ -95,13 +90,13 @@ def machine_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
         sentence = f"{check.name}: {check.found} ({check.mend})"
         if check.state == "missing" and check.name not in BUILD_TOOLS:
             reasons.append(sentence)
-        elif check.state != "ok" and "memory" not in check.name:  # the pool has its memory by now
+        elif check.state != "ok" and "memory" not in check.name:  # the pool is allocated already
             logger.warning("kvevict: %s", sentence)
     return reasons
 
 
 def layer_reasons(model: nn.Module) -> list[str]:
-    """Return one sentence for every variant of attention in the model that is not supported."""
+    """Unsupported variants of attention in the model."""
     layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
     reasons = []
     if any(layer.logit_cap for layer in layers):
@@ -112,7 +107,7 @@ def layer_reasons(model: nn.Module) -> list[str]:
 
 
 def policy_reasons(policy: Policy | None, head_dim: int, device: torch.device) -> list[str]:
-    """Return one sentence if the device's kernels cannot pool as the policy asks."""
+    """Whether the device's kernels can pool as the policy asks."""
     scorer = None if policy is None else policy.scorer
     if device.type != "cuda" or not isinstance(scorer, WindowAttentionScorer):
         return []
@@ -126,7 +121,7 @@ def policy_reasons(policy: Policy | None, head_dim: int, device: torch.device) -
 
 
 def generation_reasons(config: KVEvictConfig, policy: Policy | None, server_args: ServerArgs, device: str) -> list[str]:
-    """Return one sentence for everything that does not work with ``decode_block``."""
+    """What does not work with ``decode_block``."""
     if config.decode_block is None or policy is None:
         return []
     reasons = []
@@ -143,7 +138,7 @@ def generation_reasons(config: KVEvictConfig, policy: Policy | None, server_args
 
 
 def window_reasons(config: KVEvictConfig, policy: Policy | None, geometry: KVGeometry) -> list[str]:
-    """Return one sentence for everything that is not supported in layers with a sliding window."""
+    """What is unsupported in layers with a sliding window."""
     if policy is None or not geometry.has_windows:
         return []
     reasons = []
@@ -159,9 +154,9 @@ def window_reasons(config: KVEvictConfig, policy: Policy | None, geometry: KVGeo
 
 
 def pool_reasons(pool: Any) -> list[str]:
-    """Return one sentence for every property of SGLang's KV pool that is not supported."""
+    """Unsupported properties of SGLang's KV pool."""
     reasons = []
-    if pool.page_size != 1:  # SGLang may choose it where the argument is left out
+    if pool.page_size != 1:  # SGLang may choose it if the argument is omitted
         reasons.append(
             f"--page-size is {pool.page_size}, only 1 is supported: spans are packed into single token slots"
         )

@@ -1,4 +1,4 @@
-"""Refuses requests with status 400 that the server cannot serve, before SGLang queues them."""
+"""Refuses requests that the server cannot serve with status 400, before SGLang queues them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ QUESTIONS = f"custom_params.{REQUEST_KEY}.questions"
 
 
 def before_queueing(scheduler: Scheduler, req: Req, *_args: object, **_kwargs: object) -> None:
-    """Hook before SGLang queues a request: one that cannot be served is answered with status 400 and the reason."""
+    """Hook before SGLang queues a request: answer unsupported ones with status 400 and the reason."""
     tree = scheduler.tree_cache
     if not isinstance(tree, KVEvictTree):
         return
     limit = scheduler.max_queued_requests
     if limit is not None and len(scheduler.waiting_queue) >= limit and tree.manager.scoring is not None:
-        tree.manager.scoring.withdraw(SchedulerPasses(scheduler))  # a waiting pass takes no place in the queue
+        tree.manager.scoring.withdraw(SchedulerPasses(scheduler))  # it must not take a client's place
     with tree.guard.at(Place.OPTIONS) as attempt:
         reason = refusal(scheduler, tree, req)
         if reason is not None:
@@ -45,10 +45,7 @@ def before_queueing(scheduler: Scheduler, req: Req, *_args: object, **_kwargs: o
 
 
 def around_beams(original: Callable[..., str | None], coordinator: BeamCoordinator, *args: Any) -> str | None:
-    """Hook around SGLang's check of a beam search: refused with status 400.
-
-    Rows of beams have no ``Req``, so they cannot be rewritten when the prefix that they read is compressed.
-    """
+    """Hook around SGLang's check of a beam search: refuse it. Beam rows have no ``Req``, so no row can be rewritten."""
     if isinstance(coordinator.tree_cache, KVEvictTree):
         return BEAMS
     return original(coordinator, *args)
@@ -71,14 +68,9 @@ def refusal(scheduler: Scheduler, tree: KVEvictTree, req: Req) -> str | None:
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
-    """Check a prompt's token ids: any other than the model's makes its embedding raise, which ends the server.
+    """Check a prompt's token ids (int64); one outside ``[0, vocab_size)`` raises in the forward and ends the server.
 
-    Args:
-        tokens: int64; an ``array`` is not copied.
-        vocab_size: rows of the model's embedding.
-
-    Raises:
-        ConfigError: no tokens, or an id outside ``[0, vocab_size)``; names the first.
+    Raises :class:`ConfigError` with the first such id, or if there are no tokens. An ``array`` is not copied.
     """
     ids = np.asarray(tokens, dtype=np.int64)
     if not len(ids):
@@ -90,11 +82,7 @@ def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
 
 
 def check_sampling(req: Req, vocab_size: int) -> None:
-    """Check what SGLang 0.5.23 accepts of a request and then fails on in the batch, which ends the server.
-
-    Raises:
-        ConfigError: names the first such field.
-    """
+    """Raise :class:`ConfigError` for fields that SGLang 0.5.23 accepts, but that end the server in the batch."""
     sampling = req.sampling_params
     if sampling.top_k > INT32_MAX:
         raise ConfigError(f"top_k: got {sampling.top_k}; allowed: -1, or 1 to {INT32_MAX}")
@@ -138,7 +126,7 @@ def _check_questions(options: RequestOptions, scheduler: Scheduler, tree: KVEvic
 
 
 def _num_tokens(options: RequestOptions, scheduler: Scheduler, limit: int) -> int:
-    """Tokens of all questions, counted until they are more than ``limit``."""
+    """Tokens of all questions; counting stops above ``limit``."""
     num_tokens = 0
     for probe in question_probes(scheduler.tokenizer, options.questions):
         num_tokens += len(probe)

@@ -1,4 +1,4 @@
-"""The store of one scheduler: its identity, and the queued requests that wait for it."""
+"""The store of one scheduler: its identity, and queued requests that wait for it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.0005
-"""How long the scheduler lets other threads run when all it could do is wait for the store."""
+"""Sleep of the scheduler, to let other threads run, when all requests wait for the store."""
 ROTARY_POSITIONS = 256
 SHUTDOWN_S = 10.0
-"""How long a server that stops writes what waits; SGLang kills a scheduler that takes 15 s to leave."""
+"""Time limit for pending writes at shutdown; SGLang kills a scheduler after 15 s."""
 _ADAPTER_ID = re.compile(r"[0-9a-f]{32}\Z")
 
 
@@ -42,12 +42,6 @@ def open_access(
     config: KVEvictConfig, ctx: TreeCacheBuildContext, geometry: KVGeometry, dtype: torch.dtype
 ) -> StoreAccess | None:
     """Open the configured store; None if there is none.
-
-    Args:
-        config: says where it is.
-        ctx: SGLang's, of the tree that is to be built.
-        geometry: sizes of this rank.
-        dtype: of the arena.
 
     Raises:
         UnsupportedSetupError: the model has no files that identify it.
@@ -77,7 +71,7 @@ def identity_of(
     fingerprint: str,
     rotary: Rotary,
 ) -> StoreIdentity:
-    """Everything that must be the same for another server to use what this one stores."""
+    """Everything that must be equal for another server to use the segments that this one stores."""
     model, ranks = ctx.model_config, TensorRanks(ctx.params.attn_tp_cache_group)
     kept = ("policy", "policy_options", "budget", "budget_includes_tail", "tail_tokens", "sink_tokens")
     policy = {name: getattr(config, name) for name in kept} | {"shares": config.shares}
@@ -104,17 +98,16 @@ def identity_of(
 
 
 def _settings_of(hf_config: Any) -> str:
-    """A model's configuration, with what the command line changed of it, and without where it was found."""
+    """The model's configuration with command-line overrides, without its path."""
     values: dict[str, Any] = hf_config.to_dict()
     known = {name: value for name, value in values.items() if name[0] != "_" and name != "transformers_version"}
     return json.dumps(known, sort_keys=True, default=str)
 
 
 def without_adapter(extra_key: str | None) -> bool:
-    """Whether a namespace is none of a LoRA adapter's, on a server that has them.
+    """Whether a namespace belongs to no LoRA adapter, on a server that has them.
 
-    SGLang puts an adapter's id, 32 hexadecimal digits, at the end of the key that a client named. It says where the
-    adapter came from, or when; what its weights are it does not say.
+    SGLang appends an adapter's id (32 hexadecimal digits) to the client's key. The id does not identify the weights.
     """
     return extra_key is None or _ADAPTER_ID.search(extra_key) is None
 
@@ -122,7 +115,7 @@ def without_adapter(extra_key: str | None) -> bool:
 def after_queueing(
     _result: None, scheduler: Scheduler, req: Req, is_retracted: bool = False, *_args: object, **_kwargs: object
 ) -> None:
-    """Hook after a request was queued: what the store knows of its prompt is fetched while it waits."""
+    """Hook after a request was queued: fetch what the store has of its prompt meanwhile."""
     tree = scheduler.tree_cache
     loading = tree.manager.loading if isinstance(tree, KVEvictTree) else None
     if loading is None or is_retracted or req.to_finish is not None or tree.manager.readers.is_exact(req):
@@ -132,10 +125,9 @@ def after_queueing(
 
 
 def around_admission(original: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
-    """Hook around the choice of what is prefilled next: requests that wait for the store are passed over.
+    """Hook around the choice of the next prefill: skip requests that wait for the store.
 
-    So does SGLang with requests whose pages it fetches from a storage of its own. Meanwhile they stay in the queue for
-    aborts, flushes and counts.
+    They stay in the queue for aborts, flushes and counts, as in SGLang's own fetches from storage.
     """
     tree = scheduler.tree_cache
     loading = tree.manager.loading if isinstance(tree, KVEvictTree) else None
@@ -155,7 +147,7 @@ def around_admission(original: Callable[..., Any], scheduler: Scheduler, *args: 
 
 
 def after_shutdown(_result: None, scheduler: Scheduler, *_args: object, **_kwargs: object) -> None:
-    """Hook after SGLang asked a scheduler to leave, when the last request has ended: what waits is written."""
+    """Hook after SGLang shut a scheduler down, with no request left: write pending segments."""
     tree = scheduler.tree_cache
     if not isinstance(tree, KVEvictTree) or tree.manager.access is None:
         return
@@ -168,7 +160,7 @@ def after_shutdown(_result: None, scheduler: Scheduler, *_args: object, **_kwarg
 
 
 def in_order(before: list[Req], waiting: set[Req], left: list[Req]) -> list[Req]:
-    """The queue after some requests were admitted: those passed over keep their place."""
+    """The queue after an admission; requests that were skipped keep their place."""
     order = {req: number for number, req in enumerate(before)}
     rest = [req for req in before if req in waiting]
     merged: list[Req] = []

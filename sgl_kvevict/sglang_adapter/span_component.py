@@ -1,4 +1,4 @@
-"""The full-attention part of SGLang's unified tree, with nodes that hold spans."""
+"""Full-attention component of SGLang's unified tree, for nodes that may hold spans."""
 
 from __future__ import annotations
 
@@ -25,12 +25,8 @@ FULL = ComponentType.FULL
 class SpanComponent(FullComponent):
     """Full attention whose values may be spans.
 
-    A compressed node keeps its key; its value is a filler of zeros (the padding slot) of the same length, so lengths
-    stay logical everywhere in SGLang's code. Its sizes ask :meth:`reclaimable_value_len`: token slots held.
-
-    Args:
-        cache: the tree; its ``manager`` knows the spans.
-        params: SGLang's construction parameters.
+    A compressed node keeps its key; its value is zeros (the padding slot) of the same length, so lengths stay logical
+    in SGLang's code. Sizes come from :meth:`reclaimable_value_len`, in token slots held.
     """
 
     def __init__(self, cache: Any, params: CacheInitParams) -> None:
@@ -42,7 +38,7 @@ class SpanComponent(FullComponent):
         self._wanted = 0
 
     def reclaimable_value_len(self, node: UnifiedTreeNode) -> int:
-        """Token slots that a node carries in the accounting."""
+        """Token slots that a node has in the accounting."""
         span = self._spans.at(node)
         if span is not None:
             return span.charged_slots
@@ -50,7 +46,7 @@ class SpanComponent(FullComponent):
         return 0 if value is None else len(value)
 
     def redistribute_on_node_split(self, new_parent: UnifiedTreeNode, child: UnifiedTreeNode) -> None:
-        """A node was cut: both halves keep their part of the value, and of the span."""
+        """Divide a node's value, and its span, between both halves."""
         super().redistribute_on_node_split(new_parent, child)
         self._manager.split(new_parent, child)
 
@@ -63,12 +59,11 @@ class SpanComponent(FullComponent):
         cache_actions: list[CacheAction | ComponentAction],
         target: EvictLayer = EvictLayer.DEVICE,
     ) -> tuple[int, int]:
-        """A leaf is dropped: hand its slots to SGLang, which frees them; the same for what a repack saves.
+        """Drop a leaf; its slots, and those saved by a repack, are appended to ``device_frees``.
 
-        Returns:
-            Token slots that come back on the device, and on the host.
+        Returns the token slots released on the device, and on the host.
         """
-        is_short = any(part.is_evict_device_ongoing for part in self.tree_core.components)  # else it was replaced
+        is_short = any(part.is_evict_device_ongoing for part in self.tree_core.components)  # else it is being replaced
         if self._order is not None and is_short:
             self._order.gave_way(self._order.get_priority(node))
         charged = self.reclaimable_value_len(node)
@@ -84,17 +79,17 @@ class SpanComponent(FullComponent):
     # ---- the order in which leaves go -------------------------------------------------------------------------
 
     def order_by(self, order: CostAwareRecency) -> None:
-        """Let leaves go in this order from now on; again after the tree was emptied.
+        """Evict leaves in this order from now on; called again after the tree was emptied.
 
-        The heap is kept from one eviction to the next. SGLang's own is built of all leaves each time.
+        Our heap persists between evictions; SGLang builds its own from all leaves each time.
         """
         self._order = self.tree_core.eviction_strategy = order
-        if self.session_ref_eviction_strategy is None:  # sessions weigh leaves too: then the heap is SGLang's
+        if self.session_ref_eviction_strategy is None:  # with sessions SGLang orders the leaves
             self.tree_core.evictable_device_leaves = leaves = NodeSet(self.tree_core.evictable_device_leaves)
             self._heap = NodeHeap(leaves, order.get_priority)
 
     def evict_device_start(self, request_cnt: int) -> None:
-        """SGLang needs ``request_cnt`` token slots."""
+        """Begin an eviction of ``request_cnt`` token slots."""
         self._wanted = request_cnt
         if self._heap is None:
             super().evict_device_start(request_cnt)
@@ -107,7 +102,7 @@ class SpanComponent(FullComponent):
         host_frees: dict[ComponentType, list[torch.Tensor]],
         cache_actions: list[CacheAction | ComponentAction],
     ) -> NodeId | None:
-        """Shrink prefixes, or return the leaf that goes next; neither: enough slots came back, or nothing is left."""
+        """Shrink prefixes, or return the next leaf to drop; neither if enough slots came back or nothing is left."""
         if tracker[FULL] >= self._wanted:
             return None
         top = None if self._heap is None else self._heap.top()
@@ -122,7 +117,7 @@ class SpanComponent(FullComponent):
         return None if leaf is None else leaf.id
 
     def evict_device_end(self) -> None:
-        """SGLang has what it needed."""
+        """End the eviction."""
         if self._heap is None:
             super().evict_device_end()
         self.is_evict_device_ongoing = False

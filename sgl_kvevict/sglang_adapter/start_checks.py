@@ -1,7 +1,7 @@
-"""Reasons not to start a server that are known before anything is loaded: flags, pool, port, files, folders.
+"""Start-up checks before anything is loaded: flags, pool size, port, files, folders.
 
-``sgl-kvevict serve`` and the launcher of SGLang's own command ask for them. Imports neither SGLang nor torch. What only
-the scheduler knows (the model, its KV pool) is in ``refusals.py``.
+Used by ``sgl-kvevict serve`` and SGLang's launcher; imports neither SGLang nor torch. Checks that need the model are in
+``refusals.py``. Every ``*_reasons`` function returns one sentence per reason.
 """
 
 from __future__ import annotations
@@ -46,16 +46,12 @@ FLAGS: dict[str, tuple[object, str]] = {
     "enable_torch_compile": (False, "the attention backend is not traceable"),
     "enable_deterministic_inference": (False, "results depend on the batch"),
 }
-"""Fields of SGLang's ``ServerArgs``: the only value that works, and what would go wrong with another one."""
+"""Fields of SGLang's ``ServerArgs``: the only supported value, and what goes wrong with others."""
 BACKENDS = ("radix_cache_backend", "attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 
 def flag_reasons(value_of: Callable[[str], object]) -> list[str]:
-    """Return one sentence for every server argument that is not supported.
-
-    Args:
-        value_of: the value of a field of ``ServerArgs``; None: left out.
-    """
+    """Unsupported server arguments; ``value_of``: value of a field of ``ServerArgs``, None if omitted."""
     given = {field: value for field in FLAGS if (value := value_of(field)) not in (None, FLAGS[field][0])}
     return [
         f"--{field.replace('_', '-')} is {value!r}, only {FLAGS[field][0]!r} is supported: {FLAGS[field][1]}"
@@ -64,7 +60,7 @@ def flag_reasons(value_of: Callable[[str], object]) -> list[str]:
 
 
 def backend_reasons(value_of: Callable[[str], object]) -> list[str]:
-    """Return one sentence each if the radix cache, or the attention, is not ours. Arguments as above."""
+    """Reasons if radix cache or attention are not ours; argument as in :func:`flag_reasons`."""
     radix, attention, *phases = (value_of(name) for name in BACKENDS)
     reasons = []
     if radix != BACKEND_NAME:
@@ -79,7 +75,7 @@ def backend_reasons(value_of: Callable[[str], object]) -> list[str]:
 
 
 def pool_size_reasons(num_tokens: object, config: KVEvictConfig) -> list[str]:
-    """Return one sentence if a pool (``--max-total-tokens``) holds no prompt that would be compressed."""
+    """Reason if a pool (``--max-total-tokens``) is too small for any prompt that would be compressed."""
     least = config.min_prefix_tokens + config.tail_tokens
     try:
         if num_tokens is None or int(str(num_tokens)) >= least:
@@ -93,7 +89,7 @@ def pool_size_reasons(num_tokens: object, config: KVEvictConfig) -> list[str]:
 
 
 def port_reasons(host: str, port: object) -> list[str]:
-    """Return one sentence if the HTTP server cannot listen on an address."""
+    """Reason if the HTTP server cannot listen on the address."""
     try:
         number = int(str(port))
     except ValueError:
@@ -105,11 +101,9 @@ def port_reasons(host: str, port: object) -> list[str]:
 
 
 def resource_reasons(config: KVEvictConfig, num_schedulers: int = 1) -> list[str]:
-    """Return one sentence for every file, folder and socket of a configuration that cannot be used.
+    """Files, folders and sockets of the configuration that cannot be used.
 
-    Args:
-        config: checked.
-        num_schedulers: ``--dp-size``; each adds its rank to the ports of the event sockets.
+    ``num_schedulers``: ``--dp-size``; each scheduler adds its rank to the event sockets' ports.
     """
     reasons = []
     if config.store is not None:
@@ -141,7 +135,7 @@ def resource_reasons(config: KVEvictConfig, num_schedulers: int = 1) -> list[str
 
 
 def write_error(folder: Path) -> str | None:
-    """Return why nothing can be written into a folder, which need not exist yet; None: it can."""
+    """Return why a folder, which may not exist yet, is not writable; None if it is."""
     try:
         while not folder.exists():
             folder = folder.parent
@@ -190,7 +184,7 @@ def _socket_reasons(addresses: list[tuple[str, str]], num_schedulers: int) -> li
 
 
 def _bind_error(host: str, port: int) -> str | None:
-    """Return why a TCP port cannot be bound; None: it can. Connections that wait for their end are no obstacle."""
+    """Return why a TCP port cannot be bound; None if it can. Connections in TIME_WAIT do not count."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

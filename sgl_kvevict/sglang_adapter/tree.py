@@ -1,4 +1,4 @@
-"""SGLang's unified radix tree with compressed nodes: same keys, same matching, fewer token slots."""
+"""SGLang's unified radix tree with compressed nodes: same keys and matching, fewer token slots."""
 
 from __future__ import annotations
 
@@ -51,19 +51,14 @@ logger = logging.getLogger(__name__)
 
 
 class UnifiedTreePort:
-    """Implements :class:`sgl_kvevict.lifecycle.ports.TreePort`.
-
-    Args:
-        cache: the tree.
-        ranks: the tensor-parallel ranks that hold the same tree.
-    """
+    """Implements :class:`sgl_kvevict.lifecycle.ports.TreePort`, which describes the methods."""
 
     def __init__(self, cache: UnifiedRadixCache, ranks: TensorRanks) -> None:
         self.ranks = ranks
         self._cache = cache
 
     def num_locks(self, node: UnifiedTreeNode) -> int:
-        """How many locks a node holds."""
+        """Number of locks on a node."""
         return int(node.component_data[FULL].lock_ref)
 
     def locked_by(self, reader: Req) -> UnifiedTreeNode | None:
@@ -71,7 +66,7 @@ class UnifiedTreePort:
         return None if reader.lock is None else self._cache.tree_core.node_by_id(reader.lock.node)
 
     def cut(self, path: Sequence[UnifiedTreeNode], end: int) -> UnifiedTreeNode:
-        """Split a node at ``end`` and return the upper part: SGLang splits where a look-up ends."""
+        """Split a node at ``end`` and return the upper half; SGLang splits where a look-up ends."""
         position = 0
         for node in path:
             position += len(node.key)
@@ -88,22 +83,22 @@ class UnifiedTreePort:
         return torch.cat([node.component_data[FULL].value for node in nodes])
 
     def hold_span(self, node: UnifiedTreeNode) -> None:
-        """Replace a node's slots by a filler of the same length."""
+        """Replace a node's slots by zeros (the padding slot), of the same length."""
         if self._cache.is_swa_enabled:
             self._cache.components[SWA].keep_window(node)
         data = node.component_data[FULL]
         data.value = torch.zeros_like(data.value)
 
     def charge(self, node: UnifiedTreeNode, num_slots: int) -> None:
-        """Add to what the accounting says a node carries."""
+        """Add ``num_slots`` to a node's size in SGLang's accounting."""
         self._cache.tree_core.adjust_component_size(node.id, FULL, num_slots)
 
     def free(self, token_slots: torch.Tensor) -> None:
-        """Give token slots back: those of full attention only, whatever else the pool's allocator couples with them."""
+        """Release full-attention token slots only, also if the pool's allocator couples them with window slots."""
         self._cache.components[FULL].apply_component_action(FreeComponentDeviceSlot([token_slots], FULL))
 
     def alloc(self, num_slots: int) -> torch.Tensor | None:
-        """[num_slots], int64, token slots of the pool, for which other prefixes shrink or are dropped."""
+        """[num_slots], int64, new token slots; shrinks or drops other prefixes if slots are short."""
         allocator = self._cache.slot_allocator
         missing = num_slots - allocator.available_size()
         if missing > 0:
@@ -112,7 +107,7 @@ class UnifiedTreePort:
         return None if slots is None else slots.long()
 
     def find(self, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None) -> list[UnifiedTreeNode]:
-        """Nodes of the longest path that begins as some tokens do: SGLang splits where a look-up ends."""
+        """Nodes of the longest matching path; SGLang splits a node where the match ends."""
         key = RadixKey(array("q", tokens), extra_key, cache_salt=cache_salt)
         match = self._cache.match_prefix(MatchPrefixParams(key=key))
         return path_to(self._cache.tree_core.node_by_id(match.last_device_node))
@@ -120,7 +115,7 @@ class UnifiedTreePort:
     def add(
         self, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None, slots: torch.Tensor | None = None
     ) -> UnifiedTreeNode | None:
-        """Insert a path whose values are zeros (the padding slot); ``prev_prefix_len``: SGLang frees none of them."""
+        """Insert a path, with padding slots before the last ``slots``; ``prev_prefix_len``: SGLang frees none."""
         key = RadixKey(array("q", tokens), extra_key, cache_salt=cache_salt)
         fillers = torch.zeros(len(tokens), dtype=torch.int64, device=self._cache.device)
         if slots is not None:
@@ -129,14 +124,14 @@ class UnifiedTreePort:
         return None if result.rotation_tail_declined else self._cache.tree_core.node_by_id(result.last_device_node)
 
     def num_known(self, reader: Req) -> int:
-        """Tokens of a running request; 0 if it ends now, or keeps its tokens to itself."""
+        """Tokens of a running request; 0 if it is finished or skips insertion."""
         if reader.finished() or reader.skip_radix_cache_insert:
             return 0
         return len(reader.origin_input_ids) + len(reader.output_ids)
 
     @accounting()
     def keep(self, reader: Req, end: int) -> UnifiedTreeNode | None:
-        """Checkpoint what a request generated, as SGLang does with chunks of a prompt."""
+        """Checkpoint generated tokens, as SGLang does with chunks of a prompt."""
         reader.refresh_fill_ids()
         self._cache.checkpoint(reader, up_to=end)
         if reader.kv.cache_protected_len == 0:
@@ -144,43 +139,30 @@ class UnifiedTreePort:
         return self._cache.tree_core.node_by_id(reader.last_node)
 
     def row(self, reader: Req, start: int, end: int) -> torch.Tensor:
-        """[end - start], int64, slots of a part of a request's row."""
+        """[end - start], int64, slots of the tokens ``[start, end)`` in a request's row."""
         rows: torch.Tensor = self._cache.req_to_token_pool.req_to_token
         return rows[reader.kv.req_pool_idx, start:end].long()
 
     def clear_row(self, reader: Req, end: int) -> None:
-        """The beginning of a request's row is read from spans from now on; one that is just admitted has no row yet."""
+        """Zero the row up to ``end``: these tokens are now read from spans. A request just admitted has no row yet."""
         if not reader.kv.holds_kv:
             return
         self._cache.req_to_token_pool.write((reader.kv.req_pool_idx, slice(0, end)), 0)
 
     def largest(self, value: int, *same: int) -> int:
-        """Largest value of all ranks; see :meth:`TensorRanks.largest`."""
+        """See :meth:`TensorRanks.largest`."""
         return self.ranks.largest(value, *same)
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Numbers of every rank; see :meth:`TensorRanks.gather`."""
+        """See :meth:`TensorRanks.gather`."""
         return self.ranks.gather(numbers)
 
 
 class KVEvictTree(UnifiedRadixCache):
-    """Unified tree whose nodes may hold spans: reports what happens to the manager, which decides what follows.
+    """Unified tree whose nodes may hold spans. It reports events to the manager, which decides what to do.
 
-    Args:
-        params: SGLang's construction parameters.
-        packer: writes and repacks segments.
-        compressor: compresses completed prompts; None (policy ``none``) leaves the tree as stock.
-        access: where prefixes are stored; None: nowhere.
-        distilling: reports the results of lessons; None: nothing is learned.
-
-    Attributes:
-        port: what the manager does to the tree.
-        manager: follows every prefix.
-        spans: what compressed nodes hold; the manager's.
-        guard: holds errors that concern one request or job.
-        clock: how long ago a node was used.
-        pass_name: what the names of scoring passes begin with: the same on all ranks, and not to be guessed, because
-            SGLang reports by name what becomes of requests that it takes off or gives up.
+    Without ``compressor`` (policy ``none``) it works as stock, without ``access`` there is no store, without
+    ``distilling`` no scores are learned. ``guard`` catches errors that concern one request or job.
     """
 
     def __init__(
@@ -200,11 +182,13 @@ class KVEvictTree(UnifiedRadixCache):
         self.manager = PrefixManager(self.port, packer, compressor, self.guard, access_counter, states, access)
         self.spans = self.manager.spans
         self.clock = AccessClock()
+        # Prefix of the ids of scoring passes. The same on all ranks, and random so that clients cannot guess it: SGLang
+        # reports removed and aborted requests by id.
         self.pass_name = f"kvevict-pass-{self.ranks.largest(secrets.randbits(62)):x}"
         is_splittable = compressor is None or compressor.splittable
         self._blocking = BlockingNodes(self, self.manager.table, splittable=is_splittable)
         self._weighs_recency = False
-        # SGLang's constructor builds the components and calls reset: what they need exists by now.
+        # SGLang's constructor builds the components and calls reset, so this comes after our attributes.
         ours = {FULL: SpanComponent, SWA: SpanAwareSWA}
         params.component_registry_override = {**(params.component_registry_override or {}), **ours}
         super().__init__(params)
@@ -223,12 +207,12 @@ class KVEvictTree(UnifiedRadixCache):
         self._order_leaves()
 
     def _order_leaves(self) -> None:
-        """Let leaves go in our order where SGLang's default was chosen; what else a user chose is followed as it is."""
+        """Use our eviction order if SGLang's default (lru) is set; other policies are followed."""
         if self._weighs_recency:
             self.components[FULL].order_by(self.manager.order)
 
     def forget_compressed(self) -> None:
-        """The weights changed: nothing compressed, scored, observed or learned before is used for a new request."""
+        """The weights changed: no compressed prefix, score, observation or learned weight is used for new requests."""
         compressor = self.manager.compressor
         if compressor is not None and compressor.learner is not None:
             compressor.learner.forget()
@@ -249,15 +233,15 @@ class KVEvictTree(UnifiedRadixCache):
             yield node
 
     def num_readers(self, node: UnifiedTreeNode) -> int:
-        """Requests that lock a node."""
+        """Number of requests that lock a node."""
         return self.port.num_locks(node)
 
     def node_slots(self, node: UnifiedTreeNode) -> int:
-        """Token slots that a node carries in the accounting."""
+        """Token slots that a node has in the accounting."""
         return int(self.components[FULL].reclaimable_value_len(node))
 
     def evictable_size(self) -> int:
-        """Token slots that can be had at any time: of nodes without readers, and the reserve of the others."""
+        """Token slots that can be released at any time: those of nodes without readers, and the reserve."""
         return int(super().evictable_size()) + self._reserve()
 
     def protected_size(self) -> int:
@@ -265,20 +249,20 @@ class KVEvictTree(UnifiedRadixCache):
         return int(super().protected_size()) - self._reserve()
 
     def held_slots(self) -> int:
-        """Token slots that the tree holds: those of both sizes."""
+        """Token slots that the tree holds, evictable or protected."""
         return int(super().evictable_size()) + int(super().protected_size())
 
     def full_evictable_size(self) -> int:
-        """The same as :meth:`evictable_size`, by the name that SGLang uses where a pool has several parts."""
+        """:meth:`evictable_size` under SGLang's name for pools with several parts."""
         return self.evictable_size()
 
     def full_protected_size(self) -> int:
-        """The same as :meth:`protected_size`."""
+        """:meth:`protected_size` under SGLang's name for pools with several parts."""
         return self.protected_size()
 
     @property
     def slot_allocator(self) -> Any:
-        """Allocator of the token slots that spans are made of: full attention's where the pool has several parts."""
+        """Allocator of the token slots that spans use: the full-attention one if the pool has several parts."""
         allocator = self.token_to_kv_pool_allocator
         return allocator.full_attn_allocator if self.is_swa_enabled else allocator
 
@@ -299,9 +283,9 @@ class KVEvictTree(UnifiedRadixCache):
     # ---- matching ---------------------------------------------------------------------------------------------
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """Match as stock, but not into what others must not match; a request is remembered as a reader.
+        """Match as stock up to the first blocking node, and record the request as a reader.
 
-        A compressed path is compressed from its first token on, so an exact request matches nothing of it.
+        A compressed path is compressed from its first token, so an exact request matches none of it.
         """
         req, key = params.req, params.key
         if req is not None:
@@ -311,13 +295,13 @@ class KVEvictTree(UnifiedRadixCache):
         return super().match_prefix(replace(params, key=self._allowed(key)))
 
     def touch_prefix(self, key: RadixKey) -> None:
-        """Touch as stock, with the same limit: SGLang splits a node where the key ends."""
+        """Touch as stock, up to the first blocking node: SGLang splits a node where the key ends."""
         super().touch_prefix(self._allowed(key))
 
     def insert(self, params: InsertParams) -> InsertResult:
-        """Insert as stock, unless the key ends inside an unsplittable span: then it is declined.
+        """Insert as stock; declined if the key would cut an unsplittable span.
 
-        So are SGLang's split at the prompt's end, and checkpoints that stop short of what was prefilled.
+        This also covers SGLang's split at the prompt's end and checkpoints shorter than the prefill.
         """
         if self._blocking.find(params.key) is not None:
             return InsertResult(prefix_len=len(params.key), rotation_tail_declined=True)
@@ -330,10 +314,10 @@ class KVEvictTree(UnifiedRadixCache):
     # ---- life of a request ------------------------------------------------------------------------------------
 
     def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
-        """Insert as stock, then tell the manager if the prompt is complete.
+        """Insert as stock, then notify the manager if the prompt is complete.
 
-        A prompt that ends or diverges inside an unsplittable span takes its place if it has no readers, else the
-        prompt is not cached: its slots stay the request's own.
+        A prompt that would cut an unsplittable span replaces it if it has no readers; else the prompt is not cached and
+        keeps its slots.
         """
         if self.disable:
             super().checkpoint(req, up_to=up_to, **kwargs)
@@ -356,19 +340,19 @@ class KVEvictTree(UnifiedRadixCache):
                 self.manager.forget_observed(req)
 
     def _keep_out(self, req: Req) -> None:
-        """A request's tokens are not cached: if it has finished, its recurrent state goes as well."""
+        """Do not cache a request's tokens; if it has finished, release its recurrent state too."""
         if req.finished():
             for component in self.components.values():
                 component.cleanup_after_caching_req(req, is_finished=True)
 
     def release_swa_prefix_lock(self, req: Req) -> None:
-        """A request's window has moved past its prefix, unless that has grown with what the request generated."""
+        """Release the prefix's window lock once the window has moved past all of it, generated tokens included."""
         window = self.swa_retain_window
         if window is not None and req.seqlen - 1 - window >= req.kv.cache_protected_len:
             super().release_swa_prefix_lock(req)
 
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
-        """A request let go of its path."""
+        """Release a request's path as stock, then notify the manager."""
         super().on_release(req, checkpointed=checkpointed)
         self._blocking.drop_unread()
         why = Released.RETRACTED
@@ -377,7 +361,7 @@ class KVEvictTree(UnifiedRadixCache):
         self.manager.released(req, why)
 
     def _wish_of(self, req: Req) -> RequestOptions | None:
-        """What a request asks of the cache; ``max_new_tokens=0`` without log-probabilities asks for ``warm``."""
+        """The request's cache options; ``max_new_tokens=0`` without log-probabilities means ``warm``."""
         assert self.compressor is not None
         options = parse_request_options(req.sampling_params.custom_params, self.compressor.config)
         wants_nothing = req.sampling_params.max_new_tokens == 0 and not req.return_logprob
@@ -388,30 +372,26 @@ class KVEvictTree(UnifiedRadixCache):
     # ---- what a forward reads ---------------------------------------------------------------------------------
 
     def read_paths(self, readers: Sequence[Req]) -> tuple[tuple[SpanRuns, ...], ...]:
-        """Resolve what each request of a batch reads now; see :meth:`PrefixManager.reads`."""
+        """Span runs that each request of a batch reads now; see :meth:`PrefixManager.reads`."""
         node_by_id = self.tree_core.node_by_id
         return self.manager.reads([node_by_id(req.last_node) for req in readers])
 
     def window_slots(self, req: Req, start: int, end: int) -> torch.Tensor:
-        """Find what a request reads in layers with a sliding window and a pool of their own.
-
-        Returns:
-            [end - start], int64, slots of that pool for the tokens ``[start, end)``; 0 where the window is gone.
-        """
+        """[end - start], int64, window-pool slots of the tokens ``[start, end)``; 0 if the window is gone."""
         path = path_to(self.tree_core.node_by_id(req.last_node))
         slots: torch.Tensor = self.components[SWA].window_slots(self.port.row(req, start, end), path, start)
         return slots
 
     def observe(self, req: Req, start: int, end: int) -> list[PromptObservation | ReaderChunk]:
-        """What a prefill of a request's tokens ``[start, end)`` adds to; see :meth:`PrefixManager.chunk_observed`."""
+        """Observations that a prefill of the tokens ``[start, end)`` feeds; :meth:`PrefixManager.chunk_observed`."""
         node = self.tree_core.node_by_id(req.last_node)
         return self.manager.chunk_observed(req, node, start, end, len(req.full_untruncated_fill_ids))
 
 
 def _keeps_own_chunks(req: Req, up_to: int) -> bool:
-    """Whether a chunk of a prompt is cached only with the whole prompt, because log-probabilities of it are wanted.
+    """Whether a chunk of a prompt stays out of the cache until the prompt is complete, for its log-probabilities.
 
-    From ``logprob_start_len`` on nothing is taken from the cache. A chunk that were cached would be exchanged for the
-    compressed prefix that is there already, and the next chunk's log-probabilities would be those of that.
+    From ``logprob_start_len`` on nothing is matched. A cached chunk would be replaced by an existing compressed prefix,
+    and the next chunk's log-probabilities would be computed from that.
     """
     return bool(req.return_logprob and 0 <= req.logprob_start_len < up_to < len(req.origin_input_ids))

@@ -1,4 +1,4 @@
-"""The sliding-window part of SGLang's unified tree, beside full-attention nodes that hold spans."""
+"""Sliding-window component of SGLang's unified tree, for nodes whose full attention may be a span."""
 
 from __future__ import annotations
 
@@ -21,43 +21,30 @@ if TYPE_CHECKING:
 
 SWA = ComponentType.SWA
 _OWN = "kvevict_own"
-"""Mark in a node's metadata: no full-attention slot is paired with its window slots, so they are released by number."""
+"""Key in a node's metadata: its window slots are not paired with full-attention slots; released by number."""
 
 
 class TakeWindow(ComponentAction, frozen=True):  # type: ignore[call-arg]  # a msgspec structure
-    """A compressed node takes the window slots of a request that computed the same tokens again.
-
-    Attributes:
-        node_id: the node; it has none.
-        incoming: [num_tokens], int64, the request's full-attention slots, which are released.
-    """
+    """Give a compressed node without a window the window slots of a request that recomputed its tokens."""
 
     node_id: int
-    incoming: torch.Tensor
+    incoming: torch.Tensor  # [num_tokens], int64, the request's full-attention slots, which are released
     component_type: ComponentType = SWA
 
 
 class FreeWindow(ComponentAction, frozen=True):  # type: ignore[call-arg]  # likewise
-    """Release window slots that no full-attention slot is paired with.
+    """Release window slots that are not paired with full-attention slots."""
 
-    Attributes:
-        slots: [num_tokens], int64, of the sliding-window pool.
-    """
-
-    slots: torch.Tensor
+    slots: torch.Tensor  # [num_tokens], int64, of the sliding-window pool
     component_type: ComponentType = SWA
 
 
 class SpanAwareSWA(SWAComponent):
-    """Window slots of nodes, also of those whose full-attention slots were exchanged for a span.
+    """Window slots of nodes, compressed ones included.
 
-    SGLang finds the window slots of a node through the full-attention slots that they were allocated with. A
-    compressed node has none of those any more, so its window slots are its own: they stay when it is compressed, go
-    when SGLang takes its window away, and are replaced when a request that computed the tokens again is inserted.
-
-    Args:
-        cache: the tree; its ``spans`` say which nodes are compressed.
-        params: SGLang's construction parameters.
+    SGLang finds window slots through the full-attention slots allocated with them. A compressed node has no such slots,
+    so it owns its window slots: they stay when it is compressed, go when SGLang evicts its window, and are replaced
+    when a request that recomputed the tokens is inserted.
     """
 
     def __init__(self, cache: Any, params: CacheInitParams) -> None:
@@ -66,14 +53,14 @@ class SpanAwareSWA(SWAComponent):
 
     @accounting()
     def keep_window(self, node: UnifiedTreeNode) -> None:
-        """A node's full-attention slots are about to be exchanged for a span: its window slots stay, as its own."""
+        """Make a node the owner of its window slots, just before its full-attention slots are replaced by a span."""
         data = node.component_data[SWA]
         if data.value is not None:
             data.metadata[_OWN] = True
             self.cache.token_to_kv_pool_allocator.clear_full_to_swa_mapping(node.component_data[FULL].value)
 
     def redistribute_on_node_split(self, new_parent: UnifiedTreeNode, child: UnifiedTreeNode) -> None:
-        """A node was cut: both halves keep their part of the window, on the same terms."""
+        """Divide a node's window slots between both halves; both own theirs if the node did."""
         super().redistribute_on_node_split(new_parent, child)
         if _OWN in child.component_data[SWA].metadata:
             new_parent.component_data[SWA].metadata[_OWN] = True
@@ -87,11 +74,7 @@ class SpanAwareSWA(SWAComponent):
         cache_actions: list[CacheAction | ComponentAction],
         target: EvictLayer = EvictLayer.DEVICE,
     ) -> tuple[int, int]:
-        """A node gives up its window.
-
-        Returns:
-            Window slots that come back on the device, and on the host.
-        """
+        """Evict a node's window; returns the window slots released on the device, and on the host."""
         data = node.component_data[SWA]
         if EvictLayer.DEVICE not in target or _OWN not in data.metadata:
             freed: tuple[int, int] = super().evict_component(node, device_frees, host_frees, cache_actions, target)
@@ -113,7 +96,7 @@ class SpanAwareSWA(SWAComponent):
         result: InsertResult,
         cache_actions: list[CacheAction | ComponentAction],
     ) -> None:
-        """A request computed tokens again whose window is gone; where they are compressed only its window is taken."""
+        """Restore a missing window from a request that recomputed the tokens; compressed nodes take only the window."""
         if node in self._spans:
             cache_actions.append(TakeWindow(node.id, incoming_full))
             return
@@ -123,7 +106,7 @@ class SpanAwareSWA(SWAComponent):
 
     @accounting()
     def apply_component_action(self, action: ComponentAction) -> None:
-        """Do what an insertion or an eviction decided."""
+        """Apply an action of an insertion or eviction."""
         allocator = self.cache.token_to_kv_pool_allocator
         if isinstance(action, FreeWindow):
             allocator.swa_attn_allocator.free(action.slots)
@@ -137,15 +120,12 @@ class SpanAwareSWA(SWAComponent):
             super().apply_component_action(action)
 
     def window_slots(self, row: torch.Tensor, path: list[UnifiedTreeNode], start: int) -> torch.Tensor:
-        """Find the window slots of a request's tokens from ``start`` on.
+        """[num_tokens], int64, window slots of a request's tokens from position ``start`` on; 0 if the window is gone.
 
         Args:
-            row: [num_tokens], the request's row from ``start`` on: full-attention slots, 0 where it reads spans.
+            row: [num_tokens], the request's row from ``start`` on: full-attention slots, 0 for tokens in spans.
             path: nodes that the request reads, root side first.
             start: logical position of the row's first token.
-
-        Returns:
-            [num_tokens], int64; 0 where the window is gone.
         """
         slots: torch.Tensor = self.cache.token_to_kv_pool_allocator.full_to_swa_index_mapping[row.long()]
         end = sum(len(node.key) for node in path)

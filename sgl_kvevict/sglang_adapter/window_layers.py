@@ -1,4 +1,4 @@
-"""Layers whose KV SGLang keeps in a sliding-window pool of their own: their token slots, and attention over them."""
+"""Attention over layers whose KV SGLang keeps in a separate sliding-window pool, and their token slots."""
 
 from __future__ import annotations
 
@@ -24,19 +24,11 @@ if TYPE_CHECKING:
 
 
 class WindowLayers:
-    """Attention of layers with a sliding window and a pool of their own, in which nothing is compressed.
+    """Attention of the layers in the sliding-window pool, where nothing is compressed.
 
-    SGLang finds a token's slot in that pool through its full-attention slot, and a compressed token has none. So every
-    request has a row of window slots here, beside SGLang's row of full-attention slots. A row is right from the first
-    token on that the request's next query sees; earlier places are never read.
-
-    Args:
-        pool: SGLang's, of both kinds of layers.
-        attention: over the part with windows; its geometry says how far its layers see.
-        req_to_token: [num_rows, max_context_len], int32, SGLang's rows.
-
-    Attributes:
-        attention: see above.
+    SGLang finds a token's window slot through its full-attention slot, which compressed tokens lack. So each request
+    has a row of window slots here, in the shape of ``req_to_token`` ([num_rows, max_context_len], int32), valid from
+    the first token that the next query sees.
     """
 
     def __init__(self, pool: SWAKVPool, attention: Attention, req_to_token: Tensor) -> None:
@@ -51,13 +43,9 @@ class WindowLayers:
     def plan(
         self, tree: KVEvictTree | None, readers: Sequence[Req] | None, batch: AttentionBatch, out_cache_loc: Tensor
     ) -> None:
-        """Prepare one forward.
+        """Prepare one forward, with the ``batch`` as planned for the full-attention layers.
 
-        Args:
-            tree: holds the spans; None before it is built.
-            readers: the requests; None: there are none (warm-up).
-            batch: as planned for the layers with full attention.
-            out_cache_loc: [num_new_tokens], int, full-attention slots of the new tokens.
+        ``out_cache_loc``: [num_new_tokens], int, full-attention slots. ``readers`` is None in warm-up.
         """
         self._begin_rows(tree, readers, batch)
         rows, device = batch.req_pool_indices, batch.req_pool_indices.device
@@ -73,16 +61,16 @@ class WindowLayers:
         self.attention.plan(self._read_by(batch))
 
     def start_capture(self, num_requests: int) -> None:
-        """Lay out decode steps of so many requests; see :meth:`CapturableAttention.start_capture`."""
+        """See :meth:`CapturableAttention.start_capture`."""
         self._captured.start_capture(num_requests)
 
     def start_step(self, seq_lens: Tensor, req_pool_indices: Tensor, out_cache_loc: Tensor) -> None:
-        """Start a step; recorded, see :meth:`CapturableAttention.start_step`."""
+        """See :meth:`CapturableAttention.start_step`; recorded in the graph."""
         self._take(req_pool_indices, seq_lens - 1, out_cache_loc)
         self._captured.start_step(seq_lens, req_pool_indices, self._rows)
 
     def follow(self, tree: KVEvictTree | None, readers: Sequence[Req] | None, batch: AttentionBatch, size: int) -> None:
-        """Give the next replay the spans of its requests; see :meth:`CapturableAttention.follow`."""
+        """See :meth:`CapturableAttention.follow`."""
         self._begin_rows(tree, readers, batch)
         self._captured.follow(self._read_by(batch), size)
 
@@ -94,17 +82,9 @@ class WindowLayers:
         out_cache_loc: Tensor,
         sink_logits: Tensor | None,
     ) -> Tensor:
-        """Store the new tokens' keys and values, and attend as planned.
+        """Store the new tokens' K and V (None: already stored), and attend as planned; see :meth:`Attention.run`.
 
-        Args:
-            layer: SGLang's.
-            queries: [num_new_tokens, num_qo_heads, head_dim].
-            new_kv: keys and values; None: they are there already.
-            out_cache_loc: [num_new_tokens], int, full-attention slots of the new tokens.
-            sink_logits: see :meth:`Attention.run`.
-
-        Returns:
-            Like ``queries``.
+        ``queries`` and the result: [num_new_tokens, num_qo_heads, head_dim].
         """
         place = self._places[layer.layer_id]
         if new_kv is not None:
@@ -118,15 +98,14 @@ class WindowLayers:
         return self.attention
 
     def _read_by(self, batch: AttentionBatch) -> AttentionBatch:
-        """The same requests as these layers see them: nothing is compressed."""
-        paths: tuple[Path, ...] = ((),) * len(batch.seq_lens)
+        paths: tuple[Path, ...] = ((),) * len(batch.seq_lens)  # nothing is compressed here
         return replace(batch, paths=paths, req_to_token=self._rows)
 
     def _begin_rows(self, tree: KVEvictTree | None, readers: Sequence[Req] | None, batch: AttentionBatch) -> None:
-        """Look up the slots before the new tokens, for requests whose last node in the tree has changed.
+        """Fill rows before the new tokens, for requests whose last tree node changed.
 
-        It changes with every prefill. A request that generates keeps its row until the tree takes tokens of it, because
-        the tree may have slots that another request computed for them.
+        It changes with every prefill. A generating request keeps its row until its tokens enter the tree, where slots
+        computed by another request may replace its own.
         """
         if tree is None or readers is None:
             return
@@ -141,6 +120,5 @@ class WindowLayers:
             self._rows[row, start:end] = tree.window_slots(req, start, end).to(self._rows.dtype)
 
     def _take(self, rows: Tensor, positions: Tensor, out_cache_loc: Tensor) -> None:
-        """Store the slots of the new tokens."""
         self._new_slots = self._pool.translate_loc_from_full_to_swa(out_cache_loc.long())
         self._rows[rows.long(), positions.long()] = self._new_slots.to(self._rows.dtype)

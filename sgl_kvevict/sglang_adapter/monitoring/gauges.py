@@ -1,4 +1,4 @@
-"""What the cache holds now, in numbers: for metrics, ``GET /server_info`` and the inspection socket."""
+"""Current cache sizes for metrics, ``GET /server_info`` and the inspection socket."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def read_gauges(tree: KVEvictTree) -> Gauges:
-    """Return what the cache holds now: a walk over the spans on the host, without a read of the device."""
+    """Return the current sizes; walks the spans on the host, without reading the device."""
     allocator, manager = tree.slot_allocator, tree.manager
     free, held = allocator.available_size(), tree.held_slots()
     owned = [span.segment for span in tree.spans.values() if span.is_owner]

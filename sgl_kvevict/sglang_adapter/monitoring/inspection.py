@@ -47,13 +47,7 @@ _SORT_KEYS: dict[str, Callable[[Prefix], float]] = {
 
 
 class Inspection:
-    """Answers the questions that came in since the last step.
-
-    Args:
-        tree: the cache.
-        service: where questions come in.
-        started: when the scheduler started (seconds since the epoch).
-    """
+    """Answers the questions that arrived since the last step."""
 
     def __init__(self, tree: KVEvictTree, service: EventService, started: float) -> None:
         self._tree = tree
@@ -61,7 +55,7 @@ class Inspection:
         self._started = started
 
     def each_turn(self) -> None:
-        """Answer all questions that wait; at most a few dozen, each bounded by its own limit."""
+        """Answer all waiting questions; each is bounded by its own limit."""
         if not self._service.has_questions:
             return
         for question in self._service.take_questions():
@@ -94,7 +88,7 @@ class Inspection:
 
 
 def prefixes(tree: KVEvictTree) -> Iterable[Prefix]:
-    """One row per segment. All spans of a segment lie on one path, so their tokens count once."""
+    """One row per segment. All spans of a segment are on one path, so each token counts once."""
     tokens: Counter[Segment] = Counter()
     owners: dict[Segment, UnifiedTreeNode] = {}
     for node, span in tree.spans.items():
@@ -114,7 +108,7 @@ def prefixes(tree: KVEvictTree) -> Iterable[Prefix]:
 
 
 def tree_report(tree: KVEvictTree, limit: int, *, expose_tokens: bool) -> TreeReport:
-    """Return the nodes level by level, at most ``limit``; reads the device if a segment has several spans."""
+    """Return up to ``limit`` nodes, level by level; reads the device if a segment has several spans."""
     level = deque((child, 0) for child in tree.root_node.children.values())
     found: list[tuple[UnifiedTreeNode, int]] = []
     while level and len(found) < limit:
@@ -146,14 +140,14 @@ def tree_report(tree: KVEvictTree, limit: int, *, expose_tokens: bool) -> TreeRe
 
 
 def _entries(spans: list[Span]) -> list[int]:
-    """Entries that each span reads; one read of the device for all spans that share a segment."""
+    """Entries that each span reads; one device read for all spans with shared segments."""
     shared = [span for span in spans if span.segment.num_spans > 1]
     counts = iter(torch.stack([span.runs().lens.sum() for span in shared]).tolist() if shared else ())
     return [next(counts) if span.segment.num_spans > 1 else span.segment.num_live_entries for span in spans]
 
 
 def _share(span: Span, entries: int) -> tuple[float, float]:
-    """(part of the segment's token slots that a span takes, share of the span's entries that are stored)."""
+    """(token slots of a span, a part of its segment's; share of the span's entries that are stored)."""
     segment = span.segment
     live = segment.num_live_entries
     slots = segment.num_slots * entries / live if live else float(span.charged_slots)

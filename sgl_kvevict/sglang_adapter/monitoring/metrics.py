@@ -1,7 +1,6 @@
-"""Prometheus metrics on SGLang's own ``/metrics`` endpoint, with the labels of its radix-cache metrics.
+"""Prometheus metrics on SGLang's ``/metrics`` endpoint, with the labels of its radix-cache metrics.
 
-Names and texts are the fields and descriptions of :class:`~sgl_kvevict.events.totals.Totals` (counters) and
-:class:`~sgl_kvevict.events.totals.Gauges`.
+Names and texts are fields and descriptions of :class:`~sgl_kvevict.events.totals.Totals` (counters) and ``Gauges``.
 """
 
 from __future__ import annotations
@@ -26,20 +25,12 @@ PREFIX = "kvevict:"
 REFRESH_S = 1.0
 HOLDERS = ("compressed", "full", "private", "free")
 SECONDS = "compression_seconds"
-"""The one total that is a histogram instead of a counter."""
+"""The only total that is a histogram."""
 SECONDS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 class Metrics:
-    """Writes metrics; create it where ``PROMETHEUS_MULTIPROC_DIR`` is set already, once per process.
-
-    Counters and gauges are written at most once a second, so a burst of changes costs no more than one.
-
-    Args:
-        tree: the cache.
-        totals: counters to export.
-        labels: labels of all series.
-    """
+    """Writes metrics once a second; create it once per process, after ``PROMETHEUS_MULTIPROC_DIR`` is set."""
 
     def __init__(self, tree: KVEvictTree, totals: Totals, labels: Mapping[str, str]) -> None:
         self._tree = tree
@@ -73,12 +64,12 @@ class Metrics:
             self._counters.append((counter, partial(tree.guard.errors.__getitem__, place)))
 
     def observe(self, event: AnyEvent) -> None:
-        """Put the time of a compression into its histogram."""
+        """Add the time of a compression to its histogram."""
         if isinstance(event, Compressed):
             self._seconds.observe(event.seconds)
 
     def each_turn(self) -> None:
-        """Refresh, at most once a second."""
+        """Refresh, at most once per ``REFRESH_S``."""
         now = time.monotonic()
         if now >= self._next_refresh:
             self._next_refresh = now + REFRESH_S

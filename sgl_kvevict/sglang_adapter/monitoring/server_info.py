@@ -20,12 +20,7 @@ NUM_KEPT_BINS = 200
 
 
 def add_state(_result: None, controller: SchedulerInternalStateController, state: dict[str, Any]) -> None:
-    """Hook after SGLang filled one scheduler's internal state: add the key ``kvevict`` when our tree serves.
-
-    Args:
-        controller: SGLang's controller; holds the live scheduler.
-        state: the dictionary being filled; values must be plain numbers, strings, lists and dictionaries.
-    """
+    """Hook after SGLang filled a scheduler's state: add the key ``kvevict`` (plain values) if our tree is in use."""
     from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
     tree = controller.scheduler.tree_cache
@@ -40,11 +35,11 @@ def add_state(_result: None, controller: SchedulerInternalStateController, state
             shown["kept"] = kept_map(largest, NUM_KEPT_BINS)
     shown["errors"] = {place.value: count for place, count in tree.guard.errors.items() if count}
     if tree.ranks.size > 1:
-        shown["ranks"] = rank_states(tree)  # every rank must come here, so nothing is held
+        shown["ranks"] = rank_states(tree)  # outside the guard: every rank must get here
 
 
 def cache_state(tree: KVEvictTree) -> dict[str, Any]:
-    """Return totals, gauges and settings of the cache, in plain numbers."""
+    """Return totals, gauges and settings of the cache, as plain values."""
     gauges, totals = read_gauges(tree), tree.manager.listener.totals
     owned = sum(req.kv.kv_allocated_len - req.kv.cache_protected_len for req in tree.manager.readers if req.kv.holds_kv)
     state: dict[str, Any] = {
@@ -71,10 +66,9 @@ def cache_state(tree: KVEvictTree) -> dict[str, Any]:
 
 
 def rank_states(tree: KVEvictTree) -> list[dict[str, int]]:
-    """Return what must be equal on all tensor-parallel ranks, by rank; SGLang calls all of them at the same point.
+    """Return token slots by holder, and number and checksum of nodes, per tensor-parallel rank; all must be equal.
 
-    Returns:
-        Token slots by holder, the number of nodes, and a checksum of their tokens, slots and locks.
+    SGLang calls all ranks at the same point. The checksum covers each node's tokens, slots and locks.
     """
     allocator = tree.slot_allocator
     shape = [(len(node.key), tree.node_slots(node), tree.num_readers(node)) for node in tree.nodes()]
@@ -89,17 +83,9 @@ def rank_states(tree: KVEvictTree) -> list[dict[str, int]]:
 
 
 def kept_map(span: Span, num_bins: int) -> dict[str, Any]:
-    """Return which tokens of a span each (layer, head) kept, in plain numbers.
+    """Return which tokens of a span each (layer, head) kept. Syncs with the device; only with ``expose_kept``.
 
-    Reads the device (a host sync): only on request (``expose_kept``).
-
-    Args:
-        span: a live span.
-        num_bins: resolution; one bin a token if the span has fewer tokens.
-
-    Returns:
-        ``start`` and ``end`` (logical positions), ``num_bins``, and ``share``: for each (layer, head), layer-major,
-        the share of tokens kept in each bin.
+    ``share``: per (layer, head), layer-major, the share of tokens kept in each bin; at most one bin per token.
     """
     num_bins = min(num_bins, span.num_tokens)
     share = [[round(value, 3) for value in row] for row in kept_share(span, num_bins).tolist()]

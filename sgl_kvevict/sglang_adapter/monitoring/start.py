@@ -31,11 +31,7 @@ logger = logging.getLogger(__name__)
 def start_monitoring(
     tree: KVEvictTree, config: KVEvictConfig, server_args: ServerArgs, *, enable_metrics: bool
 ) -> None:
-    """Give the tree its listener, with event stream, inspection and metrics as configured.
-
-    Raises:
-        ConfigError: an address of the event sockets cannot be bound.
-    """
+    """Give the tree its configured listeners; raises :class:`ConfigError` if an event address cannot be bound."""
     events, totals, started = config.events, Totals(), time.time()
     listener = CacheListener(
         tree.guard, totals, policy=config.policy, exposes_tokens=events is not None and events.expose_tokens
