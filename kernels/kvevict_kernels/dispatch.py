@@ -1,4 +1,4 @@
-"""The choice between the CPU path and the Triton path of an operation: by the device of its tensors alone."""
+"""Choose the CPU path or the Triton path of an operation by the device of its tensors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ TRITON_DEVICES: tuple[str, ...] = ("cuda",)
 
 
 def implementation(device: torch.device, on_cpu: F, package: str) -> F:
-    """Pick a path; Triton is imported when it is picked first.
+    """Pick ``on_cpu`` (named ``NAME_cpu``) or ``NAME_triton`` of ``package``'s ``triton_impl.py``: same arguments.
 
-    Args:
-        device: of the call's tensors.
-        on_cpu: the CPU path, named ``NAME_cpu``.
-        package: the operation's folder; its ``triton_impl.py`` has ``NAME_triton`` with the same arguments.
+    Triton is imported the first time its path is picked.
 
     Raises:
         ValueError: the device is neither CUDA nor the CPU.
