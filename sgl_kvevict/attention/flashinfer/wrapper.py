@@ -89,7 +89,7 @@ class PagedPrefill:
             self._taken.record()
 
     def plan_suffixes(self, batch: AttentionBatch, geometry: KVGeometry, window: int = 0) -> None:
-        """Schedule causal attention of every request's new tokens to its uncompressed ones, at most ``window`` (0: all)."""
+        """Schedule causal attention of each request's new tokens to its own ones, the last ``window`` of them (0: all)."""
         # Causal masks are aligned to the ends: the last new token sees the whole suffix. window_left: tokens before a
         # query, -1: all.
         heads = geometry.num_qo_heads, geometry.num_kv_heads
