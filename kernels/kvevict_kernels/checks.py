@@ -56,13 +56,8 @@ def check_arenas(
 ) -> None:
     """Require arenas that attention can read. Called once per attention object, not per layer and step.
 
-    Args:
-        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim].
-        v_arena: like ``k_arena``.
-        biases: [num_layers, num_token_slots, num_kv_heads], float32; or None.
-        shape: expected shape of the arenas.
-        dtype: expected dtype, or the allowed ones.
-        device: expected device.
+    ``biases`` is [num_layers, num_token_slots, num_kv_heads], float32, or None; other arguments as for
+    :func:`check_tensor`.
     """
     check_tensor("k_arena", k_arena, shape, dtype, device)
     check_tensor("v_arena", v_arena, tuple(k_arena.shape), k_arena.dtype, k_arena.device)
@@ -81,13 +76,8 @@ def check_scoring(
 ) -> None:
     """Require the arguments of an operation that scores the keys of one layer by queries.
 
-    Args:
-        queries: [n, num_qo_heads, head_dim], bfloat16, float16 or float32; query heads are a multiple of the KV heads.
-        k_buffer: [num_token_slots, num_kv_heads, head_dim], dtype of ``queries`` or float8_e4m3fn.
-        token_slots: [N], int64; on the CPU checked to lie inside the buffer.
-        sm_scale: finite, > 0.
-        key_start: >= 0.
-        query_start: >= 0.
+    Shapes and dtypes are those of :func:`kvevict_kernels.key_scores.accumulated_attention`; ``sm_scale`` is finite and
+    > 0, positions are >= 0, and token slots (checked on the CPU only) lie inside the buffer.
     """
     check_tensor("queries", queries, (None, None, None), KV_DTYPES)
     num_qo_heads, head_dim = queries.shape[1:]

@@ -21,8 +21,8 @@ class DeviceLimits:
 
     arch: int  # compute capability as one number: 90 is 9.0
     num_sms: int  # multiprocessors
-    shared_per_sm: int  # bytes of shared memory
-    threads_per_sm: int = 2048  # maximum of resident threads
+    shared_per_sm: int  # bytes of shared memory per multiprocessor
+    threads_per_sm: int = 2048  # resident threads per multiprocessor, at most
 
     @property
     def shared_per_block(self) -> int:

@@ -14,9 +14,10 @@ TRITON_DEVICES: tuple[str, ...] = ("cuda",)
 
 
 def implementation(device: torch.device, on_cpu: F, package: str) -> F:
-    """Pick ``on_cpu`` (named ``NAME_cpu``) or ``NAME_triton`` of ``package``'s ``triton_impl.py``: same arguments.
+    """Pick the path of an operation: ``on_cpu``, named ``NAME_cpu``, or ``NAME_triton`` with the same arguments.
 
-    Triton is imported the first time its path is picked.
+    The latter is in ``triton_impl.py`` of the operation's folder ``package``; Triton is imported when it is first
+    picked.
 
     Raises:
         ValueError: the device is neither CUDA nor the CPU.

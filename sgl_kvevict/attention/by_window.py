@@ -11,7 +11,7 @@ from sgl_kvevict.geometry import KVGeometry
 
 
 class ByWindow:
-    """Attention of a model with windows in some layers, where the main implementation can only read whole spans.
+    """Attention of a model with windows in some layers, where ``full`` can only read whole spans.
 
     In a layer with a window the first visible entry of a span differs per query and step. FlashInfer would need a mask
     per layer and step; our Triton kernels read positions.

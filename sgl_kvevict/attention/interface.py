@@ -78,7 +78,7 @@ class CapturableAttention(CompiledAttention, Protocol):
     def follow(self, batch: AttentionBatch, num_requests: int) -> None:
         """Set the spans of the next replay's requests; it reads lengths and rows where :meth:`start_step` did.
 
-        ``batch`` is a decode step of at most ``num_requests``, those of the recorded step; the rest is padded.
+        ``batch`` is a decode step of at most ``num_requests`` requests, the number recorded; the rest is padding.
 
         Raises:
             InvariantError: the batch has more requests, or is not a decode step.

@@ -22,10 +22,7 @@ def cpu_reasons(name: str, dtype: torch.dtype) -> list[str]:
 
 
 def triton_reasons(dtype: torch.dtype, head_dim: int, device: torch.device) -> list[str]:
-    """Return one sentence per property for which our kernels are not compiled.
-
-    On a CPU they only run interpreted, in tests, where float32 is allowed.
-    """
+    """Return one sentence per property that our kernels lack; on a CPU (interpreted, in tests) float32 is allowed."""
     reasons = []
     if head_dim > MAX_HEAD_DIM:
         reasons.append(f"attention 'triton' needs a head_dim of at most {MAX_HEAD_DIM}; the model's is {head_dim}")

@@ -1,7 +1,7 @@
 """compact_kv on the device: a gather launch into a temporary, then a write launch, ordered by the stream.
 
-README.md says which rows go through the temporary, and why no order of programs can be wrong. The temporary has a place
-for every row: only the device knows how many rows use it.
+README.md says which rows go through the temporary, and why the order of programs does not matter. The temporary has a
+place for every row: only the device knows how many rows use it.
 """
 
 from __future__ import annotations
@@ -110,7 +110,9 @@ def _write_kernel(
 
 
 def column_groups(num_rows: int, head_dim: int, element_size: int, limit: int) -> list[tuple[int, int]]:
-    """Split a row into column groups whose temporary stays within ``limit`` bytes, or is a ``MIN_GROUP_BYTES`` group.
+    """Split a row into column groups, so that a temporary of ``num_rows`` rows takes at most ``limit`` bytes.
+
+    Groups are not cut below ``MIN_GROUP_BYTES``, even if the temporary is then larger.
 
     Returns:
         (first column, width) of every group, in order. Widths are powers of two or the whole row, except for the last,

@@ -30,7 +30,7 @@ MAX_KERNEL_SIZE = 127
 KEY_BLOCK = 128
 """Keys of a tile on a device, halo included; twice as many where the window leaves less than ``MIN_VALID_KEYS``."""
 MIN_VALID_KEYS = 32
-"""Minimum of keys of a tile that are not halo."""
+"""Keys of a tile that are not halo, at least."""
 WIDE_ROW_SHARED = 155648
 """Bytes of shared memory of a program with the larger tile where rows are 256 numbers wide (compiled)."""
 
@@ -105,11 +105,14 @@ def window_scores(
     """Average attention weights of a window of queries on a range of keys, per KV head (SnapKV and its descendants).
 
     Weights, and the arguments not listed here, are those of :func:`accumulated_attention`; at least one query is
-    needed. Pooling runs along the keys with stride 1 and keeps the length; windows end at the range's edges.
-    ``kernel_size`` (tokens, odd, up to 127) is the pooling window; 1 does not pool. ``pooling`` "max" pads with -inf;
-    "avg" pads with zeros that count (every sum is divided by ``kernel_size``), as SnapKV and kvpress do. ``order``
-    "pool-mean" pools every query's row, then averages (Ada-KV's Algorithm 2); "mean-pool" pools the average (the
-    authors' code, SnapKV). "avg" commutes with the mean, so there ``order`` has no effect.
+    needed. Pooling runs along the keys with stride 1 and keeps the length; it ends at the range's edges, even if more
+    keys follow.
+
+    * ``kernel_size``: pooling window (tokens), odd, up to 127; 1 does not pool.
+    * ``pooling``: "max" pads with -inf; "avg" pads with zeros that count (every sum is divided by ``kernel_size``), as
+      SnapKV and kvpress do.
+    * ``order``: "pool-mean" pools every query's row, then averages (Ada-KV's Algorithm 2); "mean-pool" pools the
+      average (the authors' code, SnapKV). No effect with "avg", which commutes with the mean.
 
     Returns:
         pooled [num_kv_heads, N] and mean [num_kv_heads, N] (not pooled: the tie-breaker), float32, two tensors.
@@ -263,13 +266,8 @@ def _exponents(
 ) -> Tensor:
     """Base-2 logarithms of the attention weights of a tile, [num_kv_heads, rows, keys], float32, in ``buffer``.
 
-    Args:
-        rows: see :func:`_query_rows`.
-        columns: see :func:`_key_columns`.
-        sm_scale: softmax scale.
-        group_size: rows per query.
-        first_key: position of the first key relative to the first query, <= 0 (tokens).
-        buffer: float32, at least as many elements as there are weights.
+    ``rows`` are from :func:`_query_rows`, ``columns`` from :func:`_key_columns`. ``first_key`` is the position of the
+    first key relative to the first query, <= 0 (tokens).
     """
     (num_kv_heads, num_rows, _), num_keys = rows.shape, columns.shape[2]
     shape = (num_kv_heads, num_rows, num_keys)

@@ -1,6 +1,6 @@
 """key_scores on the device: one program per tile of keys of one KV head loops over the query rows.
 
-It begins at the first query that sees one of its keys. The attention weights never reach memory, and one program
+A program begins at the first query that sees one of its keys. The attention weights never reach memory, and one program
 computes each sum or maximum in a fixed order. Pooling by rows needs neighbours, so tiles overlap by the pooling halo,
 and the window maximum is built inside the tile by doubling (spans 1, 2, 4, then the rest).
 """

@@ -48,17 +48,10 @@ def top_mask(keys: Tensor, counts: int | Tensor) -> Tensor:
 def kth_largest(keys: Tensor, counts: int | Tensor) -> Tensor:
     """The ``counts``-th largest key of each row, equal keys counted separately; the largest one where the count is 0.
 
-    Args:
-        keys: [num_rows, n], int32 or int64, in signed order; n >= 1.
-        counts: as for :func:`top_mask`.
+    Arguments, errors, source and cost (without the mask) as for :func:`top_mask`; n >= 1.
 
     Returns:
         [num_rows], dtype of ``keys``: fewer than ``counts`` keys are larger, and at least as many are not smaller.
-
-    Raises:
-        ValueError: as for :func:`top_mask`; n == 0.
-
-    Source, cost: as :func:`top_mask`, without the mask.
     """
     _check(keys, counts)
     if keys.shape[1] == 0:

@@ -4,8 +4,7 @@ A row is cut into tiles. For each digit, every tile counts its keys that agree w
 their next digit; then one program per row adds up the tiles and picks the digit. After the last digit the counts at the
 threshold are the tiles' numbers of ties, from which each tile marks its share of them.
 
-Keys are read as unsigned integers with the sign bit flipped: unsigned order is then the signed one, and shifts bring in
-zeros.
+Keys are read as unsigned integers with the sign bit flipped, which keeps their order; shifts then bring in zeros.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 KEY_BLOCK = 2048
 """Keys that a program holds at once; a tile is one or more such blocks."""
 MAX_TILES = 256
-"""Maximum of tiles per row, a power of two: one program adds up all of them, and a single row still fills a device."""
+"""Tiles per row, at most; a power of two. One program adds up all of them, and a single row still fills a device."""
 TILE_BLOCK = 32
 NUM_WARPS = 8
 """Twice the default: with fewer threads a block of 8-byte keys takes so many registers that few programs fit."""
@@ -26,7 +25,7 @@ HISTOGRAM_BYTES = 64 * 2**20
 """Limit of the scratch (at most 256 KiB per row); further rows go to the next launches."""
 BINS = 256
 ROWS = ("keys_ptr", "prefix_ptr", "threshold_ptr", "remaining_ptr", "histograms_ptr", "mask_ptr")
-"""Pointers not specialised on alignment: rows have any length, and a slice of them would cause recompilation."""
+"""Pointers not specialised on alignment, which varies with the row length and would cause recompilation."""
 UNSIGNED = {torch.int32: torch.uint32, torch.int64: torch.uint64}
 
 

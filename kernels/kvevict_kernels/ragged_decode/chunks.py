@@ -13,9 +13,9 @@ ITEMS_PER_SM = 2
 CHUNK_STEP = 64
 """Chunks are multiples of this (entries)."""
 MIN_CHUNKS = (128, 256)
-"""Minimum of entries of a work item, by row class; with more q rows the partials of a short chunk cost more."""
+"""Entries of a work item, at least, by row class; with more q rows the partials of a short chunk cost more."""
 MAX_CHUNK = 1024
-"""Maximum of entries of a span's chunk, unless its run already has ``max_chunks`` chunks."""
+"""Entries of a span's chunk, at most, unless its run already has ``max_chunks`` chunks."""
 RAMP = 128
 """Cost of a work item before its loop runs at full speed, in entries: four dependent loads (estimate)."""
 EXTEND_RAMP = 256
@@ -29,13 +29,8 @@ MIN_EXTEND_KEYS = 256
 def span_chunk(entries: int, num_kv_heads: int, num_items: int, which: int) -> int:
     """Entries of one work item of a span: the fastest by a simple model.
 
-    The model: rounds of ``num_items`` concurrent items, each as long as its entries and a ramp.
-
-    Args:
-        entries: average entries of a layer, all heads.
-        num_kv_heads: heads; each has a last chunk that is half full on average.
-        num_items: concurrent work items.
-        which: row class.
+    The model: rounds of ``num_items`` concurrent items, each as long as its entries and a ramp. ``entries`` is the
+    average of a layer, all heads; each head has a last chunk that is half full on average. ``which`` is the row class.
     """
 
     def cost(chunk: int) -> int:
@@ -46,7 +41,7 @@ def span_chunk(entries: int, num_kv_heads: int, num_items: int, which: int) -> i
 
 
 def max_chunks(average: int, chunk: int) -> int:
-    """Maximum of chunks of one run: a run of more than twice the average length gets longer chunks instead.
+    """Maximum number of chunks of one run: a run of more than twice the average length gets longer chunks instead.
 
     This bounds a span's partials by numbers that the host knows, however uneven its runs are.
     """
@@ -67,8 +62,8 @@ def suffix_splits(bound: int, num_kv_heads: int, num_items: int, which: int) -> 
 def extend_splits(num_tiles: int, keys: int, num_sms: int) -> int:
     """Parts into which the keys of each tile of q rows are split.
 
-    ``num_tiles`` are the tiles of the request, all heads; ``keys`` is the maximum of one tile; one tile occupies one of
-    the ``num_sms`` multiprocessors.
+    ``num_tiles`` are the tiles of the request, all heads; ``keys`` are those of one tile, at most. A tile occupies one
+    of the ``num_sms`` multiprocessors.
     """
     most = max(1, min(keys // MIN_EXTEND_KEYS, -(-2 * num_sms // num_tiles)))
 

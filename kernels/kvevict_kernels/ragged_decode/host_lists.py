@@ -123,7 +123,7 @@ class HostLists:
         return total
 
     def _max_chunks(self, span: int) -> int:
-        """Maximum of chunks of a span in one layer."""
+        """Maximum number of chunks of a span in one layer."""
         longest = -(-self.spans[span].num_tokens // self.span_chunk[span])
         return self.sizes.num_kv_heads * min(self.span_cap[span], longest)
 
@@ -133,7 +133,7 @@ class HostLists:
         return suffix_splits(bound, sizes.num_kv_heads, sizes.num_items, which)
 
     def max_items(self, which: int) -> int:
-        """Maximum of work items of a class's spans in one layer."""
+        """Maximum number of work items of a class's spans in one layer."""
         return sum(
             self._max_chunks(span) * -(-len(rows) * self.group_size // DECODE_ROWS[which])
             for span, rows in enumerate(self.span_rows)
@@ -145,7 +145,7 @@ class HostLists:
         return [i for i, mine in enumerate(self.request_class) if mine == which and self.is_split[i]]
 
     def max_suffix_items(self, which: int) -> int:
-        """Maximum of work items of a class's suffixes of any length; sizes a captured step."""
+        """Maximum number of work items of a class's suffixes, however long; sizes a captured step."""
         sizes = self.sizes
         splits = most_splits(sizes.num_kv_heads, sizes.num_items)
         tiles = (-(-self.new_lens[i] * self.group_size // DECODE_ROWS[which]) for i in self.requests_of(which))

@@ -22,20 +22,20 @@ from kvevict_kernels.transfer import to_device
 class ClassTables:
     """Work of one class of q rows, for all layers."""
 
-    max_items: int  # maximum of work items of spans in one layer; 0: no span is in this class
+    max_items: int  # work items of spans in one layer, at most; 0: no span is in this class
     work_unit: Tensor  # [num_layers, max_items], int32, (span, KV head) of every work item of spans
     item_start: Tensor  # [num_layers, num_units], int32, first work item of every unit in its layer
     item_count: Tensor  # [num_layers], int32, work items of spans
     requests: Tensor  # [num_requests], int32, requests whose suffixes are in this class
     num_requests: int
-    max_suffix_items: int  # maximum of work items of their suffixes
+    max_suffix_items: int  # work items of their suffixes, at most
 
 
 @dataclass(frozen=True, eq=False)
 class Tables:
     """Lists of a batch, until requests come or go or their paths change. Everything but host ints is on the device.
 
-    The lengths of lists: S spans, B requests.
+    Shapes: S is the number of spans, B of requests. A unit is a (span, KV head).
     """
 
     # spans of every request, root first; held, because the kernels read them by address
@@ -53,7 +53,7 @@ class Tables:
     span_member_start: Tensor  # [S], int32, where they start in ``members``
     span_class: Tensor  # [S], int32, row class
     span_chunk: Tensor  # [S], int32, entries per work item
-    span_cap: Tensor  # [S], int32, maximum of chunks per run: a longer run has longer chunks
+    span_cap: Tensor  # [S], int32, chunks per run, at most: a longer run has longer chunks
     members: Tensor  # int32, rows of new tokens: of every span's readers, then of every request
     # int32, request of each of the spans' readers in ``members``; empty if no layer has a window
     member_request: Tensor
@@ -61,7 +61,7 @@ class Tables:
     request_members: Tensor  # [B], int32, where each request's rows start in ``members``
     new_lens_device: Tensor  # [B], int32
     waterlines: Tensor  # [B], int32, tokens that are compressed into the request's path
-    request_chunk: Tensor  # [B], int32, minimum of tokens per work item of the suffix
+    request_chunk: Tensor  # [B], int32, tokens per work item of the suffix, at least
     num_splits: Tensor  # [B], int32, parts of the keys in ``ragged_extend``
     suffix_partial: Tensor  # [B], int64, first partial row of each suffix
     extend_partial: Tensor  # [B], int64, first partial row in ``ragged_extend``
@@ -75,7 +75,7 @@ class Tables:
     tile_split: Tensor  # [num_tiles], int32, part of the keys
     has_splits: bool  # whether a tile has several parts
     classes: tuple[ClassTables, ...]  # work of the split kernel
-    num_partials: int  # maximum of partial rows of one layer
+    num_partials: int  # partial rows of one layer, at most
 
     @property
     def num_spans(self) -> int:

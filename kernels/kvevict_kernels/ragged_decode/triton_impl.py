@@ -129,7 +129,7 @@ def _split_kernel(
         for start in range(from_block, num_kv, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
             m_n = n < num_kv
-            # Before the window, rows of a window pool may hold other requests' slots: these indices are not read.
+            # Before the window, rows of a window pool may hold other requests' slots: no index is read there.
             index = tl.maximum(n, first_key) if WINDOWED else n
             head_slot = tl.load(index_ptr + index, mask=m_n, other=0).to(tl.int64) * slot_scale + slot_shift
             seen = n[None, :] < limit[:, None]

@@ -13,7 +13,7 @@ STEP_LISTS = (
     *("seq_lens_ptr", "pool_rows_ptr", "suffix_work_ptr", "suffix_work_start_ptr"),
     *("work_ptr", "work_start_ptr"),
 )
-"""Not specialised on alignment: these may be slices of SGLang's buffers, and would cause recompilation."""
+"""Not specialised on alignment: these may be slices of SGLang's buffers, whose alignment varies."""
 
 
 @triton.jit(do_not_specialize=["num_requests"], do_not_specialize_on_alignment=list(STEP_LISTS))

@@ -47,7 +47,8 @@ def reason_not_to_run(head_dim: int | None = None) -> str | None:
 class SpanAttention:
     """Attention over compressed spans and uncompressed token slots of one pair of arenas. Runs one call at a time.
 
-    The first object in a process compiles (seconds), or loads the cached compilation; later calls do not wait for it.
+    The first constructor in a process compiles (seconds), or loads the cached compilation, so that no call waits for
+    it.
 
     Args:
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous, on the CPU.
@@ -191,7 +192,7 @@ def _stamp() -> int:
 
 @cache
 def _compiled(team: Team) -> Any:
-    """The compiled call, cached by numba beside the sources, or else in the user's cache folder."""
+    """The compiled call. numba caches it beside the sources, or else in the user's cache folder."""
     from kvevict_kernels.span_attention.numba_impl import compile_call
 
     started = time.monotonic()

@@ -20,12 +20,8 @@ _CPU = torch.device("cpu")
 class Layout:
     """Lists that stay the same from step to step, while the same requests read the same spans.
 
-    Args:
-        paths: per request, its spans; each once.
-        new_lens: per request, new tokens; at least 1.
-        first_tokens: per request, row of its first new token in the forward.
-        shape: of the arenas, [num_layers, num_token_slots, num_kv_heads, head_dim].
-        has_windows: some layers have a sliding window.
+    Per request: ``paths``, its spans, each once; ``new_lens``, its new tokens, >= 1; ``first_tokens``, the row of its
+    first new token in the forward. ``shape`` of the arenas: [num_layers, num_token_slots, num_kv_heads, head_dim].
 
     Raises:
         ValueError: a span whose lists have the wrong shape or dtype, or whose runs exceed its head slots.
@@ -107,7 +103,7 @@ class Layout:
 
     @property
     def max_partials(self) -> int:
-        """Maximum of partial results of a layer, for each q head of a group."""
+        """Maximum number of partial results of a layer, for each q head of a group."""
         return self.max_span_partials + self.num_heads * int(count_chunks(self.suffix_lens) @ self.new_lens)
 
     def _checked_lens(self, shape: torch.Size) -> NDArray[np.int64]:

@@ -12,7 +12,7 @@ CHUNK = 256
 """Keys of one partial softmax, the work of one thread at a time; a multiple of this where more than ``MAX_CHUNKS``
 would be needed."""
 MAX_CHUNKS = 16
-"""Maximum of partial results of a q row and one unit."""
+"""Partial results of a q row and one unit, at most."""
 KEY_COST = 6
 """Cost of reading a key, in q rows multiplied with it (6 to 21 ns, cached or not, and 3 ns per row)."""
 NO_SLOT = 1 << 62

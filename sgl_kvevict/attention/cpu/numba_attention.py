@@ -18,7 +18,8 @@ MAX_SHORT_TOKENS = 256
 """Requests with up to this many new tokens use the compiled call.
 
 Measured with AVX-512: half of PyTorch's time, from 16 to 256 tokens on 600 and on 2,600 entries per head. Longer
-prefills are large matrix products, for which PyTorch uses AMX, and their partial results would take much memory."""
+prefills are large matrix products, for which PyTorch uses AMX, and their partial results would take much memory.
+"""
 
 
 class NumbaAttention:

@@ -34,8 +34,7 @@ class FlashInferAttention:
     """Attention by FlashInfer; arguments as for :func:`sgl_kvevict.attention.backend.build_attention`.
 
     Spans are planned when requests come or go or their paths change, once for all layers; suffixes once per forward.
-    Needs head_dim 64, 128 or 256, bfloat16 or float16, and no windows
-    (:class:`sgl_kvevict.attention.by_window.ByWindow`).
+    Needs head_dim 64, 128 or 256, a 16-bit dtype, and no windows (:class:`sgl_kvevict.attention.by_window.ByWindow`).
 
     Raises:
         UnsupportedSetupError: FlashInfer cannot be imported or does not have the model's head_dim or dtype.

@@ -31,8 +31,8 @@ def compiles_kernels() -> Iterator[None]:
     FlashInfer compiles a kernel when a wrapper is first planned for it.
 
     Raises:
-        UnsupportedSetupError: no nvcc (RuntimeError), no ninja (FileNotFoundError), an nvcc that fails
-            (CalledProcessError), a failed build or load (RuntimeError), a cache folder without write access (OSError).
+        UnsupportedSetupError: no nvcc, or a failed build or load (RuntimeError); no ninja (FileNotFoundError); an nvcc
+            that fails (CalledProcessError); a cache folder without write access (OSError).
     """
     try:
         yield
@@ -46,14 +46,9 @@ def compiles_kernels() -> Iterator[None]:
 class PagedPrefill:
     """One ``BatchPrefillWithPagedKVCacheWrapper`` with pages of one K and V row.
 
-    A plan is copied asynchronously to the device from a pinned buffer of the wrapper, so the next plan waits until this
-    copy is done.
-
-    Args:
-        workspace: [WORKSPACE_BYTES], uint8, on the device; wrappers on one stream share it.
-        head_dim: of queries, keys and values.
-        dtype: of queries, keys, values and results.
-        backend: FlashInfer's name of its kernels; ``fa2``, or ``auto``: fa3 on Hopper, else fa2.
+    ``workspace`` is [WORKSPACE_BYTES], uint8, on the device, shared by wrappers on one stream. ``backend`` is
+    FlashInfer's name of its kernels: ``fa2``, or ``auto`` (fa3 on Hopper, else fa2). A plan is copied asynchronously to
+    the device from a pinned buffer of the wrapper, so the next plan waits until this copy is done.
 
     Raises:
         ImportError: FlashInfer cannot be imported.
@@ -89,7 +84,7 @@ class PagedPrefill:
             self._taken.record()
 
     def plan_suffixes(self, batch: AttentionBatch, geometry: KVGeometry, window: int = 0) -> None:
-        """Schedule causal attention of each request's new tokens to its own ones, the last ``window`` of them (0: all)."""
+        """Schedule causal attention of new tokens to their request's suffix; each sees ``window`` tokens (0: all)."""
         # Causal masks are aligned to the ends: the last new token sees the whole suffix. window_left: tokens before a
         # query, -1: all.
         heads = geometry.num_qo_heads, geometry.num_kv_heads
