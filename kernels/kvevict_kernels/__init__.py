@@ -1,5 +1,5 @@
 """Device operations on KV cache rows: one folder per operation, see README.md beside this file.
 
-Import a function from its folder, for example ``from kvevict_kernels.compact_kv import compact_kv``. Nothing
-is re-exported here, so that a folder and the function in it never fight for one name.
+Import a function from its folder, e.g. ``from kvevict_kernels.compact_kv import compact_kv``. Nothing is re-exported
+here: a function would hide the folder of the same name.
 """

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of queries, and in which a KV cache row may be stored."""
+"""Allowed dtypes of queries and of stored KV rows."""
 FP8 = torch.float8_e4m3fn
-"""A KV cache row may be stored in this, too: numbers are multiplied by their layer's scale."""
+"""Also allowed for stored KV rows: values are multiplied by the layer's scale."""
 
 
 def check_tensor(
@@ -20,19 +20,9 @@ def check_tensor(
     dtype: torch.dtype | tuple[torch.dtype, ...],
     device: torch.device | None = None,
 ) -> None:
-    """Require a contiguous tensor of a given shape, dtype and device.
+    """Require a contiguous tensor of the given shape and dtype, on the given device; None allows any size or device.
 
-    Args:
-        name: argument name, repeated in the message.
-        x: the argument.
-        shape: expected sizes; None: any size.
-        dtype: expected dtype, or the allowed ones.
-        device: expected device; None: any device.
-
-    Raises:
-        ValueError: names the argument, the expected and the given value.
-
-    Cost: host only, no device read.
+    ``dtype`` may be one or several. Host only: no device is read.
     """
     allowed = dtype if isinstance(dtype, tuple) else (dtype,)
     if not isinstance(x, torch.Tensor):
@@ -50,11 +40,7 @@ def check_tensor(
 
 
 def check_positions(positions: object, head_slots: torch.Tensor) -> None:
-    """Require the positions of a span, which layers with a window read.
-
-    Raises:
-        ValueError: there are no positions, or not one per head slot.
-    """
+    """Require a span's positions, one per head slot: layers with a window read them."""
     if positions is None:
         raise ValueError("positions: a layer with a window needs the positions of every span, got None")
     check_tensor("positions", positions, tuple(head_slots.shape), torch.int32, head_slots.device)
@@ -68,18 +54,10 @@ def check_arenas(
     dtype: torch.dtype | tuple[torch.dtype, ...],
     device: torch.device | None = None,
 ) -> None:
-    """Require arenas that attention can read; once, when it is built, and not for every layer and step.
+    """Require arenas that attention can read. Called once per attention object, not per layer and step.
 
-    Args:
-        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim].
-        v_arena: like ``k_arena``.
-        biases: [num_layers, num_token_slots, num_kv_heads], float32; or None.
-        shape: of the arenas; None: any size.
-        dtype: expected dtype, or the allowed ones.
-        device: expected device; None: any device.
-
-    Raises:
-        ValueError: names the argument, the expected and the given value.
+    ``biases`` is [num_layers, num_token_slots, num_kv_heads], float32, or None; other arguments as for
+    :func:`check_tensor`.
     """
     check_tensor("k_arena", k_arena, shape, dtype, device)
     check_tensor("v_arena", v_arena, tuple(k_arena.shape), k_arena.dtype, k_arena.device)
@@ -96,19 +74,10 @@ def check_scoring(
     key_start: int,
     query_start: int,
 ) -> None:
-    """Require the arguments of operations that score keys of one layer by queries.
+    """Require the arguments of an operation that scores the keys of one layer by queries.
 
-    Args:
-        queries: [n, num_qo_heads, head_dim], bfloat16, float16 or float32.
-        k_buffer: [num_token_slots, num_kv_heads, head_dim], dtype of ``queries`` or float8_e4m3fn.
-        token_slots: [N], int64.
-        sm_scale: finite, > 0.
-        key_start: >= 0.
-        query_start: >= 0.
-
-    Raises:
-        ValueError: names the argument, the expected and the given value; on the CPU also for a token slot outside the
-            buffer.
+    Shapes and dtypes are those of :func:`kvevict_kernels.key_scores.accumulated_attention`; ``sm_scale`` is finite and
+    > 0, positions are >= 0, and token slots (checked on the CPU only) lie inside the buffer.
     """
     check_tensor("queries", queries, (None, None, None), KV_DTYPES)
     num_qo_heads, head_dim = queries.shape[1:]
@@ -125,33 +94,22 @@ def check_scoring(
 
 
 def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    """Require an int (not a bool) in ``[low, high]``.
-
-    Raises:
-        ValueError: names the argument, the allowed range and the given value.
-    """
+    """Require an int (not a bool) in ``[low, high]``."""
     upper = "" if high is None else f" and <= {high}"
     if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
         raise ValueError(f"{name}: expected an int >= {low}{upper}, got {value!r}")
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
-    """Require one of the allowed words.
-
-    Raises:
-        ValueError: names the argument, the allowed words and the given value.
-    """
+    """Require one of the allowed words."""
     if value not in allowed:
         raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
 
 
 def check_index_range(name: str, x: torch.Tensor, size: int) -> None:
-    """Require every element of an index tensor in ``[0, size)``, where looking at it is free: on the CPU.
+    """Require every element of an index tensor in ``[0, size)``.
 
-    On a device this does nothing: reading the elements would stall the stream.
-
-    Raises:
-        ValueError: names the argument, the allowed range and the given value.
+    Checked on the CPU only: reading a device would stall the stream.
     """
     if x.device.type != "cpu" or x.numel() == 0:
         return

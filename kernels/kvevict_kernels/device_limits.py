@@ -1,4 +1,4 @@
-"""Limits of a GPU, from which the number of resident programs of a compiled kernel follows."""
+"""Limits of a GPU, which determine how many programs of a compiled kernel are resident."""
 
 from __future__ import annotations
 
@@ -8,41 +8,31 @@ from functools import lru_cache
 import torch
 
 RESERVED_SHARED = 1024
-"""Bytes of shared memory that CUDA keeps of every resident program."""
+"""Bytes of shared memory that CUDA reserves per resident program."""
 REGISTERS_PER_SM = 65536
-"""32-bit registers of a multiprocessor, of every compute capability from 5.0 to 12.1."""
+"""32-bit registers of a multiprocessor, for compute capabilities 5.0 to 12.1."""
 REGISTER_UNIT = 8
-"""Registers of a thread are handed out in multiples of this."""
+"""Registers of a thread are allocated in multiples of this."""
 
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """One GPU, as far as kernels are sized by it.
+    """The limits of one GPU by which kernels are sized."""
 
-    Attributes:
-        arch: compute capability as one number: 90 is 9.0.
-        num_sms: multiprocessors.
-        shared_per_sm: bytes of a multiprocessor.
-        threads_per_sm: resident threads of a multiprocessor, at most.
-    """
-
-    arch: int
-    num_sms: int
-    shared_per_sm: int
-    threads_per_sm: int = 2048
+    arch: int  # compute capability as one number: 90 is 9.0
+    num_sms: int  # multiprocessors
+    shared_per_sm: int  # bytes of shared memory per multiprocessor
+    threads_per_sm: int = 2048  # resident threads per multiprocessor, at most
 
     @property
     def shared_per_block(self) -> int:
-        """Bytes of shared memory that one program may ask for."""
+        """Maximum bytes of shared memory of one program."""
         return self.shared_per_sm - RESERVED_SHARED
 
     def programs_per_sm(self, *, registers: int, shared: int, num_warps: int) -> int:
         """Programs of a compiled kernel that are resident at once on one multiprocessor; at least 1.
 
-        Args:
-            registers: per thread.
-            shared: bytes per program.
-            num_warps: per program.
+        ``registers`` are per thread, ``shared`` are bytes per program.
         """
         threads = 32 * num_warps
         by_registers = REGISTERS_PER_SM // (-(-registers // REGISTER_UNIT) * REGISTER_UNIT * threads)
@@ -51,12 +41,12 @@ class DeviceLimits:
 
 
 INTERPRETER = DeviceLimits(arch=90, num_sms=2, shared_per_sm=233472)
-"""Limits used on a CPU, where Triton's interpreter runs one program after the other."""
+"""Limits used on a CPU, where Triton's interpreter runs programs one after the other."""
 
 
 @lru_cache
 def limits_of(device: torch.device) -> DeviceLimits:
-    """Limits of a device, read once from the driver; on a CPU ``INTERPRETER``."""
+    """Limits of a device, read once from the driver; ``INTERPRETER`` on a CPU."""
     if device.type != "cuda":
         return INTERPRETER
     found = torch.cuda.get_device_properties(device)

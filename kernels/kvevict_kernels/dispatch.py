@@ -1,4 +1,4 @@
-"""The choice between the CPU path and the Triton path of an operation: by the device of its tensors alone."""
+"""Choose the CPU path or the Triton path of an operation by the device of its tensors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ TRITON_DEVICES: tuple[str, ...] = ("cuda",)
 
 
 def implementation(device: torch.device, on_cpu: F, package: str) -> F:
-    """Pick a path; Triton is imported when it is picked first.
+    """Pick the path of an operation: ``on_cpu``, named ``NAME_cpu``, or ``NAME_triton`` with the same arguments.
 
-    Args:
-        device: of the call's tensors.
-        on_cpu: the CPU path, named ``NAME_cpu``.
-        package: the operation's folder; its ``triton_impl.py`` has ``NAME_triton`` with the same arguments.
+    The latter is in ``triton_impl.py`` of the operation's folder ``package``; Triton is imported when it is first
+    picked.
 
     Raises:
         ValueError: the device is neither CUDA nor the CPU.

@@ -10,39 +10,24 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rotary:
-    """A model's rotary embedding, as SGLang caches it.
+    """A model's rotary embedding, as SGLang caches it."""
 
-    Attributes:
-        cos_sin: [num_positions, rotary_dim], cosines in the first half of the columns, sines in the second.
-        is_neox: rotation pairs dimension i with i + rotary_dim / 2; otherwise 2i with 2i + 1.
-    """
-
-    cos_sin: Tensor
-    is_neox: bool
+    cos_sin: Tensor  # [num_positions, rotary_dim]: cosines in the first half of the columns, sines in the second
+    is_neox: bool  # rotation pairs dimension i with i + rotary_dim / 2; otherwise 2i with 2i + 1
 
     def apply(self, x: Tensor, positions: Tensor, *, inverse: bool = False) -> Tensor:
-        """Rotate rows to their positions, or back.
+        """Rotate rows [num_tokens, num_heads, head_dim] to ``positions`` [num_tokens] (int64), or back.
 
-        Args:
-            x: [num_tokens, num_heads, head_dim].
-            positions: [num_tokens], int64.
-            inverse: rotate by the negative angle.
-
-        Returns:
-            [num_tokens, num_heads, head_dim], float32; dimensions past ``rotary_dim`` unchanged.
+        Returns float32; dimensions past ``rotary_dim`` are unchanged.
         """
         cos, sin = self.cos_sin[positions].float().chunk(2, dim=-1)
         return self._rotate(x.float(), cos[:, None], -sin[:, None] if inverse else sin[:, None])
 
     def turn(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Rotate the same rows to each of some positions.
+        """Rotate the same rows to each of several positions.
 
-        Args:
-            rows: [..., 1, num_heads, head_dim], float32, before RoPE.
-            positions: [num_tokens], int64.
-
-        Returns:
-            [..., num_tokens, num_heads, head_dim], float32, written in place part by part: no copies of halves.
+        ``rows`` is [..., 1, num_heads, head_dim], float32, before RoPE; ``positions`` [num_tokens], int64. Returns
+        [..., num_tokens, num_heads, head_dim], float32, written in place, without copies of halves.
         """
         cos, sin = self.cos_sin[positions].float()[:, None].chunk(2, dim=-1)
         turned = rows.new_empty(*rows.shape[:-3], positions.numel(), *rows.shape[-2:])
@@ -57,16 +42,9 @@ class Rotary:
         return turned
 
     def advance(self, x: Tensor, distance: int) -> Tensor:
-        """Rotate rows that are rotated to their positions on to positions ``distance`` further.
+        """Rotate rows [num_tokens, num_heads, head_dim] after RoPE further by ``distance`` positions; returns float32.
 
-        Rotations add up, so the positions themselves do not matter.
-
-        Args:
-            x: [num_tokens, num_heads, head_dim], after RoPE.
-            distance: positions; larger ones use the last row of the table.
-
-        Returns:
-            [num_tokens, num_heads, head_dim], float32.
+        Rotations add up, so the rows' positions do not matter. A distance beyond the table uses its last row.
         """
         if not self.cos_sin.shape[1]:
             return x.float()
@@ -78,8 +56,8 @@ class Rotary:
         """Average of the rotation matrices of positions ``[start, start + count)``.
 
         Returns:
-            [head_dim, head_dim], float32; ``matrix @ q`` rotates a column ``q``. Positions past the cached
-            table are left out (at least its last row is used).
+            [head_dim, head_dim], float32; ``matrix @ q`` rotates a column ``q``. Positions past the cached table are
+            left out (at least its last row is used).
         """
         limit = self.cos_sin.shape[0]
         start = min(start, limit - 1)

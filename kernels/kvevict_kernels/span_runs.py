@@ -1,7 +1,7 @@
 """Compressed spans as attention reads them, and which new tokens of a batch read which spans.
 
-Every implementation of attention starts from these two. numba's ``Layout`` and Triton's ``Tables`` list the addresses
-of their tensors and add work lists; FlashInfer gets index lists in its own format.
+All implementations start from these two: numba's ``Layout`` and Triton's ``Tables`` list the tensors' addresses and add
+work lists; FlashInfer gets index lists in its own format.
 """
 
 from __future__ import annotations
@@ -18,22 +18,15 @@ class SpanRuns:
     """One compressed span. Immutable; compared and hashed by identity.
 
     Run ``(l, h)`` is ``head_slots[starts[l, h] : starts[l, h] + lens[l, h]]``.
-
-    Attributes:
-        head_slots: [segment_entries], int32, head slots of the whole segment (shared by all spans cut from it).
-        starts: [num_layers, num_kv_heads], int32, first entry of each run.
-        lens: [num_layers, num_kv_heads], int32, entries of each run; may be 0.
-        num_tokens: logical tokens that were compressed into the span.
-        is_fitted: entries have biases, which are added to their scores; biases of other spans' head slots are 0.
-        positions: [segment_entries], int32, logical position of each entry's token, ascending within a run; None: not
-            known, and only layers without a window may read it.
     """
 
-    head_slots: Tensor
-    starts: Tensor
-    lens: Tensor
-    num_tokens: int
-    is_fitted: bool = False
+    head_slots: Tensor  # [segment_entries], int32: of the whole segment, shared by all spans cut from it
+    starts: Tensor  # [num_layers, num_kv_heads], int32, first entry of each run
+    lens: Tensor  # [num_layers, num_kv_heads], int32, entries of each run; may be 0
+    num_tokens: int  # logical tokens that were compressed into the span
+    is_fitted: bool = False  # biases are added to the scores of its entries; biases of other spans' head slots are 0
+    # [segment_entries], int32, logical position of each entry's token, ascending within a run. None: unknown, and only
+    # layers without a window may read the span.
     positions: Tensor | None = None
 
 
@@ -41,15 +34,15 @@ class SpanReaders:
     """Which new tokens of a batch read which spans.
 
     Args:
-        paths: per request, the spans that it reads, root first; each once.
-        rows: per request, rows of its new tokens; empty: they are attended for elsewhere.
+        paths: per request, its spans, root first, each once.
+        rows: per request, rows of its new tokens; empty: another implementation attends for them.
 
     Attributes:
-        spans: of all paths, each once.
+        spans: spans of all paths, each once.
         rows: per span, the rows that read it, request after request.
-        path_start: per request and one more, where its spans begin in the two below.
-        path_span: numbers of the spans of each request, root first.
-        path_place: with ``path_span``: place of the request's first row among the span's.
+        path_start: [num_requests + 1], start of each request in ``path_span`` and ``path_place``.
+        path_span: span numbers of each request, root first.
+        path_place: index of the request's first row among the rows of that span.
     """
 
     def __init__(self, paths: Sequence[Sequence[SpanRuns]], rows: Sequence[range]) -> None:
@@ -75,5 +68,5 @@ class StandsForTokens(Protocol):
 
 
 def waterline_of(path: Iterable[StandsForTokens]) -> int:
-    """Tokens that were compressed into the spans of a path; each later token lies in a token slot of its own."""
+    """Tokens that were compressed into the spans of a path; every later token has a token slot of its own."""
     return sum(span.num_tokens for span in path)

@@ -1,4 +1,4 @@
-"""Rows of a KV cache as torch reads them, in any stored dtype."""
+"""Reading KV cache rows with torch, in any stored dtype."""
 
 from __future__ import annotations
 
@@ -9,16 +9,10 @@ from kvevict_kernels.checks import FP8
 
 
 def gather_rows(buffer: Tensor, slots: Tensor, scale: float | Tensor = 1.0, dim: int = 0) -> Tensor:
-    """Copy rows at some slots.
+    """Copy the rows at ``slots`` ([n], int, indices along ``dim``) of a KV buffer of any shape.
 
-    Args:
-        buffer: any shape; bfloat16, float16, float32, or float8_e4m3fn, which is multiplied by ``scale``.
-        slots: [n], int, indices along ``dim``.
-        scale: FP8 scale, not read for other dtypes. A tensor must broadcast against the result.
-        dim: dimension of the slots.
-
-    Returns:
-        The rows as they are, or float32 for float8: products, sums and norms of float8 do not exist.
+    ``scale`` is the FP8 scale, not read for other dtypes; a tensor must broadcast against the result. float8 rows are
+    returned as float32, since torch has no float8 products, sums or norms; other rows are returned as stored.
     """
     if buffer.dtype != FP8:
         return torch.index_select(buffer, dim, slots)
@@ -27,5 +21,5 @@ def gather_rows(buffer: Tensor, slots: Tensor, scale: float | Tensor = 1.0, dim:
 
 
 def as_moved(rows: Tensor) -> Tensor:
-    """View rows in a dtype that can be gathered and written: float8 as bytes, others as they are."""
+    """View rows in a dtype that torch can gather and write: float8 as bytes, others unchanged."""
     return rows.view(torch.uint8) if rows.dtype == FP8 else rows

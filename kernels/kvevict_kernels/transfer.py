@@ -1,4 +1,4 @@
-"""Copies from the host that do not wait."""
+"""Asynchronous copies from the host."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the host to a device without waiting for it; on the CPU it is the same tensor.
+    """Copy a host tensor to a device without waiting; on the CPU it is returned as is.
 
     A GPU reads from a pinned copy, which torch's allocator keeps until the copy is done.
     """

@@ -1,4 +1,4 @@
-"""Attention of new tokens over compressed spans and the uncompressed rest."""
+"""Attention of new tokens over compressed spans and uncompressed tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice among the implementations of attention."""
+"""Choose and build an implementation of attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 
 AUTO = {"cpu": "numba", "cuda": "triton"}
-"""Implementation that ``auto`` chooses on each device; ``torch`` on a CPU where ``numba`` cannot run."""
+"""The implementation that ``auto`` chooses per device; ``torch`` on a CPU where ``numba`` cannot run."""
 ON_CPU = ("numba", "torch")
 """Implementations for a CPU; the others are for a GPU."""
 PLANNED_ON_HOST = ("flashinfer",)
@@ -28,12 +28,9 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_attention(name: str, device: str, head_dim: int | None = None) -> str:
-    """Resolve the configured name for a device.
+    """Resolve the configured name (``auto``, ``numba``, ``torch``, ``triton`` or ``flashinfer``) for "cpu" or "cuda".
 
-    Args:
-        name: ``auto``, ``numba``, ``torch``, ``triton`` or ``flashinfer``.
-        device: "cpu" or "cuda".
-        head_dim: of the model; None: not yet known.
+    ``head_dim`` is the model's; None: not yet known.
 
     Raises:
         UnsupportedSetupError: the implementation does not run there, or its package is missing.
@@ -57,14 +54,7 @@ def resolve_attention(name: str, device: str, head_dim: int | None = None) -> st
 
 
 def kernel_reasons(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
-    """Return one sentence for everything about a model or its KV pool that the implementation has no kernels for.
-
-    Args:
-        name: as configured.
-        device: of the KV pool.
-        dtype: of the KV pool.
-        head_dim: of the model.
-    """
+    """Return one sentence per property of the model or its KV pool for which implementation ``name`` has no kernels."""
     chosen = AUTO.get(device.type) if name == "auto" else name
     if chosen == "triton":
         return triton_reasons(dtype, head_dim, device)
@@ -91,11 +81,11 @@ def build_attention(
         v_arena: like ``k_arena``.
         q_dtype: of the queries, where the arena holds float8.
         biases: [num_layers, num_token_slots, num_kv_heads], float32, of entries of fitted spans; None: none is fitted.
-        on_all_ranks: whether all tensor-parallel ranks say yes; default: there is one rank.
+        on_all_ranks: whether a condition holds on all tensor-parallel ranks; default: there is one rank.
 
     Raises:
-        UnsupportedSetupError: see :func:`resolve_attention`; the implementation cannot read biases; or 'flashinfer'
-            was asked for and cannot compile its kernels.
+        UnsupportedSetupError: see :func:`resolve_attention`; the implementation cannot read biases; or 'flashinfer' is
+            configured and cannot compile its kernels.
     """
     chosen = resolve_attention(name, k_arena.device.type, geometry.head_dim)
     if chosen == "torch" and name == "auto":

@@ -1,4 +1,4 @@
-"""The requests of one forward: the spans and the tokens that each of them reads."""
+"""The requests of one forward: the spans and tokens that each of them reads."""
 
 from __future__ import annotations
 
@@ -12,21 +12,15 @@ from kvevict_kernels.span_runs import SpanRuns, waterline_of
 from sgl_kvevict.errors import InvariantError
 
 Path = tuple[SpanRuns, ...]
-"""Spans that a request reads, root first; () if nothing of it is compressed."""
+"""A request's spans, root first; () if nothing of it is compressed."""
 
 
 class BatchKey(NamedTuple):
-    """The part of a batch that later steps of the same requests share; layouts are kept under this key.
+    """The part of a batch that later steps of the same requests share: the key under which layouts are kept."""
 
-    Attributes:
-        paths: per request.
-        new_lens: per request, new tokens.
-        suffix_bounds: per request, a bound of the tokens after its path, where a layout is sized by it.
-    """
-
-    paths: tuple[Path, ...]
-    new_lens: tuple[int, ...]
-    suffix_bounds: tuple[int, ...] = ()
+    paths: tuple[Path, ...]  # per request
+    new_lens: tuple[int, ...]  # per request, new tokens
+    suffix_bounds: tuple[int, ...] = ()  # per request, a bound of the tokens after its path, where it sizes a layout
 
 
 @dataclass(frozen=True)
@@ -37,24 +31,16 @@ class AttentionBatch:
     ``[waterline, seq_len)`` has a token slot, in the request's row of ``req_to_token``; the last ``extend_len`` are
     new. A row holds fillers below the waterline, which must not be read.
 
-    Attributes:
-        paths: per request, the spans on its path.
-        seq_lens: per request, logical tokens including the new ones.
-        extend_lens: per request, new tokens; None: a decode step, one new token each.
-        req_pool_indices: [num_requests], int, rows of ``req_to_token``.
-        req_to_token: [num_rows, max_context_len], int32, token slots.
-        device_seq_lens: [num_requests], int, ``seq_lens`` on the arenas' device, if it is there already.
-
     Raises:
-        InvariantError: lengths that contradict each other, for example a waterline above the first new token.
+        InvariantError: contradictory lengths, for example a waterline above the first new token.
     """
 
-    paths: tuple[Path, ...]
-    seq_lens: list[int]
-    extend_lens: list[int] | None
-    req_pool_indices: Tensor
-    req_to_token: Tensor
-    device_seq_lens: Tensor | None = None
+    paths: tuple[Path, ...]  # per request
+    seq_lens: list[int]  # per request, logical tokens including the new ones
+    extend_lens: list[int] | None  # per request, new tokens; None: a decode step, one new token each
+    req_pool_indices: Tensor  # [num_requests], int, rows of ``req_to_token``
+    req_to_token: Tensor  # [num_rows, max_context_len], int32, token slots
+    device_seq_lens: Tensor | None = None  # [num_requests], int, ``seq_lens`` on the arenas' device, if already there
 
     def __post_init__(self) -> None:
         num_requests = len(self.seq_lens)

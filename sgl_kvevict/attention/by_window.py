@@ -1,4 +1,4 @@
-"""Layers with a sliding window by one implementation, the others by another."""
+"""Two implementations in one model: for layers with a sliding window, and for the others."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from sgl_kvevict.geometry import KVGeometry
 
 
 class ByWindow:
-    """Attention of a model with windows in some layers, by an implementation that reads spans only whole.
+    """Attention of a model with windows in some layers, where ``full`` can only read whole spans.
 
-    In such a layer the first visible entry of a span differs for every query and step. FlashInfer would need a mask for
-    each layer and step; our Triton kernels read positions.
+    In a layer with a window the first visible entry of a span differs per query and step. FlashInfer would need a mask
+    per layer and step; our Triton kernels read positions.
 
     Args:
-        full: for layers that see everything; its geometry has no windows.
-        windowed: for the others, over the same arena.
-
-    Attributes:
-        geometry: of all layers.
+        full: for layers without a window; its geometry has no windows.
+        windowed: for the others, over the same arena; its geometry has all layers.
     """
 
     def __init__(self, full: Attention, windowed: CompiledAttention) -> None:

@@ -7,17 +7,16 @@ from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 MAX_BATCHES = 2
-"""A server alternates between at most two that come again: decode steps, and decode rows inside prefill steps."""
+"""A server alternates between at most two recurring batches: decode steps, and decode rows inside prefill steps."""
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
 class RecentBatches(Generic[K, V]):
-    """Keeps the layouts of the ``MAX_BATCHES`` batches used last.
+    """Keeps the layouts of the ``MAX_BATCHES`` most recently used batches.
 
-    Args:
-        on_drop: takes back a dropped layout's resources; called before the layout in its place is built.
+    ``on_drop`` releases a dropped layout's resources; it is called before the new layout is built.
     """
 
     def __init__(self, on_drop: Callable[[V], None] | None = None) -> None:
@@ -28,12 +27,7 @@ class RecentBatches(Generic[K, V]):
         return len(self._kept)
 
     def get(self, key: K, build: Callable[[], V]) -> V:
-        """Return the layout of a batch.
-
-        Args:
-            key: of the batch and its next steps.
-            build: makes the layout, not None; called if none is kept, after the one used longest ago was dropped.
-        """
+        """Return the layout of a batch; if it is not kept, drop the least recently used one and ``build`` it."""
         value = self._kept.pop(key, None)
         if value is None:
             if len(self._kept) == MAX_BATCHES:

@@ -15,27 +15,14 @@ NO_BIASES = "attention is 'flashinfer', which cannot read the biases of fitted p
 
 
 def cpu_reasons(name: str, dtype: torch.dtype) -> list[str]:
-    """Return one sentence for everything that the implementations for a CPU cannot do.
-
-    Args:
-        name: as configured.
-        dtype: of the KV pool.
-    """
+    """Return one sentence per limit of the CPU implementations that this KV pool exceeds."""
     if dtype in DTYPES_CPU:
         return []
     return [f"attention {name!r} on a CPU needs bfloat16, float16 or float32 KV; {_pool_dtype(dtype)}"]
 
 
 def triton_reasons(dtype: torch.dtype, head_dim: int, device: torch.device) -> list[str]:
-    """Return one sentence for everything that our kernels are not compiled for.
-
-    On a CPU they only run interpreted, in tests, and float32 is fine there.
-
-    Args:
-        dtype: of the KV pool.
-        head_dim: of the model.
-        device: of the KV pool.
-    """
+    """Return one sentence per property that our kernels lack; on a CPU (interpreted, in tests) float32 is allowed."""
     reasons = []
     if head_dim > MAX_HEAD_DIM:
         reasons.append(f"attention 'triton' needs a head_dim of at most {MAX_HEAD_DIM}; the model's is {head_dim}")
@@ -50,12 +37,7 @@ def triton_reasons(dtype: torch.dtype, head_dim: int, device: torch.device) -> l
 
 
 def flashinfer_reasons(dtype: torch.dtype, head_dim: int) -> list[str]:
-    """Return one sentence for everything that FlashInfer's kernels do not have.
-
-    Args:
-        dtype: of the KV pool.
-        head_dim: of the model.
-    """
+    """Return one sentence per property that FlashInfer's kernels lack."""
     reasons = []
     if head_dim not in FLASHINFER_HEAD_DIMS:
         reasons.append(f"attention 'flashinfer' needs a head_dim of 64, 128 or 256; the model's is {head_dim}")
@@ -65,12 +47,7 @@ def flashinfer_reasons(dtype: torch.dtype, head_dim: int) -> list[str]:
 
 
 def bias_reasons(name: str, dtype: torch.dtype) -> list[str]:
-    """Return one sentence for everything that cannot be fitted.
-
-    Args:
-        name: as configured.
-        dtype: of the KV pool.
-    """
+    """Return one sentence per reason why prefixes cannot be fitted."""
     reasons = [NO_BIASES] if name == "flashinfer" else []
     if dtype == FP8:
         reasons.append(f"fit is true, and the loss of fitted values in float8 was never measured; {_pool_dtype(dtype)}")

@@ -7,15 +7,10 @@ from torch import Tensor
 
 
 def with_sink_logits(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Count the sink logits in a finished softmax.
+    """Add the sink logits [num_qo_heads] (any floating dtype) to a finished softmax; None: nothing changes.
 
-    Args:
-        out: [num_new_tokens, num_qo_heads, head_dim].
-        lse: [num_new_tokens, num_qo_heads], float32, natural.
-        sink_logits: [num_qo_heads], of any floating dtype; None: out and lse stay as they are.
-
-    Returns:
-        out like ``out``, and lse like ``lse``.
+    ``out`` is [num_new_tokens, num_qo_heads, head_dim], ``lse`` [num_new_tokens, num_qo_heads] (float32, natural); so
+    are the results.
     """
     if sink_logits is None:
         return out, lse

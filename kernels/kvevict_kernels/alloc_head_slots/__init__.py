@@ -1,4 +1,4 @@
-"""Where the entries of a new segment live: run starts and head-slot addresses from the run lengths alone."""
+"""Layout of a new segment: run starts and head-slot addresses, computed from the run lengths."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MAX_HEAD_SLOTS = 2**31 - 1024  # one block of headroom: int32 entry offsets in t
 def alloc_head_slots(
     keep_lens: Tensor, token_slots: Tensor, num_token_slots: int, num_entries: int
 ) -> tuple[Tensor, Tensor]:
-    """Lay the runs of all (layer, KV head) pairs into the head slots of a few token slots.
+    """Assign the runs of all (layer, KV head) pairs to the head slots of the segment's token slots.
 
-    The segment is a virtual index space ``[num_layers, S, num_kv_heads]``; entry ``e`` of the concatenated
-    runs takes index ``e`` of it, so any lane may hold any (layer, head)'s entry and nothing is padded::
+    The segment is an index space ``[num_layers, S, num_kv_heads]``. Entry ``e`` of the concatenated runs takes index
+    ``e``, so any lane may hold an entry of any (layer, head), and nothing is padded::
 
         layer, rest = divmod(e, S * num_kv_heads);  i, lane = divmod(rest, num_kv_heads)
         head_slot = head_slot_of(layer, token_slots[i], lane, num_token_slots, num_kv_heads)
@@ -28,17 +28,17 @@ def alloc_head_slots(
     Args:
         keep_lens: [num_layers, num_kv_heads], int32, entries per run; may be 0.
         token_slots: [S], int64, distinct token slots of the segment, in the order in which they are filled.
-        num_token_slots: rows of the arena per layer (token slots).
-        num_entries: ``keep_lens.sum()``, known on the host: it is never read from a device.
+        num_token_slots: token slots of the arena per layer.
+        num_entries: ``keep_lens.sum()``, known on the host; never read from a device.
 
     Returns:
-        indptr [num_layers * num_kv_heads + 1], int32, run starts (exclusive prefix sum in (layer, head)
-        order); head_slots [num_entries], int32, address of every entry.
+        indptr [num_layers * num_kv_heads + 1], int32, run starts (exclusive prefix sum in (layer, head) order), and
+        head_slots [num_entries], int32, the address of every entry.
 
     Raises:
-        ValueError: wrong shape, dtype or device; ``num_entries`` beyond the segment's capacity; head-slot ids
-            beyond int32; on the CPU also ``num_entries`` different from the sum, a negative length, a token
-            slot outside the arena.
+        ValueError: wrong shape, dtype or device; ``num_entries`` beyond the segment's capacity; head slots beyond
+            int32; on the CPU also ``num_entries`` different from the sum, a negative length, or a token slot outside
+            the arena.
 
     Differs: no paper; a scheme of this project.
     Cost: O(num_entries); no host sync; deterministic.
@@ -59,7 +59,7 @@ def alloc_head_slots(
 def alloc_head_slots_cpu(
     keep_lens: Tensor, token_slots: Tensor, num_token_slots: int, num_entries: int
 ) -> tuple[Tensor, Tensor]:
-    """CPU path of :func:`kvevict_kernels.alloc_head_slots.alloc_head_slots`; also checks the lengths.
+    """CPU path of :func:`alloc_head_slots`.
 
     Raises:
         ValueError: ``keep_lens`` has a negative length or does not sum to ``num_entries``.

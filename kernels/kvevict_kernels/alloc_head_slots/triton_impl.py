@@ -1,4 +1,4 @@
-"""alloc_head_slots on the device: one program scans the run lengths, one per block writes addresses."""
+"""alloc_head_slots on the device: one program scans the run lengths, then one program per block writes addresses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _indptr_kernel(
     num_runs,
     BLOCK: tl.constexpr,
 ):
-    """One program: inclusive sums in blocks with a carry; element 0 is written apart."""
+    """Inclusive sums in blocks with a carry, by a single program; element 0 is stored separately."""
     tl.store(indptr_ptr, 0)
     carry = 0
     for start in range(0, num_runs, BLOCK):
@@ -44,7 +44,7 @@ def _head_slots_kernel(
     entries_per_layer,  # S * num_kv_heads
     BLOCK: tl.constexpr,
 ):
-    """Every entry computes its own address: no program depends on another."""
+    """Compute the address of each entry; programs are independent."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = entry < num_entries
     layer = entry // entries_per_layer

@@ -13,7 +13,7 @@ from kvevict_kernels.stored_rows import as_moved, gather_rows
 __all__ = ["compact_kv"]
 
 TEMPORARY_BYTES = 2**21
-"""Bounds the rows in flight: columns never mix, so groups of them move one after the other."""
+"""Limit of the CPU path's temporary: columns are independent, so groups of them are moved one after the other."""
 
 
 def compact_kv(
@@ -27,32 +27,26 @@ def compact_kv(
 ) -> None:
     """Move rows, or weighted sums of rows, of both arenas to new head slots.
 
-    Without weights row ``dst[i]`` becomes the old row ``src[i]``, bit for bit. With them it becomes
-    ``sum(weights[j] * old row src[j] for j in [indptr[i], indptr[i + 1]))``, summed in float32 in ascending
-    ``j``, rounded once, the same weights for K and V; an empty run gives zeros. *Old* is the content before
-    the call: ``src`` and ``dst`` may overlap in any way.
-
-    A row whose source lies in a token slot that the call writes is first gathered into a temporary, and so is every
-    weighted sum; the other rows move directly. So no order of the moves can be wrong. (The CPU path gathers every
-    row. Hole filling needs no temporary, but then entries could not lie in run order.) Columns never mix, so both
-    paths work through column groups, K then V, and the temporary stays within a limit however many rows move.
+    Without weights row ``dst[i]`` becomes the old row ``src[i]``, bit for bit. With weights it becomes the sum of
+    ``weights[j] * old row src[j]`` over ``j`` in ``[indptr[i], indptr[i + 1])``, in float32 in ascending ``j``, rounded
+    once, with the same weights for K and V; an empty run gives zeros. *Old* is the content before the call: ``src`` and
+    ``dst`` may overlap in any way (README.md: why compaction goes through a temporary).
 
     Args:
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], bfloat16, float16, float32 or float8_e4m3fn.
         v_arena: like ``k_arena``.
         src: [M], int32, head slots to read; may repeat.
-        dst: [C], int32, head slots to write, all different; C == M without weights.
-        indptr: [C + 1], int32, runs of ``src`` and ``weights`` per written row, from 0 to M; with weights
-            only.
-        weights: [M], float32; with ``indptr`` only.
+        dst: [C], int32, distinct head slots to write; C == M without weights.
+        indptr: [C + 1], int32, from 0 to M: the run of ``src`` and ``weights`` for each written row. With weights only.
+        weights: [M], float32. With ``indptr`` only.
 
     Raises:
-        ValueError: wrong shape, dtype or device; only one of ``indptr`` and ``weights``; on the CPU also a
-            head slot outside the arena, a repeated ``dst``, an ``indptr`` that does not ascend from 0 to M.
+        ValueError: wrong shape, dtype or device; only one of ``indptr`` and ``weights``; on the CPU also a head slot
+            outside the arena, a repeated ``dst``, or an ``indptr`` that does not ascend from 0 to M.
 
-    Source: merging after D2O (arXiv 2406.13035); the moves themselves are a scheme of this project.
-    Cost: reads M and writes C rows of K and of V; on a device, rows that go through the temporary are written and
-        read once more, on the CPU all rows; no host sync on a device; deterministic, no atomics.
+    Source: merging after D2O (arXiv 2406.13035); the moves are a scheme of this project.
+    Cost: reads M and writes C rows of K and of V; rows in the temporary (on the CPU: all) are written and read once
+        more; no host sync on a device; deterministic, no atomics.
     """
     check_tensor("k_arena", k_arena, (None, None, None, None), (*KV_DTYPES, FP8))
     device = k_arena.device
@@ -77,7 +71,7 @@ def compact_kv(
 def compact_kv_cpu(
     k_arena: Tensor, v_arena: Tensor, src: Tensor, dst: Tensor, indptr: Tensor | None, weights: Tensor | None
 ) -> None:
-    """CPU path of :func:`compact_kv`: gather all rows, then scatter all, a group of columns at a time.
+    """CPU path of :func:`compact_kv`: gather all rows, then scatter all, one group of columns at a time.
 
     Raises:
         ValueError: ``dst`` repeats a head slot; ``indptr`` does not ascend from 0 to M.
@@ -104,14 +98,14 @@ def compact_kv_cpu(
 
 
 def _columns_at_once(rows: Tensor, num_moves: int) -> int:
-    """Columns of a group: groups of 8 bytes at least, about as wide as each other."""
+    """Columns per group: at least 8 bytes, groups of about equal width."""
     row_bytes = rows.shape[1] * rows.element_size()
     num_groups = min(-(-num_moves * row_bytes // TEMPORARY_BYTES), max(row_bytes // 8, 1))
     return -(-rows.shape[1] // max(num_groups, 1))
 
 
 def _as_words(rows: Tensor) -> Tensor:
-    """View rows as 8-byte integers where their length allows it: they move twice as fast as 2-byte ones."""
+    """View rows as 8-byte integers where their length allows it: twice as fast to move as 2-byte elements."""
     row_bytes = rows.shape[1] * rows.element_size()
     aligned = row_bytes % 8 == 0 and rows.storage_offset() * rows.element_size() % 8 == 0
     return rows.view(torch.int64) if aligned else as_moved(rows)
@@ -121,7 +115,7 @@ def _weighted_rows(rows: Tensor, src: Tensor, indptr: Tensor, weights: Tensor) -
     """Sum every run of gathered rows in float32. Returns [C, width] in the dtype of ``rows``."""
     num_runs, width = indptr.numel() - 1, rows.shape[1]
     sums = rows.new_zeros(num_runs, width)
-    # A gathered row, its float32 copy and embedding_bag's temporaries: 16 bytes for each element.
+    # A gathered row, its float32 copy and embedding_bag's temporaries: 16 bytes per element.
     runs_at_once = max(TEMPORARY_BYTES // (16 * width) * num_runs // max(src.numel(), 1), 1)
     for begin in range(0, num_runs, runs_at_once):
         bounds = indptr[begin : begin + runs_at_once + 1].long()

@@ -1,13 +1,7 @@
 """compact_kv on the device: a gather launch into a temporary, then a write launch, ordered by the stream.
 
-Let R be the token slots that the call writes in any layer. A row whose source lies outside R waits for the write
-launch and moves directly; only the others, and weighted sums, go through the temporary. The gather launch writes no
-row of the arena. The write launch writes only rows of R and reads only the temporary and rows outside R. So in neither
-does a program read what another one writes, and no order of programs, or of accesses within one, can be wrong.
-
-K and V, and groups of columns of a row, are independent of each other; the launcher takes them one after the
-other whenever a temporary for whole rows would be larger than ``STAGING_BYTES``. The temporary has a place for every
-row: how many use theirs is known on the device only.
+README.md says which rows go through the temporary, and why the order of programs does not matter. The temporary has a
+place for every row: only the device knows how many rows use it.
 """
 
 from __future__ import annotations
@@ -22,12 +16,12 @@ from kvevict_kernels.stored_rows import as_moved
 
 STAGING_BYTES = 256 * 2**20
 MIN_GROUP_BYTES = 32
-"""One memory sector: narrower column groups would read every sector twice."""
+"""One memory sector: with narrower column groups every sector would be read twice."""
 ROW_BLOCK = 64
 WIDE = 128
-"""Wider rows take twice the warps, or their sums would not fit into registers (columns)."""
+"""Columns. Wider rows take twice the warps, so that their sums fit into registers."""
 INDICES = ("src_ptr", "dst_ptr", "staged_ptr", "indptr_ptr", "weights_ptr")
-"""One or two words a row; whether they are aligned depends on the call and must not call for another compilation."""
+"""Index pointers. Not specialised on alignment, which varies by call and would cause recompilation."""
 
 
 @triton.jit(do_not_specialize=["num_out"], do_not_specialize_on_alignment=list(INDICES))
@@ -67,7 +61,7 @@ def _gather_sum_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """staging[i] = sum over the run of i, in ascending order; a block lasts as long as its longest run."""
+    """staging[i] = weighted sum of the run of i, in ascending order; a block runs as long as its longest run."""
     i_out = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     o_col = tl.arange(0, BLOCK_D)
     m_out = i_out < num_out
@@ -116,17 +110,13 @@ def _write_kernel(
 
 
 def column_groups(num_rows: int, head_dim: int, element_size: int, limit: int) -> list[tuple[int, int]]:
-    """Split a row into column groups whose temporary stays within a limit.
+    """Split a row into column groups, so that a temporary of ``num_rows`` rows takes at most ``limit`` bytes.
 
-    Args:
-        num_rows: rows of the temporary.
-        head_dim: columns of a row.
-        element_size: bytes per column.
-        limit: bytes the temporary may take, unless one group of ``MIN_GROUP_BYTES`` already takes more.
+    Groups are not cut below ``MIN_GROUP_BYTES``, even if the temporary is then larger.
 
     Returns:
-        (first column, width) of every group, in order. Widths are powers of two, or the whole row, and the last is what
-        remains: the first column is aligned whatever the number of rows, and no length calls for another compilation.
+        (first column, width) of every group, in order. Widths are powers of two or the whole row, except for the last,
+        the remainder: first columns stay aligned, and no new length causes another compilation.
     """
     width = head_dim
     while num_rows * width * element_size > limit and width * element_size > MIN_GROUP_BYTES:
@@ -135,21 +125,13 @@ def column_groups(num_rows: int, head_dim: int, element_size: int, limit: int) -
 
 
 def rows_to_stage(src: Tensor, dst: Tensor, num_token_slots: int, num_kv_heads: int) -> Tensor:
-    """Find the moves whose source lies in a token slot that the same call writes, in whatever layer and lane.
+    """Find the moves (``src`` to ``dst``, [C], int32) whose source lies in a token slot that the same call writes.
 
-    Callers fill their token slots, so a flag for each slot tells as much as one for each row, which would take layers
-    times heads as much memory.
-
-    Args:
-        src: [C], int32, head slots to read.
-        dst: [C], int32, head slots to write.
-        num_token_slots: token slots of the arena.
-        num_kv_heads: head slots of a token slot in a layer.
+    Callers fill their token slots completely, so one flag per token slot is enough; flags per row would take layers x
+    heads as much memory. Reads C indices a few times and the token slots once; no host sync.
 
     Returns:
         [C], int8: 1 where the row has to go through the temporary, else 0.
-
-    Cost: reads C indices a few times and the token slots once; no host sync.
     """
     written = torch.zeros(num_token_slots, dtype=torch.int8, device=dst.device)
     written.index_fill_(0, token_slot_of(dst, num_token_slots, num_kv_heads).long(), 1)
@@ -168,8 +150,7 @@ def compact_kv_triton(
 ) -> None:
     """Device path of :func:`kvevict_kernels.compact_kv.compact_kv`: two launches per arena and column group.
 
-    Rows are moved in column groups where a temporary for whole rows would exceed ``staging_bytes``. Weighted sums all
-    go through it: most runs of several sources have one where the call writes.
+    Weighted sums all go through the temporary: most runs with several sources have one in a written token slot.
     """
     _, num_token_slots, num_kv_heads, head_dim = k_arena.shape
     num_out = dst.numel()

@@ -16,12 +16,12 @@ def cut_runs(positions: Tensor, indptr: Tensor, start: int, end: int) -> tuple[T
 
     Args:
         positions: [num_entries], int32, logical positions, ascending within a run.
-        indptr: [num_runs + 1], int32, where each run starts.
+        indptr: [num_runs + 1], int32, start of each run.
         start: first position (tokens).
         end: position after the last one, >= ``start``.
 
     Returns:
-        starts [num_runs], int32, place of the first such entry, and lens [num_runs], int32, how many there are.
+        starts [num_runs], int32, index of the first such entry, and lens [num_runs], int32, their number.
 
     Raises:
         ValueError: wrong shape, dtype or device; a negative ``start``, an ``end`` before it.
@@ -37,7 +37,7 @@ def cut_runs(positions: Tensor, indptr: Tensor, start: int, end: int) -> tuple[T
 
 
 def cut_runs_cpu(positions: Tensor, indptr: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
-    """CPU path of :func:`kvevict_kernels.cut_runs.cut_runs`: both searches in all runs at once."""
+    """CPU path of :func:`cut_runs`: both searches in all runs at once."""
     low = indptr[:-1].long().expand(2, -1)
     high = indptr[1:].long().expand(2, -1)
     bounds = torch.tensor([[start], [end]], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""cut_runs on the device: every lane searches one run, twice."""
+"""cut_runs on the device: one lane per run does both binary searches."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 RUN_BLOCK = 32
-"""Runs per program: searches are chains of dependent loads, so many small programs wait at the same time."""
+"""Runs per program. Searches are chains of dependent loads, so many small programs hide the latency."""
 
 
 @triton.jit
 def _first_at_or_after(positions_ptr, low, high, bound, steps):
-    """Place of the first entry in [low, high) whose position is at least ``bound``; ``high`` if there is none."""
+    """Index of the first entry in [low, high) whose position is at least ``bound``; ``high`` if there is none."""
     for _ in range(steps):
         searching = low < high
         middle = low + (high - low) // 2

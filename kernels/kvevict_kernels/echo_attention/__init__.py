@@ -1,4 +1,4 @@
-"""Attention that a prompt would pay itself if it were read once more, without the forward pass that reads it."""
+"""Attention that a prompt would pay to itself if it were read a second time, computed without that forward pass."""
 
 from __future__ import annotations
 
@@ -26,45 +26,45 @@ def echo_attention(
     num_blocks: int = 4,
     num_sinks: int = 4,
 ) -> Tensor:
-    """Largest attention that each key would get from its neighbourhood, read a second time.
+    """Largest attention that each key would get from its neighbourhood in a second reading.
 
-    Queries are rotated ``num_blocks * block`` positions further, where the same text would stand once more, and attend
+    Queries are rotated ``num_blocks * block`` positions further, where the repeated text would stand. They attend
     without a causal mask to their own block of the prompt, to the ``num_blocks - 1`` blocks before it, and to the first
-    keys, on which attention rests that finds nothing. Blocks begin at multiples of ``block``. So nothing depends on the
-    length of the prompt, and the cost grows linearly with it.
+    ``num_sinks`` keys (attention sinks). Blocks begin at multiples of ``block``: scores do not depend on the prompt's
+    length, and the cost is linear in it.
 
     Args:
         queries: [n, num_qo_heads, head_dim], bfloat16, float16 or float32, after RoPE, of consecutive tokens; n may be
             0.
         k_buffer: [num_token_slots, num_kv_heads, head_dim], dtype of ``queries`` or float8_e4m3fn: keys of one layer,
             after RoPE.
-        token_slots: [N], int64, slots of consecutive tokens, up to the last query's at least.
+        token_slots: [N], int64, slots of consecutive tokens, at least up to the last query's.
         sm_scale: softmax scale.
         key_start: logical position of the first key (tokens).
         query_start: logical position of the first query (tokens).
         rotary: the model's rotary embedding.
         k_scale: FP8 scale of ``k_buffer``; not read for other dtypes.
-        block: positions that echo together (tokens).
+        block: positions per block (tokens).
         num_blocks: blocks that a block attends to: itself and its predecessors.
         num_sinks: first keys that every block sees too (tokens).
 
     Returns:
-        [num_kv_heads, N], float32, the maximum over queries and over the query heads of a group; 0 for keys that none
-        of these queries look at. Maxima of several chunks of queries combine.
+        [num_kv_heads, N], float32, maximum over the queries and the query heads of a group; 0 for keys that no query
+        sees. Results of several chunks of queries combine by maximum.
 
     Raises:
-        ValueError: wrong shape, dtype or device; query heads that are not a multiple of the KV heads; on the CPU
-            also a token slot outside the buffer.
+        ValueError: wrong shape, dtype or device; query heads that are not a multiple of the KV heads; on the CPU also a
+            token slot outside the buffer.
 
     Source: a scheme of this project, after KVzip's repetition (arXiv 2505.23416), Sec. 3, without its forward passes.
     Cost: ``num_blocks * block * head_dim`` products per query and head, in float32; no host sync on a device;
-        deterministic. The same calls of PyTorch run on every device: no kernel of its own exists.
+        deterministic. The same PyTorch calls run on every device; there is no kernel.
     """
     check_scoring(queries, k_buffer, token_slots, sm_scale=sm_scale, key_start=key_start, query_start=query_start)
     check_int("block", block, 1)
     check_int("num_blocks", num_blocks, 1)
     check_int("num_sinks", num_sinks, 0)
-    heads_at_once = k_buffer.shape[1] if queries.is_cuda else 1  # one KV head fits the caches of a CPU
+    heads_at_once = k_buffer.shape[1] if queries.is_cuda else 1  # one KV head fits a CPU's caches
     num_queries, num_qo_heads, head_dim = queries.shape
     num_kv_heads, num_keys = k_buffer.shape[1], token_slots.numel()
     group = num_qo_heads // num_kv_heads

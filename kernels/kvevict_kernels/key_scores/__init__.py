@@ -1,4 +1,4 @@
-"""Attention that queries pay to keys: one loop over queries and keys, whose weights are reduced in several ways."""
+"""Attention weights of queries on keys, reduced over the queries in several ways."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ __all__ = ["Pooling", "accumulated_attention", "largest_kernel_size", "window_sc
 
 KEYS_PER_TILE = 128
 EARLIER_KEYS_PER_TILE = 1024
-"""Where all keys come before all queries, so that nothing is masked: fewer and larger products, fewer wake-ups."""
+"""Where all keys precede all queries, so that nothing is masked: fewer, larger products and fewer thread wake-ups."""
 WEIGHTS_PER_TILE = 2**19
-"""Attention weights in memory at a time, at 4 to 6 bytes each: they fit the caches."""
+"""Attention weights in memory at a time, 4 to 6 bytes each: they fit the caches."""
 LSE_COLUMNS = {torch.bfloat16: 2, torch.float32: 1}
-"""The log-sum-exp as a sum of values of the product's dtype: two of bfloat16 hold it to 2**-17 of its size."""
+"""Columns that sum to the log-sum-exp, by the product's dtype: two of bfloat16 hold it to 2**-17 of its size."""
 LOG2_E = math.log2(math.e)
 MAX_KERNEL_SIZE = 127
-"""A tile of keys on the device must hold a whole pooling window."""
+"""A tile of keys on the device must contain a whole pooling window."""
 KEY_BLOCK = 128
-"""Keys of a tile on a device, halo included; twice as many for a window that leaves too few others."""
+"""Keys of a tile on a device, halo included; twice as many where the window leaves less than ``MIN_VALID_KEYS``."""
 MIN_VALID_KEYS = 32
 """Keys of a tile that are not halo, at least."""
 WIDE_ROW_SHARED = 155648
-"""Bytes of shared memory that a program with the larger tile takes where rows are 256 numbers wide (compiled)."""
+"""Bytes of shared memory of a program with the larger tile where rows are 256 numbers wide (compiled)."""
 
 
 def accumulated_attention(
@@ -49,20 +49,20 @@ def accumulated_attention(
     """Reduce attention weights over queries and over the query heads of each KV head, per key.
 
     ``p[i, hq, j] = exp(sm_scale * q[i, hq] . k[j, hq // group_size] - lse[i, hq])``, or 0 where key position
-    ``key_start + j`` > query position ``query_start + i``. Because ``lse`` covers every key that the query saw, ``p``
-    is the true attention weight: the share of keys outside the range is missing, not renormalised. So calls may split
-    the queries (chunks of a prefill) or the keys: their sums add up, their maxima combine.
+    ``key_start + j`` > query position ``query_start + i``. ``lse`` covers every key that the query saw, so ``p`` is the
+    true attention weight, not renormalised over the given keys. Calls may split the queries (chunks of a prefill) or
+    the keys: sums add up, maxima combine.
 
     Args:
         queries: [n, num_qo_heads, head_dim], bfloat16, float16 or float32, after RoPE; n may be 0.
         lse: [n, num_qo_heads], float32, natural log-sum-exp of each query's scaled scores over all its keys.
-        k_buffer: [num_token_slots, num_kv_heads, head_dim], dtype of ``queries`` or float8_e4m3fn: keys of one
-            layer, after RoPE.
+        k_buffer: [num_token_slots, num_kv_heads, head_dim], dtype of ``queries`` or float8_e4m3fn: keys of one layer,
+            after RoPE.
         token_slots: [N], int64, slots of the keys in order of position; N may be 0.
         sm_scale: softmax scale; for float8 multiplied by the layer's scale of keys.
         key_start: logical position of the first key (tokens).
         query_start: logical position of ``queries[0]`` (tokens).
-        reduction: "sum" over queries, mean over a group; or "squares", summed over both; or "max" over both.
+        reduction: "sum" over queries, mean over a group; "squares", summed over both; or "max" over both.
 
     Returns:
         [num_kv_heads, N], float32; 0 for keys after the last query.
@@ -73,10 +73,10 @@ def accumulated_attention(
 
     Source: sums: H2O, arXiv 2306.14048, Sec. 4; D2O, arXiv 2406.13035, Eq. 4 and 6. Maxima: KVzip, arXiv 2505.23416,
         Sec. 3. Squares: this project.
-    Differs: H2O and D2O accumulate while they generate; this is the sum over the prompt. KVzip renormalises over the
-        keys that it looks at.
-    Cost: O(num_qo_heads * head_dim) per pair of a query and a key that it sees; float32 sums; never an n x N matrix; no
-        host sync on a device; deterministic, no atomics.
+    Differs: H2O and D2O accumulate during generation; this is the sum over the prompt. KVzip renormalises over the keys
+        that it looks at.
+    Cost: O(num_qo_heads * head_dim) per (query, visible key); float32 sums; never an n x N matrix; no host sync on a
+        device; deterministic, no atomics.
     """
     check_scoring(queries, k_buffer, token_slots, sm_scale=sm_scale, key_start=key_start, query_start=query_start)
     check_tensor("lse", lse, tuple(queries.shape[:2]), torch.float32, queries.device)
@@ -102,32 +102,24 @@ def window_scores(
     pooling: Literal["max", "avg"] = "max",
     order: Literal["pool-mean", "mean-pool"] = "pool-mean",
 ) -> tuple[Tensor, Tensor]:
-    """Average attention weights of a window of queries on a range of keys, per KV head: SnapKV and its descendants.
+    """Average attention weights of a window of queries on a range of keys, per KV head (SnapKV and its descendants).
 
-    Weights are those of :func:`accumulated_attention`. Pooling runs along the keys with stride 1 and keeps the length;
-    the range's edges are the window's edges, also where keys go on beyond them. "max" pads with -inf. "avg" pads with
-    zeros that count (every sum is divided by ``kernel_size``), as SnapKV and kvpress do; it commutes with the mean, so
-    the mean is pooled whatever ``order`` says.
+    Weights, and the arguments not listed here, are those of :func:`accumulated_attention`; at least one query is
+    needed. Pooling runs along the keys with stride 1 and keeps the length; it ends at the range's edges, even if more
+    keys follow.
 
-    Args:
-        queries: [W, num_qo_heads, head_dim], as for :func:`accumulated_attention`; W >= 1.
-        lse: likewise.
-        k_buffer: likewise.
-        token_slots: likewise.
-        sm_scale: likewise.
-        key_start: likewise.
-        query_start: likewise.
-        kernel_size: pooling window, odd, up to 127; 1 does not pool (tokens).
-        pooling: "max" or "avg".
-        order: "pool-mean" pools every query's row, then averages (Ada-KV's Algorithm 2); "mean-pool" pools the average
-            (the authors' code, SnapKV).
+    * ``kernel_size``: pooling window (tokens), odd, up to 127; 1 does not pool.
+    * ``pooling``: "max" pads with -inf; "avg" pads with zeros that count (every sum is divided by ``kernel_size``), as
+      SnapKV and kvpress do.
+    * ``order``: "pool-mean" pools every query's row, then averages (Ada-KV's Algorithm 2); "mean-pool" pools the
+      average (the authors' code, SnapKV). No effect with "avg", which commutes with the mean.
 
     Returns:
         pooled [num_kv_heads, N] and mean [num_kv_heads, N] (not pooled: the tie-breaker), float32, two tensors.
 
     Raises:
-        ValueError: as for :func:`accumulated_attention`; W == 0; an even or too large ``kernel_size`` (on a device also
-            one whose tile does not fit its shared memory).
+        ValueError: as for :func:`accumulated_attention`; no query; an even or too large ``kernel_size`` (on a device
+            also one whose tile does not fit its shared memory).
 
     Source: Ada-KV, arXiv 2407.11550, Algorithm 2 lines 3-4; SnapKV, arXiv 2404.14469.
     Differs: lines 3-4 say softmax over the keys outside the window; this is the softmax over all keys, then sliced.
@@ -150,12 +142,7 @@ def window_scores(
 
 
 def largest_kernel_size(head_dim: int, limits: DeviceLimits) -> int:
-    """Widest window that a device can pool row by row: the larger tile of wide rows does not fit an sm_89.
-
-    Args:
-        head_dim: width of a key.
-        limits: of the device.
-    """
+    """Widest window that a device can pool row by row: the larger tile of wide rows does not fit an sm_89."""
     if head_dim <= KEY_BLOCK or limits.shared_per_block >= WIDE_ROW_SHARED:
         return MAX_KERNEL_SIZE
     return KEY_BLOCK - MIN_VALID_KEYS - 1
@@ -163,19 +150,14 @@ def largest_kernel_size(head_dim: int, limits: DeviceLimits) -> int:
 
 @dataclass(frozen=True)
 class Pooling:
-    """The pooling arguments of window_scores.
-
-    Attributes:
-        kernel_size: odd window along the keys, up to 127 (tokens); 1 does not pool.
-        kind: "max" (pads -inf) or "avg" (pads zeros that count).
-        order: "pool-mean" or "mean-pool".
+    """The pooling arguments of :func:`window_scores`.
 
     Raises:
-        ValueError: names the argument as the caller of window_scores knows it.
+        ValueError: names the argument as in :func:`window_scores`.
     """
 
-    kernel_size: int
-    kind: Literal["max", "avg"]
+    kernel_size: int  # odd, up to 127 (tokens); 1 does not pool
+    kind: Literal["max", "avg"]  # "max" pads -inf, "avg" pads zeros that count
     order: Literal["pool-mean", "mean-pool"]
 
     def __post_init__(self) -> None:
@@ -187,12 +169,12 @@ class Pooling:
 
     @property
     def pools_rows(self) -> bool:
-        """Whether rows must be pooled one by one; if not, pooling the mean is the same."""
+        """Whether rows must be pooled one by one; otherwise pooling the mean is the same."""
         return self.kernel_size > 1 and self.kind == "max" and self.order == "pool-mean"
 
     @property
     def halo(self) -> int:
-        """Keys that one side of a pooling window reaches beyond its centre."""
+        """Keys that a pooling window extends to each side of its centre."""
         return self.kernel_size // 2
 
     def pool(self, x: Tensor) -> Tensor:
@@ -214,27 +196,21 @@ def key_scores_cpu(
     reduction: str,
     kernel_size: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
-    """CPU path, a tile of queries and keys at a time.
+    """CPU path, one tile of queries and keys at a time.
 
     The product itself yields the exponents ``log2(p) = sm_scale * log2(e) * (q . k - lse / sm_scale)``: query rows
     carry ``-lse / sm_scale`` in additional columns, where keys hold ones, and the factor is the product's ``alpha``.
     Base 2, because PyTorch's exp2 is four times as fast as its exp where MKL computes the latter on another vendor's
     processor.
 
-    Sums of bfloat16 inputs are taken of bfloat16 products where the processor has them, which rounds the exponents (not
-    the scores) to 8 bits: weights near 1 are exact, a weight of 2**-10 is off by up to 2.2 %, to either side. All other
-    reductions take float32 products: they have few queries, and rounded exponents would make ties among keys
-    that a selection must order. Queries before a tile's first key are left out, and keys after a tile's last query.
+    Sums of bfloat16 inputs use bfloat16 products where the processor has them. These round the exponents (not the
+    scores) to 8 bits: weights near 1 are exact, a weight of 2**-10 is off by up to 2.2 %, to either side. All other
+    reductions use float32 products: they have few queries, and rounded exponents would make ties among keys that a
+    selection must order.
 
-    Args:
-        queries: see :func:`accumulated_attention`, and likewise:
-        lse: float32.
-        k_buffer: keys of a layer.
-        token_slots: slots of the keys.
-        sm_scale: softmax scale.
-        first_key: position of the first key relative to the first query (tokens).
-        reduction: "sum", "squares", "max", or "mean" over queries and group.
-        kernel_size: keys over which the weights of every row are pooled (maximum); 1: not at all.
+    ``first_key`` is the position of the first key relative to the first query (tokens). ``reduction`` may also be
+    "mean", over queries and group. ``kernel_size`` is the window of the max pooling of each row; 1: none. Queries
+    before a tile's first key are skipped, and keys after a tile's last query.
 
     Returns:
         reduced weights [num_kv_heads, N], float32, and the mean of the pooled rows, likewise; None without pooling.
@@ -245,7 +221,7 @@ def key_scores_cpu(
     if num_seen > num_keys:
         num_seen = num_keys
     tile_keys = EARLIER_KEYS_PER_TILE
-    if first_key + num_seen > 0:  # some keys are masked: small tiles, unless all queries fit beside larger ones
+    if first_key + num_seen > 0:  # some keys are masked: small tiles, unless all queries fit with larger ones
         tile_keys = sorted((KEYS_PER_TILE, WEIGHTS_PER_TILE // (num_qo_heads * num_queries), tile_keys))[1]
     out = torch.full((num_kv_heads, 1, num_keys), float("-inf") if reduction == "max" else 0.0)
     pooled = torch.zeros_like(out) if halo else None
@@ -290,13 +266,8 @@ def _exponents(
 ) -> Tensor:
     """Base-2 logarithms of the attention weights of a tile, [num_kv_heads, rows, keys], float32, in ``buffer``.
 
-    Args:
-        rows: [num_kv_heads, num_queries * group_size, width], see :func:`_query_rows`.
-        columns: [num_kv_heads, width, num_keys], see :func:`_key_columns`.
-        sm_scale: softmax scale.
-        group_size: rows per query.
-        first_key: position of the first key relative to the first query, not positive (tokens).
-        buffer: float32, at least as many elements as there are weights.
+    ``rows`` are from :func:`_query_rows`, ``columns`` from :func:`_key_columns`. ``first_key`` is the position of the
+    first key relative to the first query, <= 0 (tokens).
     """
     (num_kv_heads, num_rows, _), num_keys = rows.shape, columns.shape[2]
     shape = (num_kv_heads, num_rows, num_keys)
@@ -314,13 +285,10 @@ def _exponents(
 
 
 def _query_rows(queries: Tensor, bias: Tensor, num_kv_heads: int, dtype: torch.dtype) -> Tensor:
-    """Rows of the product, [num_kv_heads, num_queries * group_size, head_dim + LSE columns].
+    """Rows of the product, [num_kv_heads, num_queries * group_size, head_dim + LSE columns], in ``dtype``.
 
-    Args:
-        queries: [num_queries, num_qo_heads, head_dim].
-        bias: [num_queries, num_qo_heads], float32, the sum of the last columns.
-        num_kv_heads: KV heads.
-        dtype: of the rows.
+    ``queries`` is [num_queries, num_qo_heads, head_dim]; ``bias`` [num_queries, num_qo_heads] (float32) is the sum of
+    the last columns.
     """
     parts, rest = [queries.to(dtype)], bias[..., None]
     for _ in range(LSE_COLUMNS[dtype]):

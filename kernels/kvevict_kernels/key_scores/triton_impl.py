@@ -1,8 +1,8 @@
-"""key_scores on the device: a program owns a tile of keys of one KV head and walks over the query rows.
+"""key_scores on the device: one program per tile of keys of one KV head loops over the query rows.
 
-It begins at the first query that sees one of its keys. The attention weights never reach memory, and one program takes
-every sum or maximum, in one order. Pooling by rows needs neighbours, so tiles overlap by the pooling halo, and the
-window maximum is built inside the tile by doubling (spans 1, 2, 4, then the rest).
+A program begins at the first query that sees one of its keys. The attention weights never reach memory, and one program
+computes each sum or maximum in a fixed order. Pooling by rows needs neighbours, so tiles overlap by the pooling halo,
+and the window maximum is built inside the tile by doubling (spans 1, 2, 4, then the rest).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kvevict_kernels.key_scores import KEY_BLOCK, MIN_VALID_KEYS
 
 POWERS = {"sum": 1, "mean": 1, "squares": 2, "max": 0}
 PLAIN_BLOCK = 64
-"""Rows and keys of a tile without pooling: a layer has few KV heads, and a prompt must fill the device."""
+"""Rows and keys of a tile without pooling: a layer has few KV heads, and one prompt must fill the device."""
 ROW_BLOCK = 32
-"""Rows beside ``KEY_BLOCK`` keys; half as many beside a larger tile, or weights would not fit into registers."""
+"""Rows with ``KEY_BLOCK`` keys; half as many with a larger tile, so that weights fit into registers."""
 WIDE = 128
-"""Wider rows leave room in the shared memory of an sm_89 for one tile of queries less."""
+"""Columns. For wider rows an sm_89's shared memory holds one tile of queries less."""
 
 
 @triton.jit(
@@ -83,7 +83,7 @@ def _key_scores_kernel(
         b_lse = tl.load(lse_ptr + q_row, mask=m_r, other=0.0)
         s = sm_scale * tl.dot(b_q, b_k, input_precision="ieee") - b_lse[:, None]
         seen = m_r[:, None] & m_n[None, :] & (first_key + n[None, :] <= i[:, None])
-        p = tl.exp2(tl.where(seen, s * LOG2_E, float("-inf")))  # [BLOCK_R, BLOCK_N]; pads with 0: no weight is less
+        p = tl.exp2(tl.where(seen, s * LOG2_E, float("-inf")))  # [BLOCK_R, BLOCK_N]; 0 for unseen keys
         if POWER == 0:
             acc = tl.maximum(acc, tl.max(p, 0))
         elif POWER == 2:
@@ -104,12 +104,7 @@ def _key_scores_kernel(
 
 
 def tile_of(kernel_size: int, head_dim: int) -> dict[str, int]:
-    """Block sizes and launch options of the kernel.
-
-    Args:
-        kernel_size: pooling window of the rows; 1: none.
-        head_dim: width of a key.
-    """
+    """Block sizes and launch options of the kernel, by the pooling window of the rows (1: none) and head_dim."""
     if kernel_size == 1:
         return {"BLOCK_R": PLAIN_BLOCK, "BLOCK_N": PLAIN_BLOCK, "num_warps": 4, "num_stages": 3}
     keys = max(KEY_BLOCK, 1 << (kernel_size + MIN_VALID_KEYS - 1).bit_length())

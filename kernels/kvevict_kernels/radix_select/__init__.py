@@ -1,4 +1,4 @@
-"""The largest keys of each row, exactly, ties to the lower position: the threshold of a row, or a mask."""
+"""Exact top-k of each row, ties to the lower position: the threshold of a row, or a mask."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["kth_largest", "top_mask"]
 
 MAX_KEYS = 2**31 - 1  # of a row: kernels count keys in int32
 KEYS_AT_ONCE = 2**18
-"""Bounds the temporaries (a sort and its indices, a running count of ties): some rows after the others."""
+"""Keys sorted at a time: limits the temporaries (sorted keys, their indices, running counts of ties)."""
 LONG_ROW = 2**15
-"""From here torch sorts a row of integers by their digits, several times as fast, if the row comes alone."""
+"""From this length torch sorts a single row of integers by radix sort, several times as fast."""
 
 
 def top_mask(keys: Tensor, counts: int | Tensor) -> Tensor:
@@ -24,21 +24,20 @@ def top_mask(keys: Tensor, counts: int | Tensor) -> Tensor:
 
     Args:
         keys: [num_rows, n], int32 or int64, in signed order.
-        counts: how many; one number for all rows, or [num_rows], int64, on the device of ``keys``; each in
-            ``[0, n]``.
+        counts: one number for all rows, or [num_rows], int64, on the device of ``keys``; each in ``[0, n]``.
 
     Returns:
-        [num_rows, n], bool; row ``i`` holds ``counts[i]`` times True.
+        [num_rows, n], bool; row ``i`` has ``counts[i]`` times True.
 
     Raises:
-        ValueError: wrong shape, dtype or device; a row beyond ``MAX_KEYS``; a number outside ``[0, n]``, on the CPU
-            also in a tensor.
+        ValueError: wrong shape, dtype or device; a row longer than ``MAX_KEYS``; a count outside ``[0, n]`` (in a
+            tensor: checked on the CPU only).
 
     Source: radix select (Alabi et al., ACM JEA 2012, "Fast k-selection algorithms for graphics processing units").
     Differs: counts per row that the host does not know, and a tie rule.
-    Cost: on a device the keys are read once for each of their bytes, and once for the mask; at most 64 MiB of scratch,
-        whatever the shape; no host sync; deterministic, no atomics but a program's own while it counts its keys. On
-        the CPU a selection in each row for a number, a sort of each row for a tensor.
+    Cost: on a device the keys are read once per byte of a key, and once for the mask; at most 64 MiB of scratch; no
+        host sync; deterministic (histograms use atomics within a program only). On the CPU one selection per row for a
+        number, one sort per row for a tensor.
     """
     _check(keys, counts)
     if keys.numel() == 0:
@@ -47,19 +46,12 @@ def top_mask(keys: Tensor, counts: int | Tensor) -> Tensor:
 
 
 def kth_largest(keys: Tensor, counts: int | Tensor) -> Tensor:
-    """The ``counts``-th largest key of each row, equal keys counted apart; the largest one where the count is 0.
+    """The ``counts``-th largest key of each row, equal keys counted separately; the largest one where the count is 0.
 
-    Args:
-        keys: [num_rows, n], int32 or int64, in signed order; n >= 1.
-        counts: as for :func:`top_mask`.
+    Arguments, errors, source and cost (without the mask) as for :func:`top_mask`; n >= 1.
 
     Returns:
         [num_rows], dtype of ``keys``: fewer than ``counts`` keys are larger, and at least as many are not smaller.
-
-    Raises:
-        ValueError: as for :func:`top_mask`; n == 0.
-
-    Source, cost: as :func:`top_mask`, without the mask.
     """
     _check(keys, counts)
     if keys.shape[1] == 0:

@@ -1,10 +1,10 @@
 """radix_select on the device: the threshold of a row is found digit by digit, in base 256, from the top.
 
 A row is cut into tiles. For each digit, every tile counts its keys that agree with the threshold's digits so far, by
-their next digit; one program per row then adds up the tiles and picks the digit. After the last digit the counts at
-the threshold are the tiles' numbers of ties, which is all that a tile needs to mark its share of them.
+their next digit; then one program per row adds up the tiles and picks the digit. After the last digit the counts at the
+threshold are the tiles' numbers of ties, from which each tile marks its share of them.
 
-Keys are read as unsigned integers with the sign bit flipped: their order is the signed one, and shifts bring in zeros.
+Keys are read as unsigned integers with the sign bit flipped, which keeps their order; shifts then bring in zeros.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import triton.language as tl
 from torch import Tensor
 
 KEY_BLOCK = 2048
-"""Keys that a program holds at once; a tile is one block of them or several."""
+"""Keys that a program holds at once; a tile is one or more such blocks."""
 MAX_TILES = 256
-"""Tiles of a row, at most, a power of two: one program adds up all of them, and a single row still fills a device."""
+"""Tiles per row, at most; a power of two. One program adds up all of them, and a single row still fills a device."""
 TILE_BLOCK = 32
 NUM_WARPS = 8
 """Twice the default: with fewer threads a block of 8-byte keys takes so many registers that few programs fit."""
 HISTOGRAM_BYTES = 64 * 2**20
-"""Bounds the scratch: further rows wait for the next launches. One row takes at most 256 KiB."""
+"""Limit of the scratch (at most 256 KiB per row); further rows go to the next launches."""
 BINS = 256
 ROWS = ("keys_ptr", "prefix_ptr", "threshold_ptr", "remaining_ptr", "histograms_ptr", "mask_ptr")
-"""Rows of any length: whether a slice of them is aligned must not call for another compilation."""
+"""Pointers not specialised on alignment, which varies with the row length and would cause recompilation."""
 UNSIGNED = {torch.int32: torch.uint32, torch.int64: torch.uint64}
 
 
@@ -42,7 +42,7 @@ def _histogram_kernel(
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Count the keys of a tile that share the prefix, by the digit after it."""
+    """Count the keys of a tile that share the prefix, by the next digit."""
     tile = tl.program_id(0).to(tl.int64)
     row = tile // num_tiles
     begin = tile % num_tiles * tile_keys
@@ -66,7 +66,7 @@ def _pick_kernel(
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Append the digit of the key that is ``remaining``-th from the top; a count of 0 follows the first and stays 0."""
+    """Append the digit of the ``remaining``-th key from the top; a count of 0 takes the first key and stays 0."""
     row = tl.program_id(0).to(tl.int64)
     o_bin = tl.arange(0, BINS)
     counts = tl.zeros([BINS], dtype=tl.int32)
@@ -99,7 +99,7 @@ def _mask_kernel(
     MAX_TILES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Mark the keys of a tile above the threshold, and its share of the ties, after the shares of earlier tiles."""
+    """Mark the keys of a tile above the threshold, and its share of the ties (earlier tiles have priority)."""
     tile = tl.program_id(0).to(tl.int64)
     row = tile // num_tiles
     begin = tile % num_tiles * tile_keys
@@ -112,7 +112,7 @@ def _mask_kernel(
         i_key = start + tl.arange(0, BLOCK)
         m_key = i_key < n
         bits = tl.load(keys_ptr + row * n + i_key, mask=m_key, other=0) ^ SIGN
-        ties = (bits == threshold).to(tl.int32)  # ties past the end come last: they push out no other
+        ties = (bits == threshold).to(tl.int32)  # padding may tie, but comes last
         taken = (bits > threshold) | ((ties > 0) & (tl.cumsum(ties, 0) <= missing))
         tl.store(mask_ptr + row * n + i_key, taken, mask=m_key)
         missing -= tl.sum(ties, 0)

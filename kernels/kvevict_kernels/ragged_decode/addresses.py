@@ -1,7 +1,7 @@
-"""The tables of a batch, found by address.
+"""The addresses of a batch's tables.
 
-Kernels get one pointer, to a list of addresses, instead of a pointer to every table. A captured launch keeps that
-pointer, so a later replay reads the tables of another batch, of any size, once their addresses are copied there.
+Kernels get one pointer, to a list of addresses, instead of one pointer per table. A captured launch keeps that pointer;
+once another batch's addresses are copied there, a replay reads that batch's tables, of any size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BATCH_FIELDS = (
 )
 """Attributes of :class:`Tables`, in the order of the list; kernels name them in capitals (``triton_addresses.py``)."""
 CLASS_FIELDS = ("work_unit", "item_start", "item_count", "requests", "max_items")
-"""Attributes of :class:`ClassTables`, behind the above, once per class; ``max_items`` is a number."""
+"""Attributes of :class:`ClassTables`, listed next, once per class; ``max_items`` is a number."""
 LAST_FIELDS = ("partial_out", "partial_lse", "num_spans")
 """The scratch, and a number."""
 NUM_ADDRESSES = len(BATCH_FIELDS) + NUM_CLASSES * len(CLASS_FIELDS) + len(LAST_FIELDS)
@@ -34,25 +34,20 @@ NUM_ADDRESSES = len(BATCH_FIELDS) + NUM_CLASSES * len(CLASS_FIELDS) + len(LAST_F
 
 @dataclass(frozen=True, eq=False)
 class TableAddresses:
-    """The list through which kernels find a batch's tables.
+    """The list through which kernels find a batch's tables."""
 
-    Attributes:
-        tables: of the batch; they also size the launches.
-        partials: scratch, [>= tables.num_partials, head_dim] and [>= tables.num_partials], float32; layers and
-            forwards that run one after the other may share it.
-        on_device: [NUM_ADDRESSES], int64, the list.
-        is_captured: launches are recorded, and repeated when ``on_device`` lists another batch of as many requests
-            with one new token each: their sizes depend on nothing else.
-    """
-
-    tables: Tables
+    tables: Tables  # also size the launches
+    # scratch, [>= tables.num_partials, head_dim] and [>= tables.num_partials], float32; layers and forwards that run
+    # one after the other may share it
     partials: tuple[Tensor, Tensor]
-    on_device: Tensor
+    on_device: Tensor  # [NUM_ADDRESSES], int64, the list
+    # launches are recorded, and replayed when ``on_device`` lists another batch of as many requests with one new token
+    # each: the sizes of the launches depend on nothing else
     is_captured: bool = False
 
     @classmethod
     def of(cls, tables: Tables, partials: tuple[Tensor, Tensor]) -> TableAddresses:
-        """List the addresses of tables and scratch: one small copy to the device, without waiting for it.
+        """List the addresses of tables and scratch: one small asynchronous copy to the device.
 
         Raises:
             ValueError: the scratch is too small, or has another dtype or device.
@@ -69,13 +64,13 @@ class TableAddresses:
         return cls(tables, partials, to_device(torch.tensor(words, dtype=torch.int64), device))
 
     def captured_at(self, place: Tensor) -> TableAddresses:
-        """List the batch at a place that outlives it, for launches that are about to be recorded."""
+        """Copy the list to a place that outlives the batch, for launches that are about to be recorded."""
         place.copy_(self.on_device)
         return replace(self, on_device=place, is_captured=True)
 
     @property
     def class_indices(self) -> list[int]:
-        """Classes of the split kernel that have work, or may have some when a recorded launch is repeated."""
+        """Classes of the split kernel that have work, or may have some when a recorded launch is replayed."""
         return [which for which in range(NUM_CLASSES) if self._has_work(which)]
 
     def _has_work(self, which: int) -> bool:

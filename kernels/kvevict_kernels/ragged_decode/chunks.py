@@ -1,7 +1,7 @@
-"""How keys are cut into work items: small enough that one request fills the device, large enough to run at full speed.
+"""Cutting keys into work items: small enough that one request fills the device, large enough to run at full speed.
 
-A chunk depends on the span or suffix itself and on the device, never on the batch: a row's result does not depend on
-the requests beside it.
+A chunk depends on its span or suffix and on the device, never on the batch: a row's result does not depend on other
+requests.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 from functools import lru_cache
 
 ITEMS_PER_SM = 2
-"""Work items per multiprocessor that one span or suffix of a single request is cut into, if it is long enough."""
+"""Work items per multiprocessor into which one span or suffix of a single request is cut, if it is long enough."""
 CHUNK_STEP = 64
 """Chunks are multiples of this (entries)."""
 MIN_CHUNKS = (128, 256)
 """Entries of a work item, at least, by row class; with more q rows the partials of a short chunk cost more."""
 MAX_CHUNK = 1024
-"""Entries of a span's chunk, at most, unless its run is cut into ``max_chunks`` already."""
+"""Entries of a span's chunk, at most, unless its run already has ``max_chunks`` chunks."""
 RAMP = 128
-"""Cost of a work item before its loop is at full speed, in entries: four dependent loads (estimate)."""
+"""Cost of a work item before its loop runs at full speed, in entries: four dependent loads (estimate)."""
 EXTEND_RAMP = 256
 """The same for ``ragged_extend``, with writing and reading a tile's partials (estimate)."""
 MIN_BUCKET = 512
@@ -27,16 +27,10 @@ MIN_EXTEND_KEYS = 256
 
 @lru_cache(maxsize=4096)
 def span_chunk(entries: int, num_kv_heads: int, num_items: int, which: int) -> int:
-    """Entries of one work item of a span.
+    """Entries of one work item of a span: the fastest by a simple model.
 
-    The fastest by a simple model: rounds of ``num_items`` items that run at once, each as long as its entries and a
-    ramp.
-
-    Args:
-        entries: of a layer, all heads, on average.
-        num_kv_heads: heads; each has a last chunk that is half full on average.
-        num_items: items that are to run at once.
-        which: row class.
+    The model: rounds of ``num_items`` concurrent items, each as long as its entries and a ramp. ``entries`` is the
+    average of a layer, all heads; each head has a last chunk that is half full on average. ``which`` is the row class.
     """
 
     def cost(chunk: int) -> int:
@@ -47,9 +41,9 @@ def span_chunk(entries: int, num_kv_heads: int, num_items: int, which: int) -> i
 
 
 def max_chunks(average: int, chunk: int) -> int:
-    """Chunks of one run, at most: a run of more than twice the average length gets longer chunks instead.
+    """Maximum number of chunks of one run: a run of more than twice the average length gets longer chunks instead.
 
-    So the partials of a span are bounded by numbers that the host knows, however uneven its runs are.
+    This bounds a span's partials by numbers that the host knows, however uneven its runs are.
     """
     return 2 * max(1, -(-average // chunk)) + 1
 
@@ -60,18 +54,16 @@ def most_splits(num_kv_heads: int, num_items: int) -> int:
 
 
 def suffix_splits(bound: int, num_kv_heads: int, num_items: int, which: int) -> int:
-    """Work items per (head, row tile) of a suffix of at most ``bound`` tokens; the device takes the real length."""
+    """Work items per (head, row tile) of a suffix of at most ``bound`` tokens; the device uses the real length."""
     return min(-(-bound // MIN_CHUNKS[which]), most_splits(num_kv_heads, num_items))
 
 
 @lru_cache(maxsize=4096)
 def extend_splits(num_tiles: int, keys: int, num_sms: int) -> int:
-    """Parts that the keys of each tile of q rows are split into.
+    """Parts into which the keys of each tile of q rows are split.
 
-    Args:
-        num_tiles: tiles of the request, all heads.
-        keys: of one tile, at most.
-        num_sms: multiprocessors; a tile takes one alone.
+    ``num_tiles`` are the tiles of the request, all heads; ``keys`` are those of one tile, at most. A tile occupies one
+    of the ``num_sms`` multiprocessors.
     """
     most = max(1, min(keys // MIN_EXTEND_KEYS, -(-2 * num_sms // num_tiles)))
 
@@ -82,5 +74,5 @@ def extend_splits(num_tiles: int, keys: int, num_sms: int) -> int:
 
 
 def bucket(num_tokens: int) -> int:
-    """Round up to a power of two, at least ``MIN_BUCKET``: a bound that a growing suffix seldom outgrows."""
+    """Round up to a power of two, at least ``MIN_BUCKET``: a bound that a growing suffix seldom exceeds."""
     return max(MIN_BUCKET, 1 << (num_tokens - 1).bit_length())

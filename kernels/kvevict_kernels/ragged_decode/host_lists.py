@@ -1,4 +1,4 @@
-"""Lists of a batch that follow from paths and numbers of new tokens alone, on the host."""
+"""A batch's lists that depend only on paths, numbers of new tokens and bounds of suffixes, computed on the host."""
 
 from __future__ import annotations
 
@@ -19,48 +19,39 @@ from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS
 from kvevict_kernels.span_runs import SpanReaders, SpanRuns, waterline_of
 
 SPLIT_ROWS = 128
-"""A request with more q rows per KV head than this is left to ``ragged_extend``."""
+"""Requests with more q rows per KV head are left to ``ragged_extend``."""
 NUM_CLASSES = len(DECODE_ROWS)
 
 
 def uses_split(new_len: int, group_size: int) -> bool:
-    """Whether a request's new tokens are attended for by the split kernel (else by ``ragged_extend``)."""
+    """Whether the split kernel attends for a request's new tokens (else ``ragged_extend``)."""
     return new_len == 1 or new_len * group_size <= SPLIT_ROWS
 
 
 def row_class(num_rows: int) -> int:
-    """Class of a unit with so many q rows."""
+    """Class of a unit with ``num_rows`` q rows."""
     return int(num_rows > DECODE_ROWS[0])
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes that all batches of a server share.
-
-    Attributes:
-        num_layers: layers.
-        num_kv_heads: KV heads.
-        group_size: q heads per KV head.
-        num_sms: multiprocessors of the device.
-        extend_rows: q rows per tile of ``ragged_extend``.
-        has_windows: queries of some layers see their last tokens only.
-    """
+    """Sizes that all batches of a server share."""
 
     num_layers: int
     num_kv_heads: int
-    group_size: int
-    num_sms: int
-    extend_rows: int
-    has_windows: bool = False
+    group_size: int  # q heads per KV head
+    num_sms: int  # multiprocessors of the device
+    extend_rows: int  # q rows per tile of ``ragged_extend``
+    has_windows: bool = False  # some layers have a sliding window
 
     @property
     def num_items(self) -> int:
-        """Work items that a span or suffix is cut into, if it is long enough."""
+        """Work items into which a span or suffix is cut, if it is long enough."""
         return ITEMS_PER_SM * self.num_sms
 
 
 class HostLists:
-    """The lists that follow from paths, numbers of new tokens and bounds of suffixes alone."""
+    """The lists of one batch; arguments as for :func:`kvevict_kernels.ragged_decode.launch.plan_batch`."""
 
     def __init__(
         self,
@@ -99,7 +90,7 @@ class HostLists:
         return min(-(-span.head_slots.numel() // runs), span.num_tokens)
 
     def _num_splits(self, request: int) -> int:
-        """Parts of the keys of a request that ``ragged_extend`` attends for: from its own lengths alone."""
+        """Parts of the keys of a request that ``ragged_extend`` attends for, from its own lengths alone."""
         if self.is_split[request] or request in self.elsewhere:
             return 0
         tiles = self._num_tiles(request) * self.sizes.num_kv_heads
@@ -122,7 +113,7 @@ class HostLists:
         return total
 
     def _place_extend_partials(self) -> int:
-        """One after the other; they take the place of the split kernel's, which are merged by then."""
+        """Partials of ``ragged_extend``; they overwrite the split kernel's, which are merged by then."""
         total = 0
         self.extend_partial = []
         for new, splits in zip(self.new_lens, self.num_splits, strict=True):
@@ -132,7 +123,7 @@ class HostLists:
         return total
 
     def _max_chunks(self, span: int) -> int:
-        """Chunks of a span in one layer, at most."""
+        """Maximum number of chunks of a span in one layer."""
         longest = -(-self.spans[span].num_tokens // self.span_chunk[span])
         return self.sizes.num_kv_heads * min(self.span_cap[span], longest)
 
@@ -142,7 +133,7 @@ class HostLists:
         return suffix_splits(bound, sizes.num_kv_heads, sizes.num_items, which)
 
     def max_items(self, which: int) -> int:
-        """Work items of a class's spans in one layer, at most."""
+        """Maximum number of work items of a class's spans in one layer."""
         return sum(
             self._max_chunks(span) * -(-len(rows) * self.group_size // DECODE_ROWS[which])
             for span, rows in enumerate(self.span_rows)
@@ -154,7 +145,7 @@ class HostLists:
         return [i for i, mine in enumerate(self.request_class) if mine == which and self.is_split[i]]
 
     def max_suffix_items(self, which: int) -> int:
-        """Work items of a class's suffixes, at most, however long they get: a captured step is sized by it."""
+        """Maximum number of work items of a class's suffixes, however long; sizes a captured step."""
         sizes = self.sizes
         splits = most_splits(sizes.num_kv_heads, sizes.num_items)
         tiles = (-(-self.new_lens[i] * self.group_size // DECODE_ROWS[which]) for i in self.requests_of(which))
@@ -216,10 +207,10 @@ class HostLists:
             for request in range(len(self.new_lens))
             if not self.is_split[request]
             for tile in reversed(range(self._num_tiles(request)))
-            for split in range(self.num_splits[request])  # none if it is attended for elsewhere
+            for split in range(self.num_splits[request])  # 0 if another implementation attends for it
         ]
 
 
 def _to_positions(span: SpanRuns) -> int:
-    """Bytes from an entry's head slot to its position; 0: its position is not known."""
+    """Bytes from an entry's head slot to its position; 0: positions are unknown."""
     return 0 if span.positions is None else span.positions.data_ptr() - span.head_slots.data_ptr()

@@ -1,4 +1,4 @@
-"""The functions that attention calls: lay out a batch, start a step with its lengths, attend with a layer."""
+"""The functions that attention calls: lay out a batch, start a step with its lengths, run a layer."""
 
 from __future__ import annotations
 
@@ -29,15 +29,7 @@ def sizes_on(
     head_dim: int,
     has_windows: bool = False,
 ) -> Sizes:
-    """Put together the sizes that all batches of a server share.
-
-    Args:
-        device: where spans and arenas are.
-        num_layers: layers.
-        num_kv_heads: KV heads.
-        group_size: q heads per KV head.
-        head_dim: width of a row.
-        has_windows: some layers have a sliding window.
+    """Sizes that all batches of a server share; ``device`` is where spans and arenas are.
 
     Raises:
         ValueError: a size below 1, or a head_dim that no kernel is compiled for.
@@ -59,19 +51,19 @@ def plan_batch(
     device: torch.device,
     elsewhere: Collection[int] = (),
 ) -> Tables:
-    """Lay out a batch for all layers; valid until requests come or go, a path changes or a suffix outgrows its bound.
+    """Lay out a batch for all layers; valid until requests come or go, a path changes or a suffix exceeds its bound.
 
     Args:
-        paths: per request, the spans that it reads, root first; () for none.
+        paths: per request, its spans, root first; () for none.
         new_lens: per request, new tokens, >= 1.
-        suffix_bounds: per request, an upper bound of the tokens behind its path, new ones included: sizes the scratch.
+        suffix_bounds: per request, upper bound of the tokens after its path, new ones included; sizes the scratch.
         sizes: shared by all batches.
         device: where spans and arenas are.
-        elsewhere: requests with more than 128 q rows a head that another implementation attends for.
+        elsewhere: requests with more than 128 q rows per head for which another implementation attends.
 
     Raises:
-        ValueError: different numbers of requests, no new token, a bound below the new tokens, a span of another
-            shape, dtype or device.
+        ValueError: different numbers of requests, no new token, a bound below the new tokens, a span of another shape,
+            dtype or device.
 
     Cost: two small launches, one copy to the device, a few allocations; no host sync; a few bytes per 128 entries.
     """
@@ -109,8 +101,8 @@ def start_step(
         addresses: of the batch's tables.
         req_to_token: [num_rows, max_context_len], int32, token slots.
         pool_rows: [num_requests], int64, each request's row of it.
-        seq_lens: [num_requests], int32, logical tokens with the new ones: at least waterline + new tokens.
-        previous: the step before with the same tables, whose buffers are used again.
+        seq_lens: [num_requests], int32, logical tokens including new ones: at least waterline + new tokens.
+        previous: the previous step with the same tables, whose buffers are reused.
 
     Raises:
         ValueError: wrong shape, dtype or device.
@@ -129,19 +121,13 @@ def run_layer(addresses: TableAddresses, step: Step, inputs: LayerInputs, *, out
     """Attend with the new tokens of all requests, except the batch's ``elsewhere``.
 
     A new token sees the spans of its request's path and the request's own tokens up to itself, in one softmax; in a
-    layer with a window only keys less than ``inputs.window`` positions before it. Requests with up to 128 q rows per
-    KV head go through ``ragged_decode``, where a span that several of them read is read once; the others, one by one,
-    through ``ragged_extend``.
-
-    Args:
-        addresses: of the batch's tables.
-        step: from :func:`start_step`.
-        inputs: the layer's queries, and where K and V are; its arenas were checked by ``check_arenas``, once.
-        out: like ``inputs.q``; rows of the requests that it attends for are written.
-        lse: [num_new_tokens, num_qo_heads], float32, natural log-sum-exp of the scaled scores; likewise.
+    layer with a window only keys less than ``inputs.window`` positions before it. Requests with up to 128 q rows per KV
+    head use ``ragged_decode``, which reads a shared span once; the others use ``ragged_extend``, one by one. Their rows
+    of ``out`` (like ``inputs.q``) and ``lse`` are written; ``lse`` is [num_new_tokens, num_qo_heads], float32, the
+    natural log-sum-exp of the scaled scores.
 
     Raises:
-        ValueError: names the argument, the expected and the given value.
+        ValueError: wrong shape, dtype or device, or a value out of range.
 
     Source: split-KV decoding (Flash-Decoding) over runs per head, as FlashInfer's variable block sparse attention;
         FlashAttention-2's loop over gathered rows.
@@ -163,7 +149,7 @@ def _check_layer(tables: Tables, inputs: LayerInputs, out: Tensor, lse: Tensor) 
     q, sizes = inputs.q, tables.sizes
     num_qo_heads, head_dim = sizes.num_kv_heads * sizes.group_size, inputs.k_arena.shape[3]
     dtypes = KV_DTYPES if inputs.k_arena.dtype == FP8 else inputs.k_arena.dtype
-    # Tokens may lie apart, so one token is checked in place of all.
+    # Tokens may be strided, so only the first one is checked for contiguity.
     check_tensor("q", q[:1], (min(1, tables.num_new), num_qo_heads, head_dim), dtypes, tables.waterlines.device)
     if q.shape[0] != tables.num_new:
         raise ValueError(f"q: expected {tables.num_new} new tokens, got {q.shape[0]}")

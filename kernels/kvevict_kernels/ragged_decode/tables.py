@@ -1,10 +1,8 @@
-"""The kernels' inputs, split by how often they change.
-
-:class:`Tables` change with the batch, :class:`Step` every step, :class:`LayerInputs` every layer.
+"""Inputs of the kernels: :class:`Tables` change per batch, :class:`Step` per step, :class:`LayerInputs` per layer.
 
 Spans of a batch are units, one per (span, KV head): a run of head slots, and the rows of all new tokens that read it.
-Nothing of a span is copied: a run is an address and a length, and the addresses stay valid as long as the tables live.
-All sizes that the host needs are upper bounds computed on the host, so that no length is read back from the device.
+Nothing of a span is copied: a run is an address and a length, valid as long as the tables live. All sizes that the host
+needs are upper bounds computed on the host, so no length is read back from the device.
 """
 
 from __future__ import annotations
@@ -22,110 +20,66 @@ from kvevict_kernels.transfer import to_device
 
 @dataclass(frozen=True, eq=False)
 class ClassTables:
-    """Work of one class of q rows, for all layers.
+    """Work of one class of q rows, for all layers."""
 
-    Attributes:
-        max_items: work items of spans in one layer, at most; 0: no span is in this class.
-        work_unit: [num_layers, max_items], int32, (span, KV head) of every work item of spans.
-        item_start: [num_layers, num_units], int32, first work item of every unit in its layer.
-        item_count: [num_layers], int32, work items of spans.
-        requests: [n], int32, requests whose suffixes are in this class.
-        num_requests: n.
-        max_suffix_items: work items of their suffixes, at most.
-    """
-
-    max_items: int
-    work_unit: Tensor
-    item_start: Tensor
-    item_count: Tensor
-    requests: Tensor
+    max_items: int  # work items of spans in one layer, at most; 0: no span is in this class
+    work_unit: Tensor  # [num_layers, max_items], int32, (span, KV head) of every work item of spans
+    item_start: Tensor  # [num_layers, num_units], int32, first work item of every unit in its layer
+    item_count: Tensor  # [num_layers], int32, work items of spans
+    requests: Tensor  # [num_requests], int32, requests whose suffixes are in this class
     num_requests: int
-    max_suffix_items: int
+    max_suffix_items: int  # work items of their suffixes, at most
 
 
 @dataclass(frozen=True, eq=False)
 class Tables:
     """Lists of a batch, until requests come or go or their paths change. Everything but host ints is on the device.
 
-    Attributes:
-        paths: spans of every request, root first; held, because the kernels read them by address.
-        new_lens: new tokens of every request (host).
-        sizes: shared by all batches.
-        span_address: [num_spans], int64, addresses of each span's head slots, and likewise:
-        span_starts: of its starts.
-        span_lens: of its lengths.
-        span_positions: [num_spans], int64, bytes from an entry's head slot to its position, where layers have windows.
-        run_address: [num_layers, num_spans, num_kv_heads], int64, address of each run's first head slot.
-        run_lens: [num_layers, num_spans, num_kv_heads], int32.
-        partial_start: [num_layers, num_spans, num_kv_heads], int64, first partial row of each unit in its layer.
-        span_members: [num_spans], int32, new tokens that read each span in the split kernel.
-        span_member_start: [num_spans], int32, where they start in ``members``.
-        span_class: [num_spans], int32, row class.
-        span_chunk: [num_spans], int32, entries per work item.
-        span_cap: [num_spans], int32, chunks per run, at most: a longer run has longer chunks.
-        members: rows of new tokens: of every span's readers, then of every request.
-        member_request: [of the first part of ``members``], int32, request of each; empty if no layer has a window.
-        row_ends: [num_requests], int32, row behind each request's last new token; likewise.
-        request_members: [num_requests], int32, where each request's rows start in ``members``.
-        new_lens_device: [num_requests], int32.
-        waterlines: [num_requests], int32, tokens that are compressed into the request's path.
-        request_chunk: [num_requests], int32, tokens per work item of the suffix, at least.
-        num_splits: [num_requests], int32, parts of the keys in ``ragged_extend``.
-        suffix_partial: [num_requests], int64, first partial row of each suffix.
-        extend_partial: [num_requests], int64, first partial row in ``ragged_extend``.
-        path_start: [num_requests + 1], int32, each request's part of the two below.
-        path_span: int32, spans.
-        path_member: int32, place of the request's first new token among the span's members.
-        merge_request: [num_merged], int32, request of each new token that the split kernel attends for.
-        merge_token: [num_merged], int32, its place among the request's new tokens.
-        tile_request: [num_tiles], int32, programs per KV head of ``ragged_extend``: request,
-        tile_index: place among the request's tiles,
-        tile_split: part of the keys.
-        has_splits: whether any of them has several parts.
-        classes: work of the split kernel.
-        num_partials: partial rows that one layer needs, at most.
+    Shapes: S is the number of spans, B of requests. A unit is a (span, KV head).
     """
 
+    # spans of every request, root first; held, because the kernels read them by address
     paths: tuple[tuple[SpanRuns, ...], ...]
-    new_lens: tuple[int, ...]
+    new_lens: tuple[int, ...]  # new tokens of every request (host)
     sizes: Sizes
-    span_address: Tensor
-    span_starts: Tensor
-    span_lens: Tensor
-    span_positions: Tensor
-    run_address: Tensor
-    run_lens: Tensor
-    partial_start: Tensor
-    span_members: Tensor
-    span_member_start: Tensor
-    span_class: Tensor
-    span_chunk: Tensor
-    span_cap: Tensor
-    members: Tensor
+    span_address: Tensor  # [S], int64, address of each span's head slots
+    span_starts: Tensor  # [S], int64, address of its starts
+    span_lens: Tensor  # [S], int64, address of its lengths
+    span_positions: Tensor  # [S], int64, bytes from an entry's head slot to its position; 0: unknown
+    run_address: Tensor  # [num_layers, S, num_kv_heads], int64, address of each run's first head slot
+    run_lens: Tensor  # [num_layers, S, num_kv_heads], int32
+    partial_start: Tensor  # [num_layers, S, num_kv_heads], int64, first partial row of each unit in its layer
+    span_members: Tensor  # [S], int32, new tokens that read each span in the split kernel
+    span_member_start: Tensor  # [S], int32, where they start in ``members``
+    span_class: Tensor  # [S], int32, row class
+    span_chunk: Tensor  # [S], int32, entries per work item
+    span_cap: Tensor  # [S], int32, chunks per run, at most: a longer run has longer chunks
+    members: Tensor  # int32, rows of new tokens: of every span's readers, then of every request
+    # int32, request of each of the spans' readers in ``members``; empty if no layer has a window
     member_request: Tensor
-    row_ends: Tensor
-    request_members: Tensor
-    new_lens_device: Tensor
-    waterlines: Tensor
-    request_chunk: Tensor
-    num_splits: Tensor
-    suffix_partial: Tensor
-    extend_partial: Tensor
-    path_start: Tensor
-    path_span: Tensor
-    path_member: Tensor
-    merge_request: Tensor
-    merge_token: Tensor
-    tile_request: Tensor
-    tile_index: Tensor
-    tile_split: Tensor
-    has_splits: bool
-    classes: tuple[ClassTables, ...]
-    num_partials: int
+    row_ends: Tensor  # [B], int32, row after each request's last new token; empty if no layer has a window
+    request_members: Tensor  # [B], int32, where each request's rows start in ``members``
+    new_lens_device: Tensor  # [B], int32
+    waterlines: Tensor  # [B], int32, tokens that are compressed into the request's path
+    request_chunk: Tensor  # [B], int32, tokens per work item of the suffix, at least
+    num_splits: Tensor  # [B], int32, parts of the keys in ``ragged_extend``
+    suffix_partial: Tensor  # [B], int64, first partial row of each suffix
+    extend_partial: Tensor  # [B], int64, first partial row in ``ragged_extend``
+    path_start: Tensor  # [B + 1], int32, each request's part of ``path_span`` and ``path_member``
+    path_span: Tensor  # int32, spans
+    path_member: Tensor  # int32, place of the request's first new token among the span's members
+    merge_request: Tensor  # [num_merged], int32, request of each new token of the split kernel
+    merge_token: Tensor  # [num_merged], int32, its place among the request's new tokens
+    tile_request: Tensor  # [num_tiles], int32, request of each program of ``ragged_extend`` (per KV head)
+    tile_index: Tensor  # [num_tiles], int32, place among the request's tiles
+    tile_split: Tensor  # [num_tiles], int32, part of the keys
+    has_splits: bool  # whether a tile has several parts
+    classes: tuple[ClassTables, ...]  # work of the split kernel
+    num_partials: int  # partial rows of one layer, at most
 
     @property
     def num_spans(self) -> int:
-        """Different spans that the batch reads."""
+        """Distinct spans that the batch reads."""
         return self.span_members.numel()
 
     @property
@@ -136,55 +90,36 @@ class Tables:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Where the suffixes are now.
+    """Lengths and places of the suffixes in one forward."""
 
-    Attributes:
-        req_to_token: [num_rows, max_context_len], int32, token slots.
-        pool_rows: [num_requests], int64, each request's row of it.
-        seq_lens: [num_requests], int32, logical tokens with the new ones.
-        work: per class, [max_suffix_items] int32, place in ``ClassTables.requests`` of each work item.
-        work_start: per class, [num_requests + 1], int32, first work item of each of them.
-    """
-
-    req_to_token: Tensor
-    pool_rows: Tensor
-    seq_lens: Tensor
+    req_to_token: Tensor  # [num_rows, max_context_len], int32, token slots
+    pool_rows: Tensor  # [num_requests], int64, each request's row of ``req_to_token``
+    seq_lens: Tensor  # [num_requests], int32, logical tokens including the new ones
+    # per class, [max_suffix_items], int32, place in ``ClassTables.requests`` of each work item
     work: tuple[Tensor, ...]
-    work_start: tuple[Tensor, ...]
+    work_start: tuple[Tensor, ...]  # per class, [num_requests + 1], int32, first work item of each request of the class
 
 
 @dataclass(frozen=True, eq=False)
 class LayerInputs:
-    """Inputs of one layer.
-
-    Attributes:
-        layer: layer index.
-        q: [num_new_tokens, num_qo_heads, head_dim], bfloat16, float16 or float32, request after request; tokens may
-            lie apart (a slice of a fused projection), heads of one token lie together.
-        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], dtype of ``q`` or float8_e4m3fn; the caller has
-            checked all three with :func:`kvevict_kernels.checks.check_arenas`, once.
-        v_arena: like ``k_arena``.
-        sm_scale: factor of the products of queries and stored keys: softmax scale, times the layer's scale of keys.
-        v_scale: FP8 scale of the layer's values; 1.0 for other dtypes.
-        biases: [num_layers, num_token_slots, num_kv_heads], float32, added to the scores of entries of spans; None:
-            nothing is.
-        window: tokens that a query of the layer sees at most, itself included; 0: all.
-        sink_logits: [num_qo_heads], of any floating dtype: one more score of every row, with value 0; None: none.
-    """
+    """Inputs of one layer. The arenas and biases were checked once, by :func:`kvevict_kernels.checks.check_arenas`."""
 
     layer: int
+    # [num_new_tokens, num_qo_heads, head_dim], bfloat16, float16 or float32, request after request; tokens may be
+    # strided (a slice of a fused projection), the heads of one token are contiguous
     q: Tensor
-    k_arena: Tensor
-    v_arena: Tensor
-    sm_scale: float
-    v_scale: float = 1.0
+    k_arena: Tensor  # [num_layers, num_token_slots, num_kv_heads, head_dim], dtype of ``q`` or float8_e4m3fn
+    v_arena: Tensor  # like ``k_arena``
+    sm_scale: float  # softmax scale, times the layer's FP8 scale of keys
+    v_scale: float = 1.0  # FP8 scale of the layer's values; 1.0 for other dtypes
+    # [num_layers, num_token_slots, num_kv_heads], float32, added to the scores of entries of spans
     biases: Tensor | None = None
-    window: int = 0
-    sink_logits: Tensor | None = None
+    window: int = 0  # tokens that a query of the layer sees, itself included; 0: all
+    sink_logits: Tensor | None = None  # [num_qo_heads], any floating dtype: one more score per row, with value 0
 
     @property
     def reads_more(self) -> bool:
-        """Whether kernels read biases or positions beside K and V."""
+        """Whether kernels read biases or positions in addition to K and V."""
         return self.biases is not None or self.window > 0
 
 
@@ -197,15 +132,9 @@ def build_tables(
     device: torch.device,
     elsewhere: Collection[int],
 ) -> Tables:
-    """Send the host's lists in one copy, without waiting for it; tables that are computed on the device stay empty.
+    """Send the host's lists in one asynchronous copy; the tables that the device computes are allocated, not filled.
 
-    Args:
-        paths: per request, the spans that it reads, root first.
-        new_lens: per request, new tokens, >= 1.
-        suffix_bounds: per request, tokens behind its path, at most.
-        sizes: shared by all batches.
-        device: where the spans are.
-        elsewhere: requests that ``ragged_extend`` leaves out.
+    Arguments as for :func:`kvevict_kernels.ragged_decode.launch.plan_batch`.
     """
     host = HostLists(paths, new_lens, suffix_bounds, sizes, elsewhere)
     sent = _send(host.addresses(), host.lists(), device)
@@ -227,7 +156,7 @@ def build_tables(
 def build_step(
     tables: Tables, req_to_token: Tensor, pool_rows: Tensor, seq_lens: Tensor, previous: Step | None = None
 ) -> Step:
-    """Put together a step; the split kernel's launcher fills in the work lists."""
+    """Create a step; the split kernel's launcher fills in the work lists."""
     if previous is not None:
         return Step(req_to_token, pool_rows, seq_lens, previous.work, previous.work_start)
     device = seq_lens.device

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from kvevict_kernels.device_limits import DeviceLimits
 
 DECODE_ROWS = (16, 64)
-"""Q rows per tile of the split kernel, by class: decode rows that read alone; many sharers, or several new tokens."""
+"""Q rows per tile of the split kernel, by class: unshared decode rows; many sharers, or several new tokens."""
 EXTEND = len(DECODE_ROWS)
-"""Place of ``ragged_extend``'s tile, behind the classes of the split kernel."""
+"""Index of ``ragged_extend``'s tile, after the classes of the split kernel."""
 STAGES = 5
-"""Of software pipelining: index, then K and V, then products. Below 5 no copy runs beside the products."""
+"""Of software pipelining: index, then K and V, then products. Below 5 no copy overlaps with the products."""
 HEAD_DIMS = (64, 128, 256)
-"""Widths of the table; a smaller head_dim takes the next one."""
+"""Widths of the table; a smaller head_dim uses the next larger one."""
 FAMILIES = (80, 89, 90, 100)
 SMALL_SHARED = 102400
-"""Bytes of a multiprocessor with little shared memory (sm_86, sm_89, sm_120): these take the tiles of sm_89."""
+"""Bytes of shared memory of a multiprocessor: up to this (sm_86, sm_89, sm_120) the tiles of sm_89 are used."""
 KEYS = {
     **{(80, 64): (64, 64), (80, 128): (32, 32), (80, 256): (32, 16)},
     **{(89, 64): (64, 64), (89, 128): (32, 32), (89, 256): (16, 16)},
@@ -32,19 +32,12 @@ MIN_KEYS = 16
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel is compiled.
+    """Compilation options of a kernel."""
 
-    Attributes:
-        rows: q rows.
-        keys: K and V rows per step of the loop.
-        warps: per program.
-        stages: of software pipelining.
-    """
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int = STAGES
+    rows: int  # q rows
+    keys: int  # K and V rows per step of the loop
+    warps: int  # per program
+    stages: int = STAGES  # of software pipelining
 
 
 def family_of(limits: DeviceLimits) -> int:
@@ -57,11 +50,8 @@ def family_of(limits: DeviceLimits) -> int:
 def tiles_for(limits: DeviceLimits, head_dim: int, *, reads_more: bool = False) -> tuple[Tile, Tile, Tile]:
     """Tiles of a device: split kernel with 16 rows, with 64 rows, ``ragged_extend``.
 
-    Args:
-        limits: of the device.
-        head_dim: width of a K row.
-        reads_more: the kernel also reads biases, or positions for a window: it has registers for half the keys. Rows
-            stay the same.
+    With ``reads_more`` the kernel also reads biases, or positions for a window, and has registers for half the keys;
+    rows stay the same.
 
     Raises:
         ValueError: head_dim beyond the table.

@@ -1,7 +1,7 @@
-"""How a kernel reads a :class:`~kvevict_kernels.ragged_decode.addresses.TableAddresses`.
+"""How kernels read a :class:`~kvevict_kernels.ragged_decode.addresses.TableAddresses`.
 
-Places in the list are constants of this module, named after the fields in capitals: ``at.RUN_LENS`` where it is
-imported as ``at``.
+Indices into the list are constants of this module, named after the fields in capitals, e.g. ``at.RUN_LENS`` where the
+module is imported as ``at``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Blocks of keys: loading q rows, attending with one block, hiding keys before a window; for decode and extend."""
+"""Blocks of keys for decode and extend: load q rows, attend to one block, hide keys before a window."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def load_rows(q_ptr, row, m_m, o_d, D: tl.constexpr, UPCAST: tl.constexpr):
-    """Q rows [BLOCK_M, BLOCK_D] that begin at ``row`` (elements); float32 where the interpreter multiplies."""
+    """Q rows [BLOCK_M, BLOCK_D] that begin at ``row`` (elements); float32 in the interpreter."""
     b_q = tl.load(q_ptr + row[:, None] + o_d[None, :], mask=m_m[:, None] & (o_d < D)[None, :], other=0.0)
     if UPCAST:
         b_q = b_q.to(tl.float32)
@@ -34,7 +34,7 @@ def attend_block(
     scale_log2,
     D: tl.constexpr,
 ):
-    """One block of keys, online softmax; a row may see none of them. Rows in float8 are multiplied in q's dtype."""
+    """One block of keys, online softmax; a row may see none of them. float8 rows are multiplied in q's dtype."""
     p_kv = head_slot[:, None] * D + o_d[None, :]
     m_kv = m_n[:, None] & (o_d < D)[None, :]
     b_k = tl.load(k_ptr + p_kv, mask=m_kv, other=0.0)
@@ -58,12 +58,8 @@ def attend_block(
 def hidden_keys(position_ptr, num_kv, is_span, hidden, m_m):
     """Whether a window hides keys of a run, or of a part of one, from a tile of rows.
 
-    Args:
-        position_ptr: positions of its entries, ascending.
-        num_kv: entries; may be 0.
-        is_span: the run is a span's; a suffix has no positions.
-        hidden: [BLOCK_M], the last position that each row does not see.
-        m_m: [BLOCK_M], real rows.
+    ``position_ptr`` has the ascending positions of its ``num_kv`` entries (may be 0); a suffix (not ``is_span``) has
+    none. ``hidden`` [BLOCK_M] is the last position that each row does not see; ``m_m`` [BLOCK_M] marks real rows.
 
     Returns:
         whether no row sees any of them, and whether some row does not see all of them.

@@ -1,8 +1,8 @@
 """ragged_decode on the device: split-KV over a work list of spans and suffixes, then one merge.
 
-A work item is one chunk of a unit's keys times one tile of its q rows. Programs walk over the items of a layer with a
-stride, so uneven runs balance; how many there are is read on the device. A chunk's size follows from its own span or
-suffix (chunks.py): a row's result depends neither on the grid nor on other requests. Partials are float32, their
+A work item is one chunk of a unit's keys times one tile of its q rows. Programs loop over the items of a layer with a
+stride, so uneven runs balance; the number of items is read on the device. A chunk's size depends on its own span or
+suffix only (chunks.py): a row's result depends neither on the grid nor on other requests. Partials are float32, their
 log-sum-exps have base 2.
 """
 
@@ -77,7 +77,7 @@ def _split_kernel(
     BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,  # float32 products: the interpreter cannot multiply bfloat16
 ):
-    """Partials, float32, [num_partials, D], and their log-sum-exps, base 2; found through the entries like all tables.
+    """Write partials, float32, [num_partials, D], and their log-sum-exps, base 2.
 
     Addresses are read again for every item: kept, they would take registers from the products.
     """
@@ -96,7 +96,7 @@ def _split_kernel(
                 suffix_work_start_ptr, req_to_token, row_stride,
                 CLASS=CLASS, LEAST=LEAST, NUM_ITEMS=NUM_ITEMS, STEP=STEP, H=H, G=G, BLOCK_M=BLOCK_M,
             )  # fmt: skip
-        # Runs hold head slots; suffixes hold token slots, and their new tokens do not see each other's future.
+        # Runs hold head slots; suffixes hold token slots, and are causal.
         is_suffix = (item >= num_span_items).to(tl.int32)
         slot_scale = 1 + is_suffix * (H - 1)
         slot_shift = is_suffix * head_slot_of(layer.to(tl.int64), 0, head, num_token_slots, H)
@@ -119,7 +119,7 @@ def _split_kernel(
             position_ptr = (index_address + to_positions).to(tl.pointer_type(tl.int32))
             is_hidden, is_cut = hidden_keys(position_ptr, num_kv, is_suffix == 0, hidden, m_m)
             num_kv = tl.where(is_hidden, 0, num_kv)
-            # A suffix has no list of positions: they follow each other.
+            # Positions of a suffix are consecutive, without a list.
             from_key = tl.where(is_suffix > 0, to_key - window, 0)
             first_key = tl.maximum(tl.min(tl.where(m_m, from_key, 2147483647), 0), 0)
             from_block = first_key // BLOCK_N * BLOCK_N
@@ -129,7 +129,7 @@ def _split_kernel(
         for start in range(from_block, num_kv, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
             m_n = n < num_kv
-            # Before a window, rows of a pool of windows name others' slots, whose numbers are not even read.
+            # Before the window, rows of a window pool may hold other requests' slots: no index is read there.
             index = tl.maximum(n, first_key) if WINDOWED else n
             head_slot = tl.load(index_ptr + index, mask=m_n, other=0).to(tl.int64) * slot_scale + slot_shift
             seen = n[None, :] < limit[:, None]

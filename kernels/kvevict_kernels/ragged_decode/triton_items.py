@@ -13,7 +13,7 @@ STEP_LISTS = (
     *("seq_lens_ptr", "pool_rows_ptr", "suffix_work_ptr", "suffix_work_start_ptr"),
     *("work_ptr", "work_start_ptr"),
 )
-"""May be slices of SGLang's buffers: whether one is aligned must not call for another compilation."""
+"""Not specialised on alignment: these may be slices of SGLang's buffers, whose alignment varies."""
 
 
 @triton.jit(do_not_specialize=["num_requests"], do_not_specialize_on_alignment=list(STEP_LISTS))
@@ -33,7 +33,7 @@ def suffix_work_kernel(
     BLOCK: tl.constexpr,
     FILL: tl.constexpr,
 ):
-    """Every program counts the items of all requests before its own, then writes its own."""
+    """Each program counts the items of all requests before its own, then writes its own."""
     mine = tl.program_id(0)
     start = tl.zeros([], dtype=tl.int32)
     count = tl.zeros([], dtype=tl.int32)

@@ -1,7 +1,7 @@
 """Runs, partials and work items of a batch's spans, for all layers: two launches per batch.
 
-One program per layer goes over the units in (span, KV head) order and sums up as it goes; then one program per (layer,
-span) writes out which work items are its.
+First, one program per layer scans the units in (span, KV head) order; then one program per (layer, span) writes the
+list of its work items.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FILL_BLOCK = 128
 
 @triton.jit
 def run_chunk(length, chunk, cap):
-    """Entries per work item of a run: longer where the run would have more than ``cap`` of them."""
+    """Entries per work item of a run: longer where the run would have more than ``cap`` items."""
     return chunk * tl.maximum(tl.cdiv(length, chunk * cap), 1)
 
 
@@ -52,7 +52,7 @@ def _runs_kernel(
     ROWS_1: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Address and length of every run of a layer, and the running sums of partials and work items before it."""
+    """Address and length of every run of a layer, and the prefix sums of partials and work items."""
     layer = tl.program_id(0)
     num_units = num_spans * H
     first_unit = layer.to(tl.int64) * num_units

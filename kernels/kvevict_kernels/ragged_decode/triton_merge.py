@@ -13,18 +13,18 @@ from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 from kvevict_kernels.ragged_decode.triton_layout import run_chunk
 
 MERGE_BLOCK = 32
-"""Partials that are folded at once: as many as a run of one request has, so that their loads wait once or twice."""
+"""Partials merged at once: as many as one request's run has, so that loads wait once or twice."""
 
 
 @triton.jit
 def suffix_chunk(length, least, H: tl.constexpr, NUM_ITEMS: tl.constexpr, STEP: tl.constexpr):
-    """Tokens per chunk of a suffix: depends on nothing but its own length. NUM_ITEMS of them fill the device."""
+    """Tokens per chunk of a suffix, from its length alone; NUM_ITEMS chunks fill the device."""
     return tl.maximum(tl.cdiv(tl.cdiv(length * H, NUM_ITEMS), STEP) * STEP, least)
 
 
 @triton.jit
 def fold(b_max, b_sum, b_out, out_ptr, lse_ptr, first, num, stride, o_d, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Add ``num`` partials, ``stride`` rows apart, to a running softmax; blocks of them at once, in a fixed order."""
+    """Add ``num`` partials, ``stride`` rows apart, to a running softmax, block by block in a fixed order."""
     for begin in range(0, num, BLOCK):
         o = begin + tl.arange(0, BLOCK)
         mask = o < num
@@ -43,7 +43,7 @@ def fold(b_max, b_sum, b_out, out_ptr, lse_ptr, first, num, stride, o_d, D: tl.c
 
 @triton.jit
 def with_sink(b_max, b_sum, sink):
-    """Count a logit, base 2, in a running softmax; returns also the factor of the output so far."""
+    """Add a logit, base 2, to a running softmax; also returns the factor of the output so far."""
     new_max = tl.maximum(b_max, sink)
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
     decay = tl.exp2(b_max - base)
@@ -113,7 +113,7 @@ def _merge_kernel(
 
 
 def run_merge(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: Tensor, lse: Tensor) -> None:
-    """Write the rows of ``out`` and ``lse`` that the split kernel attended for."""
+    """Write the rows of ``out`` and ``lse`` for which the split kernel attended."""
     num_qo_heads, head_dim = out.shape[1:]
     tables = addresses.tables
     _merge_kernel[(tables.merge_request.numel(), num_qo_heads)](

@@ -1,10 +1,10 @@
-"""ragged_extend on the device: a program owns one tile of q rows of one KV head and walks over its keys, or a part.
+"""ragged_extend on the device: one program per tile of q rows of one KV head loops over its keys, or a part of them.
 
-A request with few tiles leaves most of the device idle, so the keys of its tiles are split into parts, all keys of
-path and own tokens counted through; a second launch merges the parts. How many is fixed on the host by the request's
-own lengths (chunks.py), where they begin and end on the device.
+A request with few tiles leaves most of the device idle, so the keys of its tiles (path, then own tokens) are split into
+parts, which a second launch merges. The host computes the number of parts from the request's lengths (chunks.py), the
+device their bounds.
 
-Spans and own tokens go through one loop nest: with two, ptxas serialises the tensor-core instructions of both.
+Spans and own tokens share one loop nest: with two, ptxas serialises the tensor-core instructions of both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COMBINE_ROWS = 16
 
 @triton.jit
 def _run_of(j, path_end, first_unit, num_own, own_address, addresses_ptr, H: tl.constexpr):
-    """Length and address of a span's run, or of the own tokens behind the last span."""
+    """Length and address of a span's run, or of the own tokens after the last span."""
     if j < path_end:
         unit = first_unit + tl.load(at.int32s_at(addresses_ptr, at.PATH_SPAN) + j) * H
         num_kv = tl.load(at.int32s_at(addresses_ptr, at.RUN_LENS) + unit)
@@ -42,7 +42,7 @@ def _run_of(j, path_end, first_unit, num_own, own_address, addresses_ptr, H: tl.
 def _part_of(
     path_begin, path_end, first_unit, num_own, split, num_splits, addresses_ptr, H: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Begin and end of one part of the keys, counted through over spans and own tokens, in whole blocks."""
+    """Begin and end of one part of the keys (spans, then own tokens), in whole blocks."""
     total = num_own
     for j in range(path_begin, path_end):
         span = tl.load(at.int32s_at(addresses_ptr, at.PATH_SPAN) + j)
@@ -59,8 +59,8 @@ def _own_keys(
     """A request's own tokens, as a tile of its q rows sees them.
 
     Returns:
-        how many lie before the first new one, how many with the tile's last one, the address of their token slots,
-        and [BLOCK_M], the last position that a row does not see.
+        own tokens before the first new one, own tokens up to the tile's last one, the address of their token slots, and
+        [BLOCK_M], the last position that a row does not see.
     """
     waterline = tl.load(at.int32s_at(addresses_ptr, at.WATERLINES) + request)
     end = tl.load(seq_lens_ptr + request)
@@ -85,7 +85,7 @@ def _first_row(request, addresses_ptr):
 
 @triton.jit
 def _add_sink(b_max, b_sum, b_out, p_sink, m_sink):
-    """Count sink logits [BLOCK_M] in the softmax of the rows that ``m_sink`` names."""
+    """Add sink logits [BLOCK_M] to the softmax of the rows that ``m_sink`` marks."""
     sink = tl.load(p_sink, mask=m_sink, other=float("-inf")).to(tl.float32)
     b_max, b_sum, decay = with_sink(b_max, b_sum, 1.4426950408889634 * sink)
     return b_max, b_sum, b_out * decay[:, None]
@@ -93,7 +93,7 @@ def _add_sink(b_max, b_sum, b_out, p_sink, m_sink):
 
 @triton.jit
 def _store(out_ptr, lse_ptr, row, b_max, b_sum, b_out, out_scale, lse_scale, o_d, m_m, D: tl.constexpr):
-    """Write rows [BLOCK_M] of an output and their log-sum-exps, once all their keys were seen."""
+    """Write rows [BLOCK_M] of an output and their log-sum-exps."""
     divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
     p_out = out_ptr + row[:, None] * D + o_d[None, :]
     tl.store(p_out, b_out / divisor[:, None] * out_scale, mask=m_m[:, None] & (o_d < D)[None, :])
@@ -191,7 +191,7 @@ def _extend_kernel(
             )  # fmt: skip
         begin -= num_kv
         end -= num_kv
-    if sink_logits_ptr is not None:  # of several parts the first one counts it
+    if sink_logits_ptr is not None:  # only the first part counts it
         b_max, b_sum, b_out = _add_sink(b_max, b_sum, b_out, sink_logits_ptr + head * G + i_row % G, m_m & (split == 0))
     if num_splits > 1:
         partial_out_ptr = at.floats_at(addresses_ptr, at.PARTIAL_OUT)
@@ -217,7 +217,7 @@ def _combine_kernel(
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Merge the parts of some rows of a tile, in order; the program of a tile's first part does it."""
+    """Merge the parts of some rows of a tile, in order, by the program of the tile's first part."""
     request = tl.load(at.int32s_at(addresses_ptr, at.TILE_REQUEST) + tl.program_id(0))
     split = tl.load(at.int32s_at(addresses_ptr, at.TILE_SPLIT) + tl.program_id(0))
     tile = tl.load(at.int32s_at(addresses_ptr, at.TILE_INDEX) + tl.program_id(0))

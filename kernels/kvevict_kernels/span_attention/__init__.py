@@ -1,8 +1,8 @@
 """Attention of new tokens over compressed spans and their own tokens on a CPU: one call per layer, compiled by numba.
 
-For decode steps, and for prefills of few tokens. A cache row is read as it is stored, once for all requests that share
-it; nothing is gathered. ``layout.py`` lists a batch's inputs, ``call.py`` compiles and runs, ``numba_impl.py`` is the
-code of a thread, ``openmp.py`` runs it on PyTorch's threads. ``TorchAttention`` is the definition.
+For decode steps and short prefills. Cache rows are read as they are stored, once for all requests that share them;
+nothing is gathered. ``layout.py`` lists a batch's inputs, ``call.py`` compiles and runs, ``numba_impl.py`` is the code
+of a thread, ``openmp.py`` runs it on PyTorch's threads. ``TorchAttention`` is the reference implementation.
 """
 
 from __future__ import annotations

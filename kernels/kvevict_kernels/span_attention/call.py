@@ -29,16 +29,13 @@ logger = logging.getLogger(__name__)
 
 
 def reason_not_to_run(head_dim: int | None = None) -> str | None:
-    """Why this machine, or a model with this head dimension, cannot use the compiled call; None if it can.
+    """Why this machine, or a model with this head_dim (None: any model), cannot use the compiled call; None if it can.
 
-    Nothing is compiled yet.
-
-    Args:
-        head_dim: None: of any model.
+    Does not compile.
     """
     try:
         importlib.import_module("kvevict_kernels.span_attention.numba_impl")
-    except ImportError as error:  # not installed, or not with this version of NumPy
+    except ImportError as error:  # not installed, or incompatible with this NumPy
         return f"numba cannot be imported ({error})"
     if torch_team() is None:
         return "this build of PyTorch does not compute on OpenMP threads"
@@ -48,17 +45,17 @@ def reason_not_to_run(head_dim: int | None = None) -> str | None:
 
 
 class SpanAttention:
-    """Attention over compressed spans and uncompressed token slots of one pair of arenas.
+    """Attention over compressed spans and uncompressed token slots of one pair of arenas. Runs one call at a time.
 
-    The first one in a process compiles (seconds), or loads the cached compilation; no call waits for it.
-    One call at a time.
+    The first constructor in a process compiles (seconds), or loads the cached compilation, so that no call waits for
+    it.
 
     Args:
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous, on the CPU.
         v_arena: like ``k_arena``.
         num_qo_heads: a multiple of the KV heads.
-        biases: [num_layers, num_token_slots, num_kv_heads], float32, contiguous, added to the scores of a
-            span's head slots, 0 for spans that are not fitted; None: there are no fitted spans.
+        biases: [num_layers, num_token_slots, num_kv_heads], float32, contiguous, added to the scores of a span's head
+            slots, 0 for spans that are not fitted; None: there are no fitted spans.
 
     Raises:
         ValueError: wrong shape, dtype or device of an arena.
@@ -102,7 +99,7 @@ class SpanAttention:
         *,
         has_windows: bool = False,
     ) -> Layout:
-        """Lay out a batch; see :class:`Layout`. :meth:`prepare` it before every step."""
+        """Lay out a batch; arguments as for :class:`Layout`. :meth:`prepare` it before every step."""
         layout = Layout(paths, new_lens, first_tokens, self._shape, has_windows)
         for word, number in self._constants.items():
             layout.words[word] = number
@@ -111,7 +108,7 @@ class SpanAttention:
         return layout
 
     def prepare(self, layout: Layout) -> None:
-        """Make room for the partial results of a batch whose suffixes are located; holds until the next one."""
+        """Allocate the partial results of a batch whose suffixes are located; valid until the next call."""
         from kvevict_kernels.span_attention.numba_impl import scratch_bytes
 
         words, head_dim = layout.words, self._shape[3]
@@ -143,16 +140,16 @@ class SpanAttention:
         Args:
             layout: the batch.
             layer: layer index.
-            q: [num_tokens, num_qo_heads, head_dim], bfloat16, float16 or float32; tokens may lie apart.
+            q: [num_tokens, num_qo_heads, head_dim], bfloat16, float16 or float32; tokens may be strided.
             sm_scale: softmax scale.
-            out: like ``q``, contiguous: rows of the batch's tokens are written, others are left alone.
-            lse: [num_tokens, num_qo_heads], float32, contiguous: likewise; natural log-sum-exp of the scaled scores.
+            out: like ``q``, contiguous; only rows of the batch's tokens are written.
+            lse: [num_tokens, num_qo_heads], float32, contiguous; likewise; natural log-sum-exp of the scaled scores.
             window: of the layer, in tokens; 0: none.
             sink_logits: [num_qo_heads], float32, contiguous: one more score of every row, whose value is 0.
 
         Raises:
-            IndexError: a span or a suffix names a slot outside of the arena.
-            ValueError: a window, and the batch was laid out without; or sink logits of another shape or dtype.
+            IndexError: a head slot outside the arena.
+            ValueError: a window in a batch that was laid out without; or sink logits of another shape or dtype.
         """
         if window and not layout.has_windows:
             raise ValueError(f"window: expected 0, as the batch was laid out, got {window}")
@@ -173,13 +170,13 @@ class SpanAttention:
 
 
 class _Buffer:
-    """Memory that grows to the largest size asked for."""
+    """Memory that grows to the largest size requested."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
 
     def take(self, num_bytes: int) -> int:
-        """The address of so many bytes, at the start of a cache line; their old content is lost."""
+        """Address of ``num_bytes`` bytes, aligned to a cache line; previous content is lost."""
         if self._memory.nbytes < num_bytes + _LINE:
             self._memory = np.empty(num_bytes + _LINE, np.uint8)
         return -(-self._memory.ctypes.data // _LINE) * _LINE
@@ -187,7 +184,7 @@ class _Buffer:
 
 @cache
 def _stamp() -> int:
-    """Of the sources that the call is compiled from."""
+    """Hash of the sources from which the call is compiled."""
     sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(head_slots.__file__)]
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).digest()
     return int.from_bytes(digest[:7], "little")
@@ -195,7 +192,7 @@ def _stamp() -> int:
 
 @cache
 def _compiled(team: Team) -> Any:
-    """The compiled call; numba keeps it beside the sources, or else in the user's cache folder."""
+    """The compiled call. numba caches it beside the sources, or else in the user's cache folder."""
     from kvevict_kernels.span_attention.numba_impl import compile_call
 
     started = time.monotonic()

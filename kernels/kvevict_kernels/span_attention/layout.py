@@ -20,15 +20,11 @@ _CPU = torch.device("cpu")
 class Layout:
     """Lists that stay the same from step to step, while the same requests read the same spans.
 
-    Args:
-        paths: per request, its spans; each once.
-        new_lens: per request, new tokens; at least 1.
-        first_tokens: per request, place of its first new token in the forward.
-        shape: of the arenas, [num_layers, num_token_slots, num_kv_heads, head_dim].
-        has_windows: some layers' queries see their last tokens only.
+    Per request: ``paths``, its spans, each once; ``new_lens``, its new tokens, >= 1; ``first_tokens``, the row of its
+    first new token in the forward. ``shape`` of the arenas: [num_layers, num_token_slots, num_kv_heads, head_dim].
 
     Raises:
-        ValueError: a span whose lists have the wrong shape or dtype, or whose runs leave its head slots.
+        ValueError: a span whose lists have the wrong shape or dtype, or whose runs exceed its head slots.
     """
 
     def __init__(
@@ -76,11 +72,11 @@ class Layout:
         self.words[w.WRONG_SLOT] = w.NO_SLOT
 
     def locate(self, waterlines: Sequence[int], seq_lens: Sequence[int], rows: Tensor, req_to_token: Tensor) -> None:
-        """Say where the token slots ``[waterline, seq_len)`` of each request are; they are read when the call runs.
+        """Set where the token slots ``[waterline, seq_len)`` of each request are; they are read when the call runs.
 
         Args:
             waterlines: per request, tokens that are compressed into its path.
-            seq_lens: per request, tokens with the new ones; at most the length of a row.
+            seq_lens: per request, tokens including the new ones; at most the length of a row.
             rows: [num_requests], int, rows of ``req_to_token``.
             req_to_token: [num_rows, max_context_len], int32.
 
@@ -95,7 +91,7 @@ class Layout:
         if min(waterlines) < 0 or max(seq_lens) > row_len:
             raise ValueError(f"seq_lens: expected positions 0 to {row_len}, got {list(waterlines)} to {list(seq_lens)}")
         begins = np.asarray(waterlines, np.int64)
-        self._req_to_token = req_to_token  # keeps the memory behind the addresses alive until the next step
+        self._req_to_token = req_to_token  # keeps the addresses valid until the next step
         self.suffix_slots[:] = req_to_token.data_ptr() + 4 * (row_numbers.astype(np.int64) * row_len + begins)
         self.suffix_lens[:] = np.asarray(seq_lens, np.int64) - begins
         if self.has_windows:
@@ -107,7 +103,7 @@ class Layout:
 
     @property
     def max_partials(self) -> int:
-        """Partial results of a layer at most, for each q head of a group."""
+        """Maximum number of partial results of a layer, for each q head of a group."""
         return self.max_span_partials + self.num_heads * int(count_chunks(self.suffix_lens) @ self.new_lens)
 
     def _checked_lens(self, shape: torch.Size) -> NDArray[np.int64]:
@@ -127,7 +123,7 @@ class Layout:
 
 
 def count_chunks(lens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Partial results of units with so many keys, for each of their q rows; as the compiled call cuts them."""
+    """Partial results per q row of units with ``lens`` keys, cut as in the compiled call."""
     chunk_lens: Words = np.maximum(w.CHUNK * -(-lens // (w.CHUNK * w.MAX_CHUNKS)), 1)
     counts: Words = -(-lens // chunk_lens)
     return counts

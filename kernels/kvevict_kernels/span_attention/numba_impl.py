@@ -1,10 +1,10 @@
 """The compiled call: the code of a thread.
 
-A *unit* is one KV head of a part (``words.py``). Its keys are cut into chunks, and each chunk gives one partial softmax
-for every q row of the unit. Where chunks lie follows from the unit alone, and partial results are merged in the
-order of the path: a request's result depends neither on other requests nor on the number of threads.
+A *unit* is one KV head of a part (``words.py``). Its keys are cut into chunks; each chunk gives one partial softmax for
+every q row of the unit. Chunks depend on the unit alone, and partial results are merged in the order of the path: a
+request's result depends neither on other requests nor on the number of threads.
 
-Numbers in scratch memory are float32. ``num_rows`` are q rows, ``row`` is a partial result.
+Numbers in scratch memory are float32. ``num_rows`` counts q rows; ``row`` is a partial result.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _chunk_len(num_keys):
 
 @njit
 def _load_queries(words, part, head, scratch):
-    """The q rows of a unit, times the softmax scale: group after group of its tokens."""
+    """Load the q rows of a unit, times the softmax scale: group after group of its tokens."""
     part_tokens, tokens = int64s(words[w.PART_TOKENS]), int64s(words[w.TOKENS])
     group, kind, head_dim = words[w.GROUP], words[w.Q_KIND], words[w.HEAD_DIM]
     scale = floats(words.ctypes.data + 8 * w.SCALE)[0]
@@ -131,7 +131,7 @@ def _load_queries(words, part, head, scratch):
 
 @njit
 def _load_keys(words, part, head, first, num_keys, num_next, scratch):
-    """A block of keys: their rows of K transposed, their rows of V as they are."""
+    """Load a block of keys: rows of K transposed, rows of V as they are."""
     num_spans, num_heads, layer = words[w.NUM_SPANS], words[w.NUM_HEADS], words[w.LAYER]
     kind, head_dim = words[w.KIND], words[w.HEAD_DIM]
     if part < num_spans:
@@ -174,7 +174,7 @@ def _load_keys(words, part, head, first, num_keys, num_next, scratch):
 
 @njit
 def _find_first_seen(words, part, head, unit_len, scratch):
-    """The first key of the unit that each of its tokens sees in a layer with a window; returns the least of them.
+    """Find the first key of the unit that each of its tokens sees in a layer with a window; return the least of them.
 
     Keys of a unit are in the order of their positions.
     """
@@ -191,7 +191,7 @@ def _find_first_seen(words, part, head, unit_len, scratch):
     start = int32s(int64s(words[w.SPAN_STARTS])[part])[words[w.LAYER] * words[w.NUM_HEADS] + head]
     positions = int32s(int64s(words[w.SPAN_POSITIONS])[part] + 4 * start)
     for token in range(num_tokens):
-        hidden = token_positions[first_token + token] - words[w.WINDOW]  # the last position that it does not see
+        hidden = token_positions[first_token + token] - words[w.WINDOW]  # last position that it does not see
         low, high = 0, unit_len
         if unit_len > 0 and positions[0] > hidden:
             high = 0
@@ -208,7 +208,7 @@ def _find_first_seen(words, part, head, unit_len, scratch):
 
 @njit
 def _attend_chunk(words, part, head, unit_len, first, last, row_0, scratch):
-    """The partial results of a chunk, from ``row_0`` on."""
+    """Compute the partial results of a chunk, from ``row_0`` on."""
     head_dim, group, num_rows = words[w.HEAD_DIM], words[w.GROUP], _num_rows(words, part)
     maxima, totals = floats(words[w.MAXIMA] + 4 * row_0), floats(words[w.TOTALS] + 4 * row_0)
     sums, scores = words[w.SUMS] + 4 * row_0 * head_dim, scratch + _SCORES_AT
@@ -220,7 +220,7 @@ def _attend_chunk(words, part, head, unit_len, first, last, row_0, scratch):
     first_seen, least_seen = int64s(_first_seen_in(scratch, head_dim, num_rows)), 0
     if words[w.WINDOW] != 0:
         least_seen = _find_first_seen(words, part, head, unit_len, scratch)
-        if last <= least_seen:  # no row sees any of it, and the merge skips the sums of such a chunk
+        if last <= least_seen:  # no row sees any of it; the merge skips such a chunk
             return
     fill(sums, num_rows * head_dim, _ZERO)
     for start in range(first, last, _BLOCK):
@@ -261,7 +261,7 @@ def _attend_chunk(words, part, head, unit_len, first, last, row_0, scratch):
 
 @njit
 def _merge_row(words, request, token, head, g, scratch):
-    """One q row of a request's ``token``-th new token: along its path, then its own tokens."""
+    """Merge one q row of a request's ``token``-th new token: along its path, then its own tokens."""
     num_spans, num_heads, group, head_dim = words[w.NUM_SPANS], words[w.NUM_HEADS], words[w.GROUP], words[w.HEAD_DIM]
     paths, path_spans = int64s(words[w.PATHS]), int64s(words[w.PATH_SPANS])
     path_places, unit_rows = int64s(words[w.PATH_PLACES]), int64s(words[w.UNIT_ROWS])
@@ -299,7 +299,7 @@ def _merge_row(words, request, token, head, g, scratch):
 
 @njit
 def _attend_share(words, thread, num_threads, scratch):
-    """The partial results of a thread: chunks that begin within its share of the cost of all."""
+    """Compute a thread's partial results: the chunks that begin within its share of the total cost."""
     num_parts, num_heads = words[w.NUM_SPANS] + words[w.NUM_REQUESTS], words[w.NUM_HEADS]
     unit_rows = int64s(words[w.UNIT_ROWS])
     all_cost = 0
@@ -329,7 +329,7 @@ def _attend_share(words, thread, num_threads, scratch):
 
 @njit
 def _merge_share(words, thread, num_threads, scratch):
-    """Every ``num_threads``-th pair of a new token and a KV head."""
+    """Merge every ``num_threads``-th pair of a new token and a KV head."""
     part_tokens, num_spans = int64s(words[w.PART_TOKENS]), words[w.NUM_SPANS]
     pair = 0
     for request in range(words[w.NUM_REQUESTS]):
@@ -342,13 +342,10 @@ def _merge_share(words, thread, num_threads, scratch):
 
 
 def compile_call(team: Team, stamp: int, *, is_cached: bool) -> Any:
-    """Compile, or load the cached compilation.
+    """Compile for the threads of ``team``, or load the cached compilation; ``is_cached`` keeps the code on disk.
 
-    Args:
-        team: the threads that will run it.
-        stamp: of the sources. numba looks a compiled function up by its own file's time and by the numbers it closes
-            over; this one changes with the sources.
-        is_cached: keep the compiled code on disk, where numba finds a place for it.
+    numba looks a compiled function up by its own file's time and by the numbers it closes over; ``stamp`` is such a
+    number, and changes with all sources.
 
     Returns:
         numba's C callback; its argument is the address of the words.

@@ -1,7 +1,7 @@
-"""Rows of numbers by their addresses: reading, adding and writing them.
+"""Reading, adding and writing rows of numbers by their addresses.
 
-Counts are elements; rows of a cache or of queries have a kind (``numba_vectors.py``), others are float32. Numbers of a
-row are a multiple of ``LANES``.
+Counts are elements, a multiple of ``LANES`` per row. Rows of a cache or of queries have a kind (``numba_vectors.py``);
+others are float32.
 """
 
 from __future__ import annotations

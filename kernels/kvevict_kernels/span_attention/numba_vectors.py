@@ -1,7 +1,7 @@
-"""Operations on vectors of floats that numba's own loops do not become, as LLVM instructions.
+"""Vector operations that numba's own loops do not compile to, as LLVM instructions.
 
-Addresses and strides are integers; strides count float32 elements. A row of a KV cache has one of three kinds, given as
-a literal: bfloat16 (numba has no such type), float16, float32. Vectors that a machine does not have, LLVM splits.
+Addresses and strides are integers; strides count float32 elements. A KV cache row has one of three kinds, given as a
+literal: bfloat16 (numba has no such type), float16, float32. LLVM splits vectors that are too wide for the machine.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _EXP_TERMS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 """Cephes' expf: relative error below 2e-7 between -ln(2)/2 and ln(2)/2."""
 _EXP_LOWEST = -87.0
-"""Below it the exponential counts as 0: it would be about 1e-38."""
+"""Below it the exponential is 0 (it would be about 1e-38)."""
 
 
 class _Code:
-    """Writes instructions; a thin layer over llvmlite's builder."""
+    """A thin layer over llvmlite's builder."""
 
     def __init__(self, builder: Any) -> None:
         self.builder = builder
@@ -81,11 +81,11 @@ class _Code:
         return self._call(f"llvm.fmuladd.v{LANES}f32", _FLOATS, a, b, c)
 
     def maximum(self, a: Any, b: Any) -> Any:
-        """The larger ones; ``b`` where ``a`` is NaN."""
+        """Element-wise maximum; ``b`` where ``a`` is NaN."""
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
     def halves(self, value: Any, combine: Any) -> Any:
-        """Reduce to one float, half to half."""
+        """Reduce to one float by combining halves."""
         width = LANES
         while width > 1:
             width //= 2
@@ -94,7 +94,7 @@ class _Code:
         return self.builder.extract_element(value, ir.Constant(_I32, 0))
 
     def exp(self, x: Any) -> Any:
-        """Exponential of numbers that are not positive."""
+        """Exponential of numbers <= 0."""
         builder = self.builder
         is_zero = builder.fcmp_ordered("<", x, _floats(_EXP_LOWEST))
         x = builder.select(is_zero, _floats(_EXP_LOWEST), x)
@@ -295,7 +295,7 @@ def numbers_at(typing, address, dtype):
 
 @intrinsic(prefer_literal=True)
 def prefetch(typing, address):
-    """Ask for a cache line."""
+    """Prefetch a cache line."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(8).as_pointer())

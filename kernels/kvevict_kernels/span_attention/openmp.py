@@ -1,6 +1,6 @@
-"""The threads that PyTorch's operations use: its own OpenMP runtime, asked to run a compiled function.
+"""Runs a compiled function on the OpenMP threads of PyTorch.
 
-A second runtime (numba brings one) has threads of its own, which take cores from PyTorch's while they spin.
+A second runtime (numba has its own) has its own threads, which take cores from PyTorch's while they spin.
 """
 
 from __future__ import annotations
@@ -13,18 +13,13 @@ import torch
 
 
 class Team:
-    """An OpenMP runtime.
+    """An OpenMP runtime, given as its library or one that is linked to it.
 
-    Args:
-        library: the runtime, or a library that is linked to it.
+    ``thread_number``, ``thread_count`` and ``barrier`` are addresses of functions without arguments: the number of the
+    calling thread in its team, the threads in the team, and a wait until all of them have called it.
 
     Raises:
-        AttributeError: it lacks the entry points that GCC compiles to, which Intel's and LLVM's have, too.
-
-    Attributes:
-        thread_number: address of a function without arguments: the number of the calling thread in its team.
-        thread_count: likewise: threads in the team.
-        barrier: likewise: waits until all threads of the team have called it.
+        AttributeError: the library lacks GCC's entry points (Intel's and LLVM's runtimes have them too).
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -36,12 +31,10 @@ class Team:
         self._parallel.restype = None
 
     def run(self, function: int, argument: int, num_threads: int) -> None:
-        """Call a function on up to so many threads at once, without Python's lock.
+        """Call a function on up to ``num_threads`` threads, without Python's lock.
 
-        Args:
-            function: its address; takes one address, returns nothing and raises nothing.
-            argument: the address.
-            num_threads: PyTorch's number, so that the runtime keeps the team that it has.
+        ``function`` is the address of a function that takes the address ``argument``, returns nothing and raises
+        nothing. ``num_threads`` should be PyTorch's number, so that the runtime keeps its team.
         """
         self._parallel(function, argument, num_threads, 0)
 
@@ -52,7 +45,7 @@ def _address(function: object) -> int:
 
 @cache
 def torch_team() -> Team | None:
-    """PyTorch's runtime; None where it was built without one."""
+    """PyTorch's runtime; None where it was built without OpenMP."""
     try:
         return Team(ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")))
     except (OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""Places in the list of 64-bit words that the compiled function gets.
+"""Indices into the list of 64-bit words that the compiled function gets.
 
 Unless said otherwise a word is the address of an int64 array. A *part* is a span (``0 .. NUM_SPANS``), with the new
 tokens of all requests that read it, or a request's suffix (``NUM_SPANS ..``).
@@ -7,16 +7,16 @@ tokens of all requests that read it, or a request's suffix (``NUM_SPANS ..``).
 from __future__ import annotations
 
 BLOCK = 64
-"""Keys that are transposed and multiplied at once; a multiple of every tile's width."""
+"""Keys transposed and multiplied at once; a multiple of every tile's width."""
 CHUNK = 256
-"""Keys of one partial softmax, the work of one thread at a time; a multiple of it where there would be more than
-``MAX_CHUNKS``."""
+"""Keys of one partial softmax, the work of one thread at a time; a multiple of this where more than ``MAX_CHUNKS``
+would be needed."""
 MAX_CHUNKS = 16
-"""Partial results that a q row has of one unit at most."""
+"""Partial results of a q row and one unit, at most."""
 KEY_COST = 6
-"""Cost of reading a key, in q rows that are multiplied with it (6 to 21 ns, in a cache or not, and 3 ns a row)."""
+"""Cost of reading a key, in q rows multiplied with it (6 to 21 ns, cached or not, and 3 ns per row)."""
 NO_SLOT = 1 << 62
-"""In ``WRONG_SLOT``: nothing is wrong."""
+"""Value of ``WRONG_SLOT`` without an error."""
 
 (
     STAMP,  # number: of the compiled code

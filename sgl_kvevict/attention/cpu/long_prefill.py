@@ -1,8 +1,8 @@
-"""Prefills of many new tokens on a CPU: PyTorch's flash attention, whose products use the processor's AMX instructions.
+"""Long prefills on a CPU by PyTorch's flash attention, whose products use the processor's AMX instructions.
 
 A request attends to everything before its new tokens without a mask, then to the new tokens causally; the two results
-are merged by their log-sum-exps. One causal call would not do: the fused operation aligns its causal mask at the first
-key. Layers with a window go through blocks of queries, each with a dense mask over the keys that the block can see.
+are merged by log-sum-exp. A single causal call is not possible: it aligns its causal mask at the first key. Layers with
+a window process blocks of queries, each with a dense mask over the keys that the block can see.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sgl_kvevict.attention.sink_logits import with_sink_logits
 from sgl_kvevict.errors import InvariantError
 
 WINDOW_BLOCK = 256
-"""Queries per call in a layer with a window. Their keys are a window and as many again; the mask holds every pair."""
+"""Queries per call in a layer with a window. Keys are the window and as many again; the mask has every pair."""
 
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """(q [B, heads, M, D], k [B, heads, N, D], v, 0.0, is_causal, attn_mask=, scale=) -> (out, natural lse).
@@ -32,19 +32,12 @@ Scores and softmax are float32. A size of 0 ends the process, and a fully masked
 
 @dataclass(frozen=True)
 class PrefillRequest:
-    """One request with many new tokens.
+    """One request with many new tokens."""
 
-    Attributes:
-        rows: its new tokens in the forward.
-        path: spans on its path.
-        cached_slots: [num_cached], int32, token slots of ``[waterline, first new token)``.
-        new_slots: [num_new], int32, token slots of the new tokens.
-    """
-
-    rows: slice
+    rows: slice  # its new tokens in the forward
     path: Path
-    cached_slots: Tensor
-    new_slots: Tensor
+    cached_slots: Tensor  # [num_cached], int32, token slots of ``[waterline, first new token)``
+    new_slots: Tensor  # [num_new], int32, token slots of the new tokens
 
 
 @dataclass(frozen=True)
@@ -69,20 +62,12 @@ class _QueryBlock:
 
 @dataclass(frozen=True)
 class LongPrefill:
-    """Runs the layers of long prefills, one request at a time.
+    """Runs the layers of long prefills, one request at a time."""
 
-    Attributes:
-        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim].
-        v_arena: like ``k_arena``.
-        biases: [num_layers, num_token_slots, num_kv_heads], float32, added to the scores of entries of fitted spans;
-            None: no span is fitted.
-        windows: of the layers, see :attr:`KVGeometry.windows`.
-    """
-
-    k_arena: Tensor
-    v_arena: Tensor
-    biases: Tensor | None = None
-    windows: tuple[int, ...] = ()
+    k_arena: Tensor  # [num_layers, num_token_slots, num_kv_heads, head_dim]
+    v_arena: Tensor  # like ``k_arena``
+    biases: Tensor | None = None  # [num_layers, num_token_slots, num_kv_heads], float32, of fitted spans
+    windows: tuple[int, ...] = ()  # of the layers, see :attr:`KVGeometry.windows`
     _bounds: WeakKeyDictionary[SpanRuns, tuple[list[list[int]], list[list[int]]]] = field(
         default_factory=WeakKeyDictionary
     )
@@ -104,17 +89,10 @@ class LongPrefill:
     def run(
         self, request: PrefillRequest, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Attend with the new tokens of one request.
-
-        Args:
-            request: its plan.
-            layer: layer index.
-            q: [num_new, num_qo_heads, head_dim].
-            sm_scale: softmax scale.
-            sink_logits: [num_qo_heads]; None: there are none.
+        """Attend with the new tokens of one request: ``q`` [num_new, num_qo_heads, head_dim].
 
         Returns:
-            out [num_new, num_qo_heads, head_dim], dtype of ``q``, and lse [num_new, num_qo_heads], float32.
+            out, like ``q``, and lse [num_new, num_qo_heads], float32.
         """
         if self.windows and self.windows[layer]:
             out, lse = self._attend_in_window(request, layer, q, sm_scale)
@@ -156,18 +134,10 @@ class LongPrefill:
     def _attend_to_path(
         self, path: Path, own: Tensor, layer: int, q: Tensor, sm_scale: float, block: _QueryBlock | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Attend to a path and some of the request's own tokens, head by head: runs differ, and none is padded.
+        """Attend to a path and some of the request's own token slots, per head: runs differ, and none is padded.
 
-        Args:
-            path: spans of the request.
-            own: [num_own], int32, token slots.
-            layer: layer index.
-            q: [num_queries, num_qo_heads, head_dim].
-            sm_scale: softmax scale.
-            block: queries of a layer with a window, up to whose last one ``own`` reaches; None: no key is hidden.
-
-        Returns:
-            out and lse; 0 and -inf for a head that has no entry.
+        ``block`` are the queries of a layer with a window; ``own`` reaches up to the last of them. None: no key is
+        hidden. Returns out and lse; 0 and -inf for a head without entries.
         """
         num_token_slots, num_heads, head_dim = self.k_arena.shape[1:]
         group = q.shape[1] // num_heads
@@ -196,7 +166,7 @@ class LongPrefill:
         return out, lse
 
     def _run(self, span: SpanRuns, layer: int, head: int, block: _QueryBlock | None) -> slice:
-        """One run among the segment's entries, from the first one that a block sees; bounds are read once."""
+        """One run among the segment's entries, from the first one that a block sees; bounds are read once per span."""
         bounds = self._bounds.get(span)
         if bounds is None:
             bounds = self._bounds[span] = (span.starts.tolist(), span.lens.tolist())
@@ -212,18 +182,10 @@ class LongPrefill:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, sm_scale: float, *, is_causal: bool = False, added: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One fused call.
+    """One fused call: q [num_new, num_qo_heads, head_dim], k and v [num_keys, num_kv_heads, head_dim].
 
-    Args:
-        q: [num_new, num_qo_heads, head_dim].
-        k: [num_keys, num_kv_heads, head_dim].
-        v: like ``k``.
-        sm_scale: softmax scale.
-        is_causal: key ``j`` is visible from query ``j`` on.
-        added: [1, 1, 1 or num_new, num_keys], float32, added to the scores; None: nothing is.
-
-    Returns:
-        out [num_new, num_qo_heads, head_dim] and lse [num_new, num_qo_heads].
+    ``added`` [1, 1, 1 or num_new, num_keys] (float32) is added to the scores. Returns out, like q, and lse [num_new,
+    num_qo_heads].
     """
     num_new, num_qo_heads, head_dim = q.shape
     num_keys, num_kv_heads, _ = k.shape

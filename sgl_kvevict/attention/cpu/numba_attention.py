@@ -1,4 +1,4 @@
-"""Attention on a CPU: one call per layer, compiled by numba; long prefills go through PyTorch's flash attention."""
+"""Attention on a CPU: one call per layer, compiled by numba; long prefills use PyTorch's flash attention."""
 
 from __future__ import annotations
 
@@ -15,25 +15,17 @@ from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 
 MAX_SHORT_TOKENS = 256
-"""Requests with up to so many new tokens take the compiled call.
+"""Requests with up to this many new tokens use the compiled call.
 
-Measured with AVX-512: half of PyTorch's time, from 16 to 256 tokens on 600 and on 2,600 entries a head. Longer
-prefills are large matrix products, for which PyTorch has the processor's own instructions (AMX), and the partial
-results of the call would take much memory.
+Measured with AVX-512: half of PyTorch's time, from 16 to 256 tokens on 600 and on 2,600 entries per head. Longer
+prefills are large matrix products, for which PyTorch uses AMX, and their partial results would take much memory.
 """
 
 
 class NumbaAttention:
-    """Attention of new tokens over compressed spans (other keys per KV head) and uncompressed token slots.
+    """Attention compiled by numba. A request's result does not depend on the other requests of the batch.
 
-    A request's result does not depend on the other requests of the batch.
-
-    Args:
-        geometry: sizes.
-        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous.
-        v_arena: like ``k_arena``.
-        biases: [num_layers, num_token_slots, num_kv_heads], float32, added to the scores of entries of fitted spans, 0
-            for other spans; None: no span is ever fitted.
+    Arguments as for :func:`sgl_kvevict.attention.backend.build_attention`; biases are 0 for spans that are not fitted.
 
     Raises:
         ValueError: wrong shape, dtype or device of an arena.
@@ -50,13 +42,9 @@ class NumbaAttention:
         self._num_new = -1
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Prepare the layers of one forward.
+        """Prepare a forward; see :meth:`sgl_kvevict.attention.interface.Attention.plan`.
 
-        The layout of spans is kept over forwards, until other requests or other spans are read; a step adds the places
-        of the suffixes.
-
-        Args:
-            batch: the requests of the forward.
+        The layout of spans is kept until other requests or spans are read; a step only adds the places of the suffixes.
         """
         new_lens = batch.new_lens
         self._num_new = sum(new_lens)

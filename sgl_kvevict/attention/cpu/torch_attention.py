@@ -1,6 +1,6 @@
 """Attention on a CPU in plain PyTorch, in float32: one softmax per request, KV head and block of queries.
 
-It is written to be obviously right, not to be fast: the fallback where numba cannot run, and the oracle of the tests.
+Simple rather than fast: the fallback where numba cannot run, and the reference of the tests.
 """
 
 from __future__ import annotations
@@ -20,14 +20,7 @@ QUERY_BLOCK = 256
 
 
 class TorchAttention:
-    """Attention of new tokens over compressed spans and uncompressed token slots.
-
-    Args:
-        geometry: sizes.
-        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous.
-        v_arena: like ``k_arena``.
-        biases: [num_layers, num_token_slots, num_kv_heads], float32, added to the scores of entries of fitted spans;
-            None: no span is ever fitted.
+    """Reference implementation; arguments as for :func:`sgl_kvevict.attention.backend.build_attention`.
 
     Raises:
         ValueError: wrong shape, dtype or device of an arena.
@@ -113,7 +106,7 @@ def _attend(
     window: int,
     sink_logits: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """One softmax for each query of a KV head; q [num_new, group_size, head_dim] is multiplied by the softmax scale.
+    """One softmax per query of a KV head; q [num_new, group_size, head_dim] is already scaled.
 
     A sink logit is the score of one more key, whose value is 0.
     """
@@ -121,7 +114,7 @@ def _attend(
     is_seen = distances >= 0
     if window:
         is_seen &= distances < window
-    is_read = is_seen.any(0)  # rows before a window may be another request's by now
+    is_read = is_seen.any(0)  # rows before a window may belong to another request by now
     k, v, biases, is_seen = k[is_read], v[is_read], biases[is_read], is_seen[:, is_read]
     scores = (q @ k.T + biases).masked_fill(~is_seen[:, None], -torch.inf)
     if sink_logits is not None:

@@ -1,4 +1,4 @@
-"""Attention by FlashInfer: spans and suffixes by its paged prefill, merged by log-sum-exp."""
+"""Attention by FlashInfer: its paged prefill for spans and for suffixes, merged by log-sum-exp."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 
 SUFFIX_PREFILLS = 3
-"""Planned in turn, so that a forward's plan does not wait until the device has taken the one before."""
+"""Used in turn, so that a forward's plan does not wait until the device has copied the previous one."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,10 @@ class _PlannedSpans:
 
 
 class FlashInferAttention:
-    """Attention of new tokens over compressed spans and uncompressed token slots.
+    """Attention by FlashInfer; arguments as for :func:`sgl_kvevict.attention.backend.build_attention`.
 
     Spans are planned when requests come or go or their paths change, once for all layers; suffixes once per forward.
-
-    Args:
-        geometry: sizes; head_dim 64, 128 or 256, no windows (:class:`sgl_kvevict.attention.by_window.ByWindow`).
-        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], bfloat16 or float16, contiguous.
-        v_arena: like ``k_arena``.
+    Needs head_dim 64, 128 or 256, a 16-bit dtype, and no windows (:class:`sgl_kvevict.attention.by_window.ByWindow`).
 
     Raises:
         UnsupportedSetupError: FlashInfer cannot be imported or does not have the model's head_dim or dtype.
@@ -71,8 +67,7 @@ class FlashInferAttention:
     def warm_up(self, sink_dtype: torch.dtype | None = None) -> None:
         """Compile and run both kernels once, on token slot 0 and head slot 0.
 
-        Args:
-            sink_dtype: unused: sink logits are counted after the kernels.
+        ``sink_dtype`` is unused: sink logits are added after the kernels.
 
         Raises:
             UnsupportedSetupError: FlashInfer cannot compile or load them.

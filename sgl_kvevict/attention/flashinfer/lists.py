@@ -1,8 +1,8 @@
 """Index lists for FlashInfer's paged prefill, built with torch alone.
 
-Spans: pages of one head slot over the whole arena, one KV head; a row for each (group of sharers, KV head, part), with
-the group's queries stacked. Without split-KV FlashInfer's plan depends on the number of queries per row only. So one
-plan serves all layers, and long runs are cut into parts here. Suffixes: the usual pages of one token slot.
+Spans: pages of one head slot over the whole arena, one KV head; one row per (group of sharers, KV head, part), with the
+group's queries stacked. Without split-KV FlashInfer's plan depends only on the number of queries per row, so one plan
+serves all layers, and long runs are cut into parts here. Suffixes: the usual pages of one token slot.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sgl_kvevict.attention.flashinfer.span_groups import SpanGroup, group_spans,
 from sgl_kvevict.geometry import KVGeometry
 
 PART_ENTRIES = 1024
-"""A run is cut into as many equal parts as its span's average run holds this many entries."""
+"""A run is cut into equal parts: its span's average run divided by this, rounded up, at most ``MAX_PARTS``."""
 MAX_PARTS = 16
 MAX_SPLIT_ROWS = 64
 """Runs with more stacked q rows are not cut: there is enough work, and every part copies the queries."""
@@ -27,17 +27,11 @@ MAX_SPLIT_ROWS = 64
 
 @dataclass(frozen=True)
 class PageLists:
-    """Rows of FlashInfer's batch, each with its queries and its pages.
+    """Rows of FlashInfer's batch, each with its queries and its pages."""
 
-    Attributes:
-        qo_indptr: [num_rows + 1], int32, on the host: places of the rows' queries.
-        kv_indptr: [num_rows + 1], int32, on the host: places in ``kv_indices``.
-        kv_indices: [num_pages], int32, on the device.
-    """
-
-    qo_indptr: Tensor
-    kv_indptr: Tensor
-    kv_indices: Tensor
+    qo_indptr: Tensor  # [num_rows + 1], int32, on the host: starts of the rows' queries
+    kv_indptr: Tensor  # [num_rows + 1], int32, on the host: starts in ``kv_indices``
+    kv_indices: Tensor  # [num_pages], int32, on the device
 
     @property
     def num_rows(self) -> int:
@@ -50,32 +44,20 @@ class SpanLists:
     """Spans of a batch, until requests come or go or their paths change.
 
     Rows are in (group, KV head, part) order; a row's queries are its group's new tokens.
-
-    Attributes:
-        pages: head slots; ``kv_indptr`` is a stand-in with one page a row: a plan for all layers.
-        kv_indptr: [num_layers, num_rows + 1], int32, on the device: each layer's own bounds.
-        q_rows: [qo_indptr[-1]], int64, (new token, KV head) of each stacked query.
-        merge_table: [num_new * num_kv_heads, width], int64, stacked queries of each (token, KV head).
-        merge_bias: [num_new * num_kv_heads, width, 1], float32, -inf where the table only fills up.
     """
 
+    # head slots; its ``kv_indptr`` is a stand-in with one page per row, so that one plan serves all layers
     pages: PageLists
-    kv_indptr: Tensor
-    q_rows: Tensor
-    merge_table: Tensor
-    merge_bias: Tensor
+    kv_indptr: Tensor  # [num_layers, num_rows + 1], int32, on the device: each layer's own bounds
+    q_rows: Tensor  # [qo_indptr[-1]], int64, (new token, KV head) of each stacked query
+    merge_table: Tensor  # [num_new * num_kv_heads, width], int64, stacked queries of each (token, KV head)
+    merge_bias: Tensor  # [num_new * num_kv_heads, width, 1], float32, -inf where the table is padded
 
 
 def build_span_lists(
     paths: Sequence[Path], new_lens: Sequence[int], geometry: KVGeometry, device: torch.device
 ) -> SpanLists:
-    """Lay out the spans of a batch.
-
-    Args:
-        paths: per request, the spans on its path; at least one in the batch.
-        new_lens: per request, new tokens.
-        geometry: sizes.
-        device: where the spans are.
+    """Lay out the spans of a batch, in which at least one path is not empty.
 
     Cost: copies 4 bytes per entry read; one host sync, when requests come or go or their paths change.
     """
@@ -107,9 +89,7 @@ def build_span_lists(
 def build_suffix_lists(batch: AttentionBatch, window: int = 0) -> PageLists:
     """List the uncompressed token slots of every request; no host sync.
 
-    Args:
-        batch: the requests of a forward.
-        window: tokens that a query sees, itself included; those that no new token sees are left out. 0: all.
+    With a ``window`` (tokens that a query sees, itself included; 0: all) slots that no new token sees are left out.
     """
     device = batch.req_to_token.device
     firsts = batch.waterlines
@@ -140,7 +120,7 @@ def merge_spans(
         own_lse: [num_new, num_qo_heads], float32, natural, finite: a token sees itself.
 
     Returns:
-        out like ``own_out``, and lse [num_new, num_qo_heads], float32, natural.
+        out and lse, like ``own_out`` and ``own_lse``.
     """
     group, head_dim = span_out.shape[1:]
     num_rows, width = lists.merge_table.shape
@@ -154,7 +134,7 @@ def merge_spans(
 
 
 def _num_parts(group: SpanGroup, num_rows: int, geometry: KVGeometry) -> int:
-    """Parts of each of the group's runs: depends on its spans alone, and on whether its queries fill a tile."""
+    """Parts of each of the group's runs, from its spans and from whether its queries fill a tile."""
     if num_rows > MAX_SPLIT_ROWS:
         return 1
     average = sum(span.head_slots.numel() for span in group.spans) // geometry.num_runs

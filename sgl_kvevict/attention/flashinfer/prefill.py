@@ -18,20 +18,15 @@ from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 
 NUM_PREFILLS = 2
-"""Planned in turn for each window, so that a plan does not wait until the device has taken the one before."""
+"""Used in turn per window, so that a plan does not wait until the device has copied the previous one."""
 
 logger = logging.getLogger(__name__)
 
 
 class PlainPrefill:
-    """Attends for some requests of a batch, whose paths are empty.
+    """Attends for those requests of a batch whose paths are empty.
 
-    As in stock SGLang, how FlashInfer schedules a batch may change the last bits of a row.
-
-    Args:
-        geometry: sizes.
-        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim].
-        v_arena: like ``k_arena``.
+    As in stock SGLang, FlashInfer's schedule of a batch may change the last bits of a row.
 
     Raises:
         ImportError: FlashInfer cannot be imported.
@@ -66,12 +61,7 @@ class PlainPrefill:
                 self.run(layer, q, 1.0, torch.empty_like(q), lse)
 
     def plan(self, batch: AttentionBatch, requests: Sequence[int]) -> None:
-        """Prepare the layers of one forward.
-
-        Args:
-            batch: the whole forward.
-            requests: those to attend for, ascending, at least one.
-        """
+        """Prepare the layers of one forward for ``requests`` of the batch (ascending, at least one)."""
         self._rows = self._rows_of(batch.new_lens, requests)
         chosen = to_device(torch.tensor(requests), batch.req_pool_indices.device)
         part = replace(
@@ -91,13 +81,8 @@ class PlainPrefill:
     ) -> None:
         """Write the rows of the planned requests; neighbouring requests are written in place.
 
-        Args:
-            layer: layer index.
-            q: [num_new_tokens, num_qo_heads, head_dim], of the whole forward.
-            sm_scale: softmax scale.
-            out: like ``q``, contiguous.
-            lse: [num_new_tokens, num_qo_heads], float32, natural, contiguous.
-            sink_logits: [num_qo_heads]; None: the layer has none.
+        ``q`` and ``out`` are [num_new_tokens, num_qo_heads, head_dim] of the whole forward; ``lse`` is [num_new_tokens,
+        num_qo_heads], float32, natural. ``out`` and ``lse`` are contiguous.
         """
         rows = self._rows
         queries = q[rows].contiguous()
@@ -124,11 +109,7 @@ def find_plain_prefill(
 ) -> PlainPrefill | None:
     """Build and try one; None where FlashInfer is missing, cannot compile, or has no kernels for the model.
 
-    Args:
-        geometry: sizes.
-        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim].
-        v_arena: like ``k_arena``.
-        on_all_ranks: whether all tensor-parallel ranks say yes; all ranks call it.
+    ``on_all_ranks`` tells whether a condition holds on all tensor-parallel ranks; all ranks call it.
     """
     if flashinfer_reasons(k_arena.dtype, geometry.head_dim):
         return None

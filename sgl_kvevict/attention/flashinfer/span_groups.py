@@ -1,4 +1,4 @@
-"""Spans that the same requests read, joined so that FlashInfer reads them once for all of them."""
+"""Groups of spans that the same requests read, so that FlashInfer reads them once per group."""
 
 from __future__ import annotations
 
@@ -16,19 +16,14 @@ from sgl_kvevict.ragged import run_entries
 
 @dataclass(frozen=True)
 class SpanGroup:
-    """Spans that exactly the same requests of a batch read.
+    """Spans that exactly the same requests of a batch read."""
 
-    Attributes:
-        members: places of the requests in the batch.
-        spans: the spans, in any order: they are read without a mask.
-    """
-
-    members: tuple[int, ...]
-    spans: tuple[SpanRuns, ...]
+    members: tuple[int, ...]  # indices of the requests in the batch
+    spans: tuple[SpanRuns, ...]  # in any order: they are read without a mask
 
 
 def group_spans(paths: Sequence[Path]) -> list[SpanGroup]:
-    """Group the spans of a batch by the requests that read them, at whatever depth of their paths."""
+    """Group the spans of a batch by the requests that read them, at any depth of their paths."""
     readers = SpanReaders(paths, [range(i, i + 1) for i in range(len(paths))])
     groups: dict[tuple[int, ...], list[SpanRuns]] = {}
     for span, members in zip(readers.spans, readers.rows, strict=True):
@@ -37,13 +32,13 @@ def group_spans(paths: Sequence[Path]) -> list[SpanGroup]:
 
 
 def join_runs(groups: Sequence[SpanGroup], geometry: KVGeometry) -> tuple[Tensor, Tensor]:
-    """Copy the runs of each (layer, group, KV head) one after the other; reads one total back from a device.
+    """Concatenate the runs of each (layer, group, KV head); reads one total back from a device.
 
     Returns:
         lens [num_layers, num_groups * num_kv_heads], int64, entries of each joined run, which may be 0, and head slots
         [num_entries], int32, in the order of ``lens``.
     """
-    # Distinct segments, one after the other; several spans may be cut from one.
+    # Distinct segments: several spans may be cut from one.
     segments = {id(span.head_slots): span.head_slots for group in groups for span in group.spans}
     offsets, total = {}, 0
     for key, head_slots in segments.items():
@@ -62,11 +57,7 @@ def join_runs(groups: Sequence[SpanGroup], geometry: KVGeometry) -> tuple[Tensor
 
 
 def merge_table(owners: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """List the partial results of each row.
-
-    Args:
-        owners: [num_partials], int, the row that each partial result belongs to.
-        num_rows: rows.
+    """List the partial results of each of ``num_rows`` rows; ``owners`` [num_partials] is each partial result's row.
 
     Returns:
         table [num_rows, width], int64, partial results in ascending order; a row with fewer repeats its first one, and

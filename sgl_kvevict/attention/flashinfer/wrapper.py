@@ -1,4 +1,4 @@
-"""FlashInfer's paged prefill kernel, as both users of it in this package plan and run it."""
+"""FlashInfer's paged prefill kernel, as this package plans and runs it."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def compiles_kernels() -> Iterator[None]:
     FlashInfer compiles a kernel when a wrapper is first planned for it.
 
     Raises:
-        UnsupportedSetupError: no nvcc (RuntimeError), no ninja (FileNotFoundError), an nvcc that fails
-            (CalledProcessError), a failed build or load (RuntimeError), a cache folder without write access (OSError).
+        UnsupportedSetupError: no nvcc, or a failed build or load (RuntimeError); no ninja (FileNotFoundError); an nvcc
+            that fails (CalledProcessError); a cache folder without write access (OSError).
     """
     try:
         yield
@@ -44,16 +44,11 @@ def compiles_kernels() -> Iterator[None]:
 
 
 class PagedPrefill:
-    """One ``BatchPrefillWithPagedKVCacheWrapper`` with pages of one row of keys and values.
+    """One ``BatchPrefillWithPagedKVCacheWrapper`` with pages of one K and V row.
 
-    A plan is copied to the device from a pinned buffer of the wrapper, asynchronously. So a plan waits until the device
-    has taken the one before.
-
-    Args:
-        workspace: [WORKSPACE_BYTES], uint8, on the device; wrappers on one stream share it.
-        head_dim: of queries, keys and values.
-        dtype: of queries, keys, values and results.
-        backend: FlashInfer's name of its kernels; ``fa2``, or ``auto``: fa3 on Hopper, else fa2.
+    ``workspace`` is [WORKSPACE_BYTES], uint8, on the device, shared by wrappers on one stream. ``backend`` is
+    FlashInfer's name of its kernels: ``fa2``, or ``auto`` (fa3 on Hopper, else fa2). A plan is copied asynchronously to
+    the device from a pinned buffer of the wrapper, so the next plan waits until this copy is done.
 
     Raises:
         ImportError: FlashInfer cannot be imported.
@@ -68,14 +63,7 @@ class PagedPrefill:
         self._taken = torch.cuda.Event() if workspace.is_cuda else None  # type: ignore[no-untyped-call]
 
     def plan(self, lists: PageLists, num_qo_heads: int, num_kv_heads: int, **options: Any) -> None:
-        """Schedule a batch; compiles the kernel when it is the first of its kind.
-
-        Args:
-            lists: rows of the batch.
-            num_qo_heads: heads of a query row.
-            num_kv_heads: heads of a page.
-            options: FlashInfer's, besides scale and dtypes.
-        """
+        """Schedule a batch; compiles the kernel when it is the first of its kind. ``options`` are FlashInfer's."""
         if self._taken is not None:
             self._taken.synchronize()  # returns at once before the first record
         self._wrapper.plan(
@@ -96,26 +84,17 @@ class PagedPrefill:
             self._taken.record()
 
     def plan_suffixes(self, batch: AttentionBatch, geometry: KVGeometry, window: int = 0) -> None:
-        """Schedule ordinary causal attention of every request's new tokens to its uncompressed ones.
-
-        Args:
-            batch: requests of a forward.
-            geometry: sizes.
-            window: tokens that a query sees, itself included; 0: all.
-        """
+        """Schedule causal attention of new tokens to their request's suffix; each sees ``window`` tokens (0: all)."""
         # Causal masks are aligned to the ends: the last new token sees the whole suffix. window_left: tokens before a
         # query, -1: all.
         heads = geometry.num_qo_heads, geometry.num_kv_heads
         self.plan(build_suffix_lists(batch, window), *heads, causal=True, window_left=window - 1)
 
     def set_row_bounds(self, kv_indptr: Tensor) -> None:
-        """Read other pages than planned, as far as the plan allows it.
+        """Replace the row bounds ([num_rows + 1], int32, on the device) by others that the plan allows.
 
-        FlashInfer has a public way only in its mode for CUDA graphs, which fixes the number of rows and sizes the query
-        tile for the longest row that there might be.
-
-        Args:
-            kv_indptr: [num_rows + 1], int32, on the device.
+        FlashInfer's public way exists only in its mode for CUDA graphs, which fixes the number of rows and sizes the
+        query tile for the longest possible row.
         """
         setattr(self._wrapper, ROW_BOUNDS, kv_indptr)
 
@@ -128,15 +107,15 @@ class PagedPrefill:
             q: [num_queries, num_qo_heads, head_dim], contiguous.
             k: [num_pages, 1, num_kv_heads, head_dim].
             v: like ``k``, with the same strides.
-            sm_scale: softmax scale; it is no part of the plan, so layers may differ.
+            sm_scale: softmax scale; not part of the plan, so layers may differ.
             out: like ``q``, written; None: allocated.
             lse: [num_queries, num_qo_heads], float32, written; None: allocated.
 
         Returns:
             ``out``, and ``lse``, natural; 0 and -inf for a row without pages.
         """
-        out = torch.empty_like(q) if out is None else out  # FlashInfer would fill its own with zeros first
-        # Programmatic dependent launch would read row bounds before the copy that writes them has ended.
+        out = torch.empty_like(q) if out is None else out  # FlashInfer would zero its own first
+        # Programmatic dependent launch would read row bounds before their copy has ended.
         result: tuple[Tensor, Tensor] = self._wrapper.run(
             q, (k, v), k_scale=sm_scale, out=out, lse=lse, return_lse=True, lse_base="ln", enable_pdl=False
         )

@@ -29,37 +29,24 @@ WARM_UP_KEYS = 1024
 
 @dataclass
 class _PlannedBatch:
-    """Tables of a batch, and the buffers of its steps.
+    """Tables of a batch, and the buffers of its steps."""
 
-    Attributes:
-        addresses: tables of what our kernels attend to.
-        plain_requests: requests that ``plain_prefill`` attends for.
-        step: buffers of the step planned last.
-    """
-
-    addresses: TableAddresses
-    plain_requests: list[int]
-    step: Step | None = None
+    addresses: TableAddresses  # tables of what our kernels attend to
+    plain_requests: list[int]  # requests for which ``plain_prefill`` attends
+    step: Step | None = None  # buffers of the last planned step
 
 
 class TritonAttention:
-    """Attention of new tokens over compressed spans and uncompressed token slots.
+    """Attention by our Triton kernels; other arguments as for :func:`sgl_kvevict.attention.backend.build_attention`.
 
     Spans are laid out on the device when requests come or go or their paths change; a step copies no lists, reads
-    nothing back and launches one kernel that counts the suffixes' work.
-
-    A CUDA graph may record decode steps (:class:`sgl_kvevict.attention.interface.CapturableAttention`).
-
-    Long prefills that read no span go to FlashInfer where it is given.
+    nothing back and launches one kernel that counts the suffixes' work. A CUDA graph may record decode steps
+    (:class:`sgl_kvevict.attention.interface.CapturableAttention`).
 
     Args:
-        geometry: sizes.
-        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous.
-        v_arena: like ``k_arena``.
-        q_dtype: of queries and results, where the arena holds float8; default: bfloat16. Else they have its dtype.
-        plain_prefill: attends for long prefills that read no span; None: our kernel does.
-        biases: [num_layers, num_token_slots, num_kv_heads], float32, added to the scores of entries of spans, 0 for
-            spans that are not fitted; None: no span is ever fitted, and the kernels read no biases.
+        q_dtype: of queries and results, where the arena holds float8 (default: bfloat16); otherwise the arena's dtype.
+        plain_prefill: FlashInfer's attention for long prefills that read no span; None: our kernel computes them.
+        biases: 0 for spans that are not fitted; None: no span is ever fitted, and the kernels read no biases.
 
     Raises:
         ValueError: wrong shape, dtype or device of an arena.
@@ -101,7 +88,7 @@ class TritonAttention:
     def warm_up(self, sink_dtype: torch.dtype | None = None) -> None:
         """Launch kernels; see :meth:`sgl_kvevict.attention.interface.CompiledAttention.warm_up`.
 
-        Reads token slot 0 and row 0 of a table of its own, and writes to memory of its own.
+        Reads token slot 0 and row 0 of its own table, and writes to its own memory.
         """
         device, geometry = self.k_arena.device, self.geometry
         many = SPLIT_ROWS // geometry.group_size + 1  # q rows of ragged_extend, in split parts, and merged
@@ -130,12 +117,7 @@ class TritonAttention:
         self._partials = self._scratch(0)
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Prepare the layers of one forward.
-
-        Args:
-            batch: the requests of the forward; with ``device_seq_lens`` nothing is copied from the host while
-                the planned stays the same.
-        """
+        """Prepare a forward; with ``device_seq_lens`` the host copies nothing while the tables stay the same."""
         planned = self._planned_of(BatchKey(batch.paths, tuple(batch.new_lens), _suffix_bounds(batch)))
         seq_lens = batch.device_seq_lens
         if seq_lens is None:
@@ -146,11 +128,11 @@ class TritonAttention:
         self.start_step(seq_lens, batch.req_pool_indices, batch.req_to_token)
 
     def start_step(self, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor) -> None:
-        """Take lengths; see :meth:`sgl_kvevict.attention.interface.CapturableAttention.start_step`."""
+        """Set lengths; see :meth:`sgl_kvevict.attention.interface.CapturableAttention.start_step`."""
         planned = self._planned
         if planned is None:
             raise InvariantError("a step was started before a batch was planned")
-        # A graph has its buffers in its own memory pool; buffers of its warm-up die earlier.
+        # A graph has its buffers in its own memory pool; those of its warm-up are freed earlier.
         previous = None if planned.addresses.is_captured else planned.step
         planned.step = start_step(
             planned.addresses,
@@ -183,7 +165,7 @@ class TritonAttention:
         if planned is None or planned.step is None or tuple(q.shape) != shape:
             raise InvariantError(f"q: planned {list(shape)}, got {list(q.shape)}")
         queries = q.to(self.q_dtype)
-        if not queries[0].is_contiguous():  # a slice of a fused projection is read where it lies
+        if not queries[0].is_contiguous():  # a slice of a fused projection needs no copy
             queries = queries.contiguous()
         out = torch.empty(q.shape, dtype=queries.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -220,7 +202,7 @@ class TritonAttention:
         return _PlannedBatch(TableAddresses.of(tables, self._partials), plain_requests)
 
     def _plain_requests(self, paths: Sequence[Path], new_lens: Sequence[int]) -> list[int]:
-        """Requests that ``plain_prefill`` attends for."""
+        """Requests for which ``plain_prefill`` attends."""
         if self.plain_prefill is None:
             return []
         group = self.geometry.group_size
@@ -237,5 +219,5 @@ class TritonAttention:
 
 
 def _suffix_bounds(batch: AttentionBatch) -> tuple[int, ...]:
-    """Bounds that the suffixes of a batch do not outgrow for many steps."""
+    """Bounds that the suffixes of a batch do not exceed for many steps."""
     return tuple(bucket(end - start) for start, end in zip(batch.waterlines, batch.seq_lens, strict=True))
