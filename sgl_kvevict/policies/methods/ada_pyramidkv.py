@@ -1,6 +1,6 @@
-"""``ada-pyramidkv``: PyramidKV's layer budgets, shared out to the heads of a layer as in Ada-KV.
+"""``ada-pyramidkv``: PyramidKV's layer budgets (:class:`PyramidLayers`), split over heads as in Ada-KV.
 
-Source: Ada-KV (arXiv 2407.11550), Alg. 2; shares are :class:`PyramidLayers`, then :class:`AdaptiveHeads`.
+Source: Ada-KV (arXiv 2407.11550), Alg. 2; heads: :class:`AdaptiveHeads`.
 """
 
 from __future__ import annotations

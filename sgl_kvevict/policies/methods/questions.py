@@ -1,6 +1,6 @@
 """``questions``: entries that questions about the prefix attend to: earlier requests, or questions given with it.
 
-Source: this project; the score is that of ``reconstruction``, with the queries of questions.
+The score is that of ``reconstruction``, with the queries of questions.
 """
 
 from __future__ import annotations
