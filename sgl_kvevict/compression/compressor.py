@@ -32,9 +32,9 @@ class FitStats:
     """Counters of fits since the server started.
 
     Attributes:
-        fits: segments that were fitted.
-        fits_given_up: segments that were to be fitted but were not: no memory, an error, or dropped.
-        fit_seconds: host time of fits, passes excluded.
+        fits: fitted segments.
+        fits_given_up: segments whose fit was abandoned: no memory, an error, or dropped.
+        fit_seconds: host time of fits, without passes.
     """
 
     fits: int = 0
@@ -47,14 +47,13 @@ class Compression:
     """Result of one compression.
 
     Attributes:
-        segment: written to the first of the range's slots.
+        segment: in the first of the range's slots.
         freed: [num_freed], int64, the other slots of the range.
         start: logical position of the range's first token.
-        num_tokens: length of the range.
-        merged_entries: entries merged into stored ones; entries neither stored nor merged are evicted.
+        merged_entries: entries merged into stored ones.
         seconds: host time (on a GPU: launching only).
         fit: to be run on the segment, or None.
-        replaced: segment of the first tokens before, if they were compressed already.
+        replaced: previous segment of the range's first tokens, if they were compressed already.
     """
 
     segment: Segment
@@ -68,12 +67,12 @@ class Compression:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens that were uncompressed before."""
+        """Tokens compressed for the first time."""
         return self.num_tokens - (0 if self.replaced is None else self.replaced.end - self.replaced.start)
 
     @property
     def new_entries(self) -> int:
-        """Entries stored, less those stored before."""
+        """Stored entries minus those of the replaced segment."""
         return self.segment.num_entries - (0 if self.replaced is None else self.replaced.num_entries)
 
 
@@ -83,13 +82,13 @@ class Compressor:
     Args:
         config: budget and protected tokens.
         policy: to apply.
-        packer: of the segments.
-        rotary: the model's rotary embedding, for signals that need it.
+        packer: writes the segments.
+        rotary: the model's rotary embedding, if a signal needs it.
         output_grams: see :attr:`ObservationSpec.output_grams`.
-        learner: of learned scores, for the policy ``distilled``.
+        learner: of learned scores, for ``distilled``.
 
     Attributes:
-        is_short: token slots have been short, so echo attention is collected until scores are learned.
+        is_short: slots have been short, so echo attention is collected until scores are learned.
     """
 
     def __init__(
@@ -111,17 +110,17 @@ class Compressor:
 
     @property
     def has_learned(self) -> bool:
-        """Learned weights are in use, so any range can be scored from the cache alone."""
+        """Whether learned weights are in use, so that any range can be scored from the cache alone."""
         return self.learner is not None and self.learner.weights is not None
 
     @property
     def splittable(self) -> bool:
-        """Every segment may be cut at any token."""
+        """Whether every segment may be split at any token."""
         return self.policy.splittable and not self.packer.geometry.has_windows
 
     @property
     def compresses_at_once(self) -> bool:
-        """A prompt is compressed when it is complete, without waiting for readers."""
+        """Whether a prompt is compressed when it is complete, without waiting for readers."""
         return self.policy.readers is None or (self.has_learned and not self.config.wait_for_passes)
 
     def new_observation(self) -> PromptObservation:
@@ -144,18 +143,21 @@ class Compressor:
         return ReaderObservation(packer.geometry, start, end, reach, segments, packer.k_arena, products)
 
     def rank_by_attention(self, segment: Segment) -> None:
-        """Replace the worth of a segment's entries by their measured reader attention."""
+        """Set the worth of a segment's entries to their measured reader attention."""
         assert segment.worth is not None and segment.entry_attention is not None
         segment.worth = measured_worth(segment.worth, segment.entry_attention.squares.sqrt())
         segment.is_measured, segment.entry_attention = True, None
 
     def lesson(self, token_slots: Tensor, readers: ReaderObservation, prompt: PromptObservation) -> Lesson | None:
-        """Begin to learn from a range whose passes are complete; None once weights are in use.
+        """Begin to learn from a range whose passes are complete.
 
         Args:
             token_slots: [num_tokens], int64, slots of its first tokens; they must not change until the lesson ends.
             readers: observation of its passes.
             prompt: observation of a prompt that continues the range.
+
+        Returns:
+            None if weights are in use, or no layer is without a sliding window.
         """
         packer = self.packer
         if self.learner is None or self.learner.weights is not None or not packer.geometry.full_layers:
@@ -184,8 +186,8 @@ class Compressor:
         Args:
             token_slots: [num_tokens], int64, slots of the range in token order, owned by the caller.
             start: logical position of the range's first token.
-            observation: signals of the range; unused signals may be missing with learned scores.
-            parent: segment right before the range on its path; its policy state continues.
+            observation: signals of the range; with learned scores, other score signals may be missing.
+            parent: segment right before the range on its path, for its policy state.
             share: of the range to keep; None: the budget.
         """
         begin = time.perf_counter()
@@ -232,14 +234,14 @@ class Compressor:
         return Compression(segment, freed, start, num_tokens, merged, time.perf_counter() - begin, fit)
 
     def _fit(self, token_slots: Tensor, start: int, observation: Observation) -> PendingFit | None:
-        """The fit of a range that is about to be compressed; None without a fitter or passes."""
+        """The fit of a range, to be made before it is compressed; None without a fitter or passes."""
         products = observation.products if isinstance(observation, ReaderObservation) else None
         if self.policy.fitter is None or products is None or products.start != start:
             return None
         return PendingFit(self.policy.fitter, products, self.packer.token_values(token_slots), start)
 
     def state(self) -> dict[str, Any]:
-        """Policy, budget, and counters of fits and of learning, in plain values."""
+        """Policy, budget, and counters of fits and of learning, as plain values."""
         state: dict[str, Any] = {"policy": self.policy.name, "budget": self.config.budget}
         if self.policy.fitter is not None:
             stats = self.stats
