@@ -29,13 +29,7 @@ Observation = PromptObservation | ReaderObservation | CacheObservation
 
 @dataclass
 class FitStats:
-    """Counters of fits since the server started.
-
-    Attributes:
-        fits: fitted segments.
-        fits_given_up: segments whose fit was abandoned: no memory, an error, or dropped.
-        fit_seconds: host time of fits, without passes.
-    """
+    """Counters since the server started: fits, fits given up (no memory, an error, or dropped), host time of fits."""
 
     fits: int = 0
     fits_given_up: int = 0
@@ -49,7 +43,6 @@ class Compression:
     Attributes:
         segment: in the first of the range's slots.
         freed: [num_freed], int64, the other slots of the range.
-        start: logical position of the range's first token.
         merged_entries: entries merged into stored ones.
         seconds: host time (on a GPU: launching only).
         fit: to be run on the segment, or None.
@@ -79,13 +72,7 @@ class Compression:
 class Compressor:
     """Applies one policy and one budget to ranges of the arena.
 
-    Args:
-        config: budget and protected tokens.
-        policy: to apply.
-        packer: writes the segments.
-        rotary: the model's rotary embedding, if a signal needs it.
-        output_grams: see :attr:`ObservationSpec.output_grams`.
-        learner: of learned scores, for ``distilled``.
+    ``rotary`` and ``output_grams`` are as in :class:`ObservationSpec`; ``learner`` is for ``distilled``.
 
     Attributes:
         is_short: slots have been short, so echo attention is collected until scores are learned.
@@ -149,15 +136,10 @@ class Compressor:
         segment.is_measured, segment.entry_attention = True, None
 
     def lesson(self, token_slots: Tensor, readers: ReaderObservation, prompt: PromptObservation) -> Lesson | None:
-        """Begin to learn from a range whose passes are complete.
+        """Begin to learn from a range whose passes (``readers``) are complete; ``prompt`` continues it.
 
-        Args:
-            token_slots: [num_tokens], int64, slots of its first tokens; they must not change until the lesson ends.
-            readers: observation of its passes.
-            prompt: observation of a prompt that continues the range.
-
-        Returns:
-            None if weights are in use, or no layer is without a sliding window.
+        ``token_slots``, [num_tokens], int64, of its first tokens must not change until the lesson ends. None if weights
+        are in use, or if all layers have sliding windows.
         """
         packer = self.packer
         if self.learner is None or self.learner.weights is not None or not packer.geometry.full_layers:

@@ -23,15 +23,11 @@ WEIGHTS_PER_TILE = {"cpu": 2**20, "cuda": 2**26}
 class AttentionProducts:
     """Products of the attention to any two tokens of a block, summed over queries: ``P'P`` of the fit.
 
-    Args:
-        geometry: sizes of the model.
-        start: logical position of the range's first token.
-        num_tokens: length of the range, at least 1.
-        block: tokens per block; the last one may be shorter.
-        value_bytes: element size of values.
+    The range is ``num_tokens`` >= 1 from the logical position ``start``; its last block may be shorter.
 
     Attributes:
-        num_bytes: memory of the products and of the copy of the range's values that the fit needs.
+        num_bytes: memory of the products and of the copy of the range's values (``value_bytes`` per element) that the
+            fit needs.
     """
 
     def __init__(self, geometry: KVGeometry, start: int, num_tokens: int, block: int, value_bytes: int) -> None:
@@ -89,7 +85,6 @@ class PendingFit:
     were evicted are skipped.
 
     Args:
-        fitter: of the policy.
         products: of the range, or of the range and more tokens after it.
         values: [num_layers, num_tokens, num_kv_heads, head_dim], in the arena's dtype: values of all tokens of the
             range before its compression. Overwritten.

@@ -75,10 +75,8 @@ class Generated:
 class GeneratedStep:
     """Recording of one decode step.
 
-    Args:
-        lanes: buffers to write to.
-        places: [n], int64, see :meth:`QueryLanes.places`.
-        rows: [n], int64, the requests' rows of the batch; None: all, in order.
+    ``places`` is [n], int64, see :meth:`QueryLanes.places`; ``rows`` [n], int64, the requests' rows of the batch, None
+    for all in order.
     """
 
     def __init__(self, lanes: QueryLanes, places: Tensor, rows: Tensor | None) -> None:
@@ -196,12 +194,8 @@ class GeneratedCompressor:
     def compress(self, generated: Generated, token_slots: Tensor, num_new: int, parent: Segment | None) -> Compression:
         """Rewrite the segment: entries kept so far and the next tokens compete for the budget.
 
-        Args:
-            generated: gets the new segment.
-            token_slots: [n], int64, slots of the tokens from the segment's end to the last query's, or to the last
-                token that is compressed.
-            num_new: tokens to compress.
-            parent: segment before it on the path, for the policy state of the first block.
+        ``token_slots``, [n], int64, are those of the tokens from the segment's end to the last query's, or to the last
+        of the ``num_new`` tokens; ``parent``, the segment before on the path, gives the first block's policy state.
         """
         begin = time.perf_counter()
         self.count(generated, token_slots)

@@ -19,7 +19,6 @@ class ObservationSpec:
     """Signals to collect, and the data that collectors need.
 
     Attributes:
-        signals: needs of the policy.
         window_size: maximum number of queries (and keys) of the window signals.
         rotary: the model's rotary embedding, if a collector needs it.
         output_grams: [num_layers, num_kv_heads, head_dim, head_dim], float32, for :attr:`Signal.OUTPUT_GRAM`.
@@ -90,15 +89,9 @@ class PromptObservation:
     ) -> None:
         """Announce the queries ``[start, end)``, which :meth:`record` then gets layer by layer.
 
-        The observation restarts if ``start`` is not the last chunk's end, or the waterline fell; per-token data of
-        tokens that were compressed since the last chunk is dropped.
-
-        Args:
-            start: logical position of the chunk's first token.
-            end: logical position after the chunk's last token.
-            is_last: the prompt ends here.
-            key_start: waterline; keys from here on are in ordinary slots.
-            token_slots: [end - key_start], int64, slots of the tokens ``[key_start, end)``; see :attr:`needs_slots`.
+        The observation restarts if ``start`` is not the last chunk's end, or the waterline ``key_start`` is below the
+        last chunk's. Per-token data of tokens compressed since the last chunk is dropped. ``is_last``: the prompt ends
+        here. ``token_slots``, [end - key_start], int64, are required if :attr:`needs_slots`.
         """
         if start != self.end or key_start < self._key_start or not self._layers:
             kinds, geometry = collected(self.spec.signals), self.spec.geometry
@@ -123,15 +116,7 @@ class PromptObservation:
         self.is_complete = False
 
     def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float) -> None:
-        """Collect from one layer of the chunk.
-
-        Args:
-            layer: layer index.
-            queries: [num_tokens, num_qo_heads, head_dim], after RoPE.
-            lse: [num_tokens, num_qo_heads], float32, natural log-sum-exp over all keys the query saw.
-            k_buffer: [num_token_slots, num_kv_heads, head_dim], the layer's keys, including the chunk's.
-            sm_scale: softmax scale of the layer.
-        """
+        """Collect from one layer of the chunk; arguments as in :class:`Chunk`."""
         self._sm_scales[layer] = sm_scale
         chunk = Chunk(
             queries=queries,

@@ -12,11 +12,7 @@ from sgl_kvevict.geometry import KVGeometry
 class QueryLanes:
     """One lane per request: a ring buffer of ``depth`` queries in each layer.
 
-    Args:
-        geometry: sizes of the model.
-        depth: queries per lane.
-        max_bytes: limit of all lanes together; at least one lane exists.
-        element_size: bytes per element of a query.
+    All lanes together take at most ``max_bytes``, but at least one exists; ``element_size`` is bytes per query element.
     """
 
     def __init__(self, geometry: KVGeometry, depth: int, max_bytes: int, element_size: int) -> None:

@@ -20,7 +20,7 @@ from sgl_kvevict.prefix import EntryAttention, Segment
 
 
 class ReaderObservation:
-    """Squared attention of all readers' queries, summed for each token of ``[start, end)``.
+    """Squared attention of all readers' queries, summed for each token of ``[start, end)`` (may be empty).
 
     Readers may come in chunks, several per batch, and be retracted and run again; each query is counted once. Segments
     before the range, whose worth is predicted, can be observed too. If the range is compressed meanwhile, its sums move
@@ -29,7 +29,7 @@ class ReaderObservation:
     Args:
         geometry: sizes of the model.
         start: logical position of the range's first token.
-        end: logical position after its last one; the range may be empty.
+        end: logical position after its last token.
         reach: sums are averaged over this many tokens on each side. For questions without answers: their queries attend
             near the answer (SnapKV, arXiv 2404.14469, Sec. 4, pools for the same reason).
         segments: segments before the range to observe.
@@ -118,15 +118,11 @@ class ReaderObservation:
         token_slots: Tensor,
         segments: Sequence[Segment] = (),
     ) -> ReaderChunk:
-        """Announce queries of a reader.
+        """Announce the queries ``[query_start, query_end)`` of a reader.
 
-        Args:
-            reader: the request object (clients choose request ids).
-            query_start: logical position of the chunk's first token. Queries before ``end`` recompute the range itself
-                and are not counted.
-            query_end: logical position after the chunk's last token.
-            token_slots: [end - start], int64, slots of the range.
-            segments: read by the reader; those not observed are ignored.
+        Queries before ``end`` recompute the range itself and are not counted. ``reader`` is the request object, because
+        clients choose request ids; ``token_slots``, [end - start], int64, are the range's; of the reader's
+        ``segments``, those not observed are ignored.
         """
         counted = max(self._counted.get(reader, query_start), self.end)
         self._counted[reader] = max(counted, query_end)
@@ -165,11 +161,7 @@ class ReaderObservation:
         )
 
     def scores(self, num_tokens: int) -> Tensor:
-        """[num_layers, num_kv_heads, num_tokens], float32: reader attention of the range's first tokens.
-
-        Raises:
-            ValueError: no reader was observed.
-        """
+        """[num_layers, num_kv_heads, num_tokens], float32: of the range's first tokens; ValueError without readers."""
         if self._squares is None:
             raise ValueError("no reader was observed")
         return self._squares[..., :num_tokens].sqrt()
@@ -192,8 +184,7 @@ class ReaderChunk:
     """Queries of one reader in one forward.
 
     Attributes:
-        query_start: logical position of the first query to count.
-        num_counted: queries before it, which are skipped.
+        query_start: logical position of the first query to count; the ``num_counted`` before it are skipped.
         token_slots: [end - start], int64, slots of the observed range.
         segments: observed segments that the reader reads.
     """

@@ -37,11 +37,9 @@ def num_cache_features(head_dim: int) -> int:
 
 @dataclass(frozen=True)
 class CachedRange:
-    """Consecutive uncompressed tokens in the arena.
+    """Uncompressed tokens of the arenas ([num_layers, num_token_slots, num_kv_heads, head_dim], keys after RoPE).
 
     Attributes:
-        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], after RoPE.
-        v_arena: likewise.
         token_slots: [num_tokens], int64.
         start: logical position of the first token.
         end: logical end of the whole range, also for a sample; the position feature is relative to it.

@@ -32,14 +32,7 @@ _MAX_HEADER_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """The model that weights belong to.
-
-    Attributes:
-        name: for messages.
-        fingerprint: see :func:`fingerprint_of`.
-        num_layers: attention layers.
-        num_kv_heads: KV heads of all ranks together.
-    """
+    """The model that weights belong to: attention layers, and KV heads of all ranks together."""
 
     name: str
     fingerprint: str
@@ -160,7 +153,7 @@ def _differences(metadata: dict[str, str], tensors: dict[str, Tensor], model: Mo
 
 
 def fingerprint_of(folder: Path) -> str | None:
-    """Hash of names, types, shapes and eight samples of all tensors of a model folder, 64 hexadecimal digits.
+    """SHA-256 over names, types, shapes and eight samples of all tensors of a model folder.
 
     Independent of the split into files; different for fine-tuned variants. None if there are no safetensors files, or
     one cannot be read.

@@ -36,10 +36,8 @@ MIN_RECALL = 0.7
 class LessonResult:
     """Outcome of one prefix.
 
-    Attributes:
-        num_prefixes: prefixes learned from so far.
-        recall: on this prefix, before learning from it; None while there are too few prefixes.
-        is_accepted: the weights are in use from now on.
+    ``recall`` is measured on the prefix before learning from it; None while there are too few prefixes. With
+    ``is_accepted`` the weights are in use from now on.
     """
 
     num_prefixes: int
@@ -103,12 +101,8 @@ class ScoreLearner:
         rotary: the model's rotary embedding.
         share: kept share of the entries at which recall is measured.
         num_prefixes: prefixes to learn from before weights are tested.
-        weights: known from the start, or None.
+        weights: in use from the start; None: learn.
         agree: minimum of a number over tensor-parallel ranks.
-
-    Attributes:
-        weights: in use; None while learning.
-        num_learned: prefixes learned from.
     """
 
     def __init__(
@@ -132,10 +126,9 @@ class ScoreLearner:
     def lesson(self, tokens: CachedRange, scores: Tensor, show: Show) -> Lesson:
         """Begin to learn from one prefix; ValueError if weights are in use.
 
-        Args:
-            tokens: the scored range; its slots must not change before the lesson ends.
-            scores: [num_layers, num_kv_heads, num_tokens], float32: reader attention of each token.
-            show: gives a layer's view of the range, with the last queries of a prompt that continues it.
+        The slots of ``tokens`` must not change before the lesson ends. ``scores``, [num_layers, num_kv_heads,
+        num_tokens], float32, are reader attention; views of ``show`` have the last queries of a prompt that continues
+        the range.
         """
         if self.weights is not None:
             raise ValueError("learned weights are in use: there is nothing to learn")

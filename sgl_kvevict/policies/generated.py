@@ -39,12 +39,7 @@ def generated_reasons(policy: Policy | None) -> list[str]:
 
 @dataclass(frozen=True)
 class GeneratedChoice:
-    """Kept generated tokens.
-
-    Attributes:
-        lens: per layer, entries that each of its heads keeps.
-        kept: per layer, [num_kv_heads, num_candidates], bool.
-    """
+    """Per layer: kept entries of each head, and the mask [num_kv_heads, num_candidates], bool."""
 
     lens: list[int]
     kept: list[Tensor]
@@ -66,7 +61,7 @@ def choose_generated(
     Args:
         policy: without :func:`generated_reasons`.
         show: gives a layer's candidates as a range that starts at 0; called once per layer, in order.
-        num_old: per layer, entries of each head kept so far; all 0 at the first choice.
+        num_old: per layer, entries of each head kept so far; all 0 at the first call.
         num_new: new tokens.
         per_head: entries to keep, on average over the layers.
         num_pinned: first candidates that every head keeps (sinks).

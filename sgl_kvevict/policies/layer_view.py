@@ -19,16 +19,13 @@ class LayerView:
     """One layer of the tokens ``[start, start + num_tokens)`` of a path.
 
     Attributes:
-        layer: layer index.
-        start: logical position of the range's first token.
         k_buffer: [num_token_slots, num_kv_heads, head_dim], the layer's keys, after RoPE.
         v_buffer: [num_token_slots, num_kv_heads, head_dim].
         token_slots: [num_tokens], int64, the range's rows in the buffers.
         sm_scale: softmax scale, for products of queries and ``keys``.
         signals: see :class:`Signal`; signals per token are [num_kv_heads, num_tokens], float32.
         num_prompt_tokens: logical length of the observed prompt; None if unknown.
-        k_scale: FP8 scale of ``k_buffer``; 1.0 for other dtypes.
-        v_scale: FP8 scale of ``v_buffer``.
+        k_scale: FP8 scale of ``k_buffer``; 1.0 for other dtypes. ``v_scale`` likewise.
     """
 
     layer: int

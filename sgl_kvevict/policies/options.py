@@ -117,8 +117,8 @@ class NamedPolicy(BaseModel):
         """Check a mapping of options.
 
         Raises:
-            ConfigError: an option is unknown, has no effect, or its value has the wrong type or range; names the
-                option, the value and the allowed values.
+            ConfigError: unknown option, value of the wrong type or range, or option without effect; names the option,
+                the value and the allowed values.
         """
         try:
             return cls.model_validate(dict(given))

@@ -101,8 +101,7 @@ class RangeScores:
 class PolicyState:
     """State that a path passes from one compression to the next (D2O only).
 
-    Attributes:
-        threshold: [num_layers, num_kv_heads], float32, similarity threshold; NaN before a head's first eviction.
+    ``threshold``, [num_layers, num_kv_heads], float32, of similarity is NaN before a head's first eviction.
     """
 
     threshold: Tensor
@@ -113,7 +112,6 @@ class Decision:
     """Outcome of one compression.
 
     Attributes:
-        selection: the kept entries.
         merge: weighted sums of evicted and kept rows, or None.
         state: for the path's next compression, or None.
         worth: [num_entries], int16, in the order of the selection (:func:`worth_of`); None if not requested.
@@ -203,11 +201,7 @@ class Selector(ABC):
 
     @abstractmethod
     def select(self, scores: RangeScores, keep_lens: Tensor) -> Tensor:
-        """Choose ``keep_lens`` candidates of each scored layer and head.
-
-        Returns:
-            [num_scored_layers, num_kv_heads, num_tokens], bool, pinned tokens included.
-        """
+        """[num_scored_layers, num_kv_heads, num_tokens], bool: pinned tokens and ``keep_lens`` candidates per head."""
 
 
 class Merger(ABC):

@@ -116,13 +116,8 @@ class Policy:
     ) -> Decision:
         """Choose exactly ``total`` entries of a range, over all layers and heads; ascending within a run.
 
-        Args:
-            show: called once per scored layer, in ascending order.
-            geometry: sizes of the model.
-            total: entries to keep.
-            protected: first tokens of the range kept in every head.
-            state: of the path's previous compression, or None.
-            with_worth: also compute :attr:`Decision.worth`.
+        ``show`` is called once per scored layer, in ascending order; the first ``protected`` tokens are kept in every
+        head; ``state`` is that of the path's previous compression; ``with_worth`` sets :attr:`Decision.worth`.
 
         Raises:
             ValueError: ``total`` does not fit the range, or is too small for the protected tokens.

@@ -103,12 +103,7 @@ class QueryMoments:
         return QueryMoments(0, total, outer, rotary, num_skipped)
 
     def add(self, queries: Tensor, start: int) -> QueryMoments:
-        """Moments with the queries of a chunk added.
-
-        Args:
-            queries: [num_tokens, num_qo_heads, head_dim], after RoPE, of consecutive positions.
-            start: logical position of the first one.
-        """
+        """Moments with the queries of a chunk, [num_tokens, num_qo_heads, head_dim], after RoPE, added."""
         skip = min(max(self.num_skipped - start, 0), queries.shape[0])
         total, outer = self.total.clone(), self.outer.clone()
         for begin in range(skip, queries.shape[0], QUERIES_PER_BLOCK):

@@ -16,11 +16,7 @@ def worth_of(scores: RangeScores, kept: Tensor, flat: Tensor, *, comparable: boo
     Scores that are not comparable are replaced by their rank within the (layer, head), so that all heads shrink alike.
     Pinned tokens get the largest worth.
 
-    Args:
-        scores: of all tokens of the range; with layer reuse a row stands for several layers.
-        kept: [num_layers, num_kv_heads, num_tokens], bool.
-        flat: [num_entries], int64, flat indices of the set elements of ``kept``.
-        comparable: whether scores of different heads and layers are on one scale.
+    ``kept`` is [num_layers, num_kv_heads, num_tokens], bool; ``flat`` [num_entries], int64, its set elements' indices.
     """
     values = scores.values.clamp(-_MAX, _MAX)
     if values.shape[0] < kept.shape[0]:

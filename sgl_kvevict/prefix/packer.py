@@ -50,13 +50,7 @@ class SegmentPacker(ArenaRows):
     ) -> tuple[Segment, Tensor]:
         """Move the selected entries of an uncompressed range into the first of the range's slots.
 
-        Args:
-            token_slots: [num_tokens], int64, slots of the range's tokens in token order.
-            start: logical position of the first token.
-            selection: entries to keep.
-            merge: weighted sums to store instead of the entries.
-            splittable: see :attr:`Segment.splittable`.
-            worth: see :attr:`Segment.worth`.
+        ``token_slots`` are [num_tokens], int64, in token order; with ``merge``, weighted sums are stored.
 
         Returns:
             The segment, and the freed slots ([num_tokens - num_slots], int64).
@@ -101,7 +95,7 @@ class SegmentPacker(ArenaRows):
             sources: [num_entries], int32, head slots of the entries, run after run; with ``merge`` [num_sources].
             keep_lens: [num_layers, num_kv_heads], int32, entries of each run.
             positions: see :attr:`Segment.positions`.
-            bounds: logical positions of the first token, and after the last one.
+            bounds: start and end of the segment.
             merge: ``indptr`` and ``weights`` as in :class:`MergePlan`.
             splittable: see :attr:`Segment.splittable`.
             worth: see :attr:`Segment.worth`.
@@ -165,13 +159,10 @@ class SegmentPacker(ArenaRows):
 
     @accounting()
     def fit(self, segment: Segment, entries: Tensor, values: Tensor, biases: Tensor) -> None:
-        """Replace values and biases of entries of a live segment; InvariantError if the pool has no biases.
+        """Replace values and biases of a live segment where ``entries`` is set; InvariantError without biases.
 
-        Args:
-            segment: to fit.
-            entries: [num_entries], bool, entries to replace.
-            values: [num_entries, head_dim], any dtype; read where ``entries`` is set.
-            biases: [num_entries], float32, likewise.
+        ``entries`` is [num_entries], bool; ``values`` [num_entries, head_dim], any dtype; ``biases`` [num_entries],
+        float32.
         """
         if self._biases is None:
             raise InvariantError("a segment is to be fitted in a pool without biases")
@@ -236,17 +227,15 @@ class SegmentPacker(ArenaRows):
     def repack(self, spans: Sequence[Span], largest: LargestOfRanks = only_rank) -> Tensor:
         """Move the entries of live spans into fewer slots and free the rest.
 
-        Tensor-parallel ranks keep different entries and may need different numbers of slots; all take the largest.
+        Tensor-parallel ranks keep different entries and may need different numbers of slots. They repack the same spans
+        at the same time, and all take the largest number (``largest``).
 
         Args:
-            spans: all live spans of one segment, in path order, the owner first.
-            largest: all-reduce with the other ranks, which repack the same spans now.
+            spans: all live spans of one segment (else InvariantError), in path order, the owner first.
+            largest: all-reduce over the ranks.
 
         Returns:
             [num_freed], int64, token slots to release; may be empty.
-
-        Raises:
-            InvariantError: the spans are not all live spans of one segment.
         """
         old = _segment_of(spans)
         starts, keep_lens = old.cut(old.start, spans[-1].end)
@@ -259,17 +248,12 @@ class SegmentPacker(ArenaRows):
 
     @accounting()
     def squeeze(self, spans: Sequence[Span], num_slots: int) -> Tensor:
-        """Evict the entries of least worth and free slots, without a host sync.
+        """Evict the entries of least worth, until ``num_slots`` token slots remain, without a host sync.
 
-        Args:
-            spans: all live spans of one segment, in path order, the owner first.
-            num_slots: token slots to keep, fewer than the segment has.
+        ``spans`` as for :meth:`repack`. InvariantError if the segment has no worth or not more slots.
 
         Returns:
             [num_freed], int64, token slots to release.
-
-        Raises:
-            InvariantError: the spans are not all live spans of one segment, it has no worth, or ``num_slots`` is wrong.
         """
         old = _segment_of(spans)
         if old.worth is None or not 0 < num_slots < old.num_slots:
@@ -288,7 +272,7 @@ class SegmentPacker(ArenaRows):
         return self._move(spans, kept, keep_lens.view(shape), num_slots)
 
     def _move(self, spans: Sequence[Span], kept: Tensor, keep_lens: Tensor, num_slots: int) -> Tensor:
-        """Move the entries ``kept`` ([n], int64, ascending) into the first slots as a new segment; return the others."""
+        """Move the entries ``kept`` ([n], int64, ascending) into the first slots as a new segment; return the rest."""
         old = spans[0].segment
         held, freed = old.token_slots[:num_slots].clone(), old.token_slots[num_slots:]
         indptr, head_slots = alloc_head_slots(keep_lens, held, self.geometry.num_token_slots, kept.numel())

@@ -32,11 +32,9 @@ class EntryAttention:
 
 
 class Segment:
-    """The storage of one compressed range.
+    """The storage of one compressed range, the tokens ``[start, end)`` of a path (logical positions).
 
     Attributes:
-        start: logical position of its first token.
-        end: logical position after the last one.
         token_slots: [num_slots], int64, token slots held exclusively.
         head_slots: [num_entries], int32, storage of each entry, run after run in (layer, head) order.
         positions: [num_entries], int32, logical position of each entry's token, ascending within a run.
@@ -123,13 +121,8 @@ class Segment:
 class Span:
     """The compressed KV of the tokens ``[start, end)`` of a path, held by one tree node.
 
-    A repack or squeeze moves entries to another segment, and a fit changes values and biases; then :meth:`runs` returns
-    a new object.
-
-    Attributes:
-        start: logical position of the first token.
-        end: logical position after the last token.
-        is_owner: this is the segment's topmost live span.
+    The owner (``is_owner``) is the segment's topmost live span. A repack or squeeze moves entries to another segment,
+    and a fit changes values and biases; then :meth:`runs` returns a new object.
     """
 
     def __init__(self, segment: Segment, start: int, end: int, *, is_owner: bool) -> None:
@@ -165,13 +158,10 @@ class Span:
         return self._runs
 
     def split(self, position: int) -> tuple[Span, Span]:
-        """Split at a logical position inside the span, without copies; this span must not be used afterwards.
+        """Split at a logical position, without copies; this span must not be used afterwards.
 
-        Returns:
-            The half nearer the root, which inherits ownership, and the other half.
-
-        Raises:
-            InvariantError: the position is not inside the span, or the segment cannot be split.
+        The first half, nearer the root, inherits ownership. InvariantError if the position is not inside the span, or
+        the segment cannot be split.
         """
         if not self.start < position < self.end:
             raise InvariantError(f"split position {position} is not inside the span [{self.start}, {self.end})")
@@ -189,13 +179,10 @@ class Span:
         self._runs = None
 
     def drop(self) -> Tensor | None:
-        """Drop the span when its node leaves the tree.
+        """Drop the span when its node leaves the tree; InvariantError for an owner with spans below it.
 
         Returns:
             [num_slots], int64, token slots to release if this was the owner; None otherwise.
-
-        Raises:
-            InvariantError: the owner is dropped before the spans below it.
         """
         self.segment.num_spans -= 1
         if not self.is_owner:

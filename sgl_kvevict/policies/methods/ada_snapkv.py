@@ -1,7 +1,4 @@
-"""``ada-snapkv``: SnapKV's scores, with more entries for heads whose attention is spread out.
-
-Source: Ada-KV (arXiv 2407.11550), Alg. 1 and 2; heads: :class:`AdaptiveHeads`.
-"""
+"""``ada-snapkv``: SnapKV's scores, with more entries for heads of diffuse attention (:class:`AdaptiveHeads`)."""
 
 from __future__ import annotations
 

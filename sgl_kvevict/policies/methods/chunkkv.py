@@ -1,7 +1,4 @@
-"""``chunkkv``: whole chunks of consecutive tokens, by the attention the last queries pay to them.
-
-Source: ChunkKV (arXiv 2502.00299), Alg. 1, Sec. 3.3.
-"""
+"""``chunkkv``: whole chunks of consecutive tokens, by the attention that the last queries pay them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``d2o``: H2O's scores, more entries for layers of dense attention, evicted tokens merged into similar kept ones.
-
-Source: D2O (arXiv 2406.13035), Sec. 3: :class:`DensityLayers` (Eq. 4, 5), scores (Eq. 6), and the merge (Eq. 9-12).
-"""
+"""``d2o``: H2O's scores, more entries for layers of dense attention, evicted tokens merged into similar kept ones."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``distilled``: predicts the entries of ``reconstruction``, by scores learned from its passes; the default.
-
-``sgl_kvevict/distill/`` learns and predicts the scores, after KVzap (arXiv 2601.07891).
-"""
+"""``distilled``: scores that ``sgl_kvevict/distill/`` learns from the passes of ``reconstruction``; the default."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """``echo``: the attention of a second reading of the prompt, without the forward pass.
 
 Every query is moved behind all keys, as if the model repeated the text; there it attends to the tokens that continue
-it. In a prefill a token is seen only by later ones. ``kvevict_kernels/echo_attention/`` defines the score. Source: this
-project, after KVzip's repetition (arXiv 2505.23416), Sec. 3.
+it, which a prefill's mask hides. ``kvevict_kernels/echo_attention/`` defines the score. Source: this project, after
+KVzip's repetition (arXiv 2505.23416), Sec. 3.
 """
 
 from __future__ import annotations

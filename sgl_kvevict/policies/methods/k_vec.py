@@ -1,8 +1,4 @@
-"""``k-vec``: SnapKV's scores, steered so that heads and layers together cover more of the prompt.
-
-Source: K-VEC (arXiv 2606.29563), Alg. 1. The scorer chooses windows by head (Eq. 8-13); the selector adds a bonus to
-tokens that few layers have kept (Eq. 12-16).
-"""
+"""``k-vec``: SnapKV's scores, adjusted so that heads and layers together cover more of the prompt."""
 
 from __future__ import annotations
 

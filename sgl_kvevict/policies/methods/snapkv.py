@@ -1,7 +1,7 @@
 """``snapkv``: tokens that the prompt's last queries attend to, the same number in every head.
 
-Source: SnapKV (arXiv 2404.14469), Sec. 4; grouped queries, pooling and the sizes of ``@paper`` follow Ada-KV (arXiv
-2407.11550), Alg. 2. ``pyramidkv``, ``ada-snapkv`` and ``ada-pyramidkv`` are this policy with other budget rules.
+Grouped queries, pooling and the sizes of ``@paper`` follow Ada-KV (arXiv 2407.11550), Alg. 2. ``pyramidkv``,
+``ada-snapkv`` and ``ada-pyramidkv`` are this policy with other budget rules.
 """
 
 from __future__ import annotations
