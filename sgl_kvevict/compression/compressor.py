@@ -151,7 +151,6 @@ class Compressor:
         return self.learner.lesson(tokens, readers.scores(token_slots.numel()), show)
 
     def _show(self, observation: Observation, start: int, token_slots: Tensor) -> Show:
-        """Views of a range's layers."""
         k_arena, v_arena = self.packer.k_arena, self.packer.v_arena
         return lambda layer: observation.show(layer, start, k_arena[layer], v_arena[layer], token_slots)
 
@@ -165,12 +164,9 @@ class Compressor:
     ) -> Compression:
         """Write the segment of one range, without a host sync: its number of slots follows from the budget.
 
-        Args:
-            token_slots: [num_tokens], int64, slots of the range in token order, owned by the caller.
-            start: logical position of the range's first token.
-            observation: signals of the range; with learned scores, other score signals may be missing.
-            parent: segment right before the range on its path, for its policy state.
-            share: of the range to keep; None: the budget.
+        The caller owns ``token_slots``, [num_tokens], int64, in token order. With learned scores, ``observation`` may
+        lack other score signals. ``parent``, the segment right before the range on its path, gives the policy state;
+        ``share`` of the range replaces the budget.
         """
         begin = time.perf_counter()
         num_tokens = token_slots.numel()

@@ -32,8 +32,8 @@ class ReaderObservation:
         end: logical position after its last token.
         reach: sums are averaged over this many tokens on each side. For questions without answers: their queries attend
             near the answer (SnapKV, arXiv 2404.14469, Sec. 4, pools for the same reason).
-        segments: segments before the range to observe.
-        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], with their keys; None without segments.
+        segments: segments before the range to observe; their keys are in ``k_arena``.
+        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim]; None without segments.
         products: input of a fit of the range; None: no fit.
 
     Attributes:

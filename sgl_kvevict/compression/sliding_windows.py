@@ -1,4 +1,4 @@
-"""Selection for models in which some layers have sliding windows.
+"""Selection for models with sliding windows in some layers.
 
 Such a layer keeps the range's last ``window - 1`` tokens in every head (later queries see no more), or fewer if its
 share of the budget is smaller. The rest of its share goes to the layers without a window, where the policy selects. A

@@ -77,7 +77,7 @@ def _observe(compressor: Compressor, queries: Tensor, slots: Tensor) -> PromptOb
 
 
 def _read(compressor: Compressor, span: Span, queries: Tensor) -> None:
-    """Observe a reader of the segment's entries."""
+    """Observe a reader of the span's segment."""
     packer, segment = compressor.packer, span.segment
     readers = compressor.new_reader_observation(span.end, span.end, segments=[segment])
     no_slots = segment.token_slots[:0]

@@ -96,13 +96,8 @@ class ScoreLearner:
     After ``num_prefixes`` prefixes, weights are tested on each new prefix before learning from it. They are used once
     they recall ``MIN_RECALL`` of the entries that its reader attention would keep.
 
-    Args:
-        geometry: sizes of this rank.
-        rotary: the model's rotary embedding.
-        share: kept share of the entries at which recall is measured.
-        num_prefixes: prefixes to learn from before weights are tested.
-        weights: in use from the start; None: learn.
-        agree: minimum of a number over tensor-parallel ranks.
+    Recall is measured with ``share`` of the entries kept. ``weights`` are in use from the start; None: learn. ``agree``
+    takes the minimum of a number over tensor-parallel ranks.
     """
 
     def __init__(

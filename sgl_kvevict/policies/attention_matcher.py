@@ -102,10 +102,7 @@ def _mean_diagonal(grams: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _solve(grams: Tensor, wanted: Tensor, chosen: Tensor) -> Tensor:
-    """Solve ``(grams + RIDGE) x = wanted`` for chosen tokens; 0 elsewhere.
-
-    ``grams`` is [num_blocks, block, block], 0 where not chosen; ``wanted`` [num_blocks, block, n], likewise.
-    """
+    """Solve ``(grams + RIDGE) x = wanted``, [num_blocks, block, n], for chosen tokens; 0 elsewhere."""
     ridge = torch.where(chosen, RIDGE, 1.0)
     factor, _ = torch.linalg.cholesky_ex(grams + torch.diag_embed(ridge))
     return torch.cholesky_solve(wanted * chosen[..., None], factor)

@@ -123,10 +123,9 @@ def pyramid_schedule(base: Fraction, limit: int, num_layers: int, beta: int) -> 
 
 @dataclass(frozen=True)
 class DensityLayers(LayerRule):
-    """Layers whose accumulated attention varies little (dense ones) keep more.
+    """Layers whose accumulated attention varies little over the tokens (dense ones) keep more.
 
-    The variance is over the range's tokens, averaged over the heads. Shares are clamped, and the difference is
-    distributed in proportion, so that sums are exact.
+    The variance is averaged over the heads. Shares are clamped, and the difference is distributed in proportion.
 
     Attributes:
         variance_norm: "minmax" scales the variances of all layers to [0, 1]; "none" is the printed formula, which gives

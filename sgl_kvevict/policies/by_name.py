@@ -61,11 +61,8 @@ def find_policy(name: str) -> tuple[type[NamedPolicy], bool]:
 def build_policy(name: str, options: Mapping[str, Any]) -> Policy | None:
     """Build a policy; None for "none".
 
-    Args:
-        name: a name of :func:`list_policies`; one of :func:`papers` with "@paper" after it; or
-            "package.module:factory", which is called with the options as keyword arguments and returns a
-            :class:`Policy`.
-        options: of the policy; missing ones take their defaults.
+    ``name`` is one of :func:`list_policies`; one of :func:`papers` with "@paper" after it; or "package.module:factory",
+    which is called with the options as keyword arguments and returns a :class:`Policy`.
 
     Raises:
         ConfigError: unknown name or option, bad value, parts that do not fit, or a user's policy that cannot be loaded.

@@ -53,18 +53,12 @@ def choose_generated(
     per_head: int,
     num_pinned: int,
 ) -> GeneratedChoice:
-    """Choose among the entries kept so far and the tokens generated since.
+    """Choose among the entries kept so far and ``num_new`` new tokens; ``per_head`` on average over the layers.
 
-    All heads of a layer have the same number of candidates: old entries, then new tokens, by position. The first call
-    splits the budget over layers by the policy; later ones keep these shares, as D2O keeps those of its prompt.
-
-    Args:
-        policy: without :func:`generated_reasons`.
-        show: gives a layer's candidates as a range that starts at 0; called once per layer, in order.
-        num_old: per layer, entries of each head kept so far; all 0 at the first call.
-        num_new: new tokens.
-        per_head: entries to keep, on average over the layers.
-        num_pinned: first candidates that every head keeps (sinks).
+    All heads of a layer have the same number of candidates: ``num_old[layer]`` entries, then new tokens, by position.
+    ``show`` gives them as a range that starts at 0, and is called once per layer, in order. Every head keeps the first
+    ``num_pinned`` candidates (sinks). The first call (``num_old`` all 0) splits the budget over layers by the policy;
+    later ones keep these shares, as D2O keeps those of its prompt.
 
     Source: H2O (arXiv 2306.14048), Sec. 4, Alg. 1; D2O (arXiv 2406.13035), Sec. 3.3.
     Differs: the papers evict one entry at every step; here a block of tokens enters at once, and as many entries leave.

@@ -116,9 +116,7 @@ class NamedPolicy(BaseModel):
     def parse(cls, given: Mapping[str, Any]) -> Self:
         """Check a mapping of options.
 
-        Raises:
-            ConfigError: unknown option, value of the wrong type or range, or option without effect; names the option,
-                the value and the allowed values.
+        ConfigError, with option, value and allowed values, if one is unknown, invalid or without effect.
         """
         try:
             return cls.model_validate(dict(given))
@@ -147,7 +145,7 @@ class NamedPolicy(BaseModel):
     @classmethod
     @cache
     def _specs(cls) -> dict[str, dict[str, Any]]:
-        """JSON schema of each option."""
+        """JSON schemas of the options."""
         return dict(cls.model_json_schema()["properties"])
 
     @classmethod

@@ -112,7 +112,6 @@ class Decision:
     """Outcome of one compression.
 
     Attributes:
-        merge: weighted sums of evicted and kept rows, or None.
         state: for the path's next compression, or None.
         worth: [num_entries], int16, in the order of the selection (:func:`worth_of`); None if not requested.
     """

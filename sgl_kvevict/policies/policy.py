@@ -28,7 +28,7 @@ from sgl_kvevict.ragged import Selection
 
 @dataclass(frozen=True)
 class Policy:
-    """A checked combination of parts. Frozen and stateless: one object serves all requests.
+    """A checked combination of parts (ConfigError with the reason if they do not fit together). Frozen and stateless.
 
     Pinned tokens (protected ones, sinks, and window tokens inside the range) are taken out of the budget first.
     Normally the window is the uncompressed tail after the range.
@@ -36,13 +36,10 @@ class Policy:
     Attributes:
         num_sink_tokens: first tokens of a *path* that every head keeps.
         reuse_layers: layers that share the positions chosen in the first of them.
-        readers: source of the reader attention that the scorer needs, or None. With readers a range is compressed
-            after their queries were observed, not when its prompt is complete.
+        readers: source of reader attention, or None. With readers a range is compressed after their queries were
+            observed, not when its prompt is complete.
         max_tail_tokens: longest uncompressed tail for which the options have an effect; None = any.
         why_max_tail: the reason, for the error.
-
-    Raises:
-        ConfigError: parts do not fit together; names the reason.
     """
 
     name: str
@@ -118,9 +115,7 @@ class Policy:
 
         ``show`` is called once per scored layer, in ascending order; the first ``protected`` tokens are kept in every
         head; ``state`` is that of the path's previous compression; ``with_worth`` sets :attr:`Decision.worth`.
-
-        Raises:
-            ValueError: ``total`` does not fit the range, or is too small for the protected tokens.
+        ValueError if ``total`` does not fit the range or the protected tokens.
         """
         views = [show(0)]
         num_tokens = views[0].num_tokens
@@ -193,7 +188,6 @@ def _flat(kept: Tensor, total: int) -> Tensor:
 
 
 def _selection(kept: Tensor, flat: Tensor) -> Selection:
-    """Kept positions of a mask, run after run."""
     keep_lens = kept.sum(-1, dtype=torch.int32)
     total = flat.numel()
     if kept.device.type == "cpu" and int(keep_lens.sum()) != total:

@@ -53,12 +53,11 @@ class Readers(Enum):
 
 @dataclass(frozen=True)
 class QueryWindow:
-    """The last queries of a prompt in one layer.
+    """The last queries of a prompt in one layer; ``start`` is the logical position of the first.
 
     Attributes:
         queries: [window, num_qo_heads, head_dim], after RoPE.
         lse: [window, num_qo_heads], float32, natural log-sum-exp over all keys the query saw.
-        start: logical position of ``queries[0]``.
     """
 
     queries: Tensor
@@ -81,10 +80,8 @@ class QueryMoments:
     """First and second moments of one layer's queries before RoPE; immutable.
 
     Attributes:
-        count: number of queries.
-        total: [num_qo_heads, head_dim], float32, sum of the queries.
+        total: [num_qo_heads, head_dim], float32, sum of ``count`` queries.
         outer: [num_qo_heads, head_dim, head_dim], float32, sum of their outer products.
-        rotary: the model's rotary embedding.
         num_skipped: first positions of a prompt that are not counted: their queries are outliers.
     """
 

@@ -14,12 +14,8 @@ from sgl_kvevict.guard import accounting
 class ArenaRows:
     """Reads rows of one arena, and writes rows of uncompressed tokens.
 
-    Args:
-        geometry: sizes of the arena.
-        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim].
-        v_arena: likewise.
-        biases: [num_layers, num_token_slots, num_kv_heads], float32, per head slot: 0 in unfitted segments, undefined
-            for uncompressed tokens. None: segments are never fitted.
+    Arenas are [num_layers, num_token_slots, num_kv_heads, head_dim]; ``biases`` [num_layers, num_token_slots,
+    num_kv_heads], float32: 0 in unfitted segments, undefined for uncompressed tokens. None: segments are never fitted.
     """
 
     def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, biases: Tensor | None = None) -> None:

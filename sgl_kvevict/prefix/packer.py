@@ -90,15 +90,9 @@ class SegmentPacker(ArenaRows):
     ) -> tuple[Segment, Tensor]:
         """Move entries, compressed or not, into the first of their slots; return as :meth:`pack`.
 
-        Args:
-            token_slots: [num_slots], int64, slots that hold the entries now.
-            sources: [num_entries], int32, head slots of the entries, run after run; with ``merge`` [num_sources].
-            keep_lens: [num_layers, num_kv_heads], int32, entries of each run.
-            positions: see :attr:`Segment.positions`.
-            bounds: start and end of the segment.
-            merge: ``indptr`` and ``weights`` as in :class:`MergePlan`.
-            splittable: see :attr:`Segment.splittable`.
-            worth: see :attr:`Segment.worth`.
+        The entries now lie in ``token_slots``, [num_slots], int64, at the head slots ``sources``, [num_entries], int32,
+        run after run; with ``merge`` (``indptr`` and ``weights`` of :class:`MergePlan`) [num_sources]. ``keep_lens``,
+        [num_layers, num_kv_heads], int32, are entries per run; ``bounds`` start and end of the segment.
         """
         num_entries = positions.numel()
         num_slots = self.geometry.slots_for(num_entries)
@@ -227,12 +221,9 @@ class SegmentPacker(ArenaRows):
     def repack(self, spans: Sequence[Span], largest: LargestOfRanks = only_rank) -> Tensor:
         """Move the entries of live spans into fewer slots and free the rest.
 
+        ``spans`` are all live spans of one segment (else InvariantError), in path order, the owner first.
         Tensor-parallel ranks keep different entries and may need different numbers of slots. They repack the same spans
         at the same time, and all take the largest number (``largest``).
-
-        Args:
-            spans: all live spans of one segment (else InvariantError), in path order, the owner first.
-            largest: all-reduce over the ranks.
 
         Returns:
             [num_freed], int64, token slots to release; may be empty.

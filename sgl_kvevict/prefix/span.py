@@ -181,8 +181,7 @@ class Span:
     def drop(self) -> Tensor | None:
         """Drop the span when its node leaves the tree; InvariantError for an owner with spans below it.
 
-        Returns:
-            [num_slots], int64, token slots to release if this was the owner; None otherwise.
+        Returns [num_slots], int64, token slots to release if this was the owner; None otherwise.
         """
         self.segment.num_spans -= 1
         if not self.is_owner:

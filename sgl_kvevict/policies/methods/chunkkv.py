@@ -53,7 +53,6 @@ class ChunkSelector(Selector):
     """Keeps the chunks with the highest summed scores, best first, until the budget is spent.
 
     Attributes:
-        chunk_length: tokens in a chunk; the last one may be shorter.
         mode: "exact": chunks of the competing tokens, the last accepted one cut to the budget. "paper" (Algorithm 1):
             chunks also of window tokens inside the range, as many whole ones as budget and window hold; then the
             *latest* selected tokens make room for the window. With a tail that covers the window both agree.

@@ -136,13 +136,10 @@ class D2O(BudgetOptions):
 
 
 def nearest_kept(rows: Tensor, kept: Tensor, width: int, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """For each token the most similar kept token of its head (D2O, Eq. 9), computed in blocks.
+    """For each token the most similar kept token of its head (D2O, Eq. 9); with ``causal`` only later ones.
 
-    Args:
-        rows: [num_heads, num_tokens, head_dim], any float dtype.
-        kept: [num_heads, num_tokens], bool.
-        width: largest number of kept tokens of a head.
-        causal: only kept tokens after the token are candidates.
+    ``rows`` is [num_heads, num_tokens, head_dim], any float dtype; ``kept`` [num_heads, num_tokens], bool; ``width``
+    the largest number of kept tokens of a head. Similarities are computed in blocks.
 
     Returns:
         Cosine similarity [num_heads, num_tokens], float32, -inf without a candidate; position of the kept token, same
@@ -195,12 +192,8 @@ def merge_plan(
 ) -> MergePlan:
     """Sources and weights of every kept entry: its own row first, then merged tokens by position.
 
-    Args:
-        kept: [num_layers, num_kv_heads, num_tokens], bool.
-        merged: same shape, bool; evicted tokens to merge.
-        similarity: same shape, float32, of each evicted token with its target.
-        target: same shape, int32, token index of the target in the same run.
-        weighting: "similarity": ``exp(cosine)`` for a token, ``exp(1)`` for the target; "average": equal weights.
+    All tensors are [num_layers, num_kv_heads, num_tokens]; ``target`` is the token index of a ``merged`` token's target
+    in its run. Weights: ``exp(cosine)`` for a token, ``exp(1)`` for the target ("similarity"), or equal ("average").
 
     Source: D2O (arXiv 2406.13035), Eq. 11, and Eq. 12 with the numerator ``exp(u_ij) m_ij``.
     """

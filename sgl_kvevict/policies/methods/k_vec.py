@@ -53,7 +53,7 @@ class CrossHeadScorer(Scorer):
         return int(exact_fraction(self.options.rescored_share) * num_heads + exact_fraction(0.5))
 
     def caution(self, num_kv_heads: int) -> str | None:
-        """Warning if all or none of the KV heads are rescored."""
+        """Warning if all or no KV heads are rescored."""
         share, count = self.options.rescored_share, self.num_rescored(num_kv_heads)
         if not share or 0 < count < num_kv_heads:
             return None
@@ -114,13 +114,10 @@ def attention_rows(token_keys: Tensor, key_start: int, window: QueryWindow, sm_s
 
 @dataclass(frozen=True)
 class CoverageSelector(Selector):
-    """Layer by layer, ranks tokens by score + bonus * importance * (1 - coverage).
+    """Layer by layer, ranks tokens by score + ``bonus`` (lambda) * importance * (1 - coverage).
 
-    Coverage is the share of the layers so far in which any head kept the token.
-
-    Attributes:
-        bonus: weight of the cross-layer term (``lambda``).
-        protected_share: share of a head's budget reserved for its own highest scores (``beta``).
+    Coverage is the share of the layers so far in which any head kept the token. ``protected_share`` (beta) of a head's
+    budget is reserved for its own highest scores.
 
     Source: K-VEC (arXiv 2606.29563), Eq. 12, 14-16; Alg. 1, lines 9-15.
     Differs: protected tokens always come first (a bonus can exceed the printed override of 1.0).
