@@ -35,7 +35,6 @@ class Chunk:
         sm_scale: softmax scale of the layer.
         k_scale: FP8 scale of ``k_buffer``; 1.0 for other dtypes.
         window_size: maximum number of queries to keep.
-        rotary: the model's rotary embedding; None if unused.
     """
 
     queries: Tensor

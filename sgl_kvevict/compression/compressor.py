@@ -41,8 +41,7 @@ class Compression:
     """Result of one compression.
 
     Attributes:
-        segment: in the first of the range's slots.
-        freed: [num_freed], int64, the other slots of the range.
+        freed: [num_freed], int64, slots to release; the segment has the first of the range's slots.
         merged_entries: entries merged into stored ones.
         seconds: host time (on a GPU: launching only).
         fit: to be run on the segment, or None.

@@ -25,9 +25,7 @@ class AttentionProducts:
 
     The range is ``num_tokens`` >= 1 from the logical position ``start``; its last block may be shorter.
 
-    Attributes:
-        num_bytes: memory of the products and of the copy of the range's values (``value_bytes`` per element) that the
-            fit needs.
+    ``num_bytes`` includes the copy of the range's values (``value_bytes`` per element) that the fit needs.
     """
 
     def __init__(self, geometry: KVGeometry, start: int, num_tokens: int, block: int, value_bytes: int) -> None:

@@ -18,10 +18,8 @@ from sgl_kvevict.policies.signals import Signal
 class ObservationSpec:
     """Signals to collect, and the data that collectors need.
 
-    Attributes:
-        window_size: maximum number of queries (and keys) of the window signals.
-        rotary: the model's rotary embedding, if a collector needs it.
-        output_grams: [num_layers, num_kv_heads, head_dim, head_dim], float32, for :attr:`Signal.OUTPUT_GRAM`.
+    ``window_size`` limits the window signals; ``output_grams``, for :attr:`Signal.OUTPUT_GRAM`, is [num_layers,
+    num_kv_heads, head_dim, head_dim], float32.
     """
 
     geometry: KVGeometry

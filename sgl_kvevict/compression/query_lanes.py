@@ -10,7 +10,7 @@ from sgl_kvevict.geometry import KVGeometry
 
 
 class QueryLanes:
-    """One lane per request: a ring buffer of ``depth`` queries in each layer.
+    """One lane per request: a ring buffer of the last ``depth`` queries in each layer.
 
     All lanes together take at most ``max_bytes``, but at least one exists; ``element_size`` is bytes per query element.
     """

@@ -20,16 +20,13 @@ from sgl_kvevict.prefix import EntryAttention, Segment
 
 
 class ReaderObservation:
-    """Squared attention of all readers' queries, summed for each token of ``[start, end)`` (may be empty).
+    """Squared attention of all readers' queries, summed for each token of the range ``[start, end)`` (may be empty).
 
     Readers may come in chunks, several per batch, and be retracted and run again; each query is counted once. Segments
     before the range, whose worth is predicted, can be observed too. If the range is compressed meanwhile, its sums move
     to the new segment's entries (:meth:`hand_over`).
 
     Args:
-        geometry: sizes of the model.
-        start: logical position of the range's first token.
-        end: logical position after its last token.
         reach: sums are averaged over this many tokens on each side. For questions without answers: their queries attend
             near the answer (SnapKV, arXiv 2404.14469, Sec. 4, pools for the same reason).
         segments: segments before the range to observe; their keys are in ``k_arena``.

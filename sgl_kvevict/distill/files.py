@@ -93,11 +93,7 @@ def check_format(path: Path) -> None:
 
 
 def load_weights(path: Path, model: ModelIdentity) -> ScoreWeights:
-    """Read the weights of a model.
-
-    Raises:
-        ConfigError: the file cannot be read, has another format, or belongs to another model; names the differences.
-    """
+    """Read the weights of a model; ConfigError if unreadable, of another format, or of another model."""
     check_format(path)
     with safe_open(path, framework="pt") as file:
         metadata, names = file.metadata(), file.keys()

@@ -30,10 +30,8 @@ def training_texts(lengths: Sequence[int], kinds: Sequence[Kind] = KINDS) -> lis
 def texts_of_folder(folder: Path, lengths: Sequence[int]) -> list[str]:
     """Passages of ``lengths`` characters: the first of each file below the folder, by name, then the second ones.
 
-    The end of a file gives a shorter passage; fewer are returned if all text is used.
-
-    Raises:
-        OSError, UnicodeDecodeError: a file cannot be read as UTF-8.
+    The end of a file gives a shorter passage; fewer are returned if all text is used. OSError or UnicodeDecodeError if
+    a file cannot be read as UTF-8.
     """
     files = [path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*")) if path.is_file()]
     rests = deque(text for text in files if text)

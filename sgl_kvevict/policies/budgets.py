@@ -35,7 +35,7 @@ class LayerRule(ABC):
     requires: ClassVar[frozenset[Trait]] = frozenset()
     """Traits the scores must have."""
     equal: ClassVar[bool] = False
-    """Every layer gets the same total."""
+    """Whether every layer gets the same total."""
 
     @abstractmethod
     def totals(self, scores: RangeScores, total: int) -> LayerTotals:

@@ -62,10 +62,8 @@ def build_policy(name: str, options: Mapping[str, Any]) -> Policy | None:
     """Build a policy; None for "none".
 
     ``name`` is one of :func:`list_policies`; one of :func:`papers` with "@paper" after it; or "package.module:factory",
-    which is called with the options as keyword arguments and returns a :class:`Policy`.
-
-    Raises:
-        ConfigError: unknown name or option, bad value, parts that do not fit, or a user's policy that cannot be loaded.
+    which is called with the options as keyword arguments and returns a :class:`Policy`. ConfigError: unknown name or
+    option, bad value, parts that do not fit, or a user's policy that cannot be loaded.
     """
     if ":" in name:
         return _load_user_policy(name, options)
@@ -74,15 +72,13 @@ def build_policy(name: str, options: Mapping[str, Any]) -> Policy | None:
 
 
 def configured_policy(config: KVEvictConfig) -> tuple[KVEvictConfig, Policy | None]:
-    """Build a configuration's policy.
+    """Build a configuration's policy, with a fitter if ``fit`` is set; None for "none".
 
-    Returns:
-        The configuration, with the options and fields of ``@paper`` filled in (given ones win, so a second call changes
-        nothing), and its policy, with a fitter if ``fit`` is set; None for "none".
+    The returned configuration has the options and fields of ``@paper`` filled in; given ones win, so a second call
+    changes nothing.
 
     Raises:
-        ConfigError: unknown policy or option, bad value, or a budget, tail or ``decode_block`` that does not fit the
-            policy.
+        ConfigError: as :func:`build_policy`; or budget, tail, ``fit`` or ``decode_block`` do not fit the policy.
     """
     config = _spelled_out(config)
     policy = build_policy(config.policy, config.policy_options)

@@ -16,7 +16,7 @@ ValueT = TypeVar("ValueT")
 
 @dataclass(frozen=True)
 class LayerView:
-    """One layer of the tokens ``[start, start + num_tokens)`` of a path.
+    """One layer of the tokens ``[start, start + num_tokens)`` of a path (logical positions).
 
     Attributes:
         k_buffer: [num_token_slots, num_kv_heads, head_dim], the layer's keys, after RoPE.

@@ -56,10 +56,9 @@ class PaperValue:
 
 @dataclass(frozen=True)
 class PaperSettings:
-    """Settings of ``NAME@paper``.
+    """Settings of ``NAME@paper``; options that the user gives win.
 
     Attributes:
-        options: of the policy; an option that the user gives wins.
         kept_window: name of the option with the number of last tokens that the paper keeps uncompressed; it sets
             ``tail_tokens``. None: the paper selects over the whole prompt, so ``tail_tokens`` is 1.
         why_tail: the place in the paper.

@@ -50,10 +50,8 @@ class SegmentPacker(ArenaRows):
     ) -> tuple[Segment, Tensor]:
         """Move the selected entries of an uncompressed range into the first of the range's slots.
 
-        ``token_slots`` are [num_tokens], int64, in token order; with ``merge``, weighted sums are stored.
-
-        Returns:
-            The segment, and the freed slots ([num_tokens - num_slots], int64).
+        ``token_slots`` are [num_tokens], int64, in token order; with ``merge``, weighted sums are stored. Returns the
+        segment, and the freed slots, [num_tokens - num_slots], int64.
         """
         if merge is None:
             runs = torch.repeat_interleave(
@@ -223,10 +221,8 @@ class SegmentPacker(ArenaRows):
 
         ``spans`` are all live spans of one segment (else InvariantError), in path order, the owner first.
         Tensor-parallel ranks keep different entries and may need different numbers of slots. They repack the same spans
-        at the same time, and all take the largest number (``largest``).
-
-        Returns:
-            [num_freed], int64, token slots to release; may be empty.
+        at the same time, and all take the largest number (``largest``). Returns token slots to release, [num_freed],
+        int64, which may be empty.
         """
         old = _segment_of(spans)
         starts, keep_lens = old.cut(old.start, spans[-1].end)
@@ -241,10 +237,8 @@ class SegmentPacker(ArenaRows):
     def squeeze(self, spans: Sequence[Span], num_slots: int) -> Tensor:
         """Evict the entries of least worth, until ``num_slots`` token slots remain, without a host sync.
 
-        ``spans`` as for :meth:`repack`. InvariantError if the segment has no worth or not more slots.
-
-        Returns:
-            [num_freed], int64, token slots to release.
+        ``spans`` as for :meth:`repack`. InvariantError if the segment has no worth, or not more than ``num_slots``
+        slots. Returns token slots to release, [num_freed], int64.
         """
         old = _segment_of(spans)
         if old.worth is None or not 0 < num_slots < old.num_slots:

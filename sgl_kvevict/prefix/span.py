@@ -19,11 +19,9 @@ from sgl_kvevict.geometry import KVGeometry
 
 
 class EntryAttention:
-    """Squared attention of readers to each entry of a segment, summed; a squeeze or repack updates it.
+    """Squared attention of readers to each entry of a segment: ``squares``, [num_entries], float32, summed.
 
-    Attributes:
-        squares: [num_entries], float32, in the order of the segment's entries.
-        is_open: more passes will come; once closed, the sums are unused.
+    A squeeze or repack updates it. ``is_open``: more passes will come; once closed, the sums are unused.
     """
 
     def __init__(self, squares: Tensor) -> None:
@@ -209,14 +207,11 @@ class View:
 
 @dataclass(frozen=True)
 class CopiedEntries:
-    """Copies of entries, outside the pool.
+    """Copies of entries, outside the pool; ``positions`` and ``worth`` are as in :class:`Segment`.
 
     Attributes:
         keep_lens: [num_layers, num_kv_heads], int32, entries of each run.
-        positions: see :attr:`Segment.positions`.
-        k: [num_entries, head_dim], in the arena's dtype, on its device.
-        v: likewise.
-        worth: see :attr:`Segment.worth`.
+        k: [num_entries, head_dim], in the arena's dtype, on its device. ``v`` likewise.
         biases: [num_entries], float32; None if no entry is fitted.
     """
 

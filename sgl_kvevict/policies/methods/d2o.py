@@ -139,11 +139,8 @@ def nearest_kept(rows: Tensor, kept: Tensor, width: int, *, causal: bool) -> tup
     """For each token the most similar kept token of its head (D2O, Eq. 9); with ``causal`` only later ones.
 
     ``rows`` is [num_heads, num_tokens, head_dim], any float dtype; ``kept`` [num_heads, num_tokens], bool; ``width``
-    the largest number of kept tokens of a head. Similarities are computed in blocks.
-
-    Returns:
-        Cosine similarity [num_heads, num_tokens], float32, -inf without a candidate; position of the kept token, same
-        shape, int64, the lowest of equal ones. Undefined at kept tokens.
+    the largest number of kept tokens of a head. Returns cosine similarities [num_heads, num_tokens], float32, -inf
+    without a candidate, and positions of the kept tokens, int64, the lowest of equal ones; undefined at kept tokens.
     """
     num_heads, num_tokens, head_dim = rows.shape
     norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32).clamp_(min=1e-12)
