@@ -44,7 +44,6 @@ class Compression:
         freed: [num_freed], int64, slots to release; the segment has the first of the range's slots.
         merged_entries: entries merged into stored ones.
         seconds: host time (on a GPU: launching only).
-        fit: to be run on the segment, or None.
         replaced: previous segment of the range's first tokens, if they were compressed already.
     """
 
@@ -71,10 +70,8 @@ class Compression:
 class Compressor:
     """Applies one policy and one budget to ranges of the arena.
 
-    ``rotary`` and ``output_grams`` are as in :class:`ObservationSpec`; ``learner`` is for ``distilled``.
-
-    Attributes:
-        is_short: slots have been short, so echo attention is collected until scores are learned.
+    ``rotary`` and ``output_grams`` are as in :class:`ObservationSpec`; ``learner`` is for ``distilled``. ``is_short``:
+    slots have been short, so echo attention is collected until scores are learned.
     """
 
     def __init__(
@@ -137,8 +134,8 @@ class Compressor:
     def lesson(self, token_slots: Tensor, readers: ReaderObservation, prompt: PromptObservation) -> Lesson | None:
         """Begin to learn from a range whose passes (``readers``) are complete; ``prompt`` continues it.
 
-        ``token_slots``, [num_tokens], int64, of its first tokens must not change until the lesson ends. None if weights
-        are in use, or if all layers have sliding windows.
+        ``token_slots``, [num_tokens], int64, of its first tokens must not change until the lesson ends. None without a
+        learner, if weights are in use, or if all layers have sliding windows.
         """
         packer = self.packer
         if self.learner is None or self.learner.weights is not None or not packer.geometry.full_layers:
@@ -211,7 +208,7 @@ class Compressor:
         return Compression(segment, freed, start, num_tokens, merged, time.perf_counter() - begin, fit)
 
     def _fit(self, token_slots: Tensor, start: int, observation: Observation) -> PendingFit | None:
-        """The fit of a range, to be made before it is compressed; None without a fitter or passes."""
+        """The fit of a range, made before it is compressed; None without a fitter or passes."""
         products = observation.products if isinstance(observation, ReaderObservation) else None
         if self.policy.fitter is None or products is None or products.start != start:
             return None

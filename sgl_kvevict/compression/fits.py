@@ -24,7 +24,6 @@ class AttentionProducts:
     """Products of the attention to any two tokens of a block, summed over queries: ``P'P`` of the fit.
 
     The range is ``num_tokens`` >= 1 from the logical position ``start``; its last block may be shorter.
-
     ``num_bytes`` includes the copy of the range's values (``value_bytes`` per element) that the fit needs.
     """
 
@@ -82,11 +81,9 @@ class PendingFit:
     Meanwhile the segment may be split, squeezed or moved: entries are identified by run and position, and entries that
     were evicted are skipped.
 
-    Args:
-        products: of the range, or of the range and more tokens after it.
-        values: [num_layers, num_tokens, num_kv_heads, head_dim], in the arena's dtype: values of all tokens of the
-            range before its compression. Overwritten.
-        start: logical position of the range's first token.
+    ``products`` are of the range, or of the range and more tokens after it. ``values``, [num_layers, num_tokens,
+    num_kv_heads, head_dim], in the arena's dtype, are those of all tokens of the range before its compression; they are
+    overwritten. ``start`` is the logical position of the range's first token.
     """
 
     def __init__(self, fitter: Fitter, products: AttentionProducts, values: Tensor, start: int) -> None:

@@ -94,8 +94,7 @@ class GeneratedStep:
 class GeneratedCompressor:
     """Compresses generated tokens with the policy (without :func:`generated_reasons`) and budget of a compressor.
 
-    Attributes:
-        lanes: last queries of requests; None for policies without query signals.
+    ``lanes`` is None for policies without query signals.
     """
 
     def __init__(self, compressor: Compressor) -> None:
@@ -266,7 +265,6 @@ class GeneratedCompressor:
         return torch.nonzero_static(kept.flatten(), size=self._geometry.num_kv_heads * length).squeeze(-1)
 
     def _carry_on(self, generated: Generated, choice: GeneratedChoice, segment: Segment) -> None:
-        """Store the new segment and the sums of its entries."""
         for layer, kept in enumerate(choice.kept if generated.sums else ()):
             sums, num = generated.sums[layer], kept.shape[1]
             stays = sums[:, :num].flatten()[self._flat(kept, choice.lens[layer])]

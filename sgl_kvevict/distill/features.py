@@ -40,10 +40,8 @@ class CachedRange:
     """Uncompressed tokens of the arenas ([num_layers, num_token_slots, num_kv_heads, head_dim], keys after RoPE).
 
     Attributes:
-        token_slots: [num_tokens], int64.
-        start: logical position of the first token.
+        token_slots: [num_tokens], int64; ``start`` is the logical position of the first token.
         end: logical end of the whole range, also for a sample; the position feature is relative to it.
-        scales: FP8 scales of the arena.
         stride: logical positions from one token to the next.
     """
 

@@ -95,7 +95,6 @@ class ScoreLearner:
 
     After ``num_prefixes`` prefixes, weights are tested on each new prefix before learning from it. They are used once
     they recall ``MIN_RECALL`` of the entries that its reader attention would keep.
-
     Recall is measured with ``share`` of the entries kept. ``weights`` are in use from the start; None: learn. ``agree``
     takes the minimum of a number over tensor-parallel ranks.
     """

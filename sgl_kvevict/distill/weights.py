@@ -75,7 +75,6 @@ def score_range(weights: Tensor, tokens: CachedRange, rotary: Rotary, window: Te
     """Learned scores of a range: features times weights, without materialising the features.
 
     Weights are rotated to the tokens' positions instead of keys back to position 0; the product is the same.
-
     ``weights`` is [num_layers, num_kv_heads, F], float32 (ValueError for another shape); with ``window``, [num_layers,
     num_kv_heads, num_tokens, NUM_WINDOW], float32, F includes window attention. The result, [num_layers, num_kv_heads,
     num_tokens], float32, has logarithms of scores, comparable over layers and heads.

@@ -46,7 +46,6 @@ class HeadRule(ABC):
     """How a layer's total is split over its heads. Frozen, pure."""
 
     requires: ClassVar[frozenset[Trait]] = frozenset()
-    """Traits the scores must have."""
 
     @abstractmethod
     def split(self, scores: RangeScores, totals: LayerTotals) -> Tensor:

@@ -75,10 +75,8 @@ def configured_policy(config: KVEvictConfig) -> tuple[KVEvictConfig, Policy | No
     """Build a configuration's policy, with a fitter if ``fit`` is set; None for "none".
 
     The returned configuration has the options and fields of ``@paper`` filled in; given ones win, so a second call
-    changes nothing.
-
-    Raises:
-        ConfigError: as :func:`build_policy`; or budget, tail, ``fit`` or ``decode_block`` do not fit the policy.
+    changes nothing. ConfigError as for :func:`build_policy`, or if budget, tail, ``fit`` or ``decode_block`` do not fit
+    the policy.
     """
     config = _spelled_out(config)
     policy = build_policy(config.policy, config.policy_options)

@@ -94,7 +94,6 @@ class NamedPolicy(BaseModel):
 
     Attributes:
         name: its file has this name, with "_" for "-".
-        source: paper, section, equation; or "none".
         use_when: one line for the table of docs/policies.md.
         paper: settings of ``NAME@paper``; None: not available.
     """
@@ -144,12 +143,10 @@ class NamedPolicy(BaseModel):
     @classmethod
     @cache
     def _specs(cls) -> dict[str, dict[str, Any]]:
-        """JSON schemas of the options."""
         return dict(cls.model_json_schema()["properties"])
 
     @classmethod
     def _problem(cls, error: Any) -> str:
-        """One line for a pydantic error."""
         if not error["loc"]:  # from a validator of several options
             return str(error["ctx"]["error"])
         name, value, specs = error["loc"][0], error["input"], cls._specs()

@@ -101,7 +101,7 @@ class RangeScores:
 class PolicyState:
     """State that a path passes from one compression to the next (D2O only).
 
-    ``threshold``, [num_layers, num_kv_heads], float32, of similarity is NaN before a head's first eviction.
+    ``threshold``, [num_layers, num_kv_heads], float32: similarity threshold; NaN before a head's first eviction.
     """
 
     threshold: Tensor
@@ -111,9 +111,7 @@ class PolicyState:
 class Decision:
     """Outcome of one compression.
 
-    Attributes:
-        state: for the path's next compression, or None.
-        worth: [num_entries], int16, in the order of the selection (:func:`worth_of`); None if not requested.
+    ``state`` is for the path's next compression; ``worth`` (:func:`worth_of`) is in the order of the selection.
     """
 
     selection: Selection

@@ -19,9 +19,9 @@ class SignalScorer(Scorer):
 
     Source: KVzip (arXiv 2505.23416), Sec. 3, Eq. 3, for ``READER_ATTENTION``.
     Differs: the 2-norm over queries and the query heads of a group instead of the maximum, which a single accidental
-        query can set and which loses more answers at small budgets (docs/quality.md); attention weights over everything
-        the query sees, instead of a softmax over one chunk's keys; a chunk's queries score the whole prefix, not only
-        their own chunk.
+        query can set and which loses more answers at small budgets (docs/quality.md). Squares, because a token that one
+        query of a hundred needs matters nearly as much as one that all need. Attention weights over everything the
+        query sees, instead of a softmax over one chunk's keys; queries score the whole prefix, not only their chunk.
     """
 
     signal: Signal

@@ -15,7 +15,6 @@ def worth_of(scores: RangeScores, kept: Tensor, flat: Tensor, *, comparable: boo
 
     Scores that are not comparable are replaced by their rank within the (layer, head), so that all heads shrink alike.
     Pinned tokens get the largest worth.
-
     ``kept`` is [num_layers, num_kv_heads, num_tokens], bool; ``flat`` [num_entries], int64, its set elements' indices.
     """
     values = scores.values.clamp(-_MAX, _MAX)

@@ -39,7 +39,6 @@ class Segment:
         indptr: [num_layers * num_kv_heads + 1], int32, start of each run.
         splittable: False if an entry may hold information of later tokens (merging in any direction), or if layers with
             sliding windows keep only their last tokens.
-        tokens_per_slot: tokens of the range per slot.
         worth: [num_entries], int16; a squeeze evicts the lowest first. None: it cannot be squeezed.
         is_measured: ``worth`` comes from measured reader attention, not from predicted scores.
         is_fitted: values and biases are fitted; the biases of other segments are 0.
@@ -47,8 +46,7 @@ class Segment:
         policy_state: of the path, for its next compression; opaque here.
         is_generated: holds generated tokens. It grows view by view; a request that reads all views reads them as one,
             see :meth:`SpanTable.runs`.
-        num_spans: live spans of this segment.
-        num_live_entries: entries in live spans.
+        num_live_entries: entries in live spans (``num_spans``).
     """
 
     def __init__(
@@ -209,10 +207,8 @@ class View:
 class CopiedEntries:
     """Copies of entries, outside the pool; ``positions`` and ``worth`` are as in :class:`Segment`.
 
-    Attributes:
-        keep_lens: [num_layers, num_kv_heads], int32, entries of each run.
-        k: [num_entries, head_dim], in the arena's dtype, on its device. ``v`` likewise.
-        biases: [num_entries], float32; None if no entry is fitted.
+    ``keep_lens``, [num_layers, num_kv_heads], int32, are entries per run; ``k`` and ``v`` are [num_entries, head_dim],
+    in the arena's dtype, on its device; ``biases`` [num_entries], float32, None if no entry is fitted.
     """
 
     keep_lens: Tensor

@@ -31,10 +31,9 @@ class NearestKeyMerger(Merger):
     """Cosine matching of keys, a moving threshold, and a similarity-weighted mean of keys and values.
 
     The threshold of a head starts as the mean of its evicted tokens' best similarities and moves with later
-    compressions of the same path: ``beta * mean + (1 - beta) * previous``. Evicted tokens below it are not merged.
-
-    The released code has a ``threshold_scope`` of "layer"; the paper's ablations are ``threshold`` "none",
-    ``weighting`` "average" (Table 8) and ``match_on`` "values" (Table 7).
+    compressions of the same path: ``beta * mean + (1 - beta) * previous``. Evicted tokens below it are not merged. The
+    released code has a ``threshold_scope`` of "layer"; the paper's ablations are ``threshold`` "none", ``weighting``
+    "average" (Table 8) and ``match_on`` "values" (Table 7).
 
     Source: D2O (arXiv 2406.13035), Eq. 9-12.
     Differs: Eq. 12 as printed gives weights that sum to more than 1; here the numerator is the token's own term. A
