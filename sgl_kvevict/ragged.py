@@ -26,7 +26,7 @@ class Selection:
 
 @dataclass(frozen=True, eq=False)
 class MergePlan:
-    """Rows whose weighted sum each kept entry becomes; the same weights for keys and values.
+    """Source rows and weights whose weighted sum replaces each kept entry, the same for keys and values.
 
     Entry ``e`` of the selection is the sum over ``j`` in ``indptr[e]:indptr[e + 1]`` of ``weights[j]`` times the
     row of token ``indices[j]`` (relative to the range) in ``layers[j]``, ``heads[j]``. Its own row comes first.
