@@ -265,17 +265,13 @@ class KVEvictConfig(BaseModel):
         return self
 
     def num_slots(self, num_tokens: int, start: int = 0) -> int:
-        """Token slots that a compressed range takes.
+        """Token slots that a range of ``num_tokens`` takes once it is compressed; at least one for a range with tokens.
 
-        Args:
-            num_tokens: length of the range (tokens), >= 0.
-            start: logical position of the range's first token; matters only where the budget includes the tail.
-
-        Returns:
-            For a share, ``ceil(budget * num_tokens)``, computed from the decimal as written (0.07 of 100 tokens is 7 slots,
-            not 8). For entries per head, ``min(budget, num_tokens)``. At least one for a range with tokens.
-            Where the budget includes the tail, a share counts for the whole prompt: earlier compressed ranges, this
-            range and the tail together hold ``ceil(budget * prompt)`` slots; entries per head exclude the tail's.
+        A share gives ``ceil(budget * num_tokens)``, computed from the decimal as written (0.07 of 100 tokens is 7
+        slots, not 8); entries per head give ``min(budget, num_tokens)``. Where the budget includes the tail, a share
+        counts for the whole prompt: earlier compressed ranges, this range and the tail together hold ``ceil(budget *
+        prompt)`` slots; entries per head exclude the tail's. Only there ``start``, the range's logical position,
+        matters.
 
         Raises:
             ValueError: a number is negative.

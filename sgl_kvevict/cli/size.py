@@ -19,11 +19,7 @@ COMMON_BUDGETS = (1.0, 0.5, 0.2, 0.1)
 class ModelSizes:
     """Sizes of a model that determine the KV of one token.
 
-    Attributes:
-        num_layers: layers with keys and values; recurrent ones (``linear_attention``) have none.
-        num_kv_heads: KV heads a layer.
-        head_dim: elements of one K (or V) row.
-        dtype_bytes: bytes of one element.
+    ``num_layers`` counts layers with keys and values: recurrent ones (``linear_attention``) have none.
     """
 
     num_layers: int
@@ -44,7 +40,6 @@ class Fit:
     Attributes:
         budget: share of entries, or entries per head.
         prefix_slots: token slots of one cached prefix, its compressed part and its tail.
-        prefix_bytes: bytes of these slots.
         prefixes: number that fit, the last of them uncompressed as it is during prefill.
         tokens_per_slot: tokens of a prefix divided by its slots.
     """
@@ -57,13 +52,10 @@ class Fit:
 
 
 def read_model_sizes(model: str) -> ModelSizes:
-    """Read the sizes from a model's configuration.
-
-    Args:
-        model: model folder, hub name, or a name of ``sgl_kvevict.model.MODELS``.
+    """Read the sizes from a model's configuration; ``model`` is a folder, a hub name or a key of ``MODELS``.
 
     Raises:
-        ConfigError: no such model, or not one with plain attention.
+        ConfigError: no such model, or it has no plain attention.
     """
     model = resolve_model(model)
     allowed = "a folder with a config.json, or a hub name that can be reached from here"
@@ -92,7 +84,7 @@ def read_model_sizes(model: str) -> ModelSizes:
 
 
 def _downloaded(hub_name: str) -> Path:
-    """The configuration of a model on a hub."""
+    """Download the configuration of a model from a hub."""
     try:
         from huggingface_hub import hf_hub_download
     except ImportError as error:
@@ -129,7 +121,7 @@ def prefix_slots(config: KVEvictConfig, num_tokens: int) -> int:
 def fits(
     config: KVEvictConfig, sizes: ModelSizes, num_tokens: int, pool_slots: int, reserved_slots: int = 0
 ) -> list[Fit]:
-    """Work out how many prefixes fit, for the configured budget and a few common ones.
+    """Compute how many prefixes of ``num_tokens`` fit, at the configured budget and a few common ones.
 
     Args:
         config: budget, tail and smallest range.
@@ -139,7 +131,7 @@ def fits(
         reserved_slots: slots of the pool left to the questions and answers of running requests.
 
     Returns:
-        One row a budget, the configured one first.
+        One row per budget, the configured one first.
     """
     budgets: Sequence[float | int] = (config.budget, *(b for b in COMMON_BUDGETS if b != config.budget))
     rows = []
@@ -159,13 +151,13 @@ def fits(
 
 
 def as_builtins(sizes: ModelSizes, pool_slots: int, rows: Sequence[Fit]) -> dict[str, object]:
-    """All figures for scripts."""
+    """Return all figures as plain values, for JSON."""
     model = asdict(sizes) | {"slot_bytes": sizes.slot_bytes}
     return {"model": model, "pool_slots": pool_slots, "budgets": [asdict(row) for row in rows]}
 
 
 def show_bytes(amount: float) -> str:
-    """An amount of memory in a readable unit."""
+    """Format an amount of memory in a readable unit."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
         if amount >= size:
             return f"{amount / size:.1f} {unit}"

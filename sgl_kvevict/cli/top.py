@@ -32,16 +32,16 @@ _PAST_BATCHES = 20
 
 @dataclass(frozen=True)
 class TopOptions:
-    """How to watch.
+    """Options of ``top``.
 
     Attributes:
         endpoint: the server's inspection socket.
         interval_s: seconds between reports.
-        rows: prefixes in a report, at most.
-        sort: what they are sorted by.
+        rows: most prefixes in a report.
+        sort: the prefixes' order.
         timeout_s: seconds to wait for an answer.
         count: number of reports; 0: no end.
-        is_long: the model's name in full.
+        is_long: show the model's name in full.
     """
 
     endpoint: str
@@ -57,7 +57,7 @@ def run_top(options: TopOptions, *, as_json: bool) -> None:
     """Show reports until the count is reached, ``q`` or Ctrl-C.
 
     Raises:
-        ServerSilentError: with a count, no report came at all.
+        ServerSilentError: a count was given, and no report came at all.
         ConfigError: the endpoint is not an address.
     """
     watcher = _Watcher(options)
@@ -98,7 +98,7 @@ class _Watcher:
             sys.stdout.flush()
 
     async def _reports(self) -> AsyncIterator[None]:
-        """Yield after each report: one each interval, and one after each key; ends with the count or with ``q``."""
+        """Yield after each report: one per interval, and one after each key; ends with the count or with ``q``."""
         num_reports = 0
         async with InspectClient(self.state.endpoint, self.options.timeout_s) as client:
             try:
@@ -129,7 +129,7 @@ class _Watcher:
             state.silent = str(error)
 
     async def _follow(self, description: Description) -> None:
-        """Read the event stream of a server that is new, or was restarted, from a little before now."""
+        """Read the event stream of a new or restarted server, from a little before now."""
         self.state.description = description
         if self._stream is not None:
             self._stream.cancel()
@@ -161,7 +161,7 @@ class _Watcher:
 
 @contextlib.contextmanager
 def _keys(press: Callable[[str], None]) -> Iterator[None]:
-    """Call ``press`` with every key that is typed, if standard input is a terminal."""
+    """Call ``press`` with every typed key, if standard input is a terminal."""
 
     def read_keys() -> None:
         for key in os.read(stdin, 64).decode(errors="replace"):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # torch is imported where tensors are made: `sgl-kvevict stor
 MAGIC = b"sgl-kvevict-seg\n"
 PREFIX_BYTES = 64
 MAX_HEADER_BYTES = 1 << 16
-"""Of the safetensors header, which names at most eleven tensors and seven fields."""
+"""Limit of the safetensors header, which names at most eleven tensors and seven fields."""
 MAX_TOKENS = 1 << 26
 _FIELDS: dict[str, type] = {
     **{"key": str, "identity": str, "start": int, "end": int},
@@ -55,7 +55,7 @@ class SegmentRecord:
         start: logical position of its first token.
         end: logical position after its last token.
         splittable: see :class:`sgl_kvevict.prefix.Segment`.
-        is_read: likewise.
+        is_read: see :class:`sgl_kvevict.store.manifest.ManifestEntry`.
         created: seconds since the epoch.
         tokens: [end], int64, all tokens of its path.
         keep_lens: [num_layers, num_kv_heads], int32, entries of each run.
@@ -95,7 +95,7 @@ class SegmentRecord:
         return self.positions.numel()
 
     def after(self, position: int) -> SegmentRecord:
-        """Return a record, not to be stored, without the entries of tokens before a logical position."""
+        """Return a record without the entries of tokens before a logical position; not to be stored."""
         import torch
 
         kept = self.positions >= position
@@ -125,11 +125,7 @@ def encode_segment(record: SegmentRecord) -> bytes:
 
 
 def decode_segment(data: bytes, key: str) -> SegmentRecord:
-    """Check bytes from an untrusted source and return the record in them.
-
-    Args:
-        data: as read.
-        key: the name under which they were found.
+    """Check bytes from an untrusted source, found under the name ``key``, and return their record.
 
     Raises:
         CorruptSegmentError: they are not exactly what :func:`encode_segment` returned for this key.
@@ -154,7 +150,7 @@ def decode_segment(data: bytes, key: str) -> SegmentRecord:
 
 
 def read_header(data: bytes) -> dict[str, Any]:
-    """Return fields and shapes of a segment, without its tensors; for ``sgl-kvevict store show``.
+    """Return fields and shapes of a segment, without its tensors, for ``sgl-kvevict store show``.
 
     Raises:
         CorruptSegmentError: not a segment.

@@ -1,4 +1,4 @@
-"""Segments in a store: by key, and by the prompts that can use them."""
+"""Segments in a store, found by key, or by a prompt's first tokens."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ MAX_QUARANTINED = 4096
 
 
 def open_backend(url: str, max_bytes: int | None = None) -> Backend:
-    """Return the back end of a URL or folder. Nothing is created or contacted.
+    """Return the back end of a URL or folder (the field ``store``) without creating or contacting it.
 
     Args:
-        url: the field ``store`` of the configuration.
+        url: a folder's path, or a URL.
         max_bytes: size limit of a folder.
 
     Raises:
@@ -42,7 +42,7 @@ def open_backend(url: str, max_bytes: int | None = None) -> Backend:
 
 @dataclass(frozen=True)
 class StoredSegment:
-    """A segment in a listing: the digest of the identity that made it, its key, and its size and age."""
+    """A segment in a listing; ``identity``: digest of the identity that made it."""
 
     identity: str
     key: str
@@ -50,15 +50,10 @@ class StoredSegment:
 
 
 class SegmentStore:
-    """The segments of one identity.
+    """The segments of one identity; those of others are neither found nor loaded.
 
     An item that cannot be read although the place answers (an I/O error, missing permission, a folder of its name) is
     quarantined: it counts as missing for ``QUARANTINE_S``.
-
-    Args:
-        backend: the place.
-        identity: of this server. Segments of other identities are neither found nor loaded.
-        clock: counts seconds.
     """
 
     def __init__(self, backend: Backend, identity: StoreIdentity, clock: Callable[[], float] = time.monotonic) -> None:
@@ -103,9 +98,9 @@ class SegmentStore:
         return written
 
     def find(self, tokens: Sequence[int], namespace: Namespace) -> Sequence[ManifestEntry]:
-        """Return segments whose paths share a prompt's first tokens, the newest first.
+        """Return segments whose paths share a prompt's first tokens, newest first.
 
-        One manifest is read, unless it is full: then those of more tokens are read too, the longest first.
+        Reads one manifest; if that is full, also those of more tokens, longest first.
 
         Raises:
             StoreError: the store, or a manifest, cannot be read.
@@ -128,7 +123,7 @@ class SegmentStore:
         Raises:
             StoreError: the store cannot be read.
             UnreadableItemError: the segment cannot be read; it is quarantined.
-            CorruptSegmentError: the file is no segment, or not one of this identity.
+            CorruptSegmentError: the file is not a segment of this identity.
         """
         data = self._read(segment_name(self.identity.digest, key))
         if data is None:
@@ -148,7 +143,7 @@ class SegmentStore:
         return record
 
     def delete(self, key: str) -> bool:
-        """Remove a segment; False: there was none. Manifests may go on listing it."""
+        """Remove a segment; False: there was none. Manifests may still list it."""
         return self.backend.delete(segment_name(self.identity.digest, key))
 
     def _read(self, name: str) -> bytes | None:
@@ -166,7 +161,7 @@ class SegmentStore:
             raise UnreadableItemError(str(error)) from error
 
     def _first_manifest(self, tokens: Sequence[int], namespace: Namespace) -> Sequence[ManifestEntry]:
-        """Entries of the manifest of the first ``min_prefix_tokens`` tokens, the newest first."""
+        """Entries of the manifest of the first ``min_prefix_tokens`` tokens, newest first."""
         depth = self.identity.min_prefix_tokens
         return self._read_manifest(namespace.first_tokens(tokens, depth)) if len(tokens) >= depth else []
 
@@ -200,11 +195,7 @@ def segment_name(identity: str, key: str) -> str:
 
 
 def list_segments(backend: Backend) -> Iterator[StoredSegment]:
-    """Yield the segments of all identities, in no particular order.
-
-    Raises:
-        StoreError: the place is not there, or cannot be read.
-    """
+    """Yield the segments of all identities, unordered."""
     for item in backend.list(ROOT):
         parts = item.name.split("/")
         if len(parts) == 5 and parts[2] == "segments":
