@@ -80,11 +80,7 @@ class EventsConfig(BaseModel):
 
 
 class KVEvictConfig(BaseModel):
-    """Which entries of a prefix are kept, and where compression applies.
-
-    Raises:
-        pydantic.ValidationError: a field is unknown or out of range; :func:`parse_config` makes it a ConfigError.
-    """
+    """Which entries of a prefix are kept, and where compression applies; made and checked by :func:`parse_config`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -265,13 +261,12 @@ class KVEvictConfig(BaseModel):
         return self
 
     def num_slots(self, num_tokens: int, start: int = 0) -> int:
-        """Token slots that a range of ``num_tokens`` takes once it is compressed; at least one for a range with tokens.
+        """Token slots (>= 1) of a compressed range of ``num_tokens`` tokens that begins at logical position ``start``.
 
         A share gives ``ceil(budget * num_tokens)``, computed from the decimal as written (0.07 of 100 tokens is 7
         slots, not 8); entries per head give ``min(budget, num_tokens)``. Where the budget includes the tail, a share
         counts for the whole prompt: earlier compressed ranges, this range and the tail together hold ``ceil(budget *
-        prompt)`` slots; entries per head exclude the tail's. Only there ``start``, the range's logical position,
-        matters.
+        prompt)`` slots; entries per head exclude the tail's. Only then ``start`` matters.
 
         Raises:
             ValueError: a number is negative.
@@ -327,9 +322,7 @@ def parse_config(values: Mapping[str, Any], source: str) -> KVEvictConfig:
 
 
 def load_config(environ: Mapping[str, str] | None = None) -> KVEvictConfig:
-    """Read ``KVEVICT_CONFIG`` from ``environ`` (default: this process's environment).
-
-    It holds a JSON object, or the path of a ``.json``, ``.yaml`` or ``.yml`` file. Unset or empty means the defaults.
+    """Read ``KVEVICT_CONFIG``: a JSON object, or the path of a ``.json``, ``.yaml`` or ``.yml`` file; unset: defaults.
 
     Raises:
         ConfigError: neither an object nor such a path, an unreadable file, or a bad field.

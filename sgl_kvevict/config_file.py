@@ -33,12 +33,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def decode_config(text: str, suffix: str, source: str) -> dict[str, Any]:
-    """Decode the values of a configuration, unchecked.
-
-    Args:
-        text: JSON or YAML.
-        suffix: the format, one of ``CONFIG_SUFFIXES``.
-        source: where the text comes from, for error messages.
+    """Decode the values of a configuration, unchecked; ``suffix`` tells the format, ``source`` is for error messages.
 
     Raises:
         ConfigError: the text cannot be decoded, names a field twice, or is not one object.

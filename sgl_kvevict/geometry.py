@@ -8,13 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KVScales:
-    """FP8 scales per layer of an arena: the value of a stored 1; 1.0 for other dtypes.
+    """FP8 scales of keys and values per layer: the value of a stored 1. Empty: all 1.0, as for other dtypes.
 
     Fixed at the server's start, even if its weights change: rows are written and read with the same scales.
-
-    Attributes:
-        k: scales of keys, one per layer; empty: all 1.0.
-        v: scales of values, likewise.
 
     Raises:
         ValueError: a scale is not a finite number > 0, or keys and values differ in layers.

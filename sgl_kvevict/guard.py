@@ -53,14 +53,10 @@ PER_RANK = frozenset({Place.OBSERVATION, Place.COMPRESSION, Place.FIT})
 
 
 class Guard:
-    """Holds, counts and logs exceptions.
+    """Holds, counts and logs exceptions; ``errors``: their number by place.
 
-    Args:
-        num_ranks: tensor-parallel ranks. With more than one, an exception at one of ``PER_RANK`` is an
-            :class:`InvariantError`: the other ranks would go on with another tree.
-
-    Attributes:
-        errors: exceptions held since the start, by place.
+    With several tensor-parallel ranks, an exception at one of ``PER_RANK`` is an :class:`InvariantError`: the other
+    ranks would go on with another tree.
     """
 
     def __init__(self, num_ranks: int = 1) -> None:
@@ -102,11 +98,7 @@ class Guard:
 
 
 class Attempt:
-    """The context that :meth:`Guard.at` returns.
-
-    Attributes:
-        failed: the block ended with an exception.
-    """
+    """The context that :meth:`Guard.at` returns; ``failed``: the block ended with an exception."""
 
     __slots__ = ("_guard", "_place", "failed")
 
@@ -133,11 +125,7 @@ class Attempt:
 
 
 class accounting(ContextDecorator):
-    """A block or function in which slots, spans or rows change hands: any exception is an error of accounting.
-
-    Raises:
-        InvariantError: the block raised something else.
-    """
+    """A block or function in which slots, spans or rows change hands: it raises nothing but :class:`InvariantError`."""
 
     def __enter__(self) -> accounting:
         return self

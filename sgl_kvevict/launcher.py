@@ -108,9 +108,6 @@ def free_port() -> int:
     """Return a TCP port that nothing listens on, a different one at each call.
 
     It lies below the ports of outgoing connections, one of which could take it while the server loads its model.
-
-    Raises:
-        LaunchError: none is free.
     """
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         if port not in _ports_given and _can_bind(port):
@@ -131,13 +128,8 @@ def _can_bind(port: int) -> bool:
 class RunningServer:
     """A server started by ``launch``; the end of the ``with`` block, or the interpreter's exit, stops it.
 
-    If this process is killed, a watcher process ends the server's process group. A ``with`` block that fails because
-    the server died raises ``LaunchError`` with the tail of the log.
-
-    Args:
-        process: the server's main process, leader of its own process group.
-        url: ``http://HOST:PORT``.
-        log_path: file that receives its output.
+    If this process is killed, a watcher process ends the server's process group, whose leader is ``process``. A
+    ``with`` block that fails because the server died raises ``LaunchError`` with the tail of the log.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], url: str, log_path: Path) -> None:
@@ -196,11 +188,7 @@ class RunningServer:
             return str(response.read().decode("utf-8"))
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 300.0) -> bytes:
-        """POST a JSON ``body`` and return the raw answer.
-
-        Raises:
-            urllib.error.HTTPError: the server answered with an error status.
-        """
+        """POST a JSON ``body`` and return the raw answer; an error status raises ``urllib.error.HTTPError``."""
         data = json.dumps(dict(body or {})).encode()
         request = urllib.request.Request(
             self.url + path, data=data, headers={"Content-Type": "application/json"}, method="POST"
@@ -217,10 +205,7 @@ class RunningServer:
         os.killpg(self.process.pid, signal.SIGCONT)
 
     def stop(self, grace_s: float = 10.0) -> None:
-        """End the server and every process it started, suspended or not. Safe to call twice.
-
-        SIGKILL follows SIGTERM after ``grace_s`` seconds.
-        """
+        """End the server's process group, suspended or not (see :func:`end_group`). Safe to call twice."""
         atexit.unregister(self.stop)
         # `poll` reaps the leader: its zombie would keep the group alive.
         end_group(self.process.pid, grace_s, self.process.poll)
@@ -306,12 +291,9 @@ def _wait_until_healthy(server: RunningServer, timeout_s: float) -> None:
 
 
 def end_group(group: int, grace_s: float = 10.0, reap: Callable[[], object] = lambda: None) -> None:
-    """End a process group, suspended or not: SIGTERM, then SIGKILL; returns when it is gone.
+    """End a process group by the id of its leader: SIGTERM, then SIGKILL after ``grace_s`` s; returns when it is gone.
 
-    Args:
-        group: process id of the group's leader.
-        grace_s: seconds between the two signals.
-        reap: called before each look at the group, to reap ended processes if the caller is their parent.
+    ``reap`` is called before each look at the group, to reap ended processes if the caller is their parent.
     """
     for signal_number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
         deadline = time.monotonic() + patience_s

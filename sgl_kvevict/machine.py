@@ -35,11 +35,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU.
-
-    Attributes:
-        shared_kib: shared memory that one program may ask for.
-    """
+    """One GPU; ``shared_kib``: shared memory that one program may ask for."""
 
     name: str
     capability: tuple[int, int]
@@ -55,11 +51,9 @@ class Machine:
     Attributes:
         packages: version by name, of the packages that matter.
         plugins: names of our entry points that SGLang would find.
-        cpu_flags: flags in ``/proc/cpuinfo``.
         host_gib: available host memory.
         numba_reason: why attention 'numba' cannot run here; None: it can.
         torch_cuda: CUDA version that torch is built for.
-        driver: version of the NVIDIA driver.
         gpus: visible to torch.
         nvcc: path of the compiler that FlashInfer and SGLang would call.
         tools: path by name of ``ninja``, ``c++`` and ``cc``.
@@ -80,12 +74,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check.
+    """The result of one check; ``mend``: what to do, if anything.
 
-    Attributes:
-        state: ``warning``: a server starts, but slower or with less; ``missing``: it does not start.
-        found: what was found.
-        mend: what to do; "" if nothing.
+    ``state``: ``warning`` means that a server starts, but slower or with less; ``missing``: it does not start.
     """
 
     name: str
@@ -97,8 +88,7 @@ class Check:
 def read_machine(devices: Sequence[int] | None = None) -> Machine:
     """Collect facts about this machine; takes seconds, because torch is imported.
 
-    Args:
-        devices: GPUs to look at, each of which gets a CUDA context; None: all visible to torch.
+    Each GPU in ``devices`` (None: all visible to torch) gets a CUDA context.
     """
     import torch
 
@@ -131,12 +121,9 @@ def read_machine(devices: Sequence[int] | None = None) -> Machine:
 
 
 def check_machine(machine: Machine, device: str, dtype: str = "bfloat16") -> list[Check]:
-    """Return the checks of everything a server needs besides :func:`check_packages`.
+    """Return the checks of everything a server on ``device`` ("cuda" or "cpu") needs besides :func:`check_packages`.
 
-    Args:
-        machine: the facts.
-        device: of the server, "cuda" or "cpu".
-        dtype: of the model, as torch prints it without ``torch.``.
+    ``dtype``: of the model, as torch prints it without ``torch.``.
     """
     return _gpu_checks(machine) if device == "cuda" else _cpu_checks(machine, dtype)
 

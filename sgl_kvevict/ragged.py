@@ -33,9 +33,7 @@ class MergePlan:
 
     Attributes:
         indptr: [num_entries + 1], int32.
-        layers: [num_sources], int32.
-        heads: [num_sources], int32.
-        indices: [num_sources], int32.
+        layers: [num_sources], int32, like ``heads`` and ``indices``.
         weights: [num_sources], float32; each entry's weights sum to 1.
     """
 

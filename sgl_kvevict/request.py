@@ -42,14 +42,7 @@ class RequestOptions(BaseModel):
 
 
 def parse_request_options(custom_params: object, config: KVEvictConfig) -> RequestOptions | None:
-    """Read and check the options of a request; other custom parameters are ignored.
-
-    Args:
-        custom_params: from the request's sampling parameters; SGLang accepts any JSON value.
-        config: limits on questions.
-
-    Returns:
-        None if the request has no options of ours.
+    """Read and check the options of a request; None if it has none of ours. Other custom parameters are ignored.
 
     Raises:
         ConfigError: names the bad field, the beginning of its value and what is allowed.

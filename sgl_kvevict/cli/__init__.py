@@ -36,8 +36,8 @@ _UsageError: Any = typer.BadParameter.__bases__[0]
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line (``arguments`` without the program's name); ends in ``SystemExit``.
 
-    Errors of this package, of the operating system and of network connections (``OSError``), and of usage are printed
-    as ``sgl-kvevict: error: ...``. Anything else is a bug and shows its traceback.
+    Errors of this package, of system and network (``OSError``), and of usage are printed as ``sgl-kvevict: error:
+    ...``. Anything else is a bug and shows its traceback.
     """
     try:
         code = app(args=arguments, prog_name="sgl-kvevict", standalone_mode=False) or 0

@@ -35,10 +35,7 @@ Decode = Callable[[Sequence[int]], list[str]]
 class Snapshot:
     """A server's tree at one moment.
 
-    Attributes:
-        endpoint: address of its inspection socket.
-        maps: tokens kept by each head, by node id.
-        tokens: token ids by node id; empty unless the server exposes them.
+    ``maps``: tokens kept by each head, by node id. ``tokens``: by node id; empty unless the server exposes them.
     """
 
     endpoint: str
@@ -61,11 +58,7 @@ def take_snapshot(
         num_maps: number of compressed nodes, largest first, to fetch maps of.
         bins: resolution of these maps.
         with_tokens: ask for token ids if the server exposes them.
-        timeout_s: seconds to wait for each answer.
-
-    Raises:
-        ConfigError: the endpoint is not an address.
-        ServerSilentError: no answer.
+        timeout_s: seconds to wait for each answer; :class:`ServerSilentError` if there is none.
     """
 
     async def ask_all() -> Snapshot:
@@ -158,10 +151,7 @@ def _as_numbers(ids: Sequence[int]) -> list[str]:
 
 
 def load_decoder(path: str) -> Decode | None:
-    """Return a function from token ids to texts; None without transformers, or without a tokenizer at ``path``.
-
-    ``path`` is a folder or hub name.
-    """
+    """Return a function from token ids to texts; None without transformers, or without a tokenizer at ``path``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about optional parts of transformers that a tokenizer does not need
         try:

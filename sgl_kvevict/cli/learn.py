@@ -27,7 +27,7 @@ Say = Callable[[str], None]
 
 
 class LearnError(KVEvictError):
-    """The learned scores have too little recall, or were not written."""
+    """The learned scores have too little recall of the entries that passes keep, or were not written."""
 
 
 def learn(model: str, out: Path, texts: Path | None, num_prefixes: int, sglang_flags: Sequence[str], say: Say) -> None:
@@ -45,7 +45,7 @@ def learn(model: str, out: Path, texts: Path | None, num_prefixes: int, sglang_f
 
     Raises:
         ConfigError: there are too few texts, ``out`` cannot be written, or the server cannot start with these flags.
-        LearnError: the learned scores have too little recall of the entries that scoring passes keep.
+        LearnError: see there.
         LaunchError: the server did not start, or ended.
     """
     check_writable(out, "--out")

@@ -36,13 +36,7 @@ _BACKEND_FLAGS = tuple(f"--{field.replace('_', '-')}" for field in BACKENDS)
 
 @dataclass(frozen=True)
 class ServePlan:
-    """A server ready to be started.
-
-    Attributes:
-        command: argument vector of the server process.
-        environ: variables added to this process's environment.
-        summary: one line that says what was resolved.
-    """
+    """A server ready to be started; ``environ`` is added to this process's, ``summary`` says what was resolved."""
 
     command: tuple[str, ...]
     environ: Mapping[str, str]
@@ -102,14 +96,10 @@ def parse_policy_options(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def resolve_config(config_file: Path | None, given: Mapping[str, Any]) -> KVEvictConfig:
-    """Combine the configuration's sources and check its fields; the policy is checked by :func:`spelled_out`.
-
-    Args:
-        config_file: JSON or YAML file; None means ``KVEVICT_CONFIG``, or the defaults if that is unset.
-        given: fields of the command line, which take precedence.
+    """Combine ``config_file`` (None: ``KVEVICT_CONFIG``, or the defaults) with ``given``, fields that take precedence.
 
     Raises:
-        ConfigError: a field is wrong.
+        ConfigError: a field is wrong; the policy is checked by :func:`spelled_out`.
     """
     if config_file is None:
         base, source = load_config().model_dump(exclude_unset=True), "the command line"
@@ -149,8 +139,8 @@ def plan_serve(
         listens: check that ``--port`` of the flags, or SGLang's default, is free; False: a port is chosen later.
 
     Raises:
-        ConfigError: SGLang is missing, the policy or a flag is wrong, or the model, the pool, the port, or a file,
-            folder or socket of the configuration cannot be used; lists every reason.
+        ConfigError: lists every reason: SGLang is missing, the policy or a flag is wrong, or the model, the pool, the
+            port, or a file, folder or socket of the configuration cannot be used.
     """
     problems = _problems(model, config, sglang_flags, listens)
     try:

@@ -17,10 +17,7 @@ COMMON_BUDGETS = (1.0, 0.5, 0.2, 0.1)
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a model that determine the KV of one token.
-
-    ``num_layers`` counts layers with keys and values: recurrent ones (``linear_attention``) have none.
-    """
+    """Sizes that determine the KV of one token; recurrent layers (``linear_attention``) have none and do not count."""
 
     num_layers: int
     num_kv_heads: int
@@ -38,7 +35,6 @@ class Fit:
     """Number of prefixes that fit at one budget.
 
     Attributes:
-        budget: share of entries, or entries per head.
         prefix_slots: token slots of one cached prefix, its compressed part and its tail.
         prefixes: number that fit, the last of them uncompressed as it is during prefill.
         tokens_per_slot: tokens of a prefix divided by its slots.
@@ -93,11 +89,7 @@ def _downloaded(hub_name: str) -> Path:
 
 
 def parse_bytes(text: str) -> int:
-    """Read an amount of memory: ``40GB``, ``512MiB`` or a plain number of bytes.
-
-    Raises:
-        ConfigError: not such an amount.
-    """
+    """Read an amount of memory, ``40GB``, ``512MiB`` or a plain number of bytes; anything else is a ``ConfigError``."""
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1, "": 1}
     digits = text.strip().rstrip("BKMGIbkmgi ")
     unit = text.strip()[len(digits) :].strip().upper()
@@ -121,17 +113,9 @@ def prefix_slots(config: KVEvictConfig, num_tokens: int) -> int:
 def fits(
     config: KVEvictConfig, sizes: ModelSizes, num_tokens: int, pool_slots: int, reserved_slots: int = 0
 ) -> list[Fit]:
-    """Compute how many prefixes of ``num_tokens`` fit, at the configured budget and a few common ones.
+    """Compute how many prefixes of ``num_tokens`` fit, at the configured budget (first row) and a few common ones.
 
-    Args:
-        config: budget, tail and smallest range.
-        sizes: of the model.
-        num_tokens: tokens of one prefix.
-        pool_slots: token slots of the pool.
-        reserved_slots: slots of the pool left to the questions and answers of running requests.
-
-    Returns:
-        One row per budget, the configured one first.
+    ``reserved_slots`` of the pool are left to the questions and answers of running requests.
     """
     budgets: Sequence[float | int] = (config.budget, *(b for b in COMMON_BUDGETS if b != config.budget))
     rows = []

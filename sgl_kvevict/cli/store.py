@@ -135,12 +135,7 @@ def _place(url: str, name: str) -> str:
 
 
 def _open(url: str, name: str = "STORE") -> Backend:
-    """Open an existing store without creating it.
-
-    Raises:
-        ConfigError: no folder of this name.
-        StoreError: nothing is at this URL.
-    """
+    """Open an existing store without creating it."""
     from sgl_kvevict.store import open_backend
 
     place = _place(url, name)

@@ -35,11 +35,7 @@ class TopOptions:
     """Options of ``top``.
 
     Attributes:
-        endpoint: the server's inspection socket.
-        interval_s: seconds between reports.
         rows: most prefixes in a report.
-        sort: the prefixes' order.
-        timeout_s: seconds to wait for an answer.
         count: number of reports; 0: no end.
         is_long: show the model's name in full.
     """

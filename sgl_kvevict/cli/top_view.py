@@ -59,8 +59,6 @@ class TopState:
 
     Attributes:
         sort: order of the largest prefixes.
-        description: model, policy and sizes; None before the first answer.
-        status: the newest report; None before the first one.
         silent: why there is no newer report; None while the server answers.
         events: time (seconds since the epoch) and event, newest last.
         missed: event batches lost between server and client.

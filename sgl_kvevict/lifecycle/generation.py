@@ -64,15 +64,9 @@ class Generations(Part):
             self.end(reader)
 
     def step(self, readers: Sequence[Reader], seq_lens: Sequence[int], rows: Sequence[int]) -> GeneratedStep | None:
-        """Prepare a forward in which followed requests have one new token each.
+        """Prepare a forward in which followed requests have one new token each; return a recorder of queries, if any.
 
-        Args:
-            readers: of the batch.
-            seq_lens: their logical lengths, with the new tokens.
-            rows: of the batch's queries, each request's last one.
-
-        Returns:
-            Records the queries of each layer; None: nothing is recorded.
+        ``seq_lens`` are logical lengths with the new tokens; ``rows``: each request's last row in the batch's queries.
         """
         if self._suffix_compressor.lanes is None:
             return None

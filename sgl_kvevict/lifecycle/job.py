@@ -126,7 +126,7 @@ RULES: Mapping[tuple[Stage, JobEvent], tuple[Rule, ...]] = {
 
 
 def decide(stage: Stage, event: JobEvent, facts: Collection[Fact] = ()) -> Action | Outcome:
-    """Return what an event does to a job: an action, or the outcome with which it ends.
+    """Return what an event does to a job: an action, or the outcome that ends it.
 
     Raises:
         InvariantError: the event cannot happen at this stage.
@@ -147,8 +147,7 @@ class ScoringJob:
         tickets: hashes of the tickets under which its outcome is reported.
         is_wanted: a request asked for it.
         prompt: observation of the prefill of a prompt that found the prefix or asked for it; kept for a lesson.
-        observation: attention of its passes; None before the first.
-        probes: what is still to be appended to the prefix, pass by pass; None before the first.
+        observation: attention of its passes; None before the first, like ``probes``.
         started: when the running pass was queued (seconds, monotonic).
         lesson: fits learned scores to the passes' attention; None before the last pass.
     """

@@ -20,8 +20,7 @@ MAX_BEGUN_JOBS = 4
 class ScoringJobs:
     """Jobs in order of arrival, at most one per node; round-robin over namespaces.
 
-    Attributes:
-        outcomes: by ticket, newest last, at most ``MAX_REMEMBERED``.
+    ``outcomes``: by ticket, newest last, at most ``MAX_REMEMBERED``.
     """
 
     def __init__(self, table: PrefixTable) -> None:

@@ -42,12 +42,6 @@ class CacheListener:
 
     An error in counting, or in one subscriber, is held: the cache and the other subscribers go on.
 
-    Args:
-        guard: holds errors.
-        totals: counters to add to.
-        policy: name of the policy, for events.
-        exposes_tokens: events of compressions carry token ids.
-
     Attributes:
         subscribers: called with each event.
         each_turn: called at every turn of the scheduler's loop; must be cheap.

@@ -31,13 +31,7 @@ MAX_LOOKED_AT = 256
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as it is looked up in a cache.
-
-    Attributes:
-        tokens: of the prompt, possibly with further ones.
-        num_tokens: length of the part that may be found.
-        extra_key: namespace, with ``cache_salt``.
-    """
+    """A prompt to look up in a cache: only the first ``num_tokens`` of ``tokens`` may be found."""
 
     tokens: Sequence[int]
     num_tokens: int
@@ -223,10 +217,8 @@ class Loading(Part):
     def settle(self, queue: Sequence[Any]) -> set[Any]:
         """Put fetched prefixes into the tree, and start fetches for requests at the head of the queue.
 
-        Called between two steps, on all ranks. ``queue`` holds the requests that wait for admission, in order.
-
-        Returns:
-            Requests that must not be admitted yet.
+        Called between two steps, on all ranks, with the requests that wait for admission, in order. Returns those that
+        must not be admitted yet.
         """
         if not self._waiting:
             return set()

@@ -55,13 +55,10 @@ class PrefixManager:
         access: the store; None: prefixes are not stored.
 
     Attributes:
-        readers: requests and passes that have matched and were not released.
-        order: in which prefixes shrink or are dropped when slots are short.
         ranges: None without a compressor, like ``pressure`` and ``access``.
         scoring: None unless the policy learns from readers, like ``votes`` and ``fits``.
         generations: None unless ``decode_block`` is set.
-        saving: None without a store.
-        loading: None if nothing is loaded from the store.
+        loading: None if nothing is loaded from the store; ``saving``: None without a store.
         max_sharers: most requests that ever read one span in one forward.
     """
 
@@ -144,14 +141,9 @@ class PrefixManager:
     def chunk_observed(
         self, reader: Reader, node: Node, start: int, end: int, prompt_len: int
     ) -> list[PromptObservation | ReaderChunk]:
-        """A prefill of the tokens ``[start, end)`` of a request is about to run.
+        """A prefill of the tokens ``[start, end)`` (logical positions) of a request is about to run.
 
-        Args:
-            reader: the request.
-            node: last node of its match.
-            start: logical position of the first new token.
-            end: logical position after the last one.
-            prompt_len: tokens of the whole prompt.
+        ``node`` is the last node of its match, ``prompt_len`` the length of the whole prompt.
 
         Returns:
             Observations that record the queries of each layer; none for decode rows of a mixed batch, policy ``none``,
@@ -189,10 +181,8 @@ class PrefixManager:
     def prompt_complete(self, reader: Reader, node: Node, wish: RequestOptions | None) -> None:
         """A completely prefilled prompt is in the tree: compress it, or count it towards passes or votes.
 
-        Args:
-            reader: the request.
-            node: last node of its path, which may be shorter than the prompt (models with windows or recurrent states).
-            wish: the request's options.
+        The path to ``node`` may be shorter than the prompt (models with windows or recurrent states). ``wish``: the
+        request's options.
         """
         record = self.readers[reader]
         observation, record.observation = record.observation, None
@@ -263,7 +253,7 @@ class PrefixManager:
             self.listener.split(upper, lower, span.start)
 
     def dropped(self, node: Node) -> Tensor | None:
-        """A leaf leaves the tree, and its record with it.
+        """Remove the record of a leaf that leaves the tree.
 
         Returns:
             [num_slots], int64, token slots to release; None: its ordinary ones, because it held no span.

@@ -47,17 +47,9 @@ class TreePort(Protocol):
     def add(
         self, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None, slots: Tensor | None = None
     ) -> Node | None:
-        """Add the missing nodes of the path of ``tokens``.
+        """Add the missing nodes of the path of ``tokens``; return its last node, or None if it may not be cached.
 
-        Args:
-            tokens: of the whole path.
-            extra_key: namespace.
-            cache_salt: likewise.
-            slots: [num_new], int64, ordinary slots of the new last tokens; None: new nodes hold a filler, and get
-                spans.
-
-        Returns:
-            The path's last node; None, and nothing added: it may not be cached.
+        ``slots`` ([num_new], int64) are the new tokens' ordinary slots. None: new nodes hold a filler, and get spans.
         """
 
     def num_known(self, reader: Reader) -> int:

@@ -59,8 +59,6 @@ class Pressure(Part):
 
     Uncompressed prefixes end at nodes, so no two overlap: each *end* stands for the uncompressed tokens from the end
     above it, or from the waterline. They are compressed from the root down.
-
-    ``order``: of prefixes that shrink or are dropped; ``num_slots``: token slots of the pool.
     """
 
     def __init__(self, shared: Shared, ranges: Ranges, order: CostAwareRecency, num_slots: int) -> None:

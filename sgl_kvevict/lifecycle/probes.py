@@ -26,8 +26,7 @@ class Probes:
     """Texts still to be appended to a prefix, pass by pass.
 
     Args:
-        texts: token ids, none of them empty; one text per pass, or a part of it. Iterated lazily: encoding many
-            questions takes time.
+        texts: token ids, none empty; one text per pass, or a part of it. Lazy: encoding many questions takes time.
         lead: token ids at the beginning of each pass.
         can_be_cut: whether a long text may go into several passes.
     """
@@ -45,10 +44,7 @@ class Probes:
         return self._text is None
 
     def next(self, num_tokens: int) -> list[int]:
-        """Tokens of the next pass: the lead, and at most ``num_tokens`` (>= 1) of a text that can be cut.
-
-        The same ones until :meth:`was_read` is called.
-        """
+        """The lead, and at most ``num_tokens`` (>= 1) of a text that can be cut; the same until :meth:`was_read`."""
         assert self._text is not None
         self._num_given = min(len(self._text), num_tokens) if self._can_be_cut else len(self._text)
         return [*self._lead, *self._text[: self._num_given]]

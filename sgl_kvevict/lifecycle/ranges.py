@@ -182,8 +182,8 @@ class Ranges(Part):
     def _groups(self, nodes: list[Node]) -> list[list[Node]]:
         """Divide consecutive nodes into groups, each of which becomes one segment.
 
-        One group if segments can be split. Otherwise a group ends where prompts branch off, or where a running
-        request's path ends.
+        One group if segments can be split. Otherwise a group ends where prompts branch off, or a running request's path
+        ends.
         """
         if self._compressor.splittable:
             return [nodes]

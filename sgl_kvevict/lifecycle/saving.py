@@ -30,7 +30,6 @@ class StoreAccess:
     """The store as one server uses it.
 
     Attributes:
-        identity: of this server; only servers with the same one find its segments.
         reader: None: nothing is loaded.
         keeps: whether a namespace, by its ``extra_key``, means the same to every server at any time.
         is_on: False once the weights have changed: the identity is that of the files.
@@ -49,11 +48,9 @@ class StoreAccess:
 
 @dataclasses.dataclass(frozen=True)
 class Leaving:
-    """A copied segment on its way to the store.
+    """A copied segment on its way to the store, with ``num_bytes`` of keys and values.
 
-    Attributes:
-        num_bytes: of keys and values.
-        record: called by another thread: waits for the device's copy, and returns the segment.
+    ``record``, for another thread to call, waits for the device's copy and returns the segment.
     """
 
     namespace: Namespace

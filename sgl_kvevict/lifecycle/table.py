@@ -66,7 +66,7 @@ CHANGES: Mapping[tuple[State, Change], frozenset[State]] = {
 
 
 def next_states(state: State, change: Change) -> frozenset[State]:
-    """Return the states that a change may lead to; empty: its record is removed.
+    """Return the states that a change may lead to (none: its record is removed).
 
     Raises:
         InvariantError: the state refuses the change; going on would leak slots or leave stale KV.
@@ -79,11 +79,9 @@ def next_states(state: State, change: Change) -> frozenset[State]:
 
 @dataclass(frozen=True)
 class Pending:
-    """A range to be compressed once it has no exact readers: the uncompressed tokens before ``end``.
+    """The uncompressed range before ``end``, to be compressed once it has no exact readers.
 
-    Attributes:
-        end: logical position after the range's last token, where the record's node ends.
-        share: of its entries to keep; None: the budget.
+    ``end``: logical position after its last token, where the record's node ends. ``share``: None means the budget.
     """
 
     end: int
@@ -146,7 +144,6 @@ class DropResult:
     """What a node held when it left the tree.
 
     Attributes:
-        span: None: ordinary slots.
         slots: [num_slots], int64, token slots to release; None: the node's ordinary ones.
         owner: node whose segment was repacked, if one was.
         fit: a fit given up with its segment; None if there was none, or a node above goes on with it.
@@ -315,10 +312,7 @@ class PrefixTable:
     Each change of the tree (split, drop, flush) is one function, which handles the whole record; :data:`CHANGES` says
     which states allow a change. With ``config`` None nothing is ever compressed.
 
-    Attributes:
-        shrinking: nodes that may shrink when slots are short.
-        prompts: see :class:`PrefixRecord`, also for ``pending``, ``votes``, ``jobs``, ``fits`` and ``stale``.
-        listener: receives every change of the cache.
+    ``shrinking`` holds nodes that may shrink when slots are short; the queues are explained in :class:`PrefixRecord`.
     """
 
     def __init__(self, packer: SegmentPacker, config: KVEvictConfig | None, listener: CacheListener) -> None:
@@ -402,11 +396,7 @@ class PrefixTable:
 
     @accounting()
     def squeeze(self, owner: Node, num_slots: int) -> Tensor:
-        """Shrink the segment that a node owns to ``num_slots`` token slots.
-
-        Returns:
-            [num_freed], int64, token slots to release.
-        """
+        """Shrink a segment to ``num_slots`` token slots; return those to release ([num_freed], int64)."""
         allowed = next_states(self.state(owner), Change.SQUEEZE)
         freed = self._packer.squeeze([self.spans[each] for each in self.spans.views_of(owner)], num_slots)
         self._require(owner, allowed)

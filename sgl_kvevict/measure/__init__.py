@@ -42,7 +42,6 @@ class StreamTiming:
     """Speed of one streamed request.
 
     Attributes:
-        prompt_tokens, cached_tokens: as the server reported them.
         ttft_s: seconds until the first token.
         decode_tokens_per_s: tokens after the first, over the time between first and last; 0.0 for one token.
     """
@@ -70,15 +69,10 @@ def in_turn(
     measure: Callable[[str, int], None],
     names: Sequence[str] | None = None,
 ) -> None:
-    """Measure each server alone, in rounds; every second round in reverse order.
+    """Measure each server (of ``names``; None: all) alone, in rounds; every second round in reverse order.
 
-    A slow minute of the machine thus affects all servers, and shows as spread over the rounds.
-
-    Args:
-        fleet: servers by name.
-        num_rounds: number of rounds.
-        measure: called with a server's name and the number of the round, from 1 on.
-        names: servers to measure; None: all.
+    A slow minute of the machine thus affects all servers, and shows as spread over the rounds. ``measure`` is called
+    with a server's name and the number of the round, from 1 on.
     """
     chosen = list(fleet) if names is None else list(names)
     for number in range(1, num_rounds + 1):
@@ -137,11 +131,7 @@ def time_stream(
 ) -> StreamTiming:
     """Generate exactly ``max_new_tokens`` greedily and time the stream on the client's side.
 
-    Args:
-        server: stock SGLang or ours.
-        text: the prompt.
-        max_new_tokens: length of the answer.
-        clock: seconds; read before the request and as each event arrives.
+    ``clock`` (seconds) is read before the request and as each event arrives.
     """
     body = {
         "text": text,

@@ -24,7 +24,6 @@ class StoreIdentity:
 
     Attributes:
         model: fingerprint of the weights, 64 hexadecimal digits.
-        architecture: of the model, as its configuration names it.
         dtype: of the cached keys and values.
         scales: FP8 scales of the keys and values of each layer; empty for other dtypes.
         num_layers: attention layers.
@@ -71,9 +70,9 @@ class StoreIdentity:
 
 @dataclass(frozen=True)
 class Namespace:
-    """Names of one tenant's segments and manifests. They cannot be computed without its ``cache_salt``.
+    """Names of one tenant's segments and manifests, all hashed with the 32 bytes of ``seed``.
 
-    ``seed``: 32 bytes, the beginning of every hash.
+    They cannot be computed without the tenant's ``cache_salt``.
     """
 
     seed: bytes

@@ -44,10 +44,9 @@ def tokens_of_segments(backend: Backend) -> dict[str, int]:
 
 
 def verify_store(backend: Backend, say: Callable[[str], None], *, delete: bool = False) -> Counter[str]:
-    """Check every segment and manifest; ``say`` gets a line for each corrupt file, which ``delete`` removes.
+    """Check all segments and manifests; count sound ``segments`` and ``manifests``, and ``corrupt`` files.
 
-    Returns:
-        Numbers of files: sound ``segments`` and ``manifests``, and ``corrupt``.
+    ``say`` gets a line for each corrupt file, which ``delete`` removes.
     """
     found: Counter[str] = Counter()
     for item in list(backend.list()):
@@ -66,12 +65,10 @@ def verify_store(backend: Backend, say: Callable[[str], None], *, delete: bool =
 
 
 def copy_store(source: Backend, target: Backend, say: Callable[[str], None]) -> Counter[str]:
-    """Copy files that the target lacks, checked; segments before the manifests that list them.
+    """Copy files that the target lacks; count ``segments``, ``manifests``, ``other``, and ``corrupt`` ones.
 
-    The source is listed before anything is written. ``say`` gets a line for each corrupt file, which is not copied.
-
-    Returns:
-        Numbers of files copied (``segments``, ``manifests`` and ``other``), and ``corrupt`` ones.
+    Segments come before the manifests that list them. The source is listed before anything is written. ``say`` gets a
+    line for each corrupt file, which is not copied.
     """
     counts: Counter[str] = Counter()
     for item in sorted(source.list(), key=lambda item: _kind(item.name) != "segments"):

@@ -21,8 +21,7 @@ class ManifestEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         key: its name, 64 hexadecimal digits.
-        start: logical position of its first token.
-        end: logical position after its last token.
+        start: logical position of its first token; ``end``: after its last token.
         splittable: a prompt that diverges inside it can use its beginning.
         is_read: its entries were ranked by readers' attention, not by predicted scores.
         chain: hashes of the blocks of its path, see :meth:`sgl_kvevict.store.identity.Namespace.chain`.

@@ -48,7 +48,6 @@ class Fetch:
     Attributes:
         deadline: when its request stops waiting (``time.monotonic``).
         records: segments found, in the order of the path; complete when ``is_done``.
-        errors: messages of failures.
         is_abandoned: no request waits for it any more.
     """
 
@@ -63,8 +62,7 @@ class Fetch:
 class ReadAhead:
     """Fetches stored segments of prompts; a request waits at most ``wait_s`` seconds.
 
-    Attributes:
-        num_skipped: prompts not looked up, because the store had failed or too many fetches waited.
+    ``num_skipped``: prompts not looked up, because the store had failed or too many fetches waited.
     """
 
     def __init__(self, store: SegmentStore, wait_s: float, clock: Callable[[], float] = time.monotonic) -> None:

@@ -52,22 +52,18 @@ class SegmentRecord:
     Attributes:
         key: its name, see :meth:`sgl_kvevict.store.identity.Namespace.segment`.
         identity: digest of the identity that made it.
-        start: logical position of its first token.
-        end: logical position after its last token.
-        splittable: see :class:`sgl_kvevict.prefix.Segment`.
-        is_read: see :class:`sgl_kvevict.store.manifest.ManifestEntry`.
+        start: logical position of its first token; ``end``: after its last token.
+        splittable: see :class:`sgl_kvevict.store.manifest.ManifestEntry`, also for ``is_read``.
         created: seconds since the epoch.
         tokens: [end], int64, all tokens of its path.
         keep_lens: [num_layers, num_kv_heads], int32, entries of each run.
         positions: [num_entries], int32, run after run, logical positions, ascending within a run.
-        k: [num_entries, head_dim], in the dtype of the pool.
-        v: likewise.
+        k: [num_entries, head_dim], in the dtype of the pool, like ``v``.
         worth: [num_entries], int16, or None.
         policy_state: [num_layers, num_kv_heads], float32, the policy's state, or None.
         biases: [num_entries], float32, added to the scores of its entries; None: it is not fitted.
         tail_tokens: [num_tail], int64, uncompressed tokens that follow in the prompt; None: no tail.
-        tail_k: [num_layers, num_tail, num_kv_heads, head_dim], in the dtype of the pool, or None.
-        tail_v: likewise.
+        tail_k: [num_layers, num_tail, num_kv_heads, head_dim], in the dtype of the pool, or None; like ``tail_v``.
     """
 
     key: str

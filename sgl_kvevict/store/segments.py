@@ -26,11 +26,7 @@ MAX_QUARANTINED = 4096
 
 
 def open_backend(url: str, max_bytes: int | None = None) -> Backend:
-    """Return the back end of a URL or folder (the field ``store``) without creating or contacting it.
-
-    Args:
-        url: a folder's path, or a URL.
-        max_bytes: size limit of a folder.
+    """Return the back end of a URL or folder without creating or contacting it; ``max_bytes`` limits a folder.
 
     Raises:
         ConfigError: the URL's protocol is unknown, or its package is not installed.
@@ -63,12 +59,9 @@ class SegmentStore:
         self._quarantined: dict[str, float] = {}
 
     def put(self, record: SegmentRecord, namespace: Namespace) -> int:
-        """Write a segment and list it in its manifests.
+        """Write a segment, list it in its manifests, return the bytes written.
 
-        A stored segment is kept unless only the new one was ranked by readers.
-
-        Returns:
-            Bytes written; 0 if the segment was kept and only the manifests were updated.
+        A stored segment is kept (0 bytes are written) unless only the new one was ranked by readers.
 
         Raises:
             StoreError: it cannot be written.

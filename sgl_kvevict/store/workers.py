@@ -12,11 +12,8 @@ logger = logging.getLogger(__name__)
 class Workers:
     """A thread pool that refuses work when its queue is full. Exceptions of the work are logged.
 
-    Args:
-        name: of the threads.
-        num_threads: size of the pool.
-        max_waiting: pieces of work that may wait for a thread.
-        max_bytes: memory of unfinished work; a larger piece waits alone.
+    Besides those in threads, ``max_waiting`` pieces of work may wait. Unfinished work may hold ``max_bytes``; a larger
+    piece waits alone.
     """
 
     def __init__(self, name: str, num_threads: int, max_waiting: int, max_bytes: int = 0) -> None:

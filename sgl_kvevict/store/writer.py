@@ -29,7 +29,6 @@ class Written:
     """The result for one segment.
 
     Attributes:
-        num_tokens: tokens that it stands for.
         num_bytes: bytes written; 0: the store had it already.
         error: why it was not written; None: it was.
     """
@@ -43,9 +42,7 @@ class Written:
 class WriteBehind:
     """Hands segments to one thread; a segment beyond ``max_bytes`` of keys and values waits alone.
 
-    Attributes:
-        num_dropped: segments not taken because too many waited.
-        done: results of the others, for the scheduler's thread to take.
+    ``num_dropped``: segments not taken because too many waited. ``done``: results of the others, for the scheduler.
     """
 
     def __init__(
