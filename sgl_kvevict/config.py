@@ -261,12 +261,13 @@ class KVEvictConfig(BaseModel):
         return self
 
     def num_slots(self, num_tokens: int, start: int = 0) -> int:
-        """Token slots (>= 1) of a compressed range of ``num_tokens`` tokens that begins at logical position ``start``.
+        """Token slots of a compressed range of ``num_tokens`` tokens that begins at logical position ``start``.
 
         A share gives ``ceil(budget * num_tokens)``, computed from the decimal as written (0.07 of 100 tokens is 7
-        slots, not 8); entries per head give ``min(budget, num_tokens)``. Where the budget includes the tail, a share
-        counts for the whole prompt: earlier compressed ranges, this range and the tail together hold ``ceil(budget *
-        prompt)`` slots; entries per head exclude the tail's. Only then ``start`` matters.
+        slots, not 8); entries per head give ``min(budget, num_tokens)``. A range with tokens has at least one slot.
+        Where the budget includes the tail, a share counts for the whole prompt: earlier compressed ranges, this range
+        and the tail together hold ``ceil(budget * prompt)`` slots; entries per head exclude the tail's. Only then
+        ``start`` matters.
 
         Raises:
             ValueError: a number is negative.

@@ -125,7 +125,7 @@ class Attempt:
 
 
 class accounting(ContextDecorator):
-    """A block or function in which slots, spans or rows change hands: it raises nothing but :class:`InvariantError`."""
+    """A block or function in which slots, spans or rows change hands; exceptions become :class:`InvariantError`."""
 
     def __enter__(self) -> accounting:
         return self

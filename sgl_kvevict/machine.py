@@ -250,7 +250,6 @@ def _host_gib() -> float:
 
 
 def _read(path: Path) -> str:
-    """Text of a file; "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -132,16 +132,12 @@ def model_path(name: str = DEMO, directory: Path | None = None) -> Path | None:
 def ensure_model(
     name: str = DEMO, directory: Path | None = None, report: Report | None = None, *, accept_terms: bool = False
 ) -> Path:
-    """Return a named model's folder, downloading and converting it the first time.
+    """Return the folder of a model in ``MODELS``, downloading and converting it the first time.
 
-    The folder is renamed into place when it is complete. Downloaded parts are kept until then, so a run after an
-    interrupted one downloads only missing parts. A second run at the same time waits for the first.
-
-    Args:
-        name: a key of ``MODELS``.
-        directory: folder of models; default :func:`models_dir`.
-        report: receives one line per step; default: standard error.
-        accept_terms: the user accepts the model's terms, if it has any.
+    The folder is renamed into ``directory`` (default :func:`models_dir`) when it is complete. Downloaded parts are kept
+    until then, so a run after an interrupted one downloads only missing parts. A second run at the same time waits for
+    the first. ``report`` (default: standard error) receives one line per step; ``accept_terms``: the user accepts the
+    model's terms, if it has any.
 
     Raises:
         ConfigError: unknown name, or the model has terms that were not accepted.

@@ -58,7 +58,11 @@ def take_snapshot(
         num_maps: number of compressed nodes, largest first, to fetch maps of.
         bins: resolution of these maps.
         with_tokens: ask for token ids if the server exposes them.
-        timeout_s: seconds to wait for each answer; :class:`ServerSilentError` if there is none.
+        timeout_s: seconds to wait for each answer.
+
+    Raises:
+        ConfigError: the endpoint is not an address.
+        ServerSilentError: no answer.
     """
 
     async def ask_all() -> Snapshot:

@@ -27,25 +27,18 @@ Say = Callable[[str], None]
 
 
 class LearnError(KVEvictError):
-    """The learned scores have too little recall of the entries that passes keep, or were not written."""
+    """The learned scores have too little recall, or were not written."""
 
 
 def learn(model: str, out: Path, texts: Path | None, num_prefixes: int, sglang_flags: Sequence[str], say: Say) -> None:
     """Learn the scores of a model from texts, as a server learns from users' prefixes, and write them to a file.
 
-    SIGTERM ends the server, too.
-
-    Args:
-        model: folder, hub name or "demo".
-        out: file to write.
-        texts: folder of text files; None: texts that come with Python.
-        num_prefixes: number of texts to learn from.
-        sglang_flags: SGLang's own flags.
-        say: called with one line of progress.
+    ``texts`` is a folder of text files; None: texts that come with Python. ``say`` receives lines of progress. SIGTERM
+    ends the server, too.
 
     Raises:
         ConfigError: there are too few texts, ``out`` cannot be written, or the server cannot start with these flags.
-        LearnError: see there.
+        LearnError: the learned scores have too little recall of the entries that scoring passes keep.
         LaunchError: the server did not start, or ended.
     """
     check_writable(out, "--out")

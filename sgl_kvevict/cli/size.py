@@ -80,7 +80,6 @@ def read_model_sizes(model: str) -> ModelSizes:
 
 
 def _downloaded(hub_name: str) -> Path:
-    """Download the configuration of a model from a hub."""
     try:
         from huggingface_hub import hf_hub_download
     except ImportError as error:

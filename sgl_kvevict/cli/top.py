@@ -72,14 +72,12 @@ class _Watcher:
         self._stream: asyncio.Task[None] | None = None
 
     async def draw(self) -> None:
-        """Draw on the terminal until ``q``."""
         console = Console()
         with _keys(self._press), Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
             async for _ in self._reports():
                 live.update(render(self.state, console.width, console.height), refresh=True)
 
     async def print_json(self) -> None:
-        """Print one JSON object a report."""
         async for _ in self._reports():
             state = self.state
             line: dict[str, object] = {"endpoint": state.endpoint, "connected": state.silent is None}

@@ -117,7 +117,6 @@ class Generations(Part):
         return first is None or self._readers.movable(first) is not None
 
     def _compress(self, reader: Reader, suffix: Generated, end: int) -> None:
-        """Insert a request's generated tokens into the tree, and compress them there."""
         suffix.tried = end
         last = self._tree.keep(reader, end)
         if last is None:

@@ -148,7 +148,6 @@ class ScoringJob:
         is_wanted: a request asked for it.
         prompt: observation of the prefill of a prompt that found the prefix or asked for it; kept for a lesson.
         observation: attention of its passes; None before the first, like ``probes``.
-        started: when the running pass was queued (seconds, monotonic).
         lesson: fits learned scores to the passes' attention; None before the last pass.
     """
 
@@ -159,7 +158,7 @@ class ScoringJob:
     prompt: PromptObservation | None = None
     observation: ReaderObservation | None = None
     probes: Probes | None = None
-    started: float = 0.0
+    started: float = 0.0  # when the running pass was queued (seconds of `time.perf_counter`)
     lesson: Lesson | None = None
 
     @property

@@ -152,7 +152,7 @@ class Adoption(Part):
         return True
 
     def _is_whole(self, nodes: Sequence[Node]) -> bool:
-        """Whether no request reads the last nodes of a path, and no prompt branches off between them.
+        """Whether no request reads the last nodes of a path, and no prompt branches off from them.
 
         Otherwise a request would read only the beginning of an unsplittable segment.
         """

@@ -45,14 +45,9 @@ class Released(Enum):
 class PrefixManager:
     """Follows prefixes from the first prompt that holds them until they leave the tree.
 
-    Args:
-        tree: the tree's port.
-        packer: writes segments.
-        compressor: decides what is kept; None (policy ``none``): nothing is ever compressed.
-        guard: holds errors that concern one request or job.
-        clock: numbers accesses, see :class:`CostAwareRecency`.
-        state_slots: see :class:`StatefulRecency`; None: the model has no recurrent layers.
-        access: the store; None: prefixes are not stored.
+    Without ``compressor`` (policy ``none``) nothing is compressed; without ``access`` nothing is stored. ``clock`` and
+    ``state_slots``: see :class:`CostAwareRecency` and :class:`StatefulRecency`; None: the model has no recurrent
+    layers.
 
     Attributes:
         ranges: None without a compressor, like ``pressure`` and ``access``.

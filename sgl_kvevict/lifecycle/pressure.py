@@ -70,7 +70,7 @@ class Pressure(Part):
         self.clear()
 
     def clear(self) -> None:
-        """Forget the emptied table's nodes."""
+        """Start a new heap: the table was emptied."""
         self._heap = NodeHeap(self._shrinking, self._priority)
 
     # ---- what can shrink --------------------------------------------------------------------------------------

@@ -333,5 +333,4 @@ def _outcome_of(done: Attempted) -> Outcome:
 
 
 def _tickets(wish: RequestOptions) -> set[str]:
-    """Hash of a wish's ticket, if it has one."""
     return set() if wish.ticket is None else {ticket_digest(wish.ticket)}

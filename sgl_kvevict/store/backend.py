@@ -25,11 +25,10 @@ class Item:
 
 
 class Backend(ABC):
-    """Bytes by name. Names consist of small letters, digits, dots, hyphens, and slashes between parts.
+    """A store: bytes by name. Names consist of small letters, digits, dots, hyphens, and slashes between parts.
 
     Methods may be called by several threads and processes at once. They raise ``StoreError`` when an item, or the whole
-    place, cannot be read or written, and ``ValueError`` for a name that could lead out of the place. ``url`` is for
-    messages.
+    store, cannot be read or written, and ``ValueError`` for a name that could lead out of it. ``url`` is for messages.
     """
 
     _failures: ClassVar[tuple[type[Exception], ...]] = (OSError,)
@@ -39,7 +38,7 @@ class Backend(ABC):
         self.url = url
 
     def create(self) -> None:
-        """Create the place if it is a folder; a service is contacted when it is first needed."""
+        """Create the folder, if the store is one; a service is contacted when it is first needed."""
         return
 
     def put(self, name: str, data: bytes) -> None:

@@ -48,7 +48,7 @@ class StoredSegment:
 class SegmentStore:
     """The segments of one identity; those of others are neither found nor loaded.
 
-    An item that cannot be read although the place answers (an I/O error, missing permission, a folder of its name) is
+    An item that cannot be read although the store answers (an I/O error, missing permission, a folder of its name) is
     quarantined: it counts as missing for ``QUARANTINE_S``.
     """
 
@@ -147,7 +147,7 @@ class SegmentStore:
         try:
             return self.backend.get(name)
         except StoreError as error:
-            self.backend.get(self._name(IDENTITY))  # raises if the place as a whole cannot be read
+            self.backend.get(self._name(IDENTITY))  # raises if the store as a whole cannot be read
             if len(self._quarantined) >= MAX_QUARANTINED:
                 self._quarantined.clear()
             self._quarantined[name] = self._clock() + QUARANTINE_S
