@@ -120,7 +120,7 @@ def _check_url(url: str) -> None:
     try:
         parts = urlsplit(url)
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets that do not match, a port that is no number
+    except ValueError:  # unbalanced brackets, or a port that is not a number
         is_url = False
     if not is_url:
         raise ConfigError(f"url: got {url!r}; allowed: http://HOST:PORT")

@@ -53,8 +53,6 @@ def cut(text: str) -> str:
 
 
 class _Short(reprlib.Repr):
-    """``repr`` of the beginning of a value."""
-
     def __init__(self) -> None:
         super().__init__()
         self.maxlevel = 4

@@ -318,7 +318,7 @@ def _signal_group(group: int, signal_number: int) -> bool:
 def start_watcher(group: int) -> subprocess.Popen[bytes]:
     """Start a process that ends a process group as soon as this process is gone; it ends with the group.
 
-    In a session of its own, neither signals to this process's group (Ctrl-C) nor the server's suspension reach it.
+    In its own session, signals to this process's group (Ctrl-C) and the server's suspension do not reach it.
     ``PR_SET_PDEATHSIG`` is no alternative: it follows the starting *thread* and does not reach grandchildren.
     """
     command = [sys.executable, "-m", __name__, str(os.getpid()), str(group)]

@@ -260,7 +260,7 @@ def _driver() -> str | None:
     found = re.search(r"NVRM version:.*?\s(\d+\.\d[\d.]*)\s", _read(Path("/proc/driver/nvidia/version")))
     if found:
         return found[1]
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]  # WSL has no such file
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]  # WSL lacks the file
     try:
         lines = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
     except (OSError, subprocess.SubprocessError):

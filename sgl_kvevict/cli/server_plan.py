@@ -36,7 +36,7 @@ _BACKEND_FLAGS = tuple(f"--{field.replace('_', '-')}" for field in BACKENDS)
 
 @dataclass(frozen=True)
 class ServePlan:
-    """A server ready to be started; ``environ`` is added to this process's, ``summary`` says what was resolved."""
+    """A server ready to be started; ``environ`` is added to this process's environment."""
 
     command: tuple[str, ...]
     environ: Mapping[str, str]
@@ -109,7 +109,7 @@ def resolve_config(config_file: Path | None, given: Mapping[str, Any]) -> KVEvic
 
 
 def spelled_out(config: KVEvictConfig) -> KVEvictConfig:
-    """Return the configuration with all that its policy's name implies (``d2o@paper``).
+    """Check the policy's name and options; return the configuration with all that the name implies (``d2o@paper``).
 
     Raises:
         ConfigError: the policy's name or an option of it is wrong, or a field does not fit the policy.

@@ -127,7 +127,6 @@ def pull(target: Url, source: Annotated[str, typer.Argument(metavar="SOURCE", he
 
 
 def _place(url: str, name: str) -> str:
-    """Return a URL unchanged, or a folder's path with ``~`` resolved."""
     place = url if "://" in url else os.path.expanduser(url)
     if not place or place.startswith("~"):
         raise ConfigError(f"{name}: got {url!r}; allowed: a folder or a URL")

@@ -32,13 +32,7 @@ _PAST_BATCHES = 20
 
 @dataclass(frozen=True)
 class TopOptions:
-    """Options of ``top``.
-
-    Attributes:
-        rows: most prefixes in a report.
-        count: number of reports; 0: no end.
-        is_long: show the model's name in full.
-    """
+    """Options of ``top``; ``count``: number of reports, 0: no end; ``is_long``: show the model's name in full."""
 
     endpoint: str
     interval_s: float = 1.0
@@ -62,8 +56,6 @@ def run_top(options: TopOptions, *, as_json: bool) -> None:
 
 
 class _Watcher:
-    """Asks for reports, follows the events, and shows both."""
-
     def __init__(self, options: TopOptions) -> None:
         self.options = options
         self.state = TopState(check_endpoint(options.endpoint), options.sort, is_long=options.is_long)

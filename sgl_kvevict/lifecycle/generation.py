@@ -13,7 +13,7 @@ from sgl_kvevict.prefix import Segment
 
 
 class Generations(Part):
-    """Compresses what requests generate, block by block.
+    """Compresses generated tokens of requests, block by block.
 
     Between two steps a request that has generated ``decode_block`` tokens beyond its window (``tail_tokens``) inserts
     them into the tree, as at its end. They join the segment of its earlier generated tokens, which is written anew: old
@@ -40,7 +40,7 @@ class Generations(Part):
         lanes = self._suffix_compressor.lanes
         return sum(suffix.num_bytes for _, suffix in self._suffixes()) + (0 if lanes is None else lanes.num_bytes)
 
-    # ---- what happens to requests -----------------------------------------------------------------------------
+    # ---- events of requests -----------------------------------------------------------------------------------
 
     def begin(self, reader: Reader, start: int) -> None:
         """Begin to follow a request whose prompt ends at ``start``, before the prefill of its last tokens.
@@ -64,7 +64,7 @@ class Generations(Part):
             self.end(reader)
 
     def step(self, readers: Sequence[Reader], seq_lens: Sequence[int], rows: Sequence[int]) -> GeneratedStep | None:
-        """Prepare a forward in which followed requests have one new token each; return a recorder of queries, if any.
+        """Prepare a forward in which followed requests have one new token each; return the recorder of their queries.
 
         ``seq_lens`` are logical lengths with the new tokens; ``rows``: each request's last row in the batch's queries.
         """

@@ -75,10 +75,9 @@ class Adoption(Part):
     def adopt(self, record: SegmentRecord, extra_key: str | None, cache_salt: str | None) -> int:
         """Give a stored segment of this server's identity slots and nodes, in the namespace in which it was found.
 
-        Returns:
-            How many of its last tokens were added; its beginning may be compressed in the tree already. 0: nothing was
-            added, though other prefixes may have shrunk for it: there were no slots, the tree has all of it, the tokens
-            before it are not compressed, or a reader of the tokens that it would replace is not movable.
+        Returns how many of its last tokens were added; its beginning may be compressed in the tree already. 0: nothing
+        was added, though other prefixes may have shrunk for it: there were no slots, the tree has all of it, the tokens
+        before it are not compressed, or a reader of the tokens that it would replace is not movable.
 
         Raises:
             StoreError: the record's entries do not fit this server's pool.
@@ -95,7 +94,7 @@ class Adoption(Part):
         waterline = self._spans.waterline(there)
         if record.splittable and record.start < waterline < record.end:
             record = record.after(waterline)
-        fewest = -self._tree.largest(-record.num_entries)  # of all ranks, as are the slots
+        fewest = -self._tree.largest(-record.num_entries)  # among all ranks
         if fewest == 0 or not self._fits(record, there):
             return 0  # before other prefixes shrink for it
         slots = self._tree.alloc(self._tree.largest(geometry.slots_for(record.num_entries), record.start, record.end))
@@ -217,8 +216,10 @@ class Loading(Part):
     def settle(self, queue: Sequence[Any]) -> set[Any]:
         """Put fetched prefixes into the tree, and start fetches for requests at the head of the queue.
 
-        Called between two steps, on all ranks, with the requests that wait for admission, in order. Returns those that
-        must not be admitted yet.
+        Called between two steps, on all ranks, with the requests that wait for admission, in order.
+
+        Returns:
+            Requests that must not be admitted yet.
         """
         if not self._waiting:
             return set()

@@ -123,7 +123,7 @@ class PrefixManager:
         num_bytes = self.table.pending.num_bytes + self.table.prompts.num_bytes
         return num_bytes + sum(part.num_bytes for part in (self.votes, self.generations) if part is not None)
 
-    # ---- what happens to requests -----------------------------------------------------------------------------
+    # ---- events of requests -----------------------------------------------------------------------------------
 
     def matched(self, reader: Reader) -> None:
         """A request matched its prompt, possibly not for the first time, and is about to be prefilled."""
@@ -237,7 +237,7 @@ class PrefixManager:
             self._last_read = paths
         return paths
 
-    # ---- what happens to nodes --------------------------------------------------------------------------------
+    # ---- events of nodes --------------------------------------------------------------------------------------
 
     def split(self, upper: Node, lower: Node) -> None:
         """A node was cut; ``lower`` is the existing object."""

@@ -25,8 +25,8 @@ LOSS_OF_LIGHT = ANSWERS * 0.03 / 0.3 / 2
 """Loss from the light share to the budget per slot released, relative to the loss of dropping the prefix: another 3 %
 from 50 % to 20 %, and dropping it at 50 % costs 2 tokens of prefill a slot."""
 LOSS_OF_SQUEEZING = ANSWERS * 0.08 / 0.1 / 5
-"""The same from the budget to ``min_budget``: 8 % from 20 % to 10 %, and 5 tokens a slot. 8 % was chosen on scores of
-shorter texts, which lost 7 and 14 % on two seeds; the shipped ones lose 14 and 19 % (docs/quality.md)."""
+"""The same from the budget to ``min_budget``: 8 % from 20 % to 10 %, and 5 tokens a slot. Scores of shorter texts lost
+7 and 14 % on two seeds; the shipped ones lose 14 and 19 % (docs/quality.md), for which 8 % was not chosen anew."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Pressure(Part):
         """Start a new heap: the table was emptied."""
         self._heap = NodeHeap(self._shrinking, self._priority)
 
-    # ---- what can shrink --------------------------------------------------------------------------------------
+    # ---- ends of uncompressed prefixes ------------------------------------------------------------------------
 
     def prompt_complete(self, path: Sequence[Node], num_tokens: int, prompt: PromptObservation) -> None:
         """Note ends on a path whose first ``num_tokens`` tokens are a prompt."""

@@ -26,7 +26,7 @@ class Verdict(Enum):
     TOO_SHORT = auto()
     """It has fewer than ``min_prefix_tokens`` uncompressed tokens."""
     IN_USE = auto()
-    """A reader is not movable; the range is unchanged."""
+    """A reader is not movable (:meth:`ReaderTable.movable`); the range is unchanged."""
     FAILED = auto()
     """The policy raised an exception; at least the end of the range is uncompressed."""
 

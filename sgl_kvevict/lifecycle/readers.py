@@ -63,7 +63,7 @@ class ReaderTable:
         return record is not None and record.is_exact
 
     def movable(self, node: Node) -> list[Reader] | None:
-        """Return the readers of a node; None if one of them is not movable (see the class)."""
+        """Return the readers of a node; None if the slots of one of them must stay (see the class)."""
         readers = [reader for reader in self if (last := self._tree.locked_by(reader)) and node in path_to(last)]
         if len(readers) != self._tree.num_locks(node) or any(map(self.is_exact, readers)):
             return None

@@ -200,7 +200,7 @@ class PrefixScoring(Part):
         elif state is PassState.WAITING and self._job is None:
             self.withdraw(passes)
 
-    # ---- what events do to jobs -------------------------------------------------------------------------------
+    # ---- events of jobs ---------------------------------------------------------------------------------------
 
     def _take_turn(self, job: ScoringJob, passes: PassPort, num_tokens: int) -> LessonResult | None:
         result, is_lesson = None, job.stage is Stage.LEARNING

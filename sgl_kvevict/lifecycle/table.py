@@ -99,9 +99,7 @@ class SegmentFit:
 
 @dataclass(eq=False, slots=True)
 class PrefixRecord:
-    """Everything known of one node, and of the prefix that ends with it.
-
-    Written only by :class:`PrefixTable`, whose queues index the parts after ``may_shrink``.
+    """Everything known of one node, and of the prefix that ends with it; written only by :class:`PrefixTable`.
 
     Attributes:
         span: the node's compressed tokens; None: they are uncompressed.

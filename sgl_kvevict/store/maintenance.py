@@ -46,7 +46,7 @@ def tokens_of_segments(backend: Backend) -> dict[str, int]:
 def verify_store(backend: Backend, say: Callable[[str], None], *, delete: bool = False) -> Counter[str]:
     """Check all segments and manifests; count sound ``segments`` and ``manifests``, and ``corrupt`` files.
 
-    ``say`` gets a line for each corrupt file, which ``delete`` removes.
+    ``say`` gets a line for each corrupt file; with ``delete`` it is removed.
     """
     found: Counter[str] = Counter()
     for item in list(backend.list()):

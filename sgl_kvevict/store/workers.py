@@ -12,8 +12,7 @@ logger = logging.getLogger(__name__)
 class Workers:
     """A thread pool that refuses work when its queue is full. Exceptions of the work are logged.
 
-    Besides those in threads, ``max_waiting`` pieces of work may wait. Unfinished work may hold ``max_bytes``; a larger
-    piece waits alone.
+    Work may wait in ``max_waiting`` pieces, and unfinished work may hold ``max_bytes``; a larger piece waits alone.
     """
 
     def __init__(self, name: str, num_threads: int, max_waiting: int, max_bytes: int = 0) -> None:
