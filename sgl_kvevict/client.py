@@ -30,10 +30,9 @@ class Warmed:
 
     Attributes:
         tokens: length of the prompt (tokens).
-        outcome: "compressed"; "in-use": scored, and compressed when the last request that reads it ends; "too-short"
-            to compress; "no-room" in the pool for a scoring pass; "no-memory" for its observations; "busy": too many
-            prefixes wait; "dropped", "aborted" or "failed" before the end; "cached": the server's policy needs no
-            scoring passes.
+        outcome: "compressed"; "in-use": scored, compressed once the last request that reads it ends; "too-short" to
+            compress; "no-room" in the pool for a scoring pass; "no-memory" for its observations; "busy": too many
+            prefixes wait; "dropped", "aborted" or "failed" before the end; "cached": the policy needs no passes.
         seconds: from the request to the outcome.
     """
 
@@ -63,7 +62,7 @@ def warm(
 
     Raises:
         ValueError: not exactly one of ``text``, ``input_ids`` and ``messages``.
-        ConfigError: ``url`` is none.
+        ConfigError: ``url`` is not an HTTP address.
         WarmError: refused, unreachable, or not done in time.
     """
     if sum(given is not None for given in (text, input_ids, messages)) != 1:
@@ -121,7 +120,7 @@ def _check_url(url: str) -> None:
     try:
         parts = urlsplit(url)
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets that do not match, a port that is no number
+    except ValueError:  # unbalanced brackets, or a port that is not a number
         is_url = False
     if not is_url:
         raise ConfigError(f"url: got {url!r}; allowed: http://HOST:PORT")

@@ -1,8 +1,7 @@
-"""The configuration: one frozen model, read once from one environment variable.
+"""The configuration: one frozen model, read once from the environment variable ``KVEVICT_CONFIG``.
 
-SGLang has no field for a plugin's settings, so they travel in ``KVEVICT_CONFIG``, which every process of
-a server inherits. Policy names and options are checked where policies are known (``policies.by_name``).
-The README's table of fields is written from the descriptions below by ``tools/write_tables.py``.
+SGLang has no field for a plugin's settings; every process of a server inherits the variable. Policy names and options
+are checked by ``policies.by_name``. ``tools/write_tables.py`` writes the README's table from the descriptions below.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from sgl_kvevict.errors import ConfigError, shown
 from sgl_kvevict.fields import allowed
 
 ENV_VAR = "KVEVICT_CONFIG"
-_as_written = cache(lambda share: Fraction(repr(share)))  # of the decimal that a share was written as
+_as_written = cache(lambda share: Fraction(repr(share)))  # exact value of a share's decimal notation
 
 _PORT = r"0*(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 _Endpoint = Annotated[
@@ -40,7 +39,7 @@ _QueueSize = Annotated[int, Field(ge=1, le=100_000_000)]  # ZMQ counts in 32 bit
 class EventsConfig(BaseModel):
     """Sockets on which each scheduler publishes changes of its cache and answers questions about it.
 
-    Every address is bound. With several data-parallel schedulers each adds its rank to the ports.
+    Every address is bound; each data-parallel scheduler adds its rank to the ports.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -81,12 +80,7 @@ class EventsConfig(BaseModel):
 
 
 class KVEvictConfig(BaseModel):
-    """Which entries of a prefix are kept, and where compression applies.
-
-    Raises:
-        pydantic.ValidationError: a field is unknown or out of range; :func:`parse_config` turns it into a
-            :class:`ConfigError` that names field, value and what is allowed.
-    """
+    """Which entries of a prefix are kept, and where compression applies; made and checked by :func:`parse_config`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -251,7 +245,7 @@ class KVEvictConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_shares(self) -> Self:
-        """Refuse shares that were given and cannot follow each other; a default that does not fit has no effect."""
+        """Refuse explicit shares that contradict ``budget``; a default that does not fit has no effect."""
         given = self.model_fields_set
         if isinstance(self.budget, int):
             return self
@@ -267,18 +261,13 @@ class KVEvictConfig(BaseModel):
         return self
 
     def num_slots(self, num_tokens: int, start: int = 0) -> int:
-        """Token slots that a compressed range takes.
+        """Token slots of a compressed range of ``num_tokens`` tokens that begins at logical position ``start``.
 
-        Args:
-            num_tokens: length of the range (tokens), >= 0.
-            start: logical position of the range's first token; matters only where the budget includes the tail.
-
-        Returns:
-            For a share, ``ceil(budget * num_tokens)``, computed exactly from the decimal that was written (so 0.07 of
-            100 tokens is 7 slots, not 8). For entries per head, ``min(budget, num_tokens)``.
-            Where the budget includes the tail, a share counts for the whole prompt: earlier compressed ranges, this
-            range and the tail together hold ``ceil(budget * prompt)`` slots; entries per head exclude the tail's.
-            A range with tokens keeps at least one slot.
+        A share gives ``ceil(budget * num_tokens)``, computed from the decimal as written (0.07 of 100 tokens is 7
+        slots, not 8); entries per head give ``min(budget, num_tokens)``. A range with tokens has at least one slot.
+        Where the budget includes the tail, a share counts for the whole prompt: earlier compressed ranges, this range
+        and the tail together hold ``ceil(budget * prompt)`` slots; entries per head exclude the tail's. Only then
+        ``start`` matters.
 
         Raises:
             ValueError: a number is negative.
@@ -296,7 +285,7 @@ class KVEvictConfig(BaseModel):
 
     @cached_property
     def shares(self) -> tuple[float, ...]:
-        """Shares to which prefixes shrink one after the other when token slots are short; () where they do not."""
+        """Descending shares to which prefixes shrink in turn when token slots are short; () if they do not shrink."""
         budget = self.budget
         if not isinstance(budget, float) or budget == 1 or self.budget_includes_tail:
             return ()
@@ -313,16 +302,12 @@ class KVEvictConfig(BaseModel):
         return -(-exact.numerator * num_tokens // exact.denominator)
 
     def _slots_up_to(self, end: int) -> int:
-        """Slots of all compressed tokens before ``end`` where the budget includes a tail that begins there."""
+        """Slots of all compressed tokens before ``end``, where a tail counted in the budget begins."""
         return max(self._share_of(end + self.tail_tokens) - self.tail_tokens, 0) if end else 0
 
 
 def parse_config(values: Mapping[str, Any], source: str) -> KVEvictConfig:
-    """Check configuration values.
-
-    Args:
-        values: fields of :class:`KVEvictConfig`; missing ones take their defaults.
-        source: where the values come from, named in the error.
+    """Check configuration values; ``source`` says in errors where they come from.
 
     Raises:
         ConfigError: one line for every bad field: its name, its value and what is allowed.
@@ -338,16 +323,10 @@ def parse_config(values: Mapping[str, Any], source: str) -> KVEvictConfig:
 
 
 def load_config(environ: Mapping[str, str] | None = None) -> KVEvictConfig:
-    """Read the configuration from ``KVEVICT_CONFIG``.
-
-    The variable holds a JSON object, or the path of a ``.json``, ``.yaml`` or ``.yml`` file. Unset or empty
-    means the defaults.
-
-    Args:
-        environ: environment to read; default: this process's.
+    """Read ``KVEVICT_CONFIG``: a JSON object, or the path of a ``.json``, ``.yaml`` or ``.yml`` file; unset: defaults.
 
     Raises:
-        ConfigError: not a JSON object and not such a path, an unreadable file, or a bad field.
+        ConfigError: neither an object nor such a path, an unreadable file, or a bad field.
     """
     text = (os.environ if environ is None else environ).get(ENV_VAR, "").strip()
     if not text:

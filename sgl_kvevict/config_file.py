@@ -33,12 +33,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def decode_config(text: str, suffix: str, source: str) -> dict[str, Any]:
-    """Decode the values of a configuration, unchecked.
-
-    Args:
-        text: JSON, or YAML.
-        suffix: which; one of ``CONFIG_SUFFIXES``.
-        source: where the text comes from, named in the error.
+    """Decode the values of a configuration, unchecked; ``suffix`` tells the format, ``source`` is for error messages.
 
     Raises:
         ConfigError: the text cannot be decoded, names a field twice, or is not one object.
@@ -58,7 +53,7 @@ def decode_config(text: str, suffix: str, source: str) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's floats (``2e-1`` is a string in YAML 1.1), and each key once."""
+    """YAML with 1.2's floats (``2e-1`` is a string in YAML 1.1); refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         _check_unique(key.value for key, _ in node.value)

@@ -1,4 +1,4 @@
-"""The errors users can catch; everything raised on purpose derives from :class:`KVEvictError`."""
+"""The package's errors: every error raised on purpose derives from :class:`KVEvictError`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ class ConfigError(KVEvictError, ValueError):
 
 
 class UnsupportedSetupError(KVEvictError):
-    """The server's settings do not work with compressed prefixes; lists every reason at once.
-
-    Args:
-        reasons: one sentence per setting that must change.
-    """
+    """The server's settings do not work with compressed prefixes; lists one sentence per setting that must change."""
 
     def __init__(self, reasons: Sequence[str]) -> None:
         self.reasons = tuple(reasons)
@@ -31,7 +27,7 @@ class UnsupportedSetupError(KVEvictError):
 
 
 class StoreError(KVEvictError):
-    """A store of segments cannot be reached, read or written; its prefixes are computed instead."""
+    """A store cannot be reached, read or written; its prefixes are computed instead."""
 
 
 class CorruptSegmentError(StoreError):
@@ -39,18 +35,15 @@ class CorruptSegmentError(StoreError):
 
 
 class UnreadableItemError(StoreError):
-    """One item of a store cannot be read though the store answers; it is not tried again for a while."""
+    """One item of a store that answers cannot be read; it is not tried again for a while."""
 
 
 class InvariantError(KVEvictError):
-    """An internal invariant is broken (for example: slots do not add up); a bug, never the user's fault."""
+    """An internal invariant is broken (for example: slots do not add up): a bug of ours."""
 
 
 def shown(value: object) -> str:
-    """Return a value for an error message: its ``repr``, at most ``MAX_SHOWN_CHARS`` long.
-
-    Only the shown part is visited, so a huge or deeply nested value costs little.
-    """
+    """Return a value's ``repr``, at most ``MAX_SHOWN_CHARS`` long; no more of a huge value is visited."""
     return cut(_Short().repr(value))
 
 
@@ -60,13 +53,11 @@ def cut(text: str) -> str:
 
 
 class _Short(reprlib.Repr):
-    """``repr`` of the beginning of a value."""
-
     def __init__(self) -> None:
         super().__init__()
         self.maxlevel = 4
         self.maxstring = self.maxother = self.maxlong = MAX_SHOWN_CHARS
 
     def repr_int(self, x: int, level: int) -> str:
-        """Integers too long for decimal digits are described: Python refuses to print them."""
+        """Describe integers that are too long for decimal digits: Python refuses to print them."""
         return super().repr_int(x, level) if x.bit_length() < 10_000 else f"an integer of {x.bit_length()} bits"

@@ -1,4 +1,4 @@
-"""Fields of pydantic models in words: what a field accepts, for error messages and the tables of the docs."""
+"""Describes in words what a field of a pydantic model accepts, for error messages and the tables of the docs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 
 
 def allowed(field: FieldInfo) -> str:
-    """What a field accepts: ``json_schema_extra["allowed"]``, else its type and limits, such as "an integer >= 1"."""
+    """Return ``json_schema_extra["allowed"]`` of a field, else its type and limits, such as "an integer >= 1"."""
     if isinstance(field.json_schema_extra, dict):
         return str(field.json_schema_extra["allowed"])
     is_union = get_origin(field.annotation) in (Union, UnionType)

@@ -8,13 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KVScales:
-    """FP8 scales per layer of an arena: the value of a stored 1; 1.0 for other dtypes.
+    """FP8 scales of keys and values per layer: the value of a stored 1. Empty: all 1.0, as for other dtypes.
 
-    Fixed when a server starts, also when its weights change: rows are written and read with the same scales.
-
-    Attributes:
-        k: scales of keys, one per layer; empty: all 1.0.
-        v: scales of values, likewise.
+    Fixed at the server's start, even if its weights change: rows are written and read with the same scales.
 
     Raises:
         ValueError: a scale is not a finite number > 0, or keys and values differ in layers.
@@ -47,12 +43,12 @@ class KVGeometry:
     ``(layer * num_token_slots + token_slot) * num_kv_heads + lane``.
 
     Attributes:
-        windows: tokens that a query of each layer sees at most, itself included: at position ``p`` those at
-            ``(p - window, p]``; 0: everything before it. Empty: no layer has a window.
+        windows: sliding window of each layer: a query at ``p`` sees the tokens ``(p - window, p]``; 0: all before it.
+            Empty: no layer has a window.
 
     Raises:
         ValueError: a size is not positive, query heads do not divide into KV heads, head slots overflow int32, a
-            window is negative, or there are scales or windows of another number of layers.
+            window is negative, or scales or windows do not match the number of layers.
     """
 
     num_layers: int
@@ -89,7 +85,7 @@ class KVGeometry:
         return tuple(layer for layer in range(self.num_layers) if not self.window(layer))
 
     def window(self, layer: int) -> int:
-        """Tokens that a layer's queries see at most; 0: all."""
+        """Sliding window of a layer (tokens); 0: none."""
         return self.windows[layer] if self.windows else 0
 
     @property
@@ -99,12 +95,12 @@ class KVGeometry:
 
     @property
     def num_runs(self) -> int:
-        """Runs of a span, one per (layer, KV head); also the head slots of one token slot."""
+        """Runs of a span, one per (layer, KV head): as many as head slots of one token slot."""
         return self.num_layers * self.num_kv_heads
 
     @property
     def arena_shape(self) -> tuple[int, int, int, int]:
-        """``(num_layers, num_token_slots, num_kv_heads, head_dim)``, of K and of V."""
+        """Shape of K and of V: ``(num_layers, num_token_slots, num_kv_heads, head_dim)``."""
         return self.num_layers, self.num_token_slots, self.num_kv_heads, self.head_dim
 
     @property

@@ -1,10 +1,8 @@
-"""One request's failure stays that request's failure; an error of accounting stops the server.
+"""Error handling: an error of one request ends that request's work, an error of accounting stops the server.
 
-SGLang calls our hooks on its scheduler's thread and does not catch what they raise: any exception would end the server.
-So each place that serves one request, job or listener runs under a :class:`Guard`: an exception there ends only that
-one's work, is counted and logged, and the scheduler goes on. Where slots, spans
-and rows change hands, going on after an error would give one user's keys to another: :class:`accounting` makes every
-exception an :class:`InvariantError`, which no guard holds.
+SGLang does not catch exceptions of our hooks on its scheduler's thread. :class:`Guard` limits one to a request, job or
+listener. Where slots, spans and rows change hands, going on could give one user's keys to another:
+:class:`accounting` makes every exception an :class:`InvariantError`, which no guard holds.
 """
 
 from __future__ import annotations
@@ -24,45 +22,41 @@ MAX_TRACE_CHARS = 8000
 
 
 class Place(Enum):
-    """Where an error is held, and what follows for the request, job or listener."""
+    """Where an error is held; each member says what is done there, and what follows from an error."""
 
     OPTIONS = "options"
-    """What a request asks of the cache is checked: the request is refused with status 500."""
+    """Checking a request's options: the request is refused with status 500."""
     PROMPT = "prompt"
-    """A completed prompt is counted as a reader, or becomes a job: it is not."""
+    """Counting a completed prompt as a reader, or queueing a job for it: neither happens."""
     PASS = "pass"
-    """A scoring pass is laid out and handed to the scheduler: its job ends as "failed"."""
+    """Preparing a scoring pass and handing it to the scheduler: its job ends as "failed"."""
     OBSERVATION = "observation"
-    """Queries of a prompt, a vote or a pass are recorded: what was observed is thrown away."""
+    """Recording queries of a prompt, a vote or a pass: the observation is discarded."""
     COMPRESSION = "compression"
-    """A policy decides what to keep: the range stays uncompressed."""
+    """Selecting entries by a policy: the range stays uncompressed."""
     FIT = "fit"
-    """Values and biases are fitted: the segment stays as it was selected."""
+    """Fitting values and biases: the segment keeps its selected entries unchanged."""
     STORE = "store"
-    """A prefix is handed to the store, looked for in it, or taken from it: it is not stored, or computed."""
+    """Saving, finding or loading a prefix: it is not stored, or is computed."""
     RELEASE = "release"
-    """A request has let go of its path, and its job, or ranges that waited for it, go on: they wait on."""
+    """Continuing a job or pending ranges after a request was released: they keep waiting."""
     LISTENER = "listener"
-    """Metrics are written, events queued, questions answered: this one is not."""
+    """Writing a metric, queueing an event, answering a question: this one is skipped."""
     SOCKETS = "sockets"
-    """The event thread sends and receives: this message is lost."""
+    """Sending and receiving on the event thread: this message is lost."""
     STATE = "state"
-    """``GET /server_info`` shows the cache: what failed is missing."""
+    """Showing the cache in ``GET /server_info``: the failed part is missing."""
 
 
 PER_RANK = frozenset({Place.OBSERVATION, Place.COMPRESSION, Place.FIT})
-"""Places that compute with one rank's own heads: an error on one rank is not one on the others."""
+"""Places that compute with one rank's own heads, so that an error may occur on one rank only."""
 
 
 class Guard:
-    """Holds, counts and logs exceptions.
+    """Holds, counts and logs exceptions; ``errors``: their number by place.
 
-    Args:
-        num_ranks: tensor-parallel ranks. With more than one, an exception at one of ``PER_RANK`` is an
-            :class:`InvariantError`: the other ranks would go on with another tree.
-
-    Attributes:
-        errors: exceptions held since the start, by place.
+    With several tensor-parallel ranks, an exception at one of ``PER_RANK`` is an :class:`InvariantError`: the other
+    ranks would go on with another tree.
     """
 
     def __init__(self, num_ranks: int = 1) -> None:
@@ -78,9 +72,9 @@ class Guard:
 
     @contextmanager
     def on_one_rank(self) -> Iterator[None]:
-        """Return a context for what is computed with one rank's own heads where an error is not a rank's own matter.
+        """Turn exceptions into :class:`InvariantError` if there are several ranks.
 
-        With several ranks an exception in it is an :class:`InvariantError`: the others would go on.
+        For computations with one rank's own heads whose failure would leave the ranks with different trees.
         """
         try:
             yield
@@ -90,7 +84,7 @@ class Guard:
             raise InvariantError("one rank's computation failed; the others go on with another tree") from error
 
     def held(self, place: Place, error: Exception) -> None:
-        """Count an exception; the first one of a place is logged with its trace."""
+        """Count an exception, and log the first one of each place with its trace."""
         self.errors[place] += 1
         if self.errors[place] == 1:
             trace = "".join(traceback.format_tb(error.__traceback__))[-MAX_TRACE_CHARS:]
@@ -104,11 +98,7 @@ class Guard:
 
 
 class Attempt:
-    """The context that :meth:`Guard.at` returns.
-
-    Attributes:
-        failed: the block ended with an exception.
-    """
+    """The context that :meth:`Guard.at` returns; ``failed``: the block ended with an exception."""
 
     __slots__ = ("_guard", "_place", "failed")
 
@@ -135,11 +125,7 @@ class Attempt:
 
 
 class accounting(ContextDecorator):
-    """A block, or a function, in which slots, spans or rows change hands: any exception is an error of accounting.
-
-    Raises:
-        InvariantError: the block raised something else.
-    """
+    """A block or function in which slots, spans or rows change hands; exceptions become :class:`InvariantError`."""
 
     def __enter__(self) -> accounting:
         return self

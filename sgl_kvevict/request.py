@@ -21,12 +21,7 @@ _ALLOWED = (
 
 
 class RequestOptions(BaseModel):
-    """Options of one request.
-
-    Raises:
-        pydantic.ValidationError: a field is unknown or of the wrong type; :func:`parse_request_options` turns it
-            into a :class:`ConfigError`.
-    """
+    """Options of one request; :func:`parse_request_options` turns a ``ValidationError`` into a :class:`ConfigError`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -47,17 +42,10 @@ class RequestOptions(BaseModel):
 
 
 def parse_request_options(custom_params: object, config: KVEvictConfig) -> RequestOptions | None:
-    """Read and check the options of a request; other custom parameters are not looked at.
-
-    Args:
-        custom_params: of the request's sampling parameters; SGLang accepts any JSON value.
-        config: limits on questions.
-
-    Returns:
-        None if the request has no options of ours.
+    """Read and check the options of a request; None if it has none of ours. Other custom parameters are ignored.
 
     Raises:
-        ConfigError: names the bad field, its value (the beginning of it) and what is allowed.
+        ConfigError: names the bad field, the beginning of its value and what is allowed.
     """
     values = custom_params.get(REQUEST_KEY) if isinstance(custom_params, Mapping) else None
     if values is None:
@@ -81,7 +69,7 @@ def parse_request_options(custom_params: object, config: KVEvictConfig) -> Reque
 
 
 def ticket_digest(ticket: str) -> str:
-    """Return the hash of a ticket, under which the outcome is published: only the sender can relate it to a request."""
+    """Return the hash under which a ticket's outcome is published: only the sender can relate it to a request."""
     return hashlib.sha256(ticket.encode()).hexdigest()
 
 

@@ -1,6 +1,6 @@
 """The command ``sgl-kvevict``: serve a model, watch its cache, list policies, make a model.
 
-Exit codes: 0 success, 1 something failed on the way (a download, a dead server), 2 bad input.
+Exit codes: 0 success, 1 a failure on the way (a download, a dead server), 2 bad input.
 """
 
 from __future__ import annotations
@@ -30,22 +30,19 @@ app = typer.Typer(
 )
 
 _UsageError: Any = typer.BadParameter.__bases__[0]
-"""Root of errors in the use of options and arguments; typer does not export it by name."""
+"""Base class of usage errors, which typer does not export by name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; ends in ``SystemExit``.
+    """Run the command line (``arguments`` without the program's name); ends in ``SystemExit``.
 
-    Errors of this package, of the operating system and of network connections (``OSError``), and of usage are printed
-    as ``sgl-kvevict: error: ...``. Anything else is a bug and shows its traceback.
-
-    Args:
-        arguments: without the program's name; default: this process's.
+    Errors of this package, of system and network (``OSError``), and of usage are printed as ``sgl-kvevict: error:
+    ...``. Anything else is a bug and shows its traceback.
     """
     try:
         code = app(args=arguments, prog_name="sgl-kvevict", standalone_mode=False) or 0
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader of a pipe has seen enough: sgl-kvevict policies | head
+    except BrokenPipeError:  # the pipe's reader has ended: sgl-kvevict policies | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except typer.Abort:  # Ctrl-C, in some versions of typer

@@ -1,4 +1,4 @@
-"""``sgl-kvevict check``: what this machine has and lacks for a server, on one screen."""
+"""``sgl-kvevict check``: prints what this machine has and lacks for a server."""
 
 from __future__ import annotations
 

@@ -35,12 +35,7 @@ Decode = Callable[[Sequence[int]], list[str]]
 class Snapshot:
     """A server's tree at one moment.
 
-    Attributes:
-        endpoint: address of its inspection socket.
-        about: model, policy and sizes.
-        tree: nodes and pool.
-        maps: which tokens each head kept, by node id.
-        tokens: token ids by node id; empty unless the server exposes them.
+    ``maps``: tokens kept by each head, by node id. ``tokens``: by node id; empty unless the server exposes them.
     """
 
     endpoint: str
@@ -53,10 +48,9 @@ class Snapshot:
 def take_snapshot(
     endpoint: str, *, limit: int, num_maps: int = 0, bins: int = 256, with_tokens: bool = False, timeout_s: float = 10.0
 ) -> Snapshot:
-    """Ask a server about its tree.
+    """Ask a server about its tree, node by node; it answers between two of its steps.
 
-    Nodes are asked about one by one; the server answers between two of its steps. Nodes that are dropped meanwhile
-    are left out.
+    Nodes that are dropped meanwhile are left out.
 
     Args:
         endpoint: the server's inspection socket.
@@ -90,7 +84,7 @@ def take_snapshot(
 
 
 def as_text(snapshot: Snapshot, *, is_long: bool = False) -> TextTree:
-    """Draw the tree for a terminal; long names of models and namespaces in full if ``is_long``."""
+    """Draw the tree for a terminal; ``is_long``: names of models and namespaces in full."""
     tree, about = snapshot.tree, snapshot.about
     pool = tree.pool
     held = pool.compressed + pool.full
@@ -120,7 +114,7 @@ def _line(node: TreeNode, is_long: bool) -> Text:
 
 
 def as_json(snapshot: Snapshot) -> str:
-    """The snapshot as one JSON object, without maps."""
+    """Return the snapshot as one JSON object, without maps."""
     tree = msgspec.to_builtins(snapshot.tree)
     content = {"endpoint": snapshot.endpoint, "about": snapshot.about, **tree}
     if snapshot.tokens:
@@ -129,12 +123,7 @@ def as_json(snapshot: Snapshot) -> str:
 
 
 def as_page(snapshot: Snapshot, decode: Decode | None) -> str:
-    """The snapshot as one HTML page that needs nothing else.
-
-    Args:
-        snapshot: with maps.
-        decode: turns token ids into their texts; None shows ids.
-    """
+    """Return the snapshot as one self-contained HTML page; without ``decode``, tokens are shown as ids."""
     about = msgspec.to_builtins(snapshot.about) | {"endpoint": snapshot.endpoint}
     content = {
         "about": about,
@@ -145,7 +134,7 @@ def as_page(snapshot: Snapshot, decode: Decode | None) -> str:
         "maps": {str(node): _map(report) for node, report in snapshot.maps.items()},
         "tokens": {str(node): (decode or _as_numbers)(ids) for node, ids in snapshot.tokens.items()},
     }
-    # Inside a script element only "<" could end the data early; as an escape it stays the same JSON.
+    # Only "<" could end the data of a script element early; as an escape it is the same JSON.
     data = msgspec.json.encode(content).decode().replace("<", "\\u003c")
     template = files("sgl_kvevict.cli").joinpath("inspect_page.html").read_text(encoding="utf-8")
     return template.replace("@DATA@", data)
@@ -166,20 +155,16 @@ def _as_numbers(ids: Sequence[int]) -> list[str]:
 
 
 def load_decoder(path: str) -> Decode | None:
-    """Return a function from token ids to their texts; None without transformers, or without such a tokenizer.
-
-    Args:
-        path: folder or hub name of the tokenizer.
-    """
+    """Return a function from token ids to texts; None without transformers, or without a tokenizer at ``path``."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of optional parts of transformers that a tokenizer does not need
+        warnings.simplefilter("ignore")  # about optional parts of transformers that a tokenizer does not need
         try:
             from transformers import AutoTokenizer
         except ImportError:
             return None
         try:
             tokenizer = AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError):  # no such folder or hub name, or nothing in it that reads as a tokenizer
+        except (OSError, ValueError):  # no such folder or hub name, or no tokenizer in it
             return None
     cache: dict[int, str] = {}
 

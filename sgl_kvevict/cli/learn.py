@@ -19,9 +19,9 @@ from sgl_kvevict.errors import ConfigError, KVEvictError
 from sgl_kvevict.launcher import RunningServer, launch
 
 LENGTHS = (4000, 8000, 16000, 2000)
-"""Characters of a text, in turn: weights from short prefixes alone have less recall in long ones."""
+"""Characters of a text, in turn: weights learned from short prefixes only have less recall in long ones."""
 SPARE_TEXTS = 8
-"""Further texts, used if the learned scores of the first ones are not good enough."""
+"""Further texts, used if the scores learned from the first ones are not good enough."""
 
 Say = Callable[[str], None]
 
@@ -31,20 +31,13 @@ class LearnError(KVEvictError):
 
 
 def learn(model: str, out: Path, texts: Path | None, num_prefixes: int, sglang_flags: Sequence[str], say: Say) -> None:
-    """Learn the scores of a model and write them to a file.
+    """Learn the scores of a model from texts, as a server learns from users' prefixes, and write them to a file.
 
-    The server learns from these texts as it learns from the prefixes of users. SIGTERM ends both.
-
-    Args:
-        model: folder, hub name or "demo".
-        out: file to write.
-        texts: folder of text files; None: texts that come with Python.
-        num_prefixes: number of texts to learn from.
-        sglang_flags: SGLang's own flags.
-        say: called with one line of progress.
+    ``texts`` is a folder of text files; None: texts that come with Python. ``say`` receives lines of progress. SIGTERM
+    ends the server, too.
 
     Raises:
-        ConfigError: there are too few texts, ``out`` cannot be written, or the server would not start like this.
+        ConfigError: there are too few texts, ``out`` cannot be written, or the server cannot start with these flags.
         LearnError: the learned scores have too little recall of the entries that scoring passes keep.
         LaunchError: the server did not start, or ended.
     """

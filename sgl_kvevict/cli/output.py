@@ -1,4 +1,4 @@
-"""How commands print tables and trees: as wide as the terminal, or as wide as they are into a pipe or a file."""
+"""Prints tables and trees in the width of the terminal; unlimited in a pipe or file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PIPE_COLUMNS = 10_000
 
 
 def print_shaped(renderable: RenderableType) -> None:
-    """Print a table or a tree; one row is one line unless a terminal is too narrow for it."""
+    """Print a table or a tree, one row per line unless the terminal is too narrow."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=PIPE_COLUMNS)
@@ -19,7 +19,7 @@ def print_shaped(renderable: RenderableType) -> None:
 
 
 def shorten(text: str, num_chars: int) -> str:
-    """The first characters of a text, the last of them an ellipsis if some are left out."""
+    """Cut a text to ``num_chars`` characters; the last one is then an ellipsis."""
     return text if len(text) <= num_chars else f"{text[: num_chars - 1]}…"
 
 

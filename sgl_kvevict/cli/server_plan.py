@@ -1,4 +1,4 @@
-"""What ``sgl-kvevict serve`` runs: stock SGLang's server, with the flags and environment the plugin needs."""
+"""Plans the start of stock SGLang's server for ``sgl-kvevict serve``: the plugin's flags and environment."""
 
 from __future__ import annotations
 
@@ -29,27 +29,21 @@ from sgl_kvevict.sglang_adapter.start_checks import (
 
 CPU_PLATFORM = "kvevict_cpu"
 CPU_POOL_TOKENS = 32768
-"""Pool size on a CPU: SGLang would otherwise claim most of the machine's memory, and fill it with zeros."""
+"""Pool size on a CPU; by default SGLang would claim most of the machine's memory, and fill it with zeros."""
 
 _BACKEND_FLAGS = tuple(f"--{field.replace('_', '-')}" for field in BACKENDS)
 
 
 @dataclass(frozen=True)
 class ServePlan:
-    """A server ready to be started.
-
-    Attributes:
-        command: argument vector of the server process.
-        environ: variables to set for it, on top of this process's.
-        summary: one line that says what was resolved.
-    """
+    """A server ready to be started; ``environ`` is added to this process's environment."""
 
     command: tuple[str, ...]
     environ: Mapping[str, str]
     summary: str
 
     def as_shell(self) -> str:
-        """The same start as one line for a POSIX shell."""
+        """The command and its variables as one line for a POSIX shell."""
         settings = [f"{name}={shlex.quote(value)}" for name, value in self.environ.items()]
         return " ".join([*settings, shlex.join(self.command)])
 
@@ -81,7 +75,7 @@ def parse_policy_options(pairs: Sequence[str]) -> dict[str, Any]:
     """Read ``key=value`` pairs; a value is JSON (numbers, true, false, null, lists), else plain text.
 
     Raises:
-        ConfigError: a pair without ``=`` or without a key, or a key given twice; lists every such pair.
+        ConfigError: lists every pair without ``=`` or key, and every key given twice.
     """
     options: dict[str, Any] = {}
     problems = []
@@ -102,14 +96,10 @@ def parse_policy_options(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def resolve_config(config_file: Path | None, given: Mapping[str, Any]) -> KVEvictConfig:
-    """Combine the configuration's sources and check its fields; the policy is checked by :func:`spelled_out`.
-
-    Args:
-        config_file: JSON or YAML file; None means ``KVEVICT_CONFIG``, or the defaults if that is unset.
-        given: fields given on the command line; they win.
+    """Combine ``config_file`` (None: ``KVEVICT_CONFIG``, or the defaults) with ``given``, fields that take precedence.
 
     Raises:
-        ConfigError: a field is wrong.
+        ConfigError: a field is wrong; the policy is checked by :func:`spelled_out`.
     """
     if config_file is None:
         base, source = load_config().model_dump(exclude_unset=True), "the command line"
@@ -139,18 +129,18 @@ def plan_serve(
     cuda_is_available: Callable[[], bool] | None = None,
     listens: bool = True,
 ) -> ServePlan:
-    """Work out how to start SGLang.
+    """Determine the command that starts SGLang.
 
     Args:
         model: model folder, hub name, or a name of ``sgl_kvevict.model.MODELS``.
-        config: as given; its fields were checked.
+        config: with checked fields.
         sglang_flags: the user's own SGLang flags, passed on unchanged.
-        cuda_is_available: asked only if the flags do not name a device; default: torch's answer.
-        listens: check that ``--port`` of the flags, or SGLang's default, is free; False: another one is chosen later.
+        cuda_is_available: asked only if the flags name no device; default: torch's answer.
+        listens: check that ``--port`` of the flags, or SGLang's default, is free; False: a port is chosen later.
 
     Raises:
-        ConfigError: SGLang is missing, the policy or a flag is wrong, or the model, the pool, the port, or a file,
-            folder or socket of the configuration cannot be used; lists every reason.
+        ConfigError: lists every reason: SGLang is missing, the policy or a flag is wrong, or the model, the pool, the
+            port, or a file, folder or socket of the configuration cannot be used.
     """
     problems = _problems(model, config, sglang_flags, listens)
     try:
@@ -184,7 +174,7 @@ def plan_serve(
 
 
 def describe(config: KVEvictConfig) -> str:
-    """Policy and sizes of a configuration in a few words."""
+    """Summarize policy and sizes of a configuration."""
     options = "".join(f" {name}={value}" for name, value in config.policy_options.items())
     unit = "entries per head" if isinstance(config.budget, int) else "of the entries"
     blocks = "" if config.decode_block is None else f", answers in blocks of {config.decode_block}"
@@ -195,7 +185,7 @@ def describe(config: KVEvictConfig) -> str:
 
 
 def flag_value(flags: Sequence[str], name: str) -> str | None:
-    """The value of the last ``name VALUE`` or ``name=VALUE`` in ``flags``, or None if it is absent."""
+    """The value of the last ``name VALUE`` or ``name=VALUE`` in ``flags``; None if it is absent."""
     value = None
     for i, flag in enumerate(flags):
         if flag == name:
@@ -234,7 +224,7 @@ def _problems(model: str, config: KVEvictConfig, flags: Sequence[str], listens: 
 
 
 def _argument(flags: Sequence[str], field: str) -> object:
-    """The value of a field of SGLang's ``ServerArgs`` as flags give it: True without a value, None if left out."""
+    """The value of a field of SGLang's ``ServerArgs`` in the flags: True without a value, None if absent."""
     flag = f"--{field.replace('_', '-')}"
     value = flag_value(flags, flag)
     if value is None:

@@ -17,14 +17,7 @@ COMMON_BUDGETS = (1.0, 0.5, 0.2, 0.1)
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a model that determine the KV of one token.
-
-    Attributes:
-        num_layers: layers with keys and values; recurrent ones (``linear_attention``) have none.
-        num_kv_heads: KV heads a layer.
-        head_dim: elements of one K (or V) row.
-        dtype_bytes: bytes of one element.
-    """
+    """Sizes that determine the KV of one token; recurrent layers (``linear_attention``) have none and do not count."""
 
     num_layers: int
     num_kv_heads: int
@@ -42,9 +35,7 @@ class Fit:
     """Number of prefixes that fit at one budget.
 
     Attributes:
-        budget: share of entries, or entries per head.
         prefix_slots: token slots of one cached prefix, its compressed part and its tail.
-        prefix_bytes: bytes of these slots.
         prefixes: number that fit, the last of them uncompressed as it is during prefill.
         tokens_per_slot: tokens of a prefix divided by its slots.
     """
@@ -57,13 +48,10 @@ class Fit:
 
 
 def read_model_sizes(model: str) -> ModelSizes:
-    """Read the sizes from a model's configuration.
-
-    Args:
-        model: model folder, hub name, or a name of ``sgl_kvevict.model.MODELS``.
+    """Read the sizes from a model's configuration; ``model`` is a folder, a hub name or a key of ``MODELS``.
 
     Raises:
-        ConfigError: no such model, or not one with plain attention.
+        ConfigError: no such model, or it has no plain attention.
     """
     model = resolve_model(model)
     allowed = "a folder with a config.json, or a hub name that can be reached from here"
@@ -92,7 +80,6 @@ def read_model_sizes(model: str) -> ModelSizes:
 
 
 def _downloaded(hub_name: str) -> Path:
-    """The configuration of a model on a hub."""
     try:
         from huggingface_hub import hf_hub_download
     except ImportError as error:
@@ -101,11 +88,7 @@ def _downloaded(hub_name: str) -> Path:
 
 
 def parse_bytes(text: str) -> int:
-    """Read an amount of memory: ``40GB``, ``512MiB`` or a plain number of bytes.
-
-    Raises:
-        ConfigError: not such an amount.
-    """
+    """Read an amount of memory, ``40GB``, ``512MiB`` or a plain number of bytes; anything else is a ``ConfigError``."""
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1, "": 1}
     digits = text.strip().rstrip("BKMGIbkmgi ")
     unit = text.strip()[len(digits) :].strip().upper()
@@ -129,17 +112,9 @@ def prefix_slots(config: KVEvictConfig, num_tokens: int) -> int:
 def fits(
     config: KVEvictConfig, sizes: ModelSizes, num_tokens: int, pool_slots: int, reserved_slots: int = 0
 ) -> list[Fit]:
-    """Work out how many prefixes fit, for the configured budget and a few common ones.
+    """Compute how many prefixes of ``num_tokens`` fit, at the configured budget (first row) and a few common ones.
 
-    Args:
-        config: budget, tail and smallest range.
-        sizes: of the model.
-        num_tokens: tokens of one prefix.
-        pool_slots: token slots of the pool.
-        reserved_slots: slots of the pool left to the questions and answers of running requests.
-
-    Returns:
-        One row a budget, the configured one first.
+    ``reserved_slots`` of the pool are left to the questions and answers of running requests.
     """
     budgets: Sequence[float | int] = (config.budget, *(b for b in COMMON_BUDGETS if b != config.budget))
     rows = []
@@ -159,13 +134,13 @@ def fits(
 
 
 def as_builtins(sizes: ModelSizes, pool_slots: int, rows: Sequence[Fit]) -> dict[str, object]:
-    """All figures for scripts."""
+    """Return all figures as plain values, for JSON."""
     model = asdict(sizes) | {"slot_bytes": sizes.slot_bytes}
     return {"model": model, "pool_slots": pool_slots, "budgets": [asdict(row) for row in rows]}
 
 
 def show_bytes(amount: float) -> str:
-    """An amount of memory in a readable unit."""
+    """Format an amount of memory in a readable unit."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
         if amount >= size:
             return f"{amount / size:.1f} {unit}"

@@ -127,7 +127,6 @@ def pull(target: Url, source: Annotated[str, typer.Argument(metavar="SOURCE", he
 
 
 def _place(url: str, name: str) -> str:
-    """Return a URL as it is, or a folder's path with ``~`` resolved."""
     place = url if "://" in url else os.path.expanduser(url)
     if not place or place.startswith("~"):
         raise ConfigError(f"{name}: got {url!r}; allowed: a folder or a URL")
@@ -135,12 +134,7 @@ def _place(url: str, name: str) -> str:
 
 
 def _open(url: str, name: str = "STORE") -> Backend:
-    """Open an existing store without creating it.
-
-    Raises:
-        ConfigError: no folder of this name.
-        StoreError: nothing is at this URL.
-    """
+    """Open an existing store without creating it."""
     from sgl_kvevict.store import open_backend
 
     place = _place(url, name)

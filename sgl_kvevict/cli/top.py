@@ -32,17 +32,7 @@ _PAST_BATCHES = 20
 
 @dataclass(frozen=True)
 class TopOptions:
-    """How to watch.
-
-    Attributes:
-        endpoint: the server's inspection socket.
-        interval_s: seconds between reports.
-        rows: prefixes in a report, at most.
-        sort: what they are sorted by.
-        timeout_s: seconds to wait for an answer.
-        count: number of reports; 0: no end.
-        is_long: the model's name in full.
-    """
+    """Options of ``top``; ``count``: number of reports, 0: no end; ``is_long``: show the model's name in full."""
 
     endpoint: str
     interval_s: float = 1.0
@@ -57,7 +47,7 @@ def run_top(options: TopOptions, *, as_json: bool) -> None:
     """Show reports until the count is reached, ``q`` or Ctrl-C.
 
     Raises:
-        ServerSilentError: with a count, no report came at all.
+        ServerSilentError: a count was given, and no report came at all.
         ConfigError: the endpoint is not an address.
     """
     watcher = _Watcher(options)
@@ -66,8 +56,6 @@ def run_top(options: TopOptions, *, as_json: bool) -> None:
 
 
 class _Watcher:
-    """Asks for reports, follows the events, and shows both."""
-
     def __init__(self, options: TopOptions) -> None:
         self.options = options
         self.state = TopState(check_endpoint(options.endpoint), options.sort, is_long=options.is_long)
@@ -76,14 +64,12 @@ class _Watcher:
         self._stream: asyncio.Task[None] | None = None
 
     async def draw(self) -> None:
-        """Draw on the terminal until ``q``."""
         console = Console()
         with _keys(self._press), Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
             async for _ in self._reports():
                 live.update(render(self.state, console.width, console.height), refresh=True)
 
     async def print_json(self) -> None:
-        """Print one JSON object a report."""
         async for _ in self._reports():
             state = self.state
             line: dict[str, object] = {"endpoint": state.endpoint, "connected": state.silent is None}
@@ -98,7 +84,7 @@ class _Watcher:
             sys.stdout.flush()
 
     async def _reports(self) -> AsyncIterator[None]:
-        """Yield after each report: one each interval, and one after each key; ends with the count or with ``q``."""
+        """Yield after each report: one per interval, and one after each key; ends with the count or with ``q``."""
         num_reports = 0
         async with InspectClient(self.state.endpoint, self.options.timeout_s) as client:
             try:
@@ -129,7 +115,7 @@ class _Watcher:
             state.silent = str(error)
 
     async def _follow(self, description: Description) -> None:
-        """Read the event stream of a server that is new, or was restarted, from a little before now."""
+        """Read the event stream of a new or restarted server, from a little before now."""
         self.state.description = description
         if self._stream is not None:
             self._stream.cancel()
@@ -161,7 +147,7 @@ class _Watcher:
 
 @contextlib.contextmanager
 def _keys(press: Callable[[str], None]) -> Iterator[None]:
-    """Call ``press`` with every key that is typed, if standard input is a terminal."""
+    """Call ``press`` with every typed key, if standard input is a terminal."""
 
     def read_keys() -> None:
         for key in os.read(stdin, 64).decode(errors="replace"):

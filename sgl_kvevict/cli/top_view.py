@@ -58,14 +58,10 @@ class TopState:
     """Everything on the screen.
 
     Attributes:
-        endpoint: address of the server's inspection socket.
         sort: order of the largest prefixes.
-        description: model, policy and sizes; None before the first answer.
-        status: the newest report; None before the first one.
         silent: why there is no newer report; None while the server answers.
         events: time (seconds since the epoch) and event, newest last.
-        missed: event batches that were lost between server and client.
-        is_long: show the model's name in full.
+        missed: event batches lost between server and client.
     """
 
     endpoint: str
@@ -79,7 +75,7 @@ class TopState:
     _history: deque[tuple[float, Totals]] = field(default_factory=deque)
 
     def update(self, status: StatusReport) -> None:
-        """Take in a report; rates are computed within one run of the server."""
+        """Store a report; rates are computed within one run of the server."""
         if self.status is not None and status.started != self.status.started:
             self._history.clear()
         self.status = status
@@ -189,7 +185,7 @@ def _events(state: TopState) -> Panel:
 
 
 def summarise(events: Iterable[tuple[float, AnyEvent]]) -> Iterator[tuple[float, str]]:
-    """Time and words of each line; consecutive drops are one line."""
+    """Yield time and text of each line; consecutive drops are one line."""
     for is_drop, group in groupby(events, lambda item: isinstance(item[1], Dropped)):
         items = list(group)
         drops = [event for _, event in items if isinstance(event, Dropped)]
@@ -208,7 +204,7 @@ def _footer(state: TopState) -> Text:
 
 
 def describe(event: AnyEvent) -> str:
-    """One event in a few words."""
+    """Describe an event in a few words."""
     match event:
         case Compressed():
             what = f"compressed tokens {event.start:,}-{event.end:,} into {event.slots:,} slots"

@@ -1,4 +1,4 @@
-"""From an observed prompt to a published segment: observe, score, select, merge, pack, fit."""
+"""Compression of a range: observe, score, select, merge, pack, fit."""
 
 from sgl_kvevict.compression.collectors import needs_rotary
 from sgl_kvevict.compression.compressor import Compression, Compressor, Observation

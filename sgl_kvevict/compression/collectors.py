@@ -1,6 +1,6 @@
-"""Collectors: one class per signal gathers it during a prefill, with one object per layer.
+"""Collectors: gather signals during a prefill; one class per signal, one object per layer.
 
-A collector holds a few numbers per token or less, never attention rows. Its size is constant, or counted in
+A collector holds at most a few numbers per token, never attention rows. Its size is constant, or counted in
 ``num_bytes`` and so limited by ``observation_bytes``.
 """
 
@@ -27,15 +27,14 @@ class Chunk:
 
     Attributes:
         queries: [n, num_qo_heads, head_dim], after RoPE.
-        lse: [n, num_qo_heads], float32, natural log-sum-exp over all keys each query saw.
+        lse: [n, num_qo_heads], float32, natural log-sum-exp over all keys the query saw.
         query_start: logical position of the first query.
-        k_buffer: [num_token_slots, num_kv_heads, head_dim], the layer's keys, these tokens' included.
-        key_start: waterline: keys from here on are in ordinary slots.
+        k_buffer: [num_token_slots, num_kv_heads, head_dim], the layer's keys, including the chunk's.
+        key_start: waterline; keys from this logical position on are in ordinary slots.
         token_slots: [num_keys], int64, slots of the tokens from ``key_start`` to the last query's; None if unused.
         sm_scale: softmax scale of the layer.
         k_scale: FP8 scale of ``k_buffer``; 1.0 for other dtypes.
-        window_size: most queries to keep of a prompt.
-        rotary: the model's rotary embedding; None if unused.
+        window_size: maximum number of queries to keep.
     """
 
     queries: Tensor
@@ -62,7 +61,7 @@ class Chunk:
         return self.rotary
 
     def last(self, earlier: Tensor | None, rows: Tensor) -> Tensor:
-        """The last ``window_size`` of earlier rows and this chunk's, contiguous."""
+        """The last ``window_size`` of the earlier rows and this chunk's; contiguous."""
         missing = self.window_size - rows.shape[0]
         if earlier is None or missing <= 0:
             return rows[-self.window_size :].clone(memory_format=torch.contiguous_format)
@@ -70,15 +69,12 @@ class Chunk:
 
 
 class Collector(ABC):
-    """Collects one signal in one layer, chunk after chunk, in order.
-
-    Attributes:
-        needs_slots: :attr:`Chunk.token_slots` is required.
-        needs_rotary: :attr:`Chunk.rotary` is required.
-    """
+    """Collects one signal in one layer, chunk after chunk."""
 
     needs_slots: ClassVar[bool] = False
+    """Whether :attr:`Chunk.token_slots` is required."""
     needs_rotary: ClassVar[bool] = False
+    """Whether :attr:`Chunk.rotary` is required."""
 
     @property
     @abstractmethod
@@ -91,23 +87,18 @@ class Collector(ABC):
 
     @abstractmethod
     def value(self, first: int, num_tokens: int) -> object | None:
-        """The signal, as :class:`Signal` describes it; None if no chunk came.
+        """The signal of ``num_tokens`` tokens (see :class:`Signal`); None before the first chunk.
 
-        Args:
-            first: index of the range's first token among the keys of the last chunk.
-            num_tokens: of the range.
+        ``first`` is the index of the range's first token among the keys of the last chunk.
         """
 
     def forget(self, num_tokens: int) -> None:
-        """Drop what is stored per token of the first keys, which were compressed."""
+        """Drop the per-token data of the first ``num_tokens`` keys, which were compressed."""
         return None
 
 
 class WindowQueries(Collector):
-    """The last queries with the forward's log-sum-exp, a constant few rows per layer.
-
-    Scores are computed from them when the range to compress is known.
-    """
+    """The last queries and their log-sum-exp; scores are computed when the range to compress is known."""
 
     def __init__(self) -> None:
         self._queries: Tensor | None = None
@@ -126,7 +117,7 @@ class WindowQueries(Collector):
         self._end = chunk.query_start + chunk.queries.shape[0]
 
     def value(self, first: int, num_tokens: int) -> QueryWindow | None:
-        """The window, whatever the range."""
+        """The window; independent of the range."""
         if self._queries is None or self._lse is None:
             return None
         return QueryWindow(self._queries, self._lse, self._end - self._queries.shape[0])
@@ -142,7 +133,7 @@ class WindowKeys(Collector):
 
     @property
     def num_bytes(self) -> int:
-        """The rows."""
+        """Memory of the rows."""
         return 0 if self._keys is None else self._keys.nbytes
 
     def add(self, chunk: Chunk) -> None:
@@ -151,12 +142,12 @@ class WindowKeys(Collector):
         self._keys = chunk.last(self._keys, gather_rows(chunk.k_buffer, slots, chunk.k_scale))
 
     def value(self, first: int, num_tokens: int) -> Tensor | None:
-        """The rows, whatever the range."""
+        """The keys; independent of the range."""
         return self._keys
 
 
 class PerToken(Collector):
-    """A number for each key, which later queries add to."""
+    """One number per key, updated by each chunk."""
 
     needs_slots = True
 
@@ -165,11 +156,11 @@ class PerToken(Collector):
 
     @property
     def num_bytes(self) -> int:
-        """The numbers."""
+        """Memory of the numbers."""
         return 0 if self._numbers is None else self._numbers.nbytes
 
     def add(self, chunk: Chunk) -> None:
-        """Combine this chunk's number of every key with the earlier chunks' numbers."""
+        """Combine the chunk's numbers with those of earlier chunks."""
         numbers = self._of(chunk)
         if self._numbers is not None:
             self._combine(numbers[:, : self._numbers.shape[1]], self._numbers)
@@ -186,7 +177,7 @@ class PerToken(Collector):
 
     @abstractmethod
     def _of(self, chunk: Chunk) -> Tensor:
-        """[num_kv_heads, num_keys], float32: a chunk's number of each key."""
+        """[num_kv_heads, num_keys], float32: a chunk's number for each key."""
 
     @abstractmethod
     def _combine(self, numbers: Tensor, earlier: Tensor) -> None:
@@ -212,7 +203,7 @@ class AccumulatedAttention(PerToken):
 
 
 class EchoAttention(PerToken):
-    """The largest attention that queries would pay if they stood after all keys."""
+    """Largest attention that the queries would pay if they stood after all keys."""
 
     needs_rotary = True
 
@@ -233,7 +224,7 @@ class EchoAttention(PerToken):
 
 
 class Moments(Collector):
-    """Mean and covariance of all queries; their size depends on the model alone and is not counted."""
+    """Mean and covariance of all queries; their size is constant and not counted."""
 
     needs_rotary = True
     num_bytes = 0
@@ -242,13 +233,13 @@ class Moments(Collector):
         self._moments: QueryMoments | None = None
 
     def add(self, chunk: Chunk) -> None:
-        """Count the chunk's queries in."""
+        """Add the chunk's queries."""
         _, num_qo_heads, head_dim = chunk.queries.shape
         moments = self._moments or QueryMoments.empty(num_qo_heads, head_dim, chunk.model_rotary)
         self._moments = moments.add(chunk.queries, chunk.query_start)
 
     def value(self, first: int, num_tokens: int) -> QueryMoments | None:
-        """The moments, whatever the range."""
+        """The moments; independent of the range."""
         return self._moments
 
 
@@ -259,11 +250,11 @@ COLLECTORS: Mapping[Signal, type[Collector]] = {
     Signal.ECHO_ATTENTION: EchoAttention,
     Signal.QUERY_MOMENTS: Moments,
 }
-"""Signals gathered during a prefill. Others are read from the pool, measured on readers, or taken from the model."""
+"""Signals of a prefill. Others come from the pool, from readers or from the model."""
 
 
 def collected(signals: frozenset[Signal]) -> dict[Signal, type[Collector]]:
-    """The collectors of some signals, always in the same order."""
+    """The collectors of some signals, in a fixed order."""
     return {signal: kind for signal, kind in COLLECTORS.items() if signal in signals}
 
 

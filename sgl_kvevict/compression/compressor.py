@@ -29,13 +29,7 @@ Observation = PromptObservation | ReaderObservation | CacheObservation
 
 @dataclass
 class FitStats:
-    """Counters of fits since the server started.
-
-    Attributes:
-        fits: segments that were fitted.
-        fits_given_up: segments that were to be fitted but were not: no memory, an error, or dropped.
-        fit_seconds: host time of fits, passes excluded.
-    """
+    """Counters since the server started: fits, fits given up (no memory, an error, or dropped), host time of fits."""
 
     fits: int = 0
     fits_given_up: int = 0
@@ -47,14 +41,10 @@ class Compression:
     """Result of one compression.
 
     Attributes:
-        segment: written to the first of the range's slots.
-        freed: [num_freed], int64, the other slots of the range.
-        start: logical position of the range's first token.
-        num_tokens: length of the range.
-        merged_entries: entries merged into stored ones; entries neither stored nor merged are evicted.
+        freed: [num_freed], int64, slots to release; the segment has the first of the range's slots.
+        merged_entries: entries merged into stored ones.
         seconds: host time (on a GPU: launching only).
-        fit: to be run on the segment, or None.
-        replaced: segment of the first tokens before, if they were compressed already.
+        replaced: previous segment of the range's first tokens, if they were compressed already.
     """
 
     segment: Segment
@@ -68,28 +58,20 @@ class Compression:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens that were uncompressed before."""
+        """Tokens compressed for the first time."""
         return self.num_tokens - (0 if self.replaced is None else self.replaced.end - self.replaced.start)
 
     @property
     def new_entries(self) -> int:
-        """Entries stored, less those stored before."""
+        """Stored entries minus those of the replaced segment."""
         return self.segment.num_entries - (0 if self.replaced is None else self.replaced.num_entries)
 
 
 class Compressor:
     """Applies one policy and one budget to ranges of the arena.
 
-    Args:
-        config: budget and protected tokens.
-        policy: to apply.
-        packer: of the segments.
-        rotary: the model's rotary embedding, for signals that need it.
-        output_grams: see :attr:`ObservationSpec.output_grams`.
-        learner: of learned scores, for the policy ``distilled``.
-
-    Attributes:
-        is_short: token slots have been short, so echo attention is collected until scores are learned.
+    ``rotary`` and ``output_grams`` are as in :class:`ObservationSpec`; ``learner`` is for ``distilled``. ``is_short``:
+    slots have been short, so echo attention is collected until scores are learned.
     """
 
     def __init__(
@@ -111,17 +93,17 @@ class Compressor:
 
     @property
     def has_learned(self) -> bool:
-        """Learned weights are in use, so any range can be scored from the cache alone."""
+        """Whether learned weights are in use, so that any range can be scored from the cache alone."""
         return self.learner is not None and self.learner.weights is not None
 
     @property
     def splittable(self) -> bool:
-        """Every segment may be cut at any token."""
+        """Whether every segment may be split at any token."""
         return self.policy.splittable and not self.packer.geometry.has_windows
 
     @property
     def compresses_at_once(self) -> bool:
-        """A prompt is compressed when it is complete, without waiting for readers."""
+        """Whether a prompt is compressed when it is complete, without waiting for readers."""
         return self.policy.readers is None or (self.has_learned and not self.config.wait_for_passes)
 
     def new_observation(self) -> PromptObservation:
@@ -144,18 +126,16 @@ class Compressor:
         return ReaderObservation(packer.geometry, start, end, reach, segments, packer.k_arena, products)
 
     def rank_by_attention(self, segment: Segment) -> None:
-        """Replace the worth of a segment's entries by their measured reader attention."""
+        """Set the worth of a segment's entries to their measured reader attention."""
         assert segment.worth is not None and segment.entry_attention is not None
         segment.worth = measured_worth(segment.worth, segment.entry_attention.squares.sqrt())
         segment.is_measured, segment.entry_attention = True, None
 
     def lesson(self, token_slots: Tensor, readers: ReaderObservation, prompt: PromptObservation) -> Lesson | None:
-        """Begin to learn from a range whose passes are complete; None once weights are in use.
+        """Begin to learn from a range whose passes (``readers``) are complete; ``prompt`` continues it.
 
-        Args:
-            token_slots: [num_tokens], int64, slots of its first tokens; they must not change until the lesson ends.
-            readers: observation of its passes.
-            prompt: observation of a prompt that continues the range.
+        ``token_slots``, [num_tokens], int64, of its first tokens must not change until the lesson ends. None without a
+        learner, if weights are in use, or if all layers have sliding windows.
         """
         packer = self.packer
         if self.learner is None or self.learner.weights is not None or not packer.geometry.full_layers:
@@ -167,7 +147,6 @@ class Compressor:
         return self.learner.lesson(tokens, readers.scores(token_slots.numel()), show)
 
     def _show(self, observation: Observation, start: int, token_slots: Tensor) -> Show:
-        """Views of a range's layers."""
         k_arena, v_arena = self.packer.k_arena, self.packer.v_arena
         return lambda layer: observation.show(layer, start, k_arena[layer], v_arena[layer], token_slots)
 
@@ -181,12 +160,9 @@ class Compressor:
     ) -> Compression:
         """Write the segment of one range, without a host sync: its number of slots follows from the budget.
 
-        Args:
-            token_slots: [num_tokens], int64, slots of the range in token order, owned by the caller.
-            start: logical position of the range's first token.
-            observation: signals of the range; unused signals may be missing with learned scores.
-            parent: segment right before the range on its path; its policy state continues.
-            share: of the range to keep; None: the budget.
+        The caller owns ``token_slots``, [num_tokens], int64, in token order. With learned scores, ``observation`` may
+        lack other score signals. ``parent``, the segment right before the range on its path, gives the policy state;
+        ``share`` of the range replaces the budget.
         """
         begin = time.perf_counter()
         num_tokens = token_slots.numel()
@@ -232,14 +208,14 @@ class Compressor:
         return Compression(segment, freed, start, num_tokens, merged, time.perf_counter() - begin, fit)
 
     def _fit(self, token_slots: Tensor, start: int, observation: Observation) -> PendingFit | None:
-        """The fit of a range that is about to be compressed; None without a fitter or passes."""
+        """The fit of a range, made before it is compressed; None without a fitter or passes."""
         products = observation.products if isinstance(observation, ReaderObservation) else None
         if self.policy.fitter is None or products is None or products.start != start:
             return None
         return PendingFit(self.policy.fitter, products, self.packer.token_values(token_slots), start)
 
     def state(self) -> dict[str, Any]:
-        """Policy, budget, and counters of fits and of learning, in plain values."""
+        """Policy, budget, and counters of fits and of learning, as plain values."""
         state: dict[str, Any] = {"policy": self.policy.name, "budget": self.config.budget}
         if self.policy.fitter is not None:
             stats = self.stats

@@ -1,4 +1,4 @@
-"""Fits of published segments: what scoring passes sum up for them, and the fit itself, layer by layer."""
+"""Fits of published segments: sums collected by scoring passes, and the fit itself, layer by layer."""
 
 from __future__ import annotations
 
@@ -15,23 +15,16 @@ from sgl_kvevict.policies.parts import Fitter
 from sgl_kvevict.prefix import Segment, SegmentPacker
 
 QUERY_STEP = 2
-"""Every second query of a pass counts: half of the work, and still more queries than tokens."""
+"""Every second query of a pass is used: half of the work, and still more queries than tokens."""
 WEIGHTS_PER_TILE = {"cpu": 2**20, "cuda": 2**26}
-"""Attention weights in memory at a time, 4 bytes each: a CPU's caches, or few launches."""
+"""Attention weights per tile, 4 bytes each: fits a CPU's caches; few launches on a GPU."""
 
 
 class AttentionProducts:
-    """Products of the attention paid to any two tokens of a block, summed over queries: ``P'P`` of the fit.
+    """Products of the attention to any two tokens of a block, summed over queries: ``P'P`` of the fit.
 
-    Args:
-        geometry: sizes of the model.
-        start: logical position of the range's first token.
-        num_tokens: of the range, at least one.
-        block: tokens of a block; the last one may be shorter.
-        value_bytes: of one number of a value.
-
-    Attributes:
-        num_bytes: memory of the products and of the copy of the range's values that the fit needs.
+    The range is ``num_tokens`` >= 1 from the logical position ``start``; its last block may be shorter.
+    ``num_bytes`` includes the copy of the range's values (``value_bytes`` per element) that the fit needs.
     """
 
     def __init__(self, geometry: KVGeometry, start: int, num_tokens: int, block: int, value_bytes: int) -> None:
@@ -47,7 +40,7 @@ class AttentionProducts:
     def add(
         self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, token_slots: Tensor, sm_scale: float
     ) -> None:
-        """Add queries of one layer, of tokens after the range; see :meth:`PromptObservation.record`.
+        """Add one layer's queries of tokens after the range; see :meth:`PromptObservation.record`.
 
         ``token_slots`` is [num_tokens], int64, slots of the range.
         """
@@ -70,13 +63,13 @@ class AttentionProducts:
             sums[:, first:last] += products.view(heads, last - first, block, block)
 
     def take(self, layer: int) -> Tensor | None:
-        """[num_kv_heads, num_blocks, block, block], float32, of one layer, removed from here; None: no queries came."""
+        """Remove and return a layer's [num_kv_heads, num_blocks, block, block], float32; None if no query was added."""
         taken, self._layers[layer] = self._layers[layer], None
         return taken
 
 
 def _by_head(rows: Tensor, num_kv_heads: int) -> Tensor:
-    """[num_kv_heads, n * group_size, width], of rows [n, num_qo_heads, width]."""
+    """[num_kv_heads, n * group_size, width] from [n, num_qo_heads, width]."""
     num_queries, num_qo_heads, width = rows.shape
     grouped = rows.reshape(num_queries, num_kv_heads, num_qo_heads // num_kv_heads, width)
     return grouped.transpose(0, 1).reshape(num_kv_heads, -1, width)
@@ -85,18 +78,12 @@ def _by_head(rows: Tensor, num_kv_heads: int) -> Tensor:
 class PendingFit:
     """The fit of a published segment: computed layer by layer, applied to the segment at once.
 
-    Meanwhile the segment may be split, squeezed or moved: its entries are identified by run and position. Entries that
-    left it are not fitted; entries that a later squeeze keeps, keep their fit.
+    Meanwhile the segment may be split, squeezed or moved: entries are identified by run and position, and entries that
+    were evicted are skipped.
 
-    Args:
-        fitter: of the policy.
-        products: of the range, or of the range and more tokens after it.
-        values: [num_layers, num_tokens, num_kv_heads, head_dim], in the arena's dtype: of all tokens of the range, from
-            before it was compressed. Overwritten.
-        start: logical position of the range's first token.
-
-    Attributes:
-        num_bytes: memory held.
+    ``products`` are of the range, or of the range and more tokens after it. ``values``, [num_layers, num_tokens,
+    num_kv_heads, head_dim], in the arena's dtype, are those of all tokens of the range before its compression; they are
+    overwritten. ``start`` is the logical position of the range's first token.
     """
 
     def __init__(self, fitter: Fitter, products: AttentionProducts, values: Tensor, start: int) -> None:
@@ -113,11 +100,11 @@ class PendingFit:
 
     @property
     def is_done(self) -> bool:
-        """All layers are fitted."""
+        """Whether all layers are fitted."""
         return self._next_layer == self._values.shape[0]
 
     def step(self, segment: Segment) -> None:
-        """Fit the next layer to the entries that the segment has now."""
+        """Fit the next layer with the segment's current entries."""
         layer, self._next_layer = self._next_layer, self._next_layer + 1
         products = self._products.take(layer)
         if products is None:
@@ -133,13 +120,10 @@ class PendingFit:
         self._is_fitted[layer] = fitted.is_fitted.T
 
     def apply(self, packer: SegmentPacker, segment: Segment, ends: Sequence[int]) -> None:
-        """Write the fitted values and biases to a segment, between two steps.
+        """Write the fitted values and biases of all layers to a segment, between two steps.
 
-        Args:
-            packer: of the segment.
-            segment: all of its layers are fitted.
-            ends: logical positions at which its views end now. In a causal fit, a block with an end inside it is not
-                fitted, so that a request that reads only up to the end sees nothing of later tokens.
+        ``ends`` are the logical positions at which its views end now. In a causal fit, a block with an end inside it
+        stays unfitted, so that a request that reads up to the end gets nothing of later tokens.
         """
         layers, tokens, heads = self._places(segment)
         entries = self._is_fitted[layers, tokens, heads]
@@ -153,13 +137,13 @@ class PendingFit:
         packer.fit(segment, entries, self._values[layers, tokens, heads], self._biases[layers, tokens, heads])
 
     def _places(self, segment: Segment) -> tuple[Tensor, Tensor, Tensor]:
-        """Layer, place in the range and KV head of each entry of a segment, [num_entries], int64 each."""
+        """Layer, token index in the range and KV head of each entry, [num_entries], int64 each."""
         num_heads = segment.geometry.num_kv_heads
         runs = segment.run_of_entries()
         return runs // num_heads, segment.positions.long() - self._start, runs % num_heads
 
     def _kept(self, segment: Segment, layer: int) -> Tensor:
-        """[num_kv_heads, num_tokens], bool: tokens of the range that one layer of a segment keeps."""
+        """[num_kv_heads, num_tokens], bool: tokens of the range that one layer of the segment keeps."""
         num_heads, num_tokens = segment.geometry.num_kv_heads, self._end - self._start
         layers, tokens, heads = self._places(segment)
         kept = torch.zeros(num_heads * num_tokens + 1, dtype=torch.bool, device=tokens.device)
@@ -168,7 +152,7 @@ class PendingFit:
 
 
 def _without_rest(products: Tensor, num_tokens: int) -> Tensor:
-    """Products with zeros for the last block's tokens after the range, which stay uncompressed."""
+    """Set products of the last block's tokens after the range to 0; they stay uncompressed."""
     block = products.shape[-1]
     rest = products.shape[1] * block - num_tokens
     if rest:

@@ -1,4 +1,4 @@
-"""Generated tokens, compressed while a request generates: one segment, rewritten with every block."""
+"""Compression of generated tokens while a request generates: one segment, rewritten with every block."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from sgl_kvevict.policies.signals import QueryWindow, Signal
 from sgl_kvevict.prefix import Segment
 
 COUNTED_AT_ONCE = 32
-"""Queries whose attention is summed at once, for policies that sum over all queries."""
+"""Queries whose attention is summed in one call, for policies that sum over all queries."""
 _IN_FLIGHT = 2
-"""Steps that may be in flight when a lane is checked for being full."""
+"""Steps that may be in flight when :meth:`GeneratedCompressor.is_full` is checked."""
 
 
 class Generated:
-    """Generated tokens of one request.
+    """State of one request's generated tokens.
 
     Attributes:
         start: logical position of the first token that competes: the prompt's end, or later.
         end: logical position after the last recorded query.
         segment: entries kept of ``[start, segment.end)``; None before the first block.
         lens: per layer, entries of each head in the segment.
-        sums: per layer, [num_kv_heads, lens + tokens], float32, attention summed over queries, for the segment's
-            entries, then for the tokens after it; [] before the first count.
-        lane: of the last queries, see :class:`QueryLanes`; None: not recorded.
+        sums: per layer, [num_kv_heads, lens + tokens], float32, attention summed over queries, of the segment's
+            entries, then of the tokens after it; [] before the first count.
+        lane: see :class:`QueryLanes`; None: queries are not recorded.
         num_pending: queries in the lane that are not in ``sums``.
         tried: logical position up to which compression was last tried.
     """
@@ -48,7 +48,7 @@ class Generated:
         self.begin(start)
 
     def begin(self, start: int) -> None:
-        """Start again: only tokens from a position on compete."""
+        """Reset: only tokens from this logical position on compete."""
         self.start = self.end = start
         self.segment: Segment | None = None
         self.lens = [0] * self._num_layers
@@ -56,7 +56,7 @@ class Generated:
         self.num_pending = 0
 
     def leave_segment(self) -> None:
-        """Leave the segment as it is, because other requests read it; only tokens after it compete."""
+        """Keep the segment unchanged, because other requests read it; only tokens after it compete."""
         self.start = self.compressed_end
         self.sums = [kept[:, length:] for kept, length in zip(self.sums, self.lens, strict=False)]
         self.segment, self.lens = None, [0] * self._num_layers
@@ -75,10 +75,8 @@ class Generated:
 class GeneratedStep:
     """Recording of one decode step.
 
-    Args:
-        lanes: of the queries.
-        places: [n], int64, see :meth:`QueryLanes.places`.
-        rows: [n], int64, the requests' rows of the batch; None: all, in order.
+    ``places`` is [n], int64, see :meth:`QueryLanes.places`; ``rows`` [n], int64, the requests' rows of the batch, None
+    for all in order.
     """
 
     def __init__(self, lanes: QueryLanes, places: Tensor, rows: Tensor | None) -> None:
@@ -87,20 +85,16 @@ class GeneratedStep:
         self._rows = rows
 
     def record(self, layer: int, queries: Tensor, lse: Tensor, sm_scale: float) -> None:
-        """Keep the queries of one layer; see :meth:`QueryLanes.record`."""
+        """Store the queries of one layer; see :meth:`QueryLanes.record`."""
         if self._rows is not None:
             queries, lse = queries.index_select(0, self._rows), lse.index_select(0, self._rows)
         self._lanes.record(layer, self._places, queries, lse, sm_scale)
 
 
 class GeneratedCompressor:
-    """Compresses generated tokens with a compressor's policy and budget.
+    """Compresses generated tokens with the policy (without :func:`generated_reasons`) and budget of a compressor.
 
-    Args:
-        compressor: of prompts; its policy passes :func:`generated_reasons`.
-
-    Attributes:
-        lanes: last queries of requests; None for policies without query signals.
+    ``lanes`` is None for policies without query signals.
     """
 
     def __init__(self, compressor: Compressor) -> None:
@@ -122,11 +116,9 @@ class GeneratedCompressor:
         return Generated(start, self._geometry.num_layers)
 
     def step(self, followed: Sequence[tuple[int, int, Generated]], num_rows: int) -> GeneratedStep | None:
-        """Prepare the recording of a forward; None if nothing is recorded.
+        """Prepare the recording of a forward with ``num_rows`` queries; None if nothing is recorded.
 
-        Args:
-            followed: for each request its row of the batch's queries, the query's logical position, and its state.
-            num_rows: of the batch's queries.
+        ``followed`` has, per request, its row of the batch's queries, the query's logical position, and its state.
         """
         if self.lanes is None:
             return None
@@ -150,21 +142,21 @@ class GeneratedCompressor:
         return GeneratedStep(self.lanes, self.lanes.places(lanes, positions, device), chosen)
 
     def is_full(self, generated: Generated) -> bool:
-        """Whether the recorded queries must be counted before another step begins."""
+        """Whether :meth:`count` must be called before another step begins."""
         return self._sums_up and self.lanes is not None and generated.num_pending >= self.lanes.depth - _IN_FLIGHT
 
     def is_followed(self, generated: Generated) -> bool:
-        """Whether the policy's signals exist."""
+        """Whether the signals that the policy needs were recorded."""
         return self.lanes is None or (generated.lane is not None and generated.num_pending + len(generated.sums) > 0)
 
     def give_up(self, generated: Generated) -> None:
-        """Release the lane of a request that ended."""
+        """Release the request's lane."""
         if self.lanes is not None and generated.lane is not None:
             self.lanes.give_back(generated.lane)
             generated.lane = None
 
     def num_slots(self, generated: Generated, end: int) -> int:
-        """Token slots needed after compression up to a position."""
+        """Token slots of the segment after compression up to the logical position ``end``."""
         held = 0 if generated.segment is None else generated.segment.num_slots
         wanted = self._config.num_slots(end - generated.start, generated.start)
         return min(wanted, held + end - generated.compressed_end)
@@ -172,9 +164,7 @@ class GeneratedCompressor:
     def count(self, generated: Generated, token_slots: Tensor) -> None:
         """Add the recorded queries' attention to ``sums``.
 
-        Args:
-            generated: of the queries.
-            token_slots: [n], int64, slots of the tokens from the segment's end to the last query's.
+        ``token_slots`` is [n], int64, slots of the tokens from the segment's end to the last query's.
         """
         if not (self._sums_up and generated.num_pending):
             return
@@ -203,15 +193,8 @@ class GeneratedCompressor:
     def compress(self, generated: Generated, token_slots: Tensor, num_new: int, parent: Segment | None) -> Compression:
         """Rewrite the segment: entries kept so far and the next tokens compete for the budget.
 
-        Args:
-            generated: to compress; gets the new segment.
-            token_slots: [n], int64, slots of the tokens from the segment's end to the last query's, or to the last
-                token that is compressed.
-            num_new: tokens to compress.
-            parent: segment before it on the path; its policy state continues at the first block.
-
-        Returns:
-            The result; freed slots are of the old segment or of the tokens.
+        ``token_slots``, [n], int64, are those of the tokens from the segment's end to the last query's, or to the last
+        of the ``num_new`` tokens; ``parent``, the segment before on the path, gives the first block's policy state.
         """
         begin = time.perf_counter()
         self.count(generated, token_slots)
@@ -255,7 +238,7 @@ class GeneratedCompressor:
         *,
         merges: bool,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None, PolicyState | None]:
-        """Sources, positions and merge of kept entries (see :meth:`SegmentPacker.write`); the policy's next state."""
+        """Sources, positions and merge for :meth:`SegmentPacker.write`, and the policy's next state."""
         sources, positions, sizes, weights, thresholds = [], [], [], [], []
         merger = self._policy.merger if merges else None
         show = self._show(generated, tables, frozenset() if merger is None else merger.needs)
@@ -278,11 +261,10 @@ class GeneratedCompressor:
         return torch.cat(sources), torch.cat(positions), merge, state
 
     def _flat(self, kept: Tensor, length: int) -> Tensor:
-        """[num_kv_heads * length], int64: where a layer's mask is set, in order."""
+        """[num_kv_heads * length], int64: flat indices of the set elements of a layer's mask."""
         return torch.nonzero_static(kept.flatten(), size=self._geometry.num_kv_heads * length).squeeze(-1)
 
     def _carry_on(self, generated: Generated, choice: GeneratedChoice, segment: Segment) -> None:
-        """Keep the sums of kept entries, and the new segment."""
         for layer, kept in enumerate(choice.kept if generated.sums else ()):
             sums, num = generated.sums[layer], kept.shape[1]
             stays = sums[:, :num].flatten()[self._flat(kept, choice.lens[layer])]
@@ -290,7 +272,7 @@ class GeneratedCompressor:
         generated.segment, generated.lens = segment, choice.lens
 
     def _show(self, generated: Generated, tables: Sequence[Tensor], needs: frozenset[Signal]) -> Show:
-        """Views of each layer's candidates, as a range that starts at 0."""
+        """Layer views of the candidates, as a range that starts at 0."""
         places = None
         if Signal.WINDOW_QUERIES in needs:  # of uncompressed tokens only
             count = min(generated.num_pending, self._policy.window_size, generated.end - generated.compressed_end)
@@ -329,13 +311,13 @@ class GeneratedCompressor:
         return self.lanes.places([generated.lane] * count, positions, self._packer.k_arena.device)
 
     def _table(self, generated: Generated, layer: int, token_slots: Tensor) -> Tensor:
-        """[num_kv_heads, lens + n], int32, head slots of a layer's entries, then of tokens."""
+        """[num_kv_heads, lens + n], int32: head slots of a layer's segment entries, then of the tokens."""
         tokens = self._packer.head_slots(layer, token_slots)
         old = self._old(generated, layer, None if generated.segment is None else generated.segment.head_slots)
         return tokens if old is None else torch.cat([old, tokens], dim=1)
 
     def _positions(self, generated: Generated, layer: int, num_new: int) -> Tensor:
-        """[num_kv_heads, lens + num_new], int32, logical positions of a layer's entries, then of tokens."""
+        """[num_kv_heads, lens + num_new], int32: logical positions of a layer's segment entries, then of the tokens."""
         device, begin = self._packer.k_arena.device, generated.compressed_end
         tokens = torch.arange(begin, begin + num_new, dtype=torch.int32, device=device)
         tokens = tokens.expand(self._geometry.num_kv_heads, -1)
@@ -343,7 +325,7 @@ class GeneratedCompressor:
         return tokens if old is None else torch.cat([old, tokens], dim=1)
 
     def _old(self, generated: Generated, layer: int, entries: Tensor | None) -> Tensor | None:
-        """[num_kv_heads, lens], one layer's part of a segment's tensor, whose runs are consecutive."""
+        """[num_kv_heads, lens]: one layer's part of a per-entry tensor of the segment."""
         if entries is None:
             return None
         heads = self._geometry.num_kv_heads

@@ -1,4 +1,4 @@
-"""Prompt observation: the signals that a policy needs, collected layer by layer during a prefill."""
+"""Prompt observation: signals collected layer by layer during a prefill."""
 
 from __future__ import annotations
 
@@ -16,14 +16,10 @@ from sgl_kvevict.policies.signals import Signal
 
 @dataclass(frozen=True)
 class ObservationSpec:
-    """What to collect during a prefill.
+    """Signals to collect, and the data that collectors need.
 
-    Attributes:
-        geometry: sizes of the model.
-        signals: those that the policy needs.
-        window_size: most queries (and keys) of the window signals.
-        rotary: the model's rotary embedding, if a collector needs it.
-        output_grams: [num_layers, num_kv_heads, head_dim, head_dim], float32, for :attr:`Signal.OUTPUT_GRAM`.
+    ``window_size`` limits the window signals; ``output_grams``, for :attr:`Signal.OUTPUT_GRAM`, is [num_layers,
+    num_kv_heads, head_dim, head_dim], float32.
     """
 
     geometry: KVGeometry
@@ -36,11 +32,8 @@ class ObservationSpec:
 class PromptObservation:
     """Signals of one prompt, collected over any number of chunks.
 
-    Only queries of this prefill count, not those of cached tokens. Layers with a sliding window are skipped: what they
-    keep follows from positions alone.
-
-    Args:
-        spec: what to collect.
+    Only queries of this prefill are observed, not those of cached tokens. Layers with a sliding window are skipped:
+    they keep entries by position.
 
     Attributes:
         first_query: logical position of the first query; tokens before it were cached.
@@ -77,11 +70,11 @@ class PromptObservation:
 
     @property
     def has_echo(self) -> bool:
-        """Echo attention is collected: the range can be scored with it."""
+        """Whether echo attention is collected."""
         return Signal.ECHO_ATTENTION in self.spec.signals
 
     def without_echo(self) -> PromptObservation:
-        """A copy without echo attention, whose size grows with the prompt."""
+        """A copy without echo attention, which takes memory in proportion to the prompt."""
         other = copy(self)
         other.spec = replace(self.spec, signals=self.spec.signals - {Signal.ECHO_ATTENTION})
         kept = other.spec.signals
@@ -92,15 +85,11 @@ class PromptObservation:
     def begin_chunk(
         self, start: int, end: int, *, is_last: bool, key_start: int = 0, token_slots: Tensor | None = None
     ) -> None:
-        """Announce that queries ``[start, end)`` follow, for every layer.
+        """Announce the queries ``[start, end)``, which :meth:`record` then gets layer by layer.
 
-        Args:
-            start: logical position of the chunk's first token. Other than the last chunk's end, it restarts the
-                observation. Numbers of tokens that were compressed since are dropped.
-            end: logical position after the chunk's last token.
-            is_last: the prompt ends here.
-            key_start: waterline; keys from here on are in ordinary slots.
-            token_slots: [end - key_start], int64, slots of the tokens ``[key_start, end)``; see :attr:`needs_slots`.
+        The observation restarts if ``start`` is not the last chunk's end, or the waterline ``key_start`` is below the
+        last chunk's. Per-token data of tokens compressed since the last chunk is dropped. ``is_last``: the prompt ends
+        here. ``token_slots``, [end - key_start], int64, are required if :attr:`needs_slots`.
         """
         if start != self.end or key_start < self._key_start or not self._layers:
             kinds, geometry = collected(self.spec.signals), self.spec.geometry
@@ -125,15 +114,7 @@ class PromptObservation:
         self.is_complete = False
 
     def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float) -> None:
-        """Collect from one layer of the chunk.
-
-        Args:
-            layer: layer index.
-            queries: [num_tokens, num_qo_heads, head_dim], after RoPE.
-            lse: [num_tokens, num_qo_heads], float32, natural log-sum-exp over all keys each query saw.
-            k_buffer: [num_token_slots, num_kv_heads, head_dim], the layer's keys, the chunk's included.
-            sm_scale: softmax scale of the layer.
-        """
+        """Collect from one layer of the chunk; arguments as in :class:`Chunk`."""
         self._sm_scales[layer] = sm_scale
         chunk = Chunk(
             queries=queries,
@@ -151,7 +132,7 @@ class PromptObservation:
             collector.add(chunk)
 
     def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerView:
-        """The view of a range in one layer; arguments as in :class:`LayerView`."""
+        """The :class:`LayerView` of a range in one layer."""
         first, num_tokens = start - self._key_start, token_slots.numel()
         values = {signal: one.value(first, num_tokens) for signal, one in self._layers[layer].items()}
         signals = {signal: value for signal, value in values.items() if value is not None}
@@ -173,10 +154,10 @@ class PromptObservation:
 
 
 class CacheObservation:
-    """No signals: a range is scored from its cached keys and values alone."""
+    """Observation without signals: a range is scored from its cached keys and values alone."""
 
     num_bytes = 0
 
     def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerView:
-        """Return keys and values of a range in one layer; see :meth:`PromptObservation.show`."""
+        """See :meth:`PromptObservation.show`."""
         return LayerView(layer, start, k_buffer, v_buffer, token_slots, sm_scale=0.0)

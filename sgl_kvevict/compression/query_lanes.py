@@ -1,4 +1,4 @@
-"""Query lanes: the last queries of requests that generate, a fixed number per request, on the device."""
+"""Query lanes: device buffers with the last queries of requests that generate."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ from sgl_kvevict.geometry import KVGeometry
 
 
 class QueryLanes:
-    """Ring buffers of ``depth`` queries per request and layer.
+    """One lane per request: a ring buffer of the last ``depth`` queries in each layer.
 
-    Args:
-        geometry: sizes.
-        depth: queries per lane.
-        max_bytes: of all lanes together; at least one lane exists.
-        element_size: of a number of a query (bytes).
+    All lanes together take at most ``max_bytes``, but at least one exists; ``element_size`` is bytes per query element.
     """
 
     def __init__(self, geometry: KVGeometry, depth: int, max_bytes: int, element_size: int) -> None:
@@ -48,12 +44,12 @@ class QueryLanes:
         self._free.append(lane)
 
     def places(self, lanes: list[int], positions: list[int], device: torch.device) -> Tensor:
-        """[n], int64: rows of the queries at some lanes and positions."""
+        """[n], int64: buffer rows of queries, by lane and logical position."""
         places = [lane * self.depth + position % self.depth for lane, position in zip(lanes, positions, strict=True)]
         return to_device(torch.tensor(places, dtype=torch.int64), device)
 
     def record(self, layer: int, places: Tensor, queries: Tensor, lse: Tensor, sm_scale: float) -> None:
-        """Keep queries [n, num_qo_heads, head_dim] and log-sum-exps [n, num_qo_heads] of one layer at ``places``."""
+        """Store queries [n, num_qo_heads, head_dim] and log-sum-exps [n, num_qo_heads] of one layer at ``places``."""
         self._scales[layer] = sm_scale
         self._queries[layer] = _kept(self._queries[layer], queries, self._num_lanes * self.depth)
         self._lse[layer] = _kept(self._lse[layer], lse, self._num_lanes * self.depth)
@@ -69,7 +65,7 @@ class QueryLanes:
 
 
 def _kept(kept: Tensor | None, rows: Tensor, num_rows: int) -> Tensor:
-    """A buffer of at least ``num_rows`` rows like ``rows``, with the contents of the old one."""
+    """The buffer ``kept``, grown to at least ``num_rows`` rows of the shape of ``rows``."""
     if kept is not None and kept.shape[0] >= num_rows:
         return kept
     size = num_rows if kept is None else max(num_rows, 2 * kept.shape[0])

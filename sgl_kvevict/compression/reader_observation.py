@@ -1,4 +1,4 @@
-"""Reader observation: the attention that readers pay a prefix, one number per (layer, KV head, token)."""
+"""Reader observation: attention of readers to a prefix, one number per (layer, KV head, token)."""
 
 from __future__ import annotations
 
@@ -20,26 +20,23 @@ from sgl_kvevict.prefix import EntryAttention, Segment
 
 
 class ReaderObservation:
-    """Squared attention of all readers' queries, summed for each token of ``[start, end)``.
+    """Squared attention of all readers' queries, summed for each token of the range ``[start, end)`` (may be empty).
 
-    Readers may come in chunks, several per batch, and be retracted and run again; a query counts once. Entries of
-    segments before the range, which were ranked by predicted scores, can be observed too. If the range is compressed
-    meanwhile, its sums move to the new segment's entries (:meth:`hand_over`).
+    Readers may come in chunks, several per batch, and be retracted and run again; each query is counted once. Segments
+    before the range, whose worth is predicted, can be observed too. If the range is compressed meanwhile, its sums move
+    to the new segment's entries (:meth:`hand_over`).
 
     Args:
-        geometry: sizes of the model.
-        start: logical position of the range's first token.
-        end: logical position after its last one; the range may be empty.
-        reach: sums are averaged over this many tokens on each side. For questions without their answers, whose queries
-            would point from token to token (SnapKV, arXiv 2404.14469, Sec. 4, pools for the same reason).
-        segments: before the range, whose entries are observed too.
-        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], with their keys; None without segments.
-        products: what a fit of the range needs; None: it is not fitted.
+        reach: sums are averaged over this many tokens on each side. For questions without answers: their queries attend
+            near the answer (SnapKV, arXiv 2404.14469, Sec. 4, pools for the same reason).
+        segments: segments before the range to observe; their keys are in ``k_arena``.
+        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim]; None without segments.
+        products: input of a fit of the range; None: no fit.
 
     Attributes:
         entry_attention: sums of the observed segments' entries.
         num_readers: readers observed to their end.
-        has_failed: an error makes the observation unusable.
+        has_failed: an error made the observation unusable.
     """
 
     def __init__(
@@ -56,7 +53,7 @@ class ReaderObservation:
         self.products = products
         self.entry_attention: list[EntryAttention] = []
         self._geometry = geometry
-        self._num_slots = 0  # of observed segments; slots, because the number of entries differs by rank
+        self._num_slots = 0  # of observed segments; slots, because numbers of entries differ between ranks
         for segment in segments:
             self._observe_entries(segment, segment.positions.new_zeros(segment.num_entries, dtype=torch.float32))
         self.start = start
@@ -70,7 +67,7 @@ class ReaderObservation:
 
     @property
     def num_bytes(self) -> int:
-        """Memory once something is recorded; the same on all tensor-parallel ranks."""
+        """Memory once a chunk is recorded; equal on all tensor-parallel ranks."""
         products = 0 if self.products is None else self.products.num_bytes
         return 4 * self._geometry.num_runs * (self.end - self.start + self._num_slots) + products
 
@@ -79,14 +76,14 @@ class ReaderObservation:
         return self._geometry.scales.of(layer)[0]
 
     def has_window(self, layer: int) -> bool:
-        """Whether a layer has a sliding window, so that its entries are kept by position."""
+        """Whether a layer has a sliding window; it keeps entries by position."""
         return self._geometry.window(layer) > 0
 
     def hand_over(self, segment: Segment) -> None:
         """Move the sums of the range's first tokens to the entries of the segment that now stores them.
 
         Does nothing if the segment begins elsewhere or ends after the range (sums would be missing), with a reach
-        (neighbours would be missing), or if the segment has no worth, because it never shrinks.
+        (neighbours would be missing), or if the segment has no worth (it cannot be squeezed).
         """
         if self.reach or segment.start != self.start or segment.end > self.end or segment.worth is None:
             return
@@ -106,7 +103,7 @@ class ReaderObservation:
         return any(one is segment.entry_attention for one in self.entry_attention)
 
     def close(self) -> None:
-        """End the observation: no more readers will come."""
+        """End the observation of segments: no more readers will come."""
         for one in self.entry_attention:
             one.is_open = False
 
@@ -118,15 +115,11 @@ class ReaderObservation:
         token_slots: Tensor,
         segments: Sequence[Segment] = (),
     ) -> ReaderChunk:
-        """Announce queries of a reader, for every layer.
+        """Announce the queries ``[query_start, query_end)`` of a reader.
 
-        Args:
-            reader: the request object (request ids are chosen by clients).
-            query_start: logical position of the chunk's first token. Queries before ``end`` recompute the range itself
-                and do not count.
-            query_end: logical position after its last one.
-            token_slots: [end - start], int64, slots of the range.
-            segments: that the reader reads; only observed ones count.
+        Queries before ``end`` recompute the range itself and are not counted. ``reader`` is the request object, because
+        clients choose request ids; ``token_slots``, [end - start], int64, are the range's; of the reader's
+        ``segments``, those not observed are ignored.
         """
         counted = max(self._counted.get(reader, query_start), self.end)
         self._counted[reader] = max(counted, query_end)
@@ -135,12 +128,12 @@ class ReaderObservation:
         return ReaderChunk(self, query_start + num_counted, num_counted, token_slots, observed)
 
     def end_reader(self, reader: object) -> None:
-        """Count a reader that was observed to its end."""
+        """Count a reader as observed to its end."""
         self._counted.pop(reader, None)
         self.num_readers += 1
 
     def add(self, layer: int, squares: Tensor, sm_scale: float) -> None:
-        """Add squares, [num_kv_heads, end - start], float32, to one layer."""
+        """Add squared attention, [num_kv_heads, end - start], float32, to one layer."""
         if self._squares is None:
             self._squares = squares.new_zeros(self._geometry.num_layers, *squares.shape)
         self._squares[layer] += squares
@@ -165,11 +158,7 @@ class ReaderObservation:
         )
 
     def scores(self, num_tokens: int) -> Tensor:
-        """[num_layers, num_kv_heads, num_tokens], float32, reader attention of the range's first tokens.
-
-        Raises:
-            ValueError: no reader was observed.
-        """
+        """[num_layers, num_kv_heads, num_tokens], float32: of the range's first tokens; ValueError without readers."""
         if self._squares is None:
             raise ValueError("no reader was observed")
         return self._squares[..., :num_tokens].sqrt()
@@ -180,7 +169,7 @@ class ReaderObservation:
         self._num_slots += segment.num_slots
 
     def _spread(self, squares: Tensor, part: slice) -> Tensor:
-        """Average around the tokens of a part of the range."""
+        """Squares of a part of the range, averaged over ``reach`` tokens on each side."""
         first = max(part.start - self.reach, 0)
         near = squares[:, first : part.stop + self.reach]
         spread: Tensor = avg_pool1d(near, 2 * self.reach + 1, 1, self.reach, count_include_pad=False)
@@ -192,11 +181,9 @@ class ReaderChunk:
     """Queries of one reader in one forward.
 
     Attributes:
-        observation: to which they are added.
-        query_start: logical position of the first query that counts.
-        num_counted: queries before it, which do not count.
+        query_start: logical position of the first query to count; the ``num_counted`` before it are skipped.
         token_slots: [end - start], int64, slots of the observed range.
-        segments: whose entries are observed.
+        segments: observed segments that the reader reads.
     """
 
     observation: ReaderObservation
@@ -210,7 +197,7 @@ class ReaderChunk:
         self.observation.has_failed = True
 
     def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float) -> None:
-        """Collect from one layer, unless it has a sliding window; see :meth:`PromptObservation.record`."""
+        """See :meth:`PromptObservation.record`; layers with a sliding window are skipped."""
         if self.observation.has_window(layer):
             return
         queries, lse = queries[self.num_counted :].contiguous(), lse[self.num_counted :].contiguous()
@@ -240,7 +227,7 @@ def _add_entry_attention(
 ) -> None:
     """Add the squared attention of queries (see :meth:`ReaderChunk.record`) to one layer's entries of a segment.
 
-    Runs are gathered side by side, padded to the longest; on a GPU to the segment's tokens, which needs no host sync.
+    Runs are padded to the longest; on a GPU to the number of the segment's tokens, which needs no host sync.
     """
     geometry, paid = segment.geometry, segment.entry_attention
     assert paid is not None

@@ -1,8 +1,8 @@
-"""Selection for models in which some layers have sliding windows.
+"""Selection for models with sliding windows in some layers.
 
-A reader of the whole range sees at most its last ``window - 1`` tokens in such a layer. The layer keeps these in every
-head, or fewer if its share of the budget is smaller. The rest of its share goes to the layers without a window, where
-the policy decides. A reader of a part of the range would see other tokens, so such a segment cannot be split.
+Such a layer keeps the range's last ``window - 1`` tokens in every head (later queries see no more), or fewer if its
+share of the budget is smaller. The rest of its share goes to the layers without a window, where the policy selects. A
+reader of a part of the range would need other tokens, so the segment cannot be split.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sgl_kvevict.ragged import Selection, run_entries
 
 
 def last_tokens(geometry: KVGeometry, num_tokens: int, total: int) -> list[int]:
-    """Last tokens of a range that each layer with a window keeps in every head; 0 for other layers."""
+    """Per layer, the number of last tokens that a layer with a window keeps in every head; 0 for other layers."""
     share = total // geometry.num_runs
     return [min(window - 1, num_tokens, share) if window else 0 for window in geometry.windows]
 
@@ -36,20 +36,10 @@ def select_beside_windows(
     with_worth: bool,
     device: torch.device,
 ) -> Decision:
-    """Decide what a range of a model with windows keeps.
+    """Choose ``total`` entries of a range, or fewer if the layers without a window keep everything.
 
-    Args:
-        policy: decides about layers without a window; it does not merge.
-        show: gives a layer's view.
-        geometry: sizes; some layers have windows.
-        num_tokens: of the range.
-        total: entries to keep over all layers and heads, fewer than there are.
-        protected: first tokens of the range kept in every head of a layer without a window.
-        with_worth: as for :meth:`Policy.select`; entries of layers with a window get 0 and leave by position.
-        device: of the range.
-
-    Returns:
-        ``total`` entries, or fewer where the layers without a window keep everything.
+    Arguments are those of :meth:`Policy.select`. The policy, which must not merge, selects in layers without a window;
+    ``protected`` tokens are kept there. In layers with a window worth is 0: their entries are evicted by position.
     """
     others = geometry.full_layers
     lasts = torch.tensor(last_tokens(geometry, num_tokens, total))
@@ -67,7 +57,7 @@ def select_beside_windows(
     lens = keep_lens.flatten().long()
     starts = lens.cumsum(0) - lens
     runs = torch.repeat_interleave(lens, output_size=num_entries)
-    # The last tokens in all layers, then overwritten by the policy's selection.
+    # The last tokens in all layers; the policy's selection overwrites the layers without a window below.
     indices = (torch.arange(num_entries, device=device) - (starts + lens - num_tokens)[runs]).int()
     worth = None
     if decision is not None:

@@ -1,4 +1,4 @@
-"""Warm-up: runs all that a compression launches once, so that no kernel compiles while serving."""
+"""Warm-up: runs every kernel of compression once, so that none compiles while serving."""
 
 from __future__ import annotations
 
@@ -14,17 +14,13 @@ from sgl_kvevict.compression.reader_observation import ReaderObservation
 from sgl_kvevict.prefix import SegmentPacker, Span
 
 WARM_UP_TOKENS = 192
-"""Tokens of the synthetic prompt: more than any window and pooling kernel."""
+"""Minimum length of the synthetic prompt: more than the default windows and SnapKV's widest pool (127)."""
 
 
 def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
-    """Observe, compress, split, repack, read, generate and squeeze a synthetic prompt in memory of its own.
+    """Observe, compress, split, repack, read, generate and squeeze a synthetic prompt in a separate small arena.
 
-    SGLang's warm-up prompts are too short to be compressed.
-
-    Args:
-        compressor: of the server; its arena and counters stay unchanged.
-        q_dtype: of the model's queries.
+    SGLang's warm-up prompts are too short to be compressed. The compressor's arena and counters stay unchanged.
     """
     real = compressor.packer
     num_tokens = max(WARM_UP_TOKENS, 2 * compressor.policy.window_size)
@@ -62,7 +58,7 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
 
 
 def _observe(compressor: Compressor, queries: Tensor, slots: Tensor) -> PromptObservation | ReaderObservation:
-    """The observation of a prefill, or of a reader, of the synthetic prompt."""
+    """Observe a prefill of the synthetic prompt, or a reader if the policy waits for readers."""
     num_tokens = slots.numel()
     packer = compressor.packer
     lse = torch.full(queries.shape[:2], 6.0, device=queries.device)
@@ -81,7 +77,7 @@ def _observe(compressor: Compressor, queries: Tensor, slots: Tensor) -> PromptOb
 
 
 def _read(compressor: Compressor, span: Span, queries: Tensor) -> None:
-    """Observe the entries of a compressed segment."""
+    """Observe a reader of the span's segment."""
     packer, segment = compressor.packer, span.segment
     readers = compressor.new_reader_observation(span.end, span.end, segments=[segment])
     no_slots = segment.token_slots[:0]

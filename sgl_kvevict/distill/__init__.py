@@ -1,4 +1,4 @@
-"""Learned scores: linear maps from cached keys and values to reader attention, learned from scoring passes."""
+"""Learned scores: linear maps from cached keys and values to log reader attention, learned from scoring passes."""
 
 from sgl_kvevict.distill.features import CachedRange, window_features
 from sgl_kvevict.distill.files import (

@@ -1,17 +1,7 @@
-"""Features of learned scores: of cached tokens, and of the attention of a prompt's last queries.
+"""Features of learned scores, per KV head and from that head alone, so that tensor-parallel ranks exchange nothing.
 
-Per KV head of a layer, from that head alone, so that nothing crosses tensor-parallel ranks:
-
-====================  =========  ==================================================================
-features              columns    what
-====================  =========  ==================================================================
-key                   head_dim   before its rotary embedding, so that position is a feature of its own
-value                 head_dim
-log norms             2          of key and value
-position              1          of the range's end
-constant              1
-window attention      2          logarithms of the last queries' mean attention, pooled and not (optional)
-====================  =========  ==================================================================
+Columns: key before RoPE (head_dim); value (head_dim); log norms of key and value (2); position, as a share of the
+range's end (1); constant (1); optionally the log of the last queries' mean attention, pooled and not (2).
 """
 
 from __future__ import annotations
@@ -29,11 +19,11 @@ from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.signals import QueryWindow, Signal
 
 NUM_SCALARS = 4
-"""Features of a cached token besides key and value."""
+"""Columns of a cached token besides key and value."""
 NUM_WINDOW = 2
-"""Features of window attention."""
+"""Columns of window attention."""
 KERNEL_SIZE = 7
-"""Width of the max pool along the tokens."""
+"""Width of window attention's max pool along the tokens."""
 ATTENTION_FLOOR = 1e-4
 """Added to attention before its logarithm."""
 NORM_FLOOR = 1e-6
@@ -41,21 +31,17 @@ NORM_FLOOR = 1e-6
 
 
 def num_cache_features(head_dim: int) -> int:
-    """Features of the cache alone."""
+    """Number of features of the cache alone."""
     return 2 * head_dim + NUM_SCALARS
 
 
 @dataclass(frozen=True)
 class CachedRange:
-    """Consecutive uncompressed tokens in the arena.
+    """Uncompressed tokens of the arenas ([num_layers, num_token_slots, num_kv_heads, head_dim], keys after RoPE).
 
     Attributes:
-        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], after RoPE.
-        v_arena: likewise.
-        token_slots: [num_tokens], int64.
-        start: logical position of the first token.
-        end: logical end of the whole range, also for a part of it; the position feature is relative to it.
-        scales: of the arena.
+        token_slots: [num_tokens], int64; ``start`` is the logical position of the first token.
+        end: logical end of the whole range, also for a sample; the position feature is relative to it.
         stride: logical positions from one token to the next.
     """
 
@@ -79,7 +65,7 @@ class CachedRange:
         return torch.arange(self.start, last, self.stride, device=self.token_slots.device)
 
     def sample(self, first: int, most: int) -> CachedRange:
-        """At most ``most`` tokens, evenly spread, from the logical position ``first`` on."""
+        """At most ``most`` evenly spaced tokens from the logical position ``first`` on."""
         skip = min(max(first - self.start, 0), self.token_slots.numel())
         stride = max(-(-(self.token_slots.numel() - skip) // most), 1)
         slots = self.token_slots[skip::stride]
@@ -87,7 +73,7 @@ class CachedRange:
 
 
 def cache_features(tokens: CachedRange, layer: int, rotary: Rotary) -> Tensor:
-    """[num_kv_heads, num_tokens, num_cache_features], float32: features of one layer, for learning."""
+    """[num_kv_heads, num_tokens, num_cache_features], float32: features of one layer."""
     positions = tokens.positions
     k_scale, v_scale = tokens.scales.of(layer)
     stored = gather_rows(tokens.k_arena[layer], tokens.token_slots, k_scale)
@@ -106,7 +92,7 @@ def log_norm(rows: Tensor) -> Tensor:
 
 
 def window_features(view: LayerView) -> Tensor | None:
-    """[num_kv_heads, num_tokens, NUM_WINDOW], float32, features of one layer; None without window queries."""
+    """[num_kv_heads, num_tokens, NUM_WINDOW], float32: features of one layer; None without window queries."""
     window = view.find(Signal.WINDOW_QUERIES, QueryWindow)
     if window is None:
         return None

@@ -1,4 +1,4 @@
-"""Learned weights as safetensors files, found by the fingerprint of their model."""
+"""Files of learned weights: safetensors, named by the fingerprint of their model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sgl_kvevict.errors import ConfigError
 
 FORMAT = "sgl-kvevict score weights 1"
 ROTARY_TOLERANCE = 0.01
-"""Some models keep their tables in bfloat16."""
+"""Some models store their tables in bfloat16."""
 _SAMPLES = 8
 _SAMPLE_BYTES = 64
 _HEADER_LENGTH_BYTES = 8
@@ -32,16 +32,7 @@ _MAX_HEADER_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """The model that weights belong to.
-
-    Attributes:
-        name: for messages.
-        fingerprint: see :func:`fingerprint_of`.
-        num_layers: attention layers.
-        num_kv_heads: of the whole model, all ranks together.
-        head_dim: of keys and values.
-        rotary: its embedding.
-    """
+    """The model that weights belong to: attention layers, and KV heads of all ranks together."""
 
     name: str
     fingerprint: str
@@ -52,7 +43,7 @@ class ModelIdentity:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of ``ScoreWeights.cache``."""
+        """Shape of ``ScoreWeights.cache``."""
         return self.num_layers, self.num_kv_heads, num_cache_features(self.head_dim)
 
     @property
@@ -62,11 +53,7 @@ class ModelIdentity:
 
 
 def save_weights(path: Path, weights: ScoreWeights, model: ModelIdentity) -> None:
-    """Write a file, in one rename.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file and rename it into place; OSError if that fails."""
     tensors = {"cache": weights.cache, "window": weights.window, "rotary": model.first_rotation}
     metadata = {
         "format": FORMAT,
@@ -83,15 +70,7 @@ def save_weights(path: Path, weights: ScoreWeights, model: ModelIdentity) -> Non
 
 
 def check_writable(path: Path, name: str) -> None:
-    """Refuse a path where :func:`save_weights` would fail; makes the folder, as that does.
-
-    Args:
-        path: of the file.
-        name: of the option, for the error.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Create the folder of a file; ConfigError, with the option's ``name``, if the file could not be written."""
     try:
         if path.is_dir():
             raise IsADirectoryError("it is a folder")
@@ -103,11 +82,7 @@ def check_writable(path: Path, name: str) -> None:
 
 
 def check_format(path: Path) -> None:
-    """Check the header of a file.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not one of ours.
-    """
+    """Check the header of a file; ConfigError if it cannot be read or has another format."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata, names = file.metadata() or {}, set(file.keys())
@@ -118,11 +93,7 @@ def check_format(path: Path) -> None:
 
 
 def load_weights(path: Path, model: ModelIdentity) -> ScoreWeights:
-    """Read the weights of a model.
-
-    Raises:
-        ConfigError: the file cannot be read, is not one of ours, or belongs to another model; says which.
-    """
+    """Read the weights of a model; ConfigError if unreadable, of another format, or of another model."""
     check_format(path)
     with safe_open(path, framework="pt") as file:
         metadata, names = file.metadata(), file.keys()
@@ -153,7 +124,7 @@ def file_name(model: ModelIdentity) -> str:
 
 
 def weights_folders() -> list[Path]:
-    """Folders that are searched: the user's cache, then the weights shipped with this package."""
+    """Folders to search: the user's cache, then the weights shipped with this package."""
     cache_home = os.environ.get("XDG_CACHE_HOME")
     cache = Path(cache_home) if cache_home else Path.home() / ".cache"
     return [cache / "sgl-kvevict" / "score-weights", Path(__file__).with_name("known")]
@@ -178,12 +149,10 @@ def _differences(metadata: dict[str, str], tensors: dict[str, Tensor], model: Mo
 
 
 def fingerprint_of(folder: Path) -> str | None:
-    """A hash of names, types, shapes and eight samples of all tensors of a model folder.
+    """SHA-256 over names, types, shapes and eight samples of all tensors of a model folder.
 
-    It does not depend on how tensors are spread over files, and differs between fine-tuned relatives.
-
-    Returns:
-        64 hexadecimal digits; None if there are no safetensors files, or one cannot be read.
+    Independent of the split into files; different for fine-tuned variants. None if there are no safetensors files, or
+    one cannot be read.
     """
     found: list[tuple[str, bytes]] = []
     try:

@@ -1,4 +1,4 @@
-"""Learns score weights from scoring passes, prefix by prefix and layer by layer, until they recall enough."""
+"""Learns score weights from scoring passes, prefix by prefix and layer by layer, until recall suffices."""
 
 from __future__ import annotations
 
@@ -21,25 +21,23 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.layer_view import Show
 
 RIDGE = 0.003
-"""Penalty on standardised features, per token."""
+"""Ridge penalty on standardised features, per token."""
 SCORE_FLOOR = 0.005
-"""Added to reader attention before its logarithm, so that tokens without attention count alike."""
+"""Added to reader attention before its logarithm, so that tokens with almost none get the same target."""
 SAMPLED_TOKENS = 1024
-"""Tokens per prefix, evenly spread: long prefixes weigh no more than others and take no longer."""
+"""Maximum number of tokens per prefix: bounds the time and weight of long prefixes."""
 NUM_SINKS = 4
-"""First tokens of a path: attention sinks whatever their content, and kept anyway."""
+"""First tokens of a path, not learned from: attention sinks whatever their content, and kept anyway."""
 MIN_RECALL = 0.7
-"""Required share of the passes' set. Echo attention recalls 0.55; passes in two orders agree on 0.9."""
+"""Required share of the passes' selection. Echo attention recalls 0.55; passes in two orders agree on 0.9."""
 
 
 @dataclass(frozen=True)
 class LessonResult:
     """Outcome of one prefix.
 
-    Attributes:
-        num_prefixes: learned from so far.
-        recall: of the weights on this prefix; None before enough prefixes were learned from.
-        is_accepted: the weights are in use from now on.
+    ``recall`` is measured on the prefix before learning from it; None while there are too few prefixes. With
+    ``is_accepted`` the weights are in use from now on.
     """
 
     num_prefixes: int
@@ -50,12 +48,7 @@ class LessonResult:
 class RidgeStatistics:
     """Sufficient statistics of one ridge regression per (layer, KV head), in float64; their size is constant.
 
-    Args:
-        num_layers: layers.
-        num_heads: KV heads of a layer.
-        num_features: columns.
-        constant: the column that is 1 for every token.
-        device: of the sums.
+    ``constant`` is the index of the feature that is 1 for every token.
     """
 
     def __init__(
@@ -68,7 +61,7 @@ class RidgeStatistics:
 
     @property
     def num_bytes(self) -> int:
-        """Memory held."""
+        """Memory of the sums."""
         return (self._gram.numel() + self._cross.numel()) * 8
 
     def add(self, layer: int, features: Tensor, targets: Tensor) -> None:
@@ -78,14 +71,10 @@ class RidgeStatistics:
         self._cross[layer] += (columns.mT @ targets.double().unsqueeze(-1)).squeeze(-1)
 
     def solve(self, layer: int, num_columns: int) -> Tensor:
-        """Weights of one layer by ridge regression on standardised features; the constant is not penalised.
+        """[num_heads, num_columns], float32: weights of one layer, by ridge regression on standardised features.
 
-        Args:
-            layer: layer index; at least one token was added to it.
-            num_columns: of the first so many features; the constant must be one of them.
-
-        Returns:
-            [num_heads, num_columns], float32.
+        Only the first ``num_columns`` features are used, which must include the constant (not penalised). The layer
+        must have tokens.
         """
         gram = self._gram[layer, :, :num_columns, :num_columns]
         count = gram[:, self.constant, self.constant, None]
@@ -104,20 +93,10 @@ class RidgeStatistics:
 class ScoreLearner:
     """Holds the weights in use, or learns them.
 
-    After ``num_prefixes`` prefixes, the weights learned so far are tested on each next prefix before it is learned
-    from too. They come into use once they recall ``MIN_RECALL`` of what its reader attention would keep.
-
-    Args:
-        geometry: sizes of this rank.
-        rotary: the model's rotary embedding.
-        share: of the entries, at which recall is measured.
-        num_prefixes: to learn from before weights are tested.
-        weights: known from the start, or None.
-        agree: reduces a number to the least of all tensor-parallel ranks.
-
-    Attributes:
-        weights: in use; None while learning.
-        num_learned: prefixes learned from.
+    After ``num_prefixes`` prefixes, weights are tested on each new prefix before learning from it. They are used once
+    they recall ``MIN_RECALL`` of the entries that its reader attention would keep.
+    Recall is measured with ``share`` of the entries kept. ``weights`` are in use from the start; None: learn. ``agree``
+    takes the minimum of a number over tensor-parallel ranks.
     """
 
     def __init__(
@@ -139,15 +118,11 @@ class ScoreLearner:
         self._statistics: RidgeStatistics | None = None
 
     def lesson(self, tokens: CachedRange, scores: Tensor, show: Show) -> Lesson:
-        """Begin to learn from one prefix.
+        """Begin to learn from one prefix; ValueError if weights are in use.
 
-        Args:
-            tokens: the scored range; its slots must not change before the lesson ends.
-            scores: [num_layers, num_kv_heads, num_tokens], float32: reader attention of each token.
-            show: gives a layer's view of the range, with the last queries of a prompt that continues it.
-
-        Raises:
-            ValueError: weights are in use already.
+        The slots of ``tokens`` must not change before the lesson ends. ``scores``, [num_layers, num_kv_heads,
+        num_tokens], float32, are reader attention; views of ``show`` have the last queries of a prompt that continues
+        the range.
         """
         if self.weights is not None:
             raise ValueError("learned weights are in use: there is nothing to learn")
@@ -159,12 +134,7 @@ class ScoreLearner:
         return Lesson(self, self._statistics, tokens, scores, show, tries)
 
     def end_lesson(self, weights: ScoreWeights | None, overlap: int | None) -> LessonResult:
-        """Count a prefix, and use the tested weights if their recall suffices.
-
-        Args:
-            weights: that were tested, or None.
-            overlap: their recall in thousandths.
-        """
+        """Count a prefix, and use the tested weights if their recall (``overlap``, in thousandths) suffices."""
         self.num_learned += 1
         if weights is None or overlap is None:
             return LessonResult(self.num_learned, None, False)
@@ -175,12 +145,12 @@ class ScoreLearner:
         return LessonResult(self.num_learned, recall, self.weights is not None)
 
     def forget(self) -> None:
-        """Start again, because the model's weights changed."""
+        """Start anew, because the model's weights changed."""
         self.weights = self._statistics = None
         self.num_learned = 0
 
     def state(self) -> dict[str, int | float | bool | None]:
-        """Return progress in plain values."""
+        """Progress as plain values."""
         weights = self.weights
         return {
             "in_use": weights is not None,
@@ -191,7 +161,7 @@ class ScoreLearner:
 
 
 class Lesson:
-    """One prefix that is learned from, layer by layer; see :meth:`ScoreLearner.lesson`."""
+    """Learns from one prefix, layer by layer; made by :meth:`ScoreLearner.lesson`."""
 
     def __init__(
         self,
@@ -219,10 +189,10 @@ class Lesson:
         self._num_done = 0
 
     def step(self) -> LessonResult | None:
-        """Learn from the next layer without a window; the outcome after the last one.
+        """Learn from the next layer without a window; after the last one, return the outcome.
 
-        Cost: at most ``SAMPLED_TOKENS * F**2`` products per head of one layer, in float64; the last step of a prefix
-            on which weights are tried also ranks its scores.
+        Cost: at most ``SAMPLED_TOKENS * F**2`` products per head of one layer, in float64; when weights are tested, the
+            last step also ranks all scores.
         """
         layer = self._layers[self._num_done]
         features, targets = self._examples(layer)
@@ -242,7 +212,7 @@ class Lesson:
         return self._learner.end_lesson(weights, overlap)
 
     def _examples(self, layer: int) -> tuple[Tensor, Tensor]:
-        """[num_kv_heads, sampled tokens, F] and [num_kv_heads, sampled tokens] of a layer."""
+        """Features [num_kv_heads, sampled tokens, F] and targets [num_kv_heads, sampled tokens] of a layer."""
         tokens, sample = self._tokens, self._sample
         window = window_features(self._show(layer))
         features = cache_features(sample, layer, self._learner.rotary)
@@ -256,9 +226,9 @@ class Lesson:
 
 
 def top_recall(predicted: Tensor, scores: Tensor, share: float) -> float:
-    """Share of the highest scores, over all layers and heads, that the highest predictions include.
+    """Share of the top scores, over all layers and heads, that are among the top predictions.
 
-    Both are [num_layers, num_kv_heads, num_tokens]; ``share`` of the entries count as high.
+    Both are [num_layers, num_kv_heads, num_tokens]; the top is ``share`` of the entries.
     """
     count = max(int(share * scores.numel()), 1)
     kept = torch.zeros(scores.numel(), dtype=torch.bool, device=scores.device)

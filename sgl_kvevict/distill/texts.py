@@ -22,20 +22,16 @@ _CHARACTERS = (0x2190, 0x2300, 0x1F300, 0x370, 0x4E0, 0x13A0)
 
 
 def training_texts(lengths: Sequence[int], kinds: Sequence[Kind] = KINDS) -> list[str]:
-    """One text per length (characters), of each kind in turn; passages repeat only when the material is used up."""
+    """One text per length (characters), cycling through the kinds; passages repeat only when all are used."""
     pools = {kind: itertools.cycle(_blocks(kind)) for kind in kinds}
     return [_take(pools[kind], length) for length, kind in zip(lengths, itertools.cycle(kinds), strict=False)]
 
 
 def texts_of_folder(folder: Path, lengths: Sequence[int]) -> list[str]:
-    """Passages of the text files below a folder: the first of every file, by name, then the second ones.
+    """Passages of ``lengths`` characters: the first of each file below the folder, by name, then the second ones.
 
-    Args:
-        folder: to search; short files give shorter passages.
-        lengths: of the passages (characters); fewer are returned if the material is used up.
-
-    Raises:
-        OSError, UnicodeDecodeError: a file cannot be read as UTF-8.
+    The end of a file gives a shorter passage; fewer are returned if all text is used. OSError or UnicodeDecodeError if
+    a file cannot be read as UTF-8.
     """
     files = [path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*")) if path.is_file()]
     rests = deque(text for text in files if text)
@@ -58,7 +54,7 @@ def _take(blocks: Iterator[str], length: int) -> str:
 
 
 def _blocks(kind: Kind) -> list[str]:
-    """Pieces of about a page, in a fixed order that mixes distant ones."""
+    """Pieces of 6,000 characters (or small tables), in a fixed order that mixes distant ones."""
     if kind == "tables":
         return [_characters(first) if i % 2 else _types(i) for i, first in enumerate(_CHARACTERS * 2)]
     text = _manual() if kind == "prose" else _library()

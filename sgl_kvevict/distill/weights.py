@@ -1,4 +1,4 @@
-"""Learned weights, and the scores of cached tokens by them: one pass over keys and values, many layers at once."""
+"""Learned weights, and scores of cached tokens by them: one pass over keys and values, many layers at once."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from sgl_kvevict.policies.layer_view import Show
 from sgl_kvevict.policies.signals import Signal
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
-"""Keys (or values) per block: a core's caches, or enough for a GPU."""
+"""Elements of keys (or values) per block: fits a core's caches; occupies a GPU."""
 
 
 @dataclass(frozen=True)
 class ScoreWeights:
-    """Linear maps from features to the logarithm of a token's reconstruction score, one for each (layer, KV head).
+    """Linear maps from features to the logarithm of a token's reader attention, one for each (layer, KV head).
 
     Attributes:
         cache: [num_layers, num_kv_heads, num_cache_features], float32: from the cache alone.
         window: [num_layers, num_kv_heads, num_cache_features + NUM_WINDOW], float32: with window attention.
-        num_prefixes: prefixes that they were fitted to.
-        recall: share of the passes' entries of another prefix that these weights find; None if not measured.
+        num_prefixes: prefixes learned from.
+        recall: share of the passes' selection that the weights find on a new prefix; None if not measured.
 
     Source: KVzap (arXiv 2601.07891) predicts KVzip's scores from hidden states by a published model.
-    Differs: from keys, values and positions, which the cache still holds when the hidden states are gone; fitted on
-        the spot by ridge regression, so that any model can have its own.
+    Differs: from keys, values and positions, because the cache holds no hidden states; fitted by ridge regression on
+        the running server, so that any model can have its own.
     """
 
     cache: Tensor
@@ -41,7 +41,7 @@ class ScoreWeights:
     recall: float | None = None
 
     def to(self, device: torch.device) -> ScoreWeights:
-        """The same on a device."""
+        """A copy on a device."""
         return replace(self, cache=self.cache.to(device), window=self.window.to(device))
 
     def digest(self) -> int:
@@ -49,25 +49,18 @@ class ScoreWeights:
         return 1 + zlib.crc32(b"".join(part.cpu().numpy().tobytes() for part in (self.cache, self.window)))
 
     def of_rank(self, rank: int, num_ranks: int, num_kv_heads: int) -> ScoreWeights:
-        """The part of one of ``num_ranks`` tensor-parallel ranks, which holds ``num_kv_heads`` consecutive heads."""
+        """The part of a tensor-parallel rank, which holds ``num_kv_heads`` consecutive heads."""
         first = rank * self.cache.shape[1] // num_ranks
         heads = slice(first, first + num_kv_heads)
         return replace(self, cache=self.cache[:, heads].contiguous(), window=self.window[:, heads].contiguous())
 
     def score(self, tokens: CachedRange, rotary: Rotary, window: Tensor | None) -> Tensor:
-        """Score a range, with window attention if there is any; see :func:`score_range`."""
+        """Score a range, with window attention unless ``window`` is None; see :func:`score_range`."""
         return score_range(self.cache if window is None else self.window, tokens, rotary, window)
 
 
 def with_learned_scores(show: Show, weights: ScoreWeights, tokens: CachedRange, rotary: Rotary) -> Show:
-    """Score a range in all layers at once, and add the scores to each layer's view.
-
-    Args:
-        show: gives a layer's view.
-        weights: learned ones.
-        tokens: the range.
-        rotary: the model's rotary embedding.
-    """
+    """Score a range in all layers at once, and add :attr:`Signal.LEARNED_SCORES` to each layer's view."""
     shown = [show(layer) for layer in range(tokens.num_layers)]
     windows = [window_features(layer) for layer in shown]
     seen = next((part for part in windows if part is not None), None)
@@ -79,23 +72,14 @@ def with_learned_scores(show: Show, weights: ScoreWeights, tokens: CachedRange, 
 
 
 def score_range(weights: Tensor, tokens: CachedRange, rotary: Rotary, window: Tensor | None = None) -> Tensor:
-    """Learned scores of a range: features times weights, without writing the features down.
+    """Learned scores of a range: features times weights, without materialising the features.
 
-    Weights are rotated to the tokens' positions instead of keys back to position 0: the product is the same.
+    Weights are rotated to the tokens' positions instead of keys back to position 0; the product is the same.
+    ``weights`` is [num_layers, num_kv_heads, F], float32 (ValueError for another shape); with ``window``, [num_layers,
+    num_kv_heads, num_tokens, NUM_WINDOW], float32, F includes window attention. The result, [num_layers, num_kv_heads,
+    num_tokens], float32, has logarithms of scores, comparable over layers and heads.
 
-    Args:
-        weights: [num_layers, num_kv_heads, F], float32; F features with or without window attention.
-        tokens: the range.
-        rotary: the model's rotary embedding.
-        window: [num_layers, num_kv_heads, num_tokens, NUM_WINDOW], float32, if F includes it.
-
-    Returns:
-        [num_layers, num_kv_heads, num_tokens], float32: logarithms of scores, comparable over layers and heads.
-
-    Raises:
-        ValueError: weights for other heads, or for other features.
-
-    Cost: about ten operations per number of the range; no host sync.
+    Cost: about ten operations per element of keys and values; no host sync.
     """
     num_layers, _, num_heads, head_dim = tokens.k_arena.shape
     columns = num_cache_features(head_dim) + (0 if window is None else NUM_WINDOW)
@@ -120,7 +104,7 @@ def _score_block(
     positions: Tensor,
     rotary: Rotary,
 ) -> None:
-    """Write ``scores``, [layers, tokens, num_kv_heads], of some tokens in some layers."""
+    """Write the ``scores``, [layers, tokens, num_kv_heads], of one block."""
     head_dim = tokens.k_arena.shape[-1]
     slots = tokens.token_slots[part]
     per_token = weights[:, None]
@@ -138,12 +122,12 @@ def _score_block(
 
 
 def _per_layer(scales: tuple[float, ...], slots: Tensor) -> Tensor | float:
-    """FP8 scales, [layers, 1, 1, 1], on the device of the slots; 1.0 for other dtypes."""
+    """FP8 scales as [layers, 1, 1, 1] on the slots' device; 1.0 for other dtypes."""
     return to_device(torch.tensor(scales), slots.device).view(-1, 1, 1, 1) if scales else 1.0
 
 
 def _blocks(tokens: CachedRange) -> Iterator[tuple[slice, slice]]:
-    """Layers and tokens that are scored at once."""
+    """Blocks of layers and tokens that are scored at once."""
     num_layers, _, num_heads, head_dim = tokens.k_arena.shape
     room = _BLOCK_ELEMENTS[tokens.k_arena.device.type] // (num_heads * head_dim)
     num_tokens = tokens.token_slots.numel()

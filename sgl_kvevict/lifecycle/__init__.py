@@ -1,4 +1,4 @@
-"""The life of a prefix: what is compressed, when, and with what it was seen; knows no SGLang."""
+"""The life of a prefix: what is compressed, when, and from which observations. Imports no SGLang."""
 
 from sgl_kvevict.lifecycle.manager import PrefixManager
 

@@ -10,28 +10,26 @@ from sgl_kvevict.lifecycle.nodes import Node, NodeSet
 from sgl_kvevict.prefix import Span
 
 MAX_LEVELS = 1024
-"""Levels that are remembered; nodes that were used before the first of them count as used then."""
+"""Remembered levels; a node that was last used before the oldest one counts as used then."""
 SPARE_ENTRIES = 64
-"""A heap is built anew when it has more than this beside two entries per leaf: the others are out of date."""
+"""A heap with more than two entries per leaf and this number is rebuilt: most of its entries are out of date."""
 
 Priority = tuple[float, ...]
-"""(credit, number of the last access), perhaps after what comes before both; the smallest goes first."""
+"""(credit, number of the last access), preceded by a flag in :class:`Pressure`'s heap; the smallest goes first."""
 
 
 class CostAwareRecency:
-    """Recency, weighed by what a token slot costs: the tokens of prefill, or the answers, lost for it.
+    """Recency, weighed by the tokens of prefill (or their worth in answers) lost per token slot released.
 
     A compressed prefix of 1,000 tokens in 200 slots saves five tokens a slot, the last question below it one. Plain
-    recency drops the prefix to keep questions that are not asked again. Here a node's credit is the level at its last
-    access plus the loss per slot released, and the level rises to the credit of each node that shrinks or is dropped.
+    recency would drop the prefix to keep questions that are not asked again. Here a node's credit is the level at its
+    last access plus the loss per slot released; the level rises to the credit of each node that shrinks or is dropped.
     Where all leaves save the same (a budget of 1.0) this is plain recency.
 
     Source: GreedyDual-Size (Cao and Irani, USENIX Symposium on Internet Technologies and Systems 1997), Sec. 4.
-    Differs: a prefix is compressed, squeezed and dropped in steps, each with a loss of its own.
+    Differs: a prefix is compressed, squeezed and dropped in steps, each with its own loss.
 
-    Args:
-        spans: what compressed nodes hold.
-        clock: numbers accesses, in the order in which nodes note theirs.
+    ``clock`` gives the number of the last access, as nodes note it.
     """
 
     def __init__(self, spans: Mapping[Node, Span], clock: Callable[[], float]) -> None:
@@ -45,7 +43,7 @@ class CostAwareRecency:
         return self.priority(node, self.saved(node))
 
     def gave_way(self, priority: Priority) -> None:
-        """A node with this priority shrank or was dropped: raise the level to its credit."""
+        """Raise the level to the credit of a node that shrank or was dropped."""
         if priority[0] <= self._levels[-1]:
             return
         self._times.append(self._clock())
@@ -58,23 +56,20 @@ class CostAwareRecency:
         return self._spans[node].segment.tokens_per_slot if node in self._spans else 1.0
 
     def priority(self, node: Node, loss: float) -> Priority:
-        """Priority of a step that costs ``loss`` tokens of prefill, or what is worth as much, per slot won."""
+        """Priority of a step that loses ``loss`` tokens of prefill, or their worth in answers, per slot released."""
         accessed = node.last_access_time
         return self._levels[bisect_right(self._times, accessed)] + loss, accessed
 
 
 class StatefulRecency(CostAwareRecency):
-    """The same for models with recurrent layers, where a prompt is found only at a node that holds their state.
+    """The order for models with recurrent layers, where a prompt is found only at a node that holds their state.
 
     Dropping a leaf without a state loses nothing: no prompt matches it. Dropping a state loses the tokens since the
-    state above it, and releases the slots of nodes that only this leaf needs, and the state's memory. Compressing and
-    squeezing cost what they cost elsewhere: the state stays. A priority falls when a state is inserted above a leaf's;
-    a :class:`NodeHeap` notices that when the leaf comes to its top, so such a leaf may be dropped late.
+    state above it; it releases the state's memory and the slots of nodes that only this leaf needs. Losses of
+    compressing and squeezing are unchanged: the state stays. A priority falls when a state is inserted above the
+    leaf's; :class:`NodeHeap` notices only when the leaf reaches its top, so such a leaf may be dropped late.
 
-    Args:
-        spans: see :class:`CostAwareRecency`.
-        clock: likewise.
-        state_slots: token slots that the memory of a node's state would make; None: the node has none.
+    ``state_slots`` gives the memory of a node's state in token slots; None: the node has no state.
     """
 
     def __init__(
@@ -89,7 +84,7 @@ class StatefulRecency(CostAwareRecency):
         return self.priority(node, 0.0 if memory is None else self._saved_by_state(node, memory))
 
     def _saved_by_state(self, node: Node, memory: float) -> float:
-        """Tokens of prefill that a leaf's state saves, for each slot that goes with it."""
+        """Tokens of prefill that a leaf's state saves, per slot released with it."""
         tokens, slots, is_alone = 0, memory, True
         while True:
             tokens += len(node.key)
@@ -103,13 +98,10 @@ class StatefulRecency(CostAwareRecency):
 
 
 class NodeHeap:
-    """Nodes by priority, kept from one eviction to the next: each costs a few steps, however many wait.
+    """Nodes by priority, kept between evictions, so that an eviction takes a few steps however many nodes wait.
 
-    A node that is used stays where it is; its priority is looked up again when it comes to the top.
-
-    Args:
-        nodes: in the heap; the set is kept up to date elsewhere.
-        priority: of a node; only grows while the node is in the set.
+    A used node keeps its place; its priority is looked up again when it reaches the top. ``nodes`` is kept up to date
+    by its owner; the ``priority`` of a node only grows while it is in the set.
     """
 
     def __init__(self, nodes: NodeSet, priority: Callable[[Node], Priority]) -> None:
@@ -118,7 +110,7 @@ class NodeHeap:
         self._heap: list[tuple[Priority, int, Node]] = []
 
     def top(self) -> tuple[Priority, Node] | None:
-        """Priority of the node that goes next, and the node; None if there is none."""
+        """Return the smallest priority and its node; None if the heap is empty."""
         self._add_new()
         heap, nodes = self._heap, self._nodes
         while heap:
@@ -133,7 +125,7 @@ class NodeHeap:
         return None
 
     def pop(self) -> Node | None:
-        """Take out the node that goes next; None if there is none."""
+        """Remove and return the node of smallest priority; None if the heap is empty."""
         top = self.top()
         if top is None:
             return None
@@ -141,7 +133,7 @@ class NodeHeap:
         return top[1]
 
     def push(self, node: Node) -> None:
-        """Put a node in, or back."""
+        """Add a node, or put it back."""
         heapq.heappush(self._heap, self._entry(node))
 
     def _entry(self, node: Node) -> tuple[Priority, int, Node]:

@@ -12,14 +12,9 @@ from sgl_kvevict.lifecycle.table import SegmentFit
 
 
 class Fits(Part):
-    """Advances the fits of the table, in the order in which their segments were published.
+    """Advances the fits of the table, oldest segment first. A fit belongs to the last node with a span of its segment.
 
-    Readers need not be moved: no slot changes hands, and from its next forward on a reader finds other values in the
-    same places.
-
-    Args:
-        shared: the table; a fit belongs to the last node with a span of its segment.
-        ranges: knows what follows when a segment at the budget is complete.
+    No slot changes, so readers need not be moved: their next forward reads the new values in the same slots.
     """
 
     def __init__(self, shared: Shared, ranges: Ranges) -> None:
@@ -31,19 +26,15 @@ class Fits(Part):
 
     @property
     def num_bytes(self) -> int:
-        """Memory that they take."""
+        """Memory of unfinished fits."""
         return sum(each.fit.num_bytes for each in self._table.fits.values())
 
     def clear(self) -> None:
-        """The tree is to be flushed, or the model has other weights."""
+        """Count all fits as given up: the tree is flushed, or the weights change."""
         self._compressor.stats.fits_given_up += len(self)
 
     def step(self) -> bool:
-        """Fit one layer of the oldest segment; after the last one, write its values and biases.
-
-        Returns:
-            False: there is nothing to fit.
-        """
+        """Fit one layer of the oldest segment; write values and biases after its last layer. False: nothing to fit."""
         oldest = self._table.fits.oldest()
         if oldest is None:
             return False
@@ -56,7 +47,7 @@ class Fits(Part):
             self._table.fits.take(last)
             stats.fits_given_up += attempt.failed
             stats.fits += not attempt.failed
-            if fitted.num_slots == self._table.spans[last].segment.num_slots:  # it is whole still
+            if fitted.num_slots == self._table.spans[last].segment.num_slots:  # the segment is still whole
                 self._ranges.at_budget(last)
         stats.fit_seconds += time.perf_counter() - begin
         return True

@@ -1,4 +1,4 @@
-"""Compresses what requests generate, block by block, and exchanges their nodes and slots."""
+"""Compresses generated tokens block by block, and exchanges their nodes and slots."""
 
 from __future__ import annotations
 
@@ -13,21 +13,15 @@ from sgl_kvevict.prefix import Segment
 
 
 class Generations(Part):
-    """Compresses what requests generate, block by block, while they do.
+    """Compresses generated tokens of requests, block by block.
 
-    Between two steps a request that has generated ``decode_block`` tokens more than its window (``tail_tokens``)
-    inserts them into the tree, as it will do with all of them when it ends. There they join the segment of what it
-    generated before, which is written anew: entries kept earlier compete with the new ones for the budget. From then on
-    their slots are in the tree's accounting, and retractions, aborts and the end of a turn need nothing of their own.
+    Between two steps a request that has generated ``decode_block`` tokens beyond its window (``tail_tokens``) inserts
+    them into the tree, as at its end. They join the segment of its earlier generated tokens, which is written anew: old
+    and new entries compete for the budget. Their slots are then in the tree's accounting, so retraction, abort and the
+    end of a turn need no handling of their own. After an error a request goes on uncompressed.
 
-    Once another request reads or extends that segment, it stays as it is, and a new one begins behind it. Tokens before
-    the first generated one, the prompt's tail for instance, are kept whole.
-
-    Args:
-        shared: tree, table, readers and guard; after an error a request goes on uncompressed.
-        ranges: installs segments.
-        suffixes: compresses them.
-        decode_block: tokens that are compressed at once.
+    Once another request reads or extends that segment, it stays as it is, and a new one begins after it. Tokens before
+    the first generated one, such as the prompt's tail, are kept whole.
     """
 
     def __init__(self, shared: Shared, ranges: Ranges, suffixes: GeneratedCompressor, decode_block: int) -> None:
@@ -42,44 +36,37 @@ class Generations(Part):
 
     @property
     def num_bytes(self) -> int:
-        """Memory of recorded queries and of sums."""
+        """Memory of recorded queries and attention sums."""
         lanes = self._suffix_compressor.lanes
         return sum(suffix.num_bytes for _, suffix in self._suffixes()) + (0 if lanes is None else lanes.num_bytes)
 
-    # ---- what happens to requests -----------------------------------------------------------------------------
+    # ---- events of requests -----------------------------------------------------------------------------------
 
     def begin(self, reader: Reader, start: int) -> None:
-        """The prompt of a request ends at ``start``: the prefill of its last tokens is about to run.
+        """Begin to follow a request whose prompt ends at ``start``, before the prefill of its last tokens.
 
-        Nothing happens where the request generates already: in a batch that is mixed with others' prefills its steps
-        look like prefills, too.
+        No effect on a request that already generates: in a batch mixed with prefills its steps look like prefills.
         """
         record = self._readers[reader]
         if record.suffix is None and not record.is_exact:
             record.suffix = self._suffix_compressor.new(start)
 
     def end(self, reader: Reader) -> None:
-        """A request was released."""
+        """Stop following a released request."""
         record = self._readers[reader]
         if record.suffix is not None:
             self._suffix_compressor.give_up(record.suffix)
             record.suffix = None
 
     def clear(self) -> None:
-        """The tree is empty, or the model has other weights: running requests go on uncompressed."""
+        """Let running requests go on uncompressed: the tree is empty, or the weights have changed."""
         for reader, _ in self._suffixes():
             self.end(reader)
 
     def step(self, readers: Sequence[Reader], seq_lens: Sequence[int], rows: Sequence[int]) -> GeneratedStep | None:
-        """A forward is about to run; requests of it that generate have one new token each.
+        """Prepare a forward in which followed requests have one new token each; return the recorder of their queries.
 
-        Args:
-            readers: of the batch.
-            seq_lens: their logical lengths, with the new tokens.
-            rows: of the batch's queries, each request's last one.
-
-        Returns:
-            Records the queries of each layer; None: nothing is recorded.
+        ``seq_lens`` are logical lengths with the new tokens; ``rows``: each request's last row in the batch's queries.
         """
         if self._suffix_compressor.lanes is None:
             return None
@@ -91,7 +78,7 @@ class Generations(Part):
         return self._suffix_compressor.step(followed, num_rows=rows[-1] + 1)
 
     def between_steps(self) -> None:
-        """Compress what is due."""
+        """Compress the blocks that are due."""
         for reader, suffix in self._suffixes():
             with self._guard.at(Place.COMPRESSION) as attempt:
                 self._visit(reader, suffix)
@@ -123,14 +110,13 @@ class Generations(Part):
     def _is_movable(self, path: Sequence[Node], suffix: Generated) -> bool:
         """Whether all readers of the topmost node whose slots would change are movable.
 
-        The path is empty for a prompt so short that nothing of it is cached.
+        The path is empty if the prompt is too short to be cached.
         """
         changing = (node for node in path if node not in self._spans or self._spans[node].segment is suffix.segment)
         first = next(changing, path[-1] if path else None)
         return first is None or self._readers.movable(first) is not None
 
     def _compress(self, reader: Reader, suffix: Generated, end: int) -> None:
-        """Insert what a request has generated into the tree, and compress it there."""
         suffix.tried = end
         last = self._tree.keep(reader, end)
         if last is None:
@@ -158,7 +144,7 @@ class Generations(Part):
         self._table.listener.compressed(nodes, done)
 
     def _is_private(self, path: Sequence[Node], segment: Segment) -> bool:
-        """Whether only the request that locks a path reads a segment, and no prompt goes on behind a part of it."""
+        """Whether only the request that locks a path reads a segment, and no other prompt branches off inside it."""
         nodes = [node for node in path if node in self._spans and self._spans[node].segment is segment]
         return (
             len(nodes) == segment.num_spans

@@ -1,4 +1,4 @@
-"""A prefix that is to be read by scoring passes, and the table that says what an event does to it."""
+"""A prefix to be read by scoring passes, and the table of what an event does to it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sgl_kvevict.lifecycle.nodes import Node
 from sgl_kvevict.lifecycle.probes import Probes
 
 NamespaceKey = tuple[str | None, str | None]
-"""(extra_key, cache_salt): prompts of different ones share nothing."""
+"""(extra_key, cache_salt): prompts of different namespaces share nothing."""
 
 
 class Outcome(Enum):
-    """What became of a job; reported under the tickets of the requests that asked for it."""
+    """The result of a job, reported under the tickets of the requests that asked for it."""
 
     QUEUED = "queued"
-    """It waits for its passes, or they are under way."""
+    """Its passes wait or are under way."""
     COMPRESSED = "compressed"
     IN_USE = "in-use"
     """Scored; compressed when the last request that reads it exactly is released."""
@@ -30,7 +30,7 @@ class Outcome(Enum):
     DROPPED = "dropped"
     """The prefix left the tree."""
     ABORTED = "aborted"
-    """A pass was aborted: all requests were aborted, or slots were short."""
+    """A pass was aborted, with all requests or because slots were short."""
     NO_MEMORY = "no-memory"
     """The observation of its passes exceeds ``observation_bytes``."""
     BUSY = "busy"
@@ -40,21 +40,21 @@ class Outcome(Enum):
 
 
 class Stage(Enum):
-    """How far a job has come."""
+    """Progress of a job."""
 
     DUE = auto()
     """It waits for its first pass."""
     SCORING = auto()
-    """Its passes are under way; between two of them nothing is locked."""
+    """Its passes are under way; nothing is locked between two of them."""
     LEARNING = auto()
-    """Its passes are over; learned scores are fitted to what they saw, one layer at a time."""
+    """Its passes are over; learned scores are fitted to their attention, one layer at a time."""
 
 
 class JobEvent(Enum):
     """What happens to a job."""
 
     TURN = auto()
-    """A pass or a layer of a lesson may start now, and it is this job's turn."""
+    """It may start its next pass, or learn its next layer."""
     PASS_READ = auto()
     """Its pass was prefilled to the end."""
     LAYER_LEARNED = auto()
@@ -68,41 +68,40 @@ class JobEvent(Enum):
 
 
 class Fact(Enum):
-    """What may be true of a job when an event comes."""
+    """Conditions that the rules test when an event occurs."""
 
     NOTHING_LEFT = auto()
     """Its prefix is compressed, and further passes would not improve it."""
     NEEDS_NO_PASSES = auto()
-    """Learned scores have come into use while it waited, and prompts are compressed at once."""
+    """Learned scores came into use while it waited, and prompts are compressed at once."""
     CHANGED = auto()
-    """What its passes read was compressed by another way, and not handed over to its observation."""
+    """The range of its passes was compressed elsewhere, without handing over to its observation."""
     UNUSABLE = auto()
     """An error was held while its observation was recorded."""
     PROBES_LEFT = auto()
-    """Further passes are needed."""
     LESSON_OVER = auto()
     """All layers are learned."""
 
 
 class Action(Enum):
-    """What to do with a job that goes on."""
+    """What to do with a job that continues."""
 
     BEGIN = auto()
     """Allocate its observation, lay out its probes, and start the first pass."""
     COMPRESS_AT_ONCE = auto()
-    """Compress with what the prompt's prefill left behind."""
+    """Compress with the observation of the prompt's prefill."""
     START_PASS = auto()
     LEARN_LAYER = auto()
     FINISH_PASSES = auto()
-    """Shrink what was compressed early; begin a lesson, or compress."""
+    """Shrink segments that were compressed early; begin a lesson, or compress."""
     COMPRESS = auto()
-    """Compress with what the passes saw."""
+    """Compress with the passes' observation."""
     WAIT = auto()
     """Nothing until its next turn."""
 
 
 Rule = tuple[Fact | None, Action | Outcome]
-"""The step to take if a fact holds; None holds always."""
+"""The step to take if a fact holds; None always holds."""
 
 RULES: Mapping[tuple[Stage, JobEvent], tuple[Rule, ...]] = {
     (Stage.DUE, JobEvent.TURN): (
@@ -123,11 +122,11 @@ RULES: Mapping[tuple[Stage, JobEvent], tuple[Rule, ...]] = {
     **{(stage, JobEvent.DROPPED): ((None, Outcome.DROPPED),) for stage in Stage},
     **{(stage, JobEvent.FAILED): ((None, Outcome.FAILED),) for stage in Stage},
 }
-"""The first rule whose fact holds applies. What is missing cannot happen: a pass needs an observation, for instance."""
+"""The first rule whose fact holds applies. Missing pairs cannot occur: a pass needs an observation, for instance."""
 
 
 def decide(stage: Stage, event: JobEvent, facts: Collection[Fact] = ()) -> Action | Outcome:
-    """Return what an event does to a job: an action, or the outcome with which it ends.
+    """Return what an event does to a job: an action, or the outcome that ends it.
 
     Raises:
         InvariantError: the event cannot happen at this stage.
@@ -147,11 +146,9 @@ class ScoringJob:
         questions: texts to append in its passes; (): the policy's own probes.
         tickets: hashes of the tickets under which its outcome is reported.
         is_wanted: a request asked for it.
-        prompt: what the prefill of a prompt left behind that found the prefix or asked for it; kept for a lesson.
-        observation: what the passes have seen; None before the first.
-        probes: what is still to be appended to the prefix, pass by pass; None before the first.
-        started: when the running pass was queued (seconds, monotonic).
-        lesson: fits learned scores to what the passes saw; None before the last pass.
+        prompt: observation of the prefill of a prompt that found the prefix or asked for it; kept for a lesson.
+        observation: attention of its passes; None before the first, like ``probes``.
+        lesson: fits learned scores to the passes' attention; None before the last pass.
     """
 
     node: Node
@@ -161,12 +158,12 @@ class ScoringJob:
     prompt: PromptObservation | None = None
     observation: ReaderObservation | None = None
     probes: Probes | None = None
-    started: float = 0.0
+    started: float = 0.0  # when the running pass was queued (seconds of `time.perf_counter`)
     lesson: Lesson | None = None
 
     @property
     def stage(self) -> Stage:
-        """How far it has come."""
+        """Its progress, which follows from ``observation`` and ``lesson``."""
         if self.lesson is not None:
             return Stage.LEARNING
         return Stage.DUE if self.observation is None else Stage.SCORING

@@ -9,22 +9,18 @@ from sgl_kvevict.lifecycle.job import NamespaceKey, Outcome, ScoringJob
 from sgl_kvevict.lifecycle.table import PrefixTable
 
 MAX_REMEMBERED = 256
-"""Outcomes that are remembered."""
+"""Outcomes kept for tickets."""
 MAX_JOBS = 1024
 """Prefixes that may wait for passes; further requests are answered "busy"."""
 
 MAX_BEGUN_JOBS = 4
-"""Jobs between two of their passes, which hold memory; others begin when one of them ends."""
+"""Jobs that have begun, and so hold memory; others begin when one of them ends."""
 
 
 class ScoringJobs:
-    """Jobs in the order in which they came, at most one per node; round-robin over namespaces.
+    """Jobs in order of arrival, at most one per node; round-robin over namespaces.
 
-    Args:
-        table: holds the jobs.
-
-    Attributes:
-        outcomes: by ticket, the newest last, a limited number.
+    ``outcomes``: by ticket, newest last, at most ``MAX_REMEMBERED``.
     """
 
     def __init__(self, table: PrefixTable) -> None:
@@ -38,28 +34,24 @@ class ScoringJobs:
         return len(self._queue)
 
     def next(self, prefers: Callable[[ScoringJob], bool]) -> ScoringJob | None:
-        """The oldest job of the namespace whose last turn is longest ago.
-
-        Args:
-            prefers: jobs that come before all others.
-        """
+        """The oldest job of the namespace with the least recent turn; jobs that ``prefers`` accepts come first."""
         begun = self._table.begun_jobs
         candidates = begun if len(begun) >= MAX_BEGUN_JOBS else self._queue.values()
         return min(candidates, key=lambda job: (not prefers(job), self._turns.get(job.namespace, 0)), default=None)
 
     @property
     def num_bytes(self) -> int:
-        """Memory of what passes have seen, and of prompts that are kept for lessons."""
+        """Memory of passes' observations, and of prompts kept for lessons."""
         kept = (part for job in self._queue.values() for part in (job.observation, job.prompt) if part is not None)
         return sum(part.num_bytes for part in kept)
 
     def take_turn(self, job: ScoringJob) -> None:
-        """A pass of a job begins."""
+        """Note that a job has its namespace's turn."""
         self._num_turns += 1
         self._turns[job.namespace] = self._num_turns
 
     def add(self, job: ScoringJob) -> None:
-        """Queue a job, or join it with the one of the same prefix; the newest request's questions count."""
+        """Queue a job, or merge it into the queued job of the same prefix; the newest request's questions count."""
         queued = self._queue.get(job.node)
         if queued is None and len(self) < MAX_JOBS:
             self._queue.put(job.node, job)
@@ -73,7 +65,7 @@ class ScoringJobs:
         self.tell(job.tickets, Outcome.QUEUED)
 
     def end(self, job: ScoringJob, outcome: Outcome) -> None:
-        """A queued job is over."""
+        """Remove a job and report its outcome."""
         self.tell(job.tickets, outcome)
         if self._queue.get(job.node) is not job:
             return

@@ -1,4 +1,4 @@
-"""Every change of the cache becomes an event: counted in the totals, then handed to subscribers."""
+"""Turns every change of the cache into an event, counts it in the totals and hands it to subscribers."""
 
 from __future__ import annotations
 
@@ -34,22 +34,15 @@ LOAD_ERROR = "error"
 LOAD_NO_PLACE = "no-place"
 
 SHOWN_KEY_DIGITS = 16
-"""Digits of a segment's name in an event; the whole name would be a digest of tokens and salt."""
+"""Digits of a segment's name in an event: the whole name would be a digest of tokens and salt."""
 
 
 class CacheListener:
-    """Hears of every change right after it, on the scheduler's thread.
+    """Is called right after every change, on the scheduler's thread.
 
     An error in counting, or in one subscriber, is held: the cache and the other subscribers go on.
 
-    Args:
-        guard: holds errors.
-        totals: counters to add to.
-        policy: name of the policy, for events.
-        exposes_tokens: events of compressions carry token ids.
-
     Attributes:
-        totals: see above.
         subscribers: called with each event.
         each_turn: called at every turn of the scheduler's loop; must be cheap.
     """
@@ -105,35 +98,35 @@ class CacheListener:
         self._tell(lambda: Split(upper.id, lower.id, position))
 
     def dropped(self, node: Node, span: Span | None, slots: int) -> None:
-        """A node left the tree and ``slots`` token slots came back at once; ``span`` is what it held."""
+        """A node left the tree and ``slots`` token slots were released at once; ``span``: what it held."""
         self._tell(lambda: Dropped(node.id, len(node.key), slots, span is not None))
 
     def repacked(self, owner: Node, segment: Segment, released: int) -> None:
-        """The segment of ``owner`` gave ``released`` token slots back; without any there is no event."""
+        """The segment of ``owner`` released ``released`` token slots; no event if 0."""
         if released:
             self._tell(lambda: Repacked(owner.id, segment.num_slots, released))
 
     def squeezed(self, owner: Node, segment: Segment, released: int) -> None:
-        """Slots were short: the segment of ``owner`` gave up its entries of least worth, and ``released`` slots."""
+        """Slots were short: the segment of ``owner`` gave up entries of least worth, and ``released`` slots."""
         self._tell(lambda: Squeezed(owner.id, segment.num_slots, released))
 
     def scored(self, start: int, end: int, seconds: float) -> None:
-        """Extra forwards scored the tokens ``[start, end)``."""
+        """A scoring pass read the tokens ``[start, end)``."""
         self._tell(lambda: ScoringPass(start, end, seconds))
 
     def refused(self, reason: str, num_tokens: int) -> None:
-        """Tokens could not be compressed (``in-use``), cached (``not-cached``), scored (``no-room``) or observed.
+        """Tokens could not be compressed (``in-use``), cached (``not-cached``) or scored (``no-room``).
 
-        The last is ``no-memory``: their observation takes more than is allowed.
+        ``no-memory``: their observation exceeds ``observation_bytes``.
         """
         self._tell(lambda: Refused(reason, num_tokens))
 
     def stored(self, written: Written) -> None:
-        """A segment was written to the store, was there already, or could not be written."""
+        """A segment was written to the store, was already there, or could not be written."""
         self._tell(lambda: Stored(written.key[:SHOWN_KEY_DIGITS], written.num_tokens, written.num_bytes, written.error))
 
     def loaded(self, key: str, start: int, end: int) -> None:
-        """The tokens ``[start, end)`` of a path came from the store, compressed."""
+        """The tokens ``[start, end)`` of a path were loaded from the store, compressed."""
         self._tell(lambda: Loaded(key[:SHOWN_KEY_DIGITS], start, end))
 
     def load_failed(self, reason: str, error: str = "") -> None:

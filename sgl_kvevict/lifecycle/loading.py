@@ -1,4 +1,4 @@
-"""Loads prefixes: which queued requests wait for the store, and how stored segments come into the tree."""
+"""Loads prefixes from the store: which queued requests wait, and how stored segments get into the tree."""
 
 from __future__ import annotations
 
@@ -24,20 +24,14 @@ from sgl_kvevict.prefix import Segment
 from sgl_kvevict.store import Fetch, ReadAhead, SegmentRecord, Wanted
 
 READ_AHEAD = 16
-"""Requests at the head of the queue whose prefixes are fetched: a prefix that came much too early would be evicted."""
+"""Requests at the head of the queue whose prefixes are fetched: a prefix loaded much too early would be evicted."""
 MAX_LOOKED_AT = 256
-"""Requests of the queue that are looked at in each turn of the loop, however long it is."""
+"""Queued requests visited in each turn of the loop."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a request may find in a cache.
-
-    Attributes:
-        tokens: of the prompt, and maybe more.
-        num_tokens: how many of them may be found.
-        extra_key: namespace, with ``cache_salt``.
-    """
+    """A prompt to look up in a cache: only the first ``num_tokens`` of ``tokens`` may be found."""
 
     tokens: Sequence[int]
     num_tokens: int
@@ -50,10 +44,9 @@ class Waiting:
     """A queued request that may find more in the store than in the tree.
 
     Attributes:
-        prompt: its prompt.
         deadline: how long it waits for its turn to have its prefix fetched.
-        is_begun: it was its turn.
-        fetch: what it waits for; None: not begun, or nothing was to be hoped for.
+        is_begun: it had its turn.
+        fetch: the fetch it waits for; None: not begun, or nothing to fetch.
     """
 
     prompt: Prompt
@@ -63,39 +56,28 @@ class Waiting:
 
 
 class Answer(IntEnum):
-    """What a rank knows of a request's prefix; of all ranks' answers the largest counts."""
+    """State of a request's prefix on one rank; the largest of all ranks counts."""
 
     HERE = 0
     COMING = 1
     LATE = 2
     NOTHING = 3
-    """There was nothing to fetch, or the store is in trouble."""
+    """There is nothing to fetch, or the store failed."""
 
 
 class Adoption(Part):
-    """Puts stored segments into the tree, as if they had been compressed here.
-
-    Args:
-        shared: tree, readers and packer.
-        ranges: installs segments.
-    """
+    """Puts stored segments into the tree, as if they had been compressed here."""
 
     def __init__(self, shared: Shared, ranges: Ranges) -> None:
         super().__init__(shared)
         self._ranges = ranges
 
     def adopt(self, record: SegmentRecord, extra_key: str | None, cache_salt: str | None) -> int:
-        """Give a stored segment slots and nodes.
+        """Give a stored segment of this server's identity slots and nodes, in the namespace in which it was found.
 
-        Args:
-            record: of this server's identity.
-            extra_key: namespace in which it was found.
-            cache_salt: likewise.
-
-        Returns:
-            How many of its last tokens came into the tree; its beginning may be compressed there already. 0: nothing
-            changed, except that other prefixes may have shrunk for it. Either there were no slots, or the tree has all
-            of it, or the tokens before it are not compressed there, or a request reads what it would replace exactly.
+        Returns how many of its last tokens were added; its beginning may be compressed in the tree already. 0: nothing
+        was added, though other prefixes may have shrunk for it: there were no slots, the tree has all of it, the tokens
+        before it are not compressed, or a reader of the tokens that it would replace is not movable.
 
         Raises:
             StoreError: the record's entries do not fit this server's pool.
@@ -112,7 +94,7 @@ class Adoption(Part):
         waterline = self._spans.waterline(there)
         if record.splittable and record.start < waterline < record.end:
             record = record.after(waterline)
-        fewest = -self._tree.largest(-record.num_entries)  # of all ranks, as are the slots
+        fewest = -self._tree.largest(-record.num_entries)  # among all ranks
         if fewest == 0 or not self._fits(record, there):
             return 0  # before other prefixes shrink for it
         slots = self._tree.alloc(self._tree.largest(geometry.slots_for(record.num_entries), record.start, record.end))
@@ -124,7 +106,7 @@ class Adoption(Part):
         return 0
 
     def adopt_tail(self, record: SegmentRecord, extra_key: str | None, cache_salt: str | None) -> bool:
-        """Give the tail of a segment in the tree slots and a node; False: it has none, or there is no place."""
+        """Give a loaded segment's tail slots and a node; False: it has no tail, or there is no place."""
         if record.tail_tokens is None:
             return False
         assert record.tail_k is not None and record.tail_v is not None
@@ -169,9 +151,9 @@ class Adoption(Part):
         return True
 
     def _is_whole(self, nodes: Sequence[Node]) -> bool:
-        """Whether every prompt that matches one of the last nodes of a path matches all, and no request reads them now.
+        """Whether no request reads the last nodes of a path, and no prompt branches off from them.
 
-        Otherwise a request would read the beginning of a segment that cannot be split.
+        Otherwise a request would read only the beginning of an unsplittable segment.
         """
         return all(
             self._tree.num_locks(node) == 0 and all(child is below for child in node.children.values())
@@ -179,7 +161,7 @@ class Adoption(Part):
         )
 
     def _fits(self, record: SegmentRecord, there: Sequence[Node]) -> bool:
-        """Whether a segment goes on beyond what the tree has of its path, from where that is compressed."""
+        """Whether a segment begins at the path's waterline and ends beyond the path."""
         return length_of(there) < record.end and self._spans.waterline(there) == record.start
 
     def _segment(self, record: SegmentRecord, slots: Tensor) -> Segment:
@@ -200,16 +182,10 @@ class Adoption(Part):
 
 
 class Loading(Part):
-    """Fetches prefixes of queued requests, the first of the queue first, and puts them into the tree.
+    """Fetches prefixes for requests at the head of the queue, and puts them into the tree.
 
-    Tensor-parallel ranks have the same queue and the same tree, and each reads its own part of a prefix. They agree on
-    whether it is loaded: all load it, or none does.
-
-    Args:
-        shared: tree, table and guard; after an error the prefix is computed.
-        adoption: puts fetched segments into the tree.
-        access: the store.
-        reader: fetches.
+    Tensor-parallel ranks have the same queue and tree, and each reads its own part of a prefix. They agree on each
+    prefix: all load it, or none. After an error the prefix is computed.
     """
 
     def __init__(self, shared: Shared, adoption: Adoption, access: StoreAccess, reader: ReadAhead) -> None:
@@ -221,32 +197,29 @@ class Loading(Part):
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for their prefix, or for their turn to."""
+        """Requests that wait for their prefix, or for their turn to fetch it."""
         return len(self._waiting)
 
     def clear(self) -> None:
-        """Requests that wait now go on without the store."""
+        """Let waiting requests go on without the store."""
         for waiting in tuple(self._waiting.values()):
             if waiting.fetch is not None:
                 self._reader.abandon(waiting.fetch)
         self._waiting.clear()
 
     def queued(self, request: Any, prompt: Prompt) -> None:
-        """A request was queued."""
+        """Register a queued request, if the store may have its prefix."""
         identity = self._access.identity
         if self._access.uses(prompt.extra_key) and prompt.num_tokens >= identity.min_prefix_tokens:
             self._waiting[request] = Waiting(prompt, self._reader.deadline())
 
     def settle(self, queue: Sequence[Any]) -> set[Any]:
-        """Put fetched prefixes into the tree, and begin to fetch for requests at the head of the queue.
+        """Put fetched prefixes into the tree, and start fetches for requests at the head of the queue.
 
-        Between two steps only, on all ranks.
-
-        Args:
-            queue: requests that wait to be admitted, in their order.
+        Called between two steps, on all ranks, with the requests that wait for admission, in order.
 
         Returns:
-            Requests that are not to be admitted yet.
+            Requests that must not be admitted yet.
         """
         if not self._waiting:
             return set()
@@ -265,7 +238,7 @@ class Loading(Part):
         return still
 
     def _begin(self, waiting: Waiting) -> None:
-        """See whether a prompt goes on beyond what the tree has, and begin to fetch."""
+        """Start a fetch if the store may have more of a prompt than the tree."""
         waiting.is_begun = True
         prompt = waiting.prompt
         with self._guard.at(Place.STORE):
@@ -275,7 +248,7 @@ class Loading(Part):
             waiting.fetch = self._reader.start(Wanted(tokens, namespace, self._spans.waterline(path), length_of(path)))
 
     def _agree(self, waiting: Sequence[Waiting]) -> list[Answer]:
-        """What all ranks together know of requests, the same on all of them."""
+        """Combine all ranks' answers, with the same result on each."""
         answers = [self._answer(each) for each in waiting]
         parts = [
             _signature(each) if answer is Answer.HERE else 0 for each, answer in zip(waiting, answers, strict=True)
@@ -298,7 +271,7 @@ class Loading(Part):
         return Answer.LATE if self._reader.is_late(waiting.fetch) else Answer.COMING
 
     def _end(self, waiting: Waiting, answer: Answer) -> None:
-        """A request waits no longer."""
+        """Place what was fetched for a request that waits no longer, or report why there is nothing."""
         if waiting.fetch is None:
             return
         if answer is Answer.LATE:
@@ -323,7 +296,7 @@ class Loading(Part):
 
 
 def _goes_on(prompt: Prompt, record: SegmentRecord) -> bool:
-    """Whether a prompt begins with all tokens of a segment's path and the first one of its tail."""
+    """Whether a prompt continues a segment's path with the first token of its tail."""
     assert record.tail_tokens is not None
     if prompt.num_tokens <= record.end:
         return False
@@ -331,7 +304,7 @@ def _goes_on(prompt: Prompt, record: SegmentRecord) -> bool:
 
 
 def _signature(waiting: Waiting) -> int:
-    """A number that is the same on ranks that fetched their parts of the same prefix."""
+    """Checksum that is equal on ranks that fetched their parts of the same prefix."""
     assert waiting.fetch is not None
     parts = [
         (
@@ -345,5 +318,5 @@ def _signature(waiting: Waiting) -> int:
 
 
 def _sum_of(tokens: Tensor | None) -> int:
-    """Checksum of tokens; of the same length is not the same text."""
+    """Checksum of tokens: paths of the same length may differ."""
     return 0 if tokens is None else zlib.crc32(tokens.numpy().tobytes())

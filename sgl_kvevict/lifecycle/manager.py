@@ -1,4 +1,4 @@
-"""The entry point: receives what the tree, the scheduler and the attention report, and does what follows."""
+"""Entry point of the life cycle: the tree, the scheduler and the attention call it."""
 
 from __future__ import annotations
 
@@ -43,32 +43,17 @@ class Released(Enum):
 
 
 class PrefixManager:
-    """Follows prefixes from the first prompt that holds them to the moment they leave the tree.
+    """Follows prefixes from the first prompt that holds them until they leave the tree.
 
-    Args:
-        tree: the tree's port.
-        packer: writes segments.
-        compressor: decides what is kept; None (policy ``none``): nothing is ever compressed.
-        guard: holds errors that concern one request or job.
-        clock: numbers accesses, in the order in which nodes note theirs.
-        state_slots: token slots that the memory of a node's recurrent state would make, None for a node without; None:
-            the model has no such layers.
-        access: where prefixes are stored; None: nowhere.
+    Without ``compressor`` (policy ``none``) nothing is compressed; without ``access`` nothing is stored. ``clock`` and
+    ``state_slots``: see :class:`CostAwareRecency` and :class:`StatefulRecency`; None: the model has no recurrent
+    layers.
 
     Attributes:
-        table: everything that is known of prefixes.
-        spans: what nodes hold; a view of the table.
-        readers: requests and passes that have matched and were not released.
-        order: in which prefixes shrink or are dropped when slots are short.
-        ranges: compresses; None without a compressor.
-        pressure: shrinks prefixes when slots are short; None without a compressor.
-        scoring: has prefixes read before they are compressed; None for policies that do not learn from readers.
-        votes: of requests that extend prefixes; likewise.
-        fits: of what was compressed after its passes; likewise.
-        generations: compresses what requests generate; None unless ``decode_block`` is set.
-        access: see above; None without a compressor.
-        saving: hands prefixes to the store; None without one.
-        loading: brings prefixes from the store; None if none are loaded.
+        ranges: None without a compressor, like ``pressure`` and ``access``.
+        scoring: None unless the policy learns from readers, like ``votes`` and ``fits``.
+        generations: None unless ``decode_block`` is set.
+        loading: None if nothing is loaded from the store; ``saving``: None without a store.
         max_sharers: most requests that ever read one span in one forward.
     """
 
@@ -106,7 +91,7 @@ class PrefixManager:
             self._build(Shared(tree, self.table, self.readers, packer, compressor, guard))
 
     def _build(self, shared: Shared) -> None:
-        """Make the parts that compress, each from those before it."""
+        """Make the parts that compress; each needs only earlier ones."""
         access, policy, config = self.access, shared.compressor.policy, shared.compressor.config
         if access is not None:
             self.saving = Saving(shared, access)
@@ -134,14 +119,14 @@ class PrefixManager:
 
     @property
     def observation_bytes(self) -> int:
-        """Memory, outside the pool, of observations, fits, and prompts that are kept."""
+        """Memory, outside the pool, of observations, fits and kept prompts."""
         num_bytes = self.table.pending.num_bytes + self.table.prompts.num_bytes
         return num_bytes + sum(part.num_bytes for part in (self.votes, self.generations) if part is not None)
 
-    # ---- what happens to requests -----------------------------------------------------------------------------
+    # ---- events of requests -----------------------------------------------------------------------------------
 
     def matched(self, reader: Reader) -> None:
-        """A request matched its prompt, maybe again, and is about to be prefilled."""
+        """A request matched its prompt, possibly not for the first time, and is about to be prefilled."""
         record = self.readers[reader]
         record.is_live = True
         if self.compressor is not None:
@@ -151,18 +136,13 @@ class PrefixManager:
     def chunk_observed(
         self, reader: Reader, node: Node, start: int, end: int, prompt_len: int
     ) -> list[PromptObservation | ReaderChunk]:
-        """A prefill of the tokens ``[start, end)`` of a request is about to run.
+        """A prefill of the tokens ``[start, end)`` (logical positions) of a request is about to run.
 
-        Args:
-            reader: the request.
-            node: last node of what it found in the cache.
-            start: logical position of the first new token.
-            end: logical position after the last one.
-            prompt_len: tokens of the whole prompt.
+        ``node`` is the last node of its match, ``prompt_len`` the length of the whole prompt.
 
         Returns:
-            Observations that record the queries of each layer: none for rows that are not prefill (decode rows of a
-            mixed batch), when the policy is ``none``, and for prompts too short to compress.
+            Observations that record the queries of each layer; none for decode rows of a mixed batch, policy ``none``,
+            and prompts too short to compress.
         """
         observed: list[PromptObservation | ReaderChunk] = []
         with self.guard.at(Place.OBSERVATION) as attempt:
@@ -185,22 +165,19 @@ class PrefixManager:
         return step
 
     def forget_observed(self, reader: Reader) -> None:
-        """The observation of a request is unusable: an error was held."""
+        """Discard the observation of a request after an error."""
         self.readers[reader].observation = None
 
     def is_complete(self, reader: Reader) -> bool:
-        """Whether the whole prompt of a request was prefilled, and has not been dealt with."""
+        """Whether the whole prompt of a request was prefilled, and :meth:`prompt_complete` is due."""
         observation = self.readers[reader].observation
         return observation is not None and observation.is_complete
 
     def prompt_complete(self, reader: Reader, node: Node, wish: RequestOptions | None) -> None:
         """A completely prefilled prompt is in the tree: compress it, or count it towards passes or votes.
 
-        Args:
-            reader: the request.
-            node: last node of its path; it may end before the prompt (what models with a window or a recurrent
-                state cache is shorter).
-            wish: what the request asked of the cache.
+        The path to ``node`` may be shorter than the prompt (models with windows or recurrent states). ``wish``: the
+        request's options.
         """
         record = self.readers[reader]
         observation, record.observation = record.observation, None
@@ -225,7 +202,7 @@ class PrefixManager:
             self.scoring.wished(path_to(node), end, wish, observation)
 
     def released(self, reader: Reader, why: Released) -> None:
-        """A request was released: forget its state and compress what waited for it."""
+        """A request was released: forget its state and compress ranges that waited for it."""
         record = self.readers[reader]
         record.observation, record.is_live = None, False
         with self.guard.at(Place.RELEASE):
@@ -249,24 +226,21 @@ class PrefixManager:
         return result
 
     def reads(self, nodes: Sequence[Node]) -> tuple[tuple[SpanRuns, ...], ...]:
-        """Resolve what each request of a batch reads now: the spans on its path, root first.
+        """Return the spans that each request of a batch reads now, root first; ``nodes``: last node of each path.
 
-        Always from the tree, never remembered: other requests may have split nodes of the path since.
-
-        Args:
-            nodes: last node of each request's path.
+        Always resolved from the tree: other requests may have split nodes of the path since the last step.
         """
         paths = tuple(self.spans.runs(path_to(last)) for last in nodes)
-        if paths != self._last_read:  # the attention keeps them for as long
+        if paths != self._last_read:  # the attention keeps the paths until they change
             sharers = Counter(runs for path in paths for runs in path)
             self.max_sharers = max(self.max_sharers, *sharers.values(), 0)
             self._last_read = paths
         return paths
 
-    # ---- what happens to nodes --------------------------------------------------------------------------------
+    # ---- events of nodes --------------------------------------------------------------------------------------
 
     def split(self, upper: Node, lower: Node) -> None:
-        """A node was cut; ``lower`` is the node that it was."""
+        """A node was cut; ``lower`` is the existing object."""
         span = self.table.split(upper, lower)
         if self.pressure is not None and upper in self.table.prompts:
             self.pressure.trim_prompts()
@@ -274,10 +248,10 @@ class PrefixManager:
             self.listener.split(upper, lower, span.start)
 
     def dropped(self, node: Node) -> Tensor | None:
-        """A leaf leaves the tree, and its record with it.
+        """Remove the record of a leaf that leaves the tree.
 
         Returns:
-            [num_slots], int64, token slots to release; None: it held no span, so they are its ordinary ones.
+            [num_slots], int64, token slots to release; None: its ordinary ones, because it held no span.
         """
         if self.scoring is not None:
             self.scoring.dropped(node)
@@ -301,7 +275,7 @@ class PrefixManager:
         self.listener.cleared()
 
     def forget_seen(self) -> None:
-        """The tree is empty, or the model has other weights: forget everything but spans."""
+        """Forget everything but spans: the tree is empty, or the weights have changed."""
         for _, record in self.readers.items():
             record.observation = None
         for part in (self.scoring, self.fits, self.generations):
@@ -314,27 +288,20 @@ class PrefixManager:
     # ---- the store ----------------------------------------------------------------------------------------------
 
     def switch_store_off(self) -> None:
-        """The weights are not those of the store's identity any more: nothing is saved or loaded from now on."""
+        """Stop saving and loading: the weights no longer match the store's identity."""
         if self.access is not None:
             self.access.is_on = False
         if self.loading is not None:
             self.loading.clear()
 
     def close_store(self, timeout_s: float) -> int:
-        """The server stops: nothing new is saved or loaded, and waiting segments are written.
-
-        Args:
-            timeout_s: how long that may take.
-
-        Returns:
-            Segments that were not written within this time.
-        """
+        """Stop saving and loading, write waiting segments for up to ``timeout_s`` seconds; return how many are left."""
         assert self.access is not None
         self.switch_store_off()
         return self.access.writer.close(timeout_s)
 
     def store_state(self) -> dict[str, Any] | None:
-        """What waits, and what was given up, for ``GET /server_info``; None: there is no store."""
+        """Counts of waiting and dropped work, for ``GET /server_info``; None: there is no store."""
         if self.saving is None or self.access is None:
             return None
         loading = self.loading

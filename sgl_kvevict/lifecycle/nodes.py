@@ -1,4 +1,4 @@
-"""What the life cycle knows of the prefix tree: nodes that know their parent."""
+"""Protocols of the prefix tree's nodes, and functions on paths."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 Reader: TypeAlias = Any
-"""A request, or a scoring pass, that attends to a prefix: the object itself, never a name that a client chose."""
+"""A request or scoring pass that attends to a prefix: the object itself, because clients choose request ids."""
 
 
 class Key(Protocol):
@@ -31,7 +31,7 @@ class Key(Protocol):
 class Node(Protocol):
     """Consecutive tokens of prompts that begin alike. The tree's root has no parent and no tokens.
 
-    Nodes are compared by identity. When one is cut, the object that it was keeps the lower part.
+    Nodes are compared by identity. On a split, the existing object becomes the lower half.
     """
 
     @property
@@ -44,7 +44,7 @@ class Node(Protocol):
 
     @property
     def children(self) -> Mapping[Any, Node]:
-        """Nodes of what comes after."""
+        """Nodes of the tokens after."""
 
     @property
     def key(self) -> Key:
@@ -76,33 +76,29 @@ def tokens_of(path: Sequence[Node]) -> list[int]:
 
 
 class NodeSet(set[Node]):
-    """Nodes that may shrink or be dropped, and which of them are new since the last question.
-
-    Args:
-        nodes: those that there are.
-    """
+    """A set of nodes that also tells which of them are new since the last :meth:`take_new`."""
 
     def __init__(self, nodes: Iterable[Node] = ()) -> None:
         super().__init__(nodes)
         self._new: dict[Any, None] = dict.fromkeys(self)
 
     def add(self, node: Node) -> None:
-        """A node may shrink or be dropped."""
+        """Add a node."""
         if node not in self:
             super().add(node)
             self._new[node] = None
 
     def discard(self, node: object) -> None:
-        """A node may not, or is gone: no reference is kept."""
+        """Remove a node, and every reference to it."""
         super().discard(node)
         self._new.pop(node, None)
 
     def remove(self, node: Node) -> None:
-        """The same for one that is there."""
+        """As :meth:`discard`; the node must be there."""
         super().remove(node)
         self._new.pop(node, None)
 
     def take_new(self) -> list[Node]:
-        """Nodes that came since the last call, in the order in which they did; some may have left again."""
+        """Nodes added since the last call, in order; some may have been removed again."""
         new, self._new = list(self._new), {}
         return new

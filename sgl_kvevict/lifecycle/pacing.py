@@ -1,29 +1,25 @@
-"""How much of a server's work passes may take while users' requests are there: from counts, never from a clock."""
+"""Limits the share of scoring passes in a server's work, by counts of steps, never by a clock."""
 
 from __future__ import annotations
 
 import math
 
 BUSY_TOKENS = 128
-"""Tokens of the prefix that a pass repeats while users are there, and the first time after they left."""
+"""Tokens of the prefix that a pass repeats beside users' requests; also the first pass after the last of them."""
 
 
 class Pacing:
-    """Says when the next pass may start, and how long it may be.
+    """Decides when the next pass may start, and how long it may be.
 
-    A pass delays all running requests by its own duration. Beside users it is short, and only the given share of the
-    decode steps has one before it: below 1 %, the 99th percentile of the time between two tokens does not see them.
-    Prefills of users are not counted: they are part of the time between two tokens, and the more requests there are
-    the more of them lie between two decode steps, and so between two passes.
+    A pass delays all running requests by its own duration. Beside users it is short, and at most ``share`` of the
+    decode steps has one before it: below 1 %, the 99th percentile of the time between two tokens does not include
+    passes. Users' prefills are not counted: they are part of the time between two tokens, and their number between two
+    decode steps, and so between two passes, grows with the load.
 
-    Clients that answer each other without a pause leave gaps of a few milliseconds without any user. Such a gap
-    counts as being beside users, or passes would fall into every one of them and delay whoever comes next. Once the
-    scheduler has made ``quiet_turns`` turns without a user, passes follow each other, each twice as long as the one
-    before, up to the configured length: the next request waits about as long as the server was idle at most.
-
-    Args:
-        share: of the steps, that passes of ``BUSY_TOKENS`` may take beside users, in (0, 1].
-        longest: tokens of the prefix that a pass repeats at most.
+    Clients that answer each other without a pause leave gaps of a few milliseconds without any user. Such a gap counts
+    as being beside users, or a pass would start in each and delay the next request. After ``quiet_turns`` turns of the
+    scheduler without a user, passes follow each other, each twice as long as the one before, up to ``longest`` tokens:
+    the next request waits at most about as long as the server was idle.
     """
 
     def __init__(self, share: float, longest: int) -> None:
@@ -34,15 +30,12 @@ class Pacing:
         self._turns = 0
 
     def step(self, num_users: int, *, is_counted: bool = True, quiet_turns: int = 0) -> int:
-        """A step begins in which no pass is under way, or a turn of the scheduler that has nothing to do.
+        """Note a step without a running pass, or an idle turn; return how many tokens a pass may repeat now (0: none).
 
         Args:
             num_users: users' requests that wait or run.
             is_counted: the step before was not a prefill that running requests waited for.
-            quiet_turns: turns without users that come before the server counts as idle.
-
-        Returns:
-            Tokens that a pass may repeat now; 0: it is too early for one.
+            quiet_turns: turns without users before the server counts as idle.
         """
         self._turns = self._turns + 1 if num_users == 0 else 0
         if self._turns > quiet_turns:
@@ -55,10 +48,10 @@ class Pacing:
         return min(BUSY_TOKENS, self._longest)
 
     def started(self, num_tokens: int) -> None:
-        """A pass starts that appends so many tokens to its prefix."""
+        """A pass of ``num_tokens`` appended tokens starts."""
         self._num_tokens = min(2 * self._num_tokens, self._longest)
         self._steps = self._pause(num_tokens)
 
     def _pause(self, num_tokens: int) -> int:
-        """Steps that follow a pass of so many tokens before the next one."""
+        """Steps between a pass of ``num_tokens`` tokens and the next one."""
         return math.ceil((1 / self._share - 1) * max(num_tokens / BUSY_TOKENS, 1))

@@ -14,16 +14,7 @@ from sgl_kvevict.prefix import SegmentPacker
 
 @dataclass(frozen=True)
 class Shared:
-    """What the parts work on.
-
-    Attributes:
-        tree: the tree's port.
-        table: all prefixes.
-        readers: requests and passes.
-        packer: writes segments.
-        compressor: decides what is kept; has the configuration.
-        guard: holds errors that concern one request or job.
-    """
+    """The objects that all parts work on. ``guard`` holds errors that concern one request or job."""
 
     tree: TreePort
     table: PrefixTable
@@ -34,7 +25,7 @@ class Shared:
 
 
 class Part:
-    """A part of the life cycle. Further arguments are parts of lower layers; none knows those above it."""
+    """A part of the life cycle. Its further arguments are parts of lower layers; it knows none above."""
 
     def __init__(self, shared: Shared) -> None:
         self._tree = shared.tree

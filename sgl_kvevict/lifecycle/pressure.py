@@ -1,4 +1,4 @@
-"""What happens when token slots are short: prefixes shrink before anything that could be found again is dropped."""
+"""Shrinks prefixes when token slots are short, before anything that could be found again is dropped."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from sgl_kvevict.lifecycle.table import Pending, State
 from sgl_kvevict.prefix import Segment
 
 ROUND_SHARE = 1 / 64
-"""Share of the pool's slots released at once when prefixes shrink, so that one round serves several requests."""
+"""Share of the pool's slots that one round of shrinking releases, so that it serves several requests."""
 
 ANSWERS = 2.5
-"""Worth of all answers of a prefix until it would be dropped, in prefills of it."""
+"""Worth of all answers of a prefix until it is dropped, in prefills of it."""
 LOSS_OF_COMPRESSING = ANSWERS * 0.03 / 0.5
-"""Loss of compressing an uncompressed prefix, in tokens of prefill per slot released: 3 % of the answers at 50 %
-(within the error of docs/quality.md)."""
+"""Loss of compressing a prefix, in tokens of prefill per slot released: 3 % of the answers at 50 % (within the error
+of docs/quality.md)."""
 LOSS_OF_LIGHT = ANSWERS * 0.03 / 0.3 / 2
-"""Loss of going from the light share to the budget per slot released, in parts of the loss of dropping the prefix:
-another 3 % from 50 % to 20 %, and dropping it at 50 % costs 2 tokens of prefill a slot."""
+"""Loss from the light share to the budget per slot released, relative to the loss of dropping the prefix: another 3 %
+from 50 % to 20 %, and dropping it at 50 % costs 2 tokens of prefill a slot."""
 LOSS_OF_SQUEEZING = ANSWERS * 0.08 / 0.1 / 5
-"""The same for going from the budget to ``min_budget``: 8 % from 20 % to 10 % (scores of shorter texts lost 7 and 14 %
-on two seeds; the shipped ones lose 14 and 19 %, docs/quality.md, and this was not chosen anew), and 5 tokens a slot."""
+"""The same from the budget to ``min_budget``: 8 % from 20 % to 10 %, and 5 tokens a slot. Scores of shorter texts lost
+7 and 14 % on two seeds; the shipped ones lose 14 and 19 % (docs/quality.md), for which 8 % was not chosen anew."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,7 @@ class ShrinkStep:
     """The next step of a prefix that shrinks.
 
     Attributes:
-        loss: per slot released, in tokens of prefill, or in parts of the loss of dropping the prefix.
-        is_relative: the latter.
+        loss: per slot released, in tokens of prefill; if ``is_relative``, relative to the loss of dropping the prefix.
         is_below_budget: it is taken only when nothing above the budget is left to shrink.
     """
 
@@ -53,22 +52,13 @@ STEPS: Mapping[State, ShrinkStep] = {
 
 
 class Pressure(Part):
-    """Shrinks prefixes: uncompressed ones that can be scored at any time, and segments above the least share.
+    """Shrinks uncompressed prefixes that can be scored now, and segments above the least share.
 
-    They shrink in steps (``KVEvictConfig.shares``): to the light share by scores that are at hand, to the budget and to
-    ``min_budget`` by the ``worth`` that was stored with the segment.
+    They shrink in steps (``KVEvictConfig.shares``): to the light share by scores at hand, to the budget and to
+    ``min_budget`` by the ``worth`` stored with the segment.
 
-    Uncompressed ones end at nodes, so that no two of them overlap: each *end* stands for the uncompressed tokens from
-    the end above it, or the waterline. They are compressed from the root down.
-
-    Args:
-        shared: tree, table, readers and compressor; its configuration says how far.
-        ranges: compresses.
-        order: of prefixes that shrink or are dropped.
-        num_slots: of the pool.
-
-    Attributes:
-        order: see above.
+    Uncompressed prefixes end at nodes, so no two overlap: each *end* stands for the uncompressed tokens from the end
+    above it, or from the waterline. They are compressed from the root down.
     """
 
     def __init__(self, shared: Shared, ranges: Ranges, order: CostAwareRecency, num_slots: int) -> None:
@@ -80,13 +70,13 @@ class Pressure(Part):
         self.clear()
 
     def clear(self) -> None:
-        """The table was emptied."""
+        """Start a new heap: the table was emptied."""
         self._heap = NodeHeap(self._shrinking, self._priority)
 
-    # ---- what can shrink --------------------------------------------------------------------------------------
+    # ---- ends of uncompressed prefixes ------------------------------------------------------------------------
 
     def prompt_complete(self, path: Sequence[Node], num_tokens: int, prompt: PromptObservation) -> None:
-        """The first ``num_tokens`` of a path are a prompt: note where its uncompressed tokens may be compressed."""
+        """Note ends on a path whose first ``num_tokens`` tokens are a prompt."""
         if not (self._compressor.has_learned or prompt.has_echo):
             return
         end = num_tokens - self._config.tail_tokens
@@ -103,7 +93,7 @@ class Pressure(Part):
                 return
 
     def trim_prompts(self) -> None:
-        """Keep what prompts left behind within ``observation_bytes``; the oldest is given up first."""
+        """Drop the oldest kept prompts beyond ``observation_bytes``."""
         prompts = self._table.prompts
         while prompts.num_bytes > self._config.observation_bytes:
             oldest = prompts.oldest()
@@ -113,13 +103,13 @@ class Pressure(Part):
                 self._table.keep_size(oldest[0])
 
     def _saw(self, prompt: PromptObservation, start: int) -> bool:
-        """Whether what a prompt left behind scores the tokens from a position on: echo needs their own queries."""
+        """Whether a prompt's observation scores the tokens from ``start`` on: echo needs their own queries."""
         return self._compressor.has_learned or not self._ranges.is_long_enough(prompt.first_query - start)
 
     def _can_score(self, node: Node) -> bool:
         """Whether the uncompressed range that ends at a node can be scored now.
 
-        While scores are learned, what passes are reading stays as it is: lessons need uncompressed ranges.
+        Before scores are learned, ranges that passes are reading are left alone: lessons need them uncompressed.
         """
         if self._compressor.has_learned:
             return True
@@ -133,22 +123,22 @@ class Pressure(Part):
             self.trim_prompts()
 
     def _discard(self, node: Node) -> None:
-        """A node is no end any more."""
+        """Make a node no longer an end."""
         self._table.keep_size(node)
         self._table.prompts.take(node)
 
     # ---- segments that passes read ------------------------------------------------------------------------------
 
     def unmeasured(self, path: Sequence[Node]) -> list[Segment]:
-        """Segments of a path whose order passes would improve, and that may shrink further.
+        """Segments of a path that may shrink further, and whose order passes would improve.
 
-        Only those whose spans all lie on the path: passes do not see the other entries of the rest.
+        Only those whose spans all lie on the path: passes do not see entries elsewhere.
         """
         segments = [self._spans[owner].segment for owner in self._spans.owners(path)]
         return [segment for segment in segments if self._is_unmeasured(segment)]
 
     def passes_over(self, path: Sequence[Node], observation: ReaderObservation) -> None:
-        """Segments that passes have measured shrink to the budget, to the entries that the passes would keep."""
+        """Shrink segments that passes have measured to the budget, keeping the entries with the most attention."""
         for owner in self._spans.owners(path):
             segment = self._spans[owner].segment
             if not observation.observes(segment):
@@ -170,9 +160,9 @@ class Pressure(Part):
     # ---- the reserve ------------------------------------------------------------------------------------------
 
     def reserve(self) -> int:
-        """Token slots that readers hold and that shrinking would release: they can be had for other requests any time.
+        """Token slots that readers hold and that shrinking would release, so that others can have them at any time.
 
-        What has no readers is not counted: it can be dropped. Never more than :meth:`relieve` gives.
+        Prefixes without readers do not count: they can be dropped. Never more than :meth:`relieve` releases.
         """
         if not self._shrinking:
             return 0
@@ -193,7 +183,7 @@ class Pressure(Part):
         return max(segment.num_slots - self._slots_at(segment, self._config.shares[-1]), 0)
 
     def _reserve_of_end(self, node: Node) -> int:
-        """Of the node alone; compressed together with short nodes above it, it releases as much at least."""
+        """Reserve of this node alone; compressed together with short nodes above it, it releases at least as much."""
         config, num_tokens = self._config, len(node.key)
         if not self._ranges.is_long_enough(num_tokens):
             return 0
@@ -205,11 +195,10 @@ class Pressure(Part):
     # ---- shrinking --------------------------------------------------------------------------------------------
 
     def relieve(self, leaf: tuple[Priority, Node] | None) -> int:
-        """Shrink what costs least, until ``ROUND_SHARE`` of the pool was released, or nothing is left.
+        """Take the cheapest steps until ``ROUND_SHARE`` of the pool is released, or none is left.
 
-        Args:
-            leaf: what would be dropped instead, and its priority; what costs more does not shrink. But no span is
-                dropped, or squeezed below the budget, while something may shrink to the budget. None: there is no leaf.
+        ``leaf`` would be dropped instead (None: there is no leaf), so steps of higher priority are not taken. But no
+        span is dropped, or squeezed below the budget, while something may shrink to the budget.
 
         Returns:
             Token slots released.
@@ -230,7 +219,7 @@ class Pressure(Part):
             if slots:
                 self.order.gave_way(priority)
             if slots or node not in self._shrinking:
-                for waiting in rest:  # a node above them was compressed, or is no end any more
+                for waiting in rest:  # a node above them was compressed, or is no longer an end
                     self._heap.push(waiting)
                 rest.clear()
         for waiting in rest:
@@ -238,7 +227,7 @@ class Pressure(Part):
         return won
 
     def _priority(self, node: Node) -> Priority:
-        """Whether a node's next step leads below the budget, then the step's priority beside dropping a leaf."""
+        """Whether a node's next step leads below the budget, then its priority on the scale of dropping a leaf."""
         span = self._spans.at(node)
         can_shrink = span is None or span.segment.worth is not None
         step = STEPS[self._table.state(node) if can_shrink else State.SQUEEZED]
@@ -249,7 +238,7 @@ class Pressure(Part):
         return self._config.slots_at(share, segment.end - segment.start)
 
     def _squeeze(self, owner: Node) -> int:
-        """Squeeze a segment to its next share; 0: not now, or (then it does not shrink any more) never again."""
+        """Squeeze a segment to its next share. 0: not now, or never again if the node left ``shrinking``."""
         segment = self._spans[owner].segment
         shares = () if segment.worth is None else self._config.shares
         steps = (self._slots_at(segment, share) for share in shares)
@@ -270,7 +259,7 @@ class Pressure(Part):
         return freed.numel()
 
     def _compress(self, node: Node) -> int:
-        """Compress the range that ends at a node; 0: not now, or (then it is no end any more) never again."""
+        """Compress the range that ends at a node. 0: not now, or never again if the node is no longer an end."""
         path = path_to(node)
         if any(above in self._shrinking and above not in self._spans for above in path[:-1]):
             return 0

@@ -1,4 +1,4 @@
-"""Compresses ranges of uncompressed tokens, between two steps, under their readers."""
+"""Compresses ranges of uncompressed tokens between two steps, while requests read them."""
 
 from __future__ import annotations
 
@@ -20,38 +20,29 @@ from sgl_kvevict.prefix import Segment
 
 
 class Verdict(Enum):
-    """What became of an attempt to compress a range."""
+    """Result of an attempt to compress a range."""
 
     COMPRESSED = auto()
     TOO_SHORT = auto()
     """It has fewer than ``min_prefix_tokens`` uncompressed tokens."""
     IN_USE = auto()
-    """A reader must keep reading what it reads now; the range is unchanged."""
+    """A reader is not movable (:meth:`ReaderTable.movable`); the range is unchanged."""
     FAILED = auto()
-    """The policy raised an exception, which was held; at least the end of the range is uncompressed."""
+    """The policy raised an exception; at least the end of the range is uncompressed."""
 
 
 @dataclass(frozen=True)
 class Attempted:
-    """The result of an attempt to compress a range.
-
-    Attributes:
-        verdict: what became of it.
-        num_slots: token slots released.
-    """
+    """A verdict and the number of token slots released."""
 
     verdict: Verdict
     num_slots: int = 0
 
 
 class Ranges(Part):
-    """Compresses ranges, and lets one per node wait, the newest, while a request reads it exactly.
+    """Compresses ranges; a range with an exact reader becomes pending, the newest one per node.
 
     The oldest pending ranges are given up when their observations exceed ``observation_bytes``.
-
-    Args:
-        shared: tree, table, readers, compressor and guard.
-        saving: receives segments at the budget; None: there is no store.
     """
 
     def __init__(self, shared: Shared, saving: Saving | None) -> None:
@@ -59,11 +50,11 @@ class Ranges(Part):
         self._saving = saving
 
     def is_long_enough(self, num_tokens: int) -> bool:
-        """Whether a range of so many tokens is worth a segment (``min_prefix_tokens``)."""
+        """Whether a range reaches ``min_prefix_tokens``."""
         return num_tokens >= self._config.min_prefix_tokens
 
     def bounds(self, path: Sequence[Node]) -> tuple[int, int] | None:
-        """Logical bounds of what is to be compressed of a path: up to its tail; None if it is too short."""
+        """Logical bounds of a path's uncompressed tokens before its tail; None if they are too few."""
         start, end = self._spans.waterline(path), self.end_of(path)
         return (start, end) if self.is_long_enough(end - start) else None
 
@@ -72,17 +63,11 @@ class Ranges(Part):
         return length_of(path) - self._config.tail_tokens
 
     def token_slots(self, path: Sequence[Node], num_tokens: int) -> Tensor:
-        """[num_tokens], int64, ordinary slots of the first tokens of a path that are not compressed."""
+        """[num_tokens], int64, ordinary slots of the first uncompressed tokens of a path."""
         return self._tree.token_slots(self._spans.uncompressed(path))[:num_tokens]
 
     def compress(self, node: Node, end: int, observation: Observation) -> Attempted:
-        """Compress what is uncompressed of the path to a node; a range in use becomes pending.
-
-        Args:
-            node: the path's last node.
-            end: logical position up to which to compress; not beyond the path.
-            observation: what to compress with.
-        """
+        """Compress the uncompressed tokens of the path to ``node`` up to ``end``; a range in use becomes pending."""
         path = path_to(node)
         num_tokens = end - self._spans.waterline(path)
         if not self.is_long_enough(num_tokens):
@@ -95,7 +80,7 @@ class Ranges(Part):
         return done
 
     def compress_now(self, node: Node, pending: Pending) -> Attempted:
-        """Compress what is uncompressed of the path to a node that ends at ``pending.end``, unless it is in use."""
+        """Compress the uncompressed tokens of the path to ``node``, which ends at ``pending.end``, if not in use."""
         path = path_to(node)
         if not self.is_long_enough(pending.end - self._spans.waterline(path)):
             self._table.pending.take(node)
@@ -103,20 +88,20 @@ class Ranges(Part):
         return self._write_all(path, pending)
 
     def keep_whole(self, path: Sequence[Node], end: int) -> None:
-        """Let what is uncompressed of a path, up to ``end``, be read from a span that keeps all of it, if possible.
+        """Put the uncompressed tokens of a path up to ``end`` into a span that keeps all entries, if possible.
 
-        Then what comes after it can be compressed: spans come first on every path.
+        Tokens after them can then be compressed: spans come first on every path.
         """
         last = self.node_ending_at(path, end)
         self._write_all(path_to(last), Pending(end, CacheObservation(), share=1.0))
 
     def try_pending(self) -> None:
-        """A request was released: compress what waited for that, oldest first."""
+        """Compress pending ranges, oldest first, after a request was released."""
         for node, pending in self._table.pending:
             self.compress_now(node, pending)
 
     def node_ending_at(self, path: Sequence[Node], end: int) -> Node:
-        """Node of a path that ends at a logical position; the node around the position is split if there is none."""
+        """Node of a path that ends at position ``end``; a node that contains ``end`` is split."""
         position = 0
         for node in path:
             position += len(node.key)
@@ -136,7 +121,7 @@ class Ranges(Part):
         """Replace the slots of consecutive nodes by spans of one new segment, and move their readers.
 
         Args:
-            nodes: root side first; those that hold spans hold all spans of the segment that the new one replaces.
+            nodes: root side first; those with spans hold all spans of the segment that the new one replaces.
             segment: its rows are written, or being written on the scheduler's stream.
             freed: [num_freed], int64, token slots to release.
             readers: of the first node, see :meth:`ReaderTable.movable`.
@@ -152,7 +137,7 @@ class Ranges(Part):
         self.move(readers)
 
     def move(self, readers: Sequence[Reader]) -> None:
-        """Readers read what was compressed of their paths from spans, from their next forward on."""
+        """From their next forward on, readers read the compressed tokens of their paths from spans."""
         for reader in readers:
             last = self._tree.locked_by(reader)
             assert last is not None
@@ -161,7 +146,7 @@ class Ranges(Part):
     def _wait(self, node: Node, pending: Pending) -> None:
         observation = pending.observation
         if isinstance(observation, ReaderObservation) and observation.products is not None:
-            observation.products = None  # its memory would be held for as long as a request reads exactly
+            observation.products = None  # their memory would be held as long as a request reads exactly
             self._compressor.stats.fits_given_up += 1
         self._table.pending.put(node, pending, observation.num_bytes)
         while self._table.pending.num_bytes > self._config.observation_bytes:
@@ -172,7 +157,7 @@ class Ranges(Part):
             self._table.listener.refused(REFUSED_NO_MEMORY, num_tokens)
 
     def _write_all(self, path: Sequence[Node], pending: Pending) -> Attempted:
-        """Compress what a path has from the waterline on, however short."""
+        """Compress the uncompressed tokens of a path, however few."""
         nodes = self._spans.uncompressed(path)
         readers = self._readers.movable(nodes[0])
         if readers is None:
@@ -195,10 +180,10 @@ class Ranges(Part):
         return Attempted(Verdict.COMPRESSED, won)
 
     def _groups(self, nodes: list[Node]) -> list[list[Node]]:
-        """Consecutive nodes of which each group becomes one segment.
+        """Divide consecutive nodes into groups, each of which becomes one segment.
 
-        All of them, if segments can be split. Otherwise a group ends where prompts branch off, or where the path of a
-        running request ends.
+        One group if segments can be split. Otherwise a group ends where prompts branch off, or a running request's path
+        ends.
         """
         if self._compressor.splittable:
             return [nodes]
@@ -210,7 +195,7 @@ class Ranges(Part):
         return groups
 
     def _write(self, nodes: list[Node], start: int, pending: Pending) -> Compression | None:
-        """Write what is kept of consecutive nodes into the first of their slots; None if the policy failed."""
+        """Write the kept entries of consecutive nodes into the first of their slots; None if the policy failed."""
         done = None
         with self._guard.at(Place.COMPRESSION):
             above = self._spans.at(nodes[0].parent)

@@ -1,4 +1,4 @@
-"""Readers: requests and scoring passes that attend to a prefix. One record per reader."""
+"""Readers: requests and scoring passes that attend to a prefix, with one record each."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from sgl_kvevict.lifecycle.ports import TreePort
 
 @dataclass(eq=False)
 class ReaderRecord:
-    """What is known of one reader.
+    """State of one reader.
 
     Attributes:
         is_live: it has matched its prompt and was not released.
         is_exact: it must read no compressed entry (``exact``).
-        is_pass: it is a scoring pass.
-        observation: what its prefill leaves behind; None before it, and once the complete prompt was dealt with.
-        suffix: what it has generated and how that is compressed; None: it is not.
+        observation: of its prefill; None before, and once the complete prompt was dealt with.
+        suffix: its generated tokens and their compression; None: they are not compressed.
     """
 
     is_live: bool = False
@@ -32,13 +31,10 @@ class ReaderRecord:
 
 
 class ReaderTable:
-    """Readers by request object, and which nodes they lock. Records go with their request objects.
+    """Records of readers, which end with their request objects, and the nodes that readers lock.
 
-    What a reader attends to may be replaced between two of its steps: its next forward plans from the tree.
+    A reader's slots may be replaced between two of its steps, because its next forward plans from the tree.
     Exceptions: a lock of unknown origin, or a request with ``exact``.
-
-    Args:
-        tree: whose nodes they lock.
     """
 
     def __init__(self, tree: TreePort) -> None:
@@ -50,31 +46,31 @@ class ReaderTable:
         return iter([reader for reader, record in self._records.items() if record.is_live])
 
     def __getitem__(self, reader: Reader) -> ReaderRecord:
-        """The record of a reader, made if there is none."""
+        """The record of a reader, created if missing."""
         return self._records.setdefault(reader, ReaderRecord())
 
     def items(self) -> list[tuple[Reader, ReaderRecord]]:
-        """All readers and their records, in the order in which they came."""
+        """All readers and their records, in order of arrival."""
         return list(self._records.items())
 
     def make_exact(self, reader: Reader) -> None:
-        """A request wants to read no compressed entry."""
+        """Set ``is_exact`` of a request."""
         self[reader].is_exact = True
 
     def is_exact(self, reader: Reader) -> bool:
-        """Whether a request wants to read no compressed entry."""
+        """Whether a request must read no compressed entry."""
         record = self._records.get(reader)
         return record is not None and record.is_exact
 
     def movable(self, node: Node) -> list[Reader] | None:
-        """Return the readers of a node; None if one of them must keep reading what it reads now."""
+        """Return the readers of a node; None if the slots of one of them must stay (see the class)."""
         readers = [reader for reader in self if (last := self._tree.locked_by(reader)) and node in path_to(last)]
         if len(readers) != self._tree.num_locks(node) or any(map(self.is_exact, readers)):
             return None
         return readers
 
     def movable_nodes(self) -> list[Node]:
-        """Locked nodes whose readers are all movable, as are those of all nodes above them; root side first."""
+        """Locked nodes whose readers, and those of all nodes above, are movable; root side first."""
         paths = [(reader, path_to(last)) for reader in self if (last := self._tree.locked_by(reader)) is not None]
         counts = Counter(node for _, path in paths for node in path)
         fixed = {node for reader, path in paths if self.is_exact(reader) for node in path}

@@ -1,4 +1,4 @@
-"""Saves prefixes: segments at the budget are copied from the pool and handed to the store's writer."""
+"""Saves prefixes: copies segments at the budget from the pool and hands them to the store's writer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sgl_kvevict.store import Namespace, ReadAhead, SegmentRecord, StoreIdentity
 
 
 def all_namespaces(extra_key: str | None) -> bool:
-    """Whether prefixes of a namespace may be stored: all may."""
+    """Accept every namespace; the default of :attr:`StoreAccess.keeps`."""
     return True
 
 
@@ -30,9 +30,7 @@ class StoreAccess:
     """The store as one server uses it.
 
     Attributes:
-        identity: of this server: what it stores is found by servers with the same one.
-        writer: writes segments in the background.
-        reader: fetches segments in the background; None: nothing is loaded.
+        reader: None: nothing is loaded.
         keeps: whether a namespace, by its ``extra_key``, means the same to every server at any time.
         is_on: False once the weights have changed: the identity is that of the files.
     """
@@ -50,12 +48,9 @@ class StoreAccess:
 
 @dataclasses.dataclass(frozen=True)
 class Leaving:
-    """A segment whose rows were copied, on its way to the store.
+    """A copied segment on its way to the store, with ``num_bytes`` of keys and values.
 
-    Attributes:
-        namespace: of its tokens.
-        num_bytes: of keys and values.
-        record: waits for what the device has not finished yet, and returns the segment; for another thread to call.
+    ``record``, for another thread to call, waits for the device's copy and returns the segment.
     """
 
     namespace: Namespace
@@ -66,21 +61,11 @@ class Leaving:
 def export_segment(
     node: Node, tree: TreePort, spans: Spans, packer: SegmentPacker, identity: StoreIdentity, num_tail: int
 ) -> Leaving | None:
-    """Copy what a store keeps of a segment.
+    """Copy what a store keeps of the segment whose last span ``node`` holds; None: it is too short to be looked up.
 
-    The part of the segment before it, if other prompts branch off inside that one, is copied with it: so a document
-    behind a chat header is stored whole, and loading it needs no other prompt's segment.
-
-    Args:
-        node: the last one that holds a span of it.
-        tree: the tree's port.
-        spans: of all nodes.
-        packer: copies rows.
-        identity: of this server.
-        num_tail: uncompressed tokens after it to take along, if only one prompt goes on there.
-
-    Returns:
-        None: it is shorter than the prompts for which the store is asked.
+    If other prompts branch off inside the segment before it, the part of that one on this path is copied, too. So a
+    document behind a chat header is stored whole, and loading it needs no other prompt's segment. Up to ``num_tail``
+    uncompressed tokens after it are copied if only one prompt continues there.
     """
     path = path_to(node)
     segment, views = spans[node].segment, _views_of(path, spans)
@@ -122,7 +107,7 @@ def export_segment(
 
 
 def _views_of(path: Sequence[Node], spans: Spans) -> list[View]:
-    """The last segment of a path, and of those right before it the parts that the path leaves in the middle."""
+    """The last segment of a path, preceded by the parts of earlier segments that the path leaves in the middle."""
     views: list[View] = []
     for node in path:
         span = spans[node]
@@ -137,7 +122,7 @@ def _views_of(path: Sequence[Node], spans: Spans) -> list[View]:
 
 
 def _tail_of(node: Node, spans: Spans, num_tail: int) -> Node | None:
-    """The uncompressed node after a segment, if there is exactly one: all its prompts go on there."""
+    """The uncompressed node after a segment, if it is the only child."""
     children = list(node.children.values())
     return children[0] if num_tail and len(children) == 1 and children[0] not in spans else None
 
@@ -148,21 +133,16 @@ def namespace_of(key: Key, identity: StoreIdentity) -> Namespace:
 
 
 class Saving(Part):
-    """Hands segments that have reached the budget to the store.
-
-    Args:
-        shared: tree, table, packer and guard.
-        access: the store.
-    """
+    """Hands segments that have reached the budget to the store."""
 
     def __init__(self, shared: Shared, access: StoreAccess) -> None:
         super().__init__(shared)
         self._access = access
 
     def at_budget(self, last: Node) -> None:
-        """Copy a segment, of which ``last`` is the last node with a span, and hand it to the writer.
+        """Copy the segment whose last span the node ``last`` holds, and hand it to the writer.
 
-        Waits for nothing but one small read from the device, and for that only if a beginning is stored with it.
+        Waits only for one small read from the device, and only if a part of an earlier segment is copied with it.
         """
         if not self._access.uses(last.key.extra_key):
             return
@@ -179,13 +159,13 @@ class Saving(Part):
                 writer.write(leaving.record, leaving.namespace, leaving.num_bytes)
 
     def between_steps(self) -> None:
-        """Report what was written since the last call."""
+        """Report the results of writes since the last call."""
         while self._access.writer.done:
             self._table.listener.stored(self._access.writer.done.popleft())
 
 
 def _on_host(record: SegmentRecord, copied: torch.cuda.Event) -> SegmentRecord:
-    """The record with all tensors in host memory, moved on a stream of their own."""
+    """Copy all tensors of a record to host memory, on their own stream."""
     stream = torch.cuda.Stream(record.k.device)  # type: ignore[no-untyped-call]
     stream.wait_event(copied)
     with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""Scoring passes: which prefixes are read before they are compressed, when, and with which probes."""
+"""Scoring passes: which prefixes they read before compression, when, and with which probes."""
 
 from __future__ import annotations
 
@@ -25,28 +25,20 @@ from sgl_kvevict.prefix import Segment
 from sgl_kvevict.request import RequestOptions, ticket_digest
 
 MAX_WAITING_LESSONS = 16
-"""Prefixes that may wait with the last queries of a prompt for a lesson; further ones are only scored."""
+"""Prefixes that may wait for a lesson with the last queries of a prompt; further ones are only scored."""
 
 
 class PrefixScoring(Part):
-    """Counts prompts per prefix, and has prefixes read by passes: one at a time, few of them beside users.
+    """Counts prompts per prefix, and runs scoring passes, one at a time and few of them beside users.
 
     A pass is the cached prefix and a probe after it. It locks the prefix while it runs, like any request; between
-    passes nothing is locked, so a prefix may be dropped, and its job with it. What an event does to a job is decided by
-    :data:`~sgl_kvevict.lifecycle.job.RULES`, and done here.
-
-    Args:
-        shared: table, readers, compressor and guard; after an error a job ends as "failed".
-        kind: which readers the policy learns from.
-        ranges: compresses what was scored.
-        pressure: shrinks what was compressed before its passes came.
-        jobs: prefixes that wait for passes.
-        votes: makes room for what passes see.
-        fits: come before further passes, and count as such.
+    passes nothing is locked, so a prefix may be dropped, and its job with it.
+    :data:`~sgl_kvevict.lifecycle.job.RULES` decide what an event does to a job; after an error a job ends as "failed".
+    Fits of compressed segments come before further passes, and count as passes.
 
     Attributes:
         jobs: prefixes that wait for passes, the one under way included.
-        readers: ``kind``.
+        readers: which readers the policy learns from.
     """
 
     def __init__(
@@ -73,7 +65,7 @@ class PrefixScoring(Part):
     # ---- which prefixes become jobs -----------------------------------------------------------------------------
 
     def found(self, path: Sequence[Node], num_tokens: int, prompt: PromptObservation) -> None:
-        """A prompt matched the first ``num_tokens`` of its path: count it, and queue what is due."""
+        """Count a prompt that matched the first ``num_tokens`` of its path, and queue a job if one is due."""
         due, end = None, 0
         needed = self._config.score_after_matches
         for node in path:
@@ -86,27 +78,27 @@ class PrefixScoring(Part):
             self._queue(ScoringJob(due, prompt=self._kept_for_lesson(prompt)))
 
     def wished(self, path: Sequence[Node], num_tokens: int, wish: RequestOptions, prompt: PromptObservation) -> None:
-        """A request asked to have the first ``num_tokens`` of a path scored now."""
+        """Queue a job for the first ``num_tokens`` of a path, as a request asked."""
         if not wish.questions and self.readers is not Readers.REPETITION:
             return
-        if num_tokens == 0:  # a window or a recurrent state is cached at certain places only
+        if num_tokens == 0:  # windows and recurrent states are cached at certain positions only
             self.jobs.tell(_tickets(wish), Outcome.TOO_SHORT)
             return
         node = self._ranges.node_ending_at(path, num_tokens)
         self._queue(ScoringJob(node, tuple(wish.questions), _tickets(wish), True, self._kept_for_lesson(prompt)))
 
     def granted(self, wish: RequestOptions, done: Attempted) -> None:
-        """A request asked for a prefix that needed no passes."""
+        """Report the outcome of a prefix that needed no passes."""
         self.jobs.tell(_tickets(wish), _outcome_of(done))
 
     def _kept_for_lesson(self, prompt: PromptObservation) -> PromptObservation | None:
-        """What is kept of a prompt while its prefix waits: nothing, unless something is to be learned from it."""
+        """The part of a prompt's observation that a lesson needs; None if there will be none."""
         learner = self._compressor.learner
         learns = learner is not None and learner.weights is None and len(self.jobs) < MAX_WAITING_LESSONS
         return prompt.without_echo() if learns else None
 
     def _teaches(self, job: ScoringJob) -> bool:
-        """Whether something can be learned from a job's prefix; all are alike when nothing is to be learned."""
+        """Whether a job's prefix can be learned from; True for all when nothing is to be learned."""
         if self._compressor.learner is None or self._compressor.has_learned:
             return True
         return job.prompt is not None and self._ranges.bounds(path_to(job.node)) is not None
@@ -139,7 +131,7 @@ class PrefixScoring(Part):
         return self._job.observation if reader is self._pass and self._job is not None else None
 
     def between_steps(self, passes: PassPort) -> LessonResult | None:
-        """Start the next pass, fit or layer of a lesson if it is time for one; return the result of a lesson."""
+        """Start the next pass, fit or layer of a lesson if it is time; return the result of a completed lesson."""
         if self._pass is not None:
             self._check_pass(self._pass, passes)
             return None
@@ -158,7 +150,7 @@ class PrefixScoring(Part):
         return self._take_turn(job, passes, num_tokens)
 
     def pass_ended(self, *, aborted: bool) -> None:
-        """The running pass is over: its job goes on with the next one, or its prefix is compressed."""
+        """End the running pass: its job continues, or its prefix is compressed."""
         reader, job, self._pass = self._pass, self._job, None
         if job is None or reader is None:
             return
@@ -172,34 +164,34 @@ class PrefixScoring(Part):
             self._end(job, JobEvent.FAILED)
 
     def withdraw(self, passes: PassPort) -> None:
-        """Take a waiting pass out of the queue; its job stays, and has another pass later."""
+        """Take a waiting pass out of the queue; its job gets another pass later."""
         if self._pass is not None and passes.state(self._pass) is PassState.WAITING:
             passes.withdraw(self._pass)
             self.let_go()
 
     def let_go(self) -> None:
-        """The running pass is taken off: its job stays, and has another one later."""
+        """Forget the running pass; its job gets another one later."""
         self._pass = self._job = None
 
     def abort(self, passes: PassPort) -> None:
-        """End the job under way, and the pass that waits."""
+        """End the job under way, and take its waiting pass out of the queue."""
         if self._job is not None:
             self._end(self._job, JobEvent.ABORTED)
         self.withdraw(passes)
 
     def dropped(self, node: Node) -> None:
-        """A node leaves the tree."""
+        """End the job of a node that leaves the tree."""
         job = self._table.jobs.get(node)
         if job is not None:
             self._end(job, JobEvent.DROPPED)
 
     def clear(self) -> None:
-        """The tree is to be flushed, or the weights changed; a waiting pass is taken out of the queue between steps."""
+        """End all jobs: the tree is flushed, or the weights changed. Between steps a waiting pass is withdrawn."""
         for job in self._table.jobs.values():
             self._end(job, JobEvent.DROPPED)
 
     def _check_pass(self, reader: Reader, passes: PassPort) -> None:
-        """Notice a pass that was taken out of the queue, and take out one whose prefix is gone."""
+        """Handle a pass that was taken out of the queue elsewhere; withdraw one whose prefix is gone."""
         state = passes.state(reader)
         if state is PassState.GONE:
             self._pass = None
@@ -208,7 +200,7 @@ class PrefixScoring(Part):
         elif state is PassState.WAITING and self._job is None:
             self.withdraw(passes)
 
-    # ---- what events do to jobs -------------------------------------------------------------------------------
+    # ---- events of jobs ---------------------------------------------------------------------------------------
 
     def _take_turn(self, job: ScoringJob, passes: PassPort, num_tokens: int) -> LessonResult | None:
         result, is_lesson = None, job.stage is Stage.LEARNING
@@ -261,7 +253,7 @@ class PrefixScoring(Part):
             assert step is Action.WAIT
 
     def _begin(self, job: ScoringJob, passes: PassPort) -> bool:
-        """Allocate the observation of a job's passes, and lay out what they read; False: there is no memory."""
+        """Allocate the observation of a job's passes, and prepare their probes; False: there is no memory."""
         path = path_to(job.node)
         unmeasured = self._unmeasured(job, path)
         bounds = self._spans.waterline(path), length_of(path)
@@ -301,7 +293,7 @@ class PrefixScoring(Part):
             probes.was_read()
 
     def _finish(self, job: ScoringJob) -> None:
-        """A job's passes are over: its prefix becomes a lesson, or is compressed."""
+        """Begin a lesson with the prefix of a job whose passes are over, or compress it."""
         assert job.observation is not None
         path = path_to(job.node)
         with self._guard.on_one_rank():
@@ -320,12 +312,12 @@ class PrefixScoring(Part):
         self._end_as(job, _outcome_of(done))
 
     def _unmeasured(self, job: ScoringJob, path: Sequence[Node]) -> list[Segment]:
-        """Segments of a path that passes are to measure; questions ask for the tokens around each one instead."""
+        """Segments of a path that passes are to measure; none for questions, which score the tokens around each one."""
         is_wanted = not job.questions and not self._compressor.compresses_at_once
         return self._pressure.unmeasured(path) if is_wanted else []
 
     def _end(self, job: ScoringJob, event: JobEvent) -> None:
-        """An event ends a job, whatever its stage."""
+        """End a job by an event that ends it at every stage."""
         outcome = decide(job.stage, event)
         assert isinstance(outcome, Outcome)
         self._end_as(job, outcome)
@@ -341,5 +333,4 @@ def _outcome_of(done: Attempted) -> Outcome:
 
 
 def _tickets(wish: RequestOptions) -> set[str]:
-    """Hash of the ticket under which a wish's outcome is told, if there is one."""
     return set() if wish.ticket is None else {ticket_digest(wish.ticket)}

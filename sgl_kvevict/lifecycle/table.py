@@ -1,4 +1,4 @@
-"""The table of prefixes: one record per tree node, the changes that its state allows, and the spans that nodes hold."""
+"""The table of prefixes: one record per tree node, its states and changes, and the spans of nodes."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ T = TypeVar("T")
 
 
 class State(Enum):
-    """What a node holds of its tokens, from most to least."""
+    """State of a node's tokens, from most to fewest entries."""
 
     FULL = "full"
     """Its ordinary token slots."""
     LIGHT = "light"
-    """A span of a segment that has more slots than the budget says."""
+    """A span of a segment above the budget."""
     COMPRESSED = "compressed"
-    """A span of a segment at the budget; without further shares, every span."""
+    """A span of a segment at the budget; every span if ``shares`` is empty."""
     SQUEEZED = "squeezed"
     """A span of a segment below the budget."""
 
 
 class Change(Enum):
-    """What may be done to a node's tokens."""
+    """A change of a node's tokens."""
 
     INSTALL = auto()
     """Its slots are replaced by a span of a new segment."""
@@ -62,11 +62,11 @@ CHANGES: Mapping[tuple[State, Change], frozenset[State]] = {
     **{(state, Change.SPLIT): frozenset({state}) for state in State},
     **{(state, Change.DROP): frozenset() for state in State},
 }
-"""States that a change may lead to; nothing becomes full again. What is missing is refused."""
+"""States that a change may lead to; none leads back to FULL. Missing pairs are refused."""
 
 
 def next_states(state: State, change: Change) -> frozenset[State]:
-    """Return the states that a change of a node may lead to; none: its record is gone.
+    """Return the states that a change may lead to (none: its record is removed).
 
     Raises:
         InvariantError: the state refuses the change; going on would leak slots or leave stale KV.
@@ -79,12 +79,9 @@ def next_states(state: State, change: Change) -> frozenset[State]:
 
 @dataclass(frozen=True)
 class Pending:
-    """A range that is compressed once nothing reads it exactly: the uncompressed tokens before ``end``.
+    """The uncompressed range before ``end``, to be compressed once it has no exact readers.
 
-    Attributes:
-        end: logical position after the range's last token, where the record's node ends.
-        observation: what to compress it with.
-        share: how much to keep of it; None: what the budget says.
+    ``end``: logical position after its last token, where the record's node ends. ``share``: None means the budget.
     """
 
     end: int
@@ -94,12 +91,7 @@ class Pending:
 
 @dataclass(frozen=True)
 class SegmentFit:
-    """The fit of a published segment, in the record of the last node that holds a span of it.
-
-    Attributes:
-        fit: computes values and biases, layer by layer.
-        num_slots: of the segment when it was published.
-    """
+    """The fit of a segment, in the record of its last node; ``num_slots``: slots of the segment when published."""
 
     fit: PendingFit
     num_slots: int
@@ -107,19 +99,17 @@ class SegmentFit:
 
 @dataclass(eq=False, slots=True)
 class PrefixRecord:
-    """Everything known of one node, and of the prefix that ends with it.
-
-    Written only by :class:`PrefixTable`, whose queues index all parts after ``matches``.
+    """Everything known of one node, and of the prefix that ends with it; written only by :class:`PrefixTable`.
 
     Attributes:
         span: the node's compressed tokens; None: they are uncompressed.
         matches: how many prompts have found the prefix.
         may_shrink: it shrinks when slots are short: an *end* of an uncompressed range, or the owner of a segment.
         is_stale: it was compressed with other weights, and must not be matched.
-        prompt: what a prompt's prefill left behind to compress the range that ends here with.
+        prompt: observation of a prompt's prefill, for the uncompressed range that ends here.
         pending: a range that ends here and waits for exact readers.
-        vote: what requests that extend the prefix have attended to.
-        job: the prefix waits for scoring passes, or they are under way.
+        vote: attention of requests that extend the prefix.
+        job: its scoring passes, waiting or under way.
         fit: the fit of the segment that ends here.
     """
 
@@ -135,7 +125,7 @@ class PrefixRecord:
 
 
 def state_of(span: Span | None, config: KVEvictConfig | None) -> State:
-    """Return the state of a node that holds a span, or none."""
+    """Return the state of a node with this span (None: uncompressed)."""
     if span is None:
         return State.FULL
     if config is None or not config.shares:
@@ -152,10 +142,9 @@ class DropResult:
     """What a node held when it left the tree.
 
     Attributes:
-        span: its span; None: ordinary slots.
         slots: [num_slots], int64, token slots to release; None: the node's ordinary ones.
-        owner: node whose segment was repacked; None if none was.
-        fit: the fit of its segment, which is given up; None if there was none, or a node above goes on with it.
+        owner: node whose segment was repacked, if one was.
+        fit: a fit given up with its segment; None if there was none, or a node above goes on with it.
     """
 
     span: Span | None = None
@@ -165,11 +154,7 @@ class DropResult:
 
 
 class Queue(Generic[T]):
-    """Records that have a certain part, oldest first.
-
-    Attributes:
-        num_bytes: memory of the parts, as it was told when they were put in.
-    """
+    """Records that have a certain part, oldest first; ``num_bytes``: memory of the parts, as passed to :meth:`put`."""
 
     def __init__(self, records: dict[Node, PrefixRecord], part: str) -> None:
         self._records = records
@@ -184,7 +169,7 @@ class Queue(Generic[T]):
         return node in self._sizes
 
     def __iter__(self) -> Iterator[tuple[Node, T]]:
-        """Nodes and their parts; the queue may change meanwhile."""
+        """Nodes and their parts; the queue may change during the iteration."""
         return iter([(node, getattr(self._records[node], self._part)) for node in self._sizes])
 
     def values(self) -> list[T]:
@@ -201,7 +186,7 @@ class Queue(Generic[T]):
         return getattr(self._records[node], self._part) if node in self._sizes else None
 
     def put(self, node: Node, value: T, num_bytes: int = 0) -> None:
-        """Set the part of a node's record, which becomes the newest."""
+        """Set the part of a node's record, as the newest."""
         self.take(node)
         setattr(self._records.setdefault(node, PrefixRecord()), self._part, value)
         self._sizes[node] = num_bytes
@@ -219,13 +204,10 @@ class Queue(Generic[T]):
 
 
 class Spans(Mapping[Node, Span]):
-    """The spans of the table by node, and what they make of a path: a view that changes nothing.
+    """A read-only view of the table's spans by node, with functions on paths.
 
     On every path, nodes with spans come before those without. All spans of a segment lie on consecutive nodes of one
-    path. The spans of a segment that cannot be split stand and fall together: no request reads only some of them.
-
-    Args:
-        records: of the table.
+    path. The spans of an unsplittable segment stand and fall together: no request reads only some of them.
     """
 
     def __init__(self, records: Mapping[Node, PrefixRecord]) -> None:
@@ -238,7 +220,7 @@ class Spans(Mapping[Node, Span]):
         return span
 
     def __contains__(self, node: object) -> bool:
-        record = self._records.get(node)  # type: ignore[call-overload]  # a node, or nothing that the table has
+        record = self._records.get(node)  # type: ignore[call-overload]  # a node, or no key of the table
         return record is not None and record.span is not None
 
     def __iter__(self) -> Iterator[Node]:
@@ -253,7 +235,7 @@ class Spans(Mapping[Node, Span]):
         return None if record is None else record.span
 
     def waterline(self, path: Sequence[Node]) -> int:
-        """Tokens of a path that are compressed."""
+        """Number of compressed tokens of a path."""
         return waterline_of(self[node] for node in path if node in self)
 
     def uncompressed(self, path: Sequence[Node]) -> list[Node]:
@@ -261,16 +243,16 @@ class Spans(Mapping[Node, Span]):
         return [node for node in path if node not in self]
 
     def owners(self, path: Sequence[Node]) -> list[Node]:
-        """Nodes of a path that own a segment all of whose spans lie on it, root side first."""
+        """Nodes of a path that own a segment whose spans all lie on it, root side first."""
         views = Counter(self[node].segment for node in path if node in self)
         owned = [node for node in path if node in self and self[node].is_owner]
         return [node for node in owned if views[self[node].segment] == self[node].segment.num_spans]
 
     def runs(self, path: Sequence[Node]) -> tuple[SpanRuns, ...]:
-        """What a request reads that locks a path: its spans, root side first.
+        """The spans that a request which locks a path reads, root side first.
 
-        A segment that grew while a request generated has many views. A path with all of them reads the segment as one,
-        unless its last views were dropped: their entries stay until a repack saves a slot.
+        A segment that grew while a request generated has many spans. A path with all of them reads the segment as one,
+        unless its last spans were dropped: their entries stay until a repack saves a slot.
         """
         spans = [self[node] for node in path if node in self]
         runs = []
@@ -287,7 +269,7 @@ class Spans(Mapping[Node, Span]):
         return tuple(runs)
 
     def blocks(self, node: Node) -> bool:
-        """Whether no request may stop right after a node: it would read a part of a segment that cannot be split."""
+        """Whether no request may stop right after a node: it would read only a part of an unsplittable segment."""
         span = self.at(node)
         return span is not None and not span.segment.splittable and span.end < span.segment.end
 
@@ -325,24 +307,10 @@ class Spans(Mapping[Node, Span]):
 class PrefixTable:
     """All that is known of prefixes: the only table keyed by nodes.
 
-    Each change of the tree (split, drop, flush) has one function here, which handles the whole record. Whether a
-    node's state allows a change is said by :data:`CHANGES`.
+    Each change of the tree (split, drop, flush) is one function, which handles the whole record; :data:`CHANGES` says
+    which states allow a change. With ``config`` None nothing is ever compressed.
 
-    Args:
-        packer: repacks segments.
-        config: says to which shares segments shrink; None: nothing is ever compressed.
-        listener: see below.
-
-    Attributes:
-        spans: the compressed tokens of nodes: a view.
-        shrinking: nodes that may shrink when slots are short.
-        prompts: what prefills left behind.
-        pending: ranges that wait for exact readers.
-        votes: what requests have attended to.
-        jobs: prefixes that wait for passes, those under way included.
-        fits: segments that wait for their fit.
-        stale: nodes that must not be matched.
-        listener: receives every change of the cache, and counts it.
+    ``shrinking`` holds nodes that may shrink when slots are short; the queues are explained in :class:`PrefixRecord`.
     """
 
     def __init__(self, packer: SegmentPacker, config: KVEvictConfig | None, listener: CacheListener) -> None:
@@ -364,44 +332,42 @@ class PrefixTable:
         return self.prompts, self.pending, self.votes, self.jobs, self.fits, self.stale
 
     def count_match(self, node: Node) -> int:
-        """Count one more prompt that found the prefix; return how many have."""
+        """Count one more prompt that found the prefix; return the new count."""
         record = self._records.setdefault(node, PrefixRecord())
         record.matches += 1
         return record.matches
 
     def let_shrink(self, node: Node) -> None:
-        """A node is an end, or the owner of a segment: it shrinks when slots are short."""
+        """Let a node, an end or the owner of a segment, shrink when slots are short."""
         self._records.setdefault(node, PrefixRecord()).may_shrink = True
         self.shrinking.add(node)
 
     def keep_size(self, node: Node) -> None:
-        """A node does not shrink any more."""
+        """Exclude a node from shrinking."""
         if node in self.shrinking:
             self._records[node].may_shrink = False
             self.shrinking.discard(node)
 
     def state(self, node: Node) -> State:
-        """What a node holds."""
+        """State of a node."""
         return state_of(self.spans.at(node), self._config)
 
     @property
     def begun_jobs(self) -> list[ScoringJob]:
-        """Jobs between two of their passes or layers of their lesson, which hold memory; oldest first."""
+        """Jobs that have begun, and so hold memory; oldest first."""
         return [job for job in self.jobs.values() if job.observation is not None]
 
     def is_being_scored(self, node: Node) -> bool:
-        """Whether a node belongs to the prefix of a job that has begun."""
+        """Whether a node is part of the prefix of a begun job."""
         return any(node in path_to(job.node) for job in self.begun_jobs)
 
     # ---- changes of spans -------------------------------------------------------------------------------------
 
     @accounting()
     def install(self, nodes: Sequence[Node], segment: Segment) -> None:
-        """Give consecutive nodes their spans of a new segment; what waited for their compression is forgotten.
+        """Give consecutive nodes their spans of a new segment, and remove their pending ranges and prompts.
 
-        Args:
-            nodes: root side first; those that hold spans hold all spans of one segment, which the new one replaces.
-            segment: written for all of them.
+        ``nodes`` are root side first; those with spans hold all spans of one segment, which the new one replaces.
         """
         start = segment.start
         for i, node in enumerate(nodes):
@@ -424,15 +390,11 @@ class PrefixTable:
         if not segment.is_measured:
             for job in self.begun_jobs:
                 if job.observation is not None and nodes[-1] in path_to(job.node):
-                    job.observation.hand_over(segment)  # its passes go on with the segment's entries
+                    job.observation.hand_over(segment)  # further passes add to the segment's entries
 
     @accounting()
     def squeeze(self, owner: Node, num_slots: int) -> Tensor:
-        """Shrink the segment that a node owns to ``num_slots`` token slots.
-
-        Returns:
-            [num_freed], int64, token slots to release.
-        """
+        """Shrink a segment to ``num_slots`` token slots; return those to release ([num_freed], int64)."""
         allowed = next_states(self.state(owner), Change.SQUEEZE)
         freed = self._packer.squeeze([self.spans[each] for each in self.spans.views_of(owner)], num_slots)
         self._require(owner, allowed)
@@ -446,16 +408,10 @@ class PrefixTable:
 
     @accounting()
     def split(self, upper: Node, lower: Node) -> Span | None:
-        """A node was cut: both halves are views of its segment, and prompts that matched it matched its upper half.
+        """Divide the record of a node that was cut, ``lower``; ``upper`` is the new node. Return the span of ``lower``.
 
-        Jobs, votes, pending ranges and fits belong to the lower half, which ends where the node ended.
-
-        Args:
-            upper: the new node.
-            lower: the node that was cut.
-
-        Returns:
-            The lower half's span; None if the node held none.
+        Prompts that matched the node also matched its upper half. Jobs, votes, pending ranges and fits belong to the
+        lower half, which ends where the node ended.
         """
         below = self._records.get(lower)
         if below is None:
@@ -476,11 +432,11 @@ class PrefixTable:
 
     @accounting()
     def drop(self, node: Node, largest: LargestOfRanks) -> DropResult:
-        """A leaf left the tree, and its record with it.
+        """Remove the record of a leaf that left the tree.
 
-        An owner's slots are released. A lower span releases none by itself, so what is still alive of its segment is
-        repacked into fewer slots at once. The rest of a segment that cannot be split saves nothing any more, so it is
-        dropped next.
+        An owner's slots are released. A lower span releases none by itself, so the live entries of its segment are
+        repacked into fewer slots at once. The rest of an unsplittable segment saves nothing any more, so it is dropped
+        next.
         """
         record = self._records.get(node)
         if record is None:
@@ -509,12 +465,12 @@ class PrefixTable:
         return DropResult(span, repacked, nodes[0], fit)
 
     def clear(self) -> None:
-        """The tree was flushed."""
+        """Remove all records: the tree was flushed."""
         self._empty(*self._queues)
         self._records.clear()
 
     def forget(self) -> None:
-        """The model has other weights: only spans are kept, and which of them are stale."""
+        """Remove everything but spans and stale marks: the weights have changed."""
         self._empty(*(queue for queue in self._queues if queue is not self.stale))
         for record in self._records.values():
             record.matches = 0

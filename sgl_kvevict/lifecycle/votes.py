@@ -1,4 +1,4 @@
-"""What the requests that extend a prefix attend to, for policies that learn from them."""
+"""Records the attention of requests that extend a prefix, for policies that learn from them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,14 @@ from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.prefix import Segment
 
 ANSWER_REACH = 15
-"""Tokens on each side of one that a question attends to that share its score: its answer may stand there."""
+"""Tokens on each side of an attended one that share its score: a question's answer may stand there."""
 
 
 class Votes(Part):
-    """One observation per prefix, which its readers fill while they are prefilled, at no extra forward.
+    """One observation per prefix, filled by the prefills of its readers, without extra forwards.
 
     Votes, observations of passes and fits share one limit of memory; the oldest votes make room. A prefix without room
-    for its fit is only selected.
-
-    Args:
-        shared: the table and the compressor; its configuration says how many votes decide, and how much they may take.
-        ranges: compresses a prefix with enough votes.
-        jobs: their observations count towards the limit.
-        fits: count likewise.
+    for its fit is compressed without one.
     """
 
     def __init__(self, shared: Shared, ranges: Ranges, jobs: ScoringJobs, fits: Fits) -> None:
@@ -40,7 +34,7 @@ class Votes(Part):
 
     @property
     def num_bytes(self) -> int:
-        """Memory that votes, observations of passes, and fits take."""
+        """Memory of votes, observations of passes, and fits."""
         return self._jobs.num_bytes + self._fits.num_bytes + sum(vote.num_bytes for vote in self._votes.values())
 
     def new_observation(
@@ -66,10 +60,9 @@ class Votes(Part):
         return None
 
     def observation(self, path: Sequence[Node], start: int) -> ReaderObservation | None:
-        """The observation that a request, which has matched a path, adds to with its queries from ``start`` on.
+        """The observation that a request adds to after it matched a path; its queries begin at ``start``.
 
-        Returns:
-            None if the policy needs no votes, the prefix is too short, or this is not the request's first chunk.
+        None if the policy needs no votes, the prefix is too short, or this is not the request's first chunk.
         """
         asks = self._compressor.policy.readers is Readers.QUESTIONS and self._config.score_after_matches is not None
         if not asks or not path or length_of(path) != start:
@@ -88,10 +81,7 @@ class Votes(Part):
     def count(self, reader: Reader, first_query: int, path: Sequence[Node]) -> None:
         """Count the vote of a completely prefilled request; compress the prefix if it was the last one needed.
 
-        Args:
-            reader: the request.
-            first_query: where the prefix that it found ends.
-            path: its prompt.
+        The prefix is the part of ``path``, the request's prompt, before ``first_query``.
         """
         end = 0
         for node in path:

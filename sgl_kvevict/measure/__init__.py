@@ -1,4 +1,4 @@
-"""Measurements over HTTP of stock SGLang and of SGLang with this plugin; for the demo, tests and benchmarks."""
+"""Measurements over HTTP of stock SGLang and of SGLang with this plugin, for the demo, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sgl_kvevict.launcher import RunningServer
 
 _GAUGE = re.compile(r"^sglang:(\w+)\{[^}]*\} (\S+)$", re.MULTILINE)
 _POOL_GAUGES = ("max_total_num_tokens", "kv_available_tokens", "kv_evictable_tokens", "num_running_reqs")
-#: A short prompt whose first token begins no other prompt of the demo.
+#: A short prompt; no other prompt of the demo begins with its first token.
 _PROBE_IDS = (28, 30, 31)
 _PROBE_TOKENS = 4
 _STABLE_S = 1.5
@@ -33,16 +33,15 @@ class PoolGauges:
 
     @property
     def missing(self) -> int:
-        """Slots that are neither free nor evictable; 0 when no request runs and nothing leaked."""
+        """Slots neither free nor evictable; 0 when no request runs and nothing leaked."""
         return self.total - self.available - self.evictable
 
 
 @dataclass(frozen=True)
 class StreamTiming:
-    """How fast one streamed request went.
+    """Speed of one streamed request.
 
     Attributes:
-        prompt_tokens, cached_tokens: as the server reported them.
         ttft_s: seconds until the first token.
         decode_tokens_per_s: tokens after the first, over the time between first and last; 0.0 for one token.
     """
@@ -70,15 +69,10 @@ def in_turn(
     measure: Callable[[str, int], None],
     names: Sequence[str] | None = None,
 ) -> None:
-    """Measure each server alone, in rounds; every second round in reverse order.
+    """Measure each server (of ``names``; None: all) alone, in rounds; every second round in reverse order.
 
-    A slow minute of the machine affects all servers, and shows as spread over the rounds.
-
-    Args:
-        fleet: servers by name.
-        num_rounds: rounds.
-        measure: called with a server's name and the number of the round, from 1 on.
-        names: of the servers to measure; None: all.
+    A slow minute of the machine thus affects all servers, and shows as spread over the rounds. ``measure`` is called
+    with a server's name and the number of the round, from 1 on.
     """
     chosen = list(fleet) if names is None else list(names)
     for number in range(1, num_rounds + 1):
@@ -88,10 +82,10 @@ def in_turn(
 
 
 def parse_gauges(text: str) -> PoolGauges:
-    """Read the pool gauges out of the text of ``GET /metrics``.
+    """Read the pool gauges from the text of ``GET /metrics``.
 
     Raises:
-        ValueError: a gauge is not there (the server runs without ``--enable-metrics``).
+        ValueError: a gauge is missing (the server runs without ``--enable-metrics``).
     """
     found = {name: float(value) for name, value in _GAUGE.findall(text)}
     missing = [name for name in _POOL_GAUGES if name not in found]
@@ -102,7 +96,7 @@ def parse_gauges(text: str) -> PoolGauges:
 
 
 def wait_until_scored(server: RunningServer, timeout_s: float = 300.0) -> float:
-    """Wait until no prefix waits for scoring passes; return the seconds. Returns at once on stock SGLang."""
+    """Wait until no prefix waits for scoring passes; return the seconds waited, about 0 on stock SGLang."""
     begin = time.monotonic()
     while (plugin_state(server) or {}).get("scoring_jobs", 0):
         if time.monotonic() - begin > timeout_s:
@@ -112,7 +106,7 @@ def wait_until_scored(server: RunningServer, timeout_s: float = 300.0) -> float:
 
 
 def idle_gauges(server: RunningServer, timeout_s: float = 30.0) -> PoolGauges:
-    """Gauges of the idle server, after a short request: SGLang refreshes them when it gets idle again."""
+    """Gauges of the idle server after a short request: SGLang refreshes them when it becomes idle."""
     sampling = {"temperature": 0, "max_new_tokens": _PROBE_TOKENS, "ignore_eos": True}
     server.post("/generate", {"input_ids": list(_PROBE_IDS), "sampling_params": sampling})
     deadline = time.monotonic() + timeout_s
@@ -128,20 +122,16 @@ def idle_gauges(server: RunningServer, timeout_s: float = 30.0) -> PoolGauges:
 
 
 def flush(server: RunningServer) -> None:
-    """Empty the cache; waits until the server is idle."""
+    """Empty the cache, once the server is idle."""
     server.post("/flush_cache?timeout=60")
 
 
 def time_stream(
     server: RunningServer, text: str, max_new_tokens: int, clock: Callable[[], float] = time.perf_counter
 ) -> StreamTiming:
-    """Generate exactly ``max_new_tokens`` greedily and time the stream on this side of the connection.
+    """Generate exactly ``max_new_tokens`` greedily and time the stream on the client's side.
 
-    Args:
-        server: stock SGLang or ours.
-        text: the prompt.
-        max_new_tokens: of the answer.
-        clock: seconds; read before the request and as each event arrives.
+    ``clock`` (seconds) is read before the request and as each event arrives.
     """
     body = {
         "text": text,

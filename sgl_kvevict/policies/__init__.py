@@ -1,4 +1,4 @@
-"""Policies: which entries of a prefix to keep. A policy = signals + scorer + budget + selector (+ merger or fitter)."""
+"""Policies choose the entries of a prefix to keep: signals, scorer, budget, selector, and optional merger or fitter."""
 
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.policies.by_name import build_policy, configured_policy, list_policies

@@ -1,4 +1,4 @@
-"""Attention matching: values and biases with which kept entries answer for the whole range."""
+"""Attention matching: fits values and biases of kept entries to the attention output of the whole range."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from sgl_kvevict.policies.parts import Fitted, Fitter
 
 CAUSAL_BLOCK = 64
-"""Tokens per block of a causal fit; memory of the passes' products is proportional to it."""
+"""Tokens per block of a causal fit; the memory of the products is proportional to it."""
 RIDGE = 1e-2
-"""Penalty on changes of weights and values, as a share of the mean diagonal."""
+"""Penalty on changes of weights and values, as a share of the Gram matrix's mean diagonal."""
 LOWEST_WEIGHT, HIGHEST_WEIGHT = math.exp(-3), math.exp(6)
 NUM_STEPS = 60
 """Steps of the accelerated projected gradient."""
 NUM_POWERS = 8
-"""Power iterations for its step size."""
+"""Power iterations for the step size."""
 MAX_SHARE = 0.5
 """Heads that keep more than this share of their tokens are not fitted."""
 
@@ -33,11 +33,8 @@ class AttentionMatcher(Fitter):
     ``min |P diag(w) V' - P V|^2 + RIDGE |V' - V|^2``. Both need only the products ``P' P``, so no query is kept.
 
     Source: attention matching (Zweiger et al. 2026, arXiv 2602.16284): biases for the mass, values for the output.
-    Differs: in blocks; a query's softmax denominator is taken as that of all tokens, which the weights nearly restore;
-        keys stay unchanged.
-
-    Attributes:
-        is_causal: in blocks of ``CAUSAL_BLOCK`` tokens; False: the range is one block.
+    Differs: in blocks of ``CAUSAL_BLOCK`` tokens (one block unless ``is_causal``); a query's softmax denominator is
+        taken as that of all tokens, which the weights nearly restore; keys stay unchanged.
     """
 
     is_causal: bool = True
@@ -47,9 +44,9 @@ class AttentionMatcher(Fitter):
         return min(CAUSAL_BLOCK, num_tokens) if self.is_causal else num_tokens
 
     def fit(self, products: Tensor, values: Tensor, kept: Tensor) -> Fitted:
-        """Fit one layer; see :class:`sgl_kvevict.policies.parts.Fitter`.
+        """Fit one layer; see :class:`Fitter`.
 
-        Cost: per block two Cholesky factorisations and ``NUM_STEPS`` products of a matrix and a vector; no host sync.
+        Cost: per block two Cholesky factorisations and ``NUM_STEPS`` matrix-vector products; no host sync.
         """
         num_heads, num_blocks, block, _ = products.shape
         num_tokens, head_dim = values.shape[1:]
@@ -71,7 +68,7 @@ class AttentionMatcher(Fitter):
 
     @staticmethod
     def _weights(grams: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """[num_blocks, block], 0 where not chosen, and the mean diagonal, [num_blocks, 1]."""
+        """Weights [num_blocks, block], 0 where not chosen, and the mean diagonal [num_blocks, 1]."""
         own = grams * chosen[:, :, None] * chosen[:, None, :]
         scale = _mean_diagonal(own, chosen)
         own = own / scale[..., None]
@@ -89,7 +86,7 @@ class AttentionMatcher(Fitter):
 
     @staticmethod
     def _changes(grams: Tensor, rows: Tensor, weights: Tensor, chosen: Tensor, scale: Tensor) -> Tensor:
-        """[num_blocks, block, head_dim], changes of the values; 0 where not chosen."""
+        """[num_blocks, block, head_dim]: changes of the values, 0 where not chosen."""
         grams = grams / scale[..., None]
         own = grams * weights[:, :, None] * weights[:, None, :]
         missing = grams @ rows - (grams * weights[:, None, :]) @ rows
@@ -105,17 +102,14 @@ def _mean_diagonal(grams: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _solve(grams: Tensor, wanted: Tensor, chosen: Tensor) -> Tensor:
-    """Solve ``(grams + RIDGE) x = wanted`` for chosen tokens; 0 elsewhere.
-
-    ``grams`` is [num_blocks, block, block], 0 where not chosen; ``wanted`` [num_blocks, block, n], likewise.
-    """
+    """Solve ``(grams + RIDGE) x = wanted``, [num_blocks, block, n], for chosen tokens; 0 elsewhere."""
     ridge = torch.where(chosen, RIDGE, 1.0)
     factor, _ = torch.linalg.cholesky_ex(grams + torch.diag_embed(ridge))
     return torch.cholesky_solve(wanted * chosen[..., None], factor)
 
 
 def _largest_eigenvalue(grams: Tensor) -> Tensor:
-    """[num_blocks, 1, 1], a lower estimate by power iterations."""
+    """[num_blocks, 1, 1]: lower estimate by power iterations."""
     vector = torch.ones_like(grams[..., :1])
     norm = vector[:, :1]
     for _ in range(NUM_POWERS):

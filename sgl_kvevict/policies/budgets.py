@@ -1,4 +1,4 @@
-"""Budgets: how many entries each (layer, head) keeps."""
+"""Budget rules: how many entries each (layer, head) keeps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VarianceNorm = Literal["minmax", "none", "code"]
 DensityRule = Literal["softmax", "reciprocal"]
 
 LayerTotals = tuple[int, ...] | Tensor
-"""Entries per scored layer: host numbers if the rule needs no scores, else [num_scored_layers] int64."""
+"""Entries per scored layer: host integers if the rule reads no scores, else [num_scored_layers] int64."""
 
 
 class LayerRule(ABC):
@@ -35,7 +35,7 @@ class LayerRule(ABC):
     requires: ClassVar[frozenset[Trait]] = frozenset()
     """Traits the scores must have."""
     equal: ClassVar[bool] = False
-    """Every layer gets the same."""
+    """Whether every layer gets the same total."""
 
     @abstractmethod
     def totals(self, scores: RangeScores, total: int) -> LayerTotals:
@@ -46,7 +46,6 @@ class HeadRule(ABC):
     """How a layer's total is split over its heads. Frozen, pure."""
 
     requires: ClassVar[frozenset[Trait]] = frozenset()
-    """Traits the scores must have."""
 
     @abstractmethod
     def split(self, scores: RangeScores, totals: LayerTotals) -> Tensor:
@@ -88,10 +87,7 @@ class UniformLayers(LayerRule):
 
 @dataclass(frozen=True)
 class PyramidLayers(LayerRule):
-    """Shallow layers keep more, deep layers less, the mean unchanged.
-
-    Attributes:
-        beta: steepness, >= 1; 1 is uniform.
+    """Shallow layers keep more, deep layers less; ``beta`` >= 1 is the steepness, 1 is uniform.
 
     Source: PyramidKV (arXiv 2406.02069), Sec. 4.2, and its released code.
     Differs: the code floors its step and overspends by 15 % at a budget of 128; here sums are exact.
@@ -111,8 +107,8 @@ class PyramidLayers(LayerRule):
 def pyramid_schedule(base: Fraction, limit: int, num_layers: int, beta: int) -> list[Fraction]:
     """Entries per head of each layer, before rounding: a falling arithmetic series with mean ``base`` <= ``limit``.
 
-    The last layer gets ``base / beta``, the first ``2 * base - base / beta``. A first layer above ``limit`` (entries a
-    layer can keep) is cut to it, and the last one raised.
+    The last layer gets ``base / beta``, the first ``2 * base - base / beta``. If the first is above ``limit`` (entries
+    that a head can keep), it gets ``limit`` and the last one more.
     """
     if num_layers == 1:
         return [base]
@@ -126,14 +122,13 @@ def pyramid_schedule(base: Fraction, limit: int, num_layers: int, beta: int) -> 
 
 @dataclass(frozen=True)
 class DensityLayers(LayerRule):
-    """Layers whose accumulated attention varies little (dense ones) keep more.
+    """Layers whose accumulated attention varies little over the tokens (dense ones) keep more.
 
-    A layer's variance is over the range's tokens, averaged over the heads. Shares are capped at the range and floored;
-    the difference is shared out in proportion, so that sums are exact.
+    The variance is averaged over the heads. Shares are clamped, and the difference is distributed in proportion.
 
     Attributes:
         variance_norm: "minmax" scales the variances of all layers to [0, 1]; "none" is the printed formula, which gives
-            nearly everything to one layer on real prompts; "code" scales over the heads of each layer, as the release.
+            nearly everything to one layer on real prompts; "code" scales over each layer's heads, as the released code.
         rule: "softmax" of the negative variance, or its "reciprocal" (Table 4).
         floor_share: smallest share of the range that a layer keeps (at least 4 entries per head).
 
@@ -160,7 +155,7 @@ class DensityLayers(LayerRule):
 
 
 def attention_variance(sums: Tensor, norm: VarianceNorm) -> Tensor:
-    """[num_layers], float64, the variance of sums [num_layers, num_kv_heads, num_tokens]; D2O, Eq. 4 (population)."""
+    """[num_layers], float64: variance of ``sums``, [num_layers, num_kv_heads, num_tokens]; D2O, Eq. 4."""
     per_head = sums.double().var(-1, correction=1 if norm == "code" else 0)
     if norm == "code":
         return _minmax(per_head).mean(-1)
@@ -177,12 +172,12 @@ def density_weights(variance: Tensor, rule: DensityRule) -> Tensor:
 
 
 def water_fill(weights: Tensor, low: float, high: float, total: float) -> Tensor:
-    """``clamp(c * weights, low, high)`` for the factor ``c`` with which it sums to ``total``.
+    """``clamp(c * weights, low, high)``, with ``c`` such that the result sums to ``total``.
 
     ``weights`` is [n], float64, >= 0; ``n * low <= total <= n * high``.
     """
     weights = weights.clamp(min=1e-200)
-    turns = torch.cat((low / weights, high / weights)).sort().values  # where a share starts or stops growing
+    turns = torch.cat((low / weights, high / weights)).sort().values  # values of c at which a share is clamped
     sums = (turns[:, None] * weights).clamp(low, high).sum(-1)
     after = torch.searchsorted(sums, torch.full_like(sums[:1], total)).clamp(1, len(turns) - 1)
     left, right = turns[after - 1], turns[after]
@@ -211,7 +206,7 @@ class UniformHeads(HeadRule):
 
 @dataclass(frozen=True)
 class AdaptiveHeads(HeadRule):
-    """A head's budget is its number of hits in the layer's global top set, mixed with the uniform share.
+    """A head's budget is the number of its tokens among the layer's top scores, mixed with the uniform share.
 
     Attributes:
         safeguard: weight of the adaptive part: ``1 - alpha`` ("authors_code"), ``alpha`` as printed ("paper"), or 1
@@ -242,7 +237,7 @@ class AdaptiveHeads(HeadRule):
         return mix_with_uniform(hits, tensor, alpha if self.safeguard == "paper" else 1 - alpha)
 
     def _own_floor(self, totals: Tensor, num_heads: int, num_pinned: int) -> Tensor:
-        """[num_scored_layers, num_kv_heads]: own best tokens, pinned ones counted as in kvpress."""
+        """[num_scored_layers, num_kv_heads]: guaranteed tokens of each head; counts pinned ones, as kvpress does."""
         alpha = exact_fraction(self.alpha)
         per_head = totals.div(num_heads, rounding_mode="floor") + num_pinned
         floor = (per_head * alpha.numerator).div(alpha.denominator, rounding_mode="floor") - num_pinned
@@ -252,7 +247,7 @@ class AdaptiveHeads(HeadRule):
 def mix_with_uniform(hits: Tensor, totals: Tensor, weight: Fraction) -> Tensor:
     """``weight * hits + (1 - weight) * total / num_heads``, rounded by largest remainder (Ada-KV, Alg. 2, line 8).
 
-    ``hits`` and the result are [num_layers, num_heads], int64; their rows sum to ``totals``, [num_layers], int64.
+    ``hits`` and the result are [num_layers, num_heads], int64; rows sum to ``totals``, [num_layers], int64.
     """
     num_heads = hits.shape[-1]
     numerators = hits * (weight.numerator * num_heads) + totals.unsqueeze(-1) * (weight.denominator - weight.numerator)
@@ -261,12 +256,9 @@ def mix_with_uniform(hits: Tensor, totals: Tensor, weight: Fraction) -> Tensor:
 
 @dataclass(frozen=True)
 class AllLayersBudget(BudgetAllocator):
-    """One competition over all layers and heads, after each head was granted its own best entries.
+    """One competition over all layers and heads; ties go to the lower layer, then head, then position.
 
-    Ties go to the lower layer, then head, then position.
-
-    Attributes:
-        floor_share: share of its uniform budget that each head gets for its own best tokens.
+    First each head is granted its own best tokens, ``floor_share`` of its uniform budget.
 
     Source: Ada-KV's Alg. 1 (arXiv 2407.11550) with all layers as one, as in KVzip (arXiv 2505.23416), Sec. 3.
     Differs: Ada-KV never lets layers compete.
@@ -292,5 +284,5 @@ def totals_tensor(totals: LayerTotals, device: torch.device) -> Tensor:
 
 
 def common_total(totals: LayerTotals) -> int | None:
-    """The layers' common total, if known on the host."""
+    """The layers' common total; None if totals differ or are on the device."""
     return totals[0] if isinstance(totals, tuple) and len(set(totals)) == 1 else None

@@ -1,4 +1,4 @@
-"""The policy that a configuration asks for: by name, as its paper prints it, or a user's own by dotted path."""
+"""Builds the policy of a configuration: by name, with its paper's settings, or a user's own by dotted path."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.signals import Readers
 
 PAPER_SUFFIX = "@paper"
-"""After a policy's name: its options and the server's sizes as its paper prints them."""
+"""After a policy's name: options and server sizes of its paper."""
 
 
 class NoPolicy(NamedPolicy):
-    """``none``."""
+    """The policy ``none``."""
 
     name = "none"
     summary = "compress nothing: SGLang's own behaviour"
@@ -39,16 +39,12 @@ def list_policies() -> tuple[type[NamedPolicy], ...]:
 
 
 def papers() -> dict[str, PaperSettings]:
-    """What ``NAME@paper`` sets, by the name of each policy that has it."""
+    """Settings of ``NAME@paper``, by policy name."""
     return {method.name: method.paper for method in METHODS if method.paper is not None}
 
 
 def find_policy(name: str) -> tuple[type[NamedPolicy], bool]:
-    """A policy by its name, and whether it is asked for as its paper prints it.
-
-    Raises:
-        ConfigError: there is no such policy, or no settings of a paper for it.
-    """
+    """A policy by its name, and whether the name ends in ``@paper``; ConfigError if either does not exist."""
     own, as_printed = name.removesuffix(PAPER_SUFFIX), name.endswith(PAPER_SUFFIX)
     known = {policy.name: policy for policy in list_policies()}
     if as_printed and own not in papers():
@@ -63,20 +59,11 @@ def find_policy(name: str) -> tuple[type[NamedPolicy], bool]:
 
 
 def build_policy(name: str, options: Mapping[str, Any]) -> Policy | None:
-    """Make the policy a configuration asks for.
+    """Build a policy; None for "none".
 
-    Args:
-        name: a name of :func:`list_policies`, some with "@paper" after it (:func:`papers`), or
-            "package.module:factory" for a user's own; the factory is called with the options as keyword arguments and
-            returns a :class:`Policy`.
-        options: the policy's options; missing ones take their defaults.
-
-    Returns:
-        The policy; None for "none".
-
-    Raises:
-        ConfigError: unknown name or option, bad value, parts that do not fit, or a user's policy that cannot
-            be loaded.
+    ``name`` is one of :func:`list_policies`; one of :func:`papers` with "@paper" after it; or "package.module:factory",
+    which is called with the options as keyword arguments and returns a :class:`Policy`. ConfigError: unknown name or
+    option, bad value, parts that do not fit, or a user's policy that cannot be loaded.
     """
     if ":" in name:
         return _load_user_policy(name, options)
@@ -85,18 +72,11 @@ def build_policy(name: str, options: Mapping[str, Any]) -> Policy | None:
 
 
 def configured_policy(config: KVEvictConfig) -> tuple[KVEvictConfig, Policy | None]:
-    """Build a configuration's policy.
+    """Build a configuration's policy, with a fitter if ``fit`` is set; None for "none".
 
-    Args:
-        config: as given; ``policy`` may end in ``@paper``.
-
-    Returns:
-        The configuration with every option and field that ``@paper`` sets spelled out (those that were given win, so
-        resolving twice changes nothing), and its policy, with a fitter if it is to fit; None for "none".
-
-    Raises:
-        ConfigError: unknown policy or option, bad value, or a budget, tail or ``decode_block`` that does not fit the
-            policy.
+    The returned configuration has the options and fields of ``@paper`` filled in; given ones win, so a second call
+    changes nothing. ConfigError as for :func:`build_policy`, or if budget, tail, ``fit`` or ``decode_block`` do not fit
+    the policy.
     """
     config = _spelled_out(config)
     policy = build_policy(config.policy, config.policy_options)

@@ -1,4 +1,4 @@
-"""Generated tokens: which a running request keeps. Tokens kept before compete again with the newest ones."""
+"""Choice of generated tokens that a running request keeps: earlier kept ones compete again with new ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.scorers import AccumulatedAttentionScorer
 
 GENERATED_POLICIES = ("h2o", "d2o", "streaming-llm", "snapkv", "knorm", "keydiff")
-"""Policies with a rule for tokens that are added to a compressed cache."""
+"""Policies with a rule for tokens appended to a compressed cache."""
 
 
 def generated_reasons(policy: Policy | None) -> list[str]:
@@ -39,12 +39,7 @@ def generated_reasons(policy: Policy | None) -> list[str]:
 
 @dataclass(frozen=True)
 class GeneratedChoice:
-    """Kept generated tokens.
-
-    Attributes:
-        lens: per layer, entries that each of its heads keeps.
-        kept: per layer, [num_kv_heads, num_candidates], bool.
-    """
+    """Per layer: kept entries of each head, and the mask [num_kv_heads, num_candidates], bool."""
 
     lens: list[int]
     kept: list[Tensor]
@@ -58,18 +53,12 @@ def choose_generated(
     per_head: int,
     num_pinned: int,
 ) -> GeneratedChoice:
-    """Choose among the entries kept so far and the tokens generated since.
+    """Choose among the entries kept so far and ``num_new`` new tokens; ``per_head`` on average over the layers.
 
-    Each head of a layer has the same number of candidates: old entries, then new tokens, by position. The first choice
-    splits the budget over layers by the policy; later ones keep these shares, as D2O keeps those of its prompt.
-
-    Args:
-        policy: see :func:`generated_reasons`.
-        show: gives a layer's candidates as a range that starts at 0; called once per layer, in order.
-        num_old: per layer, entries of each head kept so far; all 0 at the first choice.
-        num_new: new tokens.
-        per_head: entries to keep, on average over the layers.
-        num_pinned: first candidates that every head keeps (sinks).
+    All heads of a layer have the same number of candidates: ``num_old[layer]`` entries, then new tokens, by position.
+    ``show`` gives them as a range that starts at 0, and is called once per layer, in order. Every head keeps the first
+    ``num_pinned`` candidates (sinks). The first call (``num_old`` all 0) splits the budget over layers by the policy;
+    later ones keep these shares, as D2O keeps those of its prompt.
 
     Source: H2O (arXiv 2306.14048), Sec. 4, Alg. 1; D2O (arXiv 2406.13035), Sec. 3.3.
     Differs: the papers evict one entry at every step; here a block of tokens enters at once, and as many entries leave.
@@ -103,7 +92,7 @@ def choose_generated(
 
 
 def _first_shares(policy: Policy, rows: Sequence[RangeScores], total: int) -> list[int]:
-    """Candidates that each head of each layer keeps, if all layers have the same number of them."""
+    """Per layer, candidates that each head keeps at the first choice, when all layers have equally many."""
     first, num_layers = rows[0], len(rows)
     num_heads = first.values.shape[1]
     if policy.allocator.equal_layers:
@@ -115,13 +104,9 @@ def _first_shares(policy: Policy, rows: Sequence[RangeScores], total: int) -> li
 
 
 def share_out(weights: Sequence[int], limits: Sequence[int], total: int, least: int = 0) -> list[int]:
-    """Split a total in proportion to weights, each share within ``[least, limit]``; largest remainders first.
+    """Split ``total`` in proportion to weights, each share within ``[least, limit]``; largest remainders first.
 
-    Args:
-        weights: >= 0, not all 0.
-        limits: largest shares; they sum to ``total`` at least.
-        total: sum of the shares, at least ``least`` for each.
-        least: smallest share.
+    Weights are >= 0 and not all 0; ValueError if ``total`` does not fit the limits.
     """
     whole = sum(weights)
     parts = [divmod(weight * total, whole) for weight in weights]

@@ -1,4 +1,4 @@
-"""Layer view: one layer of a range as a policy sees it, with keys, values and the signals that it needs."""
+"""Layer view: keys, values and signals of one layer of a range, for a policy."""
 
 from __future__ import annotations
 
@@ -16,19 +16,16 @@ ValueT = TypeVar("ValueT")
 
 @dataclass(frozen=True)
 class LayerView:
-    """One layer of the tokens ``[start, start + num_tokens)`` of a path.
+    """One layer of the tokens ``[start, start + num_tokens)`` of a path (logical positions).
 
     Attributes:
-        layer: layer index.
-        start: logical position of the range's first token.
         k_buffer: [num_token_slots, num_kv_heads, head_dim], the layer's keys, after RoPE.
         v_buffer: [num_token_slots, num_kv_heads, head_dim].
         token_slots: [num_tokens], int64, the range's rows in the buffers.
-        sm_scale: softmax scale: factor of the products of queries and ``keys``.
-        signals: as :class:`Signal` describes them; those per token are [num_kv_heads, num_tokens], float32.
+        sm_scale: softmax scale, for products of queries and ``keys``.
+        signals: see :class:`Signal`; signals per token are [num_kv_heads, num_tokens], float32.
         num_prompt_tokens: logical length of the observed prompt; None if unknown.
-        k_scale: FP8 scale of ``k_buffer``; 1.0 for other dtypes.
-        v_scale: of ``v_buffer``, likewise.
+        k_scale: FP8 scale of ``k_buffer``; 1.0 for other dtypes. ``v_scale`` likewise.
     """
 
     layer: int
@@ -44,17 +41,17 @@ class LayerView:
 
     @property
     def keys(self) -> Tensor:
-        """[num_tokens, num_kv_heads, head_dim], copied at each use, so that one layer at a time takes memory."""
+        """[num_tokens, num_kv_heads, head_dim]; copied at each use, so that memory holds one layer at a time."""
         return gather_rows(self.k_buffer, self.token_slots, self.k_scale)
 
     @property
     def values(self) -> Tensor:
-        """[num_tokens, num_kv_heads, head_dim], copied at each use."""
+        """[num_tokens, num_kv_heads, head_dim]; copied at each use."""
         return gather_rows(self.v_buffer, self.token_slots, self.v_scale)
 
     @property
     def stored_sm_scale(self) -> float:
-        """Factor of the products of queries and rows of ``k_buffer`` as stored."""
+        """Softmax scale for products of queries and stored rows of ``k_buffer``."""
         return self.sm_scale * self.k_scale
 
     @property

@@ -1,4 +1,4 @@
-"""Named policies: name, source, options and composition of a policy as one pydantic model."""
+"""Base classes of named policies: each is one pydantic model with a name, a source, options and ``build``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sgl_kvevict.policies.parts import BudgetAllocator
 from sgl_kvevict.policies.policy import Policy
 
 WHOLE_PROMPT = "the method decides over all tokens of the prompt"
-"""Why a paper keeps no window: for :attr:`PaperSettings.why_tail`."""
+"""Default of :attr:`PaperSettings.why_tail`, for papers without a window."""
 
 
 def _is_odd(value: int) -> int:
@@ -41,19 +41,13 @@ OddInt = Annotated[int, AfterValidator(_is_odd), Field(json_schema_extra={"odd":
 
 
 def only_with(option: str, *values: str) -> dict[str, Any]:
-    """``json_schema_extra`` of an option that has an effect only if another has one of these values."""
+    """``json_schema_extra`` of an option that has an effect only if ``option`` has one of these values."""
     return {"only_with": {option: list(values)}}
 
 
 @dataclass(frozen=True)
 class PaperValue:
-    """One value that a paper prints.
-
-    Attributes:
-        name: of the option, or of the field of ``KVEvictConfig``.
-        value: as printed.
-        source: section, equation or algorithm.
-    """
+    """A value printed in a paper, for an option or a field of ``KVEvictConfig``; ``source``: where it is printed."""
 
     name: str
     value: Any
@@ -62,14 +56,12 @@ class PaperValue:
 
 @dataclass(frozen=True)
 class PaperSettings:
-    """A policy as its paper prints it: what ``NAME@paper`` sets.
+    """Settings of ``NAME@paper``; options that the user gives win.
 
     Attributes:
-        paper: which one.
-        options: of the policy; an option that is given beside ``@paper`` wins.
-        kept_window: option that says how many last tokens the paper keeps uncompressed: the server's tail. None: the
-            paper decides over the whole prompt, so the tail is a single token.
-        why_tail: where the paper says so.
+        kept_window: name of the option with the number of last tokens that the paper keeps uncompressed; it sets
+            ``tail_tokens``. None: the paper selects over the whole prompt, so ``tail_tokens`` is 1.
+        why_tail: the place in the paper.
     """
 
     paper: str
@@ -78,7 +70,7 @@ class PaperSettings:
     why_tail: str = WHOLE_PROMPT
 
     def fields(self, options: Mapping[str, Any]) -> tuple[PaperValue, ...]:
-        """Fields of ``KVEvictConfig``, with the options that are in force."""
+        """Values of ``KVEvictConfig`` fields; ``options`` are the options in force."""
         tail = 1 if self.kept_window is None else options[self.kept_window]
         return (
             PaperValue("tail_tokens", tail, self.why_tail),
@@ -89,7 +81,7 @@ class PaperSettings:
 
 @dataclass(frozen=True)
 class Option:
-    """One option as users see it: key in ``policy_options``, default, meaning in one line, and what may be given."""
+    """Description of an option for users: key in ``policy_options``, default, meaning and allowed values."""
 
     name: str
     default: Any
@@ -98,14 +90,12 @@ class Option:
 
 
 class NamedPolicy(BaseModel):
-    """A policy that users select by name. A subclass's fields are the options; :meth:`build` makes the policy.
+    """A policy that users select by name. Fields of a subclass are its options.
 
     Attributes:
-        name: as users select it; its file has this name, with "_" for "-".
-        summary: the idea in one line.
-        source: paper, section, equation; "none" for none.
-        use_when: in one line, for the table of docs/policies.md.
-        paper: what ``NAME@paper`` sets; None: no paper prints it.
+        name: its file has this name, with "_" for "-".
+        use_when: one line for the table of docs/policies.md.
+        paper: settings of ``NAME@paper``; None: not available.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -124,9 +114,7 @@ class NamedPolicy(BaseModel):
     def parse(cls, given: Mapping[str, Any]) -> Self:
         """Check a mapping of options.
 
-        Raises:
-            ConfigError: unknown option, a value of the wrong type or out of range, or one without effect; names the
-                option, the value and what is allowed.
+        ConfigError, with option, value and allowed values, if one is unknown, invalid or without effect.
         """
         try:
             return cls.model_validate(dict(given))
@@ -142,9 +130,10 @@ class NamedPolicy(BaseModel):
 
     @classmethod
     def paper_options(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The given options and those that the paper prints; given ones win.
+        """The given options and the paper's; given ones win.
 
-        What has no effect beside the given ones is left out (``variance_norm`` with ``budget_rule="uniform"``).
+        Paper options without effect beside the given ones are left out (``variance_norm`` with
+        ``budget_rule="uniform"``).
         """
         specs = cls._specs()
         printed = {} if cls.paper is None else {one.name: one.value for one in cls.paper.options}
@@ -154,13 +143,11 @@ class NamedPolicy(BaseModel):
     @classmethod
     @cache
     def _specs(cls) -> dict[str, dict[str, Any]]:
-        """JSON schema of each option."""
         return dict(cls.model_json_schema()["properties"])
 
     @classmethod
     def _problem(cls, error: Any) -> str:
-        """One line for one of pydantic's errors."""
-        if not error["loc"]:  # of a validator that looks at several options
+        if not error["loc"]:  # from a validator of several options
             return str(error["ctx"]["error"])
         name, value, specs = error["loc"][0], error["input"], cls._specs()
         if not specs:
@@ -187,7 +174,7 @@ class NamedPolicy(BaseModel):
 
 
 def _idle(spec: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[str, list[Any]] | None:
-    """The option, with the values that it would need, without which an option has no effect."""
+    """The other option that leaves this one without effect, and the values it would need; None: it has an effect."""
     needed: dict[str, list[Any]] = spec.get("only_with", {})
     return next(((other, allowed) for other, allowed in needed.items() if values[other] not in allowed), None)
 
@@ -221,7 +208,7 @@ _DENSITY = ("density", "adaptive-density")
 
 
 class BudgetOptions(NamedPolicy):
-    """Options that every named policy has: how its budget is split over layers and heads."""
+    """Options common to all policies: how the budget is split over layers and heads."""
 
     budget_rule: BudgetRule = "uniform"
     safeguard: Safeguard = Field(
@@ -263,7 +250,7 @@ class BudgetOptions(NamedPolicy):
     )
 
     def allocator(self) -> BudgetAllocator:
-        """Compose the chosen rule."""
+        """Make the allocator of ``budget_rule``."""
         if self.budget_rule == "all-layers":
             return AllLayersBudget(self.floor_share)
         layers: LayerRule = UniformLayers()
@@ -280,6 +267,6 @@ class BudgetOptions(NamedPolicy):
 
 
 class OneBudgetOptions(BudgetOptions):
-    """Of policies whose entries of all layers and heads compete for one budget, unless told otherwise."""
+    """Options of policies whose default is one budget over all layers and heads."""
 
     budget_rule: BudgetRule = "all-layers"

@@ -18,14 +18,14 @@ from sgl_kvevict.ragged import MergePlan, Selection
 
 
 class Trait(Enum):
-    """Meaning of a scorer's numbers; parts that need another meaning are refused when a policy is built."""
+    """Property of scores. Budget rules and selectors require traits; a missing one is an error in :class:`Policy`."""
 
     COMPARABLE = "comparable across heads"
-    """Scores of all heads and layers are on one scale, so entries may compete across them."""
+    """All heads and layers are on one scale, so entries may compete across them."""
     ATTENTION_SUMS = "attention summed over all queries"
-    """Scores are column sums of attention, whose variance measures a layer's density."""
+    """Column sums of attention, whose variance measures a layer's density."""
     IMPORTANCE = "given with a layer's importance of each token"
-    """The scorer also gives one importance per token of a layer."""
+    """:attr:`TokenScores.importance` is set."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class TokenScores:
     Attributes:
         values: [num_kv_heads, num_tokens], float32, higher = keep.
         tie_break: same shape, float32; orders equal values. None: the lower position wins.
-        importance: [num_tokens], float32, the layer's importance of each token (trait IMPORTANCE).
+        importance: [num_tokens], float32, of each token for the whole layer (trait IMPORTANCE).
     """
 
     values: Tensor
@@ -47,14 +47,12 @@ class TokenScores:
 class RangeScores:
     """Scores of one range, and its pinned tokens, which every head keeps without competing.
 
-    Row ``s`` is the ``s``-th *scored* layer; with layer reuse there are fewer rows than layers.
-
     Attributes:
-        values: [num_scored_layers, num_kv_heads, num_tokens], float32.
+        values: [num_scored_layers, num_kv_heads, num_tokens], float32; with layer reuse, fewer rows than layers.
         tie_break: same shape, or None.
         importance: [num_scored_layers, num_tokens], or None.
         num_first: pinned tokens at the start of the range (sinks).
-        num_last: pinned tokens at the end of the range (of the observation window).
+        num_last: pinned tokens at the end of the range (observation window).
         num_behind: tokens of the window after the range; papers count them in a budget.
     """
 
@@ -77,7 +75,7 @@ class RangeScores:
 
     @property
     def num_candidates(self) -> int:
-        """Tokens that compete."""
+        """Tokens that are not pinned."""
         return self.num_tokens - self.num_pinned
 
     def candidates(self, per_token: Tensor) -> Tensor:
@@ -101,10 +99,9 @@ class RangeScores:
 
 @dataclass(frozen=True, eq=False)
 class PolicyState:
-    """State of a path from one compression to the next; None for most policies.
+    """State that a path passes from one compression to the next (D2O only).
 
-    Attributes:
-        threshold: [num_layers, num_kv_heads], float32, D2O's similarity threshold; NaN before a head's first eviction.
+    ``threshold``, [num_layers, num_kv_heads], float32: similarity threshold; NaN before a head's first eviction.
     """
 
     threshold: Tensor
@@ -114,11 +111,7 @@ class PolicyState:
 class Decision:
     """Outcome of one compression.
 
-    Attributes:
-        selection: the kept entries.
-        merge: how evicted rows join kept ones, or None.
-        state: for the path's next compression, or None.
-        worth: [num_entries], int16, in the order of the selection, see :func:`worth_of`; None if not asked for.
+    ``state`` is for the path's next compression; ``worth`` (:func:`worth_of`) is in the order of the selection.
     """
 
     selection: Selection
@@ -133,8 +126,8 @@ class Fitted:
 
     Attributes:
         values: [num_kv_heads, num_tokens, head_dim], float32.
-        biases: [num_kv_heads, num_tokens], float32, natural logarithms, added to scores.
-        is_fitted: [num_kv_heads, num_tokens], bool; the others stay unchanged.
+        biases: [num_kv_heads, num_tokens], float32, natural logarithms, added to attention logits.
+        is_fitted: [num_kv_heads, num_tokens], bool; other entries stay unchanged.
     """
 
     values: Tensor
@@ -145,40 +138,35 @@ class Fitted:
 class Scorer(ABC):
     """Importance of each token to each head of a layer. Frozen, pure.
 
-    A scorer implements :meth:`score` and overrides the properties below, as class attributes, dataclass fields or
-    properties.
+    Subclasses override the properties below by class attributes, dataclass fields or properties.
     """
 
     @property
     def needs(self) -> frozenset[Signal]:
-        """Signals that the scorer reads."""
+        """Signals to collect."""
         return frozenset()
 
     @property
     def traits(self) -> frozenset[Trait]:
-        """Meaning of the scores."""
+        """Traits of the scores."""
         return frozenset()
 
     @property
     def window_size(self) -> int:
-        """Last queries of the prompt that the scorer reads."""
+        """Number of last queries of the prompt that the scorer reads."""
         return 0
 
     @property
     def kept_window(self) -> int:
-        """Last tokens of the prompt that every head keeps without competing."""
+        """Number of last tokens of the prompt that every head keeps without competing."""
         return 0
 
     @abstractmethod
     def score(self, view: LayerView) -> TokenScores:
-        """Score one layer.
-
-        Raises:
-            ValueError: the view lacks a signal.
-        """
+        """Score one layer; ValueError if the view lacks a signal."""
 
     def caution(self, num_kv_heads: int) -> str | None:
-        """Warning for the log if some option has no effect with this number of KV heads."""
+        """Warning for the log if an option has no effect with this number of KV heads."""
         return None
 
 
@@ -192,16 +180,12 @@ class BudgetAllocator(ABC):
 
     @property
     def equal_layers(self) -> bool:
-        """Every layer gets the same total, so layers can share positions."""
+        """Whether every layer gets the same total, so that layers can share positions."""
         return False
 
     @abstractmethod
     def allocate(self, scores: RangeScores, total: int) -> Tensor:
-        """Split ``total`` entries over the candidates of all rows and heads.
-
-        Returns:
-            [num_scored_layers, num_kv_heads], int64, each in ``[0, num_candidates]``; sums to ``total``.
-        """
+        """[num_scored_layers, num_kv_heads], int64, each in ``[0, num_candidates]``; sums to ``total``."""
 
 
 class Selector(ABC):
@@ -214,25 +198,21 @@ class Selector(ABC):
 
     @abstractmethod
     def select(self, scores: RangeScores, keep_lens: Tensor) -> Tensor:
-        """Choose ``keep_lens`` candidates of each row and head.
-
-        Returns:
-            [num_scored_layers, num_kv_heads, num_tokens], bool, pinned tokens included.
-        """
+        """[num_scored_layers, num_kv_heads, num_tokens], bool: pinned tokens and ``keep_lens`` candidates per head."""
 
 
 class Merger(ABC):
-    """Joins evicted rows to kept ones. Frozen, pure."""
+    """Merges evicted rows into kept ones. Frozen, pure."""
 
     @property
     def needs(self) -> frozenset[Signal]:
-        """Signals that the merger reads."""
+        """Signals to collect."""
         return frozenset()
 
     @property
     @abstractmethod
     def splittable(self) -> bool:
-        """No kept entry holds information of a later token, so its span may be cut at any token."""
+        """Whether kept entries hold nothing of later tokens, so that their span may be split at any token."""
 
     @abstractmethod
     def merge(
@@ -242,12 +222,12 @@ class Merger(ABC):
 
 
 class Fitter(ABC):
-    """Values and biases of kept entries that answer for evicted ones. Frozen, pure."""
+    """Fits values and biases of kept entries, so that they stand in for evicted ones. Frozen, pure."""
 
     @property
     @abstractmethod
     def is_causal(self) -> bool:
-        """No value holds anything of a later block."""
+        """Whether values hold nothing of later blocks."""
 
     @abstractmethod
     def block_len(self, num_tokens: int) -> int:
@@ -258,8 +238,8 @@ class Fitter(ABC):
         """Fit one layer.
 
         Args:
-            products: [num_kv_heads, num_blocks, block, block], float32: products of the attention paid to any two
-                tokens of a block, summed over readers' queries and the group's query heads; 0 after the range's end.
+            products: [num_kv_heads, num_blocks, block, block], float32: attention to token i times attention to token
+                j, summed over readers' queries and the group's query heads; 0 after the range's end.
             values: [num_kv_heads, num_tokens, head_dim], float32, of all tokens of the range.
             kept: [num_kv_heads, num_tokens], bool.
         """

@@ -28,27 +28,18 @@ from sgl_kvevict.ragged import Selection
 
 @dataclass(frozen=True)
 class Policy:
-    """Parts that fit together. Frozen and stateless: one object serves all requests.
+    """A checked combination of parts (ConfigError with the reason if they do not fit together). Frozen and stateless.
 
     Pinned tokens (protected ones, sinks, and window tokens inside the range) are taken out of the budget first.
     Normally the window is the uncompressed tail after the range.
 
     Attributes:
-        name: as users select it.
-        scorer: importance of each token.
-        allocator: entries per (layer, head).
-        selector: which tokens.
-        merger: joins evicted entries to kept ones, or None.
-        fitter: lets kept entries answer for evicted ones, after scoring passes, or None.
-        num_sink_tokens: first tokens of a *path* that the policy keeps in every head.
+        num_sink_tokens: first tokens of a *path* that every head keeps.
         reuse_layers: layers that share the positions chosen in the first of them.
-        readers: source of the reader attention that the scorer needs, or None. With readers a range is compressed
-            after they came, not when its prompt is complete.
-        max_tail_tokens: longest uncompressed tail for which the options have their effect; None = any.
+        readers: source of reader attention, or None. With readers a range is compressed after their queries were
+            observed, not when its prompt is complete.
+        max_tail_tokens: longest uncompressed tail for which the options have an effect; None = any.
         why_max_tail: the reason, for the error.
-
-    Raises:
-        ConfigError: parts that do not fit together, with the reason.
     """
 
     name: str
@@ -103,7 +94,7 @@ class Policy:
 
     @property
     def splittable(self) -> bool:
-        """A span made by this policy may be cut at any token."""
+        """Whether a span made by this policy may be split at any token."""
         return self.merger is None or self.merger.splittable
 
     def caution(self, num_kv_heads: int) -> str | None:
@@ -120,21 +111,11 @@ class Policy:
         *,
         with_worth: bool = False,
     ) -> Decision:
-        """Decide what a range keeps.
+        """Choose exactly ``total`` entries of a range, over all layers and heads; ascending within a run.
 
-        Args:
-            show: gives a layer's view; called in ascending order, once for each layer that is scored.
-            geometry: sizes of the model.
-            total: entries to keep over all layers and heads.
-            protected: first tokens of the range kept in every head.
-            state: of the path's previous compression, or None.
-            with_worth: also compute :attr:`Decision.worth`.
-
-        Returns:
-            Exactly ``total`` entries, ascending within a run.
-
-        Raises:
-            ValueError: ``total`` does not fit the range, or is too small for the protected tokens.
+        ``show`` is called once per scored layer, in ascending order; the first ``protected`` tokens are kept in every
+        head; ``state`` is that of the path's previous compression; ``with_worth`` sets :attr:`Decision.worth`.
+        ValueError if ``total`` does not fit the range or the protected tokens.
         """
         views = [show(0)]
         num_tokens = views[0].num_tokens
@@ -180,7 +161,7 @@ class Policy:
         return RangeScores(values, tie_break, importance, num_first, num_last, num_behind)
 
     def kept_window(self, view: LayerView) -> tuple[int, int]:
-        """Tokens of the kept window inside the range, and after it."""
+        """Number of tokens of the kept window inside the range, and after it."""
         if not self.scorer.kept_window:
             return 0, 0
         window = view.need_window().last(self.scorer.kept_window)
@@ -202,12 +183,11 @@ class Policy:
 
 
 def _flat(kept: Tensor, total: int) -> Tensor:
-    """[total], int64: where a mask [num_layers, num_kv_heads, num_tokens] is set, in order."""
+    """[total], int64: flat indices of the set elements of a mask [num_layers, num_kv_heads, num_tokens]."""
     return torch.nonzero_static(kept.flatten(), size=total).squeeze(-1)
 
 
 def _selection(kept: Tensor, flat: Tensor) -> Selection:
-    """Kept positions of a mask, run after run."""
     keep_lens = kept.sum(-1, dtype=torch.int32)
     total = flat.numel()
     if kept.device.type == "cpu" and int(keep_lens.sum()) != total:

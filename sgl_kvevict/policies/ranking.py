@@ -1,7 +1,6 @@
-"""Deterministic ranking: scores to integer keys, and exact top-k whose ties go to the lower position.
+"""Deterministic ranking: scores to integer keys, and exact top-k without a host sync.
 
-``torch.topk`` may return any of several equal elements. Here a unique threshold decides, and ties are filled from the
-left (``kvevict_kernels.radix_select``), without a host sync.
+Ties go to the lower position (``kvevict_kernels.radix_select``); ``torch.topk`` may return any of equal elements.
 """
 
 from __future__ import annotations
@@ -16,13 +15,10 @@ _DROPPED_BITS = 3
 
 
 def order_keys(values: Tensor, tie_break: Tensor | None = None) -> Tensor:
-    """Integers in the order of the scores; int32, or int64 with ``tie_break``.
+    """Integers in the order of the scores (float32, no NaN); int32, or int64 with ``tie_break``.
 
-    Args:
-        values: float32, no NaN.
-        tie_break: same shape, float32; decides between values that are equal up to rounding noise.
-
-    Source: Ada-KV leaves ties open, which pooling makes frequent.
+    ``tie_break``, float32, decides between values that are equal up to rounding errors. Ada-KV leaves ties open;
+    pooling makes them frequent.
     """
     primary = _ordered_bits(values)
     if tie_break is None:
@@ -32,12 +28,12 @@ def order_keys(values: Tensor, tie_break: Tensor | None = None) -> Tensor:
 
 
 def _ordered_bits(values: Tensor) -> Tensor:
-    bits = (values.float() + 0.0).contiguous().view(torch.int32)  # + 0.0: one zero, not two
+    bits = (values.float() + 0.0).contiguous().view(torch.int32)  # + 0.0: -0.0 becomes 0.0
     return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 def key_max(keys: Tensor) -> int:
-    """The largest key of the dtype: ranks first."""
+    """The largest key of the dtype, which ranks first."""
     return torch.iinfo(keys.dtype).max
 
 
@@ -52,9 +48,9 @@ def top_mask(keys: Tensor, counts: int | Tensor) -> Tensor:
 
 
 def top_counts(keys: Tensor, totals: int | Tensor) -> Tensor:
-    """[groups, rows], int64: how many of a group's ``totals`` largest keys each row holds; sums to ``totals``.
+    """[groups, rows], int64: each row's number of keys among its group's ``totals`` largest (Ada-KV, Alg. 1).
 
-    ``keys`` is [groups, rows, num_tokens], integer; ties go to the lower row, then position (Ada-KV, Alg. 1).
+    ``keys`` is [groups, rows, num_tokens], integer; ties go to the lower row, then position.
     """
     threshold = radix_select.kth_largest(keys.flatten(1).contiguous(), totals)[:, None, None]
     above = (keys > threshold).sum(-1)
@@ -63,6 +59,6 @@ def top_counts(keys: Tensor, totals: int | Tensor) -> Tensor:
 
 
 def fill_in_order(capacities: Tensor, amount: Tensor | int) -> Tensor:
-    """Take ``amount`` ([..., 1] or one number) from the capacities [..., n], int64, the first ones first."""
+    """Split ``amount`` ([..., 1] or one number): fill the capacities [..., n], int64, from the first one on."""
     before = capacities.cumsum(-1) - capacities
     return torch.minimum((amount - before).clamp(min=0), capacities)

@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 def even_split(total: int, parts: int) -> list[int]:
-    """``total`` in ``parts`` near-equal integers; the first ones get the remainder."""
+    """``total`` as ``parts`` integers that differ by at most 1, the larger ones first."""
     share, extra = divmod(total, parts)
     return [share + (part < extra) for part in range(parts)]
 
 
 def exact_fraction(value: float) -> Fraction:
-    """The decimal a user typed: 0.2 is 1/5, not the nearest double."""
+    """The decimal that a user typed: 0.2 is 1/5, not the nearest double."""
     return Fraction(str(value)).limit_denominator(1_000_000)
 
 
@@ -39,7 +39,7 @@ def largest_remainder(numerators: Tensor, denominator: int, totals: Tensor) -> T
 
 
 def largest_remainder_float(shares: Tensor, totals: Tensor) -> Tensor:
-    """As :func:`largest_remainder` for float64 shares [rows, parts] whose sums may be off by noise."""
+    """:func:`largest_remainder` of float64 shares [rows, parts], whose sums may have rounding errors."""
     floors = shares.floor()
     return _add_missing(floors.long(), shares - floors, totals)
 

@@ -1,4 +1,4 @@
-"""Scorers that several policies share; a scorer of a single policy is in that policy's file."""
+"""Scorers shared by several policies; others are in their policy's file."""
 
 from __future__ import annotations
 
@@ -15,18 +15,13 @@ from sgl_kvevict.policies.signals import Signal
 
 @dataclass(frozen=True)
 class SignalScorer(Scorer):
-    """A signal that is itself a score, on one scale for all layers and heads.
-
-    For ``READER_ATTENTION``: squares, because a token that one query of a hundred needs matters nearly as much as one
-    that all need; not the maximum, which a single accidental query can set.
-
-    Attributes:
-        signal: which, per token.
+    """A signal per token that is itself a score, on one scale for all layers and heads.
 
     Source: KVzip (arXiv 2505.23416), Sec. 3, Eq. 3, for ``READER_ATTENTION``.
-    Differs: the 2-norm over queries and the query heads of a group instead of the maximum, which loses more answers
-        at small budgets (docs/quality.md); attention weights over everything the query sees, instead of a softmax over
-        one chunk's keys; a chunk's queries score the whole prefix, not only their own chunk.
+    Differs: the 2-norm over queries and the query heads of a group instead of the maximum, which a single accidental
+        query can set and which loses more answers at small budgets (docs/quality.md). Squares, because a token that one
+        query of a hundred needs matters nearly as much as one that all need. Attention weights over everything the
+        query sees, instead of a softmax over one chunk's keys; queries score the whole prefix, not only their chunk.
     """
 
     signal: Signal
@@ -34,7 +29,7 @@ class SignalScorer(Scorer):
 
     @property
     def needs(self) -> frozenset[Signal]:
-        """The signal alone."""
+        """Only ``signal``."""
         return frozenset({self.signal})
 
     def score(self, view: LayerView) -> TokenScores:
@@ -46,11 +41,8 @@ class SignalScorer(Scorer):
 class AccumulatedAttentionScorer(Scorer):
     """Attention that each token received from all queries so far.
 
-    Plain sums favour early tokens, because more queries see them; ``normalize="queries"`` divides by the number of
-    queries that could.
-
-    Attributes:
-        normalize: "none" (H2O, D2O) or "queries" (mean attention, as in kvpress' ObservedAttention and RoCo).
+    Plain sums (H2O, D2O) favour early tokens, because more queries see them; ``normalize="queries"`` divides by the
+    number of these queries, as kvpress' ObservedAttention and RoCo do.
 
     Source: H2O (arXiv 2306.14048), Sec. 4; D2O, Eq. 6.
     Differs: evaluated once, when a range is compressed, not at every decode step. With grouped queries, the
@@ -62,12 +54,12 @@ class AccumulatedAttentionScorer(Scorer):
 
     @property
     def traits(self) -> frozenset[Trait]:
-        """Plain sums also measure a layer's density."""
+        """Comparable; plain sums also measure a layer's density."""
         sums = frozenset({Trait.ATTENTION_SUMS}) if self.normalize == "none" else frozenset()
         return sums | {Trait.COMPARABLE}
 
     def score(self, view: LayerView) -> TokenScores:
-        """Score one layer; ValueError without a prompt length to normalise by."""
+        """Score one layer; ValueError if normalised without a prompt length."""
         sums = view.need_per_token(Signal.ACCUMULATED_ATTENTION)
         if self.normalize == "none":
             return TokenScores(sums)
@@ -80,19 +72,16 @@ class AccumulatedAttentionScorer(Scorer):
 class WindowAttentionScorer(Scorer):
     """Mean attention of the last ``window_size`` queries, smoothed by a pool along the tokens.
 
-    The softmax runs over everything a query saw, not only over the range, so scores are true attention
-    weights. Under grouped-query attention a KV head's score is the mean over its query heads. The unpooled
-    mean breaks ties, because a max pool makes plateaus on which the peak itself could otherwise be evicted.
+    The softmax runs over everything a query saw, not only over the range. A KV head's score is the mean over its query
+    heads. The unpooled mean breaks ties, because a max pool makes plateaus on which the peak itself could be evicted.
 
     Attributes:
-        window_size: queries in the observation window.
         kernel_size: width of the pool, odd; 1 = no pool.
-        pooling: "max" or "avg".
         order: "pool-mean" pools each query's row, then averages; "mean-pool" averages first.
-        keep_window: tokens of the window that lie inside the range are kept in every head without competing.
+        keep_window: window tokens inside the range are kept in every head without competing.
 
     Source: SnapKV (arXiv 2404.14469), Sec. 4; Ada-KV (arXiv 2407.11550), Alg. 2, lines 2-4, and Sec. 3.4 for groups.
-    Differs: no. Ada-KV's released code and kvpress use order="mean-pool" and pooling="avg" respectively.
+    Differs: no. Ada-KV's released code uses order="mean-pool", kvpress pooling="avg".
     Cost: window_size * num_tokens * head_dim per query head.
     """
 

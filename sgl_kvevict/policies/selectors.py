@@ -1,4 +1,4 @@
-"""Selectors that several methods share; one that a single method has is in that method's file."""
+"""Selectors shared by several methods; others are in their method's file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sgl_kvevict.policies.rounding import exact_fraction
 class TopKSelector(Selector):
     """Each head keeps its best tokens; ties go to the higher tie-break score, then to the lower position.
 
-    Source: the common rule of SnapKV, H2O, Ada-KV (arXiv 2407.11550, Theorem 3.2: optimal for given budgets).
+    Source: common to SnapKV, H2O and Ada-KV (arXiv 2407.11550, Theorem 3.2: optimal for given budgets).
     """
 
     def select(self, scores: RangeScores, keep_lens: Tensor) -> Tensor:
@@ -26,10 +26,9 @@ class TopKSelector(Selector):
 
 @dataclass(frozen=True)
 class HeavyHitterSelector(Selector):
-    """A share of each head's budget for its most recent tokens, the rest for the highest scores before.
+    """Each head keeps its most recent tokens, and before them those with the highest scores.
 
-    Attributes:
-        recent_ratio: share of the recent tokens, rounded down; 0.5 is H2O's 1:1, 0.25 is D2O's N:M = 3:1.
+    ``recent_ratio`` of the budget, rounded down, is for recent tokens: 0.5 is H2O's 1:1, 0.25 is D2O's N:M = 3:1.
 
     Source: H2O (arXiv 2306.14048), Sec. 4; D2O, Eq. 7, 8.
     Differs: "recent" ends where the range ends; the tail after it stays uncompressed anyway.

@@ -1,6 +1,6 @@
-"""Signals: data for scorers beyond the range's own keys and values, and their shapes.
+"""Signals: the data that scorers read, and their shapes.
 
-A new signal is named here and collected by one class in ``sgl_kvevict/compression/collectors.py``.
+Signals of a prefill are collected in ``sgl_kvevict/compression/collectors.py``, one class each.
 """
 
 from __future__ import annotations
@@ -14,27 +14,26 @@ from torch import Tensor
 from kvevict_kernels.rotary import Rotary
 
 QUERIES_PER_BLOCK = 512
-"""Bounds the memory of float32 copies while moments are added up."""
+"""Bounds the memory of float32 copies in :meth:`QueryMoments.add`."""
 
 
 class Signal(Enum):
-    """Data that a policy needs; a server that cannot provide a signal refuses to start."""
+    """Data that a policy reads; a server that cannot provide a needed signal refuses to start."""
 
     WINDOW_QUERIES = "window_queries"
     """:class:`QueryWindow`: the last ``window_size`` queries of the prompt, after RoPE, with their log-sum-exp."""
     ACCUMULATED_ATTENTION = "accumulated_attention"
-    """Per token: the attention of all queries that saw it, summed; mean over the query heads of a group."""
+    """Per token: attention summed over all queries that saw it; mean over the query heads of a group."""
     WINDOW_KEYS = "window_keys"
     """Tensor [window, num_kv_heads, head_dim], after RoPE: keys of the window's tokens."""
     QUERY_MOMENTS = "query_moments"
     """:class:`QueryMoments`: mean and covariance of all queries before RoPE; the same size for any length."""
     READER_ATTENTION = "reader_attention"
-    """Per token: the root of the summed squares of the attention of later queries (:class:`Readers`), over the query
-    heads of a group too."""
+    """Per token: 2-norm of the attention of later queries (:class:`Readers`), over queries and the group's heads."""
     ECHO_ATTENTION = "echo_attention"
-    """Per token: the largest attention that the prompt's own queries would pay it if they stood after it."""
+    """Per token: largest attention that the prompt's own queries would pay it if they stood after the prompt."""
     LEARNED_SCORES = "learned_scores"
-    """Per token: reader attention predicted by learned weights; absent until weights are learned."""
+    """Per token: predicted log of reader attention; absent until weights are learned."""
     OUTPUT_GRAM = "output_gram"
     """Tensor [num_kv_heads, head_dim, head_dim], float32: :func:`output_gram` of the layer."""
     KEYS = "keys"
@@ -44,7 +43,7 @@ class Signal(Enum):
 
 
 class Readers(Enum):
-    """Whose queries make :attr:`Signal.READER_ATTENTION`. They come after the range, so it is compressed later."""
+    """Source of the queries of :attr:`Signal.READER_ATTENTION`; they follow the range, so it is compressed later."""
 
     REPETITION = "repetition"
     """Scoring passes, in which the model repeats the prefix."""
@@ -54,12 +53,11 @@ class Readers(Enum):
 
 @dataclass(frozen=True)
 class QueryWindow:
-    """The last queries of a prompt in one layer.
+    """The last queries of a prompt in one layer; ``start`` is the logical position of the first.
 
     Attributes:
         queries: [window, num_qo_heads, head_dim], after RoPE.
-        lse: [window, num_qo_heads], float32, natural log-sum-exp over all keys each query saw.
-        start: logical position of ``queries[0]``.
+        lse: [window, num_qo_heads], float32, natural log-sum-exp over all keys the query saw.
     """
 
     queries: Tensor
@@ -72,20 +70,18 @@ class QueryWindow:
         return self.start + self.queries.shape[0]
 
     def last(self, count: int) -> QueryWindow:
-        """The last ``count`` queries (all of them when there are fewer)."""
+        """The last ``count`` queries, or all if there are fewer."""
         skip = max(self.queries.shape[0] - count, 0)
         return QueryWindow(self.queries[skip:], self.lse[skip:], self.start + skip)
 
 
 @dataclass(frozen=True)
 class QueryMoments:
-    """Running first and second moments of one layer's queries before RoPE; ``add`` returns a new object.
+    """First and second moments of one layer's queries before RoPE; immutable.
 
     Attributes:
-        count: queries seen.
-        total: [num_qo_heads, head_dim], float32, sum of the queries.
+        total: [num_qo_heads, head_dim], float32, sum of ``count`` queries.
         outer: [num_qo_heads, head_dim, head_dim], float32, sum of their outer products.
-        rotary: the model's rotary embedding.
         num_skipped: first positions of a prompt that are not counted: their queries are outliers.
     """
 
@@ -104,12 +100,7 @@ class QueryMoments:
         return QueryMoments(0, total, outer, rotary, num_skipped)
 
     def add(self, queries: Tensor, start: int) -> QueryMoments:
-        """Count in the queries of one chunk of one prompt.
-
-        Args:
-            queries: [num_tokens, num_qo_heads, head_dim], after RoPE, of consecutive positions.
-            start: logical position of the first one.
-        """
+        """Moments with the queries of a chunk, [num_tokens, num_qo_heads, head_dim], after RoPE, added."""
         skip = min(max(self.num_skipped - start, 0), queries.shape[0])
         total, outer = self.total.clone(), self.outer.clone()
         for begin in range(skip, queries.shape[0], QUERIES_PER_BLOCK):
@@ -133,9 +124,9 @@ class QueryMoments:
 
 
 def output_gram(weight: Tensor, num_kv_heads: int, head_dim: int) -> Tensor:
-    """[num_kv_heads, head_dim, head_dim], float32: gram matrix of the output projection of each KV head's query heads.
+    """[num_kv_heads, head_dim, head_dim], float32: Gram matrix of the output projection of each KV head's query heads.
 
-    ``v @ gram @ v`` is the squared length of a value's contribution to the residual stream. ``weight`` is
+    ``v @ gram @ v`` is the squared norm of a value's contribution to the residual stream. ``weight`` is
     [hidden_size, num_qo_heads * head_dim], any float dtype.
     """
     by_head = weight.detach().float().t().reshape(num_kv_heads, -1, head_dim, weight.shape[0])

@@ -1,4 +1,4 @@
-"""Worth: one number per kept entry; a squeeze evicts the lowest first."""
+"""Worth: one int16 per kept entry; a squeeze evicts the lowest first."""
 
 from __future__ import annotations
 
@@ -11,19 +11,11 @@ _MAX = torch.finfo(torch.float16).max
 
 
 def worth_of(scores: RangeScores, kept: Tensor, flat: Tensor, *, comparable: bool) -> Tensor:
-    """Worth of the kept entries of a range.
+    """[num_entries], int16: worth of the kept entries of a range, in the order of the scores rounded to float16.
 
-    Comparable scores are taken as they are. Others are replaced by their rank within the (layer, head), so that all
-    heads shrink alike. Pinned tokens are worth most.
-
-    Args:
-        scores: of all tokens of the range; a row may stand for several layers.
-        kept: [num_layers, num_kv_heads, num_tokens], bool.
-        flat: [num_entries], int64, where ``kept`` is set, in order.
-        comparable: scores of different heads and layers are on one scale.
-
-    Returns:
-        [num_entries], int16, in the order of the scores rounded to float16.
+    Scores that are not comparable are replaced by their rank within the (layer, head), so that all heads shrink alike.
+    Pinned tokens get the largest worth.
+    ``kept`` is [num_layers, num_kv_heads, num_tokens], bool; ``flat`` [num_entries], int64, its set elements' indices.
     """
     values = scores.values.clamp(-_MAX, _MAX)
     if values.shape[0] < kept.shape[0]:
@@ -40,16 +32,14 @@ def worth_of(scores: RangeScores, kept: Tensor, flat: Tensor, *, comparable: boo
 
 
 def measured_worth(worth: Tensor, scores: Tensor) -> Tensor:
-    """Worth by measured reader attention; pinned entries stay worth most.
+    """Worth by measured reader attention; pinned entries keep the largest worth.
 
-    Args:
-        worth: [num_entries], int16, see :func:`worth_of`.
-        scores: [num_entries], float32, comparable over layers and heads.
+    ``worth`` is [num_entries], int16; ``scores`` [num_entries], float32, comparable over layers and heads.
     """
     most = _as_worth(scores.new_full((1,), _MAX))
     return torch.where(worth == most, worth, _as_worth(scores.clamp(-_MAX, _MAX)))
 
 
 def _as_worth(values: Tensor) -> Tensor:
-    bits = (values.half() + 0.0).view(torch.int16)  # + 0.0: one zero, not two
+    bits = (values.half() + 0.0).view(torch.int16)  # + 0.0: -0.0 becomes 0.0
     return torch.where(bits < 0, bits ^ 0x7FFF, bits)

@@ -1,4 +1,4 @@
-"""Compressed spans and the segments that store them; radix logic that needs no sglang."""
+"""Compressed spans and the segments that store them; without sglang."""
 
 from sgl_kvevict.prefix.packer import SegmentPacker
 from sgl_kvevict.prefix.span import CopiedEntries, EntryAttention, Segment, Span, View

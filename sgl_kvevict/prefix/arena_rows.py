@@ -12,14 +12,10 @@ from sgl_kvevict.guard import accounting
 
 
 class ArenaRows:
-    """Reads rows of one arena, and writes those of uncompressed tokens.
+    """Reads rows of one arena, and writes rows of uncompressed tokens.
 
-    Args:
-        geometry: sizes of the arena.
-        k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim].
-        v_arena: likewise.
-        biases: [num_layers, num_token_slots, num_kv_heads], float32, of every head slot: 0 for segments that are not
-            fitted, undefined for uncompressed tokens. None: segments are never fitted.
+    Arenas are [num_layers, num_token_slots, num_kv_heads, head_dim]; ``biases`` [num_layers, num_token_slots,
+    num_kv_heads], float32: 0 in unfitted segments, undefined for uncompressed tokens. None: segments are never fitted.
     """
 
     def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, biases: Tensor | None = None) -> None:
@@ -30,35 +26,35 @@ class ArenaRows:
 
     @property
     def has_biases(self) -> bool:
-        """Segments may be fitted."""
+        """Whether segments may be fitted."""
         return self._biases is not None
 
     def token_rows(self, token_slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of keys and values of uncompressed tokens, [num_layers, num_tokens, num_kv_heads, head_dim] each."""
+        """Copies of uncompressed tokens' keys and values, [num_layers, num_tokens, num_kv_heads, head_dim] each."""
         k, v = (arena.view(torch.uint8)[:, token_slots].view(arena.dtype) for arena in (self.k_arena, self.v_arena))
         return k, v
 
     def token_values(self, token_slots: Tensor) -> Tensor:
-        """[num_layers, num_tokens, num_kv_heads, head_dim], copies of the values of uncompressed tokens."""
+        """[num_layers, num_tokens, num_kv_heads, head_dim]: copies of uncompressed tokens' values."""
         return self.v_arena.view(torch.uint8)[:, token_slots].view(self.v_arena.dtype)
 
     @accounting()
     def place_tokens(self, token_slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write the rows of uncompressed tokens; sizes as :meth:`token_rows` returns them, on any device."""
+        """Write rows of uncompressed tokens, shaped as by :meth:`token_rows`, from any device."""
         for arena, rows in ((self.k_arena, k), (self.v_arena, v)):
             arena.view(torch.uint8)[:, token_slots] = rows.contiguous().view(torch.uint8).to(arena.device)
 
     def head_slots(self, layer: int, token_slots: Tensor) -> Tensor:
-        """[num_kv_heads, num_tokens], int32, head slots of one layer's rows of uncompressed tokens."""
+        """[num_kv_heads, num_tokens], int32: head slots of uncompressed tokens in one layer."""
         heads = torch.arange(self.geometry.num_kv_heads, dtype=torch.int32, device=token_slots.device)
         return self._numbered(layer, token_slots.int(), heads[:, None])
 
     def keys(self, head_slots: Tensor) -> Tensor:
-        """[*shape of ``head_slots``, head_dim], copies of keys, in the arena's dtype."""
+        """[*head_slots.shape, head_dim]: copies of keys, in the arena's dtype."""
         return self._gather(self.k_arena, head_slots)
 
     def values(self, head_slots: Tensor) -> Tensor:
-        """[*shape of ``head_slots``, head_dim], copies of values, in the arena's dtype."""
+        """[*head_slots.shape, head_dim]: copies of values, in the arena's dtype."""
         return self._gather(self.v_arena, head_slots)
 
     def _gather(self, arena: Tensor, head_slots: Tensor) -> Tensor:
@@ -66,16 +62,16 @@ class ArenaRows:
         return rows.view(arena.dtype).view(*head_slots.shape, self.geometry.head_dim)
 
     def _head_slots(self, layers: Tensor, slots: Tensor, heads: Tensor) -> Tensor:
-        """Head slots of uncompressed entries, int32; layer, token slot (int32) and KV head of each, all [M]."""
+        """[M], int32: head slots of uncompressed entries, from layer, token slot (int32) and KV head of each."""
         return self._numbered(layers.int(), slots, heads.int())
 
     def _numbered(self, layers: Tensor | int, slots: Tensor, heads: Tensor) -> Tensor:
-        """Head slots fit 32 bits, and so do all steps of the arithmetic."""
+        """Head slots, and all intermediate results, fit 32 bits."""
         sizes = self.geometry.num_token_slots, self.geometry.num_kv_heads
         head_slots: Tensor = head_slot_of(layers, slots, heads, *sizes)
         return head_slots
 
 
 def bytes_of(arena: Tensor) -> Tensor:
-    """The arena's rows by head slot, as bytes, because not every dtype can be gathered."""
+    """The arena's rows by head slot, as bytes, because not all dtypes support gathers."""
     return arena.flatten(0, 2).view(torch.uint8)

@@ -10,14 +10,9 @@ from sgl_kvevict.ragged import run_entries
 
 
 def kept_share(span: Span, num_bins: int) -> Tensor:
-    """Share of the tokens that each head kept, in equal bins of a live span.
+    """[num_layers * num_kv_heads, num_bins], float32: kept share of the tokens of each bin of a live span.
 
-    Returns:
-        [num_layers * num_kv_heads, num_bins], float32, in [0, 1]; token ``t`` counts in bin
-        ``t * num_bins // num_tokens``.
-
-    Raises:
-        ValueError: ``num_bins`` is not in [1, num_tokens].
+    Token ``t`` is in bin ``t * num_bins // num_tokens``. ValueError if ``num_bins`` is not in [1, num_tokens].
     """
     if not 1 <= num_bins <= span.num_tokens:
         raise ValueError(f"num_bins must be between 1 and the span's {span.num_tokens} tokens, got {num_bins}")

@@ -1,4 +1,4 @@
-"""Writes segments into the KV arena: packs, fits, places, repacks and squeezes them, and copies their entries."""
+"""Packer: packs, fits, places, repacks and squeezes segments of the KV arena, and copies their entries."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class LargestOfRanks(Protocol):
     """All-reduce over tensor-parallel ranks."""
 
     def __call__(self, value: int, *same: int) -> int:
-        """The largest ``value`` of all ranks; ``same`` must be equal on all of them."""
+        """The largest ``value`` of all ranks; ``same`` must be equal on all ranks."""
 
 
 def only_rank(value: int, *same: int) -> int:
-    """:class:`LargestOfRanks` of one rank."""
+    """:class:`LargestOfRanks` without other ranks."""
     return value
 
 
 class SegmentPacker(ArenaRows):
     """Packs entries into token slots of one arena.
 
-    Any head slot of a token slot may hold any (layer, head)'s entry, so a segment of ``C`` entries takes
+    Any head slot may hold an entry of any (layer, head), so a segment of ``C`` entries takes
     ``ceil(C / (num_layers * num_kv_heads))`` token slots, however uneven its runs are.
     """
 
@@ -50,16 +50,8 @@ class SegmentPacker(ArenaRows):
     ) -> tuple[Segment, Tensor]:
         """Move the selected entries of an uncompressed range into the first of the range's slots.
 
-        Args:
-            token_slots: [num_tokens], int64, slots of the range's tokens in token order.
-            start: logical position of the first token.
-            selection: entries to keep.
-            merge: weighted sums to store in their place.
-            splittable: see :attr:`Segment.splittable`.
-            worth: [num_entries], int16, see :attr:`Segment.worth`.
-
-        Returns:
-            The segment, and the freed slots ([num_tokens - num_slots], int64).
+        ``token_slots`` are [num_tokens], int64, in token order; with ``merge``, weighted sums are stored. Returns the
+        segment, and the freed slots, [num_tokens - num_slots], int64.
         """
         if merge is None:
             runs = torch.repeat_interleave(
@@ -94,20 +86,11 @@ class SegmentPacker(ArenaRows):
         splittable: bool = True,
         worth: Tensor | None = None,
     ) -> tuple[Segment, Tensor]:
-        """Move entries, compressed before or not, into the first of their slots.
+        """Move entries, compressed or not, into the first of their slots; return as :meth:`pack`.
 
-        Args:
-            token_slots: [num_slots], int64, slots that hold the entries now.
-            sources: [num_entries], int32, head slots of the entries, run after run; with ``merge`` [num_sources].
-            keep_lens: [num_layers, num_kv_heads], int32, entries of each run.
-            positions: [num_entries], int32, see :attr:`Segment.positions`.
-            bounds: logical positions of the first token, and after the last one.
-            merge: ``indptr`` and ``weights`` as in :class:`MergePlan`; its sources are ``sources``.
-            splittable: see :attr:`Segment.splittable`.
-            worth: [num_entries], int16, see :attr:`Segment.worth`.
-
-        Returns:
-            The segment, and the freed slots ([n], int64).
+        The entries now lie in ``token_slots``, [num_slots], int64, at the head slots ``sources``, [num_entries], int32,
+        run after run; with ``merge`` (``indptr`` and ``weights`` of :class:`MergePlan`) [num_sources]. ``keep_lens``,
+        [num_layers, num_kv_heads], int32, are entries per run; ``bounds`` start and end of the segment.
         """
         num_entries = positions.numel()
         num_slots = self.geometry.slots_for(num_entries)
@@ -118,7 +101,7 @@ class SegmentPacker(ArenaRows):
                 compact_kv(self.k_arena, self.v_arena, sources, head_slots)
             else:
                 compact_kv(self.k_arena, self.v_arena, sources, head_slots, indptr=merge[0], weights=merge[1])
-            if self._biases is not None:  # of fitted entries that were in these head slots before
+            if self._biases is not None:  # left by fitted entries that were in these head slots before
                 self._biases.index_fill_(0, head_slots.long(), 0.0)
         segment = Segment(
             self.geometry,
@@ -134,9 +117,9 @@ class SegmentPacker(ArenaRows):
         return segment, freed
 
     def copy(self, views: Sequence[View]) -> CopiedEntries:
-        """Copy the entries of consecutive tokens of one path, as if one segment held them.
+        """Copy the entries of consecutive views of one path, as if one segment held them.
 
-        A whole segment is copied without a host sync; parts take one, for their numbers of entries.
+        A whole segment is copied without a host sync; otherwise one sync reads the numbers of entries.
         """
         segment = views[-1].segment
         if len(views) == 1 and views[0].is_whole:
@@ -168,16 +151,10 @@ class SegmentPacker(ArenaRows):
 
     @accounting()
     def fit(self, segment: Segment, entries: Tensor, values: Tensor, biases: Tensor) -> None:
-        """Replace values and biases of entries of a live segment.
+        """Replace values and biases of a live segment where ``entries`` is set; InvariantError without biases.
 
-        Args:
-            segment: to fit.
-            entries: [num_entries], bool, which of its entries.
-            values: [num_entries, head_dim], any dtype; read where ``entries`` is set.
-            biases: [num_entries], float32, likewise.
-
-        Raises:
-            InvariantError: the pool has no place for biases.
+        ``entries`` is [num_entries], bool; ``values`` [num_entries, head_dim], any dtype; ``biases`` [num_entries],
+        float32.
         """
         if self._biases is None:
             raise InvariantError("a segment is to be fitted in a pool without biases")
@@ -189,16 +166,10 @@ class SegmentPacker(ArenaRows):
 
     @accounting()
     def place(self, segment: Segment, k: Tensor, v: Tensor, biases: Tensor | None = None) -> None:
-        """Write the rows of a segment from :meth:`new_segment`.
+        """Write the rows of a segment made by :meth:`new_segment`, from any device.
 
-        Args:
-            segment: to fill.
-            k: [num_entries, head_dim], in the arena's dtype, on any device.
-            v: likewise.
-            biases: [num_entries], float32, on any device; None: the segment is not fitted.
-
-        Raises:
-            InvariantError: it is fitted, and the pool has no place for biases.
+        ``k`` and ``v`` are [num_entries, head_dim], in the arena's dtype; ``biases`` [num_entries], float32, None for
+        an unfitted segment. InvariantError if it is fitted and the pool has no biases.
         """
         slots = segment.head_slots.long()
         for arena, rows in ((self.k_arena, k), (self.v_arena, v)):
@@ -221,13 +192,10 @@ class SegmentPacker(ArenaRows):
         splittable: bool = True,
         worth: Tensor | None = None,
     ) -> Segment:
-        """Lay out a segment in empty slots.
+        """Lay out a segment in empty slots; arguments as in :class:`Segment` and :meth:`write`.
 
-        ``token_slots`` are at least as many as its entries need (another rank may need more); other arguments as in
-        :class:`Segment` and :meth:`write`.
-
-        Raises:
-            InvariantError: there are fewer slots than the entries need.
+        There may be more ``token_slots`` than the entries need, because another rank needs more; InvariantError if
+        there are fewer.
         """
         num_entries, device = positions.numel(), token_slots.device
         if token_slots.numel() < self.geometry.slots_for(num_entries):
@@ -251,17 +219,10 @@ class SegmentPacker(ArenaRows):
     def repack(self, spans: Sequence[Span], largest: LargestOfRanks = only_rank) -> Tensor:
         """Move the entries of live spans into fewer slots and free the rest.
 
-        Tensor-parallel ranks kept other entries and may need different numbers of slots; all take the largest.
-
-        Args:
-            spans: all live spans of one segment, in path order, the owner first.
-            largest: all-reduce with the other ranks, which repack the same spans now.
-
-        Returns:
-            [num_freed], int64, token slots to release; empty if nothing could be saved.
-
-        Raises:
-            InvariantError: the spans are not all live spans of one segment.
+        ``spans`` are all live spans of one segment (else InvariantError), in path order, the owner first.
+        Tensor-parallel ranks keep different entries and may need different numbers of slots. They repack the same spans
+        at the same time, and all take the largest number (``largest``). Returns token slots to release, [num_freed],
+        int64, which may be empty.
         """
         old = _segment_of(spans)
         starts, keep_lens = old.cut(old.start, spans[-1].end)
@@ -274,17 +235,10 @@ class SegmentPacker(ArenaRows):
 
     @accounting()
     def squeeze(self, spans: Sequence[Span], num_slots: int) -> Tensor:
-        """Evict the entries of least worth and free slots, without a host sync.
+        """Evict the entries of least worth, until ``num_slots`` token slots remain, without a host sync.
 
-        Args:
-            spans: all live spans of one segment, in path order, the owner first.
-            num_slots: token slots to keep, fewer than it has.
-
-        Returns:
-            [num_freed], int64, token slots to release.
-
-        Raises:
-            InvariantError: the spans are not all live spans of one segment, or it has no more slots, or no worth.
+        ``spans`` as for :meth:`repack`. InvariantError if the segment has no worth, or not more than ``num_slots``
+        slots. Returns token slots to release, [num_freed], int64.
         """
         old = _segment_of(spans)
         if old.worth is None or not 0 < num_slots < old.num_slots:
@@ -303,7 +257,7 @@ class SegmentPacker(ArenaRows):
         return self._move(spans, kept, keep_lens.view(shape), num_slots)
 
     def _move(self, spans: Sequence[Span], kept: Tensor, keep_lens: Tensor, num_slots: int) -> Tensor:
-        """Move the entries ``kept`` ([n], int64, in order) into the first slots as a new segment; free the others."""
+        """Move the entries ``kept`` ([n], int64, ascending) into the first slots as a new segment; return the rest."""
         old = spans[0].segment
         held, freed = old.token_slots[:num_slots].clone(), old.token_slots[num_slots:]
         indptr, head_slots = alloc_head_slots(keep_lens, held, self.geometry.num_token_slots, kept.numel())
@@ -331,7 +285,7 @@ class SegmentPacker(ArenaRows):
 
 
 def _segment_of(spans: Sequence[Span]) -> Segment:
-    """The segment of which these are all live spans."""
+    """The segment of the spans; InvariantError unless they are all its live spans."""
     segment = spans[0].segment
     if any(span.segment is not segment for span in spans) or len(spans) != segment.num_spans:
         raise InvariantError(f"expected all {segment.num_spans} spans of one segment, got {len(spans)}")
@@ -339,10 +293,10 @@ def _segment_of(spans: Sequence[Span]) -> Segment:
 
 
 def _in_windows(keys: Tensor, segment: Segment, share: int) -> Tensor:
-    """Let layers with a sliding window keep the segment's last tokens: the window's, at most ``share`` per head.
+    """Change the keys ([num_entries], int32) of layers with a sliding window, so that they keep the last tokens.
 
-    ``keys``, [num_entries], int32, are those by which entries compete; the result has the largest number for entries
-    that such layers keep and the smallest for their others. The segment cannot be split, so all readers come after it.
+    Entries of the window's last tokens, at most ``share`` per head, get the largest key, the layer's others the
+    smallest. The segment cannot be split, so all readers come after it.
     """
     geometry = segment.geometry
     reach = to_device(torch.tensor(geometry.windows).sub_(1).clamp_(max=share), keys.device)

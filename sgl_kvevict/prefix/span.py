@@ -1,8 +1,8 @@
-"""Spans (what a tree node holds) and segments (where their entries are stored).
+"""Spans (compressed KV of a tree node) and segments (storage of spans).
 
-One compression writes one segment. Tree nodes hold spans: views of a segment's tokens ``[start, end)``. All spans
-of a segment lie on one path of the tree, so the one nearest the root, the *owner*, outlives the others: it carries
-the segment's token slots in the accounting, the other spans carry none.
+One compression writes one segment. A span is a view of a segment's tokens ``[start, end)``. All spans of a segment lie
+on one path of the tree. The one nearest the root, the *owner*, outlives the others and carries all the segment's token
+slots in the accounting.
 """
 
 from __future__ import annotations
@@ -19,13 +19,9 @@ from sgl_kvevict.geometry import KVGeometry
 
 
 class EntryAttention:
-    """Squared attention that scoring passes paid each stored entry of a segment, summed.
+    """Squared attention of readers to each entry of a segment: ``squares``, [num_entries], float32, summed.
 
-    It follows the segment: when entries move or leave (squeeze, repack), so do their sums.
-
-    Attributes:
-        squares: [num_entries], float32, in the order of the segment's entries.
-        is_open: more passes will come; a closed one is unused.
+    A squeeze or repack updates it. ``is_open``: more passes will come; once closed, the sums are unused.
     """
 
     def __init__(self, squares: Tensor) -> None:
@@ -34,26 +30,23 @@ class EntryAttention:
 
 
 class Segment:
-    """The storage of the spans that were cut from one compressed range.
+    """The storage of one compressed range, the tokens ``[start, end)`` of a path (logical positions).
 
     Attributes:
-        start: logical position of its first token.
-        end: logical position after the last one.
         token_slots: [num_slots], int64, token slots held exclusively.
-        head_slots: [num_entries], int32, where each entry is stored, run after run in (layer, head) order.
+        head_slots: [num_entries], int32, storage of each entry, run after run in (layer, head) order.
         positions: [num_entries], int32, logical position of each entry's token, ascending within a run.
-        indptr: [num_layers * num_kv_heads + 1], int32, where each run starts.
-        splittable: False if an entry may hold information of later tokens (merging in any direction).
-        tokens_per_slot: tokens that one of its slots stands for.
+        indptr: [num_layers * num_kv_heads + 1], int32, start of each run.
+        splittable: False if an entry may hold information of later tokens (merging in any direction), or if layers with
+            sliding windows keep only their last tokens.
         worth: [num_entries], int16; a squeeze evicts the lowest first. None: it cannot be squeezed.
         is_measured: ``worth`` comes from measured reader attention, not from predicted scores.
-        is_fitted: values and biases answer for evicted entries; the biases of other segments are 0.
-        entry_attention: sums of the passes under way; None, or closed: none are.
+        is_fitted: values and biases are fitted; the biases of other segments are 0.
+        entry_attention: sums of the passes under way; None or closed without passes.
         policy_state: of the path, for its next compression; opaque here.
-        is_generated: holds generated tokens. It grows view by view, and a request that reads all views reads them as
-            one, see :meth:`SpanTable.runs`.
-        num_spans: live spans of this segment.
-        num_live_entries: entries that a live span reads.
+        is_generated: holds generated tokens. It grows view by view; a request that reads all views reads them as one,
+            see :meth:`SpanTable.runs`.
+        num_live_entries: entries in live spans (``num_spans``).
     """
 
     def __init__(
@@ -90,12 +83,12 @@ class Segment:
 
     @property
     def num_slots(self) -> int:
-        """Token slots held (physical length)."""
+        """Token slots held."""
         return self.token_slots.numel()
 
     @property
     def num_entries(self) -> int:
-        """Entries stored, dead ones included."""
+        """Entries stored, including dead ones."""
         return self.head_slots.numel()
 
     def run_of_entries(self) -> Tensor:
@@ -112,11 +105,7 @@ class Segment:
         return self._runs
 
     def cut(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Entries of each run whose token is in ``[start, end)``, logical positions.
-
-        Returns:
-            starts and lens, each [num_layers, num_kv_heads], int32; without a search for the whole segment.
-        """
+        """Starts and lengths, [num_layers, num_kv_heads], int32 each, of the runs' parts in ``[start, end)``."""
         if start <= self.start and end >= self.end:
             starts, lens = self.indptr[:-1], self.indptr.diff()
         else:
@@ -126,16 +115,10 @@ class Segment:
 
 
 class Span:
-    """The compressed KV of the tokens ``[start, end)`` of a path, as one tree node holds it.
+    """The compressed KV of the tokens ``[start, end)`` of a path, held by one tree node.
 
-    Entries and their order never change. A repack may move them to another segment, and a fit may change values and
-    biases; then :meth:`runs` returns a new object.
-
-    Attributes:
-        segment: where the entries are.
-        start: logical position of the first token.
-        end: logical position after the last token.
-        is_owner: this is the segment's topmost live span.
+    The owner (``is_owner``) is the segment's topmost live span. A repack or squeeze moves entries to another segment,
+    and a fit changes values and biases; then :meth:`runs` returns a new object.
     """
 
     def __init__(self, segment: Segment, start: int, end: int, *, is_owner: bool) -> None:
@@ -148,18 +131,18 @@ class Span:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens the span stands for (logical length)."""
+        """Logical length."""
         return self.end - self.start
 
     @property
     def charged_slots(self) -> int:
-        """Token slots that this span carries in the accounting: the segment's if it is the owner, else none."""
+        """Token slots in the accounting: the segment's for the owner, else 0."""
         return self.segment.num_slots if self.is_owner else 0
 
     def runs(self) -> SpanRuns:
-        """Return the entries of ``[start, end)``.
+        """The entries of ``[start, end)``.
 
-        Computed at the first call, on the caller's stream, so that a split is host work only and may happen while a
+        Computed at the first call, on the caller's stream, so that a split takes host work only and may happen while a
         forward reads the span.
         """
         segment = self.segment
@@ -171,16 +154,10 @@ class Span:
         return self._runs
 
     def split(self, position: int) -> tuple[Span, Span]:
-        """Cut at a logical position; both halves are views of the same segment, nothing is copied.
+        """Split at a logical position, without copies; this span must not be used afterwards.
 
-        Args:
-            position: logical position with ``start < position < end``.
-
-        Returns:
-            The half nearer the root, which inherits ownership, and the other half. This span is used up.
-
-        Raises:
-            InvariantError: the position is not inside the span, or the segment cannot be split.
+        The first half, nearer the root, inherits ownership. InvariantError if the position is not inside the span, or
+        the segment cannot be split.
         """
         if not self.start < position < self.end:
             raise InvariantError(f"split position {position} is not inside the span [{self.start}, {self.end})")
@@ -191,20 +168,16 @@ class Span:
         return upper, Span(self.segment, position, self.end, is_owner=False)
 
     def move_to(self, segment: Segment) -> None:
-        """Read from another segment that stores the same entries (repack)."""
+        """Become a view of another segment, after a repack or squeeze."""
         self.segment.num_spans -= 1
         segment.num_spans += 1
         self.segment = segment
         self._runs = None
 
     def drop(self) -> Tensor | None:
-        """Forget the span when its node leaves the tree.
+        """Drop the span when its node leaves the tree; InvariantError for an owner with spans below it.
 
-        Returns:
-            [num_slots], int64, the token slots to release if this was the owner; None if they stay with the owner.
-
-        Raises:
-            InvariantError: the owner goes before the spans below it.
+        Returns [num_slots], int64, token slots to release if this was the owner; None otherwise.
         """
         self.segment.num_spans -= 1
         if not self.is_owner:
@@ -218,13 +191,7 @@ class Span:
 
 @dataclass(frozen=True)
 class View:
-    """Consecutive tokens of a segment.
-
-    Attributes:
-        segment: which.
-        start: logical position of the first token.
-        end: logical position after the last one.
-    """
+    """The tokens ``[start, end)`` of a segment, logical positions."""
 
     segment: Segment
     start: int
@@ -232,21 +199,16 @@ class View:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has all entries of its segment."""
+        """Whether the view covers its segment."""
         return (self.start, self.end) == (self.segment.start, self.segment.end)
 
 
 @dataclass(frozen=True)
 class CopiedEntries:
-    """Copies of entries, outside the pool.
+    """Copies of entries, outside the pool; ``positions`` and ``worth`` are as in :class:`Segment`.
 
-    Attributes:
-        keep_lens: [num_layers, num_kv_heads], int32, entries of each run.
-        positions: [num_entries], int32, see :attr:`Segment.positions`.
-        k: [num_entries, head_dim], in the arena's dtype, on its device.
-        v: likewise.
-        worth: [num_entries], int16, see :attr:`Segment.worth`.
-        biases: [num_entries], float32; None: none of them is fitted.
+    ``keep_lens``, [num_layers, num_kv_heads], int32, are entries per run; ``k`` and ``v`` are [num_entries, head_dim],
+    in the arena's dtype, on its device; ``biases`` [num_entries], float32, None if no entry is fitted.
     """
 
     keep_lens: Tensor

@@ -1,4 +1,4 @@
-"""Compressed segments beyond the life of a server: their format, their names, and where they are kept."""
+"""The persistent store of compressed segments: their format, their names, and back ends."""
 
 from sgl_kvevict.store.backend import Backend, Item
 from sgl_kvevict.store.identity import Namespace, StoreIdentity

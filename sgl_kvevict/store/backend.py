@@ -1,4 +1,4 @@
-"""What a store needs of a file system, a bucket or a memory pool: bytes by name."""
+"""Interface of a store's back end (a file system, a bucket or a memory pool): bytes by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAME = re.compile(r"[0-9a-z][0-9a-z.-]*(/[0-9a-z][0-9a-z.-]*)*")
 
 @dataclass(frozen=True)
 class Item:
-    """One stored item: its name, its size in bytes, and when it was last used, in seconds since the epoch."""
+    """A stored item: name, size in bytes, time of the last use (seconds since the epoch)."""
 
     name: str
     size: int
@@ -25,13 +25,10 @@ class Item:
 
 
 class Backend(ABC):
-    """Bytes by name. Names consist of small letters, digits, dots, hyphens, and slashes between parts.
+    """A store: bytes by name. Names consist of small letters, digits, dots, hyphens, and slashes between parts.
 
-    All methods may be called by several threads, and by several processes at once. All raise ``StoreError`` when an
-    item, or the whole place, cannot be read or written, and ``ValueError`` for a name that could lead out of the place.
-
-    Attributes:
-        url: the place, for messages.
+    Methods may be called by several threads and processes at once. They raise ``StoreError`` when an item, or the whole
+    store, cannot be read or written, and ``ValueError`` for a name that could lead out of it. ``url`` is for messages.
     """
 
     _failures: ClassVar[tuple[type[Exception], ...]] = (OSError,)
@@ -41,11 +38,7 @@ class Backend(ABC):
         self.url = url
 
     def create(self) -> None:
-        """Create the place now if it is a folder; a service is contacted when it is first needed.
-
-        Raises:
-            StoreError: it cannot be created.
-        """
+        """Create the folder, if the store is one; a service is contacted when it is first needed."""
         return
 
     def put(self, name: str, data: bytes) -> None:
@@ -69,7 +62,7 @@ class Backend(ABC):
             return self._delete(name)
 
     def list(self, prefix: str = "") -> Iterator[Item]:
-        """Yield all items below a folder, in no particular order; files with other names are skipped."""
+        """Yield all items below a folder, unordered; files with other names are skipped."""
         if prefix:
             check_name(prefix)
         with self._errors("read"):
@@ -80,8 +73,8 @@ class Backend(ABC):
     def update(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
         """Replace an item by ``change(its bytes, or None)``. ``change`` may be called more than once.
 
-        This one needs no lock: the item is read again after the write, and the change repeated if another writer was
-        faster. Of two writers one may still be lost.
+        This implementation needs no lock: it reads the item again after the write, and repeats the change if another
+        writer was faster. One of two concurrent changes may still be lost.
         """
         for _ in range(UPDATE_TRIES):
             data = change(self.get(name))
@@ -117,11 +110,7 @@ class Backend(ABC):
 
 
 def check_name(name: str) -> str:
-    """Return a name that cannot lead out of a folder.
-
-    Raises:
-        ValueError: it might.
-    """
+    """Return a name, or raise ``ValueError`` if it might lead out of a folder."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"not a name of a stored item: {name!r}")
     return name

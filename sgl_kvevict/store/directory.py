@@ -21,20 +21,16 @@ LOCK_POLL_S = 0.005
 SCRATCH_S = 3600.0
 """Unfinished files older than this are removed."""
 SCAN_SHARE = 16
-"""The folder is measured again each time this process has written 1/16 of the limit: other processes write too."""
+"""Each time this process has written 1/16 of the limit it measures the folder: other processes write, too."""
 TRIM_TO = 0.9
-"""Share of the limit that is left after trimming, so that not every write has to trim."""
+"""Share of the limit that trimming leaves, so that not every write has to trim."""
 
 
 class DirectoryBackend(Backend):
-    """Files below a folder, on a local or a shared file system.
+    """Files below a folder, on a local or a shared file system; the first write creates it.
 
-    A write appears under its name in one rename. A read sets the file's modification time, and the least recently used
-    files are removed when the folder exceeds its limit. Updates of an item are serialized by a lock on one file.
-
-    Args:
-        folder: created by the first write.
-        max_bytes: limit of all files together; None: no limit.
+    A read sets the file's modification time; when the files exceed ``max_bytes`` (None: no limit), the least recently
+    used ones are removed. Updates of items are serialized by one lock file.
     """
 
     def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
@@ -51,7 +47,7 @@ class DirectoryBackend(Backend):
             (self._folder / SCRATCH).mkdir(parents=True, exist_ok=True)
 
     def update(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
-        """See :meth:`Backend.update`; one process at a time, so no change is lost."""
+        """See :meth:`Backend.update`; under the lock, so no change is lost."""
         with self._errors("written", check_name(name)), self._lock():
             path = self._folder / name
             self._write(name, change(path.read_bytes() if path.exists() else None))
@@ -116,7 +112,7 @@ class DirectoryBackend(Backend):
             return True
 
     def _trim(self, max_bytes: int) -> None:
-        """Remove the least recently used items of a folder above its limit, and files of writers that died."""
+        """Remove the least recently used items of a folder above its limit, and unfinished files of dead writers."""
         items = sorted(self.list(), key=lambda item: item.used)
         size = sum(item.size for item in items)
         if size > max_bytes:

@@ -1,4 +1,4 @@
-"""Names in a store. They are hashes of the model, policy, namespace and tokens, so nothing else is ever found."""
+"""Names in a store: hashes of the identity (model, policy), namespace and tokens, so nothing else is ever found."""
 
 from __future__ import annotations
 
@@ -13,26 +13,22 @@ from typing import Any
 FORMAT_VERSION = 1
 """Version of everything in a store. Segments of another version are never found."""
 CHAIN_TOKENS = 64
-"""Tokens of a block: the step in which a manifest tells how far a prompt agrees with a segment."""
+"""Tokens of a block: resolution at which a manifest tells how far a prompt agrees with a segment."""
 CHAIN_DIGITS = 16
-"""Hexadecimal digits of a block's hash in a manifest. They only rank candidates: tokens are compared one by one."""
+"""Hexadecimal digits of a block's hash in a manifest. They only rank candidates; tokens are compared afterwards."""
 
 
 @dataclass(frozen=True)
 class StoreIdentity:
-    """Everything that must be the same for one server to use what another has stored.
+    """Everything that must be equal for one server to use another's segments.
 
     Attributes:
         model: fingerprint of the weights, 64 hexadecimal digits.
-        architecture: of the model, as its configuration names it.
         dtype: of the cached keys and values.
         scales: FP8 scales of the keys and values of each layer; empty for other dtypes.
         num_layers: attention layers.
         num_kv_heads: of one rank.
-        head_dim: of keys and values.
         rotary: hash of the rotary embedding.
-        rank: tensor-parallel rank.
-        num_ranks: number of ranks.
         policy: its name and options, and the settings that decide how much of a range is kept.
         min_prefix_tokens: number of tokens by which a prefix is looked up.
     """
@@ -74,10 +70,9 @@ class StoreIdentity:
 
 @dataclass(frozen=True)
 class Namespace:
-    """Names of one tenant's segments and manifests. They cannot be computed without its ``cache_salt``.
+    """Names of one tenant's segments and manifests, all hashed with the 32 bytes of ``seed``.
 
-    Attributes:
-        seed: 32 bytes, the beginning of every hash.
+    They cannot be computed without the tenant's ``cache_salt``.
     """
 
     seed: bytes
@@ -91,7 +86,7 @@ class Namespace:
         return self._name(b"segment", start, tokens)
 
     def chain(self, tokens: Sequence[int]) -> str:
-        """Hashes of the whole blocks of a sequence, ``CHAIN_DIGITS`` each, each of all tokens up to the block's end."""
+        """Hashes of a sequence's whole blocks, ``CHAIN_DIGITS`` each; each covers all tokens up to the block's end."""
         encoded = array("q", tokens).tobytes()
         step = CHAIN_TOKENS * 8
         digest = hashlib.sha256(self.seed)

@@ -1,4 +1,4 @@
-"""Operations on a whole store, for operators: check it, copy it, find segments by the beginning of their names."""
+"""Operations on a whole store, for operators: check, copy, find segments by the first digits of their names."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def find_segments(backend: Backend, keys: Sequence[str]) -> list[StoredSegment]:
     """Return one segment per key; ``keys`` are beginnings of names, at least 4 digits each.
 
     Raises:
-        ConfigError: a key names no segment, or several.
-        StoreError: the store is not there, or cannot be read.
+        ConfigError: a key matches no segment, or several.
     """
     segments, named = list(list_segments(backend)), []
     for key in keys:
@@ -34,7 +33,7 @@ def find_segments(backend: Backend, keys: Sequence[str]) -> list[StoredSegment]:
 
 
 def tokens_of_segments(backend: Backend) -> dict[str, int]:
-    """Tokens that each segment stands for, by key; segments listed only in corrupt manifests are missing."""
+    """Length of each segment (tokens), by key; segments listed only in corrupt manifests are missing."""
     tokens: dict[str, int] = {}
     for item in list(backend.list()):
         data = backend.get(item.name) if _kind(item.name) == "manifests" else None
@@ -45,18 +44,9 @@ def tokens_of_segments(backend: Backend) -> dict[str, int]:
 
 
 def verify_store(backend: Backend, say: Callable[[str], None], *, delete: bool = False) -> Counter[str]:
-    """Read all segments and manifests, and check every checksum.
+    """Check all segments and manifests; count sound ``segments`` and ``manifests``, and ``corrupt`` files.
 
-    Args:
-        backend: the store.
-        say: called with a line for each corrupt file.
-        delete: remove corrupt files.
-
-    Returns:
-        Numbers of files: sound ``segments`` and ``manifests``, and ``corrupt``.
-
-    Raises:
-        StoreError: the store is not there, or cannot be read.
+    ``say`` gets a line for each corrupt file; with ``delete`` it is removed.
     """
     found: Counter[str] = Counter()
     for item in list(backend.list()):
@@ -75,18 +65,10 @@ def verify_store(backend: Backend, say: Callable[[str], None], *, delete: bool =
 
 
 def copy_store(source: Backend, target: Backend, say: Callable[[str], None]) -> Counter[str]:
-    """Copy the files that the target lacks, and check them. Segments are copied before the manifests that list them.
+    """Copy files that the target lacks; count ``segments``, ``manifests``, ``other``, and ``corrupt`` ones.
 
-    Args:
-        source: the store to read. It is listed before anything is written to the target.
-        target: the store to write.
-        say: called with a line for each corrupt file, which is not copied.
-
-    Returns:
-        Numbers of files copied (``segments``, ``manifests`` and ``other``), and ``corrupt`` ones.
-
-    Raises:
-        StoreError: the source is not there, or one of them cannot be read or written.
+    Segments come before the manifests that list them. The source is listed before anything is written. ``say`` gets a
+    line for each corrupt file, which is not copied.
     """
     counts: Counter[str] = Counter()
     for item in sorted(source.list(), key=lambda item: _kind(item.name) != "segments"):
@@ -117,7 +99,7 @@ def _kind(name: str) -> str:
 
 
 def _check(name: str, data: bytes) -> None:
-    """Raise ``CorruptSegmentError`` unless a file decodes; a segment under its own name and identity."""
+    """Raise ``CorruptSegmentError`` unless a file decodes, a segment with its own name and identity."""
     kind, parts = _kind(name), name.split("/")
     if kind == "manifests":
         decode_manifest(data)

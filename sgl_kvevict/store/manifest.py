@@ -1,4 +1,4 @@
-"""A manifest lists the segments whose paths begin with the same tokens: one read finds the longest for a prompt."""
+"""A manifest lists segments whose paths begin with the same tokens: one read finds the longest for a prompt."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ class ManifestEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         key: its name, 64 hexadecimal digits.
-        start: logical position of its first token.
-        end: logical position after its last token.
+        start: logical position of its first token; ``end``: after its last token.
         splittable: a prompt that diverges inside it can use its beginning.
         is_read: its entries were ranked by readers' attention, not by predicted scores.
         chain: hashes of the blocks of its path, see :meth:`sgl_kvevict.store.identity.Namespace.chain`.
@@ -36,22 +35,17 @@ class ManifestEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chain: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]*$")]
 
     def __post_init__(self) -> None:
-        """Check what depends on two fields (called when an entry is decoded, too)."""
+        """Check fields against each other, also when an entry is decoded."""
         if self.start >= self.end:
             raise ValueError(f"start {self.start}, end {self.end}: expected start < end")
         if len(self.chain) != self.end // CHAIN_TOKENS * CHAIN_DIGITS:
             raise ValueError(f"chain: got {len(self.chain)} digits for {self.end} tokens")
 
     def overlap(self, chain: str, num_tokens: int) -> int:
-        """Tokens that a prompt shares with the beginning of the segment's path, as far as whole blocks tell.
+        """Tokens that a prompt (its chain and length) shares with the beginning of the segment's path, in whole blocks.
 
-        Args:
-            chain: the prompt's.
-            num_tokens: the prompt's length.
-
-        Returns:
-            ``end`` if all whole blocks agree and the prompt is long enough; the rest is compared when the segment is
-            read.
+        ``end`` if all whole blocks agree and the prompt is long enough; the last tokens are compared once the segment
+        is read.
         """
         if num_tokens >= self.end and chain.startswith(self.chain):
             return self.end
@@ -66,7 +60,7 @@ class _Manifest(msgspec.Struct):
 
 
 def encode_manifest(entries: Sequence[ManifestEntry]) -> bytes:
-    """Return the bytes of a manifest: the SHA-256 of its text in hexadecimal digits, a newline, and the text, JSON."""
+    """Return the bytes of a manifest: the SHA-256 of its JSON text in hexadecimal digits, a newline, and the text."""
     text = msgspec.json.encode(_Manifest(FORMAT_VERSION, list(entries)))
     return hashlib.sha256(text).hexdigest().encode() + b"\n" + text
 
@@ -90,12 +84,7 @@ def decode_manifest(data: bytes) -> list[ManifestEntry]:
 
 
 def merge_manifest(data: bytes | None, entries: Sequence[ManifestEntry]) -> bytes:
-    """Return a manifest with ``entries`` added as the newest; they replace entries of the same key.
-
-    Args:
-        data: the manifest; None, or a corrupt one: an empty manifest.
-        entries: to add.
-    """
+    """Return a manifest (None or corrupt: an empty one) with ``entries`` as the newest; equal keys are replaced."""
     try:
         there = [] if data is None else decode_manifest(data)
     except CorruptSegmentError:

@@ -15,7 +15,7 @@ from sgl_kvevict.store.backend import Backend, Item, check_name
 
 TRIES = 4
 TRY_AGAIN_S = 0.02
-"""One of two concurrent writers of an object is refused; it tries again after this time, then after twice as long."""
+"""Delay before the first retry of a refused concurrent write; it doubles with each retry."""
 MASTER_PORT = 50051
 LISTING_PORT = 9003
 BUFFER_BYTES = 256 * 1024**2
@@ -30,7 +30,7 @@ _OPTIONS = ("protocol", "devices", "metadata", "host", "listing_port", "buffer_b
 class MooncakeBackend(Backend):
     """Objects in a Mooncake store, whose memory other processes (``mooncake_client``) provide.
 
-    The connection is made when it is first needed, and again after a failure, so a server starts without its store.
+    The connection is made when first needed, and again after a failure, so a server starts without its store.
     When memory is full the master decides what is removed.
 
     Args:
@@ -76,7 +76,7 @@ class MooncakeBackend(Backend):
                 return data
             if not self._exists(name):
                 return None
-            time.sleep(TRY_AGAIN_S * 2**attempt)  # it may be being written
+            time.sleep(TRY_AGAIN_S * 2**attempt)  # a write may be under way
         raise StoreError(f"store {self.url!r} cannot be read: {name} is listed, but the process that held it is gone")
 
     def _exists(self, name: str) -> bool:
@@ -87,14 +87,14 @@ class MooncakeBackend(Backend):
         return code != _NO_OBJECT and self._check("changed", code) == 0
 
     def _list(self, prefix: str) -> Iterator[Item]:
-        """Ask the master's HTTP server; it does not tell when an object was used last."""
+        """Ask the master's HTTP server, which does not report when an object was last used."""
         store = self._connected()
         with urllib.request.urlopen(f"http://{self._host}:{self._listing_port}/get_all_keys", timeout=30) as response:
             keys = response.read().decode().split("\n")
         for key in keys:
             if key.startswith("/".join(part for part in (self._name, prefix) if part) + "/"):
                 size = store.get_size(key)
-                if size >= 0:  # removed since, otherwise
+                if size >= 0:  # else it was removed meanwhile
                     yield Item(key[len(self._name) + 1 :], size, time.time())
 
     def _parse(self, url: str) -> None:
@@ -133,7 +133,7 @@ class MooncakeBackend(Backend):
         code = store.setup(
             options.get("host", here),
             options.get("metadata", "P2PHANDSHAKE"),
-            0,  # provide no memory: it would be lost with this process
+            0,  # provides no memory, which would be lost with this process
             self._buffer_bytes,
             options.get("protocol", "tcp"),
             options.get("devices", ""),

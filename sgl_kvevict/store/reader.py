@@ -1,4 +1,4 @@
-"""Read ahead: while a request waits in the queue, threads fetch the stored segments of its prompt."""
+"""Read-ahead: while a request waits in the queue, threads fetch the stored segments of its prompt."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ MAX_WAITING = 64
 MAX_SEGMENTS = 8
 """Segments fetched one after the other for one prompt."""
 MAX_TRIES = 8
-"""Segments read to find the longest agreement: block hashes leave the last tokens open."""
+"""Segments read to find the longest match: block hashes do not cover the last tokens."""
 MIN_USED = 0.5
-"""Share of a segment's tokens that a prompt must agree with, so that fetching all of it pays."""
+"""Share of a segment's tokens that a prompt must share, so that fetching all of it pays."""
 PAUSE_S = 5.0
-"""Requests go on without the store for this time after it failed, or delivered nothing while a request waited."""
+"""Time without reads after the store failed, or delivered nothing while a request waited."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A prompt to look up: its tokens and namespace, and how many of them the tree holds in spans, and in all."""
+    """A prompt to look up; the tree has its first ``cached`` tokens, ``compressed`` of them in spans."""
 
     tokens: Sequence[int]
     namespace: Namespace
@@ -46,11 +46,8 @@ class Fetch:
     """A fetch under way.
 
     Attributes:
-        wanted: the prompt.
         deadline: when its request stops waiting (``time.monotonic``).
         records: segments found, in the order of the path; complete when ``is_done``.
-        errors: messages of failures.
-        is_done: the thread has ended.
         is_abandoned: no request waits for it any more.
     """
 
@@ -63,15 +60,9 @@ class Fetch:
 
 
 class ReadAhead:
-    """Fetches stored segments of prompts.
+    """Fetches stored segments of prompts; a request waits at most ``wait_s`` seconds.
 
-    Args:
-        store: the store.
-        wait_s: longest time that a request waits, in seconds.
-        clock: counts seconds.
-
-    Attributes:
-        num_skipped: prompts not looked up, because the store had failed or too many fetches waited.
+    ``num_skipped``: prompts not looked up, because the store had failed or too many fetches waited.
     """
 
     def __init__(self, store: SegmentStore, wait_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -87,7 +78,7 @@ class ReadAhead:
         self._locks = [Lock() for _ in range(4 * NUM_THREADS)]
 
     def deadline(self) -> float:
-        """When a request that begins to wait now stops waiting."""
+        """When a request that starts to wait now stops waiting."""
         return self._clock() + self._wait_s
 
     def has_passed(self, deadline: float) -> bool:
@@ -95,7 +86,7 @@ class ReadAhead:
         return self._clock() >= deadline
 
     def start(self, wanted: Wanted) -> Fetch | None:
-        """Begin a fetch; None: too little could be won, the store has a pause, or too many fetches wait."""
+        """Start a fetch; None: too little to gain, reads are paused, or too many fetches wait."""
         if len(wanted.tokens) - wanted.cached < self._min_tokens:
             return None
         fetch = Fetch(wanted, self.deadline())
@@ -107,7 +98,7 @@ class ReadAhead:
     def is_late(self, fetch: Fetch) -> bool:
         """Whether a fetch has missed its deadline; it is then abandoned.
 
-        If no fetch at all has ended meanwhile, the store gets a pause.
+        If no fetch at all has ended meanwhile, reads are paused.
         """
         now = self._clock()
         if fetch.is_done or now < fetch.deadline:
@@ -118,7 +109,7 @@ class ReadAhead:
         return True
 
     def abandon(self, fetch: Fetch) -> None:
-        """No request waits for a fetch any more."""
+        """Mark a fetch that no request waits for any more."""
         fetch.is_abandoned = True
 
     # ---- in a thread ------------------------------------------------------------------------------------------
@@ -171,9 +162,9 @@ class ReadAhead:
     def _candidates(
         self, wanted: Wanted, entries: Sequence[ManifestEntry], chain: str, start: int
     ) -> Iterator[tuple[int, ManifestEntry]]:
-        """Entries that continue at a position, with the length of their agreement, the longest first.
+        """Entries that continue at position ``start``, with the length of their match, longest first.
 
-        A splittable one may begin before the position: its first entries are cut off.
+        A splittable segment may begin earlier: its entries before ``start`` are cut off.
         """
         begun = (entry for entry in entries if entry.start == start or (entry.splittable and entry.start < start))
         found = [(entry.overlap(chain, len(wanted.tokens)), entry) for entry in begun]
@@ -182,7 +173,7 @@ class ReadAhead:
                 yield overlap, entry
 
     def _get(self, fetch: Fetch, key: str) -> SegmentRecord | None:
-        """Read a segment; concurrent fetches of the same one share the read. A corrupt one is removed."""
+        """Read a segment; concurrent fetches share the read. A corrupt one is removed."""
         with self._locks[int(key[:8], 16) % len(self._locks)]:
             record = self._recent.get(key)
             if record is not None:
@@ -204,10 +195,10 @@ class ReadAhead:
 
 
 def _pays(entry: ManifestEntry, same: int, start: int) -> bool:
-    """Whether a segment is worth reading for a prompt that agrees with it up to a position."""
+    """Whether a segment is worth reading for a prompt that matches it up to position ``same``."""
     return same == entry.end or (entry.splittable and same - start >= MIN_USED * (entry.end - entry.start))
 
 
 def common_length(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Number of tokens at the beginning of two sequences that are the same."""
+    """Number of equal tokens at the beginning of two sequences."""
     return sum(takewhile(bool, map(eq, ours, theirs)))

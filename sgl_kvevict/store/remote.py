@@ -1,4 +1,4 @@
-"""A URL that fsspec reaches as a store: S3, Google's and Azure's buckets, memory."""
+"""A URL that fsspec reaches as a store: buckets of S3, Google and Azure, or memory."""
 
 from __future__ import annotations
 
@@ -12,20 +12,17 @@ from sgl_kvevict.store.backend import Backend, Item
 
 
 class RemoteBackend(Backend):
-    """Objects below a URL.
+    """Objects below a URL, ``PROTOCOL://...``.
 
-    Writes of one object are atomic where the service promises that (S3 does). Size limit and expiry are the service's
+    Writes of an object are atomic if the service promises it (S3 does). Size limit and expiry are set in the service
     (life-cycle rules).
-
-    Args:
-        url: ``PROTOCOL://...``.
 
     Raises:
         ConfigError: fsspec, or its package for this protocol, is not installed; or the URL is not valid for it.
     """
 
     _failures: ClassVar[tuple[type[Exception], ...]] = (Exception,)
-    """Each client library has exceptions of its own."""
+    """Each client library has its own exceptions."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -71,7 +68,7 @@ class RemoteBackend(Backend):
 
 
 def _time_of(info: dict[str, Any]) -> float:
-    """When an object was written, if the service tells it; else now."""
+    """When an object was written, if the service reports it; else now."""
     for field in ("LastModified", "mtime", "created", "updated"):
         value = info.get(field)
         if isinstance(value, int | float):

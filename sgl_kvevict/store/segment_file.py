@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # torch is imported where tensors are made: `sgl-kvevict stor
 MAGIC = b"sgl-kvevict-seg\n"
 PREFIX_BYTES = 64
 MAX_HEADER_BYTES = 1 << 16
-"""Of the safetensors header, which names at most eleven tensors and seven fields."""
+"""Limit of the safetensors header, which names at most eleven tensors and seven fields."""
 MAX_TOKENS = 1 << 26
 _FIELDS: dict[str, type] = {
     **{"key": str, "identity": str, "start": int, "end": int},
@@ -52,22 +52,18 @@ class SegmentRecord:
     Attributes:
         key: its name, see :meth:`sgl_kvevict.store.identity.Namespace.segment`.
         identity: digest of the identity that made it.
-        start: logical position of its first token.
-        end: logical position after its last token.
-        splittable: see :class:`sgl_kvevict.prefix.Segment`.
-        is_read: likewise.
+        start: logical position of its first token; ``end``: after its last token.
+        splittable: see :class:`sgl_kvevict.store.manifest.ManifestEntry`, also for ``is_read``.
         created: seconds since the epoch.
         tokens: [end], int64, all tokens of its path.
         keep_lens: [num_layers, num_kv_heads], int32, entries of each run.
         positions: [num_entries], int32, run after run, logical positions, ascending within a run.
-        k: [num_entries, head_dim], in the dtype of the pool.
-        v: likewise.
+        k: [num_entries, head_dim], in the dtype of the pool, like ``v``.
         worth: [num_entries], int16, or None.
         policy_state: [num_layers, num_kv_heads], float32, the policy's state, or None.
         biases: [num_entries], float32, added to the scores of its entries; None: it is not fitted.
         tail_tokens: [num_tail], int64, uncompressed tokens that follow in the prompt; None: no tail.
-        tail_k: [num_layers, num_tail, num_kv_heads, head_dim], in the dtype of the pool, or None.
-        tail_v: likewise.
+        tail_k: [num_layers, num_tail, num_kv_heads, head_dim], in the dtype of the pool, or None; like ``tail_v``.
     """
 
     key: str
@@ -95,7 +91,7 @@ class SegmentRecord:
         return self.positions.numel()
 
     def after(self, position: int) -> SegmentRecord:
-        """Return a record, not to be stored, without the entries of tokens before a logical position."""
+        """Return a record without the entries of tokens before a logical position; not to be stored."""
         import torch
 
         kept = self.positions >= position
@@ -125,11 +121,7 @@ def encode_segment(record: SegmentRecord) -> bytes:
 
 
 def decode_segment(data: bytes, key: str) -> SegmentRecord:
-    """Check bytes from an untrusted source and return the record in them.
-
-    Args:
-        data: as read.
-        key: the name under which they were found.
+    """Check bytes from an untrusted source, found under the name ``key``, and return their record.
 
     Raises:
         CorruptSegmentError: they are not exactly what :func:`encode_segment` returned for this key.
@@ -154,7 +146,7 @@ def decode_segment(data: bytes, key: str) -> SegmentRecord:
 
 
 def read_header(data: bytes) -> dict[str, Any]:
-    """Return fields and shapes of a segment, without its tensors; for ``sgl-kvevict store show``.
+    """Return fields and shapes of a segment, without its tensors, for ``sgl-kvevict store show``.
 
     Raises:
         CorruptSegmentError: not a segment.

@@ -1,4 +1,4 @@
-"""Segments in a store: by key, and by the prompts that can use them."""
+"""Segments in a store, found by key, or by a prompt's first tokens."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ MAX_QUARANTINED = 4096
 
 
 def open_backend(url: str, max_bytes: int | None = None) -> Backend:
-    """Return the back end of a URL or folder. Nothing is created or contacted.
-
-    Args:
-        url: the field ``store`` of the configuration.
-        max_bytes: size limit of a folder.
+    """Return the back end of a URL or folder without creating or contacting it; ``max_bytes`` limits a folder.
 
     Raises:
         ConfigError: the URL's protocol is unknown, or its package is not installed.
@@ -42,7 +38,7 @@ def open_backend(url: str, max_bytes: int | None = None) -> Backend:
 
 @dataclass(frozen=True)
 class StoredSegment:
-    """A segment in a listing: the digest of the identity that made it, its key, and its size and age."""
+    """A segment in a listing; ``identity``: digest of the identity that made it."""
 
     identity: str
     key: str
@@ -50,15 +46,10 @@ class StoredSegment:
 
 
 class SegmentStore:
-    """The segments of one identity.
+    """The segments of one identity; those of others are neither found nor loaded.
 
-    An item that cannot be read although the place answers (an I/O error, missing permission, a folder of its name) is
+    An item that cannot be read although the store answers (an I/O error, missing permission, a folder of its name) is
     quarantined: it counts as missing for ``QUARANTINE_S``.
-
-    Args:
-        backend: the place.
-        identity: of this server. Segments of other identities are neither found nor loaded.
-        clock: counts seconds.
     """
 
     def __init__(self, backend: Backend, identity: StoreIdentity, clock: Callable[[], float] = time.monotonic) -> None:
@@ -68,12 +59,9 @@ class SegmentStore:
         self._quarantined: dict[str, float] = {}
 
     def put(self, record: SegmentRecord, namespace: Namespace) -> int:
-        """Write a segment and list it in its manifests.
+        """Write a segment, list it in its manifests, return the bytes written.
 
-        A stored segment is kept unless only the new one was ranked by readers.
-
-        Returns:
-            Bytes written; 0 if the segment was kept and only the manifests were updated.
+        A stored segment is kept (0 bytes are written) unless only the new one was ranked by readers.
 
         Raises:
             StoreError: it cannot be written.
@@ -103,9 +91,9 @@ class SegmentStore:
         return written
 
     def find(self, tokens: Sequence[int], namespace: Namespace) -> Sequence[ManifestEntry]:
-        """Return segments whose paths share a prompt's first tokens, the newest first.
+        """Return segments whose paths share a prompt's first tokens, newest first.
 
-        One manifest is read, unless it is full: then those of more tokens are read too, the longest first.
+        Reads one manifest; if that is full, also those of more tokens, longest first.
 
         Raises:
             StoreError: the store, or a manifest, cannot be read.
@@ -128,7 +116,7 @@ class SegmentStore:
         Raises:
             StoreError: the store cannot be read.
             UnreadableItemError: the segment cannot be read; it is quarantined.
-            CorruptSegmentError: the file is no segment, or not one of this identity.
+            CorruptSegmentError: the file is not a segment of this identity.
         """
         data = self._read(segment_name(self.identity.digest, key))
         if data is None:
@@ -148,7 +136,7 @@ class SegmentStore:
         return record
 
     def delete(self, key: str) -> bool:
-        """Remove a segment; False: there was none. Manifests may go on listing it."""
+        """Remove a segment; False: there was none. Manifests may still list it."""
         return self.backend.delete(segment_name(self.identity.digest, key))
 
     def _read(self, name: str) -> bytes | None:
@@ -159,14 +147,14 @@ class SegmentStore:
         try:
             return self.backend.get(name)
         except StoreError as error:
-            self.backend.get(self._name(IDENTITY))  # raises if the place as a whole cannot be read
+            self.backend.get(self._name(IDENTITY))  # raises if the store as a whole cannot be read
             if len(self._quarantined) >= MAX_QUARANTINED:
                 self._quarantined.clear()
             self._quarantined[name] = self._clock() + QUARANTINE_S
             raise UnreadableItemError(str(error)) from error
 
     def _first_manifest(self, tokens: Sequence[int], namespace: Namespace) -> Sequence[ManifestEntry]:
-        """Entries of the manifest of the first ``min_prefix_tokens`` tokens, the newest first."""
+        """Entries of the manifest of the first ``min_prefix_tokens`` tokens, newest first."""
         depth = self.identity.min_prefix_tokens
         return self._read_manifest(namespace.first_tokens(tokens, depth)) if len(tokens) >= depth else []
 
@@ -200,11 +188,7 @@ def segment_name(identity: str, key: str) -> str:
 
 
 def list_segments(backend: Backend) -> Iterator[StoredSegment]:
-    """Yield the segments of all identities, in no particular order.
-
-    Raises:
-        StoreError: the place is not there, or cannot be read.
-    """
+    """Yield the segments of all identities, unordered."""
     for item in backend.list(ROOT):
         parts = item.name.split("/")
         if len(parts) == 5 and parts[2] == "segments":

@@ -1,4 +1,4 @@
-"""A thread pool with a bounded queue: the scheduler hands over work and never waits."""
+"""A thread pool with a bounded queue, so that the scheduler hands over work and never waits."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ logger = logging.getLogger(__name__)
 
 
 class Workers:
-    """A thread pool that refuses work when its queue is full. An exception of the work is logged.
+    """A thread pool that refuses work when its queue is full. Exceptions of the work are logged.
 
-    Args:
-        name: of the threads.
-        num_threads: size of the pool.
-        max_waiting: pieces of work that may wait for a thread.
-        max_bytes: what unfinished work may hold; a larger piece waits alone.
+    Work may wait in ``max_waiting`` pieces, and unfinished work may hold ``max_bytes``; a larger piece waits alone.
     """
 
     def __init__(self, name: str, num_threads: int, max_waiting: int, max_bytes: int = 0) -> None:
@@ -27,7 +23,7 @@ class Workers:
 
     @property
     def num_waiting(self) -> int:
-        """Pieces of work that wait for a thread or are under way."""
+        """Pieces of work that wait or are under way."""
         return len(self._sizes())
 
     def has_room(self, num_bytes: int = 0) -> bool:
@@ -36,7 +32,7 @@ class Workers:
         return len(sizes) < self._limit and (not any(sizes) or sum(sizes) + num_bytes <= self._max_bytes)
 
     def submit(self, work: Callable[[], None], num_bytes: int = 0) -> bool:
-        """Hand over work that holds ``num_bytes``; False: the queue is full, and nothing was done."""
+        """Hand over work that holds ``num_bytes``; False: the queue is full."""
         if not self.has_room(num_bytes):
             return False
         future = self._pool.submit(work)
@@ -49,7 +45,7 @@ class Workers:
         return not wait(self._unfinished.copy(), timeout_s).not_done
 
     def close(self, timeout_s: float) -> int:
-        """As :meth:`drain`, then cancel what waits for a thread; return how many pieces of work were not done."""
+        """Wait like :meth:`drain`, then cancel waiting work; return how many pieces were not done."""
         left = wait(self._unfinished.copy(), timeout_s).not_done
         self._pool.shutdown(wait=False, cancel_futures=True)
         return len(left)

@@ -1,4 +1,4 @@
-"""Write behind: one thread writes segments to a store; segments that come too fast are dropped."""
+"""Write-behind: one thread writes segments to a store; segments that come too fast are dropped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_WAITING = 64
 MAX_WAITING_BYTES = 512 * 1024 * 1024
 """Bytes of keys and values that may wait."""
 LOG_EVERY_S = 60.0
-"""The first failed write of each kind is logged, further ones of that kind once in this time."""
+"""Failed writes of each kind are logged once in this time."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,6 @@ class Written:
     """The result for one segment.
 
     Attributes:
-        key: its name.
-        num_tokens: tokens that it stands for.
         num_bytes: bytes written; 0: the store had it already.
         error: why it was not written; None: it was.
     """
@@ -42,16 +40,9 @@ class Written:
 
 
 class WriteBehind:
-    """Hands segments to one thread.
+    """Hands segments to one thread; a segment beyond ``max_bytes`` of keys and values waits alone.
 
-    Args:
-        store: the store.
-        max_bytes: bytes of keys and values that may wait; a larger segment waits alone.
-        clock: counts seconds.
-
-    Attributes:
-        num_dropped: segments not taken because too many waited.
-        done: results of the others, for the scheduler's thread to take.
+    ``num_dropped``: segments not taken because too many waited. ``done``: results of the others, for the scheduler.
     """
 
     def __init__(
@@ -76,16 +67,7 @@ class WriteBehind:
         return has_room
 
     def write(self, record: Callable[[], SegmentRecord], namespace: Namespace, num_bytes: int) -> bool:
-        """Have a segment written.
-
-        Args:
-            record: called by the thread; returns the segment.
-            namespace: of the segment.
-            num_bytes: of its keys and values.
-
-        Returns:
-            False: there is no room, see :meth:`has_room`.
-        """
+        """Queue a segment of ``num_bytes`` of keys and values; the thread calls ``record`` for it. False: no room."""
         return self._workers.submit(lambda: self._write(record(), namespace), num_bytes)
 
     def drain(self, timeout_s: float) -> bool:
@@ -93,7 +75,7 @@ class WriteBehind:
         return self._workers.drain(timeout_s)
 
     def close(self, timeout_s: float) -> int:
-        """As :meth:`drain`, then give up; return the number of segments not written."""
+        """Wait like :meth:`drain`, then give up; return the number of segments not written."""
         return self._workers.close(timeout_s)
 
     def _write(self, record: SegmentRecord, namespace: Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Every policy that has a name: one file for each, with its options, its composition, its source and its own parts."""
+"""The named policies: one file each, with options, composition, source, and parts that no other policy uses."""
 
 from sgl_kvevict.policies.methods.ada_pyramidkv import AdaPyramidKV
 from sgl_kvevict.policies.methods.ada_snapkv import AdaSnapKV
@@ -40,6 +40,6 @@ METHODS: tuple[type[NamedPolicy], ...] = (
     ExpectedAttention,
     Random,
 )
-"""In the order in which they are listed."""
+"""In the order of listings."""
 
 __all__ = ["METHODS"]

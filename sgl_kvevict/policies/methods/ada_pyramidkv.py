@@ -1,7 +1,4 @@
-"""``ada-pyramidkv``: PyramidKV's layer budgets, shared out to the heads of a layer as in Ada-KV.
-
-Source: Ada-KV (arXiv 2407.11550), Alg. 2; shares are :class:`PyramidLayers`, then :class:`AdaptiveHeads`.
-"""
+"""``ada-pyramidkv``: PyramidKV's layer budgets (:class:`PyramidLayers`), split over heads by :class:`AdaptiveHeads`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``ada-snapkv``: SnapKV's scores, with more entries for heads whose attention is spread out.
-
-Source: Ada-KV (arXiv 2407.11550), Alg. 1 and 2; the heads' shares are :class:`AdaptiveHeads`.
-"""
+"""``ada-snapkv``: SnapKV's scores, with more entries for heads of diffuse attention (:class:`AdaptiveHeads`)."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ SAFEGUARD = (
     PaperValue("safeguard", "paper", "Alg. 2, line 8"),
     PaperValue("alpha", 0.2, "experiments, settings"),
 )
-"""How the paper mixes adaptive shares with equal ones."""
+"""The paper's mix of adaptive and equal shares."""
 
 
 class AdaSnapKV(SnapKV):

@@ -1,8 +1,4 @@
-"""``chunkkv``: whole chunks of consecutive tokens, by the attention the last queries pay to them.
-
-Source: ChunkKV (arXiv 2502.00299), Alg. 1, Sec. 3.3. The score is that of ``snapkv`` without its pool, or raw dot
-products as Algorithm 1 prints them.
-"""
+"""``chunkkv``: whole chunks of consecutive tokens, by the attention that the last queries pay them."""
 
 from __future__ import annotations
 
@@ -27,13 +23,9 @@ from sgl_kvevict.policies.signals import Signal
 
 @dataclass(frozen=True)
 class WindowLogitsScorer(Scorer):
-    """Sum over the window of ``q . k``, without scale, mask or softmax.
+    """Sum over the window of ``q . k``, without scale, mask or softmax; for comparison only.
 
-    Logits can be negative, so long chunks are punished; offered for comparison only.
-
-    Attributes:
-        window_size: queries in the observation window.
-        keep_window: tokens of the window that lie inside the range are kept without competing.
+    Logits can be negative, which penalises long chunks.
 
     Source: ChunkKV (arXiv 2502.00299), Alg. 1, line 1, taken literally.
     Differs: with grouped queries, the mean over a group.
@@ -49,7 +41,7 @@ class WindowLogitsScorer(Scorer):
         return self.window_size if self.keep_window else 0
 
     def score(self, view: LayerView) -> TokenScores:
-        """Score one layer: [num_kv_heads, num_tokens], neither scaled nor masked."""
+        """Score one layer."""
         window = view.need_window().last(self.window_size)
         keys = view.keys.float().permute(1, 2, 0)  # [H, D, N]
         grouped = window.queries.float().sum(0).view(view.num_kv_heads, -1, keys.shape[1])
@@ -61,12 +53,10 @@ class ChunkSelector(Selector):
     """Keeps the chunks with the highest summed scores, best first, until the budget is spent.
 
     Attributes:
-        chunk_length: tokens in a chunk; the last one may be shorter.
-        mode: "exact" lays chunks over the competing tokens and cuts the last accepted one to the budget. "paper" is
-            Algorithm 1: chunks also over window tokens inside the range, as many whole ones as budget and window hold,
-            then the *latest* selected tokens are dropped for the window. With a tail that covers the window both agree.
-        chunk_score: "sum" of the chunk's scores, or their "mean" (then a short last chunk is not at a
-            disadvantage).
+        mode: "exact": chunks of the competing tokens, the last accepted one cut to the budget. "paper" (Algorithm 1):
+            chunks also of window tokens inside the range, as many whole ones as budget and window hold; then the
+            *latest* selected tokens make room for the window. With a tail that covers the window both agree.
+        chunk_score: "sum" of the chunk's scores, or their "mean", which does not penalise a short last chunk.
         share_heads: one list of chunks for all heads of a layer, by scores summed over heads (kvpress).
 
     Source: ChunkKV (arXiv 2502.00299), Alg. 1.
@@ -88,7 +78,7 @@ class ChunkSelector(Selector):
         return self._paper(scores, keep_lens + scores.num_last)
 
     def _paper(self, scores: RangeScores, budgets: Tensor) -> Tensor:
-        """Algorithm 1 over all tokens but the pinned first ones; budgets include the window's tokens in the range."""
+        """Algorithm 1 without the pinned first tokens; budgets include the window's tokens in the range."""
         values = scores.values[..., scores.num_first :]
         num_tokens, num_last = values.shape[-1], scores.num_last
         ranking = self._ranking(values)

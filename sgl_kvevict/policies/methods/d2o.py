@@ -1,8 +1,4 @@
-"""``d2o``: H2O's tokens, more of them in layers of dense attention; an evicted token joins the kept one most like it.
-
-Source: D2O (arXiv 2406.13035), Sec. 3. Layers share the budget by :class:`DensityLayers` (Eq. 4, 5), which any method
-may use; the score is that of ``h2o`` (Eq. 6), and the merge, which only this method has, is here (Eq. 9-12).
-"""
+"""``d2o``: H2O's scores, more entries for layers of dense attention, evicted tokens merged into similar kept ones."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.ragged import MergePlan
 
 _SLACK = 1e-6
-"""Similarities this far below the threshold still merge: rounding must not decide between equal numbers."""
+"""Similarities this far below the threshold still merge, so that rounding errors do not decide."""
 _BLOCK_ELEMENTS = 1 << 18
 """Similarities computed at a time (1 MiB of float32)."""
 
@@ -35,19 +31,14 @@ class NearestKeyMerger(Merger):
     """Cosine matching of keys, a moving threshold, and a similarity-weighted mean of keys and values.
 
     The threshold of a head starts as the mean of its evicted tokens' best similarities and moves with later
-    compressions of the same path: ``beta * mean + (1 - beta) * previous``. Evicted tokens below it are dropped.
-
-    With ``direction`` "causal", a span can be cut anywhere without showing a token's content before its position.
-
-    Attributes:
-        options: of the policy. The released code has a ``threshold_scope`` of "layer"; the paper's ablations are
-            ``threshold`` "none", ``weighting`` "average" (Table 8) and ``match_on`` "values" (Table 7).
+    compressions of the same path: ``beta * mean + (1 - beta) * previous``. Evicted tokens below it are not merged. The
+    released code has a ``threshold_scope`` of "layer"; the paper's ablations are ``threshold`` "none", ``weighting``
+    "average" (Table 8) and ``match_on`` "values" (Table 7).
 
     Source: D2O (arXiv 2406.13035), Eq. 9-12.
-    Differs: Eq. 12 as printed gives weights that sum to more than 1; here the numerator is the token's own
-        term. A later compression is one event of many evicted tokens, so the threshold moves by the mean of
-        their maxima.
-        Only tokens of the same compression can be merged into: published spans never change. Keys carry RoPE.
+    Differs: Eq. 12 as printed gives weights that sum to more than 1; here the numerator is the token's own term. A
+        compression evicts many tokens at once, so the threshold moves by the mean of their best similarities. Merge
+        targets are tokens of the same compression, because published spans never change. Keys carry RoPE.
     """
 
     options: D2O
@@ -55,7 +46,7 @@ class NearestKeyMerger(Merger):
 
     @property
     def splittable(self) -> bool:
-        """Only causal merges leave spans that may be cut."""
+        """Whether merges are causal."""
         return self.options.direction == "causal"
 
     def merge(
@@ -79,7 +70,7 @@ class NearestKeyMerger(Merger):
         return merge_plan(kept, merged, similarity, target, self.options.weighting), PolicyState(threshold)
 
     def _threshold(self, similarity: Tensor, candidates: Tensor, state: PolicyState | None) -> Tensor:
-        """[num_layers, num_kv_heads], float32: the threshold after this event; NaN before a first one."""
+        """[num_layers, num_kv_heads], float32: the threshold after this compression; NaN before a first eviction."""
         total = torch.where(candidates, similarity, 0.0).sum(-1, dtype=torch.float64)
         count = candidates.sum(-1)
         if self.options.threshold_scope == "layer":
@@ -144,23 +135,17 @@ class D2O(BudgetOptions):
 
 
 def nearest_kept(rows: Tensor, kept: Tensor, width: int, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """The kept token of its head that is most similar to each token, in blocks (D2O, Eq. 9).
+    """For each token the most similar kept token of its head (D2O, Eq. 9); with ``causal`` only later ones.
 
-    Args:
-        rows: [num_heads, num_tokens, head_dim], any float dtype.
-        kept: [num_heads, num_tokens], bool.
-        width: most kept tokens of a head.
-        causal: only kept tokens after the token count.
-
-    Returns:
-        Cosine similarity [num_heads, num_tokens], float32, -inf without any; position of the kept token, same shape,
-        int64, the lowest of equal ones. Undefined at kept tokens.
+    ``rows`` is [num_heads, num_tokens, head_dim], any float dtype; ``kept`` [num_heads, num_tokens], bool; ``width``
+    the largest number of kept tokens of a head. Returns cosine similarities [num_heads, num_tokens], float32, -inf
+    without a candidate, and positions of the kept tokens, int64, the lowest of equal ones; undefined at kept tokens.
     """
     num_heads, num_tokens, head_dim = rows.shape
     norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32).clamp_(min=1e-12)
     unit = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
     torch.div(rows, norms, out=unit)
-    width = max(width, 1)  # with nothing kept, one column that is masked
+    width = max(width, 1)  # with nothing kept: one masked column
     position = (~kept).sort(dim=-1, stable=True).indices[:, :width]  # kept positions, ascending, first
     valid = kept.gather(-1, position)
     conserved = unit.gather(1, position.unsqueeze(-1).expand(-1, -1, head_dim)).transpose(1, 2)
@@ -170,7 +155,7 @@ def nearest_kept(rows: Tensor, kept: Tensor, width: int, *, causal: bool) -> tup
     index = torch.empty(num_heads, num_tokens, dtype=torch.int64, device=rows.device)
     for i, begin in enumerate(range(0, num_tokens, block)):
         end = min(begin + block, num_tokens)
-        low = min(first[i], width - 1) if causal else 0  # columns before lie before the whole block
+        low = min(first[i], width - 1) if causal else 0  # earlier columns precede the whole block
         similarity = unit[:, begin:end] @ conserved[..., low:]
         if fewest < width:
             similarity.masked_fill_(~valid[:, None, low:], -torch.inf)
@@ -184,11 +169,11 @@ def nearest_kept(rows: Tensor, kept: Tensor, width: int, *, causal: bool) -> tup
 
 
 def _column_bounds(kept: Tensor, block: int) -> tuple[list[int], list[int], int]:
-    """Per block, kept tokens up to its first token (fewest of all heads) and up to its last (most); all, fewest."""
+    """Per block, kept tokens up to its first token (least of all heads) and its last (most); least total of a head."""
     count = kept.cumsum(-1)
     ends = torch.arange(block, kept.shape[-1] + block, block, device=kept.device).clamp_(max=kept.shape[-1]) - 1
     bounds = torch.cat((count[:, ::block].amin(0), count[:, ends].amax(0), count[:, -1].amin(0, keepdim=True)))
-    # sync: blocks multiply only the columns that may count; once per layer
+    # sync: blocks multiply only columns with candidates; once per layer
     numbers = bounds.tolist()
     half = len(numbers) // 2
     return numbers[:half], numbers[half:-1], numbers[-1]
@@ -201,18 +186,14 @@ def merge_plan(
     target: Tensor,
     weighting: Literal["similarity", "average"],
 ) -> MergePlan:
-    """Weights of every kept entry's sources: its own row first, then merged tokens by position.
+    """Sources and weights of every kept entry: its own row first, then merged tokens by position.
 
-    Args:
-        kept: [num_layers, num_kv_heads, num_tokens], bool.
-        merged: same shape, bool; evicted tokens to merge.
-        similarity: same shape, float32, of each evicted token with its target.
-        target: same shape, int32, token index of the target in the same run.
-        weighting: "similarity" gives a token ``exp(cosine)`` and the target ``exp(1)``; "average" the same to all.
+    All tensors are [num_layers, num_kv_heads, num_tokens]; ``target`` is the token index of a ``merged`` token's target
+    in its run. Weights: ``exp(cosine)`` for a token, ``exp(1)`` for the target ("similarity"), or equal ("average").
 
     Source: D2O (arXiv 2406.13035), Eq. 11, and Eq. 12 with the numerator ``exp(u_ij) m_ij``.
     """
-    # sync: how many tokens pass the threshold is data; once per compression, for all layers
+    # sync: the number of tokens above the threshold depends on data; once per compression, for all layers
     sizes = (kept | merged).flatten(1).sum(-1).tolist()
     device, num_layers = kept.device, len(sizes)
     counts = []
@@ -239,7 +220,7 @@ def _layer_plan(
     size: int,
     weighting: Literal["similarity", "average"],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One layer's sources per entry, and each source's head, token index and weight."""
+    """One layer's number of sources per entry, and each source's head, token index and weight."""
     num_tokens = kept.shape[-1]
     entry_of = (kept.flatten().cumsum(0) - 1).view(kept.shape)
     own = torch.arange(num_tokens, device=kept.device).expand_as(kept)

@@ -1,7 +1,4 @@
-"""``defensive``: the largest attention of the window instead of its mean, times the size of the value.
-
-Source: DefensiveKV; CriticalKV (arXiv 2502.03805), Sec. 4.
-"""
+"""``defensive``: the window's largest attention instead of its mean, times the norm of the value."""
 
 from __future__ import annotations
 
@@ -22,18 +19,12 @@ from sgl_kvevict.policies.signals import Signal
 
 @dataclass(frozen=True)
 class RobustAttentionScorer(Scorer):
-    """Largest attention of the last ``window_size`` queries, floored by its mean, times the size of the value.
+    """Largest attention of the last ``window_size`` queries, times the norm of the value after the output projection.
 
-    The maximum keeps what a single query needed. The floor stops heads whose window attended to nothing in particular
-    from ranking by noise. The size of a value is that of its contribution to the residual stream.
+    The maximum keeps tokens that a single query needed. ``use_floor`` raises it to at least the mean over the range, so
+    that heads with diffuse attention do not rank by noise.
 
-    Attributes:
-        window_size: queries in the observation window.
-        use_floor: floor by the mean over the range.
-        use_value_norm: multiply by the norm of the value, through the output projection.
-
-    Source: DefensiveKV (max over window and group, floored by the mean); CriticalKV (arXiv 2502.03805), Sec. 4
-        (the norm).
+    Source: DefensiveKV (max over window and group, floored by the mean); CriticalKV (arXiv 2502.03805), Sec. 4 (norm).
     Differs: the 2-norm over all query heads of a group instead of the 1-norm of each.
     Cost: window_size * num_tokens * head_dim per query head, and num_tokens * head_dim^2 per KV head.
     """

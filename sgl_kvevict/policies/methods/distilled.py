@@ -1,7 +1,4 @@
-"""``distilled``: predicts the entries of ``reconstruction``, by scores learned from its passes; the default.
-
-Source: this project, after KVzap (arXiv 2601.07891). ``sgl_kvevict/distill/`` learns and predicts the scores.
-"""
+"""``distilled``: scores that ``sgl_kvevict/distill/`` learns from the passes of ``reconstruction``; the default."""
 
 from __future__ import annotations
 
@@ -17,19 +14,15 @@ from sgl_kvevict.policies.selectors import TopKSelector
 from sgl_kvevict.policies.signals import Readers, Signal
 
 WINDOW_SIZE = 8
-"""Queries (tokens). 32 predict no better and cost as much as everything else together."""
+"""Queries. 32 predict no better, and cost as much as all other features together."""
 
 
 @dataclass(frozen=True)
 class DistilledScorer(Scorer):
-    """Learned scores; else the attention that readers paid; else echo attention (slots short, nothing learned yet).
+    """Learned scores; else reader attention; else echo attention (slots are short and nothing is learned yet).
 
-    Each of the three is on one scale for all layers and heads.
-
-    Attributes:
-        use_window: learned scores also look at the attention of the prompt's last ``WINDOW_SIZE`` queries.
-
-    Source: KVzap (arXiv 2601.07891), the idea; see :class:`sgl_kvevict.distill.ScoreWeights`.
+    With ``use_window`` the attention of the prompt's last ``WINDOW_SIZE`` queries is a feature of learned scores
+    (:class:`sgl_kvevict.distill.ScoreWeights`).
     """
 
     use_window: bool
@@ -37,18 +30,18 @@ class DistilledScorer(Scorer):
 
     @property
     def window_size(self) -> int:
-        """Queries to keep."""
+        """Number of last queries of the prompt that the scorer reads."""
         return WINDOW_SIZE if self.use_window else 0
 
     @property
     def needs(self) -> frozenset[Signal]:
-        """Window queries only if it looks at them."""
+        """All three signals, keys, values, and window queries with ``use_window``."""
         window = {Signal.WINDOW_QUERIES} if self.use_window else set()
         scores = {Signal.LEARNED_SCORES, Signal.READER_ATTENTION, Signal.ECHO_ATTENTION}
         return frozenset({*scores, Signal.KEYS, Signal.VALUES, *window})
 
     def score(self, view: LayerView) -> TokenScores:
-        """Score one layer by the first of the three signals that is present; ValueError without any."""
+        """Score one layer by the first of the three signals that is present; ValueError if none is."""
         order = (Signal.LEARNED_SCORES, Signal.READER_ATTENTION, Signal.ECHO_ATTENTION)
         present = next((signal for signal in order if signal in view.signals), Signal.READER_ATTENTION)
         return TokenScores(view.need_per_token(present))

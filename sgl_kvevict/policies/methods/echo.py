@@ -1,8 +1,8 @@
 """``echo``: the attention of a second reading of the prompt, without the forward pass.
 
-Source: this project, after KVzip's repetition (arXiv 2505.23416), Sec. 3. During a prefill a token is only seen by the
-tokens that happen to follow it. Here every query is moved behind all keys, where it attends to what continues it, as it
-would if the model repeated the text. ``kvevict_kernels/echo_attention/`` defines the number, which is the score.
+Every query is moved behind all keys, as if the model repeated the text; there it attends to the tokens that continue
+it, which a prefill's mask hides. ``kvevict_kernels/echo_attention/`` defines the score. Source: this project, after
+KVzip's repetition (arXiv 2505.23416), Sec. 3.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""``expected-attention``: attention that future queries are expected to pay, from the distribution of past ones.
-
-Source: Expected Attention (arXiv 2510.00636), Sec. 3.
-"""
+"""``expected-attention``: attention that future queries are expected to pay, from the distribution of past ones."""
 
 from __future__ import annotations
 
@@ -23,13 +20,9 @@ from sgl_kvevict.policies.signals import QueryMoments, Signal
 class ExpectedAttentionScorer(Scorer):
     """Future queries are taken as Gaussian, with mean and covariance of the prompt's queries before RoPE.
 
-    The Gaussian is turned by the mean rotation of the next ``num_future_positions`` positions; the
-    expectation of ``exp(logit)`` is then closed-form. Scores are normalised over the range, averaged over the
-    query heads of a group and multiplied by the value's norm. Sink tokens, which are kept anyway, are left out of the
-    normalisation.
-
-    Attributes:
-        options: of the policy.
+    The mean rotation of the next ``num_future_positions`` positions is applied to the Gaussian; the expectation of
+    ``exp(logit)`` is then closed-form. Scores are normalised over the range without sinks, which are kept anyway,
+    averaged over the query heads of a group and multiplied by the value's norm.
 
     Source: Expected Attention (arXiv 2510.00636), Sec. 3.
     Differs: normalised over the range to compress, not over the whole prompt.
@@ -41,12 +34,12 @@ class ExpectedAttentionScorer(Scorer):
 
     @property
     def needs(self) -> frozenset[Signal]:
-        """Query moments and keys; values only for their norm."""
+        """Query moments and keys; values for ``use_value_norm``."""
         values = {Signal.VALUES} if self.options.use_value_norm else set()
         return frozenset({Signal.QUERY_MOMENTS, Signal.KEYS, *values})
 
     def score(self, view: LayerView) -> TokenScores:
-        """Score one layer; without a prompt length, a ValueError."""
+        """Score one layer; ValueError without a prompt length."""
         moments = view.need(Signal.QUERY_MOMENTS, QueryMoments)
         length = view.need_prompt_length()
         head_dim = view.k_buffer.shape[-1]

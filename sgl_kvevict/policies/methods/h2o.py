@@ -1,7 +1,4 @@
-"""``h2o``: tokens that all queries together attended to most, and the most recent ones.
-
-Source: H2O (arXiv 2306.14048), Sec. 4, Alg. 1.
-"""
+"""``h2o``: tokens with the largest attention summed over all queries, and the most recent ones."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""``k-vec``: SnapKV's scores, steered so that heads and layers together cover more of the prompt.
-
-Source: K-VEC (arXiv 2606.29563), Alg. 1: its heads' windows (Eq. 8-13) are the scorer, its bonus for tokens that few
-layers have kept (Eq. 12-16) is the selector.
-"""
+"""``k-vec``: SnapKV's scores, adjusted so that heads and layers together cover more of the prompt."""
 
 from __future__ import annotations
 
@@ -25,19 +21,16 @@ from sgl_kvevict.policies.signals import QueryWindow, Signal
 
 @dataclass(frozen=True)
 class CrossHeadScorer(Scorer):
-    """Mean attention of the last queries; the flattest heads of a layer use a longer window.
+    """Mean attention of the last queries; a layer's heads with the flattest scores use a longer window.
 
-    Flat means: the smallest standard deviation over the tokens. Besides, every token gets an importance for the
-    layer: the maximum over the KV heads, averaged over the window, for the selector's cross-layer bonus.
-
-    Attributes:
-        options: of the policy. ``rescored_share`` is rounded to heads, half up; importance is never pooled.
+    Flattest: smallest standard deviation over the tokens. A token's importance for the layer, which the selector reads,
+    is the maximum over the KV heads, averaged over the window; it is never pooled. ``rescored_share`` is rounded to
+    heads, half up.
 
     Source: K-VEC (arXiv 2606.29563), Eq. 8, 10, 11, 13; Alg. 1, lines 2-8.
-    Differs: "heads" are KV heads, and a KV head's rows are the mean over its query heads (the paper's figures
-        imply it). Its algorithm's comment calls the flattest heads "most focused"; equation and text say
-        least. The deviation is over all tokens of the prompt (Eq. 10) that can be seen: the range, and the window's own
-        tokens behind it; earlier compressed tokens are gone.
+    Differs: "heads" are KV heads, and a KV head's rows are the mean over its query heads (implied by the paper's
+        figures). A comment in Alg. 1 calls the flattest heads "most focused"; equation and text say least. The
+        deviation (Eq. 10) is over the range and the window's tokens after it, not over tokens compressed earlier.
     Cost: window_size * num_tokens * head_dim per query head.
     """
 
@@ -47,20 +40,20 @@ class CrossHeadScorer(Scorer):
 
     @property
     def window_size(self) -> int:
-        """The longest window that any head looks at."""
+        """The longest window of any head."""
         return self.options.extended_window
 
     @property
     def kept_window(self) -> int:
-        """The base window, or nothing."""
+        """The base window if ``keep_window``."""
         return self.options.base_window if self.options.keep_window else 0
 
     def num_rescored(self, num_heads: int) -> int:
-        """KV heads of a layer that look further back."""
+        """Number of KV heads of a layer that use the longer window."""
         return int(exact_fraction(self.options.rescored_share) * num_heads + exact_fraction(0.5))
 
     def caution(self, num_kv_heads: int) -> str | None:
-        """Warning if all or none of the KV heads are rescored."""
+        """Warning if all or no KV heads are rescored."""
         share, count = self.options.rescored_share, self.num_rescored(num_kv_heads)
         if not share or 0 < count < num_kv_heads:
             return None
@@ -92,7 +85,7 @@ class CrossHeadScorer(Scorer):
 
 
 def _rows_after_range(view: LayerView, window: QueryWindow) -> Tensor:
-    """Attention weights of each query of the window on the window's own tokens that lie behind the range."""
+    """Attention weights of the window's queries on the window's tokens after the range."""
     first = max(view.start + view.num_tokens - window.start, 0)
     keys = view.need(Signal.WINDOW_KEYS, Tensor)[-window.queries.shape[0] :]
     return attention_rows(keys[first:], window.start + first, window, view.sm_scale)
@@ -101,8 +94,8 @@ def _rows_after_range(view: LayerView, window: QueryWindow) -> Tensor:
 def attention_rows(token_keys: Tensor, key_start: int, window: QueryWindow, sm_scale: float) -> Tensor:
     """[num_kv_heads, window, num_tokens], float32: attention weights, mean over the query heads of a group.
 
-    ``token_keys`` is [num_tokens, num_kv_heads, head_dim], of consecutive tokens from ``key_start`` on. One query head
-    of each group at a time bounds the memory.
+    ``token_keys`` is [num_tokens, num_kv_heads, head_dim], of consecutive tokens from ``key_start`` on. The loop over a
+    group's query heads bounds the memory.
     """
     keys = token_keys.float().permute(1, 2, 0)  # [H, D, N]
     size, num_qo_heads, head_dim = window.queries.shape
@@ -121,18 +114,13 @@ def attention_rows(token_keys: Tensor, key_start: int, window: QueryWindow, sm_s
 
 @dataclass(frozen=True)
 class CoverageSelector(Selector):
-    """Layer by layer: score + bonus * importance * (1 - coverage), each head's own best tokens safe.
+    """Layer by layer, ranks tokens by score + ``bonus`` (lambda) * importance * (1 - coverage).
 
-    Coverage is the share of the layers so far in which any head kept the token. The counts live in this call
-    only.
-
-    Attributes:
-        bonus: weight of the cross-layer term (``lambda``).
-        protected_share: share of a head's budget that its own highest scores are sure of (``beta``).
+    Coverage is the share of the layers so far in which any head kept the token. ``protected_share`` (beta) of a head's
+    budget is reserved for its own highest scores.
 
     Source: K-VEC (arXiv 2606.29563), Eq. 12, 14-16; Alg. 1, lines 9-15.
-    Differs: protected tokens come first whatever the scores (the printed override of 1.0 can be beaten by a
-        bonus).
+    Differs: protected tokens always come first (a bonus can exceed the printed override of 1.0).
     """
 
     bonus: float = 1.0

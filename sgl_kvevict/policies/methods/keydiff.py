@@ -1,7 +1,4 @@
-"""``keydiff``: keys unlike the average key are kept.
-
-Source: KeyDiff (arXiv 2504.15364), Sec. 4.
-"""
+"""``keydiff``: keys unlike the average key are kept."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``knorm``: keys with a small norm are kept.
-
-Source: Devoto et al. (arXiv 2406.11430), Sec. 3.
-"""
+"""``knorm``: keys with a small norm are kept."""
 
 from __future__ import annotations
 
@@ -17,12 +14,10 @@ from sgl_kvevict.policies.signals import Signal
 
 @dataclass(frozen=True)
 class KeyNormScorer(Scorer):
-    """The negative L2 norm of the key: small keys attract attention.
-
-    Heads differ in the scale of their keys, so scores are not comparable across heads.
+    """The negative L2 norm of the key; not comparable across heads, whose keys differ in scale.
 
     Source: Devoto et al. (arXiv 2406.11430), Sec. 3.
-    Differs: no (the paper leaves the first two layers uncompressed in some runs; here all are).
+    Differs: all layers are compressed; the paper leaves the first two uncompressed in some runs.
     """
 
     needs = frozenset({Signal.KEYS})

@@ -1,7 +1,4 @@
-"""``pyramidkv``: SnapKV's scores, with more entries in shallow layers and fewer in deep ones.
-
-Source: PyramidKV (arXiv 2406.02069), Sec. 4.2; the layers' shares are :class:`PyramidLayers`.
-"""
+"""``pyramidkv``: SnapKV's scores, with more entries in shallow layers (:class:`PyramidLayers`)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``questions``: entries that questions about the prefix attend to: earlier requests, or questions given with it.
-
-Source: this project; the score is that of ``reconstruction``, with the queries of questions.
-"""
+"""``questions``: ``reconstruction`` with queries of questions: earlier requests, or questions given with the prefix."""
 
 from __future__ import annotations
 

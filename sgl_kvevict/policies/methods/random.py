@@ -16,11 +16,7 @@ from sgl_kvevict.policies.selectors import TopKSelector
 
 @dataclass(frozen=True)
 class RandomScorer(Scorer):
-    """Uniform random numbers; the same seed, layer, start and length give the same scores on every device.
-
-    Attributes:
-        seed: of the generator.
-    """
+    """Uniform random numbers; the same seed, layer, start and length give the same scores on every device."""
 
     seed: int = 0
     traits = frozenset({Trait.COMPARABLE})

@@ -1,7 +1,4 @@
-"""``reconstruction``: entries that the model needs to repeat the prefix, measured in scoring passes.
-
-Source: KVzip (arXiv 2505.23416), Sec. 3, Eq. 3; differences: :class:`SignalScorer`.
-"""
+"""``reconstruction``: entries that the model needs to repeat the prefix, measured in scoring passes (as KVzip)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """``snapkv``: tokens that the prompt's last queries attend to, the same number in every head.
 
-Source: SnapKV (arXiv 2404.14469), Sec. 4; with grouped queries, pooling and the sizes of ``@paper`` as in Ada-KV (arXiv
-2407.11550), Alg. 2. ``pyramidkv``, ``ada-snapkv`` and ``ada-pyramidkv`` are this policy with other budget rules.
+Grouped queries, pooling and the sizes of ``@paper`` follow Ada-KV (arXiv 2407.11550), Alg. 2. ``pyramidkv``,
+``ada-snapkv`` and ``ada-pyramidkv`` are this policy with other budget rules.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WindowSize = Annotated[int, Field(ge=1, description="queries at the end of the p
 
 
 def as_run_in_ada_kv(paper: str, *more: PaperValue) -> PaperSettings:
-    """Settings with which Ada-KV ran ``snapkv`` and its relatives; ``more`` besides."""
+    """Settings of Ada-KV's runs of ``snapkv`` and its variants, and ``more``."""
     options = (
         PaperValue("window_size", 32, "experiments, settings"),
         PaperValue("kernel_size", 7, "experiments, settings"),

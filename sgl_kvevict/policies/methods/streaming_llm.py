@@ -1,7 +1,4 @@
-"""``streaming-llm``: the first tokens (sinks) and the most recent ones.
-
-Source: StreamingLLM (arXiv 2309.17453), Sec. 3.
-"""
+"""``streaming-llm``: the first tokens (sinks) and the most recent ones."""
 
 from __future__ import annotations
 
@@ -22,14 +19,14 @@ NumSinkTokens = Annotated[int, Field(ge=0, description="first tokens of a path t
 
 @dataclass(frozen=True)
 class PositionScorer(Scorer):
-    """Later tokens score higher, the same in every head and layer.
+    """The token's index in the range, in every head and layer.
 
     Source: StreamingLLM (arXiv 2309.17453), Sec. 3; the sinks are the policy's ``num_sink_tokens``.
     Differs: positions stay absolute (StreamingLLM renumbers them inside its cache).
     """
 
     def score(self, view: LayerView) -> TokenScores:
-        """Score one layer: the token's index in the range."""
+        """Score one layer."""
         index = torch.arange(view.num_tokens, dtype=torch.float32, device=view.token_slots.device)
         return TokenScores(index.expand(view.num_kv_heads, -1))
 
