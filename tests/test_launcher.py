@@ -137,6 +137,12 @@ time.sleep(600)
 """
 
 
+def obey_signals() -> None:
+    """A shell starts jobs in the background with SIGINT ignored, nohup with SIGHUP: children inherit that."""
+    for ignored in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_DFL)
+
+
 @needs_proc
 @pytest.mark.parametrize("state", ["running", "suspended"])
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP])
@@ -146,7 +152,8 @@ def test_a_killed_process_leaves_no_server(
     log_path = tmp_path / "s.log"
     path = os.pathsep.join([fake_env["PYTHONPATH"], os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", PARENT, str(log_path), state]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}) as parent:
+    env = {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, preexec_fn=obey_signals) as parent:
         assert parent.stdout is not None
         pids = [int(parent.stdout.readline()), helper_pid(log_path.read_text())]
         assert all(map(is_running, pids))
@@ -159,6 +166,7 @@ def test_a_killed_process_leaves_no_server(
 def test_a_killed_learn_leaves_no_server(tmp_path: Path, fake_env: dict[str, str], how: signal.Signals) -> None:
     path = os.pathsep.join([fake_env["PYTHONPATH"], os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)}
+    (tmp_path / "config.json").write_text("{}")
     command = [sys.executable, "-c", "from sgl_kvevict.cli import main; main()", "learn", str(tmp_path)]
     command += ["--out", str(tmp_path / "scores.safetensors"), "--", "--device", "cpu", "--never"]
     with subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL) as learn:

@@ -56,9 +56,8 @@ _SPANS = frozenset({State.LIGHT, State.COMPRESSED, State.SQUEEZED})
 CHANGES: Mapping[tuple[State, Change], frozenset[State]] = {
     (State.FULL, Change.INSTALL): _SPANS,
     **{(state, Change.GROW): _SPANS for state in _SPANS},
-    (State.LIGHT, Change.SQUEEZE): _SPANS,
-    (State.COMPRESSED, Change.SQUEEZE): frozenset({State.SQUEEZED}),
-    (State.SQUEEZED, Change.SQUEEZE): frozenset({State.SQUEEZED}),
+    # A segment whose lower views were dropped stands for fewer tokens after a squeeze, so for a larger share.
+    **{(state, Change.SQUEEZE): _SPANS for state in _SPANS},
     **{(state, Change.SPLIT): frozenset({state}) for state in State},
     **{(state, Change.DROP): frozenset() for state in State},
 }

@@ -60,7 +60,8 @@ NO_ROTARY = Rotary(torch.empty(512, 0), is_neox=True)
 def publish_server_args(folder: Path) -> None:
     """Install the process-wide configuration that SGLang's request life cycle reads."""
     (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
-    publish(ServerArgs(model_path=str(folder), device="cpu", radix_cache_backend="kvevict"), role="scheduler")
+    ours = {"radix_cache_backend": "kvevict", "attention_backend": "kvevict"}
+    publish(ServerArgs(model_path=str(folder), device="cpu", **ours), role="scheduler")
 
 
 @dataclass

@@ -19,12 +19,7 @@ REFUSED = None
 NODE_CHANGES = {
     Change.INSTALL: {State.FULL: SPANS, State.LIGHT: REFUSED, State.COMPRESSED: REFUSED, State.SQUEEZED: REFUSED},
     Change.GROW: {State.FULL: REFUSED, State.LIGHT: SPANS, State.COMPRESSED: SPANS, State.SQUEEZED: SPANS},
-    Change.SQUEEZE: {
-        State.FULL: REFUSED,
-        State.LIGHT: SPANS,
-        State.COMPRESSED: {State.SQUEEZED},
-        State.SQUEEZED: {State.SQUEEZED},
-    },
+    Change.SQUEEZE: {State.FULL: REFUSED, State.LIGHT: SPANS, State.COMPRESSED: SPANS, State.SQUEEZED: SPANS},
     Change.SPLIT: {state: {state} for state in State},
     Change.DROP: {state: set() for state in State},
 }

@@ -96,6 +96,8 @@ def resolved_graphs(tmp_path, monkeypatch, **flags):
     register()
     monkeypatch.setattr(cuda_graph_config, "default_prefill_backend", lambda: GraphBackend.BREAKABLE)
     (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
+    if flags["attention_backend"] == "kvevict":
+        flags["radix_cache_backend"] = "kvevict"
     args = ServerArgs(model_path=str(tmp_path), device="cpu", skip_tokenizer_init=True, **flags)
     args.resolve_once()
     graphs = resolved_view(args).cuda_graph_config

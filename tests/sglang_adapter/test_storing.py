@@ -136,12 +136,16 @@ def test_an_error_nobody_expects_is_held(tmp_path, monkeypatch):
     assert errors == {"store": 2}
 
 
-def test_new_weights_switch_the_store_off(tmp_path):
+def test_new_weights_switch_the_store_off(tmp_path, monkeypatch):
     Server(tmp_path).serve(DOCUMENT)
     server = Server(tmp_path)
+    fetches = []
+    monkeypatch.setattr(server.reader._workers, "submit", lambda work: fetches.append(work) or True)
     waiting = server.queue(DOCUMENT)
     server.loading.settle([waiting])
     server.harness.tree.forget_compressed()
+    for fetch in fetches:
+        fetch()  # it comes when nothing may be loaded any more
     assert server.loading.settle([waiting]) == set() and not server.access.is_on
     assert server.heard.loads == []
     late = server.harness.request([*DOCUMENT, 8])
