@@ -47,7 +47,10 @@ class ReaderTable:
 
     def __getitem__(self, reader: Reader) -> ReaderRecord:
         """The record of a reader, created if missing."""
-        return self._records.setdefault(reader, ReaderRecord())
+        record = self._records.get(reader)
+        if record is None:
+            record = self._records[reader] = ReaderRecord()
+        return record
 
     def items(self) -> list[tuple[Reader, ReaderRecord]]:
         """All readers and their records, in order of arrival."""

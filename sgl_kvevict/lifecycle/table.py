@@ -213,14 +213,13 @@ class Spans(Mapping[Node, Span]):
         self._records = records
 
     def __getitem__(self, node: Node) -> Span:
-        span = self.at(node)
+        span = self._records[node].span
         if span is None:
             raise KeyError(node)
         return span
 
     def __contains__(self, node: object) -> bool:
-        record = self._records.get(node)  # type: ignore[call-overload]  # a node, or no key of the table
-        return record is not None and record.span is not None
+        return node in self._records and self._records[node].span is not None  # type: ignore[index]
 
     def __iter__(self) -> Iterator[Node]:
         return (node for node, record in self._records.items() if record.span is not None)
@@ -230,8 +229,7 @@ class Spans(Mapping[Node, Span]):
 
     def at(self, node: Node | None) -> Span | None:
         """The span of a node; None if it holds none."""
-        record = None if node is None else self._records.get(node)
-        return None if record is None else record.span
+        return None if node is None or node not in self._records else self._records[node].span
 
     def waterline(self, path: Sequence[Node]) -> int:
         """Number of compressed tokens of a path."""

@@ -34,6 +34,7 @@ class Segment:
 
     Attributes:
         token_slots: [num_slots], int64, token slots held exclusively.
+        num_slots: how many these are (physical length).
         head_slots: [num_entries], int32, storage of each entry, run after run in (layer, head) order.
         positions: [num_entries], int32, logical position of each entry's token, ascending within a run.
         indptr: [num_layers * num_kv_heads + 1], int32, start of each run.
@@ -45,7 +46,7 @@ class Segment:
         entry_attention: sums of the passes under way; None or closed without passes.
         policy_state: of the path, for its next compression; opaque here.
         is_generated: holds generated tokens. It grows view by view; a request that reads all views reads them as one,
-            see :meth:`SpanTable.runs`.
+            see :meth:`Spans.runs`.
         num_live_entries: entries in live spans (``num_spans``).
     """
 
@@ -66,12 +67,13 @@ class Segment:
         self.start = start
         self.end = end
         self.token_slots = token_slots
+        self.num_slots = token_slots.numel()
         self.head_slots = head_slots
         self.positions = positions
         self.indptr = indptr
         self.splittable = splittable
         self.worth = worth
-        self.tokens_per_slot = (end - start) / max(token_slots.numel(), 1)
+        self.tokens_per_slot = (end - start) / max(self.num_slots, 1)
         self.is_measured = False
         self.is_fitted = False
         self.entry_attention: EntryAttention | None = None
@@ -80,11 +82,6 @@ class Segment:
         self._runs: SpanRuns | None = None
         self.num_spans = 0
         self.num_live_entries = head_slots.numel()
-
-    @property
-    def num_slots(self) -> int:
-        """Token slots held."""
-        return self.token_slots.numel()
 
     @property
     def num_entries(self) -> int:
