@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -106,9 +107,9 @@ class NamedPolicy(BaseModel):
     use_when: ClassVar[str]
     paper: ClassVar[PaperSettings | None] = None
 
+    @abstractmethod
     def build(self) -> Policy | None:
         """Make the policy; None compresses nothing."""
-        raise NotImplementedError
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Self:

@@ -202,7 +202,7 @@ BROKEN = [
     RuntimeError("Could not find nvcc and default cuda_home='/usr/local/cuda' doesn't exist"),
     FileNotFoundError(2, "No such file or directory", "ninja"),
     subprocess.CalledProcessError(1, ["nvcc", "--version"]),
-    PermissionError(13, "Permission denied", "/root/.cache/flashinfer"),
+    PermissionError(13, "Permission denied", "/nowhere/flashinfer"),
 ]
 
 
