@@ -194,6 +194,8 @@ OVERRIDES = {
         "_recover_from_incoming",
         "apply_component_action",
         "evict_component",
+        "evict_device_next_node",
+        "evict_device_start",
         "redistribute_on_node_split",
     },
 }
