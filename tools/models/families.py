@@ -175,8 +175,8 @@ How layers with a window are compressed: [design.md](design.md#layers-with-slidi
 The KV of the full attention of models with recurrent layers is compressed. Tree, KV pool and pool of states are tested
 with random operations (`make test-machines ARGS="20000 1 states"`). For a CPU, SGLang has no forward of recurrent
 layers; with a slow one that belongs to the tests (`tools/models/recurrent`), Falcon-H1 answers in a real server as its
-definition in transformers does (`make test-models ARGS="-k recurrent"`). SGLang's own recurrent layers, which need a GPU,
-have not run with the plugin. Start such models with the flags below: the other place of states (`extra_buffer`) is
+definition in transformers does (`make test-models ARGS="-k recurrent"`). SGLang's own recurrent layers, which need a
+GPU, have not run with the plugin. Start such models with the flags below: the other place of states (`extra_buffer`) is
 refused.
 
 | family | architecture | why it is not among the served | start with |

@@ -1,7 +1,7 @@
 """Take over the results of the last complete check: ``PYTHONPATH=tools .venv/bin/python -m peers.report``.
 
-Copies ``out/peers/kvpress.csv`` to ``docs/results/policies-peers.csv`` and rewrites the tables in ``docs/results/policies-peers.md``
-(between its two markers). Everything else in that page is written by hand.
+Copies ``out/peers/kvpress.csv`` to ``docs/results/policies-peers.csv`` and rewrites the tables in ``policies-peers.md``
+beside it (between its two markers). Everything else in that page is written by hand.
 """
 
 from __future__ import annotations
