@@ -19,6 +19,7 @@ class ReaderRecord:
     Attributes:
         is_live: it has matched its prompt and was not released.
         is_exact: it must read no compressed entry (``exact``).
+        is_loaded: what the host has of its prompt was loaded; since then it was not released.
         observation: of its prefill; None before, and once the complete prompt was dealt with.
         suffix: its generated tokens and their compression; None: they are not compressed.
     """
@@ -26,6 +27,7 @@ class ReaderRecord:
     is_live: bool = False
     is_exact: bool = False
     is_pass: bool = False
+    is_loaded: bool = False
     observation: PromptObservation | None = None
     suffix: Generated | None = None
 

@@ -123,6 +123,12 @@ HOOKS = (
         why="a request would be prefilled before the fetched prefix is in the tree",
     ),
     Hook(
+        target="sglang.srt.managers.schedule_batch.Req.init_next_round_input",
+        kind="BEFORE",
+        function="sgl_kvevict.sglang_adapter.host_memory.before_matching",
+        why="prefixes that the pool has dropped and the host has would be computed again",
+    ),
+    Hook(
         target="sglang.srt.managers.scheduler.Scheduler.handle_shutdown",
         kind="AFTER",
         function="sgl_kvevict.sglang_adapter.scheduler_store.after_shutdown",
