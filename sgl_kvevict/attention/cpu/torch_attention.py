@@ -51,7 +51,7 @@ class TorchAttention:
             for head in range(geometry.num_kv_heads):
                 heads = slice(head * geometry.group_size, (head + 1) * geometry.group_size)
                 sinks = None if sink_logits is None else sink_logits[heads].float()
-                *keys, key_positions = self._keys(batch, request, layer, head)
+                k, v, biases, key_positions = self._keys(batch, request, layer, head)
                 positions = torch.arange(seq_len - new, seq_len, device=q.device)
                 tree = batch.tree(request)
                 if tree is not None:
@@ -66,7 +66,7 @@ class TorchAttention:
                         is_seen[:, len(key_positions) - new :] = tree[begin:end]
                     if window := geometry.window(layer):
                         is_seen &= distances < window
-                    out[rows, heads], lse[rows, heads] = _attend(scaled, is_seen, *keys, sinks)
+                    out[rows, heads], lse[rows, heads] = _attend(scaled, is_seen, k, v, biases, sinks)
             first_row += new
         return out, lse
 
