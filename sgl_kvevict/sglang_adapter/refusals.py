@@ -155,6 +155,22 @@ def window_reasons(config: KVEvictConfig, policy: Policy | None, geometry: KVGeo
     return reasons
 
 
+def verification_reasons(ctx: TreeCacheBuildContext, geometry: KVGeometry) -> list[str]:
+    """What speculative decoding does not support in a model."""
+    if ctx.server_args.speculative_algorithm is None:
+        return []
+    reasons = []
+    if ctx.is_hybrid_swa or ctx.is_hybrid_ssm:
+        kind = "recurrent layers" if ctx.is_hybrid_ssm else "a KV pool for layers with a sliding window"
+        reasons.append(f"--speculative-algorithm: the model has {kind}, where rejected drafts are not tested")
+    num_drafts, narrowest = ctx.server_args.speculative_num_draft_tokens, min(filter(None, geometry.windows), default=0)
+    if 0 < narrowest < num_drafts:
+        reasons.append(
+            f"--speculative-num-draft-tokens is {num_drafts}; allowed: at most {narrowest}, the narrowest window"
+        )
+    return reasons
+
+
 def pool_reasons(pool: Any) -> list[str]:
     """Unsupported properties of SGLang's KV pool."""
     reasons = []

@@ -29,7 +29,6 @@ FLAGS: dict[str, tuple[object, str]] = {
     "enable_return_routed_experts": (False, _SLOT_READERS),
     "disaggregation_mode": ("null", _SLOT_READERS),
     "is_embedding": (False, "its answers are made of whole prompts, and scoring passes would get some"),
-    "speculative_algorithm": (None, "draft and verification steps read uncompressed rows"),
     "dllm_algorithm": (None, "diffusion decoding attends in both directions"),
     "pp_size": (1, "not tested with pipeline stages yet"),
     "attn_cp_size": (1, "not tested with context parallelism"),
@@ -47,6 +46,8 @@ FLAGS: dict[str, tuple[object, str]] = {
     "enable_deterministic_inference": (False, "results depend on the batch"),
 }
 """Fields of SGLang's ``ServerArgs``: the only supported value, and what goes wrong with others."""
+MAX_DRAFTS = 64
+"""Draft tokens of a request: ``attention.batch.MAX_TREE_TOKENS``, without importing torch."""
 BACKENDS = ("radix_cache_backend", "attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 
@@ -57,6 +58,35 @@ def flag_reasons(value_of: Callable[[str], object]) -> list[str]:
         f"--{field.replace('_', '-')} is {value!r}, only {FLAGS[field][0]!r} is supported: {FLAGS[field][1]}"
         for field, value in given.items()
     ]
+
+
+_PAIRS = "its prefix keys are pairs of tokens, and its draft layer reads KV that compressed tokens do not have"
+_REFUSED_ALGORITHMS = {
+    "STANDALONE": "the draft model reads its own KV of compressed tokens, which is not kept",
+    "EAGLE": _PAIRS,
+    "EAGLE3": _PAIRS,
+    "NEXTN": _PAIRS,
+}
+
+
+def speculation_reasons(value_of: Callable[[str], object], config: KVEvictConfig) -> list[str]:
+    """Unsupported settings of speculative decoding; ``value_of`` as in :func:`flag_reasons`."""
+    given = value_of("speculative_algorithm")
+    if given is None:
+        return []
+    algorithm, reasons = str(given).upper(), []
+    if algorithm != "NGRAM":
+        reason = _REFUSED_ALGORITHMS.get(algorithm, "it is not tested over compressed prefixes")
+        reasons.append(f"--speculative-algorithm is {given!r}, only 'NGRAM' is supported: {reason}")
+    num_drafts = value_of("speculative_num_draft_tokens")
+    if num_drafts is not None and not 1 <= int(str(num_drafts)) <= MAX_DRAFTS:
+        reasons.append(f"--speculative-num-draft-tokens is {num_drafts}; allowed: 1 to {MAX_DRAFTS}")
+    if config.decode_block is not None:
+        reasons.append(
+            "decode_block: a verification step writes draft tokens behind the answer, and its queries are not observed "
+            "(leave out --speculative-algorithm or decode_block)"
+        )
+    return reasons
 
 
 def backend_reasons(value_of: Callable[[str], object]) -> list[str]:
