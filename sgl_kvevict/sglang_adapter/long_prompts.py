@@ -163,6 +163,8 @@ def around_available(original: Callable[..., int | None], budget: PrefillBudget,
         return original(budget, chunk_limit)
     wanted = min(chunk_limit, admission.plan.chunk)
     available = min(wanted, int(budget.remaining_total))
+    evict_from_tree_cache(budget.tree_cache, max(available, 0))  # a policy that fails keeps no promise
+    available = min(available, budget.allocator.available_size())
     rest = len(req.full_untruncated_fill_ids) - req.prefix_len
     admission.is_parked = available < min(wanted, rest, admission.plan.config.min_prefix_tokens)
     return None if admission.is_parked else available

@@ -42,6 +42,7 @@ class LongPromptScheduler:
         queue: requests that wait, in order.
         chunked_req: the request whose chunks are being computed.
         aborted: requests that were stuck.
+        found: tokens that a request found in the cache when it was admitted.
     """
 
     def __init__(self, harness: Harness, chunk: int) -> None:
@@ -56,6 +57,7 @@ class LongPromptScheduler:
         self.chunked_req: Req | None = None
         self._pending_chunked_abort_req: Req | None = None
         self.aborted: list[Req] = []
+        self.found: dict[Req, int] = {}
 
     def submit(self, req: Req) -> str | None:
         """Queue a request; return why it is refused, if it is."""
@@ -91,6 +93,7 @@ class LongPromptScheduler:
             if req not in adder.can_run_list:
                 break
             self.queue.remove(req)
+            self.found[req] = req.prefix_len
             self.harness.live.append(req)
         if adder.new_chunked_req is not None:
             assert self.chunked_req is None
