@@ -215,9 +215,12 @@ WRITTEN = {
     "ComponentData": {"value"},
     "CacheInitParams": {"component_registry_override"},
     "MHATokenToKVPool": {"k_buffer", "v_buffer", "kvevict_arena"},
+    "BaseTokenToKVPoolAllocator": {"kvevict_long_prompts"},
     "ForwardBatch": {"rids"},
     "Req": {
         "arrival_processed_tokens",
+        "customized_info",
+        "discard_output_reason",
         "finished_output",
         "logprob_start_len",
         "lora_id",
@@ -227,11 +230,11 @@ WRITTEN = {
         "tokenizer",
         "top_logprobs_num",
     },
-    "Scheduler": {"chunked_req", "last_batch", "waiting_queue"},
+    "Scheduler": {"chunked_req", "last_batch", "max_req_input_len", "max_req_len", "waiting_queue"},
     "ScheduleBatch": {"batch_is_full"},
 }
 """Attributes of SGLang's objects that we write."""
-OURS = {*Totals.__struct_fields__, "listener"}
+OURS = {*Totals.__struct_fields__, "listener", "is_parked", "is_short", "prefilling"}
 """Attributes of our own objects that somebody else than the object writes."""
 
 
