@@ -275,7 +275,7 @@ def _misfits() -> tuple[str, ...]:
     known = json.loads(SIGNATURES.read_text(encoding="utf-8"))
     now = signatures()
     return tuple(
-        f"{target}: {now.get(target, 'not overridden')}; expected {known.get(target, 'nothing')}"
+        f"{target}: {now.get(target, 'missing')}; expected {known.get(target, 'nothing')}"
         for target in sorted(known.keys() | now.keys())
         if now.get(target) != known.get(target)
     )
