@@ -1,10 +1,9 @@
 """Random operations on the tree: python tools/run_machines.py [OPERATIONS] [SEED] [POOLS].
 
 Runs the machines of one kind of model in turn, each with seeds of its own, until so many operations were done (default
-100,000). POOLS is ``one``, ``windows`` (layers with a sliding window have a pool of their own), ``states`` (recurrent
-layers have one) or ``drafts`` (requests generate in verification steps). After each operation the harness checks
-contents, conservation and SGLang's own `sanity_check`. Stops at the first failure with the smallest sequence that shows
-it.
+100,000). POOLS is ``one``, ``windows`` (layers with a sliding window have a pool of their own) or ``states`` (recurrent
+layers have one). After each operation the harness checks contents, conservation and SGLang's own `sanity_check`. Stops
+at the first failure with the smallest sequence that shows it.
 """
 
 from __future__ import annotations
@@ -22,12 +21,17 @@ import hypothesis
 from hypothesis.stateful import run_state_machine_as_test
 
 from helpers.harness import publish_server_args
+from helpers.long_machine import LONG_MACHINES
 from helpers.machines import MACHINES, SETTINGS, CacheMachine
 from helpers.state_machines import STATE_MACHINES
 from helpers.verify_machines import VERIFY_MACHINES
 from helpers.window_machines import WINDOW_MACHINES
 
-KINDS = {"one": MACHINES, "windows": WINDOW_MACHINES, "states": STATE_MACHINES, "drafts": VERIFY_MACHINES}
+KINDS = {
+    "one": MACHINES + LONG_MACHINES + VERIFY_MACHINES,
+    "windows": WINDOW_MACHINES,
+    "states": STATE_MACHINES,
+}
 EXAMPLES = 25
 """Sequences of one machine before it is the next one's turn."""
 

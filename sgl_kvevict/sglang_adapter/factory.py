@@ -21,6 +21,7 @@ from sgl_kvevict.sglang_adapter.arena import Arena, arena_of
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME, POOL_HOOK, require_supported_sglang
 from sgl_kvevict.sglang_adapter.distilling import Distilling
+from sgl_kvevict.sglang_adapter.host_memory import open_host
 from sgl_kvevict.sglang_adapter.kv_pools import full_pool_of
 from sgl_kvevict.sglang_adapter.model_parts import find_output_grams, find_rotary
 from sgl_kvevict.sglang_adapter.monitoring.start import start_monitoring
@@ -120,7 +121,7 @@ def _assemble(
 ) -> KVEvictTree:
     geometry = backend.geometry
     packer = SegmentPacker(geometry, arena.k, arena.v, arena.biases)
-    compressor = distilling = access = None
+    compressor = distilling = access = host = None
     if policy is not None:
         model = ctx.tp_worker.model_runner.model
         output_grams = (
@@ -137,7 +138,8 @@ def _assemble(
         if arena.k.is_cuda:
             warm_up(compressor, ctx.tp_worker.model_runner.dtype)
         access = open_access(config, ctx, geometry, arena.k.dtype)
-    ours = partial(KVEvictTree, packer=packer, compressor=compressor, access=access, distilling=distilling)
+        host = open_host(config, ctx, packer)
+    ours = partial(KVEvictTree, packer=packer, compressor=compressor, access=access, distilling=distilling, host=host)
     tree = create_unified_radix_cache(ctx, cache_class=ours)
     assert isinstance(tree, KVEvictTree)
     return tree

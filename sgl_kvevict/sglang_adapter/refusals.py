@@ -72,6 +72,8 @@ def place_reasons(config: KVEvictConfig, policy: Policy | None, ctx: TreeCacheBu
     kind = "recurrent layers" if ctx.is_hybrid_ssm else "a KV pool for layers with a sliding window"
     if config.store is not None:
         reasons.append(f"store: the model has {kind}, whose part of a prefix is not stored")
+    if config.host_bytes:
+        reasons.append(f"host_bytes: the model has {kind}, whose part of a prefix is not copied to the host")
     if policy is not None and not policy.splittable:
         reasons.append(
             f"policy {policy.name!r} merges tokens into earlier ones, so its prefixes cannot be cut; the model has "

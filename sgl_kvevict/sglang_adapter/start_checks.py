@@ -139,12 +139,7 @@ def resource_reasons(config: KVEvictConfig, num_schedulers: int = 1) -> list[str
     if config.store is not None:
         reasons += _store_reasons(config.store)
     if config.save_score_weights is not None:
-        path = Path(config.save_score_weights).expanduser()
-        error = "it is a folder" if path.is_dir() else write_error(path.parent)
-        if error is not None:
-            reasons.append(
-                f"save_score_weights: {str(path)!r} cannot be written ({error}); allowed: a path in a folder"
-            )
+        reasons += output_reasons("save_score_weights", Path(config.save_score_weights).expanduser())
     if config.score_weights not in (None, "auto"):
         from sgl_kvevict.distill.files import check_format
 
@@ -162,6 +157,12 @@ def resource_reasons(config: KVEvictConfig, num_schedulers: int = 1) -> list[str
             num_schedulers,
         )
     return reasons
+
+
+def output_reasons(name: str, path: Path) -> list[str]:
+    """Reason if the file that an option names could not be written; its folder may not exist yet."""
+    error = "it is a folder" if path.is_dir() else write_error(path.parent)
+    return [] if error is None else [f"{name}: {str(path)!r} cannot be written ({error}); allowed: a path in a folder"]
 
 
 def write_error(folder: Path) -> str | None:
