@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 from unittest import mock
 
 import hypothesis.strategies as st
@@ -75,12 +75,11 @@ class VerifyingHarness(Harness):
         return True
 
 
-class Verifying:
-    """Every machine's operations, and steps that accept none, some or all drafts."""
+class VerifyMachine(CacheMachine):
+    """Every operation, and steps that accept none, some or all drafts."""
 
-    make_harness: ClassVar = VerifyingHarness
-    decoding: list[Any]
-    harness: Any
+    make_harness: ClassVar[type[Harness]] = VerifyingHarness
+    harness: VerifyingHarness
 
     @precondition(lambda self: self.decoding)
     @rule(data=st.data(), num_drafts=st.integers(1, 6), steps=st.integers(1, 4))
@@ -101,16 +100,12 @@ class Verifying:
         self._settle()
 
 
-class VerifyMachine(Verifying, CacheMachine):
-    pass
+class VerifyPressureMachine(VerifyMachine, PressureMachine):
+    """Prefixes shrink to make room for drafts."""
 
 
-class VerifyPressureMachine(Verifying, PressureMachine):
-    pass
-
-
-class VerifyExactMachine(Verifying, ExactMachine):
-    pass
+class VerifyExactMachine(VerifyMachine, ExactMachine):
+    """Some of the requests read nothing compressed."""
 
 
 VERIFY_MACHINES = (VerifyMachine, VerifyPressureMachine, VerifyExactMachine)
