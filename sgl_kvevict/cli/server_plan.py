@@ -26,6 +26,7 @@ from sgl_kvevict.sglang_adapter.start_checks import (
     pool_size_reasons,
     port_reasons,
     resource_reasons,
+    speculation_reasons,
 )
 
 CPU_PLATFORM = "kvevict_cpu"
@@ -217,6 +218,7 @@ def _problems(model: str, config: KVEvictConfig, flags: Sequence[str], listens: 
         if flag_value(flags, flag) is not None:
             problems.append(f"{flag}: give the model as the first argument instead")
     problems += flag_reasons(partial(_argument, flags))
+    problems += speculation_reasons(partial(_argument, flags), config)
     problems += pool_size_reasons(flag_value(flags, "--max-total-tokens"), config)
     num_schedulers = _argument(flags, "dp_size")
     problems += resource_reasons(config, num_schedulers if isinstance(num_schedulers, int) else 1)

@@ -123,6 +123,55 @@ HOOKS = (
         why="a request would be prefilled before the fetched prefix is in the tree",
     ),
     Hook(
+        target="sglang.srt.managers.schedule_batch.Req.init_next_round_input",
+        kind="BEFORE",
+        function="sgl_kvevict.sglang_adapter.host_memory.before_matching",
+        why="prefixes that the pool has dropped and the host has would be computed again",
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.init_chunked_prefill",
+        kind="AFTER",
+        function="sgl_kvevict.sglang_adapter.long_prompts.after_chunked_prefill",
+        why="prompts longer than the pool would be refused, though their chunks can shrink while they are prefilled",
+    ),
+    Hook(
+        target="sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator.max_new_tokens_for_memory",
+        kind="AROUND",
+        function="sgl_kvevict.sglang_adapter.long_prompts.around_max_new_tokens",
+        why="a prompt longer than the pool would be allowed an answer of no token",
+    ),
+    Hook(
+        target="sglang.srt.managers.schedule_policy.PrefillAdder._check_prefill_budget",
+        kind="AROUND",
+        function="sgl_kvevict.sglang_adapter.long_prompts.around_check",
+        why="a prompt longer than the pool would never be admitted: it has to fit with what it holds at its peak",
+    ),
+    Hook(
+        target="sglang.srt.mem_cache.prefill_budget.PrefillBudget.available_chunk_tokens",
+        kind="AROUND",
+        function="sgl_kvevict.sglang_adapter.long_prompts.around_available",
+        why="where no slot is left for the next chunk, it would be allocated all the same, which ends the server",
+    ),
+    Hook(
+        target="sglang.srt.mem_cache.allocation.alloc_for_extend",
+        kind="BEFORE",
+        function="sgl_kvevict.sglang_adapter.long_prompts.before_allocation",
+        why="the row of a chunk's prompt is read before room is made, and would keep slots that were released",
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill",
+        kind="AFTER",
+        function="sgl_kvevict.sglang_adapter.long_prompts.after_admission",
+        why="the prompt whose chunks wait for room is unknown to the hooks above, and could wait for ever",
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer."
+        "is_request_level_customized_info_key",
+        kind="AROUND",
+        function="sgl_kvevict.sglang_adapter.long_prompts.around_request_level",
+        why="what meta_info says of a prompt prefilled compressed would be divided among the tokens of its answer",
+    ),
+    Hook(
         target="sglang.srt.managers.scheduler.Scheduler.handle_shutdown",
         kind="AFTER",
         function="sgl_kvevict.sglang_adapter.scheduler_store.after_shutdown",

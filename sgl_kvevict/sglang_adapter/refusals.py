@@ -74,6 +74,8 @@ def place_reasons(config: KVEvictConfig, policy: Policy | None, ctx: TreeCacheBu
     kind = "recurrent layers" if ctx.is_hybrid_ssm else "a KV pool for layers with a sliding window"
     if config.store is not None:
         reasons.append(f"store: the model has {kind}, whose part of a prefix is not stored")
+    if config.host_bytes:
+        reasons.append(f"host_bytes: the model has {kind}, whose part of a prefix is not copied to the host")
     if policy is not None and not policy.splittable:
         reasons.append(
             f"policy {policy.name!r} merges tokens into earlier ones, so its prefixes cannot be cut; the model has "
@@ -152,6 +154,22 @@ def window_reasons(config: KVEvictConfig, policy: Policy | None, geometry: KVGeo
         reasons.append(f"policy {policy.name!r} fits values, which is not tested with sliding windows")
     if config.decode_block is not None:
         reasons.append("decode_block is not tested with layers that have a sliding window")
+    return reasons
+
+
+def verification_reasons(ctx: TreeCacheBuildContext, geometry: KVGeometry) -> list[str]:
+    """What speculative decoding does not support in a model."""
+    if ctx.server_args.speculative_algorithm is None:
+        return []
+    reasons = []
+    if ctx.is_hybrid_swa or ctx.is_hybrid_ssm:
+        kind = "recurrent layers" if ctx.is_hybrid_ssm else "a KV pool for layers with a sliding window"
+        reasons.append(f"--speculative-algorithm: the model has {kind}, where rejected drafts are not tested")
+    num_drafts, narrowest = ctx.server_args.speculative_num_draft_tokens, min(filter(None, geometry.windows), default=0)
+    if 0 < narrowest < num_drafts:
+        reasons.append(
+            f"--speculative-num-draft-tokens is {num_drafts}; allowed: at most {narrowest}, the narrowest window"
+        )
     return reasons
 
 

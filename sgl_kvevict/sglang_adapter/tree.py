@@ -41,6 +41,7 @@ from sgl_kvevict.sglang_adapter.kv_pools import state_slots
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.span_component import FULL, SpanComponent
 from sgl_kvevict.sglang_adapter.window_component import SWA, SpanAwareSWA
+from sgl_kvevict.store import HostSegments
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -48,6 +49,9 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
 logger = logging.getLogger(__name__)
+
+PREFILLED_COMPRESSED = "kvevict_prefilled_compressed"
+"""Key of ``meta_info``: tokens of a prompt longer than the pool that were compressed before the rest was computed."""
 
 
 class UnifiedTreePort:
@@ -162,7 +166,8 @@ class KVEvictTree(UnifiedRadixCache):
     """Unified tree whose nodes may hold spans. It reports events to the manager, which decides what to do.
 
     Without ``compressor`` (policy ``none``) it works as stock, without ``access`` there is no store, without
-    ``distilling`` no scores are learned. ``guard`` catches errors that concern one request or job.
+    ``distilling`` no scores are learned, without ``host`` what is dropped is computed again. ``guard``
+    catches errors that concern one request or job.
     """
 
     def __init__(
@@ -172,6 +177,7 @@ class KVEvictTree(UnifiedRadixCache):
         compressor: Compressor | None,
         access: StoreAccess | None = None,
         distilling: Distilling | None = None,
+        host: HostSegments | None = None,
     ) -> None:
         self.packer = packer
         self.compressor = compressor
@@ -179,7 +185,7 @@ class KVEvictTree(UnifiedRadixCache):
         self.port = UnifiedTreePort(self, TensorRanks(params.attn_tp_cache_group))
         self.guard = Guard(self.ranks.size)
         states = state_slots(params, packer.k_arena)
-        self.manager = PrefixManager(self.port, packer, compressor, self.guard, access_counter, states, access)
+        self.manager = PrefixManager(self.port, packer, compressor, self.guard, access_counter, states, access, host)
         self.spans = self.manager.spans
         self.clock = AccessClock()
         # Prefix of the ids of scoring passes. The same on all ranks, and random so that clients cannot guess it: SGLang
@@ -292,6 +298,8 @@ class KVEvictTree(UnifiedRadixCache):
             self.manager.matched(req)
             if self.manager.readers.is_exact(req) and self._blocking.begins_compressed(key):
                 key = key[:0]
+            elif self.manager.recomputes_uncompressed(req):
+                key = key[: self._blocking.num_compressed(key)]
         return super().match_prefix(replace(params, key=self._allowed(key)))
 
     def touch_prefix(self, key: RadixKey) -> None:
@@ -333,11 +341,22 @@ class KVEvictTree(UnifiedRadixCache):
             self._keep_out(req)
             return
         super().checkpoint(req, up_to=up_to, **kwargs)
+        node = self.tree_core.node_by_id(req.last_node)
         if self.manager.is_complete(req):
+            self._say_if_compressed(req, node)
             with self.guard.at(Place.PROMPT) as attempt:
-                self.manager.prompt_complete(req, self.tree_core.node_by_id(req.last_node), self._wish_of(req))
+                self.manager.prompt_complete(req, node, self._wish_of(req))
             if attempt.failed:
                 self.manager.forget_observed(req)
+        elif not req.finished():
+            with self.guard.at(Place.PROMPT):
+                self.manager.chunk_complete(req, node)
+
+    def _say_if_compressed(self, req: Req, node: UnifiedTreeNode) -> None:
+        """Add to ``meta_info`` how much of a prompt was compressed while it was prefilled."""
+        num_tokens = self.manager.prefilled_compressed(req, node)
+        if num_tokens:
+            req.customized_info = {**(req.customized_info or {}), PREFILLED_COMPRESSED: [num_tokens]}
 
     def _keep_out(self, req: Req) -> None:
         """Do not cache a request's tokens; if it has finished, release its recurrent state too."""

@@ -194,6 +194,8 @@ OVERRIDES = {
         "_recover_from_incoming",
         "apply_component_action",
         "evict_component",
+        "evict_device_next_node",
+        "evict_device_start",
         "redistribute_on_node_split",
     },
 }
@@ -213,9 +215,12 @@ WRITTEN = {
     "ComponentData": {"value"},
     "CacheInitParams": {"component_registry_override"},
     "MHATokenToKVPool": {"k_buffer", "v_buffer", "kvevict_arena"},
+    "BaseTokenToKVPoolAllocator": {"kvevict_long_prompts"},
     "ForwardBatch": {"rids"},
     "Req": {
         "arrival_processed_tokens",
+        "customized_info",
+        "discard_output_reason",
         "finished_output",
         "logprob_start_len",
         "lora_id",
@@ -225,11 +230,11 @@ WRITTEN = {
         "tokenizer",
         "top_logprobs_num",
     },
-    "Scheduler": {"chunked_req", "last_batch", "waiting_queue"},
+    "Scheduler": {"chunked_req", "last_batch", "max_req_input_len", "max_req_len", "waiting_queue"},
     "ScheduleBatch": {"batch_is_full"},
 }
 """Attributes of SGLang's objects that we write."""
-OURS = {*Totals.__struct_fields__, "listener"}
+OURS = {*Totals.__struct_fields__, "listener", "is_parked", "is_short", "prefilling"}
 """Attributes of our own objects that somebody else than the object writes."""
 
 

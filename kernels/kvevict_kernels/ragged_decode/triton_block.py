@@ -68,3 +68,19 @@ def hidden_keys(position_ptr, num_kv, is_span, hidden, m_m):
     last = tl.load(position_ptr + num_kv - 1, mask=is_run, other=2147483647)
     first = tl.load(position_ptr, mask=is_run, other=2147483647)
     return last <= tl.min(tl.where(m_m, hidden, 2147483646), 0), first <= tl.max(tl.where(m_m, hidden, -2147483647), 0)
+
+
+@triton.jit
+def depth_of(visible):
+    """Depth in its tree of each token, [BLOCK_M] int32: bits of ``visible`` (int64) but its own."""
+    pairs = visible - ((visible >> 1) & 0x5555555555555555)
+    fours = (pairs & 0x3333333333333333) + ((pairs >> 2) & 0x3333333333333333)
+    bytes_ = (fours + (fours >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return ((bytes_ * 0x0101010101010101) >> 56).to(tl.int32) - 1
+
+
+@triton.jit
+def is_visible(visible, place):
+    """Whether tokens see keys, [BLOCK_M, BLOCK_N]; ``place`` [BLOCK_N]: among the new tokens, negative before them."""
+    shift = tl.minimum(tl.maximum(place, 0), 63).to(tl.int64)
+    return (place < 0)[None, :] | (((visible[:, None] >> shift[None, :]) & 1) != 0)
