@@ -27,7 +27,7 @@ QUESTIONS = ("How far away is the nearest town?", "Where does the boat land?", "
 
 @pytest.fixture(scope="module")
 def prompts(demo_model):
-    """20 prompts of 8 to 2,200 tokens, up to five chunks; many share a prefix with others, some only the first tokens."""
+    """20 prompts of 8 to 2,200 tokens, up to five chunks; many share a prefix, some only the first tokens."""
     tokenizer = AutoTokenizer.from_pretrained(demo_model)
     text = HANDBOOK.read_text(encoding="utf-8")
     words = text.split()
