@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = {"sgl_kvevict": ROOT / "sgl_kvevict", "kvevict_kernels": ROOT / "kernels" / "kvevict_kernels"}
 
 KERNELS = "kvevict_kernels"
-BASE = {"errors", "guard", "geometry", "ragged", "config", "config_file", "fields", "request"}
+BASE = {"errors", "guard", "geometry", "ragged", "config", "config_file", "fields", "request", "long_prompts"}
 MACHINE = "machine"
 TOP = {"cli", "client", "launcher", "measure", "model"}
 BELOW_TOP = {

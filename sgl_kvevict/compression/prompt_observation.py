@@ -39,6 +39,7 @@ class PromptObservation:
         first_query: logical position of the first query; tokens before it were cached.
         end: logical position after the last query.
         is_complete: the prompt was observed to its end without an error.
+        has_failed: an error made the observation unusable.
     """
 
     def __init__(self, spec: ObservationSpec) -> None:
@@ -46,7 +47,7 @@ class PromptObservation:
         self.first_query = 0
         self.end = 0
         self.is_complete = False
-        self._has_failed = False
+        self.has_failed = False
         self._chunk_start = 0
         self._key_start = 0
         self._token_slots: Tensor | None = None
@@ -106,11 +107,11 @@ class PromptObservation:
         self._chunk_start = start
         self._token_slots = token_slots
         self.end = end
-        self.is_complete = is_last and not self._has_failed
+        self.is_complete = is_last and not self.has_failed
 
     def fail(self) -> None:
         """Mark the observation as unusable after an error."""
-        self._has_failed = True
+        self.has_failed = True
         self.is_complete = False
 
     def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float) -> None:

@@ -184,6 +184,26 @@ class PrefixManager:
         observation = self.readers[reader].observation
         return observation is not None and observation.is_complete
 
+    def chunk_complete(self, reader: Reader, node: Node) -> None:
+        """A chunk of a prompt that goes on is in the tree: if the prompt is longer than the pool, it may shrink."""
+        record = self.readers[reader]
+        if record.first_share is not None and self.pressure is not None and record.observation is not None:
+            self.pressure.chunk_complete(path_to(node), record.observation, record.first_share)
+
+    def recomputes_uncompressed(self, reader: Reader) -> bool:
+        """Whether a prompt computes again what is cached uncompressed.
+
+        Before scores are learned, a prompt longer than the pool has to: only tokens whose queries are seen can shrink.
+        """
+        return self.compressor is not None and self.readers.is_long(reader) and not self.compressor.has_learned
+
+    def prefilled_compressed(self, reader: Reader, node: Node) -> int:
+        """Tokens of a prompt longer than the pool that were compressed before its last chunk was computed."""
+        observation = self.readers[reader].observation
+        if observation is None or not self.readers.is_long(reader):
+            return 0
+        return max(self.spans.waterline(path_to(node)) - observation.first_query, 0)
+
     def prompt_complete(self, reader: Reader, node: Node, wish: RequestOptions | None) -> None:
         """A completely prefilled prompt is in the tree: compress it, or count it towards passes or votes.
 

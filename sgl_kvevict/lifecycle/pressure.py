@@ -77,15 +77,24 @@ class Pressure(Part):
 
     def prompt_complete(self, path: Sequence[Node], num_tokens: int, prompt: PromptObservation) -> None:
         """Note ends on a path whose first ``num_tokens`` tokens are a prompt."""
-        if not (self._compressor.has_learned or prompt.has_echo):
+        self._note_ends(path, num_tokens - self._config.tail_tokens, prompt, None)
+
+    def chunk_complete(self, path: Sequence[Node], prompt: PromptObservation, first_share: float) -> None:
+        """Note ends on a path that is the first part of a prompt longer than the pool.
+
+        ``prompt`` goes on observing the rest, and counts towards ``observation_bytes`` once it is complete.
+        """
+        self._note_ends(path, length_of(path), prompt, first_share)
+
+    def _note_ends(self, path: Sequence[Node], end: int, prompt: PromptObservation, first_share: float | None) -> None:
+        if not (self._compressor.has_learned or prompt.has_echo) or prompt.has_failed:
             return
-        end = num_tokens - self._config.tail_tokens
         position = start = self._spans.waterline(path)
         for node in self._spans.uncompressed(path):
             position += len(node.key)
             if self._ranges.is_long_enough(min(position, end) - start):
                 if self._saw(prompt, start):
-                    self._add_end(self._ranges.node_ending_at(path, min(position, end)), prompt)
+                    self._add_end(self._ranges.node_ending_at(path, min(position, end)), prompt, first_share)
                     start = min(position, end)
                 elif node in self._shrinking:
                     start = position
@@ -116,10 +125,10 @@ class Pressure(Part):
         prompt = self._table.prompts.get(node)
         return prompt is not None and prompt.has_echo and not self._table.is_being_scored(node)
 
-    def _add_end(self, node: Node, prompt: PromptObservation) -> None:
-        self._table.let_shrink(node)
+    def _add_end(self, node: Node, prompt: PromptObservation, first_share: float | None) -> None:
+        self._table.let_shrink(node, first_share)
         if prompt.num_bytes:
-            self._table.prompts.put(node, prompt, prompt.num_bytes)
+            self._table.prompts.put(node, prompt, prompt.num_bytes if first_share is None else 0)
             self.trim_prompts()
 
     def _discard(self, node: Node) -> None:
@@ -168,12 +177,20 @@ class Pressure(Part):
             return 0
         won = 0
         waits: set[Node] = set()  # ends that do not shrink now, and nodes below them
+        before: dict[Node, int] = {}  # tokens since the end above, of nodes that are no ends
         for node in self._readers.movable_nodes():
             is_end = node in self._shrinking and node not in self._spans
+            num_tokens = len(node.key)
+            if node.parent in before and len(node.parent.children) == 1:
+                num_tokens += before[node.parent]
             if node.parent in waits or (is_end and not self._can_score(node)):
                 waits.add(node)
+            elif is_end:
+                won += self._reserve_of_end(node, num_tokens)
             elif node in self._shrinking:
-                won += self._reserve_of_end(node) if is_end else self._reserve_of_span(node)
+                won += self._reserve_of_span(node)
+            elif node not in self._spans:
+                before[node] = num_tokens
         return won
 
     def _reserve_of_span(self, owner: Node) -> int:
@@ -182,9 +199,13 @@ class Pressure(Part):
             return 0
         return max(segment.num_slots - self._slots_at(segment, self._config.shares[-1]), 0)
 
-    def _reserve_of_end(self, node: Node) -> int:
-        """Reserve of this node alone; compressed together with short nodes above it, it releases at least as much."""
-        config, num_tokens = self._config, len(node.key)
+    def _reserve_of_end(self, node: Node, num_tokens: int) -> int:
+        """Reserve of the last ``num_tokens`` tokens before an end.
+
+        Nodes above it are left out if others branch off there, whose ranges would have them too; compressed together
+        with them it releases at least as much.
+        """
+        config = self._config
         if not self._ranges.is_long_enough(num_tokens):
             return 0
         if not config.shares:
@@ -269,7 +290,9 @@ class Pressure(Part):
             return 0
         if not self._can_score(node):
             return 0
-        share = self._config.shares[0] if self._config.shares else None
+        share = self._table.first_share(node)
+        if share is None and self._config.shares:
+            share = self._config.shares[0]
         observation = self._table.prompts.get(node) or CacheObservation()
         done = self._ranges.compress_now(node, Pending(end, observation, share))
         if done.verdict is Verdict.FAILED and done.num_slots == 0:

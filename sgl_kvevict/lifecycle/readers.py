@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -19,6 +19,7 @@ class ReaderRecord:
     Attributes:
         is_live: it has matched its prompt and was not released.
         is_exact: it must read no compressed entry (``exact``).
+        first_share: share to which the chunks of its prompt shrink first, which is longer than the pool; None: it fits.
         is_loaded: what the host has of its prompt was loaded; since then it was not released.
         observation: of its prefill; None before, and once the complete prompt was dealt with.
         suffix: its generated tokens and their compression; None: they are not compressed.
@@ -26,6 +27,7 @@ class ReaderRecord:
 
     is_live: bool = False
     is_exact: bool = False
+    first_share: float | None = None
     is_pass: bool = False
     is_loaded: bool = False
     observation: PromptObservation | None = None
@@ -62,10 +64,24 @@ class ReaderTable:
         """Set ``is_exact`` of a request."""
         self[reader].is_exact = True
 
+    def make_long(self, reader: Reader, first_share: float) -> None:
+        """Let the chunks of a prompt shrink while it is prefilled (``first_share`` of :class:`ReaderRecord`)."""
+        self[reader].first_share = first_share
+
+    def is_long(self, reader: Reader) -> bool:
+        """Whether the chunks of a prompt shrink while it is prefilled."""
+        record = self._records.get(reader)
+        return record is not None and record.first_share is not None
+
     def is_exact(self, reader: Reader) -> bool:
         """Whether a request must read no compressed entry."""
         record = self._records.get(reader)
         return record is not None and record.is_exact
+
+    def has_exact(self, path: Sequence[Node]) -> bool:
+        """Whether an exact request reads a part of a path."""
+        lasts = (self._tree.locked_by(reader) for reader in self if self.is_exact(reader))
+        return any(node in path_to(last) for last in lasts if last is not None for node in path[:1])
 
     def movable(self, node: Node) -> list[Reader] | None:
         """Return the readers of a node; None if the slots of one of them must stay (see the class)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.unified_cache.cache_action import FreeComponentDeviceSlot
@@ -67,17 +69,30 @@ class BlockingNodes:
         """Return the node that a key must not enter (stale, or owner of an unsplittable segment), or None."""
         if self._splittable and not self._stale:
             return None
+        last = self._cache.root_node
+        for node, matched in self._walk(key):
+            if node in self._stale:
+                return node
+            if matched < len(node.key):
+                span = self._spans.at(node)
+                return None if span is None or span.segment.splittable else self._spans.owner_of(node)
+            last = node
+        return self._spans.owner_of(last) if self._spans.blocks(last) else None
+
+    def num_compressed(self, key: RadixKey) -> int:
+        """Number of tokens at the begin of a key that are in spans."""
+        return sum(matched for _, matched in takewhile(lambda step: step[0] in self._spans, self._walk(key)))
+
+    def _walk(self, key: RadixKey) -> Iterator[tuple[UnifiedTreeNode, int]]:
+        """Nodes that share tokens with a key, root side first, and how many."""
         page_size = self._cache.page_size
         node, position = self._cache.root_node, 0
         while position < len(key):
-            child = node.children.get(key.child_key_at(position, page_size))
-            if child is None:
-                break
-            if child in self._stale:
-                return child
-            matched = child.key.match_at(key, position, page_size=page_size)
-            if matched < len(child.key):
-                span = self._spans.at(child)
-                return None if span is None or span.segment.splittable else self._spans.owner_of(child)
-            node, position = child, position + matched
-        return self._spans.owner_of(node) if self._spans.blocks(node) else None
+            node = node.children.get(key.child_key_at(position, page_size))
+            if node is None:
+                return
+            matched = node.key.match_at(key, position, page_size=page_size)
+            yield node, matched
+            position += matched
+            if matched < len(node.key):
+                return

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+import logging
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import UnsupportedSetupError
+
+logger = logging.getLogger(__name__)
 
 BACKEND_NAME = "kvevict"
 SUPPORTED_SGLANG = ("0.5.23",)
@@ -129,6 +137,49 @@ HOOKS = (
         why="prefixes that the pool has dropped and the host has would be computed again",
     ),
     Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.init_chunked_prefill",
+        kind="AFTER",
+        function="sgl_kvevict.sglang_adapter.long_prompts.after_chunked_prefill",
+        why="prompts longer than the pool would be refused, though their chunks can shrink while they are prefilled",
+    ),
+    Hook(
+        target="sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator.max_new_tokens_for_memory",
+        kind="AROUND",
+        function="sgl_kvevict.sglang_adapter.long_prompts.around_max_new_tokens",
+        why="a prompt longer than the pool would be allowed an answer of no token",
+    ),
+    Hook(
+        target="sglang.srt.managers.schedule_policy.PrefillAdder._check_prefill_budget",
+        kind="AROUND",
+        function="sgl_kvevict.sglang_adapter.long_prompts.around_check",
+        why="a prompt longer than the pool would never be admitted: it has to fit with what it holds at its peak",
+    ),
+    Hook(
+        target="sglang.srt.mem_cache.prefill_budget.PrefillBudget.available_chunk_tokens",
+        kind="AROUND",
+        function="sgl_kvevict.sglang_adapter.long_prompts.around_available",
+        why="where no slot is left for the next chunk, it would be allocated all the same, which ends the server",
+    ),
+    Hook(
+        target="sglang.srt.mem_cache.allocation.alloc_for_extend",
+        kind="BEFORE",
+        function="sgl_kvevict.sglang_adapter.long_prompts.before_allocation",
+        why="the row of a chunk's prompt is read before room is made, and would keep slots that were released",
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill",
+        kind="AFTER",
+        function="sgl_kvevict.sglang_adapter.long_prompts.after_admission",
+        why="the prompt whose chunks wait for room is unknown to the hooks above, and could wait for ever",
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer."
+        "is_request_level_customized_info_key",
+        kind="AROUND",
+        function="sgl_kvevict.sglang_adapter.long_prompts.around_request_level",
+        why="what meta_info says of a prompt prefilled compressed would be divided among the tokens of its answer",
+    ),
+    Hook(
         target="sglang.srt.managers.scheduler.Scheduler.handle_shutdown",
         kind="AFTER",
         function="sgl_kvevict.sglang_adapter.scheduler_store.after_shutdown",
@@ -176,9 +227,75 @@ HOOKS = (
 )
 
 
-def require_supported_sglang() -> None:
-    """Raise :class:`UnsupportedSetupError` if the installed SGLang is not in ``SUPPORTED_SGLANG``."""
+OVERRIDING = (
+    "sgl_kvevict.sglang_adapter.tree.KVEvictTree",
+    "sgl_kvevict.sglang_adapter.span_component.SpanComponent",
+    "sgl_kvevict.sglang_adapter.window_component.SpanAwareSWA",
+)
+"""Our classes that override methods of SGLang's."""
+SIGNATURES = Path(__file__).with_name("signatures.json")
+"""What :func:`signatures` gave with the supported version (``python tools/write_signatures.py``)."""
+
+
+def signatures() -> dict[str, str]:
+    """Signature of every function of the installed SGLang that we hook or override; if it is gone, the error.
+
+    Steps of its start have none: registering a hook of an unknown step is an error of SGLang's.
+    """
+    hooks = (hook for hook in (*HOOKS, LAUNCHER_HOOK) if hook.kind != RESOLUTION)
+    found = {hook.target: _signature(hook.target) for hook in hooks}
+    for name in OVERRIDING:
+        try:
+            ours = pkgutil.resolve_name(name)
+        except (ImportError, AttributeError) as error:
+            found[name] = f"cannot be imported: {error}"
+            continue
+        (theirs,) = ours.__bases__
+        for method in vars(ours):
+            if method in dir(theirs) and inspect.isfunction(getattr(theirs, method)) and not method.startswith("__"):
+                target = f"{theirs.__module__}.{theirs.__qualname__}.{method}"
+                found[target] = _signature(target)
+    return found
+
+
+def _signature(target: str) -> str:
+    """Parameters with their defaults, without annotations, which differ between versions of Python."""
+    try:
+        signature = inspect.signature(pkgutil.resolve_name(target))
+    except (ImportError, AttributeError) as error:
+        return f"missing: {error}"
+    empty = inspect.Parameter.empty
+    bare = [parameter.replace(annotation=empty) for parameter in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=empty))
+
+
+@cache
+def _misfits() -> tuple[str, ...]:
+    """What of the installed SGLang is not as in the supported version, a sentence each."""
+    known = json.loads(SIGNATURES.read_text(encoding="utf-8"))
+    now = signatures()
+    return tuple(
+        f"{target}: {now.get(target, 'missing')}; expected {known.get(target, 'nothing')}"
+        for target in sorted(known.keys() | now.keys())
+        if now.get(target) != known.get(target)
+    )
+
+
+def require_supported_sglang(config: KVEvictConfig) -> None:
+    """Check the version of the installed SGLang.
+
+    Raises:
+        UnsupportedSetupError: it is not in ``SUPPORTED_SGLANG``, and a function that we hook or override has changed
+            (each is named), or ``accept_untested_sglang`` is off.
+    """
     installed = version("sglang")
-    if installed not in SUPPORTED_SGLANG:
-        supported = ", ".join(SUPPORTED_SGLANG)
-        raise UnsupportedSetupError([f"sglang {installed} is installed, but this release supports {supported}"])
+    if installed in SUPPORTED_SGLANG:
+        return
+    reason = f"sglang {installed} is installed, but this release supports {', '.join(SUPPORTED_SGLANG)}"
+    if misfits := _misfits():
+        raise UnsupportedSetupError([f"{reason}; it would break here:", *misfits])
+    if not config.accept_untested_sglang:
+        raise UnsupportedSetupError(
+            [f"{reason}; all functions that it hooks fit, and accept_untested_sglang starts it untested"]
+        )
+    logger.warning("kvevict: %s; started all the same (accept_untested_sglang)", reason)

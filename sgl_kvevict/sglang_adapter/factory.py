@@ -31,10 +31,11 @@ from sgl_kvevict.sglang_adapter.refusals import (
     place_reasons,
     policy_reasons,
     pool_reasons,
+    verification_reasons,
     window_reasons,
 )
 from sgl_kvevict.sglang_adapter.scheduler_store import open_access
-from sgl_kvevict.sglang_adapter.start_checks import flag_reasons
+from sgl_kvevict.sglang_adapter.start_checks import flag_reasons, speculation_reasons
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
@@ -52,12 +53,14 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
         UnsupportedSetupError: lists every unsupported setting, model property and missing part.
         ConfigError: the configuration is invalid.
     """
-    require_supported_sglang()
-    config, policy = configured_policy(load_config())
+    config = load_config()
+    require_supported_sglang(config)
+    config, policy = configured_policy(config)
     pool = full_pool_of(ctx.params.token_to_kv_pool_allocator.get_kvcache())
     backend = _full_attention_of(ctx.tp_worker.model_runner.attn_backend)
     arena = arena_of(pool)
-    reasons = flag_reasons(partial(getattr, ctx.server_args))
+    value_of = partial(getattr, ctx.server_args)
+    reasons = flag_reasons(value_of) + speculation_reasons(value_of, config)
     reasons += model_reasons(ctx.model_config)
     reasons += place_reasons(config, policy, ctx)
     reasons += pool_reasons(pool)
@@ -66,6 +69,7 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     reasons += generation_reasons(config, policy, ctx.server_args, torch.device(pool.device).type)
     if isinstance(backend, KVEvictAttentionBackend):
         reasons += window_reasons(config, policy, backend.geometry)
+        reasons += verification_reasons(ctx, backend.geometry)
     if reasons:
         raise UnsupportedSetupError(reasons)
     assert isinstance(backend, KVEvictAttentionBackend) and arena is not None

@@ -47,8 +47,7 @@ class SchedulerPasses:
     @property
     def room(self) -> int:
         """Exclusive upper bound on a pass's tokens."""
-        scheduler = self._scheduler
-        return int(min(scheduler.max_req_input_len, scheduler.tree_cache.token_to_kv_pool_allocator.size))
+        return int(self._scheduler.max_req_input_len)
 
     @property
     def num_users(self) -> int:

@@ -15,6 +15,7 @@ from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.probes import question_probes
 from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.request import REQUEST_KEY, RequestOptions, parse_request_options
+from sgl_kvevict.sglang_adapter.long_prompts import admission_of, length_error
 from sgl_kvevict.sglang_adapter.passes import SchedulerPasses
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
@@ -64,7 +65,7 @@ def refusal(scheduler: Scheduler, tree: KVEvictTree, req: Req) -> str | None:
                 tree.manager.readers.make_exact(req)
     except ConfigError as error:
         return str(error)
-    return None
+    return length_error(admission_of(tree.token_to_kv_pool_allocator), tree, req)
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:

@@ -50,6 +50,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PREFILLED_COMPRESSED = "kvevict_prefilled_compressed"
+"""Key of ``meta_info``: tokens of a prompt longer than the pool that were compressed before the rest was computed."""
+
 
 class UnifiedTreePort:
     """Implements :class:`sgl_kvevict.lifecycle.ports.TreePort`, which describes the methods."""
@@ -295,6 +298,8 @@ class KVEvictTree(UnifiedRadixCache):
             self.manager.matched(req)
             if self.manager.readers.is_exact(req) and self._blocking.begins_compressed(key):
                 key = key[:0]
+            elif self.manager.recomputes_uncompressed(req):
+                key = key[: self._blocking.num_compressed(key)]
         return super().match_prefix(replace(params, key=self._allowed(key)))
 
     def touch_prefix(self, key: RadixKey) -> None:
@@ -336,11 +341,22 @@ class KVEvictTree(UnifiedRadixCache):
             self._keep_out(req)
             return
         super().checkpoint(req, up_to=up_to, **kwargs)
+        node = self.tree_core.node_by_id(req.last_node)
         if self.manager.is_complete(req):
+            self._say_if_compressed(req, node)
             with self.guard.at(Place.PROMPT) as attempt:
-                self.manager.prompt_complete(req, self.tree_core.node_by_id(req.last_node), self._wish_of(req))
+                self.manager.prompt_complete(req, node, self._wish_of(req))
             if attempt.failed:
                 self.manager.forget_observed(req)
+        elif not req.finished():
+            with self.guard.at(Place.PROMPT):
+                self.manager.chunk_complete(req, node)
+
+    def _say_if_compressed(self, req: Req, node: UnifiedTreeNode) -> None:
+        """Add to ``meta_info`` how much of a prompt was compressed while it was prefilled."""
+        num_tokens = self.manager.prefilled_compressed(req, node)
+        if num_tokens:
+            req.customized_info = {**(req.customized_info or {}), PREFILLED_COMPRESSED: [num_tokens]}
 
     def _keep_out(self, req: Req) -> None:
         """Do not cache a request's tokens; if it has finished, release its recurrent state too."""

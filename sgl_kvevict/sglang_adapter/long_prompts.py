@@ -1,0 +1,203 @@
+"""Admits prompts that are longer than the pool: their chunks shrink while they are prefilled."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+from sglang.srt.mem_cache.common import evict_from_tree_cache
+from sglang.srt.runtime_context import get_serving
+
+from sgl_kvevict.lifecycle.nodes import path_to
+from sgl_kvevict.long_prompts import LongPrompts
+from sgl_kvevict.sglang_adapter.tree import PREFILLED_COMPRESSED, KVEvictTree
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_policy import PrefillAdder
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+    from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.prefill_budget import PrefillBudget
+
+logger = logging.getLogger(__name__)
+
+STUCK = "The prompt is longer than the KV pool, and what was computed of it cannot be compressed any further."
+
+
+@dataclass
+class LongPromptAdmission:
+    """State of one scheduler; SGLang's allocator carries it, because some hooks see nothing else.
+
+    Attributes:
+        limit: prompts with at least so many tokens are long (SGLang's own limit).
+        prefilling: the long prompt whose chunks are being computed; others are admitted after its last chunk.
+        is_parked: there was no room for its next chunk.
+    """
+
+    plan: LongPrompts
+    limit: int
+    prefilling: Req | None = None
+    is_parked: bool = False
+
+
+def admission_of(allocator: BaseTokenToKVPoolAllocator) -> LongPromptAdmission | None:
+    """The state that an allocator carries; None: no prompt may be longer than the pool."""
+    return getattr(allocator, "kvevict_long_prompts", None)
+
+
+def after_chunked_prefill(_result: None, scheduler: Scheduler) -> None:
+    """Hook after a scheduler has its cache and its chunk size: lift its limits on the length of prompts.
+
+    They stay with ``--allow-auto-truncate``, and for models with several pools.
+    """
+    tree = scheduler.tree_cache
+    if not isinstance(tree, KVEvictTree) or tree.compressor is None or get_serving().allow_auto_truncate:
+        return
+    if tree.is_swa_enabled or tree.supports_mamba() or not tree.compressor.splittable:
+        return
+    num_slots, chunk = tree.slot_allocator.size, scheduler.chunked_prefill_size
+    plan = LongPrompts.of(tree.compressor.config, num_slots, chunk)
+    if plan is None or scheduler.model_config.context_len <= num_slots:
+        return
+    scheduler.token_to_kv_pool_allocator.kvevict_long_prompts = LongPromptAdmission(plan, scheduler.max_req_input_len)
+    scheduler.max_req_len = scheduler.model_config.context_len - 1
+    scheduler.max_req_input_len = scheduler.max_req_len - 5  # as SGLang does
+    if tree.ranks.is_first:
+        longest = min(plan.longest(), scheduler.max_req_input_len - 1)
+        logger.info("kvevict: prompts of up to %d tokens are served by %d token slots", longest, num_slots)
+        if plan.chunk < chunk:
+            logger.warning(
+                "kvevict: --chunked-prefill-size is %d, too large for prompts longer than the pool: their chunks have "
+                "at most %d tokens",
+                chunk,
+                plan.chunk,
+            )
+
+
+def around_max_new_tokens(
+    original: Callable[..., int | None],
+    allocator: BaseTokenToKVPoolAllocator,
+    input_tokens: int,
+    max_new_tokens: int,
+    **kwargs: Any,
+) -> int | None:
+    """Hook around the bound that the pool sets on an answer: a long prompt counts with what it holds at its peak."""
+    admission = admission_of(allocator)
+    if admission is not None and input_tokens >= admission.limit:
+        input_tokens = admission.plan.slots_at_peak(input_tokens)
+    return original(allocator, input_tokens, max_new_tokens, **kwargs)
+
+
+def length_error(admission: LongPromptAdmission | None, tree: KVEvictTree, req: Req) -> str | None:
+    """Return why a prompt longer than the pool cannot be served; None if it can, or if it fits."""
+    num_tokens = len(req.origin_input_ids)
+    if admission is None or num_tokens < admission.limit:
+        return None
+    assert tree.compressor is not None
+    plan, most = admission.plan, admission.limit - 1
+    got = f"input_ids: got {num_tokens} tokens, more than the pool's {plan.num_slots} token slots"
+    if tree.manager.readers.is_exact(req):
+        return f"{got}, with exact; allowed: at most {most}, because an exact request reads nothing compressed"
+    if req.return_logprob and 0 <= req.logprob_start_len < num_tokens:
+        return (
+            f"{got}, with logprob_start_len {req.logprob_start_len}; allowed: at most {most}, because tokens with "
+            "log-probabilities are not compressed while the prompt is prefilled"
+        )
+    if num_tokens > plan.longest():
+        share = plan.affordable_share(num_tokens, 1)
+        would_do = f"min_budget {share} would do" if share else "no min_budget would do"
+        return (
+            f"{got}; allowed: at most {plan.longest()}, because at min_budget {plan.config.shares[-1]} it would hold "
+            f"{plan.slots_at_peak(num_tokens)} of them while it is prefilled ({would_do})"
+        )
+    num_new = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
+    tree.manager.readers.make_long(req, plan.first_share(num_tokens, num_new))
+    tree.compressor.is_short = True
+    return None
+
+
+def around_check(
+    original: Callable[..., tuple[bool, int | None]],
+    adder: PrefillAdder,
+    req: Req,
+    *,
+    extend_input_len: int,
+    total_tokens: int,
+    chunk_limit: int | None,
+    **kwargs: Any,
+) -> tuple[bool, int | None]:
+    """Hook around the check whether a request fits: a long prompt counts with what it holds at its peak.
+
+    While one is prefilled no other request is admitted, as beside a prompt of SGLang's that fills every chunk.
+    """
+    tree, admission = adder.tree_cache, admission_of(adder.token_to_kv_pool_allocator)
+    if admission is not None:
+        busy = adder.new_chunked_req if is_long(tree, adder.new_chunked_req) else admission.prefilling
+        if busy not in (None, req) and busy.extend_end < len(busy.full_untruncated_fill_ids):
+            return False, None
+    lens = {"extend_input_len": extend_input_len, "total_tokens": total_tokens, "chunk_limit": chunk_limit}
+    verdict = original(adder, req, **lens, **kwargs)
+    if verdict[0] or admission is None or chunk_limit is None or not is_long(tree, req):
+        return verdict
+    # SGLang has locked the prefix for this check, so its slots count as taken; the peak counts the whole prompt.
+    prefix = path_to(tree.tree_core.node_by_id(req.last_node))
+    held = 0 if tree.manager.readers.has_exact(prefix) else sum(map(tree.node_slots, prefix))
+    num_new = total_tokens - extend_input_len
+    peak = admission.plan.slots_at_peak(len(req.full_untruncated_fill_ids)) + num_new
+    if extend_input_len <= chunk_limit or peak >= adder.rem_total_tokens + held:
+        return verdict
+    return True, min(chunk_limit, admission.plan.chunk)
+
+
+def around_available(original: Callable[..., int | None], budget: PrefillBudget, chunk_limit: int) -> int | None:
+    """Hook around the room for a next chunk: a long prompt waits for room, which SGLang would take by force."""
+    admission = admission_of(budget.allocator)
+    req = None if admission is None else admission.prefilling
+    if admission is None or req is None or chunk_limit <= 0:
+        return original(budget, chunk_limit)
+    wanted = min(chunk_limit, admission.plan.chunk)
+    available = min(wanted, int(budget.remaining_total))
+    evict_from_tree_cache(budget.tree_cache, max(available, 0))  # a policy that fails keeps no promise
+    available = min(available, budget.allocator.available_size())
+    rest = len(req.full_untruncated_fill_ids) - req.prefix_len
+    admission.is_parked = available < min(wanted, rest, admission.plan.config.min_prefix_tokens)
+    return None if admission.is_parked else available
+
+
+def before_allocation(batch: ScheduleBatch) -> None:
+    """Hook before SGLang allocates a prefill: make room before it reads the rows that it writes back afterwards."""
+    if admission_of(batch.token_to_kv_pool_allocator) is not None:
+        evict_from_tree_cache(batch.tree_cache, batch.extend_num_tokens)
+
+
+def after_admission(result: Any, scheduler: Scheduler, *_args: object, **_kwargs: object) -> None:
+    """Hook after the choice of the next prefill: note the long prompt under way; abort one that would wait for ever."""
+    admission = admission_of(scheduler.token_to_kv_pool_allocator)
+    if admission is None:
+        return
+    req = scheduler.chunked_req
+    admission.prefilling = req if is_long(scheduler.tree_cache, req) else None
+    if admission.prefilling is None or not admission.is_parked:
+        return
+    if result.batch_to_run is None and result.running_batch.is_empty():
+        logger.error("kvevict: request %s: %s", req.rid, STUCK)
+        req.discard_output_reason = FINISH_ABORT(STUCK, HTTPStatus.INTERNAL_SERVER_ERROR)
+        scheduler._pending_chunked_abort_req = req
+
+
+def around_request_level(
+    original: Callable[[SchedulerOutputStreamer, str], bool], streamer: SchedulerOutputStreamer, key: str
+) -> bool:
+    """Hook around the question which facts of ``meta_info`` belong to a request, not to each of its tokens."""
+    return key == PREFILLED_COMPRESSED or original(streamer, key)
+
+
+def is_long(tree: Any, req: Req | None) -> bool:
+    """Whether the chunks of a request's prompt shrink while it is prefilled."""
+    return req is not None and isinstance(tree, KVEvictTree) and tree.manager.readers.is_long(req)

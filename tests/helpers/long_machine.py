@@ -1,0 +1,71 @@
+"""Machines that also prefill prompts longer than the pool."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import hypothesis.strategies as st
+from hypothesis.stateful import precondition, rule
+
+from helpers.admission import LongPromptScheduler
+from helpers.machines import BASES, ColdMachine, PressureMachine
+from sgl_kvevict.config import KVEvictConfig
+
+CONFIG = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=12)
+LONG_BASES = tuple([base[i % 48] for i in range(800)] for base in BASES)
+
+
+class LongPrompts:
+    """Prompts of up to five times the pool beside everything else, one of which is prefilled at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.admission = LongPromptScheduler(self.harness, chunk=20)
+
+    @rule(
+        base=st.sampled_from(LONG_BASES),
+        shared=st.integers(0, 720),
+        suffix=st.lists(st.integers(0, 10), min_size=1, max_size=30),
+        extra_key=st.sampled_from([None, None, "tenant"]),
+    )
+    def submit_long(self, base, shared, suffix, extra_key):
+        req = self.harness.request(base[:shared] + suffix, extra_key)
+        refused = self.admission.submit(req)
+        assert (refused is None) == (shared + len(suffix) <= self.admission.plan.longest())
+
+    @precondition(lambda self: self.admission.queue or self.admission.chunked_req is not None)
+    @rule(rounds=st.integers(1, 12))
+    def prefill_long(self, rounds):
+        for _ in range(rounds):
+            is_idle = not self.harness.live
+            waiting = bool(self.admission.queue)
+            done = self.admission.round()
+            assert done or not (is_idle and waiting), "a prompt that may be served is admitted by an idle pool"
+            assert not self.admission.aborted, "alone, what is admitted has room for its next chunk"
+            self.decoding += [req for req in done if req.output_ids and req in self.harness.live]
+            self._settle()
+
+    @precondition(lambda self: self.admission.chunked_req in self.harness.live)
+    @rule(comes_again=st.booleans())
+    def stop_long(self, comes_again):
+        req = self.admission.chunked_req
+        if comes_again:
+            self.harness.retract(req)
+            self.admission.queue.append(req)
+        else:
+            self.harness.abort(req)
+
+
+class LongMachine(LongPrompts, PressureMachine):
+    """Scores are learned: any chunk can shrink."""
+
+    options: ClassVar[dict[str, Any]] = {"has_learned": True, "config": CONFIG, "max_tokens": 1024}
+
+
+class ColdLongMachine(LongPrompts, ColdMachine):
+    """Before: chunks shrink by what their own prompt attends to."""
+
+    options: ClassVar[dict[str, Any]] = {"config": CONFIG, "max_tokens": 1024}
+
+
+LONG_MACHINES = (LongMachine, ColdLongMachine)

@@ -1,0 +1,214 @@
+"""Prompts longer than the pool: admitted by their peak, prefilled beside others, and never in each other's way."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+from helpers.admission import LongPromptScheduler
+from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.long_machine import CONFIG
+from sgl_kvevict.policies.signals import Readers, Signal
+from sgl_kvevict.sglang_adapter.long_prompts import around_request_level
+from sgl_kvevict.sglang_adapter.tree import PREFILLED_COMPRESSED
+
+POOL, CHUNK = 160, 20
+COLD = frozenset({Signal.LEARNED_SCORES, Signal.ECHO_ATTENTION})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_args(tmp_path_factory):
+    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+
+
+def serve(*, has_learned: bool = True) -> LongPromptScheduler:
+    policy = PseudoRandomPolicy(readers=Readers.REPETITION, needs=frozenset() if has_learned else COLD)
+    harness = Harness(num_slots=POOL, max_tokens=1024, config=CONFIG, policy=policy, has_learned=has_learned)
+    return LongPromptScheduler(harness, CHUNK)
+
+
+def text(num_tokens: int, seed: int = 0) -> list[int]:
+    return [(i * i + seed * 3 + i // 7) % 11 for i in range(num_tokens)]
+
+
+def submit(scheduler: LongPromptScheduler, tokens: list[int], **options):
+    req = scheduler.harness.request(tokens, options=options or None)
+    assert scheduler.submit(req) is None
+    return req
+
+
+def prefill(scheduler: LongPromptScheduler, req) -> int:
+    """Rounds until the first token; at most 200."""
+    for count in range(200):
+        if req.output_ids:
+            return count
+        scheduler.round()
+    raise AssertionError("the prompt is not served")
+
+
+@pytest.mark.parametrize("has_learned", [True, False])
+def test_four_times_the_pool_is_served_and_found_again(has_learned):
+    scheduler = serve(has_learned=has_learned)
+    tokens = text(4 * POOL)
+    first = submit(scheduler, tokens)
+    assert prefill(scheduler, first) == 4 * POOL // CHUNK
+    (compressed,) = first.customized_info[PREFILLED_COMPRESSED]
+    assert compressed > 3 * POOL
+    scheduler.harness.finish(first)
+    again = submit(scheduler, [*tokens, 1, 2])
+    prefill(scheduler, again)
+    assert scheduler.found[again] >= compressed
+    scheduler.harness.finish(again)
+    assert not scheduler.aborted and scheduler.tree_cache.protected_size() == 0
+
+
+@pytest.mark.parametrize("has_learned", [True, False])
+def test_a_prompt_that_fits_is_not_compressed(has_learned):
+    scheduler = serve(has_learned=has_learned)
+    req = submit(scheduler, text(POOL - 7 - CHUNK))
+    prefill(scheduler, req)
+    assert len(scheduler.tree_cache.spans) == 0 and req.customized_info is None
+
+
+def test_the_first_chunks_stay_whole_until_room_is_needed():
+    scheduler = serve()
+    submit(scheduler, text(3 * POOL))
+    for _ in range(POOL // CHUNK):
+        scheduler.round()
+    assert len(scheduler.tree_cache.spans) == 0
+    scheduler.round()
+    share = scheduler.plan.first_share(3 * POOL, 8)
+    segments = [span.segment for span in scheduler.tree_cache.spans.values()]
+    assert segments and all(each.num_slots == CONFIG.slots_at(share, each.end - each.start) for each in segments)
+
+
+def test_two_at_once_are_served_one_after_the_other():
+    scheduler = serve()
+    first, second = (submit(scheduler, text(4 * POOL, seed)) for seed in (1, 2))
+    prefill(scheduler, first)
+    assert not second.kv.holds_kv
+    scheduler.round()
+    assert not second.kv.holds_kv  # the first one's slots do not leave enough
+    scheduler.harness.finish(first)
+    prefill(scheduler, second)
+    assert not scheduler.aborted
+
+
+def test_others_are_admitted_after_the_last_chunk():
+    scheduler = serve()
+    long, short = submit(scheduler, text(2 * POOL)), submit(scheduler, text(10, 5))
+    prefill(scheduler, long)
+    scheduler.round()
+    assert short.output_ids and short in scheduler.harness.live and long in scheduler.harness.live
+
+
+def test_it_waits_for_a_request_that_took_its_room_and_goes_on_afterwards():
+    scheduler = serve()
+    long = submit(scheduler, text(4 * POOL))
+    for _ in range(12):
+        scheduler.round()
+    tree, harness = scheduler.tree_cache, scheduler.harness
+    room = tree.evictable_size() + harness.allocator.available_size()
+    other = harness.request(text(room, 9))
+    other.sampling_params.max_new_tokens = 1000
+    assert harness.admit(other) and harness.prefill(other)
+    assert all(scheduler.round() == [] for _ in range(3)) and not scheduler.aborted
+    harness.finish(other)
+    prefill(scheduler, long)
+
+
+def test_its_room_is_not_given_to_others():
+    scheduler = serve()
+    long = submit(scheduler, text(4 * POOL))
+    scheduler.round()
+    short = submit(scheduler, text(10, 5))
+    while not long.output_ids:
+        assert scheduler.round() == [long] and not short.output_ids
+
+
+def test_one_that_is_stuck_is_aborted_with_an_error(monkeypatch):
+    scheduler = serve()
+    monkeypatch.setattr(type(scheduler.tree_cache.compressor), "compress", lambda *_: 1 / 0)
+    req = submit(scheduler, text(4 * POOL))
+    for _ in range(20):
+        scheduler.round()
+    assert scheduler.aborted == [req] and "cannot be compressed any further" in req.discard_output_reason.message
+    assert isinstance(req.finished_reason, FINISH_ABORT) and scheduler.tree_cache.protected_size() == 0
+    other = submit(scheduler, text(30, 3))
+    prefill(scheduler, other)
+
+
+@pytest.mark.parametrize("ends", ["retract", "abort"])
+def test_chunks_of_one_that_stops_in_the_middle_are_found_again(ends):
+    scheduler = serve()
+    tokens = text(4 * POOL)
+    req = submit(scheduler, tokens)
+    for _ in range(16):
+        scheduler.round()
+    getattr(scheduler.harness, ends)(req)
+    if ends == "retract":
+        scheduler.queue.append(req)
+    else:
+        req = submit(scheduler, tokens)
+    assert prefill(scheduler, req) == (4 * POOL - 16 * CHUNK) // CHUNK and scheduler.found[req] == 16 * CHUNK
+
+
+@pytest.mark.parametrize("has_learned", [True, False])
+def test_a_cached_prefix_that_fills_the_pool_does_not_keep_a_longer_prompt_out(has_learned):
+    scheduler = serve(has_learned=has_learned)
+    tokens = text(4 * POOL)
+    fits = submit(scheduler, tokens[:140])
+    prefill(scheduler, fits)
+    scheduler.harness.finish(fits)
+    long = submit(scheduler, tokens)
+    prefill(scheduler, long)
+    assert scheduler.found[long] == (140 if has_learned else 0)
+
+
+def test_branching_off_inside_one_finds_its_compressed_tokens():
+    scheduler = serve()
+    tokens = text(4 * POOL)
+    first = submit(scheduler, tokens)
+    prefill(scheduler, first)
+    scheduler.harness.finish(first)
+    branch = submit(scheduler, [*tokens[: 2 * POOL + 3], 1, 2, 3])
+    prefill(scheduler, branch)
+    assert scheduler.found[branch] == 2 * POOL + 3
+
+
+def test_what_cannot_be_served_is_refused_with_the_numbers():
+    scheduler = serve()
+    longest = scheduler.plan.longest()
+    assert longest > 4 * POOL
+    harness = scheduler.harness
+    too_long = scheduler.submit(harness.request(text(longest + 1)))
+    assert f"got {longest + 1} tokens, more than the pool's {POOL} token slots; allowed: at most {longest}" in too_long
+    share = scheduler.plan.affordable_share(longest + 1, 1)
+    assert f"min_budget {share} would do" in too_long and 0 < share < 0.1
+    assert "no min_budget would do" in scheduler.submit(harness.request(text(3 * longest)))
+    exact = harness.request(text(2 * POOL))
+    scheduler.tree_cache.manager.readers.make_exact(exact)
+    assert f"with exact; allowed: at most {POOL - 7}" in scheduler.submit(exact)
+    with_logprobs = harness.request(text(2 * POOL))
+    with_logprobs.return_logprob, with_logprobs.logprob_start_len = True, 0
+    assert "with logprob_start_len 0; allowed: at most" in scheduler.submit(with_logprobs)
+
+
+def test_an_answer_has_the_room_that_the_prompt_leaves_at_its_peak():
+    scheduler = serve()
+    req = scheduler.harness.request(text(4 * POOL))
+    req.sampling_params.max_new_tokens = 10_000
+    assert scheduler.submit(req) is None
+    peak = scheduler.plan.slots_at_peak(4 * POOL)
+    assert req.sampling_params.max_new_tokens == POOL - peak - 2
+    prefill(scheduler, req)
+    while len(req.output_ids) < req.sampling_params.max_new_tokens:
+        assert scheduler.harness.decode(req)
+
+
+def test_what_meta_info_says_belongs_to_the_request():
+    streamer = SimpleNamespace()
+    assert around_request_level(lambda *_: False, streamer, PREFILLED_COMPRESSED)
+    assert not around_request_level(lambda *_: False, streamer, "other")
