@@ -168,8 +168,9 @@ def size(
     sizes = sizing.read_model_sizes(model)
     pool_slots = pool_tokens or sizing.parse_bytes(kv_memory or "") // sizes.slot_bytes
     rows = sizing.fits(config, sizes, prefix_tokens, pool_slots, reserve_tokens)
+    longest = sizing.longest_prompt(config, pool_slots - reserve_tokens)
     if as_json:
-        typer.echo(json.dumps(sizing.as_builtins(sizes, pool_slots, rows)))
+        typer.echo(json.dumps(sizing.as_builtins(sizes, pool_slots, rows, longest)))
         return
     from rich.table import Table
 
@@ -187,6 +188,7 @@ def size(
         )
     print_shaped(table)
     typer.echo(f"A prefix needs all its {prefix_tokens:,} slots while it is prefilled; that room is counted.")
+    typer.echo(f"The longest prompt that is answered has {longest:,} tokens.")
 
 
 def register(app: typer.Typer) -> None:

@@ -150,7 +150,7 @@ def around_check(
     held = 0 if tree.manager.readers.has_exact(prefix) else sum(map(tree.node_slots, prefix))
     num_new = total_tokens - extend_input_len
     peak = admission.plan.slots_at_peak(len(req.full_untruncated_fill_ids)) + num_new
-    if extend_input_len <= chunk_limit or peak >= adder.rem_total_tokens + held:
+    if peak >= adder.rem_total_tokens + held:
         return verdict
     return True, min(chunk_limit, admission.plan.chunk)
 
