@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export GOMP_SPINCOUNT := 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo compare serve gallery lint test bench-smoke test-machines test-policies test-models test-sglang test-peers \
+.PHONY: help setup model demo compare serve gallery docs lint test bench-smoke test-machines test-policies test-models test-sglang test-peers \
 	test-compile campaign bench-serving bench-quality bench-peers bench-policies bench-papers
 
 # `make help` shows the lines that begin with "##@" as headings, and every target's text after "##".
@@ -35,6 +35,14 @@ serve: model ## serve the demo model with compressed prefixes (ARGS="--budget 0.
 
 gallery: model ## run all examples; writes docs/gallery.md
 	@$(BIN)/python -W ignore examples/write_gallery.py
+
+docs: .venv-docs/stamp ## build the documentation's site, links checked; begin at out/docs/index.html
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict -f tools/docs/mkdocs.yml
+
+.venv-docs/stamp: requirements/docs.txt
+	@$(or $(PYTHON),python3) -m venv --clear .venv-docs
+	@.venv-docs/bin/pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
 
 ##@ Before every commit
 lint: setup ## ruff (rules and format) and mypy

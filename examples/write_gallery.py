@@ -18,7 +18,7 @@ from sgl_kvevict.model import ensure_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "gallery.md"
-MAX_LINES = 8
+MAX_LINES = 5
 """Lines of each example's output on the page."""
 FLAGS = ("--max-total-tokens", "6000", "--enable-cache-report", "--sleep-on-idle")
 DEFAULT = kvevict_system("default", {}, FLAGS)
@@ -52,6 +52,7 @@ EXAMPLES = (
     Example("judge.py", "judge.py", DEFAULT, "The document was in the cache, because `fork.py` had been run before."),
     Example("chat.py", "chat.py", DEFAULT, "The system message was in the cache too, already compressed."),
     Example("rag.py", "rag.py", DEFAULT),
+    Example("agents.py", "agents.py", DEFAULT),
     Example("engine.py", "engine.py", None),
     Example(
         *("policies/value_aware.py", "fork.py", OWN_POLICY),

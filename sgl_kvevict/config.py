@@ -203,6 +203,14 @@ class KVEvictConfig(BaseModel):
     expose_kept: bool = Field(
         default=False, description="`GET /server_info` also shows which tokens of the largest span each head kept"
     )
+    host_bytes: int | None = Field(
+        default=None,
+        ge=0,
+        description="host memory of each rank for compressed prefixes that the pool drops; null: as much as the pool, "
+        "at most a quarter of what is free on all ranks together; 0: what is dropped is computed again "
+        "(docs/design.md#host-memory)",
+        json_schema_extra={"allowed": "null (as much as the pool), 0 (off), or a number of bytes"},
+    )
     store: _Path | None = Field(
         default=None,
         description="where compressed prefixes are kept beyond the server's life and shared by servers (docs/store.md)",
@@ -221,6 +229,11 @@ class KVEvictConfig(BaseModel):
         ge=0,
         description="milliseconds that a queued request waits at most for what the store has of its prompt; 0: nothing "
         "is read",
+    )
+    accept_untested_sglang: bool = Field(
+        default=False,
+        description="start with an SGLang other than the supported one, if all functions that are hooked or overridden "
+        "have the same signatures",
     )
     events: EventsConfig | None = Field(
         default=None,

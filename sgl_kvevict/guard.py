@@ -38,6 +38,8 @@ class Place(Enum):
     """Fitting values and biases: the segment keeps its selected entries unchanged."""
     STORE = "store"
     """Saving, finding or loading a prefix: it is not stored, or is computed."""
+    HOST = "host"
+    """Moving a prefix to the host's memory or back: it is dropped, or is computed."""
     RELEASE = "release"
     """Continuing a job or pending ranges after a request was released: they keep waiting."""
     LISTENER = "listener"
@@ -48,8 +50,8 @@ class Place(Enum):
     """Showing the cache in ``GET /server_info``: the failed part is missing."""
 
 
-PER_RANK = frozenset({Place.OBSERVATION, Place.COMPRESSION, Place.FIT})
-"""Places that compute with one rank's own heads, so that an error may occur on one rank only."""
+PER_RANK = frozenset({Place.OBSERVATION, Place.COMPRESSION, Place.FIT, Place.HOST})
+"""Places that compute with one rank's own heads, or memory, so that an error may occur on one rank only."""
 
 
 class Guard:

@@ -109,7 +109,7 @@ def read_machine(devices: Sequence[int] | None = None) -> Machine:
         packages={name: found for name in names if (found := _version(name))},
         plugins=frozenset(entry.name for group in groups for entry in entry_points(group=group)),
         cpu_flags=_cpu_flags(),
-        host_gib=_host_gib(),
+        host_gib=free_host_gib(),
         glibc=platform.libc_ver()[1],
         numba_reason=reason_not_to_run(),
         torch_cuda=torch.version.cuda,
@@ -241,7 +241,7 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset(found[1].split()) if found else frozenset()
 
 
-def _host_gib() -> float:
+def free_host_gib() -> float:
     """Available memory of the machine, limited by its control group."""
     found = re.search(r"^MemAvailable:\s*(\d+) kB", _read(Path("/proc/meminfo")), re.MULTILINE)
     limit = _read(Path("/sys/fs/cgroup/memory.max"))

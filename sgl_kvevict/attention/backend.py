@@ -71,6 +71,8 @@ def build_attention(
     q_dtype: torch.dtype | None = None,
     biases: Tensor | None = None,
     on_all_ranks: Callable[[bool], bool] = bool,
+    *,
+    verifies: bool = False,
 ) -> Attention:
     """Build the configured implementation on the arenas' device.
 
@@ -82,6 +84,7 @@ def build_attention(
         q_dtype: of the queries, where the arena holds float8.
         biases: [num_layers, num_token_slots, num_kv_heads], float32, of entries of fitted spans; None: none is fitted.
         on_all_ranks: whether a condition holds on all tensor-parallel ranks; default: there is one rank.
+        verifies: some batches are trees of draft tokens (:attr:`AttentionBatch.visible`).
 
     Raises:
         UnsupportedSetupError: see :func:`resolve_attention`; the implementation cannot read biases; or 'flashinfer' is
@@ -98,8 +101,8 @@ def build_attention(
     if chosen == "torch":
         return TorchAttention(*arenas, biases)
     if chosen == "triton":
-        return _build_triton(*arenas, q_dtype, biases, on_all_ranks)
-    return _build_flashinfer(*arenas, q_dtype, biases, on_all_ranks)
+        return _build_triton(*arenas, q_dtype, biases, on_all_ranks, verifies)
+    return _build_flashinfer(*arenas, q_dtype, biases, on_all_ranks, verifies)
 
 
 def _build_flashinfer(
@@ -109,20 +112,21 @@ def _build_flashinfer(
     q_dtype: torch.dtype | None,
     biases: Tensor | None,
     on_all_ranks: Callable[[bool], bool],
+    verifies: bool = False,
 ) -> Attention:
-    """FlashInfer for layers without a window, our Triton kernels for the others."""
+    """FlashInfer for layers without a window, our Triton kernels for the others and for trees."""
     if biases is not None:
         raise UnsupportedSetupError([NO_BIASES])
     from sgl_kvevict.attention.by_window import ByWindow
     from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
 
     if not geometry.full_layers:
-        return _build_triton(geometry, k_arena, v_arena, q_dtype, None, on_all_ranks)
-    full = FlashInferAttention(replace(geometry, windows=()), k_arena, v_arena)
-    full.warm_up()
-    if not geometry.has_windows:
-        return full
-    return ByWindow(full, _build_triton(geometry, k_arena, v_arena, q_dtype, None, on_all_ranks))
+        return _build_triton(geometry, k_arena, v_arena, q_dtype, None, on_all_ranks, verifies)
+    plain = FlashInferAttention(replace(geometry, windows=()), k_arena, v_arena)
+    plain.warm_up()
+    if not (geometry.has_windows or verifies):
+        return plain
+    return ByWindow(plain, _build_triton(geometry, k_arena, v_arena, q_dtype, None, on_all_ranks, verifies))
 
 
 def _build_triton(
@@ -132,13 +136,14 @@ def _build_triton(
     q_dtype: torch.dtype | None,
     biases: Tensor | None,
     on_all_ranks: Callable[[bool], bool],
+    verifies: bool = False,
 ) -> CapturableAttention:
     from sgl_kvevict.attention.flashinfer.prefill import find_plain_prefill
     from sgl_kvevict.attention.triton.attention import TritonAttention
 
     on_gpu = k_arena.is_cuda
     plain_prefill = find_plain_prefill(geometry, k_arena, v_arena, on_all_ranks) if on_gpu else None
-    attention = TritonAttention(geometry, k_arena, v_arena, q_dtype, plain_prefill, biases)
+    attention = TritonAttention(geometry, k_arena, v_arena, q_dtype, plain_prefill, biases, verifies=verifies)
     if on_gpu:
         attention.warm_up()
     return attention

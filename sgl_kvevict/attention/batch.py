@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from kvevict_kernels.span_runs import SpanRuns, waterline_of
@@ -15,12 +16,17 @@ Path = tuple[SpanRuns, ...]
 """A request's spans, root first; () if nothing of it is compressed."""
 
 
+MAX_TREE_TOKENS = 64
+"""New tokens of a request in a tree, at most: bits of an int64."""
+
+
 class BatchKey(NamedTuple):
     """The part of a batch that later steps of the same requests share: the key under which layouts are kept."""
 
     paths: tuple[Path, ...]  # per request
     new_lens: tuple[int, ...]  # per request, new tokens
     suffix_bounds: tuple[int, ...] = ()  # per request, a bound of the tokens after its path, where it sizes a layout
+    is_tree: bool = False  # the new tokens are trees
 
 
 @dataclass(frozen=True)
@@ -31,8 +37,13 @@ class AttentionBatch:
     ``[waterline, seq_len)`` has a token slot, in the request's row of ``req_to_token``; the last ``extend_len`` are
     new. A row holds fillers below the waterline, which must not be read.
 
+    With ``visible`` the new tokens of a request are nodes of a tree, each after its ancestors: a node sees everything
+    before the new tokens, its ancestors and itself, and its position is the first new token's and its depth. Layers
+    with a window must not be narrower than the new tokens of a request.
+
     Raises:
-        InvariantError: contradictory lengths, for example a waterline above the first new token.
+        InvariantError: contradictory lengths, for example a waterline above the first new token, or a tree of more than
+            ``MAX_TREE_TOKENS`` tokens.
     """
 
     paths: tuple[Path, ...]  # per request
@@ -41,6 +52,9 @@ class AttentionBatch:
     req_pool_indices: Tensor  # [num_requests], int, rows of ``req_to_token``
     req_to_token: Tensor  # [num_rows, max_context_len], int32, token slots
     device_seq_lens: Tensor | None = None  # [num_requests], int, ``seq_lens`` on the arenas' device, if already there
+    # [num_new_tokens], int64, on the arenas' device: bit j is set if the token sees its request's j-th new token. None:
+    # every new token sees those before it
+    visible: Tensor | None = None
 
     def __post_init__(self) -> None:
         num_requests = len(self.seq_lens)
@@ -54,6 +68,11 @@ class AttentionBatch:
                     f"request {i}: waterline {waterline}, {new} new of {seq_len} tokens, "
                     f"rows of {self.req_to_token.shape[1]}: expected waterline <= first new token <= row length"
                 )
+        if self.visible is not None and (self.visible.numel() != sum(new_lens) or max(new_lens) > MAX_TREE_TOKENS):
+            raise InvariantError(
+                f"visible: expected one number for each of {sum(new_lens)} new tokens, at most {MAX_TREE_TOKENS} per "
+                f"request, got {self.visible.numel()} for {new_lens}"
+            )
 
     @cached_property
     def waterlines(self) -> list[int]:
@@ -65,7 +84,14 @@ class AttentionBatch:
         """New tokens per request."""
         return [1] * len(self.seq_lens) if self.extend_lens is None else self.extend_lens
 
+    def tree(self, request: int) -> Tensor | None:
+        """[num_new, num_new], bool: the new tokens that each new token of a request sees; None: those before it."""
+        if self.visible is None:
+            return None
+        first, new = sum(self.new_lens[:request]), self.new_lens[request]
+        return (self.visible[first : first + new, None] >> torch.arange(new, device=self.visible.device)) & 1 == 1
+
     @property
     def key(self) -> BatchKey:
         """The key of layouts that do not depend on the lengths of suffixes."""
-        return BatchKey(self.paths, tuple(self.new_lens))
+        return BatchKey(self.paths, tuple(self.new_lens), is_tree=self.visible is not None)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
+from typing import TypeVar
 
 import msgspec
 import uvloop
@@ -29,6 +30,7 @@ from sgl_kvevict.events.questions import (
 )
 
 Decode = Callable[[Sequence[int]], list[str]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,22 +67,47 @@ def take_snapshot(
         ServerSilentError: no answer.
     """
 
-    async def ask_all() -> Snapshot:
-        address = check_endpoint(endpoint)
-        async with InspectClient(address, timeout_s) as client:
-            about = await client.ask(Describe(), Description)
-            tree = await client.ask(Tree(limit), TreeReport)
-            compressed = sorted((node for node in tree.nodes if node.compressed), key=lambda node: -node.slots)
-            kept = await client.ask_each([Kept(node.id, bins) for node in compressed[:num_maps]], KeptReport)
-            maps = {node.id: report for node, report in zip(compressed, kept, strict=False) if report}
-            tokens: dict[int, Sequence[int]] = {}
-            if with_tokens and about.expose_tokens:
-                texts = await client.ask_each([Tokens(node.id) for node in tree.nodes], TokensReport)
-                tokens = {node.id: report.token_ids for node, report in zip(tree.nodes, texts, strict=True) if report}
-            return Snapshot(address, about, tree, maps, tokens)
+    async def ask_all(client: InspectClient) -> Snapshot:
+        about = await client.ask(Describe(), Description)
+        tree = await client.ask(Tree(limit), TreeReport)
+        compressed = sorted((node for node in tree.nodes if node.compressed), key=lambda node: -node.slots)
+        kept = await client.ask_each([Kept(node.id, bins) for node in compressed[:num_maps]], KeptReport)
+        maps = {node.id: report for node, report in zip(compressed, kept, strict=False) if report}
+        tokens: dict[int, Sequence[int]] = {}
+        if with_tokens and about.expose_tokens:
+            texts = await client.ask_each([Tokens(node.id) for node in tree.nodes], TokensReport)
+            tokens = {node.id: report.token_ids for node, report in zip(tree.nodes, texts, strict=True) if report}
+        return Snapshot(client.endpoint, about, tree, maps, tokens)
+
+    return _with_client(endpoint, timeout_s, ask_all)
+
+
+def look_at(
+    endpoint: str, node: int, *, bins: int, timeout_s: float
+) -> tuple[Description, KeptReport | None, Sequence[int] | None]:
+    """Ask about one node: what its heads kept (None: it is uncompressed or gone), its tokens (None: not exposed).
+
+    Raises:
+        ConfigError: the endpoint is not an address.
+        ServerSilentError: no answer.
+    """
+
+    async def ask_all(client: InspectClient) -> tuple[Description, KeptReport | None, Sequence[int] | None]:
+        about = await client.ask(Describe(), Description)
+        (kept,) = await client.ask_each([Kept(node, bins)], KeptReport)
+        (text,) = await client.ask_each([Tokens(node)], TokensReport) if about.expose_tokens else (None,)
+        return about, kept, None if text is None else text.token_ids
+
+    return _with_client(endpoint, timeout_s, ask_all)
+
+
+def _with_client(endpoint: str, timeout_s: float, ask: Callable[[InspectClient], Awaitable[T]]) -> T:
+    async def run() -> T:
+        async with InspectClient(check_endpoint(endpoint), timeout_s) as client:
+            return await ask(client)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(ask_all())
+        return runner.run(run())
 
 
 def as_text(snapshot: Snapshot, *, is_long: bool = False) -> TextTree:
@@ -124,23 +151,28 @@ def as_json(snapshot: Snapshot) -> str:
 
 def as_page(snapshot: Snapshot, decode: Decode | None) -> str:
     """Return the snapshot as one self-contained HTML page; without ``decode``, tokens are shown as ids."""
+    maps = {str(node): as_map(report) for node, report in snapshot.maps.items()}
+    tokens = {str(node): (decode or as_numbers)(ids) for node, ids in snapshot.tokens.items()}
+    return page(tree_content(snapshot) | {"maps": maps, "tokens": tokens})
+
+
+def tree_content(snapshot: Snapshot) -> dict[str, object]:
+    """Return what the page shows of the whole tree."""
     about = msgspec.to_builtins(snapshot.about) | {"endpoint": snapshot.endpoint}
-    content = {
-        "about": about,
-        "ts": snapshot.tree.ts,
-        "pool": snapshot.tree.pool,
-        "nodes": snapshot.tree.nodes,
-        "omitted": snapshot.tree.omitted,
-        "maps": {str(node): _map(report) for node, report in snapshot.maps.items()},
-        "tokens": {str(node): (decode or _as_numbers)(ids) for node, ids in snapshot.tokens.items()},
-    }
+    tree = snapshot.tree
+    return {"about": about, "ts": tree.ts, "pool": tree.pool, "nodes": tree.nodes, "omitted": tree.omitted}
+
+
+def page(content: Mapping[str, object]) -> str:
+    """Return the page of a content; ``{"live": seconds}`` makes it ask for ``tree`` that often, and for ``node/ID``."""
     # Only "<" could end the data of a script element early; as an escape it is the same JSON.
     data = msgspec.json.encode(content).decode().replace("<", "\\u003c")
     template = files("sgl_kvevict.cli").joinpath("inspect_page.html").read_text(encoding="utf-8")
     return template.replace("@DATA@", data)
 
 
-def _map(report: KeptReport) -> dict[str, object]:
+def as_map(report: KeptReport) -> dict[str, object]:
+    """Return what the page shows of a node's heads."""
     return {
         "start": report.start,
         "end": report.end,
@@ -150,7 +182,8 @@ def _map(report: KeptReport) -> dict[str, object]:
     }
 
 
-def _as_numbers(ids: Sequence[int]) -> list[str]:
+def as_numbers(ids: Sequence[int]) -> list[str]:
+    """Return token ids as texts."""
     return [f"[{token}]" for token in ids]
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from sgl_kvevict.cli.server_plan import plan_serve
 from sgl_kvevict.client import warm
 from sgl_kvevict.config import parse_config
-from sgl_kvevict.distill.files import check_writable
 from sgl_kvevict.distill.texts import texts_of_folder, training_texts
 from sgl_kvevict.errors import ConfigError, KVEvictError
 from sgl_kvevict.launcher import RunningServer, launch
+from sgl_kvevict.sglang_adapter.start_checks import output_reasons
 
 LENGTHS = (4000, 8000, 16000, 2000)
 """Characters of a text, in turn: weights learned from short prefixes only have less recall in long ones."""
@@ -41,7 +41,8 @@ def learn(model: str, out: Path, texts: Path | None, num_prefixes: int, sglang_f
         LearnError: the learned scores have too little recall of the entries that scoring passes keep.
         LaunchError: the server did not start, or ended.
     """
-    check_writable(out, "--out")
+    if reasons := output_reasons("--out", out):
+        raise ConfigError(reasons[0])
     passages = _passages(texts, num_prefixes)
     values = {"score_weights": None, "save_score_weights": str(out.absolute()), "distill_prefixes": num_prefixes}
     plan = plan_serve(model, parse_config(values, "sgl-kvevict learn"), sglang_flags, listens=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Annotated, Literal
@@ -26,14 +27,30 @@ def top(
     rows: Annotated[int, typer.Option(min=0, max=1000, help="Prefixes wanted.")] = 50,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a report.")] = False,
     count: Annotated[int, typer.Option(min=0, help="Stop after so many reports; 0: never.")] = 0,
+    web: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Show the tree in a browser, at http://127.0.0.1:WEB.")
+    ] = None,
     timeout: Annotated[float, typer.Option(min=0.05, help="Seconds to wait for an answer.")] = 5.0,
     is_long: Long = False,
 ) -> None:
     """Watch the cache of a running server."""
+    if web is not None:
+        if as_json or count:
+            raise ConfigError("--web: got --json or --count too; allowed: neither")
+        _serve_page(endpoint, web, interval, timeout)
+        return
     from sgl_kvevict.cli.top import TopOptions, run_top
 
     options = TopOptions(endpoint, interval, rows, sort, timeout, count, is_long)
     run_top(options, as_json=as_json)
+
+
+def _serve_page(endpoint: str, port: int, interval_s: float, timeout_s: float) -> None:
+    from sgl_kvevict.cli.web import WebServer
+
+    with WebServer(endpoint, port, interval_s, timeout_s) as server, contextlib.suppress(KeyboardInterrupt):
+        typer.echo(f"http://127.0.0.1:{server.server_port} shows the cache of {server.endpoint}; Ctrl-C ends it")
+        server.serve_forever()
 
 
 def inspect(

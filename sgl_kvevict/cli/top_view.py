@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sgl_kvevict.cli.output import short_model
+from sgl_kvevict.cli.size import show_bytes
 from sgl_kvevict.events.questions import Description, StatusReport
 from sgl_kvevict.events.totals import Pool, Totals
 from sgl_kvevict.events.types import (
@@ -23,6 +24,8 @@ from sgl_kvevict.events.types import (
     EventsLost,
     Loaded,
     LoadFailed,
+    MovedIn,
+    MovedOut,
     Refused,
     Repacked,
     ScoringPass,
@@ -139,6 +142,9 @@ def _gauges(status: StatusReport) -> Text:
     text = Text.assemble((f"{gauges.logical_tokens:,} tokens held in {gauges.held_slots:,} slots", "bold"))
     text.append(f" ({gauges.tokens_per_slot:.2f} a slot)   {gauges.spans:,} spans in {gauges.segments:,} segments")
     text.append(f", {gauges.shared_spans:,} shared (most readers {gauges.max_readers_per_span})")
+    if gauges.host_bytes:
+        used, total = show_bytes(gauges.host_used_bytes), show_bytes(gauges.host_bytes)
+        text.append(f"   host: {gauges.host_segments:,} segments, {used} of {total}")
     text.append(f"   {gauges.pending_ranges:,} ranges waiting   {gauges.dead_entries:,} dead entries")
     return text
 
@@ -151,6 +157,9 @@ def _rates(state: TopState) -> Text:
     rates.append(f"refused {refused:,}")
     if totals.stored_segments or totals.loaded_segments:
         rates.append(f"stored {totals.stored_segments:,}, loaded {totals.loaded_segments:,}")
+    if totals.moved_out_segments:
+        moved_in = f"in {totals.moved_in_segments:,} ({show_bytes(totals.moved_in_bytes)})"
+        rates.append(f"moved out {totals.moved_out_segments:,} ({show_bytes(totals.moved_out_bytes)}), {moved_in}")
     lost = state.status.totals.lost_events
     if lost or state.missed:
         rates.append(f"events lost {lost:,}, batches missed {state.missed:,}")
@@ -232,6 +241,10 @@ def describe(event: AnyEvent) -> str:
             return f"loaded tokens {event.start:,}-{event.end:,} from the store"
         case LoadFailed():
             return f"went on without the store: {event.error or 'it came too late'}"
+        case MovedOut():
+            return f"moved tokens {event.start:,}-{event.end:,} to the host's memory ({event.bytes:,} bytes)"
+        case MovedIn():
+            return f"moved tokens {event.start:,}-{event.end:,} back from the host's memory"
         case Cleared():
             return "flushed the whole cache"
         case EventsLost():

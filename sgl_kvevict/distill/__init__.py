@@ -3,7 +3,6 @@
 from sgl_kvevict.distill.features import CachedRange, window_features
 from sgl_kvevict.distill.files import (
     ModelIdentity,
-    check_writable,
     find_weights,
     load_weights,
     save_weights,
@@ -19,7 +18,6 @@ __all__ = [
     "ModelIdentity",
     "ScoreLearner",
     "ScoreWeights",
-    "check_writable",
     "find_weights",
     "load_weights",
     "save_weights",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,18 +66,6 @@ def save_weights(path: Path, weights: ScoreWeights, model: ModelIdentity) -> Non
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, scratch, metadata)
     scratch.rename(path)
-
-
-def check_writable(path: Path, name: str) -> None:
-    """Create the folder of a file; ConfigError, with the option's ``name``, if the file could not be written."""
-    try:
-        if path.is_dir():
-            raise IsADirectoryError("it is a folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise ConfigError(f"{name}: got {str(path)!r}, which cannot be written: {error}") from error
 
 
 def check_format(path: Path) -> None:

@@ -128,7 +128,7 @@ class InspectClient(_Client):
                         missing.remove(frames[0])
                         payloads[frames[0]] = frames[-1]
         except TimeoutError:
-            message = f"no answer from {self.endpoint} within {self.timeout_s:g} s"
+            message = f"no answer from {self.endpoint} within {self.timeout_s:g} s (serve --events opens this socket)"
             raise ServerSilentError(message) from None
         return list(payloads.values())
 

@@ -121,6 +121,7 @@ class TreeNode(msgspec.Struct):
     kept: float  # share of its entries that are stored; 1 if uncompressed
     compressed: bool  # it holds a span
     readers: int  # running requests whose path includes it
+    hits: int  # prompts inserted through it, as SGLang counts them
     age_s: float  # seconds since it was last matched
     namespace: str | None = None  # ``extra_key`` of its requests, with ``expose_tokens`` only
 

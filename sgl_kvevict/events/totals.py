@@ -17,6 +17,8 @@ from sgl_kvevict.events.types import (
     Dropped,
     Loaded,
     LoadFailed,
+    MovedIn,
+    MovedOut,
     Refused,
     Repacked,
     ScoringPass,
@@ -63,6 +65,11 @@ class Totals(msgspec.Struct):
     late_loads: Annotated[int, Meta(description="Requests that went on because the store took too long.")] = 0
     failed_loads: Annotated[int, Meta(description="Errors of the store, and segments that were corrupt.")] = 0
     not_placed: Annotated[int, Meta(description="Segments read from the store for which the tree had no place.")] = 0
+    moved_out_segments: Annotated[int, Meta(description="Segments copied to the host's memory when dropped.")] = 0
+    moved_out_bytes: Annotated[int, Meta(description="Memory of them.")] = 0
+    moved_in_segments: Annotated[int, Meta(description="Segments that came back from the host's memory.")] = 0
+    moved_in_tokens: Annotated[int, Meta(description="Tokens that they stand for.")] = 0
+    moved_in_bytes: Annotated[int, Meta(description="Memory of them.")] = 0
     lost_events: Annotated[int, Meta(description="Events lost because they came too fast.")] = 0
 
     def count(self, event: AnyEvent) -> None:
@@ -99,6 +106,13 @@ class Totals(msgspec.Struct):
                 self.loaded_tokens += event.end - event.start
             case LoadFailed():
                 self._add_one({"late": "late_loads", "error": "failed_loads", "no-place": "not_placed"}[event.reason])
+            case MovedOut():
+                self.moved_out_segments += 1
+                self.moved_out_bytes += event.bytes
+            case MovedIn():
+                self.moved_in_segments += 1
+                self.moved_in_tokens += event.end - event.start
+                self.moved_in_bytes += event.bytes
             case Cleared():
                 self.clears += 1
 
@@ -137,6 +151,10 @@ class Gauges(msgspec.Struct, frozen=True):
     max_readers_per_span: Annotated[int, Meta(description="Running requests on the span that most read.")]
     scoring_jobs: Annotated[int, Meta(description="Prefixes that wait for scoring passes, or for their fit.")]
     observation_bytes: Annotated[int, Meta(description="Memory outside the pool: observations, and fits.")]
+    host_bytes: Annotated[int, Meta(description="Host memory for what was dropped.")]
+    host_used_bytes: Annotated[int, Meta(description="Bytes of it that hold segments.")]
+    host_segments: Annotated[int, Meta(description="Segments in it.")]
+    host_evicted: Annotated[int, Meta(description="Segments that others have pushed out of it, since the start.")]
 
 
 def descriptions(numbers: type[Totals] | type[Gauges]) -> dict[str, str]:

@@ -111,6 +111,24 @@ class LoadFailed(Event):
     error: str = ""  # the error's text
 
 
+class MovedOut(Event):
+    """A segment was copied to the host's memory, because it leaves the pool."""
+
+    key: str  # first digits of its name
+    start: int  # logical position of the first token
+    end: int  # logical position after the last one
+    bytes: int  # memory that it takes there
+
+
+class MovedIn(Event):
+    """A segment came back from the host's memory, for a request that is admitted."""
+
+    key: str  # first digits of its name
+    start: int  # logical position of the first token that the pool lacked
+    end: int  # logical position after the last one
+    bytes: int  # bytes copied
+
+
 class Cleared(Event):
     """The whole cache was flushed."""
 
@@ -132,6 +150,8 @@ AnyEvent = (
     | Stored
     | Loaded
     | LoadFailed
+    | MovedOut
+    | MovedIn
     | Cleared
     | EventsLost
 )

@@ -7,12 +7,15 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 
 from sgl_kvevict.lifecycle.nodes import Node, NodeSet
-from sgl_kvevict.prefix import Span
+from sgl_kvevict.prefix import Segment, Span
 
 MAX_LEVELS = 1024
 """Remembered levels; a node that was last used before the oldest one counts as used then."""
 SPARE_ENTRIES = 64
 """A heap with more than two entries per leaf and this number is rebuilt: most of its entries are out of date."""
+
+LOSS_OF_MOVING = 0.03
+"""Loss of dropping a prefix that comes back from the host's memory, relative to computing it again."""
 
 Priority = tuple[float, ...]
 """(credit, number of the last access), preceded by a flag in :class:`Pressure`'s heap; the smallest goes first."""
@@ -30,9 +33,14 @@ class CostAwareRecency:
     Differs: a prefix is compressed, squeezed and dropped in steps, each with its own loss.
 
     ``clock`` gives the number of the last access, as nodes note it.
+
+    Attributes:
+        moves: whether a segment, once dropped, is in the host's memory; it then goes before one is squeezed below the
+            budget, which would lose entries for good.
     """
 
     def __init__(self, spans: Mapping[Node, Span], clock: Callable[[], float]) -> None:
+        self.moves: Callable[[Segment], bool] = lambda segment: False
         self._spans = spans
         self._clock = clock
         self._times: list[float] = []
@@ -40,7 +48,9 @@ class CostAwareRecency:
 
     def get_priority(self, node: Node) -> Priority:
         """Priority of dropping a leaf; grows when the leaf is used."""
-        return self.priority(node, self.saved(node))
+        saved = self.saved(node)
+        moves = node in self._spans and self.moves(self._spans[node].segment)
+        return self.priority(node, saved * LOSS_OF_MOVING if moves else saved)
 
     def gave_way(self, priority: Priority) -> None:
         """Raise the level to the credit of a node that shrank or was dropped."""

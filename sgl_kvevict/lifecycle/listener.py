@@ -13,6 +13,8 @@ from sgl_kvevict.events.types import (
     Dropped,
     Loaded,
     LoadFailed,
+    MovedIn,
+    MovedOut,
     Refused,
     Repacked,
     ScoringPass,
@@ -132,6 +134,14 @@ class CacheListener:
     def load_failed(self, reason: str, error: str = "") -> None:
         """A request goes on without a segment of the store: ``late``, ``no-place`` in the tree, or an ``error``."""
         self._tell(lambda: LoadFailed(reason, error))
+
+    def moved_out(self, key: str, start: int, end: int, num_bytes: int) -> None:
+        """The tokens ``[start, end)`` of a path were copied to the host's memory, as they leave the pool."""
+        self._tell(lambda: MovedOut(key[:SHOWN_KEY_DIGITS], start, end, num_bytes))
+
+    def moved_in(self, key: str, start: int, end: int, num_bytes: int) -> None:
+        """The tokens ``[start, end)`` of a path came back from the host's memory."""
+        self._tell(lambda: MovedIn(key[:SHOWN_KEY_DIGITS], start, end, num_bytes))
 
     def cleared(self) -> None:
         """The whole cache was flushed."""

@@ -1,4 +1,4 @@
-"""Loads prefixes from the store: which queued requests wait, and how stored segments get into the tree."""
+"""Loads prefixes from the store: which queued requests wait, and for how long."""
 
 from __future__ import annotations
 
@@ -6,37 +6,24 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from sgl_kvevict.errors import StoreError
-from sgl_kvevict.guard import Place, accounting
+from sgl_kvevict.guard import Place
+from sgl_kvevict.lifecycle.adoption import Adoption, Prompt
+from sgl_kvevict.lifecycle.host import HostTier
 from sgl_kvevict.lifecycle.listener import LOAD_ERROR, LOAD_LATE, LOAD_NO_PLACE
-from sgl_kvevict.lifecycle.nodes import Node, length_of, path_to
+from sgl_kvevict.lifecycle.nodes import length_of
 from sgl_kvevict.lifecycle.part import Part, Shared
-from sgl_kvevict.lifecycle.ranges import Ranges
 from sgl_kvevict.lifecycle.saving import StoreAccess
-from sgl_kvevict.policies.parts import PolicyState
-from sgl_kvevict.prefix import Segment
 from sgl_kvevict.store import Fetch, ReadAhead, SegmentRecord, Wanted
 
 READ_AHEAD = 16
 """Requests at the head of the queue whose prefixes are fetched: a prefix loaded much too early would be evicted."""
 MAX_LOOKED_AT = 256
 """Queued requests visited in each turn of the loop."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt to look up in a cache: only the first ``num_tokens`` of ``tokens`` may be found."""
-
-    tokens: Sequence[int]
-    num_tokens: int
-    extra_key: str | None
-    cache_salt: str | None
 
 
 @dataclass
@@ -65,122 +52,6 @@ class Answer(IntEnum):
     """There is nothing to fetch, or the store failed."""
 
 
-class Adoption(Part):
-    """Puts stored segments into the tree, as if they had been compressed here."""
-
-    def __init__(self, shared: Shared, ranges: Ranges) -> None:
-        super().__init__(shared)
-        self._ranges = ranges
-
-    def adopt(self, record: SegmentRecord, extra_key: str | None, cache_salt: str | None) -> int:
-        """Give a stored segment of this server's identity slots and nodes, in the namespace in which it was found.
-
-        Returns how many of its last tokens were added; its beginning may be compressed in the tree already. 0: nothing
-        was added, though other prefixes may have shrunk for it: there were no slots, the tree has all of it, the tokens
-        before it are not compressed, or a reader of the tokens that it would replace is not movable.
-
-        Raises:
-            StoreError: the record's entries do not fit this server's pool.
-        """
-        geometry = self._packer.geometry
-        if tuple(record.keep_lens.shape) != (geometry.num_layers, geometry.num_kv_heads):
-            raise StoreError(f"a segment of {tuple(record.keep_lens.shape)} runs")
-        if record.biases is not None and not self._packer.has_biases:
-            raise StoreError("a fitted segment, and nothing is fitted here")
-        if geometry.slots_for(record.num_entries) > record.end - record.start:
-            raise StoreError(f"a segment of {record.num_entries} entries for {record.end - record.start} tokens")
-        tokens: list[int] = record.tokens.tolist()
-        there = self._tree.find(tokens, extra_key, cache_salt)
-        waterline = self._spans.waterline(there)
-        if record.splittable and record.start < waterline < record.end:
-            record = record.after(waterline)
-        fewest = -self._tree.largest(-record.num_entries)  # among all ranks
-        if fewest == 0 or not self._fits(record, there):
-            return 0  # before other prefixes shrink for it
-        slots = self._tree.alloc(self._tree.largest(geometry.slots_for(record.num_entries), record.start, record.end))
-        if slots is None:
-            return 0
-        if self._install(record, tokens, slots, extra_key, cache_salt):
-            return record.end - record.start
-        self._tree.free(slots)
-        return 0
-
-    def adopt_tail(self, record: SegmentRecord, extra_key: str | None, cache_salt: str | None) -> bool:
-        """Give a loaded segment's tail slots and a node; False: it has no tail, or there is no place."""
-        if record.tail_tokens is None:
-            return False
-        assert record.tail_k is not None and record.tail_v is not None
-        slots = self._tree.alloc(record.tail_tokens.numel())
-        if slots is None:
-            return False
-        path: list[int] = record.tokens.tolist()
-        tokens: list[int] = path + record.tail_tokens.tolist()
-        with accounting():
-            there = self._tree.find(tokens, extra_key, cache_salt)
-            is_free = length_of(there) == len(path) == self._spans.waterline(there)
-            if not is_free or self._tree.add(tokens, extra_key, cache_salt, slots) is None:
-                self._tree.free(slots)
-                return False
-            self._packer.place_tokens(slots, record.tail_k, record.tail_v)
-        return True
-
-    @accounting()
-    def _install(
-        self,
-        record: SegmentRecord,
-        tokens: Sequence[int],
-        slots: Tensor,
-        extra_key: str | None,
-        cache_salt: str | None,
-    ) -> bool:
-        there = self._tree.find(tokens, extra_key, cache_salt)
-        if not self._fits(record, there):
-            return False
-        ordinary = self._spans.uncompressed(there)
-        if not record.splittable and not self._is_whole(ordinary):
-            return False
-        readers = self._readers.movable(ordinary[0]) if ordinary else []
-        if readers is None:
-            return False
-        last = self._tree.add(tokens, extra_key, cache_salt)
-        if last is None:
-            return False
-        freed = self._tree.token_slots(ordinary) if ordinary else slots[:0]
-        nodes = self._spans.uncompressed(path_to(last))
-        self._ranges.install(nodes, self._segment(record, slots), freed, readers)
-        return True
-
-    def _is_whole(self, nodes: Sequence[Node]) -> bool:
-        """Whether no request reads the last nodes of a path, and no prompt branches off from them.
-
-        Otherwise a request would read only the beginning of an unsplittable segment.
-        """
-        return all(
-            self._tree.num_locks(node) == 0 and all(child is below for child in node.children.values())
-            for node, below in zip_longest(nodes, nodes[1:])
-        )
-
-    def _fits(self, record: SegmentRecord, there: Sequence[Node]) -> bool:
-        """Whether a segment begins at the path's waterline and ends beyond the path."""
-        return length_of(there) < record.end and self._spans.waterline(there) == record.start
-
-    def _segment(self, record: SegmentRecord, slots: Tensor) -> Segment:
-        segment = self._packer.new_segment(
-            slots,
-            record.keep_lens,
-            record.positions,
-            record.start,
-            record.end,
-            splittable=record.splittable,
-            worth=record.worth,
-        )
-        self._packer.place(segment, record.k, record.v, record.biases)
-        segment.is_measured = record.is_read
-        if record.policy_state is not None:
-            segment.policy_state = PolicyState(record.policy_state.to(slots.device))
-        return segment
-
-
 class Loading(Part):
     """Fetches prefixes for requests at the head of the queue, and puts them into the tree.
 
@@ -188,8 +59,11 @@ class Loading(Part):
     prefix: all load it, or none. After an error the prefix is computed.
     """
 
-    def __init__(self, shared: Shared, adoption: Adoption, access: StoreAccess, reader: ReadAhead) -> None:
+    def __init__(
+        self, shared: Shared, adoption: Adoption, access: StoreAccess, reader: ReadAhead, host: HostTier | None = None
+    ) -> None:
         super().__init__(shared)
+        self._host = host
         self._adoption = adoption
         self._access = access
         self._reader = reader
@@ -238,9 +112,11 @@ class Loading(Part):
         return still
 
     def _begin(self, waiting: Waiting) -> None:
-        """Start a fetch if the store may have more of a prompt than the tree."""
+        """Start a fetch if the store may have more of a prompt than the tree and the host."""
         waiting.is_begun = True
         prompt = waiting.prompt
+        if self._host is not None:
+            self._host.load(prompt)
         with self._guard.at(Place.STORE):
             tokens = list(prompt.tokens[: prompt.num_tokens])
             path = self._tree.find(tokens, prompt.extra_key, prompt.cache_salt)
@@ -286,21 +162,11 @@ class Loading(Part):
 
     def _place(self, records: Sequence[SegmentRecord], prompt: Prompt) -> None:
         for record in records:
-            num_tokens = self._adoption.adopt(record, prompt.extra_key, prompt.cache_salt)
+            num_tokens = self._adoption.place(record, prompt)
             if num_tokens == 0:
                 self._table.listener.load_failed(LOAD_NO_PLACE)
                 continue
-            if record.tail_tokens is not None and _goes_on(prompt, record):
-                self._adoption.adopt_tail(record, prompt.extra_key, prompt.cache_salt)
             self._table.listener.loaded(record.key, record.end - num_tokens, record.end)
-
-
-def _goes_on(prompt: Prompt, record: SegmentRecord) -> bool:
-    """Whether a prompt continues a segment's path with the first token of its tail."""
-    assert record.tail_tokens is not None
-    if prompt.num_tokens <= record.end:
-        return False
-    return list(prompt.tokens[: record.end + 1]) == [*record.tokens.tolist(), int(record.tail_tokens[0])]
 
 
 def _signature(waiting: Waiting) -> int:

@@ -13,12 +13,14 @@ from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.compression import Compressor, GeneratedCompressor, GeneratedStep, PromptObservation, ReaderChunk
 from sgl_kvevict.distill import LessonResult
 from sgl_kvevict.guard import Guard, Place
+from sgl_kvevict.lifecycle.adoption import Adoption
 from sgl_kvevict.lifecycle.eviction import CostAwareRecency, StatefulRecency
 from sgl_kvevict.lifecycle.fitting import Fits
 from sgl_kvevict.lifecycle.generation import Generations
+from sgl_kvevict.lifecycle.host import HostTier
 from sgl_kvevict.lifecycle.jobs import ScoringJobs
 from sgl_kvevict.lifecycle.listener import CacheListener
-from sgl_kvevict.lifecycle.loading import Adoption, Loading
+from sgl_kvevict.lifecycle.loading import Loading
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.lifecycle.part import Shared
 from sgl_kvevict.lifecycle.ports import PassPort, TreePort
@@ -31,6 +33,7 @@ from sgl_kvevict.lifecycle.table import PrefixTable
 from sgl_kvevict.lifecycle.votes import Votes
 from sgl_kvevict.prefix import SegmentPacker
 from sgl_kvevict.request import RequestOptions
+from sgl_kvevict.store import HostSegments
 
 
 class Released(Enum):
@@ -45,7 +48,8 @@ class Released(Enum):
 class PrefixManager:
     """Follows prefixes from the first prompt that holds them until they leave the tree.
 
-    Without ``compressor`` (policy ``none``) nothing is compressed; without ``access`` nothing is stored. ``clock`` and
+    Without ``compressor`` (policy ``none``) nothing is compressed; without ``access`` nothing is stored, without
+    ``host`` nothing moves to the host's memory. ``clock`` and
     ``state_slots``: see :class:`CostAwareRecency` and :class:`StatefulRecency`; None: the model has no recurrent
     layers.
 
@@ -53,6 +57,7 @@ class PrefixManager:
         ranges: None without a compressor, like ``pressure`` and ``access``.
         scoring: None unless the policy learns from readers, like ``votes`` and ``fits``.
         generations: None unless ``decode_block`` is set.
+        host: None without memory on the host.
         loading: None if nothing is loaded from the store; ``saving``: None without a store.
         max_sharers: most requests that ever read one span in one forward.
     """
@@ -66,6 +71,7 @@ class PrefixManager:
         clock: Callable[[], float],
         state_slots: Callable[[Node], float | None] | None = None,
         access: StoreAccess | None = None,
+        host: HostSegments | None = None,
     ) -> None:
         self._tree = tree
         self.compressor = compressor
@@ -85,19 +91,24 @@ class PrefixManager:
         self.fits: Fits | None = None
         self.generations: Generations | None = None
         self.access = None if compressor is None else access
+        self.host: HostTier | None = None
         self.saving: Saving | None = None
         self.loading: Loading | None = None
         if compressor is not None:
-            self._build(Shared(tree, self.table, self.readers, packer, compressor, guard))
+            self._build(Shared(tree, self.table, self.readers, packer, compressor, guard), host)
 
-    def _build(self, shared: Shared) -> None:
+    def _build(self, shared: Shared, segments: HostSegments | None) -> None:
         """Make the parts that compress; each needs only earlier ones."""
         access, policy, config = self.access, shared.compressor.policy, shared.compressor.config
         if access is not None:
             self.saving = Saving(shared, access)
         ranges = self.ranges = Ranges(shared, self.saving)
+        adoption = Adoption(shared, ranges)
+        if segments is not None:
+            self.host = HostTier(shared, adoption, segments)
+            self.order.moves = self.host.takes
         if access is not None and access.reader is not None:
-            self.loading = Loading(shared, Adoption(shared, ranges), access, access.reader)
+            self.loading = Loading(shared, adoption, access, access.reader, self.host)
         pressure = self.pressure = Pressure(shared, ranges, self.order, shared.packer.geometry.num_token_slots)
         if config.decode_block is not None:
             suffixes = GeneratedCompressor(shared.compressor)
@@ -224,7 +235,7 @@ class PrefixManager:
     def released(self, reader: Reader, why: Released) -> None:
         """A request was released: forget its state and compress ranges that waited for it."""
         record = self.readers[reader]
-        record.observation, record.is_live = None, False
+        record.observation, record.is_live, record.is_loaded = None, False, False
         with self.guard.at(Place.RELEASE):
             if self.generations is not None:
                 self.generations.end(reader)
@@ -267,6 +278,11 @@ class PrefixManager:
         if span is not None:
             self.listener.split(upper, lower, span.start)
 
+    def leaving(self, node: Node) -> None:
+        """A leaf is about to be dropped because slots are short."""
+        if self.host is not None:
+            self.host.leaving(node)
+
     def dropped(self, node: Node) -> Tensor | None:
         """Remove the record of a leaf that leaves the tree.
 
@@ -298,7 +314,7 @@ class PrefixManager:
         """Forget everything but spans: the tree is empty, or the weights have changed."""
         for _, record in self.readers.items():
             record.observation = None
-        for part in (self.scoring, self.fits, self.generations):
+        for part in (self.scoring, self.fits, self.generations, self.host):
             if part is not None:
                 part.clear()
         self.table.forget()

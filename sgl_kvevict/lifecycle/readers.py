@@ -20,6 +20,7 @@ class ReaderRecord:
         is_live: it has matched its prompt and was not released.
         is_exact: it must read no compressed entry (``exact``).
         first_share: share to which the chunks of its prompt shrink first, which is longer than the pool; None: it fits.
+        is_loaded: what the host has of its prompt was loaded; since then it was not released.
         observation: of its prefill; None before, and once the complete prompt was dealt with.
         suffix: its generated tokens and their compression; None: they are not compressed.
     """
@@ -28,6 +29,7 @@ class ReaderRecord:
     is_exact: bool = False
     first_share: float | None = None
     is_pass: bool = False
+    is_loaded: bool = False
     observation: PromptObservation | None = None
     suffix: Generated | None = None
 

@@ -48,14 +48,21 @@ class StoreAccess:
 
 @dataclasses.dataclass(frozen=True)
 class Leaving:
-    """A copied segment on its way to the store, with ``num_bytes`` of keys and values.
-
-    ``record``, for another thread to call, waits for the device's copy and returns the segment.
-    """
+    """A copied segment that leaves the pool's device; ``copied`` is on it, complete once ``launched`` has happened."""
 
     namespace: Namespace
-    num_bytes: int
-    record: Callable[[], SegmentRecord]
+    copied: SegmentRecord
+    launched: torch.cuda.Event | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of keys and values."""
+        rows = (self.copied.k, self.copied.v, self.copied.tail_k, self.copied.tail_v)
+        return sum(part.nbytes for part in rows if part is not None)
+
+    def record(self) -> SegmentRecord:
+        """The segment in host memory; called by another thread, because it waits for the device."""
+        return self.copied if self.launched is None else _on_host(self.copied, self.launched)
 
 
 def export_segment(
@@ -68,21 +75,34 @@ def export_segment(
     uncompressed tokens after it are copied if only one prompt continues there.
     """
     path = path_to(node)
-    segment, views = spans[node].segment, _views_of(path, spans)
-    start, end = views[0].start, views[-1].end
-    if end - start < identity.min_prefix_tokens:
+    views = views_of(path, spans)
+    if views[-1].end - views[0].start < identity.min_prefix_tokens:
         return None
-    tokens, namespace = tokens_of(path), namespace_of(node.key, identity)
-    copied = packer.copy(views)
     tail = _tail_of(node, spans, num_tail)
-    tail_k, tail_v = packer.token_rows(tree.token_slots([tail])[:num_tail]) if tail is not None else (None, None)
+    if tail is None:
+        return export_views(views, path, packer, identity)
+    tail_k, tail_v = packer.token_rows(tree.token_slots([tail])[:num_tail])
+    tail_tokens = torch.tensor(list(tail.key.token_ids[:num_tail]), dtype=torch.int64)
+    return export_views(views, path, packer, identity, tail_tokens=tail_tokens, tail_k=tail_k, tail_v=tail_v)
+
+
+def export_views(
+    views: Sequence[View], path: Sequence[Node], packer: SegmentPacker, identity: StoreIdentity, **tail: Tensor
+) -> Leaving:
+    """Copy the last tokens of a path, as if one segment held these consecutive ``views`` of it.
+
+    ``tail``: fields of the record that describe its tail.
+    """
+    tokens, namespace = tokens_of(path), namespace_of(path[-1].key, identity)
+    segment, start = views[-1].segment, views[0].start
+    copied = packer.copy(views)
     state = segment.policy_state
     assert state is None or isinstance(state, PolicyState)
     record = SegmentRecord(
         key=namespace.segment(tokens, start),
         identity=identity.digest,
         start=start,
-        end=end,
+        end=views[-1].end,
         splittable=segment.splittable,
         is_read=segment.is_measured,
         created=time.time(),
@@ -94,19 +114,16 @@ def export_segment(
         worth=copied.worth,
         policy_state=None if state is None else state.threshold,
         biases=copied.biases,
-        tail_tokens=None if tail is None else torch.tensor(list(tail.key.token_ids[:num_tail]), dtype=torch.int64),
-        tail_k=tail_k,
-        tail_v=tail_v,
+        **tail,
     )
-    num_bytes = (copied.k.numel() + (0 if tail_k is None else tail_k.numel())) * copied.k.element_size() * 2
     if not copied.k.is_cuda:
-        return Leaving(namespace, num_bytes, lambda: record)
+        return Leaving(namespace, record, None)
     launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
     launched.record()
-    return Leaving(namespace, num_bytes, lambda: _on_host(record, launched))
+    return Leaving(namespace, record, launched)
 
 
-def _views_of(path: Sequence[Node], spans: Spans) -> list[View]:
+def views_of(path: Sequence[Node], spans: Spans) -> list[View]:
     """The last segment of a path, preceded by the parts of earlier segments that the path leaves in the middle."""
     views: list[View] = []
     for node in path:

@@ -76,6 +76,11 @@ class ArenaKVPool(MHATokenToKVPool):
     def _create_buffers_normal(self) -> None:
         create_arena_buffers(self)
 
+    def _init_kv_copy_and_warmup(self) -> None:
+        """Move rows of accepted draft tokens by torch; SGLang would compile a kernel."""
+        self._kv_copy_config = None
+        self.use_native_move_kv_cache = True
+
 
 def around_create_buffers(original: Callable[[MHATokenToKVPool], None], pool: MHATokenToKVPool) -> None:
     """Hook around the stock pool's buffer creation: use an arena if our backend is selected and the layout is NHD.

@@ -32,6 +32,7 @@ from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_sink_dty
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.refusals import layer_reasons, machine_reasons
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+from sgl_kvevict.sglang_adapter.verification import drafts_of
 from sgl_kvevict.sglang_adapter.window_layers import WindowLayers
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ class KVEvictAttentionBackend(AttentionBackend):
             reasons.append(f"the KV pool of layers with a window is a {type(windows_pool).__name__}, not one arena")
         config = load_config()
         device = torch.device(model_runner.device)
-        reasons += device_reasons(config.attention, device.type)
+        verifies = not model_runner.spec_algorithm.is_none()
+        reasons += device_reasons(config.attention, device.type, verifies=verifies)
         reasons += machine_reasons(device, model_runner.dtype)
         reasons += layer_reasons(model_runner.model)
         head_dim = model_runner.model_config.head_dim
@@ -85,7 +87,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         assert arena is not None
         self.geometry = _geometry(model_runner, arena, self.places)
         self.arena = arena
-        self.attention = _build_attention(config.attention, self.geometry, arena, model_runner.dtype)
+        self.attention = _build_attention(config.attention, self.geometry, arena, model_runner.dtype, verifies)
         self._window_layers = _window_layers(model_runner, config.attention)
         self._on_gpu: bool = device.type == "cuda"
         sink_dtype = find_sink_dtype(model_runner.model)
@@ -105,6 +107,9 @@ class KVEvictAttentionBackend(AttentionBackend):
         """Plan one forward: spans of each request, and which prompts are observed."""
         if forward_batch.forward_mode.is_idle():
             return
+        if forward_batch.forward_mode.is_target_verify():
+            self._plan_verification(forward_batch)
+            return
         seq_lens = forward_batch.seq_lens_cpu.tolist()
         is_decode = forward_batch.forward_mode.is_decode()
         extend_lens = None if is_decode else list(forward_batch.extend_seq_lens_cpu)
@@ -115,6 +120,16 @@ class KVEvictAttentionBackend(AttentionBackend):
             self._window_layers.plan(self.tree, readers, batch, forward_batch.out_cache_loc)
         self._step = self._observed_step(readers, seq_lens, extend_lens)
         self._observed = [] if extend_lens is None else self._observed_rows(readers, seq_lens, extend_lens)
+
+    def _plan_verification(self, forward_batch: ForwardBatch) -> None:
+        """Plan a step whose new tokens are drafts, which SGLang does not count in the lengths; none is observed."""
+        num_drafts, visible = drafts_of(forward_batch)
+        seq_lens = [length + num_drafts for length in forward_batch.seq_lens_cpu.tolist()]
+        readers, extend_lens = readers_of(forward_batch.rids), [num_drafts] * len(seq_lens)
+        ends = forward_batch.seq_lens + num_drafts
+        batch = self._batch(readers, seq_lens, extend_lens, forward_batch.req_pool_indices, ends)
+        self.attention.plan(replace(batch, visible=visible))
+        self._step, self._observed = None, []
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Prepare for captured decode steps; raises :class:`UnsupportedSetupError` if attention cannot be captured."""
@@ -327,13 +342,15 @@ def _geometry(model_runner: ModelRunner, arena: Arena, layers: Mapping[int, int]
     )
 
 
-def _build_attention(name: str, geometry: KVGeometry, arena: Arena, q_dtype: torch.dtype) -> Attention:
+def _build_attention(
+    name: str, geometry: KVGeometry, arena: Arena, q_dtype: torch.dtype, verifies: bool = False
+) -> Attention:
     ranks = TensorRanks(get_parallel().attn_tp_group.cpu_group)
 
     def on_all_ranks(here: bool) -> bool:
         return all(there for (there,) in ranks.gather([here]))
 
-    return build_attention(name, geometry, arena.k, arena.v, q_dtype, arena.biases, on_all_ranks)
+    return build_attention(name, geometry, arena.k, arena.v, q_dtype, arena.biases, on_all_ranks, verifies=verifies)
 
 
 def _window_layers(model_runner: ModelRunner, attention: str) -> WindowLayers | None:
@@ -347,15 +364,18 @@ def _window_layers(model_runner: ModelRunner, attention: str) -> WindowLayers | 
     return WindowLayers(model_runner.token_to_kv_pool, built, model_runner.req_to_token_pool.req_to_token)
 
 
-def device_reasons(attention: str, device: str) -> list[str]:
-    """Return a sentence for everything that an attention does not support on a device ("cpu" or "cuda")."""
+def device_reasons(attention: str, device: str, *, verifies: bool = False) -> list[str]:
+    """Return a sentence for everything that an attention does not support on a device ("cpu" or "cuda").
+
+    ``verifies``: with speculative decoding.
+    """
     reasons: list[str] = []
     chosen = attention
     try:
         chosen = resolve_attention(attention, device)
     except UnsupportedSetupError as error:
         reasons += error.reasons
-    return reasons + (graph_reasons(chosen) if device == "cuda" else [])
+    return reasons + (graph_reasons(chosen, verifies=verifies) if device == "cuda" else [])
 
 
 def _require_no_extras(extras: dict[str, Any]) -> None:

@@ -15,7 +15,6 @@ from sgl_kvevict.distill import (
     ModelIdentity,
     ScoreLearner,
     ScoreWeights,
-    check_writable,
     find_weights,
     load_weights,
     save_weights,
@@ -95,8 +94,6 @@ class Distilling:
             reasons.append("save_score_weights: with tensor parallelism no rank has all heads; learn on one rank")
         if reasons:
             raise UnsupportedSetupError(reasons)
-        if self._save_to is not None:
-            check_writable(Path(self._save_to), "save_score_weights")
 
     def _load(self, source: str | None) -> ScoreWeights | None:
         if source is None or self._identity is None:

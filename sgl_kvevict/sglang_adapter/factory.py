@@ -21,6 +21,7 @@ from sgl_kvevict.sglang_adapter.arena import Arena, arena_of
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME, POOL_HOOK, require_supported_sglang
 from sgl_kvevict.sglang_adapter.distilling import Distilling
+from sgl_kvevict.sglang_adapter.host_memory import open_host
 from sgl_kvevict.sglang_adapter.kv_pools import full_pool_of
 from sgl_kvevict.sglang_adapter.model_parts import find_output_grams, find_rotary
 from sgl_kvevict.sglang_adapter.monitoring.start import start_monitoring
@@ -30,10 +31,11 @@ from sgl_kvevict.sglang_adapter.refusals import (
     place_reasons,
     policy_reasons,
     pool_reasons,
+    verification_reasons,
     window_reasons,
 )
 from sgl_kvevict.sglang_adapter.scheduler_store import open_access
-from sgl_kvevict.sglang_adapter.start_checks import flag_reasons
+from sgl_kvevict.sglang_adapter.start_checks import flag_reasons, speculation_reasons
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 if TYPE_CHECKING:
@@ -51,12 +53,14 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
         UnsupportedSetupError: lists every unsupported setting, model property and missing part.
         ConfigError: the configuration is invalid.
     """
-    require_supported_sglang()
-    config, policy = configured_policy(load_config())
+    config = load_config()
+    require_supported_sglang(config)
+    config, policy = configured_policy(config)
     pool = full_pool_of(ctx.params.token_to_kv_pool_allocator.get_kvcache())
     backend = _full_attention_of(ctx.tp_worker.model_runner.attn_backend)
     arena = arena_of(pool)
-    reasons = flag_reasons(partial(getattr, ctx.server_args))
+    value_of = partial(getattr, ctx.server_args)
+    reasons = flag_reasons(value_of) + speculation_reasons(value_of, config)
     reasons += model_reasons(ctx.model_config)
     reasons += place_reasons(config, policy, ctx)
     reasons += pool_reasons(pool)
@@ -65,6 +69,7 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     reasons += generation_reasons(config, policy, ctx.server_args, torch.device(pool.device).type)
     if isinstance(backend, KVEvictAttentionBackend):
         reasons += window_reasons(config, policy, backend.geometry)
+        reasons += verification_reasons(ctx, backend.geometry)
     if reasons:
         raise UnsupportedSetupError(reasons)
     assert isinstance(backend, KVEvictAttentionBackend) and arena is not None
@@ -117,7 +122,7 @@ def _assemble(
 ) -> KVEvictTree:
     geometry = backend.geometry
     packer = SegmentPacker(geometry, arena.k, arena.v, arena.biases)
-    compressor = distilling = access = None
+    compressor = distilling = access = host = None
     if policy is not None:
         model = ctx.tp_worker.model_runner.model
         output_grams = (
@@ -134,7 +139,8 @@ def _assemble(
         if arena.k.is_cuda:
             warm_up(compressor, ctx.tp_worker.model_runner.dtype)
         access = open_access(config, ctx, geometry, arena.k.dtype)
-    ours = partial(KVEvictTree, packer=packer, compressor=compressor, access=access, distilling=distilling)
+        host = open_host(config, ctx, packer)
+    ours = partial(KVEvictTree, packer=packer, compressor=compressor, access=access, distilling=distilling, host=host)
     tree = create_unified_radix_cache(ctx, cache_class=ours)
     assert isinstance(tree, KVEvictTree)
     return tree

@@ -27,6 +27,7 @@ from sgl_kvevict.sglang_adapter.start_checks import (
     pool_size_reasons,
     port_reasons,
     resource_reasons,
+    speculation_reasons,
 )
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def check_start(server_args: ServerArgs, *, is_command: bool) -> None:
     """
     config, _ = configured_policy(load_config())
     value_of = partial(getattr, server_args)
-    reasons = backend_reasons(value_of) + flag_reasons(value_of)
+    reasons = backend_reasons(value_of) + flag_reasons(value_of) + speculation_reasons(value_of, config)
     reasons += pool_size_reasons(server_args.max_total_tokens, config)
     reasons += resource_reasons(config, server_args.dp_size or 1)
     if is_command:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities
+from torch import Tensor
 
 
 class KVEvictCpuPlatform(CpuSRTPlatform):
@@ -33,3 +36,18 @@ class KVEvictCpuPlatform(CpuSRTPlatform):
         from sgl_kvevict.sglang_adapter.arena import ArenaKVPool, kvevict_is_selected
 
         return ArenaKVPool if kind == "mha" and kvevict_is_selected() else None
+
+    def get_speculative_cache_locs_fn(self) -> Callable[..., Tensor]:
+        """Return the function that looks up the slots of draft tokens."""
+        from sgl_kvevict.sglang_adapter.cpu_speculation import cache_locs
+
+        return cache_locs
+
+    def get_speculative_worker_cls(self, algorithm: str) -> type | None:
+        """Put torch in place of compiled kernels if our backend is selected; SGLang's own workers use it."""
+        from sgl_kvevict.sglang_adapter.arena import kvevict_is_selected
+        from sgl_kvevict.sglang_adapter.cpu_speculation import install
+
+        if kvevict_is_selected():
+            install()
+        return None

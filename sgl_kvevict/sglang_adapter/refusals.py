@@ -23,6 +23,7 @@ from sgl_kvevict.machine import BUILD_TOOLS, check_machine, read_machine
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.scorers import WindowAttentionScorer
 from sgl_kvevict.policies.signals import Signal
+from sgl_kvevict.sglang_adapter.start_checks import MODEL_KEYS, WHAT_WORKS
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -35,12 +36,12 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 
 
 _MODEL_CHECKS: tuple[tuple[Callable[[ModelConfig], bool], str], ...] = (
-    (lambda m: m.attention_arch != AttentionArch.MHA, "the model uses latent attention (MLA); only MHA and GQA work"),
-    (lambda m: m.is_encoder_decoder, "the model is an encoder-decoder"),
-    (lambda m: bool(m.attention_chunk_size), "the model attends within chunks"),
+    (lambda m: m.attention_arch != AttentionArch.MHA, MODEL_KEYS["kv_lora_rank"]),
+    (lambda m: m.is_encoder_decoder, MODEL_KEYS["is_encoder_decoder"]),
+    (lambda m: bool(m.attention_chunk_size), MODEL_KEYS["attention_chunk_size"]),
     (
         lambda m: bool(getattr(m.hf_text_config, "attn_logit_softcapping", None)),
-        "the model caps its attention logits",
+        MODEL_KEYS["attn_logit_softcapping"],
     ),
     (lambda m: m.is_multimodal, "multimodal models are not tested"),
     (lambda m: m.head_dim != m.v_head_dim, "the model's keys and values have different widths"),
@@ -48,8 +49,9 @@ _MODEL_CHECKS: tuple[tuple[Callable[[ModelConfig], bool], str], ...] = (
 
 
 def model_reasons(model_config: ModelConfig) -> list[str]:
-    """Unsupported properties of the model."""
-    return [reason for applies, reason in _MODEL_CHECKS if applies(model_config)]
+    """Unsupported properties of the model, and after them what works instead."""
+    reasons = [reason for applies, reason in _MODEL_CHECKS if applies(model_config)]
+    return [*reasons, WHAT_WORKS] if reasons else []
 
 
 def place_reasons(config: KVEvictConfig, policy: Policy | None, ctx: TreeCacheBuildContext) -> list[str]:
@@ -72,6 +74,8 @@ def place_reasons(config: KVEvictConfig, policy: Policy | None, ctx: TreeCacheBu
     kind = "recurrent layers" if ctx.is_hybrid_ssm else "a KV pool for layers with a sliding window"
     if config.store is not None:
         reasons.append(f"store: the model has {kind}, whose part of a prefix is not stored")
+    if config.host_bytes:
+        reasons.append(f"host_bytes: the model has {kind}, whose part of a prefix is not copied to the host")
     if policy is not None and not policy.splittable:
         reasons.append(
             f"policy {policy.name!r} merges tokens into earlier ones, so its prefixes cannot be cut; the model has "
@@ -150,6 +154,22 @@ def window_reasons(config: KVEvictConfig, policy: Policy | None, geometry: KVGeo
         reasons.append(f"policy {policy.name!r} fits values, which is not tested with sliding windows")
     if config.decode_block is not None:
         reasons.append("decode_block is not tested with layers that have a sliding window")
+    return reasons
+
+
+def verification_reasons(ctx: TreeCacheBuildContext, geometry: KVGeometry) -> list[str]:
+    """What speculative decoding does not support in a model."""
+    if ctx.server_args.speculative_algorithm is None:
+        return []
+    reasons = []
+    if ctx.is_hybrid_swa or ctx.is_hybrid_ssm:
+        kind = "recurrent layers" if ctx.is_hybrid_ssm else "a KV pool for layers with a sliding window"
+        reasons.append(f"--speculative-algorithm: the model has {kind}, where rejected drafts are not tested")
+    num_drafts, narrowest = ctx.server_args.speculative_num_draft_tokens, min(filter(None, geometry.windows), default=0)
+    if 0 < narrowest < num_drafts:
+        reasons.append(
+            f"--speculative-num-draft-tokens is {num_drafts}; allowed: at most {narrowest}, the narrowest window"
+        )
     return reasons
 
 

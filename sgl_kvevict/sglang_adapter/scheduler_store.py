@@ -16,7 +16,7 @@ from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.lifecycle.loading import Prompt
+from sgl_kvevict.lifecycle.adoption import Prompt
 from sgl_kvevict.lifecycle.saving import StoreAccess, all_namespaces
 from sgl_kvevict.sglang_adapter.distilling import model_fingerprint, rotary_of
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks

@@ -66,6 +66,8 @@ class SpanComponent(FullComponent):
         is_short = any(part.is_evict_device_ongoing for part in self.tree_core.components)  # else it is being replaced
         if self._order is not None and is_short:
             self._order.gave_way(self._order.get_priority(node))
+        if is_short:
+            self._manager.leaving(node)
         charged = self.reclaimable_value_len(node)
         slots = self._manager.dropped(node)
         if slots is None:

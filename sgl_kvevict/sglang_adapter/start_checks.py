@@ -7,6 +7,7 @@ Used by ``sgl-kvevict serve`` and SGLang's launcher; imports neither SGLang nor 
 from __future__ import annotations
 
 import itertools
+import json
 import socket
 import tempfile
 from collections.abc import Callable
@@ -29,7 +30,6 @@ FLAGS: dict[str, tuple[object, str]] = {
     "enable_return_routed_experts": (False, _SLOT_READERS),
     "disaggregation_mode": ("null", _SLOT_READERS),
     "is_embedding": (False, "its answers are made of whole prompts, and scoring passes would get some"),
-    "speculative_algorithm": (None, "draft and verification steps read uncompressed rows"),
     "dllm_algorithm": (None, "diffusion decoding attends in both directions"),
     "pp_size": (1, "not tested with pipeline stages yet"),
     "attn_cp_size": (1, "not tested with context parallelism"),
@@ -47,6 +47,19 @@ FLAGS: dict[str, tuple[object, str]] = {
     "enable_deterministic_inference": (False, "results depend on the batch"),
 }
 """Fields of SGLang's ``ServerArgs``: the only supported value, and what goes wrong with others."""
+MODEL_KEYS = {
+    "kv_lora_rank": "the model uses latent attention (MLA); only MHA and GQA work",
+    "is_encoder_decoder": "the model is an encoder-decoder",
+    "attention_chunk_size": "the model attends within chunks",
+    "attn_logit_softcapping": "the model caps its attention logits",
+}
+"""Keys of a model's ``config.json`` that stand for attention that is not supported, if they have a value."""
+WHAT_WORKS = (
+    "what works: Llama, Mistral, Qwen2, Qwen3, Gemma 3, gpt-oss and others (docs/models.md); stock SGLang serves this "
+    f"model without --radix-cache-backend {BACKEND_NAME} and --attention-backend {BACKEND_NAME}"
+)
+MAX_DRAFTS = 64
+"""Draft tokens of a request: ``attention.batch.MAX_TREE_TOKENS``, without importing torch."""
 BACKENDS = ("radix_cache_backend", "attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 
@@ -57,6 +70,35 @@ def flag_reasons(value_of: Callable[[str], object]) -> list[str]:
         f"--{field.replace('_', '-')} is {value!r}, only {FLAGS[field][0]!r} is supported: {FLAGS[field][1]}"
         for field, value in given.items()
     ]
+
+
+_PAIRS = "its prefix keys are pairs of tokens, and its draft layer reads KV that compressed tokens do not have"
+_REFUSED_ALGORITHMS = {
+    "STANDALONE": "the draft model reads its own KV of compressed tokens, which is not kept",
+    "EAGLE": _PAIRS,
+    "EAGLE3": _PAIRS,
+    "NEXTN": _PAIRS,
+}
+
+
+def speculation_reasons(value_of: Callable[[str], object], config: KVEvictConfig) -> list[str]:
+    """Unsupported settings of speculative decoding; ``value_of`` as in :func:`flag_reasons`."""
+    given = value_of("speculative_algorithm")
+    if given is None:
+        return []
+    algorithm, reasons = str(given).upper(), []
+    if algorithm != "NGRAM":
+        reason = _REFUSED_ALGORITHMS.get(algorithm, "it is not tested over compressed prefixes")
+        reasons.append(f"--speculative-algorithm is {given!r}, only 'NGRAM' is supported: {reason}")
+    num_drafts = value_of("speculative_num_draft_tokens")
+    if num_drafts is not None and not 1 <= int(str(num_drafts)) <= MAX_DRAFTS:
+        reasons.append(f"--speculative-num-draft-tokens is {num_drafts}; allowed: 1 to {MAX_DRAFTS}")
+    if config.decode_block is not None:
+        reasons.append(
+            "decode_block: a verification step writes draft tokens behind the answer, and its queries are not observed "
+            "(leave out --speculative-algorithm or decode_block)"
+        )
+    return reasons
 
 
 def backend_reasons(value_of: Callable[[str], object]) -> list[str]:
@@ -72,6 +114,21 @@ def backend_reasons(value_of: Callable[[str], object]) -> list[str]:
         others = ", ".join(repr(other) for other in ours - {BACKEND_NAME})
         reasons.append(f"the attention backend is {others}; start with --attention-backend {BACKEND_NAME}")
     return reasons
+
+
+def model_file_reasons(folder: Path) -> list[str]:
+    """What a model's ``config.json`` shows to be unsupported, and what works instead; [] if it is not JSON."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    parts = (
+        [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+        if isinstance(config, dict)
+        else []
+    )
+    reasons = [reason for key, reason in MODEL_KEYS.items() if any(part.get(key) for part in parts)]
+    return [*reasons, WHAT_WORKS] if reasons else []
 
 
 def pool_size_reasons(num_tokens: object, config: KVEvictConfig) -> list[str]:
@@ -109,12 +166,7 @@ def resource_reasons(config: KVEvictConfig, num_schedulers: int = 1) -> list[str
     if config.store is not None:
         reasons += _store_reasons(config.store)
     if config.save_score_weights is not None:
-        path = Path(config.save_score_weights).expanduser()
-        error = "it is a folder" if path.is_dir() else write_error(path.parent)
-        if error is not None:
-            reasons.append(
-                f"save_score_weights: {str(path)!r} cannot be written ({error}); allowed: a path in a folder"
-            )
+        reasons += output_reasons("save_score_weights", Path(config.save_score_weights).expanduser())
     if config.score_weights not in (None, "auto"):
         from sgl_kvevict.distill.files import check_format
 
@@ -132,6 +184,12 @@ def resource_reasons(config: KVEvictConfig, num_schedulers: int = 1) -> list[str
             num_schedulers,
         )
     return reasons
+
+
+def output_reasons(name: str, path: Path) -> list[str]:
+    """Reason if the file that an option names could not be written; its folder may not exist yet."""
+    error = "it is a folder" if path.is_dir() else write_error(path.parent)
+    return [] if error is None else [f"{name}: {str(path)!r} cannot be written ({error}); allowed: a path in a folder"]
 
 
 def write_error(folder: Path) -> str | None:

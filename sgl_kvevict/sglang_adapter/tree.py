@@ -41,6 +41,7 @@ from sgl_kvevict.sglang_adapter.kv_pools import state_slots
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.span_component import FULL, SpanComponent
 from sgl_kvevict.sglang_adapter.window_component import SWA, SpanAwareSWA
+from sgl_kvevict.store import HostSegments
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -165,7 +166,8 @@ class KVEvictTree(UnifiedRadixCache):
     """Unified tree whose nodes may hold spans. It reports events to the manager, which decides what to do.
 
     Without ``compressor`` (policy ``none``) it works as stock, without ``access`` there is no store, without
-    ``distilling`` no scores are learned. ``guard`` catches errors that concern one request or job.
+    ``distilling`` no scores are learned, without ``host`` what is dropped is computed again. ``guard``
+    catches errors that concern one request or job.
     """
 
     def __init__(
@@ -175,6 +177,7 @@ class KVEvictTree(UnifiedRadixCache):
         compressor: Compressor | None,
         access: StoreAccess | None = None,
         distilling: Distilling | None = None,
+        host: HostSegments | None = None,
     ) -> None:
         self.packer = packer
         self.compressor = compressor
@@ -182,7 +185,7 @@ class KVEvictTree(UnifiedRadixCache):
         self.port = UnifiedTreePort(self, TensorRanks(params.attn_tp_cache_group))
         self.guard = Guard(self.ranks.size)
         states = state_slots(params, packer.k_arena)
-        self.manager = PrefixManager(self.port, packer, compressor, self.guard, access_counter, states, access)
+        self.manager = PrefixManager(self.port, packer, compressor, self.guard, access_counter, states, access, host)
         self.spans = self.manager.spans
         self.clock = AccessClock()
         # Prefix of the ids of scoring passes. The same on all ranks, and random so that clients cannot guess it: SGLang

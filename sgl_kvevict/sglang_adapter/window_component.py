@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import InsertResult
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.unified_cache.cache_action import CacheAction
+    from sglang.srt.mem_cache.unified_cache.components.base import InternalStateBackup, NodeId
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
     from sgl_kvevict.lifecycle.table import Spans
@@ -85,6 +86,31 @@ class SpanAwareSWA(SWAComponent):
         del data.metadata[_OWN]
         data.value = None
         return num_slots, 0
+
+    def evict_device_start(self, request_cnt: int) -> None:
+        """Begin to evict windows, the least recently used first."""
+        self._wanted = request_cnt
+        super().evict_device_start(request_cnt)
+
+    def evict_device_next_node(
+        self,
+        tracker: dict[ComponentType, int],
+        device_frees: dict[ComponentType, list[torch.Tensor]],
+        host_frees: dict[ComponentType, list[torch.Tensor]],
+        cache_actions: list[CacheAction | ComponentAction],
+    ) -> NodeId | InternalStateBackup | None:
+        """Evict the next window; with sessions, begin again at the end as long as that finds any.
+
+        SGLang evicts nodes without a session first. A node whose last session leaf goes in the second half becomes one
+        of these, and SGLang alone would end without it, short of what it has promised.
+        """
+        before = tracker[SWA]
+        found = super().evict_device_next_node(tracker, device_frees, host_frees, cache_actions)
+        if found is None and tracker[SWA] == before < self._wanted and self.tree_core.enable_session_radix_cache:
+            self.evict_device_end()
+            super().evict_device_start(self._wanted)
+            found = super().evict_device_next_node(tracker, device_frees, host_frees, cache_actions)
+        return found
 
     def _recover_from_incoming(
         self,

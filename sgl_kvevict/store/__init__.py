@@ -1,9 +1,10 @@
 """The persistent store of compressed segments: their format, their names, and back ends."""
 
 from sgl_kvevict.store.backend import Backend, Item
+from sgl_kvevict.store.host import HostSegments
 from sgl_kvevict.store.identity import Namespace, StoreIdentity
 from sgl_kvevict.store.manifest import ManifestEntry
-from sgl_kvevict.store.reader import Fetch, ReadAhead, Wanted
+from sgl_kvevict.store.reader import Fetch, ReadAhead, Wanted, segments_of
 from sgl_kvevict.store.segment_file import SegmentRecord, decode_segment, encode_segment
 from sgl_kvevict.store.segments import SegmentStore, describe_identity, list_segments, open_backend
 from sgl_kvevict.store.writer import WriteBehind, Written
@@ -11,6 +12,7 @@ from sgl_kvevict.store.writer import WriteBehind, Written
 __all__ = [
     "Backend",
     "Fetch",
+    "HostSegments",
     "Item",
     "ManifestEntry",
     "Namespace",
@@ -26,4 +28,5 @@ __all__ = [
     "encode_segment",
     "list_segments",
     "open_backend",
+    "segments_of",
 ]

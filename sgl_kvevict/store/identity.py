@@ -87,14 +87,18 @@ class Namespace:
 
     def chain(self, tokens: Sequence[int]) -> str:
         """Hashes of a sequence's whole blocks, ``CHAIN_DIGITS`` each; each covers all tokens up to the block's end."""
+        return "".join(self.blocks(tokens, CHAIN_TOKENS))
+
+    def blocks(self, tokens: Sequence[int], num_tokens: int) -> list[str]:
+        """As :meth:`chain`, one by one, for blocks of ``num_tokens`` tokens."""
         encoded = array("q", tokens).tobytes()
-        step = CHAIN_TOKENS * 8
+        step = num_tokens * 8
         digest = hashlib.sha256(self.seed)
         chain = []
         for begin in range(0, len(encoded) - step + 1, step):
             digest.update(encoded[begin : begin + step])
             chain.append(digest.hexdigest()[:CHAIN_DIGITS])
-        return "".join(chain)
+        return chain
 
     def _name(self, kind: bytes, number: int, tokens: Sequence[int]) -> str:
         digest = hashlib.sha256(self.seed + kind + number.to_bytes(8, "little"))

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from operator import eq
 from threading import Lock
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 from sgl_kvevict.errors import CorruptSegmentError, StoreError, UnreadableItemError
 from sgl_kvevict.store.identity import Namespace
-from sgl_kvevict.store.manifest import ManifestEntry
 from sgl_kvevict.store.segment_file import SegmentRecord
 from sgl_kvevict.store.segments import SegmentStore
 from sgl_kvevict.store.workers import Workers
@@ -129,48 +129,13 @@ class ReadAhead:
     def _fetch(self, fetch: Fetch) -> None:
         wanted = fetch.wanted
         entries = self._store.find(wanted.tokens, wanted.namespace)
-        if not entries:
-            return
-        chain = wanted.namespace.chain(wanted.tokens)
-        compressed, cached = wanted.compressed, wanted.cached
-        for _ in range(MAX_SEGMENTS):
-            record = self._best(fetch, entries, chain, compressed, cached)
-            if record is None or fetch.is_abandoned:
+        chain = wanted.namespace.chain(wanted.tokens) if entries else ""
+        found = [(entry.overlap(chain, len(wanted.tokens)), entry) for entry in entries]
+        records = segments_of(wanted, found, lambda key: self._get(fetch, key), self._min_tokens)
+        for record in islice(records, MAX_SEGMENTS):
+            if fetch.is_abandoned:
                 return
             fetch.records.append(record)
-            compressed = cached = common_length(wanted.tokens, record.tokens.tolist())
-            if compressed < record.end:
-                return  # the prompt diverges inside this one
-
-    def _best(
-        self, fetch: Fetch, entries: Sequence[ManifestEntry], chain: str, compressed: int, cached: int
-    ) -> SegmentRecord | None:
-        """The segment that reaches farthest beyond the cached tokens and begins where the tree can take it."""
-        best, longest = None, cached + self._min_tokens - 1
-        candidates = self._candidates(fetch.wanted, entries, chain, compressed)
-        for overlap, entry in islice(candidates, MAX_TRIES):
-            if overlap <= longest:
-                break
-            record = self._get(fetch, entry.key)
-            if record is None:
-                continue
-            same = common_length(fetch.wanted.tokens, record.tokens.tolist())
-            if same > longest and _pays(entry, same, compressed):
-                best, longest = record, same
-        return best
-
-    def _candidates(
-        self, wanted: Wanted, entries: Sequence[ManifestEntry], chain: str, start: int
-    ) -> Iterator[tuple[int, ManifestEntry]]:
-        """Entries that continue at position ``start``, with the length of their match, longest first.
-
-        A splittable segment may begin earlier: its entries before ``start`` are cut off.
-        """
-        begun = (entry for entry in entries if entry.start == start or (entry.splittable and entry.start < start))
-        found = [(entry.overlap(chain, len(wanted.tokens)), entry) for entry in begun]
-        for overlap, entry in sorted(found, key=lambda each: (-each[0], -each[1].start)):
-            if _pays(entry, overlap, start):
-                yield overlap, entry
 
     def _get(self, fetch: Fetch, key: str) -> SegmentRecord | None:
         """Read a segment; concurrent fetches share the read. A corrupt one is removed."""
@@ -194,7 +159,69 @@ class ReadAhead:
         self._paused_until = self._clock() + PAUSE_S
 
 
-def _pays(entry: ManifestEntry, same: int, start: int) -> bool:
+class Listed(Protocol):
+    """What is known of a segment before it is read; see :class:`ManifestEntry`."""
+
+    @property
+    def key(self) -> str:
+        """Its name."""
+
+    @property
+    def start(self) -> int:
+        """Logical position of its first token."""
+
+    @property
+    def end(self) -> int:
+        """Logical position after its last token."""
+
+    @property
+    def splittable(self) -> bool:
+        """Whether a prompt that diverges inside can use its beginning."""
+
+
+def segments_of(
+    wanted: Wanted,
+    found: Sequence[tuple[int, Listed]],
+    get: Callable[[str], SegmentRecord | None],
+    min_tokens: int,
+) -> Iterator[SegmentRecord]:
+    """Yield the segments that continue what the tree has of a prompt, in the order of its path.
+
+    ``found``: segments near the prompt, each with the number of tokens that its path shares with the prompt. Each
+    segment reaches farthest of those that begin where the last one ended, and at least ``min_tokens`` beyond it.
+    """
+    compressed, cached = wanted.compressed, wanted.cached
+    while True:
+        best, longest = None, cached + min_tokens - 1
+        for overlap, entry in islice(_candidates(found, compressed), MAX_TRIES):
+            if overlap <= longest:
+                break
+            record = get(entry.key)
+            if record is None:
+                continue
+            same = common_length(wanted.tokens, record.tokens.tolist())
+            if same > longest and _pays(entry, same, compressed):
+                best, longest = record, same
+        if best is None:
+            return
+        yield best
+        if longest < best.end:
+            return  # the prompt diverges inside this one
+        compressed = cached = longest
+
+
+def _candidates(found: Sequence[tuple[int, Listed]], start: int) -> Iterator[tuple[int, Listed]]:
+    """Segments that continue at position ``start``, longest match first.
+
+    A splittable segment may begin earlier: its entries before ``start`` are cut off.
+    """
+    begun = [each for each in found if each[1].start == start or (each[1].splittable and each[1].start < start)]
+    for overlap, entry in sorted(begun, key=lambda each: (-each[0], -each[1].start)):
+        if _pays(entry, overlap, start):
+            yield overlap, entry
+
+
+def _pays(entry: Listed, same: int, start: int) -> bool:
     """Whether a segment is worth reading for a prompt that matches it up to position ``same``."""
     return same == entry.end or (entry.splittable and same - start >= MIN_USED * (entry.end - entry.start))
 

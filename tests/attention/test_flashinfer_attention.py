@@ -9,6 +9,7 @@ from dataclasses import replace
 from importlib.metadata import requires, version
 from typing import TYPE_CHECKING
 
+import flashinfer
 import pytest
 import torch
 
@@ -26,7 +27,6 @@ from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 if TYPE_CHECKING:
     from conftest import MakeWorld, World
 
-flashinfer = pytest.importorskip("flashinfer")
 pytestmark = pytest.mark.usefixtures("flashinfer_plans")
 
 ROUNDINGS = 2.0**-8

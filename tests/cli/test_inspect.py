@@ -101,8 +101,10 @@ def test_html_without_a_tokenizer_shows_ids(capsys, served, tmp_path, monkeypatc
 
 def test_the_template_needs_nothing_from_elsewhere():
     template = files("sgl_kvevict.cli").joinpath("inspect_page.html").read_text()
-    assert not re.search(r"https?://|//cdn|<link|@import|src=|fetch\(|XMLHttpRequest|innerHTML", template)
+    assert not re.search(r"https?://|//cdn|<link|@import|src=|XMLHttpRequest|innerHTML", template)
     assert template.count("@DATA@") == 1
+    assert template.count("fetch(") == 1  # with --web, of its own server: "tree" and "node/ID"
+    assert "default-src 'none'" in template and "connect-src 'self'" in template
 
 
 def test_token_texts_are_those_of_the_tokenizer():
@@ -122,9 +124,9 @@ def snapshot() -> inspection.Snapshot:
     kept[1, 10:20] = 255
     kept[2, 40:] = 128
     nodes = [
-        TreeNode(5, 0, 0, 50, 10.0, 0.2, True, 2, 3.0),
-        TreeNode(6, 5, 50, 30, 30.0, 1.0, False, 1, 3.0, EVIL),
-        TreeNode(7, 5, 50, 20, 4.0, 0.2, True, 0, 99.0),
+        TreeNode(5, 0, 0, 50, 10.0, 0.2, True, 2, 8, 3.0),
+        TreeNode(6, 5, 50, 30, 30.0, 1.0, False, 1, 5, 3.0, EVIL),
+        TreeNode(7, 5, 50, 20, 4.0, 0.2, True, 0, 3, 99.0),
     ]
     return inspection.Snapshot(
         endpoint="tcp://127.0.0.1:1",

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from sglang.srt.utils import MultiprocessingSerializer
 
+from helpers.event_sockets import wait_until
 from helpers.tiny_model import VOCAB_SIZE, save_tiny_llama
 from helpers.traffic import generate, idle_state
 from sgl_kvevict.measure import plugin_state
@@ -221,8 +222,8 @@ def test_nothing_compressed_survives_new_weights(server, tiny_llama, other_weigh
         if not flush_cache:
             # One that reads the compressed prefix all along. SGLang waits for such requests before it changes the
             # weights, unless it is paused; a flush beside them would be refused.
-            reader = pool.submit(ask, server, [*document(4), 8], 60)
-            time.sleep(0.5)
+            reader = pool.submit(ask, server, [*document(4), 8], 500)
+            wait_until(lambda: plugin_state(server)["readers"] > 0)
             server.post("/pause_generation", {"mode": "in_place"})
         reply = server.post(
             "/update_weights_from_disk",
@@ -236,7 +237,7 @@ def test_nothing_compressed_survives_new_weights(server, tiny_llama, other_weigh
         answer = ask(server, [*document(4), 9], 1)
         assert answer["meta_info"]["cached_tokens"] == 0
         if reader is not None:
-            assert len(reader.result()["output_ids"]) == 60
+            assert len(reader.result()["output_ids"]) == 500
     assert plugin_state(server)["spans"] == 0
     fresh = ask(server, [*document(5), 9])["output_ids"]
     server.post("/update_weights_from_disk", {"model_path": str(tiny_llama), "flush_cache": True})

@@ -27,19 +27,24 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from torch.distributed import ProcessGroup
 
+from helpers.host import check_host
 from helpers.learned import LearnedCompressor
 from helpers.naming_fitter import name_of
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.lifecycle.host import slot_bytes
 from sgl_kvevict.lifecycle.nodes import length_of, path_to
 from sgl_kvevict.lifecycle.saving import StoreAccess
 from sgl_kvevict.policies import Policy, Rotary
 from sgl_kvevict.prefix import SegmentPacker
+from sgl_kvevict.sglang_adapter.host_memory import before_matching, host_identity
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
+from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.span_component import FULL
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+from sgl_kvevict.store import HostSegments
 
 TINY_LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -70,6 +75,7 @@ class Harness:
 
     Attributes:
         has_learned: ranges that wait for passes can be compressed when slots are short.
+        host_blocks: memory on the host for what is dropped, in blocks of two slots' entries.
         windows: of the two layers, see :attr:`KVGeometry.windows`.
         cache_grid: only multiples of so many tokens are cached, and found; as for models with a recurrent state.
     """
@@ -87,6 +93,7 @@ class Harness:
     has_sessions: bool = False
     has_learned: bool = False
     access: StoreAccess | None = None
+    host_blocks: int = 0
     windows: tuple[int, ...] = ()
     cache_grid: int = 1
     geometry: KVGeometry = field(init=False)
@@ -111,7 +118,13 @@ class Harness:
         store = SegmentPacker(self.geometry, self.k, self.v, self.biases)
         kind = LearnedCompressor if self.has_learned else Compressor
         compressor = None if self.policy is None else kind(self.config, self.policy, store, NO_ROTARY)
-        self.tree = KVEvictTree(params, store, compressor, self.access)
+        self.host = None
+        if self.host_blocks:
+            ranks = TensorRanks(self.group)
+            identity = host_identity(store, self.config.min_prefix_tokens, ranks)
+            block_bytes = 2 * slot_bytes(store)
+            self.host = HostSegments(self.host_blocks, block_bytes, self.k.device, identity, ranks.largest)
+        self.tree = KVEvictTree(params, store, compressor, self.access, host=self.host)
         if self.cache_grid > 1:
             full = self.tree.components[FULL]
             full.floor_cache_len = lambda length: length // self.cache_grid * self.cache_grid
@@ -141,6 +154,7 @@ class Harness:
         """Match and lock a request; False if no row is free."""
         if len(self.live) == self.num_rows:
             return False
+        before_matching(req, self.tree)
         req.init_next_round_input(self.tree)
         req.lock = self.tree.lock(req.last_node)
         self.live.append(req)
@@ -398,4 +412,6 @@ class Harness:
         counted = (self.tree.protected_size(), self.tree.evictable_size())
         assert counted == (sizes[True] - reserve, sizes[False] + reserve)
         assert cache_state(self.tree)["leaked_slots"] == 0
+        if self.host is not None:
+            check_host(self.host)
         self.tree.sanity_check()  # SGLang's own: structure, leaf sets, ledgers

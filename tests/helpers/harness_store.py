@@ -6,8 +6,8 @@ import threading
 
 from helpers.harness import Harness
 from helpers.stored import identity as identity_of
+from sgl_kvevict.lifecycle.adoption import Adoption, Prompt
 from sgl_kvevict.lifecycle.listener import CacheListener
-from sgl_kvevict.lifecycle.loading import Adoption, Prompt
 from sgl_kvevict.lifecycle.part import Shared
 from sgl_kvevict.lifecycle.saving import StoreAccess, export_segment
 from sgl_kvevict.store import (

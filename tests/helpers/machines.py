@@ -235,6 +235,30 @@ class ExactMachine(PressureMachine):
         super()._admit(req, first_chunk)
 
 
+class HostMachine(PressureMachine):
+    """What is dropped moves to the host's memory, which is short too, and comes back."""
+
+    options: ClassVar[dict[str, Any]] = {"has_learned": True, "host_blocks": 40}
+
+
+class HostUnsplittableMachine(UnsplittableMachine):
+    """The same with segments that come back whole or not at all."""
+
+    options: ClassVar[dict[str, Any]] = {"host_blocks": 40}
+
+
+class HostFitsMachine(FitsUnderPressureMachine):
+    """Fitted segments take their biases along."""
+
+    options: ClassVar[dict[str, Any]] = FitsUnderPressureMachine.options | {"host_blocks": 100}
+
+
+class HostExactMachine(ExactMachine):
+    """Some requests read nothing that was compressed, wherever it is."""
+
+    options: ClassVar[dict[str, Any]] = {"has_learned": True, "host_blocks": 40}
+
+
 class CoarsePressureMachine(PressureMachine):
     """Checkpoints stop short of prompts, and prefixes shrink."""
 
@@ -358,6 +382,10 @@ MACHINES = (
     UnsplittableMachine,
     PassesMachine,
     PressureMachine,
+    HostMachine,
+    HostUnsplittableMachine,
+    HostExactMachine,
+    HostFitsMachine,
     WindowsMachine,
     WindowsUnderPressureMachine,
     FitsMachine,

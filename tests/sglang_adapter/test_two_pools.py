@@ -59,6 +59,19 @@ def test_a_long_prefix_takes_its_budget_in_full_layers_and_a_window_in_the_other
     assert harness.allocator.swa_available_size() == 3100 and segments(harness) == [(0, 2936)]
 
 
+@pytest.mark.parametrize("policy", [None, build_policy("snapkv", {})])
+def test_windows_come_back_although_their_session_ends_with_another_node(policy):
+    """The middle of the path goes first, then the session's leaf; only then the beginning belongs to no session."""
+    harness = TwoPoolHarness(policy=policy, has_sessions=True)
+    for tokens in (DOCUMENT[:3], DOCUMENT[:5], DOCUMENT[:6]):
+        req = harness.request(tokens)
+        req.session_id, req.session_generation = "first", harness.tree.ensure_session_generation("first")
+        assert harness.admit(req) and harness.prefill(req)
+        harness.finish(req)
+    harness.finish(harness.run([*DOCUMENT[:3], 10]))
+    assert windows(harness) == harness.evict_windows(20) == 6
+
+
 def test_a_decoding_request_reads_its_window_in_a_compressed_prefix():
     harness = TwoPoolHarness()
     req = harness.run(DOCUMENT)

@@ -34,6 +34,8 @@ LOCKS = ROOT / "out" / "campaign"
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- campaign -->\n", "<!-- /campaign -->\n"
 LOW_PRIORITY = 10
+MAX_COUNTS = 6
+"""Counts of a part that the page shows; of more it shows the file."""
 MACHINE = "random operations with real policies, every forward checked byte for byte"
 BOUNDS = "requests through tree, scoring and events in fast motion, memory flat"
 
@@ -164,7 +166,10 @@ def table(states: dict[str, dict[str, Any]]) -> str:
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for part in PARTS:
         state = states[part.name]
-        counted = ", ".join(f"{name}: {value:,.0f}" for name, value in state["counts"].items() if name != "done")
+        counts = [f"{name}: {value:,.0f}" for name, value in state["counts"].items() if name != "done"]
+        counted = (
+            ", ".join(counts) if len(counts) <= MAX_COUNTS else f"[{part.name}.json](results/campaign/{part.name}.json)"
+        )
         seeds = f"0 to {state['units'] - 1}" if state["units"] else ""
         done, failures = f"{state['counts']['done']:,.0f}", str(state["failures"])
         hours, commits = f"{state['seconds'] / 3600:.1f}", ", ".join(state["commits"])

@@ -155,17 +155,14 @@ Written by `python tools/models/families.py` from the list that `make test-model
 each family, in real servers. *Served* means: at budget 1.0, read from spans, it gives the greedy tokens and (to 0.002)
 log-probabilities of stock SGLang, or of transformers where stock has no CPU attention for it, in float32; and with the
 default configuration its prefixes are compressed. Llama, Mistral, Gemma 3 and gpt-oss are compared in bfloat16, too;
-gpt-oss, on one pool and on two, with two tensor-parallel ranks (Gemma 3 and Olmo 3 not: with two ranks on a CPU stock
-SGLang itself answers otherwise than with one).
+gpt-oss also with two tensor-parallel ranks.
 *Refused* means: the server stops at start and says why.
 
 What decides is a model's attention, not its name: causal multi-head or grouped-query attention over everything before
 a token, or over a sliding window, with or without a sink logit for each head, with keys and values of the same width.
 Families that are not listed are served if SGLang's plain `RadixAttention` layers do that, and refused otherwise.
 
-Layers with a window keep the last tokens of a compressed range, which is all that anybody sees who reads the range, and
-leave the rest of their budget to the others. Such a range is found whole or not at all: a prompt that leaves it in the
-middle is computed anew, and from then on ranges end where it left.
+How layers with a window are compressed: [design.md](design.md#layers-with-sliding-windows).
 
 ## Served
 
@@ -175,15 +172,12 @@ middle is computed anew, and from then on ranges end where it left.
 
 ## Tree, states and attention tested, never served on a GPU
 
-Models that mix recurrent layers with full attention are not refused, and the KV of their full attention is compressed.
-What holds prefixes is tested with random operations on SGLang's own tree, KV pool and pool of states: a prompt is found
-where a state is, a span may end anywhere between two of them, and a prefix gives way together with its state, whose
-memory is counted (`make test-machines ARGS="20000 1 states"`). For a CPU, SGLang has no forward of recurrent layers.
-With a slow one that belongs to the tests (`tools/models/recurrent`), Falcon-H1 answers in a real server as its
-definition in transformers does, from states and spans, with budget 1.0; with the default configuration its prefixes are
-compressed (`make test-models ARGS="-k recurrent"`). SGLang's own recurrent layers, which need a GPU, have not run with
-the plugin. Start such models with the flags below: the other place where SGLang leaves states (`extra_buffer`) is
-refused, because it is not tested.
+The KV of the full attention of models with recurrent layers is compressed. Tree, KV pool and pool of states are tested
+with random operations (`make test-machines ARGS="20000 1 states"`). For a CPU, SGLang has no forward of recurrent
+layers; with a slow one that belongs to the tests (`tools/models/recurrent`), Falcon-H1 answers in a real server as its
+definition in transformers does (`make test-models ARGS="-k recurrent"`). SGLang's own recurrent layers, which need a
+GPU, have not run with the plugin. Start such models with the flags below: the other place of states (`extra_buffer`) is
+refused.
 
 | family | architecture | why it is not among the served | start with |
 |---|---|---|---|

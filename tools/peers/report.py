@@ -1,7 +1,7 @@
 """Take over the results of the last complete check: ``PYTHONPATH=tools .venv/bin/python -m peers.report``.
 
-Copies ``out/peers/kvpress.csv`` to ``docs/policies-peers.csv`` and rewrites the tables in ``docs/policies-peers.md``
-(between its two markers). Everything else in that page is written by hand.
+Copies ``out/peers/kvpress.csv`` to ``docs/results/policies-peers.csv`` and rewrites the tables in ``policies-peers.md``
+beside it (between its two markers). Everything else in that page is written by hand.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from peers.prompts import PROMPTS
 from peers.replay import Recording
 from peers.results import COMMITTED, LATEST, ROOT, Row, read_rows
 
-PAGE = ROOT / "docs" / "policies-peers.md"
+PAGE = ROOT / "docs" / "results" / "policies-peers.md"
 BEGIN, END = "<!-- results: written by tools/peers/report.py -->", "<!-- end of results -->"
 
 

@@ -12,7 +12,7 @@ from peers.replay import Comparison
 
 ROOT = Path(__file__).resolve().parents[2]
 LATEST = ROOT / "out" / "peers" / "kvpress.csv"
-COMMITTED = ROOT / "docs" / "policies-peers.csv"
+COMMITTED = ROOT / "docs" / "results" / "policies-peers.csv"
 
 
 @dataclass(frozen=True)

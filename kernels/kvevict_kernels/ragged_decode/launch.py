@@ -94,6 +94,7 @@ def start_step(
     pool_rows: Tensor,
     seq_lens: Tensor,
     previous: Step | None = None,
+    visible: Tensor | None = None,
 ) -> Step:
     """Store the lengths of one forward for all its layers.
 
@@ -103,6 +104,8 @@ def start_step(
         pool_rows: [num_requests], int64, each request's row of it.
         seq_lens: [num_requests], int32, logical tokens including new ones: at least waterline + new tokens.
         previous: the previous step with the same tables, whose buffers are reused.
+        visible: [num_new], int64: bit j is set if the token sees its request's j-th new token (at most 64 each); None:
+            it sees those before it.
 
     Raises:
         ValueError: wrong shape, dtype or device.
@@ -112,7 +115,9 @@ def start_step(
     check_tensor("req_to_token", req_to_token, (None, None), torch.int32, device)
     check_tensor("pool_rows", pool_rows, (num_requests,), torch.int64, device)
     check_tensor("seq_lens", seq_lens, (num_requests,), torch.int32, device)
-    step = build_step(tables, req_to_token, pool_rows, seq_lens, previous)
+    if visible is not None:
+        check_tensor("visible", visible, (tables.num_new,), torch.int64, device)
+    step = build_step(tables, req_to_token, pool_rows, seq_lens, previous, visible)
     advance(addresses, step)
     return step
 

@@ -98,6 +98,8 @@ class Step:
     # per class, [max_suffix_items], int32, place in ``ClassTables.requests`` of each work item
     work: tuple[Tensor, ...]
     work_start: tuple[Tensor, ...]  # per class, [num_requests + 1], int32, first work item of each request of the class
+    # [num_new], int64: bit j is set if the token sees its request's j-th new token; None: those before it
+    visible: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,11 +156,16 @@ def build_tables(
 
 
 def build_step(
-    tables: Tables, req_to_token: Tensor, pool_rows: Tensor, seq_lens: Tensor, previous: Step | None = None
+    tables: Tables,
+    req_to_token: Tensor,
+    pool_rows: Tensor,
+    seq_lens: Tensor,
+    previous: Step | None = None,
+    visible: Tensor | None = None,
 ) -> Step:
     """Create a step; the split kernel's launcher fills in the work lists."""
     if previous is not None:
-        return Step(req_to_token, pool_rows, seq_lens, previous.work, previous.work_start)
+        return Step(req_to_token, pool_rows, seq_lens, previous.work, previous.work_start, visible)
     device = seq_lens.device
     return Step(
         req_to_token=req_to_token,
@@ -172,6 +179,7 @@ def build_step(
             torch.empty(class_tables.num_requests + 1, dtype=torch.int32, device=device)
             for class_tables in tables.classes
         ),
+        visible=visible,
     )
 
 

@@ -18,7 +18,14 @@ from kvevict_kernels.ragged_decode import triton_addresses as at
 from kvevict_kernels.ragged_decode.addresses import TableAddresses
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS, Tile, tiles_for
-from kvevict_kernels.ragged_decode.triton_block import LOG2_E, attend_block, hidden_keys, load_rows
+from kvevict_kernels.ragged_decode.triton_block import (
+    LOG2_E,
+    attend_block,
+    hidden_keys,
+    hide_branches,
+    load_rows,
+    load_tree,
+)
 from kvevict_kernels.ragged_decode.triton_items import (
     STEP_LISTS,
     span_item,
@@ -42,6 +49,18 @@ def _store_partials(addresses_ptr, row, b_max, b_sum, b_out, o_d, m_m, D: tl.con
     tl.store(at.floats_at(addresses_ptr, at.PARTIAL_LSE) + row, b_max + tl.log2(divisor), mask=m_m)
 
 
+@triton.jit
+def _last_hidden(
+    member, token, reader, depth, m_m, window, visible_ptr, seq_lens_ptr, addresses_ptr,
+):  # fmt: skip
+    """[BLOCK_M], the last position that each reader of a span does not see in a layer with a window."""
+    request = tl.load(at.int32s_at(addresses_ptr, at.MEMBER_REQUEST) + member + token, mask=m_m, other=0)
+    left = tl.load(at.int32s_at(addresses_ptr, at.ROW_ENDS) + request, mask=m_m, other=0) - reader
+    if visible_ptr is not None:
+        left = tl.load(at.int32s_at(addresses_ptr, at.NEW_LENS_DEVICE) + request, mask=m_m, other=0) - depth
+    return tl.load(seq_lens_ptr + request, mask=m_m, other=0) - left - window
+
+
 @triton.jit(
     do_not_specialize=["layer", "num_requests", "row_stride", "req_to_token", "window"],
     do_not_specialize_on_alignment=list(STEP_LISTS),
@@ -56,6 +75,7 @@ def _split_kernel(
     pool_rows_ptr,
     suffix_work_ptr,
     suffix_work_start_ptr,
+    visible_ptr,  # [N] int64, or None
     layer,
     num_requests,  # of the class
     req_to_token,  # address
@@ -96,7 +116,7 @@ def _split_kernel(
                 suffix_work_start_ptr, req_to_token, row_stride,
                 CLASS=CLASS, LEAST=LEAST, NUM_ITEMS=NUM_ITEMS, STEP=STEP, H=H, G=G, BLOCK_M=BLOCK_M,
             )  # fmt: skip
-        # Runs hold head slots; suffixes hold token slots, and are causal.
+        # Runs hold head slots; suffixes hold token slots, and are causal, or end in a tree.
         is_suffix = (item >= num_span_items).to(tl.int32)
         slot_scale = 1 + is_suffix * (H - 1)
         slot_shift = is_suffix * head_slot_of(layer.to(tl.int64), 0, head, num_token_slots, H)
@@ -106,21 +126,20 @@ def _split_kernel(
         reader = tl.load(at.int32s_at(addresses_ptr, at.MEMBERS) + member + token, mask=m_m, other=0)
         q_row = reader.to(tl.int64) * q_stride + (head * G + i_row % G) * D
         b_q = load_rows(q_ptr, q_row, m_m, o_d, D=D, UPCAST=UPCAST)
+        visible, depth = load_tree(visible_ptr, reader, token, m_m)
         to_key = length - begin - is_suffix * (count - 1 - token)
         limit = tl.minimum(to_key, num_kv)
         index_ptr = index_address.to(tl.pointer_type(tl.int32))
         from_block = 0
         if WINDOWED:
-            m_member = m_m & (is_suffix == 0)
-            request = tl.load(at.int32s_at(addresses_ptr, at.MEMBER_REQUEST) + member + token, mask=m_member, other=0)
-            left = tl.load(at.int32s_at(addresses_ptr, at.ROW_ENDS) + request, mask=m_member, other=0) - reader
-            hidden = tl.load(seq_lens_ptr + request, mask=m_member, other=0) - left - window
+            m_s = m_m & (is_suffix == 0)
+            hidden = _last_hidden(member, token, reader, depth, m_s, window, visible_ptr, seq_lens_ptr, addresses_ptr)
             to_positions = span_window(item, is_suffix, layer, addresses_ptr, CLASS=CLASS, H=H)
             position_ptr = (index_address + to_positions).to(tl.pointer_type(tl.int32))
             is_hidden, is_cut = hidden_keys(position_ptr, num_kv, is_suffix == 0, hidden, m_m)
             num_kv = tl.where(is_hidden, 0, num_kv)
             # Positions of a suffix are consecutive, without a list.
-            from_key = tl.where(is_suffix > 0, to_key - window, 0)
+            from_key = tl.where(is_suffix > 0, to_key + depth - token - window, 0)
             first_key = tl.maximum(tl.min(tl.where(m_m, from_key, 2147483647), 0), 0)
             from_block = first_key // BLOCK_N * BLOCK_N
         b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -132,7 +151,8 @@ def _split_kernel(
             # Before the window, rows of a window pool may hold other requests' slots: no index is read there.
             index = tl.maximum(n, first_key) if WINDOWED else n
             head_slot = tl.load(index_ptr + index, mask=m_n, other=0).to(tl.int64) * slot_scale + slot_shift
-            seen = n[None, :] < limit[:, None]
+            place = n + begin + count - length  # among the new tokens
+            seen = hide_branches(n[None, :] < limit[:, None], visible_ptr, visible, place, is_suffix == 0)
             if WINDOWED:
                 b_position = tl.load(position_ptr + n, mask=m_n & is_cut, other=2147483647)
                 seen = seen & (n[None, :] >= from_key[:, None]) & (b_position[None, :] > hidden[:, None])
@@ -177,7 +197,7 @@ def _launch_split(addresses: TableAddresses, step: Step, which: int, inputs: Lay
     tile = tiles_for(limits_of(q.device), head_dim, reads_more=inputs.reads_more)[which]
     args = (
         *(addresses.on_device, q, inputs.k_arena, inputs.v_arena, inputs.biases),
-        *(step.seq_lens, step.pool_rows, step.work[which], step.work_start[which]),
+        *(step.seq_lens, step.pool_rows, step.work[which], step.work_start[which], step.visible),
         *(inputs.layer, class_tables.num_requests, step.req_to_token.data_ptr(), step.req_to_token.stride(0)),
         *(inputs.k_arena.shape[1], q.stride(0), inputs.sm_scale * LOG2_E, inputs.window),
     )
@@ -211,7 +231,7 @@ def _num_programs(inputs: LayerInputs, tile: Tile, args: tuple[object, ...], opt
     q = inputs.q
     if not q.is_cuda:
         return INTERPRETER_PROGRAMS
-    key = (q.device, q.dtype, inputs.k_arena.dtype, inputs.biases is None, *options.values())
+    key = (q.device, q.dtype, inputs.k_arena.dtype, *(arg is None for arg in args), *options.values())
     if key not in _NUM_PROGRAMS:
         compiled = _split_kernel.warmup(*args, grid=(1,), **options)
         compiled._init_handles()

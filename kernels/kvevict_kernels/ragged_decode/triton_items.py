@@ -11,7 +11,7 @@ from kvevict_kernels.ragged_decode.triton_merge import suffix_chunk
 
 STEP_LISTS = (
     *("seq_lens_ptr", "pool_rows_ptr", "suffix_work_ptr", "suffix_work_start_ptr"),
-    *("work_ptr", "work_start_ptr"),
+    *("work_ptr", "work_start_ptr", "visible_ptr"),
 )
 """Not specialised on alignment: these may be slices of SGLang's buffers, whose alignment varies."""
 

@@ -18,7 +18,14 @@ from kvevict_kernels.ragged_decode import triton_addresses as at
 from kvevict_kernels.ragged_decode.addresses import TableAddresses
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 from kvevict_kernels.ragged_decode.tile_table import EXTEND, tiles_for
-from kvevict_kernels.ragged_decode.triton_block import LOG2_E, attend_block, hidden_keys, load_rows
+from kvevict_kernels.ragged_decode.triton_block import (
+    LOG2_E,
+    attend_block,
+    hidden_keys,
+    hide_branches,
+    load_rows,
+    load_tree,
+)
 from kvevict_kernels.ragged_decode.triton_merge import with_sink
 from kvevict_kernels.triton_head_slots import head_slot_of
 
@@ -53,10 +60,10 @@ def _part_of(
 
 @triton.jit
 def _own_keys(
-    request, token, count, window, addresses_ptr, seq_lens_ptr, pool_rows_ptr, req_to_token, row_stride,
+    request, token, depth, count, window, addresses_ptr, seq_lens_ptr, pool_rows_ptr, req_to_token, row_stride,
     WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """A request's own tokens, as a tile of its q rows sees them.
+    """A request's own tokens, as a tile of its q rows sees them; ``depth``: positions behind the first new token.
 
     Returns:
         own tokens before the first new one, own tokens up to the tile's last one, the address of their token slots, and
@@ -67,9 +74,9 @@ def _own_keys(
     num_before = end - waterline - count
     num_own = num_before + tl.minimum(tl.max(token, 0) + 1, count)
     address = req_to_token + (tl.load(pool_rows_ptr + request) * row_stride + waterline) * 4
-    hidden = end - count + token - window
+    hidden = end - count + depth - window
     if WINDOWED:  # keys that no row of the tile sees are left out of the parts
-        num_hidden = tl.maximum(num_before + tl.min(token, 0) + 1 - window, 0)
+        num_hidden = tl.maximum(num_before + tl.min(depth, 0) + 1 - window, 0)
         num_before -= num_hidden
         num_own -= num_hidden
         address += num_hidden * 4
@@ -112,7 +119,7 @@ def _hide_keys(j, is_own, address, num_kv, to_key, hidden, m_m, addresses_ptr):
 
 @triton.jit(
     do_not_specialize=["layer", "row_stride", "req_to_token", "window"],
-    do_not_specialize_on_alignment=["sink_logits_ptr", "seq_lens_ptr", "pool_rows_ptr"],
+    do_not_specialize_on_alignment=["sink_logits_ptr", "seq_lens_ptr", "pool_rows_ptr", "visible_ptr"],
 )
 def _extend_kernel(
     addresses_ptr,
@@ -125,6 +132,7 @@ def _extend_kernel(
     lse_ptr,  # [N, H * G] float32, natural
     seq_lens_ptr,
     pool_rows_ptr,
+    visible_ptr,  # [N] int64, or None
     req_to_token,  # address of [rows, row_stride] int32
     layer,
     row_stride,
@@ -146,16 +154,16 @@ def _extend_kernel(
     head = tl.program_id(1)
     o_d = tl.arange(0, BLOCK_D)
     count = tl.load(at.int32s_at(addresses_ptr, at.NEW_LENS_DEVICE) + request)
-    tile = tl.load(at.int32s_at(addresses_ptr, at.TILE_INDEX) + tl.program_id(0))
-    i_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    i_row = tl.load(at.int32s_at(addresses_ptr, at.TILE_INDEX) + tl.program_id(0)) * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = i_row < count * G
     token = i_row // G
     first = _first_row(request, addresses_ptr)
     b_q = load_rows(q_ptr, (first + token) * q_stride + (head * G + i_row % G) * D, m_m, o_d, D=D, UPCAST=UPCAST)
     b_max, b_sum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32), tl.zeros([BLOCK_M], dtype=tl.float32)
     b_out = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    visible, depth = load_tree(visible_ptr, first + token, token, m_m)
     num_before, num_own, own_address, hidden = _own_keys(
-        request, token, count, window, addresses_ptr, seq_lens_ptr, pool_rows_ptr, req_to_token, row_stride,
+        request, token, depth, count, window, addresses_ptr, seq_lens_ptr, pool_rows_ptr, req_to_token, row_stride,
         WINDOWED=WINDOWED,
     )  # fmt: skip
     path_begin = tl.load(at.int32s_at(addresses_ptr, at.PATH_START) + request)
@@ -174,14 +182,14 @@ def _extend_kernel(
         to_key = tl.minimum(end, num_kv)
         if WINDOWED:
             position_ptr, is_cut, to_key = _hide_keys(j, is_own, address, num_kv, to_key, hidden, m_m, addresses_ptr)
-            from_key = tl.where(is_own > 0, num_before + token + 1 - window, 0)
+            from_key = tl.where(is_own > 0, num_before + depth + 1 - window, 0)
         limit = tl.minimum(tl.where(is_own > 0, num_before + token + 1, num_kv), to_key)
         index_ptr = address.to(tl.pointer_type(tl.int32))
         for start in range(tl.maximum(begin, 0), to_key, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
             m_n = n < to_key
             head_slot = tl.load(index_ptr + n, mask=m_n, other=0).to(tl.int64) * slot_scale + slot_shift
-            seen = n[None, :] < limit[:, None]
+            seen = hide_branches(n[None, :] < limit[:, None], visible_ptr, visible, n - num_before, is_own == 0)
             if WINDOWED:
                 b_position = tl.load(position_ptr + n, mask=m_n & is_cut, other=2147483647)
                 seen = seen & (n[None, :] >= from_key[:, None]) & (b_position[None, :] > hidden[:, None])
@@ -269,7 +277,7 @@ def run_extend(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: 
     }
     _extend_kernel[(num_programs, sizes.num_kv_heads)](
         *(addresses.on_device, q, inputs.k_arena, inputs.v_arena, inputs.biases, inputs.sink_logits, out, lse),
-        *(step.seq_lens, step.pool_rows, step.req_to_token.data_ptr()),
+        *(step.seq_lens, step.pool_rows, step.visible, step.req_to_token.data_ptr()),
         *(inputs.layer, step.req_to_token.stride(0), inputs.k_arena.shape[1], q.stride(0)),
         *(inputs.sm_scale * LOG2_E, inputs.v_scale, inputs.window),
         WINDOWED=inputs.window > 0,

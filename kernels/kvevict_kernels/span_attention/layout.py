@@ -71,7 +71,14 @@ class Layout:
         self.words[w.NUM_REQUESTS] = len(paths)
         self.words[w.WRONG_SLOT] = w.NO_SLOT
 
-    def locate(self, waterlines: Sequence[int], seq_lens: Sequence[int], rows: Tensor, req_to_token: Tensor) -> None:
+    def locate(
+        self,
+        waterlines: Sequence[int],
+        seq_lens: Sequence[int],
+        rows: Tensor,
+        req_to_token: Tensor,
+        visible: Tensor | None = None,
+    ) -> None:
         """Set where the token slots ``[waterline, seq_len)`` of each request are; they are read when the call runs.
 
         Args:
@@ -79,9 +86,12 @@ class Layout:
             seq_lens: per request, tokens including the new ones; at most the length of a row.
             rows: [num_requests], int, rows of ``req_to_token``.
             req_to_token: [num_rows, max_context_len], int32.
+            visible: [num_tokens of the forward], int64: bit j is set if the token sees its request's j-th new token, at
+                most 64 each; None: it sees those before it.
 
         Raises:
-            ValueError: ``req_to_token`` is not contiguous int32 on the CPU, or a row or a position is outside of it.
+            ValueError: ``req_to_token`` is not contiguous int32 on the CPU, or a row or a position is outside of it;
+                or ``visible`` has another dtype or is too short.
         """
         check_tensor("req_to_token", req_to_token, (None, None), torch.int32, _CPU)
         num_rows, row_len = req_to_token.shape
@@ -91,14 +101,22 @@ class Layout:
         if min(waterlines) < 0 or max(seq_lens) > row_len:
             raise ValueError(f"seq_lens: expected positions 0 to {row_len}, got {list(waterlines)} to {list(seq_lens)}")
         begins = np.asarray(waterlines, np.int64)
-        self._req_to_token = req_to_token  # keeps the addresses valid until the next step
+        if visible is not None:
+            check_tensor("visible", visible, (None,), torch.int64, _CPU)
+            if visible.numel() <= self._lists[w.TOKENS].max():
+                raise ValueError(f"visible: expected {self._lists[w.TOKENS].max() + 1} tokens, got {visible.numel()}")
+        self.words[w.VISIBLE] = 0 if visible is None else visible.data_ptr()
+        self._read = req_to_token, visible  # keeps the addresses valid until the next step
         self.suffix_slots[:] = req_to_token.data_ptr() + 4 * (row_numbers.astype(np.int64) * row_len + begins)
         self.suffix_lens[:] = np.asarray(seq_lens, np.int64) - begins
         if self.has_windows:
             tokens = self._lists[w.TOKENS]
             positions = np.zeros(tokens.max() + 1, np.int64)
             for first, new, end in zip(self._first_tokens, self.new_lens, seq_lens, strict=True):
-                positions[first : first + new] = np.arange(end - new, end)
+                depths = np.arange(new)
+                if visible is not None:
+                    depths = np.bitwise_count(visible[first : first + new].numpy().view(np.uint64)).astype(np.int64) - 1
+                positions[first : first + new] = end - new + depths
             self._lists[w.TOKEN_POSITIONS][:] = positions[tokens]
 
     @property

@@ -185,7 +185,8 @@ def _find_first_seen(words, part, head, unit_len, scratch):
     least = unit_len
     if part >= words[w.NUM_SPANS]:
         for token in range(num_tokens):
-            target[token] = max(unit_len - (num_tokens - 1 - token) - words[w.WINDOW], 0)
+            depth = token_positions[first_token + token] - token_positions[first_token]
+            target[token] = max(unit_len - num_tokens + depth + 1 - words[w.WINDOW], 0)
             least = min(least, target[token])
         return least
     start = int32s(int64s(words[w.SPAN_STARTS])[part])[words[w.LAYER] * words[w.NUM_HEADS] + head]
@@ -204,6 +205,19 @@ def _find_first_seen(words, part, head, unit_len, scratch):
         target[token] = low
         least = min(least, low)
     return least
+
+
+@njit
+def _hide_branches(words, part, token, first, num_keys, row):
+    """Hide those keys of a block that one new token does not see.
+
+    ``first`` is the place of the block's first key among the new tokens, negative before them.
+    """
+    scores, place = floats(row), int64s(words[w.PART_TOKENS])[part] + token
+    visible = int64s(words[w.VISIBLE])[int64s(words[w.TOKENS])[place]]
+    for i in range(max(-first, 0), num_keys):
+        if (visible >> (first + i)) & 1 == 0:
+            scores[i] = _MINUS_INFINITY
 
 
 @njit
@@ -235,13 +249,16 @@ def _attend_chunk(words, part, head, unit_len, first, last, row_0, scratch):
             _add_scores(tile_rows, scores, queries + 4 * tile * head_dim, keys, head_dim)
             for r in range(tile_rows):
                 num_seen = num_keys
-                if is_own:  # a new token sees its predecessors and itself
+                if is_own and words[w.VISIBLE] == 0:  # a new token sees its predecessors and itself
                     num_seen = min(num_keys, unit_len - (num_rows - tile - r - 1) // group - start)
                 row = scores + 4 * r * _BLOCK
                 num_seen = max(num_seen, 0)
                 if has_biases:
                     add_row(_BLOCK, scratch + _BIASES_AT, row, _ONE, _ONE)
                 fill(row + 4 * num_seen, _BLOCK - num_seen, _MINUS_INFINITY)
+                if is_own and words[w.VISIBLE] != 0:
+                    first_new = unit_len - num_rows // group
+                    _hide_branches(words, part, (tile + r) // group, start - first_new, num_keys, row)
                 if words[w.WINDOW] != 0:
                     fill(row, min(max(first_seen[(tile + r) // group] - start, 0), _BLOCK), _MINUS_INFINITY)
                 before = maxima[tile + r]

@@ -49,6 +49,7 @@ NO_SLOT = 1 << 62
     PART_TOKENS,  # per part and one more: where its tokens begin in TOKENS
     TOKENS,  # new tokens that read each part, in order
     TOKEN_POSITIONS,  # with TOKENS: position of each; read by layers with a window
+    VISIBLE,  # address [num_tokens], int64: bit j: a token sees its request's j-th new one; 0: it sees those before it
     PATHS,  # per request and one more: where its spans begin in PATH_SPANS
     PATH_SPANS,  # spans of each request, root first
     PATH_PLACES,  # with PATH_SPANS: place of the request's first token among the span's
@@ -61,4 +62,4 @@ NO_SLOT = 1 << 62
     ZEROS,  # address of a row of zeros
     WRONG_SLOT,  # number: a head slot that is not in the arena, or NO_SLOT; written by the call
     NUM_WORDS,
-) = range(42)
+) = range(43)

@@ -78,6 +78,7 @@ class NumbaAttention:
             [batch.seq_lens[i] for i in requests],
             batch.req_pool_indices[requests],
             batch.req_to_token,
+            batch.visible,
         )
         self._spans.prepare(layout)
         return layout

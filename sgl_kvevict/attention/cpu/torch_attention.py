@@ -51,15 +51,22 @@ class TorchAttention:
             for head in range(geometry.num_kv_heads):
                 heads = slice(head * geometry.group_size, (head + 1) * geometry.group_size)
                 sinks = None if sink_logits is None else sink_logits[heads].float()
-                keys = self._keys(batch, request, layer, head)
+                k, v, biases, key_positions = self._keys(batch, request, layer, head)
+                positions = torch.arange(seq_len - new, seq_len, device=q.device)
+                tree = batch.tree(request)
+                if tree is not None:
+                    positions = key_positions[len(key_positions) - new :] = seq_len - new + tree.sum(1) - 1
                 for begin in range(0, new, QUERY_BLOCK):
                     end = min(begin + QUERY_BLOCK, new)
                     rows = slice(first_row + begin, first_row + end)
-                    positions = torch.arange(seq_len - new + begin, seq_len - new + end, device=q.device)
                     scaled = q[rows, heads].float().contiguous() * sm_scale
-                    out[rows, heads], lse[rows, heads] = _attend(
-                        scaled, positions, *keys, geometry.window(layer), sinks
-                    )
+                    distances = positions[begin:end, None] - key_positions
+                    is_seen = distances >= 0
+                    if tree is not None:
+                        is_seen[:, len(key_positions) - new :] = tree[begin:end]
+                    if window := geometry.window(layer):
+                        is_seen &= distances < window
+                    out[rows, heads], lse[rows, heads] = _attend(scaled, is_seen, k, v, biases, sinks)
             first_row += new
         return out, lse
 
@@ -97,23 +104,12 @@ class TorchAttention:
 
 
 def _attend(
-    q: Tensor,
-    q_positions: Tensor,
-    k: Tensor,
-    v: Tensor,
-    biases: Tensor,
-    k_positions: Tensor,
-    window: int,
-    sink_logits: Tensor | None,
+    q: Tensor, is_seen: Tensor, k: Tensor, v: Tensor, biases: Tensor, sink_logits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """One softmax per query of a KV head; q [num_new, group_size, head_dim] is already scaled.
+    """One softmax per query of a KV head over the keys that it sees, ``is_seen`` [num_new, num_keys].
 
-    A sink logit is the score of one more key, whose value is 0.
+    q [num_new, group_size, head_dim] is already scaled. A sink logit is the score of one more key, whose value is 0.
     """
-    distances = q_positions[:, None] - k_positions
-    is_seen = distances >= 0
-    if window:
-        is_seen &= distances < window
     is_read = is_seen.any(0)  # rows before a window may belong to another request by now
     k, v, biases, is_seen = k[is_read], v[is_read], biases[is_read], is_seen[:, is_read]
     scores = (q @ k.T + biases).masked_fill(~is_seen[:, None], -torch.inf)

@@ -84,7 +84,13 @@ class FlashInferAttention:
             self.run(0, q, 1.0)
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Prepare the layers of one forward; see :meth:`sgl_kvevict.attention.interface.Attention.plan`."""
+        """Prepare the layers of one forward; see :meth:`sgl_kvevict.attention.interface.Attention.plan`.
+
+        Raises:
+            InvariantError: the new tokens are trees (:class:`sgl_kvevict.attention.by_window.ByWindow` plans those).
+        """
+        if batch.visible is not None:
+            raise InvariantError("a tree of new tokens came to FlashInfer, which was planned for causal masks only")
         self._num_new = sum(batch.new_lens)
         self._spans = self._recent.get(batch.key, lambda: self._plan_spans(batch)) if any(batch.paths) else None
         self._suffix_prefills.append(self._suffix_prefills.pop(0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +15,7 @@ from kvevict_kernels.ragged_decode.launch import plan_batch, run_layer, sizes_on
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 from kvevict_kernels.span_runs import SpanRuns
 from kvevict_kernels.transfer import to_device
-from sgl_kvevict.attention.batch import AttentionBatch, BatchKey, Path
+from sgl_kvevict.attention.batch import MAX_TREE_TOKENS, AttentionBatch, BatchKey
 from sgl_kvevict.attention.flashinfer.prefill import PlainPrefill
 from sgl_kvevict.attention.recent_batches import RecentBatches
 from sgl_kvevict.attention.refusals import triton_reasons
@@ -47,6 +46,7 @@ class TritonAttention:
         q_dtype: of queries and results, where the arena holds float8 (default: bfloat16); otherwise the arena's dtype.
         plain_prefill: FlashInfer's attention for long prefills that read no span; None: our kernel computes them.
         biases: 0 for spans that are not fitted; None: no span is ever fitted, and the kernels read no biases.
+        verifies: some batches are trees (:attr:`AttentionBatch.visible`), whose kernels are warmed up as well.
 
     Raises:
         ValueError: wrong shape, dtype or device of an arena.
@@ -61,6 +61,8 @@ class TritonAttention:
         q_dtype: torch.dtype | None = None,
         plain_prefill: PlainPrefill | None = None,
         biases: Tensor | None = None,
+        *,
+        verifies: bool = False,
     ) -> None:
         if reasons := triton_reasons(k_arena.dtype, geometry.head_dim, k_arena.device):
             raise UnsupportedSetupError(reasons)
@@ -70,6 +72,7 @@ class TritonAttention:
         self.v_arena = v_arena
         self.biases = biases
         self.plain_prefill = plain_prefill
+        self._verifies = verifies
         is_fp8 = k_arena.dtype == FP8
         self.q_dtype = (q_dtype or torch.bfloat16) if is_fp8 else k_arena.dtype
         self._recent: RecentBatches[BatchKey, _PlannedBatch] = RecentBatches()
@@ -107,7 +110,12 @@ class TritonAttention:
         )
         shape = (sum(new_lens), geometry.num_qo_heads, geometry.head_dim)
         sink_logits = None if sink_dtype is None else torch.zeros(shape[1], dtype=sink_dtype, device=device)
-        for chosen in (batch, replace(batch, extend_lens=None)):
+        batches = [batch, replace(batch, extend_lens=None)]
+        if self._verifies:
+            news = [min(new, MAX_TREE_TOKENS) for new in new_lens]
+            trees = torch.ones(sum(news), dtype=torch.int64, device=device)
+            batches.append(replace(batch, extend_lens=news, visible=trees))
+        for chosen in batches:
             self.plan(chosen)
             q = torch.zeros(shape, dtype=self.q_dtype, device=device)[: sum(chosen.new_lens)]
             for layer in {geometry.window(layer) > 0: layer for layer in range(geometry.num_layers)}.values():
@@ -118,17 +126,22 @@ class TritonAttention:
 
     def plan(self, batch: AttentionBatch) -> None:
         """Prepare a forward; with ``device_seq_lens`` the host copies nothing while the tables stay the same."""
-        planned = self._planned_of(BatchKey(batch.paths, tuple(batch.new_lens), _suffix_bounds(batch)))
+        planned = self._planned_of(batch.key._replace(suffix_bounds=_suffix_bounds(batch)))
         seq_lens = batch.device_seq_lens
         if seq_lens is None:
             seq_lens = to_device(torch.tensor(batch.seq_lens, dtype=torch.int32), self.k_arena.device)
         self._planned = planned
         if self.plain_prefill is not None and planned.plain_requests:
             self.plain_prefill.plan(batch, planned.plain_requests)
-        self.start_step(seq_lens, batch.req_pool_indices, batch.req_to_token)
+        self._start_step(seq_lens, batch.req_pool_indices, batch.req_to_token, batch.visible)
 
     def start_step(self, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor) -> None:
         """Set lengths; see :meth:`sgl_kvevict.attention.interface.CapturableAttention.start_step`."""
+        self._start_step(seq_lens, req_pool_indices, req_to_token, None)
+
+    def _start_step(
+        self, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor, visible: Tensor | None
+    ) -> None:
         planned = self._planned
         if planned is None:
             raise InvariantError("a step was started before a batch was planned")
@@ -140,6 +153,7 @@ class TritonAttention:
             pool_rows=req_pool_indices.long(),
             seq_lens=seq_lens.int(),
             previous=previous,
+            visible=visible,
         )
 
     def start_capture(self, num_requests: int) -> None:
@@ -190,9 +204,11 @@ class TritonAttention:
         return self._recent.get(key, lambda: self._build(key))
 
     def _build(self, key: BatchKey) -> _PlannedBatch:
-        plain_requests = self._plain_requests(key.paths, key.new_lens)
+        plain_requests = self._plain_requests(key)
         tables = plan_batch(
-            *key,
+            key.paths,
+            key.new_lens,
+            key.suffix_bounds,
             sizes=self._sizes,
             device=self.k_arena.device,
             elsewhere=plain_requests,
@@ -201,12 +217,12 @@ class TritonAttention:
             self._partials = self._scratch(tables.num_partials)
         return _PlannedBatch(TableAddresses.of(tables, self._partials), plain_requests)
 
-    def _plain_requests(self, paths: Sequence[Path], new_lens: Sequence[int]) -> list[int]:
-        """Requests for which ``plain_prefill`` attends."""
-        if self.plain_prefill is None:
+    def _plain_requests(self, key: BatchKey) -> list[int]:
+        """Requests for which ``plain_prefill`` attends; it knows no trees."""
+        if self.plain_prefill is None or key.is_tree:
             return []
         group = self.geometry.group_size
-        both = zip(paths, new_lens, strict=True)
+        both = zip(key.paths, key.new_lens, strict=True)
         return [i for i, (path, new) in enumerate(both) if not path and not uses_split(new, group)]
 
     def _scratch(self, num_rows: int) -> tuple[Tensor, Tensor]:

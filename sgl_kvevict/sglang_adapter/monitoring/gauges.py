@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 def read_gauges(tree: KVEvictTree) -> Gauges:
     """Return the current sizes; walks the spans on the host, without reading the device."""
     allocator, manager = tree.slot_allocator, tree.manager
+    host = None if manager.host is None else manager.host.segments
     free, held = allocator.available_size(), tree.held_slots()
     owned = [span.segment for span in tree.spans.values() if span.is_owner]
     readers = [tree.num_readers(node) for node in tree.spans]
@@ -36,4 +37,8 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
         max_readers_per_span=max(readers, default=0),
         scoring_jobs=0 if manager.scoring is None else manager.scoring.num_waiting,
         observation_bytes=manager.observation_bytes,
+        host_bytes=0 if host is None else host.num_blocks * host.block_bytes,
+        host_used_bytes=0 if host is None else host.used_bytes,
+        host_segments=0 if host is None else len(host),
+        host_evicted=0 if host is None else host.num_evicted,
     )

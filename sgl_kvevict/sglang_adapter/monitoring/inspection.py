@@ -131,6 +131,7 @@ def tree_report(tree: KVEvictTree, limit: int, *, expose_tokens: bool) -> TreeRe
                 kept=kept,
                 compressed=span is not None,
                 readers=tree.num_readers(node),
+                hits=node.hit_count,
                 age_s=tree.clock.age(node.last_access_time),
                 namespace=node.key.extra_key if expose_tokens else None,
             )

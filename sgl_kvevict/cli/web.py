@@ -1,0 +1,100 @@
+"""``sgl-kvevict top --web``: the page of ``inspect --html``, live, on this machine's loopback only.
+
+Three answers: ``/`` is the page, ``/tree`` and ``/node/ID`` are the JSON that it asks for. Nothing is read from disk by
+name, nothing can be changed, and a name other than this machine's in ``Host`` is refused: a page of another site whose
+name leads here (DNS rebinding) gets no answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import msgspec
+
+from sgl_kvevict.cli import inspect as inspection
+from sgl_kvevict.errors import ConfigError, KVEvictError
+from sgl_kvevict.events.client import check_endpoint
+
+_HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")
+_NODE = re.compile(r"/node/(\d{1,18})")
+_NUM_NODES, _NUM_BINS = 5000, 256
+
+
+class WebServer(ThreadingHTTPServer):
+    """Serves the page at ``http://127.0.0.1:PORT``, a thread per request.
+
+    Args:
+        endpoint: the inspection socket of the server to watch.
+        port: 0 takes a free one (``server_port``).
+        interval_s: seconds between two questions of an open page.
+        timeout_s: seconds to wait for each answer of the server.
+
+    Raises:
+        ConfigError: the endpoint is not an address, or the port is taken.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, endpoint: str, port: int, interval_s: float, timeout_s: float) -> None:
+        self.endpoint = check_endpoint(endpoint)
+        self.interval_s = interval_s
+        self.timeout_s = timeout_s
+        self._decoder = cache(inspection.load_decoder)
+        try:
+            super().__init__(("127.0.0.1", port), _Handler)
+        except OSError as error:
+            raise ConfigError(f"--web: got {port}: {error.strerror}; allowed: a free port, or 0 to take one") from error
+
+    def tree(self) -> Mapping[str, object]:
+        """Return the whole tree, without what heads kept."""
+        snapshot = inspection.take_snapshot(self.endpoint, limit=_NUM_NODES, timeout_s=self.timeout_s)
+        return inspection.tree_content(snapshot)
+
+    def node(self, number: int) -> Mapping[str, object]:
+        """Return what heads kept of a node (None: everything, or it is gone), and its tokens if they are exposed."""
+        about, kept, ids = inspection.look_at(self.endpoint, number, bins=_NUM_BINS, timeout_s=self.timeout_s)
+        tokens = None if ids is None else (self._decoder(about.tokenizer) or inspection.as_numbers)(ids)
+        return {"map": None if kept is None else inspection.as_map(kept), "tokens": tokens}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: WebServer
+    timeout = 10  # seconds that a connection may take to send its request
+
+    def do_GET(self) -> None:
+        """Answer the page or its questions."""
+        if not _HOST.fullmatch(self.headers.get("Host", "")):
+            return self.send_error(HTTPStatus.FORBIDDEN, "this page is for 127.0.0.1 and localhost only")
+        node = _NODE.fullmatch(self.path)
+        if self.path == "/":
+            page = inspection.page({"live": self.server.interval_s})
+            self._send(HTTPStatus.OK, "text/html; charset=utf-8", page.encode())
+        elif self.path == "/tree":
+            self._send_json(self.server.tree)
+        elif node:
+            self._send_json(lambda: self.server.node(int(node[1])))
+        else:
+            self.send_error(HTTPStatus.NOT_FOUND, "allowed: /, /tree and /node/ID")
+
+    def _send_json(self, content: Callable[[], Mapping[str, object]]) -> None:
+        try:
+            status, found = HTTPStatus.OK, content()
+        except KVEvictError as error:  # the watched server is silent, or refused
+            status, found = HTTPStatus.BAD_GATEWAY, {"error": str(error)}
+        self._send(status, "application/json", msgspec.json.encode(found))
+
+    def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        headers = {"Content-Type": kind, "Content-Length": str(len(body)), "Cache-Control": "no-store"}
+        headers |= {"X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"}
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""

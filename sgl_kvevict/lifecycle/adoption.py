@@ -1,0 +1,159 @@
+"""Puts segments from outside the pool into the tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from torch import Tensor
+
+from sgl_kvevict.errors import StoreError
+from sgl_kvevict.guard import accounting
+from sgl_kvevict.lifecycle.nodes import Node, length_of, path_to
+from sgl_kvevict.lifecycle.part import Part, Shared
+from sgl_kvevict.lifecycle.ranges import Ranges
+from sgl_kvevict.policies.parts import PolicyState
+from sgl_kvevict.prefix import Segment
+from sgl_kvevict.store import SegmentRecord
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt to look up in a cache: only the first ``num_tokens`` of ``tokens`` may be found."""
+
+    tokens: Sequence[int]
+    num_tokens: int
+    extra_key: str | None
+    cache_salt: str | None
+
+
+class Adoption(Part):
+    """Puts stored segments into the tree, as if they had been compressed here."""
+
+    def __init__(self, shared: Shared, ranges: Ranges) -> None:
+        super().__init__(shared)
+        self._ranges = ranges
+
+    def place(self, record: SegmentRecord, prompt: Prompt) -> int:
+        """Put a segment, and its tail if the prompt goes on like that, into the tree; return as :meth:`adopt`."""
+        num_tokens = self.adopt(record, prompt.extra_key, prompt.cache_salt)
+        if num_tokens and record.tail_tokens is not None and _goes_on(prompt, record):
+            self.adopt_tail(record, prompt.extra_key, prompt.cache_salt)
+        return num_tokens
+
+    def adopt(self, record: SegmentRecord, extra_key: str | None, cache_salt: str | None) -> int:
+        """Give a stored segment of this server's identity slots and nodes, in the namespace in which it was found.
+
+        Returns how many of its last tokens were added; its beginning may be compressed in the tree already. 0: nothing
+        was added, though other prefixes may have shrunk for it: there were no slots, the tree has all of it, the tokens
+        before it are not compressed, or a reader of the tokens that it would replace is not movable.
+
+        Raises:
+            StoreError: the record's entries do not fit this server's pool.
+        """
+        geometry = self._packer.geometry
+        if tuple(record.keep_lens.shape) != (geometry.num_layers, geometry.num_kv_heads):
+            raise StoreError(f"a segment of {tuple(record.keep_lens.shape)} runs")
+        if record.biases is not None and not self._packer.has_biases:
+            raise StoreError("a fitted segment, and nothing is fitted here")
+        if geometry.slots_for(record.num_entries) > record.end - record.start:
+            raise StoreError(f"a segment of {record.num_entries} entries for {record.end - record.start} tokens")
+        tokens: list[int] = record.tokens.tolist()
+        there = self._tree.find(tokens, extra_key, cache_salt)
+        waterline = self._spans.waterline(there)
+        if record.splittable and record.start < waterline < record.end:
+            record = record.after(waterline)
+        fewest = -self._tree.largest(-record.num_entries)  # among all ranks
+        if fewest == 0 or not self._fits(record, there):
+            return 0  # before other prefixes shrink for it
+        slots = self._tree.alloc(self._tree.largest(geometry.slots_for(record.num_entries), record.start, record.end))
+        if slots is None:
+            return 0
+        if self._install(record, tokens, slots, extra_key, cache_salt):
+            return record.end - record.start
+        self._tree.free(slots)
+        return 0
+
+    def adopt_tail(self, record: SegmentRecord, extra_key: str | None, cache_salt: str | None) -> bool:
+        """Give a loaded segment's tail slots and a node; False: it has no tail, or there is no place."""
+        if record.tail_tokens is None:
+            return False
+        assert record.tail_k is not None and record.tail_v is not None
+        slots = self._tree.alloc(record.tail_tokens.numel())
+        if slots is None:
+            return False
+        path: list[int] = record.tokens.tolist()
+        tokens: list[int] = path + record.tail_tokens.tolist()
+        with accounting():
+            there = self._tree.find(tokens, extra_key, cache_salt)
+            is_free = length_of(there) == len(path) == self._spans.waterline(there)
+            if not is_free or self._tree.add(tokens, extra_key, cache_salt, slots) is None:
+                self._tree.free(slots)
+                return False
+            self._packer.place_tokens(slots, record.tail_k, record.tail_v)
+        return True
+
+    @accounting()
+    def _install(
+        self,
+        record: SegmentRecord,
+        tokens: Sequence[int],
+        slots: Tensor,
+        extra_key: str | None,
+        cache_salt: str | None,
+    ) -> bool:
+        there = self._tree.find(tokens, extra_key, cache_salt)
+        if not self._fits(record, there):
+            return False
+        ordinary = self._spans.uncompressed(there)
+        if not record.splittable and not self._is_whole(ordinary):
+            return False
+        readers = self._readers.movable(ordinary[0]) if ordinary else []
+        if readers is None:
+            return False
+        last = self._tree.add(tokens, extra_key, cache_salt)
+        if last is None:
+            return False
+        freed = self._tree.token_slots(ordinary) if ordinary else slots[:0]
+        nodes = self._spans.uncompressed(path_to(last))
+        self._ranges.install(nodes, self._segment(record, slots), freed, readers)
+        return True
+
+    def _is_whole(self, nodes: Sequence[Node]) -> bool:
+        """Whether no request reads the last nodes of a path, and no prompt branches off from them.
+
+        Otherwise a request would read only the beginning of an unsplittable segment.
+        """
+        return all(
+            self._tree.num_locks(node) == 0 and all(child is below for child in node.children.values())
+            for node, below in zip_longest(nodes, nodes[1:])
+        )
+
+    def _fits(self, record: SegmentRecord, there: Sequence[Node]) -> bool:
+        """Whether a segment begins at the path's waterline and ends beyond the path."""
+        return length_of(there) < record.end and self._spans.waterline(there) == record.start
+
+    def _segment(self, record: SegmentRecord, slots: Tensor) -> Segment:
+        segment = self._packer.new_segment(
+            slots,
+            record.keep_lens,
+            record.positions,
+            record.start,
+            record.end,
+            splittable=record.splittable,
+            worth=record.worth,
+        )
+        self._packer.place(segment, record.k, record.v, record.biases)
+        segment.is_measured = record.is_read
+        if record.policy_state is not None:
+            segment.policy_state = PolicyState(record.policy_state.to(slots.device))
+        return segment
+
+
+def _goes_on(prompt: Prompt, record: SegmentRecord) -> bool:
+    """Whether a prompt continues a segment's path with the first token of its tail."""
+    assert record.tail_tokens is not None
+    if prompt.num_tokens <= record.end:
+        return False
+    return list(prompt.tokens[: record.end + 1]) == [*record.tokens.tolist(), int(record.tail_tokens[0])]

@@ -1,0 +1,122 @@
+"""Moves prefixes between the pool and the host's memory: out when they are dropped, in when a prompt is admitted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sgl_kvevict.compression import CacheObservation
+from sgl_kvevict.guard import Place
+from sgl_kvevict.lifecycle.adoption import Adoption, Prompt
+from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to, tokens_of
+from sgl_kvevict.lifecycle.part import Part, Shared
+from sgl_kvevict.lifecycle.saving import export_views, namespace_of, views_of
+from sgl_kvevict.prefix import Segment, SegmentPacker, View
+from sgl_kvevict.store import HostSegments, Wanted, segments_of
+
+MIN_TOKENS = 64
+"""Fewer tokens are computed again: looking them up would take as long."""
+
+
+def slot_bytes(packer: SegmentPacker) -> int:
+    """Bytes outside the pool of the entries of one token slot: keys, values, positions, worth and biases."""
+    row_bytes = packer.geometry.head_dim * packer.k_arena.element_size()
+    return packer.geometry.num_runs * (2 * row_bytes + 4 + 2 + 4 * packer.has_biases)
+
+
+class HostTier(Part):
+    """Holds what left the pool, compressed; a prompt finds it in the scheduling step that admits it.
+
+    Tensor-parallel ranks drop and admit the same, and their segments take equally many blocks, so that each holds its
+    part of the same prefixes.
+    """
+
+    def __init__(self, shared: Shared, adoption: Adoption, segments: HostSegments) -> None:
+        super().__init__(shared)
+        self.segments = segments
+        self._adoption = adoption
+        self._min_tokens = segments.identity.min_prefix_tokens
+        self._slot_bytes = slot_bytes(self._packer)
+
+    def clear(self) -> None:
+        """Forget everything: the tree was flushed, or the weights have changed."""
+        self.segments.clear()
+
+    def takes(self, segment: Segment) -> bool:
+        """Whether a segment, once dropped, is here and pushed out nothing but copies of what the pool has."""
+        is_found = segment.end - segment.start >= self._min_tokens and not segment.is_generated
+        num_slots = segment.num_slots + 1  # the last one for the lengths of its runs, and the policy's state
+        return is_found and self.segments.has_room(num_slots * self._slot_bytes)
+
+    # ---- out --------------------------------------------------------------------------------------------------
+
+    def leaving(self, node: Node) -> None:
+        """Copy what a leaf holds that is about to be dropped: its segment, or uncompressed tokens, compressed before.
+
+        Not copied: what is too short, generated (``decode_block``), or of weights that have changed; the rest of an
+        unsplittable segment; uncompressed tokens below others, or before scores are learned.
+        """
+        with self._guard.at(Place.HOST):
+            path = path_to(node)
+            bounds = self._bounds(path)
+            if bounds is None or bounds[1] - bounds[0] < self._min_tokens or path[0] in self._table.stale:
+                return
+            span = self._spans.at(node)
+            namespace = namespace_of(node.key, self.segments.identity)
+            there = self.segments.covering(tokens_of(path), bounds[0], namespace)
+            if there is not None and (there.record.is_read or span is None or not span.segment.is_measured):
+                self.segments.use(there.key)
+                return
+            views = [self._compressed(node, *bounds)] if span is None else views_of(path, self._spans)
+            leaving = export_views(views, path, self._packer, self.segments.identity)
+            num_bytes = self.segments.put(leaving.copied, namespace)
+            if num_bytes:
+                self._table.listener.moved_out(leaving.copied.key, *bounds, num_bytes)
+
+    def _bounds(self, path: Sequence[Node]) -> tuple[int, int] | None:
+        """Logical bounds of what is copied when the last node of a path is dropped; None: nothing."""
+        span = self._spans.at(path[-1])
+        if span is None:
+            is_alone = len(path) == 1 or path[-2] in self._spans
+            end = length_of(path)
+            return (end - len(path[-1].key), end) if is_alone and self._compressor.has_learned else None
+        is_usable = span.segment.splittable or span.end == span.segment.end
+        if span.segment.is_generated or not is_usable:
+            return None
+        return views_of(path, self._spans)[0].start, span.end
+
+    def _compressed(self, node: Node, start: int, end: int) -> View:
+        """Compress a node's tokens to the budget into slots of its own, which are released with it."""
+        above = self._spans.at(node.parent)
+        observation = self._table.prompts.get(node) or CacheObservation()
+        slots = self._tree.token_slots([node])
+        done = self._compressor.compress(slots, start, observation, None if above is None else above.segment)
+        return View(done.segment, start, end)
+
+    # ---- in ---------------------------------------------------------------------------------------------------
+
+    def admitting(self, reader: Reader, prompt: Prompt) -> None:
+        """A request is about to match its prompt: load what the pool lacks of it, at the first of these calls."""
+        record = self._readers[reader]
+        if not record.is_loaded and not record.is_exact and not record.is_pass:
+            record.is_loaded = True
+            self.load(prompt)
+
+    def load(self, prompt: Prompt) -> None:
+        """Put the segments that continue what the tree has of a prompt into it."""
+        if not len(self.segments) or prompt.num_tokens < self._min_tokens:
+            return
+        with self._guard.at(Place.HOST):
+            tokens = list(prompt.tokens[: prompt.num_tokens])
+            namespace = self.segments.identity.namespace(prompt.extra_key, prompt.cache_salt)
+            found = self.segments.find(tokens, namespace)
+            if not found:
+                return
+            path = self._tree.find(tokens, prompt.extra_key, prompt.cache_salt)
+            wanted = Wanted(tokens, namespace, self._spans.waterline(path), length_of(path))
+            for record in segments_of(wanted, found, self.segments.get, self._min_tokens):
+                num_tokens = self._adoption.place(record, prompt)
+                if not num_tokens:
+                    return
+                self.segments.use(record.key, in_pool=True)
+                num_bytes = record.num_entries * self._slot_bytes // self._packer.geometry.num_runs
+                self._table.listener.moved_in(record.key, record.end - num_tokens, record.end, num_bytes)

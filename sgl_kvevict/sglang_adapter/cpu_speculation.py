@@ -1,0 +1,243 @@
+"""Speculative decoding on a CPU: torch in place of the kernels that SGLang compiles for GPUs only.
+
+Sized for tests and the demo: loops over requests and draft tokens on the host. Names of arguments are SGLang's where it
+calls by keyword (``retrive_``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Launched:
+    """A function that is called as a Triton kernel is: ``kernel[grid](arguments)``."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __getitem__(self, _grid: object) -> Callable[..., None]:
+        return self._function
+
+
+def copy_from_rows(
+    req_pool_indices: Tensor, req_to_token: Tensor, start_offset: Tensor, end_offset: Tensor, out: Tensor, *_: int
+) -> None:
+    """Write the slots ``[start, end)`` of each request's row to ``out``, one request after the other."""
+    bounds = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
+    slots = torch.cat([req_to_token[row, start:end] for row, start, end in bounds])
+    out[: slots.numel()] = slots
+
+
+def copy_to_rows(
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start_offset: Tensor,
+    end_offset: Tensor,
+    slots: Tensor,
+    *_: int,
+) -> None:
+    """Write ``slots``, one request after the other, to ``[start, end)`` of each request's row."""
+    first = 0
+    for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
+        req_to_token[row, start:end] = slots[first : first + end - start].to(req_to_token.dtype)
+        first += end - start
+
+
+def cache_locs(
+    *,
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start_offset: Tensor,
+    end_offset: Tensor,
+    batch_size: int,
+    draft_token_num: int,
+    device: torch.device | str,
+) -> Tensor:
+    """Return the slots of the draft tokens, [batch_size * draft_token_num], int64."""
+    out = torch.empty(batch_size * draft_token_num, dtype=torch.int64, device=device)
+    copy_from_rows(req_pool_indices, req_to_token, start_offset, end_offset, out)
+    return out
+
+
+def pack_accepted(accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_loc: Tensor, *_: int) -> None:
+    """Write the slots of the accepted tokens (those with an index >= 0) to the front of ``accept_out_cache_loc``."""
+    accepted = accept_index.reshape(-1)
+    accepted = accepted[accepted >= 0].long()
+    accept_out_cache_loc[: accepted.numel()] = out_cache_loc[accepted]
+
+
+def reconstruct_tree(
+    tree_mask: Tensor,
+    verified_seq_len: Tensor,
+    positions: Tensor,
+    retrieve_index: Tensor,
+    retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor,
+    batch_size: int,
+    draft_token_num: int,
+) -> None:
+    """Positions and links of trees from their masks.
+
+    Args:
+        tree_mask: [batch_size * n * n], bool: whether node j is i or an ancestor of i; n is ``draft_token_num``.
+        verified_seq_len: [batch_size], tokens before the tree.
+        positions: [batch_size * n], written: ``verified_seq_len`` and the node's depth.
+        retrieve_index: [batch_size, n], written: the node's place in the batch.
+        retrieve_next_token: [batch_size, n], written: the first child, or -1.
+        retrieve_next_sibling: [batch_size, n], written: the next child of the same parent, or -1.
+        batch_size: number of trees.
+        draft_token_num: nodes of each.
+
+    Source: SGLang's ``kernels/ops/speculative/reconstruct_tree.py``.
+    """
+    n, node = draft_token_num, torch.arange(draft_token_num)
+    ancestors = tree_mask.view(batch_size, n, n) & (node < node[:, None])
+    positions[:] = (ancestors.sum(-1) + verified_seq_len[:, None]).view(-1)
+    retrieve_index[:] = torch.arange(batch_size * n).view(batch_size, n)
+    parent = torch.where(ancestors, node, -1).amax(-1)
+    is_child = (parent[:, None, :] == node[:, None]) & (node > node[:, None])  # [batch_size, parent, child]
+    is_later = (parent[:, None, :] == parent[:, :, None]) & (node > node[:, None]) & (parent >= 0)[:, :, None]
+    for links, linked in ((retrieve_next_token, is_child), (retrieve_next_sibling, is_later)):
+        links[:] = torch.where(linked.any(-1), linked.int().argmax(-1), -1)
+
+
+def verify_tree_greedy(
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrieve_index: Tensor,
+    retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor,
+    target_predict: Tensor,
+    topk: int = -1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Accept from the root on the child that is the token that the target predicts after its parent.
+
+    Args:
+        predicts: [batch_size * n], written: the target's token behind every accepted node.
+        accept_index: [batch_size, max_depth], written: places of the accepted nodes, root first; the rest stays.
+        accept_token_num: [batch_size], written: accepted draft tokens, without the root.
+        candidates: [batch_size, n], token of every node.
+        retrieve_index: [batch_size, n], as :func:`reconstruct_tree` writes it; so are the links.
+        retrieve_next_token: first children.
+        retrieve_next_sibling: next siblings.
+        target_predict: [batch_size, n], the target's token after every node.
+        topk: unused.
+
+    Returns:
+        ``predicts``, ``accept_index``, ``accept_token_num``.
+
+    Source: SGLang's ``verify_tree_greedy`` (``sgl-kernel/csrc/speculative/eagle_utils.cu``).
+    """
+    after = target_predict.reshape(-1)
+    for b, tokens in enumerate(candidates.tolist()):
+        places, children = retrieve_index[b].tolist(), retrieve_next_token[b].tolist()
+        siblings, node, depth = retrieve_next_sibling[b].tolist(), 0, 0
+        accept_index[b, 0] = places[0]
+        while True:
+            wanted = predicts[places[node]] = after[places[node]]
+            child = children[node] if depth + 1 < accept_index.shape[1] else -1
+            while child >= 0 and tokens[child] != wanted:
+                child = siblings[child]
+            if child < 0:
+                break
+            node, depth = child, depth + 1
+            accept_index[b, depth] = places[node]
+        accept_token_num[b] = depth
+    return predicts, accept_index, accept_token_num
+
+
+def sample_tree(
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    uniform_samples: Tensor,
+    uniform_samples_for_final_sampling: Tensor,
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    threshold_single: float = 1.0,
+    threshold_acc: float = 1.0,
+    deterministic: bool = True,
+) -> None:
+    """Accept children with the target's probability of their tokens; sample the last token from what is left.
+
+    One draw per accepted node is held against the sum of its children's probabilities so far. So the tokens have the
+    target's distribution, whatever the draft was (with both thresholds at 1).
+
+    Args:
+        predicts: as in :func:`verify_tree_greedy`, like all arguments up to ``retrive_next_sibling``.
+        accept_index: see there.
+        accept_token_num: see there.
+        candidates: see there.
+        retrive_index: see there.
+        retrive_next_token: see there.
+        retrive_next_sibling: see there.
+        uniform_samples: [batch_size, n], in [0, 1).
+        uniform_samples_for_final_sampling: [batch_size], likewise.
+        target_probs: [batch_size, n, vocab_size], distribution of the token after every node.
+        draft_probs: unused: a refused child's probability is taken off here.
+        threshold_single: a child of at least this probability is accepted.
+        threshold_acc: divides the sum that a draw is held against.
+        deterministic: unused.
+
+    Source: SGLang's ``tree_speculative_sampling_target_only`` (``sgl-kernel/csrc/speculative``).
+    """
+    for b, tokens in enumerate(candidates.tolist()):
+        places, children = retrive_index[b].tolist(), retrive_next_token[b].tolist()
+        siblings, node, depth = retrive_next_sibling[b].tolist(), 0, 0
+        accept_index[b, 0] = places[0]
+        while True:
+            left, total = target_probs[b, node].clone(), 0.0
+            child = children[node] if depth + 1 < accept_index.shape[1] else -1
+            while child >= 0:
+                single = float(target_probs[b, node, tokens[child]])
+                total += single
+                if float(uniform_samples[b, node]) <= total / threshold_acc or single >= threshold_single:
+                    break
+                left[tokens[child]] = 0.0
+                child = siblings[child]
+            if child < 0:
+                break
+            predicts[places[node]] = tokens[child]
+            node, depth = child, depth + 1
+            accept_index[b, depth] = places[node]
+        accept_token_num[b] = depth
+        sums = left.cumsum(0)
+        drawn = uniform_samples_for_final_sampling[b] * sums[-1]
+        predicts[places[node]] = int(torch.searchsorted(sums, drawn, right=True).clamp(max=len(sums) - 1))
+
+
+SUBSTITUTES: dict[tuple[str, str], Any] = {
+    ("sglang.kernels.ops.speculative.cache_locs", "assign_extend_cache_locs"): Launched(copy_from_rows),
+    ("sglang.kernels.ops.speculative.eagle", "fill_accept_out_cache_loc"): Launched(pack_accepted),
+    ("sglang.srt.mem_cache.allocation", "assign_req_to_token_pool"): Launched(copy_to_rows),
+    ("sglang.srt.speculative.eagle_utils", "verify_tree_greedy_func"): verify_tree_greedy,
+    ("sglang.srt.speculative.eagle_utils", "tree_speculative_sampling_target_only"): sample_tree,
+}
+"""(module, name) of what SGLang launches or calls, and what stands for it."""
+TREE_MODULE = "sglang.kernels.ops.speculative.reconstruct_tree"
+"""A module that cannot be imported without compiled kernels; ``ngram_worker`` needs one function of it."""
+
+
+def install() -> None:
+    """Put the substitutes in place, before SGLang imports a speculative worker. May be called repeatedly.
+
+    Not by SGLang's hooks: replacing a name whose value is None would replace every module's attribute that is None.
+    """
+    module = types.ModuleType(TREE_MODULE)
+    module.__dict__["reconstruct_indices_from_tree_mask_func"] = reconstruct_tree
+    sys.modules.setdefault(TREE_MODULE, module)
+    for (owner, name), substitute in SUBSTITUTES.items():
+        setattr(importlib.import_module(owner), name, substitute)

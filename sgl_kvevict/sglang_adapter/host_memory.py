@@ -1,0 +1,83 @@
+"""Host memory for prefixes that the pool drops: its size, and requests that look there."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.errors import UnsupportedSetupError
+from sgl_kvevict.lifecycle.adoption import Prompt
+from sgl_kvevict.lifecycle.host import MIN_TOKENS, slot_bytes
+from sgl_kvevict.machine import GIB, free_host_gib
+from sgl_kvevict.prefix import SegmentPacker
+from sgl_kvevict.sglang_adapter.ranks import TensorRanks
+from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+from sgl_kvevict.store import HostSegments, StoreIdentity
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+logger = logging.getLogger(__name__)
+
+BLOCK_SLOTS = 8
+"""Token slots whose entries fill one block."""
+FREE_SHARE = 0.25
+"""Part of the free memory that all ranks together take at most by default."""
+
+
+def open_host(config: KVEvictConfig, ctx: TreeCacheBuildContext, packer: SegmentPacker) -> HostSegments | None:
+    """Allocate host memory for dropped prefixes; None: it is off, or the default is too small for one block.
+
+    Raises:
+        UnsupportedSetupError: ``host_bytes`` is less than one block, or more than is free.
+    """
+    if config.host_bytes == 0 or ctx.is_hybrid_swa or ctx.is_hybrid_ssm:
+        return None
+    ranks = TensorRanks(ctx.params.attn_tp_cache_group)
+    free = int(free_host_gib() * GIB) // (ctx.server_args.tp_size * ctx.server_args.dp_size)
+    block_bytes = BLOCK_SLOTS * slot_bytes(packer)
+    wanted = config.host_bytes
+    if wanted is not None and not block_bytes <= wanted <= free:
+        raise UnsupportedSetupError(
+            [f"host_bytes: got {wanted}; allowed here: 0 (off), or {block_bytes} to {free} on each rank (free memory)"]
+        )
+    if wanted is None:
+        wanted = min(packer.k_arena.nbytes + packer.v_arena.nbytes, int(free * FREE_SHARE))
+    num_blocks = -ranks.largest(-(wanted // block_bytes))  # ranks may read different amounts
+    if num_blocks == 0:
+        return None
+    identity = host_identity(packer, config.min_prefix_tokens, ranks)
+    if ranks.is_first:
+        logger.info("kvevict: %.2f GiB of host memory for what the pool drops", num_blocks * block_bytes / GIB)
+    return HostSegments(num_blocks, block_bytes, packer.k_arena.device, identity, ranks.largest)
+
+
+def host_identity(packer: SegmentPacker, min_prefix_tokens: int, ranks: TensorRanks) -> StoreIdentity:
+    """The identity of segments that only this process reads: nothing of the model needs to be known."""
+    geometry = packer.geometry
+    return StoreIdentity(
+        model="",
+        architecture="",
+        dtype=str(packer.k_arena.dtype),
+        scales=(),
+        num_layers=geometry.num_layers,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        rotary="",
+        rank=ranks.rank,
+        num_ranks=ranks.size,
+        policy="",
+        min_prefix_tokens=min(min_prefix_tokens, MIN_TOKENS),
+    )
+
+
+def before_matching(req: Req, tree_cache: Any = None, *_args: object, **_kwargs: object) -> None:
+    """Hook before a request looks up its prompt to be admitted: what the host has of it is put into the tree."""
+    if not isinstance(tree_cache, KVEvictTree) or tree_cache.manager.host is None:
+        return
+    if req.positional_embed_overrides is None:  # else SGLang matches nothing
+        tokens = req.origin_input_ids + req.output_ids
+        prompt = Prompt(tokens, len(tokens) - 1, req.extra_key, req.cache_salt or None)
+        tree_cache.manager.host.admitting(req, prompt)

@@ -1,0 +1,121 @@
+"""Containers, compose file and dashboard name files, flags, pins and metrics that exist; Docker is not needed."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sgl_kvevict.config import parse_config
+from sgl_kvevict.events.totals import REFUSED, Gauges, Totals, descriptions
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "examples" / "deploy"
+COMPOSE = yaml.safe_load((DEPLOY / "compose.yml").read_text())
+MONITORING = ROOT / "examples" / "monitoring"
+
+
+def stages() -> dict[str, list[tuple[str, str]]]:
+    """The instructions of each target of the Dockerfile."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for line in (DEPLOY / "Dockerfile").read_text().splitlines():
+        word, _, rest = line.partition(" ")
+        if word == "FROM":
+            name = rest.rpartition(" AS ")[2]
+            found[name] = []
+        elif line and not line.startswith("#"):
+            found[name].append((word, rest))
+    return found
+
+
+STAGES = stages()
+
+
+def pip_steps(commands: str) -> list[str]:
+    """Requirement files in the order in which they are installed; ``--no-deps`` belongs to a step."""
+    steps = re.findall(r"pip (?:install )?(?:--no-cache-dir )?(.*)", commands)
+    found = [(re.search(r"-r (\S+)", step), "--no-deps" in step) for step in steps]
+    return [f"{match[1]}{' --no-deps' * is_alone}" for match, is_alone in found if match]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_image_copies_what_is_there_and_what_the_context_holds(stage: str) -> None:
+    ignore = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+    context = {line[1:] for line in ignore if line.startswith("!")}
+    assert ignore[0] == "*" and all((ROOT / name).exists() for name in context)
+    copied = [name for word, rest in STAGES[stage] if word == "COPY" for name in rest.split()[:-1]]
+    assert copied and set(copied) <= context
+    named = {path for word, rest in STAGES[stage] if word == "RUN" for path in re.findall(r"requirements/\S+", rest)}
+    assert named and all((ROOT / path).is_file() for path in named)
+
+
+def test_the_cpu_image_takes_the_steps_of_make_setup() -> None:
+    setup = pip_steps((ROOT / "scripts" / "setup_env.sh").read_text())
+    image = pip_steps("\n".join(rest for word, rest in STAGES["cpu"] if word == "RUN"))
+    assert image == setup[: len(image)] and image[-1] == "requirements/cpu.txt"
+
+
+@pytest.mark.parametrize("stage", ["cpu", "gpu"])
+def test_an_image_holds_what_the_package_is_built_from_and_starts_the_command(stage: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    copied = {name for word, rest in STAGES[stage] if word == "COPY" for name in rest.split()[:-1]}
+    built_from = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
+    built_from |= {
+        "sgl_kvevict" if folder == "." else folder
+        for folder in project["tool"]["setuptools"]["packages"]["find"]["where"]
+    }
+    assert built_from <= copied
+    instructions = dict(STAGES[stage])
+    assert json.loads(instructions["ENTRYPOINT"]) == [next(iter(project["project"]["scripts"])), "serve"]
+    assert instructions["USER"] != "root"
+
+
+def test_the_compose_file_fits_the_images() -> None:
+    services = COMPOSE["services"]
+    for service in services.values():
+        build = service["build"]
+        assert (DEPLOY / build["context"]).resolve() == ROOT
+        assert (ROOT / build["dockerfile"]).is_file() and build["target"] in STAGES
+    replicas = {name: service for name, service in services.items() if name != "gateway"}
+    gateway = services["gateway"]
+    assert len(replicas) == 2 and gateway["depends_on"].keys() == replicas.keys()
+    urls = [word for word in gateway["command"] if "://" in word]
+    assert urls == [f"http://{name}:30000" for name in replicas]
+    assert all(port.startswith("127.0.0.1:") for port in gateway["ports"])  # nothing here authenticates
+    made = "\n".join(rest for word, rest in STAGES["cpu"] if word == "RUN")
+    for service in replicas.values():
+        assert "ports" not in service
+        config = parse_config(json.loads(service["environment"]["KVEVICT_CONFIG"]), "compose.yml")
+        mounts = dict(volume.split(":") for volume in service["volumes"])
+        assert mounts.keys() == COMPOSE["volumes"].keys() and config.store == mounts["store"]
+        assert all(place in made for place in mounts.values())  # made in the image, so that its user owns the volume
+
+
+def series() -> set[str]:
+    """Names of our series, as Prometheus shows them."""
+    counters = {name for name in descriptions(Totals) if not name.startswith(REFUSED)} - {"compression_seconds"}
+    names = {f"{name}_total" for name in (*counters, "refusals", "errors")}
+    names |= {f"compression_seconds{end}" for end in ("_bucket", "_sum", "_count")}
+    return {f"kvevict:{name}" for name in names | ({*descriptions(Gauges)} - {"pool"}) | {"pool_slots"}}
+
+
+def test_every_query_of_the_dashboard_names_a_series_that_is_exported() -> None:
+    dashboard = json.loads((MONITORING / "grafana-dashboard.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    named = set(re.findall(r"kvevict:\w+", " ".join(queries)))
+    assert len(named) > 20 and named <= series()
+    boxes = [panel["gridPos"] for panel in dashboard["panels"]]
+    assert all(box["x"] >= 0 and box["x"] + box["w"] <= 24 for box in boxes)
+    for a, b in combinations(boxes, 2):  # no panel hides another
+        apart = (
+            a["x"] + a["w"] <= b["x"]
+            or b["x"] + b["w"] <= a["x"]
+            or a["y"] + a["h"] <= b["y"]
+            or b["y"] + b["h"] <= a["y"]
+        )
+        assert apart

@@ -1,0 +1,206 @@
+"""What the pool drops moves to the host's memory and comes back: contents, order, conservation."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.policies.signals import Readers
+from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
+
+DOCUMENTS = [[(i * step + step) % 11 for i in range(60)] for step in (3, 5, 7, 9)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_args(tmp_path_factory):
+    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+
+
+def serve(harness, tokens, extra_key=None) -> int:
+    """Run a request to its end; return how much of its prompt it found. The harness checks all that it reads."""
+    req = harness.request(tokens, extra_key)
+    assert harness.admit(req)
+    found = req.prefix_len
+    assert harness.prefill(req)
+    harness.decode(req)
+    harness.finish(req)
+    return found
+
+
+def totals(harness):
+    return harness.tree.manager.listener.totals
+
+
+def drop_all(harness):
+    while harness.evict(1):
+        pass
+    assert harness.allocator.available_size() == harness.num_slots
+
+
+@pytest.mark.parametrize("splittable", [True, False])
+def test_what_was_dropped_comes_back_in_the_step_that_admits_a_prompt(splittable):
+    harness = Harness(host_blocks=60, policy=PseudoRandomPolicy(splittable=splittable))
+    for document in DOCUMENTS:
+        serve(harness, document)
+    drop_all(harness)
+    state = cache_state(harness.tree)
+    assert state["host_segments"] == state["moved_out_segments"] == 4
+    assert 0 < state["host_used_bytes"] <= state["host_bytes"] and state["spans"] == 0
+    for document in DOCUMENTS:
+        assert serve(harness, [*document, 1, 1]) == 56
+    assert totals(harness).moved_in_segments == 4 and totals(harness).moved_in_tokens == 4 * 56
+    assert not any(harness.tree.guard.errors.values())
+
+
+def test_without_the_hosts_memory_it_is_computed_again():
+    harness = Harness()
+    serve(harness, DOCUMENTS[0])
+    drop_all(harness)
+    assert serve(harness, DOCUMENTS[0]) == 0
+
+
+def test_what_comes_back_is_what_was_dropped():
+    harness = Harness(host_blocks=60)
+    serve(harness, DOCUMENTS[0])
+    (span,) = harness.tree.spans.values()
+    before = span.segment
+    keys, worth = harness.tree.packer.keys(before.head_slots), before.worth
+    drop_all(harness)
+    serve(harness, [1, 1, 1])  # so that slots are others
+    serve(harness, DOCUMENTS[0])
+    (after,) = (span.segment for span in harness.tree.spans.values())
+    assert after.positions.equal(before.positions) and after.indptr.equal(before.indptr)
+    assert harness.tree.packer.keys(after.head_slots).equal(keys) and (worth is None or after.worth.equal(worth))
+
+
+def test_a_segment_is_copied_once():
+    harness = Harness(host_blocks=60)
+    for _ in range(3):
+        serve(harness, DOCUMENTS[0])
+        drop_all(harness)
+    assert (totals(harness).moved_out_segments, totals(harness).moved_in_segments) == (1, 2)
+
+
+def test_a_document_that_was_split_comes_back_whole():
+    harness = Harness(host_blocks=60)
+    serve(harness, DOCUMENTS[0])
+    serve(harness, [*DOCUMENTS[0][:30], 1, 1, 1])
+    assert len(harness.tree.spans) >= 2
+    drop_all(harness)
+    assert len(harness.host) == 1
+    assert serve(harness, [*DOCUMENTS[0], 1]) == 56
+
+
+def test_a_prompt_that_leaves_a_segment_in_the_middle_uses_its_beginning():
+    harness = Harness(host_blocks=60)
+    serve(harness, DOCUMENTS[0])
+    drop_all(harness)
+    assert serve(harness, [*DOCUMENTS[0][:40], *[1] * 9]) == 40
+
+
+def test_turns_come_back_one_after_the_other():
+    harness = Harness(host_blocks=60, num_slots=240)
+    turns = [*DOCUMENTS[0], *DOCUMENTS[1][:40]]
+    serve(harness, DOCUMENTS[0])
+    serve(harness, turns)
+    drop_all(harness)
+    assert len(harness.host) == 2
+    assert serve(harness, [*turns, 1]) == 96
+
+
+def test_namespaces_never_share():
+    harness = Harness(host_blocks=60)
+    serve(harness, DOCUMENTS[0], "tenant")
+    drop_all(harness)
+    assert serve(harness, DOCUMENTS[0]) == 0
+    drop_all(harness)
+    assert serve(harness, [*DOCUMENTS[0], 1], "tenant") == 56
+
+
+def test_an_exact_request_finds_nothing_there():
+    harness = Harness(host_blocks=60)
+    serve(harness, DOCUMENTS[0])
+    drop_all(harness)
+    req = harness.request(DOCUMENTS[0])
+    harness.tree.manager.readers.make_exact(req)
+    assert harness.admit(req) and req.prefix_len == 0
+    harness.abort(req)
+    assert totals(harness).moved_in_segments == 0
+
+
+@pytest.mark.parametrize("empty", [Harness.flush, lambda harness: harness.tree.forget_compressed()])
+def test_a_flush_or_new_weights_empty_it(empty):
+    harness = Harness(host_blocks=60)
+    serve(harness, DOCUMENTS[0])
+    drop_all(harness)
+    assert len(harness.host) == 1
+    empty(harness)
+    harness.check()
+    assert len(harness.host) == 0 and serve(harness, DOCUMENTS[0]) == 0
+
+
+def test_what_old_weights_computed_never_gets_there():
+    harness = Harness(host_blocks=60)
+    reader = harness.run(DOCUMENTS[0])
+    harness.tree.forget_compressed()
+    harness.finish(reader)
+    drop_all(harness)
+    assert len(harness.host) == 0
+
+
+def test_uncompressed_tokens_are_compressed_on_their_way():
+    """As if they were no end of a prompt (an answer, say), they do not shrink before they are dropped."""
+    policy = PseudoRandomPolicy(readers=Readers.REPETITION)
+    harness = Harness(host_blocks=60, policy=policy, has_learned=True)
+    serve(harness, DOCUMENTS[0])
+    table = harness.tree.manager.table
+    for node in list(table.shrinking):
+        table.keep_size(node)
+    drop_all(harness)
+    assert totals(harness).compressions == 0 and totals(harness).dropped_spans == 0
+    assert serve(harness, [*DOCUMENTS[0], 1]) == 56
+    (span,) = harness.tree.spans.values()
+    assert span.segment.num_slots == 17  # 30 % of 56
+
+
+def test_before_scores_are_learned_they_are_computed_again():
+    harness = Harness(host_blocks=60, policy=PseudoRandomPolicy(readers=Readers.REPETITION))
+    serve(harness, DOCUMENTS[0])
+    drop_all(harness)
+    assert len(harness.host) == 0 and serve(harness, DOCUMENTS[0]) == 0
+
+
+def test_nothing_is_squeezed_below_the_budget_while_the_host_has_room():
+    config = KVEvictConfig(budget=0.2, min_budget=0.05, tail_tokens=4, min_prefix_tokens=6)
+    policy = PseudoRandomPolicy(readers=Readers.REPETITION)
+    documents = [[(i * step + step) % 11 for i in range(60)] for step in range(2, 10)]
+
+    def smallest(host_blocks: int) -> int:
+        harness = Harness(config=config, policy=policy, num_slots=100, has_learned=True, host_blocks=host_blocks)
+        for document in documents * 2:
+            serve(harness, [*document, 1])
+        assert host_blocks == 0 or totals(harness).compressions == len(documents)  # each is computed once
+        return min(span.segment.num_slots for span in harness.tree.spans.values())
+
+    assert (smallest(0), smallest(20), smallest(400)) == (3, 3, 12)  # 5 and 20 % of 57 tokens
+
+
+def test_copies_of_what_the_pool_has_go_first():
+    harness = Harness(host_blocks=22)
+    for document in DOCUMENTS[:2]:
+        serve(harness, document)
+        drop_all(harness)
+    serve(harness, [*DOCUMENTS[1], 1])  # the newer one is in the pool
+    serve(harness, DOCUMENTS[2])
+    harness.evict(harness.tree.evictable_size() - 17)
+    assert len(harness.host) == 2 and harness.host.num_evicted == 0
+    assert serve(harness, [*DOCUMENTS[0], 1]) == 56
+
+
+def test_an_error_on_the_way_out_loses_one_prefix(monkeypatch):
+    harness = Harness(host_blocks=60)
+    serve(harness, DOCUMENTS[0])
+    monkeypatch.setattr(type(harness.host), "put", lambda *args: 1 / 0)
+    drop_all(harness)
+    assert serve(harness, DOCUMENTS[0]) == 0 and sum(harness.tree.guard.errors.values()) == 1

@@ -1,0 +1,130 @@
+"""Segments in blocks of the host's memory: contents, what is found, what goes first."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from helpers.host import check_host
+from helpers.stored import MIN_PREFIX, assert_same, identity, record, tokens
+from sgl_kvevict.store import HostSegments
+
+OURS = identity()
+NAMES = OURS.namespace(None, None)
+CPU = torch.device("cpu")
+
+
+def host(num_blocks=100, block_bytes=64, own=OURS) -> HostSegments:
+    return HostSegments(num_blocks, block_bytes, CPU, own)
+
+
+def found(segments: HostSegments, path, namespace=NAMES):
+    return {(same, segment.start, segment.end) for same, segment in segments.find(path, namespace)}
+
+
+@pytest.mark.parametrize("dtype", ["torch.float32", "torch.bfloat16", "torch.float16", "torch.float8_e4m3fn"])
+@pytest.mark.parametrize("block_bytes", [8, 64, 10_000])
+def test_every_field_comes_back(dtype, block_bytes):
+    own = identity(dtype=dtype)
+    names, path = own.namespace("tenant", "salt"), tokens(40)
+    extra = {
+        "policy_state": torch.rand(2, 2),
+        "biases": torch.rand(18),
+        "tail_tokens": torch.tensor([1, 2, 3]),
+        "tail_k": torch.rand(2, 3, 2, 4).to(getattr(torch, dtype[6:])),
+        "tail_v": torch.rand(2, 3, 2, 4).to(getattr(torch, dtype[6:])),
+    }
+    segments = host(20_000 // block_bytes, block_bytes, own)
+    for ours in (record(own, names, path), record(own, names, path, start=20), record(own, names, path[:30], **extra)):
+        assert segments.put(ours, names) > 0
+        check_host(segments)
+        assert_same(segments.get(ours.key), ours)
+
+
+def test_a_prompt_finds_segments_on_its_path():
+    segments, path = host(1000), tokens(100)
+    for start, end in ((0, 50), (50, 90), (90, 100)):
+        segments.put(record(OURS, NAMES, path[:end], start), NAMES)
+    assert found(segments, path) == {(50, 0, 50), (90, 50, 90), (100, 90, 100)}
+    assert found(segments, [*path[:60], *tokens(30, seed=1)]) == {(50, 0, 50), (60, 50, 90), (60, 90, 100)}
+    assert found(segments, path[: MIN_PREFIX - 1]) == set()
+    assert found(segments, tokens(100, seed=1)) == set()
+    assert found(segments, path, OURS.namespace("tenant", None)) == set()
+
+
+def test_many_segments_behind_one_header_are_found_quickly_and_whole():
+    segments, header = host(20_000), tokens(32)
+    paths = [header + tokens(40, seed=seed) for seed in range(1, 200)]
+    for path in paths:
+        segments.put(record(OURS, NAMES, path), NAMES)
+    for path in paths:
+        assert found(segments, path) == {(72, 0, 72)}
+    assert len(segments.find(header + tokens(40, seed=999), NAMES)) == 64
+
+
+def test_what_covers_a_path():
+    segments, path = host(1000), tokens(100)
+    segments.put(record(OURS, NAMES, path[:90]), NAMES)
+    assert segments.covering(path[:90], 0, NAMES) is segments.covering(path[:60], 30, NAMES) is not None
+    assert segments.covering(path, 0, NAMES) is None
+    assert segments.covering([*path[:59], 2000], 0, NAMES) is None
+    whole = tokens(60, seed=1)
+    segments.put(record(OURS, NAMES, whole, splittable=False), NAMES)
+    assert segments.covering(whole, 0, NAMES) is not None and segments.covering(whole[:50], 0, NAMES) is None
+
+
+def test_what_saves_least_per_byte_and_was_unused_longest_goes_first():
+    one = record(OURS, NAMES, tokens(40))
+    size = host().put(one, NAMES) // 64
+    segments = host(2 * size)
+    others = [record(OURS, NAMES, tokens(length, seed=length)) for length in (41, 60, 61)]
+    for each in (one, others[0]):
+        segments.put(each, NAMES)
+    segments.use(one.key)
+    segments.put(others[1], NAMES)  # `one` saves least: 40 tokens
+    assert segments.get(one.key) is None and segments.get(others[0].key) is not None
+    segments.put(others[2], NAMES)
+    assert segments.get(others[0].key) is None and len(segments) == 2 and segments.num_evicted == 2
+    for seed in range(5):  # nothing stays for good: the level rises
+        segments.put(record(OURS, NAMES, tokens(50, seed=seed)), NAMES)
+    assert segments.get(others[1].key) is None and segments.get(others[2].key) is None
+    check_host(segments)
+
+
+def test_what_does_not_fit_is_not_taken():
+    segments = host(3)
+    assert segments.put(record(OURS, NAMES, tokens(40)), NAMES) == 0
+    assert len(segments) == 0 and segments.used_bytes == 0
+
+
+def test_ranks_take_equally_many_blocks():
+    alone = host().put(record(OURS, NAMES, tokens(40)), NAMES)
+    segments = HostSegments(100, 64, CPU, OURS, lambda blocks: blocks + 2)
+    ours = record(OURS, NAMES, tokens(40))
+    assert segments.put(ours, NAMES) == alone + 2 * 64
+    assert_same(segments.get(ours.key), ours)
+
+
+def test_memory_is_bounded_after_many_moves():
+    rng = random.Random(0)
+    segments = host(60, 128)
+    bytes_there, paths = segments._arena.nbytes, [tokens(rng.randrange(16, 80), seed) for seed in range(50)]
+    records = [record(OURS, NAMES, path, rng.choice([0, 0, len(path) // 2])) for path in paths]
+    for step in range(20_000):
+        ours = rng.choice(records)
+        move = rng.choice(["put", "put", "get", "use", "delete"])
+        if move == "put":
+            segments.put(dataclasses.replace(ours), NAMES)
+        elif move == "get" and (theirs := segments.get(ours.key)) is not None:
+            assert torch.equal(theirs.k, ours.k) and torch.equal(theirs.positions, ours.positions)
+        elif move == "use":
+            segments.use(ours.key, in_pool=rng.random() < 0.5)
+        elif move == "delete" and rng.random() < 0.1:
+            segments.delete(ours.key)
+        if step % 100 == 0:
+            check_host(segments)
+        assert segments.used_bytes <= bytes_there == 60 * 128
+    assert segments.num_evicted > 1000

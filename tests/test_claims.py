@@ -1,0 +1,91 @@
+"""Figures of README.md are those of committed results, and results files that documents name exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]
+
+
+def rows(path: Path) -> list[list[str]]:
+    """Cells of all rows of all tables of a page."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines if line.startswith("|")]
+
+
+def readme_row(label: str) -> list[str]:
+    """Figures of a row of the README: stock, nothing compressed, ours."""
+    (found,) = [cells for cells in rows(ROOT / "README.md") if cells[0].startswith(label)]
+    return [cell.strip("*") for cell in found[1:]]
+
+
+def column(page: Path, heading: str, row: str) -> list[str]:
+    """Cells of a row of the table under a heading."""
+    section = page.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
+    (line,) = [line for line in section.splitlines() if line.startswith(f"| {row} |")]
+    return [cell.strip() for cell in line.split("|")[2:-1]]
+
+
+@pytest.fixture(scope="module")
+def demo() -> dict:
+    """The last line that `make compare` printed, as committed."""
+    return json.loads((RESULTS / "demo.txt").read_text(encoding="utf-8").splitlines()[-1])
+
+
+def test_slots_and_documents_are_those_of_the_demo(demo: dict) -> None:
+    stock, _, ours = readme_row(f"token slots held by a document of {demo['prefix_tokens']:,} tokens")
+    assert (stock, ours) == (f"{demo['stock_prefix_slots']:,}", f"{demo['prefix_slots']:,}")
+    stock, _, ours = readme_row("documents of 822 tokens")
+    fit = demo["documents_that_fit"]
+    assert (stock, ours) == (str(fit["stock"]), str(fit["sgl-kvevict"]))
+    picture = README.split("```")[1]
+    assert f" {demo['compressed_tokens']:,} " in picture and f" {demo['compressed_slots']:,} " in picture
+
+
+def test_requests_and_hits_are_those_of_shared_prefix() -> None:
+    page = RESULTS / "serving" / "shared-prefix.md"
+    stock, *_, default, _ = column(page, "Requests/s", "4x the pool")
+    assert readme_row("requests/s, shared prefixes of 4 times the pool") == [
+        stock,
+        "not measured",
+        default.split(" = ")[0],
+    ]
+    stock, *_, default, _ = column(page, "Prompt tokens found in the cache, %", "4x the pool")
+    assert readme_row("prompt tokens of these found") == [f"{stock} %", "not measured", f"{default} %"]
+
+
+def test_decode_is_that_of_the_bars() -> None:
+    measured = {
+        cells[2]: float(cells[6].split(" ")[0])
+        for cells in rows(RESULTS / "serving" / "bars.md")
+        if cells[:2] == ["decode", "prefix 3000, batch 1"] and cells[3:5] == ["stock", "`decode_tokens_per_s`"]
+    }
+    shown = readme_row("decode tokens/s, one request on a prefix of 3,000")
+    assert shown == ["1x", f"{measured['budget 1']:.1f}x", f"{measured['default']:.1f}x"]
+
+
+def test_quality_is_that_of_the_tables_and_the_first_screen_says_what_is_lost() -> None:
+    page = RESULTS / "quality" / "tables.md"
+    section = page.read_text(encoding="utf-8").split("## Policies and peers at 1024 tokens\n")[1].split("\n## ")[0]
+    names, _, *cells = [[c.strip() for c in line.split("|")[1:-1]] for line in section.splitlines() if "|" in line]
+    ours = [dict(zip(names, row, strict=True)) for row in cells]
+    (default,) = [row for row in ours if row["policy"] == "distilled" and row["budget"] == "0.2"]
+    (full,) = [row for row in ours if row["policy"] == "full" and row["engine"] != "kvpress"]
+    needles = int(default["needles, of full"].split(" ")[0])
+    table = round(100 * float(default["table"]) / float(full["table"]))
+    assert readme_row("needle questions answered")[2] == f"{needles} %"
+    assert readme_row("the same for rows of a table")[2] == f"{table} %"
+    assert f"{100 - needles} % of needle questions, but {100 - table} % of questions about rows" in README
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_results_that_a_document_names_exist(document: Path) -> None:
+    named = re.findall(r"docs/results/[\w./-]*\w", document.read_text(encoding="utf-8"))  # links: test_links.py
+    assert [name for name in named if not (ROOT / name).exists()] == []
