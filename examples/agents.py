@@ -36,8 +36,9 @@ def run_agent(client: OpenAI, name: str) -> list[str]:
         reply = client.chat.completions.create(model="default", messages=history, max_tokens=24, temperature=0)
         answer, usage = reply.choices[0].message.content or "", reply.usage
         history.append({"role": "assistant", "content": answer})
-        found = usage.prompt_tokens_details.cached_tokens  # with the server's flag --enable-cache-report
-        shown = f"[{found:,} of {usage.prompt_tokens:,} tokens from the cache]"
+        details = usage.prompt_tokens_details  # None without the server's flag --enable-cache-report
+        found = f"{details.cached_tokens:,}" if details else "unknown"
+        shown = f"[{found} of {usage.prompt_tokens:,} tokens from the cache]"
         lines.append(f"{name}, step {number}: {' '.join(answer.split())}  {shown}")
     return lines
 

@@ -52,6 +52,7 @@ EXAMPLES = (
     Example("judge.py", "judge.py", DEFAULT, "The document was in the cache, because `fork.py` had been run before."),
     Example("chat.py", "chat.py", DEFAULT, "The system message was in the cache too, already compressed."),
     Example("rag.py", "rag.py", DEFAULT),
+    Example("agents.py", "agents.py", DEFAULT),
     Example("engine.py", "engine.py", None),
     Example(
         *("policies/value_aware.py", "fork.py", OWN_POLICY),

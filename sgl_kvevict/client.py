@@ -93,11 +93,11 @@ def warm(
 
 
 def _outcome(url: str, digest: str, deadline: float) -> str:
-    for state in _call(url, "/server_info", None, deadline).get("internal_states", []):
-        outcomes = state.get("kvevict", {}).get("warm_outcomes", {})
-        if digest in outcomes:
-            return str(outcomes[digest])
-    return "cached"
+    states = _call(url, "/server_info", None, deadline).get("internal_states", [])
+    ours = [state["kvevict"].get("warm_outcomes", {}) for state in states if "kvevict" in state]
+    if not ours:
+        raise WarmError(f"{url}: this server runs without sgl-kvevict (--radix-cache-backend kvevict)")
+    return next((str(outcomes[digest]) for outcomes in ours if digest in outcomes), "cached")
 
 
 def _call(url: str, path: str, body: dict[str, Any] | None, deadline: float) -> dict[str, Any]:
@@ -109,6 +109,9 @@ def _call(url: str, path: str, body: dict[str, Any] | None, deadline: float) -> 
     except urllib.error.HTTPError as error:
         body_text = " ".join(error.read().decode(errors="replace").split())
         raise WarmError(f"{url}{path}: status {error.code}: {body_text}") from error
+    except urllib.error.URLError as error:  # no connection
+        reason = getattr(error.reason, "strerror", None) or error.reason
+        raise WarmError(f"{url}{path}: no connection ({reason}); is a server running there?") from error
     except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: the answer is not JSON
         raise WarmError(f"{url}{path}: {' '.join(str(error).split()) or type(error).__name__}") from error
     if not isinstance(values, dict):

@@ -173,6 +173,32 @@ def test_what_cannot_be_used_is_named_before_anything_is_loaded(
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"kv_lora_rank": 512}, "the model uses latent attention (MLA); only MHA and GQA work"),
+        ({"is_encoder_decoder": True}, "the model is an encoder-decoder"),
+        ({"attn_logit_softcapping": 50.0}, "the model caps its attention logits"),
+        ({"text_config": {"attention_chunk_size": 8192}}, "the model attends within chunks"),
+    ],
+)
+def test_a_model_that_is_refused_is_known_by_its_configuration(
+    capsys: pytest.CaptureFixture[str], model_folder: str, keys: dict[str, object], reason: str
+) -> None:
+    Path(model_folder, "config.json").write_text(json.dumps(keys))
+    code, out, err = run(capsys, "serve", model_folder, "--dry-run")
+    assert (code, out) == (2, "")
+    assert f"  - {reason}\n  - what works: Llama, " in err and "stock SGLang serves this model without" in err
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{}", '{"text_config": 7}', '{"attn_logit_softcapping": null}'])
+def test_other_configurations_are_left_to_sglang(
+    capsys: pytest.CaptureFixture[str], model_folder: str, text: str
+) -> None:
+    Path(model_folder, "config.json").write_text(text)
+    assert run(capsys, "serve", model_folder, "--dry-run")[0] == 0
+
+
 def test_a_second_word_is_not_taken_for_a_flag(capsys: pytest.CaptureFixture[str], model_folder: str) -> None:
     code, _, err = run(capsys, "serve", model_folder, "0.2")
     assert code == 2 and "got '0.2' after the model; allowed: -- and SGLang's own flags" in err

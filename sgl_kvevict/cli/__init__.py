@@ -55,7 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if "\n" in message:  # a command without arguments: its help
             typer.echo(message, err=True)
         else:
-            _say(f"error: {message.rstrip('.')} (-h shows what is allowed)")
+            takes_flags = error.ctx is not None and error.ctx.info_name in ("serve", "learn")
+            hint = "; SGLang's own flags follow --" if takes_flags and message.startswith("No such option") else ""
+            _say(f"error: {message.rstrip('.')} (-h shows what is allowed{hint})")
         code = 2
     sys.exit(code)
 
@@ -65,7 +67,7 @@ def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{error.filename}: {error.strerror}"
     heading, *problems = str(error).splitlines() or [type(error).__name__]
-    return f"{heading} {problems[0].strip(' -')}" if len(problems) == 1 else "\n".join([heading, *problems])
+    return f"{heading} {problems[0].removeprefix('  - ')}" if len(problems) == 1 else "\n".join([heading, *problems])
 
 
 def _print_version(wanted: bool) -> None:

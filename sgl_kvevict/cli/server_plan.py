@@ -22,6 +22,7 @@ from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 from sgl_kvevict.sglang_adapter.start_checks import (
     BACKENDS,
     flag_reasons,
+    model_file_reasons,
     pool_size_reasons,
     port_reasons,
     resource_reasons,
@@ -205,6 +206,8 @@ def _problems(model: str, config: KVEvictConfig, flags: Sequence[str], listens: 
         problems.append(f"model: got {model!r}, no such folder; allowed: a folder, a hub name, {DEMO!r}")
     elif folder.is_dir() and not (folder / "config.json").is_file():
         problems.append(f"model: got {model!r}, a folder without config.json; allowed: the folder of a model")
+    elif folder.is_dir():
+        problems += model_file_reasons(folder)
     if flags and not flags[0].startswith("-"):
         problems.append(f"got {flags[0]!r} after the model; allowed: -- and SGLang's own flags")
     for flag in _BACKEND_FLAGS:

@@ -139,7 +139,7 @@ def _open(url: str, name: str = "STORE") -> Backend:
 
     place = _place(url, name)
     if "://" not in url and not os.path.isdir(place):
-        raise ConfigError(f"{name}: got {url!r}, which is not a folder")
+        raise ConfigError(f"{name}: got {url!r}, which is not a folder; allowed: the folder or URL of a server's store")
     return open_backend(place)
 
 

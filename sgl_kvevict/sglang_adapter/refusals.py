@@ -23,6 +23,7 @@ from sgl_kvevict.machine import BUILD_TOOLS, check_machine, read_machine
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.scorers import WindowAttentionScorer
 from sgl_kvevict.policies.signals import Signal
+from sgl_kvevict.sglang_adapter.start_checks import MODEL_KEYS, WHAT_WORKS
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -35,12 +36,12 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 
 
 _MODEL_CHECKS: tuple[tuple[Callable[[ModelConfig], bool], str], ...] = (
-    (lambda m: m.attention_arch != AttentionArch.MHA, "the model uses latent attention (MLA); only MHA and GQA work"),
-    (lambda m: m.is_encoder_decoder, "the model is an encoder-decoder"),
-    (lambda m: bool(m.attention_chunk_size), "the model attends within chunks"),
+    (lambda m: m.attention_arch != AttentionArch.MHA, MODEL_KEYS["kv_lora_rank"]),
+    (lambda m: m.is_encoder_decoder, MODEL_KEYS["is_encoder_decoder"]),
+    (lambda m: bool(m.attention_chunk_size), MODEL_KEYS["attention_chunk_size"]),
     (
         lambda m: bool(getattr(m.hf_text_config, "attn_logit_softcapping", None)),
-        "the model caps its attention logits",
+        MODEL_KEYS["attn_logit_softcapping"],
     ),
     (lambda m: m.is_multimodal, "multimodal models are not tested"),
     (lambda m: m.head_dim != m.v_head_dim, "the model's keys and values have different widths"),
@@ -48,8 +49,9 @@ _MODEL_CHECKS: tuple[tuple[Callable[[ModelConfig], bool], str], ...] = (
 
 
 def model_reasons(model_config: ModelConfig) -> list[str]:
-    """Unsupported properties of the model."""
-    return [reason for applies, reason in _MODEL_CHECKS if applies(model_config)]
+    """Unsupported properties of the model, and after them what works instead."""
+    reasons = [reason for applies, reason in _MODEL_CHECKS if applies(model_config)]
+    return [*reasons, WHAT_WORKS] if reasons else []
 
 
 def place_reasons(config: KVEvictConfig, policy: Policy | None, ctx: TreeCacheBuildContext) -> list[str]:

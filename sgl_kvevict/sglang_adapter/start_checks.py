@@ -7,6 +7,7 @@ Used by ``sgl-kvevict serve`` and SGLang's launcher; imports neither SGLang nor 
 from __future__ import annotations
 
 import itertools
+import json
 import socket
 import tempfile
 from collections.abc import Callable
@@ -46,6 +47,17 @@ FLAGS: dict[str, tuple[object, str]] = {
     "enable_deterministic_inference": (False, "results depend on the batch"),
 }
 """Fields of SGLang's ``ServerArgs``: the only supported value, and what goes wrong with others."""
+MODEL_KEYS = {
+    "kv_lora_rank": "the model uses latent attention (MLA); only MHA and GQA work",
+    "is_encoder_decoder": "the model is an encoder-decoder",
+    "attention_chunk_size": "the model attends within chunks",
+    "attn_logit_softcapping": "the model caps its attention logits",
+}
+"""Keys of a model's ``config.json`` that stand for attention that is not supported, if they have a value."""
+WHAT_WORKS = (
+    "what works: Llama, Mistral, Qwen2, Qwen3, Gemma 3, gpt-oss and others (docs/models.md); stock SGLang serves this "
+    f"model without --radix-cache-backend {BACKEND_NAME} and --attention-backend {BACKEND_NAME}"
+)
 MAX_DRAFTS = 64
 """Draft tokens of a request: ``attention.batch.MAX_TREE_TOKENS``, without importing torch."""
 BACKENDS = ("radix_cache_backend", "attention_backend", "prefill_attention_backend", "decode_attention_backend")
@@ -102,6 +114,21 @@ def backend_reasons(value_of: Callable[[str], object]) -> list[str]:
         others = ", ".join(repr(other) for other in ours - {BACKEND_NAME})
         reasons.append(f"the attention backend is {others}; start with --attention-backend {BACKEND_NAME}")
     return reasons
+
+
+def model_file_reasons(folder: Path) -> list[str]:
+    """What a model's ``config.json`` shows to be unsupported, and what works instead; [] if it is not JSON."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    parts = (
+        [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+        if isinstance(config, dict)
+        else []
+    )
+    reasons = [reason for key, reason in MODEL_KEYS.items() if any(part.get(key) for part in parts)]
+    return [*reasons, WHAT_WORKS] if reasons else []
 
 
 def pool_size_reasons(num_tokens: object, config: KVEvictConfig) -> list[str]:

@@ -205,6 +205,32 @@ def test_the_reader_of_a_pipe_may_stop(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        (
+            "serve demo --port 30000",
+            "error: No such option: --port (-h shows what is allowed; SGLang's own flags follow --)",
+        ),
+        ("serve {empty} --dry-run -- --page-size 16", "  - --page-size is 16, only 1 is supported"),
+        ("store ls {missing}", "which is not a folder; allowed: the folder or URL of a server's store"),
+        ("top {dead} --count 1 --timeout 0.1 --json", "no answer from tcp://"),
+        ("inspect {dead} --timeout 0.1", "s (serve --events opens this socket)"),
+    ],
+)
+def test_a_newcomer_reads_what_to_do(
+    capsys: pytest.CaptureFixture[str], places: dict[str, str], line: str, part: str
+) -> None:
+    code, _, error = run(capsys, *(word.format(**places, dead="127.0.0.1:1") for word in line.split()))
+    assert code in (1, 2) and part in error
+
+
+def test_one_reason_keeps_the_dashes_of_its_flag(capsys: pytest.CaptureFixture[str], places: dict[str, str]) -> None:
+    Path(places["empty"], "config.json").write_text("{}")
+    code, _, error = run(capsys, "serve", places["empty"], "--dry-run", "--", "--page-size", "16")
+    assert code == 2 and error.startswith("sgl-kvevict: error: invalid arguments: --page-size is 16, ")
+
+
 TORCH_FREE = [
     *("--help", "--version", "top 127.0.0.1:1 --count 1 --timeout 0.1 --json", "inspect 127.0.0.1:1 --timeout 0.1"),
     "warm http://127.0.0.1:1 --text-file {text}",

@@ -21,6 +21,7 @@ class FakeServer(ThreadingHTTPServer):
 
     polls = 2
     outcome: str | None = "compressed"
+    is_ours = True
     refusal: str | None = None
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class FakeServer(ThreadingHTTPServer):
         digest = ticket_digest(options["ticket"])
         self.polls -= 1
         outcomes = {} if self.outcome is None else {digest: "queued" if self.polls > 0 else self.outcome}
-        return {"internal_states": [{"kvevict": {"warm_outcomes": outcomes}}]}
+        return {"internal_states": [{"kvevict": {"warm_outcomes": outcomes}} if self.is_ours else {}]}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -108,8 +109,12 @@ def test_refusals_silence_and_patience_are_named(server: FakeServer) -> None:
     server.refusal = "custom_params['kvevict']: unknown field 'wram'"
     with pytest.raises(WarmError, match=r"status 400.*wram"):
         warm(server.url, text="a")
-    with pytest.raises(WarmError, match=r"http://127\.0\.0\.1:1/generate"):
+    with pytest.raises(WarmError, match=r"http://127\.0\.0\.1:1/generate") as caught:
         warm("http://127.0.0.1:1", text="a")
+    assert str(caught.value).endswith("no connection (Connection refused); is a server running there?")
+    server.refusal, server.is_ours = None, False
+    with pytest.raises(WarmError, match=r"runs without sgl-kvevict \(--radix-cache-backend kvevict\)"):
+        warm(server.url, text="a")
 
 
 def test_command_line(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

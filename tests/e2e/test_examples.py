@@ -113,6 +113,21 @@ def test_rag(printed):
     assert_compressed(printed[-1], 0.9 * HANDBOOK_TOKENS)
 
 
+@pytest.mark.parametrize("printed", ["agents.py"], indirect=True)
+def test_agents(printed):
+    assert re.fullmatch(r"system prompt: 2,8\d\d tokens, [a-z-]+", printed[0])
+    steps = printed[1:-1]
+    assert [line.split(":")[0] for line in steps] == [
+        f"{agent}, step {number}" for agent in ("harbour", "radio", "kitchen") for number in (1, 2)
+    ]
+    for first, second in zip(from_cache(steps[::2]), from_cache(steps[1::2]), strict=True):
+        assert first[0] >= HANDBOOK_TOKENS and first[1] <= second[0]  # an agent's history was found, too
+    assert [
+        fact in line for fact, line in zip(("Grey Heron", "Lantern Nine", "rosemary"), steps[::2], strict=True)
+    ] == [True] * 3
+    assert_compressed(printed[-1], 0.98 * HANDBOOK_TOKENS)
+
+
 def test_engine(demo_model):
     first, *answers = run_example("engine.py", str(demo_model))
     compressed = assert_compressed(first, 700)

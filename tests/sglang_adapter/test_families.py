@@ -10,6 +10,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.kv_cache_builder import uses_ssm_state
 
 from sgl_kvevict.sglang_adapter.refusals import model_reasons
+from sgl_kvevict.sglang_adapter.start_checks import WHAT_WORKS, model_file_reasons
 
 pytestmark = pytest.mark.sglang
 
@@ -28,9 +29,11 @@ def test_the_page_is_up_to_date():
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.reason], ids=lambda f: f.name)
 def test_refused_families_are_refused_with_their_reason(family, tmp_path):
-    assert family.reason in reasons(family, tmp_path)
+    found = reasons(family, tmp_path)
+    assert family.reason in found and found[-1] == WHAT_WORKS
+    assert family.reason in model_file_reasons(tmp_path)  # before anything is loaded, too
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if not f.reason], ids=lambda f: f.name)
 def test_configurations_of_others_are_fine(family, tmp_path):
-    assert reasons(family, tmp_path) == []
+    assert reasons(family, tmp_path) == [] == model_file_reasons(tmp_path)
