@@ -1,8 +1,8 @@
 """``sgl-kvevict top --web``: the page of ``inspect --html``, live, on this machine's loopback only.
 
 Three answers: ``/`` is the page, ``/tree`` and ``/node/ID`` are the JSON that it asks for. Nothing is read from disk by
-name, and nothing can be changed. Pages of other sites get no answer: neither one whose name leads here (DNS rebinding, a
-name other than this machine's in ``Host``), nor one that embeds ours (``Sec-Fetch-Site``).
+name, and nothing can be changed. Pages of other sites get no answer: neither one whose name leads here (DNS rebinding:
+another name in ``Host``), nor one that embeds ours (``Sec-Fetch-Site``).
 """
 
 from __future__ import annotations
