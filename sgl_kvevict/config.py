@@ -230,6 +230,11 @@ class KVEvictConfig(BaseModel):
         description="milliseconds that a queued request waits at most for what the store has of its prompt; 0: nothing "
         "is read",
     )
+    accept_untested_sglang: bool = Field(
+        default=False,
+        description="start with an SGLang other than the supported one, if all functions that are hooked or overridden "
+        "have the same signatures",
+    )
     events: EventsConfig | None = Field(
         default=None,
         description="event stream and inspection sockets; `{}` opens them on loopback (docs/operations.md)",

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any, Protocol
 
 from .errors import KVEvictError
 
@@ -125,6 +125,22 @@ def _can_bind(port: int) -> bool:
     return True
 
 
+class ServerProcess(Protocol):
+    """The first process of a server, leader of its group: what is used of :class:`subprocess.Popen`."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, once there is one; ``subprocess.TimeoutExpired`` after ``timeout`` s."""
+
+    def terminate(self) -> None:
+        """Send it SIGTERM."""
+
+
 class RunningServer:
     """A server started by ``launch``; the end of the ``with`` block, or the interpreter's exit, stops it.
 
@@ -132,7 +148,7 @@ class RunningServer:
     ``with`` block that fails because the server died raises ``LaunchError`` with the tail of the log.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], url: str, log_path: Path) -> None:
+    def __init__(self, process: ServerProcess, url: str, log_path: Path) -> None:
         self.process = process
         self.url = url
         self.log_path = log_path
@@ -213,6 +229,18 @@ class RunningServer:
         self._watcher.wait()
 
 
+def spawn_process(command: Sequence[str], env: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Run a command in a session of its own, with variables added to the environment, stdout and stderr to ``log``."""
+    return subprocess.Popen(
+        command,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **env},
+        start_new_session=True,
+    )
+
+
 def launch(
     model: str | Path,
     *,
@@ -220,6 +248,7 @@ def launch(
     env: Mapping[str, str] | None = None,
     log_path: str | Path,
     timeout_s: float = 400.0,
+    spawn: Callable[[Sequence[str], Mapping[str, str], IO[bytes]], ServerProcess] = spawn_process,
 ) -> RunningServer:
     """Start ``sglang.launch_server`` on a free port and wait until it answers a generation.
 
@@ -229,6 +258,7 @@ def launch(
         env: variables added to this process's environment, e.g. ``CPU_ENV | config_env({...})``.
         log_path: file that receives stdout and stderr; its folder is created, an old file replaced.
         timeout_s: limit for the start (seconds).
+        spawn: starts a command that leads a process group, from the command, added variables and its log.
 
     Raises:
         LaunchError: it exited or did not answer in time.
@@ -239,14 +269,7 @@ def launch(
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), *flags]
     with path.open("wb") as log_file:
-        process = subprocess.Popen(
-            command,
-            stdout=log_file,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **(env or {})},
-            start_new_session=True,
-        )
+        process = spawn(command, env or {}, log_file)
     server = RunningServer(process, f"http://127.0.0.1:{port}", path)
     try:
         _wait_until_healthy(server, timeout_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 
 import pytest
@@ -11,6 +12,7 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     # Triton decides when it is imported whether its kernels run in the interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
+    importlib.import_module("helpers.quick_interpreter")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -24,9 +24,14 @@ from helpers.harness import publish_server_args
 from helpers.long_machine import LONG_MACHINES
 from helpers.machines import MACHINES, SETTINGS, CacheMachine
 from helpers.state_machines import STATE_MACHINES
+from helpers.verify_machines import VERIFY_MACHINES
 from helpers.window_machines import WINDOW_MACHINES
 
-KINDS = {"one": MACHINES + LONG_MACHINES, "windows": WINDOW_MACHINES, "states": STATE_MACHINES}
+KINDS = {
+    "one": MACHINES + LONG_MACHINES + VERIFY_MACHINES,
+    "windows": WINDOW_MACHINES,
+    "states": STATE_MACHINES,
+}
 EXAMPLES = 25
 """Sequences of one machine before it is the next one's turn."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers.e2e_env import ENV
+from helpers.preloaded import Preloaded
 from helpers.tiny_model import save_tiny_llama
 from sgl_kvevict.launcher import (
     KVEVICT_CPU_FLAGS,
@@ -32,8 +33,24 @@ def demo_model() -> Path:
     return ensure_model()
 
 
+@pytest.fixture(scope="session")
+def preloaded() -> Iterator[Callable[[dict[str, str]], Preloaded]]:
+    """A process with SGLang's modules for each environment, made when it is first asked for."""
+    by_env: dict[tuple[tuple[str, str], ...], Preloaded] = {}
+    with ExitStack() as stack:
+
+        def of_env(env: dict[str, str]) -> Preloaded:
+            key = tuple(sorted(env.items()))
+            if key not in by_env:
+                by_env[key] = Preloaded(env)
+                stack.callback(by_env[key].close)
+            return by_env[key]
+
+        yield of_env
+
+
 @pytest.fixture(scope="module")
-def start(tmp_path_factory) -> Iterator[Start]:
+def start(tmp_path_factory, preloaded) -> Iterator[Start]:
     """Start servers; all are stopped at the end of the module."""
     with ExitStack() as stack:
 
@@ -46,9 +63,13 @@ def start(tmp_path_factory) -> Iterator[Start]:
             """
             base = [*(STOCK_CPU_FLAGS if config is None else KVEVICT_CPU_FLAGS)]
             base += [] if spins else ["--sleep-on-idle"]
-            variables = ENV | (env or {}) | ({} if config is None else config_env(config))
-            log = tmp_path_factory.mktemp("server") / "server.log"
-            server = launch(str(model), flags=[*base, *flags], env=variables, log_path=log)
+            server = launch(
+                str(model),
+                flags=[*base, *flags],
+                env={} if config is None else config_env(config),
+                log_path=tmp_path_factory.mktemp("server") / "server.log",
+                spawn=preloaded(ENV | (env or {})).start,
+            )
             stack.callback(server.stop, grace_s=0)  # SGLang takes 7 s to leave in peace
             return server
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 import urllib.error
@@ -19,7 +18,6 @@ from sgl_kvevict.measure import plugin_state
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
-TESTS = Path(__file__).resolve().parents[1]
 FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "4000", "--context-length", "1024")
 
 
@@ -36,13 +34,8 @@ def server(start, tiny_llama, fault, tmp_path_factory):
     events = {name: f"tcp://127.0.0.1:{free_port()}" for name in ("endpoint", "replay_endpoint", "inspect_endpoint")}
     config = {"policy": "helpers.faults:breakable", "fit": True, "min_prefix_tokens": 48, "tail_tokens": 16}
     config["store"] = str(tmp_path_factory.mktemp("store"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(TESTS))
-
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
-        return start(
-            tiny_llama, *FLAGS, "--enable-metrics", config={**config, "events": events}, env={FAULT_FILE: str(fault)}
-        )
+    flags = (*FLAGS, "--enable-metrics")
+    return start(tiny_llama, *flags, config={**config, "events": events}, env={FAULT_FILE: str(fault)})
 
 
 def traffic(server, seed: int) -> None:

@@ -37,6 +37,7 @@ if os.environ.get("TEST_TRITON_ATTENTION"):
 
     from dataclasses import replace
 
+    import helpers.quick_interpreter
     import torch
     from sglang.srt.platforms.interface import PlatformCapabilities
 

@@ -76,23 +76,31 @@ def spec(kernel: str, arch: int, constants: dict[str, Any], **more: Any) -> Spec
 
 def attention_kernels(arch: int, head_dim: int, stored: str = "bf16") -> Iterator[Spec]:
     """The kernels with a loop of products, then their merges; ``stored``: what the arena holds."""
-    kinds: tuple[dict[str, bool], ...] = ({}, {"has_biases": True}, {"has_window": True})
+    kinds: tuple[dict[str, bool], ...] = ({}, {"has_biases": True}, {"has_window": True}, {"has_trees": True})
     of_kinds = (_attention_kernels(arch, head_dim, stored, **kind) for kind in kinds)
-    for plain, biased, windowed in zip(*of_kinds, strict=True):
+    for plain, biased, windowed, tree in zip(*of_kinds, strict=True):
         yield plain
         if stored == "bf16" and biased["args"].get("biases_ptr") is not None:  # fp8 rows are not fitted
             yield biased
         if windowed != plain:
             yield windowed
+        if tree != plain:
+            yield tree
 
 
 def _attention_kernels(
-    arch: int, head_dim: int, stored: str, *, has_biases: bool = False, has_window: bool = False
+    arch: int,
+    head_dim: int,
+    stored: str,
+    *,
+    has_biases: bool = False,
+    has_window: bool = False,
+    has_trees: bool = False,
 ) -> Iterator[Spec]:
     """With a window, whatever takes sink logits has some."""
     limits = DEVICES[arch]
     tiles = tiles_for(limits, head_dim, reads_more=has_biases or has_window)
-    biases = "*fp32" if has_biases else None
+    biases, visible = "*fp32" if has_biases else None, "*i64" if has_trees else None
     extras = {"sink_logits_ptr": "*bf16" if has_window else None}
     sizes = {**HEADS, "D": head_dim, "BLOCK_D": head_dim, "UPCAST": False}
     sizes |= {"k_ptr": f"*{stored}", "v_ptr": f"*{stored}"}
@@ -101,13 +109,14 @@ def _attention_kernels(
         block: dict[str, Any] = {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
         options = {"num_stages": tile.stages, "num_warps": tile.warps}
         if which == EXTEND:
-            block |= {"biases_ptr": biases, "WINDOWED": has_window} | extras
+            block |= {"biases_ptr": biases, "visible_ptr": visible, "WINDOWED": has_window} | extras
             yield spec("ragged_extend.triton_impl:_extend_kernel", arch, sizes | block, options=options)
             rows = {"BLOCK_M": tile.rows, "ROWS": 16}
             if stored == "bf16":  # merges do not look at the arena
                 yield spec("ragged_extend.triton_impl:_combine_kernel", arch, sizes | rows)
         else:
             block |= {"CLASS": which, "LEAST": MIN_CHUNKS[which], "biases_ptr": biases, "WINDOWED": has_window}
+            block["visible_ptr"] = visible
             yield spec("ragged_decode.triton_impl:_split_kernel", arch, sizes | block, options=options)
     if stored == "bf16":
         yield spec("ragged_decode.triton_merge:_merge_kernel", arch, sizes | {"BLOCK": 32} | extras)
@@ -162,6 +171,7 @@ def label(one: Spec) -> str:
         return f"{name}, {args['keys_ptr'].removeprefix('*u')}-bit keys"
     if name in ("split", "extend"):
         more = (", biases" if args["biases_ptr"] else "") + (", window" if args["WINDOWED"] else "")
+        more += ", trees" if args["visible_ptr"] else ""
         return f"{name}, {args['BLOCK_M']} q rows{more}"
     if args.get("sink_logits_ptr"):
         return f"{name}, sink logits"

@@ -47,6 +47,7 @@ from sglang.srt.server_args import ServerArgs
 from helpers.faults import FAULTS
 from helpers.harness import TINY_LLAMA
 from helpers.signatures import SIGNATURES
+from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.events.totals import Totals
 from sgl_kvevict.guard import Place
@@ -348,10 +349,47 @@ def test_what_the_tests_of_faults_break_exists(place):
     assert callable(pkgutil.resolve_name(FAULTS[place]))
 
 
-def test_unsupported_version_is_refused_by_name(monkeypatch):
+@pytest.fixture
+def next_sglang(monkeypatch):
+    """Another version is installed, with the same functions."""
+    compat._misfits.cache_clear()
     monkeypatch.setattr(compat, "version", lambda name: "0.5.99")
-    with pytest.raises(UnsupportedSetupError, match=r"sglang 0\.5\.99 is installed.*supports 0\.5\.23"):
-        compat.require_supported_sglang()
+    yield
+    compat._misfits.cache_clear()
+
+
+def test_the_signatures_on_file_are_those_of_the_supported_version():
+    """After a change of hooks or overrides: python tools/write_signatures.py."""
+    assert json.loads(compat.SIGNATURES.read_text()) == compat.signatures()
+
+
+@pytest.mark.usefixtures("next_sglang")
+def test_another_version_with_the_same_functions_starts_on_request(caplog):
+    with pytest.raises(
+        UnsupportedSetupError, match=r"sglang 0\.5\.99 is installed.*supports 0\.5\.23.*accept_untested"
+    ):
+        compat.require_supported_sglang(KVEvictConfig())
+    compat.require_supported_sglang(KVEvictConfig(accept_untested_sglang=True))
+    assert "sglang 0.5.99" in caplog.text
+
+
+@pytest.mark.usefixtures("next_sglang")
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("abort_request", None, "Scheduler.abort_request: "),
+        ("flush_cache", lambda self, everything=True: True, r"flush_cache: (self, everything=True); expected (self, "),
+    ],
+)
+def test_another_version_is_refused_with_the_functions_that_do_not_fit(monkeypatch, name, value, says):
+    if value is None:
+        monkeypatch.delattr(Scheduler, name)
+    else:
+        monkeypatch.setattr(Scheduler, name, value)
+    with pytest.raises(UnsupportedSetupError) as error:
+        compat.require_supported_sglang(KVEvictConfig(accept_untested_sglang=True))
+    _, *misfits = error.value.reasons
+    assert len(misfits) == 1 and says in misfits[0]
 
 
 def test_stock_loader_finds_and_applies_the_plugin():

@@ -11,6 +11,7 @@ from helpers.harness import publish_server_args
 from helpers.long_machine import LONG_MACHINES
 from helpers.machines import MACHINES, SETTINGS
 from helpers.state_machines import STATE_MACHINES
+from helpers.verify_machines import VERIFY_MACHINES
 from helpers.window_machines import WINDOW_MACHINES
 
 
@@ -21,7 +22,7 @@ def server_args():
         yield
 
 
-@pytest.mark.parametrize("machine", MACHINES + LONG_MACHINES + WINDOW_MACHINES + STATE_MACHINES)
+@pytest.mark.parametrize("machine", MACHINES + LONG_MACHINES + WINDOW_MACHINES + STATE_MACHINES + VERIFY_MACHINES)
 def test_random_sequences(machine):
     case = machine.TestCase
     case.settings = SETTINGS

@@ -71,16 +71,26 @@ def hidden_keys(position_ptr, num_kv, is_span, hidden, m_m):
 
 
 @triton.jit
-def depth_of(visible):
-    """Depth in its tree of each token, [BLOCK_M] int32: bits of ``visible`` (int64) but its own."""
-    pairs = visible - ((visible >> 1) & 0x5555555555555555)
-    fours = (pairs & 0x3333333333333333) + ((pairs >> 2) & 0x3333333333333333)
-    bytes_ = (fours + (fours >> 4)) & 0x0F0F0F0F0F0F0F0F
-    return ((bytes_ * 0x0101010101010101) >> 56).to(tl.int32) - 1
+def load_tree(visible_ptr, row, token, m_m):
+    """What each token [BLOCK_M] sees of its tree (bits), and its depth; in a chain the depth is the place ``token``."""
+    visible, depth = token, token
+    if visible_ptr is not None:
+        visible = tl.load(visible_ptr + row, mask=m_m, other=-1)
+        pairs = visible - ((visible >> 1) & 0x5555555555555555)
+        fours = (pairs & 0x3333333333333333) + ((pairs >> 2) & 0x3333333333333333)
+        eights = (fours + (fours >> 4)) & 0x0F0F0F0F0F0F0F0F
+        depth = ((eights * 0x0101010101010101) >> 56).to(tl.int32) - 1  # the sum of all bits but its own
+    return visible, depth
 
 
 @triton.jit
-def is_visible(visible, place):
-    """Whether tokens see keys, [BLOCK_M, BLOCK_N]; ``place`` [BLOCK_N]: among the new tokens, negative before them."""
-    shift = tl.minimum(tl.maximum(place, 0), 63).to(tl.int64)
-    return (place < 0)[None, :] | (((visible[:, None] >> shift[None, :]) & 1) != 0)
+def hide_branches(seen, visible_ptr, visible, place, is_span):
+    """``seen`` [BLOCK_M, BLOCK_N] without the nodes of other branches, unless the keys are a span's.
+
+    ``place`` [BLOCK_N] is a key's place among the new tokens, negative before them.
+    """
+    if visible_ptr is not None:
+        shift = tl.minimum(tl.maximum(place, 0), 63).to(tl.int64)
+        is_before = is_span | (place < 0)
+        seen = seen & (is_before[None, :] | (((visible[:, None] >> shift[None, :]) & 1) != 0))
+    return seen

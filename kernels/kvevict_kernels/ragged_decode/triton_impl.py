@@ -21,10 +21,10 @@ from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS, Tile, tiles_fo
 from kvevict_kernels.ragged_decode.triton_block import (
     LOG2_E,
     attend_block,
-    depth_of,
     hidden_keys,
-    is_visible,
+    hide_branches,
     load_rows,
+    load_tree,
 )
 from kvevict_kernels.ragged_decode.triton_items import (
     STEP_LISTS,
@@ -47,6 +47,18 @@ def _store_partials(addresses_ptr, row, b_max, b_sum, b_out, o_d, m_m, D: tl.con
     p_out = at.floats_at(addresses_ptr, at.PARTIAL_OUT) + row[:, None] * D + o_d[None, :]
     tl.store(p_out, b_out / divisor[:, None], mask=m_m[:, None] & (o_d < D)[None, :])
     tl.store(at.floats_at(addresses_ptr, at.PARTIAL_LSE) + row, b_max + tl.log2(divisor), mask=m_m)
+
+
+@triton.jit
+def _last_hidden(
+    member, token, reader, depth, m_m, window, visible_ptr, seq_lens_ptr, addresses_ptr,
+):  # fmt: skip
+    """[BLOCK_M], the last position that each reader of a span does not see in a layer with a window."""
+    request = tl.load(at.int32s_at(addresses_ptr, at.MEMBER_REQUEST) + member + token, mask=m_m, other=0)
+    left = tl.load(at.int32s_at(addresses_ptr, at.ROW_ENDS) + request, mask=m_m, other=0) - reader
+    if visible_ptr is not None:
+        left = tl.load(at.int32s_at(addresses_ptr, at.NEW_LENS_DEVICE) + request, mask=m_m, other=0) - depth
+    return tl.load(seq_lens_ptr + request, mask=m_m, other=0) - left - window
 
 
 @triton.jit(
@@ -114,22 +126,14 @@ def _split_kernel(
         reader = tl.load(at.int32s_at(addresses_ptr, at.MEMBERS) + member + token, mask=m_m, other=0)
         q_row = reader.to(tl.int64) * q_stride + (head * G + i_row % G) * D
         b_q = load_rows(q_ptr, q_row, m_m, o_d, D=D, UPCAST=UPCAST)
-        depth = token
-        if visible_ptr is not None:
-            visible = tl.load(visible_ptr + reader, mask=m_m, other=1)
-            depth = depth_of(visible)
+        visible, depth = load_tree(visible_ptr, reader, token, m_m)
         to_key = length - begin - is_suffix * (count - 1 - token)
         limit = tl.minimum(to_key, num_kv)
         index_ptr = index_address.to(tl.pointer_type(tl.int32))
         from_block = 0
         if WINDOWED:
-            m_member = m_m & (is_suffix == 0)
-            request = tl.load(at.int32s_at(addresses_ptr, at.MEMBER_REQUEST) + member + token, mask=m_member, other=0)
-            left = tl.load(at.int32s_at(addresses_ptr, at.ROW_ENDS) + request, mask=m_member, other=0) - reader
-            if visible_ptr is not None:
-                new_len_ptr = at.int32s_at(addresses_ptr, at.NEW_LENS_DEVICE) + request
-                left = tl.load(new_len_ptr, mask=m_member, other=0) - depth
-            hidden = tl.load(seq_lens_ptr + request, mask=m_member, other=0) - left - window
+            m_s = m_m & (is_suffix == 0)
+            hidden = _last_hidden(member, token, reader, depth, m_s, window, visible_ptr, seq_lens_ptr, addresses_ptr)
             to_positions = span_window(item, is_suffix, layer, addresses_ptr, CLASS=CLASS, H=H)
             position_ptr = (index_address + to_positions).to(tl.pointer_type(tl.int32))
             is_hidden, is_cut = hidden_keys(position_ptr, num_kv, is_suffix == 0, hidden, m_m)
@@ -147,9 +151,8 @@ def _split_kernel(
             # Before the window, rows of a window pool may hold other requests' slots: no index is read there.
             index = tl.maximum(n, first_key) if WINDOWED else n
             head_slot = tl.load(index_ptr + index, mask=m_n, other=0).to(tl.int64) * slot_scale + slot_shift
-            seen = n[None, :] < limit[:, None]
-            if visible_ptr is not None:
-                seen = seen & ((is_suffix == 0) | is_visible(visible, n - (length - begin - count)))
+            place = n + begin + count - length  # among the new tokens
+            seen = hide_branches(n[None, :] < limit[:, None], visible_ptr, visible, place, is_suffix == 0)
             if WINDOWED:
                 b_position = tl.load(position_ptr + n, mask=m_n & is_cut, other=2147483647)
                 seen = seen & (n[None, :] >= from_key[:, None]) & (b_position[None, :] > hidden[:, None])

@@ -21,10 +21,10 @@ from kvevict_kernels.ragged_decode.tile_table import EXTEND, tiles_for
 from kvevict_kernels.ragged_decode.triton_block import (
     LOG2_E,
     attend_block,
-    depth_of,
     hidden_keys,
-    is_visible,
+    hide_branches,
     load_rows,
+    load_tree,
 )
 from kvevict_kernels.ragged_decode.triton_merge import with_sink
 from kvevict_kernels.triton_head_slots import head_slot_of
@@ -154,18 +154,14 @@ def _extend_kernel(
     head = tl.program_id(1)
     o_d = tl.arange(0, BLOCK_D)
     count = tl.load(at.int32s_at(addresses_ptr, at.NEW_LENS_DEVICE) + request)
-    tile = tl.load(at.int32s_at(addresses_ptr, at.TILE_INDEX) + tl.program_id(0))
-    i_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    i_row = tl.load(at.int32s_at(addresses_ptr, at.TILE_INDEX) + tl.program_id(0)) * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = i_row < count * G
     token = i_row // G
     first = _first_row(request, addresses_ptr)
     b_q = load_rows(q_ptr, (first + token) * q_stride + (head * G + i_row % G) * D, m_m, o_d, D=D, UPCAST=UPCAST)
     b_max, b_sum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32), tl.zeros([BLOCK_M], dtype=tl.float32)
     b_out = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    depth = token
-    if visible_ptr is not None:
-        visible = tl.load(visible_ptr + first + token, mask=m_m, other=-1)
-        depth = depth_of(visible)
+    visible, depth = load_tree(visible_ptr, first + token, token, m_m)
     num_before, num_own, own_address, hidden = _own_keys(
         request, token, depth, count, window, addresses_ptr, seq_lens_ptr, pool_rows_ptr, req_to_token, row_stride,
         WINDOWED=WINDOWED,
@@ -193,9 +189,7 @@ def _extend_kernel(
             n = start + tl.arange(0, BLOCK_N)
             m_n = n < to_key
             head_slot = tl.load(index_ptr + n, mask=m_n, other=0).to(tl.int64) * slot_scale + slot_shift
-            seen = n[None, :] < limit[:, None]
-            if visible_ptr is not None:
-                seen = seen & ((is_own == 0) | is_visible(visible, n - num_before))
+            seen = hide_branches(n[None, :] < limit[:, None], visible_ptr, visible, n - num_before, is_own == 0)
             if WINDOWED:
                 b_position = tl.load(position_ptr + n, mask=m_n & is_cut, other=2147483647)
                 seen = seen & (n[None, :] >= from_key[:, None]) & (b_position[None, :] > hidden[:, None])

@@ -1,0 +1,138 @@
+"""Speculative decoding over compressed prefixes: the same answers as without, and every slot comes back."""
+
+from __future__ import annotations
+
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from helpers.tiny_model import VOCAB_SIZE, save_tokenizer
+from helpers.traffic import generate, idle_state, random_jobs, run_jobs
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+CONFIG = {"policy": "ada-snapkv", "min_prefix_tokens": 48, "tail_tokens": 16, "policy_options": {"window_size": 16}}
+FLAGS = ("--dtype", "float32", "--max-total-tokens", "2000", "--context-length", "1024")
+NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8")
+RANKS = {
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # one list of cores a rank
+    "SGLANG_TEST_RETRACT": "1",
+    "SGLANG_TEST_RETRACT_INTERVAL": "15",
+}
+NEW_TOKENS = 40
+
+
+def numbers(seed, count):
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCAB_SIZE) for _ in range(count)]
+
+
+DOCUMENT = numbers(0, 400)
+PROMPTS = [DOCUMENT + numbers(seed, 7) for seed in range(1, 6)] + [numbers(6, 30)]
+"""Five requests that read one compressed document, and one that reads nothing."""
+
+
+def answers(server, **options):
+    """All at once, on a document that was compressed before; with what SGLang says of each request."""
+    generate(server, DOCUMENT, 0)
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        results = list(pool.map(lambda prompt: generate(server, prompt, NEW_TOKENS, **options), PROMPTS))
+    return [result["output_ids"] for result in results], [result["meta_info"] for result in results]
+
+
+def assert_all_slots_are_back(server):
+    server.check_alive()
+    state = idle_state(server)
+    assert state["leaked_slots"] == 0 and state["errors"] == {} and server.leak_messages() == []
+    assert state["free_slots"] + state["evictable_slots"] == state["total_slots"]
+    return state
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama):
+    save_tokenizer(tiny_llama)
+    return tiny_llama
+
+
+@pytest.fixture(scope="module")
+def plain(start, model):
+    """Answers without speculation: over the compressed document, exact ones, and one with log-probabilities."""
+    server = start(model, *FLAGS, config=CONFIG | {"budget": 0.2})
+    compressed, _ = answers(server)
+    info = logprobs(server)
+    exact, _ = answers(server, custom_params={"kvevict": {"exact": True}})
+    server.stop(grace_s=0)
+    return {"compressed": compressed, "exact": exact, "logprobs": info}
+
+
+@pytest.fixture(scope="module")
+def server(start, model, plain):
+    return start(model, *FLAGS, *NGRAM, config=CONFIG | {"budget": 0.2})
+
+
+def logprobs(server):
+    """Log-probabilities of an answer over the compressed document."""
+    body = {"input_ids": PROMPTS[0], "return_logprob": True}
+    body |= {"sampling_params": {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}}
+    info = json.loads(server.post("/generate", body))["meta_info"]
+    return [entry[:2] for entry in info["output_token_logprobs"]]
+
+
+def test_answers_over_a_compressed_document_are_the_same(server, plain):
+    """The second time the drafts are right, because the corpus has the first answers: whole branches are accepted."""
+    for least_accepted in (0, 3.0):
+        found, infos = answers(server)
+        assert found == plain["compressed"]
+        state = assert_all_slots_are_back(server)
+        assert state["span_slots"] == 77 and state["max_sharers"] >= 2  # ceil(0.2 * 384)
+        assert all(info["spec_accept_length"] >= least_accepted for info in infos)
+        assert [info["cached_tokens"] for info in infos][: len(PROMPTS) - 1] >= [400] * (len(PROMPTS) - 1)
+
+
+def test_log_probabilities_are_the_same(server, plain):
+    found = logprobs(server)
+    assert [token for _, token in found] == [token for _, token in plain["logprobs"]]
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in plain["logprobs"]], abs=2e-3)
+
+
+def test_exact_requests_read_no_span(server, plain):
+    found, _ = answers(server, custom_params={"kvevict": {"exact": True}})
+    assert found == plain["exact"]
+    assert_all_slots_are_back(server)
+
+
+def test_several_answers_and_grammars(server):
+    """``n`` samples share the document; a grammar holds although drafts break it."""
+    sampling = {"temperature": 1.0, "max_new_tokens": 16, "n": 3, "ignore_eos": True}
+    found = json.loads(server.post("/generate", {"input_ids": PROMPTS[0], "sampling_params": sampling}))
+    assert [len(one["output_ids"]) for one in found] == [16] * 3
+    sampling = {"temperature": 0, "max_new_tokens": 30, "regex": "(ab|ba){4,6}"}
+    text = json.loads(server.post("/generate", {"input_ids": PROMPTS[1], "sampling_params": sampling}))["text"]
+    assert 8 <= len(text) <= 12 and set(zip(text[::2], text[1::2], strict=True)) <= {("a", "b"), ("b", "a")}
+    assert_all_slots_are_back(server)
+
+
+def test_random_requests_on_a_pool_that_is_too_small(server):
+    """Aborts, drafts of all lengths, pressure while drafts are held beyond what is accepted."""
+    run_jobs(server, random_jobs(120, seed=1, vocab_size=VOCAB_SIZE), concurrency=24)
+    state = assert_all_slots_are_back(server)
+    assert state["compressions"] > 5
+    server.post("/flush_cache?timeout=60")
+    state = assert_all_slots_are_back(server)
+    assert state["free_slots"] == state["total_slots"] and state["spans"] == 0
+    server.stop(grace_s=0)
+
+
+def test_two_ranks_at_budget_one_under_retractions(start, model, plain):
+    """Everything kept: the answers of exact requests, also when requests are taken off and come back."""
+    server = start(model, *FLAGS, *NGRAM, "--tp-size", "2", config=CONFIG | {"budget": 1.0}, env=RANKS)
+    for _ in range(2):
+        assert answers(server)[0] == plain["exact"]
+    run_jobs(server, random_jobs(30, seed=2, vocab_size=VOCAB_SIZE), concurrency=12)
+    assert "#retracted_reqs" in server.log()
+    state = assert_all_slots_are_back(server)
+    first, second = state["ranks"]
+    assert first == second and state["compressions"] > 1
+    server.stop(grace_s=0)

@@ -1,0 +1,130 @@
+"""Servers forked from a process that has imported SGLang.
+
+Imports are 24 of the 27 s of CPU time that a server of a tiny model needs to start: each of its three processes
+imports everything. Forked servers run the same command (``sglang.launch_server``); only :mod:`multiprocessing` forks
+where SGLang asks it to spawn. ``tests/e2e/test_startup.py`` and others start servers as users do.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import runpy
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+TESTS = Path(__file__).resolve().parents[1]
+MODULES = ("sglang.srt.entrypoints.http_server", "sglang.srt.models.registry", "sgl_kvevict.sglang_adapter.plugin")
+
+
+class ForkedServer:
+    """The first process of a server; what :class:`sgl_kvevict.launcher.RunningServer` needs of ``Popen``."""
+
+    def __init__(self, pid: int, parent: Preloaded) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._parent = parent
+        self._ended = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        if self.returncode is None and select.select([self._ended], [], [], 0)[0]:
+            self.returncode = self._parent.ask(reap=self.pid)
+            os.close(self._ended)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, once there is one.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs after ``timeout`` s.
+        """
+        if self.returncode is None and not select.select([self._ended], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("sglang.launch_server", timeout or 0.0)
+        code = self.poll()
+        assert code is not None
+        return code
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the first process only."""
+        os.kill(self.pid, signal.SIGTERM)
+
+
+class Preloaded:
+    """A process with SGLang's modules and one environment, which some of them read when they are imported."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        paths = [env.get("PYTHONPATH", ""), str(TESTS), os.environ.get("PYTHONPATH", "")]
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "helpers.preloaded"],
+            env={**os.environ, **env, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def start(self, command: Sequence[str], env: Mapping[str, str], log: IO[bytes]) -> ForkedServer:
+        """Fork a server.
+
+        Args:
+            command: interpreter, ``-m``, module and its arguments.
+            env: added to the environment.
+            log: receives its output.
+        """
+        return ForkedServer(self.ask(command=[*command], env=dict(env), log=log.name), self)
+
+    def ask(self, **order: Any) -> int:
+        """Have an order done; return the process id, or the exit code of one that ended."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """End the process; its servers have ended."""
+        self._process.communicate()
+
+
+def main() -> None:
+    """Fork servers and reap them, by orders on stdin."""
+    for module in MODULES:
+        importlib.import_module(module)
+    multiprocessing.set_start_method("fork")
+    multiprocessing.set_start_method = lambda method, force=False: None
+    gc.freeze()
+    while line := sys.stdin.readline():
+        order = json.loads(line)
+        if pid := order.get("reap"):
+            answer = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        elif not (answer := os.fork()):
+            serve(**order)
+            return
+        else:
+            os.setpgid(answer, answer)  # before anybody knows its id
+        print(answer, flush=True)
+
+
+def serve(command: Sequence[str], env: Mapping[str, str], log: str) -> None:
+    """Run a module in a group of its own, connected to nothing of its parent."""
+    os.setpgid(0, 0)
+    for path, flags, number in ((os.devnull, os.O_RDONLY, 0), (log, os.O_WRONLY | os.O_APPEND, 1)):
+        opened = os.open(path, flags)
+        os.dup2(opened, number)
+        os.close(opened)
+    os.dup2(1, 2)
+    os.environ.update(env)
+    _, _, module, *sys.argv[1:] = command
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The machines where requests generate in verification steps of speculative decoding."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import ClassVar
+from unittest import mock
+
+import hypothesis.strategies as st
+import torch
+from hypothesis.stateful import precondition, rule
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.mem_cache.common import release_kv_cache
+
+from helpers.harness import Harness
+from helpers.machines import CacheMachine, ExactMachine, PressureMachine
+
+SPECULATIVE = mock.patch("sglang.srt.mem_cache.common.get_spec", lambda: SimpleNamespace(speculative_algorithm="NGRAM"))
+"""SGLang allows a request to hold more slots than tokens only then."""
+
+
+class VerifyingHarness(Harness):
+    """Reserves slots ahead of what is accepted, and gives the rest back when a request ends, as SGLang does."""
+
+    def finish(self, req: Req, num_beyond_stop: int = 0) -> None:
+        """Finish a request; its last ``num_beyond_stop`` tokens were accepted with the one that ended it."""
+        req.finished_reason = FINISH_LENGTH(len(req.output_ids))
+        req.finished_len = len(req.output_ids) - num_beyond_stop
+        with SPECULATIVE:
+            release_kv_cache(req, self.tree, checkpoint=True)
+        self.live.remove(req)
+        self.check()
+
+    def retract(self, req: Req) -> None:
+        with SPECULATIVE:
+            super().retract(req)
+
+    def decode(self, req: Req) -> bool:
+        return self.verify(req, [0], 1)
+
+    def verify(self, req: Req, accepted: list[int], num_drafts: int) -> bool:
+        """Run one verification step; False (and the request retracted) if slots are short.
+
+        ``accepted``: the nodes of the tree that are accepted, ascending from the root, 0. The others hold what no
+        forward may read. As in SGLang, what is accepted moves to the front of the step's slots.
+        """
+        start, row = req.kv.kv_committed_len, self.rows.req_to_token[req.kv.req_pool_idx]
+        if not self._reserve(req, start + 2 * num_drafts):
+            return False
+        window = row[start : start + num_drafts].long()
+        self.k[:, window] = self.v[:, window] = torch.nan
+        for _ in accepted[1:]:
+            req.output_ids.append(self._next_token(req))
+        end = start + len(accepted)
+        self._write_tokens(req, start, end, window[accepted])
+        for arena in (self.k, self.v):
+            arena[:, window[: len(accepted)]] = arena[:, window[accepted]]
+        req.kv.kv_committed_len = end
+        self._forward(req, end)
+        req.output_ids.append(self._next_token(req))
+        self.check()
+        return True
+
+    def _reserve(self, req: Req, end: int) -> bool:
+        """Have slots for a request's positions up to ``end``; False (and the request retracted) if slots are short."""
+        held = req.kv.kv_allocated_len
+        if end <= held:
+            return True
+        slots = self._alloc(end - held)
+        if slots is None:
+            self.retract(req)
+            return False
+        self.rows.write((req.kv.req_pool_idx, slice(held, end)), slots.to(torch.int32))
+        req.kv.kv_allocated_len = end
+        return True
+
+
+class VerifyMachine(CacheMachine):
+    """Every operation, and steps that accept none, some or all drafts."""
+
+    make_harness: ClassVar[type[Harness]] = VerifyingHarness
+    harness: VerifyingHarness
+
+    @precondition(lambda self: self.decoding)
+    @rule(data=st.data(), num_drafts=st.integers(1, 6), steps=st.integers(1, 4))
+    def verify(self, data, num_drafts, steps):
+        req = data.draw(st.sampled_from(self.decoding))
+        for _ in range(steps):
+            nodes = data.draw(st.sets(st.integers(1, num_drafts - 1)) if num_drafts > 1 else st.just(set()))
+            if req in self.harness.live:
+                self.harness.verify(req, [0, *sorted(nodes)], num_drafts)
+        self._settle()
+
+    @precondition(lambda self: self.decoding)
+    @rule(data=st.data(), beyond=st.integers(1, 4))
+    def stop_early(self, data, beyond):
+        """A step accepted tokens behind the one that ends the answer."""
+        req = data.draw(st.sampled_from(self.decoding))
+        self.harness.finish(req, min(beyond, len(req.output_ids) - 1))
+        self._settle()
+
+
+class VerifyPressureMachine(VerifyMachine, PressureMachine):
+    """Prefixes shrink to make room for drafts."""
+
+
+class VerifyExactMachine(VerifyMachine, ExactMachine):
+    """Some of the requests read nothing compressed."""
+
+
+VERIFY_MACHINES = (VerifyMachine, VerifyPressureMachine, VerifyExactMachine)
