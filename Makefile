@@ -105,6 +105,6 @@ bench-policies: model ## what each policy costs and what it keeps; writes docs/r
 	@$(BIN)/python benchmarks/policies/draw_kept.py
 	@$(BIN)/python benchmarks/policies/write_tables.py
 
-bench-papers: model ## what the papers claim, tested at small scale; writes docs/papers.md
+bench-papers: model ## what the papers claim, tested at small scale; writes docs/results/papers
 	@$(BIN)/python benchmarks/papers/run.py $(ARGS)
 	@$(BIN)/python benchmarks/papers/write_page.py
