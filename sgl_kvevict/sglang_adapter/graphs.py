@@ -34,8 +34,6 @@ def after_attention_backend(server_args: ServerArgs, previous: Callable[[ServerA
     attention = load_config().attention
     if attention in PLANNED_ON_HOST:
         reasons[Phase.DECODE] = f"attention {attention!r} plans on the host"
-    if resolved_view(server_args).speculative_algorithm is not None:
-        reasons[Phase.DECODE] = "verification steps of speculative decoding are planned on the host"
     for phase, reason in reasons.items():
         config = resolving_view(server_args).cuda_graph_config
         is_users_choice = (phase, "backend") in server_args._cuda_graph_config_locked
@@ -53,11 +51,8 @@ def around_replay_view(build: Callable[..., SimpleNamespace], *args: Any, **kwar
     return view
 
 
-def graph_reasons(attention: str, *, verifies: bool = False) -> list[str]:
-    """Return a sentence for every unsupported setting of CUDA graphs.
-
-    ``attention`` is the resolved implementation; ``verifies``: with speculative decoding.
-    """
+def graph_reasons(attention: str) -> list[str]:
+    """Return a sentence for every unsupported setting of CUDA graphs; ``attention``: the resolved implementation."""
     reasons = []
     if not check_cuda_graph_backend(Phase.PREFILL, Backend.DISABLED):
         reasons.append(
@@ -73,11 +68,6 @@ def graph_reasons(attention: str, *, verifies: bool = False) -> list[str]:
         reasons.append(
             f"attention is {attention!r}, whose plans are made on the host and cannot be captured: start with "
             "--cuda-graph-backend-decode disabled, or with another attention"
-        )
-    if check_cuda_graph_backend(Phase.DECODE, Backend.FULL) and verifies:
-        reasons.append(
-            "--speculative-algorithm is set, and verification steps are planned on the host: start with "
-            "--cuda-graph-backend-decode disabled"
         )
     if envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get():
         reasons.append("SGLANG_ENABLE_METADATA_GLUE_GRAPH is set, which would record one batch's spans for all batches")
