@@ -42,7 +42,7 @@ from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.span_component import FULL, SpanComponent
 from sgl_kvevict.sglang_adapter.verification import Acceptance
 from sgl_kvevict.sglang_adapter.window_component import SWA, SpanAwareSWA
-from sgl_kvevict.store import HostSegments
+from sgl_kvevict.store.host import HostSegments
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

@@ -23,10 +23,10 @@ def server_args(tmp_path_factory):
     publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
-def serve(*, has_learned: bool = True) -> LongPromptScheduler:
+def serve(*, has_learned: bool = True, chunk: int = CHUNK) -> LongPromptScheduler:
     policy = PseudoRandomPolicy(readers=Readers.REPETITION, needs=frozenset() if has_learned else COLD)
     harness = Harness(num_slots=POOL, max_tokens=1024, config=CONFIG, policy=policy, has_learned=has_learned)
-    return LongPromptScheduler(harness, CHUNK)
+    return LongPromptScheduler(harness, chunk)
 
 
 def text(num_tokens: int, seed: int = 0) -> list[int]:
@@ -62,6 +62,12 @@ def test_four_times_the_pool_is_served_and_found_again(has_learned):
     assert scheduler.found[again] >= compressed
     scheduler.harness.finish(again)
     assert not scheduler.aborted and scheduler.tree_cache.protected_size() == 0
+
+
+@pytest.mark.parametrize("length", [POOL, 2 * POOL])
+def test_chunks_are_smaller_than_those_of_sglang(length):
+    scheduler = serve(chunk=300)
+    assert prefill(scheduler, submit(scheduler, text(length))) == length // CHUNK
 
 
 @pytest.mark.parametrize("has_learned", [True, False])
