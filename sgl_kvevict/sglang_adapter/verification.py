@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 def visible_drafts(mask: Tensor, seq_lens: Tensor, num_drafts: int) -> Tensor:
@@ -34,13 +33,10 @@ def visible_drafts(mask: Tensor, seq_lens: Tensor, num_drafts: int) -> Tensor:
     return (trees.long() << node).sum(-1).view(-1)
 
 
-def drafts_of(forward_batch: ForwardBatch) -> tuple[int, Tensor | None]:
-    """Draft tokens of each request in a verification step, and what each of them sees (None: those before it)."""
-    spec = forward_batch.spec_info
-    num_drafts: int = spec.draft_token_num
-    if spec.custom_mask is None:
-        return num_drafts, None
-    return num_drafts, visible_drafts(spec.custom_mask, forward_batch.seq_lens, num_drafts)
+def drafts_of(spec_info: Any, seq_lens: Tensor) -> tuple[int, Tensor]:
+    """Draft tokens of each request in a verification step, and what each of them sees; see :func:`visible_drafts`."""
+    num_drafts: int = spec_info.draft_token_num
+    return num_drafts, visible_drafts(spec_info.custom_mask, seq_lens, num_drafts)
 
 
 class Acceptance:
