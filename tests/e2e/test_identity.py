@@ -84,7 +84,7 @@ def test_greedy_outputs_equal_stock_single_and_concurrent(full_budget, prompts, 
     expected, _ = stock_results
     assert answers(full_budget, prompts, 1) == expected
     state = idle_state(full_budget)
-    assert state["compressions"] >= 8 and state["spans"] > state["segments"]  # some were split by later prompts
+    assert state["compressions"] >= 7 and state["spans"] > state["segments"]  # some were split by later prompts
     assert answers(full_budget, prompts, 4) == expected  # now from the compressed tree
     full_budget.post("/flush_cache")
     assert answers(full_budget, prompts, 4) == expected  # all at once on an empty tree
