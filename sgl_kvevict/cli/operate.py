@@ -169,6 +169,9 @@ def size(
     pool_tokens: Annotated[int | None, typer.Option(min=1, help="Token slots of the pool.")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Or the memory of the pool: 40GB, 512MiB.")] = None,
     reserve_tokens: Annotated[int, typer.Option(min=0, help="Slots left to running requests.")] = 0,
+    host_memory: Annotated[
+        str | None, typer.Option(help="For what the pool drops: 40GB; default: as the pool.")
+    ] = None,
     tail_tokens: Annotated[int | None, typer.Option(min=1, help="As of 'serve'.")] = None,
     min_prefix_tokens: Annotated[int | None, typer.Option(min=1, help="As of 'serve'.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -184,7 +187,8 @@ def size(
     config = parse_config({name: value for name, value in given.items() if value is not None}, "the command line")
     sizes = sizing.read_model_sizes(model)
     pool_slots = pool_tokens or sizing.parse_bytes(kv_memory or "") // sizes.slot_bytes
-    rows = sizing.fits(config, sizes, prefix_tokens, pool_slots, reserve_tokens)
+    host_bytes = pool_slots * sizes.slot_bytes if host_memory is None else sizing.parse_bytes(host_memory)
+    rows = sizing.fits(config, sizes, prefix_tokens, pool_slots, reserve_tokens, host_bytes)
     longest = sizing.longest_prompt(config, pool_slots - reserve_tokens)
     if as_json:
         typer.echo(json.dumps(sizing.as_builtins(sizes, pool_slots, rows, longest)))
@@ -197,12 +201,14 @@ def size(
     typer.echo(f"{model}: {heads}, {sizing.show_bytes(sizes.slot_bytes)} a token slot")
     memory = sizing.show_bytes(pool_slots * sizes.slot_bytes)
     typer.echo(f"pool: {pool_slots:,} token slots ({memory}), {reserve_tokens:,} of them left to running requests")
-    table = Table("budget", "slots a prefix", "memory a prefix", "tokens a slot", "prefixes that fit", box=None)
+    typer.echo(f"host: {sizing.show_bytes(host_bytes)} for what the pool drops (host_bytes)")
+    names = ("budget", "slots a prefix", "memory a prefix", "tokens a slot", "fit the pool", "fit the host", "a load")
+    table = Table(*names, box=None)
     for row in rows:
         memory = sizing.show_bytes(row.prefix_bytes)
-        table.add_row(
-            str(row.budget), f"{row.prefix_slots:,}", memory, f"{row.tokens_per_slot:.2f}", f"{row.prefixes:,}"
-        )
+        per_slot, load = f"{row.tokens_per_slot:.2f}", sizing.show_bytes(row.load_bytes)
+        counts = f"{row.prefixes:,}", f"{row.host_prefixes:,}"
+        table.add_row(str(row.budget), f"{row.prefix_slots:,}", memory, per_slot, *counts, load)
     print_shaped(table)
     typer.echo(f"A prefix needs all its {prefix_tokens:,} slots while it is prefilled; that room is counted.")
     typer.echo(f"The longest prompt that is answered has {longest:,} tokens.")

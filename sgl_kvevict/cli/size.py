@@ -30,6 +30,11 @@ class ModelSizes:
         """Bytes of one token slot: K and V of all layers and heads."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
+    @property
+    def host_slot_bytes(self) -> int:
+        """The same in the host's memory, where each entry also has its position (4 bytes) and its worth (2)."""
+        return self.slot_bytes + self.num_layers * self.num_kv_heads * 6
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -38,6 +43,8 @@ class Fit:
     Attributes:
         prefix_slots: token slots of one cached prefix, its compressed part and its tail.
         prefixes: number that fit, the last of them uncompressed as it is during prefill.
+        host_prefixes: number that fit the host's memory beside these, without their tails.
+        load_bytes: bytes copied when one of them comes back.
         tokens_per_slot: tokens of a prefix divided by its slots.
     """
 
@@ -45,6 +52,8 @@ class Fit:
     prefix_slots: int
     prefix_bytes: int
     prefixes: int
+    host_prefixes: int
+    load_bytes: int
     tokens_per_slot: float
 
 
@@ -111,16 +120,23 @@ def prefix_slots(config: KVEvictConfig, num_tokens: int) -> int:
 
 
 def fits(
-    config: KVEvictConfig, sizes: ModelSizes, num_tokens: int, pool_slots: int, reserved_slots: int = 0
+    config: KVEvictConfig,
+    sizes: ModelSizes,
+    num_tokens: int,
+    pool_slots: int,
+    reserved_slots: int = 0,
+    host_bytes: int = 0,
 ) -> list[Fit]:
     """Compute how many prefixes of ``num_tokens`` fit, at the configured budget (first row) and a few common ones.
 
-    ``reserved_slots`` of the pool are left to the questions and answers of running requests.
+    ``reserved_slots`` of the pool are left to the questions and answers of running requests; ``host_bytes`` hold what
+    the pool drops.
     """
     budgets: Sequence[float | int] = (config.budget, *(b for b in COMMON_BUDGETS if b != config.budget))
     rows = []
     for budget in budgets:
         slots = prefix_slots(config.model_copy(update={"budget": budget}), num_tokens)
+        moved = slots - config.tail_tokens if slots < num_tokens else num_tokens
         room = pool_slots - reserved_slots - num_tokens
         rows.append(
             Fit(
@@ -128,6 +144,8 @@ def fits(
                 prefix_slots=slots,
                 prefix_bytes=slots * sizes.slot_bytes,
                 prefixes=room // slots + 1 if room >= 0 else 0,
+                host_prefixes=host_bytes // (moved * sizes.host_slot_bytes),
+                load_bytes=moved * sizes.host_slot_bytes,
                 tokens_per_slot=num_tokens / slots,
             )
         )

@@ -67,6 +67,7 @@ class Totals(msgspec.Struct):
     not_placed: Annotated[int, Meta(description="Segments read from the store for which the tree had no place.")] = 0
     moved_out_segments: Annotated[int, Meta(description="Segments copied to the host's memory when dropped.")] = 0
     moved_out_bytes: Annotated[int, Meta(description="Memory of them.")] = 0
+    pushed_out_segments: Annotated[int, Meta(description="Segments that left the host's memory to make room.")] = 0
     moved_in_segments: Annotated[int, Meta(description="Segments that came back from the host's memory.")] = 0
     moved_in_tokens: Annotated[int, Meta(description="Tokens that they stand for.")] = 0
     moved_in_bytes: Annotated[int, Meta(description="Memory of them.")] = 0
@@ -109,6 +110,7 @@ class Totals(msgspec.Struct):
             case MovedOut():
                 self.moved_out_segments += 1
                 self.moved_out_bytes += event.bytes
+                self.pushed_out_segments += event.pushed_out
             case MovedIn():
                 self.moved_in_segments += 1
                 self.moved_in_tokens += event.end - event.start
@@ -154,7 +156,6 @@ class Gauges(msgspec.Struct, frozen=True):
     host_bytes: Annotated[int, Meta(description="Host memory for what was dropped.")]
     host_used_bytes: Annotated[int, Meta(description="Bytes of it that hold segments.")]
     host_segments: Annotated[int, Meta(description="Segments in it.")]
-    host_evicted: Annotated[int, Meta(description="Segments that others have pushed out of it, since the start.")]
 
 
 def descriptions(numbers: type[Totals] | type[Gauges]) -> dict[str, str]:

@@ -118,6 +118,7 @@ class MovedOut(Event):
     start: int  # logical position of the first token
     end: int  # logical position after the last one
     bytes: int  # memory that it takes there
+    pushed_out: int = 0  # segments that left the host's memory to make room, without those that the pool has
 
 
 class MovedIn(Event):

@@ -11,7 +11,8 @@ from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to, tokens
 from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.saving import export_views, namespace_of, views_of
 from sgl_kvevict.prefix import Segment, SegmentPacker, View
-from sgl_kvevict.store import HostSegments, Wanted, segments_of
+from sgl_kvevict.store import Wanted, segments_of
+from sgl_kvevict.store.host import HostSegments
 
 MIN_TOKENS = 64
 """Fewer tokens are computed again: looking them up would take as long."""
@@ -68,9 +69,11 @@ class HostTier(Part):
                 return
             views = [self._compressed(node, *bounds)] if span is None else views_of(path, self._spans)
             leaving = export_views(views, path, self._packer, self.segments.identity)
+            num_evicted = self.segments.num_evicted
             num_bytes = self.segments.put(leaving.copied, namespace)
             if num_bytes:
-                self._table.listener.moved_out(leaving.copied.key, *bounds, num_bytes)
+                pushed_out = self.segments.num_evicted - num_evicted
+                self._table.listener.moved_out(leaving.copied.key, *bounds, num_bytes, pushed_out)
 
     def _bounds(self, path: Sequence[Node]) -> tuple[int, int] | None:
         """Logical bounds of what is copied when the last node of a path is dropped; None: nothing."""

@@ -135,9 +135,9 @@ class CacheListener:
         """A request goes on without a segment of the store: ``late``, ``no-place`` in the tree, or an ``error``."""
         self._tell(lambda: LoadFailed(reason, error))
 
-    def moved_out(self, key: str, start: int, end: int, num_bytes: int) -> None:
+    def moved_out(self, key: str, start: int, end: int, num_bytes: int, pushed_out: int) -> None:
         """The tokens ``[start, end)`` of a path were copied to the host's memory, as they leave the pool."""
-        self._tell(lambda: MovedOut(key[:SHOWN_KEY_DIGITS], start, end, num_bytes))
+        self._tell(lambda: MovedOut(key[:SHOWN_KEY_DIGITS], start, end, num_bytes, pushed_out))
 
     def moved_in(self, key: str, start: int, end: int, num_bytes: int) -> None:
         """The tokens ``[start, end)`` of a path came back from the host's memory."""

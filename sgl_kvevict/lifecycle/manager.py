@@ -33,7 +33,7 @@ from sgl_kvevict.lifecycle.table import PrefixTable
 from sgl_kvevict.lifecycle.votes import Votes
 from sgl_kvevict.prefix import SegmentPacker
 from sgl_kvevict.request import RequestOptions
-from sgl_kvevict.store import HostSegments
+from sgl_kvevict.store.host import HostSegments
 
 
 class Released(Enum):

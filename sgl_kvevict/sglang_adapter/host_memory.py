@@ -13,7 +13,8 @@ from sgl_kvevict.machine import GIB, free_host_gib
 from sgl_kvevict.prefix import SegmentPacker
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
-from sgl_kvevict.store import HostSegments, StoreIdentity
+from sgl_kvevict.store import StoreIdentity
+from sgl_kvevict.store.host import HostSegments
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

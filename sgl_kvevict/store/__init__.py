@@ -1,7 +1,6 @@
 """The persistent store of compressed segments: their format, their names, and back ends."""
 
 from sgl_kvevict.store.backend import Backend, Item
-from sgl_kvevict.store.host import HostSegments
 from sgl_kvevict.store.identity import Namespace, StoreIdentity
 from sgl_kvevict.store.manifest import ManifestEntry
 from sgl_kvevict.store.reader import Fetch, ReadAhead, Wanted, segments_of
@@ -12,7 +11,6 @@ from sgl_kvevict.store.writer import WriteBehind, Written
 __all__ = [
     "Backend",
     "Fetch",
-    "HostSegments",
     "Item",
     "ManifestEntry",
     "Namespace",

@@ -33,12 +33,14 @@ def test_slots_of_a_prefix_are_its_compressed_part_and_its_tail():
 
 
 def test_the_last_prefix_is_prefilled_in_full():
-    rows = {row.budget: row for row in fits(KVEvictConfig(budget=0.2), LLAMA_8B, 2032, 10_000, 1_000)}
+    rows = {row.budget: row for row in fits(KVEvictConfig(budget=0.2), LLAMA_8B, 2032, 10_000, 1_000, 10**9)}
     for row in rows.values():
         in_use = (row.prefixes - 1) * row.prefix_slots
         assert in_use + 2032 <= 9_000 < in_use + row.prefix_slots + 2032
     assert (rows[0.2].prefixes, rows[1.0].prefixes) == (17, 4)
     assert rows[0.2].prefix_bytes == 432 * 131072
+    load = 400 * (131072 + 32 * 8 * 6)  # with positions and worth, without the tail
+    assert rows[0.2].load_bytes == load and rows[0.2].host_prefixes == 10**9 // load
     assert all(row.prefixes == 0 for row in fits(KVEvictConfig(), LLAMA_8B, 2032, 2_000))
 
 
@@ -92,6 +94,7 @@ def test_command(capsys, model):
     code, out, _ = run(capsys, "--model", model, "--prefix-tokens", "4128", "--kv-memory", "16GiB")
     assert code == 0
     assert "131.1 KB a token slot" in out and "131,072 token slots" in out and "852" in out
+    assert "host: 17.2 GB for what the pool drops" in out
     assert "The longest prompt that is answered has 1,117,920 tokens." in out
     arguments = ("--model", model, "--prefix-tokens", "4128", "--pool-tokens", "131072", "--budget", "512", "--json")
     figures = json.loads(run(capsys, *arguments)[1])
@@ -102,6 +105,8 @@ def test_command(capsys, model):
         "prefix_slots": 544,
         "prefix_bytes": 544 * 131072,
         "prefixes": (131072 - 4128) // 544 + 1,
+        "host_prefixes": 131072 * 131072 // (512 * 132608),
+        "load_bytes": 512 * 132608,
         "tokens_per_slot": pytest.approx(4128 / 544),
     }
 

@@ -72,6 +72,9 @@ def report(ts: float = 100.0, compressions: int = 4, started: float = 40.0) -> S
             max_readers_per_span=3,
             scoring_jobs=0,
             observation_bytes=0,
+            host_bytes=2_000_000,
+            host_used_bytes=500_000,
+            host_segments=3,
         ),
         totals=Totals(compressions=compressions, compressed_tokens=100 * compressions),
         prefixes=[Prefix(7, 0, 1200, 240, 2, 3, 1.5), Prefix(9, 1200, 300, 60, 1, 0, 4000.0)],
@@ -110,6 +113,17 @@ def test_a_server_with_a_store_shows_what_was_stored_and_loaded():
     with_store.totals = Totals(stored_segments=1200, loaded_segments=7)
     state.update(with_store)
     assert "stored 1,200, loaded 7" in " ".join(drawn(state).split())
+
+
+def test_what_moved_to_the_hosts_memory_is_shown():
+    state = TopState("x")
+    state.update(report())
+    assert "host: 3 segments, 500.0 KB of 2.0 MB" in " ".join(drawn(state, 200).split())
+    assert "moved" not in drawn(state)
+    moving = report()
+    moving.totals = Totals(moved_out_segments=12, moved_out_bytes=600_000, moved_in_segments=4, moved_in_bytes=7000)
+    state.update(moving)
+    assert "moved out 12 (600.0 KB), in 4 (7.0 KB)" in " ".join(drawn(state, 200).split())
 
 
 def test_refusals_of_every_reason_are_counted():

@@ -27,6 +27,7 @@ FAULTS: Mapping[Place, str] = {
     Place.OBSERVATION: "sgl_kvevict.compression.ReaderChunk.record",
     Place.COMPRESSION: "sgl_kvevict.compression.Compressor.compress",
     Place.FIT: "sgl_kvevict.compression.PendingFit.step",
+    Place.HOST: f"{LIFECYCLE}.host.HostTier._bounds",
     Place.RELEASE: f"{LIFECYCLE}.ranges.Ranges.try_pending",
     Place.LISTENER: "sgl_kvevict.events.totals.Totals.count",
     Place.SOCKETS: "sgl_kvevict.events.service.EventService._publish_queued",

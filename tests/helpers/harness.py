@@ -44,7 +44,7 @@ from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.span_component import FULL
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
-from sgl_kvevict.store import HostSegments
+from sgl_kvevict.store.host import HostSegments
 
 TINY_LLAMA = {
     "architectures": ["LlamaForCausalLM"],

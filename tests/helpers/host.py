@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from sgl_kvevict.store import HostSegments
+from sgl_kvevict.store.host import HostSegments
 
 
 def check_host(host: HostSegments) -> None:

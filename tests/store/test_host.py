@@ -10,7 +10,7 @@ import torch
 
 from helpers.host import check_host
 from helpers.stored import MIN_PREFIX, assert_same, identity, record, tokens
-from sgl_kvevict.store import HostSegments
+from sgl_kvevict.store.host import HostSegments
 
 OURS = identity()
 NAMES = OURS.namespace(None, None)

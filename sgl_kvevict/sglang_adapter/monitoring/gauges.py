@@ -40,5 +40,4 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
         host_bytes=0 if host is None else host.num_blocks * host.block_bytes,
         host_used_bytes=0 if host is None else host.used_bytes,
         host_segments=0 if host is None else len(host),
-        host_evicted=0 if host is None else host.num_evicted,
     )

@@ -1,0 +1,74 @@
+"""A real server whose pool holds a fraction of what it is asked about: what was dropped is found again."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from helpers.modes import assert_nothing_leaked
+from helpers.tiny_model import VOCAB_SIZE
+from helpers.traffic import generate, idle_state
+from sgl_kvevict.launcher import LaunchError
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "1000", "--context-length", "1024", "--dtype", "float32")
+CONFIG = {"policy": "snapkv", "min_prefix_tokens": 48, "tail_tokens": 16, "policy_options": {"window_size": 16}}
+TOKENS = 400
+
+
+@pytest.fixture(scope="module")
+def server(start, tiny_llama):
+    return start(tiny_llama, *FLAGS, config=CONFIG)
+
+
+def numbers(count: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCAB_SIZE) for _ in range(count)]
+
+
+def ask(server, document: list[int], extra_key: str | None = None) -> tuple[list[int], int]:
+    """What is generated for a question, and how many tokens of the prompt were found."""
+    sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    body = {"input_ids": document + numbers(16, 99), "sampling_params": sampling, "extra_key": extra_key}
+    reply = json.loads(server.post("/generate", body))
+    return reply["output_ids"], reply["meta_info"]["cached_tokens"]
+
+
+def test_what_was_dropped_is_found_again_with_the_same_answers(server):
+    documents = [numbers(TOKENS, seed) for seed in range(20)]  # eight times the pool
+    for document in documents:
+        generate(server, document + numbers(16, 98), 1)
+    first = [ask(server, document) for document in documents]
+    state = idle_state(server)
+    assert state["dropped_spans"] > 0 and state["moved_out_segments"] > 0
+    assert 0 < state["host_used_bytes"] <= state["host_bytes"] and state["host_segments"] > 0
+    again = [ask(server, document) for document in documents]
+    assert again == first and all(cached == TOKENS for _, cached in first)
+    after = idle_state(server)
+    assert after["compressions"] == state["compressions"]  # none was computed again
+    assert after["moved_in_segments"] > state["moved_in_segments"] and not any(after["errors"].values())
+    assert_nothing_leaked(server)
+
+
+def test_other_tenants_and_exact_requests_find_nothing(server):
+    document = numbers(TOKENS, 0)
+    assert ask(server, document, "tenant")[1] == 0
+    before = idle_state(server)["moved_in_segments"]
+    generate(server, [*document, 5, 6, 7], 4, custom_params={"kvevict": {"exact": True}})
+    assert idle_state(server)["moved_in_segments"] == before
+
+
+def test_a_flush_empties_it(server):
+    server.post("/flush_cache?timeout=60")
+    state = idle_state(server)
+    assert state["host_segments"] == state["host_used_bytes"] == 0 and state["free_slots"] == 1000
+    assert ask(server, numbers(TOKENS, 1))[1] == 0
+
+
+def test_sizes_that_the_machine_does_not_have_are_refused(start, tiny_llama):
+    for size in (1, 10**15):
+        with pytest.raises(LaunchError, match=rf"host_bytes: got {size}; allowed here: 0 \(off\), or \d+ to \d+"):
+            start(tiny_llama, *FLAGS, config=CONFIG | {"host_bytes": size})
