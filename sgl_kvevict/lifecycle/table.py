@@ -43,7 +43,7 @@ class Change(Enum):
     INSTALL = auto()
     """Its slots are replaced by a span of a new segment."""
     GROW = auto()
-    """Its segment is replaced by one that also holds newly generated tokens."""
+    """Its segment is replaced by one that also holds newly generated tokens, or the segments beside it."""
     SQUEEZE = auto()
     """Its segment gives up entries, without any forward."""
     SPLIT = auto()
