@@ -19,8 +19,8 @@ TWO_STAGES = "two-stages"
 """The policy ``distilled`` as it is served where slots are short: a context first shrinks to the light share by learned
 scores, then to the budget by passes over what is left."""
 WHILE_PREFILLED = "while-prefilled"
-"""The policy ``distilled`` on a pool that no context fits (option ``pool``: its token slots), so that chunks shrink while
-a context is prefilled."""
+"""The policy ``distilled`` on a pool of ``pool`` token slots (an option), fewer than a context has tokens: its chunks
+shrink while it is prefilled."""
 POOL_SLOTS = 24_000
 SHORT_POOL_SLOTS = 3_000
 """Of ``TWO_STAGES``."""
