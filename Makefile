@@ -51,7 +51,7 @@ lint: setup ## ruff (rules and format) and mypy
 	@$(BIN)/mypy
 
 # Two processes, a file at a time: most tests keep one core busy, and so does a server that starts. Files are taken in
-# order: servers (tests/e2e) come in the middle, short files at the end.
+# order, those with slow tests first (tests/conftest.py).
 test: model ## run the test suite (ARGS="tests/kernels -k compact"; ARGS="-m 'not slow'")
 	@$(BIN)/python -m pytest --durations=25 $(if $(ARGS),$(ARGS),-n 2 --dist loadfile --no-loadscope-reorder)
 
@@ -105,6 +105,6 @@ bench-policies: model ## what each policy costs and what it keeps; writes docs/r
 	@$(BIN)/python benchmarks/policies/draw_kept.py
 	@$(BIN)/python benchmarks/policies/write_tables.py
 
-bench-papers: model ## what the papers claim, tested at small scale; writes docs/papers.md
+bench-papers: model ## what the papers claim, tested at small scale; writes docs/results/papers
 	@$(BIN)/python benchmarks/papers/run.py $(ARGS)
 	@$(BIN)/python benchmarks/papers/write_page.py

@@ -18,7 +18,7 @@ from sgl_kvevict.model import ensure_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "gallery.md"
-MAX_LINES = 5
+MAX_LINES = 4
 """Lines of each example's output on the page."""
 FLAGS = ("--max-total-tokens", "6000", "--enable-cache-report", "--sleep-on-idle")
 DEFAULT = kvevict_system("default", {}, FLAGS)

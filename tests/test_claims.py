@@ -26,11 +26,13 @@ def readme_row(label: str) -> list[str]:
     return [cell.strip("*") for cell in found[1:]]
 
 
-def column(page: Path, heading: str, row: str) -> list[str]:
-    """Cells of a row of the table under a heading."""
+def table_under(page: Path, heading: str) -> list[dict[str, str]]:
+    """Rows of the first table under a heading, by the names of its columns (the first may have none)."""
     section = page.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
-    (line,) = [line for line in section.splitlines() if line.startswith(f"| {row} |")]
-    return [cell.strip() for cell in line.split("|")[2:-1]]
+    names, _, *found = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if "|" in line
+    ]
+    return [dict(zip(names, cells, strict=True)) for cells in found]
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +51,18 @@ def test_slots_and_documents_are_those_of_the_demo(demo: dict) -> None:
     assert f" {demo['compressed_tokens']:,} " in picture and f" {demo['compressed_slots']:,} " in picture
 
 
-def test_requests_and_hits_are_those_of_shared_prefix() -> None:
-    page = RESULTS / "serving" / "shared-prefix.md"
-    stock, *_, default, _ = column(page, "Requests/s", "4x the pool")
-    assert readme_row("requests/s, shared prefixes of 4 times the pool") == [
-        stock,
-        "not measured",
-        default.split(" = ")[0],
-    ]
-    stock, *_, default, _ = column(page, "Prompt tokens found in the cache, %", "4x the pool")
-    assert readme_row("prompt tokens of these found") == [f"{stock} %", "not measured", f"{default} %"]
+@pytest.mark.parametrize(
+    ("label", "heading", "unit"),
+    [
+        ("requests/s, shared prefixes of 4 times the pool", "Requests/s", ""),
+        ("prompt tokens of these found", "Prompt tokens found in the cache, %", " %"),
+    ],
+)
+def test_requests_and_hits_are_those_of_shared_prefix(label: str, heading: str, unit: str) -> None:
+    table = table_under(RESULTS / "serving" / "shared-prefix.md", heading)
+    (point,) = [row for row in table if row[""] == "4x the pool"]
+    measured = [point[system].split(" = ")[0] for system in ("stock", "none", "default")]
+    assert readme_row(label) == [f"{value}{unit}" if value else "not measured" for value in measured]
 
 
 def test_decode_is_that_of_the_bars() -> None:
@@ -72,10 +76,7 @@ def test_decode_is_that_of_the_bars() -> None:
 
 
 def test_quality_is_that_of_the_tables_and_the_first_screen_says_what_is_lost() -> None:
-    page = RESULTS / "quality" / "tables.md"
-    section = page.read_text(encoding="utf-8").split("## Policies and peers at 1024 tokens\n")[1].split("\n## ")[0]
-    names, _, *cells = [[c.strip() for c in line.split("|")[1:-1]] for line in section.splitlines() if "|" in line]
-    ours = [dict(zip(names, row, strict=True)) for row in cells]
+    ours = table_under(RESULTS / "quality" / "tables.md", "Policies and peers at 1024 tokens")
     (default,) = [row for row in ours if row["policy"] == "distilled" and row["budget"] == "0.2"]
     (full,) = [row for row in ours if row["policy"] == "full" and row["engine"] != "kvpress"]
     needles = int(default["needles, of full"].split(" ")[0])

@@ -32,14 +32,12 @@ KINDS = {
     "windows": WINDOW_MACHINES,
     "states": STATE_MACHINES,
 }
-EXAMPLES = 25
-"""Sequences of one machine before it is the next one's turn."""
 
 
 def main(wanted: str = "100_000", first_seed: str = "1", pools: str = "one") -> None:
     """Run the machines."""
     machines, seed = KINDS[pools], int(first_seed)
-    settings = hypothesis.settings(SETTINGS, max_examples=EXAMPLES, derandomize=False, database=None)
+    settings = hypothesis.settings(SETTINGS, derandomize=False, database=None)
     begin, by_machine = time.perf_counter(), dict.fromkeys(machines, 0)
     while (done := sum(by_machine.values())) < int(wanted):
         for machine in machines:

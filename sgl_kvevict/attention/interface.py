@@ -54,22 +54,29 @@ class CompiledAttention(Attention, Protocol):
 
 @runtime_checkable
 class CapturableAttention(CompiledAttention, Protocol):
-    """Attention whose decode steps a CUDA graph may record.
+    """Attention whose decode and verification steps a CUDA graph may record.
 
     Call :meth:`start_capture` before the recording; record one :meth:`start_step` and :meth:`Attention.run` of every
     layer; call :meth:`follow` before each replay.
     """
 
-    def start_capture(self, num_requests: int) -> None:
-        """Lay out decode steps of ``num_requests`` requests."""
+    def start_capture(self, num_requests: int, new_len: int = 1) -> None:
+        """Lay out steps of ``num_requests`` requests with ``new_len`` new tokens each.
 
-    def start_step(self, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor) -> None:
+        Raises:
+            UnsupportedSetupError: more new tokens than a recorded step may have.
+        """
+
+    def start_step(
+        self, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor, visible: Tensor | None = None
+    ) -> None:
         """Set the lengths of one forward of the batch laid out last; replays read them from the same memory.
 
         Args:
             seq_lens: [num_requests], int, logical tokens including the new ones.
             req_pool_indices: [num_requests], int, rows of ``req_to_token``.
             req_to_token: [num_rows, max_context_len], int32, token slots.
+            visible: as :attr:`AttentionBatch.visible`, of all requests laid out.
 
         Raises:
             InvariantError: no batch is laid out.
@@ -78,8 +85,8 @@ class CapturableAttention(CompiledAttention, Protocol):
     def follow(self, batch: AttentionBatch, num_requests: int) -> None:
         """Set the spans of the next replay's requests; it reads lengths and rows where :meth:`start_step` did.
 
-        ``batch`` is a decode step of at most ``num_requests`` requests, the number recorded; the rest is padding.
+        ``batch`` is a step of at most ``num_requests`` requests, the number recorded; the rest is padding.
 
         Raises:
-            InvariantError: the batch has more requests, or is not a decode step.
+            InvariantError: the batch has more requests, or other numbers of new tokens than recorded.
         """

@@ -189,8 +189,9 @@ def size(
     pool_slots = pool_tokens or sizing.parse_bytes(kv_memory or "") // sizes.slot_bytes
     host_bytes = pool_slots * sizes.slot_bytes if host_memory is None else sizing.parse_bytes(host_memory)
     rows = sizing.fits(config, sizes, prefix_tokens, pool_slots, reserve_tokens, host_bytes)
+    longest = sizing.longest_prompt(config, pool_slots - reserve_tokens)
     if as_json:
-        typer.echo(json.dumps(sizing.as_builtins(sizes, pool_slots, rows)))
+        typer.echo(json.dumps(sizing.as_builtins(sizes, pool_slots, rows, longest)))
         return
     from rich.table import Table
 
@@ -210,6 +211,7 @@ def size(
         table.add_row(str(row.budget), f"{row.prefix_slots:,}", memory, per_slot, *counts, load)
     print_shaped(table)
     typer.echo(f"A prefix needs all its {prefix_tokens:,} slots while it is prefilled; that room is counted.")
+    typer.echo(f"The longest prompt that is answered has {longest:,} tokens.")
 
 
 def register(app: typer.Typer) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.long_prompts import LongPrompts
 from sgl_kvevict.model import resolve_model
 
 COMMON_BUDGETS = (1.0, 0.5, 0.2, 0.1)
@@ -151,10 +152,17 @@ def fits(
     return rows
 
 
-def as_builtins(sizes: ModelSizes, pool_slots: int, rows: Sequence[Fit]) -> dict[str, object]:
+def longest_prompt(config: KVEvictConfig, pool_slots: int) -> int:
+    """Return the tokens of the longest prompt that a pool serves, whatever ``--chunked-prefill-size`` is."""
+    plan = LongPrompts.of(config, pool_slots, pool_slots)
+    return max(pool_slots - 7, 0) if plan is None else plan.longest()  # 7: as SGLang counts
+
+
+def as_builtins(sizes: ModelSizes, pool_slots: int, rows: Sequence[Fit], longest: int) -> dict[str, object]:
     """Return all figures as plain values, for JSON."""
     model = asdict(sizes) | {"slot_bytes": sizes.slot_bytes}
-    return {"model": model, "pool_slots": pool_slots, "budgets": [asdict(row) for row in rows]}
+    budgets = [asdict(row) for row in rows]
+    return {"model": model, "pool_slots": pool_slots, "longest_prompt": longest, "budgets": budgets}
 
 
 def show_bytes(amount: float) -> str:

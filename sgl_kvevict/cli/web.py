@@ -1,8 +1,8 @@
 """``sgl-kvevict top --web``: the page of ``inspect --html``, live, on this machine's loopback only.
 
 Three answers: ``/`` is the page, ``/tree`` and ``/node/ID`` are the JSON that it asks for. Nothing is read from disk by
-name, nothing can be changed, and a name other than this machine's in ``Host`` is refused: a page of another site whose
-name leads here (DNS rebinding) gets no answer.
+name, and nothing can be changed. Pages of other sites get no answer: neither one whose name leads here (DNS rebinding:
+another name in ``Host``), nor one that embeds ours (``Sec-Fetch-Site``).
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer the page or its questions."""
-        if not _HOST.fullmatch(self.headers.get("Host", "")):
+        is_own = self.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin")
+        if not is_own or not _HOST.fullmatch(self.headers.get("Host", "")):
             return self.send_error(HTTPStatus.FORBIDDEN, "this page is for 127.0.0.1 and localhost only")
         node = _NODE.fullmatch(self.path)
         if self.path == "/":

@@ -30,7 +30,7 @@ from sgl_kvevict.sglang_adapter.graphs import graph_reasons
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of, full_pool_of, window_layers_of, window_pool_of
 from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_sink_dtype, find_windows
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
-from sgl_kvevict.sglang_adapter.refusals import layer_reasons, machine_reasons
+from sgl_kvevict.sglang_adapter.refusals import layer_reasons, machine_reasons, verification_reasons
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 from sgl_kvevict.sglang_adapter.verification import drafts_of
 from sgl_kvevict.sglang_adapter.window_layers import WindowLayers
@@ -72,8 +72,7 @@ class KVEvictAttentionBackend(AttentionBackend):
             reasons.append(f"the KV pool of layers with a window is a {type(windows_pool).__name__}, not one arena")
         config = load_config()
         device = torch.device(model_runner.device)
-        verifies = not model_runner.spec_algorithm.is_none()
-        reasons += device_reasons(config.attention, device.type, verifies=verifies)
+        reasons += device_reasons(config.attention, device.type)
         reasons += machine_reasons(device, model_runner.dtype)
         reasons += layer_reasons(model_runner.model)
         head_dim = model_runner.model_config.head_dim
@@ -82,9 +81,12 @@ class KVEvictAttentionBackend(AttentionBackend):
         reasons += kernel_reasons(config.attention, device, kv_dtype, head_dim)
         if arena is not None and arena.biases is not None:
             reasons += bias_reasons(config.attention, kv_dtype)
+        windows = find_windows(model_runner.model, self.places)
+        reasons += verification_reasons(model_runner.server_args, windows, has_window_pool=windows_pool is not None)
         if reasons:
             raise UnsupportedSetupError(reasons)
         assert arena is not None
+        verifies = not model_runner.spec_algorithm.is_none()
         self.geometry = _geometry(model_runner, arena, self.places)
         self.arena = arena
         self.attention = _build_attention(config.attention, self.geometry, arena, model_runner.dtype, verifies)
@@ -123,7 +125,7 @@ class KVEvictAttentionBackend(AttentionBackend):
 
     def _plan_verification(self, forward_batch: ForwardBatch) -> None:
         """Plan a step whose new tokens are drafts, which SGLang does not count in the lengths; none is observed."""
-        num_drafts, visible = drafts_of(forward_batch)
+        num_drafts, visible = drafts_of(forward_batch.spec_info, forward_batch.seq_lens)
         seq_lens = [length + num_drafts for length in forward_batch.seq_lens_cpu.tolist()]
         readers, extend_lens = readers_of(forward_batch.rids), [num_drafts] * len(seq_lens)
         ends = forward_batch.seq_lens + num_drafts
@@ -136,26 +138,37 @@ class KVEvictAttentionBackend(AttentionBackend):
         if not isinstance(self.attention, CapturableAttention):
             raise UnsupportedSetupError([f"a graph cannot record {type(self.attention).__name__}"])
         self._captured = self.attention
+        self._visible = torch.ones(max_num_tokens, dtype=torch.int64, device=self.arena.k.device)  # of replays
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Lay out a step before its capture, or give a replay the spans of its requests."""
+        is_verification = forward_batch.forward_mode.is_target_verify()
         if in_capture:
-            self._captured.start_capture(forward_batch.batch_size)
+            new_len = forward_batch.spec_info.draft_token_num if is_verification else 1
+            self._captured.start_capture(forward_batch.batch_size, new_len)
             if self._window_layers is not None:
                 self._window_layers.start_capture(forward_batch.batch_size)
             return
         real = slice(forward_batch.batch_size - forward_batch.num_padding)
         seq_lens = forward_batch.seq_lens_cpu[real].tolist()
-        readers = readers_of(forward_batch.rids)
-        batch = self._batch(readers, seq_lens, None, forward_batch.req_pool_indices[real], forward_batch.seq_lens[real])
+        readers, extend_lens = readers_of(forward_batch.rids), None
+        rows, device_seq_lens = forward_batch.req_pool_indices[real], forward_batch.seq_lens[real]
+        if is_verification:
+            num_drafts, visible = drafts_of(forward_batch.spec_info, device_seq_lens)
+            self._visible[: visible.numel()] = visible
+            seq_lens, extend_lens = [length + num_drafts for length in seq_lens], [num_drafts] * len(seq_lens)
+        batch = self._batch(readers, seq_lens, extend_lens, rows, device_seq_lens)
         self._captured.follow(batch, forward_batch.batch_size)
         if self._window_layers is not None:
             self._window_layers.follow(self.tree, readers, batch, forward_batch.batch_size)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Read the lengths of a step from SGLang's static buffers; recorded in the graph."""
-        seq_lens, rows = forward_batch.seq_lens, forward_batch.req_pool_indices
-        self._captured.start_step(seq_lens, rows, self.req_to_token_pool.req_to_token)
+        seq_lens, rows, visible = forward_batch.seq_lens, forward_batch.req_pool_indices, None
+        if forward_batch.forward_mode.is_target_verify():
+            num_drafts = forward_batch.spec_info.draft_token_num
+            seq_lens, visible = seq_lens + num_drafts, self._visible[: len(rows) * num_drafts]
+        self._captured.start_step(seq_lens, rows, self.req_to_token_pool.req_to_token, visible)
         if self._window_layers is not None:
             self._window_layers.start_step(seq_lens, rows, forward_batch.out_cache_loc)
 
@@ -364,18 +377,15 @@ def _window_layers(model_runner: ModelRunner, attention: str) -> WindowLayers | 
     return WindowLayers(model_runner.token_to_kv_pool, built, model_runner.req_to_token_pool.req_to_token)
 
 
-def device_reasons(attention: str, device: str, *, verifies: bool = False) -> list[str]:
-    """Return a sentence for everything that an attention does not support on a device ("cpu" or "cuda").
-
-    ``verifies``: with speculative decoding.
-    """
+def device_reasons(attention: str, device: str) -> list[str]:
+    """Return a sentence for everything that an attention does not support on a device ("cpu" or "cuda")."""
     reasons: list[str] = []
     chosen = attention
     try:
         chosen = resolve_attention(attention, device)
     except UnsupportedSetupError as error:
         reasons += error.reasons
-    return reasons + (graph_reasons(chosen, verifies=verifies) if device == "cuda" else [])
+    return reasons + (graph_reasons(chosen) if device == "cuda" else [])
 
 
 def _require_no_extras(extras: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""CUDA graphs: refuses unsupported kinds, and attaches requests to replays."""
+"""CUDA graphs and overlap: refuses or switches off what is unsupported, and attaches requests to replays."""
 
 from __future__ import annotations
 
@@ -25,17 +25,20 @@ logger = logging.getLogger(__name__)
 def after_attention_backend(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
     """Resolution hook: switch off default CUDA graphs that our attention does not support.
 
-    A user's explicit choice is left, and refused when the backend is built.
+    A user's explicit choice is left, and refused when the backend is built. With speculative decoding the overlap
+    schedule is switched off as well, as SGLang does on a CPU.
     """
     previous(server_args)
     if BACKEND_NAME not in attention_backends_of(resolved_view(server_args)):
         return
+    given = resolved_view(server_args)
+    if given.speculative_algorithm is not None and not given.disable_overlap_schedule:
+        logger.warning("The overlap schedule is switched off: with speculative decoding it is not tested.")
+        declare_resolution(server_args, f"{BACKEND_NAME}: after_attention_backend", disable_overlap_schedule=True)
     reasons = {Phase.PREFILL: "a captured prefill cannot follow requests to other spans"}
     attention = load_config().attention
     if attention in PLANNED_ON_HOST:
         reasons[Phase.DECODE] = f"attention {attention!r} plans on the host"
-    if resolved_view(server_args).speculative_algorithm is not None:
-        reasons[Phase.DECODE] = "verification steps of speculative decoding are planned on the host"
     for phase, reason in reasons.items():
         config = resolving_view(server_args).cuda_graph_config
         is_users_choice = (phase, "backend") in server_args._cuda_graph_config_locked
@@ -53,11 +56,8 @@ def around_replay_view(build: Callable[..., SimpleNamespace], *args: Any, **kwar
     return view
 
 
-def graph_reasons(attention: str, *, verifies: bool = False) -> list[str]:
-    """Return a sentence for every unsupported setting of CUDA graphs.
-
-    ``attention`` is the resolved implementation; ``verifies``: with speculative decoding.
-    """
+def graph_reasons(attention: str) -> list[str]:
+    """Return a sentence for every unsupported setting of CUDA graphs; ``attention``: the resolved implementation."""
     reasons = []
     if not check_cuda_graph_backend(Phase.PREFILL, Backend.DISABLED):
         reasons.append(
@@ -73,11 +73,6 @@ def graph_reasons(attention: str, *, verifies: bool = False) -> list[str]:
         reasons.append(
             f"attention is {attention!r}, whose plans are made on the host and cannot be captured: start with "
             "--cuda-graph-backend-decode disabled, or with another attention"
-        )
-    if check_cuda_graph_backend(Phase.DECODE, Backend.FULL) and verifies:
-        reasons.append(
-            "--speculative-algorithm is set, and verification steps are planned on the host: start with "
-            "--cuda-graph-backend-decode disabled"
         )
     if envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get():
         reasons.append("SGLANG_ENABLE_METADATA_GLUE_GRAPH is set, which would record one batch's spans for all batches")

@@ -54,12 +54,14 @@ def admission_of(allocator: BaseTokenToKVPoolAllocator) -> LongPromptAdmission |
 def after_chunked_prefill(_result: None, scheduler: Scheduler) -> None:
     """Hook after a scheduler has its cache and its chunk size: lift its limits on the length of prompts.
 
-    They stay with ``--allow-auto-truncate``, and for models with several pools.
+    They stay with ``--allow-auto-truncate``, with speculative decoding, and for models with windows or several pools.
     """
     tree = scheduler.tree_cache
     if not isinstance(tree, KVEvictTree) or tree.compressor is None or get_serving().allow_auto_truncate:
         return
     if tree.is_swa_enabled or tree.supports_mamba() or not tree.compressor.splittable:
+        return
+    if not scheduler.spec_algorithm.is_none():
         return
     num_slots, chunk = tree.slot_allocator.size, scheduler.chunked_prefill_size
     plan = LongPrompts.of(tree.compressor.config, num_slots, chunk)
@@ -150,7 +152,7 @@ def around_check(
     held = 0 if tree.manager.readers.has_exact(prefix) else sum(map(tree.node_slots, prefix))
     num_new = total_tokens - extend_input_len
     peak = admission.plan.slots_at_peak(len(req.full_untruncated_fill_ids)) + num_new
-    if extend_input_len <= chunk_limit or peak >= adder.rem_total_tokens + held:
+    if peak >= adder.rem_total_tokens + held:
         return verdict
     return True, min(chunk_limit, admission.plan.chunk)
 

@@ -6,7 +6,7 @@ They are checked after the model is loaded; checks before that are in ``start_ch
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_UNVERIFIED = "--speculative-algorithm: the model has {}, where rejected drafts are not tested"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 
 
@@ -67,6 +68,8 @@ def place_reasons(config: KVEvictConfig, policy: Policy | None, ctx: TreeCacheBu
             "--mamba-radix-cache-strategy is 'extra_buffer', only 'no_buffer' is supported (with "
             "--disable-overlap-schedule): the other strategy is not tested"
         )
+    if ctx.is_hybrid_ssm and ctx.server_args.speculative_algorithm is not None:
+        reasons.append(_UNVERIFIED.format("recurrent layers"))
     if ctx.is_hybrid_ssm and config.decode_block is not None:
         reasons.append("decode_block: a recurrent state is kept for the end of an answer, not for the end of a block")
     if not (ctx.is_hybrid_swa or ctx.is_hybrid_ssm):
@@ -157,16 +160,15 @@ def window_reasons(config: KVEvictConfig, policy: Policy | None, geometry: KVGeo
     return reasons
 
 
-def verification_reasons(ctx: TreeCacheBuildContext, geometry: KVGeometry) -> list[str]:
-    """What speculative decoding does not support in a model."""
-    if ctx.server_args.speculative_algorithm is None:
+def verification_reasons(server_args: ServerArgs, windows: Sequence[int], *, has_window_pool: bool) -> list[str]:
+    """What speculative decoding does not support in a model; ``windows`` as in :attr:`KVGeometry.windows`."""
+    if server_args.speculative_algorithm is None:
         return []
+    num_drafts, narrowest = server_args.speculative_num_draft_tokens, min(filter(None, windows), default=0)
     reasons = []
-    if ctx.is_hybrid_swa or ctx.is_hybrid_ssm:
-        kind = "recurrent layers" if ctx.is_hybrid_ssm else "a KV pool for layers with a sliding window"
-        reasons.append(f"--speculative-algorithm: the model has {kind}, where rejected drafts are not tested")
-    num_drafts, narrowest = ctx.server_args.speculative_num_draft_tokens, min(filter(None, geometry.windows), default=0)
-    if 0 < narrowest < num_drafts:
+    if has_window_pool:
+        reasons.append(_UNVERIFIED.format("a KV pool for layers with a sliding window"))
+    if num_drafts is not None and 0 < narrowest < num_drafts:
         reasons.append(
             f"--speculative-num-draft-tokens is {num_drafts}; allowed: at most {narrowest}, the narrowest window"
         )

@@ -40,6 +40,7 @@ from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.kv_pools import state_slots
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.span_component import FULL, SpanComponent
+from sgl_kvevict.sglang_adapter.verification import Acceptance
 from sgl_kvevict.sglang_adapter.window_component import SWA, SpanAwareSWA
 from sgl_kvevict.store.host import HostSegments
 
@@ -188,6 +189,7 @@ class KVEvictTree(UnifiedRadixCache):
         self.manager = PrefixManager(self.port, packer, compressor, self.guard, access_counter, states, access, host)
         self.spans = self.manager.spans
         self.clock = AccessClock()
+        self.acceptance = Acceptance()
         # Prefix of the ids of scoring passes. The same on all ranks, and random so that clients cannot guess it: SGLang
         # reports removed and aborted requests by id.
         self.pass_name = f"kvevict-pass-{self.ranks.largest(secrets.randbits(62)):x}"
@@ -377,6 +379,9 @@ class KVEvictTree(UnifiedRadixCache):
         why = Released.RETRACTED
         if req.finished():
             why = Released.ABORTED if isinstance(req.finished_reason, FINISH_ABORT) else Released.FINISHED
+            if req.spec_verify_ct:
+                path = path_to(self.tree_core.node_by_id(req.last_node))
+                self.acceptance.count(req, reads_spans=bool(path) and path[0] in self.spans)
         self.manager.released(req, why)
 
     def _wish_of(self, req: Req) -> RequestOptions | None:

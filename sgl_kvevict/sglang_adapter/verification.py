@@ -1,14 +1,14 @@
-"""Verification steps of speculative decoding: which draft tokens a request has, and what each of them sees."""
+"""Verification steps of speculative decoding: what each draft token sees, and how many were accepted."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.managers.schedule_batch import Req
 
 
 def visible_drafts(mask: Tensor, seq_lens: Tensor, num_drafts: int) -> Tensor:
@@ -33,10 +33,28 @@ def visible_drafts(mask: Tensor, seq_lens: Tensor, num_drafts: int) -> Tensor:
     return (trees.long() << node).sum(-1).view(-1)
 
 
-def drafts_of(forward_batch: ForwardBatch) -> tuple[int, Tensor | None]:
-    """Draft tokens of each request in a verification step, and what each of them sees (None: those before it)."""
-    spec = forward_batch.spec_info
-    num_drafts: int = spec.draft_token_num
-    if spec.custom_mask is None:
-        return num_drafts, None
-    return num_drafts, visible_drafts(spec.custom_mask, forward_batch.seq_lens, num_drafts)
+def drafts_of(spec_info: Any, seq_lens: Tensor) -> tuple[int, Tensor]:
+    """Draft tokens of each request in a verification step, and what each of them sees; see :func:`visible_drafts`."""
+    num_drafts: int = spec_info.draft_token_num
+    return num_drafts, visible_drafts(spec_info.custom_mask, seq_lens, num_drafts)
+
+
+class Acceptance:
+    """Verification steps of requests that have finished, and the tokens that these gave, by what the requests read."""
+
+    def __init__(self) -> None:
+        self._counts = {"compressed": [0, 0], "uncompressed": [0, 0]}
+
+    def count(self, req: Req, *, reads_spans: bool) -> None:
+        """Add a finished request."""
+        counts = self._counts["compressed" if reads_spans else "uncompressed"]
+        counts[0] += req.spec_verify_ct
+        counts[1] += req.spec_verify_ct + req.spec_num_correct_drafts
+
+    def state(self) -> dict[str, dict[str, float]]:
+        """Steps, and tokens per step, of requests that read compressed prefixes and of others; {} before the first."""
+        return {
+            name: {"steps": steps, "acceptance_length": round(tokens / steps, 3)}
+            for name, (steps, tokens) in self._counts.items()
+            if steps
+        }

@@ -26,10 +26,11 @@ pytestmark = [
 
 
 class Captured:
-    """A recorded step of all layers for so many requests, on the arena of a world."""
+    """A recorded step of all layers for so many requests, on the arena of a world; with ``new_len`` > 1, of trees."""
 
-    def __init__(self, world: World, num_requests: int, device: str) -> None:
+    def __init__(self, world: World, num_requests: int, device: str, new_len: int = 1) -> None:
         self.world = world
+        self.new_len = new_len
         self.device = device
         geometry = world.geometry
         self.attention = TritonAttention(geometry, world.k.to(device), world.v.to(device))
@@ -39,10 +40,11 @@ class Captured:
         self.seq_lens = torch.ones(num_requests, dtype=torch.int64, device=device)
         self.pool_rows = torch.zeros(num_requests, dtype=torch.int64, device=device)
         self.req_to_token = world.req_to_token.to(device).clone()
-        shape = (geometry.num_layers, num_requests, geometry.num_qo_heads, geometry.head_dim)
+        shape = (geometry.num_layers, num_requests * new_len, geometry.num_qo_heads, geometry.head_dim)
         self.q = torch.zeros(shape, dtype=world.dtype, device=device)
+        self.visible = torch.ones(num_requests * new_len, dtype=torch.int64, device=device)
         self.tape = GraphTape()
-        self.attention.start_capture(num_requests)
+        self.attention.start_capture(num_requests, new_len)
         self._step()  # warm-up
         if device == "cuda":
             graph = torch.cuda.CUDAGraph()
@@ -55,7 +57,8 @@ class Captured:
             self._replay = self.tape.replay
 
     def _step(self) -> list[tuple[Tensor, Tensor]]:
-        self.attention.start_step(self.seq_lens, self.pool_rows, self.req_to_token)
+        ends, visible = (self.seq_lens, None) if self.new_len == 1 else (self.seq_lens + self.new_len, self.visible)
+        self.attention.start_step(ends, self.pool_rows, self.req_to_token, visible)
         return [self.attention.run(layer, q, self.world.sm_scale) for layer, q in enumerate(self.q)]
 
     def check(self) -> None:
@@ -67,23 +70,39 @@ class Captured:
         self.attention.v_arena.copy_(world.v)
         self.req_to_token.copy_(world.req_to_token)
         self.q.copy_(torch.randn(self.q.shape).to(self.q.dtype))
-        self.seq_lens.copy_(torch.tensor(world.seq_lens + [1] * padding))
+        before = 0 if self.new_len == 1 else self.new_len  # SGLang counts drafts apart
+        self.seq_lens.copy_(torch.tensor([length - before for length in world.seq_lens] + [1] * padding))
+        self.visible[: num_real * self.new_len] = self._trees(num_real)
         self.pool_rows.copy_(torch.tensor(world.rows + [0] * padding))
         batch = self._batch()
         self.attention.follow(batch, self.num_requests)
         self._replay()
         self.eager.plan(batch)
         for layer, (out, lse) in enumerate(self.results):
-            want_out, want_lse = self.eager.run(layer, self.q[layer, :num_real], world.sm_scale)
+            real = slice(num_real * self.new_len)
+            want_out, want_lse = self.eager.run(layer, self.q[layer, real], world.sm_scale)
             assert want_out.isfinite().all()
-            assert_same_bits(f"out of layer {layer}", out[:num_real], want_out)
-            assert_same_bits(f"lse of layer {layer}", lse[:num_real], want_lse)
+            assert_same_bits(f"out of layer {layer}", out[real], want_out)
+            assert_same_bits(f"lse of layer {layer}", lse[real], want_lse)
 
     def _batch(self) -> AttentionBatch:
         batch = self.world.batch()
         paths = tuple(tuple(self._copy(span) for span in path) for path in batch.paths)
-        rows = batch.req_pool_indices.to(self.device)
-        return AttentionBatch(paths, batch.seq_lens, None, rows, self.req_to_token)
+        rows, num_real = batch.req_pool_indices.to(self.device), len(paths)
+        if self.new_len == 1:
+            return AttentionBatch(paths, batch.seq_lens, None, rows, self.req_to_token)
+        news, visible = [self.new_len] * num_real, self.visible[: num_real * self.new_len].clone()
+        return AttentionBatch(paths, batch.seq_lens, news, rows, self.req_to_token, visible=visible)
+
+    def _trees(self, num_trees: int) -> Tensor:
+        """Bits of random trees: every node has a parent among those before it."""
+        numbers = []
+        for _ in range(num_trees):
+            tree = [1]
+            for node in range(1, self.new_len):
+                tree.append(tree[int(torch.randint(node, ()))] | 1 << node)
+            numbers += tree
+        return torch.tensor(numbers)
 
     def _copy(self, span: SpanRuns) -> SpanRuns:
         if span not in self.copies:
@@ -159,6 +178,22 @@ def test_eager_steps_between_replays(make_world: MakeWorld, device: str) -> None
     captured.check()
 
 
+def test_trees_enter_and_leave_a_captured_batch(make_world: MakeWorld, device: str) -> None:
+    """Other trees at every replay, over spans that are shared, alone or gone."""
+    world = make_world(2, 2, 16, num_layers=1, num_token_slots=900)
+    captured = Captured(world, 3, device, new_len=5)
+    shared = world.uneven_span(30)
+    world.add((), 20)
+    captured.check()
+    world.add((shared,), 6)
+    world.add((shared, world.uneven_span(18)), 40)
+    captured.check()
+    world.remove(0)
+    for i in range(2):
+        world.grow(i, 3)
+    captured.check()
+
+
 @pytest.mark.usefixtures("interpreted")
 def test_a_captured_step_holds_only_memory_that_lasts(make_world: MakeWorld) -> None:
     """Kernels read what is the graph's own or lives as long as the server: nothing of the warm-up or of a batch."""
@@ -190,10 +225,12 @@ def test_a_replay_takes_decode_steps_that_fit(make_world: MakeWorld) -> None:
     attention = TritonAttention(world.geometry, world.k, world.v)
     for _ in range(2):
         world.add((), 3)
-    with pytest.raises(InvariantError, match=r"1 decode rows were captured, got \[1, 1\] new tokens"):
+    with pytest.raises(InvariantError, match=r"1 rows of 1 were captured, got \[1, 1\] new tokens"):
         attention.follow(world.batch(), 1)
-    with pytest.raises(InvariantError, match=r"4 decode rows were captured, got \[1, 3\] new tokens"):
+    with pytest.raises(InvariantError, match=r"4 rows of 1 were captured, got \[1, 3\] new tokens"):
         attention.follow(world.batch([1, 3]), 4)
+    with pytest.raises(UnsupportedSetupError, match="43 draft tokens in a captured step; allowed: 128 q rows"):
+        attention.start_capture(2, 43)
 
 
 def test_a_step_needs_a_plan(make_world: MakeWorld) -> None:

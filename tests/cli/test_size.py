@@ -7,7 +7,7 @@ import json
 import pytest
 
 from sgl_kvevict.cli import main
-from sgl_kvevict.cli.size import ModelSizes, fits, parse_bytes, prefix_slots, read_model_sizes
+from sgl_kvevict.cli.size import ModelSizes, fits, longest_prompt, parse_bytes, prefix_slots, read_model_sizes
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
 
@@ -42,6 +42,14 @@ def test_the_last_prefix_is_prefilled_in_full():
     load = 400 * (131072 + 32 * 8 * 6)  # with positions and worth, without the tail
     assert rows[0.2].load_bytes == load and rows[0.2].host_prefixes == 10**9 // load
     assert all(row.prefixes == 0 for row in fits(KVEvictConfig(), LLAMA_8B, 2032, 2_000))
+
+
+def test_the_longest_prompt_is_longer_than_a_pool_whose_chunks_can_shrink():
+    assert longest_prompt(KVEvictConfig(), 10_000) > 70_000
+    assert longest_prompt(KVEvictConfig(min_budget=None), 10_000) < longest_prompt(KVEvictConfig(), 10_000)
+    assert longest_prompt(KVEvictConfig(policy="none"), 10_000) == longest_prompt(KVEvictConfig(budget=512), 10_000)
+    assert longest_prompt(KVEvictConfig(policy="none"), 10_000) == 9_993
+    assert longest_prompt(KVEvictConfig(), 0) == 0
 
 
 @pytest.mark.parametrize(("text", "amount"), [("40GB", 40 * 10**9), ("1.5 GiB", 3 * 2**29), ("1000", 1000)])
@@ -87,9 +95,11 @@ def test_command(capsys, model):
     assert code == 0
     assert "131.1 KB a token slot" in out and "131,072 token slots" in out and "852" in out
     assert "host: 17.2 GB for what the pool drops" in out
+    assert "The longest prompt that is answered has 1,117,920 tokens." in out
     arguments = ("--model", model, "--prefix-tokens", "4128", "--pool-tokens", "131072", "--budget", "512", "--json")
     figures = json.loads(run(capsys, *arguments)[1])
     assert figures["model"]["slot_bytes"] == 131072 and figures["pool_slots"] == 131072
+    assert figures["longest_prompt"] == 131065  # entries per head: chunks do not shrink
     assert figures["budgets"][0] == {
         "budget": 512,
         "prefix_slots": 544,

@@ -48,11 +48,14 @@ def web(tmp_path, request, monkeypatch):
             thread.join()
 
 
-def get(server: WebServer, path: str, method: str = "GET", host: str | None = "localhost") -> tuple[int, bytes]:
+def get(
+    server: WebServer, path: str, method: str = "GET", host: str | None = "localhost", site: str = "same-origin"
+) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     connection.putrequest(method, path, skip_host=True)
     if host is not None:
         connection.putheader("Host", host)
+    connection.putheader("Sec-Fetch-Site", site)
     connection.endheaders()
     reply = connection.getresponse()
     return reply.status, reply.read()
@@ -91,6 +94,8 @@ def test_other_hosts_methods_and_paths_are_refused(web):
     for host in ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", "", "[::1]", None):
         for path in ("/", "/tree", "/node/1"):
             assert get(web, path, host=host)[0] == 403, host
+    for site, status in {"cross-site": 403, "same-site": 403, "none": 200}.items():
+        assert get(web, "/tree", site=site)[0] == status  # a page of another site, and an address that was typed
     for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS", "TRACE"):
         assert get(web, "/tree", method)[0] == 501
     paths = ["/..", "/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/node/../tree", "/node/", "/node/-1", "/node/1/"]

@@ -79,7 +79,6 @@ def test_outputs_equal_stock_at_budget_one_under_pressure(start, tiny_llama):
     exact = ("--skip-tokenizer-init", "--context-length", "1024", "--dtype", "float32")
     stock = start(tiny_llama, *exact, "--max-total-tokens", "60000")
     expected = run_jobs(stock, jobs, concurrency=4)
-    stock.stop(grace_s=0)
     small_pool = ("--max-total-tokens", "2000", "--chunked-prefill-size", "128")
     server = start(tiny_llama, *exact, *small_pool, config={**CONFIG, "budget": 1.0}, env=RETRACT)
     outputs = run_jobs(server, jobs, concurrency=24)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-import time
 import urllib.error
 from pathlib import Path
 
 import pytest
 
+from helpers.event_sockets import wait_until
 from helpers.faults import FAULT_FILE, FAULTS
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import generate, idle_state, random_jobs, run_jobs
@@ -50,14 +50,6 @@ def traffic(server, seed: int) -> None:
     assert all(len(outputs[job.rid]) == max(job.max_new_tokens, 1) or not job.max_new_tokens for job in jobs)
 
 
-def wait_for(condition) -> None:
-    for _ in range(200):
-        if condition():
-            return
-        time.sleep(0.05)
-    raise AssertionError("nothing happened")
-
-
 def test_every_place_has_a_fault():
     assert set(FAULTS) == set(Place)
 
@@ -72,17 +64,17 @@ def test_a_fault_stays_where_it_happens(server, fault, place):
         assert error.value.code == 500
     else:
         traffic(server, seed)
-    wait_for(lambda: plugin_state(server)["errors"].get(place.value, 0) > 0)
+    wait_until(lambda: plugin_state(server)["errors"].get(place.value, 0) > 0)
     fault.write_text("")
     before = plugin_state(server)
     traffic(server, 100 + seed)
-    wait_for(lambda: plugin_state(server)["scoring_jobs"] == 0)
+    wait_until(lambda: plugin_state(server)["scoring_jobs"] == 0)
     state = idle_state(server)
     assert state["compressions"] > before["compressions"]
     assert state["errors"] == before["errors"]
     assert state["free_slots"] + state["evictable_slots"] == state["total_slots"] and state["leaked_slots"] == 0
     assert server.leak_messages() == []
     series = f'place="{place.value}"'
-    wait_for(lambda: any("errors_total" in line and series in line and not line.endswith(" 0.0") for line in
+    wait_until(lambda: any("errors_total" in line and series in line and not line.endswith(" 0.0") for line in
                          server.get_text("/metrics").splitlines()))  # fmt: skip
     assert server.log().count(f"an error at '{place.value}' was held") == 1  # with its trace, once

@@ -7,7 +7,6 @@ import contextlib
 import json
 import re
 import socket
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -16,12 +15,13 @@ import pytest
 import zmq
 from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
+from helpers.event_sockets import wait_until
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import generate, idle_state, random_jobs, run_jobs
 from sgl_kvevict.cli import main
 from sgl_kvevict.cli.inspect import take_snapshot
 from sgl_kvevict.events.client import EventStream, InspectClient
-from sgl_kvevict.events.questions import Status, StatusReport
+from sgl_kvevict.events.questions import Describe, Description, Status, StatusReport
 from sgl_kvevict.events.types import END_OF_REPLAY, Compressed, Dropped, Repacked, Split, Squeezed
 from sgl_kvevict.launcher import free_port
 
@@ -64,10 +64,10 @@ def kv_subscriber():
 
 @pytest.fixture(scope="module")
 def server(start, tiny_llama, kv_subscriber):
-    server = start(tiny_llama, *FLAGS, config=CONFIG)
+    server = start(tiny_llama, *FLAGS, config=CONFIG, spins=True)  # a sleeping one answers questions once a second
     run_jobs(server, random_jobs(150, seed=7, vocab_size=VOCAB_SIZE), concurrency=16)
     idle_state(server)
-    time.sleep(1.5)  # metrics are refreshed once a second
+    wait_until(lambda: counted(server) == of_totals(ask(Status(limit=0), StatusReport).totals))  # once a second
     return server
 
 
@@ -106,8 +106,9 @@ def replay(endpoint: str) -> list[tuple[int, bytes]]:
 def test_a_kv_event_subscriber_knows_exactly_what_is_cached(server, kv_subscriber):
     messages = replay(KV_EVENTS["replay_endpoint"])
     assert [seq for seq, _ in messages] == list(range(len(messages)))
-    live = []
-    while kv_subscriber.poll(200):
+    live: list[tuple[int, bytes]] = []
+    while not live or live[-1][0] < messages[-1][0]:
+        assert kv_subscriber.poll(300_000)
         _, seq, payload = kv_subscriber.recv_multipart()
         live.append((int.from_bytes(seq, "big"), payload))
     assert live == messages[live[0][0] :] and len(live) > len(messages) - 10  # but for those before it had connected
@@ -143,6 +144,7 @@ def test_a_kv_event_subscriber_knows_exactly_what_is_cached(server, kv_subscribe
 
 def test_our_events_tell_the_whole_story(server):
     events = []
+    last = ask(Describe(), Description).next_seq - 1
 
     async def read() -> None:
         async with EventStream(EVENTS["endpoint"], EVENTS["replay_endpoint"], "kvevict") as stream:
@@ -151,9 +153,10 @@ def test_our_events_tell_the_whole_story(server):
                 assert received.seq == expected and received.missed == 0
                 expected += 1
                 events.extend(received.batch.events)
+                if received.seq == last:
+                    return
 
-    with pytest.raises(TimeoutError):
-        asyncio.run(asyncio.wait_for(read(), 3))
+    asyncio.run(asyncio.wait_for(read(), 300))
     report = ask(Status(limit=1000), StatusReport)
     totals, gauges = report.totals, report.gauges
     compressed = [event for event in events if isinstance(event, Compressed)]
@@ -172,6 +175,19 @@ def test_our_events_tell_the_whole_story(server):
     slots -= sum(event.released_slots for event in events if isinstance(event, Repacked | Squeezed))
     slots -= sum(event.slots for event in dropped if event.compressed)
     assert gauges.pool.compressed == slots == sum(row.slots for row in report.prefixes)
+
+
+COUNTERS = ("compressions", "evicted_entries", "released_slots", "splits", "dropped_nodes", "dropped_spans")
+
+
+def of_totals(totals) -> dict[str, float]:
+    return {name: getattr(totals, name) for name in COUNTERS}
+
+
+def counted(server) -> dict[str, float]:
+    """The same, as metrics have it."""
+    series = scrape(server)
+    return {name: series.get(f"kvevict:{name}_total", 0.0) for name in COUNTERS}
 
 
 def scrape(server) -> dict[str, float]:
@@ -196,8 +212,7 @@ def test_metrics_equal_the_report(server):
     assert series["kvevict:held_slots"] == gauges.pool.compressed + gauges.pool.full
     assert series["kvevict:held_slots"] + gauges.pool.free == series["sglang:kv_evictable_tokens"] + gauges.pool.free
     assert series["kvevict:tokens_per_slot"] == pytest.approx(gauges.logical_tokens / series["kvevict:held_slots"])
-    for name in ("compressions", "evicted_entries", "released_slots", "splits", "dropped_nodes", "dropped_spans"):
-        assert series[f"kvevict:{name}_total"] == getattr(totals, name), name
+    assert counted(server) == of_totals(totals)
     assert series["kvevict:compression_seconds_count"] == totals.compressions
     assert series["kvevict:compression_seconds_sum"] == pytest.approx(totals.compression_seconds)
     labels = re.search(r"^kvevict:spans\{([^}]*)\}", server.get_text("/metrics"), re.MULTILINE)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from helpers.event_sockets import wait_until
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import generate, idle_state, random_jobs, run_jobs
 from sgl_kvevict.events.client import InspectClient
@@ -124,9 +125,13 @@ def test_slots_stay_equal_and_come_back(start, tiny_llama, tmp_path):
     server.post("/flush_cache?timeout=60")
     state = assert_all_slots_are_back(server)
     assert state["free_slots"] == state["total_slots"] and state["spans"] == 0
-    time.sleep(1.5)  # metrics are refreshed once a second
-    written = re.findall(r"^kvevict:compressions_total\{.*\} (\S+)$", server.get_text("/metrics"), re.MULTILINE)
-    assert list(map(float, written)) == [totals.compressions]
+
+    def written() -> list[float]:
+        """Of one rank, once a second."""
+        found = re.findall(r"^kvevict:compressions_total\{.*\} (\S+)$", server.get_text("/metrics"), re.MULTILINE)
+        return list(map(float, found))
+
+    wait_until(lambda: written() == [totals.compressions])
 
 
 def test_ranks_load_their_parts_of_a_prefix_after_a_restart(start, tiny_llama, tmp_path):

@@ -89,11 +89,15 @@ import sys
 
 import sglang as sgl
 
+from helpers.preloaded import fork_where_sglang_spawns
+
 if __name__ == "__main__":
+    fork_where_sglang_spawns()
     engine = sgl.Engine(
         model_path=sys.argv[1], device="cpu", skip_tokenizer_init=True, max_total_tokens=2000, context_length=1024,
         radix_cache_backend="kvevict", attention_backend="kvevict", log_level="warning", dtype="float32",
         cuda_graph_config={"decode": {"backend": "full", "bs": [2]}}, kv_cache_dtype=sys.argv[2],
+        **json.loads(sys.argv[3]),
     )
     sampling = [{"temperature": 0, "max_new_tokens": count} for count in (3, 5, 7)]
     prompt = [i * 7 % 500 + 3 for i in range(400)]
@@ -104,7 +108,10 @@ if __name__ == "__main__":
 """
 
 
-def serve(folder: Path, model: Path, kv: str, *, is_triton: bool) -> tuple[list[list[object]], list[str]]:
+def serve(
+    folder: Path, model: Path, kv: str, *, is_triton: bool, **options: object
+) -> tuple[list[list[object]], list[str]]:
+    """What was generated and cached, and the lines of the log; ``options`` are more arguments of the engine."""
     (folder / "sitecustomize.py").write_text(SITE)
     (folder / "engine.py").write_text(ENGINE)
     config = config_env({"policy": "snapkv", "budget": 0.3, "attention": "torch"})
@@ -112,7 +119,8 @@ def serve(folder: Path, model: Path, kv: str, *, is_triton: bool) -> tuple[list[
     env |= {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "TRITON_INTERPRET": "1" if is_triton else "0"}
     env |= {"TEST_TRITON_ATTENTION": "1"} if is_triton else {}
     env |= {"TEST_FP8": "1"} if kv == "fp8_e4m3" else {}
-    command = [sys.executable, str(folder / "engine.py"), str(model), kv if is_triton else "auto"]
+    arguments = [str(model), kv if is_triton else "auto", json.dumps(options)]
+    command = [sys.executable, str(folder / "engine.py"), *arguments]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     lines = run.stdout.splitlines()
@@ -141,3 +149,15 @@ def test_triton_kernels_serve_compressed_prefixes(tiny_llama: Path, tmp_path: Pa
         *("PLAN 3 decode", "FOLLOW 2 of 2", "REPLAY 2 of 2"),
         *("FOLLOW 1 of 2", "REPLAY 1 of 2"),
     ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the device here")
+def test_triton_kernels_verify_drafts(tiny_llama: Path, tmp_path: Path) -> None:
+    """The same tokens as without speculation: trees of four drafts over a compressed prefix, eager and captured."""
+    want, _ = serve(tmp_path, tiny_llama, "auto", is_triton=False)
+    ngram = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
+    got, log = serve(tmp_path, tiny_llama, "auto", is_triton=True, **ngram)
+    assert got == want
+    steps = {line for line in log if line.startswith(("PLAN", "FOLLOW", "REPLAY"))}
+    assert {"FOLLOW 2 of 2", "REPLAY 2 of 2", "FOLLOW 1 of 2", "REPLAY 1 of 2"} <= steps
+    assert "PLAN 3 decode" not in steps

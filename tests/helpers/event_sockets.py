@@ -39,4 +39,4 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 300.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.005)
+        time.sleep(0.01)

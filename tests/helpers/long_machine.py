@@ -15,8 +15,10 @@ CONFIG = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_toke
 LONG_BASES = tuple([base[i % 48] for i in range(800)] for base in BASES)
 
 
-class LongPrompts:
-    """Prompts of up to five times the pool beside everything else, one of which is prefilled at a time."""
+class LongMachine(PressureMachine):
+    """Prompts of up to 4.5 times the pool beside everything else, one of which is prefilled at a time."""
+
+    options: ClassVar[dict[str, Any]] = {"has_learned": True, "config": CONFIG, "max_tokens": 1024}
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,15 +58,10 @@ class LongPrompts:
             self.harness.abort(req)
 
 
-class LongMachine(LongPrompts, PressureMachine):
-    """Scores are learned: any chunk can shrink."""
+class ColdLongMachine(LongMachine):
+    """Before scores are learned: chunks shrink by what their own prompt attends to."""
 
-    options: ClassVar[dict[str, Any]] = {"has_learned": True, "config": CONFIG, "max_tokens": 1024}
-
-
-class ColdLongMachine(LongPrompts, ColdMachine):
-    """Before: chunks shrink by what their own prompt attends to."""
-
+    policy = ColdMachine.policy
     options: ClassVar[dict[str, Any]] = {"config": CONFIG, "max_tokens": 1024}
 
 

@@ -385,7 +385,7 @@ class StockMachine(CacheMachine):
 
 
 SETTINGS = settings(
-    max_examples=60,
+    max_examples=25,
     stateful_step_count=40,
     deadline=None,
     report_multiple_bugs=False,

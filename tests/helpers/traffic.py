@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from helpers.event_sockets import wait_until
 from sgl_kvevict.launcher import RunningServer
 
 
@@ -93,9 +94,11 @@ def idle_state(server: RunningServer) -> dict[str, Any]:
 
 def idle_states(server: RunningServer) -> list[dict[str, Any]]:
     """Wait until nothing runs and return what the compressed cache of each data-parallel scheduler holds."""
-    for _ in range(100):
-        states = [state["kvevict"] for state in server.get_json("/server_info")["internal_states"]]
-        if all(state["protected_slots"] == 0 for state in states):
-            return states
-        time.sleep(0.1)
-    raise AssertionError(f"the server did not become idle: {states}")
+    states: list[dict[str, Any]] = []
+
+    def is_idle() -> bool:
+        states[:] = [state["kvevict"] for state in server.get_json("/server_info")["internal_states"]]
+        return all(state["protected_slots"] == 0 for state in states)
+
+    wait_until(is_idle)
+    return states

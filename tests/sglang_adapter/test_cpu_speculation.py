@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from pathlib import Path
 
 import pytest
 import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sgl_kvevict.sglang_adapter.cpu_speculation import (
     SUBSTITUTES,
@@ -55,6 +57,8 @@ def test_what_is_replaced_is_there_in_sglang():
         assert hasattr(importlib.import_module(owner), name), f"{owner}.{name}"
     spec = importlib.util.find_spec(TREE_MODULE)
     assert spec is not None and "def reconstruct_indices_from_tree_mask_func(" in Path(str(spec.origin)).read_text()
+    assert hasattr(MHATokenToKVPool, "_init_kv_copy_and_warmup")  # ArenaKVPool: moved by torch
+    assert "self.use_native_move_kv_cache" in inspect.getsource(MHATokenToKVPool._move_kv_cache_impl)
 
 
 def test_trees_are_reconstructed_from_their_masks():

@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.model_executor import cuda_graph_config
 from sglang.srt.model_executor.cuda_graph_config import Backend as GraphBackend
@@ -101,6 +102,7 @@ def resolved_graphs(tmp_path, monkeypatch, **flags):
     args = ServerArgs(model_path=str(tmp_path), device="cpu", skip_tokenizer_init=True, **flags)
     args.resolve_once()
     graphs = resolved_view(args).cuda_graph_config
+    assert resolved_view(args).disable_overlap_schedule == ("speculative_algorithm" in flags)
     return graphs.prefill.backend, graphs.decode.backend
 
 
@@ -117,3 +119,11 @@ def test_graphs_that_are_on_by_default_are_switched_off_where_we_cannot_follow(t
 def test_graphs_that_the_user_asked_for_stay_and_are_refused(tmp_path, monkeypatch):
     flags = {"attention_backend": "kvevict", "cuda_graph_backend_prefill": "full"}
     assert resolved_graphs(tmp_path, monkeypatch, **flags) == (GraphBackend.FULL, GraphBackend.FULL)
+
+
+def test_speculation_switches_the_overlap_schedule_off(tmp_path, monkeypatch, caplog):
+    """On a GPU too, where SGLang would not; captured verification steps stay."""
+    monkeypatch.setattr(speculative_hook, "_disable_overlap_schedule_for_cpu", lambda server_args: None)
+    flags = {"attention_backend": "kvevict", "speculative_algorithm": "NGRAM"}
+    assert resolved_graphs(tmp_path, monkeypatch, **flags) == (OFF, GraphBackend.FULL)
+    assert "The overlap schedule is switched off" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from sgl_kvevict.geometry import UNSCALED, KVGeometry, KVScales
 from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.sglang_adapter import refusals
 from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_rotary, find_sink_dtype, find_windows
-from sgl_kvevict.sglang_adapter.refusals import layer_reasons, policy_reasons, window_reasons
+from sgl_kvevict.sglang_adapter.refusals import layer_reasons, policy_reasons, verification_reasons, window_reasons
 
 PLACES = {0: 0, 1: 1, 2: 2}
 
@@ -48,6 +49,18 @@ def test_a_pool_too_wide_for_the_shared_memory_is_named(monkeypatch: pytest.Monk
     assert policy_reasons(build_policy("snapkv", {"kernel_size": 127, "pooling": "avg"}), 256, cuda) == []
     monkeypatch.setattr(refusals, "limits_of", lambda device: large)
     assert policy_reasons(policy, 256, cuda) == []
+
+
+def test_speculation_knows_windows() -> None:
+    """A draft token may not lie outside of the window of another one; a pool of windows is not tested."""
+    ngram = SimpleNamespace(speculative_algorithm="NGRAM", speculative_num_draft_tokens=12)
+    assert verification_reasons(ngram, (0, 12, 40), has_window_pool=False) == []
+    (reason,) = verification_reasons(ngram, (0, 11, 40), has_window_pool=False)
+    assert reason == "--speculative-num-draft-tokens is 12; allowed: at most 11, the narrowest window"
+    (reason,) = verification_reasons(ngram, (), has_window_pool=True)
+    assert "a KV pool for layers with a sliding window, where rejected drafts are not tested" in reason
+    plain = SimpleNamespace(speculative_algorithm=None)
+    assert verification_reasons(plain, (1,), has_window_pool=True) == []
 
 
 def test_plain_layers_are_fine() -> None:

@@ -23,10 +23,10 @@ def server_args(tmp_path_factory):
     publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
-def serve(*, has_learned: bool = True) -> LongPromptScheduler:
+def serve(*, has_learned: bool = True, chunk: int = CHUNK) -> LongPromptScheduler:
     policy = PseudoRandomPolicy(readers=Readers.REPETITION, needs=frozenset() if has_learned else COLD)
     harness = Harness(num_slots=POOL, max_tokens=1024, config=CONFIG, policy=policy, has_learned=has_learned)
-    return LongPromptScheduler(harness, CHUNK)
+    return LongPromptScheduler(harness, chunk)
 
 
 def text(num_tokens: int, seed: int = 0) -> list[int]:
@@ -64,6 +64,12 @@ def test_four_times_the_pool_is_served_and_found_again(has_learned):
     assert not scheduler.aborted and scheduler.tree_cache.protected_size() == 0
 
 
+@pytest.mark.parametrize("length", [POOL, 2 * POOL])
+def test_chunks_are_smaller_than_those_of_sglang(length):
+    scheduler = serve(chunk=300)
+    assert prefill(scheduler, submit(scheduler, text(length))) == length // CHUNK
+
+
 @pytest.mark.parametrize("has_learned", [True, False])
 def test_a_prompt_that_fits_is_not_compressed(has_learned):
     scheduler = serve(has_learned=has_learned)
@@ -82,6 +88,22 @@ def test_the_first_chunks_stay_whole_until_room_is_needed():
     share = scheduler.plan.first_share(3 * POOL, 8)
     segments = [span.segment for span in scheduler.tree_cache.spans.values()]
     assert segments and all(each.num_slots == CONFIG.slots_at(share, each.end - each.start) for each in segments)
+
+
+def test_its_chunks_become_one_segment_whose_entries_compete():
+    scheduler = serve()
+    req = submit(scheduler, text(4 * POOL))
+    prefill(scheduler, req)
+    tree = scheduler.tree_cache
+    (joined,) = {span.segment for span in tree.spans.values()}
+    assert joined.num_spans == len(tree.spans) > 20 and joined.is_joined
+    assert tree.read_paths([req]) == ((joined.runs(),),)
+    before, nodes = joined.worth, list(tree.spans)
+    scheduler.harness.finish(req)
+    freed = tree.manager.table.squeeze(tree.spans.owner_of(nodes[-1]), joined.num_slots // 2)
+    (left,) = {span.segment for span in tree.spans.values()}
+    most = before.sort(descending=True).values[: left.num_entries]
+    assert left.worth.sort(descending=True).values.equal(most) and freed.numel() == joined.num_slots - left.num_slots
 
 
 def test_two_at_once_are_served_one_after_the_other():

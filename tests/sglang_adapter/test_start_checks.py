@@ -10,12 +10,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from sgl_kvevict.attention.batch import MAX_TREE_TOKENS
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.sglang_adapter.start_checks import (
+    MAX_DRAFTS,
     backend_reasons,
     pool_size_reasons,
     port_reasons,
     resource_reasons,
+    speculation_reasons,
 )
 
 
@@ -113,3 +116,29 @@ def test_both_backends_are_ours(given, parts):
 def test_the_checks_import_neither_sglang_nor_torch():
     source = Path(resource_reasons.__code__.co_filename).read_text()
     assert "import torch" not in source and "import sglang" not in source and "from sglang" not in source
+
+
+def speculation(config=None, **flags):
+    return speculation_reasons(flags.get, config or KVEvictConfig())
+
+
+def test_only_ngram_speculates():
+    for algorithm in (None, "NGRAM", "ngram"):
+        assert speculation(speculative_algorithm=algorithm) == []
+    for algorithm, breaks in (
+        ("STANDALONE", "its own KV of compressed tokens, which is not kept"),
+        ("EAGLE3", "keys are pairs of tokens"),
+        ("NEXTN", "keys are pairs of tokens"),
+        ("DFLASH", "not tested"),
+    ):
+        (reason,) = speculation(speculative_algorithm=algorithm)
+        assert f"--speculative-algorithm is {algorithm!r}, only 'NGRAM' is supported" in reason and breaks in reason
+
+
+def test_settings_that_speculation_cannot_have():
+    (reason,) = speculation(speculative_algorithm="NGRAM", speculative_num_draft_tokens=65)
+    assert reason == "--speculative-num-draft-tokens is 65; allowed: 1 to 64"
+    assert MAX_DRAFTS == MAX_TREE_TOKENS
+    (reason,) = speculation(KVEvictConfig(policy="h2o", decode_block=32), speculative_algorithm="NGRAM")
+    assert reason.startswith("decode_block: ")
+    assert speculation(KVEvictConfig(policy="h2o", decode_block=32)) == []

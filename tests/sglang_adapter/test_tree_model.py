@@ -14,6 +14,8 @@ from helpers.state_machines import STATE_MACHINES
 from helpers.verify_machines import VERIFY_MACHINES
 from helpers.window_machines import WINDOW_MACHINES
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", autouse=True)
 def server_args():

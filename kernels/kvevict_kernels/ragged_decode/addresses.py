@@ -41,8 +41,8 @@ class TableAddresses:
     # one after the other may share it
     partials: tuple[Tensor, Tensor]
     on_device: Tensor  # [NUM_ADDRESSES], int64, the list
-    # launches are recorded, and replayed when ``on_device`` lists another batch of as many requests with one new token
-    # each: the sizes of the launches depend on nothing else
+    # launches are recorded, and replayed when ``on_device`` lists another batch of as many requests with as many new
+    # tokens: the sizes of the launches depend on nothing else
     is_captured: bool = False
 
     @classmethod
@@ -77,5 +77,5 @@ class TableAddresses:
         class_tables = self.tables.classes[which]
         if class_tables.max_items + class_tables.max_suffix_items:
             return True
-        most_rows = len(self.tables.new_lens) * self.tables.sizes.group_size
+        most_rows = self.tables.num_new * self.tables.sizes.group_size
         return self.is_captured and (which == 0 or most_rows > DECODE_ROWS[which - 1])

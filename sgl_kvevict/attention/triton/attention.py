@@ -86,6 +86,7 @@ class TritonAttention:
             has_windows=geometry.has_windows,
         )
         self._partials = self._scratch(0)
+        self._new_len = 1  # of captured steps, per request
         self._captured_addresses = torch.empty(NUM_ADDRESSES, dtype=torch.int64, device=k_arena.device)
 
     def warm_up(self, sink_dtype: torch.dtype | None = None) -> None:
@@ -133,15 +134,12 @@ class TritonAttention:
         self._planned = planned
         if self.plain_prefill is not None and planned.plain_requests:
             self.plain_prefill.plan(batch, planned.plain_requests)
-        self._start_step(seq_lens, batch.req_pool_indices, batch.req_to_token, batch.visible)
+        self.start_step(seq_lens, batch.req_pool_indices, batch.req_to_token, batch.visible)
 
-    def start_step(self, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor) -> None:
-        """Set lengths; see :meth:`sgl_kvevict.attention.interface.CapturableAttention.start_step`."""
-        self._start_step(seq_lens, req_pool_indices, req_to_token, None)
-
-    def _start_step(
-        self, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor, visible: Tensor | None
+    def start_step(
+        self, seq_lens: Tensor, req_pool_indices: Tensor, req_to_token: Tensor, visible: Tensor | None = None
     ) -> None:
+        """Set lengths; see :meth:`sgl_kvevict.attention.interface.CapturableAttention.start_step`."""
         planned = self._planned
         if planned is None:
             raise InvariantError("a step was started before a batch was planned")
@@ -156,19 +154,29 @@ class TritonAttention:
             visible=visible,
         )
 
-    def start_capture(self, num_requests: int) -> None:
+    def start_capture(self, num_requests: int, new_len: int = 1) -> None:
         """Lay out; see :meth:`sgl_kvevict.attention.interface.CapturableAttention.start_capture`."""
-        ones = (1,) * num_requests
-        addresses = self._build(BatchKey(((),) * num_requests, ones, ones)).addresses
+        if not uses_split(new_len, self.geometry.group_size):
+            raise UnsupportedSetupError(
+                [
+                    f"{new_len} draft tokens in a captured step; allowed: {SPLIT_ROWS} q rows per KV head, with "
+                    f"{self.geometry.group_size} each (fewer --speculative-num-draft-tokens, or "
+                    "--cuda-graph-backend-decode disabled)"
+                ]
+            )
+        news = (new_len,) * num_requests
+        addresses = self._build(BatchKey(((),) * num_requests, news, news, new_len > 1)).addresses
+        self._new_len = new_len
         self._planned = _PlannedBatch(addresses.captured_at(self._captured_addresses), [])
 
     def follow(self, batch: AttentionBatch, num_requests: int) -> None:
         """Swap the tables; see :meth:`sgl_kvevict.attention.interface.CapturableAttention.follow`."""
-        if batch.extend_lens is not None or len(batch.paths) > num_requests:
-            raise InvariantError(f"{num_requests} decode rows were captured, got {batch.new_lens} new tokens")
-        padding = num_requests - len(batch.paths)
-        bounds = _suffix_bounds(batch) + (1,) * padding
-        planned = self._planned_of(BatchKey(batch.paths + ((),) * padding, (1,) * num_requests, bounds))
+        padding, new_len = num_requests - len(batch.paths), self._new_len
+        if set(batch.new_lens) != {new_len} or padding < 0:
+            raise InvariantError(f"{num_requests} rows of {new_len} were captured, got {batch.new_lens} new tokens")
+        bounds = _suffix_bounds(batch) + (new_len,) * padding
+        paths, news = batch.paths + ((),) * padding, (new_len,) * num_requests
+        planned = self._planned_of(BatchKey(paths, news, bounds, new_len > 1))
         self._captured_addresses.copy_(planned.addresses.on_device)
 
     def run(self, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:

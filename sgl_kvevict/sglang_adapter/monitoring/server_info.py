@@ -56,6 +56,8 @@ def cache_state(tree: KVEvictTree) -> dict[str, Any]:
     }
     if tree.compressor is not None:
         state |= tree.compressor.state()
+    if accepted := tree.acceptance.state():
+        state["speculation"] = accepted
     stored = tree.manager.store_state()
     if stored is not None:
         state["store"] = stored

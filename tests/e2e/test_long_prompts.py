@@ -1,0 +1,98 @@
+"""Prompts longer than the pool on real servers, with strict checks, before any scores are learned."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from helpers.modes import assert_nothing_leaked
+from helpers.tiny_model import VOCAB_SIZE
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+POOL = 400
+FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", str(POOL), "--context-length", "4096")
+CONFIG = {"min_prefix_tokens": 48, "tail_tokens": 16, "scoring_pass_tokens": 64}
+MODES = {
+    "overlap": ("--chunked-prefill-size", "1024"),
+    "mixed chunks, no overlap": ("--chunked-prefill-size", "64", "--enable-mixed-chunk", "--disable-overlap-schedule"),
+}
+
+
+@pytest.fixture(scope="module", params=MODES)
+def server(start, tiny_llama, request):
+    return start(tiny_llama, *FLAGS, *MODES[request.param], config=CONFIG)
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(3, VOCAB_SIZE), k=num_tokens)
+
+
+def ask(server, tokens: list[int], num_new: int = 8, **fields) -> tuple[int, dict]:
+    """Status, and the answer or the error."""
+    sampling = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True, **fields.pop("sampling", {})}
+    body = json.dumps({"input_ids": tokens, "sampling_params": sampling, **fields}).encode()
+    request = urllib.request.Request(f"{server.url}/generate", body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def readers(server) -> int:
+    return server.get_json("/server_info")["internal_states"][0]["kvevict"]["readers"]
+
+
+def test_more_than_three_times_the_pool_is_answered_and_found_again(server):
+    tokens = prompt(int(3.5 * POOL))
+    status, first = ask(server, tokens)
+    assert status == 200 and len(first["output_ids"]) == 8
+    (compressed,) = first["meta_info"]["kvevict_prefilled_compressed"]
+    assert 2.5 * POOL < compressed < 3.5 * POOL
+    status, again = ask(server, [*tokens, 5, 6, 7])
+    assert status == 200 and again["meta_info"]["cached_tokens"] >= compressed
+    assert_nothing_leaked(server)
+
+
+def test_a_prompt_that_fits_says_nothing(server):
+    status, answer = ask(server, prompt(100, seed=1))
+    assert status == 200 and "kvevict_prefilled_compressed" not in answer["meta_info"]
+
+
+def test_what_cannot_be_served_is_refused_and_the_next_request_answered(server):
+    long = prompt(3 * POOL, seed=2)
+    refused = {
+        "allowed: at most 2": ask(server, prompt(9 * POOL, seed=2)),
+        "with exact; allowed: at most 393": ask(server, long, sampling={"custom_params": {"kvevict": {"exact": True}}}),
+        "with logprob_start_len 0; allowed: at most 393": ask(server, long, return_logprob=True, logprob_start_len=0),
+    }
+    for message, (status, error) in refused.items():
+        assert status == 400 and message in error["error"]["message"], error
+    assert ask(server, long, return_logprob=True)[0] == 200
+
+
+def test_several_at_once_and_others_beside_them(server):
+    """One is prefilled at a time; requests that generate meanwhile are not retracted for it."""
+    lengths = [3 * POOL, 20, 900, 30, 2 * POOL, 25, 1500]
+    with ThreadPoolExecutor(len(lengths)) as pool:
+        answers = list(pool.map(lambda i: ask(server, prompt(lengths[i], 10 + i), num_new=40), range(len(lengths))))
+    assert [(status, len(answer["output_ids"])) for status, answer in answers] == [(200, 40)] * len(lengths)
+    assert assert_nothing_leaked(server) > 10
+
+
+def test_an_abort_in_the_middle_leaves_nothing_behind(server):
+    with ThreadPoolExecutor(1) as pool:
+        under_way = pool.submit(ask, server, prompt(2000, seed=30), rid="stopped")
+        while not under_way.done() and not readers(server):
+            time.sleep(0.01)
+        server.post("/abort_request", {"rid": "stopped"})
+        under_way.result()
+    assert ask(server, prompt(3 * POOL, seed=31))[0] == 200
+    assert_nothing_leaked(server)
