@@ -68,7 +68,8 @@ PAGE = Page(
 
 
 def system(name: str, pool: int, store: Path | None, **config: Any) -> System:
-    """Ours, with a store or without."""
+    """Ours, with a store or without, and without the host's memory, which would have the same prefixes."""
+    config = {"host_bytes": 0, **config}
     given = config if store is None else {**config, "store": str(store)}
     return kvevict_system(name, given, ("--max-total-tokens", str(pool), *COMMON_FLAGS))
 

@@ -216,6 +216,8 @@ class PrefixManager:
             return
         path = path_to(node)
         end = min(observation.end, length_of(path))
+        if self.readers.is_long(reader):
+            self.ranges.join(path, observation.first_query)
         asks = wish is not None and bool(wish.questions)
         if self.compressor.compresses_at_once and not asks:
             done = self.ranges.compress(node, end - self.compressor.config.tail_tokens, observation)

@@ -95,6 +95,30 @@ class Ranges(Part):
         last = self.node_ending_at(path, end)
         self._write_all(path_to(last), Pending(end, CacheObservation(), share=1.0))
 
+    def join(self, path: Sequence[Node], start: int) -> None:
+        """Write a path's segments from position ``start`` on as one, so that their entries compete for its slots.
+
+        Not while one of them is read by passes, fitted, or has a part elsewhere, or a reader is not movable.
+        """
+        owners = [owner for owner in self._spans.owners(path) if self._spans[owner].start >= start]
+        segments = [self._spans[owner].segment for owner in owners]
+        nodes = [node for node in path if node in self._spans and self._spans[node].start >= start]
+        is_alike = all(
+            segment.worth is not None
+            and not (segment.is_measured or segment.is_fitted or segment.is_generated)
+            and segment.entry_attention is None
+            and segment.num_live_entries == segment.num_entries
+            for segment in segments
+        )
+        if len(segments) < 2 or not is_alike or {self._spans[node].segment for node in nodes} != set(segments):
+            return
+        readers = self._readers.movable(nodes[0])
+        if readers is None or self._table.is_being_scored(nodes[-1]):
+            return
+        with self._guard.at(Place.COMPRESSION):
+            joined, freed = self._packer.join(segments)
+            self.install(nodes, joined, freed, readers)
+
     def try_pending(self) -> None:
         """Compress pending ranges, oldest first, after a request was released."""
         for node, pending in self._table.pending:
@@ -121,7 +145,7 @@ class Ranges(Part):
         """Replace the slots of consecutive nodes by spans of one new segment, and move their readers.
 
         Args:
-            nodes: root side first; those with spans hold all spans of the segment that the new one replaces.
+            nodes: root side first; those with spans hold all spans of the segments that the new one replaces.
             segment: its rows are written, or being written on the scheduler's stream.
             freed: [num_freed], int64, token slots to release.
             readers: of the first node, see :meth:`ReaderTable.movable`.

@@ -250,7 +250,7 @@ class Spans(Mapping[Node, Span]):
     def runs(self, path: Sequence[Node]) -> tuple[SpanRuns, ...]:
         """The spans that a request which locks a path reads, root side first.
 
-        A segment that grew while a request generated has many spans. A path with all of them reads the segment as one,
+        A segment that grew while a request generated, or was joined, has many spans. A path with all reads it as one,
         unless its last spans were dropped: their entries stay until a repack saves a slot.
         """
         spans = [self[node] for node in path if node in self]
@@ -258,7 +258,8 @@ class Spans(Mapping[Node, Span]):
         i = 0
         while i < len(spans):
             segment, last = spans[i].segment, i + spans[i].segment.num_spans - 1
-            is_whole = segment.is_generated and last < len(spans) and spans[last].end == segment.end
+            is_one = segment.is_generated or segment.is_joined
+            is_whole = is_one and last < len(spans) and spans[last].end == segment.end
             if is_whole and spans[i].is_owner:
                 runs.append(segment.runs())
                 i = last
@@ -371,7 +372,7 @@ class PrefixTable:
     def install(self, nodes: Sequence[Node], segment: Segment) -> None:
         """Give consecutive nodes their spans of a new segment, and remove their pending ranges and prompts.
 
-        ``nodes`` are root side first; those with spans hold all spans of one segment, which the new one replaces.
+        ``nodes`` are root side first; those with spans hold all spans of the segments that the new one replaces.
         """
         start = segment.start
         for i, node in enumerate(nodes):
@@ -382,6 +383,7 @@ class PrefixTable:
                 record.span = Span(segment, start, end, is_owner=i == 0)
             else:
                 record.span.move_to(segment)
+                record.span.is_owner = i == 0
             self._require(node, allowed)
             self.pending.take(node)
             self.prompts.take(node)

@@ -125,6 +125,23 @@ class SegmentPacker(ArenaRows):
         if len(views) == 1 and views[0].is_whole:
             _, keep_lens = segment.cut(segment.start, segment.end)
             return self._copied(views, keep_lens, segment.positions, segment.head_slots, segment.worth)
+        return self._copied(views, *self._in_one(views))
+
+    def join(self, segments: Sequence[Segment]) -> tuple[Segment, Tensor]:
+        """Write consecutive whole segments of one path as one, in their own slots; return as :meth:`pack`.
+
+        One host sync reads the numbers of entries.
+        """
+        slots = torch.cat([segment.token_slots for segment in segments])
+        views = [View(segment, segment.start, segment.end) for segment in segments]
+        keep_lens, positions, head_slots, worth = self._in_one(views)
+        bounds = segments[0].start, segments[-1].end
+        joined, freed = self.write(slots, head_slots, keep_lens, positions, bounds, worth=worth)
+        joined.is_joined = True
+        return joined, freed
+
+    def _in_one(self, views: Sequence[View]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Entries of consecutive views, run after run: ``keep_lens``, positions, head slots and worth."""
         cuts = [view.segment.cut(view.start, view.end) for view in views]
         counts = torch.stack([lens.sum() for _, lens in cuts]).tolist()
         runs, positions, head_slots, worths = [], [], [], []
@@ -138,7 +155,7 @@ class SegmentPacker(ArenaRows):
         order = torch.cat(runs).argsort(stable=True)
         known = [worth for worth in worths if worth is not None]
         worth = torch.cat(known)[order] if len(known) == len(views) else None
-        return self._copied(views, keep_lens, torch.cat(positions)[order], torch.cat(head_slots)[order], worth)
+        return keep_lens, torch.cat(positions)[order], torch.cat(head_slots)[order], worth
 
     def _copied(
         self, views: Sequence[View], keep_lens: Tensor, positions: Tensor, head_slots: Tensor, worth: Tensor | None
@@ -275,7 +292,7 @@ class SegmentPacker(ArenaRows):
             splittable=old.splittable,
             worth=None if old.worth is None else old.worth[kept],
         )
-        new.policy_state, new.is_generated = old.policy_state, old.is_generated
+        new.policy_state, new.is_generated, new.is_joined = old.policy_state, old.is_generated, old.is_joined
         new.is_measured, new.is_fitted, new.entry_attention = old.is_measured, old.is_fitted, old.entry_attention
         if new.entry_attention is not None:
             new.entry_attention.squares = new.entry_attention.squares[kept]

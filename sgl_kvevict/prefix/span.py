@@ -47,6 +47,7 @@ class Segment:
         policy_state: of the path, for its next compression; opaque here.
         is_generated: holds generated tokens. It grows view by view; a request that reads all views reads them as one,
             see :meth:`Spans.runs`.
+        is_joined: it was written from several segments of one prompt; read like a generated one.
         num_live_entries: entries in live spans (``num_spans``).
     """
 
@@ -79,6 +80,7 @@ class Segment:
         self.entry_attention: EntryAttention | None = None
         self.policy_state: object | None = None
         self.is_generated = False
+        self.is_joined = False
         self._runs: SpanRuns | None = None
         self.num_spans = 0
         self.num_live_entries = head_slots.numel()
@@ -94,11 +96,11 @@ class Segment:
         return torch.repeat_interleave(runs, self.indptr.diff(), output_size=self.num_entries)
 
     def runs(self) -> SpanRuns:
-        """All entries; always the same object."""
-        if self._runs is None:
+        """All entries; the same object until a fit changes values and biases."""
+        if self._runs is None or self._runs.is_fitted is not self.is_fitted:
             starts, lens = self.cut(self.start, self.end)
             num_tokens = self.end - self.start
-            self._runs = SpanRuns(self.head_slots, starts, lens, num_tokens, positions=self.positions)
+            self._runs = SpanRuns(self.head_slots, starts, lens, num_tokens, self.is_fitted, self.positions)
         return self._runs
 
     def cut(self, start: int, end: int) -> tuple[Tensor, Tensor]:

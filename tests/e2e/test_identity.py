@@ -18,16 +18,16 @@ from helpers.traffic import generate, idle_state
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 HANDBOOK = Path(__file__).parents[2] / "examples" / "data" / "station_handbook.txt"
-FLAGS = ("--dtype", "float32", "--max-total-tokens", "14000", "--chunked-prefill-size", "1500")
+FLAGS = ("--dtype", "float32", "--max-total-tokens", "9000", "--chunked-prefill-size", "500")
 CONFIG = {"policy": "ada-snapkv", "budget": 1.0}
 FEW = slice(3, 14)
-"""Prompts of up to 900 tokens, some of which share a beginning."""
+"""Prompts of up to 600 tokens, some of which share a beginning."""
 QUESTIONS = ("How far away is the nearest town?", "Where does the boat land?", "What grows on the island?")
 
 
 @pytest.fixture(scope="module")
 def prompts(demo_model):
-    """20 prompts of 8 to 4,000 tokens; many share a prefix with others, some only the first tokens."""
+    """20 prompts of 8 to 2,200 tokens, up to five chunks; many share a prefix, some only the first tokens."""
     tokenizer = AutoTokenizer.from_pretrained(demo_model)
     text = HANDBOOK.read_text(encoding="utf-8")
     words = text.split()
@@ -39,13 +39,13 @@ def prompts(demo_model):
     def plain(content, limit):
         return list(tokenizer(content).input_ids[:limit])
 
-    chats = [chat(f"{text}\n\n{question}") for question in QUESTIONS]  # about 3,000 shared tokens
+    chats = [chat(" ".join(words[:800]) + "\n\n" + question) for question in QUESTIONS]  # about 1,000 shared tokens
     chats += [chat(" ".join(words[:300]) + "\n\n" + question) for question in QUESTIONS]
     chats += [chat(question) for question in QUESTIONS]
-    texts = [plain(text, limit) for limit in (8, 100, 333, 334, 900, 1700)]
-    texts += [plain(" ".join(words[start:]) + text, limit) for start, limit in ((200, 700), (500, 1200), (900, 4000))]
+    texts = [plain(text, limit) for limit in (8, 100, 333, 334, 600, 900)]
+    texts += [plain(" ".join(words[start:]) + text, limit) for start, limit in ((200, 500), (500, 700), (900, 2200))]
     texts += [[*texts[3], *plain(question, 12)] for question in QUESTIONS[:2]]
-    assert len(chats + texts) == 20 and max(map(len, texts)) == 4000
+    assert len(chats + texts) == 20 and max(map(len, texts)) == 2200
     return chats + texts
 
 
@@ -106,18 +106,18 @@ def compressing(start, demo_model):
 def test_one_compressed_copy_serves_eight_requests(compressing, prompts):
     """At budget 0.2: the slots of a prefix are exactly ceil(0.2 * range), however many requests read it."""
     server = compressing
-    document = prompts[0][:2800]
+    document = prompts[0][:900]
     generate(server, document, 0)  # how the frontend language caches a shared prefix
     state = idle_state(server)
-    assert state["span_tokens"] == 2800 - 32
-    assert state["span_slots"] == 554  # ceil(0.2 * 2768)
+    assert state["span_tokens"] == 900 - 32
+    assert state["span_slots"] == 174  # ceil(0.2 * 868)
     suffixes = [prompts[6][-20 - i :] for i in range(8)]
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(lambda suffix: generate(server, document + suffix, 24), suffixes))
-    assert [result["meta_info"]["cached_tokens"] for result in results] == [2800] * 8
+    assert [result["meta_info"]["cached_tokens"] for result in results] == [900] * 8
     state = idle_state(server)
     assert state["max_sharers"] == 8
-    assert (state["span_slots"], state["segments"]) == (554, 1)
+    assert (state["span_slots"], state["segments"]) == (174, 1)
     assert state["leaked_slots"] == 0 and server.leak_messages() == []
     server.post("/flush_cache?timeout=60")
 

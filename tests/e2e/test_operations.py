@@ -63,7 +63,7 @@ def kv_subscriber():
 
 @pytest.fixture(scope="module")
 def server(start, tiny_llama, kv_subscriber):
-    server = start(tiny_llama, *FLAGS, config=CONFIG)
+    server = start(tiny_llama, *FLAGS, config=CONFIG, spins=True)  # a sleeping one answers questions once a second
     run_jobs(server, random_jobs(150, seed=7, vocab_size=VOCAB_SIZE), concurrency=16)
     idle_state(server)
     wait_until(lambda: counted(server) == of_totals(ask(Status(limit=0), StatusReport).totals))  # once a second

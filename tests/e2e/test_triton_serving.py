@@ -89,7 +89,10 @@ import sys
 
 import sglang as sgl
 
+from helpers.preloaded import fork_where_sglang_spawns
+
 if __name__ == "__main__":
+    fork_where_sglang_spawns()
     engine = sgl.Engine(
         model_path=sys.argv[1], device="cpu", skip_tokenizer_init=True, max_total_tokens=2000, context_length=1024,
         radix_cache_backend="kvevict", attention_backend="kvevict", log_level="warning", dtype="float32",

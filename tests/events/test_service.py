@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -40,38 +40,35 @@ def service(config):
     service.close()
 
 
-def subscription(stream: EventStream) -> Callable[[], Awaitable[None]]:
-    """What waits until a stream, not entered yet, is subscribed (once more)."""
-    monitor = stream._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-
-    async def wait() -> None:
-        await monitor.recv_multipart()
-        await asyncio.sleep(0.2)  # the subscription follows the handshake
-
-    return wait
+PROBE = Dropped(-1, 0, 0, False)
 
 
-def collect(config: EventsConfig, count: int, start: int | None = None, ready=lambda: None) -> list:
-    """Run a stream until it has delivered ``count`` events; returns what it received."""
+async def subscribed(stream: EventStream, service: EventService) -> None:
+    """Publish probes until one arrives: what is published before the subscription is not sent."""
+    while not await stream._socket.poll(20):
+        service.publish(PROBE)
+
+
+def collect(service: EventService, count: int, ready: Callable[[], object]) -> list:
+    """Run a stream until it has delivered ``count`` events of those that ``ready`` publishes; what it received."""
+    config = service.config
 
     async def run() -> list:
         received = []
-        stream = EventStream(config.endpoint, config.replay_endpoint, config.topic)
-        subscribed = subscription(stream)
-        async with stream:
-            await subscribed()
+        async with EventStream(config.endpoint, config.replay_endpoint, config.topic) as stream:
+            await subscribed(stream, service)
             ready()
-            async for item in stream.batches(start):
+            async for item in stream.batches():
                 received.append(item)
-                if sum(len(item.batch.events) for item in received) >= count:
+                if len(events_of(received)) >= count:
                     return received
         raise AssertionError
 
-    return asyncio.run(asyncio.wait_for(run(), 60))
+    return asyncio.run(asyncio.wait_for(run(), 300))
 
 
 def events_of(received: list) -> list:
-    return [event for item in received for event in item.batch.events]
+    return [event for item in received for event in item.batch.events if event != PROBE]
 
 
 def test_events_arrive_in_order_in_numbered_batches(config, service):
@@ -83,7 +80,7 @@ def test_events_arrive_in_order_in_numbered_batches(config, service):
             if i % 10 == 0:
                 time.sleep(0.06)
 
-    received = collect(config, 50, ready=publish)
+    received = collect(service, 50, ready=publish)
     assert events_of(received) == events
     assert [item.seq for item in received] == list(range(received[0].seq, received[-1].seq + 1))
     assert all(item.missed == 0 and item.batch.attn_dp_rank == 0 for item in received)
@@ -110,9 +107,21 @@ def test_a_late_subscriber_gets_the_past_from_the_replay_socket(config, service)
     for i in range(3):
         service.publish(Split(i, i, i))
         wait_until(lambda i=i: service._next_seq == i + 1)
-    received = collect(config, 3, start=1, ready=lambda: service.publish(Cleared()))
-    assert events_of(received) == [Split(1, 1, 1), Split(2, 2, 2), Cleared()]
-    assert [item.seq for item in received] == [1, 2, 3]
+
+    async def run() -> list:
+        received = []
+        async with EventStream(config.endpoint, config.replay_endpoint) as stream:
+            async for item in stream.batches(1):
+                received.append(item)
+                if len(received) == 2:
+                    await subscribed(stream, service)
+                if PROBE in item.batch.events:
+                    return received
+        raise AssertionError
+
+    received = asyncio.run(asyncio.wait_for(run(), 300))
+    assert events_of(received) == [Split(1, 1, 1), Split(2, 2, 2)]
+    assert [item.seq for item in received] == list(range(1, len(received) + 1))  # what was missed is fetched
 
 
 def test_a_gap_is_filled_by_replay_and_reported_when_it_cannot_be(config):
@@ -122,24 +131,22 @@ def test_a_gap_is_filled_by_replay_and_reported_when_it_cannot_be(config):
 
     async def run() -> list:
         received = []
-        stream = EventStream(small.endpoint, small.replay_endpoint)
-        subscribed = subscription(stream)
-        async with stream:
-            await subscribed()
+        async with EventStream(small.endpoint, small.replay_endpoint) as stream:
+            await subscribed(stream, service)
             service.publish(Split(0, 0, 0))
             async for item in stream.batches():
                 received.append(item)
-                if len(received) == 1:  # the subscriber sleeps through five batches: nothing reads its socket
-                    while service._next_seq != 1:  # the publishing thread counts a batch after sending it
+                if Split(0, 0, 0) in item.batch.events:  # the subscriber sleeps through five batches
+                    while service._next_seq != item.seq + 1:  # the publishing thread counts a batch after sending it
                         await asyncio.sleep(0.001)
                     service._next_seq += 5
                     service.publish(Cleared())
-                else:
+                elif Cleared() in item.batch.events:
                     return received
         raise AssertionError
 
-    received = asyncio.run(asyncio.wait_for(run(), 60))
-    assert [item.seq for item in received] == [0, 6] and received[1].missed == 5
+    *_, before, after = asyncio.run(asyncio.wait_for(run(), 300))
+    assert after.seq == before.seq + 6 and after.missed == 5
     service.close()
     context.destroy()
 
@@ -154,25 +161,23 @@ def test_a_restarted_server_is_followed(config):
             await asyncio.sleep(0.3)
 
     async def run() -> None:
-        stream = EventStream(config.endpoint, config.replay_endpoint)
-        subscribed = subscription(stream)
-        async with stream:
-            await subscribed()
+        async with EventStream(config.endpoint, config.replay_endpoint) as stream:
+            await subscribed(stream, first)
             for i in range(5):
                 first.publish(Split(i, i, i))
                 await asyncio.sleep(0.07)
             async for item in stream.batches():
-                seen.extend(item.batch.events)
+                seen.extend(events_of([item]))
                 if len(seen) == 5:
                     first.close()
                     second = EventService(config, description_of(config))
                     publishing = asyncio.create_task(publish_until_cancelled(second))
-                if seen[-1] == Cleared():
+                if Cleared() in seen:
                     publishing.cancel()
                     second.close()
                     return
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), 300))
     assert seen[:6] == [Split(i, i, i) for i in range(5)] + [Cleared()]
 
 
@@ -184,7 +189,7 @@ def test_a_full_queue_drops_counts_and_says_so(config):
         for i in range(200_000):
             service.publish(Split(i, i, i))
 
-    received = collect(tiny, 4, ready=burst)
+    received = collect(service, 4, ready=burst)
     events = events_of(received)
     assert events[0] == Split(0, 0, 0) and any(isinstance(event, EventsLost) for event in events)
     assert service.totals.lost_events > 0
@@ -198,7 +203,7 @@ def test_a_burst_is_cut_into_messages_of_bounded_size(config, service):
         for i in range(num_events):
             service.publish(Split(i, i, i))
 
-    received = collect(config, num_events, ready=burst)
+    received = collect(service, num_events, ready=burst)
     assert max(len(item.batch.events) for item in received) <= MAX_BATCH_EVENTS
     assert [event.upper for event in events_of(received)] == list(range(num_events))
 
@@ -228,7 +233,7 @@ def test_what_is_queued_at_shutdown_still_goes_out(config):
         service.close()
         service.close()
 
-    assert events_of(collect(config, 1, ready=publish_and_close)) == [Cleared()]
+    assert events_of(collect(service, 1, ready=publish_and_close)) == [Cleared()]
 
 
 def test_description_is_answered_without_the_scheduler(config, service):

@@ -238,25 +238,41 @@ class ExactMachine(PressureMachine):
 class HostMachine(PressureMachine):
     """What is dropped moves to the host's memory, which is short too, and comes back."""
 
-    options: ClassVar[dict[str, Any]] = {"has_learned": True, "host_blocks": 40}
+    options: ClassVar[dict[str, Any]] = {"has_learned": True, "host_blocks": 16}
+
+    @rule(
+        base=st.sampled_from(BASES),
+        known=st.integers(20, 48),
+        shared=st.integers(6, 48),
+        suffix=st.lists(st.integers(0, 10), min_size=1, max_size=14),
+        count=st.sampled_from([20, 60, 200]),
+    )
+    def comes_back(self, base, known, shared, suffix, count):
+        """Somebody asks about a text again after the pool has dropped some, or all that it can."""
+        req = self.harness.run(base[:known] + suffix[:1])
+        if req in self.harness.live:
+            self.harness.finish(req)
+        self.harness.evict(count)
+        self._admit(self.harness.request(base[:shared] + suffix), 200)
+        self._settle()
 
 
-class HostUnsplittableMachine(UnsplittableMachine):
+class HostUnsplittableMachine(HostMachine):
     """The same with segments that come back whole or not at all."""
 
-    options: ClassVar[dict[str, Any]] = {"host_blocks": 40}
+    policy = PseudoRandomPolicy(splittable=False, readers=Readers.REPETITION)
 
 
-class HostFitsMachine(FitsUnderPressureMachine):
+class HostFitsMachine(FitsUnderPressureMachine, HostMachine):
     """Fitted segments take their biases along."""
 
-    options: ClassVar[dict[str, Any]] = FitsUnderPressureMachine.options | {"host_blocks": 100}
+    options: ClassVar[dict[str, Any]] = {"has_learned": True, "host_blocks": 40}
 
 
-class HostExactMachine(ExactMachine):
+class HostExactMachine(ExactMachine, HostMachine):
     """Some requests read nothing that was compressed, wherever it is."""
 
-    options: ClassVar[dict[str, Any]] = {"has_learned": True, "host_blocks": 40}
+    options: ClassVar[dict[str, Any]] = HostMachine.options
 
 
 class CoarsePressureMachine(PressureMachine):

@@ -1,8 +1,8 @@
 """Servers forked from a process that has imported SGLang.
 
 Imports are 24 of the 27 s of CPU time that a server of a tiny model needs to start: each of its three processes
-imports everything. Forked servers run the same command (``sglang.launch_server``); only :mod:`multiprocessing` forks
-where SGLang asks it to spawn. ``tests/e2e/test_startup.py`` and others start servers as users do.
+imports everything. Forked servers run the same command (``sglang.launch_server``), and fork their own processes, which
+SGLang spawns. ``tests/e2e/test_startup.py`` and others start servers as users do.
 """
 
 from __future__ import annotations
@@ -94,12 +94,17 @@ class Preloaded:
         self._process.communicate()
 
 
+def fork_where_sglang_spawns() -> None:
+    """Have :mod:`multiprocessing` fork from now on; only for a process that has no threads yet."""
+    multiprocessing.set_start_method("fork")
+    multiprocessing.set_start_method = lambda method, force=False: None
+
+
 def main() -> None:
     """Fork servers and reap them, by orders on stdin."""
     for module in MODULES:
         importlib.import_module(module)
-    multiprocessing.set_start_method("fork")
-    multiprocessing.set_start_method = lambda method, force=False: None
+    fork_where_sglang_spawns()
     gc.freeze()
     while line := sys.stdin.readline():
         order = json.loads(line)

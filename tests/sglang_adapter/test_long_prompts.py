@@ -90,6 +90,22 @@ def test_the_first_chunks_stay_whole_until_room_is_needed():
     assert segments and all(each.num_slots == CONFIG.slots_at(share, each.end - each.start) for each in segments)
 
 
+def test_its_chunks_become_one_segment_whose_entries_compete():
+    scheduler = serve()
+    req = submit(scheduler, text(4 * POOL))
+    prefill(scheduler, req)
+    tree = scheduler.tree_cache
+    (joined,) = {span.segment for span in tree.spans.values()}
+    assert joined.num_spans == len(tree.spans) > 20 and joined.is_joined
+    assert tree.read_paths([req]) == ((joined.runs(),),)
+    before, nodes = joined.worth, list(tree.spans)
+    scheduler.harness.finish(req)
+    freed = tree.manager.table.squeeze(tree.spans.owner_of(nodes[-1]), joined.num_slots // 2)
+    (left,) = {span.segment for span in tree.spans.values()}
+    most = before.sort(descending=True).values[: left.num_entries]
+    assert left.worth.sort(descending=True).values.equal(most) and freed.numel() == joined.num_slots - left.num_slots
+
+
 def test_two_at_once_are_served_one_after_the_other():
     scheduler = serve()
     first, second = (submit(scheduler, text(4 * POOL, seed)) for seed in (1, 2))

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -211,16 +210,17 @@ def test_a_late_fetch_causes_no_pause_if_others_were_served(store, monkeypatch):
 
 def test_requests_for_the_same_segment_share_one_read(store, monkeypatch):
     store.put(record(OWN, SPACE, tokens(200)), SPACE)
-    reads = []
+    reads, all_asked = [], threading.Event()
     get = store.get
 
-    def slow(key):
+    def held(key):
         reads.append(key)
-        time.sleep(0.05)
+        assert all_asked.wait(300)
         return get(key)
 
-    monkeypatch.setattr(store, "get", slow)
+    monkeypatch.setattr(store, "get", held)
     reader = ReadAhead(store, 5.0)
     fetches = [reader.start(Wanted([*tokens(200), i], SPACE, 0, 0)) for i in range(6)]
+    all_asked.set()
     assert reader._workers.drain(300) and len(reads) == 1
     assert len({id(fetch.records[0]) for fetch in fetches}) == 1

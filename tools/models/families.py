@@ -195,8 +195,9 @@ that can also see are taken when SGLang serves their text only (`enable_multimod
 Also refused: multimodal checkpoints ("{IMAGES}"), encoder-decoders, keys and values of
 different widths, and models all of whose layers have a sliding window and share one pool.
 
-With a pool of their own for layers with a window, and with recurrent layers, these are refused too: `store`, and
-policies that merge tokens into earlier ones (`d2o` with `direction: any`); with recurrent layers also `decode_block`.
+With a pool of their own for layers with a window, and with recurrent layers, these are refused too: `store`,
+`host_bytes` (off there by default), and policies that merge tokens into earlier ones (`d2o` with `direction: any`);
+with recurrent layers also `decode_block`.
 With windows on one pool (Gemma 3, Olmo 3, Exaone 4): policies that merge, `fit` and `decode_block`.
 """
 
