@@ -43,7 +43,7 @@ class Change(Enum):
     INSTALL = auto()
     """Its slots are replaced by a span of a new segment."""
     GROW = auto()
-    """Its segment is replaced by one that also holds newly generated tokens."""
+    """Its segment is replaced by one that also holds newly generated tokens, or the segments beside it."""
     SQUEEZE = auto()
     """Its segment gives up entries, without any forward."""
     SPLIT = auto()
@@ -464,6 +464,7 @@ class PrefixTable:
             return DropResult(span, slots, fit=fit)
         if not span.segment.splittable:
             span.segment.tokens_per_slot = float("-inf")
+            span.segment.worth = None  # squeezed, it would be a segment of the tokens that are left, and found
             return DropResult(span, span.segment.token_slots[:0], fit=fit)
         assert above is not None
         nodes = self.spans.nodes_of(above, span.segment)

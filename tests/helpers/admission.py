@@ -80,7 +80,7 @@ class LongPromptScheduler:
         """Admit and prefill; return the requests that had a chunk, or all of their prompt, computed."""
         self._settle()
         running = [req for req in self.harness.live if req.output_ids]
-        batch = SimpleNamespace(reqs=running, batch_size=lambda: len(running), is_empty=lambda: not running)
+        batch = SimpleNamespace(reqs=running, batch_size=lambda: len(running))
         adder = HookedAdder(1, self.tree_cache, self.token_to_kv_pool_allocator, batch, 0.5, 10_000, self.chunk)
         if self.chunked_req is not None:
             self.chunked_req.init_next_round_input()
@@ -98,8 +98,9 @@ class LongPromptScheduler:
         if adder.new_chunked_req is not None:
             assert self.chunked_req is None
             self.chunked_req = adder.new_chunked_req
-        plan = SimpleNamespace(batch_to_run=adder.can_run_list or None, running_batch=batch)
-        after_admission(plan, self)
+        others = [req for req in self.harness.live if req.kv.holds_kv and req is not self.chunked_req]
+        batch.is_empty = lambda: not others
+        after_admission(SimpleNamespace(batch_to_run=adder.can_run_list or None, running_batch=batch), self)
         if self._pending_chunked_abort_req is not None:
             self.harness.abort(self._pending_chunked_abort_req)
             self.aborted.append(self._pending_chunked_abort_req)

@@ -11,7 +11,7 @@ from helpers.admission import LongPromptScheduler
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.long_machine import CONFIG
 from sgl_kvevict.policies.signals import Readers, Signal
-from sgl_kvevict.sglang_adapter.long_prompts import around_request_level
+from sgl_kvevict.sglang_adapter.long_prompts import admission_of, after_chunked_prefill, around_request_level
 from sgl_kvevict.sglang_adapter.tree import PREFILLED_COMPRESSED
 
 POOL, CHUNK = 160, 20
@@ -228,6 +228,50 @@ def test_an_answer_has_the_room_that_the_prompt_leaves_at_its_peak():
     prefill(scheduler, req)
     while len(req.output_ids) < req.sampling_params.max_new_tokens:
         assert scheduler.harness.decode(req)
+
+
+def lifted(monkeypatch, harness: Harness, *, truncates: bool = False, chunk: int | None = 100, spec: bool = False):
+    """A scheduler whose model has a context of 1,000 tokens, after its start."""
+    monkeypatch.setattr(
+        "sgl_kvevict.sglang_adapter.long_prompts.get_serving", lambda: SimpleNamespace(allow_auto_truncate=truncates)
+    )
+    scheduler = SimpleNamespace(
+        tree_cache=harness.tree,
+        token_to_kv_pool_allocator=harness.allocator,
+        chunked_prefill_size=chunk,
+        spec_algorithm=SimpleNamespace(is_none=lambda: not spec),
+        model_config=SimpleNamespace(context_len=1000),
+        max_req_len=POOL - 1,
+        max_req_input_len=POOL - 6,
+    )
+    after_chunked_prefill(None, scheduler)
+    return scheduler
+
+
+def test_limits_are_lifted_and_a_large_chunk_is_named(monkeypatch, caplog):
+    scheduler = lifted(monkeypatch, Harness(num_slots=POOL, config=CONFIG))
+    assert (scheduler.max_req_len, scheduler.max_req_input_len) == (999, 994)
+    admission = admission_of(scheduler.token_to_kv_pool_allocator)
+    assert admission.limit == POOL - 6 and admission.plan.chunk == POOL // 8
+    (warning,) = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    assert "--chunked-prefill-size is 100" in warning and "at most 20 tokens" in warning
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"policy": None}, {}),
+        ({"config": CONFIG.model_copy(update={"budget": 1.0})}, {}),
+        ({"windows": (5, 0)}, {}),
+        ({}, {"truncates": True}),
+        ({}, {"chunk": None}),
+        ({}, {"spec": True}),
+    ],
+)
+def test_stock_s_limit_stays_where_chunks_cannot_shrink(monkeypatch, fields, options):
+    scheduler = lifted(monkeypatch, Harness(**{"num_slots": POOL, "config": CONFIG, **fields}), **options)
+    assert (scheduler.max_req_len, scheduler.max_req_input_len) == (POOL - 1, POOL - 6)
+    assert admission_of(scheduler.token_to_kv_pool_allocator) is None
 
 
 def test_what_meta_info_says_belongs_to_the_request():

@@ -18,6 +18,9 @@ what a budget could hold."""
 TWO_STAGES = "two-stages"
 """The policy ``distilled`` as it is served where slots are short: a context first shrinks to the light share by learned
 scores, then to the budget by passes over what is left."""
+WHILE_PREFILLED = "while-prefilled"
+"""The policy ``distilled`` on a pool of ``pool`` token slots (an option), fewer than a context has tokens: its chunks
+shrink while it is prefilled."""
 POOL_SLOTS = 24_000
 SHORT_POOL_SLOTS = 3_000
 """Of ``TWO_STAGES``."""
@@ -32,9 +35,9 @@ class Setup:
     """One server to start: the full cache of stock SGLang, or a policy with a budget.
 
     Attributes:
-        policy: a policy's name, ``FULL``, ``KNOWN_QUESTIONS`` or ``TWO_STAGES``.
+        policy: a policy's name, ``FULL``, ``KNOWN_QUESTIONS``, ``TWO_STAGES`` or ``WHILE_PREFILLED``.
         budget: share of the entries; 1.0 for ``FULL``.
-        options: of the policy; those of ``FIT_FIELDS`` go into the configuration.
+        options: of the policy; those of ``FIT_FIELDS`` go into the configuration, ``pool`` is of ``WHILE_PREFILLED``.
         aware: context and question come in one prompt, compressed before the answer.
 
     Raises:
@@ -82,6 +85,8 @@ class Setup:
     @property
     def pool_slots(self) -> int:
         """Token slots of its server."""
+        if self.policy == WHILE_PREFILLED:
+            return int(self.options["pool"])
         return SHORT_POOL_SLOTS if self.policy == TWO_STAGES else POOL_SLOTS
 
     def system(self) -> System:
@@ -94,9 +99,11 @@ class Setup:
         return kvevict_system(self.name, self._config(), flags, STRICT_CHECK_ENV)
 
     def _config(self) -> dict[str, Any]:
-        policy = {KNOWN_QUESTIONS: "questions", TWO_STAGES: "distilled"}.get(self.policy, self.policy)
+        served = {KNOWN_QUESTIONS: "questions", TWO_STAGES: "distilled", WHILE_PREFILLED: "distilled"}
+        policy = served.get(self.policy, self.policy)
         fit = {name: value for name, value in self.options.items() if name in FIT_FIELDS}
-        options = {name: value for name, value in self.options.items() if name not in FIT_FIELDS}
+        ours = (*FIT_FIELDS, "pool") if self.policy == WHILE_PREFILLED else FIT_FIELDS
+        options = {name: value for name, value in self.options.items() if name not in ours}
         values = {"policy": policy, "budget": self.budget, "policy_options": options, **fit}
         if fit.get("fit"):
             values["observation_bytes"] = FIT_BYTES

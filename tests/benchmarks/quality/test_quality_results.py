@@ -193,3 +193,12 @@ def test_a_fit_is_a_field_of_the_configuration() -> None:
     config = KVEvictConfig.model_validate(setup._config())
     assert (config.fit, config.fit_scope, config.policy_options) == (True, "range", {"budget_rule": "adaptive"})
     assert not configured_policy(config)[1].fitter.is_causal
+
+
+def test_contexts_longer_than_the_pool_get_a_server_with_such_a_pool():
+    from kvevict_quality.systems import WHILE_PREFILLED, Setup, parse_policy
+
+    setup = Setup(WHILE_PREFILLED, 0.2, parse_policy(f"{WHILE_PREFILLED}:pool=1500")[1])
+    flags = setup.system().flags
+    assert flags[flags.index("--max-total-tokens") + 1] == "1500"
+    assert setup.config == Setup("distilled", 0.2).config and setup.options_text == "pool=1500"
