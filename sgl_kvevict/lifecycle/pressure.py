@@ -150,7 +150,7 @@ class Pressure(Part):
         """Shrink segments that passes have measured to the budget, keeping the entries with the most attention."""
         for owner in self._spans.owners(path):
             segment = self._spans[owner].segment
-            if not observation.observes(segment):
+            if segment.worth is None or not observation.observes(segment):
                 continue
             self._compressor.rank_by_attention(segment)
             slots = self._slots_at(segment, float(self._config.budget))

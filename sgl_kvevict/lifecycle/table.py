@@ -464,6 +464,7 @@ class PrefixTable:
             return DropResult(span, slots, fit=fit)
         if not span.segment.splittable:
             span.segment.tokens_per_slot = float("-inf")
+            span.segment.worth = None  # squeezed, it would be a segment of the tokens that are left, and found
             return DropResult(span, span.segment.token_slots[:0], fit=fit)
         assert above is not None
         nodes = self.spans.nodes_of(above, span.segment)

@@ -41,6 +41,7 @@ CONFIG = {
     "min_prefix_tokens": 48,
     "tail_tokens": 16,
     "policy_options": {"window_size": 16},
+    "host_bytes": 0,  # what is dropped is computed again: every span that there is was compressed here
     "events": {**EVENTS, "expose_tokens": True},
 }
 FLAGS = (

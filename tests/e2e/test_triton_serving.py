@@ -153,11 +153,12 @@ def test_triton_kernels_serve_compressed_prefixes(tiny_llama: Path, tmp_path: Pa
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the device here")
 def test_triton_kernels_verify_drafts(tiny_llama: Path, tmp_path: Path) -> None:
-    """The same tokens as without speculation: trees of four drafts over a compressed prefix, eager and captured."""
+    """The same tokens as without speculation: trees of four drafts over a compressed prefix.
+
+    SGLang replays no verification steps on a CPU, so all are eager; test_graphs.py has the backend's part of a replay.
+    """
     want, _ = serve(tmp_path, tiny_llama, "auto", is_triton=False)
     ngram = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
     got, log = serve(tmp_path, tiny_llama, "auto", is_triton=True, **ngram)
     assert got == want
-    steps = {line for line in log if line.startswith(("PLAN", "FOLLOW", "REPLAY"))}
-    assert {"FOLLOW 2 of 2", "REPLAY 2 of 2", "FOLLOW 1 of 2", "REPLAY 1 of 2"} <= steps
-    assert "PLAN 3 decode" not in steps
+    assert "PLAN 3 extend" in log and "PLAN 3 decode" not in log

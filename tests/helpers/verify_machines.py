@@ -56,6 +56,8 @@ class VerifyingHarness(Harness):
         for arena in (self.k, self.v):
             arena[:, window[: len(accepted)]] = arena[:, window[accepted]]
         req.kv.kv_committed_len = end
+        req.spec_verify_ct += 1
+        req.spec_num_correct_drafts += len(accepted) - 1
         self._forward(req, end)
         req.output_ids.append(self._next_token(req))
         self.check()

@@ -249,3 +249,18 @@ def test_what_is_too_short_by_itself_does_not_keep_what_is_below_it_from_shrinki
     assert tree.manager.pressure.reserve() == 14
     assert relieve(tree) == 10
     tree.release(reader)
+
+
+def test_the_rest_of_an_unsplittable_segment_is_not_squeezed():
+    """It would become a segment of the tokens that are left, and requests would find it."""
+    policy = PseudoRandomPolicy(splittable=False, readers=Readers.REPETITION)
+    tree = FakeTree(policy, SHRINKING, has_learned=True)
+    upper = tree.add(3)  # too short for a segment of its own
+    node = tree.add(22, upper)
+    tree.release(tree.prompt(node))
+    assert relieve(tree) > 0
+    lower = node.parent
+    assert set(spans(tree)) == {upper, lower} and tree.manager.spans.blocks(upper)
+    tree.drop(node)
+    tree.drop(lower)
+    assert relieve(tree) == 0 and tree.manager.spans.blocks(upper)

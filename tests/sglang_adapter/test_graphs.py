@@ -15,6 +15,7 @@ from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.model_executor import cuda_graph_config
 from sglang.srt.model_executor.cuda_graph_config import Backend as GraphBackend
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.server_args import ServerArgs
 
@@ -127,3 +128,34 @@ def test_speculation_switches_the_overlap_schedule_off(tmp_path, monkeypatch, ca
     flags = {"attention_backend": "kvevict", "speculative_algorithm": "NGRAM"}
     assert resolved_graphs(tmp_path, monkeypatch, **flags) == (OFF, GraphBackend.FULL)
     assert "The overlap schedule is switched off" in caplog.text
+
+
+def test_a_replay_of_drafts_follows_their_trees():
+    """Two requests in a step of three: lengths with the drafts, which SGLang counts apart, and what each draft sees."""
+    backend, pool = KVEvictAttentionBackend.__new__(KVEvictAttentionBackend), MagicMock()
+    pool.req_to_token = torch.zeros(4, 40, dtype=torch.int32)
+    backend.attention, backend.arena, backend.req_to_token_pool = MagicMock(), SimpleNamespace(k=torch.zeros(1)), pool
+    backend.tree, backend._window_layers, backend._on_gpu = None, None, True
+    backend.init_cuda_graph_state(3, 12)
+    chain = torch.ones(4, 4, dtype=torch.bool).tril()
+    star = torch.eye(4, dtype=torch.bool) | (torch.arange(4) == 0)
+    masks = [torch.cat([torch.ones(4, length, dtype=torch.bool), tree], 1) for length, tree in ((5, chain), (9, star))]
+    step = SimpleNamespace(
+        batch_size=3,
+        num_padding=1,
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        rids=None,
+        seq_lens=torch.tensor([5, 9, 1]),
+        seq_lens_cpu=torch.tensor([5, 9, 1]),
+        req_pool_indices=torch.tensor([2, 3, 0]),
+        spec_info=SimpleNamespace(draft_token_num=4, custom_mask=torch.cat([mask.flatten() for mask in masks])),
+    )
+    backend.init_forward_metadata_out_graph(step, in_capture=True)
+    backend.attention.start_capture.assert_called_once_with(3, 4)
+    backend.init_forward_metadata_in_graph(step)
+    ends, rows, _, visible = backend.attention.start_step.call_args.args
+    assert (ends.tolist(), rows.tolist(), visible.tolist()) == ([9, 13, 5], [2, 3, 0], [1] * 12)
+    backend.init_forward_metadata_out_graph(step)
+    batch, num_requests = backend.attention.follow.call_args.args
+    assert (batch.seq_lens, batch.extend_lens, num_requests) == ([9, 13], [4, 4], 3)
+    assert visible.tolist() == [1, 3, 7, 15, 1, 3, 5, 9, 1, 1, 1, 1]  # the recorded launches' own memory

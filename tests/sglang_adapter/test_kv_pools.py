@@ -69,6 +69,9 @@ def test_what_two_pools_rule_out_is_named():
     assert reason.startswith("every layer of the model has a sliding window")
     (reason,) = place_reasons(KVEvictConfig(store="file:///tmp/prefixes"), None, context(windows=True))
     assert reason.startswith("store: the model has a KV pool for layers with a sliding window")
+    (reason,) = place_reasons(KVEvictConfig(host_bytes=10**9), None, context(windows=True))
+    assert reason.startswith("host_bytes: the model has a KV pool for layers with a sliding window")
+    assert place_reasons(KVEvictConfig(host_bytes=0), None, context(windows=True)) == []
 
 
 def test_what_recurrent_layers_rule_out_is_named():

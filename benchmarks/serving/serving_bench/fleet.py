@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from sgl_kvevict.launcher import RunningServer, System, kvevict_system, launch_all, stock_system
 from sgl_kvevict.measure import flush
@@ -31,7 +33,7 @@ def compared_systems(
         pool_slots: of the KV pool.
         budgets: other ones than the default, each a system with nothing else changed.
         has_none: also ours with policy ``none``.
-        beside: policies, each a system of that name with nothing else changed.
+        beside: policies, or settings like ``host_bytes=0``; each a system of that name with nothing else changed.
 
     Returns:
         ``stock``, ``none``, ``budget B``, then :data:`DEFAULT`, and those beside it.
@@ -42,7 +44,13 @@ def compared_systems(
         found.append(kvevict_system("none", {"policy": "none"}, flags))
     found += [kvevict_system(f"budget {b:g}", {"budget": b}, flags) for b in budgets]
     found.append(kvevict_system(DEFAULT, {}, flags))
-    return found + [kvevict_system(policy, {"policy": policy}, flags) for policy in beside]
+    return found + [kvevict_system(name, setting_of(name), flags) for name in beside]
+
+
+def setting_of(name: str) -> dict[str, Any]:
+    """The configuration that differs: a policy, or ``FIELD=VALUE`` with the value in JSON."""
+    field, equals, value = name.partition("=")
+    return {field: json.loads(value)} if equals else {"policy": name}
 
 
 @contextmanager

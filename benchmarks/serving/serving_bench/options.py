@@ -28,7 +28,7 @@ class Options:
     """Parsed options.
 
     Attributes:
-        beside: policies that are measured beside the default configuration.
+        beside: policies or settings that are measured beside the default configuration.
         repeats: repetitions.
         quick: few small points.
         only: selects points whose name contains it.
@@ -68,7 +68,8 @@ def parse_options(description: str, repeats: int = MIN_REPEATS) -> Options:
         repeats: what its published figures need; fewer only where nothing is compared.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--beside", nargs="*", default=[], help="policies to measure beside the default configuration")
+    beside = "policies, or settings like host_bytes=0, to measure beside the default configuration"
+    parser.add_argument("--beside", nargs="*", default=[], help=beside)
     parser.add_argument("--repeats", type=int, default=repeats, help="repetitions; ratios show their spread")
     parser.add_argument("--quick", action="store_true", help="few small points; results go to out/, not to docs/")
     parser.add_argument("--only", default="", help="points whose name contains this; others keep their rows")

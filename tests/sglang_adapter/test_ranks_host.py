@@ -1,0 +1,41 @@
+"""Two tensor-parallel ranks with memory on the host: each has its part of the same prefixes."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.threads_as_ranks import on_two_ranks
+from sgl_kvevict.policies.signals import Readers
+from sgl_kvevict.sglang_adapter.monitoring.server_info import rank_states
+
+DOCUMENTS = [[*(i * 7 % 11 for i in range(10)), *((i * step) % 11 for i in range(1, 51))] for step in range(2, 9)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_args(tmp_path_factory):
+    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.mark.parametrize("host_blocks", [20, 45, 400])
+def test_ranks_drop_and_load_the_same(host_blocks):
+    """Documents share a beginning: parts of segments are copied, and ranks differ in the number of entries."""
+
+    def run(rank, group):
+        policy = PseudoRandomPolicy(rank=rank, readers=Readers.REPETITION)
+        harness = Harness(num_slots=90, policy=policy, group=group, has_learned=True, host_blocks=host_blocks)
+        found = []
+        for document in DOCUMENTS * 3:
+            req = harness.request([*document, 1])
+            assert harness.admit(req)
+            found.append(req.prefix_len)
+            assert harness.prefill(req)
+            harness.decode(req)
+            harness.finish(req)
+        held = {(each.start, each.end, len(each.blocks)) for each in harness.host._segments.values()}
+        totals = harness.tree.manager.listener.totals
+        return found, held, totals.moved_in_segments, rank_states(harness.tree)
+
+    ours, theirs = on_two_ranks(run)
+    assert ours == theirs and ours[3][0] == ours[3][1]
+    assert ours[2] > 0 and min(ours[0][len(DOCUMENTS) :]) >= 10
