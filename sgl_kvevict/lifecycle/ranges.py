@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -116,8 +117,12 @@ class Ranges(Part):
         if readers is None or self._table.is_being_scored(nodes[-1]):
             return
         with self._guard.at(Place.COMPRESSION):
+            begin = time.perf_counter()
             joined, freed = self._packer.join(segments)
             self.install(nodes, joined, freed, readers)
+            num_tokens, seconds = joined.end - joined.start, time.perf_counter() - begin
+            done = Compression(joined, freed, joined.start, num_tokens, 0, seconds, replaced=joined)
+            self._table.listener.compressed(nodes, done)
 
     def try_pending(self) -> None:
         """Compress pending ranges, oldest first, after a request was released."""
