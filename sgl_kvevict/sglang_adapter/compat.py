@@ -152,7 +152,7 @@ HOOKS = (
         target="sglang.srt.managers.schedule_policy.PrefillAdder._check_prefill_budget",
         kind="AROUND",
         function="sgl_kvevict.sglang_adapter.long_prompts.around_check",
-        why="a prompt longer than the pool would never be admitted: it has to fit with what it holds at its peak",
+        why="a prompt longer than the pool, or one that shares a little of a large segment, would never be admitted",
     ),
     Hook(
         target="sglang.srt.mem_cache.prefill_budget.PrefillBudget.available_chunk_tokens",

@@ -136,7 +136,9 @@ def around_check(
 ) -> tuple[bool, int | None]:
     """Hook around the check whether a request fits: a long prompt counts with what it holds at its peak.
 
-    While one is prefilled no other request is admitted, as beside a prompt of SGLang's that fills every chunk.
+    While one is prefilled no other request is admitted, as beside a prompt of SGLang's that fills every chunk. A
+    request that does not fit although nothing runs gets what nobody reads of the segment that it shares a beginning of:
+    its lock counts the whole segment as taken, and it would wait for ever.
     """
     tree, admission = adder.tree_cache, admission_of(adder.token_to_kv_pool_allocator)
     if admission is not None:
@@ -145,6 +147,9 @@ def around_check(
             return False, None
     lens = {"extend_input_len": extend_input_len, "total_tokens": total_tokens, "chunk_limit": chunk_limit}
     verdict = original(adder, req, **lens, **kwargs)
+    is_alone = not adder.can_run_list and not adder.running_batch.reqs
+    if not verdict[0] and is_alone and isinstance(tree, KVEvictTree) and tree.drop_unread_parts(req):
+        verdict = original(adder, req, **lens, **kwargs)
     if verdict[0] or admission is None or chunk_limit is None or not is_long(tree, req):
         return verdict
     # SGLang has locked the prefix for this check, so its slots count as taken; the peak counts the whole prompt.

@@ -230,6 +230,17 @@ class KVEvictTree(UnifiedRadixCache):
             logger.warning("kvevict: the weights are not those that were loaded: the store is off until a restart")
         self._blocking.add_compressed()
 
+    def drop_unread_parts(self, req: Req) -> bool:
+        """Drop what lies below a prompt's last found node, of the same segment, unread; False if there is nothing."""
+        node = self.tree_core.node_by_id(req.last_node)
+        span = self.spans.at(node)
+        if span is None:
+            return False
+        below = [child for child in node.children.values() if child in self.spans]
+        parts = [child for child in below if self.spans[child].segment is span.segment]
+        dropped = [self._blocking.drop_subtree(child) for child in parts]
+        return any(dropped)
+
     # ---- nodes and sizes --------------------------------------------------------------------------------------
 
     def nodes(self) -> Iterator[UnifiedTreeNode]:

@@ -278,3 +278,32 @@ def test_what_meta_info_says_belongs_to_the_request():
     streamer = SimpleNamespace()
     assert around_request_level(lambda *_: False, streamer, PREFILLED_COMPRESSED)
     assert not around_request_level(lambda *_: False, streamer, "other")
+
+
+@pytest.mark.parametrize("shared", [10, 100])
+def test_a_prompt_that_fills_the_pool_gets_the_rest_of_a_segment_that_it_begins_like(shared):
+    """Its lock takes the segment's slots, those of the tokens below it too: 41 of 160, and it would wait for ever."""
+    scheduler = serve(chunk=1000)
+    document = text(140)
+    first = submit(scheduler, document)
+    prefill(scheduler, first)
+    scheduler.harness.finish(first)
+    again = submit(scheduler, document[:shared] + [10 - token for token in text(151 - shared, 5)])
+    assert prefill(scheduler, again) == 1 and scheduler.found[again] == shared
+    scheduler.harness.finish(again)
+
+
+def test_what_others_read_of_such_a_segment_stays():
+    scheduler = serve(chunk=1000)
+    document = text(140)
+    first = submit(scheduler, document)
+    prefill(scheduler, first)
+    scheduler.harness.finish(first)
+    reader = submit(scheduler, [*document, 3])
+    prefill(scheduler, reader)
+    waiting = submit(scheduler, document[:10] + [10 - token for token in text(141, 5)])
+    for _ in range(3):
+        assert scheduler.round() == []
+    assert reader in scheduler.harness.live
+    scheduler.harness.finish(reader)
+    assert prefill(scheduler, waiting) == 1
