@@ -200,6 +200,9 @@ def scrape(server) -> dict[str, float]:
 
 
 def test_metrics_equal_the_report(server):
+    idle_state(server)
+    # Gauges are written once a second.
+    wait_until(lambda: scrape(server)["kvevict:logical_tokens"] == ask(Status(), StatusReport).gauges.logical_tokens)
     series, report = scrape(server), ask(Status(limit=0), StatusReport)
     gauges, totals = report.gauges, report.totals
     assert {name: series[f"kvevict:{name}"] for name in ("spans", "segments", "dead_entries", "logical_tokens")} == {

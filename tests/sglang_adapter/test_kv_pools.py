@@ -52,12 +52,15 @@ def test_layers_of_one_pool_are_in_their_order():
     assert full_layers_of(pool) == {2: 0, 3: 1, 4: 2}
 
 
-def context(*, windows: bool = False, states: bool = False, extra_buffer: bool = False, full_tokens: int = 100):
+def context(
+    *, windows: bool = False, states: bool = False, extra_buffer: bool = False, full_tokens: int = 100, algorithm=None
+):
     return SimpleNamespace(
         is_hybrid_swa=windows,
         is_hybrid_ssm=states,
         full_tokens_per_layer=full_tokens,
         params=SimpleNamespace(enable_mamba_extra_buffer=extra_buffer),
+        server_args=SimpleNamespace(speculative_algorithm=algorithm),
     )
 
 
@@ -80,6 +83,8 @@ def test_what_recurrent_layers_rule_out_is_named():
     assert reason.startswith("--mamba-radix-cache-strategy is 'extra_buffer', only 'no_buffer' is supported")
     (reason,) = place_reasons(KVEvictConfig(policy="h2o", decode_block=64), None, context(states=True))
     assert reason.startswith("decode_block: a recurrent state")
+    (reason,) = place_reasons(KVEvictConfig(), None, context(states=True, algorithm="NGRAM"))
+    assert reason.startswith("--speculative-algorithm: the model has recurrent layers")
 
 
 def test_policies_whose_prefixes_cannot_be_cut_need_places_everywhere():
