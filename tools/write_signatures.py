@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 
-from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.sglang_adapter import compat
 
 if __name__ == "__main__":
-    compat.require_supported_sglang(KVEvictConfig())
+    compat.require_supported_sglang()
     compat.SIGNATURES.write_text(json.dumps(compat.signatures(), indent=1, sort_keys=True) + "\n", encoding="utf-8")

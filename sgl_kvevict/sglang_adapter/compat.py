@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import UnsupportedSetupError
 
 logger = logging.getLogger(__name__)
@@ -281,10 +281,11 @@ def _misfits() -> tuple[str, ...]:
     )
 
 
-def require_supported_sglang(config: KVEvictConfig) -> None:
-    """Check the version of the installed SGLang.
+def require_supported_sglang() -> None:
+    """Check the version of the installed SGLang; the configuration is read only if it is another one.
 
     Raises:
+        ConfigError: the configuration is invalid.
         UnsupportedSetupError: it is not in ``SUPPORTED_SGLANG``, and a function that we hook or override has changed
             (each is named), or ``accept_untested_sglang`` is off.
     """
@@ -294,7 +295,7 @@ def require_supported_sglang(config: KVEvictConfig) -> None:
     reason = f"sglang {installed} is installed, but this release supports {', '.join(SUPPORTED_SGLANG)}"
     if misfits := _misfits():
         raise UnsupportedSetupError([f"{reason}; it would break here:", *misfits])
-    if not config.accept_untested_sglang:
+    if not load_config().accept_untested_sglang:
         raise UnsupportedSetupError(
             [f"{reason}; all functions that it hooks fit, and accept_untested_sglang starts it untested"]
         )

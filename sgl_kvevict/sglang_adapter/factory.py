@@ -52,9 +52,8 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
         UnsupportedSetupError: lists every unsupported setting, model property and missing part.
         ConfigError: the configuration is invalid.
     """
-    config = load_config()
-    require_supported_sglang(config)
-    config, policy = configured_policy(config)
+    require_supported_sglang()
+    config, policy = configured_policy(load_config())
     pool = full_pool_of(ctx.params.token_to_kv_pool_allocator.get_kvcache())
     backend = _full_attention_of(ctx.tp_worker.model_runner.attn_backend)
     arena = arena_of(pool)

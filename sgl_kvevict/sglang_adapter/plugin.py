@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from sgl_kvevict.config import load_config
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME, HOOKS, require_supported_sglang
 
 if TYPE_CHECKING:
@@ -24,10 +23,10 @@ CPU_PLATFORM_CLASS = "sgl_kvevict.sglang_adapter.platform.KVEvictCpuPlatform"
 def register() -> None:
     """Register tree, attention backend and hooks as ``kvevict`` (entry point ``sglang.srt.plugins``).
 
-    SGLang only logs an exception raised here (:class:`UnsupportedSetupError` for an unsupported SGLang version,
-    :class:`ConfigError`); selecting the backend then fails with "not registered".
+    SGLang only logs an exception raised here (:class:`UnsupportedSetupError` for an unsupported SGLang version);
+    selecting the backend then fails with "not registered".
     """
-    require_supported_sglang(load_config())
+    require_supported_sglang()
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.mem_cache.registry import get_radix_cache_factory, register_radix_cache_backend

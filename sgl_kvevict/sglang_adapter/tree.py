@@ -385,14 +385,14 @@ class KVEvictTree(UnifiedRadixCache):
 
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
         """Release a request's path as stock, then notify the manager."""
+        if req.finished() and req.spec_verify_ct:  # before its path, which may be stale, can be dropped
+            path = path_to(self.tree_core.node_by_id(req.last_node))
+            self.acceptance.count(req, reads_spans=bool(path) and path[0] in self.spans)
         super().on_release(req, checkpointed=checkpointed)
         self._blocking.drop_unread()
         why = Released.RETRACTED
         if req.finished():
             why = Released.ABORTED if isinstance(req.finished_reason, FINISH_ABORT) else Released.FINISHED
-            if req.spec_verify_ct:
-                path = path_to(self.tree_core.node_by_id(req.last_node))
-                self.acceptance.count(req, reads_spans=bool(path) and path[0] in self.spans)
         self.manager.released(req, why)
 
     def _wish_of(self, req: Req) -> RequestOptions | None:

@@ -88,5 +88,5 @@ def test_engine(tiny_llama, tmp_path):
     )
     assert run.returncode == 0, run.stderr[-3000:]
     assert "CACHED 600 4" in run.stdout
-    resolved = next(line for line in run.stderr.splitlines() if "kvevict: " in line)
+    resolved = next(line for line in run.stderr.splitlines() if "kvevict: " in line and "policy=" in line)
     assert "policy='snapkv', budget=0.5" in resolved and json.dumps(2001 - 1) in resolved

@@ -47,7 +47,6 @@ from sglang.srt.server_args import ServerArgs
 from helpers.faults import FAULTS
 from helpers.harness import TINY_LLAMA
 from helpers.signatures import SIGNATURES
-from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.events.totals import Totals
 from sgl_kvevict.guard import Place
@@ -364,12 +363,13 @@ def test_the_signatures_on_file_are_those_of_the_supported_version():
 
 
 @pytest.mark.usefixtures("next_sglang")
-def test_another_version_with_the_same_functions_starts_on_request(caplog):
+def test_another_version_with_the_same_functions_starts_on_request(monkeypatch, caplog):
     with pytest.raises(
         UnsupportedSetupError, match=r"sglang 0\.5\.99 is installed.*supports 0\.5\.23.*accept_untested"
     ):
-        compat.require_supported_sglang(KVEvictConfig())
-    compat.require_supported_sglang(KVEvictConfig(accept_untested_sglang=True))
+        compat.require_supported_sglang()
+    monkeypatch.setenv("KVEVICT_CONFIG", '{"accept_untested_sglang": true}')
+    compat.require_supported_sglang()
     assert "sglang 0.5.99" in caplog.text
 
 
@@ -386,8 +386,9 @@ def test_another_version_is_refused_with_the_functions_that_do_not_fit(monkeypat
         monkeypatch.delattr(Scheduler, name)
     else:
         monkeypatch.setattr(Scheduler, name, value)
+    monkeypatch.setenv("KVEVICT_CONFIG", '{"accept_untested_sglang": true}')
     with pytest.raises(UnsupportedSetupError) as error:
-        compat.require_supported_sglang(KVEvictConfig(accept_untested_sglang=True))
+        compat.require_supported_sglang()
     _, *misfits = error.value.reasons
     assert len(misfits) == 1 and says in misfits[0]
 
