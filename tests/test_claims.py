@@ -52,15 +52,17 @@ def test_slots_and_documents_are_those_of_the_demo(demo: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    ("label", "heading", "unit"),
+    ("label", "name", "heading", "unit"),
     [
-        ("requests/s, shared prefixes of 4 times the pool", "Requests/s", ""),
-        ("prompt tokens of these found", "Prompt tokens found in the cache, %", " %"),
+        ("requests/s, shared prefixes of 4 times the pool", "4x the pool", "Requests/s", ""),
+        ("requests/s, 8 times", "8x the pool", "Requests/s", ""),
+        ("requests/s, 16 times", "16x the pool", "Requests/s", ""),
+        ("prompt tokens found at 4 times", "4x the pool", "Prompt tokens found in the cache, %", " %"),
     ],
 )
-def test_requests_and_hits_are_those_of_shared_prefix(label: str, heading: str, unit: str) -> None:
+def test_requests_and_hits_are_those_of_shared_prefix(label: str, name: str, heading: str, unit: str) -> None:
     table = table_under(RESULTS / "serving" / "shared-prefix.md", heading)
-    (point,) = [row for row in table if row[""] == "4x the pool"]
+    (point,) = [row for row in table if row[""] == name]
     measured = [point[system].split(" = ")[0] for system in ("stock", "none", "default")]
     assert readme_row(label) == [f"{value}{unit}" if value else "not measured" for value in measured]
 

@@ -46,12 +46,14 @@ def prepare(server: RunningServer, context_ids: Sequence[int], questions: Sequen
     """
     flush(server)
     begin = time.perf_counter()
+    if plugin_state(server) is None:
+        generate(server, context_ids, 0)
+        return Prepared(len(context_ids), len(context_ids), time.perf_counter() - begin)
     warmed = warm(server.url, input_ids=context_ids, questions=questions, timeout=_TIMEOUT_S)
     wait_until_scored(server)  # and fitted
     seconds = time.perf_counter() - begin
     state = plugin_state(server)
-    if state is None:
-        return Prepared(len(context_ids), len(context_ids), seconds)
+    assert state is not None
     if state["policy"] != "none" and not state["spans"]:
         raise RuntimeError(f"a context of {len(context_ids)} tokens was not compressed: {warmed.outcome}, {state}")
     return Prepared(len(context_ids), int(state["evictable_slots"]), seconds)
