@@ -187,8 +187,8 @@ class PrefixManager:
     def chunk_complete(self, reader: Reader, node: Node) -> None:
         """A chunk of a prompt that goes on is in the tree: if the prompt is longer than the pool, it may shrink."""
         record = self.readers[reader]
-        if record.first_share is not None and self.pressure is not None and record.observation is not None:
-            self.pressure.chunk_complete(path_to(node), record.observation, record.first_share)
+        if record.is_long and self.pressure is not None and record.observation is not None:
+            self.pressure.chunk_complete(path_to(node), record.observation)
 
     def recomputes_uncompressed(self, reader: Reader) -> bool:
         """Whether a prompt computes again what is cached uncompressed.
@@ -216,8 +216,6 @@ class PrefixManager:
             return
         path = path_to(node)
         end = min(observation.end, length_of(path))
-        if self.readers.is_long(reader):
-            self.ranges.join(path, observation.first_query)
         asks = wish is not None and bool(wish.questions)
         if self.compressor.compresses_at_once and not asks:
             done = self.ranges.compress(node, end - self.compressor.config.tail_tokens, observation)

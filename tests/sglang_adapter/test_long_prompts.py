@@ -85,19 +85,20 @@ def test_the_first_chunks_stay_whole_until_room_is_needed():
         scheduler.round()
     assert len(scheduler.tree_cache.spans) == 0
     scheduler.round()
-    share = scheduler.plan.first_share(3 * POOL, 8)
     segments = [span.segment for span in scheduler.tree_cache.spans.values()]
-    assert segments and all(each.num_slots == CONFIG.slots_at(share, each.end - each.start) for each in segments)
+    assert segments and all(each.num_slots == CONFIG.slots_at(0.5, each.end - each.start) for each in segments)
 
 
-def test_its_chunks_become_one_segment_whose_entries_compete():
+def test_its_chunks_become_one_segment_that_gives_up_no_more_than_the_next_chunk_needs():
+    """Of 2.5 times the pool, entries of least worth of all chunks; the pool stays full but for a chunk."""
     scheduler = serve()
-    req = submit(scheduler, text(4 * POOL))
+    req = submit(scheduler, text(5 * POOL // 2))
     prefill(scheduler, req)
     tree = scheduler.tree_cache
     (joined,) = {span.segment for span in tree.spans.values()}
-    assert joined.num_spans == len(tree.spans) > 20 and joined.is_joined
+    assert joined.num_spans == len(tree.spans) > 10 and joined.is_joined
     assert tree.read_paths([req]) == ((joined.runs(),),)
+    assert scheduler.harness.allocator.available_size() < CHUNK
     before, nodes = joined.worth, list(tree.spans)
     scheduler.harness.finish(req)
     freed = tree.manager.table.squeeze(tree.spans.owner_of(nodes[-1]), joined.num_slots // 2)
