@@ -79,12 +79,28 @@ class Pressure(Part):
         """Note ends on a path whose first ``num_tokens`` tokens are a prompt."""
         self._note_ends(path, num_tokens - self._config.tail_tokens, prompt, prompt.num_bytes)
 
-    def chunk_complete(self, path: Sequence[Node], prompt: PromptObservation) -> None:
-        """Note ends on a path that is the first part of a prompt longer than the pool.
+    def chunk_complete(self, reader: Reader, path: Sequence[Node]) -> None:
+        """Note ends on a path, the first part of a prompt; compress them if ``prefill_budget`` is set.
 
-        ``prompt`` goes on observing the rest, and counts towards ``observation_bytes`` once it is complete.
+        The prompt's observation goes on with the rest, and counts towards ``observation_bytes`` once it is complete.
         """
+        prompt = self.shrinking_prompt(reader)
+        if prompt is None:
+            return
         self._note_ends(path, length_of(path), prompt, 0)
+        share = self._config.prefill_budget
+        if share is not None and self._compressor.has_learned:
+            for node in [node for node in self._spans.uncompressed(path) if node in self._shrinking]:
+                self._compress(node, share)
+
+    def shrinking_prompt(self, reader: Reader) -> PromptObservation | None:
+        """The observation of a prompt under way whose chunks shrink; None for others.
+
+        They are longer than the pool, or ``prefill_budget`` is set.
+        """
+        record = self._readers[reader]
+        shrinks = record.is_long or (self._config.prefill_budget is not None and not record.is_pass)
+        return record.observation if shrinks else None
 
     def _note_ends(self, path: Sequence[Node], end: int, prompt: PromptObservation, num_bytes: int) -> None:
         if not (self._compressor.has_learned or prompt.has_echo) or prompt.has_failed:
@@ -283,8 +299,11 @@ class Pressure(Part):
             self._ranges.at_budget(self._spans.last_of(owner))
         return freed.numel()
 
-    def _compress(self, node: Node) -> int:
-        """Compress the range that ends at a node. 0: not now, or never again if the node is no longer an end."""
+    def _compress(self, node: Node, share: float | None = None) -> int:
+        """Compress the range that ends at a node (``share`` None: to the first of ``shares``).
+
+        0: not now, or never again if the node is no longer an end.
+        """
         path = path_to(node)
         if any(above in self._shrinking and above not in self._spans for above in path[:-1]):
             return 0
@@ -294,14 +313,12 @@ class Pressure(Part):
             return 0
         if not self._can_score(node):
             return 0
-        share = self._config.shares[0] if self._config.shares else None
+        if share is None and self._config.shares:
+            share = self._config.shares[0]
         observation = self._table.prompts.get(node) or CacheObservation()
         done = self._ranges.compress_now(node, Pending(end, observation, share))
         if done.verdict is Verdict.FAILED and done.num_slots == 0:
             self._discard(node)  # admission must not count on it
-        elif any(map(self._is_prefilling_long, self._readers.movable(node) or ())):
+        elif any(map(self.shrinking_prompt, self._readers.movable(node) or ())):
             self._ranges.join(path)
         return done.num_slots
-
-    def _is_prefilling_long(self, reader: Reader) -> bool:
-        return self._readers.is_long(reader) and self._readers[reader].observation is not None
