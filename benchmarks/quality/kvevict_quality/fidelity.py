@@ -6,11 +6,13 @@ sides list, with everything else as one more outcome: merging outcomes can only 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvevict_quality.archives import speeches
 from kvevict_quality.corpus import prose
 from kvevict_quality.sample import Prompts, Sample
 from sgl_kvevict.launcher import RunningServer
@@ -18,7 +20,6 @@ from sgl_kvevict.launcher import RunningServer
 TOP = 64
 CONTINUATION = 128
 PASSAGES = 6
-TASK = "fidelity"
 _TINY = 1e-9
 
 Distribution = dict[int, float]
@@ -37,17 +38,30 @@ class Passage:
     continuation_ids: list[int]
 
 
-def make_passage(prompts: Prompts, tokens: int, index: int) -> Passage:
-    """The ``index``-th piece of the prose, which repeats when it ends; pieces overlap if they are long."""
-    blocks = prose()
-    first = index * 5 % len(blocks)
-    text = "\n\n".join(blocks[first:] + blocks)
+def make_passage(prompts: Prompts, task: str, tokens: int, index: int) -> Passage:
+    """The ``index``-th piece of the prose, which repeats when it ends and overlaps if pieces are long; or a speech."""
+    if task == "speeches":
+        text = _long_speeches(tokens + CONTINUATION)[index]
+    else:
+        blocks = prose()
+        first = index * 5 % len(blocks)
+        text = "\n\n".join(blocks[first:] + blocks)
     ids = prompts.context_ids(Sample(text, ()))[: tokens + CONTINUATION]
     return Passage(ids[:tokens], ids[tokens:])
 
 
-def distributions(server: RunningServer, passage: Passage) -> list[Distribution]:
-    """For each position of the continuation but the first, the most probable tokens with their log-probabilities."""
+@functools.cache
+def _long_speeches(tokens: int) -> tuple[str, ...]:
+    """The newest speech that is long enough in each of ``PASSAGES`` parts of the list; a token has under 7 letters."""
+    enough = [text for text in speeches() if len(text) > 7 * tokens]
+    return tuple(enough[(i + 1) * len(enough) // PASSAGES - 1] for i in range(PASSAGES))
+
+
+def distributions(server: RunningServer, passage: Passage) -> tuple[list[Distribution], float]:
+    """For each position of the continuation but the first, the most probable tokens with their log-probabilities.
+
+    And the mean negative log-likelihood of the continuation itself, nats a token.
+    """
     body = {
         "input_ids": [*passage.context_ids, *passage.continuation_ids],
         "sampling_params": {"temperature": 0, "max_new_tokens": 0},
@@ -61,7 +75,9 @@ def distributions(server: RunningServer, passage: Passage) -> list[Distribution]
         raise RuntimeError(
             f"{len(listed)} positions have log-probabilities, {len(passage.continuation_ids) - 1} expected"
         )
-    return [{int(token): float(logprob) for logprob, token, *_ in entry} for entry in listed]
+    found = [{int(token): float(logprob) for logprob, token, *_ in entry} for entry in listed]
+    own = [float(logprob) for logprob, *_ in info["input_token_logprobs"] if logprob is not None]
+    return found, -sum(own) / len(own)
 
 
 def divergence(full: Distribution, other: Distribution) -> float:

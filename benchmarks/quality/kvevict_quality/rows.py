@@ -34,6 +34,9 @@ class Row:
         model, dtype, seed: of the run.
         versions: of the engine.
         commit: of this repository, ``+`` if files were changed.
+        exact: squad only: share of exact matches; its score is F1.
+        nll: fidelity only: mean negative log-likelihood of the text itself, nats a token.
+        scores: of each question, or of each passage (fidelity), in order, with spaces between them.
     """
 
     engine: str
@@ -55,6 +58,9 @@ class Row:
     seed: int
     versions: str
     commit: str
+    exact: float | None = None
+    nll: float | None = None
+    scores: str = ""
 
     @property
     def key(self) -> tuple[str, str, str, float, str, int, str, int]:
@@ -82,7 +88,8 @@ def read_rows(path: Path) -> list[Row]:
 
 def _parse(line: dict[str, str]) -> Row:
     casts = {"int": int, "float": float, "str": str, "float | None": lambda text: float(text) if text else None}
-    return Row(**{field.name: casts[str(field.type)](line[field.name]) for field in fields(Row)})
+    given = {field.name: line.get(field.name, "") for field in fields(Row)}  # older files lack the last ones
+    return Row(**{field.name: casts[str(field.type)](given[field.name]) for field in fields(Row)})
 
 
 def merge_rows(path: Path, new: Sequence[Row]) -> None:
