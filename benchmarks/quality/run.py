@@ -40,6 +40,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", default=DEMO, help="folder, or a name of `sgl-kvevict model --list`")
     parser.add_argument("--aware", action="store_true", help="context and question in one prompt")
+    parser.add_argument("--probes", action="store_true", help="have contexts repeat parts of themselves, too")
     parser.add_argument("--results", type=Path, help="CSV file; default: results.csv, or aware.csv, of the documents")
     return parser.parse_args()
 
@@ -65,6 +66,7 @@ def main() -> None:
         seed=args.seed,
         results=args.results or (AWARE_RESULTS if args.aware else RESULTS),
         work=ROOT / "out" / "quality",
+        probes=args.probes,
     )
     policies = _policies(args.policies)
     setups = [Setup(name, budget, options, args.aware) for budget in args.budgets for name, options in policies]
@@ -75,8 +77,8 @@ def main() -> None:
 
 
 def _policies(texts: list[str]) -> list[tuple[str, dict[str, object]]]:
-    """The control first, then the others."""
-    return [parse_policy(text) for text in dict.fromkeys([CONTROL, *texts])]
+    """What is asked for, then the control."""
+    return [parse_policy(text) for text in dict.fromkeys([*texts, CONTROL])]
 
 
 if __name__ == "__main__":

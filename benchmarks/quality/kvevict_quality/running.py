@@ -37,6 +37,7 @@ class Plan:
         seed: of the contexts.
         results: the CSV file.
         work: folder for logs and the full cache's distributions.
+        probes: whether contexts are also asked to repeat parts of themselves.
     """
 
     model: Path
@@ -48,6 +49,7 @@ class Plan:
     seed: int
     results: Path
     work: Path
+    probes: bool = False
 
     def contexts(self, task: str, tokens: int) -> int:
         """Contexts that hold enough questions."""
@@ -142,6 +144,14 @@ def _task(plan: Plan, setup: Setup, server: RunningServer, task: str, tokens: in
         answers = ask_all(server, plan.prompts, sample, ids)
         sums.answer_s += time.perf_counter() - begin
         sums.answered(sample.questions, answers)
+        if plan.probes:
+            found = [
+                entry
+                for probe in fidelity.make_probes(plan.prompts, sample, ids)
+                for entry in fidelity.distributions(server, probe)[0]
+            ]
+            full = _of_full(setup, plan.full_path(f"{task}-{plan.seed}", tokens, index), found)
+            sums.divergences.append(fmean(map(fidelity.divergence, full, found)))
     return sums
 
 
@@ -163,14 +173,18 @@ def _fidelity(plan: Plan, setup: Setup, server: RunningServer, task: str, tokens
         found, nll = fidelity.distributions(server, passage)
         sums.nll.append(nll)
         sums.answer_s += time.perf_counter() - begin
-        stored = plan.full_path(task, tokens, index)
-        if setup.policy == FULL:
-            stored.parent.mkdir(parents=True, exist_ok=True)
-            stored.write_text(json.dumps([list(entry.items()) for entry in found]), encoding="utf-8")
-        full = [dict(entry) for entry in json.loads(stored.read_text(encoding="utf-8"))]
+        full = _of_full(setup, plan.full_path(task, tokens, index), found)
         sums.divergences += [fidelity.divergence(a, b) for a, b in zip(full, found, strict=True)]
         sums.scores.append(fidelity.agreement(full, found))
     return sums
+
+
+def _of_full(setup: Setup, stored: Path, found: list[fidelity.Distribution]) -> list[fidelity.Distribution]:
+    """What the full cache predicts: found now, then stored for the others."""
+    if setup.policy == FULL:
+        stored.parent.mkdir(parents=True, exist_ok=True)
+        stored.write_text(json.dumps([list(entry.items()) for entry in found]), encoding="utf-8")
+    return [dict(entry) for entry in json.loads(stored.read_text(encoding="utf-8"))]
 
 
 def _served_dtype(model: Path) -> str:
@@ -188,7 +202,7 @@ def _row(plan: Plan, setup: Setup, task: str, tokens: int, sums: _Sums) -> Row:
         task=task,
         tokens=tokens,
         contexts=num,
-        questions=len(sums.divergences) or len(sums.scores),
+        questions=len(sums.divergences) if task in FIDELITY_TASKS else len(sums.scores),
         score=round(fmean(sums.scores), 4),
         kl=_mean(sums.divergences, 5),
         context_tokens=round(sum(p.tokens for p in sums.prepared) / num, 1),
@@ -202,8 +216,13 @@ def _row(plan: Plan, setup: Setup, task: str, tokens: int, sums: _Sums) -> Row:
         commit=commit(),
         exact=_mean(sums.exact, 4),
         nll=_mean(sums.nll, 5),
-        scores=" ".join(f"{score:.3g}" for score in sums.scores),
+        scores=_joined(sums.scores),
+        divergences="" if task in FIDELITY_TASKS else _joined(sums.divergences),
     )
+
+
+def _joined(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.4g}" for value in values)
 
 
 def _mean(values: Sequence[float], digits: int) -> float | None:

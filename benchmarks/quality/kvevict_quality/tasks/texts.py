@@ -63,8 +63,8 @@ def squad(rng: random.Random, num_tokens: int, count: CountTokens) -> Sample:
     asked = [question for paragraph in chosen for question in paragraph["qas"]]
     questions = (
         ShortAnswer(
-            f"{given['question']} Answer with words of the text.",
-            'The answer is "',
+            given["question"],
+            'According to the text, the answer is "',
             (given["answers"][0]["text"],),
             24,
             tuple(answer["text"] for answer in given["answers"][1:]),
