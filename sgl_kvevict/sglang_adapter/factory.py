@@ -31,6 +31,7 @@ from sgl_kvevict.sglang_adapter.refusals import (
     place_reasons,
     policy_reasons,
     pool_reasons,
+    prefill_reasons,
     window_reasons,
 )
 from sgl_kvevict.sglang_adapter.scheduler_store import open_access
@@ -67,6 +68,7 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     reasons += generation_reasons(config, policy, ctx.server_args, torch.device(pool.device).type)
     if isinstance(backend, KVEvictAttentionBackend):
         reasons += window_reasons(config, policy, backend.geometry)
+        reasons += prefill_reasons(config, ctx, backend.geometry)
     if reasons:
         raise UnsupportedSetupError(reasons)
     assert isinstance(backend, KVEvictAttentionBackend) and arena is not None

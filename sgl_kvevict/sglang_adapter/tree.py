@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PREFILLED_COMPRESSED = "kvevict_prefilled_compressed"
-"""Key of ``meta_info``: tokens of a prompt longer than the pool that were compressed before the rest was computed."""
+"""Key of ``meta_info``: tokens of a prompt that were compressed before the rest was computed."""
 
 
 class UnifiedTreePort:

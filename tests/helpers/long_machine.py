@@ -71,4 +71,12 @@ class ColdLongMachine(LongMachine):
     options: ClassVar[dict[str, Any]] = {"config": CONFIG, "max_tokens": 1024}
 
 
-LONG_MACHINES = (LongMachine, ColdLongMachine)
+class PrefillBudgetMachine(LongMachine):
+    """All prompts that are prefilled in chunks shrink meanwhile."""
+
+    options: ClassVar[dict[str, Any]] = LongMachine.options | {
+        "config": CONFIG.model_copy(update={"prefill_budget": 0.5})
+    }
+
+
+LONG_MACHINES = (LongMachine, ColdLongMachine, PrefillBudgetMachine)
