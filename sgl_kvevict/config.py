@@ -92,9 +92,9 @@ class KVEvictConfig(BaseModel):
     )
     budget: float | int = Field(
         default=0.2,
-        description="entries kept of a compressed range: a share, or an integer for each KV head; 1.0 keeps all",
+        description="entries kept of a compressed range",
         json_schema_extra={
-            "allowed": "a float in (0, 1] (share of the entries; 1.0 keeps everything) "
+            "allowed": "a float in (0, 1] (share of the entries; 1.0 keeps all) "
             "or an integer >= 2 (entries per KV head)"
         },
     )
@@ -102,15 +102,15 @@ class KVEvictConfig(BaseModel):
         default=0.5,
         gt=0,
         lt=1,
-        description="share to which uncompressed prefixes shrink first when slots are short; not below `budget`. "
-        "null: they shrink to `budget` at once. No effect with an integer `budget`",
+        description="share to which uncompressed prefixes shrink first when slots are short; null: to `budget` at "
+        "once. No effect with an integer `budget`",
     )
     min_budget: float | None = Field(
         default=0.1,
         gt=0,
         lt=1,
-        description="share to which compressed prefixes are squeezed when slots are short, before one of them is "
-        "dropped; not above `budget`. null: none is squeezed. No effect with an integer `budget`, or 1.0",
+        description="share to which compressed prefixes are squeezed when slots are short, before one is dropped; "
+        "null: none is squeezed. No effect with an integer `budget`, or 1.0",
     )
     prefill_budget: float | None = Field(
         default=None,
@@ -122,23 +122,23 @@ class KVEvictConfig(BaseModel):
     )
     wait_for_passes: bool = Field(
         default=True,
-        description="policy `distilled`: a prefix stays uncompressed until passes have scored it or slots are short; "
+        description="`distilled`: a prefix stays uncompressed until passes have scored it or slots are short; "
         "false: learned scores compress it when its prompt is complete",
     )
     fit: bool = Field(
         default=False,
-        description="kept entries get values and biases that answer for evicted ones, after passes have read a prefix "
-        "(policies `distilled` and `reconstruction`); 4 bytes more for each K and V row of the pool (docs/policies.md)",
+        description="passes give kept entries values and biases that answer for evicted ones (`distilled`, "
+        "`reconstruction`); 4 bytes more for each K and V row of the pool (docs/policies.md)",
     )
     fit_scope: Literal["causal", "range"] = Field(
         default="causal",
         description="a fitted value holds nothing of tokens behind its own block of 64 (causal), or something of all "
-        "tokens that were compressed with it (range)",
+        "tokens compressed with it (range)",
     )
     budget_includes_tail: bool = Field(
         default=False,
-        description="the uncompressed tail counts as part of `budget`, as in papers; `light_budget` and `min_budget` "
-        "then have no effect. Every `@paper` policy sets it",
+        description="the uncompressed tail is part of `budget`, as in papers (set by `@paper`); `light_budget` and "
+        "`min_budget` then have no effect",
     )
     tail_tokens: int = Field(default=32, ge=1, description="last tokens of a prompt that stay uncompressed")
     sink_tokens: int = Field(default=4, ge=0, description="first tokens of a prompt that every KV head keeps")
@@ -148,49 +148,48 @@ class KVEvictConfig(BaseModel):
     decode_block: int | None = Field(
         default=None,
         ge=1,
-        description="tokens that a request generates before they are compressed to `budget`, with those that it "
-        "generated before; null: never. For policies `h2o`, `d2o`, `streaming-llm`, `snapkv`, `knorm`, `keydiff` "
-        "(docs/design.md#what-requests-generate)",
+        description="an answer is compressed to `budget` each time it has grown by so many tokens; null: never. For "
+        "policies `h2o`, `d2o`, `streaming-llm`, `snapkv`, `knorm`, `keydiff` (docs/design.md#what-requests-generate)",
     )
     score_after_matches: int | None = Field(
         default=1,
         ge=1,
-        description="requests that must have found a prefix in the cache before it is scored (policy `questions`: that "
-        "must have extended it); null: only `warm` requests have it scored",
+        description="requests that find a prefix in the cache (`questions`: extend it) before it is scored; null: only "
+        "`warm` requests have it scored",
     )
     scoring_pass_tokens: int = Field(
         default=512,
         ge=16,
-        description="tokens of the prefix that one scoring pass repeats at most while no request runs",
+        description="tokens that one scoring pass repeats at most while no request runs",
     )
     pass_share: float = Field(
         default=0.005,
         gt=0,
         le=1,
-        description="share of the decode steps that may have a scoring pass before them while requests wait or run; "
-        "such a pass repeats 128 tokens",
+        description="share of the decode steps that may have a scoring pass (of 128 tokens) before them while requests "
+        "wait or run",
     )
     score_weights: _Path | None = Field(
         default="auto",
-        description="policy `distilled`: file of learned scores, refused if it belongs to another model; auto: found "
-        "by the model's fingerprint in `~/.cache/sgl-kvevict/score-weights` or in this package; null: learn anew",
+        description="`distilled`: file of learned scores of this model; auto: found by its fingerprint in "
+        "`~/.cache/sgl-kvevict/score-weights` or in this package; null: learn anew",
         json_schema_extra={"allowed": "'auto', the path of a file made by `sgl-kvevict learn`, or null"},
     )
     save_score_weights: _Path | None = Field(
         default=None,
-        description="policy `distilled`: file to write when scores have been learned (one tensor-parallel rank)",
+        description="`distilled`: file to write when scores have been learned (one tensor-parallel rank)",
         json_schema_extra={"allowed": "the path of a file, or null"},
     )
     distill_prefixes: int = Field(
         default=8,
         ge=1,
-        description="policy `distilled`: prefixes scored by passes and learned from before learned scores are tried",
+        description="`distilled`: prefixes learned from before learned scores are tried",
     )
     observation_bytes: int = Field(
         default=256 * 1024**2,
         ge=0,
-        description="memory outside the pool for attention that was observed until a prefix is compressed (256 MiB); "
-        "beyond it the oldest observation is dropped",
+        description="memory outside the pool for observations of prefixes that wait for compression (256 MiB); beyond "
+        "it the oldest is dropped",
     )
     max_questions: int = Field(default=32, ge=0, description="questions of one `warm` request; more: status 400")
     max_question_chars: int = Field(default=1000, ge=1, description="characters of one question; more: status 400")
@@ -214,14 +213,13 @@ class KVEvictConfig(BaseModel):
     host_bytes: int | None = Field(
         default=None,
         ge=0,
-        description="host memory of each rank for compressed prefixes that the pool drops; null: as much as the pool, "
-        "at most a quarter of what is free on all ranks together; 0: what is dropped is computed again "
-        "(docs/design.md#host-memory)",
+        description="host memory of each rank for compressed prefixes that the pool drops; null: at most a quarter of "
+        "what is free on all ranks together (docs/design.md#host-memory)",
         json_schema_extra={"allowed": "null (as much as the pool), 0 (off), or a number of bytes"},
     )
     store: _Path | None = Field(
         default=None,
-        description="where compressed prefixes are kept beyond the server's life and shared by servers (docs/store.md)",
+        description="where compressed prefixes outlive the server and are shared by servers (docs/store.md)",
         json_schema_extra={
             "allowed": "null (off), the path of a folder, a URL that fsspec knows (s3://BUCKET/NAME), or "
             "mooncake://HOST:PORT/NAME"
@@ -235,13 +233,12 @@ class KVEvictConfig(BaseModel):
     store_wait_ms: int = Field(
         default=500,
         ge=0,
-        description="milliseconds that a queued request waits at most for what the store has of its prompt; 0: nothing "
-        "is read",
+        description="milliseconds that a queued request waits at most for the store; 0: nothing is read",
     )
     accept_untested_sglang: bool = Field(
         default=False,
-        description="start with an SGLang other than the supported one, if all functions that are hooked or overridden "
-        "have the same signatures",
+        description="start with another version of SGLang, if all functions hooked or overridden have the same "
+        "signatures",
     )
     events: EventsConfig | None = Field(
         default=None,

@@ -1,4 +1,4 @@
-"""Write the tables of configuration fields in docs/configuration.md and docs/operations.md from the pydantic models.
+"""Write the tables of fields in docs/configuration.md, and of sockets and metrics in docs/operations.md, from the code.
 
 Run: python tools/write_tables.py [--check]
 """
@@ -15,23 +15,38 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from sgl_kvevict.config import EventsConfig, KVEvictConfig
+from sgl_kvevict.events.totals import REFUSED, Gauges, Totals, descriptions
 from sgl_kvevict.fields import allowed
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLES: tuple[tuple[str, str, type[BaseModel]], ...] = (
-    ("docs/configuration.md", "configuration", KVEvictConfig),
-    ("docs/operations.md", "sockets", EventsConfig),
-)
+LABELLED = {
+    "pool_slots": "by `holder`: `compressed`, `full` (uncompressed nodes), `private` (running requests), `free`",
+    "refusals_total": "by `reason`, as in the event `Refused`",
+    "errors_total": "exceptions held, by `place` ([reliability.md](reliability.md))",
+}
+HISTOGRAM = "compression_seconds"
 
 
 def field_table(model: type[BaseModel]) -> str:
     """One row per field: name, default as JSON, what is allowed, meaning. Names of documents become links."""
-    lines = ["| field | default | allowed | meaning |", "|---|---|---|---|"]
+    lines = ["|field|default|allowed|meaning|", "|---|---|---|---|"]
     for name, field in model.model_fields.items():
         value: Any = field.default_factory() if field.default is PydanticUndefined else field.default  # type: ignore[misc, call-arg]
         cells = (f"`{name}`", f"`{json.dumps(value)}`", allowed(field), field.description or "")
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("|" + "|".join(cell.replace("|", "\\|") for cell in cells) + "|")
     return re.sub(r"docs/([a-z-]+\.md)(#[a-z-]+)?", r"[\1](\1\2)", "\n".join(lines))
+
+
+def metrics_table() -> str:
+    """One row per series of ``/metrics``: gauges, then counters (``_total``) and the histogram."""
+    rows = {name: text for name, text in descriptions(Gauges).items() if name != "pool"}
+    for name, text in descriptions(Totals).items():
+        if name == HISTOGRAM:
+            rows[name] = f"Histogram: {text}"
+        elif not name.startswith(REFUSED):
+            rows[f"{name}_total"] = text
+    lines = [f"|`kvevict:{name}`|{text.rstrip('.')}|" for name, text in (rows | LABELLED).items()]
+    return "\n".join(["|series|meaning|", "|---|---|", *lines])
 
 
 def with_block(text: str, name: str, body: str) -> str:
@@ -52,10 +67,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a table is out of date")
     arguments = parser.parse_args()
-    for document, name, model in TABLES:
+    for document, name, table in (
+        ("docs/configuration.md", "configuration", field_table(KVEvictConfig)),
+        ("docs/operations.md", "sockets", field_table(EventsConfig)),
+        ("docs/operations.md", "metrics", metrics_table()),
+    ):
         path = ROOT / document
         text = path.read_text(encoding="utf-8")
-        current = with_block(text, name, field_table(model))
+        current = with_block(text, name, table)
         if arguments.check and current != text:
             raise SystemExit(f"{document} is out of date: run python tools/write_tables.py")
         path.write_text(current, encoding="utf-8")

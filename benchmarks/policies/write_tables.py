@@ -79,20 +79,19 @@ def refusals_table() -> str:
 
 
 def paper_table() -> str:
-    """What ``NAME@paper`` sets, and where the paper says so."""
-    lines = ["|policy|paper|sets|as by default|", "|---|---|---|---|"]
+    """What ``NAME@paper`` sets other than the default, and where the paper says so."""
+    lines = ["|policy|paper|sets|", "|---|---|---|"]
     for info in METHODS:
         if info.paper is None:
             continue
         defaults = {option.name: option.default for option in info.describe()}
         tail, *_ = info.paper.fields(info.paper_options({}))
-        sets, same = [], []
-        for value in (*info.paper.options, tail):
-            if changes(value.name, value.value, defaults):
-                sets.append(f"`{value.name}={value.value}` ({value.source})")
-            else:
-                same.append(f"`{value.name}={value.value}`")
-        lines.append(f"|`{info.name}`|{info.paper.paper}|{'; '.join(sets)}|{', '.join(same)}|")
+        sets = [
+            f"`{value.name}={value.value}` ({value.source})"
+            for value in (*info.paper.options, tail)
+            if changes(value.name, value.value, defaults)
+        ]
+        lines.append(f"|`{info.name}`|{info.paper.paper}|{'; '.join(sets) or 'the defaults'}|")
     return "\n".join(lines)
 
 

@@ -90,6 +90,7 @@ BARS = (
     Bar("store", RESTARTED, "store", "ttft_ms", 0.25, is_cost=True, baseline=NO_STORE),
     Bar("store", RESTARTED, "store", "same_answers_pct", 100, is_absolute=True),
     Bar("store", RESTARTED, "store", "bytes_pct", 22, is_cost=True, is_absolute=True),
+    Bar("store", "a document of 2,800 tokens, after it left the pool", "host memory", "load_pct", 3, True, True),
     Bar("store", WRITING, "store, written only", "requests_per_s", 0.97, baseline=NO_STORE),
     Bar("store", "8x the pool", "store", "requests_per_s", 1.5, baseline=NO_STORE),
     Bar("decode", "prefix 4096, batch 8", DEFAULT, "decode_tokens_per_s", 8.0),

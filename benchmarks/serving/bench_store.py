@@ -1,8 +1,9 @@
-"""What a store of prefixes saves and costs, in the default configuration.
+"""What a store of prefixes, and the host's memory, save and cost, in the default configuration.
 
-After a restart, while it is written to, and when far more prefixes are asked about than the pool can hold. A server
-compresses documents and is stopped. Two others are asked about them, one with its store, one without. Then servers with
-and without a store take turns round by round, and are asked the same questions.
+The store: after a restart, while it is written to, and when far more prefixes are asked about than the pool can hold.
+A server compresses documents and is stopped. Two others are asked about them, one with its store, one without. Then
+servers with and without a store take turns round by round, and are asked the same questions. The host's memory: a
+document is asked about again after others have pushed it out of the pool.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ from sgl_kvevict.store.segment_file import read_header
 RESTART = "a document of 2,800 tokens, after a restart"
 WRITING = "2x the pool, new documents all the time"
 LARGE = "8x the pool"
+DROPPED = "a document of 2,800 tokens, after it left the pool"
+HOST = "host memory"
 WITHOUT, WITH, WRITING_ONLY = "no store", "store", "store, written only"
 DOCUMENT_TOKENS = 2800
 RESTART_POOL = 20_000
+DROPPED_POOL = 3_200
 POOL_SLOTS = 4096
 CONTEXT_TOKENS = 1024
 CONCURRENCY = 2
@@ -51,12 +55,15 @@ PAGE = Page(
         f"{CONTEXT_TOKENS:,} tokens with needles, {CONCURRENCY} questions at a time, a pool of {POOL_SLOTS:,} token "
         f"slots. At 2x the pool each repetition has contexts of its own, each asked about twice, so that segments are "
         f"written all the time; at 8x every repetition asks {LARGE_ROUND} questions, every context once before any "
-        "comes again, after all were shown once."
+        "comes again, after all were shown once. A document that left the pool: asked about again when later ones have "
+        f"taken its place (a pool of {DROPPED_POOL:,}), found in the host's memory or computed again; a load is the "
+        "host time of look-up and copy, beside the time to the first token when the same server computed the document."
     ),
     tables=(
         Table("ttft_ms", "First token, ms", digits=0),
         Table("same_answers_pct", "Answers as before the restart, %", has_ratio=False, digits=0),
         Table("bytes_pct", "Bytes stored of a document, % of its full KV", has_ratio=False, digits=1),
+        Table("load_pct", "A load, % of the time to compute it", has_ratio=False, digits=2),
         Table("requests_per_s", "Requests/s"),
         Table("hit_rate_pct", "Prompt tokens found in the cache, %", has_ratio=False, digits=0),
         Table("needle_score", "Needle score", has_ratio=False),
@@ -68,8 +75,8 @@ PAGE = Page(
 
 
 def system(name: str, pool: int, store: Path | None, **config: Any) -> System:
-    """Ours, with a store or without, and without the host's memory, which would have the same prefixes."""
-    config = {"host_bytes": 0, **config}
+    """Ours, with a store or without; only ``HOST`` has the host's memory, which would have the same prefixes."""
+    config = {**config} if name == HOST else {"host_bytes": 0, **config}
     given = config if store is None else {**config, "store": str(store)}
     return kvevict_system(name, given, ("--max-total-tokens", str(pool), *COMMON_FLAGS))
 
@@ -77,12 +84,14 @@ def system(name: str, pool: int, store: Path | None, **config: Any) -> System:
 def main() -> None:
     """Run the benchmark."""
     options = parse_options(__doc__ or "")
-    points = [RESTART, WRITING, LARGE]
+    points = [RESTART, DROPPED, WRITING, LARGE]
     recorder = Recorder(PAGE, options, points)
     chosen = options.chosen(points)
     with tempfile.TemporaryDirectory() as folder:
         if RESTART in chosen:
             measure_restart(Path(folder) / "restart", recorder)
+        if DROPPED in chosen:
+            measure_dropped(recorder)
         if WRITING in chosen or LARGE in chosen:
             systems = [
                 system(WITHOUT, POOL_SLOTS, None),
@@ -151,6 +160,34 @@ def compress(store: Path, recorder: Recorder) -> list[Before]:
         while counters(fleet, WITH)["stored"] < options.repeats:
             time.sleep(0.1)
     return found
+
+
+def measure_dropped(recorder: Recorder) -> None:
+    """One document a repetition, asked about again when all documents were asked about once."""
+    options = recorder.options
+    prompts = [
+        [*document(options.model, number, DOCUMENT_TOKENS), *question(options.model, number)]
+        for number in range(options.repeats)
+    ]
+    systems = [system(name, DROPPED_POOL, None) for name in (WITHOUT, HOST)]
+    with running(systems, options.model, LOGS / PAGE.name / "dropped", recorder.progress) as fleet:
+        for server in fleet.values():
+            ask(server.url, [question(options.model, 0)])  # the first request of all
+        computed = [ask(fleet[HOST].url, [prompt])[0].ttft_s for prompt in prompts]
+        for prompt in prompts:
+            ask(fleet[WITHOUT].url, [prompt])
+
+        def one(name: str, repetition: int) -> None:
+            before = plugin_state(fleet[name])
+            (answered,) = ask(fleet[name].url, [prompts[repetition - 1]])
+            after = plugin_state(fleet[name])
+            metrics = {"ttft_ms": 1e3 * answered.ttft_s, "cached_tokens": float(answered.cached_tokens)}
+            if before and after and after["moved_in_segments"] > before["moved_in_segments"]:
+                seconds = after["moved_in_seconds"] - before["moved_in_seconds"]
+                metrics["load_pct"] = 100 * seconds / computed[repetition - 1]
+            recorder.add(DROPPED, name, repetition, metrics)
+
+        in_turn(fleet, options.repeats, one)
 
 
 def measure_writing(fleet: Fleet, needles: Needles, recorder: Recorder) -> None:

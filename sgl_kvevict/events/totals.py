@@ -71,6 +71,7 @@ class Totals(msgspec.Struct):
     moved_in_segments: Annotated[int, Meta(description="Segments that came back from the host's memory.")] = 0
     moved_in_tokens: Annotated[int, Meta(description="Tokens that they stand for.")] = 0
     moved_in_bytes: Annotated[int, Meta(description="Memory of them.")] = 0
+    moved_in_seconds: Annotated[float, Meta(description="Host time of these copies (on a GPU: launching only).")] = 0.0
     lost_events: Annotated[int, Meta(description="Events lost because they came too fast.")] = 0
 
     def count(self, event: AnyEvent) -> None:
@@ -115,6 +116,7 @@ class Totals(msgspec.Struct):
                 self.moved_in_segments += 1
                 self.moved_in_tokens += event.end - event.start
                 self.moved_in_bytes += event.bytes
+                self.moved_in_seconds += event.seconds
             case Cleared():
                 self.clears += 1
 

@@ -128,6 +128,7 @@ class MovedIn(Event):
     start: int  # logical position of the first token that the pool lacked
     end: int  # logical position after the last one
     bytes: int  # bytes copied
+    seconds: float  # host time from the look-up on (on a GPU: launching only)
 
 
 class Cleared(Event):

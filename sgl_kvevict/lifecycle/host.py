@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from sgl_kvevict.compression import CacheObservation
@@ -109,6 +110,7 @@ class HostTier(Part):
         if not len(self.segments) or prompt.num_tokens < self._min_tokens:
             return
         with self._guard.at(Place.HOST):
+            begin = time.perf_counter()
             tokens = list(prompt.tokens[: prompt.num_tokens])
             namespace = self.segments.identity.namespace(prompt.extra_key, prompt.cache_salt)
             found = self.segments.find(tokens, namespace)
@@ -122,4 +124,6 @@ class HostTier(Part):
                     return
                 self.segments.use(record.key, in_pool=True)
                 num_bytes = record.num_entries * self._slot_bytes // self._packer.geometry.num_runs
-                self._table.listener.moved_in(record.key, record.end - num_tokens, record.end, num_bytes)
+                begin, since = time.perf_counter(), begin
+                start, seconds = record.end - num_tokens, begin - since
+                self._table.listener.moved_in(record.key, start, record.end, num_bytes, seconds)

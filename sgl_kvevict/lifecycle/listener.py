@@ -139,9 +139,9 @@ class CacheListener:
         """The tokens ``[start, end)`` of a path were copied to the host's memory, as they leave the pool."""
         self._tell(lambda: MovedOut(key[:SHOWN_KEY_DIGITS], start, end, num_bytes, pushed_out))
 
-    def moved_in(self, key: str, start: int, end: int, num_bytes: int) -> None:
+    def moved_in(self, key: str, start: int, end: int, num_bytes: int, seconds: float) -> None:
         """The tokens ``[start, end)`` of a path came back from the host's memory."""
-        self._tell(lambda: MovedIn(key[:SHOWN_KEY_DIGITS], start, end, num_bytes))
+        self._tell(lambda: MovedIn(key[:SHOWN_KEY_DIGITS], start, end, num_bytes, seconds))
 
     def cleared(self) -> None:
         """The whole cache was flushed."""

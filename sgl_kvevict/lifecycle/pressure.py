@@ -193,20 +193,21 @@ class Pressure(Part):
             return 0
         won = 0
         waits: set[Node] = set()  # ends that do not shrink now, and nodes below them
-        before: dict[Node, int] = {}  # tokens since the end above, of nodes that are no ends
+        before: dict[Node, list[int]] = {}  # tokens since the end above, by segment, of nodes that are no ends
         for node in self._readers.movable_nodes():
             is_end = node in self._shrinking and node not in self._spans
-            num_tokens = len(node.key)
+            segments = [0]
             if node.parent in before and len(node.parent.children) == 1:
-                num_tokens += before[node.parent]
+                segments = [*before[node.parent], *([0] if self._ranges.begins_segment(node.parent, node) else [])]
+            segments[-1] += len(node.key)
             if node.parent in waits or (is_end and not self._can_score(node)):
                 waits.add(node)
             elif is_end:
-                won += self._reserve_of_end(node, num_tokens)
+                won += self._reserve_of_end(node, segments)
             elif node in self._shrinking:
                 won += self._reserve_of_span(node)
             elif node not in self._spans:
-                before[node] = num_tokens
+                before[node] = segments
         return won
 
     def _reserve_of_span(self, owner: Node) -> int:
@@ -215,19 +216,27 @@ class Pressure(Part):
             return 0
         return max(segment.num_slots - self._slots_at(segment, self._config.shares[-1]), 0)
 
-    def _reserve_of_end(self, node: Node, num_tokens: int) -> int:
-        """Reserve of the last ``num_tokens`` tokens before an end.
+    def _reserve_of_end(self, node: Node, segments: Sequence[int]) -> int:
+        """Reserve of the last tokens before an end; ``segments``: their number, by the segment that they will be in.
 
-        Nodes above it are left out if others branch off there, whose ranges would have them too; compressed together
-        with them it releases at least as much.
+        Nodes above them are left out if others branch off there, whose ranges would have them too; compressed together
+        with them they release at least as much.
         """
-        config = self._config
-        if not self._ranges.is_long_enough(num_tokens):
+        if not self._ranges.is_long_enough(sum(segments)):
             return 0
+        start, won = length_of(path_to(node)) - sum(segments), 0
+        for num_tokens in segments:
+            won += num_tokens - self._least_slots(start, num_tokens)
+            start += num_tokens
+        return won
+
+    def _least_slots(self, start: int, num_tokens: int) -> int:
+        """Token slots of a segment of uncompressed tokens from ``start`` on, once it has shrunk as far as it can."""
+        config = self._config
         if not config.shares:
-            return num_tokens - config.num_slots(num_tokens, length_of(path_to(node)) - num_tokens)
+            return config.num_slots(num_tokens, start)
         keeps_all = config.slots_at(config.shares[0], num_tokens) == num_tokens  # then no entry has a worth
-        return 0 if keeps_all else num_tokens - config.slots_at(config.shares[-1], num_tokens)
+        return num_tokens if keeps_all else config.slots_at(config.shares[-1], num_tokens)
 
     # ---- shrinking --------------------------------------------------------------------------------------------
 

@@ -140,6 +140,15 @@ class Ranges(Part):
                 break
         return self._tree.cut(path, end)
 
+    def begins_segment(self, above: Node, node: Node) -> bool:
+        """Whether two nodes of a range become different segments.
+
+        Segments that cannot be split end where prompts branch off, or a running request's path ends.
+        """
+        if self._compressor.splittable:
+            return False
+        return len(above.children) > 1 or self._tree.num_locks(above) != self._tree.num_locks(node)
+
     def at_budget(self, last: Node) -> None:
         """A segment has reached the budget; ``last`` is the last node with a span of it."""
         if self._saving is not None:
@@ -211,14 +220,11 @@ class Ranges(Part):
     def _groups(self, nodes: list[Node]) -> list[list[Node]]:
         """Divide consecutive nodes into groups, each of which becomes one segment.
 
-        One group if segments can be split. Otherwise a group ends where prompts branch off, or a running request's path
-        ends.
+        One group if segments can be split.
         """
-        if self._compressor.splittable:
-            return [nodes]
         groups = [nodes[:1]]
         for above, node in pairwise(nodes):
-            if len(above.children) > 1 or self._tree.num_locks(above) != self._tree.num_locks(node):
+            if self.begins_segment(above, node):
                 groups.append([])
             groups[-1].append(node)
         return groups

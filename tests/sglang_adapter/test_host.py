@@ -50,6 +50,7 @@ def test_what_was_dropped_comes_back_in_the_step_that_admits_a_prompt(splittable
     for document in DOCUMENTS:
         assert serve(harness, [*document, 1, 1]) == 56
     assert totals(harness).moved_in_segments == 4 and totals(harness).moved_in_tokens == 4 * 56
+    assert totals(harness).moved_in_seconds > 0
     assert not any(harness.tree.guard.errors.values())
 
 
