@@ -378,6 +378,7 @@ class KVEvictTree(UnifiedRadixCache):
         num_tokens = self.manager.prefilled_compressed(req, node)
         if num_tokens:
             req.customized_info = {**(req.customized_info or {}), PREFILLED_COMPRESSED: [num_tokens]}
+            self.manager.listener.prefilled_compressed(num_tokens)
 
     def _keep_out(self, req: Req) -> None:
         """Do not cache a request's tokens; if it has finished, release its recurrent state too."""

@@ -57,6 +57,7 @@ def test_four_times_the_pool_is_served_and_found_again(has_learned):
     assert prefill(scheduler, first) == 4 * POOL // CHUNK
     (compressed,) = first.customized_info[PREFILLED_COMPRESSED]
     assert compressed > 3 * POOL
+    assert scheduler.tree_cache.manager.listener.totals.prefilled_compressed == 1
     scheduler.harness.finish(first)
     again = submit(scheduler, [*tokens, 1, 2])
     prefill(scheduler, again)
