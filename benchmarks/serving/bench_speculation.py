@@ -20,7 +20,7 @@ from serving_bench.results import ROOT
 from serving_bench.streams import stream_all
 from serving_bench.texts import document
 
-from sgl_kvevict.launcher import RunningServer, kvevict_system
+from sgl_kvevict.launcher import RunningServer, System, kvevict_system
 from sgl_kvevict.measure import alone, flush, in_turn, wait_until_scored
 
 POOL_SLOTS = 8_000
@@ -53,6 +53,13 @@ class Acceptance:
 
 
 @dataclass(frozen=True)
+class Equality:
+    """Texts at budget 1.0 in float32, with and without drafts: the same."""
+
+    name: str = "texts at budget 1.0"
+
+
+@dataclass(frozen=True)
 class Decode:
     """How many requests quote at once while decode is timed."""
 
@@ -64,7 +71,7 @@ class Decode:
         return "decode, one request" if self.sharers == 1 else f"decode, {self.sharers} requests at once"
 
 
-POINTS = (Acceptance("NGRAM"), Acceptance("STANDALONE"), Decode(1), Decode(4))
+POINTS = (Acceptance("NGRAM"), Acceptance("STANDALONE"), Equality(), Decode(1), Decode(4))
 
 PAGE = Page(
     name="speculation",
@@ -73,11 +80,11 @@ PAGE = Page(
         f"Answers of {ANSWER_TOKENS} greedy tokens that go on with {len(QUOTED)} passages of a shared document of "
         f"{DOCUMENT_TOKENS} tokens. NGRAM: {DRAFTS} draft tokens a step, the document as external corpus. STANDALONE: "
         f"the model is its own draft model, three tokens a step. `{FULL}`: our attention with nothing compressed. "
-        "Acceptance length: tokens per verification step."
+        "Acceptance length: tokens per verification step. Texts at budget 1.0 are compared in float32."
     ),
     tables=(
         Table("acceptance_length", "Acceptance length, tokens per step"),
-        Table("equal_texts", f"Answers with the text of `{FULL}`", has_ratio=False, digits=0),
+        Table("equal_texts", f"Answers with the text of the first system, of {len(QUOTED)}", has_ratio=False, digits=0),
         Table("acceptance_on_equal_texts", f"Acceptance length on these, relative to `{FULL}`", has_ratio=False),
         Table("decode_tokens_per_s", "Decode at budget 0.2, tokens/s of all requests", digits=1, baseline=WITHOUT),
     ),
@@ -86,12 +93,13 @@ PAGE = Page(
 FLAGS = ("--max-total-tokens", str(POOL_SLOTS), *COMMON_FLAGS)
 
 
-def flags_of(algorithm: str, model: Path, corpus: Path) -> tuple[str, ...]:
-    """Arguments of a server that speculates."""
+def flags_of(algorithm: str, model: Path, corpus: Path, topk: int = 1) -> tuple[str, ...]:
+    """Arguments of a server that speculates; STANDALONE drafts a tree if ``topk`` is above 1."""
     chosen = (*FLAGS, "--speculative-algorithm", algorithm)
     if algorithm == "STANDALONE":
-        chain = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
-        return (*chosen, "--speculative-draft-model-path", str(model), *chain)
+        tree = ("--speculative-num-steps", "3", "--speculative-eagle-topk", str(topk))
+        size = ("--speculative-num-draft-tokens", str(4 * topk))
+        return (*chosen, "--speculative-draft-model-path", str(model), *tree, *size)
     return (
         *(*chosen, "--speculative-num-draft-tokens", str(DRAFTS)),
         *("--speculative-ngram-external-corpus-path", str(corpus)),
@@ -110,20 +118,31 @@ def main() -> None:
         corpus.write_text(json.dumps(text) + "\n", encoding="utf-8")
         for name in options.chosen(list(points)):
             point = points[name]
-            algorithm = point.algorithm if isinstance(point, Acceptance) else WITH
-            flags = flags_of(algorithm, options.model, corpus)
-            if isinstance(point, Acceptance):
-                compared = [kvevict_system(FULL, {"policy": "none"}, flags)]
-                compared += [kvevict_system(f"budget {b:g}", {"budget": b}, flags) for b in BUDGETS]
-            else:
-                compared = [kvevict_system(WITHOUT, {}, FLAGS), kvevict_system(WITH, {}, flags)]
+            compared = systems(point, options.model, corpus)
             with running(compared, options.model, LOGS / PAGE.name, recorder.progress) as fleet:
-                (accept if isinstance(point, Acceptance) else decode)(fleet, point, recorder)
+                if isinstance(point, Decode):
+                    decode(fleet, point, recorder)
+                else:
+                    accept(fleet, point.name, recorder)
     recorder.close()
 
 
-def accept(fleet: Fleet, point: Acceptance, recorder: Recorder) -> None:
-    """Acceptance on all servers, once: it is a count."""
+def systems(point: Acceptance | Equality | Decode, model: Path, corpus: Path) -> list[System]:
+    """What a point compares; the first is the reference of texts."""
+    if isinstance(point, Acceptance):
+        flags = flags_of(point.algorithm, model, corpus)
+        found = [kvevict_system(FULL, {"policy": "none"}, flags)]
+        return found + [kvevict_system(f"budget {b:g}", {"budget": b}, flags) for b in BUDGETS]
+    ngram = flags_of("NGRAM", model, corpus)
+    if isinstance(point, Decode):
+        return [kvevict_system(WITHOUT, {}, FLAGS), kvevict_system(WITH, {}, ngram)]
+    drafts = {"chains": flags_of("STANDALONE", model, corpus), "trees": flags_of("STANDALONE", model, corpus, topk=2)}
+    compared = {WITHOUT: FLAGS, WITH: ngram, **drafts}
+    return [kvevict_system(name, {"budget": 1.0}, (*flags, "--dtype", "float32")) for name, flags in compared.items()]
+
+
+def accept(fleet: Fleet, point: str, recorder: Recorder) -> None:
+    """Acceptance and texts on all servers, once: they are counts."""
     text, prompts = texts(recorder.options.model)
     wanted: list[Answer] = []
     for name, server in fleet.items():
@@ -133,11 +152,13 @@ def accept(fleet: Fleet, point: Acceptance, recorder: Recorder) -> None:
                 found = list(pool.map(lambda prompt: generate(server, prompt, ANSWER_TOKENS), prompts))  # noqa: B023
         wanted = wanted or found
         equal = [i for i, answer in enumerate(found) if answer.tokens == wanted[i].tokens]
-        metrics = {"acceptance_length": per_step(found), "equal_texts": float(len(equal))}
-        if equal:
+        metrics = {"equal_texts": float(len(equal))}
+        if found[0].steps:
+            metrics["acceptance_length"] = per_step(found)
+        if equal and wanted[0].steps:
             of_full = per_step([wanted[i] for i in equal])
             metrics["acceptance_on_equal_texts"] = per_step([found[i] for i in equal]) / of_full
-        recorder.add(point.name, name, 1, metrics)
+        recorder.add(point, name, 1, metrics)
 
 
 def decode(fleet: Fleet, point: Decode, recorder: Recorder) -> None:

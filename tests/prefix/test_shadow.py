@@ -109,6 +109,10 @@ def test_a_repack_forgets_the_dropped_tokens(world, kept, before, num_slots, aft
     assert lower.drop() is None
     world[0].repack([upper])
     assert upper.segment.num_slots == num_slots and read(world, upper) == after
+    first, rest = upper.split(START + 2)
+    assert rest.drop() is None
+    world[0].repack([first])
+    assert read(world, first) == after
 
 
 def test_segments_from_elsewhere_have_no_rows(world):
