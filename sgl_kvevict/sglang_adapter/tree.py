@@ -26,9 +26,9 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.compression import Compressor, PromptObservation, ReaderChunk
 from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.events.types import Refused
 from sgl_kvevict.guard import Guard, Place, accounting
 from sgl_kvevict.lifecycle import PrefixManager
-from sgl_kvevict.lifecycle.listener import REFUSED_NOT_CACHED
 from sgl_kvevict.lifecycle.manager import Released
 from sgl_kvevict.lifecycle.nodes import path_to, tokens_of
 from sgl_kvevict.lifecycle.saving import StoreAccess
@@ -350,7 +350,7 @@ class KVEvictTree(UnifiedRadixCache):
             return
         blocking = self._blocking.find(key)
         if blocking is not None and not self._blocking.drop_subtree(blocking):
-            self.manager.listener.refused(REFUSED_NOT_CACHED, up_to)
+            self.manager.listener.tell(Refused("not-cached", up_to))
             self._keep_out(req)
             return
         super().checkpoint(req, up_to=up_to, **kwargs)

@@ -6,6 +6,7 @@ import threading
 
 from helpers.harness import Harness
 from helpers.stored import identity as identity_of
+from sgl_kvevict.events.types import Loaded, LoadFailed, Stored
 from sgl_kvevict.lifecycle.adoption import Adoption, Prompt
 from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.part import Shared
@@ -51,17 +52,15 @@ class Heard(CacheListener):
         super().__init__()
         self.stored_segments, self.loads, self.failures = [], [], []
 
-    def stored(self, written):
-        super().stored(written)
-        self.stored_segments.append(written)
-
-    def loaded(self, key, start, end):
-        super().loaded(key, start, end)
-        self.loads.append((start, end))
-
-    def load_failed(self, reason, error=""):
-        super().load_failed(reason, error)
-        self.failures.append(reason)
+    def tell(self, event):
+        super().tell(event)
+        match event:
+            case Stored():
+                self.stored_segments.append(event)
+            case Loaded():
+                self.loads.append((event.start, event.end))
+            case LoadFailed():
+                self.failures.append(event.reason)
 
 
 class Server:
