@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sgl_kvevict.events.types import Stored, short_key
+from sgl_kvevict.events.types import Stored
 from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.nodes import Key, Node, path_to, tokens_of
 from sgl_kvevict.lifecycle.part import Part, Shared
@@ -178,8 +178,7 @@ class Saving(Part):
     def between_steps(self) -> None:
         """Report the results of writes since the last call."""
         while self._access.writer.done:
-            done = self._access.writer.done.popleft()
-            self._table.listener.tell(Stored(short_key(done.key), done.num_tokens, done.num_bytes, done.error))
+            self._table.listener.tell(self._access.writer.done.popleft())
 
 
 def _on_host(record: SegmentRecord, copied: torch.cuda.Event) -> SegmentRecord:
