@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from unittest import mock
 
 from helpers.harness import Harness
 from helpers.stored import identity as identity_of
@@ -74,8 +75,8 @@ class Server:
         self.access = StoreAccess(identity, self.writer, self.reader)
         self.harness = Harness(access=self.access, **kind)
         self.manager = self.harness.tree.manager
+        assert self.manager.loading is not None and self.manager.saving is not None
         self.loading, self.saving = self.manager.loading, self.manager.saving
-        assert self.loading is not None and self.saving is not None
         self.heard = self.manager.listener = Heard()
 
     def queue(self, prompt, extra_key=None):
@@ -87,9 +88,13 @@ class Server:
     def begin(self, *queue):
         """Requests that wait while no fetch has ended: the threads that fetch are held."""
         gate, find = threading.Event(), self.segments.find
-        self.segments.find = lambda *args: gate.wait(10) and find(*args)
-        still = self.loading.settle(queue)
-        self.segments.find = find
+
+        def wait_and_find(tokens, namespace):
+            assert gate.wait(300)
+            return find(tokens, namespace)
+
+        with mock.patch.object(self.segments, "find", wait_and_find):
+            still = self.loading.settle(queue)
         gate.set()
         return still
 
