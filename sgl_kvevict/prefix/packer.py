@@ -13,8 +13,10 @@ from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from kvevict_kernels.compact_kv import compact_kv
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.prefix.arena_rows import ArenaRows, bytes_of
+from sgl_kvevict.prefix.shadow import DraftRows
 from sgl_kvevict.prefix.span import CopiedEntries, Segment, Span, View
 from sgl_kvevict.ragged import MergePlan, Selection, run_entries
 
@@ -35,8 +37,21 @@ class SegmentPacker(ArenaRows):
     """Packs entries into token slots of one arena.
 
     Any head slot may hold an entry of any (layer, head), so a segment of ``C`` entries takes
-    ``ceil(C / (num_layers * num_kv_heads))`` token slots, however uneven its runs are.
+    ``ceil(C / (num_layers * num_kv_heads))`` token slots, however uneven its runs are. ``drafts``: rows of a draft
+    model, which follow :meth:`pack`, :meth:`squeeze` and :meth:`repack`; other segments have none.
     """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        k_arena: Tensor,
+        v_arena: Tensor,
+        biases: Tensor | None = None,
+        drafts: DraftRows | None = None,
+    ) -> None:
+        super().__init__(geometry, k_arena, v_arena, biases)
+        self._drafts = drafts
+        self._no_shadow = None if drafts is None else drafts.absent()
 
     def pack(
         self,
@@ -63,16 +78,22 @@ class SegmentPacker(ArenaRows):
             sources = self._head_slots(layers, token_slots.int()[selection.indices], heads)
         else:
             sources = self._head_slots(merge.layers, token_slots.int()[merge.indices], merge.heads)
-        return self.write(
+        end = start + token_slots.numel()
+        segment, freed = self.write(
             token_slots,
             sources,
             selection.keep_lens,
             selection.indices + start,
-            (start, start + token_slots.numel()),
+            (start, end),
             None if merge is None else (merge.indptr, merge.weights),
             splittable=splittable,
             worth=worth,
         )
+        if self._drafts is not None:
+            tokens = torch.arange(start, end, dtype=torch.int32, device=token_slots.device)
+            held = segment.token_slots
+            segment.shadow = self._drafts.move(segment.positions, start, end, tokens, token_slots, held)
+        return segment, freed
 
     def write(
         self,
@@ -113,6 +134,7 @@ class SegmentPacker(ArenaRows):
             end=bounds[1],
             splittable=splittable,
             worth=worth,
+            shadow=self._no_shadow,
         )
         return segment, freed
 
@@ -230,6 +252,7 @@ class SegmentPacker(ArenaRows):
             end=end,
             splittable=splittable,
             worth=None if worth is None else worth.to(device),
+            shadow=self._no_shadow,
         )
 
     @accounting()
@@ -292,6 +315,9 @@ class SegmentPacker(ArenaRows):
             splittable=old.splittable,
             worth=None if old.worth is None else old.worth[kept],
         )
+        if self._drafts is not None and old.shadow is not None:
+            tokens = old.shadow.positions
+            new.shadow = self._drafts.move(new.positions, new.start, new.end, tokens, old.token_slots, held)
         new.policy_state, new.is_generated, new.is_joined = old.policy_state, old.is_generated, old.is_joined
         new.is_measured, new.is_fitted, new.entry_attention = old.is_measured, old.is_fitted, old.entry_attention
         if new.entry_attention is not None:

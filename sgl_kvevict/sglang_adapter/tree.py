@@ -411,6 +411,11 @@ class KVEvictTree(UnifiedRadixCache):
         node_by_id = self.tree_core.node_by_id
         return self.manager.reads([node_by_id(req.last_node) for req in readers])
 
+    def draft_paths(self, readers: Sequence[Req]) -> tuple[tuple[SpanRuns, ...], ...]:
+        """What the draft model reads of each request's compressed prefix, root first."""
+        paths = (path_to(self.tree_core.node_by_id(req.last_node)) for req in readers)
+        return tuple(tuple(self.spans[node].draft_runs() for node in path if node in self.spans) for path in paths)
+
     def window_slots(self, req: Req, start: int, end: int) -> torch.Tensor:
         """[end - start], int64, window-pool slots of the tokens ``[start, end)``; 0 if the window is gone."""
         path = path_to(self.tree_core.node_by_id(req.last_node))
