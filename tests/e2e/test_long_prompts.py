@@ -40,9 +40,9 @@ def server(start, tiny_llama, mode):
 
 @pytest.fixture(scope="module")
 def ranks(start, tiny_llama, tmp_path_factory):
-    """Two tensor-parallel ranks with a store; scores are learned from two prefixes."""
+    """Two tensor-parallel ranks with a store."""
     store = str(tmp_path_factory.mktemp("store"))
-    config = CONFIG | {"store": store, "distill_prefixes": 2, "prefill_budget": 0.5}
+    config = CONFIG | {"store": store}
     flags = ("--tp-size", "2", "--dtype", "float32", "--chunked-prefill-size", "1024")
     return start(tiny_llama, *FLAGS, *flags, config=config, env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"})
 
@@ -136,15 +136,15 @@ def read_again(server, tokens: list[int], **fields) -> int:
 
 
 def test_ranks_namespaces_passes_and_the_store(ranks):
-    """Before and after scores are learned; what passes have measured comes back from the store in one piece."""
-    for seed, tenant in enumerate(["first", "second", "first", "second"]):
+    """What passes have measured comes back from the store in one piece."""
+    for seed, tenant in enumerate(["first", "second"]):
         tokens = prompt(1000 + 100 * seed, seed)
         status, answer = ask(ranks, tokens, extra_key=tenant)
         assert status == 200 and answer["meta_info"]["kvevict_prefilled_compressed"][0] > 500
         assert read_again(ranks, tokens, extra_key=tenant) > 500
         assert ask(ranks, tokens, extra_key="third")[1]["meta_info"]["cached_tokens"] == 0
     state = idle_state(ranks)
-    assert state["learned_scores"]["in_use"] and state["scoring_passes"] > 0, state
+    assert state["scoring_passes"] > 0 and state["prefilled_compressed"] == 2
     assert_nothing_leaked(ranks)
     loaded = state["loaded_segments"]
     flush(ranks)
