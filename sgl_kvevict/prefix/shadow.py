@@ -75,7 +75,7 @@ class DraftRows:
         votes = torch.zeros(last + 1, dtype=torch.int32, device=kept.device)
         votes.scatter_add_(0, (kept - start).long(), torch.ones_like(kept))
         is_live = tokens < end
-        ranks = torch.where(is_live, votes[(tokens - start + 1).clamp(max=last).long()], -1)
+        ranks = torch.where(is_live, votes[(tokens - start).clamp(max=last - 1).long() + 1], -1)
         chosen = ranks.argsort(descending=True, stable=True)[: slots.numel()].sort().values
         slots = slots[: chosen.numel()]
         for arena in self._arenas:

@@ -74,7 +74,7 @@ def flag_reasons(value_of: Callable[[str], object]) -> list[str]:
 
 ALGORITHMS = ("NGRAM", "STANDALONE")
 """Of speculative decoding, those that work over compressed prefixes."""
-_PAIRS = "its prefix keys are pairs of tokens, and its draft layer reads KV that compressed tokens do not have"
+_PAIRS = "its prefix keys are pairs of tokens"
 _REFUSED_ALGORITHMS = {
     "EAGLE": _PAIRS,
     "EAGLE3": _PAIRS,

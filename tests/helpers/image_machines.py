@@ -6,10 +6,9 @@ from typing import Any, ClassVar
 
 from hypothesis.stateful import invariant
 
-from helpers.harness import Harness, PseudoRandomPolicy
-from helpers.machines import BASES, HostMachine, PressureMachine
+from helpers.harness import Harness
+from helpers.machines import BASES, HostMachine, PressureMachine, UnsplittableMachine
 from sgl_kvevict.lifecycle.nodes import FIRST_IMAGE_TOKEN
-from sgl_kvevict.policies.signals import Readers
 
 IMAGE = slice(12, 30)
 """Where the image of a prompt lies."""
@@ -38,10 +37,10 @@ class ImagesMachine(PressureMachine):
         assert all(max(req.origin_input_ids) < FIRST_IMAGE_TOKEN for req in [*passes, *self.scheduler.passes])
 
 
-class ImagesUnsplittableMachine(ImagesMachine):
-    """The same with segments that cannot be cut."""
+class ImagesUnsplittableMachine(UnsplittableMachine):
+    """A policy without passes, whose segments cannot be cut: a divergence inside an image takes their place."""
 
-    policy = PseudoRandomPolicy(splittable=False, readers=Readers.REPETITION)
+    make_harness: ClassVar[type[Harness]] = ImagesHarness
 
 
 class ImagesHostMachine(HostMachine, ImagesMachine):
