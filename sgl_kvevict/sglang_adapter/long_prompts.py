@@ -114,10 +114,10 @@ def length_error(admission: LongPromptAdmission | None, tree: KVEvictTree, req: 
             f"{plan.slots_at_peak(num_tokens)} of them while it is prefilled ({would_do})"
         )
     num_new = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
-    room = plan.num_slots - 2 - num_new - plan.slots_at_peak(num_tokens)
-    if _num_with_logprobs(req) > max(room, 0):
+    room = max(plan.num_slots - 2 - num_new - plan.slots_at_peak(num_tokens), 0)
+    if _num_with_logprobs(req) > room:
         return (
-            f"{got}, with logprob_start_len {req.logprob_start_len}; allowed: at least {num_tokens - max(room, 0)}, "
+            f"{got}, with logprob_start_len {req.logprob_start_len}; allowed: at least {num_tokens - room}, "
             "because tokens with log-probabilities are not compressed while the prompt is prefilled"
         )
     tree.manager.readers.make_long(req)
@@ -212,7 +212,7 @@ def _num_with_logprobs(req: Req) -> int:
     """Tokens of a prompt whose log-probabilities are asked for."""
     if not req.return_logprob or req.logprob_start_len < 0:
         return 0
-    return max(len(req.origin_input_ids) - req.logprob_start_len, 0)
+    return max(len(req.origin_input_ids) - int(req.logprob_start_len), 0)
 
 
 def is_long(tree: Any, req: Req | None) -> bool:
