@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "distill": {KERNELS, "policies"} | BASE,
     "attention": {KERNELS, MACHINE} | BASE,
     "prefix": {KERNELS} | BASE,
-    "store": BASE,
+    "store": {"events"} | BASE,
     "compression": {KERNELS, "policies", "distill", "attention", "prefix"} | BASE,
     "lifecycle": {KERNELS, "events", "policies", "distill", "prefix", "store", "compression"} | BASE,
     "sglang_adapter": BELOW_TOP - {"sglang_adapter"},

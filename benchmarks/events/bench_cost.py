@@ -31,6 +31,7 @@ from helpers.watched import WatchedHarness
 from sgl_kvevict.compression import Compression
 from sgl_kvevict.events.client import EventStream
 from sgl_kvevict.events.questions import Status, Tree
+from sgl_kvevict.events.types import Dropped
 from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.sglang_adapter.monitoring.metrics import Metrics
 from sgl_kvevict.sglang_adapter.passes import after_ingest
@@ -74,7 +75,7 @@ def publishing_share(watched: WatchedHarness, events_per_s: int) -> float:
     begin, seconds = time.clock_gettime(clock), 2.0
     for _ in range(int(seconds * 100)):
         for _ in range(events_per_s // 100):
-            watched.harness.tree.manager.listener.dropped(node, None, 50)
+            watched.harness.tree.manager.listener.tell(Dropped(node.id, 50, 50, False))
         time.sleep(0.01)
     return (time.clock_gettime(clock) - begin) / seconds
 
@@ -147,7 +148,7 @@ def main() -> None:
         row("on: one turn of the loop, nobody asks", on - bare)
         node = SimpleNamespace(id=3, key=[0] * 50)
         listener = harness.tree.manager.listener
-        dropped = quartile(lambda: per_call(lambda: listener.dropped(node, None, 50), 2_000), repeats)
+        dropped = quartile(lambda: per_call(lambda: listener.tell(Dropped(node.id, 50, 50, False)), 2_000), repeats)
         row("on: one event (a node dropped)", dropped)
 
         compression = watched_compression(harness)

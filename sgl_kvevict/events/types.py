@@ -6,10 +6,17 @@ the tree's and unique over a server's life. Token ids are sent only with ``expos
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 """Sequence number of the message that ends a replay, as in SGLang."""
+
+
+def short_key(key: str) -> str:
+    """The first digits of a segment's name: the whole name would be a digest of tokens and salt."""
+    return key[:16]
 
 
 class Event(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
@@ -87,7 +94,7 @@ class Refused(Event):
     # not-cached: the prompt would cut an unsplittable span that others read; it is served, but not cached.
     # no-room: prefix and scoring pass exceed the model's context or the pool. no-memory: observing the range exceeds
     # ``observation_bytes``. The range stays uncompressed in both cases.
-    reason: str
+    reason: Literal["in-use", "not-cached", "no-room", "no-memory"]
     tokens: int  # tokens concerned
 
 
@@ -113,7 +120,7 @@ class LoadFailed(Event):
 
     # late: the store took too long. error: it could not be read, or the segment was corrupt. no-place: another request
     # had loaded the segment, or there were no token slots for it.
-    reason: str
+    reason: Literal["late", "error", "no-place"]
     error: str = ""  # the error's text
 
 

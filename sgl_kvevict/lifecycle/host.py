@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from sgl_kvevict.compression import CacheObservation
+from sgl_kvevict.events.types import MovedIn, MovedOut, short_key
 from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.adoption import Adoption, Prompt
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to, tokens_of
@@ -74,7 +75,7 @@ class HostTier(Part):
             num_bytes = self.segments.put(leaving.copied, namespace)
             if num_bytes:
                 pushed_out = self.segments.num_evicted - num_evicted
-                self._table.listener.moved_out(leaving.copied.key, *bounds, num_bytes, pushed_out)
+                self._table.listener.tell(MovedOut(short_key(leaving.copied.key), *bounds, num_bytes, pushed_out))
 
     def _bounds(self, path: Sequence[Node]) -> tuple[int, int] | None:
         """Logical bounds of what is copied when the last node of a path is dropped; None: nothing."""
@@ -126,4 +127,4 @@ class HostTier(Part):
                 num_bytes = record.num_entries * self._slot_bytes // self._packer.geometry.num_runs
                 begin, since = time.perf_counter(), begin
                 start, seconds = record.end - num_tokens, begin - since
-                self._table.listener.moved_in(record.key, start, record.end, num_bytes, seconds)
+                self._table.listener.tell(MovedIn(short_key(record.key), start, record.end, num_bytes, seconds))

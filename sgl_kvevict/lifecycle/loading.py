@@ -11,10 +11,10 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from sgl_kvevict.events.types import Loaded, LoadFailed, short_key
 from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.adoption import Adoption, Prompt
 from sgl_kvevict.lifecycle.host import HostTier
-from sgl_kvevict.lifecycle.listener import LOAD_ERROR, LOAD_LATE, LOAD_NO_PLACE
 from sgl_kvevict.lifecycle.nodes import length_of
 from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.saving import StoreAccess
@@ -151,9 +151,9 @@ class Loading(Part):
         if waiting.fetch is None:
             return
         if answer is Answer.LATE:
-            self._table.listener.load_failed(LOAD_LATE)
+            self._table.listener.tell(LoadFailed("late"))
         for error in tuple(waiting.fetch.errors):
-            self._table.listener.load_failed(LOAD_ERROR, error)
+            self._table.listener.tell(LoadFailed("error", error))
         if answer is Answer.HERE:
             with self._guard.at(Place.STORE):
                 self._place(waiting.fetch.records, waiting.prompt)
@@ -164,9 +164,9 @@ class Loading(Part):
         for record in records:
             num_tokens = self._adoption.place(record, prompt)
             if num_tokens == 0:
-                self._table.listener.load_failed(LOAD_NO_PLACE)
+                self._table.listener.tell(LoadFailed("no-place"))
                 continue
-            self._table.listener.loaded(record.key, record.end - num_tokens, record.end)
+            self._table.listener.tell(Loaded(short_key(record.key), record.end - num_tokens, record.end))
 
 
 def _signature(waiting: Waiting) -> int:

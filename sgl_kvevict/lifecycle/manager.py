@@ -12,6 +12,7 @@ from torch import Tensor
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.compression import Compressor, GeneratedCompressor, GeneratedStep, PromptObservation, ReaderChunk
 from sgl_kvevict.distill import LessonResult
+from sgl_kvevict.events.types import Cleared, Dropped, Repacked, Split
 from sgl_kvevict.guard import Guard, Place
 from sgl_kvevict.lifecycle.adoption import Adoption
 from sgl_kvevict.lifecycle.eviction import CostAwareRecency, StatefulRecency
@@ -275,7 +276,7 @@ class PrefixManager:
         if self.pressure is not None and upper in self.table.prompts:
             self.pressure.trim_prompts()
         if span is not None:
-            self.listener.split(upper, lower, span.start)
+            self.listener.tell(Split(upper.id, lower.id, span.start))
 
     def leaving(self, node: Node) -> None:
         """A leaf is about to be dropped because slots are short."""
@@ -293,21 +294,20 @@ class PrefixManager:
         drop = self.table.drop(node, self._tree.largest)
         if drop.fit is not None and self.compressor is not None:
             self.compressor.stats.fits_given_up += 1
-        if drop.slots is None:
-            self.listener.dropped(node, None, len(node.key))
-        elif drop.owner is None:
-            self.listener.dropped(node, drop.span, drop.slots.numel())
-        else:
-            self.listener.dropped(node, drop.span, 0)
-            self._tree.charge(drop.owner, -drop.slots.numel())
-            self.listener.repacked(drop.owner, self.spans[drop.owner].segment, drop.slots.numel())
+        num_slots = len(node.key) if drop.slots is None else drop.slots.numel()
+        released = num_slots if drop.owner is None else 0
+        self.listener.tell(Dropped(node.id, len(node.key), released, drop.span is not None))
+        if drop.owner is not None:
+            self._tree.charge(drop.owner, -num_slots)
+            if num_slots:
+                self.listener.tell(Repacked(drop.owner.id, self.spans[drop.owner].segment.num_slots, num_slots))
         return drop.slots
 
     def cleared(self) -> None:
         """The whole tree was flushed."""
         self.forget_seen()
         self.table.clear()
-        self.listener.cleared()
+        self.listener.tell(Cleared())
 
     def forget_seen(self) -> None:
         """Forget everything but spans: the tree is empty, or the weights have changed."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sgl_kvevict.compression import CacheObservation, PromptObservation, ReaderObservation
+from sgl_kvevict.events.types import Squeezed
 from sgl_kvevict.lifecycle.eviction import CostAwareRecency, NodeHeap, Priority
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.lifecycle.part import Part, Shared
@@ -307,7 +308,7 @@ class Pressure(Part):
         self._tree.charge(owner, -freed.numel())
         self._tree.free(freed)
         segment = self._spans[owner].segment
-        self._table.listener.squeezed(owner, segment, freed.numel())
+        self._table.listener.tell(Squeezed(owner.id, segment.num_slots, freed.numel()))
         is_at_budget = slots == self._slots_at(segment, float(self._config.budget))
         if is_at_budget and not any(map(self.shrinking_prompt, readers)):
             self._ranges.at_budget(self._spans.last_of(owner))

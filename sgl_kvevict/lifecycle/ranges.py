@@ -11,8 +11,8 @@ from itertools import pairwise
 from torch import Tensor
 
 from sgl_kvevict.compression import CacheObservation, Compression, Observation, ReaderObservation
+from sgl_kvevict.events.types import Refused
 from sgl_kvevict.guard import Place, accounting
-from sgl_kvevict.lifecycle.listener import REFUSED_IN_USE, REFUSED_NO_MEMORY
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.saving import Saving
@@ -77,7 +77,7 @@ class Ranges(Part):
         done = self.compress_now(last, Pending(end, observation))
         if done.verdict is Verdict.IN_USE:
             self._wait(last, Pending(end, observation))
-            self._table.listener.refused(REFUSED_IN_USE, num_tokens)
+            self._table.listener.tell(Refused("in-use", num_tokens))
         return done
 
     def compress_now(self, node: Node, pending: Pending) -> Attempted:
@@ -192,7 +192,7 @@ class Ranges(Part):
             assert oldest is not None
             num_tokens = oldest[1].end - self._spans.waterline(path_to(oldest[0]))
             self._table.pending.take(oldest[0])
-            self._table.listener.refused(REFUSED_NO_MEMORY, num_tokens)
+            self._table.listener.tell(Refused("no-memory", num_tokens))
 
     def _write_all(self, path: Sequence[Node], pending: Pending) -> Attempted:
         """Compress the uncompressed tokens of a path, however few."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sgl_kvevict.events.types import Stored
 from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.nodes import Key, Node, path_to, tokens_of
 from sgl_kvevict.lifecycle.part import Part, Shared
@@ -17,7 +18,7 @@ from sgl_kvevict.lifecycle.ports import TreePort
 from sgl_kvevict.lifecycle.table import Spans
 from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.prefix import SegmentPacker, View
-from sgl_kvevict.store import Namespace, ReadAhead, SegmentRecord, StoreIdentity, WriteBehind, Written
+from sgl_kvevict.store import Namespace, ReadAhead, SegmentRecord, StoreIdentity, WriteBehind
 
 
 def all_namespaces(extra_key: str | None) -> bool:
@@ -168,8 +169,7 @@ class Saving(Part):
             segment = spans[last].segment
             num_bytes = 2 * packer.k_arena.element_size() * packer.geometry.head_dim * segment.num_entries
             if not writer.has_room(num_bytes):
-                full = Written("", segment.end - segment.start, 0, "too many segments wait")
-                self._table.listener.stored(full)
+                self._table.listener.tell(Stored("", segment.end - segment.start, 0, "too many segments wait"))
                 return
             leaving = export_segment(last, self._tree, spans, packer, self._access.identity, self._config.tail_tokens)
             if leaving is not None:
@@ -178,7 +178,7 @@ class Saving(Part):
     def between_steps(self) -> None:
         """Report the results of writes since the last call."""
         while self._access.writer.done:
-            self._table.listener.stored(self._access.writer.done.popleft())
+            self._table.listener.tell(self._access.writer.done.popleft())
 
 
 def _on_host(record: SegmentRecord, copied: torch.cuda.Event) -> SegmentRecord:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from sgl_kvevict.compression import PromptObservation, ReaderObservation
 from sgl_kvevict.distill import LessonResult
+from sgl_kvevict.events.types import Refused, ScoringPass
 from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.fitting import Fits
 from sgl_kvevict.lifecycle.job import Action, Fact, JobEvent, Outcome, ScoringJob, Stage, decide
 from sgl_kvevict.lifecycle.jobs import ScoringJobs
-from sgl_kvevict.lifecycle.listener import REFUSED_NO_ROOM
 from sgl_kvevict.lifecycle.nodes import Node, Reader, has_images, length_of, path_to, tokens_of
 from sgl_kvevict.lifecycle.pacing import Pacing
 from sgl_kvevict.lifecycle.part import Part, Shared
@@ -278,7 +278,7 @@ class PrefixScoring(Part):
         probe = job.probes.next(num_tokens)
         length = length_of(path_to(job.node))
         if length + len(probe) >= passes.room:
-            self._table.listener.refused(REFUSED_NO_ROOM, length)
+            self._table.listener.tell(Refused("no-room", length))
             self._end_as(job, Outcome.NO_ROOM)
             return
         self.jobs.take_turn(job)
@@ -291,7 +291,8 @@ class PrefixScoring(Part):
         observation, probes = job.observation, job.probes
         assert observation is not None and probes is not None
         if not observation.has_failed:
-            self._table.listener.scored(observation.start, observation.end, time.perf_counter() - job.started)
+            seconds = time.perf_counter() - job.started
+            self._table.listener.tell(ScoringPass(observation.start, observation.end, seconds))
             observation.end_reader(reader)
             probes.was_read()
 

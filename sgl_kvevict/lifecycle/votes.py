@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sgl_kvevict.compression import ReaderObservation
+from sgl_kvevict.events.types import Refused
 from sgl_kvevict.lifecycle.fitting import Fits
 from sgl_kvevict.lifecycle.jobs import ScoringJobs
-from sgl_kvevict.lifecycle.listener import REFUSED_NO_MEMORY
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of
 from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.ranges import Ranges
@@ -48,7 +48,7 @@ class Votes(Part):
                 break
             self._votes.take(node)
             excess -= vote.num_bytes
-            self._table.listener.refused(REFUSED_NO_MEMORY, vote.end - vote.start)
+            self._table.listener.tell(Refused("no-memory", vote.end - vote.start))
         if excess > 0 and observation.products is not None:
             excess -= observation.products.num_bytes
             observation.products = None
@@ -56,7 +56,7 @@ class Votes(Part):
         if excess <= 0:
             return observation
         observation.close()
-        self._table.listener.refused(REFUSED_NO_MEMORY, observation.end - observation.start)
+        self._table.listener.tell(Refused("no-memory", observation.end - observation.start))
         return None
 
     def observation(self, path: Sequence[Node], start: int) -> ReaderObservation | None:

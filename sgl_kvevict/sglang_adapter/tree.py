@@ -26,9 +26,9 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.compression import Compressor, PromptObservation, ReaderChunk
 from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.events.types import PrefilledCompressed, Refused
 from sgl_kvevict.guard import Guard, Place, accounting
 from sgl_kvevict.lifecycle import PrefixManager
-from sgl_kvevict.lifecycle.listener import REFUSED_NOT_CACHED
 from sgl_kvevict.lifecycle.manager import Released
 from sgl_kvevict.lifecycle.nodes import path_to, tokens_of
 from sgl_kvevict.lifecycle.saving import StoreAccess
@@ -349,7 +349,7 @@ class KVEvictTree(UnifiedRadixCache):
             self._keep_out(req)
             return
         if self._is_kept_out(key):
-            self.manager.listener.refused(REFUSED_NOT_CACHED, up_to)
+            self.manager.listener.tell(Refused("not-cached", up_to))
             self._keep_out(req)
             return
         super().checkpoint(req, up_to=up_to, **kwargs)
@@ -378,7 +378,7 @@ class KVEvictTree(UnifiedRadixCache):
         num_tokens = self.manager.prefilled_compressed(req, node)
         if num_tokens:
             req.customized_info = {**(req.customized_info or {}), PREFILLED_COMPRESSED: [num_tokens]}
-            self.manager.listener.prefilled_compressed(num_tokens)
+            self.manager.listener.tell(PrefilledCompressed(num_tokens))
 
     def _keep_out(self, req: Req) -> None:
         """Do not cache a request's tokens; if it has finished, release its recurrent state too."""

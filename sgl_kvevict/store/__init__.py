@@ -6,7 +6,7 @@ from sgl_kvevict.store.manifest import ManifestEntry
 from sgl_kvevict.store.reader import Fetch, ReadAhead, Wanted, segments_of
 from sgl_kvevict.store.segment_file import SegmentRecord, decode_segment, encode_segment
 from sgl_kvevict.store.segments import SegmentStore, describe_identity, list_segments, open_backend
-from sgl_kvevict.store.writer import WriteBehind, Written
+from sgl_kvevict.store.writer import WriteBehind
 
 __all__ = [
     "Backend",
@@ -20,7 +20,6 @@ __all__ = [
     "StoreIdentity",
     "Wanted",
     "WriteBehind",
-    "Written",
     "decode_segment",
     "describe_identity",
     "encode_segment",

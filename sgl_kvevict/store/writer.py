@@ -6,9 +6,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from sgl_kvevict.errors import StoreError
+from sgl_kvevict.events.types import Stored, short_key
 from sgl_kvevict.store.identity import Namespace
 from sgl_kvevict.store.segment_file import SegmentRecord
 from sgl_kvevict.store.segments import SegmentStore
@@ -24,21 +24,6 @@ LOG_EVERY_S = 60.0
 """Failed writes of each kind are logged once in this time."""
 
 
-@dataclass(frozen=True)
-class Written:
-    """The result for one segment.
-
-    Attributes:
-        num_bytes: bytes written; 0: the store had it already.
-        error: why it was not written; None: it was.
-    """
-
-    key: str
-    num_tokens: int
-    num_bytes: int
-    error: str | None = None
-
-
 class WriteBehind:
     """Hands segments to one thread; a segment beyond ``max_bytes`` of keys and values waits alone.
 
@@ -49,7 +34,7 @@ class WriteBehind:
         self, store: SegmentStore, max_bytes: int = MAX_WAITING_BYTES, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.num_dropped = 0
-        self.done: deque[Written] = deque(maxlen=10_000)
+        self.done: deque[Stored] = deque(maxlen=10_000)
         self._store = store
         self._clock = clock
         self._workers = Workers("kvevict-store-write", 1, MAX_WAITING, max_bytes)
@@ -79,11 +64,11 @@ class WriteBehind:
         return self._workers.close(timeout_s)
 
     def _write(self, record: SegmentRecord, namespace: Namespace) -> None:
-        num_tokens = record.end - record.start
+        key, num_tokens = short_key(record.key), record.end - record.start
         try:
-            self.done.append(Written(record.key, num_tokens, self._store.put(record, namespace)))
+            self.done.append(Stored(key, num_tokens, self._store.put(record, namespace)))
         except StoreError as error:
-            self.done.append(Written(record.key, num_tokens, 0, str(error)))
+            self.done.append(Stored(key, num_tokens, 0, str(error)))
             self._log(error)
 
     def _log(self, error: StoreError) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from sgl_kvevict.guard import Guard
 from sgl_kvevict.lifecycle import PrefixManager
 from sgl_kvevict.lifecycle.manager import Released
 from sgl_kvevict.lifecycle.nodes import path_to
-from sgl_kvevict.lifecycle.ports import PassState
+from sgl_kvevict.lifecycle.ports import PassPort, PassState, TreePort
 from sgl_kvevict.prefix import SegmentPacker
 
 CONFIG = KVEvictConfig(
@@ -44,10 +45,15 @@ class FakeNode:
     key: FakeKey
     parent: FakeNode | None = None
     children: dict[int, FakeNode] = field(default_factory=dict)
-    slots: Tensor | None = None
+    slots: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     charged: int = 0
     locks: int = 0
     last_access_time: float = 0.0
+
+
+def fake_path(node: FakeNode) -> list[FakeNode]:
+    """Nodes from below the root to ``node``."""
+    return cast("list[FakeNode]", path_to(node))
 
 
 @dataclass(eq=False)
@@ -68,7 +74,7 @@ class FakeTree:
     """
 
     def __init__(
-        self, policy: object, config: KVEvictConfig = CONFIG, num_slots: int = 400, *, has_learned: bool = False
+        self, policy: Any, config: KVEvictConfig = CONFIG, num_slots: int = 400, *, has_learned: bool = False
     ) -> None:
         self.geometry = KVGeometry(2, 2, 2, 2, num_slots)
         self.now = 0.0
@@ -77,7 +83,7 @@ class FakeTree:
         store = SegmentPacker(self.geometry, arena, arena.clone(), biases)
         self.guard = Guard()
         compressor = (LearnedCompressor if has_learned else Compressor)(config, policy, store)
-        self.manager = PrefixManager(self, store, compressor, self.guard, lambda: self.now)
+        self.manager = PrefixManager(cast("TreePort", self), store, compressor, self.guard, lambda: self.now)
         self.root = FakeNode(0, FakeKey([]))
         self.free_slots: list[int] = []
         self.cuts: list[int] = []
@@ -99,7 +105,7 @@ class FakeTree:
 
     def reader(self, node: FakeNode) -> FakeReader:
         """A request that matches a path, and locks it."""
-        row = torch.cat([each.slots for each in path_to(node)] + [torch.zeros(64, dtype=torch.int64)])
+        row = torch.cat([each.slots for each in fake_path(node)] + [torch.zeros(64, dtype=torch.int64)])
         reader = FakeReader(None, row)
         self.manager.matched(reader)
         self.lock(reader, node)
@@ -109,21 +115,21 @@ class FakeTree:
         """Move a reader's lock."""
         self.unlock(reader)
         reader.node = node
-        for each in path_to(node):
+        for each in fake_path(node):
             each.locks += 1
 
     def unlock(self, reader: FakeReader) -> None:
         """Take a reader's lock away."""
         if reader.node is not None:
-            for each in path_to(reader.node):
+            for each in fake_path(reader.node):
                 each.locks -= 1
         reader.node = None
 
-    def prompt(self, node: FakeNode, found: FakeNode | None = None, **wish: object) -> FakeReader:
+    def prompt(self, node: FakeNode, found: FakeNode | None = None, **wish: Any) -> FakeReader:
         """A request whose prompt was prefilled to the end of ``node``; the cache held it up to ``found``."""
         reader = self.reader(node)
-        start = 0 if found is None else sum(len(each.key) for each in path_to(found))
-        end = sum(len(each.key) for each in path_to(node))
+        start = 0 if found is None else sum(len(each.key) for each in fake_path(found))
+        end = sum(len(each.key) for each in fake_path(node))
         self.observe(reader, found or self.root, start, end)
         self.complete(reader, node, **wish)
         return reader
@@ -132,7 +138,7 @@ class FakeTree:
         """A prefill runs."""
         return self.manager.chunk_observed(reader, node, start, end, end if prompt_len is None else prompt_len)
 
-    def complete(self, reader: FakeReader, node: FakeNode, **wish: object) -> None:
+    def complete(self, reader: FakeReader, node: FakeNode, **wish: Any) -> None:
         """A prompt is in the tree."""
         from sgl_kvevict.request import RequestOptions
 
@@ -169,6 +175,7 @@ class FakeTree:
             position += len(node.key)
         else:
             raise AssertionError("nothing to cut")
+        assert node.parent is not None
         size = end - position
         self._count += 1
         upper = FakeNode(self._count, FakeKey(node.key.token_ids[:size], node.key.extra_key), node.parent)
@@ -245,14 +252,14 @@ class FakePasses:
 
     def run(self, why: Released = Released.FINISHED) -> bool:
         """Run the next pass to its end; False if there is none."""
-        self.tree.manager.between_steps(self)
+        self.tree.manager.between_steps(cast("PassPort", self))
         if not self.waiting:
             return False
         reader, (node, _) = self.waiting.pop(), self.started[-1]
         self.tree.manager.matched(reader)
         self.tree.lock(reader, node)
-        length = sum(len(each.key) for each in path_to(node))
-        reader.row[:length] = torch.cat([each.slots for each in path_to(node)])
+        length = sum(len(each.key) for each in fake_path(node))
+        reader.row[:length] = torch.cat([each.slots for each in fake_path(node)])
         for chunk in self.tree.observe(reader, node, length, length + 10):
             self.record(chunk)
         self.tree.release(reader, why)

@@ -13,7 +13,7 @@ from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
@@ -38,7 +38,7 @@ from sgl_kvevict.lifecycle.host import slot_bytes
 from sgl_kvevict.lifecycle.nodes import length_of, path_to
 from sgl_kvevict.lifecycle.saving import StoreAccess
 from sgl_kvevict.policies import Policy, Rotary
-from sgl_kvevict.prefix import DraftRows, SegmentPacker
+from sgl_kvevict.prefix import DraftRows, Segment, SegmentPacker, Span
 from sgl_kvevict.sglang_adapter.host_memory import before_matching, host_identity
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
@@ -117,7 +117,7 @@ class Harness:
             self.biases = torch.full(shape[:3], float("nan"))
         store = SegmentPacker(self.geometry, self.k, self.v, self.biases, self._make_drafts())
         kind = LearnedCompressor if self.has_learned else Compressor
-        compressor = None if self.policy is None else kind(self.config, self.policy, store, NO_ROTARY)
+        compressor = None if self.policy is None else kind(self.config, cast("Policy", self.policy), store, NO_ROTARY)
         self.host = None
         if self.host_blocks:
             ranks = TensorRanks(self.group)
@@ -386,7 +386,7 @@ class Harness:
         """Every slot has exactly one owner, and the tree's sizes are what a walk of the tree says."""
         held = Counter(self.tree.slot_allocator.free_pages.tolist())
         sizes = {True: 0, False: 0}
-        segments = {}
+        segments: dict[Segment, list[Span]] = {}
         for node in self.tree.nodes():
             sizes[self.tree.num_readers(node) > 0] += self.tree.node_slots(node)
             span = self.tree.spans.get(node)

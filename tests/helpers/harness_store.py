@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from unittest import mock
 
 from helpers.harness import Harness
 from helpers.stored import identity as identity_of
+from sgl_kvevict.events.types import Loaded, LoadFailed, Stored
 from sgl_kvevict.lifecycle.adoption import Adoption, Prompt
 from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.part import Shared
@@ -51,17 +53,15 @@ class Heard(CacheListener):
         super().__init__()
         self.stored_segments, self.loads, self.failures = [], [], []
 
-    def stored(self, written):
-        super().stored(written)
-        self.stored_segments.append(written)
-
-    def loaded(self, key, start, end):
-        super().loaded(key, start, end)
-        self.loads.append((start, end))
-
-    def load_failed(self, reason, error=""):
-        super().load_failed(reason, error)
-        self.failures.append(reason)
+    def tell(self, event):
+        super().tell(event)
+        match event:
+            case Stored():
+                self.stored_segments.append(event)
+            case Loaded():
+                self.loads.append((event.start, event.end))
+            case LoadFailed():
+                self.failures.append(event.reason)
 
 
 class Server:
@@ -75,8 +75,8 @@ class Server:
         self.access = StoreAccess(identity, self.writer, self.reader)
         self.harness = Harness(access=self.access, **kind)
         self.manager = self.harness.tree.manager
+        assert self.manager.loading is not None and self.manager.saving is not None
         self.loading, self.saving = self.manager.loading, self.manager.saving
-        assert self.loading is not None and self.saving is not None
         self.heard = self.manager.listener = Heard()
 
     def queue(self, prompt, extra_key=None):
@@ -88,9 +88,13 @@ class Server:
     def begin(self, *queue):
         """Requests that wait while no fetch has ended: the threads that fetch are held."""
         gate, find = threading.Event(), self.segments.find
-        self.segments.find = lambda *args: gate.wait(10) and find(*args)
-        still = self.loading.settle(queue)
-        self.segments.find = find
+
+        def wait_and_find(tokens, namespace):
+            assert gate.wait(300)
+            return find(tokens, namespace)
+
+        with mock.patch.object(self.segments, "find", wait_and_find):
+            still = self.loading.settle(queue)
         gate.set()
         return still
 

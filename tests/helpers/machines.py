@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from sglang.srt.managers.schedule_batch import Req
 
 from helpers.harness import Harness, PseudoRandomPolicy
 from helpers.naming_fitter import NamingFitter
 from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.policies import build_policy
+from sgl_kvevict.policies import Policy, build_policy
 from sgl_kvevict.policies.signals import Readers, Signal
 
 BASES = ([i * 7 % 11 for i in range(48)], [i * 5 % 7 for i in range(48)])
@@ -26,7 +27,7 @@ BASES = ([i * 7 % 11 for i in range(48)], [i * 5 % 7 for i in range(48)])
 class CacheMachine(RuleBasedStateMachine):
     """Drives one cache; subclasses choose the policy."""
 
-    policy: PseudoRandomPolicy | None = PseudoRandomPolicy()
+    policy: PseudoRandomPolicy | Policy | None = PseudoRandomPolicy()
     num_slots = 130
     options: ClassVar[dict[str, Any]] = {}
     num_operations = 0
@@ -36,9 +37,9 @@ class CacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.harness = self.make_harness(num_slots=self.num_slots, num_rows=6, policy=self.policy, **self.options)
-        self.prefilling = []
-        self.decoding = []
-        self.finished_texts = []
+        self.prefilling: list[Req] = []
+        self.decoding: list[Req] = []
+        self.finished_texts: list[tuple[list[int], str | None]] = []
 
     def _settle(self) -> None:
         """Forget requests that the harness released on its own (slots were short, or they finished at prefill)."""

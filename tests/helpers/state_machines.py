@@ -23,10 +23,11 @@ from helpers.machines import (
 from helpers.states import StatesHarness
 
 
-class States:
+class States(CacheMachine):
     """Every machine's operations, and states that are taken away."""
 
-    make_harness: ClassVar = StatesHarness
+    make_harness = StatesHarness
+    harness: StatesHarness
 
     @rule(count=st.integers(1, 5))
     def take_states(self, count):

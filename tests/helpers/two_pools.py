@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from sglang.srt.managers.schedule_batch import Req
@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from helpers.harness import Harness
-from sgl_kvevict.attention import AttentionBatch
+from sgl_kvevict.attention import Attention, AttentionBatch
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.sglang_adapter.span_component import FULL
 from sgl_kvevict.sglang_adapter.window_component import SWA
@@ -46,7 +46,9 @@ class TwoPoolHarness(Harness):
         super().__post_init__()
         self.codes = torch.zeros(self._window_slots() + 1)
         self.last = LastBatch()
-        self.window_layers = WindowLayers(self.allocator.get_kvcache(), self.last, self.rows.req_to_token)
+        self.window_layers = WindowLayers(
+            self.allocator.get_kvcache(), cast("Attention", self.last), self.rows.req_to_token
+        )
         self._is_decode = False
 
     def _window_slots(self) -> int:
@@ -127,7 +129,7 @@ class TwoPoolHarness(Harness):
         """The same for the slots of the windows, and for who is paired with whom."""
         super().check()
         held = Counter(self.allocator.swa_attn_allocator.free_pages.tolist())
-        paired = {}
+        paired: dict[int, int] = {}
         sizes = {True: 0, False: 0}
         for node in self.tree.nodes():
             data = node.component_data[SWA]

@@ -23,10 +23,11 @@ from helpers.machines import (
 from helpers.two_pools import TwoPoolHarness
 
 
-class Windows:
+class Windows(CacheMachine):
     """Every machine's operations, and windows that are taken away."""
 
-    make_harness: ClassVar = TwoPoolHarness
+    make_harness = TwoPoolHarness
+    harness: TwoPoolHarness
 
     @rule(count=st.integers(1, 30))
     def take_windows(self, count):

@@ -11,6 +11,7 @@ import pytest
 from helpers.fake_tree import CONFIG, FakePasses, FakeTree
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from sgl_kvevict.compression import Compressor
+from sgl_kvevict.events.types import Cleared, Compressed, Dropped, Refused, Repacked
 from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.manager import Released
@@ -28,20 +29,18 @@ class Recorder(CacheListener):
         super().__init__()
         self.told: list[tuple] = []
 
-    def compressed(self, nodes, compression):
-        self.told.append(("compressed", compression.start, compression.num_tokens, len(nodes)))
-
-    def refused(self, reason, num_tokens):
-        self.told.append(("refused", reason, num_tokens))
-
-    def repacked(self, owner, segment, released):
-        self.told.append(("repacked", released))
-
-    def dropped(self, node, span, slots):
-        self.told.append(("dropped", len(node.key), span is not None, slots))
-
-    def cleared(self):
-        self.told.append(("cleared",))
+    def tell(self, event):
+        match event:
+            case Compressed():
+                self.told.append(("compressed", event.start, event.end - event.start, len(event.nodes)))
+            case Refused():
+                self.told.append(("refused", event.reason, event.tokens))
+            case Repacked():
+                self.told.append(("repacked", event.released_slots))
+            case Dropped():
+                self.told.append(("dropped", event.tokens, event.compressed, event.slots))
+            case Cleared():
+                self.told.append(("cleared",))
 
 
 def cache(readers=None, *, splittable=True, **fields) -> tuple[FakeTree, Recorder]:

@@ -25,7 +25,6 @@ from sgl_kvevict.sglang_adapter.scheduler_store import (
     in_order,
     without_adapter,
 )
-from sgl_kvevict.store import Written
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 
@@ -38,7 +37,7 @@ def server_args(tmp_path_factory):
 def test_a_prefix_outlives_its_server(tmp_path):
     first = Server(tmp_path)
     assert first.serve(DOCUMENT) == 0
-    assert [(done.num_tokens, done.error) for done in first.heard.stored_segments] == [(56, None)]
+    assert [(done.tokens, len(done.key), done.error) for done in first.heard.stored_segments] == [(56, 16, None)]
     second = Server(tmp_path, num_slots=200)
     assert second.serve([*DOCUMENT[:56], 9, 9, 9]) == 56
     assert second.heard.loads == [(0, 56)] and second.heard.stored_segments == []
@@ -256,13 +255,16 @@ def test_what_is_told_is_counted_and_published(tmp_path):
     """Counters of /metrics, and events, from the same calls."""
     events, listener = [], CacheListener()
     listener.subscribers.append(events.append)
-    listener.stored(Written("ab" * 32, 56, 900))
-    listener.stored(Written("cd" * 32, 30, 0, "disk full"))
-    listener.stored(Written("ef" * 32, 30, 0))
-    listener.loaded("ab" * 32, 20, 56)
-    listener.load_failed("late")
-    listener.load_failed("error", "unreachable")
-    listener.load_failed("no-place")
+    for event in (
+        Stored("ab" * 8, 56, 900),
+        Stored("cd" * 8, 30, 0, "disk full"),
+        Stored("ef" * 8, 30, 0),
+        Loaded("ab" * 8, 20, 56),
+        LoadFailed("late"),
+        LoadFailed("error", "unreachable"),
+        LoadFailed("no-place"),
+    ):
+        listener.tell(event)
     totals = listener.totals
     assert (totals.stored_segments, totals.stored_bytes, totals.not_stored, totals.already_stored) == (1, 900, 1, 1)
     assert (totals.loaded_segments, totals.loaded_tokens, totals.not_placed) == (1, 36, 1)

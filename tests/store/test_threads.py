@@ -38,10 +38,10 @@ def test_segments_that_come_too_fast_are_dropped_and_counted(store, monkeypatch)
     assert taken == [True, True, False, False] and writer.num_dropped == 2
     gate.set()
     assert writer.drain(300)
-    assert [(done.num_tokens, done.num_bytes > 0, done.error) for done in writer.done] == [(40, True, None)] * 2
+    assert [(done.tokens, done.bytes > 0, done.error) for done in writer.done] == [(40, True, None)] * 2
     assert writer.has_room(251)  # larger than what may wait: it is alone
     assert writer.write(lambda: records[0], SPACE, 100) and writer.drain(300)
-    assert writer.done[-1].num_bytes == 0  # it was there
+    assert writer.done[-1].bytes == 0  # it was there
 
 
 def test_a_write_that_fails_is_told(store, monkeypatch):
