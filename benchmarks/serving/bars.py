@@ -106,6 +106,14 @@ BARS = (
     Bar("commits", FOUR, "now", "requests_per_s", 1.0, baseline="before"),
     Bar("prefill", "3 prompts of 1024", DEFAULT, "prompt_tokens_per_s", 0.95),
     Bar("prefill", "2 prompts of 3000", DEFAULT, "prompt_tokens_per_s", 0.95),
+    Bar(
+        "prefill",
+        "1 prompts of 8000",
+        "prefill_budget 0.5, chunks of 1024",
+        "prompt_tokens_per_s",
+        1.25,
+        baseline=DEFAULT,
+    ),
     *(Bar("insertion", point, "compressed", "cpu_us", 2.0, is_cost=True, baseline=STOCK_TREE) for point in TREE),
     *(Bar("insertion", point, "compressed", "calls", 2.0, is_cost=True, baseline=PYTHON_TREE) for point in TREE),
 )

@@ -9,6 +9,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.runtime_context import get_serving
 
@@ -105,17 +106,19 @@ def length_error(admission: LongPromptAdmission | None, tree: KVEvictTree, req: 
     got = f"input_ids: got {num_tokens} tokens, more than the pool's {plan.num_slots} token slots"
     if tree.manager.readers.is_exact(req):
         return f"{got}, with exact; allowed: at most {most}, because an exact request reads nothing compressed"
-    if req.return_logprob and 0 <= req.logprob_start_len < num_tokens:
-        return (
-            f"{got}, with logprob_start_len {req.logprob_start_len}; allowed: at most {most}, because tokens with "
-            "log-probabilities are not compressed while the prompt is prefilled"
-        )
     if num_tokens > plan.longest():
         share = plan.affordable_share(num_tokens, 1)
         would_do = f"min_budget {share} would do" if share else "no min_budget would do"
         return (
             f"{got}; allowed: at most {plan.longest()}, because at min_budget {plan.config.shares[-1]} it would hold "
             f"{plan.slots_at_peak(num_tokens)} of them while it is prefilled ({would_do})"
+        )
+    num_new = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
+    room = max(plan.num_slots - 2 - num_new - plan.slots_at_peak(num_tokens), 0)
+    if _num_with_logprobs(req) > room:
+        return (
+            f"{got}, with logprob_start_len {req.logprob_start_len}; allowed: at least {num_tokens - room}, "
+            "because tokens with log-probabilities are not compressed while the prompt is prefilled"
         )
     tree.manager.readers.make_long(req)
     tree.compressor.is_short = True
@@ -155,7 +158,7 @@ def around_check(
     # SGLang has locked the prefix for this check, so its slots count as taken; the peak counts the whole prompt.
     prefix = path_to(tree.tree_core.node_by_id(req.last_node))
     held = 0 if tree.manager.readers.has_exact(prefix) else sum(map(tree.node_slots, prefix))
-    num_new = total_tokens - extend_input_len
+    num_new = total_tokens - extend_input_len + _num_with_logprobs(req)
     peak = admission.plan.slots_at_peak(len(req.full_untruncated_fill_ids)) + num_new
     if peak >= adder.rem_total_tokens + held:
         return verdict
@@ -203,6 +206,13 @@ def around_request_level(
 ) -> bool:
     """Hook around the question which facts of ``meta_info`` belong to a request, not to each of its tokens."""
     return key == PREFILLED_COMPRESSED or original(streamer, key)
+
+
+def _num_with_logprobs(req: Req) -> int:
+    """Tokens of a prompt whose log-probabilities are asked for."""
+    if not req.return_logprob or req.logprob_start_len < 0:
+        return 0
+    return max(len(req.origin_input_ids) - int(req.logprob_start_len), 0)
 
 
 def is_long(tree: Any, req: Req | None) -> bool:

@@ -40,9 +40,9 @@ def server(start, tiny_llama, mode):
 
 @pytest.fixture(scope="module")
 def ranks(start, tiny_llama, tmp_path_factory):
-    """Two tensor-parallel ranks with a store; scores are learned from two prefixes."""
+    """Two tensor-parallel ranks with a store."""
     store = str(tmp_path_factory.mktemp("store"))
-    config = CONFIG | {"store": store, "distill_prefixes": 2, "prefill_budget": 0.5}
+    config = CONFIG | {"store": store}
     flags = ("--tp-size", "2", "--dtype", "float32", "--chunked-prefill-size", "1024")
     return start(tiny_llama, *FLAGS, *flags, config=config, env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"})
 
@@ -84,10 +84,13 @@ def test_a_prompt_that_fits_says_nothing(server):
 
 
 def test_prompts_that_fit_are_answered_as_by_a_server_that_has_none_longer(server, start, tiny_llama, mode):
-    """Tokens and log-probabilities, bit for bit; distinct prompts, so that none is compressed before its answer."""
+    """Tokens and log-probabilities, bit for bit, from an empty cache: what is cached shrinks, also while it is read."""
     plain = start(tiny_llama, *SHORT, "--context-length", str(POOL - 5), *mode, config=CONFIG)
     for seed, length in enumerate([20, 100, 250, 340] * 3):
-        answers = [ask(each, prompt(length, 50 + seed), return_logprob=True) for each in (server, plain)]
+        answers = []
+        for each in (server, plain):
+            flush(each)
+            answers.append(ask(each, prompt(length, 50 + seed), return_logprob=True))
         assert answers[0][0] == answers[1][0] == 200
         first, second = ([a["output_ids"], a["meta_info"]["output_token_logprobs"]] for _, a in answers)
         assert first == second
@@ -99,7 +102,7 @@ def test_what_cannot_be_served_is_refused_and_the_next_request_answered(server):
     refused = {
         "allowed: at most 2": ask(server, prompt(9 * POOL, seed=2)),
         "with exact; allowed: at most 393": ask(server, long, sampling={"custom_params": {"kvevict": {"exact": True}}}),
-        "with logprob_start_len 0; allowed: at most 393": ask(server, long, return_logprob=True, logprob_start_len=0),
+        "with logprob_start_len 0; allowed: at least 10": ask(server, long, return_logprob=True, logprob_start_len=0),
     }
     for message, (status, error) in refused.items():
         assert status == 400 and message in error["error"]["message"], error
@@ -136,15 +139,15 @@ def read_again(server, tokens: list[int], **fields) -> int:
 
 
 def test_ranks_namespaces_passes_and_the_store(ranks):
-    """Before and after scores are learned; what passes have measured comes back from the store in one piece."""
-    for seed, tenant in enumerate(["first", "second", "first", "second"]):
+    """What passes have measured comes back from the store in one piece."""
+    for seed, tenant in enumerate(["first", "second"]):
         tokens = prompt(1000 + 100 * seed, seed)
         status, answer = ask(ranks, tokens, extra_key=tenant)
         assert status == 200 and answer["meta_info"]["kvevict_prefilled_compressed"][0] > 500
         assert read_again(ranks, tokens, extra_key=tenant) > 500
         assert ask(ranks, tokens, extra_key="third")[1]["meta_info"]["cached_tokens"] == 0
     state = idle_state(ranks)
-    assert state["learned_scores"]["in_use"] and state["scoring_passes"] > 0, state
+    assert state["scoring_passes"] > 0 and state["prefilled_compressed"] == 2
     assert_nothing_leaked(ranks)
     loaded = state["loaded_segments"]
     flush(ranks)

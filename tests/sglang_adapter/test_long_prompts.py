@@ -280,7 +280,19 @@ def test_what_cannot_be_served_is_refused_with_the_numbers():
     assert f"with exact; allowed: at most {POOL - 7}" in scheduler.submit(exact)
     with_logprobs = harness.request(text(2 * POOL))
     with_logprobs.return_logprob, with_logprobs.logprob_start_len = True, 0
-    assert "with logprob_start_len 0; allowed: at most" in scheduler.submit(with_logprobs)
+    room = POOL - 2 - 8 - scheduler.plan.slots_at_peak(2 * POOL)
+    assert f"with logprob_start_len 0; allowed: at least {2 * POOL - room}," in scheduler.submit(with_logprobs)
+
+
+def test_tokens_with_log_probabilities_stay_out_of_the_cache_until_the_prompt_is_complete():
+    scheduler = serve()
+    req = scheduler.harness.request(text(2 * POOL))
+    room = POOL - 2 - 8 - scheduler.plan.slots_at_peak(2 * POOL)
+    req.return_logprob, req.logprob_start_len = True, 2 * POOL - room
+    assert room > CHUNK and scheduler.submit(req) is None
+    prefill(scheduler, req)
+    (compressed,) = req.customized_info[PREFILLED_COMPRESSED]
+    assert POOL < compressed <= 2 * POOL - room and not scheduler.aborted
 
 
 def test_an_answer_has_the_room_that_the_prompt_leaves_at_its_peak():
