@@ -21,6 +21,7 @@ import hypothesis
 from hypothesis.stateful import run_state_machine_as_test
 
 from helpers.harness import publish_server_args
+from helpers.image_machines import IMAGE_MACHINES
 from helpers.long_machine import LONG_MACHINES
 from helpers.machines import MACHINES, SETTINGS, CacheMachine
 from helpers.state_machines import STATE_MACHINES
@@ -29,6 +30,7 @@ from helpers.window_machines import WINDOW_MACHINES
 
 KINDS = {
     "one": MACHINES + LONG_MACHINES + VERIFY_MACHINES,
+    "images": IMAGE_MACHINES,
     "windows": WINDOW_MACHINES,
     "states": STATE_MACHINES,
 }

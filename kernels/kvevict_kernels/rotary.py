@@ -14,23 +14,38 @@ class Rotary:
 
     cos_sin: Tensor  # [num_positions, rotary_dim]: cosines in the first half of the columns, sines in the second
     is_neox: bool  # rotation pairs dimension i with i + rotary_dim / 2; otherwise 2i with 2i + 1
+    axis_of: Tensor | None = (
+        None  # [rotary_dim / 2], int64: axis whose position turns each pair (M-RoPE); None: one axis
+    )
+
+    def rows(self, positions: Tensor) -> Tensor:
+        """[num_tokens, rotary_dim], float32, of ``cos_sin``.
+
+        ``positions`` are [num_tokens], or [axes, num_tokens]: a token of an image has one in time, height and width, a
+        token of text the same on all axes.
+        """
+        if positions.dim() == 1:
+            return self.cos_sin[positions].float()
+        assert self.axis_of is not None
+        columns = torch.arange(self.cos_sin.shape[1], device=positions.device)
+        return self.cos_sin[positions[self.axis_of.repeat(2)].T, columns].float()
 
     def apply(self, x: Tensor, positions: Tensor, *, inverse: bool = False) -> Tensor:
-        """Rotate rows [num_tokens, num_heads, head_dim] to ``positions`` [num_tokens] (int64), or back.
+        """Rotate rows [num_tokens, num_heads, head_dim] to ``positions`` (int64, as in :meth:`rows`), or back.
 
         Returns float32; dimensions past ``rotary_dim`` are unchanged.
         """
-        cos, sin = self.cos_sin[positions].float().chunk(2, dim=-1)
+        cos, sin = self.rows(positions).chunk(2, dim=-1)
         return self._rotate(x.float(), cos[:, None], -sin[:, None] if inverse else sin[:, None])
 
     def turn(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Rotate the same rows to each of several positions.
 
-        ``rows`` is [..., 1, num_heads, head_dim], float32, before RoPE; ``positions`` [num_tokens], int64. Returns
-        [..., num_tokens, num_heads, head_dim], float32, written in place, without copies of halves.
+        ``rows`` is [..., 1, num_heads, head_dim], float32, before RoPE; ``positions``, int64, as in :meth:`rows`.
+        Returns [..., num_tokens, num_heads, head_dim], float32, written in place, without copies of halves.
         """
-        cos, sin = self.cos_sin[positions].float()[:, None].chunk(2, dim=-1)
-        turned = rows.new_empty(*rows.shape[:-3], positions.numel(), *rows.shape[-2:])
+        cos, sin = self.rows(positions)[:, None].chunk(2, dim=-1)
+        turned = rows.new_empty(*rows.shape[:-3], positions.shape[-1], *rows.shape[-2:])
         width = 2 * cos.shape[-1]
         halves, neighbours = (slice(0, width // 2), slice(width // 2, width)), (slice(0, width, 2), slice(1, width, 2))
         pairs = halves if self.is_neox else neighbours

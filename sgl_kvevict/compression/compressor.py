@@ -70,8 +70,9 @@ class Compression:
 class Compressor:
     """Applies one policy and one budget to ranges of the arena.
 
-    ``rotary`` and ``output_grams`` are as in :class:`ObservationSpec`; ``learner`` is for ``distilled``. ``is_short``:
-    slots have been short, so echo attention is collected until scores are learned.
+    ``rotary`` and ``output_grams`` are as in :class:`ObservationSpec`; ``learner`` is for ``distilled``;
+    ``slot_positions`` as in :class:`CachedRange`. ``is_short``: slots have been short, so echo attention is collected
+    until scores are learned.
     """
 
     def __init__(
@@ -82,12 +83,14 @@ class Compressor:
         rotary: Rotary | None = None,
         output_grams: Tensor | None = None,
         learner: ScoreLearner | None = None,
+        slot_positions: Tensor | None = None,
     ) -> None:
         self.config = config
         self.policy = policy
         self.packer = packer
         self.observes = ObservationSpec(packer.geometry, policy.needs, policy.window_size, rotary, output_grams)
         self.learner = learner
+        self.slot_positions = slot_positions
         self.is_short = False
         self.stats = FitStats()
 
@@ -137,14 +140,23 @@ class Compressor:
         ``token_slots``, [num_tokens], int64, of its first tokens must not change until the lesson ends. None without a
         learner, if weights are in use, or if all layers have sliding windows.
         """
-        packer = self.packer
-        if self.learner is None or self.learner.weights is not None or not packer.geometry.full_layers:
+        if self.learner is None or self.learner.weights is not None or not self.packer.geometry.full_layers:
             return None
-        scales = packer.geometry.scales
-        end = readers.start + token_slots.numel()
-        tokens = CachedRange(packer.k_arena, packer.v_arena, token_slots, readers.start, end, scales)
+        tokens = self._cached(token_slots, readers.start)
         show = self._show(prompt, readers.start, token_slots)
         return self.learner.lesson(tokens, readers.scores(token_slots.numel()), show)
+
+    def _cached(self, token_slots: Tensor, start: int) -> CachedRange:
+        packer, end = self.packer, start + token_slots.numel()
+        return CachedRange(
+            packer.k_arena,
+            packer.v_arena,
+            token_slots,
+            start,
+            end,
+            packer.geometry.scales,
+            slot_positions=self.slot_positions,
+        )
 
     def _show(self, observation: Observation, start: int, token_slots: Tensor) -> Show:
         k_arena, v_arena = self.packer.k_arena, self.packer.v_arena
@@ -172,9 +184,7 @@ class Compressor:
         show = self._show(observation, start, token_slots)
         learner = self.learner if num_slots < num_tokens and not isinstance(observation, ReaderObservation) else None
         if learner is not None and learner.weights is not None:
-            end, scales = start + num_tokens, geometry.scales
-            tokens = CachedRange(self.packer.k_arena, self.packer.v_arena, token_slots, start, end, scales)
-            show = with_learned_scores(show, learner.weights, tokens, learner.rotary)
+            show = with_learned_scores(show, learner.weights, self._cached(token_slots, start), learner.rotary)
         fit = self._fit(token_slots, start, observation) if num_slots < num_tokens else None
         protected = min(max(config.sink_tokens - start, 0), num_slots)
         state = None if parent is None else parent.policy_state

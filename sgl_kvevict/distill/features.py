@@ -6,7 +6,7 @@ range's end (1); constant (1); optionally the log of the last queries' mean atte
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ class CachedRange:
         token_slots: [num_tokens], int64; ``start`` is the logical position of the first token.
         end: logical end of the whole range, also for a sample; the position feature is relative to it.
         stride: logical positions from one token to the next.
+        slot_positions: [axes, num_token_slots], int32: where RoPE has turned the key of each slot; None: to its logical
+            position.
     """
 
     k_arena: Tensor
@@ -52,6 +54,7 @@ class CachedRange:
     end: int
     scales: KVScales = UNSCALED
     stride: int = 1
+    slot_positions: Tensor | None = None
 
     @property
     def num_layers(self) -> int:
@@ -60,16 +63,21 @@ class CachedRange:
 
     @property
     def positions(self) -> Tensor:
-        """[num_tokens], int64."""
+        """[num_tokens], int64, logical."""
         last = self.start + self.token_slots.numel() * self.stride
         return torch.arange(self.start, last, self.stride, device=self.token_slots.device)
+
+    @property
+    def rotary_positions(self) -> Tensor:
+        """[num_tokens] or [axes, num_tokens], int64, of :meth:`Rotary.rows`."""
+        return self.positions if self.slot_positions is None else self.slot_positions[:, self.token_slots].long()
 
     def sample(self, first: int, most: int) -> CachedRange:
         """At most ``most`` evenly spaced tokens from the logical position ``first`` on."""
         skip = min(max(first - self.start, 0), self.token_slots.numel())
         stride = max(-(-(self.token_slots.numel() - skip) // most), 1)
         slots = self.token_slots[skip::stride]
-        return CachedRange(self.k_arena, self.v_arena, slots, self.start + skip, self.end, self.scales, stride)
+        return replace(self, token_slots=slots, start=self.start + skip, stride=stride)
 
 
 def cache_features(tokens: CachedRange, layer: int, rotary: Rotary) -> Tensor:
@@ -77,7 +85,7 @@ def cache_features(tokens: CachedRange, layer: int, rotary: Rotary) -> Tensor:
     positions = tokens.positions
     k_scale, v_scale = tokens.scales.of(layer)
     stored = gather_rows(tokens.k_arena[layer], tokens.token_slots, k_scale)
-    keys = rotary.apply(stored, positions, inverse=True)
+    keys = rotary.apply(stored, tokens.rotary_positions, inverse=True)
     values = gather_rows(tokens.v_arena[layer], tokens.token_slots, v_scale).float()
     norms = [log_norm(stored.float()), log_norm(values)]
     place = (positions / tokens.end).float()[:, None].expand(-1, keys.shape[1])

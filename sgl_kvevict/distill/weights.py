@@ -86,9 +86,11 @@ def score_range(weights: Tensor, tokens: CachedRange, rotary: Rotary, window: Te
     if tuple(weights.shape) != (num_layers, num_heads, columns):
         raise ValueError(f"weights: expected {(num_layers, num_heads, columns)}, got {tuple(weights.shape)}")
     scores = torch.empty(num_layers, tokens.token_slots.numel(), num_heads, device=weights.device)
-    positions = tokens.positions
+    positions, turned_to = tokens.positions, tokens.rotary_positions
     for layers, part in _blocks(tokens):
-        _score_block(scores[layers, part], weights[layers], tokens, layers, part, positions[part], rotary)
+        _score_block(
+            scores[layers, part], weights[layers], tokens, layers, part, positions[part], turned_to[..., part], rotary
+        )
     scores = scores.transpose(1, 2).contiguous()
     if window is not None:
         scores += (window @ weights[..., -NUM_WINDOW:, None]).squeeze(-1)
@@ -102,6 +104,7 @@ def _score_block(
     layers: slice,
     part: slice,
     positions: Tensor,
+    turned_to: Tensor,
     rotary: Rotary,
 ) -> None:
     """Write the ``scores``, [layers, tokens, num_kv_heads], of one block."""
@@ -115,7 +118,7 @@ def _score_block(
     k_scales, v_scales = (_per_layer(scales[layers], slots) for scales in (tokens.scales.k, tokens.scales.v))
     keys = gather_rows(tokens.k_arena[layers], slots, k_scales, dim=1).float()
     scores.addcmul_(log_norm(keys), w_key_norm)
-    scores += keys.mul_(rotary.turn(w_keys, positions)).sum(-1)
+    scores += keys.mul_(rotary.turn(w_keys, turned_to)).sum(-1)
     values = keys.copy_(gather_rows(tokens.v_arena[layers], slots, v_scales, dim=1))
     scores.addcmul_(log_norm(values), w_value_norm)
     scores += values.mul_(w_values).sum(-1)

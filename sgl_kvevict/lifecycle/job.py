@@ -25,6 +25,8 @@ class Outcome(Enum):
     IN_USE = "in-use"
     """Scored; compressed when the last request that reads it exactly is released."""
     TOO_SHORT = "too-short"
+    HAS_IMAGES = "has-images"
+    """A pass cannot compute images again."""
     NO_ROOM = "no-room"
     """Prefix and probe together exceed the pool, or the server's longest request."""
     DROPPED = "dropped"

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
+
+FIRST_IMAGE_TOKEN = 1_000_000
+"""SGLang replaces the tokens of images (and of videos and sound) by hashes, which begin here."""
+
 Reader: TypeAlias = Any
 """A request or scoring pass that attends to a prefix: the object itself, because clients choose request ids."""
 
@@ -73,6 +78,11 @@ def length_of(path: Sequence[Node]) -> int:
 def tokens_of(path: Sequence[Node]) -> list[int]:
     """Token ids of a path, or of a part of one."""
     return [token for node in path for token in node.key.token_ids]
+
+
+def has_images(node: Node) -> bool:
+    """Whether a part of an image is among a node's tokens."""
+    return bool(np.max(np.asarray(node.key.token_ids)) >= FIRST_IMAGE_TOKEN)
 
 
 class NodeSet(set[Node]):

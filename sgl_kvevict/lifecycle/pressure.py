@@ -172,7 +172,7 @@ class Pressure(Part):
             slots = self._slots_at(segment, float(self._config.budget))
             if slots == segment.num_slots:
                 self._ranges.at_budget(self._spans.last_of(owner))
-            elif slots < segment.num_slots and self._readers.movable(owner) is not None:
+            elif slots < segment.num_slots:
                 self._squeeze_to(owner, slots)
 
     def _is_unmeasured(self, segment: Segment) -> bool:
@@ -296,15 +296,20 @@ class Pressure(Part):
             return 0
         if segment.is_joined:
             slots = max(slots, segment.num_slots - max(wanted, self._round))
-        return 0 if self._readers.movable(owner) is None else self._squeeze_to(owner, slots)
+        return self._squeeze_to(owner, slots)
 
     def _squeeze_to(self, owner: Node, slots: int) -> int:
+        """Squeeze a segment; 0: a reader is not movable. One whose prompt goes on is not complete at the budget."""
+        readers = self._readers.movable(owner)
+        if readers is None:
+            return 0
         freed = self._table.squeeze(owner, slots)
         self._tree.charge(owner, -freed.numel())
         self._tree.free(freed)
         segment = self._spans[owner].segment
         self._table.listener.squeezed(owner, segment, freed.numel())
-        if slots == self._slots_at(segment, float(self._config.budget)):
+        is_at_budget = slots == self._slots_at(segment, float(self._config.budget))
+        if is_at_budget and not any(map(self.shrinking_prompt, readers)):
             self._ranges.at_budget(self._spans.last_of(owner))
         return freed.numel()
 

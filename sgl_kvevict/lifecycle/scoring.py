@@ -12,7 +12,7 @@ from sgl_kvevict.lifecycle.fitting import Fits
 from sgl_kvevict.lifecycle.job import Action, Fact, JobEvent, Outcome, ScoringJob, Stage, decide
 from sgl_kvevict.lifecycle.jobs import ScoringJobs
 from sgl_kvevict.lifecycle.listener import REFUSED_NO_ROOM
-from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to, tokens_of
+from sgl_kvevict.lifecycle.nodes import Node, Reader, has_images, length_of, path_to, tokens_of
 from sgl_kvevict.lifecycle.pacing import Pacing
 from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.ports import PassPort, PassState
@@ -34,7 +34,8 @@ class PrefixScoring(Part):
     A pass is the cached prefix and a probe after it. It locks the prefix while it runs, like any request; between
     passes nothing is locked, so a prefix may be dropped, and its job with it.
     :data:`~sgl_kvevict.lifecycle.job.RULES` decide what an event does to a job; after an error a job ends as "failed".
-    Fits of compressed segments come before further passes, and count as passes.
+    Fits of compressed segments come before further passes, and count as passes. Prefixes with images get none: SGLang
+    would have to compute the images again where a part of the prefix was dropped meanwhile.
 
     Attributes:
         jobs: prefixes that wait for passes, the one under way included.
@@ -70,7 +71,7 @@ class PrefixScoring(Part):
         needed = self._config.score_after_matches
         for node in path:
             end += len(node.key)
-            if end > num_tokens:
+            if end > num_tokens or has_images(node):
                 break
             count = self._table.count_match(node)
             due = node if needed is not None and count >= needed else due
@@ -105,7 +106,9 @@ class PrefixScoring(Part):
 
     def _queue(self, job: ScoringJob) -> None:
         path = path_to(job.node)
-        if self._ranges.bounds(path) is None and not self._unmeasured(job, path):
+        if any(map(has_images, path)):
+            self.jobs.tell(job.tickets, Outcome.HAS_IMAGES)
+        elif self._ranges.bounds(path) is None and not self._unmeasured(job, path):
             self.jobs.tell(job.tickets, Outcome.TOO_SHORT)
         else:
             self.jobs.add(job)

@@ -257,8 +257,8 @@ class Spans(Mapping[Node, Span]):
         while i < len(spans):
             segment, last = spans[i].segment, i + spans[i].segment.num_spans - 1
             is_one = segment.is_generated or segment.is_joined
-            is_whole = is_one and last < len(spans) and spans[last].end == segment.end
-            if is_whole and spans[i].is_owner:
+            is_whole = is_one and last < len(spans) and spans[last].segment is segment
+            if is_whole and spans[i].is_owner and spans[last].end == segment.end:
                 runs.append(segment.runs())
                 i = last
             else:

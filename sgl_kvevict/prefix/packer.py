@@ -101,6 +101,7 @@ class SegmentPacker(ArenaRows):
         bounds: tuple[int, int],
         merge: tuple[Tensor, Tensor] | None = None,
         *,
+        num_slots: int | None = None,
         splittable: bool = True,
         worth: Tensor | None = None,
     ) -> tuple[Segment, Tensor]:
@@ -109,9 +110,10 @@ class SegmentPacker(ArenaRows):
         The entries now lie in ``token_slots``, [num_slots], int64, at the head slots ``sources``, [num_entries], int32,
         run after run; with ``merge`` (``indptr`` and ``weights`` of :class:`MergePlan`) [num_sources]. ``keep_lens``,
         [num_layers, num_kv_heads], int32, are entries per run; ``bounds`` start and end of the segment.
+        ``num_slots`` None: as few as hold the entries.
         """
         num_entries = positions.numel()
-        num_slots = self.geometry.slots_for(num_entries)
+        num_slots = self.geometry.slots_for(num_entries) if num_slots is None else num_slots
         held, freed = token_slots[:num_slots], token_slots[num_slots:]
         indptr, head_slots = alloc_head_slots(keep_lens, held, self.geometry.num_token_slots, num_entries)
         with accounting():
@@ -149,13 +151,16 @@ class SegmentPacker(ArenaRows):
     def join(self, segments: Sequence[Segment]) -> tuple[Segment, Tensor]:
         """Write consecutive whole segments of one path as one, in their own slots; return as :meth:`pack`.
 
-        One host sync reads the numbers of entries.
+        All slots stay: after a repack, tensor-parallel ranks do not fill them alike. One host sync reads the numbers of
+        entries.
         """
         slots = torch.cat([segment.token_slots for segment in segments])
         views = [View(segment, segment.start, segment.end) for segment in segments]
         keep_lens, positions, head_slots, worth = self._in_one(views)
         bounds = segments[0].start, segments[-1].end
-        joined, freed = self.write(slots, head_slots, keep_lens, positions, bounds, worth=worth)
+        joined, freed = self.write(
+            slots, head_slots, keep_lens, positions, bounds, num_slots=slots.numel(), worth=worth
+        )
         joined.is_joined = True
         return joined, freed
 

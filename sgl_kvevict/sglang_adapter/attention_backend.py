@@ -99,6 +99,9 @@ class KVEvictAttentionBackend(AttentionBackend):
             if self._on_gpu and sink_dtype is not None and isinstance(attention, CompiledAttention):
                 attention.warm_up(sink_dtype)
         self._captured: CapturableAttention
+        self.slot_positions: Tensor | None = None
+        if model_runner.model_config.model_is_mrope:  # time, height and width, see CachedRange
+            self.slot_positions = torch.zeros(3, arena.k.shape[1], dtype=torch.int32, device=arena.k.device)
         self.tree: KVEvictTree | None = None
         self._observed: list[tuple[slice, PromptObservation | ReaderChunk]] = []
         self._step: GeneratedStep | None = None
@@ -111,6 +114,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         """Plan one forward: spans of each request, and which prompts are observed."""
         if forward_batch.forward_mode.is_idle():
             return
+        self._note_positions(forward_batch)
         if forward_batch.forward_mode.is_target_verify():
             self._plan_verification(forward_batch)
             return
@@ -124,6 +128,12 @@ class KVEvictAttentionBackend(AttentionBackend):
             self._window_layers.plan(self.tree, readers, batch, forward_batch.out_cache_loc)
         self._step = self._observed_step(readers, seq_lens, extend_lens)
         self._observed = [] if extend_lens is None else self._observed_rows(readers, seq_lens, extend_lens)
+
+    def _note_positions(self, forward_batch: ForwardBatch) -> None:
+        """Keep the positions to which RoPE turns the new tokens' keys, of a model with several axes."""
+        if self.slot_positions is not None:
+            positions = forward_batch.mrope_positions.to(torch.int32)
+            self.slot_positions.index_copy_(1, forward_batch.out_cache_loc, positions)
 
     def _plan_verification(self, forward_batch: ForwardBatch) -> None:
         """Plan a step whose new tokens are drafts, which SGLang does not count in the lengths; none is observed."""
@@ -166,6 +176,7 @@ class KVEvictAttentionBackend(AttentionBackend):
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Read the lengths of a step from SGLang's static buffers; recorded in the graph."""
+        self._note_positions(forward_batch)
         seq_lens, rows, visible = forward_batch.seq_lens, forward_batch.req_pool_indices, None
         if forward_batch.forward_mode.is_target_verify():
             num_drafts = forward_batch.spec_info.draft_token_num

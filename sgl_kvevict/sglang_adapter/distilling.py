@@ -121,7 +121,8 @@ def rotary_of(runner: ModelRunner) -> Rotary:
         return find_rotary(runner.model, full_layers_of(runner.token_to_kv_pool))
     except UnsupportedSetupError:
         logger.warning("kvevict: no single rotary embedding was found; scores are learned from keys as they are cached")
-        return Rotary(torch.empty(runner.model_config.context_len, 0, device=runner.device), is_neox=True)
+        no_pairs = torch.empty(0, dtype=torch.int64, device=runner.device)
+        return Rotary(torch.empty(runner.model_config.context_len, 0, device=runner.device), True, no_pairs)
 
 
 def model_fingerprint(model_path: str, revision: str | None) -> str | None:

@@ -28,6 +28,7 @@ from sgl_kvevict.sglang_adapter.model_parts import find_output_grams, find_rotar
 from sgl_kvevict.sglang_adapter.monitoring.start import start_monitoring
 from sgl_kvevict.sglang_adapter.refusals import (
     generation_reasons,
+    image_reasons,
     model_reasons,
     place_reasons,
     policy_reasons,
@@ -62,6 +63,7 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     value_of = partial(getattr, ctx.server_args)
     reasons = flag_reasons(value_of) + speculation_reasons(value_of, config)
     reasons += model_reasons(ctx.model_config)
+    reasons += image_reasons(policy, ctx.tp_worker.model_runner.model, ctx.model_config)
     reasons += place_reasons(config, policy, ctx)
     reasons += pool_reasons(pool)
     reasons += _missing_parts(backend, arena)
@@ -139,7 +141,7 @@ def _assemble(
         elif needs_rotary(policy.needs):
             rotary = find_rotary(model, backend.places)
         learner = None if distilling is None else distilling.learner
-        compressor = Compressor(config, policy, packer, rotary, output_grams, learner)
+        compressor = Compressor(config, policy, packer, rotary, output_grams, learner, backend.slot_positions)
         if arena.k.is_cuda:
             warm_up(compressor, ctx.tp_worker.model_runner.dtype)
         access = open_access(config, ctx, geometry, arena.k.dtype)

@@ -26,7 +26,7 @@ def find_rotary(model: nn.Module, places: Mapping[int, int]) -> Rotary:
     """Return the rotary embedding that all layers without a window share.
 
     Empty if only layers with a window rotate keys (Exaone 4, Command R7B). Raises :class:`UnsupportedSetupError` if
-    these layers have none, or different ones.
+    these layers have none, or different ones, or axes in an order that SGLang does not show (ERNIE 4.5 VL).
     """
     parts = [module for module in model.modules() if any(_is_full(child, places) for child in module.children())]
     found: list[Any] = [child for part in parts for child in part.children() if _is_rotary(child)]
@@ -42,7 +42,11 @@ def find_rotary(model: nn.Module, places: Mapping[int, int]) -> Rotary:
             ]
         )
     (table,) = tables.values()
-    return Rotary(table.cos_sin_cache[:, : None if turned != {False} else 0], table.is_neox_style)
+    axis_of = getattr(table, "axis_map", None)
+    if axis_of is None and getattr(table, "mrope_section", None):
+        reason = f"{type(table).__name__} does not show which axis of the positions turns what"
+        raise UnsupportedSetupError([f"the policy rotates queries, and {reason}"])
+    return Rotary(table.cos_sin_cache[:, : None if turned != {False} else 0], table.is_neox_style, axis_of)
 
 
 def _is_full(module: nn.Module, places: Mapping[int, int]) -> bool:

@@ -44,7 +44,6 @@ _MODEL_CHECKS: tuple[tuple[Callable[[ModelConfig], bool], str], ...] = (
         lambda m: bool(getattr(m.hf_text_config, "attn_logit_softcapping", None)),
         MODEL_KEYS["attn_logit_softcapping"],
     ),
-    (lambda m: m.is_multimodal, "multimodal models are not tested"),
     (lambda m: m.head_dim != m.v_head_dim, "the model's keys and values have different widths"),
 )
 
@@ -83,6 +82,24 @@ def place_reasons(config: KVEvictConfig, policy: Policy | None, ctx: TreeCacheBu
         reasons.append(
             f"policy {policy.name!r} merges tokens into earlier ones, so its prefixes cannot be cut; the model has "
             f"{kind}, so a prompt may continue in the middle of one"
+        )
+    return reasons
+
+
+def image_reasons(policy: Policy | None, model: nn.Module, model_config: ModelConfig) -> list[str]:
+    """What is unsupported in a model that takes images."""
+    if not model_config.is_multimodal:
+        return []
+    reasons = []
+    if hasattr(model, "prepare_attn_masks"):
+        reasons.append(
+            "an image's tokens attend to later ones of the same image, which causal attention would leave out; "
+            "--language-model-only serves the model's text"
+        )
+    if model_config.model_is_mrope and policy is not None and Signal.QUERY_MOMENTS in policy.needs:
+        reasons.append(
+            f"policy {policy.name!r} turns queries to the positions that follow, which after an image are not those "
+            "that it counts; --language-model-only serves the model's text"
         )
     return reasons
 

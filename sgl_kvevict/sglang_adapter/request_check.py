@@ -56,16 +56,22 @@ def refusal(scheduler: Scheduler, tree: KVEvictTree, req: Req) -> str | None:
     """Return why a request cannot be served; None if it can."""
     config = KVEvictConfig() if tree.compressor is None else tree.compressor.config
     try:
-        check_tokens(req.origin_input_ids, scheduler.model_config.vocab_size)
+        check_tokens(_words(req), scheduler.model_config.vocab_size)
         check_sampling(req, scheduler.model_config.vocab_size)
         options = parse_request_options(req.sampling_params.custom_params, config)
         if options is not None:
-            _check_questions(options, scheduler, tree, config)
+            _check_questions(options, req, scheduler, tree, config)
             if options.exact:
                 tree.manager.readers.make_exact(req)
     except ConfigError as error:
         return str(error)
     return length_error(admission_of(tree.token_to_kv_pool_allocator), tree, req)
+
+
+def _words(req: Req) -> Sequence[int]:
+    """The prompt's token ids, with those of the vocabulary where SGLang has put the hashes of images."""
+    words: Sequence[int] = req.origin_input_ids if req.multimodal_inputs is None else req.origin_input_ids_unpadded
+    return words
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
@@ -104,7 +110,9 @@ def _refuse(req: Req, reason: str, status: HTTPStatus) -> None:
     req.set_finish_with_abort(reason, status)
 
 
-def _check_questions(options: RequestOptions, scheduler: Scheduler, tree: KVEvictTree, config: KVEvictConfig) -> None:
+def _check_questions(
+    options: RequestOptions, req: Req, scheduler: Scheduler, tree: KVEvictTree, config: KVEvictConfig
+) -> None:
     num_questions = len(options.questions)
     if not num_questions:
         if options.warm and tree.manager.scoring is not None and tree.manager.scoring.readers is Readers.QUESTIONS:
@@ -113,6 +121,8 @@ def _check_questions(options: RequestOptions, scheduler: Scheduler, tree: KVEvic
         return
     if tree.manager.scoring is None:
         why = "the server's policy does not learn from readers"
+    elif req.multimodal_inputs is not None:
+        why = "the prompt has images, which a scoring pass cannot compute again"
     elif scheduler.tokenizer is None:
         why = "the server runs without a tokenizer (--skip-tokenizer-init)"
     else:

@@ -348,8 +348,7 @@ class KVEvictTree(UnifiedRadixCache):
         if is_private or _keeps_own_chunks(req, up_to):
             self._keep_out(req)
             return
-        blocking = self._blocking.find(key)
-        if blocking is not None and not self._blocking.drop_subtree(blocking):
+        if self._is_kept_out(key):
             self.manager.listener.refused(REFUSED_NOT_CACHED, up_to)
             self._keep_out(req)
             return
@@ -365,11 +364,21 @@ class KVEvictTree(UnifiedRadixCache):
             with self.guard.at(Place.PROMPT):
                 self.manager.chunk_complete(req, node)
 
+    def must_wait(self, req: Req) -> bool:
+        """Whether a prompt stays out of the cache because requests read prefixes of old weights that begin like it."""
+        return self._is_kept_out(RadixKey(req.full_untruncated_fill_ids, req.extra_key, cache_salt=req.cache_salt))
+
+    def _is_kept_out(self, key: RadixKey) -> bool:
+        """Whether a blocking node has readers; without readers it is dropped."""
+        blocking = self._blocking.find(key)
+        return blocking is not None and not self._blocking.drop_subtree(blocking)
+
     def _say_if_compressed(self, req: Req, node: UnifiedTreeNode) -> None:
         """Add to ``meta_info`` how much of a prompt was compressed while it was prefilled."""
         num_tokens = self.manager.prefilled_compressed(req, node)
         if num_tokens:
             req.customized_info = {**(req.customized_info or {}), PREFILLED_COMPRESSED: [num_tokens]}
+            self.manager.listener.prefilled_compressed(num_tokens)
 
     def _keep_out(self, req: Req) -> None:
         """Do not cache a request's tokens; if it has finished, release its recurrent state too."""

@@ -110,6 +110,30 @@ def test_a_rank_has_its_own_heads() -> None:
     assert copies == [[0], [0], [1], [1], [2], [2], [3], [3]]
 
 
+def test_keys_of_images_count_as_they_were_before_their_rotation() -> None:
+    """Time, height and width turn pairs of their own: features and scores are those of the keys before RoPE."""
+    turned = replace(rotary(8, True), axis_of=torch.tensor([0, 1, 2, 1]))
+    places = torch.randint(0, 300, (3, SLOTS), generator=torch.Generator().manual_seed(5))
+    plain = replace(tokens(torch.float32), slot_positions=places.int())
+    by_axis = torch.stack([turned.cos_sin[place] for place in places])  # [axis, slot, column]
+    cos, sin = (
+        torch.stack([by_axis[axis, :, column + half] for column, axis in enumerate((0, 1, 2, 1))], 1) for half in (0, 4)
+    )
+    first, second = plain.k_arena[..., :4], plain.k_arena[..., 4:8]
+    cos, sin = cos[:, None], sin[:, None]
+    keys = torch.cat([first * cos - second * sin, second * cos + first * sin, plain.k_arena[..., 8:]], dim=-1)
+    stored = replace(plain, k_arena=keys)
+    none = replace(plain, slot_positions=None)
+    weights = normal(3, LAYERS, HEADS, num_cache_features(DIM))
+    for layer in range(LAYERS):
+        expected = cache_features(none, layer, rotary(0, True))
+        torch.testing.assert_close(cache_features(stored, layer, turned), expected, atol=1e-4, rtol=1e-4)
+    scores = score_range(weights, none, rotary(0, True))
+    torch.testing.assert_close(score_range(weights, stored, turned), scores, atol=1e-3, rtol=1e-4)
+    sample = stored.sample(4, 10)
+    assert torch.equal(sample.rotary_positions, places[:, sample.token_slots])
+
+
 def test_wrong_weights_are_refused() -> None:
     with pytest.raises(ValueError, match="weights: expected"):
         score_range(torch.zeros(LAYERS, HEADS, 7), tokens(torch.float32), rotary(16, True))

@@ -328,7 +328,7 @@ class Harness:
         code = zlib.crc32(repr((req.extra_key, req.cache_salt)).encode())
         codes = []
         for token in tokens[:end]:
-            code = zlib.crc32(bytes([token]), code)
+            code = zlib.crc32(token.to_bytes(8, "little"), code)
             codes.append(float(code % (1 << 23)))
         return codes
 

@@ -57,6 +57,7 @@ def test_four_times_the_pool_is_served_and_found_again(has_learned):
     assert prefill(scheduler, first) == 4 * POOL // CHUNK
     (compressed,) = first.customized_info[PREFILLED_COMPRESSED]
     assert compressed > 3 * POOL
+    assert scheduler.tree_cache.manager.listener.totals.prefilled_compressed == 1
     scheduler.harness.finish(first)
     again = submit(scheduler, [*tokens, 1, 2])
     prefill(scheduler, again)
@@ -216,6 +217,19 @@ def test_a_cached_prefix_that_fills_the_pool_does_not_keep_a_longer_prompt_out(h
     assert scheduler.found[long] == (140 if has_learned else 0)
 
 
+def test_it_waits_for_readers_of_a_prefix_of_old_weights_that_begins_like_it():
+    scheduler = serve(prefill_budget=0.5)
+    tokens = text(4 * POOL)
+    reader = submit(scheduler, tokens[:80])
+    prefill(scheduler, reader)
+    scheduler.tree_cache.forget_compressed()
+    long = submit(scheduler, tokens)
+    assert all(scheduler.round() == [] for _ in range(3)) and not scheduler.aborted
+    scheduler.harness.finish(reader)
+    prefill(scheduler, long)
+    assert scheduler.found[long] == 0 and not scheduler.aborted
+
+
 def test_branching_off_inside_one_finds_its_compressed_tokens():
     scheduler = serve()
     tokens = text(4 * POOL)
@@ -225,6 +239,17 @@ def test_branching_off_inside_one_finds_its_compressed_tokens():
     branch = submit(scheduler, [*tokens[: 2 * POOL + 3], 1, 2, 3])
     prefill(scheduler, branch)
     assert scheduler.found[branch] == 2 * POOL + 3
+
+
+def test_a_branch_that_ends_where_the_other_does_reads_its_own_segment():
+    """Both have five spans up to token 100, of which they share the first: a prefill checks what it reads."""
+    scheduler = serve(pool=1000, prefill_budget=0.5)
+    tokens = text(101)
+    first = submit(scheduler, tokens)
+    prefill(scheduler, first)
+    branch = submit(scheduler, tokens[:CHUNK] + [10 - token for token in text(81, 3)])
+    prefill(scheduler, branch)
+    assert scheduler.found[branch] == CHUNK
 
 
 def test_what_cannot_be_served_is_refused_with_the_numbers():

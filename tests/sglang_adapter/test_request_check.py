@@ -28,6 +28,7 @@ def refusals(custom_params, readers=Readers.REPETITION, tokenizer=None, **fields
     reasons = []
     req = SimpleNamespace(
         origin_input_ids=[1],
+        multimodal_inputs=None,
         sampling_params=SamplingParams(custom_params=custom_params),
         return_logprob=False,
         logprob=SimpleNamespace(),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from helpers.harness import publish_server_args
+from helpers.image_machines import IMAGE_MACHINES
 from helpers.long_machine import LONG_MACHINES
 from helpers.machines import MACHINES, SETTINGS
 from helpers.state_machines import STATE_MACHINES
@@ -24,7 +25,9 @@ def server_args():
         yield
 
 
-@pytest.mark.parametrize("machine", MACHINES + LONG_MACHINES + WINDOW_MACHINES + STATE_MACHINES + VERIFY_MACHINES)
+@pytest.mark.parametrize(
+    "machine", MACHINES + IMAGE_MACHINES + LONG_MACHINES + WINDOW_MACHINES + STATE_MACHINES + VERIFY_MACHINES
+)
 def test_random_sequences(machine):
     case = machine.TestCase
     case.settings = SETTINGS

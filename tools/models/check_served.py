@@ -13,10 +13,15 @@ from typing import Any
 import pytest
 import torch
 from models.families import FAMILIES, Family, config_of
-from transformers import AutoModelForCausalLM
+from models.images import SIGHTS, picture, tokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from helpers.e2e_env import ENV
 from helpers.traffic import generate, idle_state
+from kvevict_kernels.rotary import Rotary
+from sgl_kvevict.distill import ModelIdentity, ScoreWeights, save_weights
+from sgl_kvevict.distill.features import NUM_WINDOW
+from sgl_kvevict.distill.files import fingerprint_of
 from sgl_kvevict.launcher import (
     KVEVICT_CPU_FLAGS,
     STOCK_CPU_FLAGS,
@@ -28,7 +33,7 @@ from sgl_kvevict.measure import wait_until_scored
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
-FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "3000", "--context-length", "1024")
+FLAGS = ("--skip-server-warmup", "--max-total-tokens", "3000", "--context-length", "1024")
 COMMON = {"min_prefix_tokens": 64, "tail_tokens": 16}
 EVERYTHING = COMMON | {"policy": "ada-snapkv", "budget": 1.0}
 """Everything is kept, in spans."""
@@ -38,8 +43,12 @@ DEFAULT = COMMON | {"pass_share": 1.0, "scoring_pass_tokens": 128}
 
 def save(family: Family, folder: Path) -> Path:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_of(family))
+    sight = SIGHTS.get(family.model_type)
+    kind = AutoModelForCausalLM if sight is None else AutoModelForImageTextToText
+    model = kind.from_config(config_of(family))
     model.to(getattr(torch, family.dtype)).save_pretrained(folder)
+    if sight is not None:
+        sight.processor(tokenizer()).save_pretrained(folder)
     return folder
 
 
@@ -49,6 +58,7 @@ def serve(
     base = STOCK_CPU_FLAGS if config is None else KVEVICT_CPU_FLAGS
     env = {**env, **({} if config is None else config_env(config))}
     flags = [*base, *FLAGS, *family.flags, "--dtype", family.dtype]
+    flags += [] if family.sees else ["--skip-tokenizer-init"]
     return launch(str(model), flags=flags, env=env, log_path=log)
 
 
@@ -111,10 +121,77 @@ def last_logprobs(model: Path, dtype: torch.dtype, tokens: list[int], count: int
 
 SERVED = [family for family in FAMILIES if family.reason is None and family.never_ran is None]
 
+
+def words(seed: int, count: int) -> str:
+    rng = random.Random(seed)
+    return " ".join(f"w{rng.randrange(40, 500)}" for _ in range(count))
+
+
+def seen(server: RunningServer, placeholder: str) -> list[dict[str, Any]]:
+    """Text alone, an image in a prefix that is found three times, another in its place, and both."""
+    first, other = picture(1), picture(2)
+    document = f"{words(1, 120)} {placeholder} {words(2, 120)}"
+    asked = [
+        (words(3, 150), []),
+        (document, [first]),
+        *((f"{document} {words(10 + i, 20)}", [first]) for i in range(3)),
+    ]
+    asked += [(f"{document} {words(10 + i, 20)}", [other]) for i in range(2)]
+    asked += [(f"{document} {words(12, 20)} {placeholder} {words(4, 5)}", [first, other])]
+    sampling = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+    return [
+        json.loads(
+            server.post(
+                "/generate",
+                {"text": text, "image_data": images or None, "sampling_params": sampling, "return_logprob": True},
+            )
+        )
+        for text, images in asked
+    ]
+
+
+def save_weights_of(family: Family, model: Path, path: Path) -> None:
+    """Learned scores of random weights, so that prefixes with images can be scored."""
+    config = config_of(family).text_config
+    width, is_neox = SIGHTS[family.model_type].rotary
+    angles = torch.arange(2.0)[:, None] * config.rope_parameters["rope_theta"] ** -(torch.arange(0, width, 2) / width)
+    rotary = Rotary(torch.cat([angles.cos(), angles.sin()], dim=1), is_neox)
+    identity = ModelIdentity(model.name, fingerprint_of(model), 3, 4, 16, rotary)
+    shapes = (identity.shape, (*identity.shape[:2], identity.shape[2] + NUM_WINDOW))
+    save_weights(path, ScoreWeights(*(torch.randn(shape) for shape in shapes), num_prefixes=1), identity)
+
+
+@pytest.mark.parametrize("family", [family for family in SERVED if family.sees], ids=lambda family: family.name)
+def test_images_are_served(family, tmp_path):
+    """As stock without compression; then compressed by learned scores, without a pass."""
+    placeholder, model = SIGHTS[family.model_type].placeholder, save(family, tmp_path / "model")
+    with serve(family, model, tmp_path / "stock.log", None) as stock:
+        expected = seen(stock, placeholder)
+    with serve(family, model, tmp_path / "whole.log", EVERYTHING) as ours:
+        got = seen(ours, placeholder)
+        state = idle_state(ours)
+        assert state["span_tokens"] >= 400 and state["leaked_slots"] == 0
+    assert [answer["output_ids"] for answer in got] == [answer["output_ids"] for answer in expected]
+    found, wanted = ([a["meta_info"]["cached_tokens"] for a in answers] for answers in (got, expected))
+    assert found == wanted and max(found[5:6]) <= 122 < min(found[2:5])  # the other image finds the text before it
+    for ours_info, info in ((a["meta_info"], b["meta_info"]) for a, b in zip(got, expected, strict=True)):
+        mine, stocks = ([entry[0] for entry in i["output_token_logprobs"]] for i in (ours_info, info))
+        assert mine == pytest.approx(stocks, abs=2e-3)
+    save_weights_of(family, model, tmp_path / "weights.safetensors")
+    config = DEFAULT | {"score_weights": str(tmp_path / "weights.safetensors")}
+    with serve(family, model, tmp_path / "default.log", config) as ours:
+        for _ in range(2):
+            assert [len(answer["output_ids"]) for answer in seen(ours, placeholder)] == [6] * 8
+        wait_until_scored(ours)
+        state = idle_state(ours)
+        assert state["span_tokens"] >= 400 and state["span_slots"] < 0.3 * state["span_tokens"]
+        assert state["leaked_slots"] == 0 and ours.leak_messages() == [] and state["errors"] == {}
+
+
 IN_BFLOAT16 = ("Llama 2, 3; SmolLM2", "Mistral, Ministral", "Gemma 3", "gpt-oss")
 
 
-@pytest.mark.parametrize("family", SERVED, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", [f for f in SERVED if not f.sees], ids=lambda family: family.name)
 def test_served(family, tmp_path):
     model = save(family, tmp_path / "model")
     if family.in_stock:

@@ -6,10 +6,15 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from models.images import SIGHTS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 WINDOW = 64
@@ -17,7 +22,6 @@ MLA = "the model uses latent attention (MLA); only MHA and GQA work"
 CAPS = "the model caps its attention logits"
 CHUNKS = "the model attends within chunks"
 NO_FORWARD = "SGLang has no forward of its recurrent layers for a CPU"
-IMAGES = "multimodal models are not tested"
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Family:
         model_type: of the configuration in transformers.
         changes: fields of the tiny configuration that are special to it.
         reason: why it is refused; None: it is served.
+        sees: it is served with images.
         flags: what the server has to be started with.
         in_stock: stock SGLang runs it on a CPU, so its answers are what is expected; else those of transformers.
         never_ran: why nobody has seen it answer with SGLang's forward; None: it is among those that are served.
@@ -40,6 +45,7 @@ class Family:
     model_type: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     reason: str | None = None
+    sees: bool = False
     flags: tuple[str, ...] = ()
     in_stock: bool = True
     never_ran: str | None = None
@@ -57,6 +63,19 @@ _EXAONE = _SLIDING | {
 _GPT_OSS = {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}
 _NO_BUFFER = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
 ONE_POOL = "sliding windows; SGLang keeps one pool for all layers"
+
+IMAGES = """## Images
+
+SGLang puts hashes where the tokens of an image are, so keys tell images apart, and image tokens are compressed like
+others. Scoring passes do not read them: if a part of the prefix were dropped meanwhile, the image would have to be
+computed again. So a prefix with an image is scored by learned scores (`distilled`, the default), by the prompt itself
+(`snapkv` and others), or by the requests that extend it (`questions`); passes read the text before its first image.
+Before scores are learned it stays uncompressed until slots are short. `warm` answers `has-images` where only passes
+could score, and `questions` beside an image are refused. With positions of three axes (M-RoPE) learned scores take keys
+back to where they were before RoPE; the positions are kept per slot (12 bytes).
+
+Videos and sound go the same way through SGLang, but no test has sent any.
+"""
 
 FAMILIES = (
     Family("Llama 2, 3; SmolLM2", "llama"),
@@ -77,6 +96,13 @@ FAMILIES = (
     Family("GLM-4", "glm4", {"pad_token_id": 0}),
     Family("ERNIE 4.5", "ernie4_5"),
     Family("Arcee", "arcee"),
+    Family(
+        "GLM-4.5, GLM-4.6", "glm4_moe", {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    ),
+    Family("OLMoE", "olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    Family("StarCoder2", "starcoder2", {"sliding_window": None}),
+    Family("Seed-OSS", "seed_oss"),
+    Family("Qwen2 MoE", "qwen2_moe", _MOE | {"shared_expert_intermediate_size": 64}),
     Family("Apertus", "apertus"),
     Family("Gemma 3", "gemma3_text", _SLIDING, note=ONE_POOL),
     Family("Olmo 3", "olmo3", _SLIDING, note=ONE_POOL),
@@ -96,6 +122,12 @@ FAMILIES = (
         in_stock=False,
         note="with `--disable-hybrid-swa-memory`; sliding windows and sink logits",
     ),
+    Family("Qwen2-VL", "qwen2_vl", sees=True, note="text and images; positions of three axes (M-RoPE)"),
+    Family("Qwen2.5-VL", "qwen2_5_vl", sees=True, note="text and images; M-RoPE"),
+    Family("Qwen3-VL", "qwen3_vl", sees=True, note="text and images; interleaved M-RoPE"),
+    Family("GLM-4.1V", "glm4v", sees=True, note="text and images; M-RoPE on half of a head"),
+    Family("Mistral Small 3.1, 3.2", "mistral3", sees=True, note="text and images"),
+    Family("Gemma 3, checkpoints that see", "gemma3", note=f"text (SGLang's default); {ONE_POOL}"),
     Family("Gemma 2", "gemma2", {"sliding_window": WINDOW}, reason=CAPS),
     Family("Llama 4", "llama4_text", {"num_local_experts": 2, "intermediate_size_mlp": 128}, reason=CHUNKS),
     Family(
@@ -118,7 +150,10 @@ FAMILIES = (
 def config_of(family: Family) -> Any:
     """The transformers configuration of a family's tiny model."""
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
     sizes = {
         "vocab_size": 512,
@@ -133,8 +168,13 @@ def config_of(family: Family) -> Any:
         "eos_token_id": 2,
     }
     values = sizes | {"initializer_range": 0.25, "tie_word_embeddings": False} | dict(family.changes)
+    sight = SIGHTS.get(family.model_type)
+    if sight is not None:
+        text, vision = {"text_config": values | sight.text}, {"vision_config": dict(sight.vision)}
+        values = {"initializer_range": 0.25, "tie_word_embeddings": False, **sight.fields, **text, **vision}
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if sight is None else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     config = AutoConfig.for_model(family.model_type, **values)
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type]]
+    config.architectures = [names[family.model_type]]
     config.dtype = family.dtype
     return config
 
@@ -154,7 +194,8 @@ def page() -> str:
 Written by `python tools/models/families.py` from the list that `make test-models` walks through: a tiny random model of
 each family, in real servers. *Served* means: at budget 1.0, read from spans, it gives the greedy tokens and (to 0.002)
 log-probabilities of stock SGLang, or of transformers where stock has no CPU attention for it, in float32; and with the
-default configuration its prefixes are compressed. Llama, Mistral, Gemma 3 and gpt-oss are compared in bfloat16, too;
+default configuration its prefixes are compressed. With *images* that holds for prompts with an image in a shared
+prefix, and another image finds nothing of it. Llama, Mistral, Gemma 3 and gpt-oss are compared in bfloat16, too;
 gpt-oss also with two tensor-parallel ranks.
 *Refused* means: the server stops at start and says why.
 
@@ -183,17 +224,18 @@ refused.
 |---|---|---|---|
 {chr(10).join(tested)}
 
-Nemotron-H, Qwen3.5 and other hybrids of full attention and recurrent layers are taken in the same way; checkpoints
-that can also see are taken when SGLang serves their text only (`enable_multimodal` is false).
+Nemotron-H, Qwen3.5 and other hybrids of full attention and recurrent layers are taken in the same way.
 
+{IMAGES}
 ## Refused
 
 | family | architecture | reason |
 |---|---|---|
 {chr(10).join(refused)}
 
-Also refused: multimodal checkpoints ("{IMAGES}"), encoder-decoders, keys and values of
-different widths, and models all of whose layers have a sliding window and share one pool.
+Also refused: images of Gemma 3 and 4 (`--enable-multimodal`; their tokens attend to later ones of the same image, which
+our attention, a causal one, would leave out), `expected-attention` with images and M-RoPE, encoder-decoders, keys and
+values of different widths, and models all of whose layers have a sliding window and share one pool.
 
 With a pool of their own for layers with a window, and with recurrent layers, these are refused too: `store`,
 `host_bytes` (off there by default), and policies that merge tokens into earlier ones (`d2o` with `direction: any`);

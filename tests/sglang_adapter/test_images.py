@@ -1,0 +1,196 @@
+"""Prompts with images: hashes as tokens, positions of three axes, and what is refused."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
+from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE
+from sglang.srt.models.gemma3_mm import Gemma3ForConditionalGeneration
+from sglang.srt.models.gemma4_mm import Gemma4ForConditionalGeneration
+from sglang.srt.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
+from torch import nn
+
+from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
+from helpers.passes import MiniScheduler
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.errors import UnsupportedSetupError
+from sgl_kvevict.lifecycle.nodes import FIRST_IMAGE_TOKEN
+from sgl_kvevict.policies import build_policy
+from sgl_kvevict.policies.signals import Readers
+from sgl_kvevict.request import ticket_digest
+from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
+from sgl_kvevict.sglang_adapter.model_parts import find_rotary
+from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
+from sgl_kvevict.sglang_adapter.refusals import image_reasons
+from sgl_kvevict.sglang_adapter.request_check import refusal
+
+TEXT = [i * 7 % 11 for i in range(40)]
+IMAGE = [FIRST_IMAGE_TOKEN + (1 << 62) - 1 - i % 4 for i in range(12)]
+OTHER = [token - 100 for token in IMAGE]
+TICKET = "a-text-of-the-asker"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_args(tmp_path_factory):
+    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+
+
+def cache(readers: Readers = Readers.REPETITION) -> tuple[Harness, MiniScheduler]:
+    config = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, scoring_pass_tokens=20)
+    harness = Harness(num_slots=600, config=config, policy=PseudoRandomPolicy(readers=readers))
+    return harness, MiniScheduler(harness)
+
+
+def ends(harness: Harness) -> list[int]:
+    return sorted(span.end for span in harness.tree.spans.values())
+
+
+# ---- the life of a prefix -------------------------------------------------------------------------------------------
+
+
+def test_hashes_begin_where_sglang_lets_them_begin():
+    assert FIRST_IMAGE_TOKEN == MM_PAD_SHIFT_VALUE
+
+
+def test_passes_read_the_text_before_an_image_and_nothing_else():
+    harness, scheduler = cache()
+    prompt = TEXT + IMAGE + TEXT[::-1]
+    for image in (IMAGE, OTHER, IMAGE):  # the second one cuts the path where its image begins
+        harness.finish(harness.run(TEXT + image + TEXT[::-1] + [5]))
+    assert scheduler.run_all() > 0
+    assert all(max(req.origin_input_ids) < FIRST_IMAGE_TOKEN for req in scheduler.passes)
+    assert ends(harness) == [len(TEXT) - 4]
+    harness.finish(harness.run([*prompt, 6], options={"warm": True, "ticket": TICKET}))
+    assert scheduler.run_all() == 0
+    assert cache_state(harness.tree)["warm_outcomes"][ticket_digest(TICKET)] == "has-images"
+
+
+def test_another_image_finds_nothing_of_this_one():
+    harness, _ = cache()
+    harness.finish(harness.run(TEXT + IMAGE + TEXT))
+    for image, found in ((IMAGE, len(TEXT + IMAGE + TEXT)), (OTHER, len(TEXT))):
+        req = harness.request(TEXT + image + TEXT + [3])
+        assert harness.admit(req) and req.prefix_len == found
+        harness._cancel(req)
+
+
+def test_requests_vote_on_a_prefix_with_an_image():
+    """Questions of users are requests with the image, so they score what passes cannot read."""
+    harness, scheduler = cache(Readers.QUESTIONS)
+    for last in range(6):
+        harness.finish(harness.run(TEXT + IMAGE + [last, last + 1, 3]))
+    assert scheduler.run_all() == 0 and ends(harness) and max(ends(harness)) > len(TEXT)
+
+
+# ---- requests -------------------------------------------------------------------------------------------------------
+
+
+def asked(tokens: list[int], words: list[int] | None, **options: object) -> str | None:
+    """Why a request is refused; ``words``: its token ids before SGLang put hashes in, if it has images."""
+    harness, scheduler = cache()
+    req = harness.request(tokens, options=options or None)
+    if words is not None:
+        req.multimodal_inputs, req.origin_input_ids_unpadded = SimpleNamespace(), array("q", words)
+    return refusal(scheduler, harness.tree, req)
+
+
+def test_hashes_are_taken_from_sglang_only():
+    assert asked(TEXT + IMAGE, TEXT + [7] * 12) is None
+    assert "input_ids: got 70 at position 40" in str(asked(TEXT + IMAGE, TEXT + [70] * 12))
+    assert f"input_ids: got {IMAGE[0]} at position 40" in str(asked(TEXT + IMAGE, None))
+
+
+def test_questions_about_images_are_refused():
+    wish = {"warm": True, "questions": ["a"]}
+    assert asked(TEXT, None, **wish) is None
+    assert "because the prompt has images" in str(asked(TEXT + IMAGE, TEXT + [7] * 12, **wish))
+
+
+# ---- positions ------------------------------------------------------------------------------------------------------
+
+
+def embedding(is_neox: bool, sections: list[int], **kind: bool) -> MRotaryEmbedding:
+    return MRotaryEmbedding(16, 12, 512, 100, is_neox, torch.float32, sections, **kind)
+
+
+KINDS = [
+    (True, [1, 2, 3], {}),
+    (False, [2, 2, 2], {}),
+    (True, [2, 2, 2], {"mrope_interleaved": True}),
+]
+
+
+def found(module: MRotaryEmbedding):
+    model = nn.Module()
+    model.rotary_emb = module
+    return find_rotary(model, {0: 0})
+
+
+@pytest.mark.parametrize(("is_neox", "sections", "kind"), KINDS, ids=["halves", "pairs", "interleaved"])
+def test_keys_turn_as_sglang_turns_them(is_neox, sections, kind):
+    module = embedding(is_neox, sections, **kind)
+    positions = torch.randint(0, 400, (3, 9), generator=torch.Generator().manual_seed(0))
+    keys = torch.randn(9, 2, 16, generator=torch.Generator().manual_seed(1))
+    expected, _ = module.forward_native(positions, keys.flatten(1), keys.flatten(1))
+    rotary = found(module)
+    torch.testing.assert_close(rotary.apply(keys, positions), expected.view_as(keys))
+    back = rotary.apply(rotary.apply(keys, positions), positions, inverse=True)
+    torch.testing.assert_close(back, keys, atol=1e-5, rtol=1e-5)
+    turned = rotary.turn(keys[:1], positions)
+    torch.testing.assert_close(turned, rotary.apply(keys[:1].expand(9, -1, -1), positions))
+
+
+@pytest.mark.parametrize(("is_neox", "sections", "kind"), KINDS, ids=["halves", "pairs", "interleaved"])
+def test_an_echo_stands_as_far_behind_an_image_as_behind_text(is_neox, sections, kind):
+    """Queries move on by one distance on all axes, so echo attention needs no positions."""
+    module = embedding(is_neox, sections, **kind)
+    positions = torch.randint(0, 100, (3, 9), generator=torch.Generator().manual_seed(0))
+    queries = torch.randn(9, 2, 16, generator=torch.Generator().manual_seed(1))
+    rotary = found(module)
+    moved = rotary.advance(rotary.apply(queries, positions), 200)
+    torch.testing.assert_close(moved, rotary.apply(queries, positions + 200), atol=1e-5, rtol=1e-5)
+
+
+def test_an_order_of_axes_that_sglang_does_not_show_is_refused():
+    module = embedding(True, [2, 2, 2])
+    module.axis_map = None
+    with pytest.raises(UnsupportedSetupError, match="does not show which axis of the positions turns what"):
+        found(module)
+
+
+def test_positions_are_kept_beside_the_keys():
+    backend = SimpleNamespace(slot_positions=torch.zeros(3, 10, dtype=torch.int32))
+    batch = SimpleNamespace(mrope_positions=torch.tensor([[4, 4], [5, 6], [7, 7]]), out_cache_loc=torch.tensor([8, 2]))
+    KVEvictAttentionBackend._note_positions(backend, batch)
+    assert backend.slot_positions[:, [8, 2]].tolist() == batch.mrope_positions.tolist()
+    assert backend.slot_positions.count_nonzero() == 6
+    KVEvictAttentionBackend._note_positions(SimpleNamespace(slot_positions=None), batch)
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+def model_of(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
+
+
+@pytest.mark.parametrize("kind", [Gemma3ForConditionalGeneration, Gemma4ForConditionalGeneration])
+def test_attention_to_later_tokens_of_an_image_is_refused(kind):
+    seeing = SimpleNamespace(is_multimodal=True, model_is_mrope=False)
+    (reason,) = image_reasons(None, model_of(kind), seeing)
+    assert reason.startswith("an image's tokens attend to later ones of the same image")
+    assert image_reasons(None, model_of(kind), SimpleNamespace(is_multimodal=False)) == []
+
+
+def test_queries_of_the_future_are_not_guessed_where_images_move_positions():
+    seeing = SimpleNamespace(is_multimodal=True, model_is_mrope=True)
+    qwen = model_of(Qwen2_5_VLForConditionalGeneration)
+    (reason,) = image_reasons(build_policy("expected-attention", {}), qwen, seeing)
+    assert reason.startswith("policy 'expected-attention' turns queries to the positions that follow")
+    assert image_reasons(build_policy("distilled", {}), qwen, seeing) == []
+    one_axis = SimpleNamespace(is_multimodal=True, model_is_mrope=False)
+    assert image_reasons(build_policy("expected-attention", {}), qwen, one_axis) == []
