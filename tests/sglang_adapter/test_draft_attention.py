@@ -51,7 +51,7 @@ class World:
         backend.attention = TorchAttention(backend.geometry, self.k, self.v)
         backend.arena, backend.req_to_token_pool = SimpleNamespace(k=self.k), harness.rows
         backend.tree, backend.rows, backend.places = harness.tree, harness.draft_rows, {0: 0}
-        backend._window_layers, backend._on_gpu, backend._step = None, False, None
+        backend._window_layers, backend._on_gpu, backend._step, backend.slot_positions = None, False, None, None
 
     def row(self, i):
         return self.harness.rows.req_to_token[self.reqs[i].kv.req_pool_idx].long()
