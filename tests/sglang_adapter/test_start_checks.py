@@ -129,7 +129,7 @@ def test_only_ngram_speculates():
         ("STANDALONE", "its own KV of compressed tokens, which is not kept"),
         ("EAGLE3", "keys are pairs of tokens"),
         ("NEXTN", "keys are pairs of tokens"),
-        ("DFLASH", "not tested"),
+        ("DFLASH", "its drafts read KV that compressed tokens do not have"),
     ):
         (reason,) = speculation(speculative_algorithm=algorithm)
         assert f"--speculative-algorithm is {algorithm!r}, only 'NGRAM' is supported" in reason and breaks in reason
