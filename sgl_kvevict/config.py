@@ -112,6 +112,14 @@ class KVEvictConfig(BaseModel):
         description="share to which compressed prefixes are squeezed when slots are short, before one is dropped; "
         "null: none is squeezed. No effect with an integer `budget`, or 1.0",
     )
+    prefill_budget: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="policy `distilled`, once scores are learned: each chunk of a prompt (`--chunked-prefill-size`) "
+        "shrinks to this share before the next one is computed; not below `budget`. null: only prompts longer than the "
+        "pool shrink while they are prefilled, and no sooner than room is needed",
+    )
     wait_for_passes: bool = Field(
         default=True,
         description="`distilled`: a prefix stays uncompressed until passes have scored it or slots are short; "
@@ -257,6 +265,11 @@ class KVEvictConfig(BaseModel):
     def _check_shares(self) -> Self:
         """Refuse explicit shares that contradict ``budget``; a default that does not fit has no effect."""
         given = self.model_fields_set
+        if self.prefill_budget is not None and (not self.shares or self.prefill_budget < self.budget):
+            raise ConfigError(
+                f"prefill_budget: got {self.prefill_budget}, budget is {self.budget}; allowed: a float in [budget, 1) "
+                "with a budget in (0, 1) that excludes the tail, or null"
+            )
         if isinstance(self.budget, int):
             return self
         if "light_budget" in given and self.light_budget is not None and self.light_budget < self.budget:

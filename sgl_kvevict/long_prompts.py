@@ -62,7 +62,3 @@ class LongPrompts:
         rest = max(num_tokens - self._whole, 1)
         room = self.num_slots - num_new - 2 - self._whole - rest // self.config.min_prefix_tokens
         return max(math.floor(1000 * room / rest) / 1000, 0.0)
-
-    def first_share(self, num_tokens: int, num_new: int) -> float:
-        """Share to which a chunk shrinks at once: what the whole prompt can afford, not above the first share."""
-        return min(max(self.affordable_share(num_tokens, num_new), self.config.shares[-1]), self.config.shares[0])

@@ -41,13 +41,10 @@ def test_the_longest_prompt_is_the_last_that_fits():
     assert longest > 6 * 1500 and long.slots_at_peak(longest) <= 1500 - 42 < long.slots_at_peak(longest + 1)
 
 
-def test_a_chunk_shrinks_at_once_to_what_the_whole_prompt_can_afford():
-    long = plan()
-    assert long.first_share(1600, 40) == 0.5  # not above the first share
-    assert 0.2 < long.first_share(4000, 40) == long.affordable_share(4000, 40) < 0.3
-    assert long.first_share(20_000, 40) == 0.1 > long.affordable_share(20_000, 40)
-    rest = 4000 - 256 - 256
-    assert 512 + long.first_share(4000, 40) * rest + rest // 256 <= 1500 - 42
+def test_the_share_that_a_whole_prompt_can_afford():
+    share, rest = plan().affordable_share(4000, 40), 4000 - 256 - 256
+    assert 0.2 < share < 0.3 and 512 + share * rest + rest // 256 <= 1500 - 42
+    assert plan().affordable_share(20_000, 40) < 0.1
 
 
 def test_a_large_chunk_is_made_smaller():

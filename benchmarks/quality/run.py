@@ -16,14 +16,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from kvevict_quality import fidelity
 from kvevict_quality.rows import AWARE_RESULTS, RESULTS, ROOT
 from kvevict_quality.running import Plan, run_setup
 from kvevict_quality.sample import Prompts
 from kvevict_quality.systems import FULL, KNOWN_QUESTIONS, TWO_STAGES, WHILE_PREFILLED, Setup, parse_policy
-from kvevict_quality.tasks import select_tasks
+from kvevict_quality.tasks import FIDELITY_TASKS, GROUPS, select_tasks
 
-from sgl_kvevict.model import ensure_model
+from sgl_kvevict.model import DEMO, resolve_model
 
 CONTROL = "random"
 
@@ -34,13 +33,14 @@ def parse_arguments() -> argparse.Namespace:
     named = f"name, name:option=value,..., {KNOWN_QUESTIONS}, {TWO_STAGES} or {WHILE_PREFILLED}:pool=SLOTS"
     parser.add_argument("--policies", nargs="*", default=[], help=named)
     parser.add_argument("--budgets", nargs="*", type=float, default=[0.2, 0.1], help="shares in (0, 1)")
-    parser.add_argument("--tasks", nargs="*", default=["all"], help=f"names, 'needles', 'all' or '{fidelity.TASK}'")
+    parser.add_argument("--tasks", nargs="*", default=["all"], help=f"names, {', '.join((*GROUPS, *FIDELITY_TASKS))}")
     parser.add_argument("--lengths", nargs="*", type=int, default=[1024], help="tokens of a context")
     parser.add_argument("--questions", type=int, default=100, help="at least so many per task")
     parser.add_argument("--contexts", type=int, help="so many per task instead")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", type=Path, help="model folder; default: the demo model")
+    parser.add_argument("--model", default=DEMO, help="folder, or a name of `sgl-kvevict model --list`")
     parser.add_argument("--aware", action="store_true", help="context and question in one prompt")
+    parser.add_argument("--probes", action="store_true", help="have contexts repeat parts of themselves, too")
     parser.add_argument("--results", type=Path, help="CSV file; default: results.csv, or aware.csv, of the documents")
     return parser.parse_args()
 
@@ -55,7 +55,7 @@ def main() -> None:
     def progress(text: str) -> None:
         print(f"{time.monotonic() - started:6.0f} s  {text}", flush=True)
 
-    model = args.model or ensure_model(report=progress)
+    model = Path(resolve_model(args.model))
     plan = Plan(
         model=model,
         prompts=Prompts(AutoTokenizer.from_pretrained(model)),
@@ -66,18 +66,19 @@ def main() -> None:
         seed=args.seed,
         results=args.results or (AWARE_RESULTS if args.aware else RESULTS),
         work=ROOT / "out" / "quality",
+        probes=args.probes,
     )
     policies = _policies(args.policies)
     setups = [Setup(name, budget, options, args.aware) for budget in args.budgets for name, options in policies]
-    if args.aware and fidelity.TASK in plan.tasks:
-        raise SystemExit(f"task {fidelity.TASK!r} has no question; leave it out with --aware")
+    if args.aware and (found := {*FIDELITY_TASKS} & {*plan.tasks}):
+        raise SystemExit(f"task {min(found)!r} has no question; leave it out with --aware")
     for setup in (Setup(FULL, 1.0, aware=args.aware), *setups):
         run_setup(plan, setup, progress)
 
 
 def _policies(texts: list[str]) -> list[tuple[str, dict[str, object]]]:
-    """The control first, then the others."""
-    return [parse_policy(text) for text in dict.fromkeys([CONTROL, *texts])]
+    """What is asked for, then the control."""
+    return [parse_policy(text) for text in dict.fromkeys([*texts, CONTROL])]
 
 
 if __name__ == "__main__":

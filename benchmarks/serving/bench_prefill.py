@@ -29,7 +29,7 @@ class Point:
         return f"{self.count} prompts of {self.tokens}"
 
 
-POINTS = (Point(1024, 3), Point(3000, 2))
+POINTS = (Point(1024, 3), Point(3000, 2), Point(8000, 1))
 QUICK = (Point(1024, 2),)
 
 PAGE = Page(

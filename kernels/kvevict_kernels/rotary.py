@@ -21,8 +21,8 @@ class Rotary:
     def rows(self, positions: Tensor) -> Tensor:
         """[num_tokens, rotary_dim], float32, of ``cos_sin``.
 
-        ``positions`` are [num_tokens], or [axes, num_tokens]: a token of an image has one in time, height and width,
-        one of text the same on all axes.
+        ``positions`` are [num_tokens], or [axes, num_tokens]: a token of an image has one in time, height and width, a
+        token of text the same on all axes.
         """
         if positions.dim() == 1:
             return self.cos_sin[positions].float()

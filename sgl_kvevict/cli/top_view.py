@@ -26,6 +26,7 @@ from sgl_kvevict.events.types import (
     LoadFailed,
     MovedIn,
     MovedOut,
+    PrefilledCompressed,
     Refused,
     Repacked,
     ScoringPass,
@@ -229,6 +230,8 @@ def describe(event: AnyEvent) -> str:
             return f"repacked node {event.node} into {event.slots:,} slots, {event.released_slots:,} released"
         case Squeezed():
             return f"squeezed node {event.node} into {event.slots:,} slots, {event.released_slots:,} released"
+        case PrefilledCompressed():
+            return f"compressed {event.tokens:,} tokens of a prompt while it was prefilled"
         case ScoringPass():
             return f"scored tokens {event.start:,}-{event.end:,} ({event.seconds * 1000:.1f} ms)"
         case Refused():

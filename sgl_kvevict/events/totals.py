@@ -19,6 +19,7 @@ from sgl_kvevict.events.types import (
     LoadFailed,
     MovedIn,
     MovedOut,
+    PrefilledCompressed,
     Refused,
     Repacked,
     ScoringPass,
@@ -43,6 +44,7 @@ class Totals(msgspec.Struct):
     kept_entries: Annotated[int, Meta(description="Entries stored.")] = 0
     evicted_entries: Annotated[int, Meta(description="Entries evicted.")] = 0
     merged_entries: Annotated[int, Meta(description="Entries merged into stored ones.")] = 0
+    prefilled_compressed: Annotated[int, Meta(description="Prompts compressed while they were prefilled.")] = 0
     scoring_passes: Annotated[int, Meta(description="Extra forwards run to score prefixes.")] = 0
     splits: Annotated[int, Meta(description="Spans cut in two.")] = 0
     repacks: Annotated[int, Meta(description="Segments shrunk after a part was dropped.")] = 0
@@ -96,6 +98,8 @@ class Totals(msgspec.Struct):
             case Squeezed():
                 self.squeezes += 1
                 self.squeezed_slots += event.released_slots
+            case PrefilledCompressed():
+                self.prefilled_compressed += 1
             case ScoringPass():
                 self.scoring_passes += 1
             case Refused():

@@ -66,6 +66,12 @@ class Squeezed(Event):
     released_slots: int  # token slots that were given back
 
 
+class PrefilledCompressed(Event):
+    """A prompt is complete whose first chunks were compressed before its last one was computed."""
+
+    tokens: int  # compressed tokens among those that it computed
+
+
 class ScoringPass(Event):
     """Extra forwards scored a range."""
 
@@ -147,6 +153,7 @@ AnyEvent = (
     | Dropped
     | Repacked
     | Squeezed
+    | PrefilledCompressed
     | ScoringPass
     | Refused
     | Stored

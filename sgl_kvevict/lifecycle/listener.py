@@ -15,6 +15,7 @@ from sgl_kvevict.events.types import (
     LoadFailed,
     MovedIn,
     MovedOut,
+    PrefilledCompressed,
     Refused,
     Repacked,
     ScoringPass,
@@ -111,6 +112,10 @@ class CacheListener:
     def squeezed(self, owner: Node, segment: Segment, released: int) -> None:
         """Slots were short: the segment of ``owner`` gave up entries of least worth, and ``released`` slots."""
         self._tell(lambda: Squeezed(owner.id, segment.num_slots, released))
+
+    def prefilled_compressed(self, num_tokens: int) -> None:
+        """A prompt is complete of which so many computed tokens were compressed before its last chunk."""
+        self._tell(lambda: PrefilledCompressed(num_tokens))
 
     def scored(self, start: int, end: int, seconds: float) -> None:
         """A scoring pass read the tokens ``[start, end)``."""

@@ -185,10 +185,9 @@ class PrefixManager:
         return observation is not None and observation.is_complete
 
     def chunk_complete(self, reader: Reader, node: Node) -> None:
-        """A chunk of a prompt that goes on is in the tree: if the prompt is longer than the pool, it may shrink."""
-        record = self.readers[reader]
-        if record.first_share is not None and self.pressure is not None and record.observation is not None:
-            self.pressure.chunk_complete(path_to(node), record.observation, record.first_share)
+        """A chunk of a prompt that goes on is in the tree; it may shrink."""
+        if self.pressure is not None:
+            self.pressure.chunk_complete(reader, path_to(node))
 
     def recomputes_uncompressed(self, reader: Reader) -> bool:
         """Whether a prompt computes again what is cached uncompressed.
@@ -198,9 +197,9 @@ class PrefixManager:
         return self.compressor is not None and self.readers.is_long(reader) and not self.compressor.has_learned
 
     def prefilled_compressed(self, reader: Reader, node: Node) -> int:
-        """Tokens of a prompt longer than the pool that were compressed before its last chunk was computed."""
-        observation = self.readers[reader].observation
-        if observation is None or not self.readers.is_long(reader):
+        """Tokens of a prompt that were computed, and compressed before its last chunk was computed."""
+        observation = None if self.pressure is None else self.pressure.shrinking_prompt(reader)
+        if observation is None:
             return 0
         return max(self.spans.waterline(path_to(node)) - observation.first_query, 0)
 
@@ -216,8 +215,6 @@ class PrefixManager:
             return
         path = path_to(node)
         end = min(observation.end, length_of(path))
-        if self.readers.is_long(reader):
-            self.ranges.join(path, observation.first_query)
         asks = wish is not None and bool(wish.questions)
         if self.compressor.compresses_at_once and not asks:
             done = self.ranges.compress(node, end - self.compressor.config.tail_tokens, observation)

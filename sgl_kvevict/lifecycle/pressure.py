@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sgl_kvevict.compression import CacheObservation, PromptObservation, ReaderObservation
 from sgl_kvevict.lifecycle.eviction import CostAwareRecency, NodeHeap, Priority
-from sgl_kvevict.lifecycle.nodes import Node, length_of, path_to
+from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.ranges import Ranges, Verdict
 from sgl_kvevict.lifecycle.table import Pending, State
@@ -77,16 +77,32 @@ class Pressure(Part):
 
     def prompt_complete(self, path: Sequence[Node], num_tokens: int, prompt: PromptObservation) -> None:
         """Note ends on a path whose first ``num_tokens`` tokens are a prompt."""
-        self._note_ends(path, num_tokens - self._config.tail_tokens, prompt, None)
+        self._note_ends(path, num_tokens - self._config.tail_tokens, prompt, prompt.num_bytes)
 
-    def chunk_complete(self, path: Sequence[Node], prompt: PromptObservation, first_share: float) -> None:
-        """Note ends on a path that is the first part of a prompt longer than the pool.
+    def chunk_complete(self, reader: Reader, path: Sequence[Node]) -> None:
+        """Note ends on a path, the first part of a prompt; compress them if ``prefill_budget`` is set.
 
-        ``prompt`` goes on observing the rest, and counts towards ``observation_bytes`` once it is complete.
+        The prompt's observation goes on with the rest, and counts towards ``observation_bytes`` once it is complete.
         """
-        self._note_ends(path, length_of(path), prompt, first_share)
+        prompt = self.shrinking_prompt(reader)
+        if prompt is None:
+            return
+        self._note_ends(path, length_of(path), prompt, 0)
+        share = self._config.prefill_budget
+        if share is not None and self._compressor.has_learned:
+            for node in [node for node in self._spans.uncompressed(path) if node in self._shrinking]:
+                self._compress(node, share)
 
-    def _note_ends(self, path: Sequence[Node], end: int, prompt: PromptObservation, first_share: float | None) -> None:
+    def shrinking_prompt(self, reader: Reader) -> PromptObservation | None:
+        """The observation of a prompt under way whose chunks shrink; None for others.
+
+        They are longer than the pool, or ``prefill_budget`` is set.
+        """
+        record = self._readers[reader]
+        shrinks = record.is_long or (self._config.prefill_budget is not None and not record.is_pass)
+        return record.observation if shrinks else None
+
+    def _note_ends(self, path: Sequence[Node], end: int, prompt: PromptObservation, num_bytes: int) -> None:
         if not (self._compressor.has_learned or prompt.has_echo) or prompt.has_failed:
             return
         position = start = self._spans.waterline(path)
@@ -94,7 +110,7 @@ class Pressure(Part):
             position += len(node.key)
             if self._ranges.is_long_enough(min(position, end) - start):
                 if self._saw(prompt, start):
-                    self._add_end(self._ranges.node_ending_at(path, min(position, end)), prompt, first_share)
+                    self._add_end(self._ranges.node_ending_at(path, min(position, end)), prompt, num_bytes)
                     start = min(position, end)
                 elif node in self._shrinking:
                     start = position
@@ -125,10 +141,10 @@ class Pressure(Part):
         prompt = self._table.prompts.get(node)
         return prompt is not None and prompt.has_echo and not self._table.is_being_scored(node)
 
-    def _add_end(self, node: Node, prompt: PromptObservation, first_share: float | None) -> None:
-        self._table.let_shrink(node, first_share)
+    def _add_end(self, node: Node, prompt: PromptObservation, num_bytes: int) -> None:
+        self._table.let_shrink(node)
         if prompt.num_bytes:
-            self._table.prompts.put(node, prompt, prompt.num_bytes if first_share is None else 0)
+            self._table.prompts.put(node, prompt, num_bytes)
             self.trim_prompts()
 
     def _discard(self, node: Node) -> None:
@@ -156,7 +172,7 @@ class Pressure(Part):
             slots = self._slots_at(segment, float(self._config.budget))
             if slots == segment.num_slots:
                 self._ranges.at_budget(self._spans.last_of(owner))
-            elif slots < segment.num_slots and self._readers.movable(owner) is not None:
+            elif slots < segment.num_slots:
                 self._squeeze_to(owner, slots)
 
     def _is_unmeasured(self, segment: Segment) -> bool:
@@ -177,20 +193,21 @@ class Pressure(Part):
             return 0
         won = 0
         waits: set[Node] = set()  # ends that do not shrink now, and nodes below them
-        before: dict[Node, int] = {}  # tokens since the end above, of nodes that are no ends
+        before: dict[Node, list[int]] = {}  # tokens since the end above, by segment, of nodes that are no ends
         for node in self._readers.movable_nodes():
             is_end = node in self._shrinking and node not in self._spans
-            num_tokens = len(node.key)
+            segments = [0]
             if node.parent in before and len(node.parent.children) == 1:
-                num_tokens += before[node.parent]
+                segments = [*before[node.parent], *([0] if self._ranges.begins_segment(node.parent, node) else [])]
+            segments[-1] += len(node.key)
             if node.parent in waits or (is_end and not self._can_score(node)):
                 waits.add(node)
             elif is_end:
-                won += self._reserve_of_end(node, num_tokens)
+                won += self._reserve_of_end(node, segments)
             elif node in self._shrinking:
                 won += self._reserve_of_span(node)
             elif node not in self._spans:
-                before[node] = num_tokens
+                before[node] = segments
         return won
 
     def _reserve_of_span(self, owner: Node) -> int:
@@ -199,24 +216,34 @@ class Pressure(Part):
             return 0
         return max(segment.num_slots - self._slots_at(segment, self._config.shares[-1]), 0)
 
-    def _reserve_of_end(self, node: Node, num_tokens: int) -> int:
-        """Reserve of the last ``num_tokens`` tokens before an end.
+    def _reserve_of_end(self, node: Node, segments: Sequence[int]) -> int:
+        """Reserve of the last tokens before an end; ``segments``: their number, by the segment that they will be in.
 
-        Nodes above it are left out if others branch off there, whose ranges would have them too; compressed together
-        with them it releases at least as much.
+        Nodes above them are left out if others branch off there, whose ranges would have them too; compressed together
+        with them they release at least as much.
         """
-        config = self._config
-        if not self._ranges.is_long_enough(num_tokens):
+        if not self._ranges.is_long_enough(sum(segments)):
             return 0
+        start, won = length_of(path_to(node)) - sum(segments), 0
+        for num_tokens in segments:
+            won += num_tokens - self._least_slots(start, num_tokens)
+            start += num_tokens
+        return won
+
+    def _least_slots(self, start: int, num_tokens: int) -> int:
+        """Token slots of a segment of uncompressed tokens from ``start`` on, once it has shrunk as far as it can."""
+        config = self._config
         if not config.shares:
-            return num_tokens - config.num_slots(num_tokens, length_of(path_to(node)) - num_tokens)
+            return config.num_slots(num_tokens, start)
         keeps_all = config.slots_at(config.shares[0], num_tokens) == num_tokens  # then no entry has a worth
-        return 0 if keeps_all else num_tokens - config.slots_at(config.shares[-1], num_tokens)
+        return num_tokens if keeps_all else config.slots_at(config.shares[-1], num_tokens)
 
     # ---- shrinking --------------------------------------------------------------------------------------------
 
-    def relieve(self, leaf: tuple[Priority, Node] | None) -> int:
+    def relieve(self, leaf: tuple[Priority, Node] | None, wanted: int = 0) -> int:
         """Take the cheapest steps until ``ROUND_SHARE`` of the pool is released, or none is left.
+
+        The segment of a prompt longer than the pool releases only the ``wanted`` token slots: it needs the others.
 
         ``leaf`` would be dropped instead (None: there is no leaf), so steps of higher priority are not taken. But no
         span is dropped, or squeezed below the budget, while something may shrink to the budget.
@@ -233,7 +260,7 @@ class Pressure(Part):
             if leaf is not None and priority > leaf[0] and (is_below_budget or leaf[1] not in self._spans):
                 break
             self._heap.pop()
-            slots = self._squeeze(node) if node in self._spans else self._compress(node)
+            slots = self._squeeze(node, wanted - won) if node in self._spans else self._compress(node)
             won += slots
             if node in self._shrinking:
                 rest.append(node)
@@ -258,7 +285,7 @@ class Pressure(Part):
     def _slots_at(self, segment: Segment, share: float) -> int:
         return self._config.slots_at(share, segment.end - segment.start)
 
-    def _squeeze(self, owner: Node) -> int:
+    def _squeeze(self, owner: Node, wanted: int) -> int:
         """Squeeze a segment to its next share. 0: not now, or never again if the node left ``shrinking``."""
         segment = self._spans[owner].segment
         shares = () if segment.worth is None else self._config.shares
@@ -267,20 +294,30 @@ class Pressure(Part):
         if slots is None:
             self._table.keep_size(owner)
             return 0
-        return 0 if self._readers.movable(owner) is None else self._squeeze_to(owner, slots)
+        if segment.is_joined:
+            slots = max(slots, segment.num_slots - max(wanted, self._round))
+        return self._squeeze_to(owner, slots)
 
     def _squeeze_to(self, owner: Node, slots: int) -> int:
+        """Squeeze a segment; 0: a reader is not movable. One whose prompt goes on is not complete at the budget."""
+        readers = self._readers.movable(owner)
+        if readers is None:
+            return 0
         freed = self._table.squeeze(owner, slots)
         self._tree.charge(owner, -freed.numel())
         self._tree.free(freed)
         segment = self._spans[owner].segment
         self._table.listener.squeezed(owner, segment, freed.numel())
-        if slots == self._slots_at(segment, float(self._config.budget)):
+        is_at_budget = slots == self._slots_at(segment, float(self._config.budget))
+        if is_at_budget and not any(map(self.shrinking_prompt, readers)):
             self._ranges.at_budget(self._spans.last_of(owner))
         return freed.numel()
 
-    def _compress(self, node: Node) -> int:
-        """Compress the range that ends at a node. 0: not now, or never again if the node is no longer an end."""
+    def _compress(self, node: Node, share: float | None = None) -> int:
+        """Compress the range that ends at a node (``share`` None: to the first of ``shares``).
+
+        0: not now, or never again if the node is no longer an end.
+        """
         path = path_to(node)
         if any(above in self._shrinking and above not in self._spans for above in path[:-1]):
             return 0
@@ -290,11 +327,12 @@ class Pressure(Part):
             return 0
         if not self._can_score(node):
             return 0
-        share = self._table.first_share(node)
         if share is None and self._config.shares:
             share = self._config.shares[0]
         observation = self._table.prompts.get(node) or CacheObservation()
         done = self._ranges.compress_now(node, Pending(end, observation, share))
         if done.verdict is Verdict.FAILED and done.num_slots == 0:
             self._discard(node)  # admission must not count on it
+        elif any(map(self.shrinking_prompt, self._readers.movable(node) or ())):
+            self._ranges.join(path)
         return done.num_slots

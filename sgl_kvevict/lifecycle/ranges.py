@@ -96,23 +96,23 @@ class Ranges(Part):
         last = self.node_ending_at(path, end)
         self._write_all(path_to(last), Pending(end, CacheObservation(), share=1.0))
 
-    def join(self, path: Sequence[Node], start: int) -> None:
-        """Write a path's segments from position ``start`` on as one, so that their entries compete for its slots.
+    def join(self, path: Sequence[Node]) -> None:
+        """Write the last segments of a path as one, so that their entries compete for its slots.
 
-        Not while one of them is read by passes, fitted, or has a part elsewhere, or a reader is not movable.
+        Not those that passes read or have measured, fitted ones, those with a part elsewhere, and nothing before them;
+        nor while a reader is not movable.
         """
-        owners = [owner for owner in self._spans.owners(path) if self._spans[owner].start >= start]
-        segments = [self._spans[owner].segment for owner in owners]
-        nodes = [node for node in path if node in self._spans and self._spans[node].start >= start]
-        is_alike = all(
-            segment.worth is not None
-            and not (segment.is_measured or segment.is_fitted or segment.is_generated)
-            and segment.entry_attention is None
-            and segment.num_live_entries == segment.num_entries
-            for segment in segments
-        )
-        if len(segments) < 2 or not is_alike or {self._spans[node].segment for node in nodes} != set(segments):
+        segments: list[Segment] = []
+        start = self._spans.waterline(path)
+        for owner in reversed(self._spans.owners(path)):
+            segment = self._spans[owner].segment
+            if segment.end != start or not _is_joinable(segment):
+                break
+            segments.insert(0, segment)
+            start = segment.start
+        if len(segments) < 2:
             return
+        nodes = [node for node in path if node in self._spans and self._spans[node].start >= start]
         readers = self._readers.movable(nodes[0])
         if readers is None or self._table.is_being_scored(nodes[-1]):
             return
@@ -139,6 +139,15 @@ class Ranges(Part):
             if position > end:
                 break
         return self._tree.cut(path, end)
+
+    def begins_segment(self, above: Node, node: Node) -> bool:
+        """Whether two nodes of a range become different segments.
+
+        Segments that cannot be split end where prompts branch off, or a running request's path ends.
+        """
+        if self._compressor.splittable:
+            return False
+        return len(above.children) > 1 or self._tree.num_locks(above) != self._tree.num_locks(node)
 
     def at_budget(self, last: Node) -> None:
         """A segment has reached the budget; ``last`` is the last node with a span of it."""
@@ -211,14 +220,11 @@ class Ranges(Part):
     def _groups(self, nodes: list[Node]) -> list[list[Node]]:
         """Divide consecutive nodes into groups, each of which becomes one segment.
 
-        One group if segments can be split. Otherwise a group ends where prompts branch off, or a running request's path
-        ends.
+        One group if segments can be split.
         """
-        if self._compressor.splittable:
-            return [nodes]
         groups = [nodes[:1]]
         for above, node in pairwise(nodes):
-            if len(above.children) > 1 or self._tree.num_locks(above) != self._tree.num_locks(node):
+            if self.begins_segment(above, node):
                 groups.append([])
             groups[-1].append(node)
         return groups
@@ -232,3 +238,12 @@ class Ranges(Part):
             slots = self._tree.token_slots(nodes)
             done = self._compressor.compress(slots, start, pending.observation, parent, pending.share)
         return done
+
+
+def _is_joinable(segment: Segment) -> bool:
+    return (
+        segment.worth is not None
+        and not (segment.is_measured or segment.is_fitted or segment.is_generated)
+        and segment.entry_attention is None
+        and segment.num_live_entries == segment.num_entries
+    )

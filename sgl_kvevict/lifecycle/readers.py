@@ -19,7 +19,7 @@ class ReaderRecord:
     Attributes:
         is_live: it has matched its prompt and was not released.
         is_exact: it must read no compressed entry (``exact``).
-        first_share: share to which the chunks of its prompt shrink first, which is longer than the pool; None: it fits.
+        is_long: its prompt is longer than the pool, and its chunks shrink while it is prefilled.
         is_loaded: what the host has of its prompt was loaded; since then it was not released.
         observation: of its prefill; None before, and once the complete prompt was dealt with.
         suffix: its generated tokens and their compression; None: they are not compressed.
@@ -27,7 +27,7 @@ class ReaderRecord:
 
     is_live: bool = False
     is_exact: bool = False
-    first_share: float | None = None
+    is_long: bool = False
     is_pass: bool = False
     is_loaded: bool = False
     observation: PromptObservation | None = None
@@ -64,14 +64,14 @@ class ReaderTable:
         """Set ``is_exact`` of a request."""
         self[reader].is_exact = True
 
-    def make_long(self, reader: Reader, first_share: float) -> None:
-        """Let the chunks of a prompt shrink while it is prefilled (``first_share`` of :class:`ReaderRecord`)."""
-        self[reader].first_share = first_share
+    def make_long(self, reader: Reader) -> None:
+        """Set ``is_long`` of a request."""
+        self[reader].is_long = True
 
     def is_long(self, reader: Reader) -> bool:
         """Whether the chunks of a prompt shrink while it is prefilled."""
         record = self._records.get(reader)
-        return record is not None and record.first_share is not None
+        return record is not None and record.is_long
 
     def is_exact(self, reader: Reader) -> bool:
         """Whether a request must read no compressed entry."""

@@ -104,7 +104,6 @@ class PrefixRecord:
         span: the node's compressed tokens; None: they are uncompressed.
         matches: how many prompts have found the prefix.
         may_shrink: it shrinks when slots are short: an *end* of an uncompressed range, or the owner of a segment.
-        first_share: share to which the range that ends here shrinks first; None: the first of ``shares``.
         is_stale: it was compressed with other weights, and must not be matched.
         prompt: observation of a prompt's prefill, for the uncompressed range that ends here.
         pending: a range that ends here and waits for exact readers.
@@ -116,7 +115,6 @@ class PrefixRecord:
     span: Span | None = None
     matches: int = 0
     may_shrink: bool = False
-    first_share: float | None = None
     is_stale: bool = False
     prompt: PromptObservation | None = None
     pending: Pending | None = None
@@ -259,8 +257,8 @@ class Spans(Mapping[Node, Span]):
         while i < len(spans):
             segment, last = spans[i].segment, i + spans[i].segment.num_spans - 1
             is_one = segment.is_generated or segment.is_joined
-            is_whole = is_one and last < len(spans) and spans[last].end == segment.end
-            if is_whole and spans[i].is_owner:
+            is_whole = is_one and last < len(spans) and spans[last].segment is segment
+            if is_whole and spans[i].is_owner and spans[last].end == segment.end:
                 runs.append(segment.runs())
                 i = last
             else:
@@ -337,15 +335,10 @@ class PrefixTable:
         record.matches += 1
         return record.matches
 
-    def let_shrink(self, node: Node, first_share: float | None = None) -> None:
+    def let_shrink(self, node: Node) -> None:
         """Let a node, an end or the owner of a segment, shrink when slots are short."""
-        record = self._records.setdefault(node, PrefixRecord())
-        record.may_shrink, record.first_share = True, first_share
+        self._records.setdefault(node, PrefixRecord()).may_shrink = True
         self.shrinking.add(node)
-
-    def first_share(self, node: Node) -> float | None:
-        """Share to which the range that ends at a node shrinks first; None: that of all ranges."""
-        return self._records[node].first_share
 
     def keep_size(self, node: Node) -> None:
         """Exclude a node from shrinking."""
@@ -429,7 +422,7 @@ class PrefixTable:
         if lower in self.stale:
             self.stale.put(upper, value=True)
         if below.may_shrink:
-            self.let_shrink(upper, below.first_share)
+            self.let_shrink(upper)
             if below.span is not None:
                 self.keep_size(lower)  # the owner shrinks
             elif below.prompt is not None:

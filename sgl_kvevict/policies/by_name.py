@@ -15,7 +15,7 @@ from sgl_kvevict.policies.generated import generated_reasons
 from sgl_kvevict.policies.methods import METHODS
 from sgl_kvevict.policies.options import NamedPolicy, PaperSettings
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.signals import Readers
+from sgl_kvevict.policies.signals import Readers, Signal
 
 PAPER_SUFFIX = "@paper"
 """After a policy's name: options and server sizes of its paper."""
@@ -75,8 +75,8 @@ def configured_policy(config: KVEvictConfig) -> tuple[KVEvictConfig, Policy | No
     """Build a configuration's policy, with a fitter if ``fit`` is set; None for "none".
 
     The returned configuration has the options and fields of ``@paper`` filled in; given ones win, so a second call
-    changes nothing. ConfigError as for :func:`build_policy`, or if budget, tail, ``fit`` or ``decode_block`` do not fit
-    the policy.
+    changes nothing. ConfigError as for :func:`build_policy`, or if budget, tail, ``fit``, ``prefill_budget`` or
+    ``decode_block`` do not fit the policy.
     """
     config = _spelled_out(config)
     policy = build_policy(config.policy, config.policy_options)
@@ -96,6 +96,11 @@ def configured_policy(config: KVEvictConfig) -> tuple[KVEvictConfig, Policy | No
         problems.append(
             f"fit: got true for policy {config.policy!r}; allowed: false, or a policy that scoring passes measure and "
             "that merges nothing (distilled, reconstruction)"
+        )
+    if config.prefill_budget is not None and (policy is None or Signal.LEARNED_SCORES not in policy.needs):
+        problems.append(
+            f"prefill_budget: got {config.prefill_budget} for policy {config.policy!r}, which keeps what later tokens "
+            "attend to; allowed: null, or policy distilled"
         )
     if config.decode_block is not None:
         problems += [f"decode_block: got {config.decode_block}, but {reason}" for reason in generated_reasons(policy)]

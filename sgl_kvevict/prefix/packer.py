@@ -13,8 +13,10 @@ from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from kvevict_kernels.compact_kv import compact_kv
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.errors import InvariantError
+from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.prefix.arena_rows import ArenaRows, bytes_of
+from sgl_kvevict.prefix.shadow import DraftRows
 from sgl_kvevict.prefix.span import CopiedEntries, Segment, Span, View
 from sgl_kvevict.ragged import MergePlan, Selection, run_entries
 
@@ -35,8 +37,21 @@ class SegmentPacker(ArenaRows):
     """Packs entries into token slots of one arena.
 
     Any head slot may hold an entry of any (layer, head), so a segment of ``C`` entries takes
-    ``ceil(C / (num_layers * num_kv_heads))`` token slots, however uneven its runs are.
+    ``ceil(C / (num_layers * num_kv_heads))`` token slots, however uneven its runs are. ``drafts``: rows of a draft
+    model, which follow :meth:`pack`, :meth:`squeeze` and :meth:`repack`; other segments have none.
     """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        k_arena: Tensor,
+        v_arena: Tensor,
+        biases: Tensor | None = None,
+        drafts: DraftRows | None = None,
+    ) -> None:
+        super().__init__(geometry, k_arena, v_arena, biases)
+        self._drafts = drafts
+        self._no_shadow = None if drafts is None else drafts.absent()
 
     def pack(
         self,
@@ -63,16 +78,22 @@ class SegmentPacker(ArenaRows):
             sources = self._head_slots(layers, token_slots.int()[selection.indices], heads)
         else:
             sources = self._head_slots(merge.layers, token_slots.int()[merge.indices], merge.heads)
-        return self.write(
+        end = start + token_slots.numel()
+        segment, freed = self.write(
             token_slots,
             sources,
             selection.keep_lens,
             selection.indices + start,
-            (start, start + token_slots.numel()),
+            (start, end),
             None if merge is None else (merge.indptr, merge.weights),
             splittable=splittable,
             worth=worth,
         )
+        if self._drafts is not None:
+            tokens = torch.arange(start, end, dtype=torch.int32, device=token_slots.device)
+            held = segment.token_slots
+            segment.shadow = self._drafts.move(segment.positions, start, end, tokens, token_slots, held)
+        return segment, freed
 
     def write(
         self,
@@ -83,6 +104,7 @@ class SegmentPacker(ArenaRows):
         bounds: tuple[int, int],
         merge: tuple[Tensor, Tensor] | None = None,
         *,
+        num_slots: int | None = None,
         splittable: bool = True,
         worth: Tensor | None = None,
     ) -> tuple[Segment, Tensor]:
@@ -91,9 +113,10 @@ class SegmentPacker(ArenaRows):
         The entries now lie in ``token_slots``, [num_slots], int64, at the head slots ``sources``, [num_entries], int32,
         run after run; with ``merge`` (``indptr`` and ``weights`` of :class:`MergePlan`) [num_sources]. ``keep_lens``,
         [num_layers, num_kv_heads], int32, are entries per run; ``bounds`` start and end of the segment.
+        ``num_slots`` None: as few as hold the entries.
         """
         num_entries = positions.numel()
-        num_slots = self.geometry.slots_for(num_entries)
+        num_slots = self.geometry.slots_for(num_entries) if num_slots is None else num_slots
         held, freed = token_slots[:num_slots], token_slots[num_slots:]
         indptr, head_slots = alloc_head_slots(keep_lens, held, self.geometry.num_token_slots, num_entries)
         with accounting():
@@ -113,6 +136,7 @@ class SegmentPacker(ArenaRows):
             end=bounds[1],
             splittable=splittable,
             worth=worth,
+            shadow=self._no_shadow,
         )
         return segment, freed
 
@@ -130,13 +154,16 @@ class SegmentPacker(ArenaRows):
     def join(self, segments: Sequence[Segment]) -> tuple[Segment, Tensor]:
         """Write consecutive whole segments of one path as one, in their own slots; return as :meth:`pack`.
 
-        One host sync reads the numbers of entries.
+        All slots stay: after a repack, tensor-parallel ranks do not fill them alike. One host sync reads the numbers of
+        entries.
         """
         slots = torch.cat([segment.token_slots for segment in segments])
         views = [View(segment, segment.start, segment.end) for segment in segments]
         keep_lens, positions, head_slots, worth = self._in_one(views)
         bounds = segments[0].start, segments[-1].end
-        joined, freed = self.write(slots, head_slots, keep_lens, positions, bounds, worth=worth)
+        joined, freed = self.write(
+            slots, head_slots, keep_lens, positions, bounds, num_slots=slots.numel(), worth=worth
+        )
         joined.is_joined = True
         return joined, freed
 
@@ -230,6 +257,7 @@ class SegmentPacker(ArenaRows):
             end=end,
             splittable=splittable,
             worth=None if worth is None else worth.to(device),
+            shadow=self._no_shadow,
         )
 
     @accounting()
@@ -292,6 +320,9 @@ class SegmentPacker(ArenaRows):
             splittable=old.splittable,
             worth=None if old.worth is None else old.worth[kept],
         )
+        if self._drafts is not None and old.shadow is not None:
+            tokens = old.shadow.positions
+            new.shadow = self._drafts.move(new.positions, new.start, new.end, tokens, old.token_slots, held)
         new.policy_state, new.is_generated, new.is_joined = old.policy_state, old.is_generated, old.is_joined
         new.is_measured, new.is_fitted, new.entry_attention = old.is_measured, old.is_fitted, old.entry_attention
         if new.entry_attention is not None:

@@ -16,6 +16,7 @@ from kvevict_kernels.cut_runs import cut_runs
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.prefix.shadow import Shadow
 
 
 class EntryAttention:
@@ -48,6 +49,7 @@ class Segment:
         is_generated: holds generated tokens. It grows view by view; a request that reads all views reads them as one,
             see :meth:`Spans.runs`.
         is_joined: it was written from several segments of one prompt; read like a generated one.
+        shadow: the draft model's rows in the segment's slots; None: there is no draft model.
         num_live_entries: entries in live spans (``num_spans``).
     """
 
@@ -63,6 +65,7 @@ class Segment:
         end: int,
         splittable: bool = True,
         worth: Tensor | None = None,
+        shadow: Shadow | None = None,
     ) -> None:
         self.geometry = geometry
         self.start = start
@@ -74,6 +77,7 @@ class Segment:
         self.indptr = indptr
         self.splittable = splittable
         self.worth = worth
+        self.shadow = shadow
         self.tokens_per_slot = (end - start) / max(self.num_slots, 1)
         self.is_measured = False
         self.is_fitted = False
@@ -126,6 +130,7 @@ class Span:
         self.end = end
         self.is_owner = is_owner
         self._runs: SpanRuns | None = None
+        self._draft_runs: SpanRuns | None = None
         segment.num_spans += 1
 
     @property
@@ -152,6 +157,14 @@ class Span:
             )
         return self._runs
 
+    def draft_runs(self) -> SpanRuns:
+        """What the draft model reads of ``[start, end)``; the same object until the segment moves."""
+        if self._draft_runs is None:
+            if self.segment.shadow is None:
+                raise InvariantError("a draft model reads a segment that was written without one")
+            self._draft_runs = self.segment.shadow.runs(self.start, self.end)
+        return self._draft_runs
+
     def split(self, position: int) -> tuple[Span, Span]:
         """Split at a logical position, without copies; this span must not be used afterwards.
 
@@ -171,7 +184,7 @@ class Span:
         self.segment.num_spans -= 1
         segment.num_spans += 1
         self.segment = segment
-        self._runs = None
+        self._runs = self._draft_runs = None
 
     def drop(self) -> Tensor | None:
         """Drop the span when its node leaves the tree; InvariantError for an owner with spans below it.

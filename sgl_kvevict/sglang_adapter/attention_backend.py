@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
+from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from kvevict_kernels.checks import FP8
-from sgl_kvevict.attention import Attention, AttentionBatch, CapturableAttention, build_attention, resolve_attention
+from kvevict_kernels.span_runs import SpanRuns
+from sgl_kvevict.attention import Attention, AttentionBatch, CapturableAttention, build_attention
 from sgl_kvevict.attention.backend import kernel_reasons
 from sgl_kvevict.attention.interface import CompiledAttention
 from sgl_kvevict.attention.refusals import bias_reasons
@@ -26,13 +28,13 @@ from sgl_kvevict.guard import Place
 from sgl_kvevict.sglang_adapter.arena import Arena, arena_of, kvevict_is_selected
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 from sgl_kvevict.sglang_adapter.forward_readers import readers_of
-from sgl_kvevict.sglang_adapter.graphs import graph_reasons
+from sgl_kvevict.sglang_adapter.graphs import device_reasons
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of, full_pool_of, window_layers_of, window_pool_of
 from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_sink_dtype, find_windows
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.refusals import layer_reasons, machine_reasons, verification_reasons
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
-from sgl_kvevict.sglang_adapter.verification import drafts_of
+from sgl_kvevict.sglang_adapter.verification import MASKS, drafts_of
 from sgl_kvevict.sglang_adapter.window_layers import WindowLayers
 
 if TYPE_CHECKING:
@@ -201,7 +203,7 @@ class KVEvictAttentionBackend(AttentionBackend):
             paths: tuple[tuple[Any, ...], ...] = ((),) * len(seq_lens)
             seq_lens, device_seq_lens = [max(length, 1) for length in seq_lens], device_seq_lens.clamp(min=1)
         else:
-            paths = self.tree.read_paths(readers)
+            paths = self._paths(self.tree, readers)
         return AttentionBatch(
             paths=paths,
             seq_lens=seq_lens,
@@ -210,6 +212,10 @@ class KVEvictAttentionBackend(AttentionBackend):
             req_to_token=self.req_to_token_pool.req_to_token,
             device_seq_lens=device_seq_lens if self._on_gpu else None,
         )
+
+    def _paths(self, tree: KVEvictTree, readers: Sequence[Req]) -> tuple[tuple[SpanRuns, ...], ...]:
+        """What each request of a batch reads of its compressed prefix."""
+        return tree.read_paths(readers)
 
     def _observed_step(
         self, readers: Sequence[Req] | None, seq_lens: list[int], extend_lens: list[int] | None
@@ -337,6 +343,11 @@ class KVEvictAttentionBackend(AttentionBackend):
             self._record_step(index, queries, lse, layer.scaling)
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim), queries, lse
 
+    @property
+    def verify_mask(self) -> VerifyMask:
+        """See :data:`MASKS`."""
+        return MASKS
+
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
         """Spans, and on a GPU rows of ``req_to_token``, are read until the last layer has attended.
 
@@ -388,17 +399,6 @@ def _window_layers(model_runner: ModelRunner, attention: str) -> WindowLayers | 
     geometry = _geometry(model_runner, arena, window_layers_of(model_runner.token_to_kv_pool))
     built = _build_attention(attention, geometry, replace(arena, biases=None), model_runner.dtype)
     return WindowLayers(model_runner.token_to_kv_pool, built, model_runner.req_to_token_pool.req_to_token)
-
-
-def device_reasons(attention: str, device: str) -> list[str]:
-    """Return a sentence for everything that an attention does not support on a device ("cpu" or "cuda")."""
-    reasons: list[str] = []
-    chosen = attention
-    try:
-        chosen = resolve_attention(attention, device)
-    except UnsupportedSetupError as error:
-        reasons += error.reasons
-    return reasons + (graph_reasons(chosen) if device == "cuda" else [])
 
 
 def _require_no_extras(extras: dict[str, Any]) -> None:

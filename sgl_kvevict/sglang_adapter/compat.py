@@ -224,6 +224,18 @@ HOOKS = (
         function="sgl_kvevict.sglang_adapter.graphs.around_replay_view",
         why="a captured decode step is replayed without its requests, so their spans could not be found",
     ),
+    Hook(
+        target="sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend",
+        kind="AROUND",
+        function="sgl_kvevict.sglang_adapter.draft_attention.around_create_backend",
+        why="a draft model starts only with attention backends on a list, which lacks ours",
+    ),
+    Hook(
+        target="sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker._capture_cuda_graphs",
+        kind="AROUND",
+        function="sgl_kvevict.sglang_adapter.draft_attention.around_capture",
+        why="the draft's decode steps would be captured, and their attention plans on the host",
+    ),
 )
 
 

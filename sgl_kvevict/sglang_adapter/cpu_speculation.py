@@ -73,6 +73,79 @@ def pack_accepted(accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_
     accept_out_cache_loc[: accepted.numel()] = out_cache_loc[accepted]
 
 
+def draft_locs(
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    seq_lens: Tensor,
+    out_cache_loc: Tensor,
+    topk: int,
+    num_cols: int,
+    positions: None = None,
+    mrope: None = None,
+) -> None:
+    """Write the first ``topk * num_cols`` slots behind each request's tokens to ``out_cache_loc``; no positions."""
+    copy_from_rows(req_pool_indices, req_to_token, seq_lens, seq_lens + topk * num_cols, out_cache_loc)
+
+
+def front_locs(num_front: Tensor, out_cache_loc: Tensor, front_out_cache_loc: Tensor) -> None:
+    """Write the first ``num_front[i]`` slots of request i's part of ``out_cache_loc`` to ``front_out_cache_loc``."""
+    requests = torch.arange(len(num_front))
+    parts = out_cache_loc.view(len(num_front), -1)
+    copy_from_rows(requests, parts, torch.zeros_like(num_front), num_front, front_out_cache_loc)
+
+
+def last_accepted(
+    accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int, batch_size: int
+) -> None:
+    """Write each request's last accepted token to ``bonus_tokens``; ``accept_tokens`` have ``accept_stride`` each."""
+    lasts = accept_tokens.view(batch_size, accept_stride).gather(1, accept_lens.long()[:, None] - 1)
+    bonus_tokens[:] = lasts.view(-1)
+
+
+def build_tree(
+    parent_list: Tensor,
+    selected_index: Tensor,
+    seq_lens: Tensor,
+    tree_mask: Tensor,
+    positions: Tensor,
+    retrieve_index: Tensor,
+    retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor,
+    topk: int,
+    depth: int,
+    draft_token_num: int,
+    tree_mask_mode: int,
+) -> None:
+    """Masks, positions and links of trees from the drafts that were selected.
+
+    Args:
+        parent_list: [batch_size, 1 + topk * (depth - 1)]: per group of ``topk`` drafts, the index of the draft that
+            they follow; of the first group, whose drafts follow the root, nothing is read.
+        selected_index: [batch_size, n - 1], ascending, the selected drafts: group * ``topk`` + place.
+        seq_lens: [batch_size], tokens before the trees.
+        tree_mask: [batch_size * n * n], bool, written: whether node j is i or an ancestor of i.
+        positions: as in :func:`reconstruct_tree`, like the arguments up to ``retrieve_next_sibling``.
+        retrieve_index: see there.
+        retrieve_next_token: see there.
+        retrieve_next_sibling: see there.
+        topk: drafts of a group.
+        depth: unused.
+        draft_token_num: n, nodes of each tree, the root first.
+        tree_mask_mode: unused: our attention asks for masks of the new tokens only (``TreeMaskMode.QLEN_ONLY``).
+
+    Source: SGLang's ``build_tree_efficient`` (``sgl-kernel/csrc/speculative/eagle_utils.cu``).
+    """
+    batch_size, n = len(seq_lens), draft_token_num
+    masks = torch.eye(n, dtype=torch.bool).repeat(batch_size, 1, 1)
+    for mask, parents, selected in zip(masks, parent_list.tolist(), selected_index.tolist(), strict=True):
+        for node, draft in enumerate(selected, start=1):
+            group = draft // topk
+            mask[node] |= mask[selected.index(parents[group]) + 1 if group else 0]
+    tree_mask[:] = masks.view(-1)
+    links = retrieve_index, retrieve_next_token, retrieve_next_sibling
+    reconstruct_tree(masks, seq_lens, positions, *links, batch_size, n)
+
+
 def reconstruct_tree(
     tree_mask: Tensor,
     verified_seq_len: Tensor,
@@ -222,6 +295,10 @@ def sample_tree(
 SUBSTITUTES: dict[tuple[str, str], Any] = {
     ("sglang.kernels.ops.speculative.cache_locs", "assign_extend_cache_locs"): Launched(copy_from_rows),
     ("sglang.kernels.ops.speculative.eagle", "fill_accept_out_cache_loc"): Launched(pack_accepted),
+    ("sglang.srt.speculative.spec_utils", "fill_front_out_cache_loc_func"): front_locs,
+    ("sglang.srt.speculative.eagle_worker_common", "assign_draft_cache_locs_contiguous_func"): draft_locs,
+    ("sglang.srt.speculative.eagle_worker_common", "fill_bonus_tokens_func"): last_accepted,
+    ("sglang.srt.speculative.eagle_utils", "build_tree_kernel_efficient_func"): build_tree,
     ("sglang.srt.mem_cache.allocation", "assign_req_to_token_pool"): Launched(copy_to_rows),
     ("sglang.srt.speculative.eagle_utils", "verify_tree_greedy_func"): verify_tree_greedy,
     ("sglang.srt.speculative.eagle_utils", "tree_speculative_sampling_target_only"): sample_tree,
@@ -239,5 +316,6 @@ def install() -> None:
     module = types.ModuleType(TREE_MODULE)
     module.__dict__["reconstruct_indices_from_tree_mask_func"] = reconstruct_tree
     sys.modules.setdefault(TREE_MODULE, module)
+    torch.compiler.set_stance("force_eager")  # else g++ compiles the choice of drafts for minutes
     for (owner, name), substitute in SUBSTITUTES.items():
         setattr(importlib.import_module(owner), name, substitute)

@@ -16,11 +16,12 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.by_name import configured_policy
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.signals import Signal
-from sgl_kvevict.prefix import SegmentPacker
+from sgl_kvevict.prefix import DraftRows, SegmentPacker
 from sgl_kvevict.sglang_adapter.arena import Arena, arena_of
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME, POOL_HOOK, require_supported_sglang
 from sgl_kvevict.sglang_adapter.distilling import Distilling
+from sgl_kvevict.sglang_adapter.draft_attention import DraftAttentionBackend, draft_attention_of
 from sgl_kvevict.sglang_adapter.host_memory import open_host
 from sgl_kvevict.sglang_adapter.kv_pools import full_pool_of
 from sgl_kvevict.sglang_adapter.model_parts import find_output_grams, find_rotary
@@ -32,6 +33,7 @@ from sgl_kvevict.sglang_adapter.refusals import (
     place_reasons,
     policy_reasons,
     pool_reasons,
+    prefill_reasons,
     window_reasons,
 )
 from sgl_kvevict.sglang_adapter.scheduler_store import open_access
@@ -69,11 +71,15 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     reasons += generation_reasons(config, policy, ctx.server_args, torch.device(pool.device).type)
     if isinstance(backend, KVEvictAttentionBackend):
         reasons += window_reasons(config, policy, backend.geometry)
+        reasons += prefill_reasons(config, ctx, backend.geometry)
     if reasons:
         raise UnsupportedSetupError(reasons)
     assert isinstance(backend, KVEvictAttentionBackend) and arena is not None
-    tree = _assemble(ctx, config, policy, arena, backend)
+    drafts = draft_attention_of(pool)
+    tree = _assemble(ctx, config, policy, arena, backend, drafts)
     backend.attach(tree)
+    if drafts is not None:
+        drafts.attach(tree)
     start_monitoring(tree, config, ctx.server_args, enable_metrics=ctx.params.enable_metrics and tree.ranks.is_first)
     if not tree.ranks.is_first:
         return tree
@@ -118,9 +124,11 @@ def _assemble(
     policy: Policy | None,
     arena: Arena,
     backend: KVEvictAttentionBackend,
+    drafts: DraftAttentionBackend | None,
 ) -> KVEvictTree:
     geometry = backend.geometry
-    packer = SegmentPacker(geometry, arena.k, arena.v, arena.biases)
+    draft_rows = None if drafts is None else DraftRows(drafts.geometry, drafts.arena.k, drafts.arena.v)
+    packer = SegmentPacker(geometry, arena.k, arena.v, arena.biases, draft_rows)
     compressor = distilling = access = host = None
     if policy is not None:
         model = ctx.tp_worker.model_runner.model

@@ -12,8 +12,9 @@ from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.environ import envs
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend, with_phase
 
-from sgl_kvevict.attention.backend import PLANNED_ON_HOST
+from sgl_kvevict.attention.backend import PLANNED_ON_HOST, resolve_attention
 from sgl_kvevict.config import load_config
+from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 
 if TYPE_CHECKING:
@@ -77,3 +78,14 @@ def graph_reasons(attention: str) -> list[str]:
     if envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get():
         reasons.append("SGLANG_ENABLE_METADATA_GLUE_GRAPH is set, which would record one batch's spans for all batches")
     return reasons
+
+
+def device_reasons(attention: str, device: str) -> list[str]:
+    """Return a sentence for everything that an attention does not support on a device ("cpu" or "cuda")."""
+    reasons: list[str] = []
+    chosen = attention
+    try:
+        chosen = resolve_attention(attention, device)
+    except UnsupportedSetupError as error:
+        reasons += error.reasons
+    return reasons + (graph_reasons(chosen) if device == "cuda" else [])

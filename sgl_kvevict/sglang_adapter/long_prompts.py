@@ -9,7 +9,6 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.runtime_context import get_serving
 
@@ -118,8 +117,7 @@ def length_error(admission: LongPromptAdmission | None, tree: KVEvictTree, req: 
             f"{got}; allowed: at most {plan.longest()}, because at min_budget {plan.config.shares[-1]} it would hold "
             f"{plan.slots_at_peak(num_tokens)} of them while it is prefilled ({would_do})"
         )
-    num_new = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
-    tree.manager.readers.make_long(req, plan.first_share(num_tokens, num_new))
+    tree.manager.readers.make_long(req)
     tree.compressor.is_short = True
     return None
 
@@ -145,6 +143,8 @@ def around_check(
         busy = adder.new_chunked_req if is_long(tree, adder.new_chunked_req) else admission.prefilling
         if busy not in (None, req) and busy.extend_end < len(busy.full_untruncated_fill_ids):
             return False, None
+    if is_long(tree, req) and tree.must_wait(req):  # its chunks could not shrink
+        return False, None
     lens = {"extend_input_len": extend_input_len, "total_tokens": total_tokens, "chunk_limit": chunk_limit}
     verdict = original(adder, req, **lens, **kwargs)
     is_alone = not adder.can_run_list and not adder.running_batch.reqs

@@ -51,3 +51,7 @@ class KVEvictCpuPlatform(CpuSRTPlatform):
         if kvevict_is_selected():
             install()
         return None
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        """Return whether SGLang's worker of an algorithm has all that it needs; NGRAM's is not asked for."""
+        return algorithm == "STANDALONE"

@@ -62,5 +62,6 @@ def _build_tree(ctx: TreeCacheBuildContext) -> BasePrefixCache:
 
 def _build_attention_backend(model_runner: ModelRunner) -> object:
     from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
+    from sgl_kvevict.sglang_adapter.draft_attention import DraftAttentionBackend
 
-    return KVEvictAttentionBackend(model_runner)
+    return (DraftAttentionBackend if model_runner.is_draft_worker else KVEvictAttentionBackend)(model_runner)

@@ -166,6 +166,22 @@ def generation_reasons(config: KVEvictConfig, policy: Policy | None, server_args
     return reasons
 
 
+def prefill_reasons(config: KVEvictConfig, ctx: TreeCacheBuildContext, geometry: KVGeometry) -> list[str]:
+    """What does not work with ``prefill_budget``."""
+    if config.prefill_budget is None:
+        return []
+    reasons = []
+    if geometry.has_windows or ctx.is_hybrid_swa or ctx.is_hybrid_ssm:
+        reasons.append(
+            "prefill_budget ends segments between chunks, and models with sliding windows or recurrent layers keep a "
+            "window, or a state, at the end of a prompt"
+        )
+    chunk = ctx.server_args.chunked_prefill_size
+    if chunk is None or chunk <= 0:
+        reasons.append(f"prefill_budget: --chunked-prefill-size is {chunk}, so a prompt is prefilled in one piece")
+    return reasons
+
+
 def window_reasons(config: KVEvictConfig, policy: Policy | None, geometry: KVGeometry) -> list[str]:
     """What is unsupported in layers with a sliding window."""
     if policy is None or not geometry.has_windows:

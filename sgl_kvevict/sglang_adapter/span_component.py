@@ -109,7 +109,7 @@ class SpanComponent(FullComponent):
             return None
         top = None if self._heap is None else self._heap.top()
         pressure = self._manager.pressure
-        won = 0 if pressure is None else pressure.relieve(top)
+        won = 0 if pressure is None else pressure.relieve(top, self._wanted - tracker[FULL])
         if won:
             tracker[FULL] += won
             return None

@@ -80,10 +80,11 @@ def flag_reasons(value_of: Callable[[str], object]) -> list[str]:
     ]
 
 
-_DRAFTS = "its drafts read KV that compressed tokens do not have"
-_PAIRS = "its prefix keys are pairs of tokens, and its draft layer reads KV that compressed tokens do not have"
+ALGORITHMS = ("NGRAM", "STANDALONE")
+"""Of speculative decoding, those that work over compressed prefixes."""
+_DRAFTS = "its drafts read KV of compressed tokens, and nothing keeps a shadow of it for them"
+_PAIRS = "its prefix keys are pairs of tokens"
 _REFUSED_ALGORITHMS = {
-    "STANDALONE": "the draft model reads its own KV of compressed tokens, which is not kept",
     "EAGLE": _PAIRS,
     "EAGLE3": _PAIRS,
     "NEXTN": _PAIRS,
@@ -96,9 +97,15 @@ def speculation_reasons(value_of: Callable[[str], object], config: KVEvictConfig
     if given is None:
         return []
     algorithm, reasons = str(given).upper(), []
-    if algorithm != "NGRAM":
+    if algorithm not in ALGORITHMS:
         reason = _REFUSED_ALGORITHMS.get(algorithm, _DRAFTS)
-        reasons.append(f"--speculative-algorithm is {given!r}, only 'NGRAM' is supported: {reason}")
+        allowed = " and ".join(map(repr, ALGORITHMS))
+        reasons.append(f"--speculative-algorithm is {given!r}, only {allowed} are supported: {reason}")
+    backend = value_of("speculative_draft_attention_backend")
+    if backend not in (None, BACKEND_NAME):
+        reasons.append(
+            f"--speculative-draft-attention-backend is {backend!r}, only {BACKEND_NAME!r} is supported: {_SLOT_READERS}"
+        )
     num_drafts = value_of("speculative_num_draft_tokens")
     if num_drafts is not None and not 1 <= int(str(num_drafts)) <= MAX_DRAFTS:
         reasons.append(f"--speculative-num-draft-tokens is {num_drafts}; allowed: 1 to {MAX_DRAFTS}")

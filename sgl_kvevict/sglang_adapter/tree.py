@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PREFILLED_COMPRESSED = "kvevict_prefilled_compressed"
-"""Key of ``meta_info``: tokens of a prompt longer than the pool that were compressed before the rest was computed."""
+"""Key of ``meta_info``: tokens of a prompt that were compressed before the rest was computed."""
 
 
 class UnifiedTreePort:
@@ -348,8 +348,7 @@ class KVEvictTree(UnifiedRadixCache):
         if is_private or _keeps_own_chunks(req, up_to):
             self._keep_out(req)
             return
-        blocking = self._blocking.find(key)
-        if blocking is not None and not self._blocking.drop_subtree(blocking):
+        if self._is_kept_out(key):
             self.manager.listener.refused(REFUSED_NOT_CACHED, up_to)
             self._keep_out(req)
             return
@@ -365,11 +364,21 @@ class KVEvictTree(UnifiedRadixCache):
             with self.guard.at(Place.PROMPT):
                 self.manager.chunk_complete(req, node)
 
+    def must_wait(self, req: Req) -> bool:
+        """Whether a prompt stays out of the cache because requests read prefixes of old weights that begin like it."""
+        return self._is_kept_out(RadixKey(req.full_untruncated_fill_ids, req.extra_key, cache_salt=req.cache_salt))
+
+    def _is_kept_out(self, key: RadixKey) -> bool:
+        """Whether a blocking node has readers; without readers it is dropped."""
+        blocking = self._blocking.find(key)
+        return blocking is not None and not self._blocking.drop_subtree(blocking)
+
     def _say_if_compressed(self, req: Req, node: UnifiedTreeNode) -> None:
         """Add to ``meta_info`` how much of a prompt was compressed while it was prefilled."""
         num_tokens = self.manager.prefilled_compressed(req, node)
         if num_tokens:
             req.customized_info = {**(req.customized_info or {}), PREFILLED_COMPRESSED: [num_tokens]}
+            self.manager.listener.prefilled_compressed(num_tokens)
 
     def _keep_out(self, req: Req) -> None:
         """Do not cache a request's tokens; if it has finished, release its recurrent state too."""
@@ -410,6 +419,11 @@ class KVEvictTree(UnifiedRadixCache):
         """Span runs that each request of a batch reads now; see :meth:`PrefixManager.reads`."""
         node_by_id = self.tree_core.node_by_id
         return self.manager.reads([node_by_id(req.last_node) for req in readers])
+
+    def draft_paths(self, readers: Sequence[Req]) -> tuple[tuple[SpanRuns, ...], ...]:
+        """What the draft model reads of each request's compressed prefix, root first."""
+        paths = (path_to(self.tree_core.node_by_id(req.last_node)) for req in readers)
+        return tuple(tuple(self.spans[node].draft_runs() for node in path if node in self.spans) for path in paths)
 
     def window_slots(self, req: Req, start: int, end: int) -> torch.Tensor:
         """[end - start], int64, window-pool slots of the tokens ``[start, end)``; 0 if the window is gone."""

@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.layers.attention.verify_mask import TreeMaskMode, VerifyMask
 from torch import Tensor
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+
+
+MASKS = VerifyMask(torch.empty(0, dtype=torch.bool), TreeMaskMode.QLEN_ONLY, max_bs=0)
+"""Asks SGLang for masks among drafts only, in new memory each step: all drafts see what is before them."""
 
 
 def visible_drafts(mask: Tensor, seq_lens: Tensor, num_drafts: int) -> Tensor:

@@ -16,6 +16,8 @@ from kvevict_kernels.ragged_decode.chunks import extend_splits, span_chunk
 from kvevict_kernels.ragged_decode.tile_table import Tile
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import Attention, AttentionBatch, TorchAttention
+from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
+from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.geometry import KVGeometry
 
 CONTEXT = 1500
@@ -188,6 +190,7 @@ class World:
 
 
 MakeWorld = Callable[..., World]
+Build = Callable[[World], Attention]
 
 
 @pytest.fixture
@@ -226,6 +229,31 @@ def device(request: pytest.FixtureRequest) -> str:
         request.getfixturevalue("interpreted")
         return "cpu"
     return str(request.param)
+
+
+def numba(world: World) -> Attention:
+    """Compiled for a CPU."""
+    return NumbaAttention(world.geometry, world.k, world.v, world.biases)
+
+
+def plain(world: World) -> Attention:
+    """PyTorch."""
+    return TorchAttention(world.geometry, world.k, world.v, world.biases)
+
+
+def triton(world: World) -> Attention:
+    """Kernels for a GPU."""
+    return TritonAttention(world.geometry, world.k, world.v, biases=world.biases)
+
+
+@pytest.fixture(params=[pytest.param(build, id=build.__name__) for build in (numba, plain, triton)])
+def build(request: pytest.FixtureRequest) -> Build:
+    """An implementation; Triton's kernels are interpreted, in small chunks."""
+    if request.param is triton:
+        request.getfixturevalue("interpreted")
+        request.getfixturevalue("small_chunks")
+    built: Build = request.param
+    return built
 
 
 @pytest.fixture

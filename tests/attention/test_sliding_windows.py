@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,42 +11,19 @@ import torch
 from helpers.poison import poisoned_allocations
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits, rounding_noise
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
-from sgl_kvevict.attention import Attention, TorchAttention
+from sgl_kvevict.attention import Attention
 from sgl_kvevict.attention.cpu.long_prefill import WINDOW_BLOCK
 from sgl_kvevict.attention.cpu.numba_attention import MAX_SHORT_TOKENS, NumbaAttention
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.errors import InvariantError
 
 if TYPE_CHECKING:
-    from conftest import MakeWorld, World
+    from conftest import Build, MakeWorld, World
 
 NOISE = 8 * FLOAT32_NOISE
 """Two float32 softmaxes over a few hundred keys."""
 WINDOWS = (0, 1, 7, 40, 1000)
 """No window; itself alone; less than a suffix; into the spans; more than there is."""
-Build = Callable[["World"], Attention]
-
-
-def numba(world: World) -> Attention:
-    return NumbaAttention(world.geometry, world.k, world.v, world.biases)
-
-
-def plain(world: World) -> Attention:
-    return TorchAttention(world.geometry, world.k, world.v, world.biases)
-
-
-def triton(world: World) -> Attention:
-    return TritonAttention(world.geometry, world.k, world.v, biases=world.biases)
-
-
-@pytest.fixture(params=[pytest.param(build, id=build.__name__) for build in (numba, plain, triton)])
-def build(request: pytest.FixtureRequest) -> Build:
-    """An implementation; Triton's kernels are interpreted."""
-    if request.param is triton:
-        request.getfixturevalue("interpreted")
-        request.getfixturevalue("small_chunks")
-    built: Build = request.param
-    return built
 
 
 def check(world: World, attention: Attention, extend_lens: list[int] | None = None) -> None:
@@ -110,7 +86,9 @@ def test_prefills_see_their_windows(
 ) -> None:
     """A question, more new tokens than a compiled call takes, one without a span, one token."""
     world = make_world(1, 2, 16, dtype=torch.float32, windows=windows, num_token_slots=2500)
-    news = [3, 20, SPLIT_ROWS // 2 + 1 if build is triton else MAX_SHORT_TOKENS + WINDOW_BLOCK, 5, 1, 70]
+    attention = build(world)
+    is_triton = isinstance(attention, TritonAttention)
+    news = [3, 20, SPLIT_ROWS // 2 + 1 if is_triton else MAX_SHORT_TOKENS + WINDOW_BLOCK, 5, 1, 70]
     shared = world.uneven_span(50)
     for new in news[:3]:
         world.add((shared, world.fitted_span(40, start=shared.num_tokens)), new + 4)
@@ -118,7 +96,7 @@ def test_prefills_see_their_windows(
     world.add((shared,), 3)
     world.add((), 90)
     world.sink_logits = torch.randn(2) if has_sinks else None
-    check(world, build(world), news)
+    check(world, attention, news)
 
 
 def test_a_long_prompt_alone(build: Build, make_world: MakeWorld) -> None:
@@ -158,7 +136,7 @@ def test_what_no_window_shows_is_not_multiplied(make_world: MakeWorld) -> None:
         arena.view(-1, 16)[hidden] = torch.nan
     own = world.req_to_token[world.rows[1], 300:330].long()
     world.k[:, own], world.v[:, own] = torch.nan, torch.nan
-    attention = numba(world)
+    attention = NumbaAttention(world.geometry, world.k, world.v, world.biases)
     attention.plan(world.batch())
     out, lse = attention.run(0, world.queries(), world.sm_scale)
     assert not out.isnan().any() and not lse.isnan().any()
@@ -202,7 +180,7 @@ def test_spans_without_positions_are_refused(build: Build, make_world: MakeWorld
 def test_sink_logits_of_other_heads_are_refused(make_world: MakeWorld) -> None:
     world = make_world(1, 2, 16, num_token_slots=100)
     world.add((), 4)
-    attention = numba(world)
+    attention = NumbaAttention(world.geometry, world.k, world.v, world.biases)
     attention.plan(world.batch())
     with pytest.raises(ValueError, match="sink_logits"):
         attention.run(0, world.queries(), world.sm_scale, torch.zeros(3))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,36 +21,13 @@ from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.errors import InvariantError
 
 if TYPE_CHECKING:
-    from conftest import MakeWorld, World
+    from conftest import Build, MakeWorld, World
 
 NOISE = 8 * FLOAT32_NOISE
 """Two float32 softmaxes over a few hundred keys."""
 CHAIN = [-1, 0, 1, 2, 3, 4]
 TREE = [-1, 0, 0, 1, 1, 2, 3, 0]
 """Parent of each node: three children of the root, of which two have children."""
-Build = Callable[["World"], Attention]
-
-
-def numba(world: World) -> Attention:
-    return NumbaAttention(world.geometry, world.k, world.v, world.biases)
-
-
-def plain(world: World) -> Attention:
-    return TorchAttention(world.geometry, world.k, world.v, world.biases)
-
-
-def triton(world: World) -> Attention:
-    return TritonAttention(world.geometry, world.k, world.v, biases=world.biases)
-
-
-@pytest.fixture(params=[pytest.param(build, id=build.__name__) for build in (numba, plain, triton)])
-def build(request: pytest.FixtureRequest) -> Build:
-    """An implementation; Triton's kernels are interpreted."""
-    if request.param is triton:
-        request.getfixturevalue("interpreted")
-        request.getfixturevalue("small_chunks")
-    built: Build = request.param
-    return built
 
 
 def ancestors(parents: list[int], node: int) -> list[int]:
@@ -169,7 +145,7 @@ def test_nodes_do_not_depend_on_their_siblings(make_world: MakeWorld) -> None:
     """On a CPU a node's result has the same bits, whatever hangs beside it."""
     world = make_world(2, 3, 16, dtype=torch.float32, num_token_slots=700)
     world.add((world.fitted_span(40),), 30)
-    attention, q = numba(world), world.queries([8])
+    attention, q = NumbaAttention(world.geometry, world.k, world.v, world.biases), world.queries([8])
     results = []
     for tree in ([-1, 0, 1, 0, 3, 0, 5, 6], [-1, 0, 1, 2, 3, 4, 5, 6]):
         attention.plan(batch_of(world, [tree]))

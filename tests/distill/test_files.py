@@ -89,10 +89,11 @@ def test_weights_are_found_by_fingerprint_in_the_first_folder_that_has_them(tmp_
     assert find_weights(replace(MODEL, fingerprint="cd" * 32), folders) is None
 
 
-def test_those_of_the_demo_model_come_with_the_package() -> None:
-    folder = model_path()
+@pytest.mark.parametrize(("name", "recall"), [("demo", 0.8), ("qwen-0.5b", 0.78)])
+def test_those_of_some_named_models_come_with_the_package(name: str, recall: float) -> None:
+    folder = model_path(name)
     if folder is None:
-        pytest.skip("the demo model has not been made")
+        pytest.skip(f"the model {name} has not been made")
     fingerprint = fingerprint_of(folder)
     assert fingerprint is not None
     config = json.loads((folder / "config.json").read_text())
@@ -102,9 +103,9 @@ def test_those_of_the_demo_model_come_with_the_package() -> None:
     theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
     angles = torch.outer(torch.arange(2.0), theta ** -(torch.arange(0, 64, 2) / 64))
     rotary = Rotary(torch.cat([angles.cos(), angles.sin()], dim=-1), is_neox=True)
-    weights = load_weights(path, ModelIdentity("demo", fingerprint, *sizes, rotary))
+    weights = load_weights(path, ModelIdentity(name, fingerprint, *sizes, rotary))
     assert weights.window.shape == (*sizes[:2], num_cache_features(64) + NUM_WINDOW)
-    assert weights.recall is not None and weights.recall > 0.8
+    assert weights.recall is not None and weights.recall > recall
 
 
 def test_a_fingerprint_is_that_of_tensors_not_of_files(tmp_path: Path) -> None:

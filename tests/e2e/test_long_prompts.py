@@ -13,11 +13,14 @@ import pytest
 
 from helpers.modes import assert_nothing_leaked
 from helpers.tiny_model import VOCAB_SIZE
+from helpers.traffic import idle_state
+from sgl_kvevict.measure import flush, wait_until_scored
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 POOL = 400
-FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", str(POOL), "--context-length", "4096")
+SHORT = ("--skip-tokenizer-init", "--max-total-tokens", str(POOL))
+FLAGS = (*SHORT, "--context-length", "4096")
 CONFIG = {"min_prefix_tokens": 48, "tail_tokens": 16, "scoring_pass_tokens": 64}
 MODES = {
     "overlap": ("--chunked-prefill-size", "1024"),
@@ -26,8 +29,22 @@ MODES = {
 
 
 @pytest.fixture(scope="module", params=MODES)
-def server(start, tiny_llama, request):
-    return start(tiny_llama, *FLAGS, *MODES[request.param], config=CONFIG)
+def mode(request):
+    return MODES[request.param]
+
+
+@pytest.fixture(scope="module")
+def server(start, tiny_llama, mode):
+    return start(tiny_llama, *FLAGS, *mode, config=CONFIG)
+
+
+@pytest.fixture(scope="module")
+def ranks(start, tiny_llama, tmp_path_factory):
+    """Two tensor-parallel ranks with a store; scores are learned from two prefixes."""
+    store = str(tmp_path_factory.mktemp("store"))
+    config = CONFIG | {"store": store, "distill_prefixes": 2, "prefill_budget": 0.5}
+    flags = ("--tp-size", "2", "--dtype", "float32", "--chunked-prefill-size", "1024")
+    return start(tiny_llama, *FLAGS, *flags, config=config, env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"})
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -66,6 +83,17 @@ def test_a_prompt_that_fits_says_nothing(server):
     assert status == 200 and "kvevict_prefilled_compressed" not in answer["meta_info"]
 
 
+def test_prompts_that_fit_are_answered_as_by_a_server_that_has_none_longer(server, start, tiny_llama, mode):
+    """Tokens and log-probabilities, bit for bit; distinct prompts, so that none is compressed before its answer."""
+    plain = start(tiny_llama, *SHORT, "--context-length", str(POOL - 5), *mode, config=CONFIG)
+    for seed, length in enumerate([20, 100, 250, 340] * 3):
+        answers = [ask(each, prompt(length, 50 + seed), return_logprob=True) for each in (server, plain)]
+        assert answers[0][0] == answers[1][0] == 200
+        first, second = ([a["output_ids"], a["meta_info"]["output_token_logprobs"]] for _, a in answers)
+        assert first == second
+    plain.stop(grace_s=0)
+
+
 def test_what_cannot_be_served_is_refused_and_the_next_request_answered(server):
     long = prompt(3 * POOL, seed=2)
     refused = {
@@ -96,3 +124,29 @@ def test_an_abort_in_the_middle_leaves_nothing_behind(server):
         under_way.result()
     assert ask(server, prompt(3 * POOL, seed=31))[0] == 200
     assert_nothing_leaked(server)
+
+
+def read_again(server, tokens: list[int], **fields) -> int:
+    """Tokens that a question about a prompt finds; passes and the store have time to follow."""
+    _, answer = ask(server, [*tokens, 5, 6, 7], **fields)
+    wait_until_scored(server)
+    first, second = idle_state(server)["ranks"]
+    assert first == second
+    return answer["meta_info"]["cached_tokens"]
+
+
+def test_ranks_namespaces_passes_and_the_store(ranks):
+    """Before and after scores are learned; what passes have measured comes back from the store in one piece."""
+    for seed, tenant in enumerate(["first", "second", "first", "second"]):
+        tokens = prompt(1000 + 100 * seed, seed)
+        status, answer = ask(ranks, tokens, extra_key=tenant)
+        assert status == 200 and answer["meta_info"]["kvevict_prefilled_compressed"][0] > 500
+        assert read_again(ranks, tokens, extra_key=tenant) > 500
+        assert ask(ranks, tokens, extra_key="third")[1]["meta_info"]["cached_tokens"] == 0
+    state = idle_state(ranks)
+    assert state["learned_scores"]["in_use"] and state["scoring_passes"] > 0, state
+    assert_nothing_leaked(ranks)
+    loaded = state["loaded_segments"]
+    flush(ranks)
+    assert read_again(ranks, tokens, extra_key=tenant) > 1000
+    assert idle_state(ranks)["loaded_segments"] == loaded + 1

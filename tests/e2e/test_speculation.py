@@ -16,6 +16,9 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 CONFIG = {"policy": "ada-snapkv", "min_prefix_tokens": 48, "tail_tokens": 16, "policy_options": {"window_size": 16}}
 FLAGS = ("--dtype", "float32", "--max-total-tokens", "2000", "--context-length", "1024")
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8")
+CHAINS = ("--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1")
+TREES = ("--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "2")
+SIZES = {CHAINS: "4", TREES: "6"}
 RANKS = {
     "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # one list of cores a rank
     "SGLANG_TEST_RETRACT": "1",
@@ -67,9 +70,22 @@ def plain(start, model):
     return {"compressed": compressed, "exact": exact, "logprobs": info}
 
 
+def flags_of(speculation, model):
+    """Of a server; a model is its own draft model."""
+    if speculation is NGRAM:
+        return (*FLAGS, *NGRAM)
+    draft = ("--speculative-draft-model-path", str(model), "--speculative-num-draft-tokens", SIZES[speculation])
+    return (*FLAGS, *speculation, *draft)
+
+
+@pytest.fixture(scope="module", params=[NGRAM, TREES], ids=["ngram", "standalone-trees"])
+def speculation(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def server(start, model, plain):
-    return start(model, *FLAGS, *NGRAM, config=CONFIG | {"budget": 0.2})
+def server(start, model, plain, speculation):
+    return start(model, *flags_of(speculation, model), config=CONFIG | {"budget": 0.2})
 
 
 def logprobs(server):
@@ -80,9 +96,9 @@ def logprobs(server):
     return [entry[:2] for entry in info["output_token_logprobs"]]
 
 
-def test_answers_over_a_compressed_document_are_the_same(server, plain):
-    """The second time the drafts are right, because the corpus has the first answers: whole branches are accepted."""
-    for least_accepted in (0, 3.0):
+def test_answers_over_a_compressed_document_are_the_same(server, plain, speculation):
+    """The second time NGRAM's drafts are right, as its corpus has the first answers: whole branches are accepted."""
+    for least_accepted in (0, 3.0 if speculation is NGRAM else 0):
         found, infos = answers(server)
         assert found == plain["compressed"]
         state = assert_all_slots_are_back(server)
@@ -128,9 +144,11 @@ def test_random_requests_on_a_pool_that_is_too_small(server):
     server.stop(grace_s=0)
 
 
-def test_two_ranks_at_budget_one_under_retractions(start, model, plain):
+@pytest.mark.parametrize("speculation", [NGRAM, CHAINS], ids=["ngram", "standalone-chains"])
+def test_two_ranks_at_budget_one_under_retractions(start, model, plain, speculation):
     """Everything kept: the answers of exact requests, also when requests are taken off and come back."""
-    server = start(model, *FLAGS, *NGRAM, "--tp-size", "2", config=CONFIG | {"budget": 1.0}, env=RANKS)
+    flags = flags_of(speculation, model)
+    server = start(model, *flags, "--tp-size", "2", config=CONFIG | {"budget": 1.0}, env=RANKS)
     for _ in range(2):
         assert answers(server)[0] == plain["exact"]
     run_jobs(server, random_jobs(30, seed=2, vocab_size=VOCAB_SIZE), concurrency=12)

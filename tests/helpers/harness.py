@@ -38,7 +38,7 @@ from sgl_kvevict.lifecycle.host import slot_bytes
 from sgl_kvevict.lifecycle.nodes import length_of, path_to
 from sgl_kvevict.lifecycle.saving import StoreAccess
 from sgl_kvevict.policies import Policy, Rotary
-from sgl_kvevict.prefix import SegmentPacker
+from sgl_kvevict.prefix import DraftRows, SegmentPacker
 from sgl_kvevict.sglang_adapter.host_memory import before_matching, host_identity
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
@@ -115,7 +115,7 @@ class Harness:
         self.biases = None
         if self.policy is not None and self.policy.fitter is not None:
             self.biases = torch.full(shape[:3], float("nan"))
-        store = SegmentPacker(self.geometry, self.k, self.v, self.biases)
+        store = SegmentPacker(self.geometry, self.k, self.v, self.biases, self._make_drafts())
         kind = LearnedCompressor if self.has_learned else Compressor
         compressor = None if self.policy is None else kind(self.config, self.policy, store, NO_ROTARY)
         self.host = None
@@ -137,6 +137,9 @@ class Harness:
         rows = ReqToTokenPool(self.num_rows, self.max_tokens, "cpu", False)
         allocator = TokenToKVPoolAllocator(self.num_slots, torch.float32, "cpu", None, False)
         return {"req_to_token_pool": rows, "token_to_kv_pool_allocator": allocator, "tree_components": (FULL,)}
+
+    def _make_drafts(self) -> DraftRows | None:
+        return None
 
     def _is_on_grid(self, node) -> bool:
         return length_of(path_to(node)) % self.cache_grid == 0

@@ -35,10 +35,10 @@ class LongMachine(PressureMachine):
         refused = self.admission.submit(req)
         assert (refused is None) == (shared + len(suffix) <= self.admission.plan.longest())
 
-    @precondition(lambda self: len(self.finished_texts) > 2 and not self.harness.live)
+    @precondition(lambda self: len(self.finished_texts) > 2 and self.admission.chunked_req is None)
     @rule()
     def change_weights(self):
-        """Not beside readers: what they read keeps a prompt with the same begin out of the cache, which aborts it."""
+        """Not between two chunks: what the prompt reads itself would keep its next chunk out of the cache."""
         super().change_weights()
 
     @precondition(lambda self: self.admission.queue or self.admission.chunked_req is not None)
@@ -71,4 +71,12 @@ class ColdLongMachine(LongMachine):
     options: ClassVar[dict[str, Any]] = {"config": CONFIG, "max_tokens": 1024}
 
 
-LONG_MACHINES = (LongMachine, ColdLongMachine)
+class PrefillBudgetMachine(LongMachine):
+    """All prompts that are prefilled in chunks shrink meanwhile."""
+
+    options: ClassVar[dict[str, Any]] = LongMachine.options | {
+        "config": CONFIG.model_copy(update={"prefill_budget": 0.5})
+    }
+
+
+LONG_MACHINES = (LongMachine, ColdLongMachine, PrefillBudgetMachine)

@@ -179,6 +179,12 @@ class PressureMachine(PassesMachine):
     options: ClassVar[dict[str, Any]] = {"has_learned": True}
 
 
+class UnsplittablePressureMachine(PressureMachine):
+    """Prefixes shrink that cannot be cut, or found in part."""
+
+    policy = PseudoRandomPolicy(splittable=False, readers=Readers.REPETITION)
+
+
 class WindowsMachine(CacheMachine):
     """A layer with a sliding window keeps the end of a range, which is found whole or not at all."""
 
@@ -398,6 +404,7 @@ MACHINES = (
     UnsplittableMachine,
     PassesMachine,
     PressureMachine,
+    UnsplittablePressureMachine,
     HostMachine,
     HostUnsplittableMachine,
     HostExactMachine,

@@ -14,13 +14,56 @@ from sglang.srt.mem_cache.common import release_kv_cache
 
 from helpers.harness import Harness
 from helpers.machines import CacheMachine, ExactMachine, PressureMachine
+from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.prefix import DraftRows
 
 SPECULATIVE = mock.patch("sglang.srt.mem_cache.common.get_spec", lambda: SimpleNamespace(speculative_algorithm="NGRAM"))
 """SGLang allows a request to hold more slots than tokens only then."""
 
 
 class VerifyingHarness(Harness):
-    """Reserves slots ahead of what is accepted, and gives the rest back when a request ends, as SGLang does."""
+    """Reserves slots ahead of what is accepted, and gives the rest back when a request ends, as SGLang does.
+
+    A draft model of one layer and three heads has rows behind the same slots, which name the token and the head.
+    """
+
+    num_draft_tokens_read = 0
+
+    def _make_drafts(self) -> DraftRows:
+        geometry = KVGeometry(1, 3, 3, 2, self.num_slots + 1)
+        self.draft_k, self.draft_v = (torch.full(geometry.arena_shape, torch.nan) for _ in range(2))
+        return DraftRows(geometry, self.draft_k, self.draft_v)
+
+    def _alloc(self, count: int) -> torch.Tensor | None:
+        slots = super()._alloc(count)
+        if slots is not None:
+            self.draft_k[:, slots.long()] = self.draft_v[:, slots.long()] = torch.nan
+        return slots
+
+    def _write_tokens(self, req: Req, start: int, end: int, slots: torch.Tensor) -> None:
+        super()._write_tokens(req, start, end, slots)
+        codes = torch.tensor(self._codes(req, end)[start:end])[:, None].expand(-1, 3)
+        rows = torch.stack((codes, torch.arange(3.0).expand_as(codes)), -1)
+        self.draft_k[0, slots.long()], self.draft_v[0, slots.long()] = rows, -rows
+
+    def _forward(self, req: Req, seq_len: int) -> None:
+        """Also what the draft reads: in every head the same tokens of each span, no more than its segment's slots."""
+        super()._forward(req, seq_len)
+        codes, waterline = self._codes(req, seq_len), 0
+        (path,) = self.tree.draft_paths([req])
+        for runs in path:
+            expected = {code: i for i, code in enumerate(codes[waterline : waterline + runs.num_tokens])}
+            read = []
+            for head, (begin, length) in enumerate(zip(runs.starts[0].tolist(), runs.lens[0].tolist(), strict=True)):
+                slots = runs.head_slots[begin : begin + length].long()
+                keys, values = self.draft_k.view(-1, 2)[slots], self.draft_v.view(-1, 2)[slots]
+                self._check_run(head, keys, values, expected)
+                read.append(keys[:, 0].tolist())
+            assert read[0] == read[1] == read[2]
+            self.num_draft_tokens_read += len(read[0])
+            waterline += runs.num_tokens
+        suffix = self.rows.req_to_token[req.kv.req_pool_idx, waterline:seq_len].long()
+        assert self.draft_k[0, suffix, 0, 0].tolist() == codes[waterline:]
 
     def finish(self, req: Req, num_beyond_stop: int = 0) -> None:
         """Finish a request; its last ``num_beyond_stop`` tokens were accepted with the one that ended it."""
@@ -49,11 +92,12 @@ class VerifyingHarness(Harness):
             return False
         window = row[start : start + num_drafts].long()
         self.k[:, window] = self.v[:, window] = torch.nan
+        self.draft_k[:, window] = self.draft_v[:, window] = torch.nan
         for _ in accepted[1:]:
             req.output_ids.append(self._next_token(req))
         end = start + len(accepted)
         self._write_tokens(req, start, end, window[accepted])
-        for arena in (self.k, self.v):
+        for arena in (self.k, self.v, self.draft_k, self.draft_v):
             arena[:, window[: len(accepted)]] = arena[:, window[accepted]]
         req.kv.kv_committed_len = end
         req.spec_verify_ct += 1

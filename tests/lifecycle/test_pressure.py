@@ -264,3 +264,16 @@ def test_the_rest_of_an_unsplittable_segment_is_not_squeezed():
     tree.drop(node)
     tree.drop(lower)
     assert relieve(tree) == 0 and tree.manager.spans.blocks(upper)
+
+
+def test_segments_that_cannot_be_split_are_promised_one_by_one():
+    """A range becomes two where a request's path ends, and each is rounded up to whole slots."""
+    policy = PseudoRandomPolicy(splittable=False, readers=Readers.REPETITION)
+    tree = FakeTree(policy, SHRINKING, has_learned=True)
+    upper = tree.add(3)  # too short for a segment of its own
+    node = tree.add(23, upper)
+    readers = [tree.prompt(node), tree.reader(upper)]
+    promised = tree.manager.pressure.reserve()
+    assert promised == 24 - 6 - 1
+    assert sum(iter(lambda: relieve(tree), 0)) == promised
+    assert set(spans(tree).values()) == {6, 1} and len(readers) == 2

@@ -214,7 +214,8 @@ WRITTEN = {
     "UnifiedTreeCore": {"eviction_strategy", "evictable_device_leaves"},
     "ComponentData": {"value"},
     "CacheInitParams": {"component_registry_override"},
-    "MHATokenToKVPool": {"k_buffer", "v_buffer", "kvevict_arena"},
+    "MHATokenToKVPool": {"k_buffer", "v_buffer", "kvevict_arena", "kvevict_drafts"},
+    "EagleDraftWorker": {"cuda_graph_runner", "cuda_graph_runner_for_draft_extend"},
     "BaseTokenToKVPoolAllocator": {"kvevict_long_prompts"},
     "ForwardBatch": {"rids"},
     "Req": {

@@ -15,8 +15,12 @@ from sgl_kvevict.sglang_adapter.cpu_speculation import (
     SUBSTITUTES,
     TREE_MODULE,
     Launched,
+    build_tree,
     cache_locs,
     copy_to_rows,
+    draft_locs,
+    front_locs,
+    last_accepted,
     pack_accepted,
     reconstruct_tree,
     sample_tree,
@@ -160,3 +164,51 @@ def test_slots_are_read_from_rows_and_written_to_them():
     packed = torch.zeros(6, dtype=torch.int64)
     pack_accepted(torch.tensor([[0, 2, -1], [5, -1, -1]]), torch.arange(50, 56), packed, 8)
     assert packed.tolist() == [50, 52, 55, 0, 0, 0]
+
+
+def selected(tree, topk):
+    """How SGLang numbers the drafts of a tree: a draft is a place in a group of ``topk`` that follow one draft.
+
+    Returns the draft that each group follows, and the numbers of the tree's drafts; both have others among them.
+    """
+    numbers, parents = {}, [-7]
+    for node in range(1, len(tree)):
+        parent = tree[node]
+        group = (
+            0 if parent == 0 else next((g for g, p in enumerate(parents) if g and p == numbers[parent]), len(parents))
+        )
+        if group == len(parents):
+            parents.append(numbers[parent])
+        place = sum(tree[other] == parent for other in range(1, node))
+        numbers[node] = group * topk + place
+    order = sorted(numbers, key=lambda node: numbers[node])
+    return parents, [numbers[node] for node in order], order
+
+
+@pytest.mark.parametrize("tree", [[-1, 0, 0, 1, 1, 2], [-1, 0, 0, 0, 2, 4], [-1, 0, 1, 2, 3, 4]])
+def test_trees_are_built_from_the_selected_drafts(tree):
+    n, topk = len(tree), 3
+    parents, numbers, order = selected(tree, topk)
+    assert order == list(range(1, n))
+    mask, positions = torch.zeros(2 * n * n, dtype=torch.bool), torch.zeros(2 * n, dtype=torch.long)
+    found = [torch.full((2, n), -7) for _ in range(3)]
+    pair = torch.tensor([parents] * 2), torch.tensor([numbers] * 2), torch.tensor([10, 40])
+    build_tree(*pair, mask, positions, *found, topk, 9, n, 1)
+    assert torch.equal(mask.view(2, n, n), masks([tree, tree]))
+    depths = [len(ancestors(tree, node)) - 1 for node in range(n)]
+    assert positions.tolist() == [10 + depth for depth in depths] + [40 + depth for depth in depths]
+    for got, want in zip(found, links([tree, tree]), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_slots_and_tokens_of_drafts():
+    table = torch.arange(40, dtype=torch.int32).view(4, 10)
+    slots = torch.zeros(8, dtype=torch.int64)
+    draft_locs(torch.tensor([2, 0]), table, torch.tensor([3, 1]), slots, 2, 2)
+    assert slots.tolist() == [23, 24, 25, 26, 1, 2, 3, 4]
+    front = torch.zeros(8, dtype=torch.int64)
+    front_locs(torch.tensor([1, 3]), slots, front)
+    assert front.tolist() == [23, 1, 2, 3, 0, 0, 0, 0]
+    last = torch.zeros(2, dtype=torch.int32)
+    last_accepted(torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([3, 1]), last, 3, 2)
+    assert last.tolist() == [7, 8]

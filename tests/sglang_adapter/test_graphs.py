@@ -21,8 +21,8 @@ from sglang.srt.server_args import ServerArgs
 
 from helpers.harness import TINY_LLAMA
 from sgl_kvevict.config import ENV_VAR
-from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend, device_reasons
-from sgl_kvevict.sglang_adapter.graphs import around_replay_view
+from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
+from sgl_kvevict.sglang_adapter.graphs import around_replay_view, device_reasons
 from sgl_kvevict.sglang_adapter.plugin import register
 
 

@@ -17,7 +17,13 @@ from sgl_kvevict.geometry import UNSCALED, KVGeometry, KVScales
 from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.sglang_adapter import refusals
 from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_rotary, find_sink_dtype, find_windows
-from sgl_kvevict.sglang_adapter.refusals import layer_reasons, policy_reasons, verification_reasons, window_reasons
+from sgl_kvevict.sglang_adapter.refusals import (
+    layer_reasons,
+    policy_reasons,
+    prefill_reasons,
+    verification_reasons,
+    window_reasons,
+)
 
 PLACES = {0: 0, 1: 1, 2: 2}
 
@@ -141,6 +147,26 @@ def test_what_windows_rule_out_is_named() -> None:
     assert reason.startswith("policy 'd2o' merges evicted entries into others, which a layer with a sliding window may")
     assert window_reasons(config, build_policy("d2o", {}), replace(geometry, windows=())) == []
     assert window_reasons(config, build_policy("snapkv", {}), geometry) == []
+
+
+@pytest.mark.parametrize(
+    ("windows", "states", "chunk", "reason"),
+    [
+        ((), False, 512, None),
+        ((8, 0, 0), False, 512, "not supported in models with sliding windows or recurrent layers"),
+        ((), True, 512, "not supported in models with sliding windows or recurrent layers"),
+        ((), False, -1, "--chunked-prefill-size is -1, so a prompt is prefilled in one piece"),
+    ],
+)
+def test_what_rules_out_prefill_budget_is_named(
+    windows: tuple[int, ...], states: bool, chunk: int, reason: str | None
+) -> None:
+    server_args = SimpleNamespace(chunked_prefill_size=chunk)
+    ctx = SimpleNamespace(is_hybrid_swa=False, is_hybrid_ssm=states, server_args=server_args)
+    geometry = KVGeometry(3, 4, 2, 16, 100, windows=windows)
+    assert prefill_reasons(KVEvictConfig(), ctx, geometry) == []
+    found = prefill_reasons(KVEvictConfig(prefill_budget=0.5), ctx, geometry)
+    assert found == [] if reason is None else reason in found[0]
 
 
 @pytest.mark.parametrize(

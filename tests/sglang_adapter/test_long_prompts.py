@@ -23,9 +23,10 @@ def server_args(tmp_path_factory):
     publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
 
 
-def serve(*, has_learned: bool = True, chunk: int = CHUNK) -> LongPromptScheduler:
+def serve(*, has_learned: bool = True, chunk: int = CHUNK, pool: int = POOL, **fields) -> LongPromptScheduler:
     policy = PseudoRandomPolicy(readers=Readers.REPETITION, needs=frozenset() if has_learned else COLD)
-    harness = Harness(num_slots=POOL, max_tokens=1024, config=CONFIG, policy=policy, has_learned=has_learned)
+    config = CONFIG.model_copy(update=fields)
+    harness = Harness(num_slots=pool, max_tokens=1024, config=config, policy=policy, has_learned=has_learned)
     return LongPromptScheduler(harness, chunk)
 
 
@@ -56,6 +57,7 @@ def test_four_times_the_pool_is_served_and_found_again(has_learned):
     assert prefill(scheduler, first) == 4 * POOL // CHUNK
     (compressed,) = first.customized_info[PREFILLED_COMPRESSED]
     assert compressed > 3 * POOL
+    assert scheduler.tree_cache.manager.listener.totals.prefilled_compressed == 1
     scheduler.harness.finish(first)
     again = submit(scheduler, [*tokens, 1, 2])
     prefill(scheduler, again)
@@ -85,25 +87,51 @@ def test_the_first_chunks_stay_whole_until_room_is_needed():
         scheduler.round()
     assert len(scheduler.tree_cache.spans) == 0
     scheduler.round()
-    share = scheduler.plan.first_share(3 * POOL, 8)
     segments = [span.segment for span in scheduler.tree_cache.spans.values()]
-    assert segments and all(each.num_slots == CONFIG.slots_at(share, each.end - each.start) for each in segments)
+    assert segments and all(each.num_slots == CONFIG.slots_at(0.5, each.end - each.start) for each in segments)
 
 
-def test_its_chunks_become_one_segment_whose_entries_compete():
+def test_its_chunks_become_one_segment_that_gives_up_no_more_than_the_next_chunk_needs():
+    """Of 2.5 times the pool, entries of least worth of all chunks; the pool stays full but for a chunk."""
     scheduler = serve()
-    req = submit(scheduler, text(4 * POOL))
+    req = submit(scheduler, text(5 * POOL // 2))
     prefill(scheduler, req)
     tree = scheduler.tree_cache
     (joined,) = {span.segment for span in tree.spans.values()}
-    assert joined.num_spans == len(tree.spans) > 20 and joined.is_joined
+    assert joined.num_spans == len(tree.spans) > 10 and joined.is_joined
     assert tree.read_paths([req]) == ((joined.runs(),),)
+    assert scheduler.harness.allocator.available_size() < CHUNK
     before, nodes = joined.worth, list(tree.spans)
     scheduler.harness.finish(req)
     freed = tree.manager.table.squeeze(tree.spans.owner_of(nodes[-1]), joined.num_slots // 2)
     (left,) = {span.segment for span in tree.spans.values()}
     most = before.sort(descending=True).values[: left.num_entries]
     assert left.worth.sort(descending=True).values.equal(most) and freed.numel() == joined.num_slots - left.num_slots
+
+
+@pytest.mark.parametrize("has_learned", [True, False])
+def test_with_prefill_budget_chunks_shrink_where_slots_are_ample(has_learned):
+    scheduler = serve(has_learned=has_learned, pool=1000, prefill_budget=0.5)
+    req = submit(scheduler, text(210))
+    for done in range(1, 11):
+        scheduler.round()
+        before = done * CHUNK if has_learned else 0
+        assert [span.segment.num_slots for span in scheduler.tree_cache.spans.values() if span.is_owner] == (
+            [before // 2] if before else []
+        )
+    prefill(scheduler, req)
+    assert (req.customized_info == {PREFILLED_COMPRESSED: [200]}) == has_learned
+
+
+def test_with_prefill_budget_neither_exact_requests_nor_what_they_read_shrink():
+    scheduler = serve(pool=1000, prefill_budget=0.5)
+    exact = scheduler.harness.request(text(200))
+    scheduler.tree_cache.manager.readers.make_exact(exact)
+    scheduler.submit(exact)
+    prefill(scheduler, exact)
+    assert len(scheduler.tree_cache.spans) == 0
+    prefill(scheduler, submit(scheduler, text(300)))
+    assert len(scheduler.tree_cache.spans) == 0
 
 
 def test_two_at_once_are_served_one_after_the_other():
@@ -189,6 +217,19 @@ def test_a_cached_prefix_that_fills_the_pool_does_not_keep_a_longer_prompt_out(h
     assert scheduler.found[long] == (140 if has_learned else 0)
 
 
+def test_it_waits_for_readers_of_a_prefix_of_old_weights_that_begins_like_it():
+    scheduler = serve(prefill_budget=0.5)
+    tokens = text(4 * POOL)
+    reader = submit(scheduler, tokens[:80])
+    prefill(scheduler, reader)
+    scheduler.tree_cache.forget_compressed()
+    long = submit(scheduler, tokens)
+    assert all(scheduler.round() == [] for _ in range(3)) and not scheduler.aborted
+    scheduler.harness.finish(reader)
+    prefill(scheduler, long)
+    assert scheduler.found[long] == 0 and not scheduler.aborted
+
+
 def test_branching_off_inside_one_finds_its_compressed_tokens():
     scheduler = serve()
     tokens = text(4 * POOL)
@@ -198,6 +239,17 @@ def test_branching_off_inside_one_finds_its_compressed_tokens():
     branch = submit(scheduler, [*tokens[: 2 * POOL + 3], 1, 2, 3])
     prefill(scheduler, branch)
     assert scheduler.found[branch] == 2 * POOL + 3
+
+
+def test_a_branch_that_ends_where_the_other_does_reads_its_own_segment():
+    """Both have five spans up to token 100, of which they share the first: a prefill checks what it reads."""
+    scheduler = serve(pool=1000, prefill_budget=0.5)
+    tokens = text(101)
+    first = submit(scheduler, tokens)
+    prefill(scheduler, first)
+    branch = submit(scheduler, tokens[:CHUNK] + [10 - token for token in text(81, 3)])
+    prefill(scheduler, branch)
+    assert scheduler.found[branch] == CHUNK
 
 
 def test_what_cannot_be_served_is_refused_with_the_numbers():

@@ -122,17 +122,19 @@ def speculation(config=None, **flags):
     return speculation_reasons(flags.get, config or KVEvictConfig())
 
 
-def test_only_ngram_speculates():
-    for algorithm in (None, "NGRAM", "ngram"):
+def test_algorithms_that_speculate():
+    for algorithm in (None, "NGRAM", "ngram", "STANDALONE"):
         assert speculation(speculative_algorithm=algorithm) == []
     for algorithm, breaks in (
-        ("STANDALONE", "its own KV of compressed tokens, which is not kept"),
         ("EAGLE3", "keys are pairs of tokens"),
         ("NEXTN", "keys are pairs of tokens"),
-        ("DFLASH", "its drafts read KV that compressed tokens do not have"),
+        ("DFLASH", "its drafts read KV of compressed tokens"),
     ):
         (reason,) = speculation(speculative_algorithm=algorithm)
-        assert f"--speculative-algorithm is {algorithm!r}, only 'NGRAM' is supported" in reason and breaks in reason
+        assert (
+            f"--speculative-algorithm is {algorithm!r}, only 'NGRAM' and 'STANDALONE' are supported" in reason
+            and breaks in reason
+        )
 
 
 def test_settings_that_speculation_cannot_have():
@@ -141,4 +143,7 @@ def test_settings_that_speculation_cannot_have():
     assert MAX_DRAFTS == MAX_TREE_TOKENS
     (reason,) = speculation(KVEvictConfig(policy="h2o", decode_block=32), speculative_algorithm="NGRAM")
     assert reason.startswith("decode_block: ")
+    assert speculation(speculative_algorithm="STANDALONE", speculative_draft_attention_backend="kvevict") == []
+    (reason,) = speculation(speculative_algorithm="STANDALONE", speculative_draft_attention_backend="triton")
+    assert reason.startswith("--speculative-draft-attention-backend is 'triton', only 'kvevict' is supported")
     assert speculation(KVEvictConfig(policy="h2o", decode_block=32)) == []

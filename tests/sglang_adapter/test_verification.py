@@ -47,3 +47,21 @@ def test_tokens_behind_the_stop_are_given_back():
     harness.finish(req, num_beyond_stop=2)
     assert sum(len(node.key) for node in harness.tree.nodes()) == kept
     assert not harness.live
+
+
+def test_the_draft_reads_rows_of_its_own():
+    """As many tokens as the segment has slots, in order; none of what came back from the host."""
+    harness = VerifyingHarness(host_blocks=40)
+    harness.finish(harness.run(DOCUMENT))
+    reader = harness.run([*DOCUMENT, 1])
+    ((runs,),) = harness.tree.draft_paths([reader])
+    (span,) = harness.tree.spans.values()
+    assert runs.lens.tolist() == [[span.segment.num_slots] * 3] and runs.num_tokens == span.num_tokens
+    before = harness.num_draft_tokens_read
+    harness.verify(reader, [0, 1, 2], 4)
+    assert harness.num_draft_tokens_read == before + span.segment.num_slots
+    harness.finish(reader)
+    harness.evict(harness.num_slots)
+    assert not len(harness.tree.spans)
+    again = harness.run([*DOCUMENT, 2])
+    assert len(harness.tree.spans) and harness.tree.draft_paths([again])[0][0].lens.sum() == 0

@@ -6,19 +6,23 @@ sides list, with everything else as one more outcome: merging outcomes can only 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvevict_quality.archives import speeches
 from kvevict_quality.corpus import prose
-from kvevict_quality.sample import Prompts, Sample
+from kvevict_quality.sample import Prompts, Question, Sample
 from sgl_kvevict.launcher import RunningServer
 
 TOP = 64
 CONTINUATION = 128
 PASSAGES = 6
-TASK = "fidelity"
+PROBES = 4
+"""Parts of a context that it is asked to repeat, to see what it still knows."""
+PROBE_TOKENS = 96
 _TINY = 1e-9
 
 Distribution = dict[int, float]
@@ -31,23 +35,46 @@ class Passage:
     Attributes:
         context_ids: compressed alone, the beginning of a user's message.
         continuation_ids: what follows in the text; at most half of ``min_prefix_tokens``, so it stays uncompressed.
+        num_given: first tokens of the continuation that are not looked at; at least one.
     """
 
     context_ids: list[int]
     continuation_ids: list[int]
+    num_given: int = 1
 
 
-def make_passage(prompts: Prompts, tokens: int, index: int) -> Passage:
-    """The ``index``-th piece of the prose, which repeats when it ends; pieces overlap if they are long."""
-    blocks = prose()
-    first = index * 5 % len(blocks)
-    text = "\n\n".join(blocks[first:] + blocks)
+def make_passage(prompts: Prompts, task: str, tokens: int, index: int) -> Passage:
+    """The ``index``-th piece of the prose, which repeats when it ends and overlaps if pieces are long; or a speech."""
+    if task == "speeches":
+        text = _long_speeches(tokens + CONTINUATION)[index]
+    else:
+        blocks = prose()
+        first = index * 5 % len(blocks)
+        text = "\n\n".join(blocks[first:] + blocks)
     ids = prompts.context_ids(Sample(text, ()))[: tokens + CONTINUATION]
     return Passage(ids[:tokens], ids[tokens:])
 
 
-def distributions(server: RunningServer, passage: Passage) -> list[Distribution]:
-    """For each position of the continuation but the first, the most probable tokens with their log-probabilities."""
+def make_probes(prompts: Prompts, sample: Sample, context_ids: list[int]) -> list[Passage]:
+    """Parts of a context, evenly spaced, as answers to a request to repeat it."""
+    request = prompts.question_ids(sample, Question("Repeat a part of the text.", "", (), 0))
+    step = len(context_ids) // PROBES
+    parts = (context_ids[i * step + step // 2 :][:PROBE_TOKENS] for i in range(PROBES))
+    return [Passage(context_ids, request + part, len(request)) for part in parts]
+
+
+@functools.cache
+def _long_speeches(tokens: int) -> tuple[str, ...]:
+    """The newest speech that is long enough in each of ``PASSAGES`` parts of the list; a token has under 7 letters."""
+    enough = [text for text in speeches() if len(text) > 7 * tokens]
+    return tuple(enough[(i + 1) * len(enough) // PASSAGES - 1] for i in range(PASSAGES))
+
+
+def distributions(server: RunningServer, passage: Passage) -> tuple[list[Distribution], float]:
+    """The most probable tokens of each position that is looked at, with their log-probabilities.
+
+    And the mean negative log-likelihood of the text itself there, nats a token.
+    """
     body = {
         "input_ids": [*passage.context_ids, *passage.continuation_ids],
         "sampling_params": {"temperature": 0, "max_new_tokens": 0},
@@ -56,12 +83,13 @@ def distributions(server: RunningServer, passage: Passage) -> list[Distribution]
         "top_logprobs_num": TOP,
     }
     info = json.loads(server.post("/generate", body, 600.0))["meta_info"]
-    listed = [entry for entry in info["input_top_logprobs"] if entry]
-    if len(listed) != len(passage.continuation_ids) - 1:
-        raise RuntimeError(
-            f"{len(listed)} positions have log-probabilities, {len(passage.continuation_ids) - 1} expected"
-        )
-    return [{int(token): float(logprob) for logprob, token, *_ in entry} for entry in listed]
+    num_looked_at = len(passage.continuation_ids) - passage.num_given
+    listed = [entry for entry in info["input_top_logprobs"] if entry][-num_looked_at:]
+    if len(listed) != num_looked_at:
+        raise RuntimeError(f"{len(listed)} positions have log-probabilities, {num_looked_at} expected")
+    found = [{int(token): float(logprob) for logprob, token, *_ in entry} for entry in listed]
+    own = [float(logprob) for logprob, *_ in info["input_token_logprobs"][-num_looked_at:]]
+    return found, -sum(own) / len(own)
 
 
 def divergence(full: Distribution, other: Distribution) -> float:

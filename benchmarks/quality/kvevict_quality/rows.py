@@ -12,6 +12,8 @@ ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "docs" / "results" / "quality" / "results.csv"
 AWARE_RESULTS = RESULTS.with_name("aware.csv")
 """The same rows for prompts that end with their question."""
+MODEL_RESULTS = RESULTS.with_name("models.csv")
+"""Rows of several models, each with the scores of its questions."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +29,18 @@ class Row:
         tokens: nominal length of a context.
         contexts, questions: how many were measured (fidelity: questions are positions).
         score: mean over the questions of the share of right values; fidelity: top-1 agreement.
-        kl: fidelity only: mean Kullback-Leibler divergence from the full cache, nats; else empty.
+        kl: mean Kullback-Leibler divergence from the full cache, nats: over a continuation (fidelity), or over parts
+            of the contexts that they are to repeat (``--probes``); else empty.
         context_tokens, slots: means over the contexts: logical tokens, and token slots held for them (all entries
             of all layers and heads count, the uncompressed tail too). Aware: of the prompts, question included.
         prepare_s, answer_s: seconds per context until it was compressed, and for all its questions. Aware: 0, and all.
         model, dtype, seed: of the run.
         versions: of the engine.
         commit: of this repository, ``+`` if files were changed.
+        exact: squad only: share of exact matches; its score is F1.
+        nll: fidelity only: mean negative log-likelihood of the text itself, nats a token.
+        scores: of each question, or of each passage (fidelity), in order, with spaces between them.
+        divergences: ``--probes``: of each context, likewise.
     """
 
     engine: str
@@ -55,6 +62,10 @@ class Row:
     seed: int
     versions: str
     commit: str
+    exact: float | None = None
+    nll: float | None = None
+    scores: str = ""
+    divergences: str = ""
 
     @property
     def key(self) -> tuple[str, str, str, float, str, int, str, int]:
@@ -82,7 +93,8 @@ def read_rows(path: Path) -> list[Row]:
 
 def _parse(line: dict[str, str]) -> Row:
     casts = {"int": int, "float": float, "str": str, "float | None": lambda text: float(text) if text else None}
-    return Row(**{field.name: casts[str(field.type)](line[field.name]) for field in fields(Row)})
+    given = {field.name: line.get(field.name, "") for field in fields(Row)}  # older files lack the last ones
+    return Row(**{field.name: casts[str(field.type)](given[field.name]) for field in fields(Row)})
 
 
 def merge_rows(path: Path, new: Sequence[Row]) -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 
 from kvevict_quality import fidelity
 from kvevict_quality.asking import Prepared, ask_all, ask_aware, prepare, prepare_in_two_stages
 from kvevict_quality.origin import commit
 from kvevict_quality.rows import Row, merge_rows, read_rows
-from kvevict_quality.sample import SAMPLES_INDEX, Prompts, Sample
+from kvevict_quality.sample import SAMPLES_INDEX, Prompts, Question, Sample
 from kvevict_quality.systems import FULL, KNOWN_QUESTIONS, TWO_STAGES, Setup
-from kvevict_quality.tasks import make_sample
+from kvevict_quality.tasks import FIDELITY_TASKS, make_sample
+from kvevict_quality.tasks.texts import ShortAnswer
 from sgl_kvevict.launcher import RunningServer, has_fast_bfloat16, launch
 
 Progress = Callable[[str], None]
@@ -35,6 +37,7 @@ class Plan:
         seed: of the contexts.
         results: the CSV file.
         work: folder for logs and the full cache's distributions.
+        probes: whether contexts are also asked to repeat parts of themselves.
     """
 
     model: Path
@@ -46,26 +49,27 @@ class Plan:
     seed: int
     results: Path
     work: Path
+    probes: bool = False
 
     def contexts(self, task: str, tokens: int) -> int:
         """Contexts that hold enough questions."""
         if self.num_contexts is not None:
             return self.num_contexts
-        if task == fidelity.TASK:
+        if task in FIDELITY_TASKS:
             return fidelity.PASSAGES
         per_context = len(make_sample(task, tokens, self.seed, 0, self.prompts.count).questions)
         return -(-self.num_questions // per_context)
 
-    def full_path(self, tokens: int, index: int) -> Path:
+    def full_path(self, task: str, tokens: int, index: int) -> Path:
         """Where the full cache's distributions of a passage are."""
-        return self.work / "full" / f"{self.model.name}-{tokens}-{index}.json"
+        return self.work / "full" / f"{self.model.name}-{task}-{tokens}-{index}.json"
 
     def missing(self, setup: Setup) -> list[tuple[str, int]]:
         """(task, tokens) that have no row with enough contexts yet."""
         done = {row.key: row.contexts for row in read_rows(self.results)}
 
         def is_missing(task: str, tokens: int) -> bool:
-            if task == fidelity.TASK and setup.policy == FULL and not self.full_path(tokens, 0).exists():
+            if task in FIDELITY_TASKS and setup.policy == FULL and not self.full_path(task, tokens, 0).exists():
                 return True  # the row is there, but what others are compared with was left on another machine
             key = (
                 setup.engine,
@@ -90,6 +94,14 @@ class _Sums:
     divergences: list[float]
     prepared: list[Prepared]
     answer_s: float = 0.0
+    exact: list[float] = field(default_factory=list)
+    nll: list[float] = field(default_factory=list)
+
+    def answered(self, questions: Sequence[Question], answers: Sequence[str]) -> None:
+        """Add the scores of a context's answers."""
+        pairs = list(zip(questions, answers, strict=True))
+        self.scores += [question.score(answer) for question, answer in pairs]
+        self.exact += [question.exact(answer) for question, answer in pairs if isinstance(question, ShortAnswer)]
 
 
 def run_setup(plan: Plan, setup: Setup, progress: Progress) -> None:
@@ -102,7 +114,7 @@ def run_setup(plan: Plan, setup: Setup, progress: Progress) -> None:
     with launch(plan.model, flags=system.flags, env=system.env, log_path=plan.work / f"{setup.name}.log") as server:
         for task, tokens in missing:
             begin = time.monotonic()
-            measure = _fidelity if task == fidelity.TASK else _task
+            measure = _fidelity if task in FIDELITY_TASKS else _task
             sums = measure(plan, setup, server, task, tokens)
             row = _row(plan, setup, task, tokens, sums)
             merge_rows(plan.results, [row])
@@ -122,7 +134,7 @@ def _task(plan: Plan, setup: Setup, server: RunningServer, task: str, tokens: in
             answers, prompt = ask_aware(server, plan.prompts, sample, ids, setup.tail_tokens)
             sums.prepared.append(replace(prompt, seconds=0.0))
             sums.answer_s += prompt.seconds
-            sums.scores += [q.score(answer) for q, answer in zip(sample.questions, answers, strict=True)]
+            sums.answered(sample.questions, answers)
             continue
         if setup.policy == TWO_STAGES:
             sums.prepared.append(prepare_in_two_stages(server, ids, setup.config, setup.pool_slots))
@@ -131,7 +143,15 @@ def _task(plan: Plan, setup: Setup, server: RunningServer, task: str, tokens: in
         begin = time.perf_counter()
         answers = ask_all(server, plan.prompts, sample, ids)
         sums.answer_s += time.perf_counter() - begin
-        sums.scores += [q.score(answer) for q, answer in zip(sample.questions, answers, strict=True)]
+        sums.answered(sample.questions, answers)
+        if plan.probes:
+            found = [
+                entry
+                for probe in fidelity.make_probes(plan.prompts, sample, ids)
+                for entry in fidelity.distributions(server, probe)[0]
+            ]
+            full = _of_full(setup, plan.full_path(f"{task}-{plan.seed}", tokens, index), found)
+            sums.divergences.append(fmean(map(fidelity.divergence, full, found)))
     return sums
 
 
@@ -147,19 +167,24 @@ def _questions_to_read(plan: Plan, setup: Setup, task: str, tokens: int, sample:
 def _fidelity(plan: Plan, setup: Setup, server: RunningServer, task: str, tokens: int) -> _Sums:
     sums = _Sums([], [], [])
     for index in range(plan.contexts(task, tokens)):
-        passage = fidelity.make_passage(plan.prompts, tokens, index)
+        passage = fidelity.make_passage(plan.prompts, task, tokens, index)
         sums.prepared.append(prepare(server, passage.context_ids))
         begin = time.perf_counter()
-        found = fidelity.distributions(server, passage)
+        found, nll = fidelity.distributions(server, passage)
+        sums.nll.append(nll)
         sums.answer_s += time.perf_counter() - begin
-        stored = plan.full_path(tokens, index)
-        if setup.policy == FULL:
-            stored.parent.mkdir(parents=True, exist_ok=True)
-            stored.write_text(json.dumps([list(entry.items()) for entry in found]), encoding="utf-8")
-        full = [dict(entry) for entry in json.loads(stored.read_text(encoding="utf-8"))]
+        full = _of_full(setup, plan.full_path(task, tokens, index), found)
         sums.divergences += [fidelity.divergence(a, b) for a, b in zip(full, found, strict=True)]
         sums.scores.append(fidelity.agreement(full, found))
     return sums
+
+
+def _of_full(setup: Setup, stored: Path, found: list[fidelity.Distribution]) -> list[fidelity.Distribution]:
+    """What the full cache predicts: found now, then stored for the others."""
+    if setup.policy == FULL:
+        stored.parent.mkdir(parents=True, exist_ok=True)
+        stored.write_text(json.dumps([list(entry.items()) for entry in found]), encoding="utf-8")
+    return [dict(entry) for entry in json.loads(stored.read_text(encoding="utf-8"))]
 
 
 def _served_dtype(model: Path) -> str:
@@ -177,9 +202,9 @@ def _row(plan: Plan, setup: Setup, task: str, tokens: int, sums: _Sums) -> Row:
         task=task,
         tokens=tokens,
         contexts=num,
-        questions=len(sums.divergences) or len(sums.scores),
-        score=round(sum(sums.scores) / len(sums.scores), 4),
-        kl=round(sum(sums.divergences) / len(sums.divergences), 5) if sums.divergences else None,
+        questions=len(sums.divergences) if task in FIDELITY_TASKS else len(sums.scores),
+        score=round(fmean(sums.scores), 4),
+        kl=_mean(sums.divergences, 5),
         context_tokens=round(sum(p.tokens for p in sums.prepared) / num, 1),
         slots=round(sum(p.slots for p in sums.prepared) / num, 1),
         prepare_s=round(sum(p.seconds for p in sums.prepared) / num, 2),
@@ -189,4 +214,16 @@ def _row(plan: Plan, setup: Setup, task: str, tokens: int, sums: _Sums) -> Row:
         seed=plan.seed,
         versions=f"sglang {version('sglang')}, sgl-kvevict {version('sgl-kvevict')}",
         commit=commit(),
+        exact=_mean(sums.exact, 4),
+        nll=_mean(sums.nll, 5),
+        scores=_joined(sums.scores),
+        divergences="" if task in FIDELITY_TASKS else _joined(sums.divergences),
     )
+
+
+def _joined(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.4g}" for value in values)
+
+
+def _mean(values: Sequence[float], digits: int) -> float | None:
+    return round(fmean(values), digits) if values else None

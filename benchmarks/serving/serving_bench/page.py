@@ -24,12 +24,14 @@ class Table:
         title: heading, with the unit.
         has_ratio: add the ratio to the baseline behind every other system's median.
         digits: digits after the decimal point.
+        baseline: system that ratios refer to; None: the page's.
     """
 
     metric: str
     title: str
     has_ratio: bool = True
     digits: int = 2
+    baseline: str | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ def table_markdown(page: Page, table: Table, rows: Sequence[Row]) -> str:
         cells = [_cell(page, table, rows, point, name) for name in names]
         if any(cells):
             lines.append(f"| {point} | " + " | ".join(cells) + " |")
-    note = f"Medians; ratios to {page.baseline} as median (lowest-highest) of repetitions measured in turn."
+    baseline = table.baseline or page.baseline
+    note = f"Medians; ratios to {baseline} as median (lowest-highest) of repetitions measured in turn."
     return "\n".join(lines) + (f"\n\n{note}" if table.has_ratio and len(names) > 1 else "")
 
 
@@ -84,8 +87,9 @@ def _cell(page: Page, table: Table, rows: Sequence[Row], point: str, system: str
     if value is None:
         return ""
     text = f"{value:,.{table.digits}f}"
-    found = ratio(rows, point, system, table.metric, page.baseline)
-    if not table.has_ratio or system == page.baseline or found is None:
+    baseline = table.baseline or page.baseline
+    found = ratio(rows, point, system, table.metric, baseline)
+    if not table.has_ratio or system == baseline or found is None:
         return text
     spread = f" ({found.low:.2f}-{found.high:.2f})" if found.low < found.high else ""
     return f"{text} = **{found.median:.2f}x**{spread}"

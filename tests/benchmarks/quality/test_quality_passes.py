@@ -28,13 +28,13 @@ def test_a_row_without_what_others_are_compared_with_is_measured_again(tmp_path,
     from kvevict_quality.running import Plan
     from kvevict_quality.systems import FULL, Setup
 
-    plan = Plan(tmp_path, prompts, [fidelity.TASK], [128], 1, None, 0, tmp_path / "rows.csv", tmp_path / "work")
+    plan = Plan(tmp_path, prompts, ["fidelity"], [128], 1, None, 0, tmp_path / "rows.csv", tmp_path / "work")
     setup = Setup(FULL, 1.0)
-    key = (setup.engine, FULL, setup.options_text, 1.0, fidelity.TASK, 128, fidelity.PASSAGES, 1)
+    key = (setup.engine, FULL, setup.options_text, 1.0, "fidelity", 128, fidelity.PASSAGES, 1)
     rest = (1.0, 0.0, 128.0, 128.0, 0.0, 0.0, tmp_path.name, "float32", 0, "v", "c")
     merge_rows(plan.results, [Row(*key, *rest)])
-    assert plan.missing(setup) == [(fidelity.TASK, 128)]
-    path = plan.full_path(128, 0)
+    assert plan.missing(setup) == [("fidelity", 128)]
+    path = plan.full_path("fidelity", 128, 0)
     path.parent.mkdir(parents=True)
     path.touch()
     assert plan.missing(setup) == []

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvevict_quality.corpus import CountTokens
 from kvevict_quality.sample import Sample
-from kvevict_quality.tasks import chat, lookup, needles, reading, shots, words
+from kvevict_quality.tasks import chat, lookup, needles, reading, shots, texts, words
 
 Make = Callable[[random.Random, int, CountTokens], Sample]
 
@@ -33,9 +33,15 @@ _DRAWN: Mapping[str, Make] = {
 }
 READING = "reading"
 TASKS = (*_DRAWN, READING)
-GROUPS: Mapping[str, tuple[str, ...]] = {"needles": tuple(NEEDLE_TASKS), "all": TASKS}
-#: Tasks that are no generated ones.
-OTHER_TASKS = ("fidelity",)
+#: Their texts and questions come from elsewhere (``archives``).
+TEXT_TASKS: Mapping[str, Make] = {
+    "squad": texts.squad,
+    "factbook": texts.factbook,
+    "completion": texts.completion,
+}
+GROUPS: Mapping[str, tuple[str, ...]] = {"needles": tuple(NEEDLE_TASKS), "texts": tuple(TEXT_TASKS), "all": TASKS}
+#: Distributions over real text, without questions.
+FIDELITY_TASKS = ("fidelity", "speeches")
 #: Room that is left in a context for the chat template.
 TEMPLATE_TOKENS = 48
 
@@ -44,7 +50,7 @@ def make_sample(task: str, tokens: int, seed: int, index: int, count: CountToken
     """The ``index``-th context of a task; the same for the same arguments.
 
     Args:
-        task: a name of ``TASKS``.
+        task: a name of ``TASKS`` or ``TEXT_TASKS``.
         tokens: length that the context has at most, chat template included.
         seed: of the whole run.
         index: 0, 1, ...
@@ -53,7 +59,7 @@ def make_sample(task: str, tokens: int, seed: int, index: int, count: CountToken
     rng = random.Random(zlib.crc32(f"{task}/{tokens}/{seed}/{index}".encode()))
     if task == READING:
         return reading.reading(rng, tokens - TEMPLATE_TOKENS, count, seed, index)
-    return _DRAWN[task](rng, tokens - TEMPLATE_TOKENS, count)
+    return {**_DRAWN, **TEXT_TASKS}[task](rng, tokens - TEMPLATE_TOKENS, count)
 
 
 def select_tasks(names: Sequence[str]) -> tuple[str, ...]:
@@ -62,7 +68,7 @@ def select_tasks(names: Sequence[str]) -> tuple[str, ...]:
     Raises:
         ValueError: an unknown name.
     """
-    allowed = (*TASKS, *OTHER_TASKS)
+    allowed = (*TASKS, *TEXT_TASKS, *FIDELITY_TASKS)
     selected = dict.fromkeys(name for given in names for name in GROUPS.get(given, (given,)))
     for name in selected:
         if name not in allowed:

@@ -1,0 +1,155 @@
+"""Attention of a draft model (speculative decoding) over compressed prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from torch import Tensor
+
+from kvevict_kernels.span_runs import SpanRuns
+from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
+from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
+from sgl_kvevict.sglang_adapter.forward_readers import readers_of
+from sgl_kvevict.sglang_adapter.kv_pools import full_pool_of
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.speculative.draft_utils import DraftBackendFactory
+    from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
+
+    from sgl_kvevict.sglang_adapter.tree import KVEvictTree
+
+
+class DraftAttentionBackend(KVEvictAttentionBackend):
+    """Attention of the draft's prefills, which reads the shadows of spans; see :mod:`sgl_kvevict.prefix.shadow`.
+
+    The target's pool remembers it for the tree's factory. Raises as :class:`KVEvictAttentionBackend`.
+    """
+
+    def __init__(self, model_runner: ModelRunner) -> None:
+        super().__init__(model_runner)
+        full_pool_of(model_runner.token_to_kv_pool_allocator.get_kvcache()).kvevict_drafts = self
+
+    def _paths(self, tree: KVEvictTree, readers: Sequence[Req]) -> tuple[tuple[SpanRuns, ...], ...]:
+        return tree.draft_paths(readers)
+
+    def _observed_step(self, *_args: Any) -> None:
+        return None
+
+    def _observed_rows(self, *_args: Any) -> list[Any]:
+        return []
+
+    def plan_step(
+        self, readers: Sequence[Req] | None, seq_lens: list[int], rows: Tensor, table: Tensor, device_seq_lens: Tensor
+    ) -> None:
+        """Plan a decode step; ``rows`` of ``table`` have the slots of each branch."""
+        batch = self._batch(readers, seq_lens, None, rows, device_seq_lens)
+        self.attention.plan(replace(batch, req_to_token=table))
+
+
+def draft_attention_of(pool: KVCache) -> DraftAttentionBackend | None:
+    """The attention of the draft model beside a target's full-attention pool; None if there is none."""
+    return getattr(pool, "kvevict_drafts", None)
+
+
+class DraftSteps:
+    """The decode steps of one round of drafts: step i sees i + 1 tokens more than SGLang's lengths say.
+
+    With ``topk`` above 1 a request has as many branches. Branch t's tokens lie in the row's slots from
+    ``seq_len + t * num_steps`` on; here each branch has a row of its own, with these slots behind the request's.
+    """
+
+    needs_cpu_seq_lens = True
+
+    def __init__(self, backend: DraftAttentionBackend, topk: int, num_steps: int) -> None:
+        self.attn_backends = [DraftStep(self, i) for i in range(num_steps - 1)]
+        self.backend = backend
+        self._topk, self._num_steps = topk, num_steps
+        self._forward: ForwardBatch
+        self._rows: Tensor
+        self._table: Tensor
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Begin a round."""
+        self._forward = forward_batch
+        self._rows, self._table = forward_batch.req_pool_indices, self.backend.req_to_token_pool.req_to_token
+        if self._topk > 1:
+            self._table = self._branches(forward_batch)
+            self._rows = torch.arange(len(self._table), device=self._rows.device)
+
+    def plan(self, step: int) -> None:
+        """Plan one step."""
+        forward, topk = self._forward, self._topk
+        readers = readers_of(forward.rids)
+        seq_lens = [length + step + 1 for length in forward.seq_lens_cpu.tolist() for _ in range(topk)]
+        self.backend.plan_step(
+            None if readers is None else [reader for reader in readers for _ in range(topk)],
+            seq_lens,
+            self._rows,
+            self._table,
+            forward.seq_lens.repeat_interleave(topk) + step + 1,
+        )
+
+    def _branches(self, forward_batch: ForwardBatch) -> Tensor:
+        """[num_requests * topk, longest row], int32: the slots that each branch sees."""
+        num_steps, topk = self._num_steps, self._topk
+        rows, lens = forward_batch.req_pool_indices.long(), forward_batch.seq_lens.long()
+        width = int(forward_batch.seq_lens_cpu.max()) + num_steps
+        slots: Tensor = self.backend.req_to_token_pool.req_to_token
+        table = slots[rows, :width].repeat_interleave(topk, dim=0)
+        own = torch.arange(topk * num_steps, device=rows.device)
+        drafts = slots[rows[:, None], lens[:, None] + own]
+        places = lens.repeat_interleave(topk)[:, None] + own[:num_steps]
+        return table.scatter_(1, places, drafts.view(-1, num_steps))
+
+
+class DraftStep(AttentionBackend):
+    """One decode step of the draft; planned at its first layer, when the step before has run."""
+
+    def __init__(self, steps: DraftSteps, index: int) -> None:
+        super().__init__()
+        self._steps = steps
+        self._index = index
+
+    def forward_decode(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Attend with one new token per branch; see :meth:`KVEvictAttentionBackend.forward_decode`."""
+        backend = self._steps.backend
+        if backend.places.get(layer.layer_id) == 0:
+            self._steps.plan(self._index)
+        return backend.forward_decode(q, k, v, layer, *args, **kwargs)
+
+
+def around_create_backend(
+    original: Callable[..., Any],
+    factory: DraftBackendFactory,
+    backend_name: str,
+    backend_map: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Hook of ``DraftBackendFactory._create_backend``: ours for the draft's steps, and for its prefills."""
+    is_steps = kwargs.get("stamps_children", False)
+
+    def build() -> tuple[str, object]:
+        backend = factory.draft_model_runner.attn_backend
+        return BACKEND_NAME, DraftSteps(backend, factory.topk, factory.speculative_num_steps) if is_steps else backend
+
+    return original(factory, backend_name, {**backend_map, BACKEND_NAME: build}, *args, **kwargs)
+
+
+def around_capture(original: Callable[[EagleDraftWorker], None], worker: EagleDraftWorker) -> None:
+    """Hook of ``EagleDraftWorker._capture_cuda_graphs``: with our attention the draft runs without graphs."""
+    if not isinstance(worker.draft_attn_backend, DraftSteps):
+        original(worker)
+        return
+    worker.cuda_graph_runner = worker.cuda_graph_runner_for_draft_extend = None
