@@ -153,8 +153,8 @@ def test_what_windows_rule_out_is_named() -> None:
     ("windows", "states", "chunk", "reason"),
     [
         ((), False, 512, None),
-        ((8, 0, 0), False, 512, "not supported in models with sliding windows or recurrent layers"),
-        ((), True, 512, "not supported in models with sliding windows or recurrent layers"),
+        ((8, 0, 0), False, 512, "prefill_budget ends segments between chunks"),
+        ((), True, 512, "prefill_budget ends segments between chunks"),
         ((), False, -1, "--chunked-prefill-size is -1, so a prompt is prefilled in one piece"),
     ],
 )
