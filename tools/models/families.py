@@ -16,11 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from models.images import SIGHTS
 
+from sgl_kvevict.sglang_adapter.start_checks import MODEL_KEYS
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 WINDOW = 64
-MLA = "the model uses latent attention (MLA); only MHA and GQA work"
-CAPS = "the model caps its attention logits"
-CHUNKS = "the model attends within chunks"
 NO_FORWARD = "SGLang has no forward of its recurrent layers for a CPU"
 
 
@@ -70,8 +69,8 @@ SGLang puts hashes where the tokens of an image are, so keys tell images apart, 
 others. Scoring passes do not read them: if a part of the prefix were dropped meanwhile, the image would have to be
 computed again. So a prefix with an image is scored by learned scores (`distilled`, the default), by the prompt itself
 (`snapkv` and others), or by the requests that extend it (`questions`); passes read the text before its first image.
-Before scores are learned it stays uncompressed until slots are short. `warm` answers `has-images` where only passes
-could score, and `questions` beside an image are refused. With positions of three axes (M-RoPE) learned scores take keys
+Before scores are learned it stays uncompressed until slots are short, and `warm` answers `has-images`. `questions`
+beside an image are refused. With positions of three axes (M-RoPE) learned scores take keys
 back to where they were before RoPE; the positions are kept per slot (12 bytes).
 
 Videos and sound go the same way through SGLang, but no test has sent any.
@@ -128,13 +127,18 @@ FAMILIES = (
     Family("GLM-4.1V", "glm4v", sees=True, note="text and images; M-RoPE on half of a head"),
     Family("Mistral Small 3.1, 3.2", "mistral3", sees=True, note="text and images"),
     Family("Gemma 3, checkpoints that see", "gemma3", note=f"text (SGLang's default); {ONE_POOL}"),
-    Family("Gemma 2", "gemma2", {"sliding_window": WINDOW}, reason=CAPS),
-    Family("Llama 4", "llama4_text", {"num_local_experts": 2, "intermediate_size_mlp": 128}, reason=CHUNKS),
+    Family("Gemma 2", "gemma2", {"sliding_window": WINDOW}, reason=MODEL_KEYS["attn_logit_softcapping"]),
+    Family(
+        "Llama 4",
+        "llama4_text",
+        {"num_local_experts": 2, "intermediate_size_mlp": 128},
+        reason=MODEL_KEYS["attention_chunk_size"],
+    ),
     Family(
         "DeepSeek V2, V3, R1; Kimi K2",
         "deepseek_v3",
         {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "kv_lora_rank": 32, "q_lora_rank": 32},
-        reason=MLA,
+        reason=MODEL_KEYS["kv_lora_rank"],
     ),
     Family(
         "Qwen3-Next",
@@ -217,8 +221,8 @@ The KV of the full attention of models with recurrent layers is compressed. Tree
 with random operations (`make test-machines ARGS="20000 1 states"`). For a CPU, SGLang has no forward of recurrent
 layers; with a slow one that belongs to the tests (`tools/models/recurrent`), Falcon-H1 answers in a real server as its
 definition in transformers does (`make test-models ARGS="-k recurrent"`). SGLang's own recurrent layers, which need a
-GPU, have not run with the plugin. Start such models with the flags below: the other place of states (`extra_buffer`) is
-refused.
+GPU, have not run with the plugin. Snapshots of states (`extra_buffer`, which allows the overlap schedule) are tested in
+the same way, but have not been in a server; `extra_buffer_lazy` is refused.
 
 | family | architecture | why it is not among the served | start with |
 |---|---|---|---|
