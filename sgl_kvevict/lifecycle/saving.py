@@ -171,7 +171,9 @@ class Saving(Part):
                 full = Written("", segment.end - segment.start, 0, "too many segments wait")
                 self._table.listener.stored(full)
                 return
-            leaving = export_segment(last, self._tree, spans, packer, self._access.identity, self._config.tail_tokens)
+            leaving = export_segment(
+                last, self._tree, spans, packer, self._access.identity, self._compressor.stored_tail
+            )
             if leaving is not None:
                 writer.write(leaving.record, leaving.namespace, leaving.num_bytes)
 
