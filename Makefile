@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export GOMP_SPINCOUNT := 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo compare serve gallery docs lint test bench-smoke test-machines test-policies test-models test-sglang test-peers \
+.PHONY: help setup model demo recording compare serve gallery docs lint test bench-smoke test-machines test-policies test-models test-sglang test-peers \
 	test-compile campaign bench-serving bench-quality bench-peers bench-policies bench-papers
 
 # `make help` shows the lines that begin with "##@" as headings, and every target's text after "##".
@@ -24,8 +24,11 @@ setup: ## create or update .venv (stock SGLang on CPU, this package, test tools)
 model: setup ## download and convert the demo model, once (ARGS=qwen-0.5b: another one; ARGS=--list)
 	@$(BIN)/sgl-kvevict model $(if $(filter model,$(MAKECMDGOALS)),$(ARGS),>/dev/null)
 
-demo: model ## a document compressed before your eyes, eight questions at once on the one copy: a minute
+demo: model ## a document compressed before your eyes, eight questions at once, a document longer than the pool: a minute
 	@$(BIN)/python examples/demo/run.py $(ARGS)
+
+recording: model ## the demo as it was seen, drawn: docs/demo.svg, and its figures in docs/results/demo-watched.json
+	@$(BIN)/python -W ignore examples/demo/record.py $(ARGS)
 
 compare: model ## stock SGLang beside ours on real programs, measured in turn: 6 to 12 minutes
 	@$(BIN)/python examples/demo/compare.py $(ARGS)

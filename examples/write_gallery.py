@@ -53,6 +53,7 @@ EXAMPLES = (
     Example("chat.py", "chat.py", DEFAULT, "The system message was in the cache too, already compressed."),
     Example("rag.py", "rag.py", DEFAULT),
     Example("agents.py", "agents.py", DEFAULT),
+    Example("langchain_chain.py", "langchain_chain.py", DEFAULT),
     Example("engine.py", "engine.py", None),
     Example(
         *("policies/value_aware.py", "fork.py", OWN_POLICY),

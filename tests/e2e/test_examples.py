@@ -72,6 +72,7 @@ def test_demo(server, monkeypatch):
     assert figures["right_answers"] == figures["answers"] == figures["sharers"] == 8
     assert figures["prefix_slots"] <= 0.22 * figures["prefix_tokens"] and figures["pool_leaks"] == 0
     assert figures["cached_tokens"] >= 8 * HANDBOOK_TOKENS
+    assert figures["long_prompt_tokens"] > figures["pool_slots"] == 6000 and figures["long_prompt_compressed"] > 1000
     assert "station_handbook.txt" in shown.getvalue() and "Tomas Brandt" in shown.getvalue()
 
 
@@ -125,6 +126,15 @@ def test_agents(printed):
     assert [
         fact in line for fact, line in zip(("Grey Heron", "Lantern Nine", "rosemary"), steps[::2], strict=True)
     ] == [True] * 3
+    assert_compressed(printed[-1], 0.98 * HANDBOOK_TOKENS)
+
+
+@pytest.mark.parametrize("printed", ["langchain_chain.py"], indirect=True)
+def test_langchain(printed):
+    assert len(from_cache(printed[:-1])) == 4
+    assert all(found >= HANDBOOK_TOKENS for found, _ in from_cache(printed[:-1]))
+    for fact, line in zip(("Grey Heron", "Lantern Nine", "rosemary", "iron chest"), printed[:-1], strict=True):
+        assert fact in line
     assert_compressed(printed[-1], 0.98 * HANDBOOK_TOKENS)
 
 
