@@ -1,4 +1,4 @@
-"""One document compressed before your eyes, then eight questions at once that read the one copy: about a minute.
+"""A document compressed before your eyes, eight questions at once on the one copy, a document longer than the pool.
 
 Progress and answers go to stderr; the last line of stdout is one JSON object. `compare.py` measures beside stock.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from kvevict_demo.ask import Streamed, ask_all, prefix_text
+from kvevict_demo.ask import Streamed, ask, ask_all, prefix_text
+from kvevict_demo.log import LOG_QUESTION, log_text
 from kvevict_demo.questions import BRANCH_QUESTIONS
 from rich.console import Console
 from rich.live import Live
@@ -22,9 +24,12 @@ from sgl_kvevict.launcher import STRICT_CHECK_ENV, RunningServer, kvevict_system
 from sgl_kvevict.measure import flush, idle_gauges, plugin_state
 from sgl_kvevict.model import resolve_model
 
-POOL_SLOTS = 6000
+POOL_SLOTS = 3500
+"""Enough for the uncompressed document and a scoring pass."""
 POLL_S = 0.2
 SCORE_TIMEOUT_S = 300.0
+PREFILLED_COMPRESSED = "kvevict_prefilled_compressed"
+"""In ``meta_info``: tokens of a prompt that were compressed before its last chunk was computed, in a list."""
 NEXT = """
 Try next
   make serve                     the same server for your own programs (OpenAI API, SGLang's frontend)
@@ -59,7 +64,7 @@ def main(
 
 
 def run(server: RunningServer, console: Console, budget: float, pool_slots: int) -> dict[str, Any]:
-    """Compress the document, ask about it, and count.
+    """Compress the document, ask about it, serve one that is longer than the pool, and count.
 
     Returns:
         The figures of the last line of output; token slots and tokens are different units.
@@ -77,11 +82,13 @@ def run(server: RunningServer, console: Console, budget: float, pool_slots: int)
     with Live(console=console, refresh_per_second=8) as live:
         answers = ask_all(server.url, BRANCH_QUESTIONS, lambda growing: live.update(answers_table(growing)))
         live.update(answers_table(answers))
-    state = plugin_state(server) or {}
+    sharers = int((plugin_state(server) or {})["max_sharers"])
+    long = ask_long(server, console, pool_slots)
+    after = plugin_state(server) or {}
     server.check_alive()
-    leaks = abs(int(state["leaked_slots"])) + len(server.leak_messages())
+    leaks = abs(int(after["leaked_slots"])) + len(server.leak_messages())
     num_right = sum(answer.is_right for answer in answers)
-    console.print(f"\n{num_right} of {len(answers)} answers are right; pool leaks: {leaks}.")
+    console.print(f"\n{num_right + long.is_right} of {len(answers) + 1} answers are right; pool leaks: {leaks}.")
     console.print(
         f"The document holds {slots:,} of {pool_slots:,} token slots; stock SGLang: {tokens:,} (computed, one a token)."
     )
@@ -92,10 +99,14 @@ def run(server: RunningServer, console: Console, budget: float, pool_slots: int)
         "stock_prefix_slots": tokens,
         "compressed_tokens": state["span_tokens"],
         "compressed_slots": state["span_slots"],
-        "sharers": int(state["max_sharers"]),
+        "sharers": sharers,
         "right_answers": num_right,
         "answers": len(answers),
-        "cached_tokens": sum(answer.cached_tokens for answer in answers),
+        "cached_tokens": sum(answer.meta["cached_tokens"] for answer in answers),
+        "pool_slots": pool_slots,
+        "long_prompt_tokens": long.meta["prompt_tokens"],
+        "long_prompt_compressed": long.meta[PREFILLED_COMPRESSED][0],
+        "long_answer_is_right": long.is_right,
         "pool_leaks": leaks,
         "budget": budget,
         "policy": state["policy"],
@@ -139,6 +150,29 @@ def draw_tree(tokens: int, span_tokens: int, span_slots: int) -> str:
         "  +--+--+--+--+--+--+--+\n"
         "  8 questions\n"
     )
+
+
+def ask_long(server: RunningServer, console: Console, pool_slots: int) -> Streamed:
+    """Ask about the station's log, which has more tokens than the pool has slots; its chunks shrink as they come."""
+    console.print("\nA document longer than the pool; stock SGLang refuses it:")
+    answer = Streamed(LOG_QUESTION)
+    started = time.monotonic()
+    with ThreadPoolExecutor(1) as pool, console.status("prefill of the station's log") as status:
+        asked = pool.submit(ask, server.url, log_text(pool_slots), answer)
+        while not asked.done():
+            state = plugin_state(server) or {}
+            computed, free = state["long_prompt_computed"], state["free_slots"]
+            if computed:
+                status.update(f"prefill: {computed:,} tokens are computed, {free:,} token slots are free")
+            time.sleep(POLL_S)
+        asked.result()
+    tokens, compressed = answer.meta["prompt_tokens"], answer.meta[PREFILLED_COMPRESSED][0]
+    console.print(
+        f"{time.monotonic() - started:5.1f} s  {tokens:,} tokens in a pool of {pool_slots:,} token slots; "
+        f"{compressed:,} were compressed on the way"
+    )
+    console.print(answers_table([answer]))
+    return answer
 
 
 def answers_table(answers: Sequence[Streamed]) -> Table:

@@ -22,6 +22,8 @@ from sgl_kvevict.events.questions import (
     Description,
     Kept,
     KeptReport,
+    Status,
+    StatusReport,
     Tokens,
     TokensReport,
     Tree,
@@ -35,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A server's tree at one moment.
+    """A server's tree and sizes at one moment.
 
     ``maps``: tokens kept by each head, by node id. ``tokens``: by node id; empty unless the server exposes them.
     """
@@ -43,6 +45,7 @@ class Snapshot:
     endpoint: str
     about: Description
     tree: TreeReport
+    status: StatusReport
     maps: Mapping[int, KeptReport] = field(default_factory=dict)
     tokens: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
@@ -70,6 +73,7 @@ def take_snapshot(
     async def ask_all(client: InspectClient) -> Snapshot:
         about = await client.ask(Describe(), Description)
         tree = await client.ask(Tree(limit), TreeReport)
+        status = await client.ask(Status(limit=0), StatusReport)
         compressed = sorted((node for node in tree.nodes if node.compressed), key=lambda node: -node.slots)
         kept = await client.ask_each([Kept(node.id, bins) for node in compressed[:num_maps]], KeptReport)
         maps = {node.id: report for node, report in zip(compressed, kept, strict=False) if report}
@@ -77,7 +81,7 @@ def take_snapshot(
         if with_tokens and about.expose_tokens:
             texts = await client.ask_each([Tokens(node.id) for node in tree.nodes], TokensReport)
             tokens = {node.id: report.token_ids for node, report in zip(tree.nodes, texts, strict=True) if report}
-        return Snapshot(client.endpoint, about, tree, maps, tokens)
+        return Snapshot(client.endpoint, about, tree, status, maps, tokens)
 
     return _with_client(endpoint, timeout_s, ask_all)
 
@@ -159,8 +163,9 @@ def as_page(snapshot: Snapshot, decode: Decode | None) -> str:
 def tree_content(snapshot: Snapshot) -> dict[str, object]:
     """Return what the page shows of the whole tree."""
     about = msgspec.to_builtins(snapshot.about) | {"endpoint": snapshot.endpoint}
-    tree = snapshot.tree
-    return {"about": about, "ts": tree.ts, "pool": tree.pool, "nodes": tree.nodes, "omitted": tree.omitted}
+    tree, status = snapshot.tree, snapshot.status
+    sizes = {"pool": tree.pool, "gauges": status.gauges, "totals": status.totals}
+    return {"about": about, "ts": tree.ts, **sizes, "nodes": tree.nodes, "omitted": tree.omitted}
 
 
 def page(content: Mapping[str, object]) -> str:

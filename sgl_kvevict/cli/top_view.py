@@ -146,6 +146,9 @@ def _gauges(status: StatusReport) -> Text:
     if gauges.host_bytes:
         used, total = show_bytes(gauges.host_used_bytes), show_bytes(gauges.host_bytes)
         text.append(f"   host: {gauges.host_segments:,} segments, {used} of {total}")
+    if gauges.long_prompt_tokens:
+        computed = f"{gauges.long_prompt_computed:,} of {gauges.long_prompt_tokens:,} tokens"
+        text.append(f"   prompt longer than the pool: {computed} computed", style="yellow")
     text.append(f"   {gauges.pending_ranges:,} ranges waiting   {gauges.dead_entries:,} dead entries")
     return text
 

@@ -109,6 +109,11 @@ class Compressor:
         """Whether a prompt is compressed when it is complete, without waiting for readers."""
         return self.policy.readers is None or (self.has_learned and not self.config.wait_for_passes)
 
+    @property
+    def stored_tail(self) -> int:
+        """Uncompressed tokens that a store keeps behind a prefix; none if positions of their keys would be missing."""
+        return self.config.tail_tokens if self.slot_positions is None else 0
+
     def new_observation(self) -> PromptObservation:
         """An empty observation of the signals that the policy needs now."""
         spec = self.observes

@@ -162,6 +162,10 @@ class Gauges(msgspec.Struct, frozen=True):
     host_bytes: Annotated[int, Meta(description="Host memory for what was dropped.")]
     host_used_bytes: Annotated[int, Meta(description="Bytes of it that hold segments.")]
     host_segments: Annotated[int, Meta(description="Segments in it.")]
+    long_prompt_tokens: Annotated[
+        int, Meta(description="Tokens of the prompt longer than the pool that is prefilled now; 0: there is none.")
+    ]
+    long_prompt_computed: Annotated[int, Meta(description="Tokens of it that are computed.")]
 
 
 def descriptions(numbers: type[Totals] | type[Gauges]) -> dict[str, str]:

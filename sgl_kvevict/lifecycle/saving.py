@@ -171,7 +171,9 @@ class Saving(Part):
             if not writer.has_room(num_bytes):
                 self._table.listener.tell(Stored("", segment.end - segment.start, 0, "too many segments wait"))
                 return
-            leaving = export_segment(last, self._tree, spans, packer, self._access.identity, self._config.tail_tokens)
+            leaving = export_segment(
+                last, self._tree, spans, packer, self._access.identity, self._compressor.stored_tail
+            )
             if leaving is not None:
                 writer.write(leaving.record, leaving.namespace, leaving.num_bytes)
 

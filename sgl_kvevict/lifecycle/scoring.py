@@ -66,17 +66,27 @@ class PrefixScoring(Part):
     # ---- which prefixes become jobs -----------------------------------------------------------------------------
 
     def found(self, path: Sequence[Node], num_tokens: int, prompt: PromptObservation) -> None:
-        """Count a prompt that matched the first ``num_tokens`` of its path, and queue a job if one is due."""
-        due, end = None, 0
+        """Count a prompt that matched the first ``num_tokens`` of its path, and queue a job if one is due.
+
+        Where an image follows, learned scores compress what is due, once no pass is to read the text before.
+        """
         needed = self._config.score_after_matches
+        due: dict[bool, Node] = {}  # by whether the path to the node has an image
+        end, is_seen = 0, False
         for node in path:
             end += len(node.key)
-            if end > num_tokens or has_images(node):
+            if end > num_tokens:
                 break
+            is_seen = is_seen or has_images(node)
             count = self._table.count_match(node)
-            due = node if needed is not None and count >= needed else due
-        if due is not None and self.readers is Readers.REPETITION:
-            self._queue(ScoringJob(due, prompt=self._kept_for_lesson(prompt)))
+            if needed is not None and count >= needed:
+                due[is_seen] = node
+        if self.readers is not Readers.REPETITION:
+            return
+        if False in due:
+            self._queue(ScoringJob(due[False], prompt=self._kept_for_lesson(prompt)), prompt)
+        if True in due and (False not in due or self._table.jobs.get(due[False]) is None):
+            self._queue(ScoringJob(due[True]), prompt)
 
     def wished(self, path: Sequence[Node], num_tokens: int, wish: RequestOptions, prompt: PromptObservation) -> None:
         """Queue a job for the first ``num_tokens`` of a path, as a request asked."""
@@ -86,7 +96,8 @@ class PrefixScoring(Part):
             self.jobs.tell(_tickets(wish), Outcome.TOO_SHORT)
             return
         node = self._ranges.node_ending_at(path, num_tokens)
-        self._queue(ScoringJob(node, tuple(wish.questions), _tickets(wish), True, self._kept_for_lesson(prompt)))
+        job = ScoringJob(node, tuple(wish.questions), _tickets(wish), True, self._kept_for_lesson(prompt))
+        self._queue(job, prompt)
 
     def granted(self, wish: RequestOptions, done: Attempted) -> None:
         """Report the outcome of a prefix that needed no passes."""
@@ -104,10 +115,14 @@ class PrefixScoring(Part):
             return True
         return job.prompt is not None and self._ranges.bounds(path_to(job.node)) is not None
 
-    def _queue(self, job: ScoringJob) -> None:
+    def _queue(self, job: ScoringJob, prompt: PromptObservation) -> None:
+        """Queue a job; a prefix with images is compressed by learned scores instead, with ``prompt``'s queries."""
         path = path_to(job.node)
         if any(map(has_images, path)):
-            self.jobs.tell(job.tickets, Outcome.HAS_IMAGES)
+            outcome = Outcome.HAS_IMAGES
+            if self._compressor.has_learned:
+                outcome = _outcome_of(self._ranges.compress(job.node, self._ranges.end_of(path), prompt))
+            self.jobs.tell(job.tickets, outcome)
         elif self._ranges.bounds(path) is None and not self._unmeasured(job, path):
             self.jobs.tell(job.tickets, Outcome.TOO_SHORT)
         else:

@@ -78,21 +78,18 @@ class SegmentPacker(ArenaRows):
             sources = self._head_slots(layers, token_slots.int()[selection.indices], heads)
         else:
             sources = self._head_slots(merge.layers, token_slots.int()[merge.indices], merge.heads)
-        end = start + token_slots.numel()
         segment, freed = self.write(
             token_slots,
             sources,
             selection.keep_lens,
             selection.indices + start,
-            (start, end),
+            (start, start + token_slots.numel()),
             None if merge is None else (merge.indptr, merge.weights),
             splittable=splittable,
             worth=worth,
         )
         if self._drafts is not None:
-            tokens = torch.arange(start, end, dtype=torch.int32, device=token_slots.device)
-            held = segment.token_slots
-            segment.shadow = self._drafts.move(segment.positions, start, end, tokens, token_slots, held)
+            segment.shadow = self._drafts.pack(token_slots, start, segment.token_slots)
         return segment, freed
 
     def write(
@@ -321,8 +318,7 @@ class SegmentPacker(ArenaRows):
             worth=None if old.worth is None else old.worth[kept],
         )
         if self._drafts is not None and old.shadow is not None:
-            tokens = old.shadow.positions
-            new.shadow = self._drafts.move(new.positions, new.start, new.end, tokens, old.token_slots, held)
+            new.shadow = self._drafts.move(old.shadow, new.end, held)
         new.policy_state, new.is_generated, new.is_joined = old.policy_state, old.is_generated, old.is_joined
         new.is_measured, new.is_fitted, new.entry_attention = old.is_measured, old.is_fitted, old.entry_attention
         if new.entry_attention is not None:

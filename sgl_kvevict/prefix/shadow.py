@@ -1,7 +1,7 @@
-"""Rows of a draft model for compressed tokens: in the token slots of their segment, one token a slot.
+"""Rows of a draft model for compressed tokens, in the token slots of their segment.
 
-A draft model of speculative decoding has a pool of its own behind the same slot numbers. A segment of n slots has room
-there for the rows of exactly n tokens, in every layer and head of the draft. What the draft lacks costs accepted
+A draft model of speculative decoding has a pool of its own behind the same slot numbers. In it a segment of n slots has
+room for n rows per layer and head of the draft, which share them as they need. What the draft lacks costs accepted
 drafts, never correctness.
 """
 
@@ -12,80 +12,118 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvevict_kernels import radix_select
+from kvevict_kernels.alloc_head_slots import alloc_head_slots
+from kvevict_kernels.compact_kv import compact_kv
 from kvevict_kernels.cut_runs import cut_runs
 from kvevict_kernels.head_slots import head_slot_of
+from kvevict_kernels.key_scores import accumulated_attention
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.geometry import KVGeometry
-
-NO_TOKEN = torch.iinfo(torch.int32).max
-"""Position of a slot whose token was dropped."""
 
 
 @dataclass(frozen=True)
 class Shadow:
-    """The tokens of a segment whose draft rows lie in its slots, one a slot, from its first slot on.
+    """The draft's rows in a segment's slots; some may belong to tokens that the segment has dropped.
 
-    ``positions`` are [num_tokens], int32, logical, ascending, :data:`NO_TOKEN` at the end; ``head_slots``
-    [num_runs * num_tokens], int32, in the draft's arena, run after run.
+    ``head_slots``, ``positions`` and ``indptr`` are as in :class:`Segment`, in the draft's arena; ``paid``,
+    [num_entries], float32, is the attention that each row was paid.
     """
 
     geometry: KVGeometry  # of the draft
-    positions: Tensor
     head_slots: Tensor
+    positions: Tensor
+    indptr: Tensor
+    paid: Tensor
 
     def runs(self, start: int, end: int) -> SpanRuns:
-        """What the draft reads of ``[start, end)``: the same tokens in every layer and head; no host sync."""
+        """What the draft reads of the tokens ``[start, end)``; no host sync."""
         shape = self.geometry.num_layers, self.geometry.num_kv_heads
-        runs = torch.arange(self.geometry.num_runs + 1, dtype=torch.int32, device=self.positions.device)
-        firsts = runs * self.positions.numel()
-        begin, length = cut_runs(self.positions, firsts[:2], start, end)
-        starts, lens = (firsts[:-1] + begin).view(shape), length.expand(shape).contiguous()
-        positions = self.positions.repeat(self.geometry.num_runs) if self.geometry.has_windows else None
-        return SpanRuns(self.head_slots, starts, lens, end - start, positions=positions)
+        starts, lens = cut_runs(self.positions, self.indptr, start, end)
+        return SpanRuns(self.head_slots, starts.view(shape), lens.view(shape), end - start, positions=self.positions)
 
 
 class DraftRows:
-    """The draft's arenas, ``geometry.arena_shape``; keeps a segment's shadow when its entries are written or moved."""
+    """The draft's arenas, ``geometry.arena_shape``, and the attention that its queries paid to uncompressed tokens.
+
+    ``paid``, [num_layers, num_token_slots, num_kv_heads], float32: squares summed over the queries of a prefill, the
+    largest of all prefills since the token was computed.
+    """
 
     def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> None:
+        self.paid = torch.zeros(geometry.arena_shape[:3], device=k_arena.device)
         self._geometry = geometry
-        self._arenas = k_arena.view(torch.uint8), v_arena.view(torch.uint8)
+        self._arenas = k_arena, v_arena
 
-    def absent(self) -> Shadow:
-        """The shadow of entries that came from outside the pool: no token."""
-        none = torch.empty(0, dtype=torch.int32, device=self._arenas[0].device)
-        return Shadow(self._geometry, none, none)
+    def forget(self, token_slots: Tensor) -> None:
+        """New tokens are computed in these slots, [num_tokens], int."""
+        self.paid[:, token_slots.long()] = 0.0
 
-    def move(self, kept: Tensor, start: int, end: int, tokens: Tensor, sources: Tensor, slots: Tensor) -> Shadow:
-        """Move the rows of those tokens that most heads of the target keep into a segment's slots.
+    def see(
+        self,
+        layer: int,
+        queries: Tensor,
+        lse: Tensor,
+        token_slots: Tensor,
+        start: int,
+        query_start: int,
+        sm_scale: float,
+    ) -> None:
+        """Record what the queries of a prefill paid to uncompressed tokens; layers with a window are left out.
 
         Args:
-            kept: [num_entries], int32, positions of the segment's entries.
-            start: first token of the segment.
-            end: token after its last one.
-            tokens: [n], int32, positions of the tokens to choose from, ascending; those from ``end`` on are dropped.
-            sources: [at least n], int64, slots where the draft's rows of these tokens lie.
-            slots: [num_slots], int64, the segment's.
-
-        Returns:
-            The shadow, of ``min(n, num_slots)`` tokens. SGLang's drafts see the next token at each position, so a row
-            is worth what the heads keep of the token after it.
+            layer: of the draft.
+            queries: [n, num_qo_heads, head_dim], contiguous, at consecutive positions from ``query_start`` on.
+            lse: [n, num_qo_heads], float32, contiguous.
+            token_slots: [num_tokens], int64, of consecutive tokens from position ``start`` on.
+            start: position of the first token.
+            query_start: position of the first query.
+            sm_scale: softmax scale.
         """
-        last = end - start - 1
-        votes = torch.zeros(last + 1, dtype=torch.int32, device=kept.device)
-        votes.scatter_add_(0, (kept - start).long(), torch.ones_like(kept))
-        is_live = tokens < end
-        ranks = torch.where(is_live, votes[(tokens - start).clamp(max=last - 1).long() + 1], -1)
-        chosen = ranks.argsort(descending=True, stable=True)[: slots.numel()].sort().values
-        slots = slots[: chosen.numel()]
-        for arena in self._arenas:
-            arena[:, slots] = arena[:, sources[chosen]]
-        positions = torch.where(is_live, tokens, NO_TOKEN)[chosen]
-        return Shadow(self._geometry, positions, self._head_slots(slots))
+        if self._geometry.window(layer):
+            return
+        scale = sm_scale * self._geometry.scales.of(layer)[0]
+        positions = {"key_start": start, "query_start": query_start}
+        keys = self._arenas[0][layer]
+        squares = accumulated_attention(
+            queries, lse, keys, token_slots, sm_scale=scale, reduction="squares", **positions
+        )
+        self.paid[layer, token_slots] = torch.maximum(self.paid[layer, token_slots], squares.T)
 
-    def _head_slots(self, slots: Tensor) -> Tensor:
-        layers, heads = self._geometry.num_layers, self._geometry.num_kv_heads
-        layer = torch.arange(layers, dtype=torch.int32, device=slots.device).view(-1, 1, 1)
-        head = torch.arange(heads, dtype=torch.int32, device=slots.device).view(1, -1, 1)
-        numbered: Tensor = head_slot_of(layer, slots.int(), head, self._geometry.num_token_slots, heads)
-        return numbered.flatten()
+    def absent(self) -> Shadow:
+        """The shadow of entries that came from outside the pool: no row."""
+        device = self.paid.device
+        none = torch.empty(0, dtype=torch.int32, device=device)
+        indptr = torch.zeros(self._geometry.num_runs + 1, dtype=torch.int32, device=device)
+        return Shadow(self._geometry, none, none, indptr, none.float())
+
+    def pack(self, token_slots: Tensor, start: int, slots: Tensor) -> Shadow:
+        """Move the rows that were paid most, of all layers and heads together, into a segment's slots.
+
+        ``token_slots``, [num_tokens], int64, are those of uncompressed tokens from position ``start`` on; ``slots``
+        [num_slots], int64.
+        """
+        geometry, device, num_tokens = self._geometry, token_slots.device, token_slots.numel()
+        runs = torch.arange(geometry.num_runs + 1, dtype=torch.int32, device=device)
+        layers, heads = runs[:-1, None] // geometry.num_kv_heads, runs[:-1, None] % geometry.num_kv_heads
+        sizes = geometry.num_token_slots, geometry.num_kv_heads
+        head_slots: Tensor = head_slot_of(layers, token_slots.int(), heads, *sizes)
+        positions = torch.arange(start, start + num_tokens, dtype=torch.int32, device=device)
+        paid = self.paid[:, token_slots].transpose(1, 2).flatten()
+        every = Shadow(geometry, head_slots.flatten(), positions.repeat(geometry.num_runs), runs * num_tokens, paid)
+        return self.move(every, start + num_tokens, slots)
+
+    def move(self, shadow: Shadow, end: int, slots: Tensor) -> Shadow:
+        """Move the rows that were paid most into ``slots``, [num_slots], int64; tokens from ``end`` on go first."""
+        num_entries = min(slots.numel() * self._geometry.num_runs, shadow.positions.numel())
+        if not num_entries:
+            return shadow
+        keys = torch.where(shadow.positions < end, shadow.paid, -1.0).view(torch.int32)  # ordered: none is NaN
+        mask = radix_select.top_mask(keys[None], num_entries)[0]
+        kept = torch.nonzero_static(mask, size=num_entries).squeeze(-1)
+        before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
+        keep_lens = before[shadow.indptr.long()].diff().int()
+        shape = self._geometry.num_layers, self._geometry.num_kv_heads
+        indptr, head_slots = alloc_head_slots(keep_lens.view(shape), slots, self._geometry.num_token_slots, num_entries)
+        compact_kv(*self._arenas, shadow.head_slots[kept], head_slots)
+        return Shadow(self._geometry, head_slots, shadow.positions[kept], indptr, shadow.paid[kept])

@@ -56,6 +56,9 @@ class KVEvictAttentionBackend(AttentionBackend):
         ConfigError: the configuration is invalid.
     """
 
+    slot_positions: Tensor | None = None
+    """See :class:`CachedRange`; None unless the model's positions have several axes (M-RoPE)."""
+
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__()
         self.token_to_kv_pool = model_runner.token_to_kv_pool
@@ -99,7 +102,6 @@ class KVEvictAttentionBackend(AttentionBackend):
             if self._on_gpu and sink_dtype is not None and isinstance(attention, CompiledAttention):
                 attention.warm_up(sink_dtype)
         self._captured: CapturableAttention
-        self.slot_positions: Tensor | None = None
         if model_runner.model_config.model_is_mrope:  # time, height and width, see CachedRange
             self.slot_positions = torch.zeros(3, arena.k.shape[1], dtype=torch.int32, device=arena.k.device)
         self.tree: KVEvictTree | None = None

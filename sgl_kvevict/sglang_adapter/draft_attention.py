@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
-from kvevict_kernels.span_runs import SpanRuns
+from kvevict_kernels.span_runs import SpanRuns, waterline_of
+from sgl_kvevict.prefix import DraftRows
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 from sgl_kvevict.sglang_adapter.forward_readers import readers_of
@@ -28,6 +29,32 @@ if TYPE_CHECKING:
     from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
 
+NUM_SEEN = 512
+"""Queries of a request in one prefill, its last ones, whose attention decides which rows the draft keeps."""
+
+
+@dataclass(frozen=True)
+class SeenQueries:
+    """The last queries of a request in one prefill, from position ``start + len(token_slots) - count`` on.
+
+    ``token_slots``, [num_tokens], int64, are the request's uncompressed tokens, from position ``start`` on.
+    """
+
+    rows: DraftRows
+    token_slots: Tensor
+    start: int
+    count: int
+
+    def record(self, layer: int, queries: Tensor, lse: Tensor, _k_buffer: Tensor, sm_scale: float) -> None:
+        """See :meth:`PromptObservation.record`."""
+        query_start = self.start + self.token_slots.numel() - self.count
+        queries, lse = queries[-self.count :].contiguous(), lse[-self.count :].contiguous()
+        self.rows.see(layer, queries, lse, self.token_slots, self.start, query_start, sm_scale)
+
+    def fail(self) -> None:
+        """Nothing is lost but what was not recorded."""
+
+
 class DraftAttentionBackend(KVEvictAttentionBackend):
     """Attention of the draft's prefills, which reads the shadows of spans; see :mod:`sgl_kvevict.prefix.shadow`.
 
@@ -36,7 +63,17 @@ class DraftAttentionBackend(KVEvictAttentionBackend):
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__(model_runner)
+        self.rows = DraftRows(self.geometry, self.arena.k, self.arena.v)
         full_pool_of(model_runner.token_to_kv_pool_allocator.get_kvcache()).kvevict_drafts = self
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Plan a prefill of the draft, or its forward over the tokens of a verification step, which is not observed."""
+        super().init_forward_metadata(forward_batch)
+        if forward_batch.forward_mode.is_idle():
+            return
+        self.rows.forget(forward_batch.out_cache_loc)
+        if forward_batch.forward_mode.is_draft_extend_v2():
+            self._observed = []
 
     def _paths(self, tree: KVEvictTree, readers: Sequence[Req]) -> tuple[tuple[SpanRuns, ...], ...]:
         return tree.draft_paths(readers)
@@ -44,8 +81,19 @@ class DraftAttentionBackend(KVEvictAttentionBackend):
     def _observed_step(self, *_args: Any) -> None:
         return None
 
-    def _observed_rows(self, *_args: Any) -> list[Any]:
-        return []
+    def _observed_rows(
+        self, readers: Sequence[Req] | None, seq_lens: list[int], extend_lens: list[int]
+    ) -> list[tuple[slice, Any]]:
+        if self.tree is None or readers is None:
+            return []
+        observed: list[tuple[slice, Any]] = []
+        first = 0
+        for req, path, end, new in zip(readers, self.tree.draft_paths(readers), seq_lens, extend_lens, strict=True):
+            waterline = waterline_of(path)
+            slots = self.tree.port.row(req, waterline, end)
+            observed.append((slice(first, first + new), SeenQueries(self.rows, slots, waterline, min(new, NUM_SEEN))))
+            first += new
+        return observed
 
     def plan_step(
         self, readers: Sequence[Req] | None, seq_lens: list[int], rows: Tensor, table: Tensor, device_seq_lens: Tensor

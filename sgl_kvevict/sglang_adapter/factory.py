@@ -16,7 +16,7 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.by_name import configured_policy
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.signals import Signal
-from sgl_kvevict.prefix import DraftRows, SegmentPacker
+from sgl_kvevict.prefix import SegmentPacker
 from sgl_kvevict.sglang_adapter.arena import Arena, arena_of
 from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME, POOL_HOOK, require_supported_sglang
@@ -127,8 +127,7 @@ def _assemble(
     drafts: DraftAttentionBackend | None,
 ) -> KVEvictTree:
     geometry = backend.geometry
-    draft_rows = None if drafts is None else DraftRows(drafts.geometry, drafts.arena.k, drafts.arena.v)
-    packer = SegmentPacker(geometry, arena.k, arena.v, arena.biases, draft_rows)
+    packer = SegmentPacker(geometry, arena.k, arena.v, arena.biases, None if drafts is None else drafts.rows)
     compressor = distilling = access = host = None
     if policy is not None:
         model = ctx.tp_worker.model_runner.model

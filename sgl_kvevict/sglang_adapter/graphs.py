@@ -34,7 +34,7 @@ def after_attention_backend(server_args: ServerArgs, previous: Callable[[ServerA
         return
     given = resolved_view(server_args)
     if given.speculative_algorithm is not None and not given.disable_overlap_schedule:
-        logger.warning("The overlap schedule is switched off: with speculative decoding it is not tested.")
+        logger.warning("The overlap schedule is switched off: speculative decoding was only run without it.")
         declare_resolution(server_args, f"{BACKEND_NAME}: after_attention_backend", disable_overlap_schedule=True)
     reasons = {Phase.PREFILL: "a captured prefill cannot follow requests to other spans"}
     attention = load_config().attention

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_UNVERIFIED = "--speculative-algorithm: the model has {}, where rejected drafts are not tested"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 
 
@@ -44,12 +43,15 @@ _MODEL_CHECKS: tuple[tuple[Callable[[ModelConfig], bool], str], ...] = (
         lambda m: bool(getattr(m.hf_text_config, "attn_logit_softcapping", None)),
         MODEL_KEYS["attn_logit_softcapping"],
     ),
-    (lambda m: m.head_dim != m.v_head_dim, "the model's keys and values have different widths"),
+    (
+        lambda m: m.head_dim != m.v_head_dim,
+        "the model's keys and values have different widths, and a head slot has one",
+    ),
 )
 
 
 def model_reasons(model_config: ModelConfig) -> list[str]:
-    """Unsupported properties of the model, and after them what works instead."""
+    """What breaks in the model, and after it what works instead."""
     reasons = [reason for applies, reason in _MODEL_CHECKS if applies(model_config)]
     return [*reasons, WHAT_WORKS] if reasons else []
 
@@ -62,13 +64,16 @@ def place_reasons(config: KVEvictConfig, policy: Policy | None, ctx: TreeCacheBu
     reasons = []
     if ctx.is_hybrid_swa and ctx.full_tokens_per_layer == 0:
         reasons.append("every layer of the model has a sliding window and one KV pool: there is nothing to compress")
-    if ctx.is_hybrid_ssm and ctx.params.enable_mamba_extra_buffer:
+    if ctx.is_hybrid_ssm and ctx.params.enable_mamba_extra_buffer_lazy:
         reasons.append(
-            "--mamba-radix-cache-strategy is 'extra_buffer', only 'no_buffer' is supported (with "
-            "--disable-overlap-schedule): the other strategy is not tested"
+            "--mamba-radix-cache-strategy is 'extra_buffer_lazy', allowed are 'no_buffer' and 'extra_buffer': in its "
+            "decode steps a request gives up the state of the prefix that it reads"
         )
     if ctx.is_hybrid_ssm and ctx.server_args.speculative_algorithm is not None:
-        reasons.append(_UNVERIFIED.format("recurrent layers"))
+        reasons.append(
+            "--speculative-algorithm: the model has recurrent layers, and the state after rejected drafts is chosen by "
+            "kernels that no CPU runs, so nobody has seen which one the tree gets"
+        )
     if ctx.is_hybrid_ssm and config.decode_block is not None:
         reasons.append("decode_block: a recurrent state is kept for the end of an answer, not for the end of a block")
     if not (ctx.is_hybrid_swa or ctx.is_hybrid_ssm):
@@ -124,9 +129,9 @@ def layer_reasons(model: nn.Module) -> list[str]:
     layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
     reasons = []
     if any(layer.logit_cap for layer in layers):
-        reasons.append("a layer caps its attention logits")
+        reasons.append("a layer caps its attention logits, which our kernels do not")
     if any(layer.is_cross_attention or layer.attn_type != AttentionType.DECODER for layer in layers):
-        reasons.append("a layer's attention is not causal self-attention")
+        reasons.append("a layer's attention is not causal self-attention, and a span holds what is before a query")
     return reasons
 
 
@@ -167,7 +172,10 @@ def prefill_reasons(config: KVEvictConfig, ctx: TreeCacheBuildContext, geometry:
         return []
     reasons = []
     if geometry.has_windows or ctx.is_hybrid_swa or ctx.is_hybrid_ssm:
-        reasons.append("prefill_budget is not supported in models with sliding windows or recurrent layers")
+        reasons.append(
+            "prefill_budget ends segments between chunks, and models with sliding windows or recurrent layers keep a "
+            "window, or a state, at the end of a prompt"
+        )
     chunk = ctx.server_args.chunked_prefill_size
     if chunk is None or chunk <= 0:
         reasons.append(f"prefill_budget: --chunked-prefill-size is {chunk}, so a prompt is prefilled in one piece")
@@ -181,12 +189,16 @@ def window_reasons(config: KVEvictConfig, policy: Policy | None, geometry: KVGeo
     reasons = []
     if policy.merger is not None:
         reasons.append(
-            f"policy {policy.name!r} merges evicted entries, which is not supported in layers with a sliding window"
+            f"policy {policy.name!r} merges evicted entries into others, which a layer with a sliding window may not "
+            "show any more"
         )
     if policy.fitter is not None:
-        reasons.append(f"policy {policy.name!r} fits values, which is not tested with sliding windows")
+        reasons.append(
+            f"policy {policy.name!r} fits values to what readers saw of a prefix, and in layers with a sliding window "
+            "they see its end only"
+        )
     if config.decode_block is not None:
-        reasons.append("decode_block is not tested with layers that have a sliding window")
+        reasons.append("decode_block would evict generated tokens that layers with a sliding window still show")
     return reasons
 
 
@@ -197,7 +209,10 @@ def verification_reasons(server_args: ServerArgs, windows: Sequence[int], *, has
     num_drafts, narrowest = server_args.speculative_num_draft_tokens, min(filter(None, windows), default=0)
     reasons = []
     if has_window_pool:
-        reasons.append(_UNVERIFIED.format("a KV pool for layers with a sliding window"))
+        reasons.append(
+            "--speculative-algorithm: the model has a KV pool for layers with a sliding window, whose steps are "
+            "planned for one new token a request, not for drafts"
+        )
     if num_drafts is not None and 0 < narrowest < num_drafts:
         reasons.append(
             f"--speculative-num-draft-tokens is {num_drafts}; allowed: at most {narrowest}, the narrowest window"
@@ -213,7 +228,9 @@ def pool_reasons(pool: Any) -> list[str]:
             f"--page-size is {pool.page_size}, only 1 is supported: spans are packed into single token slots"
         )
     if getattr(pool, "kv_cache_layout", "nhd") != "nhd":
-        reasons.append(f"the KV pool's layout is {pool.kv_cache_layout!r}; only 'nhd' works")
+        reasons.append(
+            f"the KV pool's layout is {pool.kv_cache_layout!r}; only 'nhd' has the heads of a slot side by side"
+        )
     if pool.dtype not in DTYPES:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         reasons.append(f"the KV pool's dtype is {pool.dtype}; allowed are {allowed}")

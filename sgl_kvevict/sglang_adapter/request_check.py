@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
 INT32_MAX = 2**31 - 1
-BEAMS = "Beam search is not supported with --radix-cache-backend kvevict."
+BEAMS = "--radix-cache-backend kvevict refuses beam search: beams have no request whose prefix could be compressed."
 QUESTIONS = f"custom_params.{REQUEST_KEY}.questions"
 
 

@@ -18,6 +18,8 @@ from sgl_kvevict.errors import ConfigError, KVEvictError
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 
 _SLOT_READERS = "it reads KV by token slot, and a compressed prefix has none"
+_ELSEWHERE = "a rank attends to a part of the tokens, and the entries of a span lie in the pool of one rank"
+_LAYOUT = "head slots are numbered as the stock pool lays out layers, slots and heads"
 
 FLAGS: dict[str, tuple[object, str]] = {
     "disable_radix_cache": (False, "there would be no prefixes to compress"),
@@ -31,16 +33,22 @@ FLAGS: dict[str, tuple[object, str]] = {
     "disaggregation_mode": ("null", _SLOT_READERS),
     "is_embedding": (False, "its answers are made of whole prompts, and scoring passes would get some"),
     "dllm_algorithm": (None, "diffusion decoding attends in both directions"),
-    "pp_size": (1, "not tested with pipeline stages yet"),
-    "attn_cp_size": (1, "not tested with context parallelism"),
-    "dcp_size": (1, "not tested with context parallelism"),
-    "enable_dp_attention": (False, "not tested with idle ranks"),
+    "pp_size": (
+        1,
+        "a stage has the KV of its own layers only, and would keep other tokens in other slots than the rest",
+    ),
+    "attn_cp_size": (1, _ELSEWHERE),
+    "dcp_size": (1, _ELSEWHERE),
+    "enable_dp_attention": (
+        False,
+        "batches are padded with rows of no request, and spans are found by a row's request",
+    ),
     "enable_two_batch_overlap": (False, "a step is planned before the previous result is processed"),
-    "enable_pdmux": (False, "prefill and decode run on streams of their own"),
+    "enable_pdmux": (False, "a decode step would read slots that are rewritten on the stream of prefills"),
     "enable_streaming_session": (False, "a session's turns have no node in the tree, so no path to read"),
-    "enable_unified_memory": (False, "the KV pool has another layout"),
-    "enable_page_major_kv_layout": (False, "the KV pool has another layout"),
-    "enable_kv_cache_sharding": (False, "the KV pool has another layout"),
+    "enable_unified_memory": (False, _LAYOUT),
+    "enable_page_major_kv_layout": (False, _LAYOUT),
+    "enable_kv_cache_sharding": (False, _LAYOUT),
     "prefill_only_disable_kv_cache": (False, "there would be no KV to compress"),
     "kv_canary": ("none", "it patches the pool's buffers"),
     "enable_torch_compile": (False, "the attention backend is not traceable"),
@@ -48,10 +56,10 @@ FLAGS: dict[str, tuple[object, str]] = {
 }
 """Fields of SGLang's ``ServerArgs``: the only supported value, and what goes wrong with others."""
 MODEL_KEYS = {
-    "kv_lora_rank": "the model uses latent attention (MLA); only MHA and GQA work",
-    "is_encoder_decoder": "the model is an encoder-decoder",
-    "attention_chunk_size": "the model attends within chunks",
-    "attn_logit_softcapping": "the model caps its attention logits",
+    "kv_lora_rank": "the model keeps one latent for all heads (MLA), and spans hold keys and values of each head",
+    "is_encoder_decoder": "the model is an encoder-decoder: its decoder attends to what no prefix holds",
+    "attention_chunk_size": "the model attends within chunks, and a span would show a query those before its own",
+    "attn_logit_softcapping": "the model caps its attention logits, which our kernels do not",
 }
 """Keys of a model's ``config.json`` that stand for attention that is not supported, if they have a value."""
 WHAT_WORKS = (
@@ -74,6 +82,7 @@ def flag_reasons(value_of: Callable[[str], object]) -> list[str]:
 
 ALGORITHMS = ("NGRAM", "STANDALONE")
 """Of speculative decoding, those that work over compressed prefixes."""
+_DRAFTS = "its drafts read KV of compressed tokens, and nothing keeps a shadow of it for them"
 _PAIRS = "its prefix keys are pairs of tokens"
 _REFUSED_ALGORITHMS = {
     "EAGLE": _PAIRS,
@@ -89,7 +98,7 @@ def speculation_reasons(value_of: Callable[[str], object], config: KVEvictConfig
         return []
     algorithm, reasons = str(given).upper(), []
     if algorithm not in ALGORITHMS:
-        reason = _REFUSED_ALGORITHMS.get(algorithm, "it is not tested over compressed prefixes")
+        reason = _REFUSED_ALGORITHMS.get(algorithm, _DRAFTS)
         allowed = " and ".join(map(repr, ALGORITHMS))
         reasons.append(f"--speculative-algorithm is {given!r}, only {allowed} are supported: {reason}")
     backend = value_of("speculative_draft_attention_backend")

@@ -22,8 +22,8 @@ from sgl_kvevict.cli import inspect as inspection
 from sgl_kvevict.cli import main
 from sgl_kvevict.cli.output import print_shaped
 from sgl_kvevict.config import EventsConfig
-from sgl_kvevict.events.questions import KeptReport, TreeNode, TreeReport
-from sgl_kvevict.events.totals import Pool
+from sgl_kvevict.events.questions import KeptReport, StatusReport, TreeNode, TreeReport
+from sgl_kvevict.events.totals import Gauges, Pool, Totals
 from sgl_kvevict.model import model_path
 
 CHROMIUM = next(
@@ -118,6 +118,15 @@ def test_token_texts_are_those_of_the_tokenizer():
     assert inspection.load_decoder("/nowhere/at/all") is None
 
 
+SIZES = msgspec.convert(
+    dict.fromkeys(Gauges.__struct_fields__, 0)
+    | {"pool": {"total": 100, "free": 50, "compressed": 14, "full": 30, "private": 6}}
+    | {"host_bytes": 9_000_000, "host_used_bytes": 4_200_000, "host_segments": 4}
+    | {"long_prompt_tokens": 3648, "long_prompt_computed": 1311},
+    Gauges,
+)
+
+
 def snapshot() -> inspection.Snapshot:
     """Two branches below a compressed root; head 1 of layer 0 keeps the root's tokens 10 to 19 and nothing else."""
     kept = np.zeros((4, 50), np.uint8)
@@ -132,6 +141,9 @@ def snapshot() -> inspection.Snapshot:
         endpoint="tcp://127.0.0.1:1",
         about=msgspec.structs.replace(description_of(EventsConfig()), model=EVIL),
         tree=TreeReport(1.8e9, Pool(100, 50, 14, 30, 6), nodes, 3),
+        status=StatusReport(
+            1.8e9, 1.0, SIZES, Totals(moved_out_segments=7, moved_in_segments=3, moved_in_tokens=1200), []
+        ),
         maps={5: KeptReport(5, 0, 50, 50, 4, kept.tobytes())},
         tokens={5: list(range(50)), 6: list(range(30))},
     )
@@ -143,6 +155,7 @@ const result = {}, at = (element, x, y) => element.dispatchEvent(new MouseEvent(
   clientX: element.getBoundingClientRect().left + x, clientY: element.getBoundingClientRect().top + y}));
 const buttons = [...document.querySelectorAll("#icicle button")];
 result.title = document.title;
+result.sizes = [$("host").textContent, $("long").textContent];
 result.model = $("model").textContent;
 result.nodes = buttons.map((b) => [+b.dataset.node, b.offsetLeft, b.offsetTop, b.offsetWidth, b.style.background]);
 result.width = $("icicle").clientWidth;
@@ -193,6 +206,11 @@ def test_the_page_in_a_browser(tmp_path):
     result = json.loads(html.unescape(found[1]))
     assert result["title"] == "sgl-kvevict: the cache" and result["model"] == EVIL
 
+    host, long = result["sizes"]
+    assert host.startswith(
+        "Host memory: 4 segments, 4.2 MB of 9 MB; 7 moved out, 3 found and moved back (1,200 tokens), "
+    )
+    assert "A prompt of 3,648 tokens" in long and ": 1,311 are computed" in long
     nodes = {node: (left, top, width) for node, left, top, width, _ in result["nodes"]}
     scale = result["width"] / 44  # slots: 10 + 30 + 4
     assert nodes[5] == (0, 0, pytest.approx(44 * scale, abs=1))

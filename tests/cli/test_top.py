@@ -16,6 +16,7 @@ import termios
 import threading
 from collections import deque
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -76,6 +77,8 @@ def report(ts: float = 100.0, compressions: int = 4, started: float = 40.0) -> S
             host_bytes=2_000_000,
             host_used_bytes=500_000,
             host_segments=3,
+            long_prompt_tokens=0,
+            long_prompt_computed=0,
         ),
         totals=Totals(compressions=compressions, compressed_tokens=100 * compressions),
         prefixes=[Prefix(7, 0, 1200, 240, 2, 3, 1.5), Prefix(9, 1200, 300, 60, 1, 0, 4000.0)],
@@ -125,6 +128,16 @@ def test_what_moved_to_the_hosts_memory_is_shown():
     moving.totals = Totals(moved_out_segments=12, moved_out_bytes=600_000, moved_in_segments=4, moved_in_bytes=7000)
     state.update(moving)
     assert "moved out 12 (600.0 KB), in 4 (7.0 KB)" in " ".join(drawn(state, 200).split())
+
+
+def test_a_prompt_longer_than_the_pool_is_shown_while_it_is_prefilled():
+    state = TopState("x")
+    state.update(report())
+    assert "longer than the pool" not in drawn(state, 200)
+    long = report()
+    long.gauges = msgspec.structs.replace(long.gauges, long_prompt_tokens=3648, long_prompt_computed=1311)
+    state.update(long)
+    assert "prompt longer than the pool: 1,311 of 3,648 tokens computed" in " ".join(drawn(state, 200).split())
 
 
 def test_refusals_of_every_reason_are_counted():

@@ -16,6 +16,7 @@ import zmq
 from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 from helpers.event_sockets import wait_until
+from helpers.prometheus import PROMETHEUS, Prometheus
 from helpers.tiny_model import VOCAB_SIZE
 from helpers.traffic import generate, idle_state, random_jobs, run_jobs
 from sgl_kvevict.cli import main
@@ -228,6 +229,18 @@ def test_every_series_named_in_the_examples_exists(server, name):
     wanted = set(re.findall(r"\b(?:kvevict|sglang):\w+", (MONITORING / name).read_text()))
     assert len(wanted) > 4
     assert wanted - scrape(server).keys() == set()
+
+
+@pytest.mark.skipif(PROMETHEUS is None, reason="needs Prometheus (Debian package prometheus)")
+def test_prometheus_draws_every_panel_of_the_dashboard(server, tmp_path):
+    dashboard = json.loads((MONITORING / "grafana-dashboard.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert len(queries) > 30
+    with Prometheus(tmp_path, server.url) as prometheus:
+        for query in queries:
+            shown = query.replace("$instance", ".*").replace("$__rate_interval", "1m")
+            assert prometheus.query(shown), query
+        wait_until(lambda: set(prometheus.rules().values()) == {"ok"})
 
 
 def test_server_info_and_the_commands(server, capsys, tmp_path):

@@ -39,7 +39,6 @@ if os.environ.get("TEST_TRITON_ATTENTION"):
 
     import helpers.quick_interpreter
     import torch
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.platforms.interface import PlatformCapabilities
 
     from sgl_kvevict.attention import backend
@@ -47,7 +46,6 @@ if os.environ.get("TEST_TRITON_ATTENTION"):
     from sgl_kvevict.sglang_adapter.platform import KVEvictCpuPlatform
 
     KVEvictCpuPlatform.capabilities = PlatformCapabilities(graph_capture=True)
-    ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph  # SGLang replays no verification steps on a CPU
 
     def sharers(batch):
         return len(batch.paths) if len({path for path in batch.paths if path}) == 1 else 0
@@ -155,10 +153,12 @@ def test_triton_kernels_serve_compressed_prefixes(tiny_llama: Path, tmp_path: Pa
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the device here")
 def test_triton_kernels_verify_drafts(tiny_llama: Path, tmp_path: Path) -> None:
-    """The same tokens as without speculation: trees of four drafts over a compressed prefix, eagerly and by replays."""
+    """The same tokens as without speculation: trees of four drafts over a compressed prefix.
+
+    SGLang replays no verification steps on a CPU, so all are eager; test_graphs.py has the backend's part of a replay.
+    """
     want, _ = serve(tmp_path, tiny_llama, "auto", is_triton=False)
     ngram = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
     got, log = serve(tmp_path, tiny_llama, "auto", is_triton=True, **ngram)
     assert got == want
-    assert {"PLAN 3 extend", "FOLLOW 2 of 2", "REPLAY 2 of 2", "FOLLOW 1 of 2", "REPLAY 1 of 2"} <= set(log)
-    assert "PLAN 3 decode" not in log
+    assert "PLAN 3 extend" in log and "PLAN 3 decode" not in log

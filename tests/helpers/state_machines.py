@@ -20,7 +20,7 @@ from helpers.machines import (
     TailMachine,
     VotesMachine,
 )
-from helpers.states import StatesHarness
+from helpers.states import SnapshotsHarness, StatesHarness
 
 
 class States(CacheMachine):
@@ -90,6 +90,42 @@ class StateStockMachine(States, StockMachine):
     """Nothing is compressed."""
 
 
+class Snapshots(States):
+    """The tree gets snapshots (`extra_buffer`), which end where a grid does."""
+
+    make_harness: ClassVar = SnapshotsHarness
+
+
+class SnapshotsMachine(Snapshots, CacheMachine):
+    """A prompt is found where a snapshot is."""
+
+
+class FewSnapshotsMachine(Snapshots, CacheMachine):
+    """Snapshots are what is short."""
+
+    options: ClassVar[dict[str, Any]] = {"num_states": 28}
+
+
+class SnapshotPassesMachine(Snapshots, PassesMachine):
+    """Passes begin where a snapshot is."""
+
+
+class SnapshotPressureMachine(Snapshots, PressureMachine):
+    """Prefixes shrink under their readers."""
+
+
+class SnapshotExactMachine(Snapshots, ExactMachine):
+    """Some requests read nothing compressed, and keep their snapshots to themselves."""
+
+
+class SnapshotSessionMachine(Snapshots, SessionMachine):
+    """Sessions hold snapshots too."""
+
+
+class SnapshotStockMachine(Snapshots, StockMachine):
+    """Nothing is compressed."""
+
+
 STATE_MACHINES = (
     StatesMachine,
     FewStatesMachine,
@@ -103,4 +139,11 @@ STATE_MACHINES = (
     StateFrequencyMachine,
     StateSessionMachine,
     StateStockMachine,
+    SnapshotsMachine,
+    FewSnapshotsMachine,
+    SnapshotPassesMachine,
+    SnapshotPressureMachine,
+    SnapshotExactMachine,
+    SnapshotSessionMachine,
+    SnapshotStockMachine,
 )

@@ -37,9 +37,11 @@ class StatesHarness(Harness):
 
     Attributes:
         num_states: of the pool of states; a running request needs one, and one more where it is cached.
+        interval: see :class:`SnapshotsHarness`; 0: the tree gets copies of a request's state.
     """
 
     num_states: int = 24
+    interval: int = 0
 
     def _make_pools(self) -> dict[str, Any]:
         dtypes = Mamba2StateDType(conv=torch.float32, temporal=torch.float32)
@@ -52,8 +54,8 @@ class StatesHarness(Harness):
             enable_memory_saver=False,
             cache_params=Mamba2CacheParams(shape=SHAPE, dtype=dtypes, layers=[0, 2]),
             mamba_layer_ids=[0, 2],
-            enable_mamba_extra_buffer=False,
-            enable_overlap_schedule=False,
+            enable_mamba_extra_buffer=self.interval > 0,
+            enable_overlap_schedule=self.interval > 0,
         )
         return super()._make_pools() | {"req_to_token_pool": rows, "tree_components": (FULL, MAMBA)}
 
@@ -61,6 +63,10 @@ class StatesHarness(Harness):
     def _states(self) -> torch.Tensor:
         """[num_states + 1]; one number of each state."""
         return self.rows.mamba_pool.mamba_cache.temporal[0, :, 0, 0, 0]
+
+    def _snapshots_of(self, req: Req) -> list[int]:
+        """Further states that a request holds."""
+        return []
 
     def evict_states(self, count: int) -> int:
         """Take states away; return how many came back, checked against the allocator."""
@@ -115,6 +121,38 @@ class StatesHarness(Harness):
                 sizes[data.lock_ref > 0] += 1
         for req in self.live:
             if req.kv.holds_mamba:
-                held[int(req.kv.mamba_pool_idx)] += 1
+                held.update([int(req.kv.mamba_pool_idx), *self._snapshots_of(req)])
         assert held == Counter(range(1, self.num_states + 1))
         assert (self.tree.mamba_protected_size(), self.tree.mamba_evictable_size()) == (sizes[True], sizes[False])
+
+
+@dataclass
+class SnapshotsHarness(StatesHarness):
+    """States are snapshots (`extra_buffer`): a request has two beside its own, and the tree gets the newer one.
+
+    Attributes:
+        interval: tokens between snapshots, from the beginning of a prefill, or of the text when it decodes.
+    """
+
+    num_states: int = 40
+    interval: int = 4
+
+    def _make_pools(self) -> dict[str, Any]:
+        return super()._make_pools() | {"enable_mamba_extra_buffer": True}
+
+    def _snapshots_of(self, req: Req) -> list[int]:
+        buffer = req.kv.mamba_ping_pong_track_buffer
+        return [] if buffer is None else buffer.tolist()
+
+    def _forward(self, req: Req, seq_len: int) -> None:
+        """Take a snapshot where SGLang's scheduler lets its kernels take one."""
+        super()._forward(req, seq_len)
+        start = self._begin if seq_len - self._begin > 1 else 0
+        at = start + (seq_len - start) // self.interval * self.interval
+        if at <= self._begin:
+            return
+        kv = req.kv
+        self._states[kv.mamba_ping_pong_track_buffer[kv.mamba_next_track_idx]] = self._codes(req, at)[-1]
+        kv.mamba_last_track_idx = kv.mamba_next_track_idx
+        kv.mamba_next_track_idx = self.rows.get_mamba_ping_pong_other_idx(kv.mamba_next_track_idx)
+        kv.mamba_prev_track_seqlen, kv.mamba_last_track_seqlen = kv.mamba_last_track_seqlen, at

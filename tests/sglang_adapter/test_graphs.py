@@ -135,7 +135,7 @@ def test_a_replay_of_drafts_follows_their_trees():
     backend, pool = KVEvictAttentionBackend.__new__(KVEvictAttentionBackend), MagicMock()
     pool.req_to_token = torch.zeros(4, 40, dtype=torch.int32)
     backend.attention, backend.arena, backend.req_to_token_pool = MagicMock(), SimpleNamespace(k=torch.zeros(1)), pool
-    backend.tree, backend._window_layers, backend._on_gpu = None, None, True
+    backend.tree, backend._window_layers, backend._on_gpu, backend.slot_positions = None, None, True, None
     backend.init_cuda_graph_state(3, 12)
     chain = torch.ones(4, 4, dtype=torch.bool).tril()
     star = torch.eye(4, dtype=torch.bool) | (torch.arange(4) == 0)

@@ -69,6 +69,21 @@ def test_passes_read_the_text_before_an_image_and_nothing_else():
     assert cache_state(harness.tree)["warm_outcomes"][ticket_digest(TICKET)] == "has-images"
 
 
+def test_learned_scores_compress_what_passes_cannot_read():
+    """With `wait_for_passes`, the default: once it was found, and the text before it was read."""
+    config = KVEvictConfig(budget=0.3, tail_tokens=4, sink_tokens=2, min_prefix_tokens=6, scoring_pass_tokens=20)
+    policy = PseudoRandomPolicy(readers=Readers.REPETITION)
+    harness = Harness(num_slots=600, config=config, policy=policy, has_learned=True)
+    scheduler, prompt = MiniScheduler(harness), TEXT + IMAGE + TEXT[::-1]
+    for image in (OTHER, IMAGE, IMAGE):
+        harness.finish(harness.run(TEXT + image + TEXT[::-1] + [5]))
+    assert ends(harness) == [] and scheduler.run_all() > 0 and ends(harness) == [len(TEXT) - 4]
+    harness.finish(harness.run([*prompt, 5]))
+    assert scheduler.run_all() == 0 and max(ends(harness)) >= len(prompt) - 4
+    harness.finish(harness.run([*TEXT, *OTHER, 9], options={"warm": True, "ticket": TICKET}))
+    assert cache_state(harness.tree)["warm_outcomes"][ticket_digest(TICKET)] == "compressed"
+
+
 def test_another_image_finds_nothing_of_this_one():
     harness, _ = cache()
     harness.finish(harness.run(TEXT + IMAGE + TEXT))
@@ -169,6 +184,13 @@ def test_positions_are_kept_beside_the_keys():
     assert backend.slot_positions[:, [8, 2]].tolist() == batch.mrope_positions.tolist()
     assert backend.slot_positions.count_nonzero() == 6
     KVEvictAttentionBackend._note_positions(SimpleNamespace(slot_positions=None), batch)
+
+
+def test_no_tail_is_stored_whose_positions_would_be_missing():
+    compressor = cache()[0].tree.compressor
+    assert compressor.stored_tail == 4
+    compressor.slot_positions = torch.zeros(3, 601, dtype=torch.int32)
+    assert compressor.stored_tail == 0
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------

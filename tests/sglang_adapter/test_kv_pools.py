@@ -52,14 +52,12 @@ def test_layers_of_one_pool_are_in_their_order():
     assert full_layers_of(pool) == {2: 0, 3: 1, 4: 2}
 
 
-def context(
-    *, windows: bool = False, states: bool = False, extra_buffer: bool = False, full_tokens: int = 100, algorithm=None
-):
+def context(*, windows: bool = False, states: bool = False, lazy: bool = False, full_tokens: int = 100, algorithm=None):
     return SimpleNamespace(
         is_hybrid_swa=windows,
         is_hybrid_ssm=states,
         full_tokens_per_layer=full_tokens,
-        params=SimpleNamespace(enable_mamba_extra_buffer=extra_buffer),
+        params=SimpleNamespace(enable_mamba_extra_buffer_lazy=lazy),
         server_args=SimpleNamespace(speculative_algorithm=algorithm),
     )
 
@@ -79,8 +77,8 @@ def test_what_two_pools_rule_out_is_named():
 
 def test_what_recurrent_layers_rule_out_is_named():
     assert place_reasons(KVEvictConfig(), None, context(states=True)) == []
-    (reason,) = place_reasons(KVEvictConfig(), None, context(states=True, extra_buffer=True))
-    assert reason.startswith("--mamba-radix-cache-strategy is 'extra_buffer', only 'no_buffer' is supported")
+    (reason,) = place_reasons(KVEvictConfig(), None, context(states=True, lazy=True))
+    assert reason.startswith("--mamba-radix-cache-strategy is 'extra_buffer_lazy', allowed are 'no_buffer' and")
     (reason,) = place_reasons(KVEvictConfig(policy="h2o", decode_block=64), None, context(states=True))
     assert reason.startswith("decode_block: a recurrent state")
     (reason,) = place_reasons(KVEvictConfig(), None, context(states=True, algorithm="NGRAM"))

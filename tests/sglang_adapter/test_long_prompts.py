@@ -12,6 +12,7 @@ from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.long_machine import CONFIG
 from sgl_kvevict.policies.signals import Readers, Signal
 from sgl_kvevict.sglang_adapter.long_prompts import admission_of, after_chunked_prefill, around_request_level
+from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
 from sgl_kvevict.sglang_adapter.tree import PREFILLED_COMPRESSED
 
 POOL, CHUNK = 160, 20
@@ -64,6 +65,18 @@ def test_four_times_the_pool_is_served_and_found_again(has_learned):
     assert scheduler.found[again] >= compressed
     scheduler.harness.finish(again)
     assert not scheduler.aborted and scheduler.tree_cache.protected_size() == 0
+
+
+def test_gauges_say_how_much_of_a_long_prompt_is_computed():
+    scheduler = serve()
+    req = submit(scheduler, text(2 * POOL))
+    seen = []
+    while not req.output_ids:
+        scheduler.round()
+        gauges = read_gauges(scheduler.tree_cache)
+        seen.append((gauges.long_prompt_computed, gauges.long_prompt_tokens))
+    assert seen == [(computed, 2 * POOL) for computed in range(CHUNK, 2 * POOL, CHUNK)] + [(0, 0)]
+    scheduler.harness.finish(req)
 
 
 @pytest.mark.parametrize("length", [POOL, 2 * POOL])

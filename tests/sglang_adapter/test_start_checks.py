@@ -128,7 +128,7 @@ def test_algorithms_that_speculate():
     for algorithm, breaks in (
         ("EAGLE3", "keys are pairs of tokens"),
         ("NEXTN", "keys are pairs of tokens"),
-        ("DFLASH", "not tested"),
+        ("DFLASH", "its drafts read KV of compressed tokens"),
     ):
         (reason,) = speculation(speculative_algorithm=algorithm)
         assert (

@@ -64,7 +64,8 @@ def write_page(page: Page, rows: Sequence[Row], folder: Path) -> Path:
 def markdown(page: Page, rows: Sequence[Row]) -> str:
     """The page as text."""
     parts = [f"# {page.name}", page.summary]
-    parts += [f"## {table.title}\n\n{table_markdown(page, table, rows)}" for table in page.tables]
+    measured = [table for table in page.tables if any(table.metric in row.metrics for row in rows)]
+    parts += [f"## {table.title}\n\n{table_markdown(page, table, rows)}" for table in measured]
     parts += [f"![{page.tables[0].title}]({page.name}.png)", "## Origin", _origin_markdown(page, rows)]
     return "\n\n".join(parts) + "\n"
 

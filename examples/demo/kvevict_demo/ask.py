@@ -1,4 +1,4 @@
-"""Questions about one cached prefix, all at once, each answer as it is generated."""
+"""Questions about cached prefixes, each answer as it is generated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .questions import Question, system_prompt
@@ -21,12 +21,12 @@ class Streamed:
     Attributes:
         question: what was asked.
         text: the words generated so far, without the question's lead.
-        cached_tokens: prompt tokens found in the cache.
+        meta: what the server tells beside the text: tokens of the prompt, found in the cache, compressed meanwhile.
     """
 
     question: Question
     text: str = ""
-    cached_tokens: int = 0
+    meta: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_right(self) -> bool:
@@ -56,21 +56,26 @@ def ask_all(url: str, questions: Sequence[Question], on_word: Callable[[Sequence
         OSError: the server is gone, or refused a request.
     """
     answers = [Streamed(question) for question in questions]
-
-    def run(answer: Streamed) -> None:
-        body = {
-            "text": prefix_text() + question_text(answer.question),
-            "sampling_params": {"max_new_tokens": ANSWER_TOKENS, "temperature": 0},
-            "stream": True,
-        }
-        for chunk in _stream(f"{url}/generate", body):
-            answer.text = " ".join(chunk["text"].split())
-            answer.cached_tokens = int(chunk["meta_info"]["cached_tokens"])
-            on_word(answers)
-
     with ThreadPoolExecutor(len(answers)) as pool:
-        list(pool.map(run, answers))
+        list(pool.map(lambda answer: ask(url, prefix_text(), answer, lambda: on_word(answers)), answers))
     return answers
+
+
+def ask(url: str, prefix: str, answer: Streamed, on_word: Callable[[], None] = lambda: None) -> None:
+    """Ask one question behind a prefix; ``answer`` grows with every word.
+
+    Raises:
+        OSError: the server is gone, or refused the request.
+    """
+    body = {
+        "text": prefix + question_text(answer.question),
+        "sampling_params": {"max_new_tokens": ANSWER_TOKENS, "temperature": 0},
+        "stream": True,
+    }
+    for chunk in _stream(f"{url}/generate", body):
+        answer.text = " ".join(chunk["text"].split())
+        answer.meta = chunk["meta_info"]
+        on_word()
 
 
 def _stream(url: str, body: dict[str, Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sgl_kvevict.events.totals import Gauges, Pool
+from sgl_kvevict.sglang_adapter.long_prompts import admission_of
 
 if TYPE_CHECKING:
     from sgl_kvevict.sglang_adapter.tree import KVEvictTree
@@ -14,6 +15,8 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
     """Return the current sizes; walks the spans on the host, without reading the device."""
     allocator, manager = tree.slot_allocator, tree.manager
     host = None if manager.host is None else manager.host.segments
+    admission = admission_of(tree.token_to_kv_pool_allocator)
+    long = None if admission is None else admission.prefilling
     free, held = allocator.available_size(), tree.held_slots()
     owned = [span.segment for span in tree.spans.values() if span.is_owner]
     readers = [tree.num_readers(node) for node in tree.spans]
@@ -40,4 +43,6 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
         host_bytes=0 if host is None else host.num_blocks * host.block_bytes,
         host_used_bytes=0 if host is None else host.used_bytes,
         host_segments=0 if host is None else len(host),
+        long_prompt_tokens=0 if long is None else len(long.full_untruncated_fill_ids),
+        long_prompt_computed=0 if long is None else long.prefix_len,
     )
