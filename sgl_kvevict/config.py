@@ -203,7 +203,7 @@ class KVEvictConfig(BaseModel):
     )
     attention: Literal["auto", "flashinfer", "numba", "triton", "torch"] = Field(
         default="auto",
-        description="what computes attention; auto: numba on a CPU (torch where it cannot run), triton on a GPU "
+        description="implementation of attention; auto: numba on a CPU (torch where it cannot run), triton on a GPU "
         "(docs/gpu.md)",
         json_schema_extra={"allowed": "'auto', 'numba' or 'torch' (CPU), 'triton' or 'flashinfer' (GPU)"},
     )

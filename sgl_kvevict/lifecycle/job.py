@@ -53,7 +53,7 @@ class Stage(Enum):
 
 
 class JobEvent(Enum):
-    """What happens to a job."""
+    """Events of a job."""
 
     TURN = auto()
     """It may start its next pass, or learn its next layer."""
@@ -86,7 +86,7 @@ class Fact(Enum):
 
 
 class Action(Enum):
-    """What to do with a job that continues."""
+    """Next step of a job that continues."""
 
     BEGIN = auto()
     """Allocate its observation, lay out its probes, and start the first pass."""

@@ -1,4 +1,4 @@
-"""What all parts of the life cycle share."""
+"""Objects that all parts of the life cycle share."""
 
 from __future__ import annotations
 

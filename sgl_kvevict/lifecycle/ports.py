@@ -1,4 +1,4 @@
-"""What the life cycle calls: the tree that holds the nodes, and the scheduler that runs passes."""
+"""Protocols that the life cycle calls: the tree that holds the nodes, and the scheduler that runs passes."""
 
 from __future__ import annotations
 

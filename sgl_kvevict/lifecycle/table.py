@@ -138,7 +138,7 @@ def state_of(span: Span | None, config: KVEvictConfig | None) -> State:
 
 @dataclass(frozen=True)
 class DropResult:
-    """What a node held when it left the tree.
+    """Contents of a node that left the tree.
 
     Attributes:
         slots: [num_slots], int64, token slots to release; None: the node's ordinary ones.

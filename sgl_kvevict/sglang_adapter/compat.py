@@ -246,7 +246,7 @@ OVERRIDING = (
 )
 """Our classes that override methods of SGLang's."""
 SIGNATURES = Path(__file__).with_name("signatures.json")
-"""What :func:`signatures` gave with the supported version (``python tools/write_signatures.py``)."""
+"""Results of :func:`signatures` with the supported version (``python tools/write_signatures.py``)."""
 
 
 def signatures() -> dict[str, str]:
@@ -283,7 +283,7 @@ def _signature(target: str) -> str:
 
 @cache
 def _misfits() -> tuple[str, ...]:
-    """What of the installed SGLang is not as in the supported version, a sentence each."""
+    """Differences between the installed SGLang and the supported version, a sentence each."""
     known = json.loads(SIGNATURES.read_text(encoding="utf-8"))
     now = signatures()
     return tuple(

@@ -160,7 +160,7 @@ class ReadAhead:
 
 
 class Listed(Protocol):
-    """What is known of a segment before it is read; see :class:`ManifestEntry`."""
+    """A segment before it is read; see :class:`ManifestEntry`."""
 
     @property
     def key(self) -> str:

@@ -47,7 +47,7 @@ _ROW_DTYPES = {"torch.float32", "torch.float16", "torch.bfloat16", "torch.float8
 
 @dataclass(frozen=True, eq=False)
 class SegmentRecord:
-    """What a store keeps of a segment. All tensors are on the CPU.
+    """A segment as a store keeps it. All tensors are on the CPU.
 
     Attributes:
         key: its name, see :meth:`sgl_kvevict.store.identity.Namespace.segment`.
