@@ -303,7 +303,7 @@ class KVEvictConfig(BaseModel):
         elif self.budget_includes_tail:
             slots = self._slots_up_to(start + num_tokens) - self._slots_up_to(start)
         else:
-            slots = self._share_of(num_tokens)
+            slots = self._share_of(num_tokens, self.budget)
         return min(max(slots, 1), num_tokens)
 
     @cached_property
@@ -316,17 +316,18 @@ class KVEvictConfig(BaseModel):
         least = () if self.min_budget is None or self.min_budget >= budget else (self.min_budget,)
         return (*light, budget, *least)
 
-    def slots_at(self, share: float, num_tokens: int) -> int:
-        """Token slots that a compressed range of ``num_tokens`` tokens takes at a share, at least 1."""
-        return max(self._share_of(num_tokens, share), 1)
+    def slots_at(self, share: float, num_tokens: int, start: int) -> int:
+        """Token slots that the compressed tokens ``[start, start + num_tokens)`` take at a share; sinks stay."""
+        num_sinks = min(max(self.sink_tokens - start, 0), num_tokens)
+        return max(self._share_of(num_tokens, share), num_sinks, 1)
 
-    def _share_of(self, num_tokens: int, share: float | None = None) -> int:
-        exact = _as_written(self.budget if share is None else share)
+    def _share_of(self, num_tokens: int, share: float) -> int:
+        exact = _as_written(share)
         return -(-exact.numerator * num_tokens // exact.denominator)
 
     def _slots_up_to(self, end: int) -> int:
         """Slots of all compressed tokens before ``end``, where a tail counted in the budget begins."""
-        return max(self._share_of(end + self.tail_tokens) - self.tail_tokens, 0) if end else 0
+        return max(self._share_of(end + self.tail_tokens, self.budget) - self.tail_tokens, 0) if end else 0
 
 
 def parse_config(values: Mapping[str, Any], source: str) -> KVEvictConfig:

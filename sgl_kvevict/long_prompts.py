@@ -50,7 +50,9 @@ class LongPrompts:
         rest = num_tokens - self._whole
         if rest <= 0:
             return num_tokens
-        return self._whole + self.config.slots_at(self.config.shares[-1], rest) + rest // self.config.min_prefix_tokens
+        return (
+            self._whole + self.config.slots_at(self.config.shares[-1], rest, 0) + rest // self.config.min_prefix_tokens
+        )
 
     def longest(self, num_new: int = 1) -> int:
         """Tokens of the longest prompt that can be answered with ``num_new`` tokens."""

@@ -20,7 +20,7 @@ def held(long: LongPrompts, num_tokens: int, rng: random.Random) -> int:
     while done < num_tokens:
         chunk = min(rng.randint(1, long.chunk), num_tokens - done)
         if rest >= config.min_prefix_tokens:
-            segments, rest = segments + config.slots_at(config.shares[-1], rest), 0
+            segments, rest = segments + config.slots_at(config.shares[-1], rest, 0), 0
         most = max(most, segments + rest + chunk)
         rest, done = rest + chunk, done + chunk
     return most

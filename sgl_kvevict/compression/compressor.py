@@ -184,7 +184,7 @@ class Compressor:
         begin = time.perf_counter()
         num_tokens = token_slots.numel()
         config = self.config
-        num_slots = config.num_slots(num_tokens, start) if share is None else config.slots_at(share, num_tokens)
+        num_slots = config.num_slots(num_tokens, start) if share is None else config.slots_at(share, num_tokens, start)
         geometry = self.packer.geometry
         show = self._show(observation, start, token_slots)
         learner = self.learner if num_slots < num_tokens and not isinstance(observation, ReaderObservation) else None

@@ -236,8 +236,8 @@ class Pressure(Part):
         config = self._config
         if not config.shares:
             return config.num_slots(num_tokens, start)
-        keeps_all = config.slots_at(config.shares[0], num_tokens) == num_tokens  # then no entry has a worth
-        return num_tokens if keeps_all else config.slots_at(config.shares[-1], num_tokens)
+        keeps_all = config.slots_at(config.shares[0], num_tokens, start) == num_tokens  # then no entry has a worth
+        return num_tokens if keeps_all else config.slots_at(config.shares[-1], num_tokens, start)
 
     # ---- shrinking --------------------------------------------------------------------------------------------
 
@@ -284,7 +284,7 @@ class Pressure(Part):
         return step.is_below_budget, *self.order.priority(node, loss)
 
     def _slots_at(self, segment: Segment, share: float) -> int:
-        return self._config.slots_at(share, segment.end - segment.start)
+        return self._config.slots_at(share, segment.end - segment.start, segment.start)
 
     def _squeeze(self, owner: Node, wanted: int) -> int:
         """Squeeze a segment to its next share. 0: not now, or never again if the node left ``shrinking``."""

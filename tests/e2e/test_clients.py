@@ -104,7 +104,7 @@ def test_beam_search_is_refused(server):
     sampling = {"temperature": 0, "max_new_tokens": 4, "beam_width": 2}
     with pytest.raises(urllib.error.HTTPError) as error:
         server.post("/generate", {"input_ids": document(60), "sampling_params": sampling})
-    assert error.value.code == 400 and b"Beam search" in error.value.read()
+    assert error.value.code == 400 and b"beam search" in error.value.read()
 
 
 def test_an_empty_prompt_is_refused_beside_others(server):

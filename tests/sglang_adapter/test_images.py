@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
+from sglang.srt.layers.rotary_embedding import MRotaryEmbedding, base
 from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE
 from sglang.srt.models.gemma3_mm import Gemma3ForConditionalGeneration
 from sglang.srt.models.gemma4_mm import Gemma4ForConditionalGeneration
@@ -129,7 +129,9 @@ def test_questions_about_images_are_refused():
 
 
 def embedding(is_neox: bool, sections: list[int], **kind: bool) -> MRotaryEmbedding:
-    return MRotaryEmbedding(16, 12, 512, 100, is_neox, torch.float32, sections, **kind)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "_is_cpu", True)  # else, where no server was started, SGLang looks for a GPU's kernel
+        return MRotaryEmbedding(16, 12, 512, 100, is_neox, torch.float32, sections, **kind)
 
 
 KINDS = [

@@ -101,7 +101,9 @@ def test_the_first_chunks_stay_whole_until_room_is_needed():
     assert len(scheduler.tree_cache.spans) == 0
     scheduler.round()
     segments = [span.segment for span in scheduler.tree_cache.spans.values()]
-    assert segments and all(each.num_slots == CONFIG.slots_at(0.5, each.end - each.start) for each in segments)
+    assert segments and all(
+        each.num_slots == CONFIG.slots_at(0.5, each.end - each.start, each.start) for each in segments
+    )
 
 
 def test_its_chunks_become_one_segment_that_gives_up_no_more_than_the_next_chunk_needs():

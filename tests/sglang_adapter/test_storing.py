@@ -90,7 +90,7 @@ def test_what_shrinks_by_steps_is_stored_at_the_budget_only(tmp_path):
         if share == 0.6:
             assert manager.ranges.compress_now(last, Pending(50, observation, share)).num_slots == 20
         else:
-            manager.pressure._squeeze_to(last, config.slots_at(share, 50))
+            manager.pressure._squeeze_to(last, config.slots_at(share, 50, 0))
         server.harness.check()
         assert server.writer.drain(300)
         server.saving.between_steps()

@@ -80,7 +80,7 @@ def prepare_in_two_stages(
     other = [*reversed(context_ids)] * (pool_slots // len(context_ids) + 1)
     generate(server, other[: pool_slots - len(context_ids) + config.tail_tokens], 1)
     num_tokens = len(context_ids) - config.tail_tokens
-    light, small = config.slots_at(config.light_budget, num_tokens), config.num_slots(num_tokens, 0)
+    light, small = config.slots_at(config.light_budget, num_tokens, 0), config.num_slots(num_tokens, 0)
     state = plugin_state(server)
     if state is None or (state["span_tokens"], state["span_slots"]) != (num_tokens, light):
         raise RuntimeError(f"{num_tokens} tokens were to shrink to {light} slots, got {state}")
@@ -88,7 +88,7 @@ def prepare_in_two_stages(
     wait_until_scored(server)
     state = plugin_state(server)
     others = 0 if state is None else int(state["span_tokens"]) - num_tokens
-    others_slots = config.slots_at(config.light_budget, others) if others else 0
+    others_slots = config.slots_at(config.light_budget, others, 0) if others else 0
     if state is None or state["span_slots"] != small + others_slots:
         raise RuntimeError(f"{num_tokens} tokens were to shrink to {small} slots beside {others_slots}, got {state}")
     return Prepared(len(context_ids), small + config.tail_tokens, time.perf_counter() - begin)

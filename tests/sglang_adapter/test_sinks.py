@@ -1,0 +1,34 @@
+"""The first tokens of a path stay in every KV head, however short the segment that holds them has become."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.harness import Harness, publish_server_args
+from sgl_kvevict.config import KVEvictConfig
+
+CONFIG = KVEvictConfig(budget=0.3, light_budget=0.5, min_budget=0.1, tail_tokens=4, sink_tokens=4, min_prefix_tokens=6)
+DOCUMENT = [(3 * i + 3) % 11 for i in range(60)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_args(tmp_path_factory):
+    publish_server_args(tmp_path_factory.mktemp("tiny-llama"))
+
+
+def test_the_rest_of_a_document_keeps_the_sinks_that_another_prompt_reads():
+    """What is left of a dropped document may be the few tokens with which every prompt's template begins."""
+    harness = Harness(config=CONFIG, host_blocks=60)
+    document = harness.request(DOCUMENT)
+    assert harness.admit(document) and harness.prefill(document)
+    harness.finish(document)
+    reader = harness.request([*DOCUMENT[:4], 1, 2, 1])
+    assert harness.admit(reader) and reader.prefix_len == 4 and harness.prefill(reader)
+    while harness.evict(1):
+        pass
+    while harness.tree.manager.pressure.relieve(None):
+        pass
+    (rest,) = (span for span in harness.tree.spans.values() if span.end == 4)
+    assert rest.segment.num_slots == 4
+    harness.decode(reader)  # the harness checks all entries that it reads, and that sinks are among them
+    harness.finish(reader)
