@@ -287,10 +287,10 @@ class KVEvictConfig(BaseModel):
         """Token slots of a compressed range of ``num_tokens`` tokens that begins at logical position ``start``.
 
         A share gives ``ceil(budget * num_tokens)``, computed from the decimal as written (0.07 of 100 tokens is 7
-        slots, not 8); entries per head give ``min(budget, num_tokens)``. A range with tokens has at least one slot.
-        Where the budget includes the tail, a share counts for the whole prompt: earlier compressed ranges, this range
-        and the tail together hold ``ceil(budget * prompt)`` slots; entries per head exclude the tail's. Only then
-        ``start`` matters.
+        slots, not 8), or the sinks if they are more; entries per head give ``min(budget, num_tokens)``. A range with
+        tokens has at least one slot. Where the budget includes the tail, a share counts for the whole prompt: earlier
+        compressed ranges, this range and the tail together hold ``ceil(budget * prompt)`` slots; entries per head
+        exclude the tail's.
 
         Raises:
             ValueError: a number is negative.
@@ -303,7 +303,7 @@ class KVEvictConfig(BaseModel):
         elif self.budget_includes_tail:
             slots = self._slots_up_to(start + num_tokens) - self._slots_up_to(start)
         else:
-            slots = self._share_of(num_tokens, self.budget)
+            slots = self.slots_at(self.budget, num_tokens, start)
         return min(max(slots, 1), num_tokens)
 
     @cached_property

@@ -244,7 +244,13 @@ def test_every_field_says_what_it_means_and_allows() -> None:
     ],
 )
 def test_num_slots(budget: float | int, num_tokens: int, num_slots: int) -> None:
-    assert KVEvictConfig(budget=budget).num_slots(num_tokens) == num_slots
+    assert KVEvictConfig(budget=budget, sink_tokens=0).num_slots(num_tokens) == num_slots
+
+
+def test_sinks_are_never_given_up() -> None:
+    config = KVEvictConfig(budget=0.2, sink_tokens=4)
+    assert [config.num_slots(5, start) for start in (0, 1, 3, 4)] == [4, 3, 1, 1]
+    assert config.num_slots(3) == 3 and config.slots_at(0.1, 3, 2) == 2 and config.slots_at(0.5, 100, 0) == 50
 
 
 @given(
@@ -254,7 +260,7 @@ def test_num_slots(budget: float | int, num_tokens: int, num_slots: int) -> None
 def test_a_share_is_exact_decimal_arithmetic(percent_of_percent: int, num_tokens: int) -> None:
     budget = percent_of_percent / 10_000
     exact = Decimal(percent_of_percent) * num_tokens / 10_000
-    assert KVEvictConfig(budget=budget).num_slots(num_tokens) == exact.to_integral_value(ROUND_CEILING)
+    assert KVEvictConfig(budget=budget, sink_tokens=0).num_slots(num_tokens) == exact.to_integral_value(ROUND_CEILING)
 
 
 def test_a_negative_length_is_refused() -> None:
