@@ -26,7 +26,7 @@ def visible(picture: str, at: float | None = None) -> tuple[set[str], list[str]]
             is_there = [value for begin, value in steps if float(begin) <= moment][-1] == "1"
         for text in group.iter(f"{SVG}text"):
             if is_there:
-                shown.setdefault(int(text.attrib["y"]), []).append(text.text or "")
+                shown.setdefault(int(text.attrib["y"]), []).append((text.text or "").replace("\N{NO-BREAK SPACE}", " "))
     _, title = min(shown.items())
     return set(title), [" ".join(texts) for _, texts in sorted(shown.items())[1:]]
 
@@ -50,6 +50,12 @@ def test_a_program_is_filmed_as_its_terminal_showed_it() -> None:
     assert any("it works on <this> & that" in line for lines in moments for line in lines)
     end = ({"$ make that", f"{int(recorded.seconds)} s"}, ["done , after a while"])  # the status is gone
     assert visible(picture) == visible(picture, recorded.seconds + HOLD_S / 2) == end
+
+
+def test_columns_of_a_table_stay_where_they_are() -> None:
+    picture = draw_film(Film([(0.0, ["left      right"])], seconds=1.0), "x")
+    (text,) = [text for text in ElementTree.fromstring(picture).iter(f"{SVG}text") if "left" in (text.text or "")]
+    assert text.text == "left" + 6 * "\N{NO-BREAK SPACE}" + "right"  # ordinary spaces would be joined
 
 
 def test_lines_come_and_go_at_their_seconds() -> None:

@@ -23,6 +23,8 @@ FRAME_S = 0.5
 HOLD_S = 10.0
 """Seconds for which the last picture stays."""
 _CELL_W, _CELL_H, _MARGIN = 8.4, 18, 14
+_SPACE = "\N{NO-BREAK SPACE}"
+"""Viewers of pictures join several ordinary spaces."""
 _CONTROL = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|\r|\n|\x1b.?")
 _GREEN = (2, "#3fb950")
 """The only colour that the demo prints: its number in the terminal, and in the picture."""
@@ -145,7 +147,7 @@ def draw_film(recorded: Film, command: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="{fonts}" font-size="14"'
     )
     ground = f'<rect width="{width}" height="{height}" rx="8" fill="#0d1117"/>'
-    return "\n".join([f'{head} xml:space="preserve" fill="#d5dde5">', ground, *filter(None, drawn), "</svg>\n"])
+    return "\n".join([f'{head} fill="#d5dde5">', ground, *filter(None, drawn), "</svg>\n"])
 
 
 def _line(row: int, column: int, line: str, begin: float, end: float, total: float) -> str:
@@ -159,7 +161,7 @@ def _line(row: int, column: int, line: str, begin: float, end: float, total: flo
             looks = f' fill="{_GREEN[1]}"' * is_green
             looks += ' font-weight="bold"' * bool(style and style.bold) + ' opacity=".6"' * bool(style and style.dim)
             lead = len(text) - len(text.lstrip())
-            shown, length = text.strip(), len(text.strip()) * _CELL_W
+            shown, length = text.strip().replace(" ", _SPACE), len(text.strip()) * _CELL_W
             x = _MARGIN + (at + lead) * _CELL_W
             parts.append(f'<text x="{x:.1f}" y="{y}" textLength="{length:.1f}"{looks}>{escape(shown)}</text>')
         at += len(text)
