@@ -10,12 +10,11 @@ shared prompt compressed and the history behind it, so a step pays for its own n
 
 from __future__ import annotations
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from openai import OpenAI
-from station import DEFAULT_URL, HANDBOOK, TASK, cache_line, settled_cache
+from station import HANDBOOK, TASK, cache_line, server_url, settled_cache
 
 from sgl_kvevict.client import warm
 
@@ -43,7 +42,7 @@ def run_agent(client: OpenAI, name: str) -> list[str]:
     return lines
 
 
-def main(url: str = DEFAULT_URL) -> None:
+def main(url: str) -> None:
     """Compress the system prompt, then run all agents side by side."""
     done = warm(url, messages=[SYSTEM])
     print(f"system prompt: {done.tokens:,} tokens, {done.outcome}")
@@ -55,4 +54,4 @@ def main(url: str = DEFAULT_URL) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(server_url())

@@ -9,12 +9,11 @@ message as compressed prefix, later turns behind it. The client is the plain `op
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
 from openai import OpenAI
-from station import DEFAULT_URL, HANDBOOK, TASK, cache_line, settled_cache
+from station import HANDBOOK, TASK, cache_line, server_url, settled_cache
 
 TURNS = (
     "What is the name of the supply boat?",
@@ -41,7 +40,7 @@ def stream_turn(client: OpenAI, messages: list[Any]) -> str:
     return text
 
 
-def main(url: str = DEFAULT_URL) -> None:
+def main(url: str) -> None:
     """Hold one conversation."""
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
     messages: list[Any] = [{"role": "system", "content": TASK + HANDBOOK}]
@@ -53,4 +52,4 @@ def main(url: str = DEFAULT_URL) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(server_url())

@@ -9,11 +9,10 @@ also scored and compressed, here while the first questions are answered. The sec
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import sglang as sgl
-from station import DEFAULT_URL, HANDBOOK, TASK, cache_line, settled_cache
+from station import HANDBOOK, TASK, cache_line, server_url, settled_cache
 
 # A question, and the words that the answer begins with: they show a very small model what kind of answer is wanted.
 QUESTIONS = (
@@ -41,7 +40,7 @@ def ask_all(s: Any) -> list[tuple[str, int]]:
         branches.join()  # ends the threads of the branches
 
 
-def main(url: str = DEFAULT_URL) -> None:
+def main(url: str) -> None:
     """Ask everything twice: while the prefix is being compressed, and once it is."""
     sgl.set_default_backend(sgl.RuntimeEndpoint(url, chat_template_name="chatml"))
     for title in ("Just cached", "Compressed"):
@@ -52,4 +51,4 @@ def main(url: str = DEFAULT_URL) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(server_url())

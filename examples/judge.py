@@ -9,11 +9,10 @@ takes the likeliest, so every verdict costs one short prefill per candidate behi
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import sglang as sgl
-from station import DEFAULT_URL, HANDBOOK, TASK, cache_line, settled_cache
+from station import HANDBOOK, TASK, cache_line, server_url, settled_cache
 
 # A claim to complete, and what three systems said.
 CASES = (
@@ -40,7 +39,7 @@ def judge(s: Any) -> list[tuple[str, list[float]]]:
         branches.join()
 
 
-def main(url: str = DEFAULT_URL) -> None:
+def main(url: str) -> None:
     """Print each verdict with the candidates' log-probabilities."""
     sgl.set_default_backend(sgl.RuntimeEndpoint(url, chat_template_name="chatml"))
     for (claim, candidates), (verdict, logprobs) in zip(CASES, judge.run().ret_value, strict=True):
@@ -50,4 +49,4 @@ def main(url: str = DEFAULT_URL) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(server_url())

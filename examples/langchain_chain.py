@@ -9,11 +9,9 @@ cache. (`pip install langchain-openai`, where `make setup` was not used.)
 
 from __future__ import annotations
 
-import sys
-
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_openai import ChatOpenAI
-from station import DEFAULT_URL, HANDBOOK, TASK, cache_line, settled_cache
+from station import HANDBOOK, TASK, cache_line, server_url, settled_cache
 
 PROMPT = ChatPromptTemplate.from_messages([("system", "{task}{handbook}"), ("user", "{question}")])
 QUESTIONS = (
@@ -24,7 +22,7 @@ QUESTIONS = (
 )
 
 
-def main(url: str = DEFAULT_URL) -> None:
+def main(url: str) -> None:
     """Ask one question, which caches the handbook, then all of them at once."""
     model = ChatOpenAI(base_url=f"{url}/v1", api_key="none", model="default", max_tokens=24, temperature=0)
     chain = PROMPT.partial(task=TASK, handbook=HANDBOOK) | model
@@ -37,4 +35,4 @@ def main(url: str = DEFAULT_URL) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(server_url())

@@ -10,11 +10,10 @@ then pays for its own few tokens only. Retrieval itself is a count of shared wor
 from __future__ import annotations
 
 import re
-import sys
 import time
 
 from openai import OpenAI
-from station import DEFAULT_URL, HANDBOOK, TASK, cache_line, settled_cache
+from station import HANDBOOK, TASK, cache_line, server_url, settled_cache
 
 from sgl_kvevict.client import warm
 
@@ -40,7 +39,7 @@ def prefix(document: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": TASK + document}]
 
 
-def main(url: str = DEFAULT_URL) -> None:
+def main(url: str) -> None:
     """Warm all documents, then ask about them."""
     for number, document in enumerate(DOCUMENTS):
         done = warm(url, messages=prefix(document))
@@ -56,4 +55,4 @@ def main(url: str = DEFAULT_URL) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(server_url())

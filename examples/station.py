@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -17,6 +18,18 @@ TASK = (
     "Answer questions about the handbook below in a few words.\n\n"
 )
 DEFAULT_URL = "http://127.0.0.1:30000"
+
+
+def server_url() -> str:
+    """The address on the command line, or ``DEFAULT_URL``; ends the program if no server answers there."""
+    url = (sys.argv[1:] or [DEFAULT_URL])[0]
+    try:
+        urllib.request.urlopen(f"{url}/health", timeout=60).close()
+    except (OSError, ValueError) as error:  # nobody listens, or it is not an address
+        raise SystemExit(
+            f"{url}: no server answers ({error}); start one in another terminal: make serve, or give the URL of yours"
+        ) from error
+    return url
 
 
 def cache_line(cache: dict[str, Any]) -> str:

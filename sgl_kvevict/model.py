@@ -114,6 +114,14 @@ def resolve_model(model: str) -> str:
     return str(ensure_model(model)) if model in MODELS else model
 
 
+def unknown_model(model: str) -> str | None:
+    """Return why ``model`` cannot name one: neither a folder, nor a hub name, nor in ``MODELS``; None if it can."""
+    is_hub_name = "/" in model and not model.startswith((".", "/", "~"))
+    if is_hub_name or model in MODELS or Path(model).exists():
+        return None
+    return f"model: got {model!r}, no such folder; allowed: a folder, a hub name (OWNER/NAME), or {', '.join(MODELS)}"
+
+
 def model_path(name: str = DEMO, directory: Path | None = None) -> Path | None:
     """Return the folder of a model in ``MODELS``; None before it is made.
 

@@ -5,6 +5,7 @@ Progress goes to stderr; tables, the path of a picture and, as the last line, on
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,8 +19,9 @@ from kvevict_demo.systems import Figures, Rounds, systems
 from rich.console import Console
 
 from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.errors import ConfigError, KVEvictError
 from sgl_kvevict.launcher import System, launch_all
-from sgl_kvevict.model import resolve_model
+from sgl_kvevict.model import resolve_model, unknown_model
 
 POOL_SLOTS = 6000
 NUM_ROUNDS = 5
@@ -49,6 +51,8 @@ def main(
         config["policy"] = policy
     if budget is not None:
         config["budget"] = _budget(budget)
+    if reason := unknown_model(model):
+        raise ConfigError(reason)
     folder = resolve_model(model)
     compared = systems(config, pool_slots)
     groups = _groups(compared, console)
@@ -92,4 +96,7 @@ def _print_results(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except KVEvictError as error:
+        sys.exit(f"compare: {error}")

@@ -6,6 +6,7 @@ Progress and answers go to stderr; the last line of stdout is one JSON object. `
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,12 +21,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from sgl_kvevict.errors import ConfigError, KVEvictError
 from sgl_kvevict.launcher import STRICT_CHECK_ENV, RunningServer, kvevict_system, launch
 from sgl_kvevict.measure import flush, idle_gauges, plugin_state
-from sgl_kvevict.model import resolve_model
+from sgl_kvevict.model import resolve_model, unknown_model
 
 POOL_SLOTS = 3500
-"""Enough for the uncompressed document and a scoring pass."""
+"""The least: the uncompressed document and a scoring pass. The model's context sets the most."""
 POLL_S = 0.2
 SCORE_TIMEOUT_S = 300.0
 PREFILLED_COMPRESSED = "kvevict_prefilled_compressed"
@@ -40,13 +42,15 @@ Try next
 
 def main(
     model: Annotated[str, typer.Option(help="Model folder, or a name of 'sgl-kvevict model --list'.")] = "demo",
-    budget: Annotated[float, typer.Option(help="Share of entries kept, in (0, 1].")] = 0.2,
-    pool_slots: Annotated[int, typer.Option(help="KV pool, in token slots.")] = POOL_SLOTS,
+    budget: Annotated[float, typer.Option(help="Share of entries kept.", min=0.01, max=1.0)] = 0.2,
+    pool_slots: Annotated[int, typer.Option(help="KV pool, in token slots.", min=POOL_SLOTS, max=7000)] = POOL_SLOTS,
     stay: Annotated[bool, typer.Option(help="Leave the server up until Ctrl-C.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for the server's log.")] = Path("out/demo"),
 ) -> None:
     """Run the demo; see the module's description."""
     console = Console(stderr=True, highlight=False, width=110)
+    if reason := unknown_model(model):
+        raise ConfigError(reason)
     folder = resolve_model(model)
     config: dict[str, Any] = {"budget": budget}
     if stay:
@@ -194,4 +198,7 @@ def wait_for_interrupt(server: RunningServer) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except KVEvictError as error:
+        sys.exit(f"demo: {error}")

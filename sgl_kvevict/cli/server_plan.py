@@ -17,7 +17,7 @@ from sgl_kvevict.config import ENV_VAR, KVEvictConfig, load_config, parse_config
 from sgl_kvevict.config_file import read_config_file
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.launcher import has_fast_bfloat16
-from sgl_kvevict.model import MODELS, resolve_model
+from sgl_kvevict.model import MODELS, resolve_model, unknown_model
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 from sgl_kvevict.sglang_adapter.start_checks import (
     BACKENDS,
@@ -202,10 +202,8 @@ def _problems(model: str, config: KVEvictConfig, flags: Sequence[str], listens: 
     if importlib.util.find_spec("sglang") is None:
         problems.append("SGLang is not installed: pip install 'sgl-kvevict[gpu]', or `make setup` on a CPU")
     folder = Path(model)
-    is_hub_name = "/" in model and not model.startswith((".", "/", "~"))
-    if not (is_hub_name or model in MODELS or folder.exists()):
-        allowed = f"a folder, a hub name (OWNER/NAME), or {', '.join(MODELS)}"
-        problems.append(f"model: got {model!r}, no such folder; allowed: {allowed}")
+    if reason := unknown_model(model):
+        problems.append(reason)
     elif folder.is_dir() and not (folder / "config.json").is_file():
         problems.append(f"model: got {model!r}, a folder without config.json; allowed: the folder of a model")
     elif folder.is_dir():
