@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,43 +12,17 @@ from torch import Tensor
 from helpers.poison import poisoned_allocations
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits, rounding_noise
 from kvevict_kernels.ragged_decode.host_lists import SPLIT_ROWS
-from sgl_kvevict.attention import Attention, TorchAttention, build_attention
-from sgl_kvevict.attention.cpu.numba_attention import MAX_SHORT_TOKENS, NumbaAttention
+from sgl_kvevict.attention import Attention, build_attention
+from sgl_kvevict.attention.cpu.numba_attention import MAX_SHORT_TOKENS
 from sgl_kvevict.attention.refusals import bias_reasons
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.errors import UnsupportedSetupError
 
 if TYPE_CHECKING:
-    from conftest import MakeWorld, World
+    from conftest import Build, MakeWorld, World
 
 NOISE = 8 * FLOAT32_NOISE
 """Two float32 softmaxes over a few hundred keys, with scores up to twice as large as without biases."""
-Build = Callable[["World", Tensor | None], Attention]
-
-
-def numba(world: World, biases: Tensor | None) -> Attention:
-    return NumbaAttention(world.geometry, world.k, world.v, biases)
-
-
-def plain(world: World, biases: Tensor | None) -> Attention:
-    return TorchAttention(world.geometry, world.k, world.v, biases)
-
-
-def triton(world: World, biases: Tensor | None) -> Attention:
-    return TritonAttention(world.geometry, world.k, world.v, biases=biases)
-
-
-BUILDS = [pytest.param(build, id=build.__name__) for build in (numba, plain, triton)]
-
-
-@pytest.fixture(params=BUILDS)
-def build(request: pytest.FixtureRequest) -> Build:
-    """An implementation; Triton's kernels are interpreted."""
-    if request.param is triton:
-        request.getfixturevalue("interpreted")
-        request.getfixturevalue("small_chunks")
-    built: Build = request.param
-    return built
 
 
 def attend(world: World, attention: Attention, extend_lens: list[int] | None, qs: list[Tensor]) -> list[Tensor]:
@@ -89,24 +62,25 @@ def test_decode_adds_biases(build: Build, make_world: MakeWorld, dtype: torch.dt
     """Shared spans are read once for all; own tokens have no bias (theirs are NaN in the arena)."""
     world = make_world(2, 4, 16, dtype=dtype, num_token_slots=900)
     mixed(world)
-    check(world, build(world, world.biases))
+    check(world, build(world))
 
 
 def test_a_few_requests_that_share_nothing(build: Build, make_world: MakeWorld) -> None:
     world = make_world(3, 3, 16, dtype=torch.float32, num_token_slots=900)
     world.add((world.fitted_span(30), world.uneven_span(17)), 9)
     world.add((world.fitted_span(50),), 9)
-    check(world, build(world, world.biases))
+    check(world, build(world))
 
 
 def test_short_and_long_prefills_add_biases(build: Build, make_world: MakeWorld) -> None:
     """A question, more new tokens than a compiled call takes, and one that reads no span."""
     world = make_world(1, 2, 16, dtype=torch.float32, num_layers=1, num_token_slots=1500)
-    news = [3, 20, SPLIT_ROWS // 2 + 1 if build is triton else MAX_SHORT_TOKENS + 1, 5]
+    is_triton = isinstance(build(world), TritonAttention)
+    news = [3, 20, SPLIT_ROWS // 2 + 1 if is_triton else MAX_SHORT_TOKENS + 1, 5]
     for new in news[:-1]:
         world.add((world.fitted_span(40), world.uneven_span(12)), new + 4)
     world.add((), news[-1] + 2)
-    check(world, build(world, world.biases), news)
+    check(world, build(world), news)
 
 
 @pytest.mark.parametrize("extend_lens", [None, [1, 20, 3, 2, 2, 1]], ids=["decode", "extend"])
@@ -118,11 +92,12 @@ def test_a_bias_of_zero_is_no_bias(build: Build, make_world: MakeWorld, extend_l
         world.grow(1, 10)
     world.biases[~world.biases.isnan()] = 0.0
     qs = [world.queries(extend_lens) for _ in range(world.geometry.num_layers)]
-    zero = attend(world, build(world, world.biases), extend_lens, qs)
+    zero = attend(world, build(world), extend_lens, qs)
     unfitted = {span: replace(span, is_fitted=False) for path in world.paths for span in path}
     world.paths = [tuple(unfitted[span] for span in path) for path in world.paths]
     for biases in (None, world.biases):
-        for got, want in zip(attend(world, build(world, biases), extend_lens, qs), zero, strict=True):
+        world.biases = biases
+        for got, want in zip(attend(world, build(world), extend_lens, qs), zero, strict=True):
             assert_same_bits("result", got, want)
 
 
@@ -132,7 +107,7 @@ def test_a_new_fit_is_read_by_the_next_plan(build: Build, make_world: MakeWorld)
     span = world.uneven_span(40)
     world.add((span,), 10)
     world.add((span, world.uneven_span(9)), 10)
-    attention = build(world, world.biases)
+    attention = build(world)
     check(world, attention)
     world.biases.view(-1)[span.head_slots.long()] = torch.randn(span.head_slots.numel())
     fitted = replace(span, is_fitted=True)
@@ -177,6 +152,6 @@ def test_reasons_name_what_cannot_be_fitted() -> None:
 def test_biases_of_another_arena_are_refused(build: Build, make_world: MakeWorld, wrong: str) -> None:
     """Checked where the attention is built."""
     world = make_world(1, 1, 16, num_token_slots=10)
-    biases = world.biases[:1] if wrong == "shape" else world.biases.half()
+    world.biases = world.biases[:1] if wrong == "shape" else world.biases.half()
     with pytest.raises(ValueError, match="biases"):
-        build(world, biases)
+        build(world)
