@@ -37,7 +37,7 @@ class Shadow:
     paid: Tensor
 
     def runs(self, start: int, end: int) -> SpanRuns:
-        """What the draft reads of the tokens ``[start, end)``; no host sync."""
+        """Rows that the draft reads of the tokens ``[start, end)``; no host sync."""
         shape = self.geometry.num_layers, self.geometry.num_kv_heads
         starts, lens = cut_runs(self.positions, self.indptr, start, end)
         return SpanRuns(self.head_slots, starts.view(shape), lens.view(shape), end - start, positions=self.positions)

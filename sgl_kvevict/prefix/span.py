@@ -158,7 +158,7 @@ class Span:
         return self._runs
 
     def draft_runs(self) -> SpanRuns:
-        """What the draft model reads of ``[start, end)``; the same object until the segment moves."""
+        """Rows of ``[start, end)`` that the draft model reads; the same object until the segment moves."""
         if self._draft_runs is None:
             if self.segment.shadow is None:
                 raise InvariantError("a draft model reads a segment that was written without one")

@@ -214,7 +214,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         )
 
     def _paths(self, tree: KVEvictTree, readers: Sequence[Req]) -> tuple[tuple[SpanRuns, ...], ...]:
-        """What each request of a batch reads of its compressed prefix."""
+        """Entries of the compressed prefix that each request of a batch reads."""
         return tree.read_paths(readers)
 
     def _observed_step(

@@ -51,13 +51,13 @@ _MODEL_CHECKS: tuple[tuple[Callable[[ModelConfig], bool], str], ...] = (
 
 
 def model_reasons(model_config: ModelConfig) -> list[str]:
-    """What breaks in the model, and after it what works instead."""
+    """Reasons why a model is not served, each with what works instead."""
     reasons = [reason for applies, reason in _MODEL_CHECKS if applies(model_config)]
     return [*reasons, WHAT_WORKS] if reasons else []
 
 
 def place_reasons(config: KVEvictConfig, policy: Policy | None, ctx: TreeCacheBuildContext) -> list[str]:
-    """What is unsupported with a separate sliding-window pool or recurrent layers.
+    """Settings refused with a separate sliding-window pool or recurrent layers.
 
     Prompts of such a model continue a cached prefix only where a window, or a state, is stored.
     """
@@ -92,7 +92,7 @@ def place_reasons(config: KVEvictConfig, policy: Policy | None, ctx: TreeCacheBu
 
 
 def image_reasons(policy: Policy | None, model: nn.Module, model_config: ModelConfig) -> list[str]:
-    """What is unsupported in a model that takes images."""
+    """Settings refused for a model that takes images."""
     if not model_config.is_multimodal:
         return []
     reasons = []
@@ -110,7 +110,7 @@ def image_reasons(policy: Policy | None, model: nn.Module, model_config: ModelCo
 
 
 def machine_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """What the machine lacks for a process on ``device`` and a model of ``dtype``; optional parts are only logged."""
+    """Missing requirements of a process on ``device`` and a model of ``dtype``; optional parts are only logged."""
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
     reasons = []
     for check in check_machine(
@@ -150,7 +150,7 @@ def policy_reasons(policy: Policy | None, head_dim: int, device: torch.device) -
 
 
 def generation_reasons(config: KVEvictConfig, policy: Policy | None, server_args: ServerArgs, device: str) -> list[str]:
-    """What does not work with ``decode_block``."""
+    """Settings refused with ``decode_block``."""
     if config.decode_block is None or policy is None:
         return []
     reasons = []
@@ -167,7 +167,7 @@ def generation_reasons(config: KVEvictConfig, policy: Policy | None, server_args
 
 
 def prefill_reasons(config: KVEvictConfig, ctx: TreeCacheBuildContext, geometry: KVGeometry) -> list[str]:
-    """What does not work with ``prefill_budget``."""
+    """Settings refused with ``prefill_budget``."""
     if config.prefill_budget is None:
         return []
     reasons = []
@@ -183,7 +183,7 @@ def prefill_reasons(config: KVEvictConfig, ctx: TreeCacheBuildContext, geometry:
 
 
 def window_reasons(config: KVEvictConfig, policy: Policy | None, geometry: KVGeometry) -> list[str]:
-    """What is unsupported in layers with a sliding window."""
+    """Settings refused for layers with a sliding window."""
     if policy is None or not geometry.has_windows:
         return []
     reasons = []
@@ -203,7 +203,7 @@ def window_reasons(config: KVEvictConfig, policy: Policy | None, geometry: KVGeo
 
 
 def verification_reasons(server_args: ServerArgs, windows: Sequence[int], *, has_window_pool: bool) -> list[str]:
-    """What speculative decoding does not support in a model; ``windows`` as in :attr:`KVGeometry.windows`."""
+    """Features of a model that speculative decoding does not support; ``windows`` as in :attr:`KVGeometry.windows`."""
     if server_args.speculative_algorithm is None:
         return []
     num_drafts, narrowest = server_args.speculative_num_draft_tokens, min(filter(None, windows), default=0)

@@ -133,7 +133,7 @@ def backend_reasons(value_of: Callable[[str], object]) -> list[str]:
 
 
 def model_file_reasons(folder: Path) -> list[str]:
-    """What a model's ``config.json`` shows to be unsupported, and what works instead; [] if it is not JSON."""
+    """Unsupported features that a model's ``config.json`` shows, and what works instead; [] if it is not JSON."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

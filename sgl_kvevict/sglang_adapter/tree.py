@@ -421,7 +421,7 @@ class KVEvictTree(UnifiedRadixCache):
         return self.manager.reads([node_by_id(req.last_node) for req in readers])
 
     def draft_paths(self, readers: Sequence[Req]) -> tuple[tuple[SpanRuns, ...], ...]:
-        """What the draft model reads of each request's compressed prefix, root first."""
+        """Rows that the draft model reads of each request's compressed prefix, root first."""
         paths = (path_to(self.tree_core.node_by_id(req.last_node)) for req in readers)
         return tuple(tuple(self.spans[node].draft_runs() for node in path if node in self.spans) for path in paths)
 

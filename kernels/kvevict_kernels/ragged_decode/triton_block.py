@@ -72,7 +72,7 @@ def hidden_keys(position_ptr, num_kv, is_span, hidden, m_m):
 
 @triton.jit
 def load_tree(visible_ptr, row, token, m_m):
-    """What each token [BLOCK_M] sees of its tree (bits), and its depth; in a chain the depth is the place ``token``."""
+    """Tokens of its tree that each token [BLOCK_M] sees (bits), and its depth; in a chain the depth is ``token``."""
     visible, depth = token, token
     if visible_ptr is not None:
         visible = tl.load(visible_ptr + row, mask=m_m, other=-1)
