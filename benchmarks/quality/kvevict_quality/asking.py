@@ -46,7 +46,7 @@ def prepare(server: RunningServer, context_ids: Sequence[int], questions: Sequen
     """
     flush(server)
     begin = time.perf_counter()
-    if plugin_state(server) is None:
+    if (state := plugin_state(server)) is None or state["policy"] == "none":
         generate(server, context_ids, 0)
         return Prepared(len(context_ids), len(context_ids), time.perf_counter() - begin)
     warmed = warm(server.url, input_ids=context_ids, questions=questions, timeout=_TIMEOUT_S)
@@ -54,7 +54,7 @@ def prepare(server: RunningServer, context_ids: Sequence[int], questions: Sequen
     seconds = time.perf_counter() - begin
     state = plugin_state(server)
     assert state is not None
-    if state["policy"] != "none" and not state["spans"]:
+    if not state["spans"]:
         raise RuntimeError(f"a context of {len(context_ids)} tokens was not compressed: {warmed.outcome}, {state}")
     return Prepared(len(context_ids), int(state["evictable_slots"]), seconds)
 

@@ -32,13 +32,14 @@ FIT_BYTES = 2**30
 
 @dataclass(frozen=True)
 class Setup:
-    """One server to start: the full cache of stock SGLang, or a policy with a budget.
+    """One server to start: the full cache, or a policy with a budget.
 
     Attributes:
         policy: a policy's name, ``FULL``, ``KNOWN_QUESTIONS``, ``TWO_STAGES`` or ``WHILE_PREFILLED``.
         budget: share of the entries; 1.0 for ``FULL``.
         options: of the policy; those of ``FIT_FIELDS`` go into the configuration, ``pool`` is of ``WHILE_PREFILLED``.
         aware: context and question come in one prompt, compressed before the answer.
+        own_full: ``FULL`` is measured on this plugin with the policy ``none``, not on stock SGLang.
 
     Raises:
         ValueError: ``aware`` with a policy that compresses only what was read again.
@@ -48,6 +49,7 @@ class Setup:
     budget: float
     options: Mapping[str, Any] = field(default_factory=dict)
     aware: bool = False
+    own_full: bool = False
 
     def __post_init__(self) -> None:
         if self.aware and self.policy != FULL and self._waits_for_readers():
@@ -59,7 +61,7 @@ class Setup:
     @property
     def engine(self) -> str:
         """Who serves it."""
-        return "stock" if self.policy == FULL else "kvevict"
+        return "stock" if self.policy == FULL and not self.own_full else "kvevict"
 
     @property
     def options_text(self) -> str:
@@ -92,13 +94,15 @@ class Setup:
     def system(self) -> System:
         """How to start its server."""
         flags = ("--max-total-tokens", str(self.pool_slots), "--random-seed", "42")
-        if self.policy == FULL:
+        if self.engine == "stock":
             return stock_system(self.name, flags, STRICT_CHECK_ENV)
         if self.aware:
             flags += ("--disable-overlap-schedule",)
         return kvevict_system(self.name, self._config(), flags, STRICT_CHECK_ENV)
 
     def _config(self) -> dict[str, Any]:
+        if self.policy == FULL:
+            return {"policy": "none"}
         served = {KNOWN_QUESTIONS: "questions", TWO_STAGES: "distilled", WHILE_PREFILLED: "distilled"}
         policy = served.get(self.policy, self.policy)
         fit = {name: value for name, value in self.options.items() if name in FIT_FIELDS}
