@@ -1,4 +1,4 @@
-"""Figures of README.md are those of committed results, and results files that documents name exist."""
+"""Figures of documents are those of committed results and of the code, and results files that they name exist."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+
+from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.distill import learner
+from sgl_kvevict.lifecycle import eviction, pressure
+from sgl_kvevict.policies.budgets import AllLayersBudget
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -85,6 +90,26 @@ def test_quality_is_that_of_the_tables_and_the_first_screen_says_what_is_lost() 
     assert readme_row("needle questions answered")[2] == f"{needles} %"
     assert readme_row("the same for rows of a table")[2] == f"{table} %"
     assert f"{100 - needles} % of needle questions, but {100 - table} % of questions about rows" in README
+
+
+def test_constants_in_the_table_of_choices_are_those_of_the_code() -> None:
+    config = KVEvictConfig()
+    current = {
+        "RIDGE": learner.RIDGE,
+        "SCORE_FLOOR": learner.SCORE_FLOOR,
+        "SAMPLED_TOKENS": learner.SAMPLED_TOKENS,
+        "MIN_RECALL": learner.MIN_RECALL,
+        "ANSWERS": pressure.ANSWERS,
+        "LOSS_OF_MOVING": eviction.LOSS_OF_MOVING,
+        "floor_share": AllLayersBudget().floor_share,
+        **{name: getattr(config, name) for name in KVEvictConfig.model_fields},
+    }
+    shown = {}
+    for row in table_under(ROOT / "docs" / "quality.md", "What each constant was chosen on"):
+        names = re.findall(r"`(\w+)`", row["constant"])
+        shown |= dict(zip(names, row["value"].split(", "), strict=True)) if names else {}
+    assert len(shown) >= 14
+    assert shown == {name: f"{current[name]:,}" for name in shown}
 
 
 def test_the_price_of_compression_is_that_of_the_prefill_benchmark() -> None:

@@ -1,4 +1,4 @@
-"""Write the tables of fields in docs/configuration.md, and of sockets and metrics in docs/operations.md, from the code.
+"""Write generated tables: fields of the configuration, sockets, metrics, and goals of quality by model.
 
 Run: python tools/write_tables.py [--check]
 """
@@ -8,9 +8,14 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "quality"))
+
+from kvevict_quality.by_model import goal_table
+from kvevict_quality.rows import MODEL_RESULTS, read_rows
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
@@ -71,6 +76,7 @@ def main() -> None:
         ("docs/configuration.md", "configuration", field_table(KVEvictConfig)),
         ("docs/operations.md", "sockets", field_table(EventsConfig)),
         ("docs/operations.md", "metrics", metrics_table()),
+        ("docs/quality.md", "goals", goal_table(read_rows(MODEL_RESULTS)).rstrip()),
     ):
         path = ROOT / document
         text = path.read_text(encoding="utf-8")

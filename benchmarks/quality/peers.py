@@ -17,16 +17,18 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
+from kvevict_quality import fidelity
 from kvevict_quality.origin import commit
 from kvevict_quality.presses import PRESSES
 from kvevict_quality.rows import AWARE_RESULTS, RESULTS, Row, merge_rows, read_rows
 from kvevict_quality.sample import Prompts, Sample
-from kvevict_quality.tasks import make_sample, select_tasks
+from kvevict_quality.tasks import FIDELITY_TASKS, make_sample, select_tasks
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging as transformers_logging
 
@@ -77,6 +79,25 @@ class Peer:
         self.seconds_to_answer += time.perf_counter() - begin
         return answers
 
+    @torch.inference_mode()
+    def distributions(self, passage: fidelity.Passage, press: Any | None) -> tuple[list[fidelity.Distribution], float]:
+        """Compress the context, then predict the continuation; as :func:`fidelity.distributions` of a server."""
+        begin = time.perf_counter()
+        cache, start = DynamicCache(), len(passage.context_ids)
+        with press(self.model) if press is not None else nullcontext():
+            self.model.model(input_ids=torch.tensor([passage.context_ids]), past_key_values=cache)
+        prepared = time.perf_counter()
+        text = torch.tensor([passage.continuation_ids])
+        positions = torch.arange(start, start + text.shape[1])[None]
+        logits = self.model(text, past_key_values=cache, position_ids=positions).logits[0]
+        logprobs = logits[passage.num_given - 1 : -1].log_softmax(-1)
+        own = logprobs.gather(1, text[0, passage.num_given :, None])
+        top = logprobs.topk(min(fidelity.TOP, logprobs.shape[1]))
+        found = [dict(zip(*row, strict=True)) for row in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+        self.seconds_to_prepare += prepared - begin
+        self.seconds_to_answer += time.perf_counter() - prepared
+        return found, -float(own.mean())
+
     def _continue(self, token: int, cache: Any, position: int, max_new_tokens: int) -> list[int]:
         """Greedy continuation that begins with a given token, without the token that ended it."""
         if token == self.model.generation_config.eos_token_id or not max_new_tokens:
@@ -104,13 +125,23 @@ def _crop(cache: Any, held: list[int]) -> None:
 
 
 def measure(peer: Peer, control: Row, name: str, model: Path, *, aware: bool) -> Row:
-    """One press (or ``FULL``) on the contexts that the control's row stands for."""
+    """One press (or ``FULL``) on the contexts, or passages, that the control's row stands for."""
     peer.seconds_to_prepare = peer.seconds_to_answer = 0.0
     scores: list[float] = []
+    divergences: list[float] = []
+    nll: list[float] = []
     torch.manual_seed(control.seed)
     share = 1.0 if name == FULL else control.kept_share
     press = None if name == FULL else PRESSES[name](1 - share)
     for index in range(control.contexts):
+        if control.task in FIDELITY_TASKS:
+            passage = fidelity.make_passage(peer.prompts, control.task, control.tokens, index)
+            distributions, loss = peer.distributions(passage, press)
+            full = peer.distributions(passage, None)[0] if press is not None else distributions
+            divergences += map(fidelity.divergence, full, distributions)
+            scores.append(fidelity.agreement(full, distributions))
+            nll.append(loss)
+            continue
         sample = make_sample(control.task, control.tokens, control.seed, index, peer.prompts.count)
         answers = peer.answers_aware if aware else peer.answers
         found = answers(sample, peer.prompts.context_ids(sample), press)
@@ -123,9 +154,9 @@ def measure(peer: Peer, control: Row, name: str, model: Path, *, aware: bool) ->
         task=control.task,
         tokens=control.tokens,
         contexts=control.contexts,
-        questions=len(scores),
+        questions=len(divergences) or len(scores),
         score=round(sum(scores) / len(scores), 4),
-        kl=None,
+        kl=round(fmean(divergences), 5) if divergences else None,
         context_tokens=control.context_tokens,
         slots=round(share * control.context_tokens, 1),
         prepare_s=round(peer.seconds_to_prepare / control.contexts, 2),
@@ -135,6 +166,7 @@ def measure(peer: Peer, control: Row, name: str, model: Path, *, aware: bool) ->
         seed=control.seed,
         versions=", ".join(f"{package} {version(package)}" for package in ("kvpress", "transformers", "torch")),
         commit=commit(),
+        nll=round(fmean(nll), 5) if nll else None,
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from kvevict_quality.by_model import model_table
+from kvevict_quality.by_model import fidelity_table, model_table
 from kvevict_quality.curves import draw
 from kvevict_quality.rows import AWARE_RESULTS, MODEL_RESULTS, RESULTS, read_rows
 from kvevict_quality.tables import aware_table, by_length, fitted_table, full_table, plain_table, policy_table
@@ -23,13 +23,14 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--tokens", type=int, default=1024, help="length of the contexts in the plot")
     args = parser.parse_args()
-    rows = read_rows(args.results)
+    rows, models = read_rows(args.results), read_rows(MODEL_RESULTS)
     lengths = by_length(rows)
     drawn = lengths[args.tokens]
     aware = by_length(read_rows(args.results.with_name(AWARE_RESULTS.name)))
     sections = (
         ("Full cache", full_table(rows)),
-        ("By model, shares of the full cache's score", model_table(read_rows(MODEL_RESULTS))),
+        ("By model, shares of the full cache's score", model_table(models)),
+        ("By model, real text", fidelity_table(models)),
         ("Selected and fitted", fitted_table(rows)),
         *((f"Question in the prompt, and not, {n} tokens", aware_table(lengths[n], rows)) for n, rows in aware.items()),
         *((f"Question in the prompt, by task, {n} tokens", policy_table(rows)) for n, rows in aware.items()),

@@ -7,11 +7,25 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from kvevict_quality.rows import Row
-from kvevict_quality.tables import FULL
-from kvevict_quality.tasks import NEEDLE_TASKS
+from kvevict_quality.tables import DEFAULT_POLICY, FULL
+from kvevict_quality.tasks import FIDELITY_TASKS, NEEDLE_TASKS
+
+GOALS = {
+    ("needles", 1024): 0.95,
+    ("squad", 1024): 0.92,
+    ("factbook", 1024): 0.92,
+    ("reading", 1024): 0.92,
+    ("table", 1024): 0.85,
+    ("squad", 4096): 0.90,
+    ("factbook", 4096): 0.90,
+}
+"""Least share of the full cache's score that the default policy should keep, by task and length."""
+GOAL_BUDGET = 0.2
 
 _Scores = dict[tuple[str, int, int], float]
 """By task, seed and number of the question."""
+_Systems = dict[tuple[float, str], _Scores]
+"""By budget (negative) and label."""
 
 
 def paired_share(full: Sequence[float], scores: Sequence[float]) -> tuple[float, float]:
@@ -27,11 +41,35 @@ def paired_share(full: Sequence[float], scores: Sequence[float]) -> tuple[float,
     return share, math.sqrt(squares) / sum(full)
 
 
-def _cell(full: _Scores, scores: _Scores) -> str:
+def _share(by_system: _Systems, system: tuple[float, str]) -> tuple[float, float] | None:
+    """A system's share of the full cache's score over the questions that it was asked, and the error; None: none."""
+    scores = by_system.get(system)
     if not scores:
-        return ""
-    share, error = paired_share([full[question] for question in scores], [*scores.values()])
-    return f"{100 * share:.0f} ± {100 * error:.0f} %"
+        return None
+    full = by_system[-1.0, FULL]
+    return paired_share([full[question] for question in scores], [*scores.values()])
+
+
+def _cell(share: tuple[float, float] | None) -> str:
+    return "" if share is None else f"{100 * share[0]:.0f} ± {100 * share[1]:.0f} %"
+
+
+def _by_task(rows: Sequence[Row]) -> dict[tuple[str, int, str], _Systems]:
+    """Scores of questions by model, length and task; needle tasks count together."""
+    found: dict[tuple[str, int, str], _Systems] = {}
+    for row in rows:
+        if row.task in FIDELITY_TASKS:
+            continue
+        task = "needles" if row.task in NEEDLE_TASKS else row.task
+        scores = found.setdefault((row.model, row.tokens, task), {}).setdefault((-row.budget, row.label), {})
+        scores |= {(row.task, row.seed, i): float(score) for i, score in enumerate(row.scores.split())}
+    return dict(sorted(found.items()))
+
+
+def _table(lines: Sequence[Sequence[str]], num_names: int) -> str:
+    """Markdown of a head and its lines; columns after the first ``num_names`` are figures."""
+    rule = [*["---"] * num_names, *["--:"] * (len(lines[0]) - num_names)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (lines[0], rule, *lines[1:]))
 
 
 def model_table(rows: Sequence[Row]) -> str:
@@ -40,16 +78,49 @@ def model_table(rows: Sequence[Row]) -> str:
     Args:
         rows: with the scores of their questions; a policy is compared over the questions that it was asked.
     """
-    systems = sorted({(-row.budget, row.label) for row in rows if row.policy != FULL})
-    heads = ["model", "tokens", "task", "questions", "full", *(f"`{label}` {-budget:g}" for budget, label in systems)]
-    lines = [heads, ["---", "--:", "---", *["--:"] * (len(heads) - 3)]]
-    by_task: dict[tuple[str, int, str], dict[tuple[float, str], _Scores]] = {}
-    for row in rows:
-        task = "needles" if row.task in NEEDLE_TASKS else row.task
-        found = by_task.setdefault((row.model, row.tokens, task), {}).setdefault((-row.budget, row.label), {})
-        found |= {(row.task, row.seed, i): float(score) for i, score in enumerate(row.scores.split())}
-    for (model, tokens, task), by_system in sorted(by_task.items()):
+    asked = [row for row in rows if row.task not in FIDELITY_TASKS]
+    systems = sorted({(-row.budget, row.label) for row in asked if row.policy != FULL})
+    heads = ["model", "task", "tokens", "questions", "full", *(f"`{label}` {-budget:g}" for budget, label in systems)]
+    lines = [heads]
+    for (model, tokens, task), by_system in _by_task(asked).items():
         full = by_system[-1.0, FULL]
-        cells = [_cell(full, by_system.get(system, {})) for system in systems]
-        lines.append([model, f"{tokens:,}", f"`{task}`", str(len(full)), f"{fmean(full.values()):.2f}", *cells])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        cells = [_cell(_share(by_system, system)) for system in systems]
+        lines.append([model, f"`{task}`", f"{tokens:,}", str(len(full)), f"{fmean(full.values()):.2f}", *cells])
+    return _table(lines, 2)
+
+
+def goal_table(rows: Sequence[Row]) -> str:
+    """One line per goal of ``GOALS``: the default policy's share at ``GOAL_BUDGET`` on each model, met or missed.
+
+    Args:
+        rows: as in :func:`model_table`.
+    """
+    found = _by_task(rows)
+    models = sorted({row.model for row in rows if row.task not in FIDELITY_TASKS})
+    lines = [["task", "tokens", "goal", *models]]
+    for (task, tokens), goal in GOALS.items():
+        systems = [found.get((model, tokens, task), {}) for model in models]
+        verdicts = [_verdict(_share(by_system, (-GOAL_BUDGET, DEFAULT_POLICY)), goal) for by_system in systems]
+        lines.append([f"`{task}`", f"{tokens:,}", f"{100 * goal:.0f} %", *verdicts])
+    return _table(lines, 1)
+
+
+def _verdict(share: tuple[float, float] | None, goal: float) -> str:
+    if share is None:
+        return "not measured"
+    if share[0] >= goal:
+        return f"{_cell(share)}, met"
+    return f"{_cell(share)}, **missed**{' within the error' if share[0] + share[1] >= goal else ''}"
+
+
+def fidelity_table(rows: Sequence[Row]) -> str:
+    """One line per model, length and system on real text: agreement, divergence and the text's own likelihood."""
+    lines = [["model", "task", "system", "tokens", "positions", "top-1", "KL", "NLL"]]
+    ordered = sorted(rows, key=lambda row: (row.model, row.task, row.tokens, -row.budget, row.label))
+    for row in ordered:
+        if row.task in FIDELITY_TASKS and row.kl is not None and row.nll is not None:
+            system = "full cache" if row.policy == FULL else f"`{row.label}` {row.budget:g}"
+            system += " (kvpress)" * (row.engine == "kvpress")
+            figures = [f"{row.tokens:,}", str(row.questions), f"{row.score:.3f}", f"{row.kl:.4f}", f"{row.nll:.3f}"]
+            lines.append([row.model, f"`{row.task}`", system, *figures])
+    return _table(lines, 3)

@@ -11,11 +11,14 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvevict_quality.archives import speeches
 from kvevict_quality.corpus import prose
 from kvevict_quality.sample import Prompts, Question, Sample
-from sgl_kvevict.launcher import RunningServer
+
+if TYPE_CHECKING:  # kvpress' environment lacks what the launcher needs
+    from sgl_kvevict.launcher import RunningServer
 
 TOP = 64
 CONTINUATION = 128

@@ -62,3 +62,31 @@ def test_a_press_sees_the_question_and_is_gone_when_the_answer_begins(peer, prom
     peer.answers_aware(sample, ids, press)
     assert seen == [len(ids) + len(prompts.question_ids(sample, question)) for question in sample.questions]
     assert not active
+
+
+def test_distributions_are_those_of_one_forward_and_change_when_a_press_drops_entries(peer, prompts, sample):
+    from kvevict_quality import fidelity
+
+    ids = prompts.context_ids(sample)
+    passage = fidelity.Passage(ids[:40], ids[40:56])
+    found, nll = peer.distributions(passage, None)
+    with torch.inference_mode():
+        logprobs = peer.model(torch.tensor([ids[:56]])).logits[0].log_softmax(-1)[40:55]
+    own = logprobs.gather(1, torch.tensor(ids[41:56])[:, None])
+    assert nll == pytest.approx(-float(own.mean()), abs=1e-4)
+    assert [max(entry, key=entry.get) for entry in found] == logprobs.argmax(-1).tolist()
+    expected = [dict(enumerate(row)) for row in logprobs.tolist()]
+    assert max(map(fidelity.divergence, found, expected)) < 1e-4
+
+    @contextmanager
+    def press(model):
+        def drop(module, inputs, kwargs, output):
+            for layer in kwargs["past_key_values"].layers:
+                layer.keys, layer.values = layer.keys[:, :, ::2], layer.values[:, :, ::2]
+
+        handle = model.model.register_forward_hook(drop, with_kwargs=True)
+        yield
+        handle.remove()
+
+    half, _ = peer.distributions(passage, press)
+    assert max(map(fidelity.divergence, found, half)) > 1e-4

@@ -232,9 +232,63 @@ def test_models_stand_below_each_other_and_needle_tasks_count_together():
     ]
     assert model_table(rows).splitlines()[0].endswith("| full | `distilled` 0.2 | `snapkv` 0.2 |")
     assert model_table(rows).splitlines()[2:] == [
-        "| m | 1,024 | `needles` | 4 | 0.75 |  | 67 ± 27 % |",
-        "| q | 1,024 | `squad` | 4 | 0.25 | 100 ± 0 % |  |",
+        "| m | `needles` | 1,024 | 4 | 0.75 |  | 67 ± 27 % |",
+        "| q | `squad` | 1,024 | 4 | 0.25 | 100 ± 0 % |  |",
     ]
+
+
+def test_goals_are_met_or_missed_by_the_default_policy_at_its_budget():
+    from kvevict_quality.by_model import goal_table
+
+    ours = {"policy": "distilled"}
+    rows = [
+        stock(scores="1 1 1 1"),
+        row(**ours, scores="1 1 1 1"),
+        row(**ours, scores="0 0 0 0", budget=0.1),
+        stock(task="table", scores="1 1 1 1"),
+        row(**ours, task="table", scores="0 0 0 0"),
+        row(policy="reconstruction", task="table", scores="1 1 1 1"),
+        stock(task="squad", tokens=4096, scores="1 1 1 1", model="q"),
+        row(**ours, task="squad", tokens=4096, scores="1 1 1 0", model="q"),
+        row(task="speeches", scores="0.9", kl=0.1, nll=2.0, model="r"),
+    ]
+    lines = goal_table(rows).splitlines()
+    assert lines[0] == "| task | tokens | goal | m | q |"
+    assert "| `needles` | 1,024 | 95 % | 100 ± 0 %, met | not measured |" in lines
+    assert "| `table` | 1,024 | 85 % | 0 ± 0 %, **missed** | not measured |" in lines
+    assert "| `squad` | 4,096 | 90 % | not measured | 75 ± 22 %, **missed** within the error |" in lines
+
+
+def test_real_text_stands_in_a_table_of_its_own():
+    from kvevict_quality.by_model import fidelity_table, model_table
+
+    real = {"task": "speeches", "tokens": 8192, "questions": 254}
+    rows = [
+        stock(scores="1 1"),
+        stock(**real, scores="1", score=1.0, kl=0.0, nll=2.25),
+        row(**real, scores="0.9", score=0.9, kl=0.0312, nll=2.5),
+    ]
+    assert "speeches" not in model_table(rows) and "snapkv" not in model_table(rows)
+    assert fidelity_table(rows).splitlines()[2:] == [
+        "| m | `speeches` | full cache | 8,192 | 254 | 1.000 | 0.0000 | 2.250 |",
+        "| m | `speeches` | `snapkv` 0.2 | 8,192 | 254 | 0.900 | 0.0312 | 2.500 |",
+    ]
+
+
+def test_the_committed_tables_by_model_are_those_of_the_rows():
+    from kvevict_quality.by_model import fidelity_table, model_table
+    from kvevict_quality.rows import MODEL_RESULTS, read_rows
+
+    rows, page = read_rows(MODEL_RESULTS), MODEL_RESULTS.with_name("tables.md").read_text(encoding="utf-8")
+    assert model_table(rows) in page and fidelity_table(rows) in page
+
+
+def test_the_full_cache_can_be_measured_on_this_plugin():
+    from kvevict_quality.systems import FULL, Setup
+
+    own, stock_setup = Setup(FULL, 1.0, own_full=True), Setup(FULL, 1.0)
+    assert own.engine == "kvevict" and own.system().env["KVEVICT_CONFIG"] == '{"policy": "none"}'
+    assert stock_setup.engine == "stock" and "KVEVICT_CONFIG" not in stock_setup.system().env
 
 
 def test_a_context_that_lost_answers_is_a_point_with_its_divergence():
