@@ -66,7 +66,7 @@ class Sample:
 
 
 class Prompts:
-    """Turns samples into token ids with the model's own chat template.
+    """Turns samples into token ids with the model's own chat template; without one, messages are paragraphs.
 
     The pieces are tokenised apart, so the ids of a context do not depend on what is asked about it.
     """
@@ -110,5 +110,7 @@ class Prompts:
         return len(self.encode(text))
 
     def _render(self, messages: Sequence[tuple[str, str]]) -> str:
+        if self._tokenizer.chat_template is None:  # a base model: paragraphs behind BOS
+            return "\n\n".join([(self._tokenizer.bos_token or "") + messages[0][1], *(m for _, m in messages[1:]), ""])
         chat = [{"role": role, "content": content} for role, content in messages]
         return str(self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))

@@ -19,6 +19,27 @@ def test_context_and_question_together_are_the_chat_template(prompts, question):
     assert text == expected
 
 
+def test_messages_of_a_base_model_are_paragraphs_behind_bos(question):
+    from kvevict_quality.sample import Prompts, Sample
+
+    class Letters:
+        chat_template, bos_token = None, "^"
+
+        def encode(self, text, add_special_tokens):
+            return [ord(letter) for letter in text]
+
+        def decode(self, ids, skip_special_tokens):
+            return "".join(map(chr, ids))
+
+    prompts, sample = Prompts(Letters()), Sample("The door is deep red.", (question, question), turns=2)
+    context = prompts.decode(prompts.context_ids(sample))
+    first, second = (prompts.decode(prompts.question_ids(sample, question, turn)) for turn in (0, 1))
+    assert context + first == "^The door is deep red.\n\nWhat colour is it?\n\nIt is"
+    assert second == "\n\nWhat colour is it?\n\nIt is"
+    told = Sample("", (question,), (("Hello.", "Noted."),))
+    assert prompts.decode(prompts.context_ids(told)) == "^Hello.\n\nNoted.\n\n"
+
+
 def test_a_history_is_a_prefix_without_the_last_question(prompts, question):
     from kvevict_quality.sample import Sample
 
