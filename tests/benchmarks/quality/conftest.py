@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks" / "qua
 class WordTokenizer:
     """One id per distinct word or separator; a chat template of its own. Round trips are exact."""
 
+    chat_template = "of apply_chat_template"
+
     def __init__(self) -> None:
         self.words: list[str] = []
 
