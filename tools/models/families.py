@@ -95,6 +95,13 @@ FAMILIES = (
     Family("GLM-4", "glm4", {"pad_token_id": 0}),
     Family("ERNIE 4.5", "ernie4_5"),
     Family("Arcee", "arcee"),
+    Family(
+        "GLM-4.5, GLM-4.6", "glm4_moe", {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    ),
+    Family("OLMoE", "olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    Family("StarCoder2", "starcoder2", {"sliding_window": None}),
+    Family("Seed-OSS", "seed_oss"),
+    Family("Qwen2 MoE", "qwen2_moe", _MOE | {"shared_expert_intermediate_size": 64}),
     Family("Apertus", "apertus"),
     Family("Gemma 3", "gemma3_text", _SLIDING, note=ONE_POOL),
     Family("Olmo 3", "olmo3", _SLIDING, note=ONE_POOL),
@@ -114,10 +121,12 @@ FAMILIES = (
         in_stock=False,
         note="with `--disable-hybrid-swa-memory`; sliding windows and sink logits",
     ),
+    Family("Qwen2-VL", "qwen2_vl", sees=True, note="text and images; positions of three axes (M-RoPE)"),
     Family("Qwen2.5-VL", "qwen2_5_vl", sees=True, note="text and images; M-RoPE"),
     Family("Qwen3-VL", "qwen3_vl", sees=True, note="text and images; interleaved M-RoPE"),
     Family("GLM-4.1V", "glm4v", sees=True, note="text and images; M-RoPE on half of a head"),
     Family("Mistral Small 3.1, 3.2", "mistral3", sees=True, note="text and images"),
+    Family("Gemma 3, checkpoints that see", "gemma3", note=f"text (SGLang's default); {ONE_POOL}"),
     Family("Gemma 2", "gemma2", {"sliding_window": WINDOW}, reason=MODEL_KEYS["attn_logit_softcapping"]),
     Family(
         "Llama 4",
