@@ -98,7 +98,7 @@ FAMILIES = (
     Family(
         "GLM-4.5, GLM-4.6", "glm4_moe", {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     ),
-    Family("OLMoE", "olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    Family("OLMoE", "olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 8}),
     Family("StarCoder2", "starcoder2", {"sliding_window": None}),
     Family("Seed-OSS", "seed_oss"),
     Family("Qwen2 MoE", "qwen2_moe", _MOE | {"shared_expert_intermediate_size": 64}),
@@ -121,7 +121,7 @@ FAMILIES = (
         in_stock=False,
         note="with `--disable-hybrid-swa-memory`; sliding windows and sink logits",
     ),
-    Family("Qwen2-VL", "qwen2_vl", sees=True, note="text and images; positions of three axes (M-RoPE)"),
+    Family("Qwen2-VL", "qwen2_vl", sees=True, note="text and images; M-RoPE"),
     Family("Qwen2.5-VL", "qwen2_5_vl", sees=True, note="text and images; M-RoPE"),
     Family("Qwen3-VL", "qwen3_vl", sees=True, note="text and images; interleaved M-RoPE"),
     Family("GLM-4.1V", "glm4v", sees=True, note="text and images; M-RoPE on half of a head"),
