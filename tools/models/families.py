@@ -101,7 +101,6 @@ FAMILIES = (
     Family("OLMoE", "olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 8}),
     Family("StarCoder2", "starcoder2", {"sliding_window": None}),
     Family("Seed-OSS", "seed_oss"),
-    Family("Qwen2 MoE", "qwen2_moe", _MOE | {"shared_expert_intermediate_size": 64}),
     Family("Apertus", "apertus"),
     Family("Gemma 3", "gemma3_text", _SLIDING, note=ONE_POOL),
     Family("Olmo 3", "olmo3", _SLIDING, note=ONE_POOL),
@@ -126,7 +125,6 @@ FAMILIES = (
     Family("Qwen3-VL", "qwen3_vl", sees=True, note="text and images; interleaved M-RoPE"),
     Family("GLM-4.1V", "glm4v", sees=True, note="text and images; M-RoPE on half of a head"),
     Family("Mistral Small 3.1, 3.2", "mistral3", sees=True, note="text and images"),
-    Family("Gemma 3, checkpoints that see", "gemma3", note=f"text (SGLang's default); {ONE_POOL}"),
     Family("Gemma 2", "gemma2", {"sliding_window": WINDOW}, reason=MODEL_KEYS["attn_logit_softcapping"]),
     Family(
         "Llama 4",
