@@ -45,10 +45,12 @@ class KVGeometry:
     Attributes:
         windows: sliding window of each layer: a query at ``p`` sees the tokens ``(p - window, p]``; 0: all before it.
             Empty: no layer has a window.
+        latent_dim: width of the values, if they are the first numbers of the keys' rows (latent attention, MLA); 0:
+            values have rows of their own, as wide as keys.
 
     Raises:
         ValueError: a size is not positive, query heads do not divide into KV heads, head slots overflow int32, a
-            window is negative, or scales or windows do not match the number of layers.
+            window is negative, a latent wider than keys, or scales or windows do not match the number of layers.
     """
 
     num_layers: int
@@ -58,6 +60,7 @@ class KVGeometry:
     num_token_slots: int
     scales: KVScales = UNSCALED
     windows: tuple[int, ...] = ()
+    latent_dim: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_qo_heads", "num_kv_heads", "head_dim", "num_token_slots"):
@@ -73,6 +76,18 @@ class KVGeometry:
             raise ValueError(f"expected scales of {self.num_layers} layers, got {len(self.scales.k)}")
         if len(self.windows) not in (0, self.num_layers) or any(window < 0 for window in self.windows):
             raise ValueError(f"windows: expected {self.num_layers} numbers >= 0, or none, got {self.windows}")
+        if not 0 <= self.latent_dim <= self.head_dim:
+            raise ValueError(f"latent_dim: expected 0 to {self.head_dim} (head_dim), got {self.latent_dim}")
+
+    @property
+    def v_head_dim(self) -> int:
+        """Width of values."""
+        return self.latent_dim or self.head_dim
+
+    @property
+    def own_value_dim(self) -> int:
+        """Numbers of a value that are not in its key's row: what moves, and is stored, beside the key."""
+        return 0 if self.latent_dim else self.head_dim
 
     @property
     def has_windows(self) -> bool:
@@ -100,7 +115,7 @@ class KVGeometry:
 
     @property
     def arena_shape(self) -> tuple[int, int, int, int]:
-        """Shape of K and of V: ``(num_layers, num_token_slots, num_kv_heads, head_dim)``."""
+        """Shape of K, and of V unless it is a latent: ``(num_layers, num_token_slots, num_kv_heads, head_dim)``."""
         return self.num_layers, self.num_token_slots, self.num_kv_heads, self.head_dim
 
     @property

@@ -56,13 +56,25 @@ def check_arenas(
 ) -> None:
     """Require arenas that attention can read. Called once per attention object, not per layer and step.
 
+    ``v_arena`` is like ``k_arena``, or the first columns of its rows (latent attention).
+
     ``biases`` is [num_layers, num_token_slots, num_kv_heads], float32, or None; other arguments as for
     :func:`check_tensor`.
     """
     check_tensor("k_arena", k_arena, shape, dtype, device)
-    check_tensor("v_arena", v_arena, tuple(k_arena.shape), k_arena.dtype, k_arena.device)
+    if not is_latent(k_arena, v_arena):
+        check_tensor("v_arena", v_arena, tuple(k_arena.shape), k_arena.dtype, k_arena.device)
     if biases is not None:
         check_tensor("biases", biases, tuple(k_arena.shape[:3]), torch.float32, k_arena.device)
+
+
+def is_latent(k_arena: torch.Tensor, v_arena: torch.Tensor) -> bool:
+    """Whether values are the first numbers of the keys' rows."""
+    width = v_arena.shape[-1]
+    return v_arena.data_ptr() == k_arena.data_ptr() and (
+        (v_arena.shape, v_arena.stride(), v_arena.dtype)
+        == ((*k_arena.shape[:-1], width), k_arena.stride(), k_arena.dtype)
+    )
 
 
 def check_scoring(

@@ -80,7 +80,7 @@ def build_attention(
         name: ``auto``, ``numba``, ``torch``, ``triton`` or ``flashinfer``.
         geometry: sizes.
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous.
-        v_arena: like ``k_arena``.
+        v_arena: like ``k_arena``, or the first ``geometry.latent_dim`` columns of its rows.
         q_dtype: of the queries, where the arena holds float8.
         biases: [num_layers, num_token_slots, num_kv_heads], float32, of entries of fitted spans; None: none is fitted.
         on_all_ranks: whether a condition holds on all tensor-parallel ranks; default: there is one rank.

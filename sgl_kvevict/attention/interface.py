@@ -32,9 +32,9 @@ class Attention(Protocol):
                 is 0; None: the layer has none.
 
         Returns:
-            out, like ``q``, and lse [num_new_tokens, num_qo_heads], float32, natural log-sum-exp of the scaled scores
-            over everything that a query saw, the sink logit included: ``exp(score - lse)`` is the attention paid to a
-            token.
+            out [num_new_tokens, num_qo_heads, v_head_dim], in the dtype of ``q``, and lse [num_new_tokens,
+            num_qo_heads], float32, natural log-sum-exp of the scaled scores over everything that a query saw, the sink
+            logit included: ``exp(score - lse)`` is the attention paid to a token.
 
         Raises:
             InvariantError: other new tokens than planned.

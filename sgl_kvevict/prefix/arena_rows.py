@@ -16,12 +16,14 @@ class ArenaRows:
 
     Arenas are [num_layers, num_token_slots, num_kv_heads, head_dim]; ``biases`` [num_layers, num_token_slots,
     num_kv_heads], float32: 0 in unfitted segments, undefined for uncompressed tokens. None: segments are never fitted.
+    Values that are a part of the keys' rows (``geometry.latent_dim``) move with them; copies of them have no columns.
     """
 
     def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, biases: Tensor | None = None) -> None:
         self.geometry = geometry
         self.k_arena = k_arena
         self.v_arena = v_arena
+        self._moved = k_arena, v_arena[..., : geometry.own_value_dim]
         self._biases = None if biases is None else biases.view(-1)
 
     @property
@@ -31,7 +33,7 @@ class ArenaRows:
 
     def token_rows(self, token_slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of uncompressed tokens' keys and values, [num_layers, num_tokens, num_kv_heads, head_dim] each."""
-        k, v = (arena.view(torch.uint8)[:, token_slots].view(arena.dtype) for arena in (self.k_arena, self.v_arena))
+        k, v = (arena.view(torch.uint8)[:, token_slots].view(arena.dtype) for arena in self._moved)
         return k, v
 
     def token_values(self, token_slots: Tensor) -> Tensor:
@@ -41,7 +43,7 @@ class ArenaRows:
     @accounting()
     def place_tokens(self, token_slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write rows of uncompressed tokens, shaped as by :meth:`token_rows`, from any device."""
-        for arena, rows in ((self.k_arena, k), (self.v_arena, v)):
+        for arena, rows in zip(self._moved, (k, v), strict=True):
             arena.view(torch.uint8)[:, token_slots] = rows.contiguous().view(torch.uint8).to(arena.device)
 
     def head_slots(self, layer: int, token_slots: Tensor) -> Tensor:
@@ -54,12 +56,12 @@ class ArenaRows:
         return self._gather(self.k_arena, head_slots)
 
     def values(self, head_slots: Tensor) -> Tensor:
-        """[*head_slots.shape, head_dim]: copies of values, in the arena's dtype."""
+        """[*head_slots.shape, v_head_dim]: copies of values, in the arena's dtype."""
         return self._gather(self.v_arena, head_slots)
 
     def _gather(self, arena: Tensor, head_slots: Tensor) -> Tensor:
         rows = torch.index_select(as_moved(arena.flatten(0, 2)), 0, head_slots.flatten())
-        return rows.view(arena.dtype).view(*head_slots.shape, self.geometry.head_dim)
+        return rows.view(arena.dtype).view(*head_slots.shape, arena.shape[-1])
 
     def _head_slots(self, layers: Tensor, slots: Tensor, heads: Tensor) -> Tensor:
         """[M], int32: head slots of uncompressed entries, from layer, token slot (int32) and KV head of each."""

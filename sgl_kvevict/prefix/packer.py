@@ -118,9 +118,9 @@ class SegmentPacker(ArenaRows):
         indptr, head_slots = alloc_head_slots(keep_lens, held, self.geometry.num_token_slots, num_entries)
         with accounting():
             if merge is None:
-                compact_kv(self.k_arena, self.v_arena, sources, head_slots)
+                compact_kv(*self._moved, sources, head_slots)
             else:
-                compact_kv(self.k_arena, self.v_arena, sources, head_slots, indptr=merge[0], weights=merge[1])
+                compact_kv(*self._moved, sources, head_slots, indptr=merge[0], weights=merge[1])
             if self._biases is not None:  # left by fitted entries that were in these head slots before
                 self._biases.index_fill_(0, head_slots.long(), 0.0)
         segment = Segment(
@@ -185,7 +185,7 @@ class SegmentPacker(ArenaRows):
         self, views: Sequence[View], keep_lens: Tensor, positions: Tensor, head_slots: Tensor, worth: Tensor | None
     ) -> CopiedEntries:
         slots = head_slots.long()
-        k, v = (bytes_of(arena)[slots].view(arena.dtype) for arena in (self.k_arena, self.v_arena))
+        k, v = (bytes_of(arena)[slots].view(arena.dtype) for arena in self._moved)
         is_fitted = any(view.segment.is_fitted for view in views)
         biases = self._biases[slots] if is_fitted and self._biases is not None else None
         return CopiedEntries(keep_lens, positions, k, v, worth, biases)
@@ -213,7 +213,7 @@ class SegmentPacker(ArenaRows):
         an unfitted segment. InvariantError if it is fitted and the pool has no biases.
         """
         slots = segment.head_slots.long()
-        for arena, rows in ((self.k_arena, k), (self.v_arena, v)):
+        for arena, rows in zip(self._moved, (k, v), strict=True):
             bytes_of(arena)[slots] = rows.contiguous().view(torch.uint8).to(arena.device)
         segment.is_fitted = biases is not None
         if self._biases is not None:
@@ -303,7 +303,7 @@ class SegmentPacker(ArenaRows):
         old = spans[0].segment
         held, freed = old.token_slots[:num_slots].clone(), old.token_slots[num_slots:]
         indptr, head_slots = alloc_head_slots(keep_lens, held, self.geometry.num_token_slots, kept.numel())
-        compact_kv(self.k_arena, self.v_arena, old.head_slots[kept], head_slots)
+        compact_kv(*self._moved, old.head_slots[kept], head_slots)
         if self._biases is not None:
             self._biases[head_slots.long()] = self._biases[old.head_slots[kept].long()]
         new = Segment(

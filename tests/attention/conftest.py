@@ -36,6 +36,8 @@ class World:
         shape = geometry.arena_shape
         self.k = torch.full(shape, torch.nan, dtype=dtype)
         self.v = torch.full(shape, torch.nan, dtype=dtype)
+        if geometry.latent_dim:
+            self.v = self.k[..., : geometry.latent_dim]
         self.biases = torch.full(shape[:3], torch.nan)
         self.free = (torch.randperm(geometry.num_token_slots - 1) + 1).tolist()
         self.req_to_token = torch.zeros(32, CONTEXT, dtype=torch.int32)
@@ -60,7 +62,8 @@ class World:
         held = (held + torch.arange(geometry.num_kv_heads)).flatten()
         head_slots = held[torch.randperm(held.numel())[:num_entries]]
         for arena in (self.k, self.v):
-            arena.view(-1, geometry.head_dim)[head_slots] = torch.randn(num_entries, geometry.head_dim).to(self.dtype)
+            width = arena.shape[-1]
+            arena.view(-1, width)[head_slots] = torch.randn(num_entries, width).to(self.dtype)
         self.biases.view(-1)[head_slots] = 0.0
         starts = (lens.flatten().cumsum(0) - lens.flatten()).view(lens.shape)
         kept = [torch.randperm(num_tokens)[:length].sort().values for length in lens.flatten().tolist()]
@@ -205,10 +208,17 @@ def make_world() -> MakeWorld:
         num_layers: int = 2,
         num_token_slots: int = 4000,
         windows: tuple[int, ...] = (),
+        latent_dim: int = 0,
     ) -> World:
         num_layers = len(windows) or num_layers
         geometry = KVGeometry(
-            num_layers, num_kv_heads * group_size, num_kv_heads, head_dim, num_token_slots, windows=windows
+            num_layers,
+            num_kv_heads * group_size,
+            num_kv_heads,
+            head_dim,
+            num_token_slots,
+            windows=windows,
+            latent_dim=latent_dim,
         )
         return World(geometry, dtype)
 

@@ -320,3 +320,19 @@ def test_arenas_of_other_sizes_are_refused(make_numba_world: MakeNumbaWorld) -> 
         NumbaAttention(world.geometry, world.k, world.v.float())
     with pytest.raises(RuntimeError, match="the head dimension is 24, which is no multiple of 16"):
         make_numba_world(1, 1, 24)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 4, 48, 32), (1, 3, 576, 512)], ids=str)
+def test_values_that_begin_the_rows_of_the_keys(
+    make_numba_world: MakeNumbaWorld, sizes: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
+    """Latent attention: decode, short extends, and a prefill by PyTorch's flash attention."""
+    world = make_numba_world(*sizes[:3], dtype=dtype, latent_dim=sizes[3])
+    shared = world.uneven_span(100)
+    world.add((), 40)
+    world.add((shared, world.uneven_span(63)), 30)
+    world.add((shared,), MAX_SHORT_TOKENS + 9)
+    check(world)
+    check(world, [40, 7, 9])
+    check(world, [1, 7, MAX_SHORT_TOKENS + 1], TWO_ROUNDINGS[dtype], LONG_LSE_NOISE[dtype])

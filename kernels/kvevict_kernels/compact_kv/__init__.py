@@ -34,7 +34,7 @@ def compact_kv(
 
     Args:
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], bfloat16, float16, float32 or float8_e4m3fn.
-        v_arena: like ``k_arena``.
+        v_arena: like ``k_arena``; without columns if values are a part of the keys' rows.
         src: [M], int32, head slots to read; may repeat.
         dst: [C], int32, distinct head slots to write; C == M without weights.
         indptr: [C + 1], int32, from 0 to M: the run of ``src`` and ``weights`` for each written row. With weights only.
@@ -50,7 +50,8 @@ def compact_kv(
     """
     check_tensor("k_arena", k_arena, (None, None, None, None), (*KV_DTYPES, FP8))
     device = k_arena.device
-    check_tensor("v_arena", v_arena, tuple(k_arena.shape), k_arena.dtype, device)
+    v_shape = (*k_arena.shape[:3], k_arena.shape[3] if v_arena.numel() else 0)
+    check_tensor("v_arena", v_arena, v_shape, k_arena.dtype, device)
     check_tensor("src", src, (None,), torch.int32, device)
     if (indptr is None) != (weights is None):
         given = "indptr" if weights is None else "weights"
@@ -83,10 +84,11 @@ def compact_kv_cpu(
         ends = (int(indptr[0]), int(indptr[-1]))
         if ends != (0, src.numel()) or bool((indptr[1:] < indptr[:-1]).any()):
             raise ValueError(f"indptr: expected to ascend from 0 to {src.numel()}, got {ends[0]} to {ends[1]}")
-    head_dim = k_arena.shape[-1]
     targets = dst.long()
     for arena in (k_arena, v_arena):
-        rows = arena.view(-1, head_dim)
+        if not arena.numel():
+            continue
+        rows = arena.view(-1, arena.shape[-1])
         if indptr is None:
             rows = _as_words(rows)
         for columns in torch.split(rows, _columns_at_once(rows, dst.numel()), dim=1):

@@ -52,7 +52,7 @@ class SpanAttention:
 
     Args:
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], contiguous, on the CPU.
-        v_arena: like ``k_arena``.
+        v_arena: like ``k_arena``, or the first columns of its rows.
         num_qo_heads: a multiple of the KV heads.
         biases: [num_layers, num_token_slots, num_kv_heads], float32, contiguous, added to the scores of a span's head
             slots, 0 for spans that are not fitted; None: there are no fitted spans.
@@ -65,13 +65,14 @@ class SpanAttention:
     def __init__(self, k_arena: Tensor, v_arena: Tensor, num_qo_heads: int, biases: Tensor | None = None) -> None:
         check_arenas(k_arena, v_arena, biases, (None, None, None, None), KV_DTYPES, torch.device("cpu"))
         num_layers, num_token_slots, num_kv_heads, head_dim = k_arena.shape
-        reason = reason_not_to_run(head_dim)
+        v_head_dim = v_arena.shape[3]
+        reason = reason_not_to_run(head_dim) or reason_not_to_run(v_head_dim)
         team = torch_team()
         if reason is not None or team is None:
             raise RuntimeError(f"attention cannot be compiled: {reason}")
         self._arenas = (k_arena, v_arena)
         self._biases = biases
-        self._shape = k_arena.shape
+        self._shape, self._v_head_dim = k_arena.shape, v_head_dim
         self._group = num_qo_heads // num_kv_heads
         self._team = team
         self._call = _compiled(team)
@@ -84,6 +85,7 @@ class SpanAttention:
             w.V: v_arena.data_ptr(),
             w.KIND: _KINDS[k_arena.dtype],
             w.HEAD_DIM: head_dim,
+            w.V_HEAD_DIM: v_head_dim,
             w.NUM_HEADS: num_kv_heads,
             w.GROUP: self._group,
             w.NUM_TOKEN_SLOTS: num_token_slots,
@@ -113,7 +115,7 @@ class SpanAttention:
 
         words, head_dim = layout.words, self._shape[3]
         num_partials = layout.max_partials * self._group
-        words[w.SUMS] = self._sums.take(4 * head_dim * num_partials)
+        words[w.SUMS] = self._sums.take(4 * self._v_head_dim * num_partials)
         words[w.MAXIMA] = self._maxima.take(4 * num_partials)
         words[w.TOTALS] = self._totals.take(4 * num_partials)
         words[w.SCRATCH_STRIDE] = scratch_bytes(head_dim, int(layout.num_tokens.max()) * self._group)
@@ -142,7 +144,8 @@ class SpanAttention:
             layer: layer index.
             q: [num_tokens, num_qo_heads, head_dim], bfloat16, float16 or float32; tokens may be strided.
             sm_scale: softmax scale.
-            out: like ``q``, contiguous; only rows of the batch's tokens are written.
+            out: [num_tokens, num_qo_heads, v_head_dim], dtype of ``q``, contiguous; only rows of the batch's tokens are
+                written.
             lse: [num_tokens, num_qo_heads], float32, contiguous; likewise; natural log-sum-exp of the scaled scores.
             window: of the layer, in tokens; 0: none.
             sink_logits: [num_qo_heads], float32, contiguous: one more score of every row, whose value is 0.

@@ -86,14 +86,14 @@ def _add_scores(num_rows, target, queries, keys, head_dim):
 
 
 @njit
-def _add_values(num_rows, target, weights, values, head_dim, num_keys):
-    whole = head_dim // WIDTH * WIDTH
+def _add_values(num_rows, target, weights, values, v_head_dim, num_keys):
+    whole = v_head_dim // WIDTH * WIDTH
     for i in range(0, 4 * whole, 4 * WIDTH):
-        multiply(num_rows, target + i, head_dim, weights, _BLOCK, values + i, head_dim, num_keys)
-    for i in range(4 * whole, 4 * head_dim, 4 * LANES):
+        multiply(num_rows, target + i, v_head_dim, weights, _BLOCK, values + i, v_head_dim, num_keys)
+    for i in range(4 * whole, 4 * v_head_dim, 4 * LANES):
         for r in range(num_rows):
-            row_target, row_weights = target + 4 * r * head_dim + i, weights + 4 * r * _BLOCK
-            multiply_tile(1, 1, row_target, head_dim, row_weights, _BLOCK, values + i, head_dim, num_keys)
+            row_target, row_weights = target + 4 * r * v_head_dim + i, weights + 4 * r * _BLOCK
+            multiply_tile(1, 1, row_target, v_head_dim, row_weights, _BLOCK, values + i, v_head_dim, num_keys)
 
 
 @njit
@@ -133,7 +133,7 @@ def _load_queries(words, part, head, scratch):
 def _load_keys(words, part, head, first, num_keys, num_next, scratch):
     """Load a block of keys: rows of K transposed, rows of V as they are."""
     num_spans, num_heads, layer = words[w.NUM_SPANS], words[w.NUM_HEADS], words[w.LAYER]
-    kind, head_dim = words[w.KIND], words[w.HEAD_DIM]
+    kind, head_dim, v_head_dim = words[w.KIND], words[w.HEAD_DIM], words[w.V_HEAD_DIM]
     if part < num_spans:
         start = int32s(int64s(words[w.SPAN_STARTS])[part])[layer * num_heads + head]
         slots = int32s(int64s(words[w.SPAN_SLOTS])[part] + 4 * (start + first))
@@ -151,7 +151,7 @@ def _load_keys(words, part, head, first, num_keys, num_next, scratch):
             words[w.WRONG_SLOT] = slot
             slot = np.int64(0)
         rows[i] = words[w.K] + slot * row_bytes
-        load_row(kind, head_dim, rows[i] + to_values, values + 4 * i * head_dim, _ONE)
+        load_row(kind, v_head_dim, rows[i] + to_values, values + 4 * i * v_head_dim, _ONE)
         if has_biases:
             biases[i] = biases_of_slots[slot]
     for i in range(num_keys, num_keys + num_next):
@@ -223,9 +223,10 @@ def _hide_branches(words, part, token, first, num_keys, row):
 @njit
 def _attend_chunk(words, part, head, unit_len, first, last, row_0, scratch):
     """Compute the partial results of a chunk, from ``row_0`` on."""
-    head_dim, group, num_rows = words[w.HEAD_DIM], words[w.GROUP], _num_rows(words, part)
+    head_dim, v_head_dim = words[w.HEAD_DIM], words[w.V_HEAD_DIM]
+    group, num_rows = words[w.GROUP], _num_rows(words, part)
     maxima, totals = floats(words[w.MAXIMA] + 4 * row_0), floats(words[w.TOTALS] + 4 * row_0)
-    sums, scores = words[w.SUMS] + 4 * row_0 * head_dim, scratch + _SCORES_AT
+    sums, scores = words[w.SUMS] + 4 * row_0 * v_head_dim, scratch + _SCORES_AT
     queries, keys, values = _queries_in(scratch, head_dim), scratch + _KEYS_AT, _values_in(scratch, head_dim)
     is_own = part >= words[w.NUM_SPANS]
     has_biases = not is_own and words[w.BIASES] != 0
@@ -236,7 +237,7 @@ def _attend_chunk(words, part, head, unit_len, first, last, row_0, scratch):
         least_seen = _find_first_seen(words, part, head, unit_len, scratch)
         if last <= least_seen:  # no row sees any of it; the merge skips such a chunk
             return
-    fill(sums, num_rows * head_dim, _ZERO)
+    fill(sums, num_rows * v_head_dim, _ZERO)
     for start in range(first, last, _BLOCK):
         num_keys = min(_BLOCK, last - start)
         if start + num_keys <= least_seen:
@@ -268,24 +269,25 @@ def _attend_chunk(words, part, head, unit_len, first, last, row_0, scratch):
                     keep = np.float32(math.exp(before - largest))
                     maxima[tile + r] = largest
                     total += totals[tile + r] * keep
-                    target = sums + 4 * (tile + r) * head_dim
-                    add_row(head_dim, target, target, _ZERO, keep)
+                    target = sums + 4 * (tile + r) * v_head_dim
+                    add_row(v_head_dim, target, target, _ZERO, keep)
                 else:
                     total += totals[tile + r]
                 totals[tile + r] = total
-            _add_values(tile_rows, sums + 4 * tile * head_dim, scores, values, head_dim, num_keys)
+            _add_values(tile_rows, sums + 4 * tile * v_head_dim, scores, values, v_head_dim, num_keys)
 
 
 @njit
 def _merge_row(words, request, token, head, g, scratch):
     """Merge one q row of a request's ``token``-th new token: along its path, then its own tokens."""
-    num_spans, num_heads, group, head_dim = words[w.NUM_SPANS], words[w.NUM_HEADS], words[w.GROUP], words[w.HEAD_DIM]
+    num_spans, num_heads, group = words[w.NUM_SPANS], words[w.NUM_HEADS], words[w.GROUP]
+    v_head_dim = words[w.V_HEAD_DIM]
     paths, path_spans = int64s(words[w.PATHS]), int64s(words[w.PATH_SPANS])
     path_places, unit_rows = int64s(words[w.PATH_PLACES]), int64s(words[w.UNIT_ROWS])
     maxima, totals = floats(words[w.MAXIMA]), floats(words[w.TOTALS])
     end = paths[request + 1]
     largest, total = _LOWEST, _ZERO
-    fill(scratch, head_dim, _ZERO)
+    fill(scratch, v_head_dim, _ZERO)
     for i in range(paths[request], end + 1):
         part, place = num_spans + request, token
         if i < end:
@@ -298,7 +300,7 @@ def _merge_row(words, request, token, head, g, scratch):
                 largest = max(before, maxima[row])
                 keep, factor = np.float32(math.exp(before - largest)), np.float32(math.exp(maxima[row] - largest))
                 total = total * keep + totals[row] * factor
-                add_row(head_dim, words[w.SUMS] + 4 * row * head_dim, scratch, factor, keep)
+                add_row(v_head_dim, words[w.SUMS] + 4 * row * v_head_dim, scratch, factor, keep)
             row += _num_rows(words, part)
     if words[w.SINK_LOGITS] != 0:
         sink = floats(words[w.SINK_LOGITS])[head * group + g]
@@ -306,12 +308,12 @@ def _merge_row(words, request, token, head, g, scratch):
         largest = max(before, sink)
         keep = np.float32(math.exp(before - largest))
         total = total * keep + np.float32(math.exp(sink - largest))
-        add_row(head_dim, scratch, scratch, _ZERO, keep)
+        add_row(v_head_dim, scratch, scratch, _ZERO, keep)
     place = int64s(words[w.TOKENS])[int64s(words[w.PART_TOKENS])[num_spans + request] + token]
     q_row = (place * num_heads + head) * group + g
     floats(words[w.LSE])[q_row] = largest + np.float32(math.log(total))
     kind = words[w.Q_KIND]
-    store_row(kind, head_dim, scratch, words[w.OUT] + item_bytes(kind) * q_row * head_dim, _ONE / total)
+    store_row(kind, v_head_dim, scratch, words[w.OUT] + item_bytes(kind) * q_row * v_head_dim, _ONE / total)
 
 
 @njit

@@ -24,7 +24,7 @@ NO_SLOT = 1 << 62
     Q,  # address of the queries
     Q_STRIDE,  # number: elements from token to token
     Q_KIND,  # number: kind of q and out
-    OUT,  # address [num_tokens, num_qo_heads, head_dim]
+    OUT,  # address [num_tokens, num_qo_heads, v_head_dim]
     LSE,  # address [num_tokens, num_qo_heads], float32
     SCALE,  # softmax scale, float32 in the lower half
     WINDOW,  # number: tokens that a query of the layer sees at most, itself included; 0: all
@@ -34,6 +34,7 @@ NO_SLOT = 1 << 62
     BIASES,  # address of the biases of the arena's head slots, float32; 0: no span of the batch has any
     KIND,  # number: kind of the arenas
     HEAD_DIM,  # number
+    V_HEAD_DIM,  # number, at most HEAD_DIM
     NUM_HEADS,  # number of KV heads
     GROUP,  # number of q heads per KV head
     NUM_TOKEN_SLOTS,  # number per layer
@@ -54,7 +55,7 @@ NO_SLOT = 1 << 62
     PATH_SPANS,  # spans of each request, root first
     PATH_PLACES,  # with PATH_SPANS: place of the request's first token among the span's
     UNIT_ROWS,  # per (part, KV head): first partial result; written by the call
-    SUMS,  # address [num_partials, head_dim], float32: unnormalised outputs
+    SUMS,  # address [num_partials, v_head_dim], float32: unnormalised outputs
     MAXIMA,  # address [num_partials], float32
     TOTALS,  # address [num_partials], float32
     SCRATCH,  # address of the threads' scratch memory
@@ -62,4 +63,4 @@ NO_SLOT = 1 << 62
     ZEROS,  # address of a row of zeros
     WRONG_SLOT,  # number: a head slot that is not in the arena, or NO_SLOT; written by the call
     NUM_WORDS,
-) = range(43)
+) = range(44)

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvevict_kernels.head_slots import head_slot_of
 from kvevict_kernels.span_runs import SpanRuns, waterline_of
@@ -65,7 +66,7 @@ class LongPrefill:
     """Runs the layers of long prefills, one request at a time."""
 
     k_arena: Tensor  # [num_layers, num_token_slots, num_kv_heads, head_dim]
-    v_arena: Tensor  # like ``k_arena``
+    v_arena: Tensor  # like ``k_arena``, or the first columns of its rows
     biases: Tensor | None = None  # [num_layers, num_token_slots, num_kv_heads], float32, of fitted spans
     windows: tuple[int, ...] = ()  # of the layers, see :attr:`KVGeometry.windows`
     _bounds: WeakKeyDictionary[SpanRuns, tuple[list[list[int]], list[list[int]]]] = field(
@@ -92,7 +93,7 @@ class LongPrefill:
         """Attend with the new tokens of one request: ``q`` [num_new, num_qo_heads, head_dim].
 
         Returns:
-            out, like ``q``, and lse [num_new, num_qo_heads], float32.
+            out [num_new, num_qo_heads, v_head_dim], and lse [num_new, num_qo_heads], float32.
         """
         if self.windows and self.windows[layer]:
             out, lse = self._attend_in_window(request, layer, q, sm_scale)
@@ -112,7 +113,8 @@ class LongPrefill:
         waterline, num_new = waterline_of(request.path), q.shape[0]
         slots = torch.cat([request.cached_slots, request.new_slots])
         first_new = waterline + request.cached_slots.numel()
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+        out = q.new_empty(*q.shape[:2], self.v_arena.shape[-1])
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         for begin in range(0, num_new, WINDOW_BLOCK):
             end = min(begin + WINDOW_BLOCK, num_new)
             block = _QueryBlock(slice(begin, end), first_new + begin, first_new + end, self.windows[layer])
@@ -128,8 +130,8 @@ class LongPrefill:
 
     def _tokens(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of token slots, [num_tokens, num_kv_heads, head_dim]."""
-        k = self.k_arena[layer].flatten(1).index_select(0, slots).view(-1, *self.k_arena.shape[2:])
-        return k, self.v_arena[layer].flatten(1).index_select(0, slots).view(-1, *self.v_arena.shape[2:])
+        k, v = (arena[layer].flatten(1).index_select(0, slots) for arena in (self.k_arena, self.v_arena))
+        return k.view(-1, *self.k_arena.shape[2:]), v.view(-1, *self.v_arena.shape[2:])
 
     def _attend_to_path(
         self, path: Path, own: Tensor, layer: int, q: Tensor, sm_scale: float, block: _QueryBlock | None = None
@@ -139,12 +141,13 @@ class LongPrefill:
         ``block`` are the queries of a layer with a window; ``own`` reaches up to the last of them. None: no key is
         hidden. Returns out and lse; 0 and -inf for a head without entries.
         """
-        num_token_slots, num_heads, head_dim = self.k_arena.shape[1:]
+        num_token_slots, num_heads = self.k_arena.shape[1:3]
         group = q.shape[1] // num_heads
-        k_rows, v_rows = self.k_arena.view(-1, 1, head_dim), self.v_arena.view(-1, 1, head_dim)
+        k_rows, v_rows = (arena.view(-1, 1, arena.shape[-1]) for arena in (self.k_arena, self.v_arena))
         own_rows: Tensor = head_slot_of(layer, own, 0, num_token_slots, num_heads)  # of the first head
         is_fitted = self.biases is not None and any(span.is_fitted for span in path)
-        out, lse = torch.zeros_like(q), q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
+        out = q.new_zeros(*q.shape[:2], self.v_arena.shape[-1])
+        lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
         for head in range(num_heads):
             runs = [self._run(span, layer, head, block) for span in path]
             head_slots = torch.cat(
@@ -182,20 +185,23 @@ class LongPrefill:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, sm_scale: float, *, is_causal: bool = False, added: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One fused call: q [num_new, num_qo_heads, head_dim], k and v [num_keys, num_kv_heads, head_dim].
+    """One fused call: q [num_new, num_qo_heads, head_dim], k [num_keys, num_kv_heads, head_dim], v as k or narrower.
 
-    ``added`` [1, 1, 1 or num_new, num_keys] (float32) is added to the scores. Returns out, like q, and lse [num_new,
-    num_qo_heads].
+    ``added`` [1, 1, 1 or num_new, num_keys] (float32) is added to the scores. Returns out, as wide as v, and lse
+    [num_new, num_qo_heads].
     """
     num_new, num_qo_heads, head_dim = q.shape
     num_keys, num_kv_heads, _ = k.shape
     group = num_qo_heads // num_kv_heads
     grouped = q.view(num_new, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     shape = (num_kv_heads, group, num_keys, head_dim)
+    v_head_dim = v.shape[-1]
+    v = pad(v, (0, head_dim - v_head_dim))  # the call takes one width
     # Copying heads into compact memory saves 6 % at 3,000 new tokens.
     k, v = (x.to(q.dtype).transpose(0, 1)[:, None].contiguous().expand(shape) for x in (k, v))
     out, lse = _flash_attention(grouped, k, v, 0.0, is_causal, attn_mask=added, scale=sm_scale)
-    return out.permute(2, 0, 1, 3).reshape(q.shape), lse.permute(2, 0, 1).reshape(q.shape[:2])
+    out = out[..., :v_head_dim].permute(2, 0, 1, 3).reshape(*q.shape[:2], v_head_dim)
+    return out, lse.permute(2, 0, 1).reshape(q.shape[:2])
 
 
 def _merge(before: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

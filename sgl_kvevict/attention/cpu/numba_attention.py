@@ -61,7 +61,7 @@ class NumbaAttention:
             sink_logits = sink_logits.float().contiguous()
         if self._layout is None and len(self._long) == 1:
             return self._prefill.run(self._long[0], layer, q, sm_scale, sink_logits)
-        out = torch.empty(shape, dtype=q.dtype)
+        out = q.new_empty(*shape[:2], self.geometry.v_head_dim)
         lse = torch.empty(shape[:2], dtype=torch.float32)
         for request in self._long:
             rows = request.rows

@@ -30,7 +30,7 @@ class TorchAttention:
         check_arenas(k_arena, v_arena, biases, geometry.arena_shape, (*KV_DTYPES, FP8))
         self.geometry = geometry
         self._k_rows = k_arena.view(-1, geometry.head_dim)
-        self._v_rows = v_arena.view(-1, geometry.head_dim)
+        self._v_rows = v_arena.view(-1, geometry.v_head_dim)
         self._biases = None if biases is None else biases.view(-1)
         self._batch: AttentionBatch | None = None
 
@@ -44,7 +44,7 @@ class TorchAttention:
         shape = (-1 if batch is None else sum(batch.new_lens), geometry.num_qo_heads, geometry.head_dim)
         if batch is None or tuple(q.shape) != shape:
             raise InvariantError(f"q: planned {list(shape)}, got {list(q.shape)}")
-        out = torch.empty(shape, dtype=q.dtype, device=q.device)
+        out = q.new_empty(*shape[:2], geometry.v_head_dim)
         lse = torch.empty(shape[:2], dtype=torch.float32, device=q.device)
         first_row = 0
         for request, (seq_len, new) in enumerate(zip(batch.seq_lens, batch.new_lens, strict=True)):
@@ -76,7 +76,8 @@ class TorchAttention:
         """Keys of a request and KV head: the runs of its path, then its own tokens.
 
         Returns:
-            K and V [num_keys, head_dim], biases [num_keys], all float32, and positions [num_keys], int64.
+            K [num_keys, head_dim], V [num_keys, v_head_dim], biases [num_keys], all float32, and positions [num_keys],
+            int64.
         """
         geometry, path = self.geometry, batch.paths[request]
         own = torch.arange(batch.waterlines[request], batch.seq_lens[request], device=self._k_rows.device)
