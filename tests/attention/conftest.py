@@ -176,7 +176,7 @@ class World:
         slots = self.req_to_token[self.rows[i], own_positions].long()
         own = (layer * self.geometry.num_token_slots + slots) * self.geometry.num_kv_heads + head
         entries = torch.cat([*runs, own])
-        head_dim = self.geometry.head_dim
+        k, v = (arena.view(-1, arena.shape[-1])[entries] for arena in (self.k, self.v))
         biases = self.biases.view(-1)[entries]
         biases[len(entries) - len(own) :] = 0.0
         of_runs = [
@@ -184,7 +184,7 @@ class World:
             for span, run, place in zip(self.paths[i], runs, places, strict=True)
         ]
         positions = torch.cat([*of_runs, own_positions])
-        return self.k.view(-1, head_dim)[entries], self.v.view(-1, head_dim)[entries], biases, positions
+        return k, v, biases, positions
 
     def _rows(self, parts: list[Tensor], extend_lens: list[int]) -> Tensor:
         """[num_new_tokens, num_qo_heads, ...] from one part per (request, q head)."""
