@@ -56,18 +56,58 @@ def compile_all(specs: list[Spec], cache_dir: str, python: str = sys.executable)
 
 def copies_in_flight(ptx: str) -> int | None:
     """Groups of asynchronous copies that the innermost loop of products does not wait for; the fewest of its waits."""
-    lines = ptx.splitlines()
-    labels = {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"(\$L__BB\d+_\d+):", line))}
-    jump = re.compile(r"bra(?:\.uni)?\s+(\$L__BB\d+_\d+)")
-    branches = [(i, m[1]) for i, line in enumerate(lines) if (m := jump.search(line))]
-    loops = [(labels[label], i) for i, label in branches if labels[label] < i]
+    blocks = _blocks(ptx)
     products = re.compile(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma")
-    hot = [loop for loop in loops if products.search("\n".join(lines[slice(*loop)]))]
-    innermost = min(hot, key=lambda loop: loop[1] - loop[0], default=None)
+    loops = ("\n".join(line for i in sorted(loop) for line in blocks[i]) for loop in _loops(blocks))
+    innermost = min((text for text in loops if products.search(text)), key=len, default=None)
     if innermost is None:
         return None
-    waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", "\n".join(lines[slice(*innermost)]))
+    waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", innermost)
     return min((int(depth) for depth in waits), default=None)
+
+
+def _blocks(ptx: str) -> list[list[str]]:
+    """Lines of every basic block: it begins at a label or behind a branch."""
+    blocks: list[list[str]] = [[]]
+    for line in ptx.splitlines():
+        if line.startswith("$L__BB") or (blocks[-1] and re.search(r"\bbra\b", blocks[-1][-1])):
+            blocks.append([])
+        blocks[-1].append(line)
+    return blocks
+
+
+def _loops(blocks: list[list[str]]) -> list[set[int]]:
+    """Blocks of every loop, which need not lie together: those from which its end is reached without its head."""
+    heads = {m[1]: i for i, block in enumerate(blocks) if block and (m := re.match(r"(\$L__BB\d+_\d+):", block[0]))}
+    after: list[list[int]] = []
+    for i, block in enumerate(blocks):
+        branch = re.search(r"(@\S+\s+)?bra(?:\.uni)?\s+(\$L__BB\d+_\d+)", block[-1] if block else "")
+        following = [] if branch and not branch[1] else [i + 1]
+        after.append([j for j in [*following, *([heads[branch[2]]] if branch else [])] if j < len(blocks)])
+    ends: list[tuple[int, int]] = []
+    state = [0] * len(blocks)  # 1: on the path from the first block, 2: done
+    stack = [(0, iter(after[0]))]
+    state[0] = 1
+    while stack:
+        i, rest = stack[-1]
+        j = next(rest, None)
+        if j is None:
+            state[i] = 2
+            stack.pop()
+        elif state[j] == 1:
+            ends.append((j, i))
+        elif state[j] == 0:
+            state[j] = 1
+            stack.append((j, iter(after[j])))
+    loops = []
+    for head, end in ends:
+        loop, queue = {head, end}, [end] if end != head else []
+        for i in queue:
+            new = [j for j in range(len(blocks)) if i in after[j] and j not in loop]
+            loop.update(new)
+            queue += new
+        loops.append(loop)
+    return loops
 
 
 def _compile(spec: Spec) -> dict[str, Any]:

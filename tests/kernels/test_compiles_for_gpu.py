@@ -61,3 +61,24 @@ $L__BB0_2:
 """
     assert copies_in_flight(ptx) == 3
     assert copies_in_flight(ptx.replace("mma.sync", "fma.rn")) is None
+
+
+def test_a_loop_whose_end_lies_before_its_head() -> None:
+    ptx = """
+$L__BB0_1:
+    cp.async.wait_group 0;
+    bra.uni $L__BB0_3;
+$L__BB0_2:
+    cp.async.wait_group 3;
+    @!%p1 bra $L__BB0_5;
+$L__BB0_3:
+    cp.async.wait_group 4;
+    wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {};
+    @%p2 bra $L__BB0_2;
+    add.s32 %r1, %r2, %r3;
+    bra.uni $L__BB0_2;
+$L__BB0_5:
+    @%p3 bra $L__BB0_1;
+    ret;
+"""
+    assert copies_in_flight(ptx) == 3

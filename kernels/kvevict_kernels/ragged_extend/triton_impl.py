@@ -4,6 +4,9 @@ A request with few tiles leaves most of the device idle, so the keys of its tile
 parts, which a second launch merges. The host computes the number of parts from the request's lengths (chunks.py), the
 device their bounds.
 
+Masks are applied only to blocks that some row of the tile does not see entirely. Behind the last key the last one is
+read again, so that no copy needs a mask.
+
 Spans and own tokens share one loop nest: with two, ptxas serialises the tensor-core instructions of both.
 """
 
@@ -20,7 +23,6 @@ from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
 from kvevict_kernels.ragged_decode.tile_table import EXTEND, tiles_for
 from kvevict_kernels.ragged_decode.triton_block import (
     LOG2_E,
-    attend_block,
     hidden_keys,
     hide_branches,
     load_rows,
@@ -104,7 +106,8 @@ def _store(out_ptr, lse_ptr, row, b_max, b_sum, b_out, out_scale, lse_scale, o_d
     divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
     p_out = out_ptr + row[:, None] * D + o_d[None, :]
     tl.store(p_out, b_out / divisor[:, None] * out_scale, mask=m_m[:, None] & (o_d < D)[None, :])
-    tl.store(lse_ptr + row, (b_max + tl.log2(divisor)) * lse_scale, mask=m_m)
+    b_lse = tl.where(b_sum > 0.0, b_max + tl.log2(divisor), float("-inf"))
+    tl.store(lse_ptr + row, b_lse * lse_scale, mask=m_m)
 
 
 @triton.jit
@@ -115,6 +118,24 @@ def _hide_keys(j, is_own, address, num_kv, to_key, hidden, m_m, addresses_ptr):
     position_ptr = (address + to_positions).to(tl.pointer_type(tl.int32))
     is_hidden, is_cut = hidden_keys(position_ptr, num_kv, is_own == 0, hidden, m_m)
     return position_ptr, is_cut, tl.where(is_hidden, 0, to_key)
+
+
+@triton.jit
+def _load_block(rows_ptr, row, o_d, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows [BLOCK_N, BLOCK_D] that begin at ``row`` (elements)."""
+    p_rows = rows_ptr + row[:, None] + o_d[None, :]
+    return tl.load(p_rows) if D == BLOCK_D else tl.load(p_rows, mask=(o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _add_block(b_max, b_sum, b_out, s, b_v, scale_log2):
+    """Add one block of scores [BLOCK_M, BLOCK_N], not scaled yet, and its values to a running softmax."""
+    new_max = tl.maximum(b_max, tl.max(s, 1) * scale_log2)
+    p = tl.exp2(s * scale_log2 - new_max[:, None])
+    decay = tl.exp2(b_max - new_max)
+    b_sum = b_sum * decay + tl.sum(p, 1)
+    b_out = tl.dot(p.to(b_v.dtype), b_v, b_out * decay[:, None], input_precision="ieee")
+    return new_max, b_sum, b_out
 
 
 @triton.jit(
@@ -159,7 +180,7 @@ def _extend_kernel(
     token = i_row // G
     first = _first_row(request, addresses_ptr)
     b_q = load_rows(q_ptr, (first + token) * q_stride + (head * G + i_row % G) * D, m_m, o_d, D=D, UPCAST=UPCAST)
-    b_max, b_sum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32), tl.zeros([BLOCK_M], dtype=tl.float32)
+    b_max, b_sum = tl.full([BLOCK_M], -3.0e38, dtype=tl.float32), tl.zeros([BLOCK_M], dtype=tl.float32)
     b_out = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     visible, depth = load_tree(visible_ptr, first + token, token, m_m)
     num_before, num_own, own_address, hidden = _own_keys(
@@ -174,29 +195,42 @@ def _extend_kernel(
     begin, end = _part_of(
         path_begin, path_end, first_unit, num_own, split, num_splits, addresses_ptr, H=H, BLOCK_N=BLOCK_N
     )
+    first_token = tl.load(at.int32s_at(addresses_ptr, at.TILE_INDEX) + tl.program_id(0)) * BLOCK_M // G
     for j in range(path_begin, path_end + 1):  # spans, then the own tokens
         num_kv, address = _run_of(j, path_end, first_unit, num_own, own_address, addresses_ptr, H=H)
         is_own = (j >= path_end).to(tl.int32)
-        slot_scale = 1 + is_own * (H - 1)
-        slot_shift = is_own * head_slot_of(layer.to(tl.int64), 0, head, num_token_slots, H)
+        # Runs hold head slots, the own tokens' list token slots.
+        stride = tl.where(is_own > 0, H * D, D).to(tl.int64)
+        shift = tl.where(is_own > 0, head_slot_of(layer.to(tl.int64), 0, head, num_token_slots, H), 0)
         to_key = tl.minimum(end, num_kv)
+        all_from = 0
+        all_to = tl.minimum(to_key, tl.where(is_own > 0, num_before + 1 + first_token, num_kv))
+        if visible_ptr is not None:
+            all_to = tl.where(is_own > 0, num_before, all_to)
         if WINDOWED:
             position_ptr, is_cut, to_key = _hide_keys(j, is_own, address, num_kv, to_key, hidden, m_m, addresses_ptr)
             from_key = tl.where(is_own > 0, num_before + depth + 1 - window, 0)
-        limit = tl.minimum(tl.where(is_own > 0, num_before + token + 1, num_kv), to_key)
+            all_from = tl.where(is_cut, to_key, tl.max(tl.where(m_m, from_key, 0), 0))
         index_ptr = address.to(tl.pointer_type(tl.int32))
+        k_rows = k_ptr + shift * D
+        v_rows = v_ptr + shift * D
         for start in range(tl.maximum(begin, 0), to_key, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
-            m_n = n < to_key
-            head_slot = tl.load(index_ptr + n, mask=m_n, other=0).to(tl.int64) * slot_scale + slot_shift
-            seen = hide_branches(n[None, :] < limit[:, None], visible_ptr, visible, n - num_before, is_own == 0)
-            if WINDOWED:
-                b_position = tl.load(position_ptr + n, mask=m_n & is_cut, other=2147483647)
-                seen = seen & (n[None, :] >= from_key[:, None]) & (b_position[None, :] > hidden[:, None])
-            b_max, b_sum, b_out = attend_block(
-                b_q, b_max, b_sum, b_out, k_ptr, v_ptr, biases_ptr, head_slot, m_n, m_n & (is_own == 0),
-                seen, o_d, scale_log2, D=D,
-            )  # fmt: skip
+            slot = tl.load(index_ptr + tl.minimum(n, to_key - 1)).to(tl.int64)
+            b_k = _load_block(k_rows, slot * stride, o_d, D=D, BLOCK_D=BLOCK_D).to(b_q.dtype)
+            b_v = _load_block(v_rows, slot * stride, o_d, D=D, BLOCK_D=BLOCK_D).to(b_q.dtype)
+            s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+            if biases_ptr is not None:
+                bias = tl.load(biases_ptr + slot, mask=n * 0 == is_own, other=0.0)
+                s = s * scale_log2 + 1.4426950408889634 * bias[None, :]
+            if (start + BLOCK_N > all_to) | (start < all_from):
+                limit = tl.minimum(tl.where(is_own > 0, num_before + token + 1, num_kv), to_key)
+                seen = hide_branches(n[None, :] < limit[:, None], visible_ptr, visible, n - num_before, is_own == 0)
+                if WINDOWED:
+                    b_position = tl.load(position_ptr + n, mask=(n < to_key) & is_cut, other=2147483647)
+                    seen = seen & (n[None, :] >= from_key[:, None]) & (b_position[None, :] > hidden[:, None])
+                s = tl.where(seen, s, float("-inf"))
+            b_max, b_sum, b_out = _add_block(b_max, b_sum, b_out, s, b_v, scale_log2 if biases_ptr is None else 1.0)
         begin -= num_kv
         end -= num_kv
     if sink_logits_ptr is not None:  # only the first part counts it
