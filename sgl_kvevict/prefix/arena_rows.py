@@ -33,7 +33,7 @@ class ArenaRows:
 
     def token_rows(self, token_slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of uncompressed tokens' keys and values, [num_layers, num_tokens, num_kv_heads, head_dim] each."""
-        k, v = (arena.view(torch.uint8)[:, token_slots].view(arena.dtype) for arena in self._moved)
+        k, v = (as_moved(arena)[:, token_slots].view(arena.dtype) for arena in self._moved)
         return k, v
 
     def token_values(self, token_slots: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class ArenaRows:
     def place_tokens(self, token_slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write rows of uncompressed tokens, shaped as by :meth:`token_rows`, from any device."""
         for arena, rows in zip(self._moved, (k, v), strict=True):
-            arena.view(torch.uint8)[:, token_slots] = rows.contiguous().view(torch.uint8).to(arena.device)
+            as_moved(arena)[:, token_slots] = as_moved(rows.contiguous()).to(arena.device)
 
     def head_slots(self, layer: int, token_slots: Tensor) -> Tensor:
         """[num_kv_heads, num_tokens], int32: head slots of uncompressed tokens in one layer."""
@@ -60,7 +60,7 @@ class ArenaRows:
         return self._gather(self.v_arena, head_slots)
 
     def _gather(self, arena: Tensor, head_slots: Tensor) -> Tensor:
-        rows = torch.index_select(as_moved(arena.flatten(0, 2)), 0, head_slots.flatten())
+        rows = torch.index_select(rows_by_head_slot(arena), 0, head_slots.flatten())
         return rows.view(arena.dtype).view(*head_slots.shape, arena.shape[-1])
 
     def _head_slots(self, layers: Tensor, slots: Tensor, heads: Tensor) -> Tensor:
@@ -74,6 +74,6 @@ class ArenaRows:
         return head_slots
 
 
-def bytes_of(arena: Tensor) -> Tensor:
-    """The arena's rows by head slot, as bytes, because not all dtypes support gathers."""
-    return arena.flatten(0, 2).view(torch.uint8)
+def rows_by_head_slot(arena: Tensor) -> Tensor:
+    """[num_head_slots, width]: the arena's rows in a dtype that torch can gather and write."""
+    return as_moved(arena.flatten(0, 2))

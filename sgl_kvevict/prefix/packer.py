@@ -11,11 +11,12 @@ from torch import Tensor
 from kvevict_kernels import radix_select
 from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from kvevict_kernels.compact_kv import compact_kv
+from kvevict_kernels.stored_rows import as_moved
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.guard import accounting
-from sgl_kvevict.prefix.arena_rows import ArenaRows, bytes_of
+from sgl_kvevict.prefix.arena_rows import ArenaRows, rows_by_head_slot
 from sgl_kvevict.prefix.shadow import DraftRows
 from sgl_kvevict.prefix.span import CopiedEntries, Segment, Span, View
 from sgl_kvevict.ragged import MergePlan, Selection, run_entries
@@ -185,7 +186,7 @@ class SegmentPacker(ArenaRows):
         self, views: Sequence[View], keep_lens: Tensor, positions: Tensor, head_slots: Tensor, worth: Tensor | None
     ) -> CopiedEntries:
         slots = head_slots.long()
-        k, v = (bytes_of(arena)[slots].view(arena.dtype) for arena in self._moved)
+        k, v = (rows_by_head_slot(arena)[slots].view(arena.dtype) for arena in self._moved)
         is_fitted = any(view.segment.is_fitted for view in views)
         biases = self._biases[slots] if is_fitted and self._biases is not None else None
         return CopiedEntries(keep_lens, positions, k, v, worth, biases)
@@ -214,7 +215,7 @@ class SegmentPacker(ArenaRows):
         """
         slots = segment.head_slots.long()
         for arena, rows in zip(self._moved, (k, v), strict=True):
-            bytes_of(arena)[slots] = rows.contiguous().view(torch.uint8).to(arena.device)
+            rows_by_head_slot(arena)[slots] = as_moved(rows.contiguous()).to(arena.device)
         segment.is_fitted = biases is not None
         if self._biases is not None:
             self._biases[slots] = 0.0 if biases is None else biases.to(self._biases.device)

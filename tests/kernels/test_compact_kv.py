@@ -62,6 +62,15 @@ def test_move_matches_reference(device: str, shape: tuple[int, ...], count: int,
     assert_same_bits("v_arena", v, want_v)
 
 
+def test_rows_with_values_inside_move_once() -> None:
+    k, v = arenas((2, 20, 1, 24), torch.float32, "cpu")
+    src, dst = moves("permutation", 40, 30)
+    want = k.clone()
+    compact_kv_reference(want, v, src, dst)
+    compact_kv(k, k[..., :0], src, dst)
+    assert_same_bits("k_arena", k, want)
+
+
 @pytest.mark.parametrize("kind", ["permutation", "random", "fan-out", "shift-down", "shift-up", "fixed"])
 def test_any_overlap_reads_old_rows(device: str, kind: str) -> None:
     k, v = arenas((2, 50, 3, 64), torch.bfloat16, device)

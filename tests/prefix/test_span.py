@@ -194,3 +194,29 @@ def test_merge_stores_weighted_sums_of_old_rows():
     old = [head_slot(1, slot, 2) for slot in (1, 2, 3, 4)]
     assert rows == [0.75 * old[1] + 0.25 * old[0], old[3]]
     assert freed.tolist() == [2, 3, 4]
+
+
+def test_values_inside_keys_rows_are_packed_copied_and_placed_with_them():
+    geometry = KVGeometry(num_layers=3, num_qo_heads=4, num_kv_heads=1, head_dim=6, num_token_slots=64, latent_dim=4)
+    k = torch.randn(geometry.arena_shape)
+    before = k.clone()
+    store = SegmentPacker(geometry, k, k[..., : geometry.latent_dim])
+    token_slots = torch.randperm(63)[:20] + 1
+    rows, values = store.token_rows(token_slots)
+    assert torch.equal(rows, before[:, token_slots]) and values.shape == (3, 20, 1, 0)
+
+    lens = torch.tensor([[5], [9], [7]], dtype=torch.int32)
+    kept = [torch.randperm(20)[:n].sort().values for n in lens.flatten().tolist()]
+    segment, _ = store.pack(token_slots, START, Selection(lens, torch.cat(kept).int(), 21))
+    want = torch.cat([before[layer, token_slots[indices], 0] for layer, indices in enumerate(kept)])
+    assert torch.equal(store.keys(segment.head_slots), want)
+    assert torch.equal(store.values(segment.head_slots), want[:, :4])
+
+    store.place_tokens(token_slots, rows, values)
+    assert torch.equal(k[:, token_slots], before[:, token_slots])
+
+
+@pytest.mark.parametrize("latent_dim", [-1, 7])
+def test_a_latent_is_a_part_of_a_row(latent_dim):
+    with pytest.raises(ValueError, match=r"latent_dim: expected 0 to 6 \(head_dim\)"):
+        KVGeometry(num_layers=1, num_qo_heads=1, num_kv_heads=1, head_dim=6, num_token_slots=8, latent_dim=latent_dim)
