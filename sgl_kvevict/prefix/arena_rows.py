@@ -38,7 +38,7 @@ class ArenaRows:
 
     def token_values(self, token_slots: Tensor) -> Tensor:
         """[num_layers, num_tokens, num_kv_heads, head_dim]: copies of uncompressed tokens' values."""
-        return self.v_arena.view(torch.uint8)[:, token_slots].view(self.v_arena.dtype)
+        return as_moved(self.v_arena)[:, token_slots].view(self.v_arena.dtype)
 
     @accounting()
     def place_tokens(self, token_slots: Tensor, k: Tensor, v: Tensor) -> None:
