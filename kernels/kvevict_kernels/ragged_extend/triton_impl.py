@@ -48,6 +48,21 @@ def _run_of(j, path_end, first_unit, num_own, own_address, addresses_ptr, H: tl.
 
 
 @triton.jit
+def _path_of(request, layer, head, addresses_ptr, H: tl.constexpr):
+    """Begin and end of a request's path, and the unit of this layer and head in the first span."""
+    p_path = at.int32s_at(addresses_ptr, at.PATH_START) + request
+    first_unit = layer * tl.load(addresses_ptr + at.NUM_SPANS).to(tl.int32) * H + head
+    return tl.load(p_path), tl.load(p_path + 1), first_unit
+
+
+@triton.jit
+def _rows_of(is_own, layer, head, num_token_slots, H: tl.constexpr, D: tl.constexpr):
+    """Elements from one index to the next, and to index 0: runs hold head slots, the own tokens' list token slots."""
+    shift = tl.where(is_own > 0, head_slot_of(layer.to(tl.int64), 0, head, num_token_slots, H), 0)
+    return tl.where(is_own > 0, H * D, D).to(tl.int64), shift * D
+
+
+@triton.jit
 def _part_of(
     path_begin, path_end, first_unit, num_own, split, num_splits, addresses_ptr, H: tl.constexpr, BLOCK_N: tl.constexpr
 ):
@@ -108,6 +123,23 @@ def _store(out_ptr, lse_ptr, row, b_max, b_sum, b_out, out_scale, lse_scale, o_d
     tl.store(p_out, b_out / divisor[:, None] * out_scale, mask=m_m[:, None] & (o_d < D)[None, :])
     b_lse = tl.where(b_sum > 0.0, b_max + tl.log2(divisor), float("-inf"))
     tl.store(lse_ptr + row, b_lse * lse_scale, mask=m_m)
+
+
+@triton.jit
+def _store_part(
+    out_ptr, lse_ptr, addresses_ptr, request, head, first, count, i_row, split, num_splits, b_max, b_sum, b_out,
+    v_scale, o_d, m_m, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Write a tile's q rows ``i_row`` [BLOCK_M], or what one of several parts of the keys adds to them."""
+    if num_splits > 1:
+        partial_out_ptr = at.floats_at(addresses_ptr, at.PARTIAL_OUT)
+        partial_lse_ptr = at.floats_at(addresses_ptr, at.PARTIAL_LSE)
+        row = tl.load(at.int64s_at(addresses_ptr, at.EXTEND_PARTIAL) + request)
+        row += (split * H + head).to(tl.int64) * (count * G) + i_row
+        _store(partial_out_ptr, partial_lse_ptr, row, b_max, b_sum, b_out, 1.0, 1.0, o_d, m_m, D=D)
+    else:
+        row = (first + i_row // G) * (H * G) + head * G + i_row % G
+        _store(out_ptr, lse_ptr, row, b_max, b_sum, b_out, v_scale, 0.6931471805599453, o_d, m_m, D=D)
 
 
 @triton.jit
@@ -172,8 +204,7 @@ def _extend_kernel(
     UPCAST: tl.constexpr,
 ):
     request = tl.load(at.int32s_at(addresses_ptr, at.TILE_REQUEST) + tl.program_id(0))
-    head = tl.program_id(1)
-    o_d = tl.arange(0, BLOCK_D)
+    head, o_d = tl.program_id(1), tl.arange(0, BLOCK_D)
     count = tl.load(at.int32s_at(addresses_ptr, at.NEW_LENS_DEVICE) + request)
     i_row = tl.load(at.int32s_at(addresses_ptr, at.TILE_INDEX) + tl.program_id(0)) * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = i_row < count * G
@@ -187,9 +218,7 @@ def _extend_kernel(
         request, token, depth, count, window, addresses_ptr, seq_lens_ptr, pool_rows_ptr, req_to_token, row_stride,
         WINDOWED=WINDOWED,
     )  # fmt: skip
-    path_begin = tl.load(at.int32s_at(addresses_ptr, at.PATH_START) + request)
-    path_end = tl.load(at.int32s_at(addresses_ptr, at.PATH_START) + request + 1)
-    first_unit = layer * tl.load(addresses_ptr + at.NUM_SPANS).to(tl.int32) * H + head
+    path_begin, path_end, first_unit = _path_of(request, layer, head, addresses_ptr, H=H)
     num_splits = tl.load(at.int32s_at(addresses_ptr, at.NUM_SPLITS) + request)
     split = tl.load(at.int32s_at(addresses_ptr, at.TILE_SPLIT) + tl.program_id(0))
     begin, end = _part_of(
@@ -199,9 +228,7 @@ def _extend_kernel(
     for j in range(path_begin, path_end + 1):  # spans, then the own tokens
         num_kv, address = _run_of(j, path_end, first_unit, num_own, own_address, addresses_ptr, H=H)
         is_own = (j >= path_end).to(tl.int32)
-        # Runs hold head slots, the own tokens' list token slots.
-        stride = tl.where(is_own > 0, H * D, D).to(tl.int64)
-        shift = tl.where(is_own > 0, head_slot_of(layer.to(tl.int64), 0, head, num_token_slots, H), 0)
+        stride, shift = _rows_of(is_own, layer, head, num_token_slots, H=H, D=D)
         to_key = tl.minimum(end, num_kv)
         all_from = 0
         all_to = tl.minimum(to_key, tl.where(is_own > 0, num_before + 1 + first_token, num_kv))
@@ -212,13 +239,11 @@ def _extend_kernel(
             from_key = tl.where(is_own > 0, num_before + depth + 1 - window, 0)
             all_from = tl.where(is_cut, to_key, tl.max(tl.where(m_m, from_key, 0), 0))
         index_ptr = address.to(tl.pointer_type(tl.int32))
-        k_rows = k_ptr + shift * D
-        v_rows = v_ptr + shift * D
         for start in range(tl.maximum(begin, 0), to_key, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
             slot = tl.load(index_ptr + tl.minimum(n, to_key - 1)).to(tl.int64)
-            b_k = _load_block(k_rows, slot * stride, o_d, D=D, BLOCK_D=BLOCK_D).to(b_q.dtype)
-            b_v = _load_block(v_rows, slot * stride, o_d, D=D, BLOCK_D=BLOCK_D).to(b_q.dtype)
+            b_k = _load_block(k_ptr + shift, slot * stride, o_d, D=D, BLOCK_D=BLOCK_D).to(b_q.dtype)
+            b_v = _load_block(v_ptr + shift, slot * stride, o_d, D=D, BLOCK_D=BLOCK_D).to(b_q.dtype)
             s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
             if biases_ptr is not None:
                 bias = tl.load(biases_ptr + slot, mask=n * 0 == is_own, other=0.0)
@@ -231,19 +256,13 @@ def _extend_kernel(
                     seen = seen & (n[None, :] >= from_key[:, None]) & (b_position[None, :] > hidden[:, None])
                 s = tl.where(seen, s, float("-inf"))
             b_max, b_sum, b_out = _add_block(b_max, b_sum, b_out, s, b_v, scale_log2 if biases_ptr is None else 1.0)
-        begin -= num_kv
-        end -= num_kv
+        begin, end = begin - num_kv, end - num_kv
     if sink_logits_ptr is not None:  # only the first part counts it
         b_max, b_sum, b_out = _add_sink(b_max, b_sum, b_out, sink_logits_ptr + head * G + i_row % G, m_m & (split == 0))
-    if num_splits > 1:
-        partial_out_ptr = at.floats_at(addresses_ptr, at.PARTIAL_OUT)
-        partial_lse_ptr = at.floats_at(addresses_ptr, at.PARTIAL_LSE)
-        row = tl.load(at.int64s_at(addresses_ptr, at.EXTEND_PARTIAL) + request)
-        row += (split * H + head).to(tl.int64) * (count * G) + i_row
-        _store(partial_out_ptr, partial_lse_ptr, row, b_max, b_sum, b_out, 1.0, 1.0, o_d, m_m, D=D)
-    else:
-        row = (first + token) * (H * G) + head * G + i_row % G
-        _store(out_ptr, lse_ptr, row, b_max, b_sum, b_out, v_scale, 0.6931471805599453, o_d, m_m, D=D)
+    _store_part(
+        out_ptr, lse_ptr, addresses_ptr, request, head, first, count, i_row, split, num_splits, b_max, b_sum, b_out,
+        v_scale, o_d, m_m, H=H, G=G, D=D,
+    )  # fmt: skip
 
 
 @triton.jit
