@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
-from kvevict_kernels.checks import FP8
+from kvevict_kernels.checks import FP8, is_latent
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import Attention, AttentionBatch, CapturableAttention, build_attention
 from sgl_kvevict.attention.backend import kernel_reasons
@@ -30,6 +30,7 @@ from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 from sgl_kvevict.sglang_adapter.forward_readers import readers_of
 from sgl_kvevict.sglang_adapter.graphs import device_reasons
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of, full_pool_of, window_layers_of, window_pool_of
+from sgl_kvevict.sglang_adapter.latents import use_absorbed_queries
 from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_sink_dtype, find_windows
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.refusals import layer_reasons, machine_reasons, verification_reasons
@@ -80,7 +81,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         reasons += device_reasons(config.attention, device.type)
         reasons += machine_reasons(device, model_runner.dtype)
         reasons += layer_reasons(model_runner.model)
-        head_dim = model_runner.model_config.head_dim
+        head_dim = model_runner.model_config.head_dim if arena is None else arena.k.shape[-1]
         self.places = {} if arena is None else full_layers_of(self.token_to_kv_pool)
         kv_dtype = pool.dtype
         reasons += kernel_reasons(config.attention, device, kv_dtype, head_dim)
@@ -96,6 +97,8 @@ class KVEvictAttentionBackend(AttentionBackend):
         self.arena = arena
         self.attention = _build_attention(config.attention, self.geometry, arena, model_runner.dtype, verifies)
         self._window_layers = _window_layers(model_runner, config.attention)
+        if self.geometry.latent_dim:
+            use_absorbed_queries()
         self._on_gpu: bool = device.type == "cuda"
         sink_dtype = find_sink_dtype(model_runner.model)
         for attention in (self.attention, None if self._window_layers is None else self._window_layers.attention):
@@ -335,7 +338,7 @@ class KVEvictAttentionBackend(AttentionBackend):
     ) -> tuple[Tensor, Tensor, Tensor]:
         if save_kv_cache and k is not None and v is not None:
             location = KVWriteLoc(forward_batch.out_cache_loc, None)
-            scales = self.geometry.scales.of(index) if self.geometry.scales.k else (None, None)
+            scales = self.geometry.scales.of(index) if self.geometry.scales.k else ()
             self.token_to_kv_pool.set_kv_buffer(layer, location, k, v, *scales)
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out, lse = self.attention.run(index, queries, layer.scaling, sink_logits)
@@ -376,6 +379,7 @@ def _geometry(model_runner: ModelRunner, arena: Arena, layers: Mapping[int, int]
         num_token_slots=num_token_slots,
         scales=find_kv_scales(model_runner.model, layers) if arena.k.dtype == FP8 else UNSCALED,
         windows=find_windows(model_runner.model, layers),
+        latent_dim=arena.v.shape[-1] if is_latent(arena.k, arena.v) else 0,
     )
 
 

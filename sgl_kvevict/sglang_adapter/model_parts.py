@@ -70,8 +70,12 @@ def _turns_keys(attention: nn.Module) -> bool:
 
 
 def _layers_of(model: nn.Module, places: Mapping[int, int]) -> list[RadixAttention]:
-    layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
-    return sorted((layer for layer in layers if layer.layer_id in places), key=lambda layer: places[layer.layer_id])
+    """One for each place; of latent attention the first, which reads latents (the other reads expanded heads)."""
+    found: dict[int, RadixAttention] = {}
+    for module in model.modules():
+        if isinstance(module, RadixAttention) and module.layer_id in places:
+            found.setdefault(places[module.layer_id], module)
+    return [found[place] for place in sorted(found)]
 
 
 def find_kv_scales(model: nn.Module, places: Mapping[int, int]) -> KVScales:

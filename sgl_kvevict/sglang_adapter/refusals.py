@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from torch import nn
@@ -36,7 +36,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 
 
 _MODEL_CHECKS: tuple[tuple[Callable[[ModelConfig], bool], str], ...] = (
-    (lambda m: m.attention_arch != AttentionArch.MHA, MODEL_KEYS["kv_lora_rank"]),
+    (lambda m: is_deepseek_dsa(m.hf_text_config), MODEL_KEYS["index_topk"]),
     (lambda m: m.is_encoder_decoder, MODEL_KEYS["is_encoder_decoder"]),
     (lambda m: bool(m.attention_chunk_size), MODEL_KEYS["attention_chunk_size"]),
     (
@@ -44,7 +44,7 @@ _MODEL_CHECKS: tuple[tuple[Callable[[ModelConfig], bool], str], ...] = (
         MODEL_KEYS["attn_logit_softcapping"],
     ),
     (
-        lambda m: m.head_dim != m.v_head_dim,
+        lambda m: m.attention_arch == AttentionArch.MHA and m.head_dim != m.v_head_dim,
         "the model's keys and values have different widths, and a head slot has one",
     ),
 )

@@ -55,7 +55,7 @@ FLAGS: dict[str, tuple[object, str]] = {
 }
 """Fields of SGLang's ``ServerArgs``: the only supported value, and what goes wrong with others."""
 MODEL_KEYS = {
-    "kv_lora_rank": "the model keeps one latent for all heads (MLA), and spans hold keys and values of each head",
+    "index_topk": "the model chooses the tokens that a query reads by an index cache (DSA), which spans do not hold",
     "is_encoder_decoder": "the model is an encoder-decoder: its decoder attends to what no prefix holds",
     "attention_chunk_size": "the model attends within chunks, and a span would show a query those before its own",
     "attn_logit_softcapping": "the model caps its attention logits, which our kernels do not",
