@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -66,12 +67,13 @@ class KVEvictAttentionBackend(AttentionBackend):
         self.req_to_token_pool = model_runner.req_to_token_pool
         pool = full_pool_of(self.token_to_kv_pool)
         arena = arena_of(pool)
+        is_latent = model_runner.model_config.attention_arch == AttentionArch.MLA
         reasons = []
         if not kvevict_is_selected():
             reasons.append(
                 f"--attention-backend {BACKEND_NAME} needs the matching --radix-cache-backend {BACKEND_NAME}"
             )
-        elif arena is None:
+        elif arena is None and not is_latent:  # that has a reason of its own
             reasons.append(f"the KV pool is a {type(pool).__name__} whose buffers are not one arena")
         windows_pool = window_pool_of(self.token_to_kv_pool)
         if windows_pool is not None and arena_of(windows_pool) is None:
@@ -84,7 +86,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         head_dim = model_runner.model_config.head_dim if arena is None else arena.k.shape[-1]
         self.places = {} if arena is None else full_layers_of(self.token_to_kv_pool)
         kv_dtype = pool.dtype
-        reasons += kernel_reasons(config.attention, device, kv_dtype, head_dim)
+        reasons += kernel_reasons(config.attention, device, kv_dtype, head_dim, is_latent=is_latent)
         if arena is not None and arena.biases is not None:
             reasons += bias_reasons(config.attention, kv_dtype)
         windows = find_windows(model_runner.model, self.places)
@@ -97,7 +99,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         self.arena = arena
         self.attention = _build_attention(config.attention, self.geometry, arena, model_runner.dtype, verifies)
         self._window_layers = _window_layers(model_runner, config.attention)
-        if self.geometry.latent_dim:
+        if is_latent:
             use_absorbed_queries()
         self._on_gpu: bool = device.type == "cuda"
         sink_dtype = find_sink_dtype(model_runner.model)

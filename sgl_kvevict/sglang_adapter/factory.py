@@ -29,6 +29,7 @@ from sgl_kvevict.sglang_adapter.monitoring.start import start_monitoring
 from sgl_kvevict.sglang_adapter.refusals import (
     generation_reasons,
     image_reasons,
+    latent_reasons,
     model_reasons,
     place_reasons,
     policy_reasons,
@@ -72,6 +73,7 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     if isinstance(backend, KVEvictAttentionBackend):
         reasons += window_reasons(config, policy, backend.geometry)
         reasons += prefill_reasons(config, ctx, backend.geometry)
+        reasons += latent_reasons(config, policy, backend.geometry, ctx.server_args)
     if reasons:
         raise UnsupportedSetupError(reasons)
     assert isinstance(backend, KVEvictAttentionBackend) and arena is not None

@@ -202,6 +202,35 @@ def window_reasons(config: KVEvictConfig, policy: Policy | None, geometry: KVGeo
     return reasons
 
 
+def latent_reasons(
+    config: KVEvictConfig, policy: Policy | None, geometry: KVGeometry, server_args: ServerArgs
+) -> list[str]:
+    """Settings refused for latent attention (MLA)."""
+    if not geometry.is_latent:
+        return []
+    reasons = []
+    unmeasured = (
+        "the model keeps latents (MLA), and what their eviction costs without scoring passes was never measured"
+    )
+    if not config.wait_for_passes:
+        reasons.append(f"wait_for_passes is false; allowed is true: {unmeasured}")
+    if config.prefill_budget is not None:
+        reasons.append(f"prefill_budget: {unmeasured}")
+    if config.fit:
+        reasons.append("fit is true: new values would change keys, because a latent is both (MLA)")
+    if policy is not None and Signal.OUTPUT_GRAM in policy.needs:
+        reasons.append(
+            f"policy {policy.name!r} weighs values by the output projection, but another projection lies between it "
+            "and a latent (MLA)"
+        )
+    if server_args.speculative_algorithm is not None:
+        reasons.append(
+            "--speculative-algorithm: drafts of a model with latents (MLA) keep latents, too, and a segment's slots "
+            "hold a draft's keys and values"
+        )
+    return reasons
+
+
 def verification_reasons(server_args: ServerArgs, windows: Sequence[int], *, has_window_pool: bool) -> list[str]:
     """Features of a model that speculative decoding does not support; ``windows`` as in :attr:`KVGeometry.windows`."""
     if server_args.speculative_algorithm is None:
