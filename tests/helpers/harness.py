@@ -107,7 +107,7 @@ class Harness:
         )
         shape = (self.geometry.num_layers, self.num_slots + 1, num_kv_heads, 2)
         self.k, self.v = (torch.full(shape, float("nan")) for _ in range(2))
-        self.arenas = ((self.k, 1.0), (self.v, -1.0))
+        self.arenas: tuple[tuple[torch.Tensor, float], ...] = ((self.k, 1.0), (self.v, -1.0))
         if self.is_latent:
             self.v, self.arenas = self.k[..., :1], self.arenas[:1]
         params = CacheInitParams(
