@@ -27,6 +27,7 @@ from sgl_kvevict.sglang_adapter.kv_pools import full_pool_of
 from sgl_kvevict.sglang_adapter.model_parts import find_output_grams, find_rotary
 from sgl_kvevict.sglang_adapter.monitoring.start import start_monitoring
 from sgl_kvevict.sglang_adapter.refusals import (
+    data_parallel_reasons,
     generation_reasons,
     image_reasons,
     latent_reasons,
@@ -69,6 +70,7 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     reasons += pool_reasons(pool)
     reasons += _missing_parts(backend, arena)
     reasons += policy_reasons(policy, ctx.model_config.head_dim, torch.device(pool.device))
+    reasons += data_parallel_reasons(ctx, torch.device(pool.device).type)
     reasons += generation_reasons(config, policy, ctx.server_args, torch.device(pool.device).type)
     if isinstance(backend, KVEvictAttentionBackend):
         reasons += window_reasons(config, policy, backend.geometry)

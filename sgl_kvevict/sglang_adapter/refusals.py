@@ -166,6 +166,26 @@ def generation_reasons(config: KVEvictConfig, policy: Policy | None, server_args
     return reasons
 
 
+def data_parallel_reasons(ctx: TreeCacheBuildContext, device: str) -> list[str]:
+    """Settings refused with data-parallel attention."""
+    if ctx.server_args.attn_dp_size == 1:
+        return []
+    reasons = []
+    if ctx.server_args.speculative_algorithm is not None:
+        reasons.append("--attn-dp-size: with --speculative-algorithm a batch is padded with drafts of no request")
+    if ctx.is_hybrid_ssm:
+        reasons.append(
+            "--attn-dp-size: the model has recurrent layers, and SGLang makes up requests for ranks that have none, "
+            "whose states the tree does not know"
+        )
+    if device == "cuda" and not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
+        reasons.append(
+            "--attn-dp-size: a rank without requests replays the captured step of the others, and our layout of a step "
+            "has at least one request: start with --cuda-graph-backend-decode disabled"
+        )
+    return reasons
+
+
 def prefill_reasons(config: KVEvictConfig, ctx: TreeCacheBuildContext, geometry: KVGeometry) -> list[str]:
     """Settings refused with ``prefill_budget``."""
     if config.prefill_budget is None:

@@ -18,6 +18,7 @@ from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.sglang_adapter import refusals
 from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_rotary, find_sink_dtype, find_windows
 from sgl_kvevict.sglang_adapter.refusals import (
+    data_parallel_reasons,
     latent_reasons,
     layer_reasons,
     policy_reasons,
@@ -148,6 +149,21 @@ def test_what_windows_rule_out_is_named() -> None:
     assert reason.startswith("policy 'd2o' merges evicted entries into others, which a layer with a sliding window may")
     assert window_reasons(config, build_policy("d2o", {}), replace(geometry, windows=())) == []
     assert window_reasons(config, build_policy("snapkv", {}), geometry) == []
+
+
+def test_what_data_parallel_attention_rules_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "check_cuda_graph_backend", lambda *_: False)
+    server_args = SimpleNamespace(attn_dp_size=2, speculative_algorithm="NGRAM")
+    ctx = SimpleNamespace(is_hybrid_ssm=True, server_args=server_args)
+    parts = ("padded with drafts of no request", "the model has recurrent layers", "replays the captured step")
+    reasons = data_parallel_reasons(ctx, "cuda")
+    assert [part in reason for reason, part in zip(reasons, parts, strict=True)] == [True] * 3
+    plain = SimpleNamespace(
+        is_hybrid_ssm=False, server_args=SimpleNamespace(attn_dp_size=2, speculative_algorithm=None)
+    )
+    assert data_parallel_reasons(plain, "cpu") == []
+    server_args.attn_dp_size = 1
+    assert data_parallel_reasons(ctx, "cuda") == []
 
 
 def test_what_latents_rule_out_is_named() -> None:

@@ -270,7 +270,8 @@ TWO_RANKS = ENV | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 def test_two_ranks(name, config, tmp_path):
     """Windows on a pool of their own and on one pool: each rank has half of the heads and decides as the other.
 
-    Of latents each rank has a copy, and keeps those that its own query heads read: as many as the other. Not Gemma 3 and Olmo 3: see the next test.
+    Of latents each rank has a copy, and keeps those that its own query heads read: as many as the other. Not Gemma 3
+    and Olmo 3: see the next test.
     """
     family = next(family for family in FAMILIES if family.name == name)
     family = replace(family, flags=(*family.flags, "--tp-size", "2"))
