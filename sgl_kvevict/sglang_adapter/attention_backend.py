@@ -274,8 +274,8 @@ class KVEvictAttentionBackend(AttentionBackend):
         padding = q.new_zeros(len(q) - num_new, layer.tp_q_head_num * layer.v_head_dim)
         if num_new == 0:
             return padding
-        q, k, v = (None if rows is None else rows[:num_new] for rows in (q, k, v))
-        out: Tensor = super().forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        new_kv = (None if rows is None else rows[:num_new] for rows in (k, v))
+        out: Tensor = super().forward(q[:num_new], *new_kv, layer, forward_batch, save_kv_cache, **kwargs)
         return torch.cat([out, padding]) if len(padding) else out
 
     def forward_decode(

@@ -46,8 +46,7 @@ def find_rotary(model: nn.Module, places: Mapping[int, int]) -> Rotary:
     if axis_of is None and getattr(table, "mrope_section", None):
         reason = f"{type(table).__name__} does not show which axis of the positions turns what"
         raise UnsupportedSetupError([f"the policy rotates queries, and {reason}"])
-    latent = _layers_of(model, places)[0]
-    start = 0 if latent.v_head_dim == latent.qk_head_dim else latent.v_head_dim
+    start = next((layer.v_head_dim for layer in _layers_of(model, places) if layer.v_head_dim != layer.qk_head_dim), 0)
     return Rotary(table.cos_sin_cache[:, : None if turned != {False} else 0], table.is_neox_style, axis_of, start)
 
 

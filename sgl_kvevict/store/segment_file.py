@@ -95,11 +95,10 @@ class SegmentRecord:
         """Return a record without the entries of tokens before a logical position; not to be stored."""
         import torch
 
-        from kvevict_kernels.stored_rows import as_moved
-
         kept = self.positions >= position
         runs = torch.repeat_interleave(self.keep_lens.flatten().long())[kept]
-        k, v = (as_moved(rows)[kept].view(rows.dtype) for rows in (self.k, self.v))
+        numbers = torch.uint8 if self.k.element_size() == 1 else self.k.dtype  # torch selects no rows of float8
+        k, v = (rows.view(numbers)[kept].view(rows.dtype) for rows in (self.k, self.v))
         return replace(
             self,
             start=position,

@@ -233,6 +233,7 @@ WRITTEN = {
     },
     "Scheduler": {"chunked_req", "last_batch", "max_req_input_len", "max_req_len", "waiting_queue"},
     "ScheduleBatch": {"batch_is_full"},
+    "dp_attention": {"memcpy_func"},
 }
 """Attributes of SGLang's objects that we write."""
 OURS = {*Totals.__struct_fields__, "listener", "is_parked", "is_short", "prefilling"}
