@@ -17,7 +17,7 @@ from models.images import SIGHTS, picture, tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from helpers.e2e_env import ENV
-from helpers.traffic import generate, idle_state
+from helpers.traffic import generate, idle_state, idle_states
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.distill import ModelIdentity, ScoreWeights, save_weights
 from sgl_kvevict.distill.features import NUM_WINDOW
@@ -288,6 +288,20 @@ def test_two_ranks(name, config, tmp_path):
         assert state["ranks"][0] == state["ranks"][1]
         assert state["span_tokens"] >= 284 and state["leaked_slots"] == 0 and ours.leak_messages() == []
         assert config is EVERYTHING or state["span_slots"] < 0.3 * state["span_tokens"]
+
+
+def test_latents_with_data_parallel_attention(tmp_path):
+    """Each rank has requests, latents and a tree of its own."""
+    family = next(family for family in FAMILIES if family.name == LATENTS)
+    family = replace(family, flags=(*family.flags, "--tp-size", "2", "--attn-dp-size", "2"))
+    model = save(family, tmp_path / "model")
+    expected, _ = of_transformers(model)
+    with serve(family, model, tmp_path / "server.log", EVERYTHING, TWO_RANKS) as ours:
+        got = [answers(ours) for _ in range(2)]
+        states = idle_states(ours)
+        assert len(states) == 2 and all(state["leaked_slots"] == 0 for state in states)
+        assert sum(state["span_tokens"] for state in states) >= 284 and ours.leak_messages() == []
+    assert got == [expected] * 2
 
 
 @pytest.mark.parametrize("name", ["Gemma 3", "Olmo 3"])
