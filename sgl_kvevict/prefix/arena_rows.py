@@ -27,6 +27,11 @@ class ArenaRows:
         self._biases = None if biases is None else biases.view(-1)
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of keys and values."""
+        return self.k_arena.shape[:3].numel() * self.geometry.entry_dim * self.k_arena.element_size()
+
+    @property
     def has_biases(self) -> bool:
         """Whether segments may be fitted."""
         return self._biases is not None
