@@ -35,7 +35,8 @@ def compile_all(specs: list[Spec], cache_dir: str, python: str = sys.executable)
         Per kernel ``ptx``, ``registers`` and ``stack`` (bytes) of a thread, ``shared`` (bytes of a program),
         ``warps``, and of the loop with the products, None without such a loop: ``in_flight``, groups of copies that it
         leaves unfinished when it waits; ``instructions`` of a warp in one pass, and ``cycles`` of a warp alone without
-        its products.
+        its products. ``loads_before_keys``: of global memory, one after the other, before the first row of K or V; None
+        without asynchronous copies.
 
     Raises:
         AssertionError: a kernel does not compile; the message holds the compiler's.
@@ -116,7 +117,7 @@ def _compile(spec: Spec) -> dict[str, Any]:
     from triton.compiler import ASTSource, compile
 
     from helpers.gpu_kernels import type_of
-    from helpers.sass import common_path, cycles, parse
+    from helpers.sass import common_path, cycles, loads_before, parse
 
     module, _, name = spec["kernel"].partition(":")
     kernel = getattr(importlib.import_module(module), name)
@@ -136,7 +137,8 @@ def _compile(spec: Spec) -> dict[str, Any]:
     compiled = compile(source, target=target, options=spec.get("options", {}))
     ptx: str = compiled.asm["ptx"]
     registers, stack = _usage(compiled.asm["cubin"])
-    loop = common_path(parse(_dump(compiled.asm["cubin"], "--dump-sass")))
+    code = parse(_dump(compiled.asm["cubin"], "--dump-sass"))
+    loop = common_path(code)
     return {
         "ptx": ptx,
         "registers": registers,
@@ -146,6 +148,7 @@ def _compile(spec: Spec) -> dict[str, Any]:
         "in_flight": copies_in_flight(ptx),
         "instructions": len(loop) or None,
         "cycles": cycles(loop) or None,
+        "loads_before_keys": loads_before(code),
     }
 
 

@@ -62,32 +62,32 @@ def parse(sass: str) -> list[Instruction]:
 
 
 def common_path(code: list[Instruction]) -> list[Instruction]:
-    """Instructions of one pass through the innermost loop with products, on its shortest path; [] without a loop."""
+    """Instructions of one pass through the innermost loop with products, on its shortest path; [] without a loop.
+
+    Code for warps that diverged (``BRA.DIV``) comes back into a loop, but no warp gets there: that is no loop.
+    """
     place = {one.address: i for i, one in enumerate(code)}
-    loops = [
-        (place[one.target], i) for i, one in enumerate(code) if one.target is not None and one.target < one.address
-    ]
     products = [i for i, one in enumerate(code) if PRODUCTS.search(one.text)]
+    loops = [(place[one.target], i) for i, one in enumerate(code) if one.target in place and place[one.target] < i]
     hot = [(first, last) for first, last in loops if any(first <= i <= last for i in products)]
-    if not hot:
-        return []
-    first, last = min(hot, key=lambda loop: loop[1] - loop[0])
-    # Blocks that were moved behind the loop come back to it, so every address may be on the path.
-    distance, previous, queue = {first: 0}, {first: -1}, [first]
+    paths = (_shortest(code, place, *loop) for loop in sorted(hot, key=lambda loop: loop[1] - loop[0]))
+    return next((path for path in paths if path), [])
+
+
+def _shortest(code: list[Instruction], place: dict[int, int], first: int, last: int) -> list[Instruction]:
+    """The fewest instructions from ``first`` to ``last``; blocks behind the loop may be among them. [] if none lead."""
+    previous, queue = {first: -1}, [first]
     for i in queue:  # every step costs 1: breadth first
-        if i == last:
-            break
-        one, following = code[i], []
-        if one.target is None or one.is_conditional:
+        one = code[i]
+        following = [place[one.target]] if one.target in place else []
+        if one.is_conditional or (one.target is None and one.opcode != "EXIT"):
             following.append(i + 1)
-        if one.target is not None and one.target in place:
-            following.append(place[one.target])
         for j in following:
-            if j < len(code) and j not in distance:
-                distance[j], previous[j] = distance[i] + 1, i
+            if j < len(code) and j not in previous:
+                previous[j] = i
                 queue.append(j)
     path, i = [], last
-    while i >= 0:
+    while i in previous:
         path.append(code[i])
         i = previous[i]
     return path[::-1]
@@ -105,3 +105,61 @@ def cycles(path: list[Instruction]) -> int:
             ready[one.sets] = max(ready[one.sets], now + LATENCY.get(one.opcode, 12))
         now += one.stall
     return now
+
+
+FIRST_KEY = re.compile(r"\bLDGSTS\S*\.128\b")
+"""Asynchronous copies of 16 bytes: rows of K and V; indices are copied 4 bytes at a time."""
+_REGISTER = re.compile(r"\bU?[RP]\d+\b")
+
+
+def loads_before(code: list[Instruction], pattern: re.Pattern[str] = FIRST_KEY) -> int | None:
+    """Loads from global memory that the first match waits for, one after the other; None without a match.
+
+    Along all paths that only go forward, the longest one counts. An address depends on what its registers depend on,
+    and on the branches before it; what is copied to shared memory is known to whoever reads there.
+    """
+    place = {one.address: i for i, one in enumerate(code)}
+    states: dict[int, dict[str, int]] = {0: {}}
+    for i, one in enumerate(code):
+        if i not in states:
+            continue
+        state = states.pop(i)
+        names, sources = _operands(one)
+        depth = max([state.get("branches", 0), *(state.get(name, 0) for name in sources)])
+        if pattern.search(one.text):
+            return depth
+        if one.opcode in ("LDG", "LD", "LDGSTS"):
+            depth += 1
+        if one.opcode == "LDGSTS":
+            state["shared"] = max(state.get("shared", 0), depth)
+        if one.opcode in ("LDS", "LDSM"):
+            depth = max(depth, state.get("shared", 0))
+        state |= {name: max(depth, state.get(name, 0)) if one.is_conditional else depth for name in names}
+        if one.opcode in ("BRA", "EXIT") and one.is_conditional:
+            state["branches"] = max(state.get("branches", 0), depth)
+        following = [place[one.target]] if one.target in place else []
+        if one.is_conditional or one.opcode not in ("BRA", "EXIT"):
+            following.append(i + 1)
+        for j in following:
+            if j > i:
+                known = states.setdefault(j, {})
+                known |= {name: max(value, known.get(name, 0)) for name, value in state.items()}
+    return None
+
+
+def _operands(one: Instruction) -> tuple[list[str], list[str]]:
+    """Registers and predicates that an instruction writes, and those that it reads."""
+    guard = re.match(r"@!?(U?P\d+)\s+", one.text)
+    text = one.text[guard.end() :] if guard else one.text
+    operands = text.partition(" ")[2].split(", ")
+    sources = [guard[1]] if guard else []
+    if one.opcode in ("LDGSTS", "STG", "STS", "BRA", "EXIT", "ST"):
+        return [], sources + _REGISTER.findall(text)
+    num_written = 1
+    while num_written < len(operands) and re.fullmatch(r"U?P(\d+|T)", operands[num_written]):
+        num_written += 1
+    written = [name for part in operands[:num_written] for name in _REGISTER.findall(part)]
+    if written and re.search(r"\.(64|128|WIDE)\b", text.partition(" ")[0]):
+        kind, number = re.sub(r"\d", "", written[0]), int(re.sub(r"\D", "", written[0]))
+        written += [f"{kind}{number + k}" for k in range(1, 4 if ".128" in text.partition(" ")[0] else 2)]
+    return written, sources + [name for part in operands[num_written:] for name in _REGISTER.findall(part)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from helpers.sass import common_path, cycles, parse
+from helpers.sass import common_path, cycles, loads_before, parse
 
 
 def line(address: int, text: str, *, stall: int = 1, sets: int = 7, waits: int = 0) -> str:
@@ -39,5 +39,49 @@ def test_cycles_of_a_warp_alone() -> None:
     assert cycles(common_path(parse(LOOP))) == 30 + 4 + 3 + 8 + 20 + 6
 
 
+def test_what_only_diverged_warps_reach_is_no_loop() -> None:
+    diverged = LOOP + line(0xB0, "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24") + line(0xC0, "BRA 0x70")
+    assert common_path(parse(diverged)) == common_path(parse(LOOP))
+
+
 def test_code_without_products_has_no_loop() -> None:
     assert common_path(parse(LOOP.replace("HGMMA", "FFMA"))) == []
+
+
+CHAIN = [
+    "LDG.E.64 R2, desc[UR4][R8.64]",  # 1
+    "LDG.E R9, desc[UR4][R8.64+0x8]",  # 1
+    "IMAD.WIDE R4, R9, 0x4, R2",
+    "LDG.E R6, desc[UR4][R4.64]",  # 2
+    "LDGSTS.E [R30], desc[UR4][R10.64]",  # 1, to shared memory
+    "LDS R7, [R30]",
+    "IADD3 R12, P0, R6, R7, RZ",
+    "LDGSTS.E.BYPASS.128 [R31], desc[UR4][R12.64]",
+    "EXIT",
+]
+
+
+def code_of(texts: list[str]) -> str:
+    return "".join(line(16 * i, text) for i, text in enumerate(texts))
+
+
+def test_loads_that_wait_for_one_another_are_counted() -> None:
+    """Two in the longest chain of registers; one through shared memory; those beside each other count once."""
+    assert loads_before(parse(code_of(CHAIN))) == 2
+    shared = [text.replace("R10.64", "R4.64") for text in CHAIN]
+    assert loads_before(parse(code_of([text.replace("P0, R6, R7", "P0, R7, R7") for text in shared]))) == 2
+    assert loads_before(parse(code_of([text.replace("P0, R6, R7", "P0, R7, R7") for text in CHAIN]))) == 1
+    assert loads_before(parse(code_of(CHAIN[:-2]))) is None
+
+
+def test_a_branch_waits_for_what_it_depends_on() -> None:
+    """A load behind a branch whose predicate was loaded comes after that load; one before it does not."""
+    behind = [
+        "LDG.E R2, desc[UR4][R8.64]",
+        "ISETP.GE.AND P0, PT, R2, RZ, PT",
+        "@P0 EXIT",
+        "LDG.E R12, desc[UR4][R10.64]",
+        "LDGSTS.E.128 [R31], desc[UR4][R12.64]",
+    ]
+    assert loads_before(parse(code_of(behind))) == 2
+    assert loads_before(parse(code_of([behind[3], *behind[:3], behind[4]]))) == 1
