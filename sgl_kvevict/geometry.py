@@ -80,6 +80,11 @@ class KVGeometry:
             raise ValueError(f"latent_dim: expected 0 to {self.head_dim} (head_dim), got {self.latent_dim}")
 
     @property
+    def is_latent(self) -> bool:
+        """Whether values are a part of the keys' rows."""
+        return self.latent_dim > 0
+
+    @property
     def v_head_dim(self) -> int:
         """Width of values."""
         return self.latent_dim or self.head_dim
@@ -87,7 +92,12 @@ class KVGeometry:
     @property
     def own_value_dim(self) -> int:
         """Numbers of a value that are not in its key's row: what moves, and is stored, beside the key."""
-        return 0 if self.latent_dim else self.head_dim
+        return 0 if self.is_latent else self.head_dim
+
+    @property
+    def entry_dim(self) -> int:
+        """Numbers of an entry: its key, and its value unless that is a part of the key's row."""
+        return self.head_dim + self.own_value_dim
 
     @property
     def has_windows(self) -> bool:

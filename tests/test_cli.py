@@ -176,7 +176,10 @@ def test_what_cannot_be_used_is_named_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({"kv_lora_rank": 512}, "the model keeps one latent for all heads (MLA)"),
+        (
+            {"kv_lora_rank": 512, "index_topk": 2048},
+            "the model chooses the tokens that a query reads by an index cache",
+        ),
         ({"is_encoder_decoder": True}, "the model is an encoder-decoder"),
         ({"attn_logit_softcapping": 50.0}, "the model caps its attention logits"),
         ({"text_config": {"attention_chunk_size": 8192}}, "the model attends within chunks"),

@@ -1,7 +1,8 @@
 """Every kernel, architecture and head_dim under both Tritons, beside the committed table (``make test-compile``).
 
 Writes docs/results/gpu/compiled.md. Worse than what is committed is an error: a kernel that keeps more on the stack,
-has fewer copies in flight, fewer resident programs, or no longer fits. Who accepts it deletes its row first.
+has fewer copies in flight, fewer resident programs, a tenth more instructions, or no longer fits. Who accepts it
+deletes its row first.
 """
 
 from __future__ import annotations
@@ -30,15 +31,21 @@ CACHE = ROOT / ".setup" / "compiled"
 """What Triton keeps of what it compiled: only what changed is compiled again."""
 OTHER_PYTHON = ROOT / ".venv-compile" / "bin" / "python"
 COLUMNS = ("triton", "sm", "head_dim", "kernel", "registers", "stack", "shared", "programs per SM", "copies in flight")
+COLUMNS += ("instructions", "cycles")
+LOOP_KEYS = 64
+"""Keys to which instructions and cycles refer."""
+MORE_INSTRUCTIONS = 1.1
+"""So many times the instructions are no regression."""
 WORKERS = 4
 """Processes that compile at the same time."""
 KEY = 4
 """So many columns name a row."""
 SPILLS = {
+    ("3.8.0", "80", "128", "split, 64 q rows, biases"): 8,
     ("3.8.0", "89", "128", "extend, 128 q rows, fp8 rows"): 8,
     ("3.8.0", "89", "128", "extend, 128 q rows, trees, fp8 rows"): 40,
 }
-"""Bytes on the stack that are known: fp8 rows have the tiles of 16-bit rows, which were not chosen for them."""
+"""Bytes on the stack that are known. fp8 rows have the tiles of 16-bit rows, which were not chosen for them."""
 WINDOW_STACK = 48
 """The same of kernels of layers with windows, but for those with triton 3.8.0 on sm_90 and head_dim up to 128."""
 TREE_STACK = 32
@@ -49,6 +56,8 @@ Written by `make test-compile`; compiled, never run on a GPU. Registers and stac
 fit into registers is on the stack), shared bytes a program's. Programs per SM are what is resident at once, by
 registers, shared memory and threads. Copies in flight: groups of asynchronous copies that the loop with the products
 leaves unfinished when it waits; K, V and the next indices are a group each, so 3 are one step ahead, 6 are two.
+Instructions are those of a warp in the shortest pass of that loop, per 64 keys; cycles are what a warp alone takes for
+them by their control codes and published latencies, products not counted ([roofline.md](roofline.md) uses both).
 """
 Row = tuple[str, ...]
 
@@ -63,7 +72,7 @@ def rows_of(python: str, arch: int, cache_dir: Path) -> list[Row]:
             named += [(str(head_dim), spec) for spec in kernels]
     results = compile_all([spec for _, spec in named], str(cache_dir), python)
     return [
-        (version, str(arch), head_dim, label(spec), *facts(arch, label(spec), result))
+        (version, str(arch), head_dim, label(spec), *facts(spec, result))
         for (head_dim, spec), result in zip(named, results, strict=True)
     ]
 
@@ -74,13 +83,17 @@ def compile_version(python: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def facts(arch: int, name: str, result: dict[str, Any]) -> Row:
+def facts(spec: dict[str, Any], result: dict[str, Any]) -> Row:
     """The columns behind the key."""
+    arch, name = spec["arch"], label(spec)
     limits = DEVICES[arch]
     assert result["shared"] <= limits.shared_per_block, f"{name}: {result['shared']} bytes shared on sm_{arch}"
     programs = limits.programs_per_sm(registers=result["registers"], shared=result["shared"], num_warps=result["warps"])
-    in_flight = "" if result["in_flight"] is None else str(result["in_flight"])
-    return (str(result["registers"]), str(result["stack"]), str(result["shared"]), str(programs), in_flight)
+    shown = [result["registers"], result["stack"], result["shared"], programs, result["in_flight"]]
+    for column in ("instructions", "cycles"):
+        is_over_keys = name.startswith(("split", "extend"))
+        shown.append(round(result[column] * LOOP_KEYS / spec["args"]["BLOCK_N"]) if is_over_keys else None)
+    return tuple("" if value is None else str(value) for value in shown)
 
 
 def committed() -> dict[Row, Row]:
@@ -105,6 +118,7 @@ def regressions(rows: list[Row], before: dict[Row, Row]) -> list[str]:
                 "stack": lambda w, n: int(n) > int(w),
                 "programs per SM": lambda w, n: int(n) < int(w),
                 "copies in flight": lambda w, n: int(n or 0) < int(w or 0),
+                "instructions": lambda w, n: int(n or 0) > MORE_INSTRUCTIONS * int(w or n or 0),
             }.get(name)
             if is_worse is not None and is_worse(was, now):
                 problems.append(f"triton {row[0]}, sm_{row[1]}, head_dim {row[2]}, {row[3]}: {name} {was} -> {now}")

@@ -1,9 +1,10 @@
 """Random operations on the tree: python tools/run_machines.py [OPERATIONS] [SEED] [POOLS].
 
 Runs the machines of one kind of model in turn, each with seeds of its own, until so many operations were done (default
-100,000). POOLS is ``one``, ``windows`` (layers with a sliding window have a pool of their own) or ``states`` (recurrent
-layers have one). After each operation the harness checks contents, conservation and SGLang's own `sanity_check`. Stops
-at the first failure with the smallest sequence that shows it.
+100,000). POOLS is ``one``, ``images``, ``latents`` (values are a part of the keys' rows), ``windows`` (layers with a
+sliding window have a pool of their own) or ``states`` (recurrent layers have one). After each operation the harness
+checks contents, conservation and SGLang's own `sanity_check`. Stops at the first failure with the smallest sequence
+that shows it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from helpers.harness import publish_server_args
 from helpers.image_machines import IMAGE_MACHINES
+from helpers.latent_machines import LATENT_MACHINES
 from helpers.long_machine import LONG_MACHINES
 from helpers.machines import MACHINES, SETTINGS, CacheMachine
 from helpers.state_machines import STATE_MACHINES
@@ -31,6 +33,7 @@ from helpers.window_machines import WINDOW_MACHINES
 KINDS = {
     "one": MACHINES + LONG_MACHINES + VERIFY_MACHINES,
     "images": IMAGE_MACHINES,
+    "latents": LATENT_MACHINES,
     "windows": WINDOW_MACHINES,
     "states": STATE_MACHINES,
 }

@@ -36,9 +36,9 @@ PARTS = {
 SECTIONS = tuple(section for part in PARTS.values() for section in part)
 
 
-def run_section(section: str, *, is_smoke: bool) -> dict[str, Any]:
-    """Measure one section in this process."""
-    from gpu_bench import checks, decode, first, flashinfer, insertion, ordering, serve, shapes
+def run_section(section: str, device: str, *, is_smoke: bool) -> dict[str, Any]:
+    """Measure one section in this process; rows say how much of what is possible on the device they reach."""
+    from gpu_bench import checks, decode, first, flashinfer, insertion, ordering, roofline, serve, shapes
     from gpu_bench.clock import copy_bandwidth
     from gpu_bench.setting import FULL, SMOKE
 
@@ -62,7 +62,8 @@ def run_section(section: str, *, is_smoke: bool) -> dict[str, Any]:
         "first": first.first_times,
         **{part: partial(serve.end_to_end, part.removeprefix("serve-")) for part in PARTS if part.startswith("serve-")},
     }
-    result: dict[str, Any] = {"rows": functions[section](setting)}
+    rows = roofline.with_shares(section, functions[section](setting), setting, device)
+    result: dict[str, Any] = {"rows": rows, "lines": roofline.spoken(section, rows)}
     if section == "bandwidth":
         result["GB/s of a copy"] = copy_bandwidth(setting) / 1e9
     return result | {"setting": dataclasses.asdict(setting)}
@@ -105,7 +106,8 @@ def measure(section: str, device: str, *, is_smoke: bool, seconds: float) -> dic
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     if is_smoke:
         env["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, __file__, "--section", section, *(["--smoke"] if is_smoke else [])]
+    command = [sys.executable, __file__, "--section", section, "--device", device]
+    command += ["--smoke"] if is_smoke else []
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         try:
             output, errors = run.communicate(timeout=max(0.1, seconds))
@@ -116,7 +118,7 @@ def measure(section: str, device: str, *, is_smoke: bool, seconds: float) -> dic
         return results | {"failures": {section: errors[-2000:]}}
     measured = json.loads(output.splitlines()[-1])
     rows = measured.pop("rows")
-    print(f"{section}: {len(rows)} rows", flush=True)
+    print("\n".join([f"{section}: {len(rows)} rows", *measured.pop("lines")]), flush=True)
     return results | measured | {"sections": {section: rows}}
 
 
@@ -129,10 +131,11 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=SECTIONS, help="some sections only")
     parser.add_argument("--limit", type=float, default=570.0, help="seconds for all sections of a part")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
+    parser.add_argument("--device", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.section:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("out of time"))
-        print(json.dumps(run_section(args.section, is_smoke=args.smoke)))
+        print(json.dumps(run_section(args.section, args.device, is_smoke=args.smoke)))
         return 0
     chosen = {args.part: PARTS[args.part]} if args.part else PARTS
     if args.only is not None:

@@ -29,6 +29,11 @@ class DeviceLimits:
         """Maximum bytes of shared memory of one program."""
         return self.shared_per_sm - RESERVED_SHARED
 
+    @property
+    def launches_dependents(self) -> bool:
+        """Whether a kernel may be launched while the one before it still runs (programmatic dependent launch)."""
+        return self.arch >= 90
+
     def programs_per_sm(self, *, registers: int, shared: int, num_warps: int) -> int:
         """Programs of a compiled kernel that are resident at once on one multiprocessor; at least 1.
 
@@ -56,3 +61,10 @@ def limits_of(device: torch.device) -> DeviceLimits:
         shared_per_sm=found.shared_memory_per_multiprocessor,
         threads_per_sm=found.max_threads_per_multi_processor,
     )
+
+
+def dependent_launch(device: torch.device) -> dict[str, bool]:
+    """Arguments of a kernel that may be launched while the one before it runs; ``PDL`` alone where that is missing."""
+    if device.type == "cuda" and limits_of(device).launches_dependents:
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}

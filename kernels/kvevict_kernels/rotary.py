@@ -17,6 +17,11 @@ class Rotary:
     axis_of: Tensor | None = (
         None  # [rotary_dim / 2], int64: axis whose position turns each pair (M-RoPE); None: one axis
     )
+    start: int = 0  # first column that is rotated; those before it, and past ``rotary_dim`` more, are unchanged
+
+    @property
+    def _columns(self) -> slice:
+        return slice(self.start, self.start + self.cos_sin.shape[1])
 
     def rows(self, positions: Tensor) -> Tensor:
         """[num_tokens, rotary_dim], float32, of ``cos_sin``.
@@ -33,7 +38,7 @@ class Rotary:
     def apply(self, x: Tensor, positions: Tensor, *, inverse: bool = False) -> Tensor:
         """Rotate rows [num_tokens, num_heads, head_dim] to ``positions`` (int64, as in :meth:`rows`), or back.
 
-        Returns float32; dimensions past ``rotary_dim`` are unchanged.
+        Returns float32; other columns are unchanged.
         """
         cos, sin = self.rows(positions).chunk(2, dim=-1)
         return self._rotate(x.float(), cos[:, None], -sin[:, None] if inverse else sin[:, None])
@@ -46,14 +51,13 @@ class Rotary:
         """
         cos, sin = self.rows(positions)[:, None].chunk(2, dim=-1)
         turned = rows.new_empty(*rows.shape[:-3], positions.shape[-1], *rows.shape[-2:])
-        width = 2 * cos.shape[-1]
-        halves, neighbours = (slice(0, width // 2), slice(width // 2, width)), (slice(0, width, 2), slice(1, width, 2))
-        pairs = halves if self.is_neox else neighbours
-        a, b = (rows[..., pair] for pair in pairs)
-        first, second = (turned[..., pair] for pair in pairs)
+        a, b = self._pairs(rows)
+        first, second = self._pairs(turned)
         torch.mul(a, cos, out=first).addcmul_(b, sin, value=-1)
         torch.mul(b, cos, out=second).addcmul_(a, sin)
-        turned[..., width:] = rows[..., width:]
+        columns = self._columns
+        for rest in (slice(0, columns.start), slice(columns.stop, None)):
+            turned[..., rest] = rows[..., rest]
         return turned
 
     def advance(self, x: Tensor, distance: int) -> Tensor:
@@ -82,12 +86,16 @@ class Rotary:
         return self._rotate(eye[:, None], cos[None, None], sin[None, None])[:, 0].T
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        width = 2 * cos.shape[-1]
-        rotated, rest = x[..., :width], x[..., width:]
+        a, b = self._pairs(x)
+        parts = a * cos - b * sin, b * cos + a * sin
+        turned = torch.cat(parts, dim=-1) if self.is_neox else torch.stack(parts, dim=-1).flatten(-2)
+        columns = self._columns
+        return torch.cat((x[..., : columns.start], turned, x[..., columns.stop :]), dim=-1)
+
+    def _pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of the columns that are rotated with one another."""
+        rotated = x[..., self._columns]
         if self.is_neox:
-            a, b = rotated.chunk(2, dim=-1)
-            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-        else:
-            a, b = rotated[..., ::2], rotated[..., 1::2]
-            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-        return torch.cat((turned, rest), dim=-1)
+            half = self.cos_sin.shape[1] // 2
+            return rotated[..., :half], rotated[..., half:]
+        return rotated[..., ::2], rotated[..., 1::2]

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvevict_kernels.span_attention import reason_not_to_run
 from sgl_kvevict.attention.cpu.torch_attention import TorchAttention
 from sgl_kvevict.attention.interface import Attention, CapturableAttention
-from sgl_kvevict.attention.refusals import NO_BIASES, cpu_reasons, flashinfer_reasons, triton_reasons
+from sgl_kvevict.attention.refusals import NO_BIASES, NO_LATENTS, cpu_reasons, flashinfer_reasons, triton_reasons
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
 
@@ -53,9 +53,13 @@ def resolve_attention(name: str, device: str, head_dim: int | None = None) -> st
     return chosen
 
 
-def kernel_reasons(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
+def kernel_reasons(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, is_latent: bool = False
+) -> list[str]:
     """Return one sentence per property of the model or its KV pool for which implementation ``name`` has no kernels."""
     chosen = AUTO.get(device.type) if name == "auto" else name
+    if is_latent and chosen not in ON_CPU:
+        return [NO_LATENTS]
     if chosen == "triton":
         return triton_reasons(dtype, head_dim, device)
     if chosen == "flashinfer":

@@ -13,6 +13,11 @@ DTYPES_16 = (torch.bfloat16, torch.float16)
 DTYPES_CPU = (*DTYPES_16, torch.float32)
 NO_BIASES = "attention is 'flashinfer', which cannot read the biases of fitted prefixes (fit is true); 'triton' can"
 
+NO_LATENTS = (
+    "the model keeps latents (MLA), which attention reads on a CPU only: our GPU kernels take keys and values of one "
+    "width, at most 256"
+)
+
 
 def cpu_reasons(name: str, dtype: torch.dtype) -> list[str]:
     """Return one sentence per limit of the CPU implementations that this KV pool exceeds."""

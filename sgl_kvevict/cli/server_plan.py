@@ -220,8 +220,8 @@ def _problems(model: str, config: KVEvictConfig, flags: Sequence[str], listens: 
     problems += flag_reasons(partial(_argument, flags))
     problems += speculation_reasons(partial(_argument, flags), config)
     problems += pool_size_reasons(flag_value(flags, "--max-total-tokens"), config)
-    num_schedulers = _argument(flags, "dp_size")
-    problems += resource_reasons(config, num_schedulers if isinstance(num_schedulers, int) else 1)
+    widths = [_argument(flags, name) for name in ("dp_size", "attn_dp_size")]
+    problems += resource_reasons(config, max(width if isinstance(width, int) else 1 for width in widths))
     if listens:
         port = flag_value(flags, "--port")
         problems += port_reasons(flag_value(flags, "--host") or "127.0.0.1", "30000" if port is None else port)

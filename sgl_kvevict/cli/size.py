@@ -24,11 +24,13 @@ class ModelSizes:
     num_kv_heads: int
     head_dim: int
     dtype_bytes: int
+    is_latent: bool = False
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one token slot: K and V of all layers and heads."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        """Bytes of one token slot: K and V of all layers and heads; a latent is both."""
+        rows = 1 if self.is_latent else 2
+        return rows * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
     @property
     def host_slot_bytes(self) -> int:
@@ -81,11 +83,17 @@ def read_model_sizes(model: str) -> ModelSizes:
     num_heads = values["num_attention_heads"]
     kinds = values.get("layer_types") or ["full_attention"] * values["num_hidden_layers"]
     dtype = values.get("dtype") or values.get("torch_dtype") or "bfloat16"
+    num_kv_heads = values.get("num_key_value_heads") or num_heads
+    head_dim = values.get("head_dim") or values["hidden_size"] // num_heads
+    latent_dim = values.get("kv_lora_rank")
+    if latent_dim:
+        num_kv_heads, head_dim = 1, latent_dim + values["qk_rope_head_dim"]
     return ModelSizes(
         num_layers=sum(kind != "linear_attention" for kind in kinds),
-        num_kv_heads=values.get("num_key_value_heads") or num_heads,
-        head_dim=values.get("head_dim") or values["hidden_size"] // num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         dtype_bytes=4 if dtype == "float32" else 2,
+        is_latent=bool(latent_dim),
     )
 
 

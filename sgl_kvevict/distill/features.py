@@ -1,7 +1,8 @@
 """Features of learned scores, per KV head and from that head alone, so that tensor-parallel ranks exchange nothing.
 
-Columns: key before RoPE (head_dim); value (head_dim); log norms of key and value (2); position, as a share of the
-range's end (1); constant (1); optionally the log of the last queries' mean attention, pooled and not (2).
+Columns: key before RoPE (head_dim); value (head_dim; none for latents, whose keys contain it); log norms of key and
+value (2); position, as a share of the range's end (1); constant (1); optionally the log of the last queries' mean
+attention, pooled and not (2).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvevict_kernels.checks import is_latent
 from kvevict_kernels.key_scores import window_scores
 from kvevict_kernels.rotary import Rotary
 from kvevict_kernels.stored_rows import gather_rows
@@ -30,9 +32,9 @@ NORM_FLOOR = 1e-6
 """Least norm whose logarithm is taken."""
 
 
-def num_cache_features(head_dim: int) -> int:
+def num_cache_features(head_dim: int, is_latent: bool = False) -> int:
     """Number of features of the cache alone."""
-    return 2 * head_dim + NUM_SCALARS
+    return (1 if is_latent else 2) * head_dim + NUM_SCALARS
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,11 @@ class CachedRange:
     def num_layers(self) -> int:
         """Layers of the arena."""
         return self.k_arena.shape[0]
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether values are a part of the keys' rows."""
+        return is_latent(self.k_arena, self.v_arena)
 
     @property
     def positions(self) -> Tensor:
@@ -90,7 +97,8 @@ def cache_features(tokens: CachedRange, layer: int, rotary: Rotary) -> Tensor:
     norms = [log_norm(stored.float()), log_norm(values)]
     place = (positions / tokens.end).float()[:, None].expand(-1, keys.shape[1])
     scalars = torch.stack([*norms, place, torch.ones_like(place)], dim=-1)
-    return torch.cat([keys, values, scalars], dim=-1).transpose(0, 1)
+    columns = [keys, scalars] if tokens.is_latent else [keys, values, scalars]
+    return torch.cat(columns, dim=-1).transpose(0, 1)
 
 
 def log_norm(rows: Tensor) -> Tensor:

@@ -39,11 +39,12 @@ class ModelIdentity:
     num_kv_heads: int
     head_dim: int
     rotary: Rotary
+    is_latent: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Shape of ``ScoreWeights.cache``."""
-        return self.num_layers, self.num_kv_heads, num_cache_features(self.head_dim)
+        return self.num_layers, self.num_kv_heads, num_cache_features(self.head_dim, self.is_latent)
 
     @property
     def first_rotation(self) -> Tensor:

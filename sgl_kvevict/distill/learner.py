@@ -127,7 +127,7 @@ class ScoreLearner:
         if self.weights is not None:
             raise ValueError("learned weights are in use: there is nothing to learn")
         if self._statistics is None:
-            cache = num_cache_features(self.geometry.head_dim)
+            cache = num_cache_features(self.geometry.head_dim, self.geometry.is_latent)
             sizes = (self.geometry.num_layers, self.geometry.num_kv_heads, cache + NUM_WINDOW)
             self._statistics = RidgeStatistics(*sizes, constant=cache - 1, device=tokens.k_arena.device)
         tries = self.num_learned >= self.num_prefixes
@@ -180,7 +180,7 @@ class Lesson:
         self._show = show
         geometry = learner.geometry
         self._layers = geometry.full_layers
-        num_features = num_cache_features(geometry.head_dim)
+        num_features = num_cache_features(geometry.head_dim, geometry.is_latent)
         shape = (geometry.num_layers, geometry.num_kv_heads, num_features)
         self._cache = scores.new_zeros(shape)
         self._window = scores.new_zeros(*shape[:-1], num_features + NUM_WINDOW)

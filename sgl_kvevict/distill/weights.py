@@ -12,7 +12,14 @@ from torch import Tensor
 from kvevict_kernels.rotary import Rotary
 from kvevict_kernels.stored_rows import gather_rows
 from kvevict_kernels.transfer import to_device
-from sgl_kvevict.distill.features import NUM_WINDOW, CachedRange, log_norm, num_cache_features, window_features
+from sgl_kvevict.distill.features import (
+    NUM_SCALARS,
+    NUM_WINDOW,
+    CachedRange,
+    log_norm,
+    num_cache_features,
+    window_features,
+)
 from sgl_kvevict.policies.layer_view import Show
 from sgl_kvevict.policies.signals import Signal
 
@@ -82,7 +89,7 @@ def score_range(weights: Tensor, tokens: CachedRange, rotary: Rotary, window: Te
     Cost: about ten operations per element of keys and values; no host sync.
     """
     num_layers, _, num_heads, head_dim = tokens.k_arena.shape
-    columns = num_cache_features(head_dim) + (0 if window is None else NUM_WINDOW)
+    columns = num_cache_features(head_dim, tokens.is_latent) + (0 if window is None else NUM_WINDOW)
     if tuple(weights.shape) != (num_layers, num_heads, columns):
         raise ValueError(f"weights: expected {(num_layers, num_heads, columns)}, got {tuple(weights.shape)}")
     scores = torch.empty(num_layers, tokens.token_slots.numel(), num_heads, device=weights.device)
@@ -111,14 +118,19 @@ def _score_block(
     head_dim = tokens.k_arena.shape[-1]
     slots = tokens.token_slots[part]
     per_token = weights[:, None]
-    w_keys, w_values = per_token[..., :head_dim], per_token[..., head_dim : 2 * head_dim]
-    scalars = per_token[..., 2 * head_dim : num_cache_features(head_dim)]
+    num_features = num_cache_features(head_dim, tokens.is_latent)
+    w_keys, w_values = per_token[..., :head_dim], per_token[..., head_dim : num_features - NUM_SCALARS]
+    scalars = per_token[..., num_features - NUM_SCALARS : num_features]
     w_key_norm, w_value_norm, w_place, constant = scalars.unbind(-1)
     torch.addcmul(constant, w_place, (positions / tokens.end).float()[:, None], out=scores)
     k_scales, v_scales = (_per_layer(scales[layers], slots) for scales in (tokens.scales.k, tokens.scales.v))
     keys = gather_rows(tokens.k_arena[layers], slots, k_scales, dim=1).float()
     scores.addcmul_(log_norm(keys), w_key_norm)
+    if tokens.is_latent:
+        scores.addcmul_(log_norm(keys[..., : tokens.v_arena.shape[-1]]), w_value_norm)
     scores += keys.mul_(rotary.turn(w_keys, turned_to)).sum(-1)
+    if tokens.is_latent:
+        return
     values = keys.copy_(gather_rows(tokens.v_arena[layers], slots, v_scales, dim=1))
     scores.addcmul_(log_norm(values), w_value_norm)
     scores += values.mul_(w_values).sum(-1)

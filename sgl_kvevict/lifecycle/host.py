@@ -22,8 +22,8 @@ MIN_TOKENS = 64
 
 def slot_bytes(packer: SegmentPacker) -> int:
     """Bytes outside the pool of the entries of one token slot: keys, values, positions, worth and biases."""
-    row_bytes = packer.geometry.head_dim * packer.k_arena.element_size()
-    return packer.geometry.num_runs * (2 * row_bytes + 4 + 2 + 4 * packer.has_biases)
+    row_bytes = packer.geometry.entry_dim * packer.k_arena.element_size()
+    return packer.geometry.num_runs * (row_bytes + 4 + 2 + 4 * packer.has_biases)
 
 
 class HostTier(Part):

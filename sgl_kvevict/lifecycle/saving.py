@@ -167,7 +167,7 @@ class Saving(Part):
         with self._guard.at(Place.STORE):
             writer, packer, spans = self._access.writer, self._packer, self._spans
             segment = spans[last].segment
-            num_bytes = 2 * packer.k_arena.element_size() * packer.geometry.head_dim * segment.num_entries
+            num_bytes = packer.k_arena.element_size() * packer.geometry.entry_dim * segment.num_entries
             if not writer.has_room(num_bytes):
                 self._table.listener.tell(Stored("", segment.end - segment.start, 0, "too many segments wait"))
                 return

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvevict_kernels.head_slots import head_slot_of
-from kvevict_kernels.stored_rows import as_moved
+from kvevict_kernels.stored_rows import as_moved, as_words
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.guard import accounting
 
@@ -27,18 +27,23 @@ class ArenaRows:
         self._biases = None if biases is None else biases.view(-1)
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of keys and values."""
+        return self.k_arena.shape[:3].numel() * self.geometry.entry_dim * self.k_arena.element_size()
+
+    @property
     def has_biases(self) -> bool:
         """Whether segments may be fitted."""
         return self._biases is not None
 
     def token_rows(self, token_slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of uncompressed tokens' keys and values, [num_layers, num_tokens, num_kv_heads, head_dim] each."""
-        k, v = (as_moved(arena)[:, token_slots].view(arena.dtype) for arena in self._moved)
+        k, v = (as_words(arena)[:, token_slots].view(arena.dtype) for arena in self._moved)
         return k, v
 
     def token_values(self, token_slots: Tensor) -> Tensor:
         """[num_layers, num_tokens, num_kv_heads, head_dim]: copies of uncompressed tokens' values."""
-        return as_moved(self.v_arena)[:, token_slots].view(self.v_arena.dtype)
+        return as_words(self.v_arena)[:, token_slots].view(self.v_arena.dtype)
 
     @accounting()
     def place_tokens(self, token_slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -60,7 +65,7 @@ class ArenaRows:
         return self._gather(self.v_arena, head_slots)
 
     def _gather(self, arena: Tensor, head_slots: Tensor) -> Tensor:
-        rows = torch.index_select(rows_by_head_slot(arena), 0, head_slots.flatten())
+        rows = torch.index_select(as_words(arena.flatten(0, 2)), 0, head_slots.flatten())
         return rows.view(arena.dtype).view(*head_slots.shape, arena.shape[-1])
 
     def _head_slots(self, layers: Tensor, slots: Tensor, heads: Tensor) -> Tensor:

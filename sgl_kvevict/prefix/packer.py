@@ -11,7 +11,7 @@ from torch import Tensor
 from kvevict_kernels import radix_select
 from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from kvevict_kernels.compact_kv import compact_kv
-from kvevict_kernels.stored_rows import as_moved
+from kvevict_kernels.stored_rows import as_moved, as_words
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
@@ -186,7 +186,7 @@ class SegmentPacker(ArenaRows):
         self, views: Sequence[View], keep_lens: Tensor, positions: Tensor, head_slots: Tensor, worth: Tensor | None
     ) -> CopiedEntries:
         slots = head_slots.long()
-        k, v = (rows_by_head_slot(arena)[slots].view(arena.dtype) for arena in self._moved)
+        k, v = (as_words(arena.flatten(0, 2))[slots].view(arena.dtype) for arena in self._moved)
         is_fitted = any(view.segment.is_fitted for view in views)
         biases = self._biases[slots] if is_fitted and self._biases is not None else None
         return CopiedEntries(keep_lens, positions, k, v, worth, biases)

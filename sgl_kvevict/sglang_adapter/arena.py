@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
-from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.runtime_context import get_server_args
 from torch import Tensor
 
@@ -24,7 +24,8 @@ WINDOWED = "SWA"
 class Arena:
     """K and V of one KV pool: [num_layers, num_token_slots, num_kv_heads, head_dim], the pool's dtype.
 
-    ``pool.k_buffer[l]`` is ``k[l]`` (as uint8 if the pool stores float8 that way); ``v`` likewise.
+    ``pool.k_buffer[l]`` is ``k[l]`` (as uint8 if the pool stores float8 that way); ``v`` likewise. With latent
+    attention ``pool.kv_buffer[l]`` is ``k[l]``, and ``v`` the first columns of ``k``.
     """
 
     k: Tensor
@@ -61,13 +62,28 @@ def create_arena_buffers(pool: MHATokenToKVPool) -> None:
 def arena_of(pool: KVCache) -> Arena | None:
     """Return the arena of a pool, or None if the pool's buffers are not views of one."""
     arena: Arena | None = getattr(pool, "kvevict_arena", None)
-    if arena is None or any(
+    if arena is None:
+        return None
+    latents = getattr(pool, "kv_buffer", None)
+    stored = ((pool.k_buffer, arena.k), (pool.v_buffer, arena.v)) if latents is None else ((latents, arena.k),)
+    if any(
         buffer.data_ptr() != plane.data_ptr()
-        for buffers, planes in ((pool.k_buffer, arena.k), (pool.v_buffer, arena.v))
+        for buffers, planes in stored
         for buffer, plane in zip(buffers, planes, strict=True)
     ):
         return None
     return arena
+
+
+class ArenaLatentPool(MLATokenToKVPool):
+    """Stock pool of latents (MLA) with arena buffers: one row per token and layer, whose beginning is the value."""
+
+    def _create_buffers(self) -> None:
+        shape = (self.layer_num, self.size + self.page_size, 1, self.kv_cache_dim)
+        rows = torch.zeros(shape, dtype=self.store_dtype, device=self.device)
+        stored = rows.view(self.dtype)
+        self.kvevict_arena = Arena(stored, stored[..., : self.kv_lora_rank])
+        self.kv_buffer = list(rows.unbind(0))
 
 
 class ArenaKVPool(MHATokenToKVPool):

@@ -8,13 +8,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
-from kvevict_kernels.checks import FP8
+from kvevict_kernels.checks import FP8, is_latent
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import Attention, AttentionBatch, CapturableAttention, build_attention
 from sgl_kvevict.attention.backend import kernel_reasons
@@ -25,11 +26,13 @@ from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import UNSCALED, KVGeometry
 from sgl_kvevict.guard import Place
+from sgl_kvevict.sglang_adapter import cpu_data_parallel
 from sgl_kvevict.sglang_adapter.arena import Arena, arena_of, kvevict_is_selected
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 from sgl_kvevict.sglang_adapter.forward_readers import readers_of
 from sgl_kvevict.sglang_adapter.graphs import device_reasons
 from sgl_kvevict.sglang_adapter.kv_pools import full_layers_of, full_pool_of, window_layers_of, window_pool_of
+from sgl_kvevict.sglang_adapter.latents import use_absorbed_queries
 from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_sink_dtype, find_windows
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.refusals import layer_reasons, machine_reasons, verification_reasons
@@ -65,12 +68,13 @@ class KVEvictAttentionBackend(AttentionBackend):
         self.req_to_token_pool = model_runner.req_to_token_pool
         pool = full_pool_of(self.token_to_kv_pool)
         arena = arena_of(pool)
+        is_latent = model_runner.model_config.attention_arch == AttentionArch.MLA
         reasons = []
         if not kvevict_is_selected():
             reasons.append(
                 f"--attention-backend {BACKEND_NAME} needs the matching --radix-cache-backend {BACKEND_NAME}"
             )
-        elif arena is None:
+        elif arena is None and not is_latent:  # that has a reason of its own
             reasons.append(f"the KV pool is a {type(pool).__name__} whose buffers are not one arena")
         windows_pool = window_pool_of(self.token_to_kv_pool)
         if windows_pool is not None and arena_of(windows_pool) is None:
@@ -80,10 +84,10 @@ class KVEvictAttentionBackend(AttentionBackend):
         reasons += device_reasons(config.attention, device.type)
         reasons += machine_reasons(device, model_runner.dtype)
         reasons += layer_reasons(model_runner.model)
-        head_dim = model_runner.model_config.head_dim
+        head_dim = model_runner.model_config.head_dim if arena is None else arena.k.shape[-1]
         self.places = {} if arena is None else full_layers_of(self.token_to_kv_pool)
         kv_dtype = pool.dtype
-        reasons += kernel_reasons(config.attention, device, kv_dtype, head_dim)
+        reasons += kernel_reasons(config.attention, device, kv_dtype, head_dim, is_latent=is_latent)
         if arena is not None and arena.biases is not None:
             reasons += bias_reasons(config.attention, kv_dtype)
         windows = find_windows(model_runner.model, self.places)
@@ -96,6 +100,10 @@ class KVEvictAttentionBackend(AttentionBackend):
         self.arena = arena
         self.attention = _build_attention(config.attention, self.geometry, arena, model_runner.dtype, verifies)
         self._window_layers = _window_layers(model_runner, config.attention)
+        if device.type == "cpu":
+            cpu_data_parallel.install()
+        if is_latent:
+            use_absorbed_queries()
         self._on_gpu: bool = device.type == "cuda"
         sink_dtype = find_sink_dtype(model_runner.model)
         for attention in (self.attention, None if self._window_layers is None else self._window_layers.attention):
@@ -105,6 +113,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         if model_runner.model_config.model_is_mrope:  # time, height and width, see CachedRange
             self.slot_positions = torch.zeros(3, arena.k.shape[1], dtype=torch.int32, device=arena.k.device)
         self.tree: KVEvictTree | None = None
+        self._num_new: int | None = None
         self._observed: list[tuple[slice, PromptObservation | ReaderChunk]] = []
         self._step: GeneratedStep | None = None
 
@@ -113,21 +122,31 @@ class KVEvictAttentionBackend(AttentionBackend):
         self.tree = tree
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Plan one forward: spans of each request, and which prompts are observed."""
+        """Plan one forward: spans of each request, and which prompts are observed.
+
+        Data-parallel attention pads a batch with rows of no request: they are not planned, see :meth:`forward`.
+        """
         if forward_batch.forward_mode.is_idle():
+            self._num_new = 0
             return
         self._note_positions(forward_batch)
         if forward_batch.forward_mode.is_target_verify():
             self._plan_verification(forward_batch)
             return
-        seq_lens = forward_batch.seq_lens_cpu.tolist()
-        is_decode = forward_batch.forward_mode.is_decode()
-        extend_lens = None if is_decode else list(forward_batch.extend_seq_lens_cpu)
         readers = readers_of(forward_batch.rids)
-        batch = self._batch(readers, seq_lens, extend_lens, forward_batch.req_pool_indices, forward_batch.seq_lens)
+        real = slice(None if readers is None else len(readers))
+        seq_lens = forward_batch.seq_lens_cpu[real].tolist()
+        is_decode = forward_batch.forward_mode.is_decode()
+        extend_lens = None if is_decode else list(forward_batch.extend_seq_lens_cpu[real])
+        self._num_new = len(seq_lens) if extend_lens is None else sum(extend_lens)
+        if self._num_new == 0:
+            return
+        rows, device_seq_lens = forward_batch.req_pool_indices[real], forward_batch.seq_lens[real]
+        batch = self._batch(readers, seq_lens, extend_lens, rows, device_seq_lens)
         self.attention.plan(batch)
         if self._window_layers is not None:
-            self._window_layers.plan(self.tree, readers, batch, forward_batch.out_cache_loc)
+            new_slots = forward_batch.out_cache_loc[: self._num_new]
+            self._window_layers.plan(self.tree, readers, batch, new_slots)
         self._step = self._observed_step(readers, seq_lens, extend_lens)
         self._observed = [] if extend_lens is None else self._observed_rows(readers, seq_lens, extend_lens)
 
@@ -145,7 +164,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         ends = forward_batch.seq_lens + num_drafts
         batch = self._batch(readers, seq_lens, extend_lens, forward_batch.req_pool_indices, ends)
         self.attention.plan(replace(batch, visible=visible))
-        self._step, self._observed = None, []
+        self._step, self._observed, self._num_new = None, [], None
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Prepare for captured decode steps; raises :class:`UnsupportedSetupError` if attention cannot be captured."""
@@ -157,6 +176,7 @@ class KVEvictAttentionBackend(AttentionBackend):
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Lay out a step before its capture, or give a replay the spans of its requests."""
         is_verification = forward_batch.forward_mode.is_target_verify()
+        self._num_new = None
         if in_capture:
             new_len = forward_batch.spec_info.draft_token_num if is_verification else 1
             self._captured.start_capture(forward_batch.batch_size, new_len)
@@ -239,6 +259,25 @@ class KVEvictAttentionBackend(AttentionBackend):
             first_row += extend_len
         return observed
 
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attend with the rows of requests; rows behind them, with which data-parallel attention pads, get zeros."""
+        num_new = len(q) if self._num_new is None else self._num_new
+        padding = q.new_zeros(len(q) - num_new, layer.tp_q_head_num * layer.v_head_dim)
+        if num_new == 0:
+            return padding
+        new_kv = (None if rows is None else rows[:num_new] for rows in (k, v))
+        out: Tensor = super().forward(q[:num_new], *new_kv, layer, forward_batch, save_kv_cache, **kwargs)
+        return torch.cat([out, padding]) if len(padding) else out
+
     def forward_decode(
         self,
         q: Tensor,
@@ -319,7 +358,8 @@ class KVEvictAttentionBackend(AttentionBackend):
         assert self._window_layers is not None
         new_kv = (k, v) if save_kv_cache and k is not None and v is not None else None
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = self._window_layers.attend(layer, queries, new_kv, forward_batch.out_cache_loc, sink_logits)
+        new_slots = forward_batch.out_cache_loc[: len(q)]
+        out = self._window_layers.attend(layer, queries, new_kv, new_slots, sink_logits)
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     def _attend(
@@ -334,8 +374,8 @@ class KVEvictAttentionBackend(AttentionBackend):
         sink_logits: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if save_kv_cache and k is not None and v is not None:
-            location = KVWriteLoc(forward_batch.out_cache_loc, None)
-            scales = self.geometry.scales.of(index) if self.geometry.scales.k else (None, None)
+            location = KVWriteLoc(forward_batch.out_cache_loc[: len(q)], None)
+            scales = self.geometry.scales.of(index) if self.geometry.scales.k else ()
             self.token_to_kv_pool.set_kv_buffer(layer, location, k, v, *scales)
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out, lse = self.attention.run(index, queries, layer.scaling, sink_logits)
@@ -355,6 +395,10 @@ class KVEvictAttentionBackend(AttentionBackend):
         is left then) or a whole prefill; the next forward waits for that stream. So nothing moves under a reader.
         """
         return SharedReadEnds.POST_REPLAY if fm.is_decode() else SharedReadEnds.UNKNOWN
+
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        """Return the length of a row of no request, for SGLang's CPU path of data-parallel attention."""
+        return 1
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the length of SGLang's dummy requests, which also pad captured steps."""
@@ -376,6 +420,7 @@ def _geometry(model_runner: ModelRunner, arena: Arena, layers: Mapping[int, int]
         num_token_slots=num_token_slots,
         scales=find_kv_scales(model_runner.model, layers) if arena.k.dtype == FP8 else UNSCALED,
         windows=find_windows(model_runner.model, layers),
+        latent_dim=arena.v.shape[-1] if is_latent(arena.k, arena.v) else 0,
     )
 
 

@@ -56,9 +56,10 @@ class Distilling:
         fingerprint = None if not has_files else model_fingerprint(model_config.model_path, model_config.revision)
         self._identity = None
         if fingerprint is not None:
-            sizes = (geometry.num_layers, model_config.get_total_num_kv_heads(), geometry.head_dim)
+            num_heads = 1 if geometry.is_latent else model_config.get_total_num_kv_heads()
+            sizes = (geometry.num_layers, num_heads, geometry.head_dim)
             name = Path(model_config.model_path).name
-            self._identity = ModelIdentity(name, fingerprint, *sizes, rotary)
+            self._identity = ModelIdentity(name, fingerprint, *sizes, rotary, geometry.is_latent)
         self._refuse(config)
         weights = self._agreed(self._load(config.score_weights))
         if weights is not None:

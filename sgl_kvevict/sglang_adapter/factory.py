@@ -27,8 +27,10 @@ from sgl_kvevict.sglang_adapter.kv_pools import full_pool_of
 from sgl_kvevict.sglang_adapter.model_parts import find_output_grams, find_rotary
 from sgl_kvevict.sglang_adapter.monitoring.start import start_monitoring
 from sgl_kvevict.sglang_adapter.refusals import (
+    data_parallel_reasons,
     generation_reasons,
     image_reasons,
+    latent_reasons,
     model_reasons,
     place_reasons,
     policy_reasons,
@@ -68,10 +70,12 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     reasons += pool_reasons(pool)
     reasons += _missing_parts(backend, arena)
     reasons += policy_reasons(policy, ctx.model_config.head_dim, torch.device(pool.device))
+    reasons += data_parallel_reasons(ctx, torch.device(pool.device).type)
     reasons += generation_reasons(config, policy, ctx.server_args, torch.device(pool.device).type)
     if isinstance(backend, KVEvictAttentionBackend):
         reasons += window_reasons(config, policy, backend.geometry)
         reasons += prefill_reasons(config, ctx, backend.geometry)
+        reasons += latent_reasons(config, policy, backend.geometry, ctx.server_args)
     if reasons:
         raise UnsupportedSetupError(reasons)
     assert isinstance(backend, KVEvictAttentionBackend) and arena is not None

@@ -45,7 +45,7 @@ def open_host(config: KVEvictConfig, ctx: TreeCacheBuildContext, packer: Segment
             [f"host_bytes: got {wanted}; allowed here: 0 (off), or {block_bytes} to {free} on each rank (free memory)"]
         )
     if wanted is None:
-        wanted = min(packer.k_arena.nbytes + packer.v_arena.nbytes, int(free * FREE_SHARE))
+        wanted = min(packer.num_bytes, int(free * FREE_SHARE))
     num_blocks = -ranks.largest(-(wanted // block_bytes))  # ranks may read different amounts
     if num_blocks == 0:
         return None
@@ -66,6 +66,7 @@ def host_identity(packer: SegmentPacker, min_prefix_tokens: int, ranks: TensorRa
         num_layers=geometry.num_layers,
         num_kv_heads=geometry.num_kv_heads,
         head_dim=geometry.head_dim,
+        own_value_dim=geometry.own_value_dim,
         rotary="",
         rank=ranks.rank,
         num_ranks=ranks.size,

@@ -66,7 +66,7 @@ def check_start(server_args: ServerArgs, *, is_command: bool) -> None:
     value_of = partial(getattr, server_args)
     reasons = backend_reasons(value_of) + flag_reasons(value_of) + speculation_reasons(value_of, config)
     reasons += pool_size_reasons(server_args.max_total_tokens, config)
-    reasons += resource_reasons(config, server_args.dp_size or 1)
+    reasons += resource_reasons(config, max(server_args.dp_size or 1, server_args.attn_dp_size or 1))
     if is_command:
         reasons += port_reasons(server_args.host, server_args.port)
     if reasons:

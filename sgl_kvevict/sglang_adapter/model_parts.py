@@ -46,7 +46,8 @@ def find_rotary(model: nn.Module, places: Mapping[int, int]) -> Rotary:
     if axis_of is None and getattr(table, "mrope_section", None):
         reason = f"{type(table).__name__} does not show which axis of the positions turns what"
         raise UnsupportedSetupError([f"the policy rotates queries, and {reason}"])
-    return Rotary(table.cos_sin_cache[:, : None if turned != {False} else 0], table.is_neox_style, axis_of)
+    start = next((layer.v_head_dim for layer in _layers_of(model, places) if layer.v_head_dim != layer.qk_head_dim), 0)
+    return Rotary(table.cos_sin_cache[:, : None if turned != {False} else 0], table.is_neox_style, axis_of, start)
 
 
 def _is_full(module: nn.Module, places: Mapping[int, int]) -> bool:
@@ -70,8 +71,12 @@ def _turns_keys(attention: nn.Module) -> bool:
 
 
 def _layers_of(model: nn.Module, places: Mapping[int, int]) -> list[RadixAttention]:
-    layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
-    return sorted((layer for layer in layers if layer.layer_id in places), key=lambda layer: places[layer.layer_id])
+    """One for each place; of latent attention the first, which reads latents (the other reads expanded heads)."""
+    found: dict[int, RadixAttention] = {}
+    for module in model.modules():
+        if isinstance(module, RadixAttention) and module.layer_id in places:
+            found.setdefault(places[module.layer_id], module)
+    return [found[place] for place in sorted(found)]
 
 
 def find_kv_scales(model: nn.Module, places: Mapping[int, int]) -> KVScales:

@@ -51,9 +51,14 @@ class SchedulerPasses:
 
     @property
     def num_users(self) -> int:
-        """Number of distinct waiting or running requests; only called while no pass waits or runs."""
+        """Number of distinct waiting or running requests; only called while no pass waits or runs.
+
+        With data-parallel attention a rank without requests takes part in every step of the others: that is one user.
+        """
         scheduler = self._scheduler
-        return len(scheduler.waiting_queue) + sum(not req.finished() for req in set(admitted(scheduler)))
+        own = len(scheduler.waiting_queue) + sum(not req.finished() for req in set(admitted(scheduler)))
+        last = scheduler.last_batch
+        return own or int(last is not None and last.forward_mode.is_idle())
 
     @property
     def was_prefill(self) -> bool:

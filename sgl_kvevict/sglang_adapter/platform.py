@@ -33,9 +33,9 @@ class KVEvictCpuPlatform(CpuSRTPlatform):
 
     def get_kv_pool_cls(self, *, kind: KVPoolKind) -> type | None:
         """Return the arena pool if our backend is selected, else None (SGLang's pool)."""
-        from sgl_kvevict.sglang_adapter.arena import ArenaKVPool, kvevict_is_selected
+        from sgl_kvevict.sglang_adapter.arena import ArenaKVPool, ArenaLatentPool, kvevict_is_selected
 
-        return ArenaKVPool if kind == "mha" and kvevict_is_selected() else None
+        return {"mha": ArenaKVPool, "mla": ArenaLatentPool}.get(kind) if kvevict_is_selected() else None
 
     def get_speculative_cache_locs_fn(self) -> Callable[..., Tensor]:
         """Return the function that looks up the slots of draft tokens."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from torch import nn
@@ -36,7 +36,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 
 
 _MODEL_CHECKS: tuple[tuple[Callable[[ModelConfig], bool], str], ...] = (
-    (lambda m: m.attention_arch != AttentionArch.MHA, MODEL_KEYS["kv_lora_rank"]),
+    (lambda m: is_deepseek_dsa(m.hf_text_config), MODEL_KEYS["index_topk"]),
     (lambda m: m.is_encoder_decoder, MODEL_KEYS["is_encoder_decoder"]),
     (lambda m: bool(m.attention_chunk_size), MODEL_KEYS["attention_chunk_size"]),
     (
@@ -44,7 +44,7 @@ _MODEL_CHECKS: tuple[tuple[Callable[[ModelConfig], bool], str], ...] = (
         MODEL_KEYS["attn_logit_softcapping"],
     ),
     (
-        lambda m: m.head_dim != m.v_head_dim,
+        lambda m: m.attention_arch == AttentionArch.MHA and m.head_dim != m.v_head_dim,
         "the model's keys and values have different widths, and a head slot has one",
     ),
 )
@@ -166,6 +166,26 @@ def generation_reasons(config: KVEvictConfig, policy: Policy | None, server_args
     return reasons
 
 
+def data_parallel_reasons(ctx: TreeCacheBuildContext, device: str) -> list[str]:
+    """Settings refused with data-parallel attention."""
+    if ctx.server_args.attn_dp_size == 1:
+        return []
+    reasons = []
+    if ctx.server_args.speculative_algorithm is not None:
+        reasons.append("--attn-dp-size: with --speculative-algorithm a batch is padded with drafts of no request")
+    if ctx.is_hybrid_ssm:
+        reasons.append(
+            "--attn-dp-size: the model has recurrent layers, and SGLang makes up requests for ranks that have none, "
+            "whose states the tree does not know"
+        )
+    if device == "cuda" and not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
+        reasons.append(
+            "--attn-dp-size: a rank without requests replays the captured step of the others, and our layout of a step "
+            "has at least one request: start with --cuda-graph-backend-decode disabled"
+        )
+    return reasons
+
+
 def prefill_reasons(config: KVEvictConfig, ctx: TreeCacheBuildContext, geometry: KVGeometry) -> list[str]:
     """Settings refused with ``prefill_budget``."""
     if config.prefill_budget is None:
@@ -199,6 +219,35 @@ def window_reasons(config: KVEvictConfig, policy: Policy | None, geometry: KVGeo
         )
     if config.decode_block is not None:
         reasons.append("decode_block would evict generated tokens that layers with a sliding window still show")
+    return reasons
+
+
+def latent_reasons(
+    config: KVEvictConfig, policy: Policy | None, geometry: KVGeometry, server_args: ServerArgs
+) -> list[str]:
+    """Settings refused for latent attention (MLA)."""
+    if not geometry.is_latent:
+        return []
+    reasons = []
+    unmeasured = (
+        "the model keeps latents (MLA), and what their eviction costs without scoring passes was never measured"
+    )
+    if not config.wait_for_passes:
+        reasons.append(f"wait_for_passes is false; allowed is true: {unmeasured}")
+    if config.prefill_budget is not None:
+        reasons.append(f"prefill_budget: {unmeasured}")
+    if config.fit:
+        reasons.append("fit is true: new values would change keys, because a latent is both (MLA)")
+    if policy is not None and Signal.OUTPUT_GRAM in policy.needs:
+        reasons.append(
+            f"policy {policy.name!r} weighs values by the output projection, but another projection lies between it "
+            "and a latent (MLA)"
+        )
+    if server_args.speculative_algorithm is not None:
+        reasons.append(
+            "--speculative-algorithm: drafts of a model with latents (MLA) keep latents, too, and a segment's slots "
+            "hold a draft's keys and values"
+        )
     return reasons
 
 

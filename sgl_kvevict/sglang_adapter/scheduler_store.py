@@ -78,7 +78,7 @@ def identity_of(
     if config.fit:
         policy["fit_scope"] = config.fit_scope
     turned = rotary.cos_sin[:ROTARY_POSITIONS].to("cpu", torch.float16).contiguous()
-    turns = hashlib.sha256(f"{tuple(turned.shape)} {rotary.is_neox}".encode() + turned.numpy().tobytes())
+    turns = hashlib.sha256(f"{tuple(turned.shape)} {rotary.is_neox} {rotary.start}".encode() + turned.numpy().tobytes())
     architectures = " ".join(model.hf_config.architectures or ())
     settings = hashlib.sha256(_settings_of(model.hf_config).encode()).hexdigest()[:16]
     return StoreIdentity(
@@ -89,6 +89,7 @@ def identity_of(
         num_layers=geometry.num_layers,
         num_kv_heads=geometry.num_kv_heads,
         head_dim=geometry.head_dim,
+        own_value_dim=geometry.own_value_dim,
         rotary=turns.hexdigest(),
         rank=ranks.rank,
         num_ranks=ranks.size,

@@ -19,7 +19,6 @@ from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 
 _SLOT_READERS = "it reads KV by token slot, and a compressed prefix has none"
 _ELSEWHERE = "a rank attends to a part of the tokens, and the entries of a span lie in the pool of one rank"
-_PADDED = "batches are padded with rows of no request, and spans are found by a row's request"
 _LAYOUT = "head slots are numbered as the stock pool lays out layers, slots and heads"
 
 FLAGS: dict[str, tuple[object, str]] = {
@@ -40,8 +39,6 @@ FLAGS: dict[str, tuple[object, str]] = {
     ),
     "attn_cp_size": (1, _ELSEWHERE),
     "dcp_size": (1, _ELSEWHERE),
-    "enable_dp_attention": (False, _PADDED),
-    "attn_dp_size": (1, _PADDED),
     "enable_two_batch_overlap": (False, "a step is planned before the previous result is processed"),
     "enable_pdmux": (False, "a decode step would read slots that are rewritten on the stream of prefills"),
     "enable_streaming_session": (False, "a session's turns have no node in the tree, so no path to read"),
@@ -55,7 +52,7 @@ FLAGS: dict[str, tuple[object, str]] = {
 }
 """Fields of SGLang's ``ServerArgs``: the only supported value, and what goes wrong with others."""
 MODEL_KEYS = {
-    "kv_lora_rank": "the model keeps one latent for all heads (MLA), and spans hold keys and values of each head",
+    "index_topk": "the model chooses the tokens that a query reads by an index cache (DSA), which spans do not hold",
     "is_encoder_decoder": "the model is an encoder-decoder: its decoder attends to what no prefix holds",
     "attention_chunk_size": "the model attends within chunks, and a span would show a query those before its own",
     "attn_logit_softcapping": "the model caps its attention logits, which our kernels do not",

@@ -28,6 +28,8 @@ class StoreIdentity:
         scales: FP8 scales of the keys and values of each layer; empty for other dtypes.
         num_layers: attention layers.
         num_kv_heads: of one rank.
+        head_dim: width of keys.
+        own_value_dim: width of values; 0 if they are a part of the keys' rows (latent attention).
         rotary: hash of the rotary embedding.
         policy: its name and options, and the settings that decide how much of a range is kept.
         min_prefix_tokens: number of tokens by which a prefix is looked up.
@@ -40,6 +42,7 @@ class StoreIdentity:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    own_value_dim: int
     rotary: str
     rank: int
     num_ranks: int

@@ -58,7 +58,8 @@ class SegmentRecord:
         tokens: [end], int64, all tokens of its path.
         keep_lens: [num_layers, num_kv_heads], int32, entries of each run.
         positions: [num_entries], int32, run after run, logical positions, ascending within a run.
-        k: [num_entries, head_dim], in the dtype of the pool, like ``v``.
+        k: [num_entries, head_dim], in the dtype of the pool. ``v`` likewise, or without columns if values are a part of
+            the keys' rows.
         worth: [num_entries], int16, or None.
         policy_state: [num_layers, num_kv_heads], float32, the policy's state, or None.
         biases: [num_entries], float32, added to the scores of its entries; None: it is not fitted.
@@ -96,7 +97,8 @@ class SegmentRecord:
 
         kept = self.positions >= position
         runs = torch.repeat_interleave(self.keep_lens.flatten().long())[kept]
-        k, v = (rows.view(torch.uint8)[kept].view(rows.dtype) for rows in (self.k, self.v))
+        numbers = torch.uint8 if self.k.element_size() == 1 else self.k.dtype  # torch selects no rows of float8
+        k, v = (rows.view(numbers)[kept].view(rows.dtype) for rows in (self.k, self.v))
         return replace(
             self,
             start=position,
@@ -209,16 +211,16 @@ def _check_shapes(record: SegmentRecord) -> None:
     _require(len(dtypes) == 1 and dtypes <= _ROW_DTYPES, f"k and v: got {sorted(dtypes)}")
     heads, k_shape = tuple(record.keep_lens.shape), tuple(record.k.shape)
     _require(len(heads) == len(k_shape) == 2, f"keep_lens and k: got shapes {heads} and {k_shape}")
-    entries, rows_shape = (record.num_entries,), (record.num_entries, k_shape[1])
+    entries, width = (record.num_entries,), record.v.shape[-1] and k_shape[1]
     expected: dict[str, tuple[int, ...]] = {
-        **{"tokens": (record.end,), "policy_state": heads, "k": rows_shape, "v": rows_shape},
+        **{"tokens": (record.end,), "policy_state": heads, "k": (*entries, k_shape[1]), "v": (*entries, width)},
         **{"positions": entries, "worth": entries, "biases": entries},
     }
     if record.tail_tokens is not None:
         num_tail = record.tail_tokens.numel()
         _require(0 < num_tail <= MAX_TOKENS, f"tail_tokens: got {num_tail} tokens")
-        tail = (heads[0], num_tail, heads[1], k_shape[1])
-        expected |= {"tail_tokens": (num_tail,), "tail_k": tail, "tail_v": tail}
+        tail = (heads[0], num_tail, heads[1])
+        expected |= {"tail_tokens": (num_tail,), "tail_k": (*tail, k_shape[1]), "tail_v": (*tail, width)}
     for name, shape in expected.items():
         tensor = getattr(record, name)
         if tensor is not None:

@@ -126,10 +126,11 @@ class SegmentStore:
         if record.identity != identity.digest:
             raise CorruptSegmentError(f"identity: got {record.identity[:16]!r}; expected {identity.digest[:16]!r}")
         heads = (identity.num_layers, identity.num_kv_heads)
-        if tuple(record.keep_lens.shape) != heads or record.k.shape[1] != identity.head_dim:
+        widths, expected = (record.k.shape[1], record.v.shape[1]), (identity.head_dim, identity.own_value_dim)
+        if tuple(record.keep_lens.shape) != heads or widths != expected:
             raise CorruptSegmentError(
-                f"got runs of {tuple(record.keep_lens.shape)} and rows of {record.k.shape[1]} numbers; "
-                f"expected {heads} and {identity.head_dim}"
+                f"got runs of {tuple(record.keep_lens.shape)} and rows of {widths} numbers; "
+                f"expected {heads} and {expected}"
             )
         if str(record.k.dtype) != identity.dtype:
             raise CorruptSegmentError(f"k: got {record.k.dtype}; expected {identity.dtype}")

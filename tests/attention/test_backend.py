@@ -75,6 +75,13 @@ def test_what_no_kernel_is_compiled_for_is_a_reason(name: str, dtype: torch.dtyp
     assert kernel_reasons(name, torch.device("cuda"), torch.float16, 128) == []
 
 
+@pytest.mark.parametrize("name", ["auto", "triton", "flashinfer"])
+def test_no_gpu_kernel_reads_latents(name: str) -> None:
+    (reason,) = kernel_reasons(name, torch.device("cuda"), torch.bfloat16, 576, is_latent=True)
+    assert reason.startswith("the model keeps latents (MLA), which attention reads on a CPU only")
+    assert kernel_reasons("auto", torch.device("cpu"), torch.bfloat16, 576, is_latent=True) == []
+
+
 def test_the_cpu_takes_float32_and_no_float8() -> None:
     cpu = torch.device("cpu")
     assert kernel_reasons("auto", cpu, torch.float32, 80) == []

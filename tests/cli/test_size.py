@@ -85,6 +85,10 @@ def test_sizes_come_from_the_configuration(model, tmp_path):
     mixed = nested["text_config"] | {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", **mixed}))
     assert read_model_sizes(model) == ModelSizes(2, 4, 5, 2)
+    latents = nested["text_config"] | {"num_key_value_heads": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", **latents}))
+    sizes = read_model_sizes(model)
+    assert (sizes, sizes.slot_bytes) == (ModelSizes(2, 1, 576, 2, is_latent=True), 2 * 576 * 2)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="lacks num_hidden_layers, num_attention_heads, hidden_size"):
         read_model_sizes(model)

@@ -47,6 +47,37 @@ def test_scores_are_features_times_weights(
     torch.testing.assert_close(score_range(weights, part, turned).double(), expected, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("elements", [1, 40, 1 << 20])
+def test_latents_have_one_row_for_key_and_value(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+    """Scores are features times weights; only the last columns of a row were rotated, and none counts twice."""
+    monkeypatch.setitem(_BLOCK_ELEMENTS, "cpu", elements)
+    part, turned = tokens(torch.float32), replace(rotary(4, False), start=12)
+    part = replace(part, v_arena=part.k_arena[..., :12])
+    assert part.is_latent
+    features = torch.stack([cache_features(part, layer, turned) for layer in range(LAYERS)])
+    assert features.shape == (LAYERS, HEADS, 50, num_cache_features(DIM, is_latent=True)) == (LAYERS, HEADS, 50, 20)
+    rows = part.k_arena[:, part.token_slots].transpose(1, 2)
+    torch.testing.assert_close(features[..., :12], rows[..., :12])
+    torch.testing.assert_close(features[..., 17], rows[..., :12].norm(dim=-1).log())
+    weights = normal(3, LAYERS, HEADS, 20)
+    expected = torch.einsum("lhnf,lhf->lhn", features.double(), weights.double())
+    torch.testing.assert_close(score_range(weights, part, turned).double(), expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_only_the_columns_from_the_start_on_are_rotated(is_neox: bool) -> None:
+    turned, positions, x = rotary(6, is_neox), torch.tensor([3, 0, 21]), normal(5, 3, HEADS, DIM)
+    later = replace(turned, start=7)
+    got = later.apply(x, positions)
+    assert torch.equal(got[..., :7], x[..., :7]) and torch.equal(got[..., 13:], x[..., 13:])
+    assert torch.equal(got[..., 7:13], turned.apply(x[..., 7:13], positions))
+    torch.testing.assert_close(later.apply(got, positions, inverse=True), x)
+    each = torch.stack([later.apply(x[:1], position[None])[0] for position in positions])
+    torch.testing.assert_close(later.turn(x[0], positions), each)
+    matrix = later.mean_rotation(3, 1, DIM)
+    torch.testing.assert_close(x[0] @ matrix.T, got[0], atol=1e-5, rtol=1e-5)
+
+
 def test_float8_counts_as_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Features and scores are those of the numbers themselves, in each layer by its own scale."""
     monkeypatch.setitem(_BLOCK_ELEMENTS, "cpu", 40)

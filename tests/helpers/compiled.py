@@ -33,8 +33,10 @@ def compile_all(specs: list[Spec], cache_dir: str, python: str = sys.executable)
 
     Returns:
         Per kernel ``ptx``, ``registers`` and ``stack`` (bytes) of a thread, ``shared`` (bytes of a program),
-        ``warps``, and ``in_flight``: groups of copies that the loop with the products leaves unfinished when it waits,
-        None without such a loop.
+        ``warps``, and of the loop with the products, None without such a loop: ``in_flight``, groups of copies that it
+        leaves unfinished when it waits; ``instructions`` of a warp in one pass, and ``cycles`` of a warp alone without
+        its products. ``loads_before_keys``: of global memory, one after the other, before the first row of K or V; None
+        without asynchronous copies.
 
     Raises:
         AssertionError: a kernel does not compile; the message holds the compiler's.
@@ -115,6 +117,7 @@ def _compile(spec: Spec) -> dict[str, Any]:
     from triton.compiler import ASTSource, compile
 
     from helpers.gpu_kernels import type_of
+    from helpers.sass import common_path, cycles, loads_before, parse
 
     module, _, name = spec["kernel"].partition(":")
     kernel = getattr(importlib.import_module(module), name)
@@ -134,6 +137,8 @@ def _compile(spec: Spec) -> dict[str, Any]:
     compiled = compile(source, target=target, options=spec.get("options", {}))
     ptx: str = compiled.asm["ptx"]
     registers, stack = _usage(compiled.asm["cubin"])
+    code = parse(_dump(compiled.asm["cubin"], "--dump-sass"))
+    loop = common_path(code)
     return {
         "ptx": ptx,
         "registers": registers,
@@ -141,22 +146,28 @@ def _compile(spec: Spec) -> dict[str, Any]:
         "shared": int(compiled.metadata.shared),
         "warps": int(compiled.metadata.num_warps),
         "in_flight": copies_in_flight(ptx),
+        "instructions": len(loop) or None,
+        "cycles": cycles(loop) or None,
+        "loads_before_keys": loads_before(code),
     }
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
     """Registers and stack bytes of a thread; what does not fit into registers is on the stack."""
+    text = _dump(cubin, "--dump-resource-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found is not None, text
+    return int(found[1]), int(found[2])
+
+
+def _dump(cubin: bytes, what: str) -> str:
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    assert found is not None, text
-    return int(found[1]), int(found[2])
+        return subprocess.run([str(tool), what, file.name], capture_output=True, text=True, check=True).stdout
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "rows_ptr", "staging_ptr")
 FLOAT32 = ("lse_ptr", "weights_ptr", "pooled_ptr", "scores_ptr", "biases_ptr")
 INT64: tuple[str, ...] = (
     "addresses_ptr",
+    "items_ptr",
+    "suffix_items_ptr",
     "span_address_ptr",
     "span_starts_ptr",
     "span_lens_ptr",
@@ -102,7 +104,7 @@ def _attention_kernels(
     tiles = tiles_for(limits, head_dim, reads_more=has_biases or has_window)
     biases, visible = "*fp32" if has_biases else None, "*i64" if has_trees else None
     extras = {"sink_logits_ptr": "*bf16" if has_window else None}
-    sizes = {**HEADS, "D": head_dim, "BLOCK_D": head_dim, "UPCAST": False}
+    sizes = {**HEADS, "D": head_dim, "BLOCK_D": head_dim, "UPCAST": False, "PDL": limits.launches_dependents}
     sizes |= {"k_ptr": f"*{stored}", "v_ptr": f"*{stored}"}
     sizes |= {"NUM_ITEMS": ITEMS_PER_SM * limits.num_sms, "STEP": CHUNK_STEP}
     for which, tile in enumerate(tiles):
@@ -115,7 +117,7 @@ def _attention_kernels(
             if stored == "bf16":  # merges do not look at the arena
                 yield spec("ragged_extend.triton_impl:_combine_kernel", arch, sizes | rows)
         else:
-            block |= {"CLASS": which, "LEAST": MIN_CHUNKS[which], "biases_ptr": biases, "WINDOWED": has_window}
+            block |= {"CLASS": which, "biases_ptr": biases, "WINDOWED": has_window}
             block["visible_ptr"] = visible
             yield spec("ragged_decode.triton_impl:_split_kernel", arch, sizes | block, options=options)
     if stored == "bf16":

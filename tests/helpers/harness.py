@@ -77,6 +77,7 @@ class Harness:
         has_learned: ranges that wait for passes can be compressed when slots are short.
         host_blocks: memory on the host for what is dropped, in blocks of two slots' entries.
         windows: of the two layers, see :attr:`KVGeometry.windows`.
+        is_latent: values are the first numbers of the keys' rows, of one head.
         cache_grid: only multiples of so many tokens are cached, and found; as for models with a recurrent state.
     """
 
@@ -96,12 +97,19 @@ class Harness:
     host_blocks: int = 0
     windows: tuple[int, ...] = ()
     cache_grid: int = 1
+    is_latent: bool = False
     geometry: KVGeometry = field(init=False)
 
     def __post_init__(self) -> None:
-        self.geometry = KVGeometry(2, 4, 2, 2, self.num_slots + 1, windows=self.windows)
-        shape = (self.geometry.num_layers, self.num_slots + 1, self.geometry.num_kv_heads, 2)
+        num_kv_heads, latent_dim = (1, 1) if self.is_latent else (2, 0)
+        self.geometry = KVGeometry(
+            2, 4, num_kv_heads, 2, self.num_slots + 1, windows=self.windows, latent_dim=latent_dim
+        )
+        shape = (self.geometry.num_layers, self.num_slots + 1, num_kv_heads, 2)
         self.k, self.v = (torch.full(shape, float("nan")) for _ in range(2))
+        self.arenas: tuple[tuple[torch.Tensor, float], ...] = ((self.k, 1.0), (self.v, -1.0))
+        if self.is_latent:
+            self.v, self.arenas = self.k[..., :1], self.arenas[:1]
         params = CacheInitParams(
             disable=False,
             page_size=1,
@@ -299,8 +307,8 @@ class Harness:
         slots = self.allocator.alloc(count)
         if slots is not None:
             rows = slots.long()
-            self.k[:, rows] = float("nan")
-            self.v[:, rows] = float("nan")
+            for arena, _ in self.arenas:
+                arena[:, rows] = float("nan")
         return slots
 
     def abort(self, req: Req) -> None:
@@ -337,8 +345,8 @@ class Harness:
         rows = slots.long()
         runs = torch.arange(self.geometry.num_runs, dtype=torch.float32)
         runs = runs.view(self.geometry.num_layers, 1, self.geometry.num_kv_heads)
-        for arena, sign in ((self.k, 1.0), (self.v, -1.0)):
-            arena[:, rows, :, 0] = sign * codes.view(1, -1, 1).expand(self.geometry.num_layers, -1, 2)
+        for arena, sign in self.arenas:
+            arena[:, rows, :, 0] = sign * codes.view(1, -1, 1)
             arena[:, rows, :, 1] = sign * runs.expand(-1, len(codes), -1)
 
     def _forward(self, req: Req, seq_len: int) -> None:
@@ -358,21 +366,21 @@ class Harness:
             bounds = zip(runs.starts.flatten().tolist(), runs.lens.flatten().tolist(), strict=True)
             for run, (begin, length) in enumerate(bounds):
                 slots = runs.head_slots[begin : begin + length].long()
-                self._check_run(run, self.k.view(-1, 2)[slots], self.v.view(-1, 2)[slots], expected)
+                for arena, sign in self.arenas:
+                    self._check_run(run, sign * arena.view(-1, 2)[slots], expected)
                 if self.biases is not None:
                     self._check_biases(self.biases.view(-1)[slots], self.v.view(-1, 2)[slots], runs.is_fitted)
             waterline += runs.num_tokens
         assert row[:waterline].eq(0).all()
         suffix = row[waterline:seq_len].long()
         assert suffix.ne(0).all()
-        want = torch.tensor(codes[waterline:]).view(1, -1, 1).expand(2, -1, 2)
-        assert torch.equal(self.k[:, suffix, :, 0], want) and torch.equal(self.v[:, suffix, :, 0], -want)
+        want = torch.tensor(codes[waterline:]).view(1, -1, 1).expand(2, -1, self.geometry.num_kv_heads)
+        assert all(torch.equal(sign * arena[:, suffix, :, 0], want) for arena, sign in self.arenas)
 
-    def _check_run(self, run: int, keys: torch.Tensor, values: torch.Tensor, expected: dict[float, int]) -> None:
-        """Check the entries that one (layer, head) reads of a span, each against the tokens that it may stand for."""
-        assert torch.equal(keys, -values)
-        assert keys[:, 1].tolist() == [run] * len(keys)
-        positions = [expected[code] for code in keys[:, 0].tolist()]
+    def _check_run(self, run: int, rows: torch.Tensor, expected: dict[float, int]) -> None:
+        """Check the keys, or negated values, that one (layer, head) reads of a span, against the tokens it may hold."""
+        assert rows[:, 1].tolist() == [run] * len(rows)
+        positions = [expected[code] for code in rows[:, 0].tolist()]
         assert positions == sorted(set(positions))
 
     def _check_biases(self, biases: torch.Tensor, values: torch.Tensor, is_fitted: bool) -> None:

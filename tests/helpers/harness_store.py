@@ -22,7 +22,7 @@ from sgl_kvevict.store import (
     open_backend,
 )
 
-IDENTITY = identity_of(head_dim=2, policy="pseudo-random", min_prefix_tokens=6)
+IDENTITY = identity_of(head_dim=2, own_value_dim=2, policy="pseudo-random", min_prefix_tokens=6)
 
 
 def exported(harness: Harness, tail: int = 4) -> list[SegmentRecord]:

@@ -26,6 +26,7 @@ def identity(**changes: Any) -> StoreIdentity:
         num_layers=NUM_LAYERS,
         num_kv_heads=NUM_HEADS,
         head_dim=HEAD_DIM,
+        own_value_dim=HEAD_DIM,
         rotary="cd" * 32,
         rank=0,
         num_ranks=1,

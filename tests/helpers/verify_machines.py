@@ -57,8 +57,8 @@ class VerifyingHarness(Harness):
             expected = {code: i for i, code in enumerate(codes[waterline : waterline + runs.num_tokens])}
             for head, (begin, length) in enumerate(zip(runs.starts[0].tolist(), runs.lens[0].tolist(), strict=True)):
                 slots = runs.head_slots[begin : begin + length].long()
-                keys, values = self.draft_k.view(-1, 2)[slots], self.draft_v.view(-1, 2)[slots]
-                self._check_run(head, keys, values, expected)
+                for rows in (self.draft_k, -self.draft_v):
+                    self._check_run(head, rows.view(-1, 2)[slots], expected)
                 self.num_draft_rows_read += length
             waterline += runs.num_tokens
         suffix = self.rows.req_to_token[req.kv.req_pool_idx, waterline:seq_len].long()

@@ -24,12 +24,28 @@ def test_attention_kernels_compile_for_an_h100(tmp_path: Path) -> None:
         assert "mma" in result["ptx"]
         assert "ld.global.v4.b32" in result["ptx"]
         assert "st.global.v4.b32" in result["ptx"], "partials, whose address the kernel loads"
+    for result in loops[:2]:
+        assert result["loads_before_keys"] == 3, "list of addresses, work item, index; not the number of items besides"
     for result in found.values():
         assert result["stack"] == 0
         assert result["shared"] <= H100.shared_per_block
     decode = loops[0]
     resident = H100.programs_per_sm(registers=decode["registers"], shared=decode["shared"], num_warps=decode["warps"])
-    assert resident == 5
+    assert resident == 4
+
+
+@pytest.mark.slow
+def test_the_merge_starts_beside_the_split_kernel_from_sm_90_on(tmp_path: Path) -> None:
+    """Others do not know the instructions."""
+    for arch, can in ((80, False), (90, True)):
+        names = ("split, 16 q rows", "merge")
+        specs = [spec for spec in attention_kernels(arch, 64) if label(spec) in names]
+        split, merge = (result["ptx"] for result in compile_all(specs, str(tmp_path)))
+        assert ("griddepcontrol.launch_dependents" in split) == can
+        assert ("griddepcontrol.wait" in merge) == can
+        if can:
+            before, _, after = merge.partition("griddepcontrol.wait")
+            assert "ld.global.v4.b32" not in before and "ld.global.v4.b32" in after, "partials are read after the wait"
 
 
 @pytest.mark.slow

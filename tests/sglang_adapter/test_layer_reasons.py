@@ -18,6 +18,8 @@ from sgl_kvevict.policies.by_name import build_policy
 from sgl_kvevict.sglang_adapter import refusals
 from sgl_kvevict.sglang_adapter.model_parts import find_kv_scales, find_rotary, find_sink_dtype, find_windows
 from sgl_kvevict.sglang_adapter.refusals import (
+    data_parallel_reasons,
+    latent_reasons,
     layer_reasons,
     policy_reasons,
     prefill_reasons,
@@ -147,6 +149,38 @@ def test_what_windows_rule_out_is_named() -> None:
     assert reason.startswith("policy 'd2o' merges evicted entries into others, which a layer with a sliding window may")
     assert window_reasons(config, build_policy("d2o", {}), replace(geometry, windows=())) == []
     assert window_reasons(config, build_policy("snapkv", {}), geometry) == []
+
+
+def test_what_data_parallel_attention_rules_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "check_cuda_graph_backend", lambda *_: False)
+    server_args = SimpleNamespace(attn_dp_size=2, speculative_algorithm="NGRAM")
+    ctx = SimpleNamespace(is_hybrid_ssm=True, server_args=server_args)
+    parts = ("padded with drafts of no request", "the model has recurrent layers", "replays the captured step")
+    reasons = data_parallel_reasons(ctx, "cuda")
+    assert [part in reason for reason, part in zip(reasons, parts, strict=True)] == [True] * 3
+    plain = SimpleNamespace(
+        is_hybrid_ssm=False, server_args=SimpleNamespace(attn_dp_size=2, speculative_algorithm=None)
+    )
+    assert data_parallel_reasons(plain, "cpu") == []
+    server_args.attn_dp_size = 1
+    assert data_parallel_reasons(ctx, "cuda") == []
+
+
+def test_what_latents_rule_out_is_named() -> None:
+    latents, no_drafts = KVGeometry(3, 4, 1, 48, 100, latent_dim=32), SimpleNamespace(speculative_algorithm=None)
+    assert latent_reasons(KVEvictConfig(), build_policy("distilled", {}), latents, no_drafts) == []
+    config = KVEvictConfig(wait_for_passes=False, prefill_budget=0.5, fit=True)
+    drafts, weighs = SimpleNamespace(speculative_algorithm="NGRAM"), build_policy("defensive", {})
+    reasons = latent_reasons(config, weighs, latents, drafts)
+    begins = (
+        "wait_for_passes is false",
+        "prefill_budget: ",
+        "fit is true",
+        "policy 'defensive' weighs values",
+        "--speculative-algorithm: ",
+    )
+    assert [reason.startswith(begin) for reason, begin in zip(reasons, begins, strict=True)] == [True] * 5
+    assert latent_reasons(config, weighs, KVGeometry(3, 4, 2, 16, 100), drafts) == []
 
 
 @pytest.mark.parametrize(

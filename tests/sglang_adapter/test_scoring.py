@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import Letters, MiniScheduler
@@ -150,8 +151,8 @@ def test_beside_users_passes_take_a_share_of_the_steps(users):
     waiting = [user] if users == "wait" else []
     scheduler.waiting_queue += waiting
     scheduler.running_batch.reqs = [user] if users == "run" else []
-    is_extend = SimpleNamespace(is_extend=lambda: True)
-    scheduler.last_batch = SimpleNamespace(reqs=[user], forward_mode=is_extend) if users == "are prefilled" else None
+    extend = SimpleNamespace(reqs=[user], forward_mode=ForwardMode.EXTEND)
+    scheduler.last_batch = extend if users == "are prefilled" else None
     scheduler.chunked_req = user if users == "are in the middle of a prefill" else None
     assert turns_until_a_pass(scheduler, len(waiting)) == 5
     scheduler.turn()
@@ -175,12 +176,20 @@ def test_prefills_of_users_are_not_counted_while_others_decode():
     harness, scheduler = cache(pass_share=0.5)
     harness.finish(harness.run(DOCUMENT, options=WARM))
     scheduler.running_batch.reqs = [harness.request(DOCUMENT)]
-    scheduler.last_batch = SimpleNamespace(reqs=[], forward_mode=SimpleNamespace(is_extend=lambda: True))
+    scheduler.last_batch = SimpleNamespace(reqs=[], forward_mode=ForwardMode.EXTEND)
     for _ in range(50):
         scheduler.turn()
     assert not scheduler.waiting_queue
-    scheduler.last_batch.forward_mode.is_extend = lambda: False
+    scheduler.last_batch.forward_mode = ForwardMode.DECODE
     assert turns_until_a_pass(scheduler, 0) == 2
+
+
+def test_an_idle_step_beside_other_ranks_counts_as_a_user():
+    """With data-parallel attention: a pass of this rank would make the users of others wait."""
+    harness, scheduler = cache(pass_share=0.2)
+    harness.finish(harness.run(DOCUMENT, options=WARM))
+    scheduler.last_batch = SimpleNamespace(reqs=[], forward_mode=ForwardMode.IDLE)
+    assert turns_until_a_pass(scheduler, 0) == 5
 
 
 @pytest.mark.parametrize(("sleeps", "turns"), [(False, QUIET_TURNS), (True, QUIET_WAITS)])

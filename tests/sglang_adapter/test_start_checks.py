@@ -15,7 +15,6 @@ from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.sglang_adapter.start_checks import (
     MAX_DRAFTS,
     backend_reasons,
-    flag_reasons,
     pool_size_reasons,
     port_reasons,
     resource_reasons,
@@ -148,10 +147,3 @@ def test_settings_that_speculation_cannot_have():
     (reason,) = speculation(speculative_algorithm="STANDALONE", speculative_draft_attention_backend="triton")
     assert reason.startswith("--speculative-draft-attention-backend is 'triton', only 'kvevict' is supported")
     assert speculation(KVEvictConfig(policy="h2o", decode_block=32)) == []
-
-
-@pytest.mark.parametrize(("field", "value"), [("enable_dp_attention", True), ("attn_dp_size", 2)])
-def test_both_spellings_of_data_parallel_attention_are_refused(field, value):
-    (reason,) = flag_reasons({field: value}.get)
-    assert f"--{field.replace('_', '-')}" in reason and "padded with rows of no request" in reason
-    assert flag_reasons({"attn_dp_size": 1}.get) == []

@@ -9,6 +9,7 @@ import pytest
 
 from helpers.harness import publish_server_args
 from helpers.image_machines import IMAGE_MACHINES
+from helpers.latent_machines import LATENT_MACHINES
 from helpers.long_machine import LONG_MACHINES
 from helpers.machines import MACHINES, SETTINGS
 from helpers.state_machines import STATE_MACHINES
@@ -26,7 +27,8 @@ def server_args():
 
 
 @pytest.mark.parametrize(
-    "machine", MACHINES + IMAGE_MACHINES + LONG_MACHINES + WINDOW_MACHINES + STATE_MACHINES + VERIFY_MACHINES
+    "machine",
+    MACHINES + IMAGE_MACHINES + LATENT_MACHINES + LONG_MACHINES + WINDOW_MACHINES + STATE_MACHINES + VERIFY_MACHINES,
 )
 def test_random_sequences(machine):
     case = machine.TestCase

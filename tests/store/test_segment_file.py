@@ -31,6 +31,15 @@ def test_what_is_read_is_what_was_written(dtype, with_state):
     assert_same(ours, decode_segment(encode_segment(ours), ours.key))
 
 
+def test_latents_are_stored_as_keys_alone():
+    ours = dataclasses.replace(RECORD, v=RECORD.v[:, :0], **TAIL | {"tail_v": TAIL["tail_v"][..., :0]})
+    got = decode_segment(encode_segment(ours), ours.key)
+    assert_same(ours, got)
+    assert got.after(20).v.shape == (int((ours.positions >= 20).sum()), 0)
+    with pytest.raises(CorruptSegmentError, match="tail_v: got shape"):
+        decode_segment(encode_segment(dataclasses.replace(ours, tail_v=TAIL["tail_v"])), ours.key)
+
+
 def test_biases_of_a_fitted_segment_are_stored():
     ours = dataclasses.replace(RECORD, biases=torch.randn(18))
     assert_same(ours, decode_segment(encode_segment(ours), ours.key))

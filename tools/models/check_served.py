@@ -17,7 +17,7 @@ from models.images import SIGHTS, picture, tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from helpers.e2e_env import ENV
-from helpers.traffic import generate, idle_state
+from helpers.traffic import generate, idle_state, idle_states
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.distill import ModelIdentity, ScoreWeights, save_weights
 from sgl_kvevict.distill.features import NUM_WINDOW
@@ -119,6 +119,7 @@ def last_logprobs(model: Path, dtype: torch.dtype, tokens: list[int], count: int
     return scores.gather(1, ids[1:, None]).squeeze(1)[-count:]
 
 
+LATENTS = "DeepSeek V2"
 SERVED = [family for family in FAMILIES if family.reason is None and family.never_ran is None]
 
 
@@ -238,9 +239,19 @@ def test_bfloat16_is_as_near_to_float32_as_without_spans(name, tmp_path):
     assert error <= allowed
 
 
-@pytest.mark.parametrize(("name", "policy"), [("Gemma 3", "echo"), ("Exaone 4", "expected-attention")])
-def test_policies_that_turn_queries(name, policy, tmp_path):
-    """Layers with a window have a rotary embedding of their own, or are the only ones that have any."""
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("Gemma 3", "echo"),
+        ("Exaone 4", "expected-attention"),
+        *((LATENTS, policy) for policy in ("echo", "expected-attention", "d2o", "k-vec")),
+    ],
+)
+def test_policies_that_turn_or_merge_rows(name, policy, tmp_path):
+    """Layers with a window have a rotary embedding of their own, or are the only ones that have any.
+
+    Of a latent only the last columns are turned, and a merged row is a value, too.
+    """
     family = next(family for family in FAMILIES if family.name == name)
     model = save(family, tmp_path / "model")
     with serve(family, model, tmp_path / "server.log", COMMON | {"policy": policy, "budget": 0.3}) as ours:
@@ -255,11 +266,12 @@ TWO_RANKS = ENV | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 @pytest.mark.parametrize("config", [EVERYTHING, DEFAULT], ids=["everything", "default"])
-@pytest.mark.parametrize("name", ["gpt-oss", "gpt-oss, on one pool"])
-def test_windows_on_two_ranks(name, config, tmp_path):
+@pytest.mark.parametrize("name", ["gpt-oss", "gpt-oss, on one pool", LATENTS])
+def test_two_ranks(name, config, tmp_path):
     """Windows on a pool of their own and on one pool: each rank has half of the heads and decides as the other.
 
-    Not Gemma 3 and Olmo 3: see the next test.
+    Of latents each rank has a copy, and keeps those that its own query heads read: as many as the other. Not Gemma 3
+    and Olmo 3: see the next test.
     """
     family = next(family for family in FAMILIES if family.name == name)
     family = replace(family, flags=(*family.flags, "--tp-size", "2"))
@@ -276,6 +288,20 @@ def test_windows_on_two_ranks(name, config, tmp_path):
         assert state["ranks"][0] == state["ranks"][1]
         assert state["span_tokens"] >= 284 and state["leaked_slots"] == 0 and ours.leak_messages() == []
         assert config is EVERYTHING or state["span_slots"] < 0.3 * state["span_tokens"]
+
+
+def test_latents_with_data_parallel_attention(tmp_path):
+    """Each rank has requests, latents and a tree of its own."""
+    family = next(family for family in FAMILIES if family.name == LATENTS)
+    family = replace(family, flags=(*family.flags, "--tp-size", "2", "--attn-dp-size", "2"))
+    model = save(family, tmp_path / "model")
+    expected, _ = of_transformers(model)
+    with serve(family, model, tmp_path / "server.log", EVERYTHING, TWO_RANKS) as ours:
+        got = [answers(ours) for _ in range(2)]
+        states = idle_states(ours)
+        assert len(states) == 2 and all(state["leaked_slots"] == 0 for state in states)
+        assert sum(state["span_tokens"] for state in states) >= 284 and ours.leak_messages() == []
+    assert got == [expected] * 2
 
 
 @pytest.mark.parametrize("name", ["Gemma 3", "Olmo 3"])

@@ -61,6 +61,35 @@ _EXAONE = _SLIDING | {
 }
 _GPT_OSS = {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}
 _NO_BUFFER = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
+_LATENT = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "moe_layer_freq": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 1024,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+_NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+LATENT = "latent attention (MLA), on a CPU only"
 ONE_POOL = "sliding windows; SGLang keeps one pool for all layers"
 
 IMAGES = """## Images
@@ -125,6 +154,14 @@ FAMILIES = (
     Family("Qwen3-VL", "qwen3_vl", sees=True, note="text and images; interleaved M-RoPE"),
     Family("GLM-4.1V", "glm4v", sees=True, note="text and images; M-RoPE on half of a head"),
     Family("Mistral Small 3.1, 3.2", "mistral3", sees=True, note="text and images"),
+    Family(
+        "DeepSeek V2",
+        "deepseek_v2",
+        _LATENT | {"q_lora_rank": None, "norm_topk_prob": False},
+        in_stock=False,
+        note=LATENT,
+    ),
+    Family("DeepSeek V3, R1; Kimi K2", "deepseek_v3", _LATENT | _NOAUX, in_stock=False, note=LATENT),
     Family("Gemma 2", "gemma2", {"sliding_window": WINDOW}, reason=MODEL_KEYS["attn_logit_softcapping"]),
     Family(
         "Llama 4",
@@ -132,12 +169,7 @@ FAMILIES = (
         {"num_local_experts": 2, "intermediate_size_mlp": 128},
         reason=MODEL_KEYS["attention_chunk_size"],
     ),
-    Family(
-        "DeepSeek V2, V3, R1; Kimi K2",
-        "deepseek_v3",
-        {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "kv_lora_rank": 32, "q_lora_rank": 32},
-        reason=MODEL_KEYS["kv_lora_rank"],
-    ),
+    Family("DeepSeek V3.2", "deepseek_v32", _LATENT, reason=MODEL_KEYS["index_topk"]),
     Family(
         "Qwen3-Next",
         "qwen3_next",

@@ -17,6 +17,8 @@ from gpu_bench.setting import Setting, syncs_raise
 from sgl_kvevict.attention import AttentionBatch
 
 CAPTURED_REQUESTS = 256
+SHARERS_SUFFIX = 16
+"""Own tokens of each request on a shared prefix."""
 
 
 def bandwidth(setting: Setting) -> list[dict[str, Any]]:
@@ -49,7 +51,7 @@ def sharers(setting: Setting) -> list[dict[str, Any]]:
     """One prefix, more and more requests on it."""
     rows: list[dict[str, Any]] = []
     for count in setting.sharers:
-        requests = Requests(setting, count, is_shared=True, is_scattered=False, suffix_tokens=16)
+        requests = Requests(setting, count, is_shared=True, is_scattered=False, suffix_tokens=SHARERS_SUFFIX)
         requests.attention.plan(requests.batch())
         seconds = device_seconds(setting, requests.run)
         first = rows[0]["us per layer"] if rows else seconds * 1e6
@@ -115,9 +117,8 @@ def graph(setting: Setting) -> list[dict[str, Any]]:
     if setting.device != "cuda":
         return []
     rows = []
-    for count in (*setting.batches, CAPTURED_REQUESTS):
-        if count == CAPTURED_REQUESTS:  # prefixes of a quarter: they are to fit into the memory of one device
-            setting = dataclasses.replace(setting, prefix_tokens=setting.prefix_tokens // 4)
+    for count, prefix_tokens in graph_sizes(setting):
+        setting = dataclasses.replace(setting, prefix_tokens=prefix_tokens)
         requests = Requests(setting, count, is_shared=False, is_scattered=False, suffix_tokens=setting.suffix_tokens)
         attention, batch = requests.attention, requests.batch()
         attention.start_capture(count)
@@ -153,6 +154,12 @@ def graph(setting: Setting) -> list[dict[str, Any]]:
         )
         del captured, results
     return rows
+
+
+def graph_sizes(setting: Setting) -> list[tuple[int, int]]:
+    """Requests and tokens of each prefix of each line of :func:`graph`; the last ones are to fit into the memory."""
+    sizes = [(count, setting.prefix_tokens) for count in setting.batches]
+    return [*sizes, (CAPTURED_REQUESTS, setting.prefix_tokens // 4)]
 
 
 def _eager_step(requests: Requests, batch: AttentionBatch) -> list[tuple[Tensor, Tensor]]:

@@ -16,43 +16,50 @@ QUICK_REPEATS = 8
 def extend(setting: Setting) -> list[dict[str, Any]]:
     """New tokens of one request on a prefix, beside dense attention over as many keys."""
     rows = []
-    is_full = setting.device == "cuda"
-    new_tokens = (32, 128, 512, 2048, 8192) if is_full else (3, 40)
-    prefixes = (0, setting.prefix_tokens // 4, setting.prefix_tokens)
-    for prefix in prefixes:
-        for new in new_tokens:
-            sizes = replace(setting, prefix_tokens=prefix, repeats=min(setting.repeats, QUICK_REPEATS))
-            requests = Requests(sizes, 1, is_shared=False, is_scattered=True, suffix_tokens=new, new_tokens=new)
-            requests.attention.plan(requests.batch())
-            seconds = device_seconds(sizes, requests.run)
-            row: dict[str, Any] = {"prefix tokens": prefix, "new tokens": new, "us per layer": seconds * 1e6}
-            row["host us per layer"] = host_seconds(sizes, lambda these=requests: these.run(0)) * 1e6
-            kept = sizes.kept_tokens if prefix else 0
-            theirs = Uniform(sizes, 1, kept + new, new).times() if is_full else {}
-            row |= {f"{name}, us": value * 1e6 for name, value in theirs.items()}
-            row["times the best"] = seconds / min(theirs.values()) if theirs else "not measured"
-            rows.append(row)
-            del requests
+    for prefix, new in extend_sizes(setting):
+        sizes = replace(setting, prefix_tokens=prefix, repeats=min(setting.repeats, QUICK_REPEATS))
+        requests = Requests(sizes, 1, is_shared=False, is_scattered=True, suffix_tokens=new, new_tokens=new)
+        requests.attention.plan(requests.batch())
+        seconds = device_seconds(sizes, requests.run)
+        row: dict[str, Any] = {"prefix tokens": prefix, "new tokens": new, "us per layer": seconds * 1e6}
+        row["host us per layer"] = host_seconds(sizes, lambda these=requests: these.run(0)) * 1e6
+        kept = sizes.kept_tokens if prefix else 0
+        theirs = Uniform(sizes, 1, kept + new, new).times() if setting.device == "cuda" else {}
+        row |= {f"{name}, us": value * 1e6 for name, value in theirs.items()}
+        row["times the best"] = seconds / min(theirs.values()) if theirs else "not measured"
+        rows.append(row)
+        del requests
     return _same_columns(rows)
+
+
+def extend_sizes(setting: Setting) -> list[tuple[int, int]]:
+    """Tokens of the prefix and new ones of each line of :func:`extend`."""
+    new_tokens = (32, 128, 512, 2048, 8192) if setting.device == "cuda" else (3, 40)
+    prefixes = (0, setting.prefix_tokens // 4, setting.prefix_tokens)
+    return [(prefix, new) for prefix in prefixes for new in new_tokens]
 
 
 def shapes(setting: Setting) -> list[dict[str, Any]]:
     """Decode with other widths and numbers of KV heads, as tensor-parallel ranks have them."""
     copied = copy_bandwidth(setting)
-    is_full = setting.device == "cuda"
     rows = []
-    for head_dim in (64, 128, 256) if is_full else (16, 32):
-        for heads in (1, 2, 8) if is_full else (1, 2):
-            for count in setting.batches[:2]:
-                sizes = replace(setting, head_dim=head_dim, num_kv_heads=heads)
-                requests = Requests(sizes, count, is_shared=False, is_scattered=True, suffix_tokens=sizes.suffix_tokens)
-                requests.attention.plan(requests.batch())
-                seconds = device_seconds(sizes, requests.run)
-                share = requests.bytes_per_layer() / seconds / copied
-                row = {"head_dim": head_dim, "KV heads": heads, "requests": count}
-                rows.append(row | {"us per layer": seconds * 1e6, "share of copy": share})
-                del requests
+    for head_dim, heads, count in shape_sizes(setting):
+        sizes = replace(setting, head_dim=head_dim, num_kv_heads=heads)
+        requests = Requests(sizes, count, is_shared=False, is_scattered=True, suffix_tokens=sizes.suffix_tokens)
+        requests.attention.plan(requests.batch())
+        seconds = device_seconds(sizes, requests.run)
+        share = requests.bytes_per_layer() / seconds / copied
+        row = {"head_dim": head_dim, "KV heads": heads, "requests": count}
+        rows.append(row | {"us per layer": seconds * 1e6, "share of copy": share})
+        del requests
     return rows
+
+
+def shape_sizes(setting: Setting) -> list[tuple[int, int, int]]:
+    """Width, KV heads and requests of each line of :func:`shapes`."""
+    is_full = setting.device == "cuda"
+    widths, heads = ((64, 128, 256), (1, 2, 8)) if is_full else ((16, 32), (1, 2))
+    return [(width, count, requests) for width in widths for count in heads for requests in setting.batches[:2]]
 
 
 def uniform(setting: Setting) -> list[dict[str, Any]]:

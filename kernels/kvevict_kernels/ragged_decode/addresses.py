@@ -25,7 +25,7 @@ BATCH_FIELDS = (
     *("tile_request", "tile_index", "tile_split", "num_splits", "extend_partial"),
 )
 """Attributes of :class:`Tables`, in the order of the list; kernels name them in capitals (``triton_addresses.py``)."""
-CLASS_FIELDS = ("work_unit", "item_start", "item_count", "requests", "max_items")
+CLASS_FIELDS = ("items", "item_count", "requests", "max_items")
 """Attributes of :class:`ClassTables`, listed next, once per class; ``max_items`` is a number."""
 LAST_FIELDS = ("partial_out", "partial_lse", "num_spans")
 """The scratch, and a number."""

@@ -17,13 +17,16 @@ from kvevict_kernels.ragged_decode.host_lists import NUM_CLASSES, HostLists, Siz
 from kvevict_kernels.span_runs import SpanRuns
 from kvevict_kernels.transfer import to_device
 
+ITEM_WORDS = 4
+"""64-bit words of a work item of the split kernel."""
+
 
 @dataclass(frozen=True, eq=False)
 class ClassTables:
     """Work of one class of q rows, for all layers."""
 
     max_items: int  # work items of spans in one layer, at most; 0: no span is in this class
-    work_unit: Tensor  # [num_layers, max_items], int32, (span, KV head) of every work item of spans
+    items: Tensor  # [num_layers, max_items, ITEM_WORDS], int64, work items of spans (triton_items.py)
     item_start: Tensor  # [num_layers, num_units], int32, first work item of every unit in its layer
     item_count: Tensor  # [num_layers], int32, work items of spans
     requests: Tensor  # [num_requests], int32, requests whose suffixes are in this class
@@ -95,9 +98,8 @@ class Step:
     req_to_token: Tensor  # [num_rows, max_context_len], int32, token slots
     pool_rows: Tensor  # [num_requests], int64, each request's row of ``req_to_token``
     seq_lens: Tensor  # [num_requests], int32, logical tokens including the new ones
-    # per class, [max_suffix_items], int32, place in ``ClassTables.requests`` of each work item
-    work: tuple[Tensor, ...]
-    work_start: tuple[Tensor, ...]  # per class, [num_requests + 1], int32, first work item of each request of the class
+    items: tuple[Tensor, ...]  # per class, [max_suffix_items, ITEM_WORDS], int64, work items of the suffixes
+    item_start: tuple[Tensor, ...]  # per class, [num_requests + 1], int32, first work item of each request of the class
     # [num_new], int64: bit j is set if the token sees its request's j-th new token; None: those before it
     visible: Tensor | None = None
 
@@ -165,17 +167,17 @@ def build_step(
 ) -> Step:
     """Create a step; the split kernel's launcher fills in the work lists."""
     if previous is not None:
-        return Step(req_to_token, pool_rows, seq_lens, previous.work, previous.work_start, visible)
+        return Step(req_to_token, pool_rows, seq_lens, previous.items, previous.item_start, visible)
     device = seq_lens.device
     return Step(
         req_to_token=req_to_token,
         pool_rows=pool_rows,
         seq_lens=seq_lens,
-        work=tuple(
-            torch.empty(max(1, class_tables.max_suffix_items), dtype=torch.int32, device=device)
+        items=tuple(
+            torch.empty(max(1, class_tables.max_suffix_items), ITEM_WORDS, dtype=torch.int64, device=device)
             for class_tables in tables.classes
         ),
-        work_start=tuple(
+        item_start=tuple(
             torch.empty(class_tables.num_requests + 1, dtype=torch.int32, device=device)
             for class_tables in tables.classes
         ),
@@ -189,7 +191,7 @@ def _class_tables(host: HostLists, which: int, requests: Tensor) -> ClassTables:
     num_units = len(host.spans) * host.sizes.num_kv_heads
     return ClassTables(
         max_items=max_items,
-        work_unit=torch.empty(num_layers, max_items, dtype=torch.int32, device=device),
+        items=torch.empty(num_layers, max_items, ITEM_WORDS, dtype=torch.int64, device=device),
         item_start=torch.empty(num_layers, num_units, dtype=torch.int32, device=device),
         item_count=torch.empty(num_layers, dtype=torch.int32, device=device),
         requests=requests,

@@ -51,6 +51,12 @@ def class_int32s_at(addresses_ptr, ENTRY: tl.constexpr, CLASS: tl.constexpr):
 
 
 @triton.jit
+def class_int64s_at(addresses_ptr, ENTRY: tl.constexpr, CLASS: tl.constexpr):
+    """Pointer to a class's table of int64."""
+    return int64s_at(addresses_ptr, ENTRY + CLASS * PER_CLASS)
+
+
+@triton.jit
 def max_items_of(addresses_ptr, CLASS: tl.constexpr):
     """Places per layer in a class's list of work items."""
     return tl.load(addresses_ptr + _MAX_ITEMS + CLASS * PER_CLASS)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from kvevict_kernels.device_limits import limits_of
+from kvevict_kernels.device_limits import dependent_launch, limits_of
 from kvevict_kernels.ragged_decode import chunks
 from kvevict_kernels.ragged_decode import triton_addresses as at
 from kvevict_kernels.ragged_decode.addresses import TableAddresses
@@ -28,9 +29,9 @@ from kvevict_kernels.ragged_decode.triton_block import (
 )
 from kvevict_kernels.ragged_decode.triton_items import (
     STEP_LISTS,
-    span_item,
-    span_window,
-    suffix_item,
+    high_of,
+    load_item,
+    low_of,
     suffix_work_kernel,
 )
 from kvevict_kernels.ragged_decode.triton_merge import run_merge
@@ -62,7 +63,7 @@ def _last_hidden(
 
 
 @triton.jit(
-    do_not_specialize=["layer", "num_requests", "row_stride", "req_to_token", "window"],
+    do_not_specialize=["layer", "num_requests", "window"],
     do_not_specialize_on_alignment=list(STEP_LISTS),
 )
 def _split_kernel(
@@ -72,22 +73,16 @@ def _split_kernel(
     v_ptr,
     biases_ptr,  # [L, T, H] float32, or None
     seq_lens_ptr,
-    pool_rows_ptr,
-    suffix_work_ptr,
-    suffix_work_start_ptr,
+    suffix_items_ptr,  # [bound, ITEM_WORDS] int64
+    suffix_start_ptr,  # [num_requests + 1] int32
     visible_ptr,  # [N] int64, or None
     layer,
     num_requests,  # of the class
-    req_to_token,  # address
-    row_stride,
     num_token_slots,
     q_stride,
     scale_log2,
     window,  # tokens that a query sees; read if WINDOWED
     CLASS: tl.constexpr,
-    LEAST: tl.constexpr,
-    NUM_ITEMS: tl.constexpr,
-    STEP: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -96,45 +91,44 @@ def _split_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,  # float32 products: the interpreter cannot multiply bfloat16
+    PDL: tl.constexpr,  # the merge may start beside it
 ):
     """Write partials, float32, [num_partials, D], and their log-sum-exps, base 2.
 
     Addresses are read again for every item: kept, they would take registers from the products.
     """
-    o_d = tl.arange(0, BLOCK_D)
-    o_m = tl.arange(0, BLOCK_M)
-    num_span_items = tl.load(at.class_int32s_at(addresses_ptr, at.ITEM_COUNT, CLASS) + layer)
-    num_items = num_span_items + tl.load(suffix_work_start_ptr + num_requests)
+    if PDL:
+        gdc_launch_dependents()
+    o_d, o_m = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_M)
+    num_suffix_items = tl.load(suffix_start_ptr + num_requests)
+    # The first item is read beside the number of items, not after it.
+    index_address, keys, readers, last = load_item(
+        tl.program_id(0), num_suffix_items, suffix_items_ptr, layer, addresses_ptr, CLASS=CLASS
+    )
+    num_items = num_suffix_items + tl.load(at.class_int32s_at(addresses_ptr, at.ITEM_COUNT, CLASS) + layer)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        if item < num_span_items:
-            head, count, member, tile, length, begin, num_kv, index_address, partial = span_item(
-                item, layer, addresses_ptr, CLASS=CLASS, H=H, G=G, BLOCK_M=BLOCK_M
-            )
-        else:
-            head, count, member, tile, length, begin, num_kv, index_address, partial = suffix_item(
-                item - num_span_items, addresses_ptr, seq_lens_ptr, pool_rows_ptr, suffix_work_ptr,
-                suffix_work_start_ptr, req_to_token, row_stride,
-                CLASS=CLASS, LEAST=LEAST, NUM_ITEMS=NUM_ITEMS, STEP=STEP, H=H, G=G, BLOCK_M=BLOCK_M,
-            )  # fmt: skip
+        num_kv, member, count = low_of(keys), high_of(keys), low_of(readers)
+        head, i_row = high_of(readers) % H, high_of(readers) // H * BLOCK_M + o_m
         # Runs hold head slots; suffixes hold token slots, and are causal, or end in a tree.
-        is_suffix = (item >= num_span_items).to(tl.int32)
+        is_suffix = (item < num_suffix_items).to(tl.int32)
         slot_scale = 1 + is_suffix * (H - 1)
         slot_shift = is_suffix * head_slot_of(layer.to(tl.int64), 0, head, num_token_slots, H)
-        i_row = tile * BLOCK_M + o_m
         m_m = i_row < count * G
         token = i_row // G
         reader = tl.load(at.int32s_at(addresses_ptr, at.MEMBERS) + member + token, mask=m_m, other=0)
         q_row = reader.to(tl.int64) * q_stride + (head * G + i_row % G) * D
         b_q = load_rows(q_ptr, q_row, m_m, o_d, D=D, UPCAST=UPCAST)
         visible, depth = load_tree(visible_ptr, reader, token, m_m)
-        to_key = length - begin - is_suffix * (count - 1 - token)
+        to_last = tl.where(is_suffix > 0, high_of(last), num_kv)
+        to_key = to_last - is_suffix * (count - 1 - token)
         limit = tl.minimum(to_key, num_kv)
         index_ptr = index_address.to(tl.pointer_type(tl.int32))
         from_block = 0
         if WINDOWED:
             m_s = m_m & (is_suffix == 0)
             hidden = _last_hidden(member, token, reader, depth, m_s, window, visible_ptr, seq_lens_ptr, addresses_ptr)
-            to_positions = span_window(item, is_suffix, layer, addresses_ptr, CLASS=CLASS, H=H)
+            positions_ptr = at.int64s_at(addresses_ptr, at.SPAN_POSITIONS)
+            to_positions = tl.load(positions_ptr + high_of(last), mask=is_suffix == 0, other=0)
             position_ptr = (index_address + to_positions).to(tl.pointer_type(tl.int32))
             is_hidden, is_cut = hidden_keys(position_ptr, num_kv, is_suffix == 0, hidden, m_m)
             num_kv = tl.where(is_hidden, 0, num_kv)
@@ -142,8 +136,7 @@ def _split_kernel(
             from_key = tl.where(is_suffix > 0, to_key + depth - token - window, 0)
             first_key = tl.maximum(tl.min(tl.where(m_m, from_key, 2147483647), 0), 0)
             from_block = first_key // BLOCK_N * BLOCK_N
-        b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-        b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+        b_max, b_sum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32), tl.zeros([BLOCK_M], dtype=tl.float32)
         b_out = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
         for start in range(from_block, num_kv, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
@@ -151,7 +144,7 @@ def _split_kernel(
             # Before the window, rows of a window pool may hold other requests' slots: no index is read there.
             index = tl.maximum(n, first_key) if WINDOWED else n
             head_slot = tl.load(index_ptr + index, mask=m_n, other=0).to(tl.int64) * slot_scale + slot_shift
-            place = n + begin + count - length  # among the new tokens
+            place = n + count - to_last  # among the new tokens
             seen = hide_branches(n[None, :] < limit[:, None], visible_ptr, visible, place, is_suffix == 0)
             if WINDOWED:
                 b_position = tl.load(position_ptr + n, mask=m_n & is_cut, other=2147483647)
@@ -160,7 +153,10 @@ def _split_kernel(
                 b_q, b_max, b_sum, b_out, k_ptr, v_ptr, biases_ptr, head_slot, m_n, m_n & (is_suffix == 0),
                 seen, o_d, scale_log2, D=D,
             )  # fmt: skip
-        _store_partials(addresses_ptr, partial + i_row, b_max, b_sum, b_out, o_d, m_m, D=D)
+        _store_partials(addresses_ptr, low_of(last).to(tl.int64) + i_row, b_max, b_sum, b_out, o_d, m_m, D=D)
+        index_address, keys, readers, last = load_item(
+            item + tl.num_programs(0), num_suffix_items, suffix_items_ptr, layer, addresses_ptr, CLASS=CLASS
+        )
 
 
 def advance(addresses: TableAddresses, step: Step) -> None:
@@ -168,10 +164,11 @@ def advance(addresses: TableAddresses, step: Step) -> None:
     tables = addresses.tables
     for which, class_tables in enumerate(tables.classes):
         if not class_tables.num_requests:
-            step.work_start[which].zero_()
+            step.item_start[which].zero_()
             continue
         suffix_work_kernel[(class_tables.num_requests,)](
-            *(addresses.on_device, step.seq_lens, step.work[which], step.work_start[which], class_tables.num_requests),
+            *(addresses.on_device, step.seq_lens, step.pool_rows, step.items[which], step.item_start[which]),
+            *(class_tables.num_requests, step.req_to_token.data_ptr(), step.req_to_token.stride(0)),
             CLASS=which,
             LEAST=chunks.MIN_CHUNKS[which],
             ROW_TILE=DECODE_ROWS[which],
@@ -197,15 +194,12 @@ def _launch_split(addresses: TableAddresses, step: Step, which: int, inputs: Lay
     tile = tiles_for(limits_of(q.device), head_dim, reads_more=inputs.reads_more)[which]
     args = (
         *(addresses.on_device, q, inputs.k_arena, inputs.v_arena, inputs.biases),
-        *(step.seq_lens, step.pool_rows, step.work[which], step.work_start[which], step.visible),
-        *(inputs.layer, class_tables.num_requests, step.req_to_token.data_ptr(), step.req_to_token.stride(0)),
-        *(inputs.k_arena.shape[1], q.stride(0), inputs.sm_scale * LOG2_E, inputs.window),
+        *(step.seq_lens, step.items[which], step.item_start[which], step.visible),
+        *(inputs.layer, class_tables.num_requests, inputs.k_arena.shape[1], q.stride(0)),
+        *(inputs.sm_scale * LOG2_E, inputs.window),
     )
     options = {
         "CLASS": which,
-        "LEAST": chunks.MIN_CHUNKS[which],
-        "NUM_ITEMS": tables.sizes.num_items,
-        "STEP": chunks.CHUNK_STEP,
         "H": tables.sizes.num_kv_heads,
         "G": tables.sizes.group_size,
         "D": head_dim,
@@ -214,6 +208,7 @@ def _launch_split(addresses: TableAddresses, step: Step, which: int, inputs: Lay
         "BLOCK_N": tile.keys,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
         "UPCAST": not q.is_cuda,
+        "PDL": dependent_launch(q.device)["PDL"],
         "num_stages": tile.stages,
         "num_warps": tile.warps,
     }

@@ -1,4 +1,18 @@
-"""Work items of the split kernel: one chunk of a span's run or of a suffix, times one tile of its readers' q rows."""
+"""Work items of the split kernel: one chunk of a span's run or of a suffix, times one tile of its readers' q rows.
+
+An item is 32 bytes that a program reads at once: what it needs before its first key is one load away.
+
+=====  ==================================  =====================================================================
+word   bits 0 to 31                        bits 32 to 63
+=====  ==================================  =====================================================================
+0      address of the chunk's first index  (64 bits)
+1      keys of the chunk                   first of its readers' rows in ``Tables.members``
+2      readers (new tokens)                tile of q rows * H + KV head
+3      first partial row                   a span: its number; a suffix: keys from the chunk's first to the last one
+=====  ==================================  =====================================================================
+
+Partial rows fit 32 bits: as many of them would take more memory than a device has.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +20,74 @@ import triton
 import triton.language as tl
 
 from kvevict_kernels.ragged_decode import triton_addresses as at
-from kvevict_kernels.ragged_decode.triton_layout import run_chunk
-from kvevict_kernels.ragged_decode.triton_merge import suffix_chunk
+from kvevict_kernels.ragged_decode.tables import ITEM_WORDS
+from kvevict_kernels.ragged_decode.triton_chunks import suffix_chunk
 
 STEP_LISTS = (
-    *("seq_lens_ptr", "pool_rows_ptr", "suffix_work_ptr", "suffix_work_start_ptr"),
-    *("work_ptr", "work_start_ptr", "visible_ptr"),
+    *("seq_lens_ptr", "pool_rows_ptr", "suffix_items_ptr", "suffix_start_ptr"),
+    *("items_ptr", "start_ptr", "visible_ptr"),
 )
 """Not specialised on alignment: these may be slices of SGLang's buffers, whose alignment varies."""
+_WORDS = tl.constexpr(ITEM_WORDS)
 
 
-@triton.jit(do_not_specialize=["num_requests"], do_not_specialize_on_alignment=list(STEP_LISTS))
+@triton.jit
+def _pack(low, high):
+    """Two numbers >= 0 of 32 bits in one word."""
+    return (high.to(tl.int64) << 32) | low.to(tl.int64)
+
+
+@triton.jit
+def store_items(items_ptr, o, mask, index_address, num_keys, member, count, place, partial, last):
+    """Write the items ``o`` [BLOCK] of a list; the arguments are the fields above, numbers or [BLOCK]."""
+    p_item = items_ptr + o.to(tl.int64) * _WORDS
+    zero = o * 0
+    tl.store(p_item, index_address + zero, mask=mask)
+    tl.store(p_item + 1, _pack(num_keys + zero, member + zero), mask=mask)
+    tl.store(p_item + 2, _pack(count + zero, place + zero), mask=mask)
+    tl.store(p_item + 3, _pack(partial.to(tl.int32) + zero, last + zero), mask=mask)
+
+
+@triton.jit
+def load_item(item, num_suffix_items, suffix_items_ptr, layer, addresses_ptr, CLASS: tl.constexpr):
+    """The words of an item: those of suffixes are first, then the layer's; zeros or anything behind the last one."""
+    max_items = at.max_items_of(addresses_ptr, CLASS)
+    of_layer = layer * max_items + item - num_suffix_items
+    p_span = at.class_int64s_at(addresses_ptr, at.ITEMS, CLASS) + of_layer * _WORDS
+    p_item = tl.where(item < num_suffix_items, suffix_items_ptr + item.to(tl.int64) * _WORDS, p_span)
+    mask = item < num_suffix_items + max_items
+    return (
+        tl.load(p_item, mask=mask, other=0),
+        tl.load(p_item + 1, mask=mask, other=0),
+        tl.load(p_item + 2, mask=mask, other=0),
+        tl.load(p_item + 3, mask=mask, other=0),
+    )
+
+
+@triton.jit
+def low_of(word):
+    """Bits 0 to 31."""
+    return word.to(tl.int32)
+
+
+@triton.jit
+def high_of(word):
+    """Bits 32 to 63."""
+    return (word >> 32).to(tl.int32)
+
+
+@triton.jit(
+    do_not_specialize=["num_requests", "req_to_token", "row_stride"], do_not_specialize_on_alignment=list(STEP_LISTS)
+)
 def suffix_work_kernel(
     addresses_ptr,
     seq_lens_ptr,  # [B] int32
-    work_ptr,  # [bound] int32
-    work_start_ptr,  # [num_requests + 1] int32
+    pool_rows_ptr,  # [B] int64
+    items_ptr,  # [bound, ITEM_WORDS] int64
+    start_ptr,  # [num_requests + 1] int32
     num_requests,  # of the class
+    req_to_token,  # address of [rows, row_stride] int32
+    row_stride,
     CLASS: tl.constexpr,
     LEAST: tl.constexpr,
     ROW_TILE: tl.constexpr,
@@ -36,7 +101,7 @@ def suffix_work_kernel(
     """Each program counts the items of all requests before its own, then writes its own."""
     mine = tl.program_id(0)
     start = tl.zeros([], dtype=tl.int32)
-    count = tl.zeros([], dtype=tl.int32)
+    num_items = tl.zeros([], dtype=tl.int32)
     for first in range(0, mine + 1, BLOCK):
         i = first + tl.arange(0, BLOCK)
         mask = i <= mine
@@ -49,78 +114,26 @@ def suffix_work_kernel(
         chunk = suffix_chunk(length, LEAST, H=H, NUM_ITEMS=NUM_ITEMS, STEP=STEP)
         items = tl.where(mask, tl.cdiv(length, chunk) * tiles * H, 0)
         start += tl.sum(tl.where(i < mine, items, 0), 0)
-        count += tl.sum(tl.where(i == mine, items, 0), 0)
-    tl.store(work_start_ptr + mine, start)
+        num_items += tl.sum(tl.where(i == mine, items, 0), 0)
+    tl.store(start_ptr + mine, start)
     if mine == num_requests - 1:
-        tl.store(work_start_ptr + num_requests, start + count)
-    for begin in range(0, count, FILL):
-        o = begin + tl.arange(0, FILL)
-        tl.store(work_ptr + start + o, o * 0 + mine, mask=o < count)
-
-
-@triton.jit
-def span_item(
-    work, layer, addresses_ptr,
-    CLASS: tl.constexpr, H: tl.constexpr, G: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """One chunk of a run, for one tile of its readers' q rows."""
-    of_layer = layer * at.max_items_of(addresses_ptr, CLASS)
-    unit = tl.load(at.class_int32s_at(addresses_ptr, at.WORK_UNIT, CLASS) + of_layer + work)
-    first_unit = layer * tl.load(addresses_ptr + at.NUM_SPANS) * H
-    span = unit // H
-    local = work - tl.load(at.class_int32s_at(addresses_ptr, at.ITEM_START, CLASS) + first_unit + unit)
-    count = tl.load(at.int32s_at(addresses_ptr, at.SPAN_MEMBERS) + span)
-    tiles = tl.cdiv(count * G, BLOCK_M)
-    length = tl.load(at.int32s_at(addresses_ptr, at.RUN_LENS) + first_unit + unit)
-    chunk = tl.load(at.int32s_at(addresses_ptr, at.SPAN_CHUNK) + span)
-    chunk = run_chunk(length, chunk, tl.load(at.int32s_at(addresses_ptr, at.SPAN_CAP) + span))
-    begin = local // tiles * chunk
-    index_address = tl.load(at.int64s_at(addresses_ptr, at.RUN_ADDRESS) + first_unit + unit) + begin.to(tl.int64) * 4
-    partial = tl.load(at.int64s_at(addresses_ptr, at.PARTIAL_START) + first_unit + unit)
-    partial += (local // tiles).to(tl.int64) * (count * G)
-    member = tl.load(at.int32s_at(addresses_ptr, at.SPAN_MEMBER_START) + span)
-    return (
-        unit % H,
-        count,
-        member,
-        local % tiles,
-        length,
-        begin,
-        tl.minimum(length - begin, chunk),
-        index_address,
-        partial,
-    )
-
-
-@triton.jit
-def suffix_item(
-    item, addresses_ptr, seq_lens_ptr, pool_rows_ptr, suffix_work_ptr, suffix_work_start_ptr, req_to_token, row_stride,
-    CLASS: tl.constexpr, LEAST: tl.constexpr, NUM_ITEMS: tl.constexpr, STEP: tl.constexpr,
-    H: tl.constexpr, G: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """One chunk of a request's own tokens, for one tile of its q rows."""
-    place = tl.load(suffix_work_ptr + item)
-    request = tl.load(at.class_int32s_at(addresses_ptr, at.REQUESTS, CLASS) + place)
-    local = item - tl.load(suffix_work_start_ptr + place)
+        tl.store(start_ptr + num_requests, start + num_items)
+    request = tl.load(at.class_int32s_at(addresses_ptr, at.REQUESTS, CLASS) + mine)
     count = tl.load(at.int32s_at(addresses_ptr, at.NEW_LENS_DEVICE) + request)
-    tiles = tl.cdiv(count * G, BLOCK_M)
+    tiles = tl.cdiv(count * G, ROW_TILE)
     waterline = tl.load(at.int32s_at(addresses_ptr, at.WATERLINES) + request)
     length = tl.load(seq_lens_ptr + request) - waterline
     chunk = suffix_chunk(length, LEAST, H=H, NUM_ITEMS=NUM_ITEMS, STEP=STEP)
-    split = local // (H * tiles)
-    begin = split * chunk
-    index_address = req_to_token + (tl.load(pool_rows_ptr + request) * row_stride + waterline + begin) * 4
-    partial = tl.load(at.int64s_at(addresses_ptr, at.SUFFIX_PARTIAL) + request)
-    partial += (split * H + local % H).to(tl.int64) * (count * G)
+    index_address = req_to_token + (tl.load(pool_rows_ptr + request) * row_stride + waterline) * 4
+    first_partial = tl.load(at.int64s_at(addresses_ptr, at.SUFFIX_PARTIAL) + request)
     member = tl.load(at.int32s_at(addresses_ptr, at.REQUEST_MEMBERS) + request)
-    tile = local // H % tiles
-    return local % H, count, member, tile, length, begin, tl.minimum(length - begin, chunk), index_address, partial
-
-
-@triton.jit
-def span_window(item, is_suffix, layer, addresses_ptr, CLASS: tl.constexpr, H: tl.constexpr):
-    """Bytes from an entry's head slot to its position; 0 for suffixes."""
-    of_layer = layer * at.max_items_of(addresses_ptr, CLASS)
-    is_span = is_suffix == 0
-    unit = tl.load(at.class_int32s_at(addresses_ptr, at.WORK_UNIT, CLASS) + of_layer + item, mask=is_span, other=0)
-    return tl.load(at.int64s_at(addresses_ptr, at.SPAN_POSITIONS) + unit // H, mask=is_span, other=0)
+    for begin in range(0, num_items, FILL):
+        o = begin + tl.arange(0, FILL)
+        split = o // (H * tiles)
+        first_key = split * chunk
+        partial = first_partial + (split * H + o % H).to(tl.int64) * (count * G)
+        last = length - first_key
+        store_items(
+            items_ptr, start + o, o < num_items, index_address + first_key.to(tl.int64) * 4, tl.minimum(last, chunk),
+            member, count, o % (H * tiles), partial, last,
+        )  # fmt: skip

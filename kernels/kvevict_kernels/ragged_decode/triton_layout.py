@@ -1,4 +1,4 @@
-"""Runs, partials and work items of a batch's spans, for all layers: two launches per batch.
+"""Runs, partials and work items of a batch's spans, for all layers: two launches per batch, or three.
 
 First, one program per layer scans the units in (span, KV head) order; then one program per (layer, span) writes the
 list of its work items.
@@ -11,15 +11,11 @@ import triton.language as tl
 
 from kvevict_kernels.ragged_decode.tables import Tables
 from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS
+from kvevict_kernels.ragged_decode.triton_chunks import run_chunk
+from kvevict_kernels.ragged_decode.triton_items import store_items
 
 UNIT_BLOCK = 256
 FILL_BLOCK = 128
-
-
-@triton.jit
-def run_chunk(length, chunk, cap):
-    """Entries per work item of a run: longer where the run would have more than ``cap`` items."""
-    return chunk * tl.maximum(tl.cdiv(length, chunk * cap), 1)
 
 
 @triton.jit(
@@ -90,35 +86,53 @@ def _runs_kernel(
 
 @triton.jit(
     do_not_specialize=["max_items", "num_spans", "which"],
-    do_not_specialize_on_alignment=["span_class_ptr", "item_start_ptr", "item_count_ptr", "work_unit_ptr"],
+    do_not_specialize_on_alignment=[
+        *("span_class_ptr", "span_members_ptr", "span_member_start_ptr", "span_chunk_ptr", "span_cap_ptr"),
+        *("run_address_ptr", "run_lens_ptr", "partial_start_ptr", "item_start_ptr", "items_ptr"),
+    ],
 )
 def _work_kernel(
     span_class_ptr,  # [S] int32
+    span_members_ptr,
+    span_member_start_ptr,
+    span_chunk_ptr,
+    span_cap_ptr,
+    run_address_ptr,  # [L, S * H] int64
+    run_lens_ptr,  # [L, S * H] int32
+    partial_start_ptr,  # [L, S * H] int64
     item_start_ptr,  # [L, S * H] int32
-    item_count_ptr,  # [L] int32
-    work_unit_ptr,  # [L, max_items] int32
+    items_ptr,  # [L, max_items, ITEM_WORDS] int64
     max_items,
     num_spans,
     which,
+    row_tile,
     H: tl.constexpr,
+    G: tl.constexpr,
     FILL: tl.constexpr,
 ):
-    """Write the unit of every work item of a span that is in the class."""
+    """Write the work items of a span that is in the class."""
     layer = tl.program_id(0)
     span = tl.program_id(1)
-    num_units = num_spans * H
-    starts_ptr = item_start_ptr + layer.to(tl.int64) * num_units
-    work_ptr = work_unit_ptr + layer.to(tl.int64) * max_items
+    first_unit = layer.to(tl.int64) * (num_spans * H) + span * H
     if tl.load(span_class_ptr + span) == which:
+        count = tl.load(span_members_ptr + span)
+        member = tl.load(span_member_start_ptr + span)
+        tiles = tl.cdiv(count * G, row_tile)
         for head in range(H):
-            unit = span * H + head
-            start = tl.load(starts_ptr + unit)
-            is_last = unit + 1 == num_units
-            end = tl.load(starts_ptr + unit + 1, mask=unit + 1 < num_units, other=0)
-            end = tl.where(is_last, tl.load(item_count_ptr + layer), end)
-            for begin in range(start, end, FILL):
+            unit = first_unit + head
+            length = tl.load(run_lens_ptr + unit)
+            chunk = run_chunk(length, tl.load(span_chunk_ptr + span), tl.load(span_cap_ptr + span))
+            start = layer.to(tl.int64) * max_items + tl.load(item_start_ptr + unit)
+            num_items = tl.cdiv(length, chunk) * tiles
+            for begin in range(0, num_items, FILL):
                 o = begin + tl.arange(0, FILL)
-                tl.store(work_ptr + o, o * 0 + unit, mask=o < end)
+                first_key = o // tiles * chunk
+                address = tl.load(run_address_ptr + unit) + first_key.to(tl.int64) * 4
+                partial = tl.load(partial_start_ptr + unit) + (o // tiles).to(tl.int64) * (count * G)
+                store_items(
+                    items_ptr, start + o, o < num_items, address, tl.minimum(length - first_key, chunk), member, count,
+                    o % tiles * H + head, partial, span,
+                )  # fmt: skip
 
 
 def lay_out(tables: Tables) -> None:
@@ -138,8 +152,10 @@ def lay_out(tables: Tables) -> None:
     for which, work in enumerate(classes):
         if work.max_items:
             _work_kernel[(sizes.num_layers, tables.num_spans)](
-                *(tables.span_class, work.item_start, work.item_count, work.work_unit),
-                *(work.max_items, tables.num_spans, which),
+                *(tables.span_class, tables.span_members, tables.span_member_start, tables.span_chunk),
+                *(tables.span_cap, tables.run_address, tables.run_lens, tables.partial_start),
+                *(work.item_start, work.items, work.max_items, tables.num_spans, which, DECODE_ROWS[which]),
                 H=sizes.num_kv_heads,
+                G=sizes.group_size,
                 FILL=FILL_BLOCK,
             )

@@ -5,21 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
+from kvevict_kernels.device_limits import dependent_launch
 from kvevict_kernels.ragged_decode import chunks
 from kvevict_kernels.ragged_decode import triton_addresses as at
 from kvevict_kernels.ragged_decode.addresses import TableAddresses
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
-from kvevict_kernels.ragged_decode.triton_layout import run_chunk
+from kvevict_kernels.ragged_decode.triton_chunks import run_chunk, suffix_chunk
 
 MERGE_BLOCK = 32
 """Partials merged at once: as many as one request's run has, so that loads wait once or twice."""
-
-
-@triton.jit
-def suffix_chunk(length, least, H: tl.constexpr, NUM_ITEMS: tl.constexpr, STEP: tl.constexpr):
-    """Tokens per chunk of a suffix, from its length alone; NUM_ITEMS chunks fill the device."""
-    return tl.maximum(tl.cdiv(tl.cdiv(length * H, NUM_ITEMS), STEP) * STEP, least)
 
 
 @triton.jit
@@ -66,8 +62,13 @@ def _merge_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One program per (new token, q head): its path from the root on, then its suffix, then the sink logit."""
+    """One program per (new token, q head): its path from the root on, then its suffix, then the sink logit.
+
+    With ``PDL`` it starts beside the split kernel before it, which was launched when all tables were complete, and
+    waits before it reads partials.
+    """
     request = tl.load(at.int32s_at(addresses_ptr, at.MERGE_REQUEST) + tl.program_id(0))
     token = tl.load(at.int32s_at(addresses_ptr, at.MERGE_TOKEN) + tl.program_id(0))
     partial_out_ptr = at.floats_at(addresses_ptr, at.PARTIAL_OUT)
@@ -80,7 +81,10 @@ def _merge_kernel(
     b_max = tl.full([], float("-inf"), dtype=tl.float32)
     b_sum = tl.zeros([], dtype=tl.float32)
     b_out = tl.zeros([BLOCK_D], dtype=tl.float32)
-    for j in range(tl.load(path_start_ptr + request), tl.load(path_start_ptr + request + 1)):
+    path_begin, path_end = tl.load(path_start_ptr + request), tl.load(path_start_ptr + request + 1)
+    if PDL:
+        gdc_wait()
+    for j in range(path_begin, path_end):
         span = tl.load(at.int32s_at(addresses_ptr, at.PATH_SPAN) + j)
         rows = tl.load(at.int32s_at(addresses_ptr, at.SPAN_MEMBERS) + span) * G
         unit = (first_span + span) * H + head
@@ -125,4 +129,5 @@ def run_merge(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: T
         D=head_dim,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK=MERGE_BLOCK,
+        **dependent_launch(out.device),
     )

@@ -113,7 +113,7 @@ def test_a_section_out_of_time_ends_its_server(tmp_path: Path, monkeypatch: pyte
     script = tmp_path / "section.py"
     script.write_text(
         f"import sys, time\nsys.path.insert(0, {str(RUN_ALL.parent)!r})\nimport run_all\n"
-        "def hang(section, *, is_smoke):\n"
+        "def hang(section, device, *, is_smoke):\n"
         f"    open({str(tmp_path / 'begun')!r}, 'w').close()\n"
         "    try:\n        time.sleep(600)\n"
         f"    finally:\n        open({str(tmp_path / 'released')!r}, 'w').close()\n"

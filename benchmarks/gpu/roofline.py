@@ -1,0 +1,106 @@
+"""Write docs/results/gpu/roofline.md: the least time of every timed line, and what ragged_extend's code allows.
+
+Runs on any machine, from the repository root: python benchmarks/gpu/roofline.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gpu_bench import roofline
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "docs" / "results" / "gpu"
+DEVICES = ("H100", "H200", "A100", "L4", "RTX 4090")
+TRITON = "3.8.0"
+"""Rows of compiled.md that count: the compiler of CUDA servers."""
+WARPS = 8
+TEXT = """# What is possible on a GPU
+
+Written by `python benchmarks/gpu/roofline.py`; arithmetic, nothing measured. Sizes are those that
+`benchmarks/gpu/run_all.py` times, whose rows and output say how much of this they reach (llama-8B's shape: 8 KV heads
+of 4 q heads, 128 wide, prefixes of 32,768 tokens, a fifth kept).
+
+Bytes: K, V, 4 bytes of index per entry, queries and results, each once. Operations: both products, over visible (query,
+key) pairs. The least time is the longer of bytes over memory bandwidth and operations over the tensor cores' peak;
+launches, latencies, exponentials and partial results take none, so lines of a few microseconds cannot reach it.
+"""
+EXTEND = """## What the code of `ragged_extend` allows
+
+Per 64 keys and multiprocessor, from the machine code ([compiled.md](compiled.md), triton {triton}): cycles in which
+each scheduler issues an instruction, cycles of the tensor cores at their peak, and cycles of a warp alone without its
+products. Every product is waited for, so a warp's own products overlap with nothing of its own. Share of the tensor
+cores' peak: if no warp overlaps with another; if they are half a step apart; and for the mean of both times, the
+estimate.
+"""
+
+
+def main() -> int:
+    """Write the page."""
+    path = FOLDER / "roofline.md"
+    path.write_text(page())
+    print(path)
+    return 0
+
+
+def page() -> str:
+    """The page; reads the committed compiled.md."""
+    from gpu_bench import roofline
+
+    peaks = [(name, roofline.PEAKS[name]) for name in DEVICES]
+    lines = ["| device | memory, TB/s | bfloat16, TFLOP/s |", "|---|--:|--:|"]
+    lines += [f"| {name} | {one.bytes_per_second / 1e12:.3g} | {one.flops / 1e12:.4g} |" for name, one in peaks]
+    units = " | ".join(f"{name}, us" for name in DEVICES)
+    lines += ["", f"| section | line | MB | GFLOP | {units} |", "|---|---|" + "--:|" * (2 + len(DEVICES))]
+    for (named, work), sections in _lines().items():
+        cells = [", ".join(sections), named, f"{work.num_bytes / 1e6:.4g}", f"{work.flops / 1e9:.4g}"]
+        cells += [_least(work, one) for _, one in peaks]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "*: bound by the tensor cores; others by memory.", "", EXTEND.format(triton=TRITON)]
+    names = "| sm | head_dim | q rows | issue | tensor | warp alone | none overlap | half a step apart | estimate |"
+    lines += [names, "|--:|" + "--:|" * 8]
+    for loop in extend_loops():
+        cells = [loop.arch, loop.head_dim, loop.rows, round(loop.issue_slots), round(loop.tensor_cycles), loop.cycles]
+        lines.append(f"| {' | '.join([*map(str, cells), *(f'{100 * share:.0f} %' for share in loop.shares())])} |")
+    return TEXT + "\n" + "\n".join(lines) + "\n"
+
+
+def _lines() -> dict[tuple[str, roofline.Work], list[str]]:
+    """The sections that time each line."""
+    from gpu_bench.roofline import TIMED
+    from gpu_bench.setting import FULL
+
+    found: dict[tuple[str, roofline.Work], list[str]] = {}
+    for section, timed in TIMED.items():
+        for row in timed.lines(FULL):
+            named = ", ".join(f"{name} {value}" for name, value in row.items())
+            found.setdefault((named, timed.work(FULL, row)), []).append(section)
+    return found
+
+
+def _least(work: roofline.Work, peaks: roofline.Peaks) -> str:
+    mark = "" if work.bound(peaks) == "memory" else "*"
+    return f"{work.least_seconds(peaks) * 1e6:.4g}{mark}"
+
+
+def extend_loops() -> Iterator[roofline.ExtendLoop]:
+    """The loops of the plain ``ragged_extend`` of compiled.md: no biases, windows, trees or fp8 rows."""
+    from gpu_bench.roofline import ExtendLoop
+
+    table = [line for line in (FOLDER / "compiled.md").read_text().splitlines() if line.startswith("| ")]
+    names = [cell.strip() for cell in table[0].split("|")[1:-1]]
+    for line in table[2:]:
+        row = dict(zip(names, [cell.strip() for cell in line.split("|")[1:-1]], strict=True))
+        kernel, _, tile = row["kernel"].partition(", ")
+        if kernel == "extend" and row["triton"] == TRITON and tile.endswith("q rows"):
+            numbers = [int(row[name]) for name in ("programs per SM", "instructions", "cycles")]
+            yield ExtendLoop(int(row["sm"]), int(row["head_dim"]), int(tile.split()[0]), WARPS, *numbers)
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Data-parallel attention on a CPU: each of two ranks has whole requests, and the feed-forward layers are shared."""
+
+from __future__ import annotations
+
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from helpers.tiny_model import VOCAB_SIZE
+from helpers.traffic import idle_states
+from sgl_kvevict.measure import wait_until_scored
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+FLAGS = (
+    *("--tp-size", "2", "--attn-dp-size", "2", "--dtype", "float32", "--skip-tokenizer-init"),
+    *("--max-total-tokens", "2000", "--context-length", "1024", "--chunked-prefill-size", "256"),
+)
+ENV = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}  # one list of cores a rank
+CONFIG = {"min_prefix_tokens": 48, "tail_tokens": 16}
+TIE = 1e-3
+"""As in the tests of tensor parallelism."""
+
+
+@pytest.fixture(scope="module")
+def model_folder(tiny_llama, tmp_path_factory):
+    """A tiny Qwen3: SGLang's Llama has no data-parallel attention."""
+    sizes = LlamaConfig.from_pretrained(tiny_llama).to_dict()
+    same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+    same += ("num_key_value_heads", "max_position_embeddings", "initializer_range", "bos_token_id", "eos_token_id")
+    torch.manual_seed(0)
+    config = Qwen3Config(**{name: sizes[name] for name in same}, tie_word_embeddings=False, dtype="float32")
+    folder = tmp_path_factory.mktemp("tiny-qwen3")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def prompts(seed: int, count: int) -> list[list[int]]:
+    """Of many lengths; each begins with one of two documents."""
+    rng = random.Random(seed)
+    documents = [[rng.randrange(3, VOCAB_SIZE) for _ in range(300)] for _ in range(2)]
+    return [
+        rng.choice(documents) + [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(1, 60))]
+        for _ in range(count)
+    ]
+
+
+def answer(server, prompt, rank, count=8):
+    """Greedy tokens from the scheduler of one rank."""
+    sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": sampling, "routed_dp_rank": rank}
+    return json.loads(server.post("/generate", body))["output_ids"]
+
+
+def serve(server, ranks):
+    """First one rank alone, then both with as many requests as ``ranks`` names them."""
+    asked = prompts(1, len(ranks))
+    answers = [answer(server, asked[0], 0)]
+    with ThreadPoolExecutor(8) as pool:
+        answers += pool.map(answer, [server] * len(asked), asked, ranks)
+    return [asked[0], *asked], answers
+
+
+def assert_all_slots_are_back(server):
+    server.check_alive()
+    states = idle_states(server)
+    assert len(states) == 2 and server.leak_messages() == []
+    for state in states:
+        assert state["leaked_slots"] == 0 and not any(state["errors"].values())
+        assert state["free_slots"] + state["evictable_slots"] == state["total_slots"]
+    return states
+
+
+@torch.inference_mode()
+def lag(model, prompt, output):
+    """How much lower than the best token's an output token's logit is at most, given the tokens before it."""
+    logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+    return float((logits.max(-1).values - logits.gather(1, torch.tensor(output)[:, None])[:, 0]).max())
+
+
+def test_outputs_are_those_of_the_whole_model_at_budget_one(start, model_folder):
+    """Of one process (transformers, float32), with a rank that has none, fewer or as many requests as the other."""
+    config = {**CONFIG, "policy": "ada-snapkv", "policy_options": {"window_size": 16}, "budget": 1.0}
+    server = start(model_folder, *FLAGS, config=config, env=ENV)
+    asked, answers = serve(server, [0, 0, 0, 1, 0, 1, 1, 0, 0, 0, 0, 1])
+    states = assert_all_slots_are_back(server)
+    server.stop(grace_s=0)
+    assert all(state["compressions"] >= 1 and state["span_tokens"] >= 284 for state in states)
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    assert max(map(lag, [model] * len(asked), asked, answers)) < TIE
+
+
+def test_prefixes_are_compressed_while_the_other_rank_has_no_requests(start, model_folder):
+    """Passes of one rank take the other along; then both serve."""
+    config = {**CONFIG, "policy": "reconstruction", "budget": 0.2, "pass_share": 1.0, "scoring_pass_tokens": 64}
+    server = start(model_folder, *FLAGS, config=config, env=ENV)
+    for prompt in prompts(1, 6):
+        answer(server, prompt, 0)
+    wait_until_scored(server)
+    first, second = assert_all_slots_are_back(server)
+    assert first["span_tokens"] >= 284 and first["span_slots"] < 0.4 * first["span_tokens"]
+    assert second["span_tokens"] == 0
+    _, answers = serve(server, [0, 1, 1, 0, 1, 0])
+    assert [len(tokens) for tokens in answers] == [8] * 7
+    wait_until_scored(server)
+    assert all(state["span_tokens"] > 0 for state in assert_all_slots_are_back(server))

@@ -1,0 +1,34 @@
+"""The machines with latents: values are a part of the keys' rows, so one row moves for both."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from helpers.machines import GenerationMachine, HostMachine, PressureMachine, UnsplittablePressureMachine
+
+
+class LatentsMachine(PressureMachine):
+    """Once scores are learned: prefixes are cut, shrink and are dropped."""
+
+    options: ClassVar[dict[str, Any]] = PressureMachine.options | {"is_latent": True}
+
+
+class LatentsUnsplittableMachine(UnsplittablePressureMachine):
+    """A policy whose segments cannot be cut."""
+
+    options: ClassVar[dict[str, Any]] = UnsplittablePressureMachine.options | {"is_latent": True}
+
+
+class LatentsHostMachine(HostMachine):
+    """They move to the host's memory and come back."""
+
+    options: ClassVar[dict[str, Any]] = HostMachine.options | {"is_latent": True}
+
+
+class LatentsGenerationMachine(GenerationMachine):
+    """What requests generate is compressed, too."""
+
+    options: ClassVar[dict[str, Any]] = GenerationMachine.options | {"is_latent": True}
+
+
+LATENT_MACHINES = (LatentsMachine, LatentsUnsplittableMachine, LatentsHostMachine, LatentsGenerationMachine)

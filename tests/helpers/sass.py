@@ -1,0 +1,165 @@
+"""Read the machine code of a compiled kernel: the loop with the products, and how long a warp takes for one pass.
+
+The loop's common path is its shortest one: blocks that are branched over (masks, say) are not in it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+PRODUCTS = re.compile(r"\b(HGMMA|HMMA|UTCHMMA|UTCQMMA|QGMMA)")
+LATENCY = {"MUFU": 20, "SHFL": 24, "LDS": 30, "LDSM": 33, "LDG": 500, "LD": 500, "S2R": 20, "S2UR": 20, "R2UR": 12}
+"""Cycles until a result of variable latency is there, by published measurements of Volta to Hopper; others: 12."""
+SHARED_PIPE = {"MUFU": 8, "SHFL": 2, "F2F": 8}
+"""Cycles between two instructions of a unit with fewer lanes than a warp has threads."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction and its control bits."""
+
+    address: int
+    text: str
+    control: int
+
+    @property
+    def opcode(self) -> str:
+        """Name without suffixes and predicate."""
+        return re.sub(r"^@!?U?P\w+\s+", "", self.text).split()[0].partition(".")[0]
+
+    @property
+    def is_conditional(self) -> bool:
+        """Whether the instruction may be skipped."""
+        return self.text.startswith("@")
+
+    @property
+    def target(self) -> int | None:
+        """Where a branch leads."""
+        found = re.search(r"\bBRA(?:\.\w+)*\s+(?:!?U?P\w+,\s*)?`?\(?0x([0-9a-f]+)", self.text)
+        return int(found[1], 16) if found else None
+
+    @property
+    def stall(self) -> int:
+        """Cycles before the next instruction of the warp."""
+        return max(1, self.control & 15)
+
+    @property
+    def sets(self) -> int:
+        """Barrier that is released when the result is there; 7: none."""
+        return self.control >> 5 & 7
+
+    @property
+    def waits(self) -> list[int]:
+        """Barriers that must be released before the instruction starts."""
+        return [i for i in range(6) if self.control >> 11 & 1 << i]
+
+
+def parse(sass: str) -> list[Instruction]:
+    """Instructions of ``cuobjdump --dump-sass``, whose second line of each holds the upper half of its encoding."""
+    pattern = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s*/\* 0x[0-9a-f]{16} \*/\s*\n\s*/\* 0x([0-9a-f]{16}) \*/")
+    return [Instruction(int(m[1], 16), m[2], int(m[3], 16) >> 41) for m in pattern.finditer(sass)]
+
+
+def common_path(code: list[Instruction]) -> list[Instruction]:
+    """Instructions of one pass through the innermost loop with products, on its shortest path; [] without a loop.
+
+    Code for warps that diverged (``BRA.DIV``) comes back into a loop, but no warp gets there: that is no loop.
+    """
+    place = {one.address: i for i, one in enumerate(code)}
+    products = [i for i, one in enumerate(code) if PRODUCTS.search(one.text)]
+    loops = [(place[one.target], i) for i, one in enumerate(code) if one.target in place and place[one.target] < i]
+    hot = [(first, last) for first, last in loops if any(first <= i <= last for i in products)]
+    paths = (_shortest(code, place, *loop) for loop in sorted(hot, key=lambda loop: loop[1] - loop[0]))
+    return next((path for path in paths if path), [])
+
+
+def _shortest(code: list[Instruction], place: dict[int, int], first: int, last: int) -> list[Instruction]:
+    """The fewest instructions from ``first`` to ``last``; blocks behind the loop may be among them. [] if none lead."""
+    previous, queue = {first: -1}, [first]
+    for i in queue:  # every step costs 1: breadth first
+        one = code[i]
+        following = [place[one.target]] if one.target in place else []
+        if one.is_conditional or (one.target is None and one.opcode != "EXIT"):
+            following.append(i + 1)
+        for j in following:
+            if j < len(code) and j not in previous:
+                previous[j] = i
+                queue.append(j)
+    path, i = [], last
+    while i in previous:
+        path.append(code[i])
+        i = previous[i]
+    return path[::-1]
+
+
+def cycles(path: list[Instruction]) -> int:
+    """Cycles of one warp alone for a path: stalls, results of variable latency, narrow units; products take none."""
+    now, ready, free = 0, [0] * 8, dict.fromkeys(SHARED_PIPE, 0)
+    for one in path:
+        now = max([now, *(ready[i] for i in one.waits)])
+        if one.opcode in free:
+            now = max(now, free[one.opcode])
+            free[one.opcode] = now + SHARED_PIPE[one.opcode]
+        if one.sets < 6 and not PRODUCTS.search(one.text):
+            ready[one.sets] = max(ready[one.sets], now + LATENCY.get(one.opcode, 12))
+        now += one.stall
+    return now
+
+
+FIRST_KEY = re.compile(r"\bLDGSTS\S*\.128\b")
+"""Asynchronous copies of 16 bytes: rows of K and V; indices are copied 4 bytes at a time."""
+_REGISTER = re.compile(r"\bU?[RP]\d+\b")
+
+
+def loads_before(code: list[Instruction], pattern: re.Pattern[str] = FIRST_KEY) -> int | None:
+    """Loads from global memory that the first match waits for, one after the other; None without a match.
+
+    Along all paths that only go forward, the longest one counts. An address depends on what its registers depend on,
+    and on the branches before it; what is copied to shared memory is known to whoever reads there.
+    """
+    place = {one.address: i for i, one in enumerate(code)}
+    states: dict[int, dict[str, int]] = {0: {}}
+    for i, one in enumerate(code):
+        if i not in states:
+            continue
+        state = states.pop(i)
+        names, sources = _operands(one)
+        depth = max([state.get("branches", 0), *(state.get(name, 0) for name in sources)])
+        if pattern.search(one.text):
+            return depth
+        if one.opcode in ("LDG", "LD", "LDGSTS"):
+            depth += 1
+        if one.opcode == "LDGSTS":
+            state["shared"] = max(state.get("shared", 0), depth)
+        if one.opcode in ("LDS", "LDSM"):
+            depth = max(depth, state.get("shared", 0))
+        state |= {name: max(depth, state.get(name, 0)) if one.is_conditional else depth for name in names}
+        if one.opcode in ("BRA", "EXIT") and one.is_conditional:
+            state["branches"] = max(state.get("branches", 0), depth)
+        following = [place[one.target]] if one.target in place else []
+        if one.is_conditional or one.opcode not in ("BRA", "EXIT"):
+            following.append(i + 1)
+        for j in following:
+            if j > i:
+                known = states.setdefault(j, {})
+                known |= {name: max(value, known.get(name, 0)) for name, value in state.items()}
+    return None
+
+
+def _operands(one: Instruction) -> tuple[list[str], list[str]]:
+    """Registers and predicates that an instruction writes, and those that it reads."""
+    guard = re.match(r"@!?(U?P\d+)\s+", one.text)
+    text = one.text[guard.end() :] if guard else one.text
+    operands = text.partition(" ")[2].split(", ")
+    sources = [guard[1]] if guard else []
+    if one.opcode in ("LDGSTS", "STG", "STS", "BRA", "EXIT", "ST"):
+        return [], sources + _REGISTER.findall(text)
+    num_written = 1
+    while num_written < len(operands) and re.fullmatch(r"U?P(\d+|T)", operands[num_written]):
+        num_written += 1
+    written = [name for part in operands[:num_written] for name in _REGISTER.findall(part)]
+    if written and re.search(r"\.(64|128|WIDE)\b", text.partition(" ")[0]):
+        kind, number = re.sub(r"\d", "", written[0]), int(re.sub(r"\D", "", written[0]))
+        written += [f"{kind}{number + k}" for k in range(1, 4 if ".128" in text.partition(" ")[0] else 2)]
+    return written, sources + [name for part in operands[num_written:] for name in _REGISTER.findall(part)]
