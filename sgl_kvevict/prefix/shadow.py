@@ -74,6 +74,11 @@ class DraftRows:
         self._arenas = k_arena, v_arena
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the draft's arenas."""
+        return sum(arena.nbytes for arena in self._arenas)
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes outside the pool of the rows of one token slot: keys, values, positions and attention."""
         return self._geometry.num_runs * (2 * self._geometry.head_dim * self._arenas[0].element_size() + 8)
