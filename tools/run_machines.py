@@ -1,10 +1,10 @@
 """Random operations on the tree: python tools/run_machines.py [OPERATIONS] [SEED] [POOLS].
 
 Runs the machines of one kind of model in turn, each with seeds of its own, until so many operations were done (default
-100,000). POOLS is ``one``, ``images``, ``latents`` (values are a part of the keys' rows), ``windows`` (layers with a
-sliding window have a pool of their own) or ``states`` (recurrent layers have one). After each operation the harness
-checks contents, conservation and SGLang's own `sanity_check`. Stops at the first failure with the smallest sequence
-that shows it.
+100,000). POOLS is ``one``, ``windows`` (layers with a sliding window have a pool of their own), ``states`` (recurrent
+layers have one), ``images``, ``latents`` (values are a part of the keys' rows), or ``host`` (those of the others whose
+prefixes move to the host's memory). After each operation the harness checks contents, conservation and SGLang's own
+`sanity_check`. Stops at the first failure with the smallest sequence that shows it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from helpers.harness import publish_server_args
 from helpers.image_machines import IMAGE_MACHINES
 from helpers.latent_machines import LATENT_MACHINES
 from helpers.long_machine import LONG_MACHINES
-from helpers.machines import MACHINES, SETTINGS, CacheMachine
+from helpers.machines import MACHINES, SETTINGS, CacheMachine, HostMachine
 from helpers.state_machines import STATE_MACHINES
 from helpers.verify_machines import VERIFY_MACHINES
 from helpers.window_machines import WINDOW_MACHINES
@@ -37,6 +37,7 @@ KINDS = {
     "windows": WINDOW_MACHINES,
     "states": STATE_MACHINES,
 }
+KINDS["host"] = tuple(machine for kind in KINDS.values() for machine in kind if issubclass(machine, HostMachine))
 
 
 def main(wanted: str = "100_000", first_seed: str = "1", pools: str = "one") -> None:

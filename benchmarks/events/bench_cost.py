@@ -127,7 +127,7 @@ def main() -> None:
 
     tree = Harness().tree
     stock_turn = _wrap_fn(lambda _scheduler: None, lambda *_: None, HookType.AFTER)
-    turn = _wrap_fn(lambda _scheduler: None, after_ingest, HookType.AFTER)
+    turn = _wrap_fn(lambda _scheduler: [], after_ingest, HookType.AFTER)
     scheduler = SimpleNamespace(tree_cache=tree)
     empty = quartile(lambda: per_call(lambda: stock_turn(scheduler), 20_000), repeats)
     off = quartile(lambda: per_call(lambda: turn(scheduler), 20_000), repeats)

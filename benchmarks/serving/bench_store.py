@@ -24,7 +24,7 @@ from serving_bench.texts import document, question
 
 from sgl_kvevict import client
 from sgl_kvevict.launcher import System, kvevict_system
-from sgl_kvevict.measure import in_turn, plugin_state
+from sgl_kvevict.measure import in_turn, plugin_state, wait_until_scored
 from sgl_kvevict.store.segment_file import read_header
 
 RESTART = "a document of 2,800 tokens, after a restart"
@@ -56,8 +56,9 @@ PAGE = Page(
         f"slots. At 2x the pool each repetition has contexts of its own, each asked about twice, so that segments are "
         f"written all the time; at 8x every repetition asks {LARGE_ROUND} questions, every context once before any "
         "comes again, after all were shown once. A document that left the pool: asked about again when later ones have "
-        f"taken its place (a pool of {DROPPED_POOL:,}), found in the host's memory or computed again; a load is the "
-        "host time of look-up and copy, beside the time to the first token when the same server computed the document."
+        f"taken its place (a pool of {DROPPED_POOL:,}) and passes are over, found in the host's memory or computed "
+        "again; a load is the host time of look-up and copy, beside the time to the first token when the same server "
+        "computed the document."
     ),
     tables=(
         Table("ttft_ms", "First token, ms", digits=0),
@@ -178,6 +179,7 @@ def measure_dropped(recorder: Recorder) -> None:
             ask(fleet[WITHOUT].url, [prompt])
 
         def one(name: str, repetition: int) -> None:
+            wait_until_scored(fleet[name])  # the first token would wait for the rest of a pass
             before = plugin_state(fleet[name])
             (answered,) = ask(fleet[name].url, [prompts[repetition - 1]])
             after = plugin_state(fleet[name])

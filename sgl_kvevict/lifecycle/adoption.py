@@ -14,7 +14,7 @@ from sgl_kvevict.lifecycle.nodes import Node, length_of, path_to
 from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.ranges import Ranges
 from sgl_kvevict.policies.parts import PolicyState
-from sgl_kvevict.prefix import Segment
+from sgl_kvevict.prefix import CopiedShadow, Segment
 from sgl_kvevict.store import SegmentRecord
 
 
@@ -145,10 +145,21 @@ class Adoption(Part):
             worth=record.worth,
         )
         self._packer.place(segment, record.k, record.v, record.biases)
+        if self._packer.drafts is not None and (shadow := _shadow_of(record)) is not None:
+            segment.shadow = self._packer.drafts.place(shadow, segment.token_slots)
         segment.is_measured = record.is_read
         if record.policy_state is not None:
             segment.policy_state = PolicyState(record.policy_state.to(slots.device))
         return segment
+
+
+def _shadow_of(record: SegmentRecord) -> CopiedShadow | None:
+    """The draft model's rows of a record; None: it has none."""
+    if record.draft_lens is None:
+        return None
+    assert record.draft_positions is not None and record.draft_paid is not None
+    assert record.draft_k is not None and record.draft_v is not None
+    return CopiedShadow(record.draft_lens, record.draft_positions, record.draft_k, record.draft_v, record.draft_paid)
 
 
 def _goes_on(prompt: Prompt, record: SegmentRecord) -> bool:

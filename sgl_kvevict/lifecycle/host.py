@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from sgl_kvevict.compression import CacheObservation
 from sgl_kvevict.events.types import MovedIn, MovedOut, short_key
@@ -21,9 +23,16 @@ MIN_TOKENS = 64
 
 
 def slot_bytes(packer: SegmentPacker) -> int:
+<<<<<<< HEAD
     """Bytes outside the pool of the entries of one token slot: keys, values, positions, worth and biases."""
     row_bytes = packer.geometry.entry_dim * packer.k_arena.element_size()
     return packer.geometry.num_runs * (row_bytes + 4 + 2 + 4 * packer.has_biases)
+=======
+    """Bytes outside the pool of the entries of one token slot: keys, values, positions, worth, biases, draft's rows."""
+    row_bytes = packer.geometry.head_dim * packer.k_arena.element_size()
+    draft_bytes = 0 if packer.drafts is None else packer.drafts.slot_bytes
+    return packer.geometry.num_runs * (2 * row_bytes + 4 + 2 + 4 * packer.has_biases) + draft_bytes
+>>>>>>> h/serve
 
 
 class HostTier(Part):
@@ -70,12 +79,26 @@ class HostTier(Part):
                 self.segments.use(there.key)
                 return
             views = [self._compressed(node, *bounds)] if span is None else views_of(path, self._spans)
-            leaving = export_views(views, path, self._packer, self.segments.identity)
+            record = export_views(views, path, self._packer, self.segments.identity).copied
+            record = replace(record, **self._shadow(views))
             num_evicted = self.segments.num_evicted
-            num_bytes = self.segments.put(leaving.copied, namespace)
+            num_bytes = self.segments.put(record, namespace)
             if num_bytes:
                 pushed_out = self.segments.num_evicted - num_evicted
-                self._table.listener.tell(MovedOut(short_key(leaving.copied.key), *bounds, num_bytes, pushed_out))
+                self._table.listener.tell(MovedOut(short_key(record.key), *bounds, num_bytes, pushed_out))
+
+    def _shadow(self, views: Sequence[View]) -> dict[str, Any]:
+        """Fields of a record that hold the draft model's rows; none without a draft model."""
+        copied = self._packer.copy_shadow(views)
+        if copied is None:
+            return {}
+        return {
+            "draft_lens": copied.keep_lens,
+            "draft_positions": copied.positions,
+            "draft_k": copied.k,
+            "draft_v": copied.v,
+            "draft_paid": copied.paid,
+        }
 
     def _bounds(self, path: Sequence[Node]) -> tuple[int, int] | None:
         """Logical bounds of what is copied when the last node of a path is dropped; None: nothing."""

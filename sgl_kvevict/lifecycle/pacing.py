@@ -27,18 +27,23 @@ class Pacing:
         self._longest = longest
         self._num_tokens = BUSY_TOKENS
         self._steps = self._pause(BUSY_TOKENS)
-        self._turns = 0
+        self._quiet: int | None = None
+        """Turns that the server has been without a user for; None: it has some."""
 
-    def step(self, num_users: int, *, is_counted: bool = True, quiet_turns: int = 0) -> int:
+    def step(self, num_users: int, *, is_counted: bool = True, num_turns: int = 1, quiet_turns: int = 0) -> int:
         """Note a step without a running pass, or an idle turn; return how many tokens a pass may repeat now (0: none).
 
         Args:
             num_users: users' requests that wait or run.
             is_counted: the step before was not a prefill that running requests waited for.
+            num_turns: turns that have gone by since the one before; a scheduler that sleeps takes long ones.
             quiet_turns: turns without users before the server counts as idle.
         """
-        self._turns = self._turns + 1 if num_users == 0 else 0
-        if self._turns > quiet_turns:
+        if num_users > 0:
+            self._quiet = None
+        else:
+            self._quiet = 0 if self._quiet is None else self._quiet + num_turns
+        if self._quiet is not None and self._quiet >= quiet_turns:
             self._steps = self._pause(BUSY_TOKENS)
             return min(self._num_tokens, self._longest)
         self._num_tokens = BUSY_TOKENS

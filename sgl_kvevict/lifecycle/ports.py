@@ -106,6 +106,10 @@ class PassPort(Protocol):
         """Whether the last step was a prefill while other requests were decoding."""
 
     @property
+    def num_turns(self) -> int:
+        """Turns of a spinning scheduler that the time since the last turn stands for; the same on every rank."""
+
+    @property
     def quiet_turns(self) -> int:
         """Turns of the scheduler without a user (some tenth of a second) before the server counts as idle."""
 

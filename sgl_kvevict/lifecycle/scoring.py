@@ -156,7 +156,10 @@ class PrefixScoring(Part):
         if not self.num_waiting or passes.is_paused:
             return None
         num_tokens = self._pacing.step(
-            passes.num_users, is_counted=not passes.was_prefill, quiet_turns=passes.quiet_turns
+            passes.num_users,
+            is_counted=not passes.was_prefill,
+            num_turns=passes.num_turns,
+            quiet_turns=passes.quiet_turns,
         )
         if num_tokens == 0:
             return None

@@ -17,7 +17,7 @@ from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.prefix.arena_rows import ArenaRows, rows_by_head_slot
-from sgl_kvevict.prefix.shadow import DraftRows
+from sgl_kvevict.prefix.shadow import CopiedShadow, DraftRows
 from sgl_kvevict.prefix.span import CopiedEntries, Segment, Span, View
 from sgl_kvevict.ragged import MergePlan, Selection, run_entries
 
@@ -39,7 +39,8 @@ class SegmentPacker(ArenaRows):
 
     Any head slot may hold an entry of any (layer, head), so a segment of ``C`` entries takes
     ``ceil(C / (num_layers * num_kv_heads))`` token slots, however uneven its runs are. ``drafts``: rows of a draft
-    model, which follow :meth:`pack`, :meth:`squeeze` and :meth:`repack`; other segments have none.
+    model, which follow :meth:`pack`, :meth:`squeeze` and :meth:`repack`; other segments have none, unless they are
+    placed (:meth:`DraftRows.place`).
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class SegmentPacker(ArenaRows):
         drafts: DraftRows | None = None,
     ) -> None:
         super().__init__(geometry, k_arena, v_arena, biases)
-        self._drafts = drafts
+        self.drafts = drafts
         self._no_shadow = None if drafts is None else drafts.absent()
 
     def pack(
@@ -89,8 +90,8 @@ class SegmentPacker(ArenaRows):
             splittable=splittable,
             worth=worth,
         )
-        if self._drafts is not None:
-            segment.shadow = self._drafts.pack(token_slots, start, segment.token_slots)
+        if self.drafts is not None:
+            segment.shadow = self.drafts.pack(token_slots, start, segment.token_slots)
         return segment, freed
 
     def write(
@@ -148,6 +149,14 @@ class SegmentPacker(ArenaRows):
             _, keep_lens = segment.cut(segment.start, segment.end)
             return self._copied(views, keep_lens, segment.positions, segment.head_slots, segment.worth)
         return self._copied(views, *self._in_one(views))
+
+    def copy_shadow(self, views: Sequence[View]) -> CopiedShadow | None:
+        """Copy the draft's rows of consecutive views of one path; syncs as :meth:`copy`. None: there is no draft."""
+        if self.drafts is None:
+            return None
+        bounds = [None if view.is_whole else (view.start, view.end) for view in views]
+        shadows = [view.segment.shadow or self.drafts.absent() for view in views]
+        return self.drafts.copy(list(zip(shadows, bounds, strict=True)))
 
     def join(self, segments: Sequence[Segment]) -> tuple[Segment, Tensor]:
         """Write consecutive whole segments of one path as one, in their own slots; return as :meth:`pack`.
@@ -318,8 +327,8 @@ class SegmentPacker(ArenaRows):
             splittable=old.splittable,
             worth=None if old.worth is None else old.worth[kept],
         )
-        if self._drafts is not None and old.shadow is not None:
-            new.shadow = self._drafts.move(old.shadow, new.end, held)
+        if self.drafts is not None and old.shadow is not None:
+            new.shadow = self.drafts.move(old.shadow, new.end, held)
         new.policy_state, new.is_generated, new.is_joined = old.policy_state, old.is_generated, old.is_joined
         new.is_measured, new.is_fitted, new.entry_attention = old.is_measured, old.is_fitted, old.entry_attention
         if new.entry_attention is not None:

@@ -7,6 +7,7 @@ drafts, never correctness.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,9 @@ from kvevict_kernels.cut_runs import cut_runs
 from kvevict_kernels.head_slots import head_slot_of
 from kvevict_kernels.key_scores import accumulated_attention
 from kvevict_kernels.span_runs import SpanRuns
+from kvevict_kernels.stored_rows import as_moved
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.prefix.arena_rows import rows_by_head_slot
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,21 @@ class Shadow:
         return SpanRuns(self.head_slots, starts.view(shape), lens.view(shape), end - start, positions=self.positions)
 
 
+@dataclass(frozen=True)
+class CopiedShadow:
+    """Copies of a shadow's rows, outside the pool.
+
+    ``keep_lens``, [num_layers, num_kv_heads], int32, are rows per run; ``positions`` and ``paid`` as in
+    :class:`Shadow`; ``k`` and ``v`` [num_entries, head_dim], in the dtype of the draft's arena.
+    """
+
+    keep_lens: Tensor
+    positions: Tensor
+    k: Tensor
+    v: Tensor
+    paid: Tensor
+
+
 class DraftRows:
     """The draft's arenas, ``geometry.arena_shape``, and the attention that its queries paid to uncompressed tokens.
 
@@ -54,6 +72,16 @@ class DraftRows:
         self.paid = torch.zeros(geometry.arena_shape[:3], device=k_arena.device)
         self._geometry = geometry
         self._arenas = k_arena, v_arena
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the draft's arenas."""
+        return sum(arena.nbytes for arena in self._arenas)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes outside the pool of the rows of one token slot: keys, values, positions and attention."""
+        return self._geometry.num_runs * (2 * self._geometry.head_dim * self._arenas[0].element_size() + 8)
 
     def forget(self, token_slots: Tensor) -> None:
         """New tokens are computed in these slots, [num_tokens], int."""
@@ -115,15 +143,60 @@ class DraftRows:
 
     def move(self, shadow: Shadow, end: int, slots: Tensor) -> Shadow:
         """Move the rows that were paid most into ``slots``, [num_slots], int64; tokens from ``end`` on go first."""
-        num_entries = min(slots.numel() * self._geometry.num_runs, shadow.positions.numel())
+        keys = torch.where(shadow.positions < end, shadow.paid, -1.0)
+        kept, moved = self._lay_out(keys, shadow.indptr, shadow.positions, shadow.paid, slots)
+        if kept.numel():
+            compact_kv(*self._arenas, shadow.head_slots[kept], moved.head_slots)
+        return moved
+
+    def copy(self, parts: Sequence[tuple[Shadow, tuple[int, int] | None]]) -> CopiedShadow:
+        """Copy rows of shadows of one path, as if one shadow held them.
+
+        Each with the bounds of the tokens that are copied; a host sync then reads how many rows these have. None: all.
+        """
+        runs, positions, head_slots, paid = [], [], [], []
+        numbers = torch.arange(self._geometry.num_runs, device=self.paid.device)
+        for shadow, bounds in parts:
+            kept: Tensor | slice = slice(None)
+            if bounds is not None:
+                kept = ((shadow.positions >= bounds[0]) & (shadow.positions < bounds[1])).nonzero().squeeze(-1)
+            of_rows = torch.repeat_interleave(numbers, shadow.indptr.diff(), output_size=shadow.positions.numel())
+            runs.append(of_rows[kept])
+            positions.append(shadow.positions[kept])
+            head_slots.append(shadow.head_slots[kept])
+            paid.append(shadow.paid[kept])
+        of_rows = torch.cat(runs)
+        order = of_rows.argsort(stable=True)
+        slots = torch.cat(head_slots)[order].long()
+        k, v = (rows_by_head_slot(arena)[slots].view(arena.dtype) for arena in self._arenas)
+        keep_lens = torch.zeros_like(numbers, dtype=torch.int32).index_add_(0, of_rows, torch.ones_like(of_rows).int())
+        shape = self._geometry.num_layers, self._geometry.num_kv_heads
+        return CopiedShadow(keep_lens.view(shape), torch.cat(positions)[order], k, v, torch.cat(paid)[order])
+
+    def place(self, copied: CopiedShadow, slots: Tensor) -> Shadow:
+        """Write the copies that were paid most into ``slots``, [num_slots], int64."""
+        paid, positions = copied.paid.to(slots.device), copied.positions.to(slots.device)
+        indptr = torch.nn.functional.pad(copied.keep_lens.to(slots.device).flatten().cumsum(0), (1, 0))
+        kept, placed = self._lay_out(paid, indptr, positions, paid, slots)
+        into = placed.head_slots.long()
+        for arena, rows in zip(self._arenas, (copied.k, copied.v), strict=True):
+            rows_by_head_slot(arena)[into] = as_moved(rows.contiguous()).to(arena.device)[kept]
+        return placed
+
+    def _lay_out(
+        self, keys: Tensor, indptr: Tensor, positions: Tensor, paid: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Shadow]:
+        """Give the rows of largest key (float32, none is NaN) head slots in ``slots``; return them, and their shadow.
+
+        Rows, [num_kept], int64, ascending, are numbered run after run, as ``indptr`` says.
+        """
+        num_entries = min(slots.numel() * self._geometry.num_runs, keys.numel())
         if not num_entries:
-            return shadow
-        keys = torch.where(shadow.positions < end, shadow.paid, -1.0).view(torch.int32)  # ordered: none is NaN
-        mask = radix_select.top_mask(keys[None], num_entries)[0]
+            return positions[:0].long(), self.absent()
+        mask = radix_select.top_mask(keys.view(torch.int32)[None], num_entries)[0]  # ordered as the numbers are
         kept = torch.nonzero_static(mask, size=num_entries).squeeze(-1)
         before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
-        keep_lens = before[shadow.indptr.long()].diff().int()
+        keep_lens = before[indptr.long()].diff().int()
         shape = self._geometry.num_layers, self._geometry.num_kv_heads
         indptr, head_slots = alloc_head_slots(keep_lens.view(shape), slots, self._geometry.num_token_slots, num_entries)
-        compact_kv(*self._arenas, shadow.head_slots[kept], head_slots)
-        return Shadow(self._geometry, head_slots, shadow.positions[kept], indptr, shadow.paid[kept])
+        return kept, Shadow(self._geometry, head_slots, positions[kept], indptr, paid[kept])

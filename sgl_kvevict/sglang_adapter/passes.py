@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 QUIET_TURNS = 500
 """Idle turns of a spinning scheduler: 0.14 s at the 3,500 turns per second measured on a busy CPU."""
-QUIET_WAITS = 1
-"""Idle turns of a sleeping scheduler (``--sleep-on-idle``): up to 1 s each, or until a message arrives."""
+TURNS_OF_MESSAGE = 50
+"""Turns that an idle turn of a sleeping scheduler (``--sleep-on-idle``) stands for if a message ended it: the next
+request may follow a question about the server's state at once. Without a message it took 1 s: ``QUIET_TURNS``."""
 
 _NUMBERS = itertools.count(1)
 
@@ -35,8 +36,9 @@ class SchedulerPasses:
     and inserts nothing, so exactly its own slots are released.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, *, has_messages: bool = False) -> None:
         self._scheduler = scheduler
+        self._has_messages = has_messages
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -53,12 +55,25 @@ class SchedulerPasses:
     def num_users(self) -> int:
         """Number of distinct waiting or running requests; only called while no pass waits or runs.
 
+<<<<<<< HEAD
         With data-parallel attention a rank without requests takes part in every step of the others: that is one user.
         """
         scheduler = self._scheduler
         own = len(scheduler.waiting_queue) + sum(not req.finished() for req in set(admitted(scheduler)))
         last = scheduler.last_batch
         return own or int(last is not None and last.forward_mode.is_idle())
+=======
+        Users of the last batch count once more when they have finished: with the overlap schedule the turn after
+        their last step may process another one, and does not sleep.
+        """
+        scheduler = self._scheduler
+        last = set(scheduler.last_batch.reqs) if scheduler.last_batch else set()
+        num_admitted = sum(
+            not req.finished() or (req in last and not req.rid.startswith(scheduler.tree_cache.pass_name))
+            for req in set(admitted(scheduler))
+        )
+        return len(scheduler.waiting_queue) + num_admitted
+>>>>>>> h/serve
 
     @property
     def was_prefill(self) -> bool:
@@ -67,12 +82,19 @@ class SchedulerPasses:
         return last is not None and last.forward_mode.is_extend() and bool(self._scheduler.running_batch.reqs)
 
     @property
-    def quiet_turns(self) -> int:
-        """Turns without users before the server counts as idle; all ranks make the same number of turns.
+    def num_turns(self) -> int:
+        """Turns of a spinning scheduler that the last idle one stands for.
 
-        Read from the setting, because only the first rank has ``idle_sleeper``.
+        All ranks get the same messages. Read from the setting, because only the first rank has ``idle_sleeper``.
         """
-        return QUIET_WAITS if get_device().sleep_on_idle else QUIET_TURNS
+        if not get_device().sleep_on_idle:
+            return 1
+        return TURNS_OF_MESSAGE if self._has_messages else QUIET_TURNS
+
+    @property
+    def quiet_turns(self) -> int:
+        """Turns without users before the server counts as idle; all ranks make the same number of turns."""
+        return QUIET_TURNS
 
     @property
     def is_paused(self) -> bool:
@@ -132,11 +154,11 @@ def admitted(scheduler: Scheduler) -> list[Req]:
     return found if scheduler.chunked_req is None else [*found, scheduler.chunked_req]
 
 
-def after_ingest(_result: object, scheduler: Scheduler, *_args: object, **_kwargs: object) -> None:
+def after_ingest(received: Sequence[object], scheduler: Scheduler, *_args: object, **_kwargs: object) -> None:
     """Hook after SGLang took in new requests: runs once per turn of the loop, between two steps."""
     tree = scheduler.tree_cache
     if isinstance(tree, KVEvictTree):
         tree.clock.tick()
-        result = tree.manager.between_steps(SchedulerPasses(scheduler))
+        result = tree.manager.between_steps(SchedulerPasses(scheduler, has_messages=bool(received)))
         if result is not None and tree.distilling is not None:
             tree.distilling.learned(result)

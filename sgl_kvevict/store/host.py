@@ -15,7 +15,10 @@ from sgl_kvevict.store.identity import CHAIN_TOKENS, Namespace, StoreIdentity
 from sgl_kvevict.store.reader import common_length
 from sgl_kvevict.store.segment_file import SegmentRecord
 
-TENSORS = ("tail_tokens", "policy_state", "biases", "keep_lens", "positions", "k", "v", "tail_k", "tail_v", "worth")
+TENSORS = (
+    *("tail_tokens", "policy_state", "biases", "keep_lens", "positions", "k", "v", "tail_k", "tail_v", "worth"),
+    *("draft_lens", "draft_positions", "draft_k", "draft_v", "draft_paid"),
+)
 """Tensors of a record that lie in blocks; its tokens are needed to find it."""
 MAX_NEAR = 64
 """Segments looked at that leave a prompt after the same block; the newest are."""

@@ -65,6 +65,11 @@ class SegmentRecord:
         biases: [num_entries], float32, added to the scores of its entries; None: it is not fitted.
         tail_tokens: [num_tail], int64, uncompressed tokens that follow in the prompt; None: no tail.
         tail_k: [num_layers, num_tail, num_kv_heads, head_dim], in the dtype of the pool, or None; like ``tail_v``.
+        draft_lens: [num_layers, num_kv_heads] of a draft model, int32, its rows of each run; None: it has none. Rows of
+            a draft model are not written to files: their identity does not know the draft model.
+        draft_positions: [num_rows], int32, run after run.
+        draft_k: [num_rows, head_dim], in the dtype of the draft's pool; like ``draft_v``.
+        draft_paid: [num_rows], float32, the attention that each row was paid.
     """
 
     key: str
@@ -85,6 +90,11 @@ class SegmentRecord:
     tail_tokens: Tensor | None = None
     tail_k: Tensor | None = None
     tail_v: Tensor | None = None
+    draft_lens: Tensor | None = None
+    draft_positions: Tensor | None = None
+    draft_k: Tensor | None = None
+    draft_v: Tensor | None = None
+    draft_paid: Tensor | None = None
 
     @property
     def num_entries(self) -> int:
@@ -93,6 +103,7 @@ class SegmentRecord:
 
     def after(self, position: int) -> SegmentRecord:
         """Return a record without the entries of tokens before a logical position; not to be stored."""
+<<<<<<< HEAD
         import torch
 
         kept = self.positions >= position
@@ -100,15 +111,48 @@ class SegmentRecord:
         numbers = torch.uint8 if self.k.element_size() == 1 else self.k.dtype  # torch selects no rows of float8
         k, v = (rows.view(numbers)[kept].view(rows.dtype) for rows in (self.k, self.v))
         return replace(
+=======
+        kept, keep_lens = _from(position, self.positions, self.keep_lens)
+        cut = replace(
+>>>>>>> h/serve
             self,
             start=position,
-            keep_lens=runs.bincount(minlength=self.keep_lens.numel()).int().view(self.keep_lens.shape),
+            keep_lens=keep_lens,
             positions=self.positions[kept],
-            k=k,
-            v=v,
+            k=_rows(self.k, kept),
+            v=_rows(self.v, kept),
             worth=None if self.worth is None else self.worth[kept],
             biases=None if self.biases is None else self.biases[kept],
         )
+        if self.draft_lens is None:
+            return cut
+        assert self.draft_positions is not None and self.draft_paid is not None
+        assert self.draft_k is not None and self.draft_v is not None
+        kept, draft_lens = _from(position, self.draft_positions, self.draft_lens)
+        return replace(
+            cut,
+            draft_lens=draft_lens,
+            draft_positions=self.draft_positions[kept],
+            draft_k=_rows(self.draft_k, kept),
+            draft_v=_rows(self.draft_v, kept),
+            draft_paid=self.draft_paid[kept],
+        )
+
+
+def _from(position: int, positions: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of the entries, run after run, are of tokens from a position on, and how many these are in each run."""
+    import torch
+
+    kept = positions >= position
+    runs = torch.repeat_interleave(lens.flatten().long())[kept]
+    return kept, runs.bincount(minlength=lens.numel()).int().view(lens.shape)
+
+
+def _rows(rows: Tensor, kept: Tensor) -> Tensor:
+    """Rows of any dtype that a mask selects."""
+    import torch
+
+    return rows.view(torch.uint8)[kept].view(rows.dtype)
 
 
 def encode_segment(record: SegmentRecord) -> bytes:

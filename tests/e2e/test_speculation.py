@@ -45,6 +45,19 @@ def answers(server, **options):
     return [result["output_ids"] for result in results], [result["meta_info"] for result in results]
 
 
+def comes_back(server, num_others=14):
+    """What is generated over the document before others took its place, and after it came back from the host."""
+    server.post("/flush_cache?timeout=60")
+    generate(server, DOCUMENT, 0)
+    before = generate(server, PROMPTS[0], NEW_TOKENS)
+    for seed in range(20, 20 + num_others):
+        generate(server, numbers(seed, 900), 1)
+    moved = idle_state(server)["moved_in_tokens"]
+    after = generate(server, PROMPTS[0], NEW_TOKENS)
+    assert idle_state(server)["moved_in_tokens"] >= moved + 384
+    return before, after
+
+
 def assert_all_slots_are_back(server):
     server.check_alive()
     state = idle_state(server)
@@ -66,8 +79,9 @@ def plain(start, model):
     compressed, _ = answers(server)
     info = logprobs(server)
     exact, _ = answers(server, custom_params={"kvevict": {"exact": True}})
+    _, back = comes_back(server)
     server.stop(grace_s=0)
-    return {"compressed": compressed, "exact": exact, "logprobs": info}
+    return {"compressed": compressed, "exact": exact, "logprobs": info, "back": back["output_ids"]}
 
 
 def flags_of(speculation, model):
@@ -133,6 +147,12 @@ def test_several_answers_and_grammars(server):
     assert_all_slots_are_back(server)
 
 
+def test_answers_over_a_prefix_that_comes_back_from_the_host_are_the_same(server, plain):
+    _, after = comes_back(server)
+    assert after["output_ids"] == plain["back"]
+    assert_all_slots_are_back(server)
+
+
 def test_random_requests_on_a_pool_that_is_too_small(server):
     """Aborts, drafts of all lengths, pressure while drafts are held beyond what is accepted."""
     run_jobs(server, random_jobs(120, seed=1, vocab_size=VOCAB_SIZE), concurrency=24)
@@ -146,14 +166,51 @@ def test_random_requests_on_a_pool_that_is_too_small(server):
 
 @pytest.mark.parametrize("speculation", [NGRAM, CHAINS], ids=["ngram", "standalone-chains"])
 def test_two_ranks_at_budget_one_under_retractions(start, model, plain, speculation):
-    """Everything kept: the answers of exact requests, also when requests are taken off and come back."""
+    """Everything kept: the answers of exact requests, also when requests are taken off and come back.
+
+    A draft model that equals the target's drafts right as long as it has its rows of the document, also when that comes
+    back from the host's memory.
+    """
     flags = flags_of(speculation, model)
     server = start(model, *flags, "--tp-size", "2", config=CONFIG | {"budget": 1.0}, env=RANKS)
     for _ in range(2):
         assert answers(server)[0] == plain["exact"]
+    before, after = comes_back(server, num_others=3)
+    assert after["output_ids"] == before["output_ids"] == plain["exact"][0]
+    if speculation is CHAINS:
+        lengths = [result["meta_info"]["spec_accept_length"] for result in (before, after)]
+        assert lengths[1] == lengths[0] > 2
     run_jobs(server, random_jobs(30, seed=2, vocab_size=VOCAB_SIZE), concurrency=12)
     assert "#retracted_reqs" in server.log()
     state = assert_all_slots_are_back(server)
     first, second = state["ranks"]
     assert first == second and state["compressions"] > 1
     server.stop(grace_s=0)
+
+
+def test_two_ranks_over_prefixes_that_are_split_and_squeezed(start, model):
+    """The answers of two ranks without drafts: after a compression, a split and a squeeze."""
+    found = {}
+    for name, flags in (("without", FLAGS), ("with", flags_of(CHAINS, model))):
+        few = ["1000" if flag == "2000" else flag for flag in flags]
+        config = CONFIG | {"budget": 0.2, "host_bytes": 0}
+        server = start(model, *few, "--tp-size", "2", config=config, env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"})
+        found[name] = life_of_a_prefix(server)
+        server.stop(grace_s=0)
+    assert found["with"] == found["without"]
+
+
+def life_of_a_prefix(server):
+    """Answers that read a document when it is compressed, split and squeezed."""
+    generate(server, DOCUMENT, 0)
+    prompts = [PROMPTS[0], DOCUMENT[:250] + numbers(7, 9), PROMPTS[1]]
+    found = [generate(server, prompt, NEW_TOKENS)["output_ids"] for prompt in prompts]
+    state = assert_all_slots_are_back(server)
+    assert state["span_slots"] == 77 and state["splits"] == 1 and state["squeezes"] == 0
+    generate(server, numbers(8, 945), 1)
+    found += [generate(server, prompt, NEW_TOKENS)["output_ids"] for prompt in prompts]
+    state = assert_all_slots_are_back(server)
+    assert state["squeezes"] == 1
+    first, second = state["ranks"]
+    assert first == second
+    return found

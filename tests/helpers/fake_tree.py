@@ -225,6 +225,7 @@ class FakePasses:
     tokenizer = None
     room = 1000
     num_users = quiet_turns = 0
+    num_turns = 1
     was_prefill = False
     is_paused = False
 

@@ -29,6 +29,7 @@ class Letters:
 class NoQuietTurns(SchedulerPasses):
     """The first turn without a user counts as idle."""
 
+    num_turns = 1
     quiet_turns = 0
 
 

@@ -13,7 +13,7 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache.common import release_kv_cache
 
 from helpers.harness import Harness
-from helpers.machines import CacheMachine, ExactMachine, PressureMachine
+from helpers.machines import CacheMachine, ExactMachine, HostMachine, PressureMachine
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.prefix import DraftRows
 
@@ -153,4 +153,8 @@ class VerifyExactMachine(VerifyMachine, ExactMachine):
     """Some of the requests read nothing compressed."""
 
 
-VERIFY_MACHINES = (VerifyMachine, VerifyPressureMachine, VerifyExactMachine)
+class VerifyHostMachine(VerifyMachine, HostMachine):
+    """Prefixes move to the host's memory and back, with the rows of the draft model."""
+
+
+VERIFY_MACHINES = (VerifyMachine, VerifyPressureMachine, VerifyExactMachine, VerifyHostMachine)

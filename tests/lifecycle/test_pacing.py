@@ -87,6 +87,13 @@ def test_a_server_is_idle_after_enough_turns():
     assert [pacing.step(0, quiet_turns=3) for _ in range(4)] == [0, 0, 0, BUSY_TOKENS]
 
 
+def test_a_long_turn_counts_for_many():
+    pacing = Pacing(0.1, 512)
+    assert [pacing.step(0, num_turns=4, quiet_turns=10) for _ in range(4)] == [0, 0, 0, BUSY_TOKENS]
+    assert pacing.step(1, num_turns=4, quiet_turns=10) == 0
+    assert [pacing.step(0, num_turns=10, quiet_turns=10) for _ in range(2)] == [0, BUSY_TOKENS]
+
+
 def test_prefills_that_running_requests_wait_for_do_not_count():
     pacing = Pacing(0.5, 512)
     pacing.started(BUSY_TOKENS)

@@ -7,7 +7,7 @@ import torch
 
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.prefix import DraftRows, SegmentPacker, Span
+from sgl_kvevict.prefix import DraftRows, SegmentPacker, Span, View
 from sgl_kvevict.ragged import Selection
 
 TARGET = KVGeometry(num_layers=2, num_qo_heads=2, num_kv_heads=2, head_dim=4, num_token_slots=64)
@@ -123,11 +123,64 @@ def test_segments_from_elsewhere_have_no_rows(world):
     assert world.read(span) == [[]] * 4
 
 
+def moved(world, views, slots):
+    """A span of the views' tokens in other slots, as if it came from outside the pool."""
+    copied = world.packer.copy_shadow(views)
+    world.k[:, :32], world.v[:, :32] = torch.nan, torch.nan  # the tokens' old slots
+    lens = torch.full((2, 2), len(slots), dtype=torch.int32)
+    positions = torch.arange(START, START + len(slots), dtype=torch.int32).repeat(4)
+    start, end = views[0].start, views[-1].end
+    segment = world.packer.new_segment(torch.tensor(slots), lens, positions, start, end)
+    segment.shadow = world.drafts.place(copied, segment.token_slots)
+    used = world.k.isnan().any(0).any(-1).any(-1).nonzero().flatten().tolist()
+    assert used == list(range(32))  # and nothing else was touched
+    return Span(segment, start, end, is_owner=True)
+
+
+def test_rows_come_back_in_other_slots(world):
+    world.pack(KEPT)
+    assert world.read(moved(world, [View(world.segment, START, START + TOKENS)], [50, 40, 45])) == READ
+
+
+@pytest.mark.parametrize("cut", range(1, TOKENS))
+def test_rows_of_a_part_come_back(world, cut):
+    world.pack(KEPT)
+    span = moved(world, [View(world.segment, START, START + cut)], [50, 40, 45])
+    assert world.read(span) == [[token for token in run if token < cut] for run in READ]
+
+
+def test_rows_of_two_segments_come_back_as_of_one(world):
+    """The beginning of a segment that a path leaves after seven tokens, and one that goes on with five others."""
+    world.pack(KEPT)
+    rows = torch.arange(FIRST + 7.0, FIRST + TOKENS).view(1, 5, 1) + 100 * torch.arange(4.0).view(2, 1, 2)
+    world.k[:, 50:55], world.v[:, 50:55] = rows[..., None], -rows[..., None]
+    for run, token in enumerate((7, 9, 8, 11)):
+        world.drafts.paid[run // 2, 43 + token, run % 2] = 0.5
+    one_each = Selection(torch.ones(2, 2, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), 4)
+    lower, _ = world.packer.pack(torch.arange(50, 55), START + 7, one_each)
+    upper = View(world.segment, START, START + 7)
+    span = moved(world, [upper, View(lower, START + 7, START + TOKENS)], [40, 42, 44])
+    assert world.read(span) == [[0, 1, 2, 3, 4, 5, 6, 7], [4, 9], [8], [11]]
+
+
+def test_where_there_is_less_room_the_rows_that_were_paid_most_come_back(world):
+    world.pack(KEPT)
+    span = moved(world, [View(world.segment, START, START + TOKENS)], [50])
+    assert world.read(span) == [[0, 1], [4], [], [8]]
+
+
+def test_a_segment_without_rows_moves_without_rows(world):
+    world.pack(KEPT)
+    world.segment.shadow = world.drafts.absent()
+    assert world.read(moved(world, [View(world.segment, START, START + TOKENS)], [50])) == [[]] * 4
+
+
 def test_without_a_draft_model_there_is_no_shadow():
     arena = torch.zeros(TARGET.arena_shape)
     world = World()
     world.packer = SegmentPacker(TARGET, arena, arena.clone())
     span = world.pack(KEPT)
+    assert world.packer.copy_shadow([View(world.segment, START, START + TOKENS)]) is None
     with pytest.raises(InvariantError, match="without one"):
         span.draft_runs()
 
@@ -150,3 +203,9 @@ def test_attention_of_a_prefill_is_recorded_by_slot():
     assert world.drafts.paid[0].count_nonzero() == 0 and world.drafts.paid[1, FIRST - 1].count_nonzero() == 0
     world.drafts.forget(SLOTS[2:4].int())
     assert world.drafts.paid[1, SLOTS[2:4]].count_nonzero() == 0 and world.drafts.paid[1, SLOTS[4:]].all()
+
+
+def test_a_repack_that_keeps_no_slot_keeps_no_row(world):
+    upper, lower = world.pack([[9], [], [], []]).split(START + 7)
+    assert world.read(upper) != [[]] * 4 and lower.drop() is None
+    assert world.packer.repack([upper]).numel() == 1 and world.read(upper) == [[]] * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.request import ticket_digest
 from sgl_kvevict.sglang_adapter import passes
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
-from sgl_kvevict.sglang_adapter.passes import QUIET_TURNS, QUIET_WAITS, SchedulerPasses
+from sgl_kvevict.sglang_adapter.passes import QUIET_TURNS, TURNS_OF_MESSAGE, SchedulerPasses
 
 DOCUMENT = [i * 7 % 11 for i in range(60)]
 TICKET = "a-random-text-of-the-asker"
@@ -167,6 +168,7 @@ def test_beside_users_passes_take_a_share_of_the_steps(users):
     assert scheduler.waiting_queue == waiting
     user.finished_reason = FINISH_ABORT()
     scheduler.waiting_queue.clear()
+    scheduler.last_batch = None
     assert scheduler.run_pass()  # nobody is left to wait for
     assert len(scheduler.passes[1].origin_input_ids) == 220 + lead + 220 - BUSY_TOKENS
     assert not scheduler.run_pass() and len(spans(harness)) == 1
@@ -184,6 +186,7 @@ def test_prefills_of_users_are_not_counted_while_others_decode():
     assert turns_until_a_pass(scheduler, 0) == 2
 
 
+<<<<<<< HEAD
 def test_an_idle_step_beside_other_ranks_counts_as_a_user():
     """With data-parallel attention: a pass of this rank would make the users of others wait."""
     harness, scheduler = cache(pass_share=0.2)
@@ -194,12 +197,39 @@ def test_an_idle_step_beside_other_ranks_counts_as_a_user():
 
 @pytest.mark.parametrize(("sleeps", "turns"), [(False, QUIET_TURNS), (True, QUIET_WAITS)])
 def test_a_scheduler_is_idle_after_turns_without_a_user(sleeps, turns, monkeypatch):
+=======
+@pytest.mark.parametrize(
+    ("sleeps", "has_messages", "turns"),
+    [
+        (False, False, QUIET_TURNS),
+        (False, True, QUIET_TURNS),
+        (True, False, 1),
+        (True, True, QUIET_TURNS // TURNS_OF_MESSAGE),  # each message woke it, maybe at once
+    ],
+)
+def test_a_scheduler_is_idle_after_turns_without_a_user(sleeps, has_messages, turns, monkeypatch):
+>>>>>>> h/serve
     """By the setting: only the first of several ranks has what sleeps, and all must start a pass in the same turn."""
     monkeypatch.setattr(passes, "get_device", lambda: SimpleNamespace(sleep_on_idle=sleeps))
     harness, scheduler = cache()
-    scheduler.port = SchedulerPasses
+    scheduler.port = partial(SchedulerPasses, has_messages=has_messages)
     harness.finish(harness.run(DOCUMENT, options=WARM))
     assert turns_until_a_pass(scheduler, 0) == turns + 1
+
+
+def test_a_turn_after_a_users_last_step_is_not_quiet():
+    """With the overlap schedule it may process another step of that user, and a sleeping scheduler does not sleep."""
+    harness, scheduler = cache(pass_share=0.1)
+    harness.finish(harness.run(DOCUMENT, options=WARM))
+    user = harness.request(DOCUMENT)
+    user.finished_reason = FINISH_ABORT()
+    scheduler.last_batch = SimpleNamespace(reqs=[user], forward_mode=SimpleNamespace(is_extend=lambda: False))
+    scheduler.turn()
+    assert not scheduler.waiting_queue
+    scheduler.last_batch = None
+    assert scheduler.run_pass()
+    scheduler.last_batch = SimpleNamespace(reqs=scheduler.passes, forward_mode=SimpleNamespace(is_extend=lambda: True))
+    assert scheduler.run_pass()  # a pass is no user
 
 
 def test_questions_given_with_a_prefix_replace_its_repetition():

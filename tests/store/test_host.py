@@ -36,6 +36,11 @@ def test_every_field_comes_back(dtype, block_bytes):
         "tail_tokens": torch.tensor([1, 2, 3]),
         "tail_k": torch.rand(2, 3, 2, 4).to(getattr(torch, dtype[6:])),
         "tail_v": torch.rand(2, 3, 2, 4).to(getattr(torch, dtype[6:])),
+        "draft_lens": torch.tensor([[2, 0, 3]], dtype=torch.int32),
+        "draft_positions": torch.tensor([4, 9, 0, 1, 7], dtype=torch.int32),
+        "draft_k": torch.rand(5, 6),
+        "draft_v": torch.rand(5, 6),
+        "draft_paid": torch.rand(5),
     }
     segments = host(20_000 // block_bytes, block_bytes, own)
     for ours in (record(own, names, path), record(own, names, path, start=20), record(own, names, path[:30], **extra)):
@@ -128,3 +133,19 @@ def test_memory_is_bounded_after_many_moves():
             check_host(segments)
         assert segments.used_bytes <= bytes_there == 60 * 128
     assert segments.num_evicted > 1000
+
+
+def test_the_rest_of_a_segment_has_the_rest_of_the_drafts_rows():
+    extra = {
+        "draft_lens": torch.tensor([[2, 0, 3]], dtype=torch.int32),
+        "draft_positions": torch.tensor([4, 9, 0, 5, 7], dtype=torch.int32),
+        "draft_k": torch.rand(5, 6),
+        "draft_v": torch.rand(5, 6),
+        "draft_paid": torch.rand(5),
+    }
+    whole = record(OURS, NAMES, tokens(10), **extra)
+    rest = whole.after(5)
+    assert rest.draft_lens.tolist() == [[1, 0, 2]] and rest.draft_positions.tolist() == [9, 5, 7]
+    for name in ("draft_k", "draft_v", "draft_paid"):
+        assert torch.equal(getattr(rest, name), getattr(whole, name)[[1, 3, 4]])
+    assert (rest.positions >= 5).all() and rest.keep_lens.sum() == len(rest.positions) > 0
