@@ -23,16 +23,10 @@ MIN_TOKENS = 64
 
 
 def slot_bytes(packer: SegmentPacker) -> int:
-<<<<<<< HEAD
-    """Bytes outside the pool of the entries of one token slot: keys, values, positions, worth and biases."""
-    row_bytes = packer.geometry.entry_dim * packer.k_arena.element_size()
-    return packer.geometry.num_runs * (row_bytes + 4 + 2 + 4 * packer.has_biases)
-=======
     """Bytes outside the pool of the entries of one token slot: keys, values, positions, worth, biases, draft's rows."""
-    row_bytes = packer.geometry.head_dim * packer.k_arena.element_size()
+    row_bytes = packer.geometry.entry_dim * packer.k_arena.element_size()
     draft_bytes = 0 if packer.drafts is None else packer.drafts.slot_bytes
-    return packer.geometry.num_runs * (2 * row_bytes + 4 + 2 + 4 * packer.has_biases) + draft_bytes
->>>>>>> h/serve
+    return packer.geometry.num_runs * (row_bytes + 4 + 2 + 4 * packer.has_biases) + draft_bytes
 
 
 class HostTier(Part):

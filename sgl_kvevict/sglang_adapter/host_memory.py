@@ -45,12 +45,8 @@ def open_host(config: KVEvictConfig, ctx: TreeCacheBuildContext, packer: Segment
             [f"host_bytes: got {wanted}; allowed here: 0 (off), or {block_bytes} to {free} on each rank (free memory)"]
         )
     if wanted is None:
-<<<<<<< HEAD
-        wanted = min(packer.num_bytes, int(free * FREE_SHARE))
-=======
-        pool = packer.k_arena.nbytes + packer.v_arena.nbytes + (0 if packer.drafts is None else packer.drafts.nbytes)
+        pool = packer.num_bytes + (0 if packer.drafts is None else packer.drafts.nbytes)
         wanted = min(pool, int(free * FREE_SHARE))
->>>>>>> h/serve
     num_blocks = -ranks.largest(-(wanted // block_bytes))  # ranks may read different amounts
     if num_blocks == 0:
         return None

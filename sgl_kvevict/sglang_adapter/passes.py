@@ -55,25 +55,19 @@ class SchedulerPasses:
     def num_users(self) -> int:
         """Number of distinct waiting or running requests; only called while no pass waits or runs.
 
-<<<<<<< HEAD
-        With data-parallel attention a rank without requests takes part in every step of the others: that is one user.
-        """
-        scheduler = self._scheduler
-        own = len(scheduler.waiting_queue) + sum(not req.finished() for req in set(admitted(scheduler)))
-        last = scheduler.last_batch
-        return own or int(last is not None and last.forward_mode.is_idle())
-=======
         Users of the last batch count once more when they have finished: with the overlap schedule the turn after
-        their last step may process another one, and does not sleep.
+        their last step may process another one, and does not sleep. With data-parallel attention a rank without
+        requests takes part in every step of the others: that is one user.
         """
         scheduler = self._scheduler
-        last = set(scheduler.last_batch.reqs) if scheduler.last_batch else set()
+        batch = scheduler.last_batch
+        last = set(batch.reqs) if batch else set()
         num_admitted = sum(
             not req.finished() or (req in last and not req.rid.startswith(scheduler.tree_cache.pass_name))
             for req in set(admitted(scheduler))
         )
-        return len(scheduler.waiting_queue) + num_admitted
->>>>>>> h/serve
+        own = len(scheduler.waiting_queue) + num_admitted
+        return own or int(batch is not None and batch.forward_mode.is_idle())
 
     @property
     def was_prefill(self) -> bool:

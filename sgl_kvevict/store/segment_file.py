@@ -103,18 +103,8 @@ class SegmentRecord:
 
     def after(self, position: int) -> SegmentRecord:
         """Return a record without the entries of tokens before a logical position; not to be stored."""
-<<<<<<< HEAD
-        import torch
-
-        kept = self.positions >= position
-        runs = torch.repeat_interleave(self.keep_lens.flatten().long())[kept]
-        numbers = torch.uint8 if self.k.element_size() == 1 else self.k.dtype  # torch selects no rows of float8
-        k, v = (rows.view(numbers)[kept].view(rows.dtype) for rows in (self.k, self.v))
-        return replace(
-=======
         kept, keep_lens = _from(position, self.positions, self.keep_lens)
         cut = replace(
->>>>>>> h/serve
             self,
             start=position,
             keep_lens=keep_lens,
@@ -152,7 +142,8 @@ def _rows(rows: Tensor, kept: Tensor) -> Tensor:
     """Rows of any dtype that a mask selects."""
     import torch
 
-    return rows.view(torch.uint8)[kept].view(rows.dtype)
+    numbers = torch.uint8 if rows.element_size() == 1 else rows.dtype  # torch selects no rows of float8
+    return rows.view(numbers)[kept].view(rows.dtype)
 
 
 def encode_segment(record: SegmentRecord) -> bytes:

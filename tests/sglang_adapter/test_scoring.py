@@ -186,7 +186,6 @@ def test_prefills_of_users_are_not_counted_while_others_decode():
     assert turns_until_a_pass(scheduler, 0) == 2
 
 
-<<<<<<< HEAD
 def test_an_idle_step_beside_other_ranks_counts_as_a_user():
     """With data-parallel attention: a pass of this rank would make the users of others wait."""
     harness, scheduler = cache(pass_share=0.2)
@@ -195,9 +194,6 @@ def test_an_idle_step_beside_other_ranks_counts_as_a_user():
     assert turns_until_a_pass(scheduler, 0) == 5
 
 
-@pytest.mark.parametrize(("sleeps", "turns"), [(False, QUIET_TURNS), (True, QUIET_WAITS)])
-def test_a_scheduler_is_idle_after_turns_without_a_user(sleeps, turns, monkeypatch):
-=======
 @pytest.mark.parametrize(
     ("sleeps", "has_messages", "turns"),
     [
@@ -208,7 +204,6 @@ def test_a_scheduler_is_idle_after_turns_without_a_user(sleeps, turns, monkeypat
     ],
 )
 def test_a_scheduler_is_idle_after_turns_without_a_user(sleeps, has_messages, turns, monkeypatch):
->>>>>>> h/serve
     """By the setting: only the first of several ranks has what sleeps, and all must start a pass in the same turn."""
     monkeypatch.setattr(passes, "get_device", lambda: SimpleNamespace(sleep_on_idle=sleeps))
     harness, scheduler = cache()
