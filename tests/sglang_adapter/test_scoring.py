@@ -218,12 +218,12 @@ def test_a_turn_after_a_users_last_step_is_not_quiet():
     harness.finish(harness.run(DOCUMENT, options=WARM))
     user = harness.request(DOCUMENT)
     user.finished_reason = FINISH_ABORT()
-    scheduler.last_batch = SimpleNamespace(reqs=[user], forward_mode=SimpleNamespace(is_extend=lambda: False))
+    scheduler.last_batch = SimpleNamespace(reqs=[user], forward_mode=ForwardMode.DECODE)
     scheduler.turn()
     assert not scheduler.waiting_queue
     scheduler.last_batch = None
     assert scheduler.run_pass()
-    scheduler.last_batch = SimpleNamespace(reqs=scheduler.passes, forward_mode=SimpleNamespace(is_extend=lambda: True))
+    scheduler.last_batch = SimpleNamespace(reqs=scheduler.passes, forward_mode=ForwardMode.EXTEND)
     assert scheduler.run_pass()  # a pass is no user
 
 
