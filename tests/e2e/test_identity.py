@@ -24,8 +24,7 @@ FEW = slice(3, 14)
 """Prompts of up to 600 tokens, some of which share a beginning."""
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8")
 STANDALONE = ("--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1")
-SPECULATION = {
-    "ngram-chains": (*NGRAM, "--speculative-ngram-max-bfs-breadth", "1"),
+SPECULATION = {  # trees and chains
     "ngram-trees": NGRAM,
     "standalone": (*STANDALONE, "--speculative-num-draft-tokens", "4"),
 }
