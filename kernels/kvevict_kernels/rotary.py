@@ -17,7 +17,7 @@ class Rotary:
     axis_of: Tensor | None = (
         None  # [rotary_dim / 2], int64: axis whose position turns each pair (M-RoPE); None: one axis
     )
-    start: int = 0  # first column that is rotated; those before it, and past ``rotary_dim`` more, are unchanged
+    start: int = 0  # first rotated column; columns outside [start, start + rotary_dim) are unchanged
 
     @property
     def _columns(self) -> slice:

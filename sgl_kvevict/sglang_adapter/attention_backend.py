@@ -100,7 +100,7 @@ class KVEvictAttentionBackend(AttentionBackend):
         self.arena = arena
         self.attention = _build_attention(config.attention, self.geometry, arena, model_runner.dtype, verifies)
         self._window_layers = _window_layers(model_runner, config.attention)
-        if device.type == "cpu":
+        if device.type == "cpu" and get_parallel().attn_dp_size > 1:
             cpu_data_parallel.install()
         if is_latent:
             use_absorbed_queries()
@@ -270,13 +270,15 @@ class KVEvictAttentionBackend(AttentionBackend):
         **kwargs: Any,
     ) -> Tensor:
         """Attend with the rows of requests; rows behind them, with which data-parallel attention pads, get zeros."""
-        num_new = len(q) if self._num_new is None else self._num_new
-        padding = q.new_zeros(len(q) - num_new, layer.tp_q_head_num * layer.v_head_dim)
-        if num_new == 0:
-            return padding
-        new_kv = (None if rows is None else rows[:num_new] for rows in (k, v))
-        out: Tensor = super().forward(q[:num_new], *new_kv, layer, forward_batch, save_kv_cache, **kwargs)
-        return torch.cat([out, padding]) if len(padding) else out
+        num_new, attend = self._num_new, super().forward
+        if num_new is None or num_new == len(q):
+            whole: Tensor = attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+            return whole
+        out = q.new_zeros(len(q), layer.tp_q_head_num * layer.v_head_dim)
+        if num_new:
+            new_kv = (None if rows is None else rows[:num_new] for rows in (k, v))
+            out[:num_new] = attend(q[:num_new], *new_kv, layer, forward_batch, save_kv_cache, **kwargs)
+        return out
 
     def forward_decode(
         self,

@@ -11,6 +11,7 @@ from typing import Any
 
 from helpers.event_sockets import wait_until
 from sgl_kvevict.launcher import RunningServer
+from sgl_kvevict.measure import plugin_states
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def idle_states(server: RunningServer) -> list[dict[str, Any]]:
     states: list[dict[str, Any]] = []
 
     def is_idle() -> bool:
-        states[:] = [state["kvevict"] for state in server.get_json("/server_info")["internal_states"]]
+        states[:] = plugin_states(server)
         return all(state["protected_slots"] == 0 for state in states)
 
     wait_until(is_idle)
