@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sglang.srt.managers.schedule_batch import Req
 
 from helpers.harness import Harness, PseudoRandomPolicy
+from helpers.late_stream import TwiceStream
 from helpers.naming_fitter import NamingFitter
 from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
@@ -385,6 +386,64 @@ class CoarseGenerationMachine(GenerationMachine):
     options: ClassVar[dict[str, Any]] = {**GenerationMachine.options, "cache_grid": 7}
 
 
+class BesideMachine(CacheMachine):
+    """Entries are chosen beside steps, by keys that must not change meanwhile, and exchanged two turns later."""
+
+    policy = build_policy("knorm", {})
+    options: ClassVar[dict[str, Any]] = {"make_stream": TwiceStream}
+
+    def _admit(self, req, first_chunk):
+        if sum(req.origin_input_ids) % 7 == 0:
+            self.harness.tree.manager.readers.make_exact(req)
+        super()._admit(req, first_chunk)
+
+    @rule()
+    def turn(self):
+        self.harness.turn()
+
+    @rule()
+    def run_given_up(self):
+        self.harness.tree.compressor.stream.run_given_up()
+
+    def teardown(self):
+        self.run_given_up()
+        super().teardown()
+
+
+class BesideUnsplittableMachine(BesideMachine):
+    """The same with segments that cannot be cut, several to a range."""
+
+    policy = PseudoRandomPolicy(splittable=False)
+
+
+class BesidePressureMachine(BesideMachine, PressureMachine):
+    """The same while slots are short, with passes."""
+
+    policy = PseudoRandomPolicy(readers=Readers.REPETITION)
+    options: ClassVar[dict[str, Any]] = PressureMachine.options | BesideMachine.options
+
+
+class BesideHostMachine(BesideMachine, HostMachine):
+    """What is dropped meanwhile moves to the host's memory."""
+
+    policy = PseudoRandomPolicy(readers=Readers.REPETITION)
+    options: ClassVar[dict[str, Any]] = HostMachine.options | BesideMachine.options
+
+
+class BesideFitsMachine(BesideMachine, FitsMachine):
+    """What passes have read is fitted after the exchange."""
+
+    policy = FitsMachine.policy
+    options: ClassVar[dict[str, Any]] = BesideMachine.options
+
+
+class BesideGenerationMachine(BesideMachine, GenerationMachine):
+    """Answers are compressed while their prompts' entries are still being chosen."""
+
+    policy = GenerationMachine.policy
+    options: ClassVar[dict[str, Any]] = GenerationMachine.options | BesideMachine.options
+
+
 class StockMachine(CacheMachine):
     """Policy ``none``: the same accounting without any compression."""
 
@@ -426,5 +485,11 @@ MACHINES = (
     SessionMachine,
     GenerationMachine,
     CoarseGenerationMachine,
+    BesideMachine,
+    BesideUnsplittableMachine,
+    BesidePressureMachine,
+    BesideHostMachine,
+    BesideFitsMachine,
+    BesideGenerationMachine,
     StockMachine,
 )
