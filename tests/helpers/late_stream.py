@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -13,37 +13,36 @@ T = TypeVar("T")
 
 
 class LateStream:
-    """Runs work only when its result is asked for.
+    """Runs work only when its result is asked for, or when the stream catches up.
 
     Attributes:
-        waiting: work whose result nobody has asked for, by number of its launch.
+        waiting: work that has not run, by number of its launch.
         num_launched: work launched so far.
     """
 
     is_beside = True
 
     def __init__(self) -> None:
-        self.waiting: dict[int, Callable[[], Any]] = {}
+        self.waiting: dict[int, Callable[[], None]] = {}
         self.num_launched = 0
 
     def launch(self, work: Callable[[], T]) -> Callable[[], T]:
         self.num_launched += 1
-        number, values = self.num_launched, []
-        self.waiting[number] = work
+        number = self.num_launched
+        values: list[T] = []
+        self.waiting[number] = lambda: values.append(work())
 
         def result() -> T:
             if number in self.waiting:
-                del self.waiting[number]
-                values.append(work())
+                self.waiting.pop(number)()
             return values[0]
 
         return result
 
-    def run_given_up(self) -> None:
-        """Run what nobody has asked for: a device would do so as well."""
-        for work in self.waiting.values():
-            work()
-        self.waiting.clear()
+    def catch_up(self) -> None:
+        """Run what waits, given up or not, as a device would at some time."""
+        while self.waiting:
+            self.waiting.pop(min(self.waiting))()
 
 
 class TwiceStream(LateStream):

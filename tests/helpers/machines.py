@@ -7,7 +7,7 @@ deep chains of turns, ranges that wait for other readers, both splittable and un
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
@@ -18,6 +18,7 @@ from helpers.harness import Harness, PseudoRandomPolicy
 from helpers.late_stream import TwiceStream
 from helpers.naming_fitter import NamingFitter
 from helpers.passes import MiniScheduler
+from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.policies import Policy, build_policy
 from sgl_kvevict.policies.signals import Readers, Signal
@@ -389,7 +390,7 @@ class CoarseGenerationMachine(GenerationMachine):
 class BesideMachine(CacheMachine):
     """Entries are chosen beside steps, by keys that must not change meanwhile, and exchanged two turns later."""
 
-    policy = build_policy("knorm", {})
+    policy: PseudoRandomPolicy | Policy | None = build_policy("knorm", {})
     options: ClassVar[dict[str, Any]] = {"make_stream": TwiceStream}
 
     def _admit(self, req, first_chunk):
@@ -402,11 +403,12 @@ class BesideMachine(CacheMachine):
         self.harness.turn()
 
     @rule()
-    def run_given_up(self):
-        self.harness.tree.compressor.stream.run_given_up()
+    def catch_up(self):
+        stream = cast("Compressor", self.harness.tree.compressor).stream
+        cast("TwiceStream", stream).catch_up()
 
     def teardown(self):
-        self.run_given_up()
+        self.catch_up()
         super().teardown()
 
 

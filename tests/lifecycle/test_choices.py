@@ -102,7 +102,7 @@ def test_a_dropped_range_is_forgotten():
     cache.turns(3)
     assert not cache.stages and not cache.spans and sorted(cache.tree.free_slots) == list(range(1, 21))
     assert len(cache.stream.waiting) == 1
-    cache.stream.run_given_up()
+    cache.stream.catch_up()
 
 
 @pytest.mark.parametrize("forget", ["forget_seen", "cleared"])
