@@ -20,6 +20,7 @@ from helpers.naming_fitter import NamingFitter
 from helpers.passes import MiniScheduler
 from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.lifecycle.nodes import path_to
 from sgl_kvevict.policies import Policy, build_policy
 from sgl_kvevict.policies.signals import Readers, Signal
 
@@ -391,6 +392,7 @@ class BesideMachine(CacheMachine):
     """Entries are chosen beside steps, by keys that must not change meanwhile, and exchanged two turns later."""
 
     policy: PseudoRandomPolicy | Policy | None = build_policy("knorm", {})
+    num_slots = 220
     options: ClassVar[dict[str, Any]] = {"make_stream": TwiceStream}
 
     def _admit(self, req, first_chunk):
@@ -398,9 +400,20 @@ class BesideMachine(CacheMachine):
             self.harness.tree.manager.readers.make_exact(req)
         super()._admit(req, first_chunk)
 
-    @rule()
-    def turn(self):
-        self.harness.turn()
+    @rule(count=st.integers(1, 3))
+    def turn(self, count):
+        for _ in range(count):
+            self.harness.turn()
+
+    @rule(at=st.integers(6, 40))
+    def shrink_beginning(self, at):
+        """The first tokens of a range whose entries are being chosen are compressed for another reason."""
+        manager = self.harness.tree.manager
+        for node, pending in manager.table.pending:
+            end = manager.spans.waterline(path := path_to(node)) + at
+            if pending.choice is not None and end < pending.end and manager.compressor.splittable:
+                manager.ranges.keep_whole(path, end)
+        self.harness.check()
 
     @rule()
     def catch_up(self):
@@ -418,25 +431,18 @@ class BesideUnsplittableMachine(BesideMachine):
     policy = PseudoRandomPolicy(splittable=False)
 
 
-class BesidePressureMachine(BesideMachine, PressureMachine):
-    """The same while slots are short, with passes."""
-
-    policy = PseudoRandomPolicy(readers=Readers.REPETITION)
-    options: ClassVar[dict[str, Any]] = PressureMachine.options | BesideMachine.options
-
-
-class BesideHostMachine(BesideMachine, HostMachine):
+class BesideHostMachine(BesideMachine):
     """What is dropped meanwhile moves to the host's memory."""
 
-    policy = PseudoRandomPolicy(readers=Readers.REPETITION)
-    options: ClassVar[dict[str, Any]] = HostMachine.options | BesideMachine.options
+    num_slots = 130
+    options: ClassVar[dict[str, Any]] = BesideMachine.options | {"has_learned": True, "host_blocks": 16}
 
 
-class BesideFitsMachine(BesideMachine, FitsMachine):
-    """What passes have read is fitted after the exchange."""
+class BesidePressureMachine(BesideMachine, FitsUnderPressureMachine):
+    """What passes have read is chosen, and fitted after the exchange; meanwhile parts of it have to shrink."""
 
-    policy = FitsMachine.policy
-    options: ClassVar[dict[str, Any]] = BesideMachine.options
+    policy = FitsUnderPressureMachine.policy
+    options: ClassVar[dict[str, Any]] = FitsUnderPressureMachine.options | BesideMachine.options
 
 
 class BesideGenerationMachine(BesideMachine, GenerationMachine):
@@ -489,9 +495,8 @@ MACHINES = (
     CoarseGenerationMachine,
     BesideMachine,
     BesideUnsplittableMachine,
-    BesidePressureMachine,
     BesideHostMachine,
-    BesideFitsMachine,
+    BesidePressureMachine,
     BesideGenerationMachine,
     StockMachine,
 )
