@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +14,11 @@ from sgl_kvevict.compression.fits import AttentionProducts, PendingFit
 from sgl_kvevict.compression.prompt_observation import CacheObservation, ObservationSpec, PromptObservation
 from sgl_kvevict.compression.reader_observation import ReaderObservation
 from sgl_kvevict.compression.sliding_windows import select_beside_windows
+from sgl_kvevict.compression.streams import ChoiceStream, SchedulerStream
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import CachedRange, Lesson, ScoreLearner, with_learned_scores
 from sgl_kvevict.policies.layer_view import Show
-from sgl_kvevict.policies.parts import PolicyState
+from sgl_kvevict.policies.parts import Decision, PolicyState
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.signals import Signal
 from sgl_kvevict.policies.worth import measured_worth
@@ -67,12 +68,33 @@ class Compression:
         return self.segment.num_entries - (0 if self.replaced is None else self.replaced.num_entries)
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """Entries to keep of the range from ``start`` on, before any row is moved; other attributes as in the segment.
+
+    ``seconds``: host time.
+    """
+
+    start: int
+    decision: Decision
+    splittable: bool
+    is_measured: bool
+    seconds: float
+    fit: PendingFit | None
+
+
+def state_of(parent: Segment | None) -> Callable[[], object]:
+    """The policy state that a range begins with, after the segment right before it on its path."""
+    state = None if parent is None else parent.policy_state
+    return lambda: state
+
+
 class Compressor:
     """Applies one policy and one budget to ranges of the arena.
 
     ``rotary`` and ``output_grams`` are as in :class:`ObservationSpec`; ``learner`` is for ``distilled``;
-    ``slot_positions`` as in :class:`CachedRange`. ``is_short``: slots have been short, so echo attention is collected
-    until scores are learned.
+    ``slot_positions`` as in :class:`CachedRange`; entries are chosen on ``stream``. ``is_short``: slots have been
+    short, so echo attention is collected until scores are learned.
     """
 
     def __init__(
@@ -84,6 +106,7 @@ class Compressor:
         output_grams: Tensor | None = None,
         learner: ScoreLearner | None = None,
         slot_positions: Tensor | None = None,
+        stream: ChoiceStream | None = None,
     ) -> None:
         self.config = config
         self.policy = policy
@@ -91,6 +114,7 @@ class Compressor:
         self.observes = ObservationSpec(packer.geometry, policy.needs, policy.window_size, rotary, output_grams)
         self.learner = learner
         self.slot_positions = slot_positions
+        self.stream = SchedulerStream() if stream is None else stream
         self.is_short = False
         self.stats = FitStats()
 
@@ -175,12 +199,53 @@ class Compressor:
         parent: Segment | None = None,
         share: float | None = None,
     ) -> Compression:
-        """Write the segment of one range, without a host sync: its number of slots follows from the budget.
+        """Write the segment of one range now: :meth:`choose`, then :meth:`write`.
 
-        The caller owns ``token_slots``, [num_tokens], int64, in token order. With learned scores, ``observation`` may
-        lack other score signals. ``parent``, the segment right before the range on its path, gives the policy state;
-        ``share`` of the range replaces the budget.
+        ``parent``, the segment right before the range on its path, gives the policy state.
         """
+        chosen = self.choose(token_slots, start, observation, state_of(parent), share)
+        return self.write(chosen(), token_slots)
+
+    def choose(
+        self,
+        token_slots: Tensor,
+        start: int,
+        observation: Observation,
+        state: Callable[[], object],
+        share: float | None = None,
+    ) -> Callable[[], Chosen]:
+        """Launch scoring and selection of one range on :attr:`stream`, without a host sync; nothing is moved.
+
+        The caller owns ``token_slots``, [num_tokens], int64, in token order, until the result was called or is of no
+        use. With learned scores, ``observation`` may lack other score signals. ``state`` gives the policy state of the
+        range right before it on its path; ``share`` of the range replaces the budget.
+        """
+        return self.stream.launch(lambda: self._choose(token_slots, start, observation, state(), share))
+
+    def write(self, chosen: Chosen, token_slots: Tensor) -> Compression:
+        """Write the segment of the chosen entries into the first of its range's slots, without a host sync.
+
+        Its number of slots follows from the budget.
+        """
+        begin = time.perf_counter()
+        decision = chosen.decision
+        segment, freed = self.packer.pack(
+            token_slots,
+            chosen.start,
+            decision.selection,
+            merge=decision.merge,
+            splittable=chosen.splittable,
+            worth=decision.worth,
+        )
+        segment.policy_state = decision.state
+        segment.is_measured = chosen.is_measured
+        merged = 0 if decision.merge is None else decision.merge.indices.numel() - segment.num_entries
+        seconds = chosen.seconds + time.perf_counter() - begin
+        return Compression(segment, freed, chosen.start, token_slots.numel(), merged, seconds, chosen.fit)
+
+    def _choose(
+        self, token_slots: Tensor, start: int, observation: Observation, state: object, share: float | None
+    ) -> Chosen:
         begin = time.perf_counter()
         num_tokens = token_slots.numel()
         config = self.config
@@ -192,7 +257,6 @@ class Compressor:
             show = with_learned_scores(show, learner.weights, self._cached(token_slots, start), learner.rotary)
         fit = self._fit(token_slots, start, observation) if num_slots < num_tokens else None
         protected = min(max(config.sink_tokens - start, 0), num_slots)
-        state = None if parent is None else parent.policy_state
         assert state is None or isinstance(state, PolicyState)
         total, with_worth = num_slots * geometry.num_runs, len(config.shares) > 1
         is_cut = geometry.has_windows and num_slots < num_tokens
@@ -209,18 +273,9 @@ class Compressor:
             )
         else:
             decision = self.policy.select(show, geometry, total, protected, state, with_worth=with_worth)
-        segment, freed = self.packer.pack(
-            token_slots,
-            start,
-            decision.selection,
-            merge=decision.merge,
-            splittable=self.policy.splittable and not is_cut,
-            worth=decision.worth,
-        )
-        segment.policy_state = decision.state
-        segment.is_measured = isinstance(observation, ReaderObservation)
-        merged = 0 if decision.merge is None else decision.merge.indices.numel() - segment.num_entries
-        return Compression(segment, freed, start, num_tokens, merged, time.perf_counter() - begin, fit)
+        splittable = self.policy.splittable and not is_cut
+        is_measured = isinstance(observation, ReaderObservation)
+        return Chosen(start, decision, splittable, is_measured, time.perf_counter() - begin, fit)
 
     def _fit(self, token_slots: Tensor, start: int, observation: Observation) -> PendingFit | None:
         """The fit of a range, made before it is compressed; None without a fitter or passes."""

@@ -102,7 +102,7 @@ class Generations(Part):
         path = path_to(last)
         if (waterline := self._spans.waterline(path)) > suffix.compressed_end:  # another request generated the same
             suffix.begin(max(waterline, suffix.end))
-        elif is_due and self._is_movable(path, suffix):
+        elif is_due and self._is_movable(path, suffix) and not self._ranges.is_choosing(path):
             self._compress(reader, suffix, end)
         if self._suffix_compressor.is_full(suffix):
             self._suffix_compressor.count(suffix, self._tree.row(reader, suffix.compressed_end, suffix.end))

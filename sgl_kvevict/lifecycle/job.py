@@ -22,6 +22,7 @@ class Outcome(Enum):
     QUEUED = "queued"
     """Its passes wait or are under way."""
     COMPRESSED = "compressed"
+    """Or its entries are being chosen; they move two turns later."""
     IN_USE = "in-use"
     """Scored; compressed when the last request that reads it exactly is released."""
     TOO_SHORT = "too-short"

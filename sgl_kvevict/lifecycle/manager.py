@@ -247,6 +247,8 @@ class PrefixManager:
     def between_steps(self, passes: PassPort) -> LessonResult | None:
         """The scheduler is between two steps; return the result of a lesson that ended."""
         result = None
+        if self.ranges is not None:
+            self.ranges.between_steps()
         if self.generations is not None:
             self.generations.between_steps()
         if self.scoring is not None:

@@ -10,8 +10,9 @@ from sgl_kvevict.events.types import Squeezed
 from sgl_kvevict.lifecycle.eviction import CostAwareRecency, NodeHeap, Priority
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.lifecycle.part import Part, Shared
+from sgl_kvevict.lifecycle.pending import Pending
 from sgl_kvevict.lifecycle.ranges import Ranges, Verdict
-from sgl_kvevict.lifecycle.table import Pending, State
+from sgl_kvevict.lifecycle.table import State
 from sgl_kvevict.prefix import Segment
 
 ROUND_SHARE = 1 / 64
@@ -244,6 +245,8 @@ class Pressure(Part):
     def relieve(self, leaf: tuple[Priority, Node] | None, wanted: int = 0) -> int:
         """Take the cheapest steps until ``ROUND_SHARE`` of the pool is released, or none is left.
 
+        Ranges whose entries are being chosen come first: they lose no more than they would two steps later.
+
         The segment of a prompt longer than the pool releases only the ``wanted`` token slots: it needs the others.
 
         ``leaf`` would be dropped instead (None: there is no leaf), so steps of higher priority are not taken. But no
@@ -253,7 +256,7 @@ class Pressure(Part):
             Token slots released.
         """
         self._compressor.is_short = True
-        won = 0
+        won = self._ranges.exchange_all()
         rest: list[Node] = []
         while won < self._round and (top := self._heap.top()) is not None:
             (is_below_budget, *rank), node = top

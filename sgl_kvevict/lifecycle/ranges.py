@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum, auto
-from itertools import pairwise
+from functools import partial
+from itertools import accumulate, pairwise, zip_longest
 
 from torch import Tensor
 
-from sgl_kvevict.compression import CacheObservation, Compression, Observation, ReaderObservation
+from sgl_kvevict.compression import CacheObservation, Chosen, Compression, Observation, ReaderObservation, state_of
 from sgl_kvevict.events.types import Refused
 from sgl_kvevict.guard import Place, accounting
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
 from sgl_kvevict.lifecycle.part import Part, Shared
+from sgl_kvevict.lifecycle.pending import Choice, Pending, RangeEvent, RangeFact, RangeStep, next_step
 from sgl_kvevict.lifecycle.saving import Saving
-from sgl_kvevict.lifecycle.table import Pending, SegmentFit
+from sgl_kvevict.lifecycle.table import SegmentFit
 from sgl_kvevict.prefix import Segment
+
+TURNS_OF_CHOICE = 2
+"""Turns of the scheduler's loop from launching a choice to its exchange: a step at least is launched between. Counted,
+because tensor-parallel ranks would not agree on whether a stream is done."""
 
 
 class Verdict(Enum):
     """Result of an attempt to compress a range."""
 
     COMPRESSED = auto()
+    CHOOSING = auto()
+    """Its entries are being chosen beside the next step; it is compressed after it, unless it changes."""
     TOO_SHORT = auto()
     """It has fewer than ``min_prefix_tokens`` uncompressed tokens."""
     IN_USE = auto()
@@ -43,12 +51,16 @@ class Attempted:
 class Ranges(Part):
     """Compresses ranges; a range with an exact reader becomes pending, the newest one per node.
 
+    Where entries are chosen on a stream of their own, every range is pending for :data:`TURNS_OF_CHOICE`, unless its
+    slots are wanted before. It is given up, or chosen anew, as :data:`~sgl_kvevict.lifecycle.pending.RULES` say.
+
     The oldest pending ranges are given up when their observations exceed ``observation_bytes``.
     """
 
     def __init__(self, shared: Shared, saving: Saving | None) -> None:
         super().__init__(shared)
         self._saving = saving
+        self._turn = 0
 
     def is_long_enough(self, num_tokens: int) -> bool:
         """Whether a range reaches ``min_prefix_tokens``."""
@@ -73,11 +85,15 @@ class Ranges(Part):
         num_tokens = end - self._spans.waterline(path)
         if not self.is_long_enough(num_tokens):
             return Attempted(Verdict.TOO_SHORT)
-        last = self.node_ending_at(path, end)
-        done = self.compress_now(last, Pending(end, observation))
+        last, pending = self.node_ending_at(path, end), Pending(end, observation)
+        if self.is_choosing(path_to(last)):
+            known = self._table.pending.get(last)
+            if known is None or known.choice is None:
+                self._table.pending.put(last, pending, observation.num_bytes)
+            return Attempted(Verdict.CHOOSING)
+        done = self._begin(last, pending)
         if done.verdict is Verdict.IN_USE:
-            self._wait(last, Pending(end, observation))
-            self._table.listener.tell(Refused("in-use", num_tokens))
+            self._wait(last, pending)
         return done
 
     def compress_now(self, node: Node, pending: Pending) -> Attempted:
@@ -127,7 +143,25 @@ class Ranges(Part):
     def try_pending(self) -> None:
         """Compress pending ranges, oldest first, after a request was released."""
         for node, pending in self._table.pending:
-            self.compress_now(node, pending)
+            self._react(node, pending, RangeEvent.RELEASED)
+
+    def between_steps(self) -> None:
+        """Exchange the ranges whose entries were chosen beside the last step."""
+        self._turn += 1
+        self._end_choices(RangeEvent.TURN)
+
+    def exchange_all(self) -> int:
+        """Exchange all ranges whose entries are being chosen, and can be exchanged; return the token slots released.
+
+        Slots are short, so the scheduler's stream, not the host, waits for the choices.
+        """
+        return self._end_choices(RangeEvent.SHORT)
+
+    def is_choosing(self, path: Sequence[Node]) -> bool:
+        """Whether entries of a path's uncompressed tokens are being chosen."""
+        first = next((node for node in path if node not in self._spans), None)
+        choosing = [node for node, pending in self._table.pending if pending.choice is not None]
+        return any(first in path_to(node) for node in choosing)
 
     def node_ending_at(self, path: Sequence[Node], end: int) -> Node:
         """Node of a path that ends at position ``end``; a node that contains ``end`` is split."""
@@ -193,6 +227,62 @@ class Ranges(Part):
             num_tokens = oldest[1].end - self._spans.waterline(path_to(oldest[0]))
             self._table.pending.take(oldest[0])
             self._table.listener.tell(Refused("no-memory", num_tokens))
+        self._table.listener.tell(Refused("in-use", pending.end - self._spans.waterline(path_to(node))))
+
+    def _end_choices(self, event: RangeEvent) -> int:
+        choosing = [(node, pending) for node, pending in self._table.pending if pending.choice is not None]
+        won = sum(self._react(node, pending, event).num_slots for node, pending in choosing)
+        if choosing:
+            self.try_pending()  # those that begin at the same tokens
+        return won
+
+    def _react(self, node: Node, pending: Pending, event: RangeEvent) -> Attempted:
+        """Take the step that an event asks for; none if the range was dealt with meanwhile."""
+        if self._table.pending.get(node) is not pending:
+            return Attempted(Verdict.TOO_SHORT)
+        step = next_step(pending.stage, event, self._facts(node, pending))
+        if step in (RangeStep.FORGET, RangeStep.CHOOSE):
+            self._table.pending.take(node)
+        if step is RangeStep.CHOOSE:
+            return self._begin(node, replace(pending, choice=None))
+        if step is RangeStep.EXCHANGE:
+            return self.compress_now(node, pending)
+        if step is RangeStep.WAIT:
+            self._wait(node, replace(pending, choice=None))
+        return Attempted(Verdict.TOO_SHORT if step is RangeStep.FORGET else Verdict.IN_USE)
+
+    def _facts(self, node: Node, pending: Pending) -> set[RangeFact]:
+        path, choice = path_to(node), pending.choice
+        nodes, start = self._spans.uncompressed(path), self._spans.waterline(path)
+        holds = {
+            RangeFact.TOO_SHORT: not self.is_long_enough(pending.end - start),
+            RangeFact.FIXED: self._readers.movable(nodes[0]) is None,
+        }
+        if choice is None:
+            holds[RangeFact.BUSY] = self.is_choosing(path)
+        else:
+            ends = {end for end in _ends(self._groups(nodes), start) if end < choice.ends[-1]}
+            holds[RangeFact.EARLY] = self._turn < choice.turn + TURNS_OF_CHOICE
+            holds[RangeFact.CHANGED] = start != choice.start or not ends <= set(choice.ends)
+        return {fact for fact, is_true in holds.items() if is_true}
+
+    def _begin(self, node: Node, pending: Pending) -> Attempted:
+        """Launch the choice of a range's entries; where nothing would run beside, compress it."""
+        path = path_to(node)
+        start = self._spans.waterline(path)
+        if not self._compressor.stream.is_beside or not self.is_long_enough(pending.end - start):
+            return self.compress_now(node, pending)
+        nodes = self._spans.uncompressed(path)
+        if self._readers.movable(nodes[0]) is None:
+            return Attempted(Verdict.IN_USE)
+        groups = self._groups(nodes)
+        results = self._choose(groups, start, pending)
+        if not results:
+            return Attempted(Verdict.FAILED)
+        ends = _ends(groups, start)[: len(results)]
+        choice = Choice(start, tuple(ends), tuple(results), self._turn)
+        self._table.pending.put(node, replace(pending, choice=choice), pending.observation.num_bytes)
+        return Attempted(Verdict.CHOOSING)
 
     def _write_all(self, path: Sequence[Node], pending: Pending) -> Attempted:
         """Compress the uncompressed tokens of a path, however few."""
@@ -200,10 +290,14 @@ class Ranges(Part):
         readers = self._readers.movable(nodes[0])
         if readers is None:
             return Attempted(Verdict.IN_USE)
-        won = 0
-        start = self._spans.waterline(path)
-        for group in self._groups(nodes):
-            done = self._write(group, start, pending)
+        start, choice, won = self._spans.waterline(path), pending.choice, 0
+        if choice is None:
+            groups = self._groups(nodes)
+            results = self._choose(groups, start, pending)
+        else:
+            groups, results = _grouped(nodes, start, choice.ends), list(choice.results)
+        for group, result in zip_longest(groups, results):
+            done = None if result is None else self._write(group, result)
             if done is None:
                 self._table.pending.take(path[-1])
                 return Attempted(Verdict.FAILED, won)
@@ -213,7 +307,6 @@ class Ranges(Part):
                 self._table.fits.put(group[-1], SegmentFit(done.fit, done.segment.num_slots))
             elif pending.share in (None, self._config.budget):
                 self.at_budget(group[-1])
-            start += done.num_tokens
             won += done.freed.numel()
         return Attempted(Verdict.COMPRESSED, won)
 
@@ -229,15 +322,48 @@ class Ranges(Part):
             groups[-1].append(node)
         return groups
 
-    def _write(self, nodes: list[Node], start: int, pending: Pending) -> Compression | None:
+    def _choose(self, groups: list[list[Node]], start: int, pending: Pending) -> list[Callable[[], Chosen]]:
+        """Launch the choice of the kept entries of each segment; fewer if the policy failed."""
+        above = self._spans.at(groups[0][0].parent)
+        state = state_of(None if above is None else above.segment)
+        results: list[Callable[[], Chosen]] = []
+        for nodes in groups:
+            with self._guard.at(Place.COMPRESSION) as attempt:
+                slots = self._tree.token_slots(nodes)
+                results.append(self._compressor.choose(slots, start, pending.observation, state, pending.share))
+                state = partial(_state_after, results[-1])
+                start += slots.numel()
+            if attempt.failed:
+                break
+        return results
+
+    def _write(self, nodes: list[Node], result: Callable[[], Chosen]) -> Compression | None:
         """Write the kept entries of consecutive nodes into the first of their slots; None if the policy failed."""
         done = None
         with self._guard.at(Place.COMPRESSION):
-            above = self._spans.at(nodes[0].parent)
-            parent = None if above is None else above.segment
-            slots = self._tree.token_slots(nodes)
-            done = self._compressor.compress(slots, start, pending.observation, parent, pending.share)
+            done = self._compressor.write(result(), self._tree.token_slots(nodes))
         return done
+
+
+def _ends(groups: Sequence[Sequence[Node]], start: int) -> list[int]:
+    """Logical positions after the last token of each group of consecutive nodes."""
+    sizes = (sum(len(node.key) for node in nodes) for nodes in groups)
+    return list(accumulate(sizes, initial=start))[1:]
+
+
+def _grouped(nodes: Sequence[Node], start: int, ends: Sequence[int]) -> list[list[Node]]:
+    """Divide consecutive nodes where a group is to end; those after the last end are the last group."""
+    groups: list[list[Node]] = [[]]
+    for node in nodes:
+        if start in ends:
+            groups.append([])
+        groups[-1].append(node)
+        start += len(node.key)
+    return groups
+
+
+def _state_after(result: Callable[[], Chosen]) -> object:
+    return result().decision.state
 
 
 def _is_joinable(segment: Segment) -> bool:

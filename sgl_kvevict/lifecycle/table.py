@@ -11,13 +11,14 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from kvevict_kernels.span_runs import SpanRuns, waterline_of
-from sgl_kvevict.compression import Observation, PendingFit, PromptObservation, ReaderObservation
+from sgl_kvevict.compression import PendingFit, PromptObservation, ReaderObservation
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.lifecycle.job import ScoringJob
 from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.nodes import Node, NodeSet, path_to
+from sgl_kvevict.lifecycle.pending import Pending
 from sgl_kvevict.prefix import Segment, SegmentPacker, Span
 from sgl_kvevict.prefix.packer import LargestOfRanks
 
@@ -77,18 +78,6 @@ def next_states(state: State, change: Change) -> frozenset[State]:
 
 
 @dataclass(frozen=True)
-class Pending:
-    """The uncompressed range before ``end``, to be compressed once it has no exact readers.
-
-    ``end``: logical position after its last token, where the record's node ends. ``share``: None means the budget.
-    """
-
-    end: int
-    observation: Observation
-    share: float | None = None
-
-
-@dataclass(frozen=True)
 class SegmentFit:
     """The fit of a segment, in the record of its last node; ``num_slots``: slots of the segment when published."""
 
@@ -106,7 +95,7 @@ class PrefixRecord:
         may_shrink: it shrinks when slots are short: an *end* of an uncompressed range, or the owner of a segment.
         is_stale: it was compressed with other weights, and must not be matched.
         prompt: observation of a prompt's prefill, for the uncompressed range that ends here.
-        pending: a range that ends here and waits for exact readers.
+        pending: a range that ends here, and waits for exact readers or for the choice of its entries.
         vote: attention of requests that extend the prefix.
         job: its scoring passes, waiting or under way.
         fit: the fit of the segment that ends here.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
-from sgl_kvevict.compression import Compressor, needs_rotary, warm_up
+from sgl_kvevict.compression import Compressor, SideStream, needs_rotary, warm_up
 from sgl_kvevict.config import KVEvictConfig, load_config
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
@@ -23,7 +23,7 @@ from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME, POOL_HOOK, require_s
 from sgl_kvevict.sglang_adapter.distilling import Distilling
 from sgl_kvevict.sglang_adapter.draft_attention import DraftAttentionBackend, draft_attention_of
 from sgl_kvevict.sglang_adapter.host_memory import open_host
-from sgl_kvevict.sglang_adapter.kv_pools import full_pool_of
+from sgl_kvevict.sglang_adapter.kv_pools import full_pool_of, window_pool_of
 from sgl_kvevict.sglang_adapter.model_parts import find_output_grams, find_rotary
 from sgl_kvevict.sglang_adapter.monitoring.start import start_monitoring
 from sgl_kvevict.sglang_adapter.refusals import (
@@ -145,7 +145,10 @@ def _assemble(
         elif needs_rotary(policy.needs):
             rotary = find_rotary(model, backend.places)
         learner = None if distilling is None else distilling.learner
-        compressor = Compressor(config, policy, packer, rotary, output_grams, learner, backend.slot_positions)
+        # A pool for windows may replace an uncompressed node's slots, which a choice would still be reading.
+        is_alone = arena.k.is_cuda and window_pool_of(ctx.params.token_to_kv_pool_allocator.get_kvcache()) is None
+        stream = SideStream(arena.k.device) if is_alone else None
+        compressor = Compressor(config, policy, packer, rotary, output_grams, learner, backend.slot_positions, stream)
         if arena.k.is_cuda:
             warm_up(compressor, ctx.tp_worker.model_runner.dtype)
         access = open_access(config, ctx, geometry, arena.k.dtype)

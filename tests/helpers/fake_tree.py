@@ -11,6 +11,7 @@ from torch import Tensor
 
 from helpers.learned import LearnedCompressor
 from sgl_kvevict.compression import Compressor
+from sgl_kvevict.compression.streams import ChoiceStream
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.guard import Guard
@@ -74,7 +75,13 @@ class FakeTree:
     """
 
     def __init__(
-        self, policy: Any, config: KVEvictConfig = CONFIG, num_slots: int = 400, *, has_learned: bool = False
+        self,
+        policy: Any,
+        config: KVEvictConfig = CONFIG,
+        num_slots: int = 400,
+        *,
+        has_learned: bool = False,
+        stream: ChoiceStream | None = None,
     ) -> None:
         self.geometry = KVGeometry(2, 2, 2, 2, num_slots)
         self.now = 0.0
@@ -82,7 +89,7 @@ class FakeTree:
         biases = None if getattr(policy, "fitter", None) is None else torch.full(arena.shape[:3], torch.nan)
         store = SegmentPacker(self.geometry, arena, arena.clone(), biases)
         self.guard = Guard()
-        compressor = (LearnedCompressor if has_learned else Compressor)(config, policy, store)
+        compressor = (LearnedCompressor if has_learned else Compressor)(config, policy, store, stream=stream)
         self.manager = PrefixManager(cast("TreePort", self), store, compressor, self.guard, lambda: self.now)
         self.root = FakeNode(0, FakeKey([]))
         self.free_slots: list[int] = []

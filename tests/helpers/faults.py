@@ -25,7 +25,7 @@ FAULTS: Mapping[Place, str] = {
     Place.PROMPT: f"{LIFECYCLE}.manager.PrefixManager.prompt_complete",
     Place.PASS: f"{LIFECYCLE}.scoring.repetition_probes",
     Place.OBSERVATION: "sgl_kvevict.compression.ReaderChunk.record",
-    Place.COMPRESSION: "sgl_kvevict.compression.Compressor.compress",
+    Place.COMPRESSION: "sgl_kvevict.compression.Compressor.choose",
     Place.FIT: "sgl_kvevict.compression.PendingFit.step",
     Place.HOST: f"{LIFECYCLE}.host.HostTier._bounds",
     Place.RELEASE: f"{LIFECYCLE}.ranges.Ranges.try_pending",

@@ -11,6 +11,7 @@ import math
 import zlib
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -32,6 +33,7 @@ from helpers.learned import LearnedCompressor
 from helpers.naming_fitter import name_of
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from sgl_kvevict.compression import Compressor
+from sgl_kvevict.compression.streams import ChoiceStream
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.lifecycle.host import slot_bytes
@@ -78,6 +80,7 @@ class Harness:
         host_blocks: memory on the host for what is dropped, in blocks of two slots' entries.
         windows: of the two layers, see :attr:`KVGeometry.windows`.
         is_latent: values are the first numbers of the keys' rows, of one head.
+        make_stream: where entries are chosen, if not at once.
         cache_grid: only multiples of so many tokens are cached, and found; as for models with a recurrent state.
     """
 
@@ -98,6 +101,7 @@ class Harness:
     windows: tuple[int, ...] = ()
     cache_grid: int = 1
     is_latent: bool = False
+    make_stream: Callable[[], ChoiceStream] | None = None
     geometry: KVGeometry = field(init=False)
 
     def __post_init__(self) -> None:
@@ -125,7 +129,10 @@ class Harness:
             self.biases = torch.full(shape[:3], float("nan"))
         store = SegmentPacker(self.geometry, self.k, self.v, self.biases, self._make_drafts())
         kind = LearnedCompressor if self.has_learned else Compressor
-        compressor = None if self.policy is None else kind(self.config, cast("Policy", self.policy), store, NO_ROTARY)
+        stream = None if self.make_stream is None else self.make_stream()
+        compressor = None
+        if self.policy is not None:
+            compressor = kind(self.config, cast("Policy", self.policy), store, NO_ROTARY, stream=stream)
         self.host = None
         if self.host_blocks:
             ranks = TensorRanks(self.group)
@@ -264,9 +271,12 @@ class Harness:
 
     def turn(self) -> None:
         """Between two steps: compress what requests have generated."""
-        if self.tree.manager.generations is not None:
-            self.tree.manager.generations.between_steps()
-            self.check()
+        manager = self.tree.manager
+        if manager.ranges is not None:
+            manager.ranges.between_steps()
+        if manager.generations is not None:
+            manager.generations.between_steps()
+        self.check()
 
     def finish(self, req: Req) -> None:
         """Finish a request and let the tree keep what it computed."""

@@ -7,7 +7,7 @@ deep chains of turns, ranges that wait for other readers, both splittable and un
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
@@ -15,9 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sglang.srt.managers.schedule_batch import Req
 
 from helpers.harness import Harness, PseudoRandomPolicy
+from helpers.late_stream import TwiceStream
 from helpers.naming_fitter import NamingFitter
 from helpers.passes import MiniScheduler
+from sgl_kvevict.compression import Compressor
 from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.lifecycle.nodes import path_to
 from sgl_kvevict.policies import Policy, build_policy
 from sgl_kvevict.policies.signals import Readers, Signal
 
@@ -385,6 +388,70 @@ class CoarseGenerationMachine(GenerationMachine):
     options: ClassVar[dict[str, Any]] = {**GenerationMachine.options, "cache_grid": 7}
 
 
+class BesideMachine(CacheMachine):
+    """Entries are chosen beside steps, by keys that must not change meanwhile, and exchanged two turns later."""
+
+    policy: PseudoRandomPolicy | Policy | None = build_policy("knorm", {})
+    num_slots = 220
+    options: ClassVar[dict[str, Any]] = {"make_stream": TwiceStream}
+
+    def _admit(self, req, first_chunk):
+        if sum(req.origin_input_ids) % 7 == 0:
+            self.harness.tree.manager.readers.make_exact(req)
+        super()._admit(req, first_chunk)
+
+    @rule(count=st.integers(1, 3))
+    def turn(self, count):
+        for _ in range(count):
+            self.harness.turn()
+
+    @rule(at=st.integers(6, 40))
+    def shrink_beginning(self, at):
+        """The first tokens of a range whose entries are being chosen are compressed for another reason."""
+        manager = self.harness.tree.manager
+        for node, pending in manager.table.pending:
+            end = manager.spans.waterline(path := path_to(node)) + at
+            if pending.choice is not None and end < pending.end and manager.compressor.splittable:
+                manager.ranges.keep_whole(path, end)
+        self.harness.check()
+
+    @rule()
+    def catch_up(self):
+        stream = cast("Compressor", self.harness.tree.compressor).stream
+        cast("TwiceStream", stream).catch_up()
+
+    def teardown(self):
+        self.catch_up()
+        super().teardown()
+
+
+class BesideUnsplittableMachine(BesideMachine):
+    """The same with segments that cannot be cut, several to a range."""
+
+    policy = PseudoRandomPolicy(splittable=False)
+
+
+class BesideHostMachine(BesideMachine):
+    """What is dropped meanwhile moves to the host's memory."""
+
+    num_slots = 130
+    options: ClassVar[dict[str, Any]] = BesideMachine.options | {"has_learned": True, "host_blocks": 16}
+
+
+class BesidePressureMachine(BesideMachine, FitsUnderPressureMachine):
+    """What passes have read is chosen, and fitted after the exchange; meanwhile parts of it have to shrink."""
+
+    policy = FitsUnderPressureMachine.policy
+    options: ClassVar[dict[str, Any]] = FitsUnderPressureMachine.options | BesideMachine.options
+
+
+class BesideGenerationMachine(BesideMachine, GenerationMachine):
+    """Answers are compressed while their prompts' entries are still being chosen."""
+
+    policy = GenerationMachine.policy
+    options: ClassVar[dict[str, Any]] = GenerationMachine.options | BesideMachine.options
+
+
 class StockMachine(CacheMachine):
     """Policy ``none``: the same accounting without any compression."""
 
@@ -426,5 +493,10 @@ MACHINES = (
     SessionMachine,
     GenerationMachine,
     CoarseGenerationMachine,
+    BesideMachine,
+    BesideUnsplittableMachine,
+    BesideHostMachine,
+    BesidePressureMachine,
+    BesideGenerationMachine,
     StockMachine,
 )

@@ -200,7 +200,7 @@ def test_dropping_the_lower_part_of_a_segment_repacks_it():
 
 def test_a_policy_that_fails_leaves_the_range_as_it_is(monkeypatch):
     tree, _ = cache()
-    monkeypatch.setattr(Compressor, "compress", lambda *_: 1 / 0)
+    monkeypatch.setattr(Compressor, "choose", lambda *_: 1 / 0)
     reader = tree.prompt(tree.add(20))
     assert spans(tree) == [] and tree.guard.errors[Place.COMPRESSION] == 1
     assert reader.row[:20].ne(0).all() and not tree.free_slots and len(tree.manager.table.pending) == 0

@@ -10,6 +10,8 @@ from helpers.fake_tree import FakePasses, FakeTree
 from helpers.pseudo_random_policy import PseudoRandomPolicy
 from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.lifecycle.job import RULES, Action, Fact, JobEvent, Outcome, Stage, decide
+from sgl_kvevict.lifecycle.pending import RULES as RANGE_RULES
+from sgl_kvevict.lifecycle.pending import RangeEvent, RangeFact, RangeStage, RangeStep, next_step
 from sgl_kvevict.lifecycle.pressure import STEPS
 from sgl_kvevict.lifecycle.table import Change, State, next_states
 from sgl_kvevict.policies.signals import Readers
@@ -83,6 +85,49 @@ def test_every_rule_is_reached_and_the_last_one_of_each_pair_always_holds():
     for pair, rules in RULES.items():
         assert rules[-1][0] is None
         assert {step for _, step in rules} == {step for _, step in JOB_STEPS[pair]}
+
+
+RANGE_STEPS = {
+    (RangeStage.WAITING, RangeEvent.RELEASED): [
+        (set(RangeFact), RangeStep.FORGET),
+        ({RangeFact.FIXED}, RangeStep.STAY),
+        ({RangeFact.BUSY}, RangeStep.STAY),
+        (set(), RangeStep.CHOOSE),
+    ],
+    (RangeStage.CHOOSING, RangeEvent.RELEASED): [(set(), RangeStep.STAY), (set(RangeFact), RangeStep.STAY)],
+    (RangeStage.CHOOSING, RangeEvent.TURN): [
+        (set(RangeFact), RangeStep.FORGET),
+        (set(RangeFact) - {RangeFact.TOO_SHORT}, RangeStep.STAY),
+        ({RangeFact.EARLY}, RangeStep.STAY),
+        ({RangeFact.FIXED, RangeFact.CHANGED}, RangeStep.WAIT),
+        ({RangeFact.CHANGED}, RangeStep.CHOOSE),
+        (set(), RangeStep.EXCHANGE),
+    ],
+    (RangeStage.CHOOSING, RangeEvent.SHORT): [
+        (set(RangeFact), RangeStep.FORGET),
+        ({RangeFact.FIXED}, RangeStep.STAY),
+        ({RangeFact.CHANGED}, RangeStep.STAY),
+        ({RangeFact.EARLY}, RangeStep.EXCHANGE),
+        (set(), RangeStep.EXCHANGE),
+    ],
+}
+"""(stage, event) -> facts that hold, and what follows; other pairs cannot happen."""
+
+
+@pytest.mark.parametrize(("stage", "event"), itertools.product(RangeStage, RangeEvent))
+def test_every_event_of_a_pending_range_leads_to_one_step_or_is_refused(stage, event):
+    if (stage, event) not in RANGE_STEPS:
+        with pytest.raises(InvariantError, match=rf"{event.name} .* {stage.name}"):
+            next_step(stage, event)
+        return
+    for facts, step in RANGE_STEPS[stage, event]:
+        assert next_step(stage, event, facts) is step
+
+
+def test_every_rule_of_pending_ranges_is_reached():
+    for pair, rules in RANGE_RULES.items():
+        assert rules[-1][0] is None
+        assert {step for _, step in rules} == {step for _, step in RANGE_STEPS[pair]}
 
 
 def test_a_refused_change_changes_nothing():

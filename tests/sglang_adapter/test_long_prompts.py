@@ -195,7 +195,7 @@ def test_its_room_is_not_given_to_others():
 
 def test_one_that_is_stuck_is_aborted_with_an_error(monkeypatch):
     scheduler = serve()
-    monkeypatch.setattr(type(scheduler.tree_cache.compressor), "compress", lambda *_: 1 / 0)
+    monkeypatch.setattr(type(scheduler.tree_cache.compressor), "choose", lambda *_: 1 / 0)
     req = submit(scheduler, text(4 * POOL))
     for _ in range(20):
         scheduler.round()

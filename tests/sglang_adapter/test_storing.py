@@ -16,7 +16,7 @@ from sgl_kvevict.errors import StoreError
 from sgl_kvevict.events.types import Loaded, LoadFailed, Stored
 from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.loading import READ_AHEAD
-from sgl_kvevict.lifecycle.table import Pending
+from sgl_kvevict.lifecycle.pending import Pending
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.scheduler_store import (
     after_queueing,

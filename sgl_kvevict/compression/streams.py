@@ -1,0 +1,70 @@
+"""The stream on which entries are chosen: beside the scheduler's on a GPU, so that forwards need not wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class ChoiceStream(Protocol):
+    """Where work is launched that reads the arena and writes nothing that exists."""
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether the scheduler's stream goes on meanwhile, so that results had better be asked for later."""
+
+    def launch(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Launch work behind everything that the scheduler's stream has; the result, once called, is used there."""
+
+
+class SchedulerStream:
+    """The scheduler's own stream, and the CPU: work is done, or launched in order, at once."""
+
+    is_beside = False
+
+    def launch(self, work: Callable[[], T]) -> Callable[[], T]:
+        """See :class:`ChoiceStream`."""
+        value = work()
+        return lambda: value
+
+
+class SideStream:
+    """A CUDA stream beside the scheduler's. The host never waits for it.
+
+    Memory needs no ``record_stream``. Inputs are kept until the work was seen to be done. What work allocates belongs
+    to this stream's pool, and is given out again to later work only, which waits for the scheduler's stream, and so for
+    the last use.
+    """
+
+    is_beside = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._running: list[tuple[torch.cuda.Event, Callable[[], object]]] = []
+
+    def launch(self, work: Callable[[], T]) -> Callable[[], T]:
+        """See :class:`ChoiceStream`."""
+        self._forget_done()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        try:
+            with torch.cuda.stream(self._stream):
+                value = work()
+        finally:
+            done.record(self._stream)
+            self._running.append((done, work))
+
+        def result() -> T:
+            torch.cuda.current_stream(self._device).wait_event(done)
+            self._forget_done()
+            return value
+
+        return result
+
+    def _forget_done(self) -> None:
+        self._running = [one for one in self._running if not one[0].query()]  # type: ignore[no-untyped-call]
