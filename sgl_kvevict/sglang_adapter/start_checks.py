@@ -76,7 +76,7 @@ def flag_reasons(value_of: Callable[[str], object]) -> list[str]:
     ]
 
 
-ALGORITHMS = ("NGRAM", "STANDALONE")
+ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 """Of speculative decoding, those that work over compressed prefixes."""
 _DRAFTS = "its drafts read KV of compressed tokens, and nothing keeps a shadow of it for them"
 _PAIRS = "its prefix keys are pairs of tokens"

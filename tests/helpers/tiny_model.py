@@ -63,3 +63,43 @@ def save_adapter(folder: Path, seed: int, rank: int = 4) -> Path:
         tensors[f"{place}.lora_B.weight"] = torch.randn(width, rank, generator=generator) * 0.1
     save_file(tensors, folder / "adapter_model.safetensors")
     return folder
+
+
+def save_tiny_eagle(folder: Path, architecture: str, seed: int = 1) -> Path:
+    """Write a draft model for the tiny llama: ``LlamaForCausalLMEagle``, or ``LlamaForCausalLMEagle3``.
+
+    The second one drafts half of the vocabulary, and reads the hidden states of three layers.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    reads_layers, hidden, generator = architecture.endswith("3"), 128, torch.Generator().manual_seed(seed)
+    width, part = (2 * hidden, "midlayer") if reads_layers else (hidden, "layers.0")
+    shapes = {f"{part}.self_attn.{name}_proj": (size, width) for name, size in (("q", 128), ("k", 64), ("v", 64))}
+    shapes |= {f"{part}.self_attn.o_proj": (hidden, 128), f"{part}.mlp.down_proj": (hidden, 128)}
+    shapes |= {f"{part}.mlp.{name}_proj": (128, hidden) for name in ("gate", "up")}
+    norms = [f"{part}.post_attention_layernorm"]
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        architectures=[architecture],
+        dtype="float32",
+    ).to_dict()
+    tensors = {}
+    if reads_layers:
+        config["draft_vocab_size"] = VOCAB_SIZE // 2
+        shapes |= {"fc": (hidden, 3 * hidden), "lm_head": (VOCAB_SIZE // 2, hidden)}
+        norms += ["norm", f"{part}.hidden_norm", f"{part}.input_layernorm"]
+        tensors["d2t"] = torch.arange(VOCAB_SIZE // 2)  # from a draft's token to the target's: twice as large
+    else:
+        shapes |= {"fc": (hidden, 2 * hidden), "embed_tokens": (VOCAB_SIZE, hidden)}
+        tensors["fc.bias"] = torch.zeros(hidden)
+    tensors |= {f"{name}.weight": torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
+    tensors |= {f"{name}.weight": torch.ones(hidden) for name in norms}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
