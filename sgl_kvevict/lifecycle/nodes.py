@@ -17,7 +17,7 @@ Reader: TypeAlias = Any
 class Key(Protocol):
     """Tokens of a node, and their namespace.
 
-    With some draft models (EAGLE) SGLang's keys are pairs: a token and the one after it, on which the draft's row depends.
+    With drafts from hidden states (EAGLE) a key is pairs: a token and the next one, on which the draft's row depends.
     """
 
     @property

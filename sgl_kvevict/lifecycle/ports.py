@@ -56,7 +56,8 @@ class TreePort(Protocol):
     ) -> Node | None:
         """Add the missing nodes of the path of ``tokens``, which end as in :meth:`find`.
 
-        Returns its last node, or None if it may not be cached. ``slots`` ([num_new], int64) are the new tokens' ordinary slots. None: new nodes hold a filler, and get spans.
+        Returns its last node, or None if it may not be cached. ``slots`` ([num_new], int64) are the new tokens'
+        ordinary slots. None: new nodes hold a filler, and get spans.
         """
 
     def num_known(self, reader: Reader) -> int:
