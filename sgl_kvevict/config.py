@@ -20,6 +20,8 @@ from sgl_kvevict.errors import ConfigError, shown
 from sgl_kvevict.fields import allowed
 
 ENV_VAR = "KVEVICT_CONFIG"
+HOST_PER_POOL = 2
+"""Bytes of ``host_bytes`` per byte of the pool by default: the default of SGLang's ``--hicache-ratio``."""
 _as_written = cache(lambda share: Fraction(repr(share)))  # exact value of a share's decimal notation
 
 _PORT = r"0*(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
@@ -215,7 +217,7 @@ class KVEvictConfig(BaseModel):
         ge=0,
         description="host memory of each rank for compressed prefixes that the pool drops; null: at most a quarter of "
         "what is free on all ranks together (docs/design.md#host-memory)",
-        json_schema_extra={"allowed": "null (as much as the pool), 0 (off), or a number of bytes"},
+        json_schema_extra={"allowed": "null (twice the pool), 0 (off), or a number of bytes"},
     )
     store: _Path | None = Field(
         default=None,

@@ -170,7 +170,7 @@ def size(
     kv_memory: Annotated[str | None, typer.Option(help="Or the memory of the pool: 40GB, 512MiB.")] = None,
     reserve_tokens: Annotated[int, typer.Option(min=0, help="Slots left to running requests.")] = 0,
     host_memory: Annotated[
-        str | None, typer.Option(help="For what the pool drops: 40GB; default: as the pool.")
+        str | None, typer.Option(help="For what the pool drops: 40GB; default: twice the pool.")
     ] = None,
     tail_tokens: Annotated[int | None, typer.Option(min=1, help="As of 'serve'.")] = None,
     min_prefix_tokens: Annotated[int | None, typer.Option(min=1, help="As of 'serve'.")] = None,
@@ -179,7 +179,7 @@ def size(
     """Work out how many prefixes fit into a KV pool."""
     from sgl_kvevict.cli import size as sizing
     from sgl_kvevict.cli.server_plan import parse_budget
-    from sgl_kvevict.config import parse_config
+    from sgl_kvevict.config import HOST_PER_POOL, parse_config
 
     if (pool_tokens is None) == (kv_memory is None):
         raise ConfigError("--pool-tokens and --kv-memory: give one of them")
@@ -187,7 +187,8 @@ def size(
     config = parse_config({name: value for name, value in given.items() if value is not None}, "the command line")
     sizes = sizing.read_model_sizes(model)
     pool_slots = pool_tokens or sizing.parse_bytes(kv_memory or "") // sizes.slot_bytes
-    host_bytes = pool_slots * sizes.slot_bytes if host_memory is None else sizing.parse_bytes(host_memory)
+    default = HOST_PER_POOL * pool_slots * sizes.slot_bytes
+    host_bytes = default if host_memory is None else sizing.parse_bytes(host_memory)
     rows = sizing.fits(config, sizes, prefix_tokens, pool_slots, reserve_tokens, host_bytes)
     longest = sizing.longest_prompt(config, pool_slots - reserve_tokens)
     if as_json:

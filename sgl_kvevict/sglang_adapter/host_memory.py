@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.config import HOST_PER_POOL, KVEvictConfig
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.lifecycle.host import MIN_TOKENS, slot_bytes
 from sgl_kvevict.machine import GIB, free_host_gib
@@ -45,7 +45,7 @@ def open_host(config: KVEvictConfig, ctx: TreeCacheBuildContext, packer: Segment
         )
     if wanted is None:
         pool = packer.num_bytes + (0 if packer.drafts is None else packer.drafts.nbytes)
-        wanted = min(pool, int(free * FREE_SHARE))
+        wanted = min(HOST_PER_POOL * pool, int(free * FREE_SHARE))
     num_blocks = -ranks.largest(-(wanted // block_bytes))  # ranks may read different amounts
     if num_blocks == 0:
         return None

@@ -98,7 +98,7 @@ def test_command(capsys, model):
     code, out, _ = run(capsys, "--model", model, "--prefix-tokens", "4128", "--kv-memory", "16GiB")
     assert code == 0
     assert "131.1 KB a token slot" in out and "131,072 token slots" in out and "852" in out
-    assert "host: 17.2 GB for what the pool drops" in out
+    assert "host: 34.4 GB for what the pool drops" in out
     assert "The longest prompt that is answered has 1,117,920 tokens." in out
     arguments = ("--model", model, "--prefix-tokens", "4128", "--pool-tokens", "131072", "--budget", "512", "--json")
     figures = json.loads(run(capsys, *arguments)[1])
@@ -109,7 +109,7 @@ def test_command(capsys, model):
         "prefix_slots": 544,
         "prefix_bytes": 544 * 131072,
         "prefixes": (131072 - 4128) // 544 + 1,
-        "host_prefixes": 131072 * 131072 // (512 * 132608),
+        "host_prefixes": 2 * 131072 * 131072 // (512 * 132608),
         "load_bytes": 512 * 132608,
         "tokens_per_slot": pytest.approx(4128 / 544),
     }
