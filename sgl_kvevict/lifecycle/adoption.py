@@ -37,13 +37,18 @@ class Adoption(Part):
 
     def place(self, record: SegmentRecord, prompt: Prompt) -> int:
         """Put a segment, and its tail if the prompt goes on like that, into the tree; return as :meth:`adopt`."""
-        num_tokens = self.adopt(record, prompt.extra_key, prompt.cache_salt)
+        rest = prompt.tokens[record.end :]
+        num_tokens = self.adopt(record, prompt.extra_key, prompt.cache_salt, rest)
         if num_tokens and record.tail_tokens is not None and _goes_on(prompt, record):
-            self.adopt_tail(record, prompt.extra_key, prompt.cache_salt)
+            self.adopt_tail(record, prompt.extra_key, prompt.cache_salt, rest)
         return num_tokens
 
-    def adopt(self, record: SegmentRecord, extra_key: str | None, cache_salt: str | None) -> int:
+    def adopt(
+        self, record: SegmentRecord, extra_key: str | None, cache_salt: str | None, rest: Sequence[int] = ()
+    ) -> int:
         """Give a stored segment of this server's identity slots and nodes, in the namespace in which it was found.
+
+        ``rest`` is what follows in the prompt that looked for it.
 
         Returns how many of its last tokens were added; its beginning may be compressed in the tree already. 0: nothing
         was added, though other prefixes may have shrunk for it: there were no slots, the tree has all of it, the tokens
@@ -59,7 +64,7 @@ class Adoption(Part):
             raise StoreError("a fitted segment, and nothing is fitted here")
         if geometry.slots_for(record.num_entries) > record.end - record.start:
             raise StoreError(f"a segment of {record.num_entries} entries for {record.end - record.start} tokens")
-        tokens: list[int] = record.tokens.tolist()
+        tokens = self._key(record.tokens.tolist(), rest)
         there = self._tree.find(tokens, extra_key, cache_salt)
         waterline = self._spans.waterline(there)
         if record.splittable and record.start < waterline < record.end:
@@ -75,7 +80,9 @@ class Adoption(Part):
         self._tree.free(slots)
         return 0
 
-    def adopt_tail(self, record: SegmentRecord, extra_key: str | None, cache_salt: str | None) -> bool:
+    def adopt_tail(
+        self, record: SegmentRecord, extra_key: str | None, cache_salt: str | None, rest: Sequence[int] = ()
+    ) -> bool:
         """Give a loaded segment's tail slots and a node; False: it has no tail, or there is no place."""
         if record.tail_tokens is None:
             return False
@@ -84,7 +91,7 @@ class Adoption(Part):
         if slots is None:
             return False
         path: list[int] = record.tokens.tolist()
-        tokens: list[int] = path + record.tail_tokens.tolist()
+        tokens = self._key(path + record.tail_tokens.tolist(), rest[slots.numel() :])
         with accounting():
             there = self._tree.find(tokens, extra_key, cache_salt)
             is_free = length_of(there) == len(path) == self._spans.waterline(there)
@@ -119,6 +126,10 @@ class Adoption(Part):
         nodes = self._spans.uncompressed(path_to(last))
         self._ranges.install(nodes, self._segment(record, slots), freed, readers)
         return True
+
+    def _key(self, path: list[int], rest: Sequence[int]) -> list[int]:
+        """Tokens that are looked up to find a path; if nothing follows it in the prompt, any token may."""
+        return [*path, *rest[:1], path[-1]][: len(path) + self._tree.lookahead]
 
     def _is_whole(self, nodes: Sequence[Node]) -> bool:
         """Whether no request reads the last nodes of a path, and no prompt branches off from them.

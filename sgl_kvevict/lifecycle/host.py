@@ -134,7 +134,8 @@ class HostTier(Part):
             found = self.segments.find(tokens, namespace)
             if not found:
                 return
-            path = self._tree.find(tokens, prompt.extra_key, prompt.cache_salt)
+            key = prompt.tokens[: prompt.num_tokens + self._tree.lookahead]
+            path = self._tree.find(key, prompt.extra_key, prompt.cache_salt)
             wanted = Wanted(tokens, namespace, self._spans.waterline(path), length_of(path))
             for record in segments_of(wanted, found, self.segments.get, self._min_tokens):
                 num_tokens = self._adoption.place(record, prompt)

@@ -119,7 +119,8 @@ class Loading(Part):
             self._host.load(prompt)
         with self._guard.at(Place.STORE):
             tokens = list(prompt.tokens[: prompt.num_tokens])
-            path = self._tree.find(tokens, prompt.extra_key, prompt.cache_salt)
+            key = prompt.tokens[: prompt.num_tokens + self._tree.lookahead]
+            path = self._tree.find(key, prompt.extra_key, prompt.cache_salt)
             namespace = self._access.identity.namespace(prompt.extra_key, prompt.cache_salt)
             waiting.fetch = self._reader.start(Wanted(tokens, namespace, self._spans.waterline(path), length_of(path)))
 

@@ -15,7 +15,10 @@ Reader: TypeAlias = Any
 
 
 class Key(Protocol):
-    """Tokens of a node, and their namespace."""
+    """Tokens of a node, and their namespace.
+
+    With drafts from hidden states (EAGLE) a key is pairs: a token and the next one, on which the draft's row depends.
+    """
 
     @property
     def extra_key(self) -> str | None:
@@ -27,7 +30,7 @@ class Key(Protocol):
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """The tokens."""
+        """The tokens; of pairs, followed by the second token of the last one."""
 
     def __len__(self) -> int:
         """Number of tokens (logical length)."""
@@ -76,13 +79,19 @@ def length_of(path: Sequence[Node]) -> int:
 
 
 def tokens_of(path: Sequence[Node]) -> list[int]:
-    """Token ids of a path, or of a part of one."""
-    return [token for node in path for token in node.key.token_ids]
+    """Token ids of a path, or of a part of one: those that have KV."""
+    return [token for node in path for token in node.key.token_ids[: len(node.key)]]
+
+
+def key_of(path: Sequence[Node]) -> list[int]:
+    """Token ids that are looked up to find a path: its tokens and, if keys are pairs, the one after them."""
+    last = path[-1].key
+    return [*tokens_of(path), *last.token_ids[len(last) :]]
 
 
 def has_images(node: Node) -> bool:
     """Whether a part of an image is among a node's tokens."""
-    return bool(np.max(np.asarray(node.key.token_ids)) >= FIRST_IMAGE_TOKEN)
+    return bool(np.max(np.asarray(tokens_of([node]))) >= FIRST_IMAGE_TOKEN)
 
 
 class NodeSet(set[Node]):

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 class TreePort(Protocol):
     """The tree: nodes, locks, slots and rows."""
 
+    @property
+    def lookahead(self) -> int:
+        """Tokens after a path that are looked up to find it: 1 if keys are pairs of tokens, else 0."""
+
     def num_locks(self, node: Node) -> int:
         """Number of a node's locks; a lock on a node is one on all nodes above it."""
 
@@ -42,14 +46,18 @@ class TreePort(Protocol):
         """[num_slots], int64, token slots of the pool, for which prefixes shrink or are dropped; None: too few."""
 
     def find(self, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None) -> list[Node]:
-        """Nodes of the longest path that matches ``tokens``; a node that diverges inside is cut there."""
+        """Nodes of the longest path that matches ``tokens``; a node that diverges inside is cut there.
+
+        The last ``lookahead`` tokens are only looked up.
+        """
 
     def add(
         self, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None, slots: Tensor | None = None
     ) -> Node | None:
-        """Add the missing nodes of the path of ``tokens``; return its last node, or None if it may not be cached.
+        """Add the missing nodes of the path of ``tokens``, which end as in :meth:`find`.
 
-        ``slots`` ([num_new], int64) are the new tokens' ordinary slots. None: new nodes hold a filler, and get spans.
+        Returns its last node, or None if it may not be cached. ``slots`` ([num_new], int64) are the new tokens'
+        ordinary slots. None: new nodes hold a filler, and get spans.
         """
 
     def num_known(self, reader: Reader) -> int:

@@ -83,7 +83,7 @@ def export_segment(
     if tail is None:
         return export_views(views, path, packer, identity)
     tail_k, tail_v = packer.token_rows(tree.token_slots([tail])[:num_tail])
-    tail_tokens = torch.tensor(list(tail.key.token_ids[:num_tail]), dtype=torch.int64)
+    tail_tokens = torch.tensor(tokens_of([tail])[:num_tail], dtype=torch.int64)
     return export_views(views, path, packer, identity, tail_tokens=tail_tokens, tail_k=tail_k, tail_v=tail_v)
 
 

@@ -12,7 +12,7 @@ from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.fitting import Fits
 from sgl_kvevict.lifecycle.job import Action, Fact, JobEvent, Outcome, ScoringJob, Stage, decide
 from sgl_kvevict.lifecycle.jobs import ScoringJobs
-from sgl_kvevict.lifecycle.nodes import Node, Reader, has_images, length_of, path_to, tokens_of
+from sgl_kvevict.lifecycle.nodes import Node, Reader, has_images, key_of, length_of, path_to, tokens_of
 from sgl_kvevict.lifecycle.pacing import Pacing
 from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.ports import PassPort, PassState
@@ -294,7 +294,7 @@ class PrefixScoring(Part):
     def _start_pass(self, job: ScoringJob, passes: PassPort, num_tokens: int) -> None:
         assert job.probes is not None
         probe = job.probes.next(num_tokens)
-        length = length_of(path_to(job.node))
+        length = len(key_of(path_to(job.node)))
         if length + len(probe) >= passes.room:
             self._table.listener.tell(Refused("no-room", length))
             self._end_as(job, Outcome.NO_ROOM)

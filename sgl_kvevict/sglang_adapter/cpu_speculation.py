@@ -118,6 +118,8 @@ def build_tree(
 ) -> None:
     """Masks, positions and links of trees from the drafts that were selected.
 
+    A draft may be as likely as the one that it follows, and be selected without it. It is then reached by no link.
+
     Args:
         parent_list: [batch_size, 1 + topk * (depth - 1)]: per group of ``topk`` drafts, the index of the draft that
             they follow; of the first group, whose drafts follow the root, nothing is read.
@@ -140,7 +142,10 @@ def build_tree(
     for mask, parents, selected in zip(masks, parent_list.tolist(), selected_index.tolist(), strict=True):
         for node, draft in enumerate(selected, start=1):
             group = draft // topk
-            mask[node] |= mask[selected.index(parents[group]) + 1 if group else 0]
+            if group == 0:
+                mask[node] |= mask[0]
+            elif parents[group] in selected:
+                mask[node] |= mask[selected.index(parents[group]) + 1]
     tree_mask[:] = masks.view(-1)
     links = retrieve_index, retrieve_next_token, retrieve_next_sibling
     reconstruct_tree(masks, seq_lens, positions, *links, batch_size, n)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
 from sgl_kvevict.compression import Compressor, SideStream, needs_rotary, warm_up
@@ -62,7 +63,7 @@ def build_tree(ctx: TreeCacheBuildContext) -> KVEvictTree:
     pool = full_pool_of(ctx.params.token_to_kv_pool_allocator.get_kvcache())
     backend = _full_attention_of(ctx.tp_worker.model_runner.attn_backend)
     arena = arena_of(pool)
-    value_of = partial(getattr, ctx.server_args)
+    value_of = partial(getattr, resolved_view(ctx.server_args))
     reasons = flag_reasons(value_of) + speculation_reasons(value_of, config)
     reasons += model_reasons(ctx.model_config)
     reasons += image_reasons(policy, ctx.tp_worker.model_runner.model, ctx.model_config)

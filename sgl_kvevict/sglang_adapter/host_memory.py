@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_kvevict.config import HOST_PER_POOL, KVEvictConfig
 from sgl_kvevict.errors import UnsupportedSetupError
-from sgl_kvevict.lifecycle.adoption import Prompt
 from sgl_kvevict.lifecycle.host import MIN_TOKENS, slot_bytes
 from sgl_kvevict.machine import GIB, free_host_gib
 from sgl_kvevict.prefix import SegmentPacker
@@ -81,6 +80,5 @@ def before_matching(req: Req, tree_cache: Any = None, *_args: object, **_kwargs:
     if not isinstance(tree_cache, KVEvictTree) or tree_cache.manager.host is None:
         return
     if req.positional_embed_overrides is None:  # else SGLang matches nothing
-        tokens = req.origin_input_ids + req.output_ids
-        prompt = Prompt(tokens, len(tokens) - 1, req.extra_key, req.cache_salt or None)
+        prompt = tree_cache.prompt_of(req, req.origin_input_ids + req.output_ids)
         tree_cache.manager.host.admitting(req, prompt)

@@ -11,7 +11,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.runtime_context import get_device
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sgl_kvevict.lifecycle.nodes import path_to, tokens_of
+from sgl_kvevict.lifecycle.nodes import key_of, path_to
 from sgl_kvevict.lifecycle.ports import PassState
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
@@ -104,7 +104,7 @@ class SchedulerPasses:
         req = Req(
             f"{scheduler.tree_cache.pass_name}-{next(_NUMBERS)}",  # for logs only
             "",
-            array("q", [*tokens_of(path_to(node)), *probe]),
+            array("q", [*key_of(path_to(node)), *probe]),
             sampling,
             eos_token_ids=scheduler.model_config.hf_eos_token_id,
             vocab_size=scheduler.model_config.vocab_size,

@@ -54,4 +54,4 @@ class KVEvictCpuPlatform(CpuSRTPlatform):
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
         """Return whether SGLang's worker of an algorithm has all that it needs; NGRAM's is not asked for."""
-        return algorithm == "STANDALONE"
+        return algorithm in ("STANDALONE", "EAGLE", "EAGLE3")

@@ -16,7 +16,6 @@ from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.lifecycle.adoption import Prompt
 from sgl_kvevict.lifecycle.saving import StoreAccess, all_namespaces
 from sgl_kvevict.sglang_adapter.distilling import model_fingerprint, rotary_of
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
@@ -121,8 +120,7 @@ def after_queueing(
     loading = tree.manager.loading if isinstance(tree, KVEvictTree) else None
     if loading is None or is_retracted or req.to_finish is not None or tree.manager.readers.is_exact(req):
         return
-    tokens = req.origin_input_ids
-    loading.queued(req, Prompt(tokens, len(tokens) - 1, req.extra_key, req.cache_salt or None))
+    loading.queued(req, tree.prompt_of(req, req.origin_input_ids))
 
 
 def around_admission(original: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:

@@ -45,6 +45,10 @@ FLAGS: dict[str, tuple[object, str]] = {
     "enable_unified_memory": (False, _LAYOUT),
     "enable_page_major_kv_layout": (False, _LAYOUT),
     "enable_kv_cache_sharding": (False, _LAYOUT),
+    "enable_multi_layer_eagle": (
+        False,
+        "each draft layer has a pool of its own, and a segment a shadow for one of them",
+    ),
     "prefill_only_disable_kv_cache": (False, "there would be no KV to compress"),
     "kv_canary": ("none", "it patches the pool's buffers"),
     "enable_torch_compile": (False, "the attention backend is not traceable"),
@@ -76,15 +80,9 @@ def flag_reasons(value_of: Callable[[str], object]) -> list[str]:
     ]
 
 
-ALGORITHMS = ("NGRAM", "STANDALONE")
+ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 """Of speculative decoding, those that work over compressed prefixes."""
 _DRAFTS = "its drafts read KV of compressed tokens, and nothing keeps a shadow of it for them"
-_PAIRS = "its prefix keys are pairs of tokens"
-_REFUSED_ALGORITHMS = {
-    "EAGLE": _PAIRS,
-    "EAGLE3": _PAIRS,
-    "NEXTN": _PAIRS,
-}
 
 
 def speculation_reasons(value_of: Callable[[str], object], config: KVEvictConfig) -> list[str]:
@@ -94,9 +92,8 @@ def speculation_reasons(value_of: Callable[[str], object], config: KVEvictConfig
         return []
     algorithm, reasons = str(given).upper(), []
     if algorithm not in ALGORITHMS:
-        reason = _REFUSED_ALGORITHMS.get(algorithm, _DRAFTS)
-        allowed = " and ".join(map(repr, ALGORITHMS))
-        reasons.append(f"--speculative-algorithm is {given!r}, only {allowed} are supported: {reason}")
+        allowed = ", ".join(map(repr, ALGORITHMS))
+        reasons.append(f"--speculative-algorithm is {given!r}, only {allowed} are supported: {_DRAFTS}")
     backend = value_of("speculative_draft_attention_backend")
     if backend not in (None, BACKEND_NAME):
         reasons.append(

@@ -29,6 +29,7 @@ from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.events.types import PrefilledCompressed, Refused
 from sgl_kvevict.guard import Guard, Place, accounting
 from sgl_kvevict.lifecycle import PrefixManager
+from sgl_kvevict.lifecycle.adoption import Prompt
 from sgl_kvevict.lifecycle.manager import Released
 from sgl_kvevict.lifecycle.nodes import path_to, tokens_of
 from sgl_kvevict.lifecycle.saving import StoreAccess
@@ -62,6 +63,14 @@ class UnifiedTreePort:
         self.ranks = ranks
         self._cache = cache
 
+    @property
+    def lookahead(self) -> int:
+        """1 if SGLang's keys are pairs of tokens, else 0."""
+        return int(self._cache.tree_core.is_eagle)
+
+    def _key(self, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None) -> RadixKey:
+        return RadixKey(array("q", tokens), extra_key, bool(self.lookahead), cache_salt=cache_salt)
+
     def num_locks(self, node: UnifiedTreeNode) -> int:
         """Number of locks on a node."""
         return int(node.component_data[FULL].lock_ref)
@@ -79,8 +88,8 @@ class UnifiedTreePort:
                 break
         else:
             raise InvariantError(f"the path has {position} tokens, expected more than {end}")
-        tokens = array("q", tokens_of(path)[:end])
-        self._cache.touch_prefix(RadixKey(tokens, node.key.extra_key, cache_salt=node.key.cache_salt))
+        tokens = tokens_of(path)[: end + self.lookahead]
+        self._cache.touch_prefix(self._key(tokens, node.key.extra_key, node.key.cache_salt))
         return node.parent
 
     def token_slots(self, nodes: Sequence[UnifiedTreeNode]) -> torch.Tensor:
@@ -113,7 +122,7 @@ class UnifiedTreePort:
 
     def find(self, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None) -> list[UnifiedTreeNode]:
         """Nodes of the longest matching path; SGLang splits a node where the match ends."""
-        key = RadixKey(array("q", tokens), extra_key, cache_salt=cache_salt)
+        key = self._key(tokens, extra_key, cache_salt)
         match = self._cache.match_prefix(MatchPrefixParams(key=key))
         return path_to(self._cache.tree_core.node_by_id(match.last_device_node))
 
@@ -121,11 +130,11 @@ class UnifiedTreePort:
         self, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None, slots: torch.Tensor | None = None
     ) -> UnifiedTreeNode | None:
         """Insert a path, with padding slots before the last ``slots``; ``prev_prefix_len``: SGLang frees none."""
-        key = RadixKey(array("q", tokens), extra_key, cache_salt=cache_salt)
-        fillers = torch.zeros(len(tokens), dtype=torch.int64, device=self._cache.device)
+        key = self._key(tokens, extra_key, cache_salt)
+        fillers = torch.zeros(len(key), dtype=torch.int64, device=self._cache.device)
         if slots is not None:
-            fillers[len(tokens) - slots.numel() :] = slots
-        result = self._cache.insert(InsertParams(key=key, value=fillers, prev_prefix_len=len(tokens)))
+            fillers[len(key) - slots.numel() :] = slots
+        result = self._cache.insert(InsertParams(key=key, value=fillers, prev_prefix_len=len(key)))
         return None if result.rotation_tail_declined else self._cache.tree_core.node_by_id(result.last_device_node)
 
     def num_known(self, reader: Req) -> int:
@@ -306,7 +315,7 @@ class KVEvictTree(UnifiedRadixCache):
 
         A compressed path is compressed from its first token, so an exact request matches none of it.
         """
-        req, key = params.req, params.key
+        req, key = params.req, self._pairs(params.key)
         if req is not None:
             self.manager.matched(req)
             if self.manager.readers.is_exact(req) and self._blocking.begins_compressed(key):
@@ -317,7 +326,7 @@ class KVEvictTree(UnifiedRadixCache):
 
     def touch_prefix(self, key: RadixKey) -> None:
         """Touch as stock, up to the first blocking node: SGLang splits a node where the key ends."""
-        super().touch_prefix(self._allowed(key))
+        super().touch_prefix(self._allowed(self._pairs(key)))
 
     def insert(self, params: InsertParams) -> InsertResult:
         """Insert as stock; declined if the key would cut an unsplittable span.
@@ -327,6 +336,17 @@ class KVEvictTree(UnifiedRadixCache):
         if self._blocking.find(params.key) is not None:
             return InsertResult(prefix_len=len(params.key), rotation_tail_declined=True)
         return super().insert(params)
+
+    def prompt_of(self, req: Req, tokens: Sequence[int]) -> Prompt:
+        """What the cache may have of a request's tokens; the last one is always computed."""
+        return Prompt(tokens, len(tokens) - 1 - self.port.lookahead, req.extra_key, req.cache_salt or None)
+
+    def _pairs(self, key: RadixKey) -> RadixKey:
+        """A key as the tree's are: its tokens, or pairs of them."""
+        return key.maybe_to_bigram_view(self.tree_core.is_eagle)[0]
+
+    def _key_of(self, req: Req, end: int | None = None) -> RadixKey:
+        return self._pairs(RadixKey(req.full_untruncated_fill_ids[:end], req.extra_key, cache_salt=req.cache_salt))
 
     def _allowed(self, key: RadixKey) -> RadixKey:
         blocking = self._blocking.find(key)
@@ -343,7 +363,7 @@ class KVEvictTree(UnifiedRadixCache):
         if self.disable:
             super().checkpoint(req, up_to=up_to, **kwargs)
             return
-        key = RadixKey(req.full_untruncated_fill_ids[:up_to], req.extra_key, cache_salt=req.cache_salt)
+        key = self._key_of(req, up_to)
         is_private = self.manager.readers.is_exact(req) and self._blocking.begins_compressed(key)
         if is_private or _keeps_own_chunks(req, up_to):
             self._keep_out(req)
@@ -366,7 +386,7 @@ class KVEvictTree(UnifiedRadixCache):
 
     def must_wait(self, req: Req) -> bool:
         """Whether a prompt stays out of the cache because requests read prefixes of old weights that begin like it."""
-        return self._is_kept_out(RadixKey(req.full_untruncated_fill_ids, req.extra_key, cache_salt=req.cache_salt))
+        return self._is_kept_out(self._key_of(req))
 
     def _is_kept_out(self, key: RadixKey) -> bool:
         """Whether a blocking node has readers; without readers it is dropped."""

@@ -82,6 +82,7 @@ class Harness:
         is_latent: values are the first numbers of the keys' rows, of one head.
         make_stream: where entries are chosen, if not at once.
         cache_grid: only multiples of so many tokens are cached, and found; as for models with a recurrent state.
+        keys_are_pairs: of tokens, as with a draft model that reads hidden states (EAGLE).
     """
 
     num_slots: int = 120
@@ -102,6 +103,7 @@ class Harness:
     cache_grid: int = 1
     is_latent: bool = False
     make_stream: Callable[[], ChoiceStream] | None = None
+    keys_are_pairs: bool = False
     geometry: KVGeometry = field(init=False)
 
     def __post_init__(self) -> None:
@@ -121,6 +123,7 @@ class Harness:
             eviction_policy=self.eviction_policy,
             eviction_policy_config=self.eviction_config,
             enable_session_radix_cache=self.has_sessions,
+            is_eagle=self.keys_are_pairs,
             **self._make_pools(),
         )
         self.rows, self.allocator = params.req_to_token_pool, params.token_to_kv_pool_allocator

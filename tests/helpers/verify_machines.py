@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 from unittest import mock
 
 import hypothesis.strategies as st
@@ -12,9 +12,10 @@ from hypothesis.stateful import precondition, rule
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache.common import release_kv_cache
 
-from helpers.harness import Harness
+from helpers.harness import Harness, PseudoRandomPolicy
 from helpers.machines import CacheMachine, ExactMachine, HostMachine, PressureMachine
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.prefix import DraftRows
 
 SPECULATIVE = mock.patch("sglang.srt.mem_cache.common.get_spec", lambda: SimpleNamespace(speculative_algorithm="NGRAM"))
@@ -157,4 +158,44 @@ class VerifyHostMachine(VerifyMachine, HostMachine):
     """Prefixes move to the host's memory and back, with the rows of the draft model."""
 
 
-VERIFY_MACHINES = (VerifyMachine, VerifyPressureMachine, VerifyExactMachine, VerifyHostMachine)
+class PairsMachine(VerifyMachine):
+    """Keys are pairs of tokens: the last token of a text is in none, and of two texts their last common one neither."""
+
+    options: ClassVar[dict[str, Any]] = {"keys_are_pairs": True}
+
+
+class PairsUnsplittableMachine(PairsMachine):
+    """The same with spans that cannot be cut."""
+
+    policy = PseudoRandomPolicy(splittable=False)
+
+
+class PairsPressureMachine(PairsMachine, VerifyPressureMachine):
+    """Passes read texts, and prefixes shrink."""
+
+    options: ClassVar[dict[str, Any]] = VerifyPressureMachine.options | PairsMachine.options
+
+
+class PairsHostMachine(PairsMachine, VerifyHostMachine):
+    """Prefixes move to the host's memory and back, under keys of one token less than their texts."""
+
+    options: ClassVar[dict[str, Any]] = VerifyHostMachine.options | PairsMachine.options
+
+
+class PairsHostUnsplittableMachine(PairsHostMachine):
+    """The same with segments that come back whole or not at all."""
+
+    policy = PseudoRandomPolicy(splittable=False, readers=Readers.REPETITION)
+
+
+VERIFY_MACHINES = (
+    VerifyMachine,
+    VerifyPressureMachine,
+    VerifyExactMachine,
+    VerifyHostMachine,
+    PairsMachine,
+    PairsUnsplittableMachine,
+    PairsPressureMachine,
+    PairsHostMachine,
+    PairsHostUnsplittableMachine,
+)

@@ -201,6 +201,18 @@ def test_trees_are_built_from_the_selected_drafts(tree):
         assert torch.equal(got, want)
 
 
+def test_a_draft_whose_parent_was_not_selected_is_reached_by_no_link():
+    """It was as likely as the one that it follows: draft 4 follows draft 1, and only 0 and 4 were selected."""
+    mask, positions = torch.zeros(9, dtype=torch.bool), torch.zeros(3, dtype=torch.long)
+    found = [torch.full((1, 3), -7) for _ in range(3)]
+    topk = 3
+    build_tree(
+        torch.tensor([[-7, 1]]), torch.tensor([[0, 4]]), torch.tensor([10]), mask, positions, *found, topk, 9, 3, 1
+    )
+    assert mask.view(3, 3).tolist() == [[True, False, False], [True, True, False], [False, False, True]]
+    assert [link.tolist() for link in found[1:]] == [[[1, -1, -1]], [[-1, -1, -1]]]
+
+
 def test_slots_and_tokens_of_drafts():
     table = torch.arange(40, dtype=torch.int32).view(4, 10)
     slots = torch.zeros(8, dtype=torch.int64)

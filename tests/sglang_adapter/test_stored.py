@@ -194,6 +194,22 @@ def test_a_tail_follows_its_segment():
     assert several[0].tail_tokens is None  # no one tail is what all questions share
 
 
+def test_a_segment_finds_its_place_among_keys_of_pairs():
+    """Of 60 tokens 59 are cached. A prompt that goes on finds the whole segment, another one all but its last token."""
+    (record,) = stored([DOCUMENT], keys_are_pairs=True)
+    assert (record.end, record.tokens.tolist(), record.tail_tokens.tolist()) == (55, DOCUMENT[:55], DOCUMENT[55:59])
+    for rest, prefix_len in ((DOCUMENT[55:], 58), ([], 54)):  # 58: with all of its tail but the last token
+        harness = Harness(keys_are_pairs=True)
+        assert adoption(harness).adopt(record, None, None, rest) == 55
+        assert adoption(harness).adopt(record, None, None, rest) == 0
+        assert adoption(harness).adopt_tail(record, None, None, rest) == bool(rest)
+        harness.check()
+        assert_found(harness, [*DOCUMENT[:59], 10, 10], prefix_len)
+    plain = Harness()
+    assert adoption(plain).adopt(record, None, None) == 55  # of a server whose keys are tokens
+    assert_found(plain, [*DOCUMENT[:55], 10], 55)
+
+
 def test_an_adopted_segment_is_squeezed_and_dropped_like_any_other():
     (record,) = stored([DOCUMENT])
     harness = Harness()

@@ -29,6 +29,7 @@ from sgl_kvevict.events.questions import (
 )
 from sgl_kvevict.events.service import EventService
 from sgl_kvevict.guard import Place
+from sgl_kvevict.lifecycle.nodes import tokens_of
 from sgl_kvevict.prefix import Segment, Span
 from sgl_kvevict.prefix.kept import kept_share
 from sgl_kvevict.sglang_adapter.monitoring.gauges import read_gauges
@@ -177,4 +178,4 @@ def tokens_report(tree: KVEvictTree, wanted: int) -> TokensReport | NodeGone:
     node = next((node for node in tree.nodes() if node.id == wanted), None)
     if node is None:
         return NodeGone(f"node {wanted} is not in the tree (any more)")
-    return TokensReport(wanted, list(node.key))
+    return TokensReport(wanted, tokens_of([node]))
