@@ -409,6 +409,7 @@ class BesideMachine(CacheMachine):
     def shrink_beginning(self, at):
         """The first tokens of a range whose entries are being chosen are compressed for another reason."""
         manager = self.harness.tree.manager
+        assert manager.compressor is not None and manager.ranges is not None
         for node, pending in manager.table.pending:
             end = manager.spans.waterline(path := path_to(node)) + at
             if pending.choice is not None and end < pending.end and manager.compressor.splittable:
