@@ -228,8 +228,7 @@ def _extend_kernel(
     head, o_d = tl.program_id(1), tl.arange(0, BLOCK_D)
     count = tl.load(at.int32s_at(addresses_ptr, at.NEW_LENS_DEVICE) + request)
     i_row = tl.load(at.int32s_at(addresses_ptr, at.TILE_INDEX) + tl.program_id(0)) * BLOCK_M + tl.arange(0, BLOCK_M)
-    m_m = i_row < count * G
-    token = i_row // G
+    m_m, token = i_row < count * G, i_row // G
     first = _first_row(request, addresses_ptr)
     q_row = (first + token) * q_stride + (head * G + i_row % G) * D
     b_q, b_rot = load_queries(q_ptr, q_row, m_m, o_d, D=D, DV=DV, BLOCK_ROT=BLOCK_ROT, UPCAST=UPCAST)
@@ -265,9 +264,8 @@ def _extend_kernel(
             n = start + tl.arange(0, BLOCK_N)
             slot = tl.load(index_ptr + tl.minimum(n, to_key - 1)).to(tl.int64)
             s, b_v = _score_block(
-                b_q, b_rot, k_ptr + shift, v_ptr + shift, slot * stride, o_d, D=D, DV=DV, BLOCK_D=BLOCK_D,
-                BLOCK_ROT=BLOCK_ROT,
-            )  # fmt: skip
+                b_q, b_rot, k_ptr + shift, v_ptr + shift, slot * stride, o_d, D, DV, BLOCK_D, BLOCK_ROT
+            )
             if biases_ptr is not None:
                 bias = tl.load(biases_ptr + slot, mask=n * 0 == is_own, other=0.0)
                 s = s * scale_log2 + 1.4426950408889634 * bias[None, :]
