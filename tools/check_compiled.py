@@ -19,6 +19,8 @@ from helpers.gpu_kernels import (
     FP8,
     FP8_ARCH,
     HEAD_DIMS,
+    LATENT_DIM,
+    LATENT_VALUE_DIM,
     attention_kernels,
     head_dim_kernels,
     label,
@@ -58,6 +60,7 @@ registers, shared memory and threads. Copies in flight: groups of asynchronous c
 leaves unfinished when it waits; K, V and the next indices are a group each, so 3 are one step ahead, 6 are two.
 Instructions are those of a warp in the shortest pass of that loop, per 64 keys; cycles are what a warp alone takes for
 them by their control codes and published latencies, products not counted ([roofline.md](roofline.md) uses both).
+A head_dim of 576/512 means latents: keys of 576 numbers, of which 512 are also the value.
 """
 Row = tuple[str, ...]
 
@@ -70,6 +73,8 @@ def rows_of(python: str, arch: int, cache_dir: Path) -> list[Row]:
         for stored in ("bf16", FP8) if arch >= FP8_ARCH else ("bf16",):
             kernels = [*attention_kernels(arch, head_dim, stored), *head_dim_kernels(arch, head_dim, stored)]
             named += [(str(head_dim), spec) for spec in kernels]
+    latents = [*attention_kernels(arch, LATENT_DIM), *head_dim_kernels(arch, LATENT_DIM)]
+    named += [(f"{LATENT_DIM}/{LATENT_VALUE_DIM}", spec) for spec in latents]
     results = compile_all([spec for _, spec in named], str(cache_dir), python)
     return [
         (version, str(arch), head_dim, label(spec), *facts(spec, result))

@@ -39,6 +39,16 @@ estimate.
 """
 
 
+LATENTS = """## Latents
+
+One layer of a decode step on latents (MLA, [design.md](../../design.md#latent-attention)), 6,554 entries a request: a
+fifth of 32,768. An entry is 1,152 bytes in bfloat16, key and value. No benchmark times these lines; counted like those
+above, so float32 partial results are not. The code has a line in [compiled.md](compiled.md) for each kernel, at a
+head_dim of 576/512.
+"""
+LATENT_ENTRIES = 6554
+
+
 def main() -> int:
     """Write the page."""
     path = FOLDER / "roofline.md"
@@ -60,7 +70,15 @@ def page() -> str:
         cells = [", ".join(sections), named, f"{work.num_bytes / 1e6:.4g}", f"{work.flops / 1e9:.4g}"]
         cells += [_least(work, one) for _, one in peaks]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "*: bound by the tensor cores; others by memory.", "", EXTEND.format(triton=TRITON)]
+    lines += ["", "*: bound by the tensor cores; others by memory.", "", LATENTS]
+    lines += [f"| q heads | requests | MB | GFLOP | {units} |", "|--:|--:|" + "--:|" * (2 + len(DEVICES))]
+    for num_heads in (16, 128):
+        for requests in (1, 8, 64):
+            work = roofline.latent_decode(num_heads, requests, LATENT_ENTRIES)
+            cells = [str(num_heads), str(requests), f"{work.num_bytes / 1e6:.4g}", f"{work.flops / 1e9:.4g}"]
+            cells += [_least(work, one) for _, one in peaks]
+            lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", EXTEND.format(triton=TRITON)]
     names = "| sm | head_dim | q rows | issue | tensor | warp alone | none overlap | half a step apart | estimate |"
     lines += [names, "|--:|" + "--:|" * 8]
     for loop in extend_loops():
@@ -88,7 +106,7 @@ def _least(work: roofline.Work, peaks: roofline.Peaks) -> str:
 
 
 def extend_loops() -> Iterator[roofline.ExtendLoop]:
-    """The loops of the plain ``ragged_extend`` of compiled.md: no biases, windows, trees or fp8 rows."""
+    """The loops of the plain ``ragged_extend`` of compiled.md: no biases, windows, trees, fp8 rows or latents."""
     from gpu_bench.roofline import ExtendLoop
 
     table = [line for line in (FOLDER / "compiled.md").read_text().splitlines() if line.startswith("| ")]
@@ -96,7 +114,7 @@ def extend_loops() -> Iterator[roofline.ExtendLoop]:
     for line in table[2:]:
         row = dict(zip(names, [cell.strip() for cell in line.split("|")[1:-1]], strict=True))
         kernel, _, tile = row["kernel"].partition(", ")
-        if kernel == "extend" and row["triton"] == TRITON and tile.endswith("q rows"):
+        if kernel == "extend" and row["triton"] == TRITON and row["head_dim"].isdigit() and tile.endswith("q rows"):
             numbers = [int(row[name]) for name in ("programs per SM", "instructions", "cycles")]
             yield ExtendLoop(int(row["sm"]), int(row["head_dim"]), int(tile.split()[0]), WARPS, *numbers)
 

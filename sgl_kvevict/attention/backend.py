@@ -58,12 +58,10 @@ def kernel_reasons(
 ) -> list[str]:
     """Return one sentence per property of the model or its KV pool for which implementation ``name`` has no kernels."""
     chosen = AUTO.get(device.type) if name == "auto" else name
-    if is_latent and chosen not in ON_CPU:
-        return [NO_LATENTS]
     if chosen == "triton":
-        return triton_reasons(dtype, head_dim, device)
+        return triton_reasons(dtype, head_dim, device, is_latent=is_latent)
     if chosen == "flashinfer":
-        return flashinfer_reasons(dtype, head_dim)
+        return [NO_LATENTS] if is_latent else flashinfer_reasons(dtype, head_dim)
     return cpu_reasons(name, dtype)
 
 
@@ -121,6 +119,8 @@ def _build_flashinfer(
     """FlashInfer for layers without a window, our Triton kernels for the others and for trees."""
     if biases is not None:
         raise UnsupportedSetupError([NO_BIASES])
+    if geometry.is_latent:
+        raise UnsupportedSetupError([NO_LATENTS])
     from sgl_kvevict.attention.by_window import ByWindow
     from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
 

@@ -8,14 +8,15 @@ from kvevict_kernels.checks import FP8
 from sgl_kvevict.machine import FP8_CAPABILITY
 
 MAX_HEAD_DIM = 256
+MAX_LATENT_DIM = 576
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 DTYPES_16 = (torch.bfloat16, torch.float16)
 DTYPES_CPU = (*DTYPES_16, torch.float32)
 NO_BIASES = "attention is 'flashinfer', which cannot read the biases of fitted prefixes (fit is true); 'triton' can"
 
 NO_LATENTS = (
-    "the model keeps latents (MLA), which attention reads on a CPU only: our GPU kernels take keys and values of one "
-    "width, at most 256"
+    "attention is 'flashinfer', and the model keeps latents (MLA): the kernels that we call would read keys and values "
+    "as rows of one width, which a latent's are not; 'triton' reads them"
 )
 
 
@@ -26,11 +27,21 @@ def cpu_reasons(name: str, dtype: torch.dtype) -> list[str]:
     return [f"attention {name!r} on a CPU needs bfloat16, float16 or float32 KV; {_pool_dtype(dtype)}"]
 
 
-def triton_reasons(dtype: torch.dtype, head_dim: int, device: torch.device) -> list[str]:
+def triton_reasons(dtype: torch.dtype, head_dim: int, device: torch.device, *, is_latent: bool = False) -> list[str]:
     """Return one sentence per property that our kernels lack; on a CPU (interpreted, in tests) float32 is allowed."""
     reasons = []
-    if head_dim > MAX_HEAD_DIM:
+    if is_latent and head_dim > MAX_LATENT_DIM:
+        reasons.append(
+            f"attention 'triton' needs latents of at most {MAX_LATENT_DIM} numbers, the rotated key included; the "
+            f"model's have {head_dim}"
+        )
+    elif not is_latent and head_dim > MAX_HEAD_DIM:
         reasons.append(f"attention 'triton' needs a head_dim of at most {MAX_HEAD_DIM}; the model's is {head_dim}")
+    if is_latent and dtype == FP8:
+        reasons.append(
+            "attention 'triton' needs 16-bit latents (MLA): SGLang writes float8 ones without the layers' scales, by "
+            f"which our kernels multiply; {_pool_dtype(dtype)}"
+        )
     if device.type == "cuda" and dtype not in (*DTYPES_16, FP8):
         reasons.append(f"attention 'triton' needs bfloat16, float16 or fp8_e4m3 KV on a GPU; {_pool_dtype(dtype)}")
     if device.type == "cuda" and dtype == FP8 and (found := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:

@@ -75,15 +75,22 @@ def arena_of(pool: KVCache) -> Arena | None:
     return arena
 
 
+def create_latent_buffers(pool: MLATokenToKVPool) -> None:
+    """Create ``kv_buffer`` as views of one arena, in the memory regions that SGLang uses for KV."""
+    shape = (pool.layer_num, pool.size + pool.page_size, 1, pool.kv_cache_dim)
+    mem_pool = torch.cuda.use_mem_pool(pool.custom_mem_pool) if pool.custom_mem_pool else nullcontext()
+    with pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE), mem_pool:
+        rows = torch.zeros(shape, dtype=pool.store_dtype, device=pool.device)
+    stored = rows.view(pool.dtype)
+    pool.kvevict_arena = Arena(stored, stored[..., : pool.kv_lora_rank])
+    pool.kv_buffer = list(rows.unbind(0))
+
+
 class ArenaLatentPool(MLATokenToKVPool):
     """Stock pool of latents (MLA) with arena buffers: one row per token and layer, whose beginning is the value."""
 
     def _create_buffers(self) -> None:
-        shape = (self.layer_num, self.size + self.page_size, 1, self.kv_cache_dim)
-        rows = torch.zeros(shape, dtype=self.store_dtype, device=self.device)
-        stored = rows.view(self.dtype)
-        self.kvevict_arena = Arena(stored, stored[..., : self.kv_lora_rank])
-        self.kv_buffer = list(rows.unbind(0))
+        create_latent_buffers(self)
 
 
 class ArenaKVPool(MHATokenToKVPool):
@@ -105,5 +112,13 @@ def around_create_buffers(original: Callable[[MHATokenToKVPool], None], pool: MH
     """
     if type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and kvevict_is_selected():
         create_arena_buffers(pool)
+    else:
+        original(pool)
+
+
+def around_create_latent_buffers(original: Callable[[MLATokenToKVPool], None], pool: MLATokenToKVPool) -> None:
+    """Hook around the stock pool of latents, as :func:`around_create_buffers`; DSA's and FP4's pools keep their own."""
+    if type(pool) is MLATokenToKVPool and not pool.use_dsa and kvevict_is_selected():
+        create_latent_buffers(pool)
     else:
         original(pool)

@@ -74,7 +74,7 @@ class KVEvictAttentionBackend(AttentionBackend):
             reasons.append(
                 f"--attention-backend {BACKEND_NAME} needs the matching --radix-cache-backend {BACKEND_NAME}"
             )
-        elif arena is None and not is_latent:  # that has a reason of its own
+        elif arena is None:
             reasons.append(f"the KV pool is a {type(pool).__name__} whose buffers are not one arena")
         windows_pool = window_pool_of(self.token_to_kv_pool)
         if windows_pool is not None and arena_of(windows_pool) is None:

@@ -66,6 +66,13 @@ POOL_HOOK = Hook(
     why="CUDA has no hook for the pool class: the stock pool gets its buffers from one arena",
 )
 
+LATENT_POOL_HOOK = Hook(
+    target="sglang.srt.mem_cache.memory_pool.MLATokenToKVPool._create_buffers",
+    kind="AROUND",
+    function="sgl_kvevict.sglang_adapter.arena.around_create_latent_buffers",
+    why="as for the pool of keys and values: CUDA has no hook for the class of the pool of latents",
+)
+
 LAUNCHER_HOOK = Hook(
     target="sglang.srt.entrypoints.engine._set_envs_and_config",
     kind="AFTER",
@@ -76,6 +83,7 @@ LAUNCHER_HOOK = Hook(
 
 HOOKS = (
     POOL_HOOK,
+    LATENT_POOL_HOOK,
     Hook(
         target="handle_deprecated_dp_attention",
         kind=RESOLUTION,

@@ -11,7 +11,9 @@ import torch
 from sgl_kvevict.attention import TorchAttention, build_attention, resolve_attention
 from sgl_kvevict.attention.backend import kernel_reasons
 from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
+from sgl_kvevict.attention.flashinfer.prefill import find_plain_prefill
 from sgl_kvevict.errors import UnsupportedSetupError
+from sgl_kvevict.geometry import KVGeometry
 
 if TYPE_CHECKING:
     from conftest import MakeWorld
@@ -75,11 +77,31 @@ def test_what_no_kernel_is_compiled_for_is_a_reason(name: str, dtype: torch.dtyp
     assert kernel_reasons(name, torch.device("cuda"), torch.float16, 128) == []
 
 
-@pytest.mark.parametrize("name", ["auto", "triton", "flashinfer"])
-def test_no_gpu_kernel_reads_latents(name: str) -> None:
-    (reason,) = kernel_reasons(name, torch.device("cuda"), torch.bfloat16, 576, is_latent=True)
-    assert reason.startswith("the model keeps latents (MLA), which attention reads on a CPU only")
-    assert kernel_reasons("auto", torch.device("cpu"), torch.bfloat16, 576, is_latent=True) == []
+@pytest.mark.parametrize(
+    ("name", "dtype", "width", "message"),
+    [
+        ("flashinfer", torch.bfloat16, 64, "the kernels that we call would read keys and values as rows of one width"),
+        ("auto", torch.bfloat16, 577, "needs latents of at most 576 numbers, .* the model's have 577"),
+        ("triton", torch.float8_e4m3fn, 576, "SGLang writes float8 ones without the layers' scales"),
+    ],
+)
+def test_latents_that_no_gpu_kernel_reads(
+    name: str, dtype: torch.dtype, width: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    (reason,) = kernel_reasons(name, torch.device("cuda"), dtype, width, is_latent=True)
+    assert re.search(message, reason)
+    for device in ("cuda", "cpu"):
+        assert kernel_reasons("auto", torch.device(device), torch.bfloat16, 576, is_latent=True) == []
+
+
+def test_flashinfer_is_not_built_for_latents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sgl_kvevict.attention.backend.resolve_attention", lambda *_: "flashinfer")
+    geometry = KVGeometry(1, 4, 1, 64, 8, latent_dim=48)
+    k = torch.zeros(geometry.arena_shape)
+    with pytest.raises(UnsupportedSetupError, match="'triton' reads them"):
+        build_attention("flashinfer", geometry, k, k[..., :48])
+    assert find_plain_prefill(geometry, k.bfloat16(), k[..., :48].bfloat16(), bool) is None
 
 
 def test_the_cpu_takes_float32_and_no_float8() -> None:

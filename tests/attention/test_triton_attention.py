@@ -33,7 +33,9 @@ class Runner:
     def __init__(self, world: World, device: str) -> None:
         self.world = world
         self.device = device
-        self.attention = TritonAttention(world.geometry, world.k.to(device), world.v.to(device))
+        k = world.k.to(device)
+        v = k[..., : world.v.shape[-1]] if world.geometry.is_latent else world.v.to(device)
+        self.attention = TritonAttention(world.geometry, k, v)
         self.copies: dict[SpanRuns, SpanRuns] = {}
 
     def batch(self, extend_lens: list[int] | None = None) -> AttentionBatch:
@@ -182,6 +184,47 @@ def test_queries_are_read_out_of_a_fused_projection(make_world: MakeWorld, devic
     got = runner.attention.run(0, fused.to(device)[:, : q.shape[1]], world.sm_scale)
     assert_same_bits("out", got[0].cpu(), want[0])
     assert_same_bits("lse", got[1].cpu(), want[1])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        ((4, 48, 32), torch.float32),
+        ((16, 576, 512), torch.float32),
+        ((128, 576, 512), torch.bfloat16),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("small_chunks")
+def test_latents(make_world: MakeWorld, device: str, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Values begin the keys' rows, of one head that 4 to 128 query heads read: decode, then new tokens of all kinds.
+
+    Sharers of a span; an empty one; a single entry; prefills whose new tokens end in the middle of a block of keys.
+    """
+    group, head_dim, latent_dim = sizes
+    world = make_world(1, group, head_dim, dtype=dtype, num_token_slots=300, latent_dim=latent_dim)
+    empty = world.span(torch.zeros(2, 1, dtype=torch.int32), num_tokens=1)
+    single = world.span(torch.ones(2, 1, dtype=torch.int32), num_tokens=9)
+    shared = world.span(torch.tensor([[3], [41]], dtype=torch.int32), num_tokens=50)
+    num_long = SPLIT_ROWS // group + 1
+    world.add((), num_long + 3)
+    world.add((empty, shared), 5)
+    for i in range(3):
+        world.add((shared, single), 1 + i)
+    runner = Runner(world, device)
+    check(runner)
+    check(runner, [num_long, 5, 1, 2, 1])
+
+
+@pytest.mark.usefixtures("many_sms")
+def test_keys_of_latents_are_split(make_world: MakeWorld, device: str) -> None:
+    world = make_world(1, 128, 48, num_token_slots=400, dtype=torch.float32, latent_dim=32)
+    shared = world.uneven_span(60)
+    world.add((shared, world.uneven_span(33)), 40)
+    runner = Runner(world, device)
+    check(runner, [3])
+    assert runner.attention._planned is not None
+    assert runner.attention._planned.addresses.tables.has_splits
 
 
 def test_extend_longer_than_a_tile(make_world: MakeWorld, device: str) -> None:

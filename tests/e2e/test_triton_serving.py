@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from models.families import FAMILIES, config_of
+from transformers import AutoModelForCausalLM
 
 from helpers.e2e_env import ENV
 from sgl_kvevict.launcher import config_env
@@ -149,6 +151,24 @@ def test_triton_kernels_serve_compressed_prefixes(tiny_llama: Path, tmp_path: Pa
         *("PLAN 3 decode", "FOLLOW 2 of 2", "REPLAY 2 of 2"),
         *("FOLLOW 1 of 2", "REPLAY 1 of 2"),
     ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the device here")
+def test_triton_kernels_serve_latents(tmp_path: Path) -> None:
+    """The same tokens as with torch's attention, from a tiny DeepSeek V2 whose prefix is compressed.
+
+    Its layers are all dense: experts on a CPU split their rows on the host, which no tape replays.
+    """
+    family = next(family for family in FAMILIES if family.name == "DeepSeek V2")
+    torch.manual_seed(0)
+    model, config = tmp_path / "model", config_of(family)
+    config.first_k_dense_replace = config.num_hidden_layers
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    want, _ = serve(tmp_path, model, "auto", is_triton=False)
+    got, log = serve(tmp_path, model, "auto", is_triton=True)
+    assert got == want
+    assert [cached for _, cached in got] == [0, 400, 400, 400]
+    assert {"PLAN 3 extend", "PLAN 3 decode", "REPLAY 2 of 2"} <= set(log)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the device here")

@@ -11,7 +11,7 @@ from typing import Any
 from kvevict_kernels.device_limits import DeviceLimits
 from kvevict_kernels.key_scores import largest_kernel_size
 from kvevict_kernels.ragged_decode.chunks import CHUNK_STEP, ITEMS_PER_SM, MIN_CHUNKS
-from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS, EXTEND, tiles_for
+from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS, EXTEND, LATENT_DIM, block_widths, tiles_for
 
 Spec = dict[str, Any]
 DEVICES = {
@@ -27,6 +27,9 @@ FP8 = "fp8e4nv"
 FP8_ARCH = 89
 """Oldest architecture that converts it."""
 HEADS: dict[str, Any] = {"H": 8, "G": 4}
+LATENT_HEADS: dict[str, Any] = {"H": 1, "G": 128}
+"""Of DeepSeek V2 and V3."""
+LATENT_VALUE_DIM = 512
 
 BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "rows_ptr", "staging_ptr")
 FLOAT32 = ("lse_ptr", "weights_ptr", "pooled_ptr", "scores_ptr", "biases_ptr")
@@ -77,7 +80,13 @@ def spec(kernel: str, arch: int, constants: dict[str, Any], **more: Any) -> Spec
 
 
 def attention_kernels(arch: int, head_dim: int, stored: str = "bf16") -> Iterator[Spec]:
-    """The kernels with a loop of products, then their merges; ``stored``: what the arena holds."""
+    """The kernels with a loop of products, then their merges; ``stored``: what the arena holds.
+
+    Latents have neither biases, windows nor trees.
+    """
+    if head_dim == LATENT_DIM:
+        yield from _attention_kernels(arch, head_dim, stored)
+        return
     kinds: tuple[dict[str, bool], ...] = ({}, {"has_biases": True}, {"has_window": True}, {"has_trees": True})
     of_kinds = (_attention_kernels(arch, head_dim, stored, **kind) for kind in kinds)
     for plain, biased, windowed, tree in zip(*of_kinds, strict=True):
@@ -104,7 +113,7 @@ def _attention_kernels(
     tiles = tiles_for(limits, head_dim, reads_more=has_biases or has_window)
     biases, visible = "*fp32" if has_biases else None, "*i64" if has_trees else None
     extras = {"sink_logits_ptr": "*bf16" if has_window else None}
-    sizes = {**HEADS, "D": head_dim, "BLOCK_D": head_dim, "UPCAST": False, "PDL": limits.launches_dependents}
+    sizes = {**_sizes(head_dim), "UPCAST": False, "PDL": limits.launches_dependents}
     sizes |= {"k_ptr": f"*{stored}", "v_ptr": f"*{stored}"}
     sizes |= {"NUM_ITEMS": ITEMS_PER_SM * limits.num_sms, "STEP": CHUNK_STEP}
     for which, tile in enumerate(tiles):
@@ -121,24 +130,38 @@ def _attention_kernels(
             block["visible_ptr"] = visible
             yield spec("ragged_decode.triton_impl:_split_kernel", arch, sizes | block, options=options)
     if stored == "bf16":
-        yield spec("ragged_decode.triton_merge:_merge_kernel", arch, sizes | {"BLOCK": 32} | extras)
+        yield spec(
+            "ragged_decode.triton_merge:_merge_kernel",
+            arch,
+            sizes | {"BLOCK": min(32, 8192 // sizes["BLOCK_D"])} | extras,
+        )
 
 
 def head_dim_kernels(arch: int, head_dim: int, stored: str = "bf16") -> Iterator[Spec]:
     """Kernels of a compression that touch rows of K and V; ``stored``: what the arena holds."""
-    sizes = {**HEADS, "D": head_dim, "BLOCK_D": head_dim, "UPCAST": False, "LOG2_E": 1.4426950408889634}
-    sizes |= {"k_ptr": f"*{stored}"}
+    is_latent = head_dim == LATENT_DIM
+    sizes = {**_sizes(head_dim), "UPCAST": False, "LOG2_E": 1.4426950408889634, "k_ptr": f"*{stored}"}
     for kernel_size in (1, 7, largest_kernel_size(head_dim, DEVICES[arch])):
         block = {1: 64, 7: 128}.get(kernel_size, 128 if kernel_size < 96 else 256)
+        block = (32 if kernel_size == 1 else 64) if is_latent else block
         pooling = {"KERNEL": kernel_size, "NUM_DOUBLINGS": (kernel_size - 1).bit_length(), "BLOCK_N": block, "POWER": 1}
-        rows = {"BLOCK_R": {64: 64, 128: 32, 256: 16}[block]}
+        rows = {"BLOCK_R": 16 if is_latent else {64: 64, 128: 32, 256: 16}[block]}
         options = {"num_warps": 8 if block == 256 else 4, "num_stages": 2 if kernel_size > 1 and head_dim > 128 else 3}
+        if is_latent and kernel_size > 1:
+            options["num_stages"] = 1
         yield spec("key_scores.triton_impl:_key_scores_kernel", arch, sizes | pooling | rows, options=options)
     for name in ("_gather_kernel", "_gather_sum_kernel", "_write_kernel"):
-        move: dict[str, Any] = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim, "BLOCK": 64}
+        move: dict[str, Any] = {"HEAD_DIM": head_dim, "BLOCK_D": min(head_dim, 256), "BLOCK": 64}
         kind = "*u8" if stored == FP8 and name == "_gather_kernel" else f"*{stored}"  # plain moves copy bytes
         move |= {"rows_ptr": kind, "staging_ptr": kind}
         yield spec(f"compact_kv.triton_impl:{name}", arch, move, options={"num_warps": 4 if head_dim <= 128 else 8})
+
+
+def _sizes(head_dim: int) -> dict[str, Any]:
+    """Heads of a model, and the blocks of its keys and values."""
+    if head_dim == LATENT_DIM:
+        return LATENT_HEADS | block_widths(head_dim, LATENT_VALUE_DIM)
+    return HEADS | block_widths(head_dim, head_dim)
 
 
 def small_kernels(arch: int) -> Iterator[Spec]:

@@ -6,7 +6,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_cache.components import FullComponent, SWAComponent, TreeComponent
@@ -71,6 +71,7 @@ SIGNATURES = {
     "Scheduler._add_request_to_queue": (Scheduler._add_request_to_queue, ["self", "req", "is_retracted"]),
     "ReqToTokenPool.write": (ReqToTokenPool.write, ["self", "indices", "values"]),
     "MHATokenToKVPool._create_buffers_normal": (MHATokenToKVPool._create_buffers_normal, ["self"]),
+    "MLATokenToKVPool._create_buffers": (MLATokenToKVPool._create_buffers, ["self"]),
     "MHATokenToKVPool._kv_buffer_shapes": (MHATokenToKVPool._kv_buffer_shapes, ["self"]),
     "AttentionBackend.init_forward_metadata": (
         AttentionBackend.init_forward_metadata,

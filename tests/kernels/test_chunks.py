@@ -16,7 +16,15 @@ from kvevict_kernels.ragged_decode.chunks import (
     span_chunk,
     suffix_splits,
 )
-from kvevict_kernels.ragged_decode.tile_table import FAMILIES, HEAD_DIMS, KEYS, family_of, tiles_for
+from kvevict_kernels.ragged_decode.tile_table import (
+    FAMILIES,
+    HEAD_DIMS,
+    KEYS,
+    LATENTS,
+    block_widths,
+    family_of,
+    tiles_for,
+)
 
 H200 = DeviceLimits(arch=90, num_sms=132, shared_per_sm=233472)
 ITEMS = 2 * H200.num_sms
@@ -89,12 +97,29 @@ def test_every_architecture_finds_its_tiles(arch: int, shared_per_sm: int, famil
     assert family_of(limits) == family
     assert tiles_for(limits, 80) == tiles_for(limits, 128)
     assert tuple(tile.keys for tile in tiles_for(limits, 80))[1:] == KEYS[family, 128]
-    with pytest.raises(ValueError, match="head_dim: expected at most 256, got 257"):
-        tiles_for(limits, 257)
+    with pytest.raises(ValueError, match="head_dim: expected at most 576, got 577"):
+        tiles_for(limits, 577)
+
+
+@pytest.mark.parametrize(("family", "shared_per_sm"), [(80, 167936), (89, 102400), (90, 233472), (100, 233472)])
+def test_tiles_of_latents_hold_two_steps_of_keys(family: int, shared_per_sm: int) -> None:
+    """Queries and two steps of keys, in 16 bits, fit the shared memory of every family."""
+    limits = DeviceLimits(arch=family, num_sms=100, shared_per_sm=shared_per_sm)
+    tiles = tiles_for(limits, 576)
+    assert [(tile.rows, tile.keys) for tile in tiles] == list(LATENTS[family])
+    assert all((tile.rows + 2 * tile.keys) * 2 * 576 <= limits.shared_per_block for tile in tiles)
+
+
+def test_blocks_of_keys_and_values() -> None:
+    assert block_widths(80, 80) == {"D": 80, "DV": 80, "BLOCK_D": 128, "BLOCK_ROT": 0}
+    assert block_widths(8, 8)["BLOCK_D"] == 16
+    assert block_widths(576, 512) == {"D": 576, "DV": 512, "BLOCK_D": 512, "BLOCK_ROT": 64}
+    assert block_widths(48, 40) == {"D": 48, "DV": 40, "BLOCK_D": 64, "BLOCK_ROT": 16}
 
 
 def test_the_table_is_whole() -> None:
     assert set(KEYS) == {(family, head_dim) for family in FAMILIES for head_dim in HEAD_DIMS}
+    assert set(LATENTS) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

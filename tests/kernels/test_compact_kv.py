@@ -62,13 +62,23 @@ def test_move_matches_reference(device: str, shape: tuple[int, ...], count: int,
     assert_same_bits("v_arena", v, want_v)
 
 
-def test_rows_with_values_inside_move_once() -> None:
-    k, v = arenas((2, 20, 1, 24), torch.float32, "cpu")
-    src, dst = moves("permutation", 40, 30)
+@pytest.mark.parametrize("width", [24, 576])
+def test_rows_with_values_inside_move_once(device: str, width: int) -> None:
+    k, v = arenas((2, 20, 1, width), torch.bfloat16, device)
+    src, dst = (x.to(device) for x in moves("permutation", 40, 30))
     want = k.clone()
     compact_kv_reference(want, v, src, dst)
     compact_kv(k, k[..., :0], src, dst)
     assert_same_bits("k_arena", k, want)
+
+
+def test_rows_with_values_inside_are_summed_once(device: str) -> None:
+    k, v = arenas((2, 20, 1, 576), torch.float32, device)
+    src, dst, indptr, weights = ragged_runs(40, 12, device)
+    want = k.clone()
+    compact_kv_reference(want, v, src, dst, indptr=indptr, weights=weights)
+    compact_kv(k, k[..., :0], src, dst, indptr=indptr, weights=weights)
+    assert_accurate("k_arena", k, want, want, noise=2.0**-20)
 
 
 @pytest.mark.parametrize("kind", ["permutation", "random", "fan-out", "shift-down", "shift-up", "fixed"])

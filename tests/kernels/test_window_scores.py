@@ -21,7 +21,14 @@ POOLINGS: list[dict[str, Any]] = [NO_POOLING] + [
     for size, pooling, order in itertools.product((3, 7), ("max", "avg"), ("pool-mean", "mean-pool"))
 ]
 # W, num_qo_heads, num_kv_heads, head_dim, N
-SIZES = [(1, 3, 3, 16, 1), (5, 9, 3, 64, 63), (8, 5, 5, 80, 100), (11, 14, 7, 32, 100), (16, 4, 1, 64, 200)]
+SIZES = [
+    (1, 3, 3, 16, 1),
+    (5, 9, 3, 64, 63),
+    (8, 5, 5, 80, 100),
+    (11, 14, 7, 32, 100),
+    (16, 4, 1, 64, 200),
+    (4, 16, 1, 576, 70),
+]
 
 
 def window(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from functools import partial
 
 import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MLATokenToKVPool
 
 from helpers.harness import publish_server_args
 from sgl_kvevict.config import ENV_VAR
-from sgl_kvevict.sglang_adapter.arena import Arena, ArenaKVPool, ArenaLatentPool, arena_of
+from sgl_kvevict.sglang_adapter.arena import Arena, ArenaKVPool, ArenaLatentPool, arena_of, around_create_latent_buffers
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,9 +46,15 @@ def test_a_policy_that_fits_has_a_bias_for_every_head_slot(monkeypatch, policy):
     assert not found.biases.any()
 
 
-def test_latents_are_rows_of_one_arena_that_begin_with_their_values(monkeypatch):
+@pytest.mark.parametrize("is_stock", [False, True])
+def test_latents_are_rows_of_one_arena_that_begin_with_their_values(monkeypatch, is_stock):
+    """The pool of our CPU platform, and SGLang's own with the hook, as on a GPU."""
     monkeypatch.setenv(ENV_VAR, json.dumps({}))
-    pool = ArenaLatentPool(
+    if is_stock:
+        original = inspect.unwrap(MLATokenToKVPool._create_buffers)
+        hooked = partial(around_create_latent_buffers, original)
+        monkeypatch.setattr(MLATokenToKVPool, "_create_buffers", lambda pool: hooked(pool))
+    pool = (MLATokenToKVPool if is_stock else ArenaLatentPool)(
         size=30, page_size=1, dtype=torch.float16, kv_lora_rank=16, qk_rope_head_dim=8, layer_num=3, device="cpu",
         enable_memory_saver=False,
     )  # fmt: skip

@@ -34,7 +34,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     TreeLock,
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentData, TreeComponent
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore, UnifiedTreeNode
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -215,6 +215,7 @@ WRITTEN = {
     "ComponentData": {"value"},
     "CacheInitParams": {"component_registry_override"},
     "MHATokenToKVPool": {"k_buffer", "v_buffer", "kvevict_arena", "kvevict_drafts"},
+    "MLATokenToKVPool": {"kv_buffer", "kvevict_arena"},
     "EagleDraftWorker": {"cuda_graph_runner", "cuda_graph_runner_for_draft_extend"},
     "BaseTokenToKVPoolAllocator": {"kvevict_long_prompts"},
     "ForwardBatch": {"rids"},
@@ -312,7 +313,7 @@ def test_private_names_are_those_of_the_list_and_exist():
     loaded = {name for name in loaded - ours if not name.startswith("__")}
     assert loaded == private
     owners = {UnifiedTreeCore, ComponentData, TreeComponent, Scheduler, SchedulerFlushWrapper}
-    owners |= {MHATokenToKVPool, SchedulerWeightUpdaterManager}
+    owners |= {MHATokenToKVPool, MLATokenToKVPool, SchedulerWeightUpdaterManager}
     names = {f"{owner.__name__}.{name}" for owner in owners for name in assigned_names(owner) | set(dir(owner))}
     set_by_resolution = {"ServerArgs._cuda_graph_config_locked"}  # test_graphs.py resolves arguments
     assert names >= PRIVATE - set_by_resolution
@@ -401,12 +402,13 @@ from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.mem_cache.registry import registered_radix_cache_backends
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.platforms import current_platform
 from sgl_kvevict.sglang_adapter.plugin import register
 register()
 print("kvevict" in registered_radix_cache_backends(), "kvevict" in ATTENTION_BACKENDS,
-      hasattr(MHATokenToKVPool._create_buffers_normal, "__wrapped__"), type(current_platform).__name__)
+      all(hasattr(create, "__wrapped__") for create in (
+          MHATokenToKVPool._create_buffers_normal, MLATokenToKVPool._create_buffers)), type(current_platform).__name__)
 """
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

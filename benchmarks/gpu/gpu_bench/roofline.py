@@ -21,6 +21,8 @@ Row = dict[str, Any]
 INDEX_BYTES = 4
 LSE_BYTES = 4
 SCORE_BYTES = 4
+LATENT_DIM, LATENT_VALUE_DIM = 576, 512
+"""Of DeepSeek V2 and V3: a row is the key, and its first numbers are the value."""
 SHARE = "of what is possible"
 """Column of a timed line: least time beside the measured one."""
 
@@ -92,6 +94,15 @@ def decode(setting: Setting, requests: int, spans: int, suffix_tokens: int) -> W
     kept = setting.kept_tokens
     keys = spans * kept + requests * suffix_tokens
     return attention(setting, keys=keys, pairs=requests * (kept + suffix_tokens), new_tokens=requests)
+
+
+def latent_decode(num_heads: int, requests: int, entries: int) -> Work:
+    """One layer of a decode step on latents (MLA): each request's ``entries`` are read by ``num_heads`` query heads."""
+    row_bytes = 2 * LATENT_DIM
+    rows = requests * num_heads
+    num_bytes = requests * entries * (row_bytes + INDEX_BYTES)
+    num_bytes += rows * (row_bytes + 2 * LATENT_VALUE_DIM + LSE_BYTES)
+    return Work(num_bytes, 2 * (LATENT_DIM + LATENT_VALUE_DIM) * rows * entries)
 
 
 def extend(setting: Setting, new_tokens: int) -> Work:

@@ -34,7 +34,7 @@ def compact_kv(
 
     Args:
         k_arena: [num_layers, num_token_slots, num_kv_heads, head_dim], bfloat16, float16, float32 or float8_e4m3fn.
-        v_arena: like ``k_arena``; on a CPU without columns if values are a part of the keys' rows.
+        v_arena: like ``k_arena``; without columns if values are a part of the keys' rows.
         src: [M], int32, head slots to read; may repeat.
         dst: [C], int32, distinct head slots to write; C == M without weights.
         indptr: [C + 1], int32, from 0 to M: the run of ``src`` and ``weights`` for each written row. With weights only.
@@ -50,8 +50,7 @@ def compact_kv(
     """
     check_tensor("k_arena", k_arena, (None, None, None, None), (*KV_DTYPES, FP8))
     device = k_arena.device
-    has_own_values = v_arena.numel() > 0 or device.type != "cpu"
-    v_shape = (*k_arena.shape[:3], k_arena.shape[3] if has_own_values else 0)
+    v_shape = (*k_arena.shape[:3], k_arena.shape[3] if v_arena.numel() else 0)
     check_tensor("v_arena", v_arena, v_shape, k_arena.dtype, device)
     check_tensor("src", src, (None,), torch.int32, device)
     if (indptr is None) != (weights is None):

@@ -18,6 +18,8 @@ STAGING_BYTES = 256 * 2**20
 MIN_GROUP_BYTES = 32
 """One memory sector: with narrower column groups every sector would be read twice."""
 ROW_BLOCK = 64
+MAX_COLUMNS = 256
+"""Columns of a group: what a block of rows has registers for. Latents are wider."""
 WIDE = 128
 """Columns. Wider rows take twice the warps, so that their sums fit into registers."""
 INDICES = ("src_ptr", "dst_ptr", "staged_ptr", "indptr_ptr", "weights_ptr")
@@ -110,7 +112,7 @@ def _write_kernel(
 
 
 def column_groups(num_rows: int, head_dim: int, element_size: int, limit: int) -> list[tuple[int, int]]:
-    """Split a row into column groups, so that a temporary of ``num_rows`` rows takes at most ``limit`` bytes.
+    """Split a row into groups of up to 256 columns, so that a temporary of ``num_rows`` rows takes ``limit`` bytes.
 
     Groups are not cut below ``MIN_GROUP_BYTES``, even if the temporary is then larger.
 
@@ -118,7 +120,7 @@ def column_groups(num_rows: int, head_dim: int, element_size: int, limit: int) -
         (first column, width) of every group, in order. Widths are powers of two or the whole row, except for the last,
         the remainder: first columns stay aligned, and no new length causes another compilation.
     """
-    width = head_dim
+    width = min(head_dim, MAX_COLUMNS)
     while num_rows * width * element_size > limit and width * element_size > MIN_GROUP_BYTES:
         width = triton.next_power_of_2(width) // 2
     return [(first, min(width, head_dim - first)) for first in range(0, head_dim, width)]
@@ -163,13 +165,13 @@ def compact_kv_triton(
     buffer = torch.empty(num_out * groups[0][1], dtype=k_arena.dtype, device=k_arena.device)
     sizes = {
         "HEAD_DIM": head_dim,
-        "BLOCK_D": triton.next_power_of_2(head_dim),
+        "BLOCK_D": triton.next_power_of_2(min(head_dim, MAX_COLUMNS)),
         "BLOCK": ROW_BLOCK,
         "num_warps": 4 if head_dim <= WIDE else 8,
     }
     if indptr is None:
         k_arena, v_arena, buffer = as_moved(k_arena), as_moved(v_arena), as_moved(buffer)
-    for rows in (k_arena, v_arena):
+    for rows in (k_arena, v_arena) if v_arena.numel() else (k_arena,):
         for first_column, width in groups:
             columns = (num_out, first_column, width)
             if indptr is None:

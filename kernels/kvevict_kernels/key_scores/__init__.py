@@ -33,6 +33,10 @@ MIN_VALID_KEYS = 32
 """Keys of a tile that are not halo, at least."""
 WIDE_ROW_SHARED = 155648
 """Bytes of shared memory of a program with the larger tile where rows are 256 numbers wide (compiled)."""
+MAX_HEAD_DIM = 256
+"""Wider rows are latents, of up to 576 numbers."""
+LATENT_KEYS = 64
+"""Keys of a tile of latents, halo included."""
 
 
 def accumulated_attention(
@@ -143,6 +147,8 @@ def window_scores(
 
 def largest_kernel_size(head_dim: int, limits: DeviceLimits) -> int:
     """Widest window that a device can pool row by row: the larger tile of wide rows does not fit an sm_89."""
+    if head_dim > MAX_HEAD_DIM:
+        return LATENT_KEYS - MIN_VALID_KEYS - 1
     if head_dim <= KEY_BLOCK or limits.shared_per_block >= WIDE_ROW_SHARED:
         return MAX_KERNEL_SIZE
     return KEY_BLOCK - MIN_VALID_KEYS - 1

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvevict_kernels.key_scores import KEY_BLOCK, MIN_VALID_KEYS
+from kvevict_kernels.key_scores import KEY_BLOCK, LATENT_KEYS, MAX_HEAD_DIM, MIN_VALID_KEYS
+from kvevict_kernels.ragged_decode.triton_block import load_rows
 
 POWERS = {"sum": 1, "mean": 1, "squares": 2, "max": 0}
 PLAIN_BLOCK = 64
@@ -23,6 +24,15 @@ ROW_BLOCK = 32
 """Rows with ``KEY_BLOCK`` keys; half as many with a larger tile, so that weights fit into registers."""
 WIDE = 128
 """Columns. For wider rows an sm_89's shared memory holds one tile of queries less."""
+LATENT_BLOCKS = {"BLOCK_D": 512, "BLOCK_ROT": 64}
+"""Blocks of columns of latents, whose keys would else be padded to 1,024."""
+
+
+@triton.jit
+def _load_keys(k_ptr, row, m_n, o_d, D: tl.constexpr):
+    """Columns ``o_d`` of the keys ``row`` [BLOCK_N] of a buffer: [columns, BLOCK_N]."""
+    p_k = k_ptr + row[None, :] * D + o_d[:, None]
+    return tl.load(p_k, mask=m_n[None, :] & (o_d < D)[:, None], other=0.0)
 
 
 @triton.jit(
@@ -49,7 +59,8 @@ def _key_scores_kernel(
     NUM_DOUBLINGS: tl.constexpr,  # ceil(log2(KERNEL))
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # at least D, unless BLOCK_ROT holds the rest
+    BLOCK_ROT: tl.constexpr,  # 0: all columns are in BLOCK_D
     POWER: tl.constexpr,  # of the weights that are summed, 1 or 2; 0 for their maximum
     UPCAST: tl.constexpr,  # float32 products: the interpreter cannot multiply bfloat16
 ):
@@ -62,9 +73,11 @@ def _key_scores_kernel(
     m_n = (n >= 0) & (n < num_keys)
     o_d = tl.arange(0, BLOCK_D)
     slot = tl.load(token_slots_ptr + n, mask=m_n, other=0)
-    p_k = k_ptr + (slot * H + i_h)[None, :] * D + o_d[:, None]
-    b_k = tl.load(p_k, mask=m_n[None, :] & (o_d < D)[:, None], other=0.0)  # [BLOCK_D, BLOCK_N]
-    b_k = b_k.to(tl.float32 if UPCAST else q_ptr.dtype.element_ty)
+    product_type = tl.float32 if UPCAST else q_ptr.dtype.element_ty
+    b_k = _load_keys(k_ptr, slot * H + i_h, m_n, o_d, D=D).to(product_type)
+    if BLOCK_ROT > 0:
+        o_rot = BLOCK_D + tl.arange(0, BLOCK_ROT)
+        b_k_rot = _load_keys(k_ptr, slot * H + i_h, m_n, o_rot, D=D).to(product_type)
     acc = tl.zeros([BLOCK_N], dtype=tl.float32)
     pooled = tl.zeros([BLOCK_N], dtype=tl.float32)
     first_query = tl.maximum(first_key + tl.maximum(begin, 0), 0)
@@ -73,15 +86,13 @@ def _key_scores_kernel(
         m_r = row < num_queries * G
         i = row // G
         q_row = i.to(tl.int64) * (H * G) + i_h * G + row % G
-        b_q = tl.load(
-            q_ptr + q_row[:, None] * D + o_d[None, :],
-            mask=m_r[:, None] & (o_d < D)[None, :],
-            other=0.0,
-        )  # [BLOCK_R, BLOCK_D]
-        if UPCAST:
-            b_q = b_q.to(tl.float32)
+        b_q = load_rows(q_ptr, q_row * D, m_r, o_d, D=D, UPCAST=UPCAST)  # [BLOCK_R, BLOCK_D]
         b_lse = tl.load(lse_ptr + q_row, mask=m_r, other=0.0)
-        s = sm_scale * tl.dot(b_q, b_k, input_precision="ieee") - b_lse[:, None]
+        s = tl.dot(b_q, b_k, input_precision="ieee")
+        if BLOCK_ROT > 0:
+            b_q_rot = load_rows(q_ptr, q_row * D, m_r, o_rot, D=D, UPCAST=UPCAST)
+            s = tl.dot(b_q_rot, b_k_rot, s, input_precision="ieee")
+        s = sm_scale * s - b_lse[:, None]
         seen = m_r[:, None] & m_n[None, :] & (first_key + n[None, :] <= i[:, None])
         p = tl.exp2(tl.where(seen, s * LOG2_E, float("-inf")))  # [BLOCK_R, BLOCK_N]; 0 for unseen keys
         if POWER == 0:
@@ -105,6 +116,10 @@ def _key_scores_kernel(
 
 def tile_of(kernel_size: int, head_dim: int) -> dict[str, int]:
     """Block sizes and launch options of the kernel, by the pooling window of the rows (1: none) and head_dim."""
+    if head_dim > MAX_HEAD_DIM:
+        is_plain = kernel_size == 1
+        keys = LATENT_KEYS // 2 if is_plain else LATENT_KEYS
+        return {"BLOCK_R": 16, "BLOCK_N": keys, "num_warps": 4, "num_stages": 3 if is_plain else 1}
     if kernel_size == 1:
         return {"BLOCK_R": PLAIN_BLOCK, "BLOCK_N": PLAIN_BLOCK, "num_warps": 4, "num_stages": 3}
     keys = max(KEY_BLOCK, 1 << (kernel_size + MIN_VALID_KEYS - 1).bit_length())
@@ -130,6 +145,8 @@ def key_scores_triton(
     scores = torch.empty(num_kv_heads, num_keys, dtype=torch.float32, device=queries.device)
     pooled = torch.empty_like(scores) if kernel_size > 1 else None
     tile = tile_of(kernel_size, head_dim)
+    narrow = {"BLOCK_D": max(16, triton.next_power_of_2(head_dim)), "BLOCK_ROT": 0}
+    blocks = LATENT_BLOCKS if head_dim > MAX_HEAD_DIM else narrow
     grid = (triton.cdiv(num_keys, tile["BLOCK_N"] - (kernel_size - 1)), num_kv_heads)
     norms = {"sum": 1 / group_size, "mean": 1 / (num_queries * group_size)}
     _key_scores_kernel[grid](
@@ -141,7 +158,7 @@ def key_scores_triton(
         LOG2_E=math.log2(math.e),
         KERNEL=kernel_size,
         NUM_DOUBLINGS=(kernel_size - 1).bit_length(),
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        **blocks,
         POWER=POWERS[reduction],
         UPCAST=not queries.is_cuda,
         **tile,

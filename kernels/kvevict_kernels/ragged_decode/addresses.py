@@ -14,7 +14,6 @@ from torch import Tensor
 from kvevict_kernels.checks import check_tensor
 from kvevict_kernels.ragged_decode.host_lists import NUM_CLASSES
 from kvevict_kernels.ragged_decode.tables import Tables
-from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS
 from kvevict_kernels.transfer import to_device
 
 BATCH_FIELDS = (
@@ -37,7 +36,7 @@ class TableAddresses:
     """The list through which kernels find a batch's tables."""
 
     tables: Tables  # also size the launches
-    # scratch, [>= tables.num_partials, head_dim] and [>= tables.num_partials], float32; layers and forwards that run
+    # scratch, [>= tables.num_partials, v_head_dim] and [>= tables.num_partials], float32; layers and forwards that run
     # one after the other may share it
     partials: tuple[Tensor, Tensor]
     on_device: Tensor  # [NUM_ADDRESSES], int64, the list
@@ -78,4 +77,4 @@ class TableAddresses:
         if class_tables.max_items + class_tables.max_suffix_items:
             return True
         most_rows = self.tables.num_new * self.tables.sizes.group_size
-        return self.is_captured and (which == 0 or most_rows > DECODE_ROWS[which - 1])
+        return self.is_captured and (which == 0 or most_rows > self.tables.sizes.decode_rows[which - 1])

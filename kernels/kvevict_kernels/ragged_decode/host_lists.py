@@ -15,12 +15,12 @@ from kvevict_kernels.ragged_decode.chunks import (
     span_chunk,
     suffix_splits,
 )
-from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS
+from kvevict_kernels.ragged_decode.tile_table import EXTEND
 from kvevict_kernels.span_runs import SpanReaders, SpanRuns, waterline_of
 
 SPLIT_ROWS = 128
 """Requests with more q rows per KV head are left to ``ragged_extend``."""
-NUM_CLASSES = len(DECODE_ROWS)
+NUM_CLASSES = EXTEND
 
 
 def uses_split(new_len: int, group_size: int) -> bool:
@@ -28,9 +28,9 @@ def uses_split(new_len: int, group_size: int) -> bool:
     return new_len == 1 or new_len * group_size <= SPLIT_ROWS
 
 
-def row_class(num_rows: int) -> int:
+def row_class(num_rows: int, sizes: Sizes) -> int:
     """Class of a unit with ``num_rows`` q rows."""
-    return int(num_rows > DECODE_ROWS[0])
+    return int(num_rows > sizes.decode_rows[0])
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class Sizes:
     num_kv_heads: int
     group_size: int  # q heads per KV head
     num_sms: int  # multiprocessors of the device
-    extend_rows: int  # q rows per tile of ``ragged_extend``
+    decode_rows: tuple[int, int]  # q rows per tile of the split kernel, by class
+    extend_rows: int  # the same of ``ragged_extend``
     has_windows: bool = False  # some layers have a sliding window
 
     @property
@@ -73,8 +74,8 @@ class HostLists:
         rows = zip(self.first_rows, ends, self.is_split, strict=True)
         self.readers = SpanReaders(paths, [range(first, end if is_split else first) for first, end, is_split in rows])
         self.spans, self.span_rows = self.readers.spans, self.readers.rows
-        self.span_class = [row_class(len(rows) * self.group_size) for rows in self.span_rows]
-        self.request_class = [row_class(new * self.group_size) for new in new_lens]
+        self.span_class = [row_class(len(rows) * self.group_size, sizes) for rows in self.span_rows]
+        self.request_class = [row_class(new * self.group_size, sizes) for new in new_lens]
         averages = [self._average(span) for span in self.spans]
         self.span_chunk = [
             span_chunk(average * sizes.num_kv_heads, sizes.num_kv_heads, sizes.num_items, which)
@@ -135,7 +136,7 @@ class HostLists:
     def max_items(self, which: int) -> int:
         """Maximum number of work items of a class's spans in one layer."""
         return sum(
-            self._max_chunks(span) * -(-len(rows) * self.group_size // DECODE_ROWS[which])
+            self._max_chunks(span) * -(-len(rows) * self.group_size // self.sizes.decode_rows[which])
             for span, rows in enumerate(self.span_rows)
             if self.span_class[span] == which
         )
@@ -148,7 +149,7 @@ class HostLists:
         """Maximum number of work items of a class's suffixes, however long; sizes a captured step."""
         sizes = self.sizes
         splits = most_splits(sizes.num_kv_heads, sizes.num_items)
-        tiles = (-(-self.new_lens[i] * self.group_size // DECODE_ROWS[which]) for i in self.requests_of(which))
+        tiles = (-(-self.new_lens[i] * self.group_size // sizes.decode_rows[which]) for i in self.requests_of(which))
         return splits * sizes.num_kv_heads * sum(tiles)
 
     def addresses(self) -> dict[str, list[int]]:

@@ -38,8 +38,8 @@ def sizes_on(
     for name, value in sizes.items():
         check_int(name, value, 1)
     limits = limits_of(device)
-    extend_rows = tiles_for(limits, head_dim)[-1].rows
-    return Sizes(num_layers, num_kv_heads, group_size, limits.num_sms, extend_rows, has_windows)
+    few, many, extend = (tile.rows for tile in tiles_for(limits, head_dim))
+    return Sizes(num_layers, num_kv_heads, group_size, limits.num_sms, (few, many), extend, has_windows)
 
 
 def plan_batch(
@@ -128,22 +128,22 @@ def run_layer(addresses: TableAddresses, step: Step, inputs: LayerInputs, *, out
     A new token sees the spans of its request's path and the request's own tokens up to itself, in one softmax; in a
     layer with a window only keys less than ``inputs.window`` positions before it. Requests with up to 128 q rows per KV
     head use ``ragged_decode``, which reads a shared span once; the others use ``ragged_extend``, one by one. Their rows
-    of ``out`` (like ``inputs.q``) and ``lse`` are written; ``lse`` is [num_new_tokens, num_qo_heads], float32, the
-    natural log-sum-exp of the scaled scores.
+    of ``out`` (like ``inputs.q``, as wide as values) and ``lse`` are written; ``lse`` is [num_new_tokens,
+    num_qo_heads], float32, the natural log-sum-exp of the scaled scores.
 
     Raises:
         ValueError: wrong shape, dtype or device, or a value out of range.
 
     Source: split-KV decoding (Flash-Decoding) over runs per head, as FlashInfer's variable block sparse attention;
         FlashAttention-2's loop over gathered rows.
-    Cost: keys are read once per 64 q rows of a unit, in a prefill per 128 (64 where shared memory is small); float32
-        sums; one launch per class and a merge, one launch for prefills and one that merges the parts of their keys, if
-        they are split; no host sync, no atomics.
+    Cost: keys are read once per tile of q rows of a unit (64 in decode, 128 in a prefill; fewer where rows are wide);
+        float32 sums; one launch per class and a merge, one launch for prefills and one that merges the parts of their
+        keys, if they are split; no host sync, no atomics.
     """
     tables = addresses.tables
     _check_layer(tables, inputs, out, lse)
-    if addresses.partials[0].shape[1] != inputs.q.shape[2]:
-        raise ValueError(f"partials: expected {inputs.q.shape[2]} columns, got {addresses.partials[0].shape[1]}")
+    if addresses.partials[0].shape[1] != inputs.v_head_dim:
+        raise ValueError(f"partials: expected {inputs.v_head_dim} columns, got {addresses.partials[0].shape[1]}")
     if tables.merge_request.numel():
         run_split(addresses, step, inputs, out, lse)
     if tables.tile_request.numel():
@@ -165,5 +165,5 @@ def _check_layer(tables: Tables, inputs: LayerInputs, out: Tensor, lse: Tensor) 
     for name, scale in (("sm_scale", inputs.sm_scale), ("v_scale", inputs.v_scale)):
         if not math.isfinite(scale) or scale <= 0:
             raise ValueError(f"{name}: expected a finite number > 0, got {scale!r}")
-    check_tensor("out", out, tuple(q.shape), q.dtype, q.device)
+    check_tensor("out", out, (*q.shape[:2], inputs.v_head_dim), q.dtype, q.device)
     check_tensor("lse", lse, tuple(q.shape[:2]), torch.float32, q.device)

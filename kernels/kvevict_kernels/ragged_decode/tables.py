@@ -113,13 +113,18 @@ class LayerInputs:
     # strided (a slice of a fused projection), the heads of one token are contiguous
     q: Tensor
     k_arena: Tensor  # [num_layers, num_token_slots, num_kv_heads, head_dim], dtype of ``q`` or float8_e4m3fn
-    v_arena: Tensor  # like ``k_arena``
+    v_arena: Tensor  # like ``k_arena``, or the first columns of its rows (latents)
     sm_scale: float  # softmax scale, times the layer's FP8 scale of keys
     v_scale: float = 1.0  # FP8 scale of the layer's values; 1.0 for other dtypes
     # [num_layers, num_token_slots, num_kv_heads], float32, added to the scores of entries of spans
     biases: Tensor | None = None
     window: int = 0  # tokens that a query of the layer sees, itself included; 0: all
     sink_logits: Tensor | None = None  # [num_qo_heads], any floating dtype: one more score per row, with value 0
+
+    @property
+    def v_head_dim(self) -> int:
+        """Width of values and results; less than ``head_dim`` for latents."""
+        return self.v_arena.shape[3]
 
     @property
     def reads_more(self) -> bool:

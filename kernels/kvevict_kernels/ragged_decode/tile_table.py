@@ -28,6 +28,15 @@ KEYS = {
 }
 """By (family, head_dim): K and V rows per step of the loop, of the split kernel and of ``ragged_extend``."""
 MIN_KEYS = 16
+LATENT_DIM = 576
+"""Width of a wider head_dim: a latent of 512 numbers, which are also the value, and 64 of a rotated key."""
+LATENTS = {
+    80: ((16, 32), (64, 16), (64, 16)),
+    89: ((16, 32), (32, 16), (32, 16)),
+    90: ((16, 32), (64, 32), (64, 32)),
+    100: ((16, 32), (32, 32), (32, 32)),
+}
+"""By family: q rows, and keys per step, of each kernel's tile for latents. Results are 512 wide, in float32."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ def tiles_for(limits: DeviceLimits, head_dim: int, *, reads_more: bool = False) 
     """
     width = next((width for width in HEAD_DIMS if head_dim <= width), None)
     if width is None:
-        raise ValueError(f"head_dim: expected at most {HEAD_DIMS[-1]}, got {head_dim}")
+        return _latent_tiles(limits, head_dim)
     keys, extend_keys = KEYS[family_of(limits), width]
     if reads_more:
         keys, extend_keys = max(keys // 2, MIN_KEYS), max(extend_keys // 2, MIN_KEYS)
@@ -68,3 +77,30 @@ def tiles_for(limits: DeviceLimits, head_dim: int, *, reads_more: bool = False) 
         Tile(DECODE_ROWS[1], keys, warps=8 if is_wide else 4),
         Tile(64 if is_wide else 128, extend_keys, warps=8),
     )
+
+
+def _latent_tiles(limits: DeviceLimits, head_dim: int) -> tuple[Tile, Tile, Tile]:
+    """Layers that read latents have neither biases nor windows."""
+    if head_dim > LATENT_DIM:
+        raise ValueError(f"head_dim: expected at most {LATENT_DIM}, got {head_dim}")
+    few, many, extend = (Tile(rows, keys, warps=8) for rows, keys in LATENTS[family_of(limits)])
+    return few, many, extend
+
+
+def block_widths(head_dim: int, v_head_dim: int) -> dict[str, int]:
+    """Constants of the kernels: columns of keys and values, and the blocks that hold them.
+
+    Values narrower than keys are the first columns of these (latents); a block of its own holds the rest.
+    """
+    rest = head_dim - v_head_dim
+    return {
+        "D": head_dim,
+        "DV": v_head_dim,
+        "BLOCK_D": _power_of_two(v_head_dim),
+        "BLOCK_ROT": _power_of_two(rest) if rest else 0,
+    }
+
+
+def _power_of_two(width: int) -> int:
+    """The next one, at least 16, as products need it."""
+    return max(16, 1 << (width - 1).bit_length())

@@ -18,8 +18,21 @@ def load_rows(q_ptr, row, m_m, o_d, D: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def load_queries(
+    q_ptr, row, m_m, o_d, D: tl.constexpr, DV: tl.constexpr, BLOCK_ROT: tl.constexpr, UPCAST: tl.constexpr
+):  # fmt: skip
+    """Q rows that begin at ``row``, in two parts: [BLOCK_M, BLOCK_D], then [BLOCK_M, BLOCK_ROT] of latents."""
+    b_q = load_rows(q_ptr, row, m_m, o_d, D=DV, UPCAST=UPCAST)
+    b_rot = b_q
+    if BLOCK_ROT > 0:
+        b_rot = load_rows(q_ptr, row + DV, m_m, tl.arange(0, BLOCK_ROT), D=D - DV, UPCAST=UPCAST)
+    return b_q, b_rot
+
+
+@triton.jit
 def attend_block(
     b_q,  # [BLOCK_M, BLOCK_D]
+    b_rot,  # [BLOCK_M, BLOCK_ROT] of latents, else not read
     b_max,  # [BLOCK_M] base 2
     b_sum,  # [BLOCK_M]
     b_out,  # [BLOCK_M, BLOCK_D] float32
@@ -33,15 +46,29 @@ def attend_block(
     o_d,
     scale_log2,
     D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_ROT: tl.constexpr,
 ):
-    """One block of keys, online softmax; a row may see none of them. float8 rows are multiplied in q's dtype."""
+    """One block of keys, online softmax; a row may see none of them. float8 rows are multiplied in q's dtype.
+
+    Of latents (``BLOCK_ROT`` > 0) the first ``DV`` columns of a key are loaded once, and are its value.
+    """
     p_kv = head_slot[:, None] * D + o_d[None, :]
-    m_kv = m_n[:, None] & (o_d < D)[None, :]
+    m_kv = m_n[:, None] & (o_d < DV)[None, :]
     b_k = tl.load(k_ptr + p_kv, mask=m_kv, other=0.0)
-    b_v = tl.load(v_ptr + p_kv, mask=m_kv, other=0.0)
-    b_k = b_k.to(b_q.dtype)
-    b_v = b_v.to(b_q.dtype)
-    s = scale_log2 * tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    if BLOCK_ROT > 0:
+        o_r = tl.arange(0, BLOCK_ROT)
+        p_rot = head_slot[:, None] * D + DV + o_r[None, :]
+        b_key_rot = tl.load(k_ptr + p_rot, mask=m_n[:, None] & (o_r < D - DV)[None, :], other=0.0).to(b_q.dtype)
+        b_k = b_k.to(b_q.dtype)
+        b_v = b_k
+        s = tl.dot(b_rot, tl.trans(b_key_rot), input_precision="ieee")
+        s = scale_log2 * tl.dot(b_q, tl.trans(b_k), s, input_precision="ieee")
+    else:
+        b_v = tl.load(v_ptr + p_kv, mask=m_kv, other=0.0)
+        b_k = b_k.to(b_q.dtype)
+        b_v = b_v.to(b_q.dtype)
+        s = scale_log2 * tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
     if biases_ptr is not None:
         s += 1.4426950408889634 * tl.load(biases_ptr + head_slot, mask=m_b, other=0.0)[None, :]
     s = tl.where(seen, s, float("-inf"))

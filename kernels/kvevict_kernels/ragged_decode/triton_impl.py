@@ -18,13 +18,13 @@ from kvevict_kernels.ragged_decode import chunks
 from kvevict_kernels.ragged_decode import triton_addresses as at
 from kvevict_kernels.ragged_decode.addresses import TableAddresses
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
-from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS, Tile, tiles_for
+from kvevict_kernels.ragged_decode.tile_table import Tile, block_widths, tiles_for
 from kvevict_kernels.ragged_decode.triton_block import (
     LOG2_E,
     attend_block,
     hidden_keys,
     hide_branches,
-    load_rows,
+    load_queries,
     load_tree,
 )
 from kvevict_kernels.ragged_decode.triton_items import (
@@ -42,11 +42,11 @@ REQUEST_BLOCK = 128
 
 
 @triton.jit
-def _store_partials(addresses_ptr, row, b_max, b_sum, b_out, o_d, m_m, D: tl.constexpr):
+def _store_partials(addresses_ptr, row, b_max, b_sum, b_out, o_d, m_m, DV: tl.constexpr):
     """Write rows [BLOCK_M] of partial outputs and their log-sum-exps."""
     divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
-    p_out = at.floats_at(addresses_ptr, at.PARTIAL_OUT) + row[:, None] * D + o_d[None, :]
-    tl.store(p_out, b_out / divisor[:, None], mask=m_m[:, None] & (o_d < D)[None, :])
+    p_out = at.floats_at(addresses_ptr, at.PARTIAL_OUT) + row[:, None] * DV + o_d[None, :]
+    tl.store(p_out, b_out / divisor[:, None], mask=m_m[:, None] & (o_d < DV)[None, :])
     tl.store(at.floats_at(addresses_ptr, at.PARTIAL_LSE) + row, b_max + tl.log2(divisor), mask=m_m)
 
 
@@ -86,14 +86,16 @@ def _split_kernel(
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
+    DV: tl.constexpr,  # columns of values; fewer than D: they are the first ones of the keys (latents)
     WINDOWED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # at least DV
+    BLOCK_ROT: tl.constexpr,  # at least D - DV; 0: not latents
     UPCAST: tl.constexpr,  # float32 products: the interpreter cannot multiply bfloat16
     PDL: tl.constexpr,  # the merge may start beside it
 ):
-    """Write partials, float32, [num_partials, D], and their log-sum-exps, base 2.
+    """Write partials, float32, [num_partials, DV], and their log-sum-exps, base 2.
 
     Addresses are read again for every item: kept, they would take registers from the products.
     """
@@ -117,7 +119,7 @@ def _split_kernel(
         token = i_row // G
         reader = tl.load(at.int32s_at(addresses_ptr, at.MEMBERS) + member + token, mask=m_m, other=0)
         q_row = reader.to(tl.int64) * q_stride + (head * G + i_row % G) * D
-        b_q = load_rows(q_ptr, q_row, m_m, o_d, D=D, UPCAST=UPCAST)
+        b_q, b_rot = load_queries(q_ptr, q_row, m_m, o_d, D=D, DV=DV, BLOCK_ROT=BLOCK_ROT, UPCAST=UPCAST)
         visible, depth = load_tree(visible_ptr, reader, token, m_m)
         to_last = tl.where(is_suffix > 0, high_of(last), num_kv)
         to_key = to_last - is_suffix * (count - 1 - token)
@@ -150,10 +152,10 @@ def _split_kernel(
                 b_position = tl.load(position_ptr + n, mask=m_n & is_cut, other=2147483647)
                 seen = seen & (n[None, :] >= from_key[:, None]) & (b_position[None, :] > hidden[:, None])
             b_max, b_sum, b_out = attend_block(
-                b_q, b_max, b_sum, b_out, k_ptr, v_ptr, biases_ptr, head_slot, m_n, m_n & (is_suffix == 0),
-                seen, o_d, scale_log2, D=D,
+                b_q, b_rot, b_max, b_sum, b_out, k_ptr, v_ptr, biases_ptr, head_slot, m_n, m_n & (is_suffix == 0),
+                seen, o_d, scale_log2, D=D, DV=DV, BLOCK_ROT=BLOCK_ROT,
             )  # fmt: skip
-        _store_partials(addresses_ptr, low_of(last).to(tl.int64) + i_row, b_max, b_sum, b_out, o_d, m_m, D=D)
+        _store_partials(addresses_ptr, low_of(last).to(tl.int64) + i_row, b_max, b_sum, b_out, o_d, m_m, DV=DV)
         index_address, keys, readers, last = load_item(
             item + tl.num_programs(0), num_suffix_items, suffix_items_ptr, layer, addresses_ptr, CLASS=CLASS
         )
@@ -171,7 +173,7 @@ def advance(addresses: TableAddresses, step: Step) -> None:
             *(class_tables.num_requests, step.req_to_token.data_ptr(), step.req_to_token.stride(0)),
             CLASS=which,
             LEAST=chunks.MIN_CHUNKS[which],
-            ROW_TILE=DECODE_ROWS[which],
+            ROW_TILE=tables.sizes.decode_rows[which],
             NUM_ITEMS=tables.sizes.num_items,
             STEP=chunks.CHUNK_STEP,
             H=tables.sizes.num_kv_heads,
@@ -198,15 +200,14 @@ def _launch_split(addresses: TableAddresses, step: Step, which: int, inputs: Lay
         *(inputs.layer, class_tables.num_requests, inputs.k_arena.shape[1], q.stride(0)),
         *(inputs.sm_scale * LOG2_E, inputs.window),
     )
-    options = {
+    options: dict[str, object] = {
         "CLASS": which,
         "H": tables.sizes.num_kv_heads,
         "G": tables.sizes.group_size,
-        "D": head_dim,
+        **block_widths(head_dim, inputs.v_head_dim),
         "WINDOWED": inputs.window > 0,
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.keys,
-        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
         "UPCAST": not q.is_cuda,
         "PDL": dependent_launch(q.device)["PDL"],
         "num_stages": tile.stages,

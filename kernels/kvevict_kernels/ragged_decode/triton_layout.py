@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from kvevict_kernels.ragged_decode.tables import Tables
-from kvevict_kernels.ragged_decode.tile_table import DECODE_ROWS
 from kvevict_kernels.ragged_decode.triton_chunks import run_chunk
 from kvevict_kernels.ragged_decode.triton_items import store_items
 
@@ -145,8 +144,8 @@ def lay_out(tables: Tables) -> None:
         tables.num_spans,
         H=sizes.num_kv_heads,
         G=sizes.group_size,
-        ROWS_0=DECODE_ROWS[0],
-        ROWS_1=DECODE_ROWS[1],
+        ROWS_0=sizes.decode_rows[0],
+        ROWS_1=sizes.decode_rows[1],
         BLOCK=UNIT_BLOCK,
     )
     for which, work in enumerate(classes):
@@ -154,7 +153,7 @@ def lay_out(tables: Tables) -> None:
             _work_kernel[(sizes.num_layers, tables.num_spans)](
                 *(tables.span_class, tables.span_members, tables.span_member_start, tables.span_chunk),
                 *(tables.span_cap, tables.run_address, tables.run_lens, tables.partial_start),
-                *(work.item_start, work.items, work.max_items, tables.num_spans, which, DECODE_ROWS[which]),
+                *(work.item_start, work.items, work.max_items, tables.num_spans, which, sizes.decode_rows[which]),
                 H=sizes.num_kv_heads,
                 G=sizes.group_size,
                 FILL=FILL_BLOCK,

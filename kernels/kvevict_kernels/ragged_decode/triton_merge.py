@@ -12,10 +12,13 @@ from kvevict_kernels.ragged_decode import chunks
 from kvevict_kernels.ragged_decode import triton_addresses as at
 from kvevict_kernels.ragged_decode.addresses import TableAddresses
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
+from kvevict_kernels.ragged_decode.tile_table import block_widths
 from kvevict_kernels.ragged_decode.triton_chunks import run_chunk, suffix_chunk
 
+MERGE_VALUES = 8192
+"""Numbers of partials merged at once, in registers."""
 MERGE_BLOCK = 32
-"""Partials merged at once: as many as one request's run has, so that loads wait once or twice."""
+"""Partials merged at once, at most: as many as one request's run has, so that loads wait once or twice."""
 
 
 @triton.jit
@@ -49,7 +52,7 @@ def with_sink(b_max, b_sum, sink):
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["seq_lens_ptr", "sink_logits_ptr"])
 def _merge_kernel(
     addresses_ptr,
-    out_ptr,  # [N, H * G, D]
+    out_ptr,  # [N, H * G, DV]
     lse_ptr,  # [N, H * G] float32, natural
     seq_lens_ptr,
     sink_logits_ptr,  # [H * G], or None
@@ -59,7 +62,7 @@ def _merge_kernel(
     STEP: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
-    D: tl.constexpr,
+    DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -94,7 +97,7 @@ def _merge_kernel(
         member = tl.load(at.int32s_at(addresses_ptr, at.PATH_MEMBER) + j)
         first = tl.load(at.int64s_at(addresses_ptr, at.PARTIAL_START) + unit) + (member + token) * G + q_head % G
         b_max, b_sum, b_out = fold(
-            b_max, b_sum, b_out, partial_out_ptr, partial_lse_ptr, first, num, rows, o_d, D=D, BLOCK=BLOCK
+            b_max, b_sum, b_out, partial_out_ptr, partial_lse_ptr, first, num, rows, o_d, D=DV, BLOCK=BLOCK
         )
     rows = tl.load(at.int32s_at(addresses_ptr, at.NEW_LENS_DEVICE) + request) * G
     length = tl.load(seq_lens_ptr + request) - tl.load(at.int32s_at(addresses_ptr, at.WATERLINES) + request)
@@ -103,7 +106,7 @@ def _merge_kernel(
     num = tl.cdiv(length, chunk)
     first = tl.load(at.int64s_at(addresses_ptr, at.SUFFIX_PARTIAL) + request) + head * rows + token * G + q_head % G
     b_max, b_sum, b_out = fold(
-        b_max, b_sum, b_out, partial_out_ptr, partial_lse_ptr, first, num, rows * H, o_d, D=D, BLOCK=BLOCK
+        b_max, b_sum, b_out, partial_out_ptr, partial_lse_ptr, first, num, rows * H, o_d, D=DV, BLOCK=BLOCK
     )
     if sink_logits_ptr is not None:
         sink = 1.4426950408889634 * tl.load(sink_logits_ptr + q_head).to(tl.float32)
@@ -112,22 +115,22 @@ def _merge_kernel(
     member = tl.load(at.int32s_at(addresses_ptr, at.REQUEST_MEMBERS) + request) + token
     row = tl.load(at.int32s_at(addresses_ptr, at.MEMBERS) + member).to(tl.int64) * (H * G) + q_head
     divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
-    tl.store(out_ptr + row * D + o_d, b_out / divisor * v_scale, mask=o_d < D)
+    tl.store(out_ptr + row * DV + o_d, b_out / divisor * v_scale, mask=o_d < DV)
     tl.store(lse_ptr + row, (b_max + tl.log2(divisor)) * 0.6931471805599453)
 
 
 def run_merge(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: Tensor, lse: Tensor) -> None:
     """Write the rows of ``out`` and ``lse`` for which the split kernel attended."""
-    num_qo_heads, head_dim = out.shape[1:]
-    tables = addresses.tables
+    num_qo_heads = out.shape[1]
+    tables, widths = addresses.tables, block_widths(inputs.q.shape[2], inputs.v_head_dim)
     _merge_kernel[(tables.merge_request.numel(), num_qo_heads)](
         *(addresses.on_device, out, lse, step.seq_lens, inputs.sink_logits, inputs.layer, inputs.v_scale),
         NUM_ITEMS=tables.sizes.num_items,
         STEP=chunks.CHUNK_STEP,
         H=tables.sizes.num_kv_heads,
         G=tables.sizes.group_size,
-        D=head_dim,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK=MERGE_BLOCK,
+        DV=widths["DV"],
+        BLOCK_D=widths["BLOCK_D"],
+        BLOCK=min(MERGE_BLOCK, MERGE_VALUES // widths["BLOCK_D"]),
         **dependent_launch(out.device),
     )

@@ -20,12 +20,12 @@ from kvevict_kernels.device_limits import limits_of
 from kvevict_kernels.ragged_decode import triton_addresses as at
 from kvevict_kernels.ragged_decode.addresses import TableAddresses
 from kvevict_kernels.ragged_decode.tables import LayerInputs, Step
-from kvevict_kernels.ragged_decode.tile_table import EXTEND, tiles_for
+from kvevict_kernels.ragged_decode.tile_table import EXTEND, block_widths, tiles_for
 from kvevict_kernels.ragged_decode.triton_block import (
     LOG2_E,
     hidden_keys,
     hide_branches,
-    load_rows,
+    load_queries,
     load_tree,
 )
 from kvevict_kernels.ragged_decode.triton_merge import with_sink
@@ -128,7 +128,7 @@ def _store(out_ptr, lse_ptr, row, b_max, b_sum, b_out, out_scale, lse_scale, o_d
 @triton.jit
 def _store_part(
     out_ptr, lse_ptr, addresses_ptr, request, head, first, count, i_row, split, num_splits, b_max, b_sum, b_out,
-    v_scale, o_d, m_m, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    v_scale, o_d, m_m, H: tl.constexpr, G: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Write a tile's q rows ``i_row`` [BLOCK_M], or what one of several parts of the keys adds to them."""
     if num_splits > 1:
@@ -136,10 +136,10 @@ def _store_part(
         partial_lse_ptr = at.floats_at(addresses_ptr, at.PARTIAL_LSE)
         row = tl.load(at.int64s_at(addresses_ptr, at.EXTEND_PARTIAL) + request)
         row += (split * H + head).to(tl.int64) * (count * G) + i_row
-        _store(partial_out_ptr, partial_lse_ptr, row, b_max, b_sum, b_out, 1.0, 1.0, o_d, m_m, D=D)
+        _store(partial_out_ptr, partial_lse_ptr, row, b_max, b_sum, b_out, 1.0, 1.0, o_d, m_m, D=DV)
     else:
         row = (first + i_row // G) * (H * G) + head * G + i_row % G
-        _store(out_ptr, lse_ptr, row, b_max, b_sum, b_out, v_scale, 0.6931471805599453, o_d, m_m, D=D)
+        _store(out_ptr, lse_ptr, row, b_max, b_sum, b_out, v_scale, 0.6931471805599453, o_d, m_m, D=DV)
 
 
 @triton.jit
@@ -154,9 +154,28 @@ def _hide_keys(j, is_own, address, num_kv, to_key, hidden, m_m, addresses_ptr):
 
 @triton.jit
 def _load_block(rows_ptr, row, o_d, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows [BLOCK_N, BLOCK_D] that begin at ``row`` (elements)."""
+    """The first ``D`` columns of rows, [BLOCK_N, BLOCK_D], that begin at ``row`` (elements)."""
     p_rows = rows_ptr + row[:, None] + o_d[None, :]
     return tl.load(p_rows) if D == BLOCK_D else tl.load(p_rows, mask=(o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _score_block(
+    b_q, b_rot, k_ptr, v_ptr, row, o_d, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_ROT: tl.constexpr,
+):  # fmt: skip
+    """Scores [BLOCK_M, BLOCK_N], not scaled yet, and values of rows that begin at ``row``; a latent is both."""
+    b_k = _load_block(k_ptr, row, o_d, D=DV, BLOCK_D=BLOCK_D).to(b_q.dtype)
+    if BLOCK_ROT > 0:
+        b_v = b_k
+        o_rot = tl.arange(0, BLOCK_ROT)
+        b_k_rot = _load_block(k_ptr + DV, row, o_rot, D=D - DV, BLOCK_D=BLOCK_ROT).to(b_q.dtype)
+        s = tl.dot(b_rot, tl.trans(b_k_rot), input_precision="ieee")
+        s = tl.dot(b_q, tl.trans(b_k), s, input_precision="ieee")
+    else:
+        b_v = _load_block(v_ptr, row, o_d, D=DV, BLOCK_D=BLOCK_D).to(b_q.dtype)
+        s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    return s, b_v
 
 
 @triton.jit
@@ -181,7 +200,7 @@ def _extend_kernel(
     v_ptr,
     biases_ptr,  # [L, T, H] float32, or None
     sink_logits_ptr,  # [H * G], or None
-    out_ptr,  # [N, H * G, D]
+    out_ptr,  # [N, H * G, DV]
     lse_ptr,  # [N, H * G] float32, natural
     seq_lens_ptr,
     pool_rows_ptr,
@@ -197,20 +216,22 @@ def _extend_kernel(
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
+    DV: tl.constexpr,  # columns of values; fewer than D: they are the first ones of the keys (latents)
     BLOCK_M: tl.constexpr,
     WINDOWED: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # at least DV
+    BLOCK_ROT: tl.constexpr,  # at least D - DV; 0: not latents
     UPCAST: tl.constexpr,
 ):
     request = tl.load(at.int32s_at(addresses_ptr, at.TILE_REQUEST) + tl.program_id(0))
     head, o_d = tl.program_id(1), tl.arange(0, BLOCK_D)
     count = tl.load(at.int32s_at(addresses_ptr, at.NEW_LENS_DEVICE) + request)
     i_row = tl.load(at.int32s_at(addresses_ptr, at.TILE_INDEX) + tl.program_id(0)) * BLOCK_M + tl.arange(0, BLOCK_M)
-    m_m = i_row < count * G
-    token = i_row // G
+    m_m, token = i_row < count * G, i_row // G
     first = _first_row(request, addresses_ptr)
-    b_q = load_rows(q_ptr, (first + token) * q_stride + (head * G + i_row % G) * D, m_m, o_d, D=D, UPCAST=UPCAST)
+    q_row = (first + token) * q_stride + (head * G + i_row % G) * D
+    b_q, b_rot = load_queries(q_ptr, q_row, m_m, o_d, D=D, DV=DV, BLOCK_ROT=BLOCK_ROT, UPCAST=UPCAST)
     b_max, b_sum = tl.full([BLOCK_M], -3.0e38, dtype=tl.float32), tl.zeros([BLOCK_M], dtype=tl.float32)
     b_out = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     visible, depth = load_tree(visible_ptr, first + token, token, m_m)
@@ -242,9 +263,9 @@ def _extend_kernel(
         for start in range(tl.maximum(begin, 0), to_key, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
             slot = tl.load(index_ptr + tl.minimum(n, to_key - 1)).to(tl.int64)
-            b_k = _load_block(k_ptr + shift, slot * stride, o_d, D=D, BLOCK_D=BLOCK_D).to(b_q.dtype)
-            b_v = _load_block(v_ptr + shift, slot * stride, o_d, D=D, BLOCK_D=BLOCK_D).to(b_q.dtype)
-            s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+            s, b_v = _score_block(
+                b_q, b_rot, k_ptr + shift, v_ptr + shift, slot * stride, o_d, D, DV, BLOCK_D, BLOCK_ROT
+            )
             if biases_ptr is not None:
                 bias = tl.load(biases_ptr + slot, mask=n * 0 == is_own, other=0.0)
                 s = s * scale_log2 + 1.4426950408889634 * bias[None, :]
@@ -261,19 +282,19 @@ def _extend_kernel(
         b_max, b_sum, b_out = _add_sink(b_max, b_sum, b_out, sink_logits_ptr + head * G + i_row % G, m_m & (split == 0))
     _store_part(
         out_ptr, lse_ptr, addresses_ptr, request, head, first, count, i_row, split, num_splits, b_max, b_sum, b_out,
-        v_scale, o_d, m_m, H=H, G=G, D=D,
+        v_scale, o_d, m_m, H=H, G=G, DV=DV,
     )  # fmt: skip
 
 
 @triton.jit
 def _combine_kernel(
     addresses_ptr,
-    out_ptr,  # [N, H * G, D]
+    out_ptr,  # [N, H * G, DV]
     lse_ptr,  # [N, H * G] float32, natural
     v_scale,
     H: tl.constexpr,
     G: tl.constexpr,
-    D: tl.constexpr,
+    DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
@@ -292,7 +313,7 @@ def _combine_kernel(
         i_row = begin + tl.arange(0, ROWS)
         m_m = i_row < count
         o_d = tl.arange(0, BLOCK_D)
-        m_out = m_m[:, None] & (o_d < D)[None, :]
+        m_out = m_m[:, None] & (o_d < DV)[None, :]
         b_max = tl.full([ROWS], float("-inf"), dtype=tl.float32)
         b_sum = tl.zeros([ROWS], dtype=tl.float32)
         b_out = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
@@ -300,7 +321,7 @@ def _combine_kernel(
         for part in range(num_splits):
             row = first_partial + (part * H + head).to(tl.int64) * count + i_row
             b_lse = tl.load(partial_lse_ptr + row, mask=m_m, other=float("-inf"))
-            b_part = tl.load(partial_out_ptr + row[:, None] * D + o_d[None, :], mask=m_out, other=0.0)
+            b_part = tl.load(partial_out_ptr + row[:, None] * DV + o_d[None, :], mask=m_out, other=0.0)
             new_max = tl.maximum(b_max, b_lse)
             base = tl.where(new_max == float("-inf"), 0.0, new_max)
             weight = tl.exp2(b_lse - base)
@@ -311,7 +332,7 @@ def _combine_kernel(
         first = _first_row(request, addresses_ptr)
         row = (first + i_row // G) * (H * G) + head * G + i_row % G
         divisor = tl.where(b_sum > 0.0, b_sum, 1.0)
-        tl.store(out_ptr + row[:, None] * D + o_d[None, :], b_out / divisor[:, None] * v_scale, mask=m_out)
+        tl.store(out_ptr + row[:, None] * DV + o_d[None, :], b_out / divisor[:, None] * v_scale, mask=m_out)
         tl.store(lse_ptr + row, (b_max + tl.log2(divisor)) * 0.6931471805599453, mask=m_m)
 
 
@@ -324,10 +345,9 @@ def run_extend(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: 
     constants = {
         "H": sizes.num_kv_heads,
         "G": sizes.group_size,
-        "D": head_dim,
         "BLOCK_M": tile.rows,
-        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
     }
+    widths = block_widths(head_dim, inputs.v_head_dim)
     _extend_kernel[(num_programs, sizes.num_kv_heads)](
         *(addresses.on_device, q, inputs.k_arena, inputs.v_arena, inputs.biases, inputs.sink_logits, out, lse),
         *(step.seq_lens, step.pool_rows, step.visible, step.req_to_token.data_ptr()),
@@ -338,8 +358,10 @@ def run_extend(addresses: TableAddresses, step: Step, inputs: LayerInputs, out: 
         UPCAST=not q.is_cuda,
         num_stages=tile.stages,
         num_warps=tile.warps,
+        **widths,
         **constants,
     )
     if tables.has_splits:
         grid = (num_programs, sizes.num_kv_heads, triton.cdiv(tile.rows, COMBINE_ROWS))
-        _combine_kernel[grid](addresses.on_device, out, lse, inputs.v_scale, ROWS=COMBINE_ROWS, **constants)
+        constants |= {"ROWS": COMBINE_ROWS, "DV": widths["DV"], "BLOCK_D": widths["BLOCK_D"]}
+        _combine_kernel[grid](addresses.on_device, out, lse, inputs.v_scale, **constants)

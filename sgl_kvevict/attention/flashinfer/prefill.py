@@ -111,7 +111,7 @@ def find_plain_prefill(
 
     ``on_all_ranks`` tells whether a condition holds on all tensor-parallel ranks; all ranks call it.
     """
-    if flashinfer_reasons(k_arena.dtype, geometry.head_dim):
+    if geometry.is_latent or flashinfer_reasons(k_arena.dtype, geometry.head_dim):
         return None
     found: PlainPrefill | None = None
     try:

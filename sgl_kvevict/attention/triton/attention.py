@@ -64,7 +64,8 @@ class TritonAttention:
         *,
         verifies: bool = False,
     ) -> None:
-        if reasons := triton_reasons(k_arena.dtype, geometry.head_dim, k_arena.device):
+        reasons = triton_reasons(k_arena.dtype, geometry.head_dim, k_arena.device, is_latent=geometry.is_latent)
+        if reasons:
             raise UnsupportedSetupError(reasons)
         check_arenas(k_arena, v_arena, biases, geometry.arena_shape, (*KV_DTYPES, FP8))
         self.geometry = geometry
@@ -181,17 +182,17 @@ class TritonAttention:
 
     def run(self, layer: int, q: Tensor, sm_scale: float, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Attend as planned; see :meth:`sgl_kvevict.attention.interface.Attention.run`."""
-        planned = self._planned
+        planned, geometry = self._planned, self.geometry
         num_new = 0 if planned is None else planned.addresses.tables.num_new
-        shape = (num_new, self.geometry.num_qo_heads, self.geometry.head_dim)
+        shape = (num_new, geometry.num_qo_heads, geometry.head_dim)
         if planned is None or planned.step is None or tuple(q.shape) != shape:
             raise InvariantError(f"q: planned {list(shape)}, got {list(q.shape)}")
         queries = q.to(self.q_dtype)
         if not queries[0].is_contiguous():  # a slice of a fused projection needs no copy
             queries = queries.contiguous()
-        out = torch.empty(q.shape, dtype=queries.dtype, device=q.device)
+        out = torch.empty(*q.shape[:2], geometry.v_head_dim, dtype=queries.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        k_scale, v_scale = self.geometry.scales.of(layer)
+        k_scale, v_scale = geometry.scales.of(layer)
         inputs = LayerInputs(
             layer,
             queries,
@@ -200,7 +201,7 @@ class TritonAttention:
             sm_scale * k_scale,
             v_scale,
             self.biases,
-            self.geometry.window(layer),
+            geometry.window(layer),
             None if sink_logits is None else sink_logits.contiguous(),
         )
         run_layer(planned.addresses, planned.step, inputs, out=out, lse=lse)
@@ -237,7 +238,7 @@ class TritonAttention:
         """Scratch of all layers and forwards, one after the other on one stream; a larger batch replaces it."""
         device = self.k_arena.device
         return (
-            torch.empty(num_rows, self.geometry.head_dim, dtype=torch.float32, device=device),
+            torch.empty(num_rows, self.geometry.v_head_dim, dtype=torch.float32, device=device),
             torch.empty(num_rows, dtype=torch.float32, device=device),
         )
 

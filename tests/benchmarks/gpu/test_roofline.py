@@ -43,6 +43,16 @@ def test_attention_does_what_its_loops_count() -> None:
     assert roofline.extend(replace(TINY, prefix_tokens=0), 6) == counted([6], [-1], [6])
 
 
+def test_a_step_on_latents_does_what_its_loops_count() -> None:
+    num_bytes = flops = 0
+    for _request in range(3):
+        num_bytes += 10 * (1152 + 4)  # a row is key and value; index
+        for _head in range(16):
+            num_bytes += 1152 + 1024 + 4  # query, result, log-sum-exp
+            flops += 10 * 2 * (576 + 512)
+    assert roofline.latent_decode(16, 3, 10) == roofline.Work(num_bytes, flops)
+
+
 def test_a_compression_does_what_its_loops_count() -> None:
     key_bytes = score_bytes = moved = flops = query_bytes = 0
     for _layer in range(TINY.num_layers):
