@@ -15,7 +15,7 @@ from sgl_kvevict.launcher import RunningServer
 from sgl_kvevict.measure import flush, plugin_state, wait_until_scored
 
 CONCURRENCY = 8
-_TIMEOUT_S = 600.0
+_TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True)
