@@ -91,22 +91,16 @@ def prompt_logprobs(server: RunningServer, count: int) -> torch.Tensor:
     return torch.tensor([entry[0] for entry in info["input_token_logprobs"][1:]])
 
 
-def continued(model: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """Greedy answers of so many tokens by the model's definition in transformers."""
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    found = []
-    with torch.inference_mode():
-        for prompt in prompts:
-            ids = torch.tensor([prompt])
-            for _ in range(count):
-                ids = torch.cat([ids, loaded(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
-            found.append(ids[0, len(prompt) :].tolist())
-    return found
-
-
 def of_transformers(model: Path) -> tuple[list[list[int]], list[float]]:
     """The same answers and log-probabilities by the model's definition in transformers."""
-    answers = continued(model, prompts(), 6)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    answers = []
+    with torch.inference_mode():
+        for prompt in prompts():
+            ids = torch.tensor([prompt])
+            for _ in range(6):
+                ids = torch.cat([ids, loaded(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+            answers.append(ids[0, len(prompt) :].tolist())
     return answers, last_logprobs(model, torch.float32, prompts()[0] + answers[0][:4], 11).tolist()
 
 
@@ -120,7 +114,7 @@ def last_logprobs(model: Path, dtype: torch.dtype, tokens: list[int], count: int
 
 
 LATENTS = "DeepSeek V2"
-SERVED = [family for family in FAMILIES if family.reason is None and family.never_ran is None]
+SERVED = [family for family in FAMILIES if family.reason is None and not family.recurrent]
 
 
 def words(seed: int, count: int) -> str:
@@ -314,32 +308,63 @@ def test_stock_is_wrong_with_two_ranks(name, tmp_path):
         assert answers(stock) != of_transformers(model)[0]
 
 
-RECURRENT = ENV | {
-    "SGLANG_EXTERNAL_MODEL_PACKAGE": "models.recurrent",
-    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
-    "SGLANG_MAMBA_CONV_DTYPE": "float32",
+STRATEGIES = {
+    "no_buffer": ("--disable-overlap-schedule",),
+    "extra_buffer": ("--mamba-track-interval", "64"),
 }
-"""A forward of recurrent layers for a CPU."""
+"""How SGLang keeps states: copied at the end of what a request computed, or as snapshots on a grid."""
+STATES_FOUND = {"no_buffer": [0, 329, 329, 0, 0], "extra_buffer": [0, 320, 320, 0, 192]}
+"""Tokens that each request of :func:`chats` finds; the grid is one of 64 tokens."""
+
+
+def recurrent_env(folder: Path) -> dict[str, str]:
+    """Servers with this environment take the tests' definitions of SGLang's kernels of recurrent layers."""
+    package = folder / "recurrent-0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: recurrent\nVersion: 0\n")
+    (package / "entry_points.txt").write_text("[sglang.srt.plugins]\nrecurrent = models.recurrent.plugin:register\n")
+    path = [str(folder), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return ENV | {"PYTHONPATH": os.pathsep.join(path), "SGLANG_MAMBA_CONV_DTYPE": "float32"}
+
+
+def chats(server: RunningServer) -> list[tuple[list[int], dict[str, Any]]]:
+    """Prompts and answers: a first turn, two second turns after it, and two prompts that leave its middle."""
+    first, *others = prompts()
+
+    def ask(prompt: list[int], count: int = 6) -> tuple[list[int], dict[str, Any]]:
+        sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+        return prompt, json.loads(server.post("/generate", body))
+
+    asked = [ask(first, 30)]
+    turn = [*first, *asked[0][1]["output_ids"][:-1]]
+    ask([*turn, 9], 1)  # a prefix that passes score waits for a second reader
+    wait_until_scored(server)
+    asked += [ask([*turn, *others[i][-20:]]) for i in (1, 2)]
+    asked += [ask([*first[:200], *others[i][-20:]]) for i in (1, 0)]
+    return asked
 
 
 @pytest.mark.parametrize("config", [EVERYTHING, DEFAULT], ids=["everything", "default"])
-def test_recurrent_layers_go_on_where_a_state_is(config, tmp_path):
-    """Two chats with one first turn: the second turns begin with its state and read its KV from spans."""
-    family = next(family for family in FAMILIES if family.name == "Falcon-H1")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family.recurrent], ids=lambda family: family.name)
+def test_recurrent_layers_go_on_where_a_state_is(family, strategy, config, tmp_path):
+    """Later prompts begin with a state, and read the KV before it from spans."""
+    flags = ("--mamba-radix-cache-strategy", strategy, *STRATEGIES[strategy], "--max-mamba-cache-size", "60")
     model = save(family, tmp_path / "model")
-    first, *others = prompts()
-    with serve(family, model, tmp_path / "server.log", config, RECURRENT) as ours:
-        start = first + generate(ours, first, 6)["output_ids"]
-        generate(ours, [*start[:-1], 9], 1)  # what a scored prefix waits for, where passes score it
-        turns = [[*start[:-1], *others[i][-20:]] for i in (1, 2)]
-        wait_until_scored(ours)
-        replies = [generate(ours, turn, 6) for turn in turns]
+    with serve(replace(family, flags=flags), model, tmp_path / "server.log", config, recurrent_env(tmp_path)) as ours:
+        asked = chats(ours)
         state = idle_state(ours)
         assert state["span_tokens"] >= 284 and state["leaked_slots"] == 0 and ours.leak_messages() == []
-    assert [reply["meta_info"]["cached_tokens"] for reply in replies] == [len(start) - 1] * 2
-    if config is EVERYTHING:
-        assert [start[len(first) :], *(reply["output_ids"] for reply in replies)] == continued(
-            model, [first, *turns], 6
-        )
-    else:
+    assert [answer["meta_info"]["cached_tokens"] for _, answer in asked] == STATES_FOUND[strategy]
+    if config is DEFAULT:
         assert state["span_slots"] < 0.3 * state["span_tokens"]
+        return
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    for prompt, answer in asked:
+        tokens = answer["output_ids"]
+        with torch.inference_mode():
+            scores = loaded(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        assert tokens == scores.argmax(-1).tolist()
+        got = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+        assert got == pytest.approx(scores.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist(), abs=2e-3)

@@ -20,7 +20,6 @@ from sgl_kvevict.sglang_adapter.start_checks import MODEL_KEYS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 WINDOW = 64
-NO_FORWARD = "SGLang has no forward of its recurrent layers for a CPU"
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Family:
         sees: it is served with images.
         flags: what the server has to be started with.
         in_stock: stock SGLang runs it on a CPU, so its answers are what is expected; else those of transformers.
-        never_ran: why nobody has seen it answer with SGLang's forward; None: it is among those that are served.
+        recurrent: it has recurrent layers, whose kernels SGLang has for GPUs only.
         note: what else a user should know.
         dtype: of weights and KV in the check.
     """
@@ -47,7 +46,7 @@ class Family:
     sees: bool = False
     flags: tuple[str, ...] = ()
     in_stock: bool = True
-    never_ran: str | None = None
+    recurrent: bool = False
     note: str = ""
     dtype: str = "float32"
 
@@ -60,7 +59,14 @@ _EXAONE = _SLIDING | {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},  # SGLang's default for this family
 }
 _GPT_OSS = {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}
-_NO_BUFFER = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
+_GATED_DELTA = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_MAMBA = {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 64}
 _LATENT = {
     "num_key_value_heads": 8,
     "kv_lora_rank": 32,
@@ -173,11 +179,11 @@ FAMILIES = (
     Family(
         "Qwen3-Next",
         "qwen3_next",
-        _MOE | {"shared_expert_intermediate_size": 64, "full_attention_interval": 3},
-        flags=_NO_BUFFER,
-        never_ran=NO_FORWARD,
+        _GATED_DELTA | _MOE | {"shared_expert_intermediate_size": 64, "full_attention_interval": 3},
+        recurrent=True,
     ),
-    Family("Falcon-H1", "falcon_h1", flags=_NO_BUFFER, never_ran=NO_FORWARD),
+    Family("Qwen3.5", "qwen3_5_text", _GATED_DELTA | {"full_attention_interval": 3}, recurrent=True),
+    Family("Falcon-H1", "falcon_h1", _MAMBA, recurrent=True),
 )
 
 
@@ -220,8 +226,8 @@ def row_of(family: Family, *cells: str) -> str:
 
 def page() -> str:
     """``docs/models.md``."""
-    served = [row_of(f, f.note) for f in FAMILIES if f.reason is None and f.never_ran is None]
-    tested = [row_of(f, f.never_ran, f"`{' '.join(f.flags)}`") for f in FAMILIES if f.never_ran is not None]
+    served = [row_of(f, f.note) for f in FAMILIES if f.reason is None and not f.recurrent]
+    recurrent = [row_of(f, f.note) for f in FAMILIES if f.recurrent]
     refused = [row_of(f, f.reason) for f in FAMILIES if f.reason is not None]
     return f"""# Models
 
