@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when SGLang's kernels are imported
@@ -14,8 +13,8 @@ import triton.language as tl
 from models.recurrent import kernels
 from sglang.kernels.ops.attention.fla import chunk, fused_recurrent
 from sglang.kernels.ops.mamba import causal_conv1d_triton, triton_ops
-from sglang.srt.layers.attention.mamba.mamba2_metadata import Mamba2Metadata
 from sglang.kernels.ops.mamba.triton_ops import mamba_ssm
+from sglang.srt.layers.attention.mamba.mamba2_metadata import Mamba2Metadata
 from triton.runtime.autotuner import Autotuner
 
 pytestmark = pytest.mark.sglang

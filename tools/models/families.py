@@ -65,6 +65,7 @@ _GATED_DELTA = {
     "linear_num_value_heads": 6,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
+    "full_attention_interval": 3,
 }
 _MAMBA = {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 64}
 _LATENT = {
@@ -179,10 +180,24 @@ FAMILIES = (
     Family(
         "Qwen3-Next",
         "qwen3_next",
-        _GATED_DELTA | _MOE | {"shared_expert_intermediate_size": 64, "full_attention_interval": 3},
+        _GATED_DELTA | _MOE | {"shared_expert_intermediate_size": 64},
         recurrent=True,
     ),
-    Family("Qwen3.5", "qwen3_5_text", _GATED_DELTA | {"full_attention_interval": 3}, recurrent=True),
+    Family("Qwen3.5, Qwen3.6", "qwen3_5_text", _GATED_DELTA, recurrent=True),
+    Family(
+        "Qwen3.5 MoE",
+        "qwen3_5_moe_text",
+        _GATED_DELTA | _MOE | {"shared_expert_intermediate_size": 64},
+        recurrent=True,
+    ),
+    Family(
+        "Qwen3.5, Qwen3.6",
+        "qwen3_5",
+        _GATED_DELTA,
+        sees=True,
+        recurrent=True,
+        note="text and images; interleaved M-RoPE on half of a head",
+    ),
     Family("Falcon-H1", "falcon_h1", _MAMBA, recurrent=True),
 )
 
@@ -251,20 +266,21 @@ How layers with a window are compressed: [design.md](design.md#layers-with-slidi
 |---|---|---|
 {chr(10).join(served)}
 
-## Tree, states and attention tested, never served on a GPU
+## Served with definitions of SGLang's kernels
 
-The KV of the full attention of models with recurrent layers is compressed. Tree, KV pool and pool of states are tested
-with random operations (`make test-machines ARGS="20000 1 states"`). For a CPU, SGLang has no forward of recurrent
-layers; with a slow one that belongs to the tests (`tools/models/recurrent`), Falcon-H1 answers in a real server as its
-definition in transformers does (`make test-models ARGS="-k recurrent"`). SGLang's own recurrent layers, which need a
-GPU, have not run with the plugin. Snapshots of states (`extra_buffer`, which allows the overlap schedule) are tested in
-the same way, but have not been in a server; `extra_buffer_lazy` is refused.
+The KV of the full attention of models with recurrent layers is compressed. SGLang has kernels of recurrent layers for
+GPUs only. With slow definitions of them that belong to the tests (`tools/models/recurrent`; SGLang's own give the same
+numbers in Triton's interpreter) these families pass the same checks in a real server, with states at the ends of
+requests (`no_buffer`) and with snapshots on a grid (`extra_buffer`, which allows the overlap schedule):
+`make test-models ARGS="-k recurrent"`. With SGLang's own kernels, on a GPU, none has run with the plugin. Tree, KV pool
+and pool of states are also tested with random operations (`make test-machines ARGS="20000 1 states"`).
+`extra_buffer_lazy` is refused.
 
-| family | architecture | why it is not among the served | start with |
-|---|---|---|---|
-{chr(10).join(tested)}
+| family | architecture | |
+|---|---|---|
+{chr(10).join(recurrent)}
 
-Nemotron-H, Qwen3.5 and other hybrids of full attention and recurrent layers are taken in the same way.
+Nemotron-H and other hybrids of full attention and recurrent layers are taken in the same way.
 
 {IMAGES}
 ## Refused

@@ -163,6 +163,14 @@ SIGHTS: Mapping[str, Sight] = {
         _QWEN3_VISION,
         _qwen("Qwen3VLProcessor", 16),
     ),
+    "qwen3_5": Sight(
+        _QWEN_IMAGE,
+        _QWEN_IDS,
+        _sections(2, 1, 1, mrope_interleaved=True, partial_rotary_factor=0.5) | {"partial_rotary_factor": 0.5},
+        {key: value for key, value in _QWEN3_VISION.items() if key != "deepstack_visual_indexes"},
+        _qwen("Qwen3VLProcessor", 16),
+        (8, True),
+    ),
     "glm4v": Sight(
         "<|begin_of_image|><|image|><|end_of_image|>",
         {
