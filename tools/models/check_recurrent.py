@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"  # read when SGLang's kernels are imported
 
 import pytest
 import torch

@@ -29,8 +29,9 @@ PLACES = {
 
 
 def register() -> None:
-    """Put the definitions in place, and let SGLang take snapshots of states (``extra_buffer``): they can.
+    """Put the definitions in place, and say that snapshots of states can be taken (``extra_buffer``).
 
+    Our CPU platform does not say so itself, because no forward of recurrent layers comes with it that would take any.
     A decode step pins the mask of due snapshots, and a CPU has nothing to pin for.
     """
     import torch
