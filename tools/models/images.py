@@ -28,7 +28,7 @@ ID = {token: number for number, token in enumerate(SPECIAL)}
 
 
 def tokenizer() -> Any:
-    """One word a token: ``w17``."""
+    """One word a token, ``w17``: a special one, which every family's tokenizer class leaves whole."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -38,7 +38,7 @@ def tokenizer() -> Any:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokens, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>"
     )
-    fast.add_special_tokens({"additional_special_tokens": list(SPECIAL[4:])})
+    fast.add_special_tokens({"additional_special_tokens": [*SPECIAL[4:], *words]})
     return fast
 
 
@@ -167,7 +167,7 @@ SIGHTS: Mapping[str, Sight] = {
         _QWEN_IMAGE,
         _QWEN_IDS,
         _sections(2, 1, 1, mrope_interleaved=True, partial_rotary_factor=0.5) | {"partial_rotary_factor": 0.5},
-        {key: value for key, value in _QWEN3_VISION.items() if key != "deepstack_visual_indexes"},
+        _QWEN3_VISION | {"deepstack_visual_indexes": []},
         _qwen("Qwen3VLProcessor", 16),
         (8, True),
     ),
