@@ -58,7 +58,8 @@ class Leaving:
     @property
     def num_bytes(self) -> int:
         """Bytes of keys and values."""
-        rows = (self.copied.k, self.copied.v, self.copied.tail_k, self.copied.tail_v)
+        copied = self.copied
+        rows = (copied.k, copied.v, copied.tail_k, copied.tail_v, copied.draft_k, copied.draft_v)
         return sum(part.nbytes for part in rows if part is not None)
 
     def record(self) -> SegmentRecord:
@@ -96,7 +97,7 @@ def export_views(
     """
     tokens, namespace = tokens_of(path), namespace_of(path[-1].key, identity)
     segment, start = views[-1].segment, views[0].start
-    copied = packer.copy(views)
+    copied, shadow = packer.copy(views), packer.copy_shadow(views)
     state = segment.policy_state
     assert state is None or isinstance(state, PolicyState)
     record = SegmentRecord(
@@ -115,6 +116,11 @@ def export_views(
         worth=copied.worth,
         policy_state=None if state is None else state.threshold,
         biases=copied.biases,
+        draft_lens=None if shadow is None else shadow.keep_lens,
+        draft_positions=None if shadow is None else shadow.positions,
+        draft_k=None if shadow is None else shadow.k,
+        draft_v=None if shadow is None else shadow.v,
+        draft_paid=None if shadow is None else shadow.paid,
         **tail,
     )
     if not copied.k.is_cuda:
@@ -160,14 +166,14 @@ class Saving(Part):
     def at_budget(self, last: Node) -> None:
         """Copy the segment whose last span the node ``last`` holds, and hand it to the writer.
 
-        Waits only for one small read from the device, and only if a part of an earlier segment is copied with it.
+        Waits only for small reads from the device, and only if a part of an earlier segment is copied with it.
         """
         if not self._access.uses(last.key.extra_key):
             return
         with self._guard.at(Place.STORE):
             writer, packer, spans = self._access.writer, self._packer, self._spans
             segment = spans[last].segment
-            num_bytes = packer.k_arena.element_size() * packer.geometry.entry_dim * segment.num_entries
+            num_bytes = packer.slot_bytes * segment.num_slots
             if not writer.has_room(num_bytes):
                 self._table.listener.tell(Stored("", segment.end - segment.start, 0, "too many segments wait"))
                 return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_kvevict.config import HOST_PER_POOL, KVEvictConfig
 from sgl_kvevict.errors import UnsupportedSetupError
-from sgl_kvevict.lifecycle.host import MIN_TOKENS, slot_bytes
+from sgl_kvevict.lifecycle.host import MIN_TOKENS
 from sgl_kvevict.machine import GIB, free_host_gib
 from sgl_kvevict.prefix import SegmentPacker
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
@@ -37,7 +37,7 @@ def open_host(config: KVEvictConfig, ctx: TreeCacheBuildContext, packer: Segment
         return None
     ranks = TensorRanks(ctx.params.attn_tp_cache_group)
     free = int(free_host_gib() * GIB) // (ctx.server_args.tp_size * ctx.server_args.dp_size)
-    block_bytes = BLOCK_SLOTS * slot_bytes(packer)
+    block_bytes = BLOCK_SLOTS * packer.slot_bytes
     wanted = config.host_bytes
     if wanted is not None and not block_bytes <= wanted <= free:
         raise UnsupportedSetupError(
