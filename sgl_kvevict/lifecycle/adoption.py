@@ -83,8 +83,11 @@ class Adoption(Part):
     def adopt_tail(
         self, record: SegmentRecord, extra_key: str | None, cache_salt: str | None, rest: Sequence[int] = ()
     ) -> bool:
-        """Give a loaded segment's tail slots and a node; False: it has no tail, or there is no place."""
-        if record.tail_tokens is None:
+        """Give a loaded segment's tail slots and a node.
+
+        False: it has no tail, there is no place, or there is a draft model, which has to compute its rows of the tail.
+        """
+        if record.tail_tokens is None or self._packer.drafts is not None:
             return False
         assert record.tail_k is not None and record.tail_v is not None
         slots = self._tree.alloc(record.tail_tokens.numel())

@@ -10,7 +10,7 @@ import pytest
 from helpers.draft_models import greedy, save_eagle, save_eagle3, save_mimo, save_target
 from helpers.event_sockets import wait_until
 from helpers.tiny_model import VOCAB_SIZE
-from helpers.traffic import generate, idle_state, random_jobs, run_jobs
+from helpers.traffic import assert_all_slots_are_back, generate, idle_state, random_jobs, run_jobs
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -45,14 +45,6 @@ def answers(server):
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         results = list(pool.map(lambda prompt: generate(server, prompt, NEW_TOKENS), PROMPTS))
     return [result["output_ids"] for result in results], [result["meta_info"] for result in results]
-
-
-def assert_all_slots_are_back(server):
-    server.check_alive()
-    state = idle_state(server)
-    assert state["leaked_slots"] == 0 and state["errors"] == {} and server.leak_messages() == []
-    assert state["free_slots"] + state["evictable_slots"] == state["total_slots"]
-    return state
 
 
 @pytest.mark.parametrize(

@@ -27,16 +27,22 @@ DRAFT = identity_of(num_layers=1, num_kv_heads=3, head_dim=2, own_value_dim=2)
 IDENTITY = identity_of(head_dim=2, own_value_dim=2, policy="pseudo-random", min_prefix_tokens=6)
 
 
-def exported(harness: Harness, tail: int = 4) -> list[SegmentRecord]:
-    """All segments of a harness, through bytes and back, those nearest the root first."""
+def exported(
+    harness: Harness, extra_key: str | None = None, tail: int = 4, draft: str = DRAFT.digest
+) -> list[SegmentRecord]:
+    """Segments of one namespace of a harness, through bytes and back, those nearest the root first.
+
+    ``draft``: digest of the draft model that reads them.
+    """
     tree = harness.tree
     records = []
     for node, span in tree.spans.items():
-        if span.end == span.segment.end:
-            leaving = export_segment(node, tree.port, tree.spans, tree.packer, IDENTITY, tail)
-            assert leaving is not None
+        if span.end != span.segment.end or node.key.extra_key != extra_key:
+            continue
+        leaving = export_segment(node, tree.port, tree.spans, tree.packer, IDENTITY, tail)
+        if leaving is not None:
             record = leaving.record()
-            records.append(decode_segment(encode_segment(record, DRAFT.digest), record.key, DRAFT.digest))
+            records.append(decode_segment(encode_segment(record, DRAFT.digest), record.key, draft))
     return sorted(records, key=lambda record: record.start)
 
 

@@ -68,7 +68,8 @@ def test_rows_of_tokens_that_are_behind_a_segment_are_not_written():
     ours = dataclasses.replace(RECORD, **SHADOW | {"draft_positions": behind})
     found = decode_segment(encode_segment(ours, DRAFT), ours.key, DRAFT)
     assert found.draft_positions.tolist() == [1, 0, 20, 21] and found.draft_lens.tolist() == [[1, 0, 3]]
-    assert torch.equal(found.draft_k, SHADOW["draft_k"][[0, 2, 3, 4]]) and found.draft_paid.tolist() == [0.5, 2, 1, 0.25]
+    assert torch.equal(found.draft_k, SHADOW["draft_k"][[0, 2, 3, 4]])
+    assert found.draft_paid.tolist() == [0.5, 2.0, 1.0, 0.25]
     later = found.after(20)
     assert later.draft_positions.tolist() == [20, 21] and later.draft_lens.tolist() == [[0, 0, 2]]
 
