@@ -59,8 +59,9 @@ class Leaving:
     def num_bytes(self) -> int:
         """Bytes of keys and values."""
         copied = self.copied
-        rows = (copied.k, copied.v, copied.tail_k, copied.tail_v, copied.draft_k, copied.draft_v)
-        return sum(part.nbytes for part in rows if part is not None)
+        rows = (copied.k, copied.v, copied.tail_k, copied.tail_v)
+        of_draft = (copied.draft_k, copied.draft_v, copied.draft_tail_k, copied.draft_tail_v)
+        return sum(part.nbytes for part in rows + of_draft if part is not None)
 
     def record(self) -> SegmentRecord:
         """The segment in host memory; called by another thread, because it waits for the device."""
@@ -83,9 +84,12 @@ def export_segment(
     tail = _tail_of(node, spans, num_tail)
     if tail is None:
         return export_views(views, path, packer, identity)
-    tail_k, tail_v = packer.token_rows(tree.token_slots([tail])[:num_tail])
-    tail_tokens = torch.tensor(tokens_of([tail])[:num_tail], dtype=torch.int64)
-    return export_views(views, path, packer, identity, tail_tokens=tail_tokens, tail_k=tail_k, tail_v=tail_v)
+    slots, tail_tokens = tree.token_slots([tail])[:num_tail], tokens_of([tail])[:num_tail]
+    fields = {"tail_tokens": torch.tensor(tail_tokens, dtype=torch.int64)}
+    fields["tail_k"], fields["tail_v"] = packer.token_rows(slots)
+    if packer.drafts is not None:
+        fields["draft_tail_k"], fields["draft_tail_v"] = packer.drafts.token_rows(slots)
+    return export_views(views, path, packer, identity, **fields)
 
 
 def export_views(

@@ -44,7 +44,7 @@ def open_host(config: KVEvictConfig, ctx: TreeCacheBuildContext, packer: Segment
             [f"host_bytes: got {wanted}; allowed here: 0 (off), or {block_bytes} to {free} on each rank (free memory)"]
         )
     if wanted is None:
-        pool = packer.num_bytes + (0 if packer.drafts is None else packer.drafts.nbytes)
+        pool = packer.num_bytes + (0 if packer.drafts is None else packer.drafts.num_bytes)
         wanted = min(HOST_PER_POOL * pool, int(free * FREE_SHARE))
     num_blocks = -ranks.largest(-(wanted // block_bytes))  # ranks may read different amounts
     if num_blocks == 0:

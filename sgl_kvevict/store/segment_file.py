@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # torch is imported where tensors are made: `sgl-kvevict stor
 MAGIC = b"sgl-kvevict-seg\n"
 PREFIX_BYTES = 64
 MAX_HEADER_BYTES = 1 << 16
-"""Limit of the safetensors header, which names at most 17 tensors and eight fields."""
+"""Limit of the safetensors header, which names at most 19 tensors and eight fields."""
 MAX_TOKENS = 1 << 26
 _FIELDS: dict[str, type] = {
     **{"key": str, "identity": str, "start": int, "end": int},
@@ -40,7 +40,8 @@ _OF_DRAFT = "draft"
 _REQUIRED = {"tokens", "keep_lens", "positions", "k", "v"}
 _TAIL = {"tail_tokens", "tail_k", "tail_v"}
 _SHADOW = {"draft_lens", "draft_positions", "draft_k", "draft_v", "draft_paid"}
-_OPTIONAL = {"worth", "policy_state", "biases"} | _TAIL | _SHADOW
+_SHADOW_TAIL = {"draft_tail_k", "draft_tail_v"}
+_OPTIONAL = {"worth", "policy_state", "biases"} | _TAIL | _SHADOW | _SHADOW_TAIL
 _DTYPES = {
     **{"tokens": "torch.int64", "keep_lens": "torch.int32", "positions": "torch.int32", "worth": "torch.int16"},
     **{"policy_state": "torch.float32", "biases": "torch.float32", "tail_tokens": "torch.int64"},
@@ -73,6 +74,8 @@ class SegmentRecord:
         draft_positions: [num_rows], int32, run after run, ascending within a run.
         draft_k: [num_rows, head_dim], in the dtype of the draft's pool; like ``draft_v``.
         draft_paid: [num_rows], float32, the attention that each row was paid.
+        draft_tail_k: [num_layers, num_tail, num_kv_heads, head_dim] of the draft model, its rows of the tail; like
+            ``draft_tail_v``.
     """
 
     key: str
@@ -98,6 +101,8 @@ class SegmentRecord:
     draft_k: Tensor | None = None
     draft_v: Tensor | None = None
     draft_paid: Tensor | None = None
+    draft_tail_k: Tensor | None = None
+    draft_tail_v: Tensor | None = None
 
     @property
     def num_entries(self) -> int:
@@ -119,7 +124,7 @@ class SegmentRecord:
             **self.shadow_within(position),
         )
 
-    def shadow_within(self, start: int) -> dict[str, Tensor]:
+    def shadow_within(self, start: int) -> dict[str, Any]:
         """Fields of the shadow, without rows of tokens before ``start`` or behind the segment; {} without a shadow."""
         if self.draft_lens is None:
             return {}
@@ -159,10 +164,12 @@ def encode_segment(record: SegmentRecord, draft: str = "") -> bytes:
     """
     from safetensors.torch import save
 
-    shadow = record.shadow_within(record.start) if draft else {}
-    names = sorted(_REQUIRED | _OPTIONAL - _SHADOW)
-    tensors = {name: tensor.contiguous() for name in names if (tensor := getattr(record, name)) is not None} | shadow
-    fields = {name: getattr(record, name) for name in _FIELDS} | {_OF_DRAFT: draft if shadow else ""}
+    draft = draft if record.draft_lens is not None else ""
+    names = sorted(_REQUIRED | _OPTIONAL - (set() if draft else _SHADOW | _SHADOW_TAIL))
+    parts: dict[str, Tensor | None] = {name: getattr(record, name) for name in names}
+    parts |= record.shadow_within(record.start) if draft else {}
+    tensors = {name: part.contiguous() for name, part in parts.items() if part is not None}
+    fields = {name: getattr(record, name) for name in _FIELDS} | {_OF_DRAFT: draft}
     payload = save(tensors, {name: json.dumps(value) for name, value in fields.items()})
     head = MAGIC + FORMAT_VERSION.to_bytes(8, "little") + len(payload).to_bytes(8, "little")
     return head + hashlib.sha256(head + payload).digest() + payload
@@ -187,7 +194,8 @@ def decode_segment(data: bytes, key: str, draft: str = "") -> SegmentRecord:
     _require(fields["key"] == key, f"key: got {shown(fields['key'])}; expected {key!r}")
     names = tensors.keys()
     known = names >= _REQUIRED and not names - _REQUIRED - _OPTIONAL
-    known = known and all(len(names & group) in (0, len(group)) for group in (_TAIL, _SHADOW))
+    known = known and all(len(names & group) in (0, len(group)) for group in (_TAIL, _SHADOW, _SHADOW_TAIL))
+    known = known and bool(names & _SHADOW_TAIL) == bool(names & _TAIL and names & _SHADOW)
     _require(known, f"tensors: got {shown(sorted(names))}; expected {sorted(_REQUIRED)}")
     of_draft = fields.pop(_OF_DRAFT)
     _require(bool(of_draft) == bool(names & _SHADOW), f"{_OF_DRAFT}: got {shown(of_draft)} and {shown(sorted(names))}")
@@ -195,7 +203,8 @@ def decode_segment(data: bytes, key: str, draft: str = "") -> SegmentRecord:
     record = SegmentRecord(**values)
     _check_shapes(record)
     _check_values(record)
-    return record if of_draft == draft else replace(record, **dict.fromkeys(_SHADOW))
+    no_shadow: dict[str, Any] = dict.fromkeys(_SHADOW | _SHADOW_TAIL)
+    return record if of_draft == draft else replace(record, **no_shadow)
 
 
 def read_header(data: bytes) -> dict[str, Any]:
@@ -258,8 +267,9 @@ def _check_shapes(record: SegmentRecord) -> None:
         tensor = getattr(record, name)
         if tensor is not None:
             _require(str(tensor.dtype) == dtype, f"{name}: got {tensor.dtype}; expected {dtype}")
-    shadow = () if record.draft_k is None else ((record.draft_k, record.draft_v),)
-    for rows in ((record.k, record.v, record.tail_k, record.tail_v), *shadow):
+    ours = record.k, record.v, record.tail_k, record.tail_v
+    of_draft = record.draft_k, record.draft_v, record.draft_tail_k, record.draft_tail_v
+    for rows in (ours, of_draft if record.draft_k is not None else ours):
         dtypes = {str(each.dtype) for each in rows if each is not None}
         _require(len(dtypes) == 1 and dtypes <= _ROW_DTYPES, f"k and v: got {sorted(dtypes)}")
     heads, k_shape = tuple(record.keep_lens.shape), tuple(record.k.shape)
@@ -278,9 +288,12 @@ def _check_shapes(record: SegmentRecord) -> None:
         assert record.draft_lens is not None and record.draft_positions is not None
         dims = record.draft_lens.ndim, record.draft_k.ndim
         _require(dims == (2, 2), f"draft_lens and draft_k: got {dims[0]} and {dims[1]} dimensions; expected 2")
-        num_rows = record.draft_positions.numel()
+        num_rows, width = record.draft_positions.numel(), record.draft_k.shape[1]
+        num_tail = 0 if record.tail_tokens is None else record.tail_tokens.numel()
         expected |= {"draft_positions": (num_rows,), "draft_paid": (num_rows,)}
-        expected |= dict.fromkeys(("draft_k", "draft_v"), (num_rows, record.draft_k.shape[1]))
+        expected |= dict.fromkeys(("draft_k", "draft_v"), (num_rows, width))
+        of_tail = (record.draft_lens.shape[0], num_tail, record.draft_lens.shape[1], width)
+        expected |= dict.fromkeys(_SHADOW_TAIL, of_tail)
     for name, shape in expected.items():
         tensor = getattr(record, name)
         if tensor is not None:

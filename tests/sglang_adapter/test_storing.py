@@ -60,7 +60,7 @@ def test_rows_of_the_draft_model_outlive_its_server(tmp_path):
         rows[name] = server.harness.num_draft_rows_read
         assert server.serve([*DOCUMENT[:30], 8, 8]) == 30  # a split
         again = Server(tmp_path, draft=draft, make=VerifyingHarness, num_slots=200)
-        assert again.serve([*DOCUMENT, 9, 9]) == 56  # the tail has no rows of the draft model, and is computed
+        assert again.serve([*DOCUMENT, 9, 9]) == (60 if name == "same" else 56)  # else the tail is computed
         assert cache_state(server.harness.tree)["leaked_slots"] == 0
     assert rows["same"] > 0 == rows["other"]
     without = Server(tmp_path, num_slots=200)

@@ -52,10 +52,13 @@ def test_rows_of_a_draft_model_are_read_by_servers_with_that_model(dtype):
     """Another server reads the segment without them."""
     rows = {name: part.to(dtype) if name in ("draft_k", "draft_v") else part for name, part in SHADOW.items()}
     ours = dataclasses.replace(RECORD, **rows)
-    data = encode_segment(ours, DRAFT)
-    assert_same(ours, decode_segment(data, ours.key, DRAFT))
-    for other in ("ee" * 32, ""):
-        assert_same(RECORD, decode_segment(data, ours.key, other))
+    of_tail = {name: torch.ones(1, 3, 3, 6).to(dtype) for name in ("draft_tail_k", "draft_tail_v")}
+    for plain, full in ((RECORD, ours), *((dataclasses.replace(each, **TAIL) for each in (RECORD, ours)),)):
+        full = full if full.tail_k is None else dataclasses.replace(full, **of_tail)
+        data = encode_segment(full, DRAFT)
+        assert_same(full, decode_segment(data, ours.key, DRAFT))
+        for other in ("ee" * 32, ""):
+            assert_same(plain, decode_segment(data, ours.key, other))
     assert read_header(data)["draft"] == DRAFT and read_header(encode_segment(RECORD, DRAFT))["draft"] == ""
     assert_same(RECORD, decode_segment(encode_segment(RECORD, DRAFT), ours.key, DRAFT))
     assert "draft_k" not in read_header(encode_segment(ours))["tensors"]  # a model that cannot be named
@@ -91,15 +94,17 @@ def test_rows_of_tokens_that_are_behind_a_segment_are_not_written():
         ({"draft_paid": SHADOW["draft_paid"][:4]}, "draft_paid: got shape"),
         ({"draft_paid": -SHADOW["draft_paid"]}, "draft_paid: expected finite"),
         ({"draft_paid": SHADOW["draft_paid"] / 0}, "draft_paid: expected finite"),
+        ({"draft_tail_k": torch.ones(1, 3, 3, 6)}, "tensors: got"),
+        ({"draft_tail_k": torch.ones(1, 3, 3, 6), "draft_tail_v": torch.ones(1, 3, 3, 6)}, "tensors: got"),
     ],
 )
 @pytest.mark.parametrize("draft", [DRAFT, ""], ids=["same", "none"])
 def test_rows_of_a_draft_model_that_do_not_fit_together_are_refused(monkeypatch, changes, what, draft):
     """Also by servers that would leave them out."""
-    monkeypatch.setattr(SegmentRecord, "shadow_within", lambda _record, _start: shadow)
-    shadow = {name: part for name, part in (SHADOW | changes).items() if part is not None}
+    monkeypatch.setattr(SegmentRecord, "shadow_within", lambda _record, _start: {})
+    ours = dataclasses.replace(RECORD, **SHADOW | changes)
     with pytest.raises(CorruptSegmentError, match=what):
-        decode_segment(encode_segment(RECORD, DRAFT), RECORD.key, draft)
+        decode_segment(encode_segment(ours, DRAFT), ours.key, draft)
 
 
 @pytest.mark.parametrize(("draft", "shadow"), [("", SHADOW), (DRAFT, {})], ids=["rows", "model"])
