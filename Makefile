@@ -70,7 +70,7 @@ test-policies: model ## every policy in a real server with the demo's programs, 
 	@KVEVICT_ALL_POLICIES=docs/results/policies-served.md $(BIN)/python -m pytest tests/e2e/test_policies.py $(ARGS)
 
 test-models: setup ## every family of docs/models.md in real servers, tiny random models; half an hour
-	@$(BIN)/python -m pytest tools/models/check_served.py $(ARGS)
+	@$(BIN)/python -m pytest tools/models/check_served.py tools/models/check_recurrent.py $(ARGS)
 
 test-sglang: ## what we rely on, in another version of SGLang (VERSION=0.5.24)
 	@scripts/test_sglang.sh "$(VERSION)" $(ARGS)

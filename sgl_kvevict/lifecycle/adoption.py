@@ -83,8 +83,12 @@ class Adoption(Part):
     def adopt_tail(
         self, record: SegmentRecord, extra_key: str | None, cache_salt: str | None, rest: Sequence[int] = ()
     ) -> bool:
-        """Give a loaded segment's tail slots and a node; False: it has no tail, or there is no place."""
-        if record.tail_tokens is None:
+        """Give a loaded segment's tail slots and a node.
+
+        False: it has no tail, there is no place, or a draft model has to compute its rows of the tail.
+        """
+        drafts = self._packer.drafts
+        if record.tail_tokens is None or (drafts is not None and record.draft_tail_k is None):
             return False
         assert record.tail_k is not None and record.tail_v is not None
         slots = self._tree.alloc(record.tail_tokens.numel())
@@ -99,6 +103,9 @@ class Adoption(Part):
                 self._tree.free(slots)
                 return False
             self._packer.place_tokens(slots, record.tail_k, record.tail_v)
+            if drafts is not None:
+                assert record.draft_tail_k is not None and record.draft_tail_v is not None
+                drafts.place_tokens(slots, record.draft_tail_k, record.draft_tail_v)
         return True
 
     @accounting()

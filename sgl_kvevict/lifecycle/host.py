@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 from sgl_kvevict.compression import CacheObservation
 from sgl_kvevict.events.types import MovedIn, MovedOut, short_key
@@ -14,19 +12,12 @@ from sgl_kvevict.lifecycle.adoption import Adoption, Prompt
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to, tokens_of
 from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.saving import export_views, namespace_of, views_of
-from sgl_kvevict.prefix import Segment, SegmentPacker, View
+from sgl_kvevict.prefix import Segment, View
 from sgl_kvevict.store import Wanted, segments_of
 from sgl_kvevict.store.host import HostSegments
 
 MIN_TOKENS = 64
 """Fewer tokens are computed again: looking them up would take as long."""
-
-
-def slot_bytes(packer: SegmentPacker) -> int:
-    """Bytes outside the pool of the entries of one token slot: keys, values, positions, worth, biases, draft's rows."""
-    row_bytes = packer.geometry.entry_dim * packer.k_arena.element_size()
-    draft_bytes = 0 if packer.drafts is None else packer.drafts.slot_bytes
-    return packer.geometry.num_runs * (row_bytes + 4 + 2 + 4 * packer.has_biases) + draft_bytes
 
 
 class HostTier(Part):
@@ -41,7 +32,7 @@ class HostTier(Part):
         self.segments = segments
         self._adoption = adoption
         self._min_tokens = segments.identity.min_prefix_tokens
-        self._slot_bytes = slot_bytes(self._packer)
+        self._slot_bytes = self._packer.slot_bytes
 
     def clear(self) -> None:
         """Forget everything: the tree was flushed, or the weights have changed."""
@@ -74,25 +65,11 @@ class HostTier(Part):
                 return
             views = [self._compressed(node, *bounds)] if span is None else views_of(path, self._spans)
             record = export_views(views, path, self._packer, self.segments.identity).copied
-            record = replace(record, **self._shadow(views))
             num_evicted = self.segments.num_evicted
             num_bytes = self.segments.put(record, namespace)
             if num_bytes:
                 pushed_out = self.segments.num_evicted - num_evicted
                 self._table.listener.tell(MovedOut(short_key(record.key), *bounds, num_bytes, pushed_out))
-
-    def _shadow(self, views: Sequence[View]) -> dict[str, Any]:
-        """Fields of a record that hold the draft model's rows; none without a draft model."""
-        copied = self._packer.copy_shadow(views)
-        if copied is None:
-            return {}
-        return {
-            "draft_lens": copied.keep_lens,
-            "draft_positions": copied.positions,
-            "draft_k": copied.k,
-            "draft_v": copied.v,
-            "draft_paid": copied.paid,
-        }
 
     def _bounds(self, path: Sequence[Node]) -> tuple[int, int] | None:
         """Logical bounds of what is copied when the last node of a path is dropped; None: nothing."""

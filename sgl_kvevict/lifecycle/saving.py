@@ -58,8 +58,10 @@ class Leaving:
     @property
     def num_bytes(self) -> int:
         """Bytes of keys and values."""
-        rows = (self.copied.k, self.copied.v, self.copied.tail_k, self.copied.tail_v)
-        return sum(part.nbytes for part in rows if part is not None)
+        copied = self.copied
+        rows = (copied.k, copied.v, copied.tail_k, copied.tail_v)
+        of_draft = (copied.draft_k, copied.draft_v, copied.draft_tail_k, copied.draft_tail_v)
+        return sum(part.nbytes for part in rows + of_draft if part is not None)
 
     def record(self) -> SegmentRecord:
         """The segment in host memory; called by another thread, because it waits for the device."""
@@ -82,9 +84,12 @@ def export_segment(
     tail = _tail_of(node, spans, num_tail)
     if tail is None:
         return export_views(views, path, packer, identity)
-    tail_k, tail_v = packer.token_rows(tree.token_slots([tail])[:num_tail])
-    tail_tokens = torch.tensor(tokens_of([tail])[:num_tail], dtype=torch.int64)
-    return export_views(views, path, packer, identity, tail_tokens=tail_tokens, tail_k=tail_k, tail_v=tail_v)
+    slots, tail_tokens = tree.token_slots([tail])[:num_tail], tokens_of([tail])[:num_tail]
+    fields = {"tail_tokens": torch.tensor(tail_tokens, dtype=torch.int64)}
+    fields["tail_k"], fields["tail_v"] = packer.token_rows(slots)
+    if packer.drafts is not None:
+        fields["draft_tail_k"], fields["draft_tail_v"] = packer.drafts.token_rows(slots)
+    return export_views(views, path, packer, identity, **fields)
 
 
 def export_views(
@@ -96,7 +101,7 @@ def export_views(
     """
     tokens, namespace = tokens_of(path), namespace_of(path[-1].key, identity)
     segment, start = views[-1].segment, views[0].start
-    copied = packer.copy(views)
+    copied, shadow = packer.copy(views), packer.copy_shadow(views)
     state = segment.policy_state
     assert state is None or isinstance(state, PolicyState)
     record = SegmentRecord(
@@ -115,6 +120,11 @@ def export_views(
         worth=copied.worth,
         policy_state=None if state is None else state.threshold,
         biases=copied.biases,
+        draft_lens=None if shadow is None else shadow.keep_lens,
+        draft_positions=None if shadow is None else shadow.positions,
+        draft_k=None if shadow is None else shadow.k,
+        draft_v=None if shadow is None else shadow.v,
+        draft_paid=None if shadow is None else shadow.paid,
         **tail,
     )
     if not copied.k.is_cuda:
@@ -160,14 +170,14 @@ class Saving(Part):
     def at_budget(self, last: Node) -> None:
         """Copy the segment whose last span the node ``last`` holds, and hand it to the writer.
 
-        Waits only for one small read from the device, and only if a part of an earlier segment is copied with it.
+        Waits only for small reads from the device, and only if a part of an earlier segment is copied with it.
         """
         if not self._access.uses(last.key.extra_key):
             return
         with self._guard.at(Place.STORE):
             writer, packer, spans = self._access.writer, self._packer, self._spans
             segment = spans[last].segment
-            num_bytes = packer.k_arena.element_size() * packer.geometry.entry_dim * segment.num_entries
+            num_bytes = packer.slot_bytes * segment.num_slots
             if not writer.has_room(num_bytes):
                 self._table.listener.tell(Stored("", segment.end - segment.start, 0, "too many segments wait"))
                 return

@@ -55,6 +55,13 @@ class SegmentPacker(ArenaRows):
         self.drafts = drafts
         self._no_shadow = None if drafts is None else drafts.absent()
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes outside the pool of a token slot's entries: keys, values, positions, worth, biases, draft's rows."""
+        row_bytes = self.geometry.entry_dim * self.k_arena.element_size()
+        draft_bytes = 0 if self.drafts is None else self.drafts.slot_bytes
+        return self.geometry.num_runs * (row_bytes + 4 + 2 + 4 * self.has_biases) + draft_bytes
+
     def pack(
         self,
         token_slots: Tensor,

@@ -22,7 +22,7 @@ from kvevict_kernels.key_scores import accumulated_attention
 from kvevict_kernels.span_runs import SpanRuns
 from kvevict_kernels.stored_rows import as_moved
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.prefix.arena_rows import rows_by_head_slot
+from sgl_kvevict.prefix.arena_rows import ArenaRows, rows_by_head_slot
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class CopiedShadow:
     paid: Tensor
 
 
-class DraftRows:
+class DraftRows(ArenaRows):
     """The draft's arenas, ``geometry.arena_shape``, and the attention that its queries paid to uncompressed tokens.
 
     ``paid``, [num_layers, num_token_slots, num_kv_heads], float32: squares summed over the queries of a prefill, the
@@ -69,23 +69,22 @@ class DraftRows:
     """
 
     def __init__(self, geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor) -> None:
+        super().__init__(geometry, k_arena, v_arena)
         self.paid = torch.zeros(geometry.arena_shape[:3], device=k_arena.device)
-        self._geometry = geometry
-        self._arenas = k_arena, v_arena
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the draft's arenas."""
-        return sum(arena.nbytes for arena in self._arenas)
 
     @property
     def slot_bytes(self) -> int:
         """Bytes outside the pool of the rows of one token slot: keys, values, positions and attention."""
-        return self._geometry.num_runs * (2 * self._geometry.head_dim * self._arenas[0].element_size() + 8)
+        return self.geometry.num_runs * (self.geometry.entry_dim * self.k_arena.element_size() + 8)
 
     def forget(self, token_slots: Tensor) -> None:
         """New tokens are computed in these slots, [num_tokens], int."""
         self.paid[:, token_slots.long()] = 0.0
+
+    def place_tokens(self, token_slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """See :meth:`ArenaRows.place_tokens`; nothing was paid to these tokens here."""
+        super().place_tokens(token_slots, k, v)
+        self.forget(token_slots)
 
     def see(
         self,
@@ -108,11 +107,11 @@ class DraftRows:
             query_start: position of the first query.
             sm_scale: softmax scale.
         """
-        if self._geometry.window(layer):
+        if self.geometry.window(layer):
             return
-        scale = sm_scale * self._geometry.scales.of(layer)[0]
+        scale = sm_scale * self.geometry.scales.of(layer)[0]
         positions = {"key_start": start, "query_start": query_start}
-        keys = self._arenas[0][layer]
+        keys = self.k_arena[layer]
         squares = accumulated_attention(
             queries, lse, keys, token_slots, sm_scale=scale, reduction="squares", **positions
         )
@@ -122,8 +121,8 @@ class DraftRows:
         """The shadow of entries that came from outside the pool: no row."""
         device = self.paid.device
         none = torch.empty(0, dtype=torch.int32, device=device)
-        indptr = torch.zeros(self._geometry.num_runs + 1, dtype=torch.int32, device=device)
-        return Shadow(self._geometry, none, none, indptr, none.float())
+        indptr = torch.zeros(self.geometry.num_runs + 1, dtype=torch.int32, device=device)
+        return Shadow(self.geometry, none, none, indptr, none.float())
 
     def pack(self, token_slots: Tensor, start: int, slots: Tensor) -> Shadow:
         """Move the rows that were paid most, of all layers and heads together, into a segment's slots.
@@ -131,7 +130,7 @@ class DraftRows:
         ``token_slots``, [num_tokens], int64, are those of uncompressed tokens from position ``start`` on; ``slots``
         [num_slots], int64.
         """
-        geometry, device, num_tokens = self._geometry, token_slots.device, token_slots.numel()
+        geometry, device, num_tokens = self.geometry, token_slots.device, token_slots.numel()
         runs = torch.arange(geometry.num_runs + 1, dtype=torch.int32, device=device)
         layers, heads = runs[:-1, None] // geometry.num_kv_heads, runs[:-1, None] % geometry.num_kv_heads
         sizes = geometry.num_token_slots, geometry.num_kv_heads
@@ -146,7 +145,7 @@ class DraftRows:
         keys = torch.where(shadow.positions < end, shadow.paid, -1.0)
         kept, moved = self._lay_out(keys, shadow.indptr, shadow.positions, shadow.paid, slots)
         if kept.numel():
-            compact_kv(*self._arenas, shadow.head_slots[kept], moved.head_slots)
+            compact_kv(*self._moved, shadow.head_slots[kept], moved.head_slots)
         return moved
 
     def copy(self, parts: Sequence[tuple[Shadow, tuple[int, int] | None]]) -> CopiedShadow:
@@ -155,7 +154,7 @@ class DraftRows:
         Each with the bounds of the tokens that are copied; a host sync then reads how many rows these have. None: all.
         """
         runs, positions, head_slots, paid = [], [], [], []
-        numbers = torch.arange(self._geometry.num_runs, device=self.paid.device)
+        numbers = torch.arange(self.geometry.num_runs, device=self.paid.device)
         for shadow, bounds in parts:
             kept: Tensor | slice = slice(None)
             if bounds is not None:
@@ -168,9 +167,9 @@ class DraftRows:
         of_rows = torch.cat(runs)
         order = of_rows.argsort(stable=True)
         slots = torch.cat(head_slots)[order].long()
-        k, v = (rows_by_head_slot(arena)[slots].view(arena.dtype) for arena in self._arenas)
+        k, v = (rows_by_head_slot(arena)[slots].view(arena.dtype) for arena in self._moved)
         keep_lens = torch.zeros_like(numbers, dtype=torch.int32).index_add_(0, of_rows, torch.ones_like(of_rows).int())
-        shape = self._geometry.num_layers, self._geometry.num_kv_heads
+        shape = self.geometry.num_layers, self.geometry.num_kv_heads
         return CopiedShadow(keep_lens.view(shape), torch.cat(positions)[order], k, v, torch.cat(paid)[order])
 
     def place(self, copied: CopiedShadow, slots: Tensor) -> Shadow:
@@ -179,7 +178,7 @@ class DraftRows:
         indptr = torch.nn.functional.pad(copied.keep_lens.to(slots.device).flatten().cumsum(0), (1, 0))
         kept, placed = self._lay_out(paid, indptr, positions, paid, slots)
         into = placed.head_slots.long()
-        for arena, rows in zip(self._arenas, (copied.k, copied.v), strict=True):
+        for arena, rows in zip(self._moved, (copied.k, copied.v), strict=True):
             rows_by_head_slot(arena)[into] = as_moved(rows.contiguous()).to(arena.device)[kept]
         return placed
 
@@ -190,13 +189,13 @@ class DraftRows:
 
         Rows, [num_kept], int64, ascending, are numbered run after run, as ``indptr`` says.
         """
-        num_entries = min(slots.numel() * self._geometry.num_runs, keys.numel())
+        num_entries = min(slots.numel() * self.geometry.num_runs, keys.numel())
         if not num_entries:
             return positions[:0].long(), self.absent()
         mask = radix_select.top_mask(keys.view(torch.int32)[None], num_entries)[0]  # ordered as the numbers are
         kept = torch.nonzero_static(mask, size=num_entries).squeeze(-1)
         before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
         keep_lens = before[indptr.long()].diff().int()
-        shape = self._geometry.num_layers, self._geometry.num_kv_heads
-        indptr, head_slots = alloc_head_slots(keep_lens.view(shape), slots, self._geometry.num_token_slots, num_entries)
-        return kept, Shadow(self._geometry, head_slots, positions[kept], indptr, paid[kept])
+        shape = self.geometry.num_layers, self.geometry.num_kv_heads
+        indptr, head_slots = alloc_head_slots(keep_lens.view(shape), slots, self.geometry.num_token_slots, num_entries)
+        return kept, Shadow(self.geometry, head_slots, positions[kept], indptr, paid[kept])

@@ -58,11 +58,13 @@ class SeenQueries:
 class DraftAttentionBackend(KVEvictAttentionBackend):
     """Attention of the draft's prefills, which reads the shadows of spans; see :mod:`sgl_kvevict.prefix.shadow`.
 
-    The target's pool remembers it for the tree's factory. Raises as :class:`KVEvictAttentionBackend`.
+    The target's pool remembers it for the tree's factory. Raises as :class:`KVEvictAttentionBackend`. ``runner`` is the
+    draft's.
     """
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__(model_runner)
+        self.runner = model_runner
         self.rows = DraftRows(self.geometry, self.arena.k, self.arena.v)
         full_pool_of(model_runner.token_to_kv_pool_allocator.get_kvcache()).kvevict_drafts = self
 

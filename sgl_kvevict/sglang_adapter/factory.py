@@ -152,7 +152,7 @@ def _assemble(
         compressor = Compressor(config, policy, packer, rotary, output_grams, learner, backend.slot_positions, stream)
         if arena.k.is_cuda:
             warm_up(compressor, ctx.tp_worker.model_runner.dtype)
-        access = open_access(config, ctx, geometry, arena.k.dtype)
+        access = open_access(config, ctx, geometry, arena.k.dtype, drafts)
         host = open_host(config, ctx, packer)
     ours = partial(KVEvictTree, packer=packer, compressor=compressor, access=access, distilling=distilling, host=host)
     tree = create_unified_radix_cache(ctx, cache_class=ours)

@@ -1,4 +1,4 @@
-"""CUDA graphs and overlap: refuses or switches off what is unsupported, and attaches requests to replays."""
+"""CUDA graphs: refuses or switches off what is unsupported, and attaches requests to replays."""
 
 from __future__ import annotations
 
@@ -26,16 +26,11 @@ logger = logging.getLogger(__name__)
 def after_attention_backend(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
     """Resolution hook: switch off default CUDA graphs that our attention does not support.
 
-    A user's explicit choice is left, and refused when the backend is built. With speculative decoding the overlap
-    schedule is switched off as well, as SGLang does on a CPU.
+    A user's explicit choice is left, and refused when the backend is built.
     """
     previous(server_args)
     if BACKEND_NAME not in attention_backends_of(resolved_view(server_args)):
         return
-    given = resolved_view(server_args)
-    if given.speculative_algorithm is not None and not given.disable_overlap_schedule:
-        logger.warning("The overlap schedule is switched off: speculative decoding was only run without it.")
-        declare_resolution(server_args, f"{BACKEND_NAME}: after_attention_backend", disable_overlap_schedule=True)
     reasons = {Phase.PREFILL: "a captured prefill cannot follow requests to other spans"}
     attention = load_config().attention
     if attention in PLANNED_ON_HOST:

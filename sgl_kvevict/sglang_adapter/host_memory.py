@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_kvevict.config import HOST_PER_POOL, KVEvictConfig
 from sgl_kvevict.errors import UnsupportedSetupError
-from sgl_kvevict.lifecycle.host import MIN_TOKENS, slot_bytes
+from sgl_kvevict.lifecycle.host import MIN_TOKENS
 from sgl_kvevict.machine import GIB, free_host_gib
 from sgl_kvevict.prefix import SegmentPacker
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
@@ -37,14 +37,14 @@ def open_host(config: KVEvictConfig, ctx: TreeCacheBuildContext, packer: Segment
         return None
     ranks = TensorRanks(ctx.params.attn_tp_cache_group)
     free = int(free_host_gib() * GIB) // (ctx.server_args.tp_size * ctx.server_args.dp_size)
-    block_bytes = BLOCK_SLOTS * slot_bytes(packer)
+    block_bytes = BLOCK_SLOTS * packer.slot_bytes
     wanted = config.host_bytes
     if wanted is not None and not block_bytes <= wanted <= free:
         raise UnsupportedSetupError(
             [f"host_bytes: got {wanted}; allowed here: 0 (off), or {block_bytes} to {free} on each rank (free memory)"]
         )
     if wanted is None:
-        pool = packer.num_bytes + (0 if packer.drafts is None else packer.drafts.nbytes)
+        pool = packer.num_bytes + (0 if packer.drafts is None else packer.drafts.num_bytes)
         wanted = min(HOST_PER_POOL * pool, int(free * FREE_SHARE))
     num_blocks = -ranks.largest(-(wanted // block_bytes))  # ranks may read different amounts
     if num_blocks == 0:

@@ -71,8 +71,9 @@ def place_reasons(config: KVEvictConfig, policy: Policy | None, ctx: TreeCacheBu
         )
     if ctx.is_hybrid_ssm and ctx.server_args.speculative_algorithm is not None:
         reasons.append(
-            "--speculative-algorithm: the model has recurrent layers, and the state after rejected drafts is chosen by "
-            "kernels that no CPU runs, so nobody has seen which one the tree gets"
+            "--speculative-algorithm: the model has recurrent layers, and a verification step leaves a state for each "
+            "draft; were the tree given one of a rejected draft, every prompt that continues there would be answered "
+            "wrongly, and which one it gets is chosen by kernels that need a GPU"
         )
     if ctx.is_hybrid_ssm and config.decode_block is not None:
         reasons.append("decode_block: a recurrent state is kept for the end of an answer, not for the end of a block")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
@@ -26,6 +25,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sgl_kvevict.sglang_adapter.draft_attention import DraftAttentionBackend
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +40,13 @@ _ADAPTER_ID = re.compile(r"[0-9a-f]{32}\Z")
 
 
 def open_access(
-    config: KVEvictConfig, ctx: TreeCacheBuildContext, geometry: KVGeometry, dtype: torch.dtype
+    config: KVEvictConfig,
+    ctx: TreeCacheBuildContext,
+    geometry: KVGeometry,
+    dtype: torch.dtype,
+    drafts: DraftAttentionBackend | None = None,
 ) -> StoreAccess | None:
-    """Open the configured store; None if there is none.
+    """Open the configured store; None if there is none. ``drafts``: attention of the draft model.
 
     Raises:
         UnsupportedSetupError: the model has no files that identify it.
@@ -49,12 +55,16 @@ def open_access(
     """
     if config.store is None:
         return None
-    dummy = ctx.server_args.load_format == "dummy"
-    fingerprint = None if dummy else model_fingerprint(ctx.model_config.model_path, ctx.model_config.revision)
-    if fingerprint is None:
+    ranks = TensorRanks(ctx.params.attn_tp_cache_group)
+    identity = identity_of(config, ctx.tp_worker.model_runner, ranks, geometry, dtype)
+    if identity is None:
         raise UnsupportedSetupError([f"store is {config.store!r}: the model has no safetensors files to know it by"])
-    identity = identity_of(config, ctx, geometry, dtype, fingerprint, rotary_of(ctx.tp_worker.model_runner))
-    segments = SegmentStore(open_backend(config.store, config.store_bytes), identity)
+    draft = None
+    if drafts is not None:
+        draft = identity_of(config, drafts.runner, ranks, drafts.geometry, drafts.arena.k.dtype)
+        if draft is None and ranks.is_first:
+            logger.warning("kvevict: the draft model has no safetensors files to know it by: its rows are not stored")
+    segments = SegmentStore(open_backend(config.store, config.store_bytes), identity, draft=draft)
     segments.backend.create()
     reader = ReadAhead(segments, config.store_wait_ms / 1000) if config.store_wait_ms else None
     keeps = without_adapter if ctx.server_args.enable_lora else all_namespaces
@@ -63,15 +73,17 @@ def open_access(
 
 
 def identity_of(
-    config: KVEvictConfig,
-    ctx: TreeCacheBuildContext,
-    geometry: KVGeometry,
-    dtype: torch.dtype,
-    fingerprint: str,
-    rotary: Rotary,
-) -> StoreIdentity:
-    """Everything that must be equal for another server to use the segments that this one stores."""
-    model, ranks = ctx.model_config, TensorRanks(ctx.params.attn_tp_cache_group)
+    config: KVEvictConfig, runner: ModelRunner, ranks: TensorRanks, geometry: KVGeometry, dtype: torch.dtype
+) -> StoreIdentity | None:
+    """Everything that must be equal for another server to use rows that this one stores of a model, or a draft model.
+
+    ``geometry`` and ``dtype`` are those of its pool. None: it has no files that identify it.
+    """
+    model, rotary = runner.model_config, rotary_of(runner)
+    is_dummy = "dummy" in (runner.server_args.load_format, runner.draft_load_format)
+    fingerprint = None if is_dummy else model_fingerprint(model.model_path, model.revision)
+    if fingerprint is None:
+        return None
     kept = ("policy", "policy_options", "budget", "budget_includes_tail", "tail_tokens", "sink_tokens")
     policy = {name: getattr(config, name) for name in kept} | {"shares": config.shares}
     if config.fit:

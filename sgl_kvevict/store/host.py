@@ -17,7 +17,7 @@ from sgl_kvevict.store.segment_file import SegmentRecord
 
 TENSORS = (
     *("tail_tokens", "policy_state", "biases", "keep_lens", "positions", "k", "v", "tail_k", "tail_v", "worth"),
-    *("draft_lens", "draft_positions", "draft_k", "draft_v", "draft_paid"),
+    *("draft_lens", "draft_positions", "draft_k", "draft_v", "draft_paid", "draft_tail_k", "draft_tail_v"),
 )
 """Tensors of a record that lie in blocks; its tokens are needed to find it."""
 MAX_NEAR = 64

@@ -29,18 +29,23 @@ if TYPE_CHECKING:  # torch is imported where tensors are made: `sgl-kvevict stor
 MAGIC = b"sgl-kvevict-seg\n"
 PREFIX_BYTES = 64
 MAX_HEADER_BYTES = 1 << 16
-"""Limit of the safetensors header, which names at most eleven tensors and seven fields."""
+"""Limit of the safetensors header, which names at most 19 tensors and eight fields."""
 MAX_TOKENS = 1 << 26
 _FIELDS: dict[str, type] = {
     **{"key": str, "identity": str, "start": int, "end": int},
     **{"splittable": bool, "is_read": bool, "created": float},
 }
+_OF_DRAFT = "draft"
+"""Field of a file beside those of its record: the digest of the draft model whose rows it has; "": none."""
 _REQUIRED = {"tokens", "keep_lens", "positions", "k", "v"}
 _TAIL = {"tail_tokens", "tail_k", "tail_v"}
-_OPTIONAL = {"worth", "policy_state", "biases"} | _TAIL
+_SHADOW = {"draft_lens", "draft_positions", "draft_k", "draft_v", "draft_paid"}
+_SHADOW_TAIL = {"draft_tail_k", "draft_tail_v"}
+_OPTIONAL = {"worth", "policy_state", "biases"} | _TAIL | _SHADOW | _SHADOW_TAIL
 _DTYPES = {
     **{"tokens": "torch.int64", "keep_lens": "torch.int32", "positions": "torch.int32", "worth": "torch.int16"},
     **{"policy_state": "torch.float32", "biases": "torch.float32", "tail_tokens": "torch.int64"},
+    **{"draft_lens": "torch.int32", "draft_positions": "torch.int32", "draft_paid": "torch.float32"},
 }
 _ROW_DTYPES = {"torch.float32", "torch.float16", "torch.bfloat16", "torch.float8_e4m3fn"}
 
@@ -65,11 +70,12 @@ class SegmentRecord:
         biases: [num_entries], float32, added to the scores of its entries; None: it is not fitted.
         tail_tokens: [num_tail], int64, uncompressed tokens that follow in the prompt; None: no tail.
         tail_k: [num_layers, num_tail, num_kv_heads, head_dim], in the dtype of the pool, or None; like ``tail_v``.
-        draft_lens: [num_layers, num_kv_heads] of a draft model, int32, its rows of each run; None: it has none. Rows of
-            a draft model are not written to files: their identity does not know the draft model.
-        draft_positions: [num_rows], int32, run after run.
+        draft_lens: [num_layers, num_kv_heads] of this server's draft model, int32, its rows of each run; None: none.
+        draft_positions: [num_rows], int32, run after run, ascending within a run.
         draft_k: [num_rows, head_dim], in the dtype of the draft's pool; like ``draft_v``.
         draft_paid: [num_rows], float32, the attention that each row was paid.
+        draft_tail_k: [num_layers, num_tail, num_kv_heads, head_dim] of the draft model, its rows of the tail; like
+            ``draft_tail_v``.
     """
 
     key: str
@@ -95,6 +101,8 @@ class SegmentRecord:
     draft_k: Tensor | None = None
     draft_v: Tensor | None = None
     draft_paid: Tensor | None = None
+    draft_tail_k: Tensor | None = None
+    draft_tail_v: Tensor | None = None
 
     @property
     def num_entries(self) -> int:
@@ -103,8 +111,8 @@ class SegmentRecord:
 
     def after(self, position: int) -> SegmentRecord:
         """Return a record without the entries of tokens before a logical position; not to be stored."""
-        kept, keep_lens = _from(position, self.positions, self.keep_lens)
-        cut = replace(
+        kept, keep_lens = _within(position, self.end, self.positions, self.keep_lens)
+        return replace(
             self,
             start=position,
             keep_lens=keep_lens,
@@ -113,27 +121,30 @@ class SegmentRecord:
             v=_rows(self.v, kept),
             worth=None if self.worth is None else self.worth[kept],
             biases=None if self.biases is None else self.biases[kept],
+            **self.shadow_within(position),
         )
+
+    def shadow_within(self, start: int) -> dict[str, Any]:
+        """Fields of the shadow, without rows of tokens before ``start`` or behind the segment; {} without a shadow."""
         if self.draft_lens is None:
-            return cut
+            return {}
         assert self.draft_positions is not None and self.draft_paid is not None
         assert self.draft_k is not None and self.draft_v is not None
-        kept, draft_lens = _from(position, self.draft_positions, self.draft_lens)
-        return replace(
-            cut,
-            draft_lens=draft_lens,
-            draft_positions=self.draft_positions[kept],
-            draft_k=_rows(self.draft_k, kept),
-            draft_v=_rows(self.draft_v, kept),
-            draft_paid=self.draft_paid[kept],
-        )
+        kept, draft_lens = _within(start, self.end, self.draft_positions, self.draft_lens)
+        return {
+            "draft_lens": draft_lens,
+            "draft_positions": self.draft_positions[kept],
+            "draft_k": _rows(self.draft_k, kept),
+            "draft_v": _rows(self.draft_v, kept),
+            "draft_paid": self.draft_paid[kept],
+        }
 
 
-def _from(position: int, positions: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of the entries, run after run, are of tokens from a position on, and how many these are in each run."""
+def _within(start: int, end: int, positions: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of the entries, run after run, are of the tokens ``[start, end)``, and how many these are in each run."""
     import torch
 
-    kept = positions >= position
+    kept = (positions >= start) & (positions < end)
     runs = torch.repeat_interleave(lens.flatten().long())[kept]
     return kept, runs.bincount(minlength=lens.numel()).int().view(lens.shape)
 
@@ -146,19 +157,28 @@ def _rows(rows: Tensor, kept: Tensor) -> Tensor:
     return rows.view(numbers)[kept].view(rows.dtype)
 
 
-def encode_segment(record: SegmentRecord) -> bytes:
-    """Return the bytes of a record."""
+def encode_segment(record: SegmentRecord, draft: str = "") -> bytes:
+    """Return the bytes of a record.
+
+    ``draft``: digest of the draft model whose rows it has, 64 hexadecimal digits; "": they are left out.
+    """
     from safetensors.torch import save
 
-    names = sorted(_REQUIRED | _OPTIONAL)
-    tensors = {name: tensor.contiguous() for name in names if (tensor := getattr(record, name)) is not None}
-    payload = save(tensors, {name: json.dumps(getattr(record, name)) for name in _FIELDS})
+    draft = draft if record.draft_lens is not None else ""
+    names = sorted(_REQUIRED | _OPTIONAL - (set() if draft else _SHADOW | _SHADOW_TAIL))
+    parts: dict[str, Tensor | None] = {name: getattr(record, name) for name in names}
+    parts |= record.shadow_within(record.start) if draft else {}
+    tensors = {name: part.contiguous() for name, part in parts.items() if part is not None}
+    fields = {name: getattr(record, name) for name in _FIELDS} | {_OF_DRAFT: draft}
+    payload = save(tensors, {name: json.dumps(value) for name, value in fields.items()})
     head = MAGIC + FORMAT_VERSION.to_bytes(8, "little") + len(payload).to_bytes(8, "little")
     return head + hashlib.sha256(head + payload).digest() + payload
 
 
-def decode_segment(data: bytes, key: str) -> SegmentRecord:
+def decode_segment(data: bytes, key: str, draft: str = "") -> SegmentRecord:
     """Check bytes from an untrusted source, found under the name ``key``, and return their record.
+
+    Rows of another draft model than ``draft`` (its digest; "": there is none) are checked and left out.
 
     Raises:
         CorruptSegmentError: they are not exactly what :func:`encode_segment` returned for this key.
@@ -173,13 +193,18 @@ def decode_segment(data: bytes, key: str) -> SegmentRecord:
         raise CorruptSegmentError(f"the tensors cannot be read: {error}") from error
     _require(fields["key"] == key, f"key: got {shown(fields['key'])}; expected {key!r}")
     names = tensors.keys()
-    known = names >= _REQUIRED and not names - _REQUIRED - _OPTIONAL and len(names & _TAIL) in (0, len(_TAIL))
+    known = names >= _REQUIRED and not names - _REQUIRED - _OPTIONAL
+    known = known and all(len(names & group) in (0, len(group)) for group in (_TAIL, _SHADOW, _SHADOW_TAIL))
+    known = known and bool(names & _SHADOW_TAIL) == bool(names & _TAIL and names & _SHADOW)
     _require(known, f"tensors: got {shown(sorted(names))}; expected {sorted(_REQUIRED)}")
+    of_draft = fields.pop(_OF_DRAFT)
+    _require(bool(of_draft) == bool(names & _SHADOW), f"{_OF_DRAFT}: got {shown(of_draft)} and {shown(sorted(names))}")
     values: dict[str, Any] = {**fields, **tensors}
     record = SegmentRecord(**values)
     _check_shapes(record)
     _check_values(record)
-    return record
+    no_shadow: dict[str, Any] = dict.fromkeys(_SHADOW | _SHADOW_TAIL)
+    return record if of_draft == draft else replace(record, **no_shadow)
 
 
 def read_header(data: bytes) -> dict[str, Any]:
@@ -222,9 +247,10 @@ def _header(payload: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     is_valid = isinstance(header, dict) and all(isinstance(each, dict) for each in header.values())
     _require(is_valid, "the header is not an object of objects")
     metadata = header.pop("__metadata__", {})
-    _require(metadata.keys() == _FIELDS.keys(), f"fields: got {shown(sorted(metadata))}; expected {sorted(_FIELDS)}")
+    kinds = _FIELDS | {_OF_DRAFT: str}
+    _require(metadata.keys() == kinds.keys(), f"fields: got {shown(sorted(metadata))}; expected {sorted(kinds)}")
     fields = {}
-    for name, kind in _FIELDS.items():
+    for name, kind in kinds.items():
         try:
             fields[name] = json.loads(metadata[name])
         except (ValueError, TypeError, RecursionError) as error:
@@ -241,9 +267,11 @@ def _check_shapes(record: SegmentRecord) -> None:
         tensor = getattr(record, name)
         if tensor is not None:
             _require(str(tensor.dtype) == dtype, f"{name}: got {tensor.dtype}; expected {dtype}")
-    rows = (record.k, record.v, record.tail_k, record.tail_v)
-    dtypes = {str(each.dtype) for each in rows if each is not None}
-    _require(len(dtypes) == 1 and dtypes <= _ROW_DTYPES, f"k and v: got {sorted(dtypes)}")
+    ours = record.k, record.v, record.tail_k, record.tail_v
+    of_draft = record.draft_k, record.draft_v, record.draft_tail_k, record.draft_tail_v
+    for rows in (ours, of_draft if record.draft_k is not None else ours):
+        dtypes = {str(each.dtype) for each in rows if each is not None}
+        _require(len(dtypes) == 1 and dtypes <= _ROW_DTYPES, f"k and v: got {sorted(dtypes)}")
     heads, k_shape = tuple(record.keep_lens.shape), tuple(record.k.shape)
     _require(len(heads) == len(k_shape) == 2, f"keep_lens and k: got shapes {heads} and {k_shape}")
     entries, width = (record.num_entries,), record.v.shape[-1] and k_shape[1]
@@ -256,6 +284,16 @@ def _check_shapes(record: SegmentRecord) -> None:
         _require(0 < num_tail <= MAX_TOKENS, f"tail_tokens: got {num_tail} tokens")
         tail = (heads[0], num_tail, heads[1])
         expected |= {"tail_tokens": (num_tail,), "tail_k": (*tail, k_shape[1]), "tail_v": (*tail, width)}
+    if record.draft_k is not None:
+        assert record.draft_lens is not None and record.draft_positions is not None
+        dims = record.draft_lens.ndim, record.draft_k.ndim
+        _require(dims == (2, 2), f"draft_lens and draft_k: got {dims[0]} and {dims[1]} dimensions; expected 2")
+        num_rows, width = record.draft_positions.numel(), record.draft_k.shape[1]
+        num_tail = 0 if record.tail_tokens is None else record.tail_tokens.numel()
+        expected |= {"draft_positions": (num_rows,), "draft_paid": (num_rows,)}
+        expected |= dict.fromkeys(("draft_k", "draft_v"), (num_rows, width))
+        of_tail = (record.draft_lens.shape[0], num_tail, record.draft_lens.shape[1], width)
+        expected |= dict.fromkeys(_SHADOW_TAIL, of_tail)
     for name, shape in expected.items():
         tensor = getattr(record, name)
         if tensor is not None:
@@ -263,20 +301,30 @@ def _check_shapes(record: SegmentRecord) -> None:
 
 
 def _check_values(record: SegmentRecord) -> None:
-    """Check run lengths, positions (tokens of the segment, ascending within a run) and biases."""
-    import torch
-
-    num_tokens, num_entries = record.end - record.start, record.num_entries
-    lens = record.keep_lens.flatten().long()
-    in_range = lens.numel() > 0 and int(lens.min()) >= 0 and int(lens.max()) <= num_tokens
-    _require(in_range, f"keep_lens: expected lengths from 0 to {num_tokens}")
-    total = int(lens.sum())
-    _require(total == num_entries > 0, f"keep_lens: sums to {total}; expected {num_entries}, and not 0")
-    positions = record.positions
-    inside = int(positions.min()) >= record.start and int(positions.max()) < record.end
-    _require(inside, f"positions: expected all in [{record.start}, {record.end})")
-    run = torch.repeat_interleave(lens)
-    ascending = bool(((positions.diff() > 0) | (run.diff() > 0)).all())
-    _require(ascending, "positions: expected ascending ones within a run")
+    """Check runs, biases and what rows of the draft model were paid."""
+    _check_runs("keep_lens", record.keep_lens, "positions", record.positions, record)
+    _require(record.num_entries > 0, "keep_lens: sums to 0; expected more")
     finite = record.biases is None or bool(record.biases.isfinite().all())
     _require(finite, "biases: expected finite numbers")
+    if record.draft_lens is not None:
+        assert record.draft_positions is not None and record.draft_paid is not None
+        _check_runs("draft_lens", record.draft_lens, "draft_positions", record.draft_positions, record)
+        paid = record.draft_paid
+        _require(bool((paid.isfinite() & (paid >= 0)).all()), "draft_paid: expected finite numbers >= 0")
+
+
+def _check_runs(of_lens: str, lens: Tensor, of_positions: str, positions: Tensor, record: SegmentRecord) -> None:
+    """Check lengths of runs, and their positions: tokens of the segment, ascending within a run."""
+    import torch
+
+    num_tokens, num_entries = record.end - record.start, positions.numel()
+    lens = lens.flatten().long()
+    in_range = lens.numel() > 0 and int(lens.min()) >= 0 and int(lens.max()) <= num_tokens
+    _require(in_range, f"{of_lens}: expected lengths from 0 to {num_tokens}")
+    total = int(lens.sum())
+    _require(total == num_entries, f"{of_lens}: sums to {total}; expected {num_entries}")
+    inside = bool(((positions >= record.start) & (positions < record.end)).all())
+    _require(inside, f"{of_positions}: expected all in [{record.start}, {record.end})")
+    run = torch.repeat_interleave(lens)
+    ascending = bool(((positions.diff() > 0) | (run.diff() > 0)).all())
+    _require(ascending, f"{of_positions}: expected ascending ones within a run")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sgl_kvevict.errors import CorruptSegmentError, StoreError, UnreadableItemError
 from sgl_kvevict.store.backend import Backend, Item
@@ -17,6 +17,9 @@ from sgl_kvevict.store.manifest import MAX_ENTRIES, ManifestEntry, decode_manife
 from sgl_kvevict.store.mooncake import MooncakeBackend
 from sgl_kvevict.store.remote import RemoteBackend
 from sgl_kvevict.store.segment_file import SegmentRecord, decode_segment, encode_segment
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROOT = f"v{FORMAT_VERSION}"
 IDENTITY = "identity.json"
@@ -50,11 +53,20 @@ class SegmentStore:
 
     An item that cannot be read although the store answers (an I/O error, missing permission, a folder of its name) is
     quarantined: it counts as missing for ``QUARANTINE_S``.
+
+    ``draft``: identity of the draft model; None: rows of draft models are neither written nor loaded.
     """
 
-    def __init__(self, backend: Backend, identity: StoreIdentity, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        identity: StoreIdentity,
+        clock: Callable[[], float] = time.monotonic,
+        draft: StoreIdentity | None = None,
+    ) -> None:
         self.backend = backend
         self.identity = identity
+        self._draft = draft
         self._clock = clock
         self._quarantined: dict[str, float] = {}
 
@@ -79,7 +91,7 @@ class SegmentStore:
             listed = {}
         name, written = segment_name(record.identity, record.key), 0
         if not self.backend.exists(name) or (record.is_read and not listed.get(record.key, True)):
-            data = encode_segment(record)
+            data = encode_segment(record, self._draft_digest)
             self.backend.put(name, data)
             self._quarantined.pop(name, None)
             written = len(data)
@@ -121,24 +133,23 @@ class SegmentStore:
         data = self._read(segment_name(self.identity.digest, key))
         if data is None:
             return None
-        record = decode_segment(data, key)
+        record = decode_segment(data, key, self._draft_digest)
         identity = self.identity
         if record.identity != identity.digest:
             raise CorruptSegmentError(f"identity: got {record.identity[:16]!r}; expected {identity.digest[:16]!r}")
-        heads = (identity.num_layers, identity.num_kv_heads)
-        widths, expected = (record.k.shape[1], record.v.shape[1]), (identity.head_dim, identity.own_value_dim)
-        if tuple(record.keep_lens.shape) != heads or widths != expected:
-            raise CorruptSegmentError(
-                f"got runs of {tuple(record.keep_lens.shape)} and rows of {widths} numbers; "
-                f"expected {heads} and {expected}"
-            )
-        if str(record.k.dtype) != identity.dtype:
-            raise CorruptSegmentError(f"k: got {record.k.dtype}; expected {identity.dtype}")
+        _check_rows("k", record.keep_lens, record.k, record.v, identity)
+        if record.draft_lens is not None:
+            assert self._draft is not None and record.draft_k is not None and record.draft_v is not None
+            _check_rows("draft_k", record.draft_lens, record.draft_k, record.draft_v, self._draft)
         return record
 
     def delete(self, key: str) -> bool:
         """Remove a segment; False: there was none. Manifests may still list it."""
         return self.backend.delete(segment_name(self.identity.digest, key))
+
+    @property
+    def _draft_digest(self) -> str:
+        return "" if self._draft is None else self._draft.digest
 
     def _read(self, name: str) -> bytes | None:
         """Bytes of an item; None: there is none, or it is quarantined."""
@@ -181,6 +192,18 @@ class SegmentStore:
 
     def _name(self, name: str) -> str:
         return f"{ROOT}/{self.identity.digest}/{name}"
+
+
+def _check_rows(name: str, lens: Tensor, k: Tensor, v: Tensor, identity: StoreIdentity) -> None:
+    """Raise ``CorruptSegmentError`` unless runs and rows are those of a model's pool."""
+    heads, expected = (identity.num_layers, identity.num_kv_heads), (identity.head_dim, identity.own_value_dim)
+    widths = k.shape[1], v.shape[1]
+    if tuple(lens.shape) != heads or widths != expected:
+        raise CorruptSegmentError(
+            f"{name}: got runs of {tuple(lens.shape)} and rows of {widths} numbers; expected {heads} and {expected}"
+        )
+    if str(k.dtype) != identity.dtype:
+        raise CorruptSegmentError(f"{name}: got {k.dtype}; expected {identity.dtype}")
 
 
 def segment_name(identity: str, key: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers.e2e_env import ENV
-from helpers.preloaded import Preloaded
+from helpers.preloaded import PATCH, Preloaded
 from helpers.tiny_model import save_tiny_llama
 from sgl_kvevict.launcher import (
     KVEVICT_CPU_FLAGS,
@@ -55,9 +55,14 @@ def start(tmp_path_factory, preloaded) -> Iterator[Start]:
     with ExitStack() as stack:
 
         def start_server(
-            model: Path, *flags: str, config: dict | None = None, env: dict | None = None, spins: bool = False
+            model: Path,
+            *flags: str,
+            config: dict | None = None,
+            env: dict | None = None,
+            spins: bool = False,
+            patch: str | None = None,
         ) -> RunningServer:
-            """Stock SGLang, or ours if there is a configuration.
+            """Stock SGLang, or ours if there is a configuration; ``patch`` names a module that changes SGLang.
 
             An idle scheduler of SGLang keeps a core busy unless it is told to sleep; ``spins``: it is not told.
             """
@@ -66,7 +71,7 @@ def start(tmp_path_factory, preloaded) -> Iterator[Start]:
             server = launch(
                 str(model),
                 flags=[*base, *flags],
-                env={} if config is None else config_env(config),
+                env=({} if config is None else config_env(config)) | ({} if patch is None else {PATCH: patch}),
                 log_path=tmp_path_factory.mktemp("server") / "server.log",
                 spawn=preloaded(ENV | (env or {})).start,
             )

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from helpers.tiny_model import VOCAB_SIZE
-from helpers.traffic import idle_state, random_jobs, run_jobs
+from helpers.traffic import assert_all_slots_are_back, random_jobs, run_jobs
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -15,15 +15,6 @@ CONFIG = {"policy": "ada-snapkv", "min_prefix_tokens": 48, "tail_tokens": 16, "p
 READ_FIRST = {"min_prefix_tokens": 48, "tail_tokens": 16, "scoring_pass_tokens": 64, "pass_share": 1.0}
 SMALL_POOL = ("--skip-tokenizer-init", "--max-total-tokens", "2000", "--context-length", "1024")
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "15"}  # SGLang retracts as if slots were short
-
-
-def assert_all_slots_are_back(server):
-    server.check_alive()
-    state = idle_state(server)
-    assert state["leaked_slots"] == 0
-    assert state["free_slots"] + state["evictable_slots"] == state["total_slots"]
-    assert server.leak_messages() == []
-    return state
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from sglang.srt.utils import MultiprocessingSerializer
 
 from helpers.event_sockets import wait_until
 from helpers.tiny_model import VOCAB_SIZE, save_tiny_llama
-from helpers.traffic import generate, idle_state
+from helpers.traffic import assert_all_slots_are_back, generate, idle_state
 from sgl_kvevict.measure import plugin_state
 from sgl_kvevict.request import ticket_digest
 
@@ -44,9 +44,7 @@ def unharmed(server):
     """After each test: no error line, no leak, and the server answers."""
     yield
     assert len(generate(server, [5, 6, 7], 3)["output_ids"]) == 3
-    state = idle_state(server)
-    assert state["free_slots"] + state["evictable_slots"] == state["total_slots"] and state["leaked_slots"] == 0
-    assert state["errors"] == {} and server.leak_messages() == []
+    assert_all_slots_are_back(server)
 
 
 def document(seed: int) -> list[int]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from helpers import overlapped_drafts
 from helpers.draft_models import greedy, save_eagle, save_eagle3, save_mimo, save_target
 from helpers.event_sockets import wait_until
 from helpers.tiny_model import VOCAB_SIZE
-from helpers.traffic import generate, idle_state, random_jobs, run_jobs
+from helpers.traffic import assert_all_slots_are_back, generate, idle_state, random_jobs, run_jobs
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -18,6 +20,11 @@ FLAGS = ("--dtype", "float32", "--max-total-tokens", "3000", "--context-length",
 CONFIG = {"policy": "ada-snapkv", "min_prefix_tokens": 48, "tail_tokens": 16, "policy_options": {"window_size": 16}}
 CHAINS = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
 TREES = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "6")
+RETRACTIONS = {
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # one list of cores a rank
+    "SGLANG_TEST_RETRACT": "1",
+    "SGLANG_TEST_RETRACT_INTERVAL": "15",
+}
 NEW_TOKENS = 40
 
 
@@ -38,7 +45,7 @@ def target(tmp_path_factory):
 @pytest.fixture(scope="module")
 def plain(target):
     """Answers without speculation."""
-    return [greedy(target, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    return [greedy(target, prompt, NEW_TOKENS)[0] for prompt in PROMPTS]
 
 
 def answers(server):
@@ -47,28 +54,19 @@ def answers(server):
     return [result["output_ids"] for result in results], [result["meta_info"] for result in results]
 
 
-def assert_all_slots_are_back(server):
-    server.check_alive()
-    state = idle_state(server)
-    assert state["leaked_slots"] == 0 and state["errors"] == {} and server.leak_messages() == []
-    assert state["free_slots"] + state["evictable_slots"] == state["total_slots"]
-    return state
-
-
 @pytest.mark.parametrize(
-    ("algorithm", "shape", "least_accepted"), [("EAGLE3", TREES, 1.15), ("NEXTN", CHAINS, 1.3)], ids=["eagle3", "nextn"]
+    ("algorithm", "flags", "least_accepted"),
+    [("EAGLE3", (*TREES, "--tp-size", "2"), 1.15), ("EAGLE", CHAINS, 1.3)],
+    ids=["eagle3", "eagle"],
 )
 def test_all_is_kept_and_the_answers_are_those_without_drafts(
-    start, target, plain, tmp_path, algorithm, shape, least_accepted
+    start, target, plain, tmp_path, algorithm, flags, least_accepted
 ):
-    """Also of requests that are retracted, aborted, and on a pool that is too small."""
-    if algorithm == "EAGLE3":
-        model, draft = target, save_eagle3(tmp_path / "draft", target)
-    else:
-        model = draft = save_mimo(tmp_path / "mimo", target)
-    flags = ("--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(draft), *shape)
-    env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "15"}
-    server = start(model, *FLAGS, *flags, config=CONFIG | {"budget": 1.0}, env=env)
+    """Also of requests that are retracted, aborted, and on a pool that is too small; EAGLE3 on two ranks."""
+    draft = {"EAGLE3": save_eagle3, "EAGLE": save_eagle}[algorithm](tmp_path / "draft", target)
+    flags = ("--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(draft), *flags)
+    patch = overlapped_drafts.__name__ if algorithm == "EAGLE3" else None
+    server = start(target, *FLAGS, *flags, config=CONFIG | {"budget": 1.0}, env=RETRACTIONS, patch=patch)
     generate(server, DOCUMENT, 0)
     for _ in range(2):
         found, infos = answers(server)
@@ -82,22 +80,26 @@ def test_all_is_kept_and_the_answers_are_those_without_drafts(
 
 
 def test_compressed_prefixes_are_found_and_outlive_their_server(start, target, tmp_path):
-    """Passes read the text as it is, its last token included; chains and trees over what is stored answer alike."""
-    draft = save_eagle(tmp_path / "draft", target)
-    flags = ("--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(draft))
+    """Passes read the text as it is, its last token included; what is stored has the rows of the draft model, too."""
+    model = save_mimo(tmp_path / "mimo", target)
+    flags = ("--speculative-algorithm", "NEXTN", "--speculative-draft-model-path", str(model), *TREES)
     found = []
-    for shape in (CHAINS, TREES):
-        server = start(target, *FLAGS, *flags, *shape, config={"store": str(tmp_path / "store")})
-        if shape is CHAINS:
+    for patch in (None, overlapped_drafts.__name__):
+        server = start(model, *FLAGS, *flags, config={"store": str(tmp_path / "store")}, patch=patch)
+        if patch is None:
             compress(server)
         results = [generate(server, prompt, NEW_TOKENS) for prompt in PROMPTS[:3]]
         assert min(result["meta_info"]["cached_tokens"] for result in results) >= 567
-        found.append([result["output_ids"] for result in results])
+        found.append([(result["output_ids"], result["meta_info"]["spec_accept_length"]) for result in results])
         state = assert_all_slots_are_back(server)
-        assert 100 <= state["span_slots"] <= 130 and (state["loaded_segments"] > 0) == (shape is TREES)
+        assert 100 <= state["span_slots"] <= 130 and (state["loaded_segments"] > 0) == (patch is not None)
         assert state["speculation"]["compressed"]["acceptance_length"] > 1.3
-        server.stop()
+        if patch is None:
+            server.stop()
     assert found[0] == found[1]
+    several_answers_and_a_grammar(server)
+    exact_answers(server, target)
+    server.stop(grace_s=0)
 
 
 def compress(server):
@@ -105,3 +107,28 @@ def compress(server):
     generate(server, DOCUMENT, 0)
     wait_until(lambda: idle_state(server)["stored_segments"] > 0)
     assert idle_state(server)["scoring_passes"] > 0
+
+
+def several_answers_and_a_grammar(server):
+    """``n`` samples share the document; a grammar holds although drafts break it."""
+    sampling = {"temperature": 1.0, "max_new_tokens": 16, "n": 3, "ignore_eos": True}
+    found = json.loads(server.post("/generate", {"input_ids": PROMPTS[0], "sampling_params": sampling}))
+    assert [len(one["output_ids"]) for one in found] == [16] * 3
+    schema = {"properties": {"a": {"enum": ["x", "yy", "zzz"]}}, "required": ["a"], "additionalProperties": False}
+    sampling = {"temperature": 0, "max_new_tokens": 60, "json_schema": json.dumps({"type": "object"} | schema)}
+    answer = json.loads(server.post("/generate", {"input_ids": PROMPTS[1], "sampling_params": sampling}))
+    assert json.loads(answer["text"])["a"] in ("x", "yy", "zzz") and answer["meta_info"]["cached_tokens"] >= 567
+    assert_all_slots_are_back(server)
+
+
+def exact_answers(server, target):
+    """Answers and log-probabilities of requests that read nothing compressed are those of the whole model."""
+    tokens, logprobs = greedy(target, PROMPTS[0], NEW_TOKENS)
+    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    sampling["custom_params"] = {"kvevict": {"exact": True}}
+    body = {"input_ids": PROMPTS[0], "sampling_params": sampling, "return_logprob": True}
+    answer = json.loads(server.post("/generate", body))
+    entries = answer["meta_info"]["output_token_logprobs"]
+    assert answer["output_ids"] == [token for _, token, _ in entries] == tokens
+    assert [value for value, _, _ in entries] == pytest.approx(logprobs, abs=2e-3)
+    assert_all_slots_are_back(server)

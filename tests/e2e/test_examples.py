@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from helpers.traffic import idle_state
+from helpers.traffic import assert_all_slots_are_back
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -31,9 +31,7 @@ def server(start, demo_model):
 def printed(server, request):
     """What the example of the test's parameter prints; afterwards the server has lost no slot and held no error."""
     yield run_example(request.param, server.url)
-    state = idle_state(server)
-    assert state["free_slots"] + state["evictable_slots"] == state["total_slots"]
-    assert state["errors"] == {} and state["leaked_slots"] == 0 and server.leak_messages() == []
+    assert_all_slots_are_back(server)
 
 
 def run_example(name: str, *arguments: str) -> list[str]:

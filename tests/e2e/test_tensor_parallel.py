@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from helpers.event_sockets import wait_until
 from helpers.tiny_model import VOCAB_SIZE
-from helpers.traffic import generate, idle_state, random_jobs, run_jobs
+from helpers.traffic import assert_all_slots_are_back, generate, idle_state, random_jobs, run_jobs
 from sgl_kvevict.events.client import InspectClient
 from sgl_kvevict.events.questions import Status, StatusReport
 from sgl_kvevict.measure import wait_until_scored
@@ -38,16 +38,6 @@ TIE = 1e-3
 def assert_same_ranks(state):
     first, second = state["ranks"]
     assert first == second
-
-
-def assert_all_slots_are_back(server):
-    server.check_alive()
-    state = idle_state(server)
-    assert_same_ranks(state)
-    assert state["leaked_slots"] == 0
-    assert state["free_slots"] + state["evictable_slots"] == state["total_slots"]
-    assert server.leak_messages() == []
-    return state
 
 
 @torch.inference_mode()

@@ -70,14 +70,18 @@ def save_mimo(folder: Path, target: Path) -> Path:
     return _save(folder, target, tensors, **more)
 
 
-def greedy(target: Path, prompt: list[int], num_tokens: int) -> list[int]:
-    """What the target answers, by transformers."""
+def greedy(target: Path, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float]]:
+    """What the target answers, and the log-probability of each token, by transformers."""
     model: Any = LlamaForCausalLM.from_pretrained(target)
     ids = torch.tensor([prompt])
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     with torch.no_grad():
-        found = model.generate(ids, max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
-    answer: list[int] = found[0, len(prompt) :].tolist()
-    return answer
+        found = model.generate(
+            ids, max_new_tokens=num_tokens, output_logits=True, return_dict_in_generate=True, **options
+        )
+    answer: list[int] = found.sequences[0, len(prompt) :].tolist()
+    steps = zip(found.logits, answer, strict=True)
+    return answer, [float(logits[0].log_softmax(-1)[token]) for logits, token in steps]
 
 
 def _layer_shapes(part: str, width: int) -> dict[str, tuple[int, int]]:

@@ -36,7 +36,6 @@ from sgl_kvevict.compression import Compressor
 from sgl_kvevict.compression.streams import ChoiceStream
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.lifecycle.host import slot_bytes
 from sgl_kvevict.lifecycle.nodes import length_of, path_to
 from sgl_kvevict.lifecycle.saving import StoreAccess
 from sgl_kvevict.policies import Policy, Rotary
@@ -140,7 +139,7 @@ class Harness:
         if self.host_blocks:
             ranks = TensorRanks(self.group)
             identity = host_identity(store, self.config.min_prefix_tokens, ranks)
-            block_bytes = 2 * slot_bytes(store)
+            block_bytes = 2 * store.slot_bytes
             self.host = HostSegments(self.host_blocks, block_bytes, self.k.device, identity, ranks.largest)
         self.tree = KVEvictTree(params, store, compressor, self.access, host=self.host)
         if self.cache_grid > 1:

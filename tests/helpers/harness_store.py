@@ -22,19 +22,27 @@ from sgl_kvevict.store import (
     open_backend,
 )
 
+DRAFT = identity_of(num_layers=1, num_kv_heads=3, head_dim=2, own_value_dim=2)
+"""The draft model of :class:`helpers.verify_machines.VerifyingHarness`."""
 IDENTITY = identity_of(head_dim=2, own_value_dim=2, policy="pseudo-random", min_prefix_tokens=6)
 
 
-def exported(harness: Harness, tail: int = 4) -> list[SegmentRecord]:
-    """All segments of a harness, through bytes and back, those nearest the root first."""
+def exported(
+    harness: Harness, extra_key: str | None = None, tail: int = 4, draft: str = DRAFT.digest
+) -> list[SegmentRecord]:
+    """Segments of one namespace of a harness, through bytes and back, those nearest the root first.
+
+    ``draft``: digest of the draft model that reads them.
+    """
     tree = harness.tree
     records = []
     for node, span in tree.spans.items():
-        if span.end == span.segment.end:
-            leaving = export_segment(node, tree.port, tree.spans, tree.packer, IDENTITY, tail)
-            assert leaving is not None
+        if span.end != span.segment.end or node.key.extra_key != extra_key:
+            continue
+        leaving = export_segment(node, tree.port, tree.spans, tree.packer, IDENTITY, tail)
+        if leaving is not None:
             record = leaving.record()
-            records.append(decode_segment(encode_segment(record), record.key))
+            records.append(decode_segment(encode_segment(record, DRAFT.digest), record.key, draft))
     return sorted(records, key=lambda record: record.start)
 
 
@@ -65,15 +73,15 @@ class Heard(CacheListener):
 
 
 class Server:
-    """A harness with a store; ``now`` is its clock."""
+    """A harness, of class ``make``, with a store; ``now`` is its clock."""
 
-    def __init__(self, folder, identity=IDENTITY, **kind):
+    def __init__(self, folder, identity=IDENTITY, draft=None, make=Harness, **kind):
         self.now = 0.0
-        self.segments = SegmentStore(open_backend(str(folder)), identity)
+        self.segments = SegmentStore(open_backend(str(folder)), identity, draft=draft)
         self.writer = WriteBehind(self.segments)
         self.reader = ReadAhead(self.segments, 1.0, lambda: self.now)
         self.access = StoreAccess(identity, self.writer, self.reader)
-        self.harness = Harness(access=self.access, **kind)
+        self.harness = make(access=self.access, **kind)
         self.manager = self.harness.tree.manager
         assert self.manager.loading is not None and self.manager.saving is not None
         self.loading, self.saving = self.manager.loading, self.manager.saving

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import IO, Any
 
 TESTS = Path(__file__).resolve().parents[1]
+PATCH = "KVEVICT_TEST_PATCH"
+"""Variable that names a module which a server imports first."""
 MODULES = ("sglang.srt.entrypoints.http_server", "sglang.srt.models.registry", "sgl_kvevict.sglang_adapter.plugin")
 
 
@@ -127,6 +129,8 @@ def serve(command: Sequence[str], env: Mapping[str, str], log: str) -> None:
         os.close(opened)
     os.dup2(1, 2)
     os.environ.update(env)
+    if patch := env.get(PATCH):
+        importlib.import_module(patch)
     _, _, module, *sys.argv[1:] = command
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

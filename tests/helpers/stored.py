@@ -14,6 +14,14 @@ from sgl_kvevict.store.segment_file import MAGIC
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2, 2, 4
 MIN_PREFIX = 16
+SHADOW = {
+    "draft_lens": torch.tensor([[2, 0, 3]], dtype=torch.int32),
+    "draft_positions": torch.tensor([1, 39, 0, 20, 21], dtype=torch.int32),
+    "draft_k": torch.arange(30.0).view(5, 6),
+    "draft_v": torch.arange(30.0, 60.0).view(5, 6),
+    "draft_paid": torch.tensor([0.5, 0.0, 2.0, 1.0, 0.25]),
+}
+"""Rows of a draft model with one layer, three heads and a head dim of 6, of a segment of 40 tokens."""
 
 
 def identity(**changes: Any) -> StoreIdentity:

@@ -103,3 +103,17 @@ def idle_states(server: RunningServer) -> list[dict[str, Any]]:
 
     wait_until(is_idle)
     return states
+
+
+def assert_all_slots_are_back(server: RunningServer) -> dict[str, Any]:
+    """Wait until nothing runs; every slot is free or evictable, nothing failed, and ranks are equal.
+
+    Returns:
+        See :func:`idle_state`.
+    """
+    server.check_alive()
+    state = idle_state(server)
+    assert len({json.dumps(rank) for rank in state.get("ranks", [])}) <= 1
+    assert state["leaked_slots"] == 0 and state["errors"] == {} and server.leak_messages() == []
+    assert state["free_slots"] + state["evictable_slots"] == state["total_slots"]
+    return state

@@ -13,8 +13,10 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache.common import release_kv_cache
 
 from helpers.harness import Harness, PseudoRandomPolicy
-from helpers.machines import CacheMachine, ExactMachine, HostMachine, PressureMachine
+from helpers.harness_store import DRAFT, adoption, exported
+from helpers.machines import BASES, CacheMachine, ExactMachine, HostMachine, PressureMachine
 from sgl_kvevict.geometry import KVGeometry
+from sgl_kvevict.lifecycle.adoption import Prompt
 from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.prefix import DraftRows
 
@@ -182,6 +184,34 @@ class PairsHostMachine(PairsMachine, VerifyHostMachine):
     options: ClassVar[dict[str, Any]] = VerifyHostMachine.options | PairsMachine.options
 
 
+class PairsStoreMachine(PairsPressureMachine):
+    """Prefixes are written to files and come back, with the rows of the draft model or, to another one, without."""
+
+    def change_weights(self):
+        """Never: it would switch the store off."""
+
+    @rule(
+        base=st.sampled_from(BASES),
+        known=st.integers(20, 48),
+        shared=st.integers(6, 48),
+        suffix=st.lists(st.integers(0, 10), min_size=1, max_size=14),
+        count=st.sampled_from([20, 60, 200]),
+        draft=st.sampled_from([DRAFT.digest, DRAFT.digest, ""]),
+    )
+    def comes_back(self, base, known, shared, suffix, count, draft):
+        """Somebody asks about a text again after the pool has dropped some, or all that it can."""
+        req = self.harness.run(base[:known] + suffix[:1])
+        if req in self.harness.live:
+            self.harness.finish(req)
+        records, into = exported(self.harness, draft=draft), adoption(self.harness)
+        self.harness.evict(count)
+        for record in records:
+            into.place(record, Prompt([*base, 9], len(base), None, None))
+            self.harness.check()
+        self._admit(self.harness.request(base[:shared] + suffix), 200)
+        self._settle()
+
+
 class PairsHostUnsplittableMachine(PairsHostMachine):
     """The same with segments that come back whole or not at all."""
 
@@ -197,5 +227,6 @@ VERIFY_MACHINES = (
     PairsUnsplittableMachine,
     PairsPressureMachine,
     PairsHostMachine,
+    PairsStoreMachine,
     PairsHostUnsplittableMachine,
 )

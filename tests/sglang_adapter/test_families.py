@@ -19,7 +19,7 @@ def reasons(family: Family, folder: Path) -> list[str]:
     config_of(family).save_pretrained(folder)
     one_pool = "--disable-hybrid-swa-memory" in family.flags
     config = ModelConfig(model_path=str(folder), disable_hybrid_swa_memory=one_pool)
-    assert uses_ssm_state(config) == (family.never_ran is not None)
+    assert uses_ssm_state(config) == family.recurrent
     return model_reasons(config)
 
 

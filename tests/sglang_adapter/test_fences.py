@@ -22,7 +22,7 @@ def method_calls(mock: MagicMock) -> list[str]:
 def test_attention_says_when_it_has_read_what_others_may_write():
     """Compaction runs on the scheduler's stream: ordered after the readers only by this fence."""
     backend = object.__new__(KVEvictAttentionBackend)
-    for mode in (ForwardMode.EXTEND, ForwardMode.MIXED):
+    for mode in (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2):
         assert backend.shared_read_ends(mode) is SharedReadEnds.UNKNOWN
     assert backend.shared_read_ends(ForwardMode.DECODE) is SharedReadEnds.POST_REPLAY
 
@@ -40,6 +40,16 @@ def test_a_captured_step_has_read_when_its_replay_ends():
     done = runner.device_module.Event.return_value
     done.record.assert_called_once_with()
     assert runner.model_runner.shared_read_done_event is done
+
+
+def test_of_a_captured_verification_no_end_is_published_before_the_draft_model_has_read():
+    """The scheduler then waits for the whole forward, in which the draft model's forwards follow."""
+    runner = MagicMock()
+    runner.model_runner.device_timer = None
+    runner._resolve_shared_read_ends.return_value = SharedReadEnds.UNKNOWN
+    runner._process_output_after_replay.return_value = PPProxyTensors({})
+    DecodeCudaGraphRunner.execute(runner, SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY, batch_size=1))
+    assert "backend.replay" in method_calls(runner) and "_publish_read_done" not in method_calls(runner)
 
 
 @pytest.mark.parametrize("is_published", [True, False])

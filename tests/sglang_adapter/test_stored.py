@@ -31,7 +31,7 @@ def stored(prompts, extra_key=None, **kind):
     harness = Harness(**kind)
     for prompt in prompts:
         harness.finish(harness.run(prompt, extra_key))
-    return exported(harness)
+    return exported(harness, extra_key)
 
 
 def assert_found(harness, prompt, prefix_len, extra_key=None):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from types import SimpleNamespace
 
 import pytest
 
 from helpers.harness import publish_server_args
-from helpers.harness_store import Server
+from helpers.harness_store import DRAFT, Server
 from helpers.stored import keys_in
+from helpers.verify_machines import VerifyingHarness
 from sgl_kvevict.compression import CacheObservation
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import StoreError
@@ -45,6 +47,24 @@ def test_a_prefix_outlives_its_server(tmp_path):
     assert (totals.loaded_segments, totals.loaded_tokens, totals.late_loads) == (1, 56, 0)
     assert second.serve([*DOCUMENT[:56], 9, 9, 9, 8]) == 59  # of the tree: nothing is fetched twice
     assert len(second.heard.loads) == 1
+
+
+def test_rows_of_the_draft_model_outlive_its_server(tmp_path):
+    """A server with another draft model, or without, finds the prefix without rows; the harness checks all of them."""
+    first = Server(tmp_path, draft=DRAFT, make=VerifyingHarness)
+    assert first.serve(DOCUMENT) == 0 and first.serve([*DOCUMENT[:56], 9, 9]) == 56
+    rows = {}
+    for name, draft in {"same": DRAFT, "other": dataclasses.replace(DRAFT, model="cd" * 32)}.items():
+        server = Server(tmp_path, draft=draft, make=VerifyingHarness, num_slots=200)
+        assert server.serve([*DOCUMENT[:56], 9, 9, 9]) == 56 and server.heard.loads == [(0, 56)]
+        rows[name] = server.harness.num_draft_rows_read
+        assert server.serve([*DOCUMENT[:30], 8, 8]) == 30  # a split
+        again = Server(tmp_path, draft=draft, make=VerifyingHarness, num_slots=200)
+        assert again.serve([*DOCUMENT, 9, 9]) == (60 if name == "same" else 56)  # else the tail is computed
+        assert cache_state(server.harness.tree)["leaked_slots"] == 0
+    assert rows["same"] > 0 == rows["other"]
+    without = Server(tmp_path, num_slots=200)
+    assert without.serve([*DOCUMENT[:56], 9, 9, 9]) == 56 and without.heard.loads == [(0, 56)]
 
 
 def test_a_tail_comes_back_for_prompts_that_go_on_with_it(tmp_path):

@@ -7,11 +7,11 @@ import random
 
 import pytest
 import torch
-from safetensors.torch import save
+from safetensors.torch import load, save
 
-from helpers.stored import assert_same, identity, record, sealed, tokens
+from helpers.stored import SHADOW, assert_same, identity, record, sealed, tokens
 from sgl_kvevict.errors import CorruptSegmentError
-from sgl_kvevict.store import decode_segment, encode_segment
+from sgl_kvevict.store import SegmentRecord, decode_segment, encode_segment
 from sgl_kvevict.store.segment_file import read_header
 
 OWN = identity()
@@ -20,6 +20,8 @@ RECORD = record(OWN, SPACE, tokens(40))
 
 
 TAIL = {"tail_tokens": torch.arange(3), "tail_k": torch.ones(2, 3, 2, 4), "tail_v": torch.zeros(2, 3, 2, 4)}
+
+DRAFT = "ef" * 32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
@@ -43,6 +45,76 @@ def test_latents_are_stored_as_keys_alone():
 def test_biases_of_a_fitted_segment_are_stored():
     ours = dataclasses.replace(RECORD, biases=torch.randn(18))
     assert_same(ours, decode_segment(encode_segment(ours), ours.key))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_rows_of_a_draft_model_are_read_by_servers_with_that_model(dtype):
+    """Another server reads the segment without them."""
+    rows = {name: part.to(dtype) if name in ("draft_k", "draft_v") else part for name, part in SHADOW.items()}
+    ours = dataclasses.replace(RECORD, **rows)
+    of_tail = {name: torch.ones(1, 3, 3, 6).to(dtype) for name in ("draft_tail_k", "draft_tail_v")}
+    for plain, full in ((RECORD, ours), *((dataclasses.replace(each, **TAIL) for each in (RECORD, ours)),)):
+        full = full if full.tail_k is None else dataclasses.replace(full, **of_tail)
+        data = encode_segment(full, DRAFT)
+        assert_same(full, decode_segment(data, ours.key, DRAFT))
+        for other in ("ee" * 32, ""):
+            assert_same(plain, decode_segment(data, ours.key, other))
+    assert read_header(data)["draft"] == DRAFT and read_header(encode_segment(RECORD, DRAFT))["draft"] == ""
+    assert_same(RECORD, decode_segment(encode_segment(RECORD, DRAFT), ours.key, DRAFT))
+    assert "draft_k" not in read_header(encode_segment(ours))["tensors"]  # a model that cannot be named
+
+
+def test_rows_of_tokens_that_are_behind_a_segment_are_not_written():
+    """A shadow keeps rows of tokens that its segment has dropped, where there is room."""
+    behind = SHADOW["draft_positions"].clone()
+    behind[1] = 40
+    ours = dataclasses.replace(RECORD, **SHADOW | {"draft_positions": behind})
+    found = decode_segment(encode_segment(ours, DRAFT), ours.key, DRAFT)
+    assert found.draft_positions.tolist() == [1, 0, 20, 21] and found.draft_lens.tolist() == [[1, 0, 3]]
+    assert torch.equal(found.draft_k, SHADOW["draft_k"][[0, 2, 3, 4]])
+    assert found.draft_paid.tolist() == [0.5, 2.0, 1.0, 0.25]
+    later = found.after(20)
+    assert later.draft_positions.tolist() == [20, 21] and later.draft_lens.tolist() == [[0, 0, 2]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"draft_paid": None}, "tensors: got"),
+        ({"draft_lens": SHADOW["draft_lens"].long()}, "draft_lens: got torch.int64"),
+        ({"draft_lens": torch.tensor([[3, 0, 3]], dtype=torch.int32)}, "draft_lens: sums to 6"),
+        ({"draft_lens": torch.tensor([[41, 0, 3]], dtype=torch.int32)}, "draft_lens: expected lengths from 0 to 40"),
+        ({"draft_lens": torch.tensor([2, 0, 3], dtype=torch.int32)}, "draft_lens and draft_k"),
+        ({"draft_positions": SHADOW["draft_positions"] - 1}, "draft_positions: expected all in"),
+        ({"draft_positions": SHADOW["draft_positions"] + 1}, "draft_positions: expected all in"),
+        ({"draft_positions": SHADOW["draft_positions"].flip(0)}, "draft_positions: expected ascending"),
+        ({"draft_k": SHADOW["draft_k"].half()}, "k and v"),
+        ({"draft_k": SHADOW["draft_k"].flatten()}, "draft_lens and draft_k"),
+        ({"draft_v": SHADOW["draft_v"][:, :3].contiguous()}, "draft_v: got shape"),
+        ({"draft_paid": SHADOW["draft_paid"][:4]}, "draft_paid: got shape"),
+        ({"draft_paid": -SHADOW["draft_paid"]}, "draft_paid: expected finite"),
+        ({"draft_paid": SHADOW["draft_paid"] / 0}, "draft_paid: expected finite"),
+        ({"draft_tail_k": torch.ones(1, 3, 3, 6)}, "tensors: got"),
+        ({"draft_tail_k": torch.ones(1, 3, 3, 6), "draft_tail_v": torch.ones(1, 3, 3, 6)}, "tensors: got"),
+    ],
+)
+@pytest.mark.parametrize("draft", [DRAFT, ""], ids=["same", "none"])
+def test_rows_of_a_draft_model_that_do_not_fit_together_are_refused(monkeypatch, changes, what, draft):
+    """Also by servers that would leave them out."""
+    monkeypatch.setattr(SegmentRecord, "shadow_within", lambda _record, _start: {})
+    ours = dataclasses.replace(RECORD, **SHADOW | changes)
+    with pytest.raises(CorruptSegmentError, match=what):
+        decode_segment(encode_segment(ours, DRAFT), ours.key, draft)
+
+
+@pytest.mark.parametrize(("draft", "shadow"), [("", SHADOW), (DRAFT, {})], ids=["rows", "model"])
+def test_rows_without_a_model_and_a_model_without_rows_are_refused(draft, shadow):
+    payload = encode_segment(dataclasses.replace(RECORD, **SHADOW), DRAFT)[64:]
+    length = int.from_bytes(payload[:8], "little")
+    fields = json.loads(payload[8 : 8 + length])["__metadata__"]
+    tensors = {name: part for name, part in load(payload).items() if name in shadow or not name.startswith("draft")}
+    with pytest.raises(CorruptSegmentError, match="draft: got"):
+        decode_segment(sealed(save(tensors, fields | {"draft": json.dumps(draft)})), RECORD.key)
 
 
 @pytest.mark.parametrize(

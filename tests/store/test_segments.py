@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.stored import assert_same, identity, keys_in, record, tokens
+from helpers.stored import SHADOW, assert_same, identity, keys_in, record, tokens
 from sgl_kvevict.errors import ConfigError, CorruptSegmentError, StoreError
 from sgl_kvevict.store import SegmentStore, describe_identity, list_segments, open_backend
 from sgl_kvevict.store.directory import SCRATCH, DirectoryBackend
@@ -19,6 +19,7 @@ from sgl_kvevict.store.segments import segment_name
 
 OWN = identity()
 SPACE = OWN.namespace(None, None)
+DRAFT = identity(model="dd" * 32, num_layers=1, num_kv_heads=3, head_dim=6, own_value_dim=6)
 
 
 @pytest.fixture(params=["folder", "memory", "file"])
@@ -41,6 +42,29 @@ def test_a_segment_is_found_by_any_prompt_that_begins_with_it(backend):
     elsewhere = [*path[:150], *tokens(100, seed=1)]
     assert store.find(elsewhere, SPACE)[0].overlap(SPACE.chain(elsewhere), 250) == 128
     assert store.find([1, *path], SPACE) == [] and store.find(path[:15], SPACE) == []
+
+
+def test_servers_with_other_draft_models_share_segments(backend):
+    """Rows of a draft model are written once, and found by servers with that model."""
+    plain = record(OWN, SPACE, tokens(40))
+    ours = dataclasses.replace(plain, **SHADOW)
+    assert SegmentStore(backend, OWN, draft=DRAFT).put(ours, SPACE) > 0
+    other = dataclasses.replace(DRAFT, model="de" * 32)
+    for theirs, expected in ((DRAFT, ours), (other, plain), (None, plain)):
+        store = SegmentStore(backend, OWN, draft=theirs)
+        assert store.put(ours, SPACE) == 0
+        assert_same(store.get(ours.key), expected)
+    assert verify_store(backend, pytest.fail) == {"segments": 1, "manifests": 2}
+
+
+@pytest.mark.parametrize("change", [{"num_kv_heads": 2}, {"head_dim": 5}, {"dtype": "torch.bfloat16"}])
+def test_rows_that_do_not_fit_the_draft_model_are_refused(backend, monkeypatch, change):
+    """A file that names this server's draft model, and has rows of another shape."""
+    ours = dataclasses.replace(record(OWN, SPACE, tokens(40)), **SHADOW)
+    SegmentStore(backend, OWN, draft=DRAFT).put(ours, SPACE)
+    monkeypatch.setattr(SegmentStore, "_draft_digest", DRAFT.digest)
+    with pytest.raises(CorruptSegmentError, match="draft_k: got"):
+        SegmentStore(backend, OWN, draft=dataclasses.replace(DRAFT, **change)).get(ours.key)
 
 
 def test_a_segment_is_written_once_and_listed_once(backend):

@@ -17,7 +17,7 @@ from models.images import SIGHTS, picture, tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from helpers.e2e_env import ENV
-from helpers.traffic import generate, idle_state, idle_states
+from helpers.traffic import generate, idle_state, idle_states, random_jobs, run_jobs
 from kvevict_kernels.rotary import Rotary
 from sgl_kvevict.distill import ModelIdentity, ScoreWeights, save_weights
 from sgl_kvevict.distill.features import NUM_WINDOW
@@ -46,6 +46,9 @@ def save(family: Family, folder: Path) -> Path:
     sight = SIGHTS.get(family.model_type)
     kind = AutoModelForCausalLM if sight is None else AutoModelForImageTextToText
     model = kind.from_config(config_of(family))
+    for name, weights in model.named_parameters():
+        if name.endswith("A_log"):
+            weights.data.fill_(-4.0)  # a recurrent state remembers some 40 tokens, so that a wrong one shows
     model.to(getattr(torch, family.dtype)).save_pretrained(folder)
     if sight is not None:
         sight.processor(tokenizer()).save_pretrained(folder)
@@ -91,22 +94,16 @@ def prompt_logprobs(server: RunningServer, count: int) -> torch.Tensor:
     return torch.tensor([entry[0] for entry in info["input_token_logprobs"][1:]])
 
 
-def continued(model: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """Greedy answers of so many tokens by the model's definition in transformers."""
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    found = []
-    with torch.inference_mode():
-        for prompt in prompts:
-            ids = torch.tensor([prompt])
-            for _ in range(count):
-                ids = torch.cat([ids, loaded(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
-            found.append(ids[0, len(prompt) :].tolist())
-    return found
-
-
 def of_transformers(model: Path) -> tuple[list[list[int]], list[float]]:
     """The same answers and log-probabilities by the model's definition in transformers."""
-    answers = continued(model, prompts(), 6)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    answers = []
+    with torch.inference_mode():
+        for prompt in prompts():
+            ids = torch.tensor([prompt])
+            for _ in range(6):
+                ids = torch.cat([ids, loaded(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+            answers.append(ids[0, len(prompt) :].tolist())
     return answers, last_logprobs(model, torch.float32, prompts()[0] + answers[0][:4], 11).tolist()
 
 
@@ -120,7 +117,8 @@ def last_logprobs(model: Path, dtype: torch.dtype, tokens: list[int], count: int
 
 
 LATENTS = "DeepSeek V2"
-SERVED = [family for family in FAMILIES if family.reason is None and family.never_ran is None]
+RECURRENT = [family for family in FAMILIES if family.recurrent and not family.sees]
+SERVED = [family for family in FAMILIES if family.reason is None and not family.recurrent]
 
 
 def words(seed: int, count: int) -> str:
@@ -157,21 +155,50 @@ def save_weights_of(family: Family, model: Path, path: Path) -> None:
     width, is_neox = SIGHTS[family.model_type].rotary
     angles = torch.arange(2.0)[:, None] * config.rope_parameters["rope_theta"] ** -(torch.arange(0, width, 2) / width)
     rotary = Rotary(torch.cat([angles.cos(), angles.sin()], dim=1), is_neox)
-    identity = ModelIdentity(model.name, fingerprint_of(model), 3, 4, 16, rotary)
+    num_layers = getattr(config, "layer_types", ["full_attention"] * 3).count("full_attention")
+    identity = ModelIdentity(model.name, fingerprint_of(model), num_layers, 4, 16, rotary)
     shapes = (identity.shape, (*identity.shape[:2], identity.shape[2] + NUM_WINDOW))
     save_weights(path, ScoreWeights(*(torch.randn(shape) for shape in shapes), num_prefixes=1), identity)
 
 
-@pytest.mark.parametrize("family", [family for family in SERVED if family.sees], ids=lambda family: family.name)
+STRATEGIES = {
+    "no_buffer": ("--disable-overlap-schedule",),
+    "extra_buffer": ("--mamba-track-interval", "64"),
+}
+"""How SGLang keeps states: copied at the end of what a request computed, or as snapshots on a grid."""
+STATES_FOUND = {"no_buffer": [0, 329, 329, 0, 0], "extra_buffer": [0, 320, 320, 0, 192]}
+"""Tokens that each request of :func:`chats` finds; the grid is one of 64 tokens."""
+
+
+def recurrent_env(folder: Path) -> dict[str, str]:
+    """Servers with this environment take the tests' definitions of SGLang's kernels of recurrent layers."""
+    package = folder / "recurrent-0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: recurrent\nVersion: 0\n")
+    (package / "entry_points.txt").write_text("[sglang.srt.plugins]\nrecurrent = models.recurrent.plugin:register\n")
+    path = [str(folder), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return ENV | {"PYTHONPATH": os.pathsep.join(path), "SGLANG_MAMBA_CONV_DTYPE": "float32"}
+
+
+def with_states(family: Family, strategy: str) -> Family:
+    """A family with recurrent layers, and the flags of a server that keeps states so."""
+    flags = ("--mamba-radix-cache-strategy", strategy, *STRATEGIES[strategy], "--max-mamba-cache-size", "24")
+    return replace(family, flags=(*family.flags, *flags))
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family.sees], ids=lambda family: family.name)
 def test_images_are_served(family, tmp_path):
     """As stock without compression; then compressed by learned scores, without a pass."""
     placeholder, model = SIGHTS[family.model_type].placeholder, save(family, tmp_path / "model")
-    with serve(family, model, tmp_path / "stock.log", None) as stock:
+    env, least = ENV, 400
+    if family.recurrent:
+        family, env, least = with_states(family, "extra_buffer"), recurrent_env(tmp_path), 300
+    with serve(family, model, tmp_path / "stock.log", None, env) as stock:
         expected = seen(stock, placeholder)
-    with serve(family, model, tmp_path / "whole.log", EVERYTHING) as ours:
+    with serve(family, model, tmp_path / "whole.log", EVERYTHING, env) as ours:
         got = seen(ours, placeholder)
         state = idle_state(ours)
-        assert state["span_tokens"] >= 400 and state["leaked_slots"] == 0
+        assert state["span_tokens"] >= least and state["leaked_slots"] == 0
     assert [answer["output_ids"] for answer in got] == [answer["output_ids"] for answer in expected]
     found, wanted = ([a["meta_info"]["cached_tokens"] for a in answers] for answers in (got, expected))
     assert found == wanted and max(found[5:6]) <= 122 < min(found[2:5])  # the other image finds the text before it
@@ -180,12 +207,12 @@ def test_images_are_served(family, tmp_path):
         assert mine == pytest.approx(stocks, abs=2e-3)
     save_weights_of(family, model, tmp_path / "weights.safetensors")
     config = DEFAULT | {"score_weights": str(tmp_path / "weights.safetensors")}
-    with serve(family, model, tmp_path / "default.log", config) as ours:
+    with serve(family, model, tmp_path / "default.log", config, env) as ours:
         for _ in range(2):
             assert [len(answer["output_ids"]) for answer in seen(ours, placeholder)] == [6] * 8
         wait_until_scored(ours)
         state = idle_state(ours)
-        assert state["span_tokens"] >= 400 and state["span_slots"] < 0.3 * state["span_tokens"]
+        assert state["span_tokens"] >= least and state["span_slots"] < 0.3 * state["span_tokens"]
         assert state["leaked_slots"] == 0 and ours.leak_messages() == [] and state["errors"] == {}
 
 
@@ -314,32 +341,46 @@ def test_stock_is_wrong_with_two_ranks(name, tmp_path):
         assert answers(stock) != of_transformers(model)[0]
 
 
-RECURRENT = ENV | {
-    "SGLANG_EXTERNAL_MODEL_PACKAGE": "models.recurrent",
-    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
-    "SGLANG_MAMBA_CONV_DTYPE": "float32",
-}
-"""A forward of recurrent layers for a CPU."""
+def chats(server: RunningServer) -> list[tuple[list[int], dict[str, Any]]]:
+    """Prompts and answers: a first turn, two second turns after it, and two prompts that leave its middle."""
+    first, *others = prompts()
+
+    def ask(prompt: list[int], count: int = 6) -> tuple[list[int], dict[str, Any]]:
+        sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+        return prompt, json.loads(server.post("/generate", body))
+
+    asked = [ask(first, 30)]
+    turn = [*first, *asked[0][1]["output_ids"][:-1]]
+    ask([*turn, 9], 1)  # a prefix that passes score waits for a second reader
+    wait_until_scored(server)
+    asked += [ask([*turn, *others[i][-20:]]) for i in (1, 0)]
+    asked += [ask([*first[:200], *others[i][-20:]]) for i in (1, 0)]
+    return asked
 
 
 @pytest.mark.parametrize("config", [EVERYTHING, DEFAULT], ids=["everything", "default"])
-def test_recurrent_layers_go_on_where_a_state_is(config, tmp_path):
-    """Two chats with one first turn: the second turns begin with its state and read its KV from spans."""
-    family = next(family for family in FAMILIES if family.name == "Falcon-H1")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("family", RECURRENT, ids=lambda family: family.name)
+def test_recurrent_layers_go_on_where_a_state_is(family, strategy, config, tmp_path):
+    """Later prompts begin with a state, and read the KV before it from spans; then requests are many, states few."""
     model = save(family, tmp_path / "model")
-    first, *others = prompts()
-    with serve(family, model, tmp_path / "server.log", config, RECURRENT) as ours:
-        start = first + generate(ours, first, 6)["output_ids"]
-        generate(ours, [*start[:-1], 9], 1)  # what a scored prefix waits for, where passes score it
-        turns = [[*start[:-1], *others[i][-20:]] for i in (1, 2)]
-        wait_until_scored(ours)
-        replies = [generate(ours, turn, 6) for turn in turns]
+    family, env = with_states(family, strategy), recurrent_env(tmp_path)
+    with serve(family, model, tmp_path / "server.log", config, env) as ours:
+        asked = chats(ours)
         state = idle_state(ours)
-        assert state["span_tokens"] >= 284 and state["leaked_slots"] == 0 and ours.leak_messages() == []
-    assert [reply["meta_info"]["cached_tokens"] for reply in replies] == [len(start) - 1] * 2
-    if config is EVERYTHING:
-        assert [start[len(first) :], *(reply["output_ids"] for reply in replies)] == continued(
-            model, [first, *turns], 6
-        )
-    else:
+        assert state["span_tokens"] >= 284
+        run_jobs(ours, random_jobs(24, seed=0, vocab_size=500, longest=300), concurrency=4)
+        assert idle_state(ours)["leaked_slots"] == 0 and ours.leak_messages() == []
+    assert [answer["meta_info"]["cached_tokens"] for _, answer in asked] == STATES_FOUND[strategy]
+    if config is DEFAULT:
         assert state["span_slots"] < 0.3 * state["span_tokens"]
+        return
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    for prompt, answer in asked:
+        tokens = answer["output_ids"]
+        with torch.inference_mode():
+            scores = loaded(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        assert tokens == scores.argmax(-1).tolist()
+        got = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+        assert got == pytest.approx(scores.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist(), abs=2e-3)

@@ -20,7 +20,6 @@ from sgl_kvevict.sglang_adapter.start_checks import MODEL_KEYS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 WINDOW = 64
-NO_FORWARD = "SGLang has no forward of its recurrent layers for a CPU"
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Family:
         sees: it is served with images.
         flags: what the server has to be started with.
         in_stock: stock SGLang runs it on a CPU, so its answers are what is expected; else those of transformers.
-        never_ran: why nobody has seen it answer with SGLang's forward; None: it is among those that are served.
+        recurrent: it has recurrent layers, whose kernels SGLang has for GPUs only.
         note: what else a user should know.
         dtype: of weights and KV in the check.
     """
@@ -47,7 +46,7 @@ class Family:
     sees: bool = False
     flags: tuple[str, ...] = ()
     in_stock: bool = True
-    never_ran: str | None = None
+    recurrent: bool = False
     note: str = ""
     dtype: str = "float32"
 
@@ -60,7 +59,15 @@ _EXAONE = _SLIDING | {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},  # SGLang's default for this family
 }
 _GPT_OSS = {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}
-_NO_BUFFER = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
+_GATED_DELTA = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "full_attention_interval": 3,
+}
+_MAMBA = {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 64}
 _LATENT = {
     "num_key_value_heads": 8,
     "kv_lora_rank": 32,
@@ -173,11 +180,25 @@ FAMILIES = (
     Family(
         "Qwen3-Next",
         "qwen3_next",
-        _MOE | {"shared_expert_intermediate_size": 64, "full_attention_interval": 3},
-        flags=_NO_BUFFER,
-        never_ran=NO_FORWARD,
+        _GATED_DELTA | _MOE | {"shared_expert_intermediate_size": 64},
+        recurrent=True,
     ),
-    Family("Falcon-H1", "falcon_h1", flags=_NO_BUFFER, never_ran=NO_FORWARD),
+    Family("Qwen3.5, Qwen3.6", "qwen3_5_text", _GATED_DELTA, recurrent=True),
+    Family(
+        "Qwen3.5 MoE",
+        "qwen3_5_moe_text",
+        _GATED_DELTA | _MOE | {"shared_expert_intermediate_size": 64},
+        recurrent=True,
+    ),
+    Family(
+        "Qwen3.5, Qwen3.6",
+        "qwen3_5",
+        _GATED_DELTA,
+        sees=True,
+        recurrent=True,
+        note="text and images; interleaved M-RoPE on half of a head",
+    ),
+    Family("Falcon-H1", "falcon_h1", _MAMBA, recurrent=True),
 )
 
 
@@ -220,8 +241,8 @@ def row_of(family: Family, *cells: str) -> str:
 
 def page() -> str:
     """``docs/models.md``."""
-    served = [row_of(f, f.note) for f in FAMILIES if f.reason is None and f.never_ran is None]
-    tested = [row_of(f, f.never_ran, f"`{' '.join(f.flags)}`") for f in FAMILIES if f.never_ran is not None]
+    served = [row_of(f, f.note) for f in FAMILIES if f.reason is None and not f.recurrent]
+    recurrent = [row_of(f, f.note) for f in FAMILIES if f.recurrent]
     refused = [row_of(f, f.reason) for f in FAMILIES if f.reason is not None]
     return f"""# Models
 
@@ -245,20 +266,21 @@ How layers with a window are compressed: [design.md](design.md#layers-with-slidi
 |---|---|---|
 {chr(10).join(served)}
 
-## Tree, states and attention tested, never served on a GPU
+## Served with definitions of SGLang's kernels
 
-The KV of the full attention of models with recurrent layers is compressed. Tree, KV pool and pool of states are tested
-with random operations (`make test-machines ARGS="20000 1 states"`). For a CPU, SGLang has no forward of recurrent
-layers; with a slow one that belongs to the tests (`tools/models/recurrent`), Falcon-H1 answers in a real server as its
-definition in transformers does (`make test-models ARGS="-k recurrent"`). SGLang's own recurrent layers, which need a
-GPU, have not run with the plugin. Snapshots of states (`extra_buffer`, which allows the overlap schedule) are tested in
-the same way, but have not been in a server; `extra_buffer_lazy` is refused.
+The KV of the full attention of models with recurrent layers is compressed. SGLang has kernels of recurrent layers for
+GPUs only. With slow definitions of them that belong to the tests (`tools/models/recurrent`; SGLang's own give the same
+numbers in Triton's interpreter) these families pass the same checks in a real server, with states at the ends of
+requests (`no_buffer`) and with snapshots on a grid (`extra_buffer`, which allows the overlap schedule):
+`make test-models ARGS="-k recurrent"`. With SGLang's own kernels, on a GPU, none has run with the plugin. Tree, KV pool
+and pool of states are also tested with random operations (`make test-machines ARGS="20000 1 states"`).
+`extra_buffer_lazy` is refused.
 
-| family | architecture | why it is not among the served | start with |
-|---|---|---|---|
-{chr(10).join(tested)}
+| family | architecture | |
+|---|---|---|
+{chr(10).join(recurrent)}
 
-Nemotron-H, Qwen3.5 and other hybrids of full attention and recurrent layers are taken in the same way.
+Nemotron-H and other hybrids of full attention and recurrent layers are taken in the same way.
 
 {IMAGES}
 ## Refused

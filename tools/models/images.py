@@ -28,7 +28,7 @@ ID = {token: number for number, token in enumerate(SPECIAL)}
 
 
 def tokenizer() -> Any:
-    """One word a token: ``w17``."""
+    """One word a token, ``w17``: a special one, which every family's tokenizer class leaves whole."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -38,7 +38,7 @@ def tokenizer() -> Any:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokens, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>"
     )
-    fast.add_special_tokens({"additional_special_tokens": list(SPECIAL[4:])})
+    fast.add_special_tokens({"additional_special_tokens": [*SPECIAL[4:], *words]})
     return fast
 
 
@@ -162,6 +162,14 @@ SIGHTS: Mapping[str, Sight] = {
         _sections(4, 2, 2, mrope_interleaved=True),
         _QWEN3_VISION,
         _qwen("Qwen3VLProcessor", 16),
+    ),
+    "qwen3_5": Sight(
+        _QWEN_IMAGE,
+        _QWEN_IDS,
+        _sections(2, 1, 1, mrope_interleaved=True, partial_rotary_factor=0.5) | {"partial_rotary_factor": 0.5},
+        _QWEN3_VISION | {"deepstack_visual_indexes": []},
+        _qwen("Qwen3VLProcessor", 16),
+        (8, True),
     ),
     "glm4v": Sight(
         "<|begin_of_image|><|image|><|end_of_image|>",
