@@ -309,7 +309,7 @@ def _wait_until_healthy(server: RunningServer, timeout_s: float) -> None:
         with contextlib.suppress(OSError):  # refused, reset, 503 (HTTPError is an OSError) or too slow yet
             server.get_text("/health", timeout_s=30.0)
             return
-        time.sleep(0.5)
+        time.sleep(0.1)
     raise LaunchError(f"server gave no answer within {timeout_s:.0f} s\n{server.log_tail()}")
 
 
@@ -324,9 +324,22 @@ def end_group(group: int, grace_s: float = 10.0, reap: Callable[[], object] = la
         _signal_group(group, signal.SIGCONT)
         while time.monotonic() < deadline:
             reap()
-            if not _signal_group(group, 0):
+            if _has_ended(group):
                 return
-            time.sleep(0.1)
+            time.sleep(0.05)
+
+
+def _has_ended(group: int) -> bool:
+    """Whether no process of the group runs. Zombies count as ended: some containers' init reaps late, or never."""
+    if not _signal_group(group, 0):
+        return True
+    states = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # a process that ended meanwhile
+            state, _, its_group, *_ = path.read_text().rsplit(")", 1)[1].split()
+            if int(its_group) == group:
+                states.add(state)
+    return states == {"Z"}
 
 
 def _signal_group(group: int, signal_number: int) -> bool:

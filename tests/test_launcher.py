@@ -190,6 +190,18 @@ def test_a_watcher_ends_with_its_group() -> None:
 
 
 @needs_proc
+def test_a_group_of_zombies_has_ended() -> None:
+    """What a server leaves behind is reaped by init, in some containers late or never."""
+    leader = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    assert not launcher._has_ended(leader.pid)
+    launcher.end_group(leader.pid)
+    os.killpg(leader.pid, 0)  # nobody has reaped it
+    assert launcher._has_ended(leader.pid)
+    leader.wait()
+    assert launcher._has_ended(leader.pid)
+
+
+@needs_proc
 def test_a_server_that_exits_is_an_error_with_its_last_words(tmp_path: Path, fake_env: dict[str, str]) -> None:
     log_path = tmp_path / "s.log"
     with pytest.raises(LaunchError, match=r"code 3\n[^$]*refused: two reasons"):

@@ -36,7 +36,7 @@ _FIELDS: dict[str, type] = {
     **{"splittable": bool, "is_read": bool, "created": float},
 }
 _OF_DRAFT = "draft"
-"""Field of a file beside those of its record: the digest of the draft model whose rows it has; "": none."""
+"""Field of a file beside those of its record: the digest of the draft model whose rows it has, if it has any."""
 _REQUIRED = {"tokens", "keep_lens", "positions", "k", "v"}
 _TAIL = {"tail_tokens", "tail_k", "tail_v"}
 _SHADOW = {"draft_lens", "draft_positions", "draft_k", "draft_v", "draft_paid"}
@@ -169,7 +169,7 @@ def encode_segment(record: SegmentRecord, draft: str = "") -> bytes:
     parts: dict[str, Tensor | None] = {name: getattr(record, name) for name in names}
     parts |= record.shadow_within(record.start) if draft else {}
     tensors = {name: part.contiguous() for name, part in parts.items() if part is not None}
-    fields = {name: getattr(record, name) for name in _FIELDS} | {_OF_DRAFT: draft}
+    fields = {name: getattr(record, name) for name in _FIELDS} | ({_OF_DRAFT: draft} if draft else {})
     payload = save(tensors, {name: json.dumps(value) for name, value in fields.items()})
     head = MAGIC + FORMAT_VERSION.to_bytes(8, "little") + len(payload).to_bytes(8, "little")
     return head + hashlib.sha256(head + payload).digest() + payload
@@ -197,7 +197,7 @@ def decode_segment(data: bytes, key: str, draft: str = "") -> SegmentRecord:
     known = known and all(len(names & group) in (0, len(group)) for group in (_TAIL, _SHADOW, _SHADOW_TAIL))
     known = known and bool(names & _SHADOW_TAIL) == bool(names & _TAIL and names & _SHADOW)
     _require(known, f"tensors: got {shown(sorted(names))}; expected {sorted(_REQUIRED)}")
-    of_draft = fields.pop(_OF_DRAFT)
+    of_draft = fields.pop(_OF_DRAFT, "")
     _require(bool(of_draft) == bool(names & _SHADOW), f"{_OF_DRAFT}: got {shown(of_draft)} and {shown(sorted(names))}")
     values: dict[str, Any] = {**fields, **tensors}
     record = SegmentRecord(**values)
@@ -247,7 +247,7 @@ def _header(payload: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     is_valid = isinstance(header, dict) and all(isinstance(each, dict) for each in header.values())
     _require(is_valid, "the header is not an object of objects")
     metadata = header.pop("__metadata__", {})
-    kinds = _FIELDS | {_OF_DRAFT: str}
+    kinds = _FIELDS | ({_OF_DRAFT: str} if _OF_DRAFT in metadata else {})
     _require(metadata.keys() == kinds.keys(), f"fields: got {shown(sorted(metadata))}; expected {sorted(kinds)}")
     fields = {}
     for name, kind in kinds.items():

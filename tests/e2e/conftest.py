@@ -34,19 +34,10 @@ def demo_model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def preloaded() -> Iterator[Callable[[dict[str, str]], Preloaded]]:
-    """A process with SGLang's modules for each environment, made when it is first asked for."""
-    by_env: dict[tuple[tuple[str, str], ...], Preloaded] = {}
-    with ExitStack() as stack:
-
-        def of_env(env: dict[str, str]) -> Preloaded:
-            key = tuple(sorted(env.items()))
-            if key not in by_env:
-                by_env[key] = Preloaded(env)
-                stack.callback(by_env[key].close)
-            return by_env[key]
-
-        yield of_env
+def preloaded() -> Iterator[Preloaded]:
+    process = Preloaded(ENV)
+    yield process
+    process.close()
 
 
 @pytest.fixture(scope="module")
@@ -62,18 +53,21 @@ def start(tmp_path_factory, preloaded) -> Iterator[Start]:
             spins: bool = False,
             patch: str | None = None,
         ) -> RunningServer:
-            """Stock SGLang, or ours if there is a configuration; ``patch`` names a module that changes SGLang.
+            """Stock SGLang, or ours if there is a configuration; without the request that SGLang warms up with.
 
             An idle scheduler of SGLang keeps a core busy unless it is told to sleep; ``spins``: it is not told.
+            ``patch`` names a module that changes SGLang.
             """
             base = [*(STOCK_CPU_FLAGS if config is None else KVEVICT_CPU_FLAGS)]
-            base += [] if spins else ["--sleep-on-idle"]
+            base += ["--skip-server-warmup"] if spins else ["--skip-server-warmup", "--sleep-on-idle"]
             server = launch(
                 str(model),
                 flags=[*base, *flags],
-                env=({} if config is None else config_env(config)) | ({} if patch is None else {PATCH: patch}),
+                env=(env or {})
+                | ({} if config is None else config_env(config))
+                | ({} if patch is None else {PATCH: patch}),
                 log_path=tmp_path_factory.mktemp("server") / "server.log",
-                spawn=preloaded(ENV | (env or {})).start,
+                spawn=preloaded.start,
             )
             stack.callback(server.stop, grace_s=0)  # SGLang takes 7 s to leave in peace
             return server

@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from helpers.e2e_env import ENV
-from sgl_kvevict.launcher import config_env, free_port
+from sgl_kvevict.launcher import config_env, end_group, free_port, spawn_process
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -34,26 +35,22 @@ if __name__ == "__main__":
 """
 
 
-def refused(model, config: dict, *flags: str) -> list[str]:
+def refused(spawn, log: Path, model, config: dict, *flags: str) -> list[str]:
     """Lines that SGLang's own command prints until it ends with code 1."""
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu", *TINY]
-    env = {**os.environ, **ENV, **config_env(config)}
-    run = subprocess.run(
-        [*command, "--port", str(free_port()), *flags],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 1, run.stdout[-3000:]
-    return run.stdout.rstrip().splitlines()
+    with log.open("wb") as file:
+        server = spawn([*command, "--port", str(free_port()), *flags], {**ENV, **config_env(config)}, file)
+    try:
+        assert server.wait(300) == 1, log.read_text()[-3000:]
+    finally:
+        end_group(server.pid, 0, server.poll)
+    return log.read_text().rstrip().splitlines()
 
 
-def test_the_launcher_lists_every_reason_and_starts_nothing(tiny_llama):
+def test_the_launcher_lists_every_reason_and_starts_nothing(tiny_llama, tmp_path):
     wrong = ("--page-size", "4", "--attention-backend", "torch_native", "--disable-radix-cache")
-    lines = refused(tiny_llama, {"store": "/proc/x"}, "--radix-cache-backend", "kvevict", *wrong)
+    flags = ("--radix-cache-backend", "kvevict", *wrong)
+    lines = refused(spawn_process, tmp_path / "log", tiny_llama, {"store": "/proc/x"}, *flags)
     assert [line.split(":")[0] for line in lines[-5:]] == [
         "sgl-kvevict",
         "  - the attention backend is 'torch_native'; start with --attention-backend kvevict",
@@ -64,15 +61,17 @@ def test_the_launcher_lists_every_reason_and_starts_nothing(tiny_llama):
     assert not any("Traceback" in line or "Scheduler" in line for line in lines)
 
 
-def test_the_launcher_refuses_a_configuration(tiny_llama):
-    lines = refused(tiny_llama, {"policy": "snapvk", "tail": 3}, *BACKENDS)
+def test_the_launcher_refuses_a_configuration(tiny_llama, preloaded, tmp_path):
+    lines = refused(preloaded.start, tmp_path / "log", tiny_llama, {"policy": "snapvk", "tail": 3}, *BACKENDS)
     assert lines[-2].startswith("sgl-kvevict: error: invalid configuration in KVEVICT_CONFIG")
     assert lines[-1].startswith("  - tail: unknown field (value 3)")
-    assert "snapvk" in refused(tiny_llama, {"policy": "snapvk"}, *BACKENDS)[-1]
+    lines = refused(preloaded.start, tmp_path / "log", tiny_llama, {"policy": "snapvk"}, *BACKENDS)
+    assert "snapvk" in lines[-1]
 
 
-def test_the_reasons_of_a_scheduler_are_the_last_lines(tiny_llama, tmp_path):
-    lines = refused(tiny_llama, {"store": str(tmp_path)}, *BACKENDS, "--load-format", "dummy")
+def test_the_reasons_of_a_scheduler_are_the_last_lines(tiny_llama, preloaded, tmp_path):
+    flags = (*BACKENDS, "--load-format", "dummy")
+    lines = refused(preloaded.start, tmp_path / "log", tiny_llama, {"store": str(tmp_path)}, *flags)
     assert lines[-2:] == [
         "sgl_kvevict.errors.UnsupportedSetupError: sgl-kvevict cannot serve this setup:",
         f"  - store is {str(tmp_path)!r}: the model has no safetensors files to know it by",

@@ -1,5 +1,11 @@
-"""Environment of the servers under test: strict leak checks, and no Triton interpreter."""
+"""Environment of servers under test: strict leak checks, ``/health`` that answers at once, no Triton interpreter."""
 
 from sgl_kvevict.launcher import CPU_ENV, STRICT_CHECK_ENV
 
-ENV = {**CPU_ENV, **STRICT_CHECK_ENV, "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1", "TRITON_INTERPRET": "0"}
+ENV = {
+    **CPU_ENV,
+    **STRICT_CHECK_ENV,
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    "TRITON_INTERPRET": "0",
+}

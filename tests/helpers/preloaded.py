@@ -1,8 +1,8 @@
-"""Servers forked from a process that has imported SGLang.
+"""Servers forked from a process that has imported SGLang and loaded its plugins.
 
-Imports are 24 of the 27 s of CPU time that a server of a tiny model needs to start: each of its three processes
-imports everything. Forked servers run the same command (``sglang.launch_server``), and fork their own processes, which
-SGLang spawns. ``tests/e2e/test_startup.py`` and others start servers as users do.
+Without it, a server of a tiny model needs 27 s of CPU time to start, because each of its three processes imports
+everything; with it 1 s. Forked servers run the same command (``sglang.launch_server``), and fork their own processes,
+which SGLang spawns. ``tests/e2e/test_startup.py`` and others start servers as users do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,17 @@ from typing import IO, Any
 TESTS = Path(__file__).resolve().parents[1]
 PATCH = "KVEVICT_TEST_PATCH"
 """Variable that names a module which a server imports first."""
-MODULES = ("sglang.srt.entrypoints.http_server", "sglang.srt.models.registry", "sgl_kvevict.sglang_adapter.plugin")
+MODULES = (
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.models.registry",
+    "sgl_kvevict.sglang_adapter.attention_backend",
+)
+#: Variables that SGLang reads when it is imported: the module and the constant that has the value.
+READ_AT_IMPORT = {
+    "SGLANG_TEST_RETRACT": ("sglang.srt.managers.scheduler", "TEST_RETRACT"),
+    "SGLANG_TEST_RETRACT_INTERVAL": ("sglang.srt.managers.scheduler", "TEST_RETRACT_INTERVAL"),
+    "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": ("sglang.srt.managers.schedule_policy", "CLIP_MAX_NEW_TOKENS"),
+}
 
 
 class ForkedServer:
@@ -61,7 +71,7 @@ class ForkedServer:
 
 
 class Preloaded:
-    """A process with SGLang's modules and one environment, which some of them read when they are imported."""
+    """A process with SGLang's modules, imported in an environment that all servers share."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         paths = [env.get("PYTHONPATH", ""), str(TESTS), os.environ.get("PYTHONPATH", "")]
@@ -79,7 +89,7 @@ class Preloaded:
 
         Args:
             command: interpreter, ``-m``, module and its arguments.
-            env: added to the environment.
+            env: added to the environment; ``PYTHONPATH`` also to ``sys.path``.
             log: receives its output.
         """
         return ForkedServer(self.ask(command=[*command], env=dict(env), log=log.name), self)
@@ -106,6 +116,7 @@ def main() -> None:
     """Fork servers and reap them, by orders on stdin."""
     for module in MODULES:
         importlib.import_module(module)
+    importlib.import_module("sglang.srt.plugins").load_plugins()  # hooks look for what they replace in all modules
     fork_where_sglang_spawns()
     gc.freeze()
     while line := sys.stdin.readline():
@@ -129,10 +140,16 @@ def serve(command: Sequence[str], env: Mapping[str, str], log: str) -> None:
         os.close(opened)
     os.dup2(1, 2)
     os.environ.update(env)
+    sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
+    for name in READ_AT_IMPORT.keys() & env.keys():
+        module_name, constant = READ_AT_IMPORT[name]
+        module = importlib.import_module(module_name)
+        assert hasattr(module, constant)
+        setattr(module, constant, getattr(importlib.import_module("sglang.srt.environ").envs, name).get())
     if patch := env.get(PATCH):
         importlib.import_module(patch)
-    _, _, module, *sys.argv[1:] = command
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    _, _, main_module, *sys.argv[1:] = command
+    runpy.run_module(main_module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
