@@ -56,12 +56,12 @@ def save_eagle3(folder: Path, target: Path) -> Path:
 
 
 def save_mimo(folder: Path, target: Path) -> Path:
-    """Write the target as a MiMo model: the same answers, and a layer that drafts (``NEXTN``)."""
+    """Write the target as a MiMo model: the same answers, and a layer that drafts (``NEXTN``), by its attention too."""
     tensors, part = load_file(target / "model.safetensors"), "model.mtp_layers.0"
     config = json.loads((target / "config.json").read_text())
     for layer in range(config["num_hidden_layers"]):
         tensors |= _biases(f"model.layers.{layer}", 128, 64)
-    tensors |= _random(_layer_shapes(part, HIDDEN)) | _biases(part, 128, 64)
+    tensors |= _random(_layer_shapes(part, HIDDEN), attention=0.17) | _biases(part, 128, 64)
     norms = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_layernorm", "post_attention_layernorm")
     tensors |= {f"{part}.{name}.weight": torch.ones(HIDDEN) for name in norms}
     tensors[f"{part}.input_proj.weight"] = torch.eye(HIDDEN, 2 * HIDDEN).roll(HIDDEN, 1)
@@ -91,9 +91,11 @@ def _layer_shapes(part: str, width: int) -> dict[str, tuple[int, int]]:
     return shapes | {f"{part}.self_attn.o_proj": (HIDDEN, 128)}
 
 
-def _random(shapes: dict[str, tuple[int, int]]) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return {f"{name}.weight": torch.randn(shape, generator=generator) * 0.02 for name, shape in shapes.items()}
+def _random(shapes: dict[str, tuple[int, int]], attention: float = 0.02) -> dict[str, Tensor]:
+    """Small weights, and those of ``attention``."""
+    generator, scales = torch.Generator().manual_seed(1), dict.fromkeys(shapes, 0.02)
+    scales |= {name: attention for name in shapes if "self_attn" in name}
+    return {f"{name}.weight": torch.randn(shape, generator=generator) * scales[name] for name, shape in shapes.items()}
 
 
 def _biases(part: str, num_q: int, num_kv: int) -> dict[str, Tensor]:

@@ -7,8 +7,10 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from helpers.harness import publish_server_args
+from helpers.harness import NO_ROTARY, publish_server_args
 from helpers.harness_store import DRAFT, Server
 from helpers.stored import keys_in
 from helpers.verify_machines import VerifyingHarness
@@ -16,14 +18,17 @@ from sgl_kvevict.compression import CacheObservation
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import StoreError
 from sgl_kvevict.events.types import Loaded, LoadFailed, Stored
+from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.loading import READ_AHEAD
 from sgl_kvevict.lifecycle.pending import Pending
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
+from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.scheduler_store import (
     after_queueing,
     after_shutdown,
     around_admission,
+    identity_of,
     in_order,
     without_adapter,
 )
@@ -65,6 +70,31 @@ def test_rows_of_the_draft_model_outlive_its_server(tmp_path):
     assert rows["same"] > 0 == rows["other"]
     without = Server(tmp_path, num_slots=200)
     assert without.serve([*DOCUMENT[:56], 9, 9, 9]) == 56 and without.heard.loads == [(0, 56)]
+
+
+def test_a_draft_model_is_known_by_its_weights_and_configuration(tmp_path, monkeypatch):
+    """Not by its path, nor if it has no safetensors files."""
+    monkeypatch.setattr("sgl_kvevict.sglang_adapter.scheduler_store.rotary_of", lambda _runner: NO_ROTARY)
+    geometry = KVGeometry(1, 3, 3, 2, 9)
+
+    def digest(folder, weight, load_format=None, **settings):
+        (tmp_path / folder).mkdir()
+        if weight is not None:
+            save_file({"fc": torch.full((2, 2), weight)}, tmp_path / folder / "model.safetensors")
+        hf_config = SimpleNamespace(architectures=["LlamaForCausalLMEagle"], to_dict=lambda: settings)
+        model = SimpleNamespace(
+            model_path=str(tmp_path / folder), revision=None, hf_config=hf_config, dtype="float32", quantization=None
+        )
+        runner = SimpleNamespace(
+            model_config=model, server_args=SimpleNamespace(load_format="auto"), draft_load_format=load_format
+        )
+        identity = identity_of(KVEvictConfig(), runner, TensorRanks(None), geometry, torch.float32)
+        return None if identity is None else identity.digest
+
+    first = digest("a", 1.0)
+    assert first is not None and first == digest("b", 1.0)
+    assert len({first, digest("c", 2.0), digest("d", 1.0, rope_theta=1e6)}) == 3
+    assert digest("e", None) is None and digest("f", 1.0, "dummy") is None
 
 
 def test_a_tail_comes_back_for_prompts_that_go_on_with_it(tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from hypothesis import strategies as st
 
-from helpers.stored import identity, record, sealed, tokens
+from helpers.stored import SHADOW, identity, record, sealed, tokens
 from sgl_kvevict.distill import ModelIdentity, ScoreWeights, load_weights, save_weights
 from sgl_kvevict.errors import ConfigError, CorruptSegmentError
 from sgl_kvevict.policies import Rotary
@@ -27,6 +27,10 @@ WEIGHTS = ScoreWeights(torch.zeros(3, 2, 20), torch.zeros(3, 2, 22), num_prefixe
 values = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.lists(st.integers(), max_size=3)
 )
+
+
+DRAFT = "ef" * 32
+"""Digest of the draft model whose rows the segment has."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +74,8 @@ changes = st.builds(
 @cache
 def _segment_bytes() -> tuple[str, bytes]:
     own = identity()
-    ours = record(own, own.namespace(None, None), tokens(40))
-    return ours.key, encode_segment(ours)
+    ours = record(own, own.namespace(None, None), tokens(40), **SHADOW)
+    return ours.key, encode_segment(ours, DRAFT)
 
 
 def segment(change: Change) -> None:
@@ -79,9 +83,12 @@ def segment(change: Change) -> None:
     key, data = _segment_bytes()
     payload = change.apply(data[PREFIX_BYTES:])
     with contextlib.suppress(CorruptSegmentError):
-        found = decode_segment(sealed(payload) if change.is_sealed else data[:PREFIX_BYTES] + payload, key)
+        found = decode_segment(sealed(payload) if change.is_sealed else data[:PREFIX_BYTES] + payload, key, DRAFT)
         assert found.key == key and found.tokens.numel() == found.end > found.start >= 0
         assert found.num_entries == len(found.k) == len(found.v) == int(found.keep_lens.sum())
+        if found.draft_lens is not None:
+            assert len(found.draft_positions) == len(found.draft_k) == len(found.draft_v) == int(found.draft_lens.sum())
+            assert found.draft_paid.isfinite().all() and len(found.draft_paid) == len(found.draft_k)
 
 
 @cache
