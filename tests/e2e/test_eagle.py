@@ -96,7 +96,7 @@ def test_compressed_prefixes_are_found_and_outlive_their_server(start, target, t
         state = assert_all_slots_are_back(server)
         assert 100 <= state["span_slots"] <= 130 and (state["loaded_segments"] > 0) == (shape is TREES)
         assert state["speculation"]["compressed"]["acceptance_length"] > 1.3
-        server.stop()
+        server.stop(grace_s=0)
     assert found[0] == found[1]
 
 
