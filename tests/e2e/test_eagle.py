@@ -95,7 +95,7 @@ def test_compressed_prefixes_are_found_and_outlive_their_server(start, target, t
         assert 100 <= state["span_slots"] <= 130 and (state["loaded_segments"] > 0) == (patch is not None)
         assert state["speculation"]["compressed"]["acceptance_length"] > 1.3
         if patch is None:
-            server.stop()
+            server.stop(grace_s=0)
     assert found[0] == found[1]
     several_answers_and_a_grammar(server)
     exact_answers(server, target)
