@@ -122,11 +122,14 @@ def graph(setting: Setting) -> list[dict[str, Any]]:
         requests = Requests(setting, count, is_shared=False, is_scattered=False, suffix_tokens=setting.suffix_tokens)
         attention, batch = requests.attention, requests.batch()
         attention.start_capture(count)
+        lengths = requests.device_seq_lens.clone()
+        requests.device_seq_lens.fill_(1)  # as SGLang captures: a step that is laid out for requests of one token
         _captured_step(requests, batch)
         synchronize(setting)
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
             results = _captured_step(requests, batch)
+        requests.device_seq_lens.copy_(lengths)
         is_equal = True
         for turn in range(3):
             requests.device_seq_lens += 1
