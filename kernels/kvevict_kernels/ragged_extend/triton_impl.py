@@ -246,11 +246,12 @@ def _extend_kernel(
         path_begin, path_end, first_unit, num_own, split, num_splits, addresses_ptr, H=H, BLOCK_N=BLOCK_N
     )
     first_token = tl.load(at.int32s_at(addresses_ptr, at.TILE_INDEX) + tl.program_id(0)) * BLOCK_M // G
+    passed = 0  # keys of the runs before
     for j in range(path_begin, path_end + 1):  # spans, then the own tokens
         num_kv, address = _run_of(j, path_end, first_unit, num_own, own_address, addresses_ptr, H=H)
         is_own = (j >= path_end).to(tl.int32)
         stride, shift = _rows_of(is_own, layer, head, num_token_slots, H=H, D=D)
-        to_key = tl.minimum(end, num_kv)
+        to_key = tl.minimum(end - passed, num_kv)
         all_from = 0
         all_to = tl.minimum(to_key, tl.where(is_own > 0, num_before + 1 + first_token, num_kv))
         if visible_ptr is not None:
@@ -260,7 +261,7 @@ def _extend_kernel(
             from_key = tl.where(is_own > 0, num_before + depth + 1 - window, 0)
             all_from = tl.where(is_cut, to_key, tl.max(tl.where(m_m, from_key, 0), 0))
         index_ptr = address.to(tl.pointer_type(tl.int32))
-        for start in range(tl.maximum(begin, 0), to_key, BLOCK_N):
+        for start in range(tl.maximum(begin - passed, 0), to_key, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
             slot = tl.load(index_ptr + tl.minimum(n, to_key - 1)).to(tl.int64)
             s, b_v = _score_block(
@@ -277,7 +278,7 @@ def _extend_kernel(
                     seen = seen & (n[None, :] >= from_key[:, None]) & (b_position[None, :] > hidden[:, None])
                 s = tl.where(seen, s, float("-inf"))
             b_max, b_sum, b_out = _add_block(b_max, b_sum, b_out, s, b_v, scale_log2 if biases_ptr is None else 1.0)
-        begin, end = begin - num_kv, end - num_kv
+        passed += num_kv
     if sink_logits_ptr is not None:  # only the first part counts it
         b_max, b_sum, b_out = _add_sink(b_max, b_sum, b_out, sink_logits_ptr + head * G + i_row % G, m_m & (split == 0))
     _store_part(
