@@ -12,11 +12,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
 from helpers.torch_flashinfer import Plan, use_torch_kernels
+from kvevict_kernels.device_limits import DeviceLimits
 from kvevict_kernels.ragged_decode.chunks import extend_splits, span_chunk
 from kvevict_kernels.ragged_decode.tile_table import Tile
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.attention import Attention, AttentionBatch, TorchAttention
 from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
+from sgl_kvevict.attention.refusals import MAX_HEAD_DIM
 from sgl_kvevict.attention.triton.attention import TritonAttention
 from sgl_kvevict.geometry import KVGeometry
 
@@ -279,9 +281,12 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in small.items():
         monkeypatch.setattr(f"kvevict_kernels.ragged_decode.chunks.{name}", value)
     monkeypatch.setattr("kvevict_kernels.ragged_decode.host_lists.MIN_CHUNKS", small["MIN_CHUNKS"])
-    tiles = (Tile(16, 16, 4), Tile(64, 16, 4), Tile(128, 16, 8))
+
+    def tiles_for(limits: DeviceLimits, head_dim: int, **_: bool) -> tuple[Tile, Tile, Tile]:
+        return Tile(16, 16, 4), Tile(64, 16, 4), Tile(128 if head_dim <= MAX_HEAD_DIM else 64, 16, 8)
+
     for module in ("ragged_decode.launch", "ragged_decode.triton_impl", "ragged_extend.triton_impl"):
-        monkeypatch.setattr(f"kvevict_kernels.{module}.tiles_for", lambda limits, head_dim, **_: tiles)
+        monkeypatch.setattr(f"kvevict_kernels.{module}.tiles_for", tiles_for)
     for planned in (span_chunk, extend_splits):
         planned.cache_clear()
     yield

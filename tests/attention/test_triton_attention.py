@@ -31,6 +31,8 @@ class Runner:
     """Attention on the test's device over copies of a world's arena, spans and rows."""
 
     def __init__(self, world: World, device: str) -> None:
+        if device == "cuda" and world.dtype == torch.float32:
+            pytest.skip("refused on a GPU; in the interpreter, float32 shows errors that rounding hides")
         self.world = world
         self.device = device
         k = world.k.to(device)
@@ -74,6 +76,11 @@ def check(runner: Runner, extend_lens: list[int] | None = None, layer: int = 1) 
     assert out.dtype == q.dtype
     assert_accurate("out", out, want_out, baseline, noise=noise)
     assert_accurate("lse", lse, want_lse, want_lse, noise=NOISE)
+
+
+def finest(device: str) -> torch.dtype:
+    """The dtype of KV with the least rounding that the device's kernels take."""
+    return torch.bfloat16 if device == "cuda" else torch.float32
 
 
 def mixed_batch(world: World) -> None:
@@ -218,7 +225,7 @@ def test_latents(make_world: MakeWorld, device: str, sizes: tuple[int, int, int]
 
 @pytest.mark.usefixtures("many_sms")
 def test_keys_of_latents_are_split(make_world: MakeWorld, device: str) -> None:
-    world = make_world(1, 128, 48, num_token_slots=400, dtype=torch.float32, latent_dim=32)
+    world = make_world(1, 128, 48, num_token_slots=400, dtype=finest(device), latent_dim=32)
     shared = world.uneven_span(60)
     world.add((shared, world.uneven_span(33)), 40)
     runner = Runner(world, device)
@@ -228,7 +235,7 @@ def test_keys_of_latents_are_split(make_world: MakeWorld, device: str) -> None:
 
 
 def test_extend_longer_than_a_tile(make_world: MakeWorld, device: str) -> None:
-    world = make_world(1, 3, 16, num_token_slots=400, dtype=torch.float32)
+    world = make_world(1, 3, 16, num_token_slots=400, dtype=finest(device))
     world.add((world.uneven_span(70),), 30 + 100)
     check(Runner(world, device), [100])
 
