@@ -96,7 +96,7 @@ _LATENT = {
     },
 }
 _NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-LATENT = "latent attention (MLA); on a GPU by `triton`, never run there"
+LATENT = "latent attention (MLA); on a GPU by `triton`"
 ONE_POOL = "sliding windows; SGLang keeps one pool for all layers"
 
 IMAGES = """## Images

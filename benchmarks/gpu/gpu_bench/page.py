@@ -50,7 +50,7 @@ def write(results: dict[str, Any], folder: Path) -> list[Path]:
     if paths[0].exists():  # parts of one day's run are put together
         before = json.loads(paths[0].read_text())
         kept = {section: rows for section, rows in before["failures"].items() if section not in results["sections"]}
-        results = results | {
+        results = before | results | {
             "sections": before["sections"] | results["sections"],
             "failures": kept | results["failures"],
         }

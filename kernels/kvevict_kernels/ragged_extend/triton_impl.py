@@ -7,7 +7,9 @@ device their bounds.
 Masks are applied only to blocks that some row of the tile does not see entirely. Behind the last key the last one is
 read again, so that no copy needs a mask.
 
-Spans and own tokens share one loop nest: with two, ptxas serialises the tensor-core instructions of both.
+Spans and own tokens share one loop nest: with two, ptxas serialises the tensor-core instructions of both. The inner loop
+begins at a difference of two numbers: a single one that shrinks from run to run is compiled wrongly (Triton 3.6 to 3.8
+keep its first value; seen on an H200).
 """
 
 from __future__ import annotations
@@ -241,12 +243,11 @@ def _extend_kernel(
     )  # fmt: skip
     path_begin, path_end, first_unit = _path_of(request, layer, head, addresses_ptr, H=H)
     num_splits = tl.load(at.int32s_at(addresses_ptr, at.NUM_SPLITS) + request)
-    split = tl.load(at.int32s_at(addresses_ptr, at.TILE_SPLIT) + tl.program_id(0))
+    split, passed = tl.load(at.int32s_at(addresses_ptr, at.TILE_SPLIT) + tl.program_id(0)), 0  # keys of earlier runs
     begin, end = _part_of(
         path_begin, path_end, first_unit, num_own, split, num_splits, addresses_ptr, H=H, BLOCK_N=BLOCK_N
     )
     first_token = tl.load(at.int32s_at(addresses_ptr, at.TILE_INDEX) + tl.program_id(0)) * BLOCK_M // G
-    passed = 0  # keys of the runs before
     for j in range(path_begin, path_end + 1):  # spans, then the own tokens
         num_kv, address = _run_of(j, path_end, first_unit, num_own, own_address, addresses_ptr, H=H)
         is_own = (j >= path_end).to(tl.int32)
