@@ -50,10 +50,14 @@ def write(results: dict[str, Any], folder: Path) -> list[Path]:
     if paths[0].exists():  # parts of one day's run are put together
         before = json.loads(paths[0].read_text())
         kept = {section: rows for section, rows in before["failures"].items() if section not in results["sections"]}
-        results = before | results | {
-            "sections": before["sections"] | results["sections"],
-            "failures": kept | results["failures"],
-        }
+        results = (
+            before
+            | results
+            | {
+                "sections": before["sections"] | results["sections"],
+                "failures": kept | results["failures"],
+            }
+        )
     paths[0].write_text(json.dumps(results, indent=1) + "\n")
     paths[1].write_text(markdown(results))
     return paths

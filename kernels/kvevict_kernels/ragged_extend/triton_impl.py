@@ -7,9 +7,9 @@ device their bounds.
 Masks are applied only to blocks that some row of the tile does not see entirely. Behind the last key the last one is
 read again, so that no copy needs a mask.
 
-Spans and own tokens share one loop nest: with two, ptxas serialises the tensor-core instructions of both. The inner loop
-begins at a difference of two numbers: a single one that shrinks from run to run is compiled wrongly (Triton 3.6 to 3.8
-keep its first value; seen on an H200).
+Spans and own tokens share one loop nest: with two, ptxas serialises the tensor-core instructions of both. The inner
+loop begins at a difference of two numbers: a single one that shrinks from run to run is compiled wrongly (Triton 3.6 to
+3.8 keep its first value; seen on an H200).
 """
 
 from __future__ import annotations
