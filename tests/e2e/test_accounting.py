@@ -42,7 +42,11 @@ def test_random_requests_on_a_pool_that_is_too_small(start, tiny_llama, config, 
     # Steps that mix prefill and decode never retract, so of the few others more have to.
     env = RETRACT | ({"SGLANG_TEST_RETRACT_INTERVAL": "4"} if "--enable-mixed-chunk" in flags else {})
     server = start(tiny_llama, *SMALL_POOL, *flags, config={**config, "budget": 0.2}, env=env)
-    run_jobs(server, random_jobs(count, seed=1, vocab_size=VOCAB_SIZE), concurrency=24)
+    jobs = random_jobs(count, seed=1, vocab_size=VOCAB_SIZE)
+    run_jobs(server, jobs, concurrency=24)
+    # A fast server may have had none so far: two prompts that are prefilled at once decode alone, for 60 steps.
+    together = {"input_ids": [jobs[0].input_ids[:20], jobs[1].input_ids[:21]]}
+    server.post("/generate", together | {"sampling_params": {"max_new_tokens": 60, "ignore_eos": True}})
     state = assert_all_slots_are_back(server)
     assert state["compressions"] > (5 if config is CONFIG else 0)  # a range waits while anybody reads it
     assert "#retracted_reqs" in server.log()
