@@ -137,9 +137,9 @@ def around_check(
 ) -> tuple[bool, int | None]:
     """Hook around the check whether a request fits: a long prompt counts with what it holds at its peak.
 
-    While one is prefilled no other request is admitted, as beside a prompt of SGLang's that fills every chunk. A
-    request that does not fit although nothing runs gets what nobody reads of the segment that it shares a beginning of:
-    its lock counts the whole segment as taken, and it would wait for ever.
+    While one is prefilled no other request is admitted, as beside a prompt of SGLang's that fills every chunk. If a
+    request does not fit although nothing runs, the part of its segment behind its own prefix is released: the
+    request's lock counts the whole segment as taken, so it would wait for ever.
     """
     tree, admission = adder.tree_cache, admission_of(adder.token_to_kv_pool_allocator)
     if admission is not None:

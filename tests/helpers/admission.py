@@ -17,6 +17,7 @@ from sgl_kvevict.sglang_adapter.long_prompts import (
     around_available,
     around_check,
     around_max_new_tokens,
+    is_long,
     length_error,
 )
 
@@ -105,8 +106,11 @@ class LongPromptScheduler:
             self.harness.abort(self._pending_chunked_abort_req)
             self.aborted.append(self._pending_chunked_abort_req)
             self.chunked_req = self._pending_chunked_abort_req = None
+        # SGLang takes the next chunk of a prompt that fits by force; its scheduler admits nothing else meanwhile.
+        is_crowded = any(req not in self.found for req in self.harness.live)
         for req in adder.can_run_list:
-            assert self.harness.prefill(req, req.extend_end), "admission promised the slots"
+            must_fit = not is_crowded or is_long(self.tree_cache, req)
+            assert self.harness.prefill(req, req.extend_end) or not must_fit, "admission promised the slots"
         return adder.can_run_list
 
     def _settle(self) -> None:

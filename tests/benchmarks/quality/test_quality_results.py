@@ -253,10 +253,11 @@ def test_goals_are_met_or_missed_by_the_default_policy_at_its_budget():
         row(task="speeches", scores="0.9", kl=0.1, nll=2.0, model="r"),
     ]
     lines = goal_table(rows).splitlines()
-    assert lines[0] == "| task | tokens | goal | m | q |"
-    assert "| `needles` | 1,024 | 95 % | 100 ± 0 %, met | not measured |" in lines
-    assert "| `table` | 1,024 | 85 % | 0 ± 0 %, **missed** | not measured |" in lines
-    assert "| `squad` | 4,096 | 90 % | not measured | 75 ± 22 %, **missed** within the error |" in lines
+    assert lines[0] == "| task | model | tokens | goal | learned scores | passes |"
+    assert "| `needles` | m | 1,024 | 95 % | 100 ± 0 %, met | not measured |" in lines
+    assert "| `table` | m | 1,024 | 85 % | 0 ± 0 %, **missed** | 100 ± 0 %, met |" in lines
+    assert "| `table` | q | 1,024 | 85 % | not measured | not measured |" in lines
+    assert "| `squad` | q | 4,096 | 90 % | 75 ± 22 %, **missed** within the error | not measured |" in lines
 
 
 def test_real_text_stands_in_a_table_of_its_own():
