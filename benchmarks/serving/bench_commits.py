@@ -21,10 +21,8 @@ from serving_bench.results import ROOT
 
 from sgl_kvevict.launcher import System, kvevict_system
 
-BEFORE = "4a1da91"
-"""The last commit with a tree derived from SGLang's legacy one, and no package for the life of a prefix."""
-CONFIG = {"policy": "ada-snapkv", "budget": 0.2}
-"""The default of that commit cannot be compared: there it compresses nothing while requests come."""
+BEFORE = "ae37000"
+"""The last commit without prompts longer than the pool, speculation, images, latents and the host's memory."""
 POOL_SLOTS = 10_000
 DECODE = (bench_decode.Point(3000, 1, 48, 16), bench_decode.Point(4096, 8, 32, 16))
 SHARED = (bench_shared_prefix.Point("0.5x the pool", 4), bench_shared_prefix.Point("4x the pool", 32))
@@ -33,9 +31,10 @@ PAGE = Page(
     name="commits",
     command="python benchmarks/serving/bench_commits.py",
     summary=(
-        f"`before` is commit {BEFORE}, the last one before the tree was moved to SGLang's unified tree; `now` is this "
-        f"one. Both serve policy `{CONFIG['policy']}` at a budget of {CONFIG['budget']} from a pool of {POOL_SLOTS:,} "
-        "token slots. Decode as in [decode](decode.md), working sets as in [shared-prefix](shared-prefix.md)."
+        f"`before` is commit {BEFORE}, the last one without prompts longer than the pool, speculation, images, latents "
+        "and the host's memory; `now` is this one. Both serve the default configuration from a pool of "
+        f"{POOL_SLOTS:,} token slots. Decode as in [decode](decode.md), working sets as in "
+        "[shared-prefix](shared-prefix.md)."
     ),
     tables=(
         Table("decode_tokens_per_s", "Decode, tokens/s of the whole batch", digits=1),
@@ -79,7 +78,7 @@ def system(name: str, folder: Path) -> System:
         "PYTHONPATH": os.pathsep.join([str(folder), str(folder / "kernels")]),
         "PYTHONSAFEPATH": "1",  # the current folder, which may be this commit's, does not come first
     }
-    return kvevict_system(name, CONFIG, ("--max-total-tokens", str(POOL_SLOTS), *COMMON_FLAGS), env)
+    return kvevict_system(name, {}, ("--max-total-tokens", str(POOL_SLOTS), *COMMON_FLAGS), env)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,10 @@ from sgl_kvevict.measure import alone, flush, in_turn, wait_until_scored
 
 POOL_SLOTS = 8_000
 DOCUMENT_TOKENS = 2_400
-QUOTED = range(100, 2_300, 180)
+QUOTED = range(100, 2_300, 60)
 """Where the quoted passages begin in the document."""
+TIMED = 3
+"""Decode is timed on every third of them."""
 LEAD_TOKENS = 24
 """Tokens of a passage that are given; the answer goes on from there."""
 ANSWER_TOKENS = 64
@@ -167,7 +169,7 @@ def decode(fleet: Fleet, point: Decode, recorder: Recorder) -> None:
 
     def one(name: str, repetition: int) -> None:
         compress(fleet[name], text)
-        speed = decode_speed(fleet[name], prompts[: 2 * point.sharers], point.sharers)
+        speed = decode_speed(fleet[name], prompts[::TIMED][: 2 * point.sharers], point.sharers)
         recorder.add(point.name, name, repetition, {"decode_tokens_per_s": speed})
 
     in_turn(fleet, recorder.options.repeats, one)
