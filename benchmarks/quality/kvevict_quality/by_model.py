@@ -92,7 +92,7 @@ def model_table(rows: Sequence[Row]) -> str:
 
 
 def goal_table(rows: Sequence[Row]) -> str:
-    """One line per goal of ``GOALS`` and model: what the default keeps at ``GOAL_BUDGET``, met or missed.
+    """One line per goal of ``GOALS`` and model: what the default keeps at ``GOAL_BUDGET``; missed goals are marked.
 
     Args:
         rows: as in :func:`model_table`.
@@ -110,11 +110,11 @@ def goal_table(rows: Sequence[Row]) -> str:
 
 
 def _verdict(share: tuple[float, float] | None, goal: float) -> str:
-    if share is None:
-        return "not measured"
-    if share[0] >= goal:
-        return f"{_cell(share)}, met"
-    return f"{_cell(share)}, **missed**{' within the error' if share[0] + share[1] >= goal else ''}"
+    """The cell; bold where a goal is missed, italic where it is missed within the error."""
+    if share is None or share[0] >= goal:
+        return _cell(share)
+    mark = "*" if share[0] + share[1] >= goal else "**"
+    return f"{mark}{_cell(share)}{mark}"
 
 
 def fidelity_table(rows: Sequence[Row]) -> str:

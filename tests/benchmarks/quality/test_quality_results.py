@@ -254,10 +254,10 @@ def test_goals_are_met_or_missed_by_the_default_policy_at_its_budget():
     ]
     lines = goal_table(rows).splitlines()
     assert lines[0] == "| task | model | tokens | goal | learned scores | passes |"
-    assert "| `needles` | m | 1,024 | 95 % | 100 ± 0 %, met | not measured |" in lines
-    assert "| `table` | m | 1,024 | 85 % | 0 ± 0 %, **missed** | 100 ± 0 %, met |" in lines
-    assert "| `table` | q | 1,024 | 85 % | not measured | not measured |" in lines
-    assert "| `squad` | q | 4,096 | 90 % | 75 ± 22 %, **missed** within the error | not measured |" in lines
+    assert "| `needles` | m | 1,024 | 95 % | 100 ± 0 % |  |" in lines
+    assert "| `table` | m | 1,024 | 85 % | **0 ± 0 %** | 100 ± 0 % |" in lines
+    assert "| `table` | q | 1,024 | 85 % |  |  |" in lines
+    assert "| `squad` | q | 4,096 | 90 % | *75 ± 22 %* |  |" in lines
 
 
 def test_real_text_stands_in_a_table_of_its_own():
