@@ -176,7 +176,7 @@ class KVEvictAttentionBackend(AttentionBackend):
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Lay out a step before its capture, or give a replay the spans of its requests."""
         is_verification = forward_batch.forward_mode.is_target_verify()
-        self._num_new = None
+        self._observed, self._num_new = [], None
         if in_capture:
             new_len = forward_batch.spec_info.draft_token_num if is_verification else 1
             self._captured.start_capture(forward_batch.batch_size, new_len)
@@ -280,25 +280,6 @@ class KVEvictAttentionBackend(AttentionBackend):
             out[:num_new] = attend(q[:num_new], *new_kv, layer, forward_batch, save_kv_cache, **kwargs)
         return out
 
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        sinks: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Attend with one new token per request; returns [num_tokens, num_qo_heads * head_dim]."""
-        if kwargs:
-            _require_no_extras(kwargs)
-        place = self.places.get(layer.layer_id)
-        if place is None:
-            return self._attend_in_window(q, k, v, layer, forward_batch, save_kv_cache, sinks)
-        return self._attend(place, q, k, v, layer, forward_batch, save_kv_cache, sinks)[0]
-
     def forward_extend(
         self,
         q: Tensor,
@@ -320,6 +301,10 @@ class KVEvictAttentionBackend(AttentionBackend):
         for observed in tuple(self._observed):
             self._record(observed, place, queries, lse, layer.scaling)
         return out
+
+    def forward_decode(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Attend with one new token per request: as :meth:`forward_extend`, but no prompt is observed."""
+        return self.forward_extend(*args, **kwargs)
 
     def _record(
         self,

@@ -100,7 +100,8 @@ class DraftAttentionBackend(KVEvictAttentionBackend):
     def plan_step(
         self, readers: Sequence[Req] | None, seq_lens: list[int], rows: Tensor, table: Tensor, device_seq_lens: Tensor
     ) -> None:
-        """Plan a decode step; ``rows`` of ``table`` have the slots of each branch."""
+        """Plan a decode step, which is not observed; ``rows`` of ``table`` have the slots of each branch."""
+        self._observed = []
         batch = self._batch(readers, seq_lens, None, rows, device_seq_lens)
         self.attention.plan(replace(batch, req_to_token=table))
 
