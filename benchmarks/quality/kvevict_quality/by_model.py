@@ -92,7 +92,7 @@ def model_table(rows: Sequence[Row]) -> str:
 
 
 def goal_table(rows: Sequence[Row]) -> str:
-    """One line per goal of ``GOALS`` and model: what the default keeps at ``GOAL_BUDGET``; missed goals are marked.
+    """One line per goal of ``GOALS`` and model that was measured: what the default keeps at ``GOAL_BUDGET``; missed goals are marked.
 
     Args:
         rows: as in :func:`model_table`.
@@ -104,8 +104,9 @@ def goal_table(rows: Sequence[Row]) -> str:
         for model in models:
             by_system = found.get((model, tokens, task), {})
             shares = [_share(by_system, (-GOAL_BUDGET, policy)) for policy in (DEFAULT_POLICY, PASSES)]
-            verdicts = [_verdict(share, goal) for share in shares]
-            lines.append([f"`{task}`", model, f"{tokens:,}", f"{100 * goal:.0f} %", *verdicts])
+            if any(shares):
+                verdicts = [_verdict(share, goal) for share in shares]
+                lines.append([f"`{task}`", model, f"{tokens:,}", f"{100 * goal:.0f} %", *verdicts])
     return _table(lines, 2)
 
 

@@ -256,7 +256,7 @@ def test_goals_are_met_or_missed_by_the_default_policy_at_its_budget():
     assert lines[0] == "| task | model | tokens | goal | learned scores | passes |"
     assert "| `needles` | m | 1,024 | 95 % | 100 ± 0 % |  |" in lines
     assert "| `table` | m | 1,024 | 85 % | **0 ± 0 %** | 100 ± 0 % |" in lines
-    assert "| `table` | q | 1,024 | 85 % |  |  |" in lines
+    assert not any(line.startswith("| `table` | q |") for line in lines)  # not measured
     assert "| `squad` | q | 4,096 | 90 % | *75 ± 22 %* |  |" in lines
 
 
