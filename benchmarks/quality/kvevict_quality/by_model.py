@@ -92,7 +92,7 @@ def model_table(rows: Sequence[Row]) -> str:
 
 
 def goal_table(rows: Sequence[Row]) -> str:
-    """One line per goal of ``GOALS`` and model that was measured: what the default keeps at ``GOAL_BUDGET``; missed goals are marked.
+    """One line per goal of ``GOALS`` and model: what the default keeps at ``GOAL_BUDGET``; missed goals are marked.
 
     Args:
         rows: as in :func:`model_table`.
