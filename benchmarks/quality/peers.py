@@ -167,6 +167,7 @@ def measure(peer: Peer, control: Row, name: str, model: Path, *, aware: bool) ->
         versions=", ".join(f"{package} {version(package)}" for package in ("kvpress", "transformers", "torch")),
         commit=commit(),
         nll=round(fmean(nll), 5) if nll else None,
+        scores=" ".join(f"{score:.4g}" for score in scores),
     )
 
 

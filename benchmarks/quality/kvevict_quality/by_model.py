@@ -24,6 +24,9 @@ GOAL_BUDGET = 0.2
 PASSES = "reconstruction"
 """Policy of the scores by which the default compresses a prefix that had time for its passes."""
 
+PEERS = " (kvpress)"
+"""Behind the names of kvpress' presses."""
+
 _Scores = dict[tuple[str, int, int], float]
 """By task, seed and number of the question."""
 _Systems = dict[tuple[float, str], _Scores]
@@ -48,8 +51,13 @@ def _share(by_system: _Systems, system: tuple[float, str]) -> tuple[float, float
     scores = by_system.get(system)
     if not scores:
         return None
-    full = by_system[-1.0, FULL]
+    full = by_system[-1.0, f"{FULL}{PEERS}" if system[1].endswith(PEERS) else FULL]
     return paired_share([full[question] for question in scores], [*scores.values()])
+
+
+def _name(row: Row) -> str:
+    """Of a system; presses of kvpress are compared with their own full cache."""
+    return f"{row.label}{PEERS}" if row.engine == "kvpress" else row.label
 
 
 def _cell(share: tuple[float, float] | None) -> str:
@@ -63,7 +71,7 @@ def _by_task(rows: Sequence[Row]) -> dict[tuple[str, int, str], _Systems]:
         if row.task in FIDELITY_TASKS:
             continue
         task = "needles" if row.task in NEEDLE_TASKS else row.task
-        scores = found.setdefault((row.model, row.tokens, task), {}).setdefault((-row.budget, row.label), {})
+        scores = found.setdefault((row.model, row.tokens, task), {}).setdefault((-row.budget, _name(row)), {})
         scores |= {(row.task, row.seed, i): float(score) for i, score in enumerate(row.scores.split())}
     return dict(sorted(found.items()))
 
@@ -81,7 +89,7 @@ def model_table(rows: Sequence[Row]) -> str:
         rows: with the scores of their questions; a policy is compared over the questions that it was asked.
     """
     asked = [row for row in rows if row.task not in FIDELITY_TASKS]
-    systems = sorted({(-row.budget, row.label) for row in asked if row.policy != FULL})
+    systems = sorted({(-row.budget, _name(row)) for row in asked if row.policy != FULL})
     heads = ["model", "task", "tokens", "questions", "full", *(f"`{label}` {-budget:g}" for budget, label in systems)]
     lines = [heads]
     for (model, tokens, task), by_system in _by_task(asked).items():
@@ -125,7 +133,7 @@ def fidelity_table(rows: Sequence[Row]) -> str:
     for row in ordered:
         if row.task in FIDELITY_TASKS and row.kl is not None and row.nll is not None:
             system = "full cache" if row.policy == FULL else f"`{row.label}` {row.budget:g}"
-            system += " (kvpress)" * (row.engine == "kvpress")
+            system += PEERS * (row.engine == "kvpress")
             figures = [f"{row.tokens:,}", str(row.questions), f"{row.score:.3f}", f"{row.kl:.4f}", f"{row.nll:.3f}"]
             lines.append([row.model, f"`{row.task}`", system, *figures])
     return _table(lines, 3)

@@ -237,6 +237,20 @@ def test_models_stand_below_each_other_and_needle_tasks_count_together():
     ]
 
 
+def test_presses_are_divided_by_their_own_full_cache():
+    from kvevict_quality.by_model import model_table
+
+    press = row(engine="kvpress", policy="KVzipPress", scores="1 1 0 0")
+    rows = [
+        stock(scores="1 1 1 1"),
+        row(scores="1 1 1 0"),
+        row(engine="kvpress", policy="full", budget=1.0, scores="1 1 0 0"),
+    ]
+    head, _, line = model_table([*rows, press]).splitlines()
+    assert head.endswith("| full | `KVzipPress (kvpress)` 0.2 | `snapkv` 0.2 |")
+    assert line == "| m | `needles` | 1,024 | 4 | 1.00 | 100 ± 0 % | 75 ± 22 % |"
+
+
 def test_goals_are_met_or_missed_by_the_default_policy_at_its_budget():
     from kvevict_quality.by_model import goal_table
 
