@@ -1,34 +1,38 @@
 """Speculative decoding of answers that quote a shared document, compressed or not.
 
-NGRAM drafts come from the document, which every server loads as an external corpus; STANDALONE drafts from the model
-itself as its own draft model. Acceptance lengths are counts, which do not depend on the machine's load.
+NGRAM drafts come from the documents, which every server loads as an external corpus; STANDALONE drafts from a draft
+model. Acceptance lengths are counts, which do not depend on the machine's load; each repetition has another document.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvevict_quality.archives import speeches
 from serving_bench.fleet import COMMON_FLAGS, Fleet, running
 from serving_bench.options import LOGS, Recorder, parse_options
 from serving_bench.page import Page, Table
 from serving_bench.results import ROOT
 from serving_bench.streams import stream_all
-from serving_bench.texts import document
+from serving_bench.texts import document, tokens_of
 
 from sgl_kvevict.launcher import RunningServer, System, kvevict_system
 from sgl_kvevict.measure import alone, flush, in_turn, wait_until_scored
+from sgl_kvevict.model import ensure_model
 
 POOL_SLOTS = 8_000
 DOCUMENT_TOKENS = 2_400
 QUOTED = range(100, 2_300, 60)
-"""Where the quoted passages begin in the document."""
-TIMED = 3
-"""Decode is timed on every third of them."""
+"""Where the quoted passages begin in the handbook."""
+SPARSE = 3
+"""Decode is timed on every third of them, and acceptance measured on as many passages of each document."""
+SPEECHES = (-1, -60, -120, -180)
+"""The documents after the handbook, counted from the latest State of the Union address."""
 LEAD_TOKENS = 24
 """Tokens of a passage that are given; the answer goes on from there."""
 ANSWER_TOKENS = 64
@@ -37,6 +41,7 @@ DRAFTS = 12
 BUDGETS = (0.5, 0.2, 0.1)
 AT_ONCE = 4
 """Answers at a time while acceptance is counted."""
+HANDBOOK = ROOT / "examples" / "data" / "station_handbook.txt"
 FULL = "whole"
 WITHOUT = "without drafts"
 WITH = "NGRAM"
@@ -44,14 +49,23 @@ WITH = "NGRAM"
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Tokens per verification step of one algorithm."""
+    """Tokens per verification step of one algorithm.
+
+    Attributes:
+        algorithm: ``NGRAM`` or ``STANDALONE``.
+        model: a name of ``sgl_kvevict.model.MODELS``; empty: the model of ``--model``.
+        draft: likewise, of ``STANDALONE``; empty: the model itself.
+    """
 
     algorithm: str
+    model: str = ""
+    draft: str = ""
 
     @property
     def name(self) -> str:
         """As shown in tables."""
-        return f"acceptance, {self.algorithm}"
+        draft = f" drafted by {self.draft}" if self.draft else ""
+        return f"acceptance, {self.algorithm}" + (f", {self.model}{draft}" if self.model else "")
 
 
 @dataclass(frozen=True)
@@ -73,20 +87,27 @@ class Decode:
         return "decode, one request" if self.sharers == 1 else f"decode, {self.sharers} requests at once"
 
 
-POINTS = (Acceptance("NGRAM"), Acceptance("STANDALONE"), Equality(), Decode(1), Decode(4))
+POINTS = (
+    *(Acceptance("NGRAM"), Acceptance("STANDALONE")),
+    *(Acceptance("NGRAM", "qwen-0.5b"), Acceptance("STANDALONE", "qwen-0.5b")),
+    *(Acceptance("NGRAM", "qwen-1.5b"), Acceptance("STANDALONE", "qwen-1.5b", draft="qwen-0.5b")),
+    *(Equality(), Decode(1), Decode(4)),
+)
 
 PAGE = Page(
     name="speculation",
     command="python benchmarks/serving/bench_speculation.py",
     summary=(
-        f"Answers of {ANSWER_TOKENS} greedy tokens that go on with {len(QUOTED)} passages of a shared document of "
-        f"{DOCUMENT_TOKENS} tokens. NGRAM: {DRAFTS} draft tokens a step, the document as external corpus. STANDALONE: "
-        f"the model is its own draft model, three tokens a step. `{FULL}`: our attention with nothing compressed. "
-        "Acceptance length: tokens per verification step. Texts at budget 1.0 are compared in float32."
+        f"Answers of {ANSWER_TOKENS} greedy tokens that go on with passages of a shared document of {DOCUMENT_TOKENS} "
+        f"tokens. Acceptance: {len(QUOTED[::SPARSE])} passages a document; the first repetition has the station "
+        f"handbook, the others State of the Union addresses. NGRAM: {DRAFTS} draft tokens a step, the documents as "
+        "external corpus. STANDALONE: the model is its own draft model unless another is named, three tokens a step. "
+        f"`{FULL}`: our attention with nothing compressed. Acceptance length: tokens per verification step. Texts at "
+        f"budget 1.0 are compared in float32, with {len(QUOTED)} passages of the handbook."
     ),
     tables=(
         Table("acceptance_length", "Acceptance length, tokens per step"),
-        Table("equal_texts", f"Answers with the text of the first system, of {len(QUOTED)}", has_ratio=False, digits=0),
+        Table("equal_texts_pct", "Answers with the text of the first system, percent", has_ratio=False, digits=0),
         Table("acceptance_on_equal_texts", f"Acceptance length on these, relative to `{FULL}`", has_ratio=False),
         Table("decode_tokens_per_s", "Decode at budget 0.2, tokens/s of all requests", digits=1, baseline=WITHOUT),
     ),
@@ -95,13 +116,13 @@ PAGE = Page(
 FLAGS = ("--max-total-tokens", str(POOL_SLOTS), *COMMON_FLAGS)
 
 
-def flags_of(algorithm: str, model: Path, corpus: Path, topk: int = 1) -> tuple[str, ...]:
+def flags_of(algorithm: str, draft: Path, corpus: Path, topk: int = 1) -> tuple[str, ...]:
     """Arguments of a server that speculates; STANDALONE drafts a tree if ``topk`` is above 1."""
     chosen = (*FLAGS, "--speculative-algorithm", algorithm)
     if algorithm == "STANDALONE":
         tree = ("--speculative-num-steps", "3", "--speculative-eagle-topk", str(topk))
         size = ("--speculative-num-draft-tokens", str(4 * topk))
-        return (*chosen, "--speculative-draft-model-path", str(model), *tree, *size)
+        return (*chosen, "--speculative-draft-model-path", str(draft), *tree, *size)
     return (
         *(*chosen, "--speculative-num-draft-tokens", str(DRAFTS)),
         *("--speculative-ngram-external-corpus-path", str(corpus)),
@@ -116,23 +137,57 @@ def main() -> None:
     recorder = Recorder(PAGE, options, list(points))
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "corpus.jsonl"
-        text = (ROOT / "examples" / "data" / "station_handbook.txt").read_text(encoding="utf-8")
-        corpus.write_text(json.dumps(text) + "\n", encoding="utf-8")
         for name in options.chosen(list(points)):
             point = points[name]
-            compared = systems(point, options.model, corpus)
-            with running(compared, options.model, LOGS / PAGE.name, recorder.progress) as fleet:
+            known = [HANDBOOK.read_text(encoding="utf-8")]
+            if isinstance(point, Acceptance):
+                known += chosen_speeches()[: options.repeats - 1]
+            corpus.write_text("".join(json.dumps(text) + "\n" for text in known), encoding="utf-8")
+            model = model_of(point, options.model)
+            with running(systems(point, model, corpus), model, LOGS / PAGE.name, recorder.progress) as fleet:
                 if isinstance(point, Decode):
                     decode(fleet, point, recorder)
-                else:
-                    accept(fleet, point.name, recorder)
+                    continue
+                for repetition, text in enumerate(documents(model, known), 1):
+                    prompts = quoting(text, SPARSE if isinstance(point, Acceptance) else 1)
+                    accept(fleet, point.name, repetition, text, prompts, recorder)
     recorder.close()
+
+
+def model_of(point: Acceptance | Equality | Decode, given: Path) -> Path:
+    """The folder of a point's model."""
+    return ensure_model(point.model) if isinstance(point, Acceptance) and point.model else given
+
+
+def chosen_speeches() -> list[str]:
+    """The texts of the documents after the handbook."""
+    found = speeches()
+    return [found[place] for place in SPEECHES]
+
+
+def documents(model: Path, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids: the handbook as other benchmarks have it, and the beginnings of the other texts.
+
+    Raises:
+        ValueError: a text is too short.
+    """
+    found = [document(model, 1, DOCUMENT_TOKENS)]
+    for text in texts[1:]:
+        found.append(tokens_of(model, text)[:DOCUMENT_TOKENS])
+        if len(found[-1]) < DOCUMENT_TOKENS:
+            raise ValueError(f"document: got {len(found[-1])} tokens; allowed: at least {DOCUMENT_TOKENS}")
+    return found
+
+
+def quoting(text: list[int], every: int) -> list[list[int]]:
+    """Prompts that each go on with the beginning of a passage of ``text``, one of ``every`` passages."""
+    return [[*text, *text[start : start + LEAD_TOKENS]] for start in QUOTED[::every]]
 
 
 def systems(point: Acceptance | Equality | Decode, model: Path, corpus: Path) -> list[System]:
     """What a point compares; the first is the reference of texts."""
     if isinstance(point, Acceptance):
-        flags = flags_of(point.algorithm, model, corpus)
+        flags = flags_of(point.algorithm, ensure_model(point.draft) if point.draft else model, corpus)
         found = [kvevict_system(FULL, {"policy": "none"}, flags)]
         return found + [kvevict_system(f"budget {b:g}", {"budget": b}, flags) for b in BUDGETS]
     ngram = flags_of("NGRAM", model, corpus)
@@ -143,9 +198,10 @@ def systems(point: Acceptance | Equality | Decode, model: Path, corpus: Path) ->
     return [kvevict_system(name, {"budget": 1.0}, (*flags, "--dtype", "float32")) for name, flags in compared.items()]
 
 
-def accept(fleet: Fleet, point: str, recorder: Recorder) -> None:
-    """Acceptance and texts on all servers, once: they are counts."""
-    text, prompts = texts(recorder.options.model)
+def accept(
+    fleet: Fleet, point: str, repetition: int, text: list[int], prompts: list[list[int]], recorder: Recorder
+) -> None:
+    """Acceptance and texts on all servers, with one document."""
     wanted: list[Answer] = []
     for name, server in fleet.items():
         with alone(server, fleet.values()):
@@ -154,31 +210,26 @@ def accept(fleet: Fleet, point: str, recorder: Recorder) -> None:
                 found = list(pool.map(lambda prompt: generate(server, prompt, ANSWER_TOKENS), prompts))  # noqa: B023
         wanted = wanted or found
         equal = [i for i, answer in enumerate(found) if answer.tokens == wanted[i].tokens]
-        metrics = {"equal_texts": float(len(equal))}
+        metrics = {"equal_texts_pct": 100.0 * len(equal) / len(found)}
         if found[0].steps:
             metrics["acceptance_length"] = per_step(found)
         if equal and wanted[0].steps:
             of_full = per_step([wanted[i] for i in equal])
             metrics["acceptance_on_equal_texts"] = per_step([found[i] for i in equal]) / of_full
-        recorder.add(point, name, 1, metrics)
+        recorder.add(point, name, repetition, metrics)
 
 
 def decode(fleet: Fleet, point: Decode, recorder: Recorder) -> None:
     """Decode with and without drafts, in turn."""
-    text, prompts = texts(recorder.options.model)
+    text = document(recorder.options.model, 1, DOCUMENT_TOKENS)
+    prompts = quoting(text, SPARSE)
 
     def one(name: str, repetition: int) -> None:
         compress(fleet[name], text)
-        speed = decode_speed(fleet[name], prompts[::TIMED][: 2 * point.sharers], point.sharers)
+        speed = decode_speed(fleet[name], prompts[: 2 * point.sharers], point.sharers)
         recorder.add(point.name, name, repetition, {"decode_tokens_per_s": speed})
 
     in_turn(fleet, recorder.options.repeats, one)
-
-
-def texts(model: Path) -> tuple[list[int], list[list[int]]]:
-    """The document, and prompts that each go on with the beginning of a passage."""
-    text = document(model, 1, DOCUMENT_TOKENS)
-    return text, [[*text, *text[start : start + LEAD_TOKENS]] for start in QUOTED]
 
 
 def compress(server: RunningServer, text: list[int]) -> None:

@@ -20,12 +20,18 @@ def _tokenizer(model: Path) -> Tokenizer:
 
 @cache
 def _prose(model: Path) -> tuple[int, ...]:
-    return tuple(_tokenizer(model).encode(_PROSE.read_text(encoding="utf-8")).ids)
+    return tuple(tokens_of(model, _PROSE.read_text(encoding="utf-8")))
+
+
+def tokens_of(model: Path, text: str) -> list[int]:
+    """The token ids of a text."""
+    ids: list[int] = _tokenizer(model).encode(text).ids
+    return ids
 
 
 def document(model: Path, number: int, num_tokens: int) -> list[int]:
     """Exactly ``num_tokens`` tokens of prose; documents of different numbers differ from the first words on."""
-    ids = _tokenizer(model).encode(f"Document {number}. ").ids
+    ids = tokens_of(model, f"Document {number}. ")
     prose = _prose(model)
     start = (number * 997) % len(prose)
     while len(ids) < num_tokens:
@@ -36,4 +42,4 @@ def document(model: Path, number: int, num_tokens: int) -> list[int]:
 
 def question(model: Path, number: int) -> list[int]:
     """A short question as a chat turn; about 25 tokens."""
-    return _tokenizer(model).encode(_TURN.format(number=number)).ids
+    return tokens_of(model, _TURN.format(number=number))
