@@ -13,13 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvevict_quality.archives import speeches
 from serving_bench.fleet import COMMON_FLAGS, Fleet, running
 from serving_bench.options import LOGS, Recorder, parse_options
 from serving_bench.page import Page, Table
 from serving_bench.results import ROOT
 from serving_bench.streams import stream_all
-from serving_bench.texts import document, tokens_of
+from serving_bench.texts import chosen_speeches, document, tokens_of
 
 from sgl_kvevict.launcher import RunningServer, System, kvevict_system
 from sgl_kvevict.measure import alone, flush, in_turn, wait_until_scored
@@ -31,8 +30,6 @@ QUOTED = range(100, 2_300, 60)
 """Where the quoted passages begin in the handbook."""
 SPARSE = 3
 """Decode is timed on every third of them, and acceptance measured on as many passages of each document."""
-SPEECHES = (-1, -60, -120, -180)
-"""The documents after the handbook, counted from the latest State of the Union address."""
 LEAD_TOKENS = 24
 """Tokens of a passage that are given; the answer goes on from there."""
 ANSWER_TOKENS = 64
@@ -157,12 +154,6 @@ def main() -> None:
 def model_of(point: Acceptance | Equality | Decode, given: Path) -> Path:
     """The folder of a point's model."""
     return ensure_model(point.model) if isinstance(point, Acceptance) and point.model else given
-
-
-def chosen_speeches() -> list[str]:
-    """The texts of the documents after the handbook."""
-    found = speeches()
-    return [found[place] for place in SPEECHES]
 
 
 def documents(model: Path, texts: Sequence[str]) -> list[list[int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-
-from serving_bench.results import ROOT
-
-sys.path.append(str(ROOT / "benchmarks" / "quality"))
-
 from kvevict_quality.sample import Prompts, Question, Sample
 from kvevict_quality.tasks import make_sample
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import csv
 import os
 import platform
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "quality"))
 
 from kvevict_quality.origin import commit
 

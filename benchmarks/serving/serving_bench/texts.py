@@ -5,11 +5,14 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
+from kvevict_quality.archives import speeches
 from tokenizers import Tokenizer
 
 from serving_bench.results import ROOT
 
 _PROSE = ROOT / "examples" / "data" / "station_handbook.txt"
+_SPEECHES = (-1, -60, -120, -180)
+"""Counted from the latest."""
 _TURN = "<|im_end|>\n<|im_start|>user\nQuestion {number}: describe the station.<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -43,3 +46,9 @@ def document(model: Path, number: int, num_tokens: int) -> list[int]:
 def question(model: Path, number: int) -> list[int]:
     """A short question as a chat turn; about 25 tokens."""
     return tokens_of(model, _TURN.format(number=number))
+
+
+def chosen_speeches() -> list[str]:
+    """State of the Union addresses of four times."""
+    found = speeches()
+    return [found[place] for place in _SPEECHES]
