@@ -21,7 +21,7 @@ from serving_bench.streams import stream_all
 from serving_bench.texts import chosen_speeches, document, tokens_of
 
 from sgl_kvevict.launcher import RunningServer, System, kvevict_system
-from sgl_kvevict.measure import alone, flush, in_turn, wait_until_scored
+from sgl_kvevict.measure import flush, in_turn, wait_until_scored
 from sgl_kvevict.model import ensure_model
 
 POOL_SLOTS = 8_000
@@ -141,13 +141,13 @@ def main() -> None:
                 known += chosen_speeches()[: options.repeats - 1]
             corpus.write_text("".join(json.dumps(text) + "\n" for text in known), encoding="utf-8")
             model = model_of(point, options.model)
-            with running(systems(point, model, corpus), model, LOGS / PAGE.name, recorder.progress) as fleet:
-                if isinstance(point, Decode):
+            compared = systems(point, model, corpus)
+            if isinstance(point, Decode):
+                with running(compared, model, LOGS / PAGE.name, recorder.progress) as fleet:
                     decode(fleet, point, recorder)
-                    continue
-                for repetition, text in enumerate(documents(model, known), 1):
-                    prompts = quoting(text, SPARSE if isinstance(point, Acceptance) else 1)
-                    accept(fleet, point.name, repetition, text, prompts, recorder)
+            else:
+                every = SPARSE if isinstance(point, Acceptance) else 1
+                accept(compared, point.name, model, documents(model, known), every, recorder)
     recorder.close()
 
 
@@ -190,24 +190,35 @@ def systems(point: Acceptance | Equality | Decode, model: Path, corpus: Path) ->
 
 
 def accept(
-    fleet: Fleet, point: str, repetition: int, text: list[int], prompts: list[list[int]], recorder: Recorder
+    compared: Sequence[System], point: str, model: Path, texts: list[list[int]], every: int, recorder: Recorder
 ) -> None:
-    """Acceptance and texts on all servers, with one document."""
-    wanted: list[Answer] = []
-    for name, server in fleet.items():
-        with alone(server, fleet.values()):
-            compress(server, text)
-            with ThreadPoolExecutor(AT_ONCE) as pool:
-                found = list(pool.map(lambda prompt: generate(server, prompt, ANSWER_TOKENS), prompts))  # noqa: B023
+    """Acceptance and texts of each system in turn, a repetition a document; the first system is the reference."""
+    wanted: list[list[Answer]] = []
+    for system in compared:
+        with running([system], model, LOGS / PAGE.name, recorder.progress) as fleet:
+            found = [answers(fleet[system.name], text, quoting(text, every)) for text in texts]
         wanted = wanted or found
-        equal = [i for i, answer in enumerate(found) if answer.tokens == wanted[i].tokens]
-        metrics = {"equal_texts_pct": 100.0 * len(equal) / len(found)}
-        if found[0].steps:
-            metrics["acceptance_length"] = per_step(found)
-        if equal and wanted[0].steps:
-            of_full = per_step([wanted[i] for i in equal])
-            metrics["acceptance_on_equal_texts"] = per_step([found[i] for i in equal]) / of_full
-        recorder.add(point, name, repetition, metrics)
+        for i in range(len(texts)):
+            recorder.add(point, system.name, i + 1, compare(found[i], wanted[i]))
+
+
+def answers(server: RunningServer, text: list[int], prompts: list[list[int]]) -> list[Answer]:
+    """Answers to prompts that begin with ``text``, which is compressed before."""
+    compress(server, text)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(lambda prompt: generate(server, prompt, ANSWER_TOKENS), prompts))
+
+
+def compare(found: list[Answer], wanted: list[Answer]) -> dict[str, float]:
+    """Acceptance, and which answers are those of the reference."""
+    equal = [i for i, answer in enumerate(found) if answer.tokens == wanted[i].tokens]
+    metrics = {"equal_texts_pct": 100.0 * len(equal) / len(found)}
+    if found[0].steps:
+        metrics["acceptance_length"] = per_step(found)
+    if equal and wanted[0].steps:
+        of_full = per_step([wanted[i] for i in equal])
+        metrics["acceptance_on_equal_texts"] = per_step([found[i] for i in equal]) / of_full
+    return metrics
 
 
 def decode(fleet: Fleet, point: Decode, recorder: Recorder) -> None:

@@ -105,6 +105,46 @@ def test_factbook_asks_for_numbers_that_stand_there_once(monkeypatch):
     assert texts._number("none", "a: none") == ""
 
 
+POD = """=head1 NAME
+
+perlfaq0 - Tests
+
+=head2 How many doors has house {i}, in C<< $doors{{{i}}} >>?
+X<doors>
+
+(contributed by nobody)
+
+House B<{i}> has as many doors as
+L<perlfunc/doors> says, E<lt>{i}E<gt>. More: L<the manual|perldoors>.
+
+=head2 Why?
+
+No sentence to ask for.
+"""
+
+
+def test_perlfaq_asks_for_the_sentence_below_a_heading(monkeypatch):
+    from kvevict_quality import archives
+    from kvevict_quality.tasks import texts
+
+    monkeypatch.setattr(archives, "perl_faq", lambda: tuple(POD.format(i=i) for i in range(20)))
+    texts._faq.cache_clear()
+    try:
+        assert [heading for heading, _ in texts._faq()] == [
+            f"How many doors has house {i}, in $doors{{{i}}}?" for i in range(20)
+        ]
+        sample = texts.perlfaq(random.Random(0), 400, count)
+    finally:
+        texts._faq.cache_clear()
+    assert 330 < count(sample.context) <= 400 and len(sample.questions) == 8
+    for question in sample.questions:
+        (house,) = re.findall(r"house (\d+)", question.text)
+        assert question.answers == (f"House {house} has as many doors as perlfunc/doors says, <{house}>.",)
+        assert (
+            f"House {house} has as many doors as\nperlfunc" in sample.context and "More: the manual." in sample.context
+        )
+
+
 def test_completion_asks_for_the_line_after_those_that_it_shows():
     from kvevict_quality.tasks import texts
 

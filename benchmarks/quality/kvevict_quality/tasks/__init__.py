@@ -37,6 +37,7 @@ TASKS = (*_DRAWN, READING)
 TEXT_TASKS: Mapping[str, Make] = {
     "squad": texts.squad,
     "factbook": texts.factbook,
+    "perlfaq": texts.perlfaq,
     "completion": texts.completion,
 }
 GROUPS: Mapping[str, tuple[str, ...]] = {"needles": tuple(NEEDLE_TASKS), "texts": tuple(TEXT_TASKS), "all": TASKS}
