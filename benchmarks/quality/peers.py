@@ -80,16 +80,25 @@ class Peer:
         return answers
 
     @torch.inference_mode()
-    def distributions(self, passage: fidelity.Passage, press: Any | None) -> tuple[list[fidelity.Distribution], float]:
-        """Compress the context, then predict the continuation; as :func:`fidelity.distributions` of a server."""
+    def distributions(
+        self, passage: fidelity.Passage, press: Any | None, tail: int = 0
+    ) -> tuple[list[fidelity.Distribution], float]:
+        """Compress the context, then predict the continuation; as :func:`fidelity.distributions` of a server.
+
+        Args:
+            passage: context and continuation.
+            press: compresses the context; None: nothing does.
+            tail: last tokens of the context that it does not see.
+        """
         begin = time.perf_counter()
-        cache, start = DynamicCache(), len(passage.context_ids)
+        cache, start = DynamicCache(), len(passage.context_ids) - tail
         with press(self.model) if press is not None else nullcontext():
-            self.model.model(input_ids=torch.tensor([passage.context_ids]), past_key_values=cache)
+            self.model.model(input_ids=torch.tensor([passage.context_ids[:start]]), past_key_values=cache)
         prepared = time.perf_counter()
-        text = torch.tensor([passage.continuation_ids])
+        text = torch.tensor([passage.context_ids[start:] + passage.continuation_ids])
         positions = torch.arange(start, start + text.shape[1])[None]
-        logits = self.model(text, past_key_values=cache, position_ids=positions).logits[0]
+        logits = self.model(text, past_key_values=cache, position_ids=positions).logits[0, tail:]
+        text = text[:, tail:]
         logprobs = logits[passage.num_given - 1 : -1].log_softmax(-1)
         own = logprobs.gather(1, text[0, passage.num_given :, None])
         top = logprobs.topk(min(fidelity.TOP, logprobs.shape[1]))
@@ -124,19 +133,23 @@ def _crop(cache: Any, held: list[int]) -> None:
         layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
 
 
-def measure(peer: Peer, control: Row, name: str, model: Path, *, aware: bool) -> Row:
-    """One press (or ``FULL``) on the contexts, or passages, that the control's row stands for."""
+def measure(peer: Peer, control: Row, name: str, model: Path, *, aware: bool, tail: int = 0) -> Row:
+    """One press (or ``FULL``) on the contexts, or passages, that the control's row stands for.
+
+    ``tail`` last tokens of a passage stay out of the press, and count among the entries that are kept.
+    """
     peer.seconds_to_prepare = peer.seconds_to_answer = 0.0
     scores: list[float] = []
     divergences: list[float] = []
     nll: list[float] = []
     torch.manual_seed(control.seed)
     share = 1.0 if name == FULL else control.kept_share
-    press = None if name == FULL else PRESSES[name](1 - share)
+    pressed = (share * control.tokens - tail) / (control.tokens - tail)
+    press = None if name == FULL else PRESSES[name](1 - pressed)
     for index in range(control.contexts):
         if control.task in FIDELITY_TASKS:
             passage = fidelity.make_passage(peer.prompts, control.task, control.tokens, index)
-            distributions, loss = peer.distributions(passage, press)
+            distributions, loss = peer.distributions(passage, press, tail)
             full = peer.distributions(passage, None)[0] if press is not None else distributions
             divergences += map(fidelity.divergence, full, distributions)
             scores.append(fidelity.agreement(full, distributions))
@@ -149,7 +162,7 @@ def measure(peer: Peer, control: Row, name: str, model: Path, *, aware: bool) ->
     return Row(
         engine="kvpress",
         policy=name,
-        options="",
+        options=options_of(name, tail),
         budget=1.0 if name == FULL else control.budget,
         task=control.task,
         tokens=control.tokens,
@@ -171,6 +184,11 @@ def measure(peer: Peer, control: Row, name: str, model: Path, *, aware: bool) ->
     )
 
 
+def options_of(name: str, tail: int) -> str:
+    """What a row names beside the press."""
+    return f"tail={tail}" if tail and name != FULL else ""
+
+
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -181,8 +199,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lengths", nargs="*", type=int, default=[1024])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--aware", action="store_true", help="context and question in one prompt")
+    parser.add_argument("--tail", type=int, default=0, help="last tokens of passages that no press sees; ours: 32")
     parser.add_argument("--results", type=Path, help="CSV file; default: results.csv, or aware.csv, of the documents")
     args = parser.parse_args()
+    if args.tail and set(args.tasks) - set(FIDELITY_TASKS):
+        parser.error(f"--tail: got {args.tail}; allowed: with tasks {', '.join(FIDELITY_TASKS)} only")
     args.results = args.results or (AWARE_RESULTS if args.aware else RESULTS)
     return args
 
@@ -208,10 +229,19 @@ def main() -> None:
     for control in controls:
         for name in (FULL, *args.presses):
             budget = 1.0 if name == FULL else control.budget
-            key = ("kvpress", name, "", budget, control.task, control.tokens, control.model, control.seed)
+            key = (
+                "kvpress",
+                name,
+                options_of(name, args.tail),
+                budget,
+                control.task,
+                control.tokens,
+                control.model,
+                control.seed,
+            )
             if done.get(key, 0) >= control.contexts:
                 continue
-            row = measure(peer, control, name, args.model, aware=args.aware)
+            row = measure(peer, control, name, args.model, aware=args.aware, tail=args.tail)
             merge_rows(args.results, [row])
             done[row.key] = row.contexts
             print(

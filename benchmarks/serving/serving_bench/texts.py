@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from serving_bench.results import ROOT
 
 _PROSE = ROOT / "examples" / "data" / "station_handbook.txt"
-_SPEECHES = (-1, -60, -120, -180)
+_SPEECHES = (-1, -70, -120, -180)
 """Counted from the latest."""
 _TURN = "<|im_end|>\n<|im_start|>user\nQuestion {number}: describe the station.<|im_end|>\n<|im_start|>assistant\n"
 

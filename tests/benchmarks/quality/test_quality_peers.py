@@ -90,3 +90,25 @@ def test_distributions_are_those_of_one_forward_and_change_when_a_press_drops_en
 
     half, _ = peer.distributions(passage, press)
     assert max(map(fidelity.divergence, found, half)) > 1e-4
+
+
+@pytest.mark.parametrize("tail", [0, 8])
+def test_a_press_does_not_see_the_tail(peer, prompts, sample, tail):
+    from kvevict_quality import fidelity
+
+    ids, seen = prompts.context_ids(sample), []
+    passage = fidelity.Passage(ids[:40], ids[40:56])
+
+    @contextmanager
+    def press(model):
+        handle = model.model.register_forward_pre_hook(
+            lambda module, inputs, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
+        yield
+        handle.remove()
+
+    expected, nll = peer.distributions(passage, None)
+    found, same_nll = peer.distributions(passage, press, tail)
+    assert seen == [40 - tail] and len(found) == len(expected) == 15
+    assert same_nll == pytest.approx(nll, abs=1e-4)
+    assert max(map(fidelity.divergence, found, expected)) < 1e-4
