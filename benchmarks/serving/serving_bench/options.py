@@ -31,7 +31,7 @@ class Options:
         beside: policies or settings that are measured beside the default configuration.
         repeats: repetitions.
         quick: few small points.
-        only: selects points whose name contains it.
+        only: the name of a point, or a part of the names of several.
         model: its folder.
         out: folder of the results.
         busy_pct: what others used of the processor before the run, in percent; None: not looked at.
@@ -47,7 +47,7 @@ class Options:
 
     def chosen(self, points: Sequence[str]) -> list[str]:
         """The points to measure."""
-        found = [point for point in points if self.only in point]
+        found = [point for point in points if point == self.only] or [point for point in points if self.only in point]
         if not found:
             raise SystemExit(f"--only {self.only!r}: no such point; there are {', '.join(points)}")
         return found
@@ -72,7 +72,7 @@ def parse_options(description: str, repeats: int = MIN_REPEATS) -> Options:
     parser.add_argument("--beside", nargs="*", default=[], help=beside)
     parser.add_argument("--repeats", type=int, default=repeats, help="repetitions; ratios show their spread")
     parser.add_argument("--quick", action="store_true", help="few small points; results go to out/, not to docs/")
-    parser.add_argument("--only", default="", help="points whose name contains this; others keep their rows")
+    parser.add_argument("--only", default="", help="a point, or a part of points' names; others keep their rows")
     parser.add_argument("--model", type=Path, default=None, help="model folder; default: the demo model")
     parser.add_argument("--out", type=Path, default=None, help="folder of CSV, plot and page")
     args = parser.parse_args()
