@@ -13,7 +13,6 @@ from sgl_kvevict.policies.methods.snapkv import WindowSize
 from sgl_kvevict.policies.options import OneBudgetOptions
 from sgl_kvevict.policies.parts import Scorer, TokenScores, Trait
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.selectors import TopKSelector
 from sgl_kvevict.policies.signals import Signal
 
 
@@ -86,5 +85,4 @@ class Defensive(OneBudgetOptions):
 
     def build(self) -> Policy:
         """Make the policy."""
-        scorer = RobustAttentionScorer(self.window_size, self.use_floor, self.use_value_norm)
-        return Policy(self.name, scorer, self.allocator(), TopKSelector())
+        return self.policy(RobustAttentionScorer(self.window_size, self.use_floor, self.use_value_norm))
