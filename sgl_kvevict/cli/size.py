@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.long_prompts import LongPrompts
@@ -107,12 +109,9 @@ def _downloaded(hub_name: str) -> Path:
 
 def parse_bytes(text: str) -> int:
     """Read an amount of memory, ``40GB``, ``512MiB`` or a plain number of bytes; anything else is a ``ConfigError``."""
-    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1, "": 1}
-    digits = text.strip().rstrip("BKMGIbkmgi ")
-    unit = text.strip()[len(digits) :].strip().upper()
     try:
-        amount = int(float(digits) * units[unit])
-    except (ValueError, KeyError, OverflowError):
+        amount = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
         amount = 0
     if amount <= 0:
         raise ConfigError(f"kv memory: got {text!r}; allowed: an amount like 40GB, 512MiB or a number of bytes")
@@ -175,7 +174,4 @@ def as_builtins(sizes: ModelSizes, pool_slots: int, rows: Sequence[Fit], longest
 
 def show_bytes(amount: float) -> str:
     """Format an amount of memory in a readable unit."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
-        if amount >= size:
-            return f"{amount / size:.1f} {unit}"
-    return f"{amount:.0f} B"
+    return ByteSize(amount).human_readable(decimal=True, separator=" ")

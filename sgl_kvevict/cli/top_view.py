@@ -14,26 +14,10 @@ from rich.text import Text
 
 from sgl_kvevict.cli.output import short_model
 from sgl_kvevict.cli.size import show_bytes
+from sgl_kvevict.events import types
 from sgl_kvevict.events.questions import Description, StatusReport
 from sgl_kvevict.events.totals import Pool, Totals
-from sgl_kvevict.events.types import (
-    AnyEvent,
-    Cleared,
-    Compressed,
-    Dropped,
-    EventsLost,
-    Loaded,
-    LoadFailed,
-    MovedIn,
-    MovedOut,
-    PrefilledCompressed,
-    Refused,
-    Repacked,
-    ScoringPass,
-    Split,
-    Squeezed,
-    Stored,
-)
+from sgl_kvevict.events.types import AnyEvent, Dropped
 
 SORT_KEYS = {"s": "slots", "t": "tokens", "r": "readers", "a": "age"}
 RATE_WINDOW_S = 10.0
@@ -219,41 +203,41 @@ def _footer(state: TopState) -> Text:
 def describe(event: AnyEvent) -> str:
     """Describe an event in a few words."""
     match event:
-        case Compressed():
+        case types.Compressed():
             what = f"compressed tokens {event.start:,}-{event.end:,} into {event.slots:,} slots"
             merged = f", {event.merged_entries:,} entries merged" if event.merged_entries else ""
             where = f"{event.seconds * 1000:.1f} ms, node {event.nodes[-1]}"
             return f"{what}, {event.released_slots:,} released{merged} ({where})"
-        case Split():
+        case types.Split():
             return f"split node {event.lower} at {event.position:,}; the upper half is node {event.upper}"
-        case Dropped():
+        case types.Dropped():
             kind = "compressed" if event.compressed else "uncompressed"
             return f"dropped {kind} node {event.node}: {event.tokens:,} tokens, {event.slots:,} slots released"
-        case Repacked():
+        case types.Repacked():
             return f"repacked node {event.node} into {event.slots:,} slots, {event.released_slots:,} released"
-        case Squeezed():
+        case types.Squeezed():
             return f"squeezed node {event.node} into {event.slots:,} slots, {event.released_slots:,} released"
-        case PrefilledCompressed():
+        case types.PrefilledCompressed():
             return f"compressed {event.tokens:,} tokens of a prompt while it was prefilled"
-        case ScoringPass():
+        case types.ScoringPass():
             return f"scored tokens {event.start:,}-{event.end:,} ({event.seconds * 1000:.1f} ms)"
-        case Refused():
+        case types.Refused():
             why = {"in-use": "somebody reads them exactly", "not-cached": "not cached"}.get(event.reason, event.reason)
             return f"left {event.tokens:,} tokens as they are: {why}"
-        case Stored():
+        case types.Stored():
             what = event.error or (f"{event.bytes:,} bytes" if event.bytes else "was there")
             return f"stored {event.tokens:,} tokens: {what}"
-        case Loaded():
+        case types.Loaded():
             return f"loaded tokens {event.start:,}-{event.end:,} from the store"
-        case LoadFailed():
+        case types.LoadFailed():
             return f"went on without the store: {event.error or 'it came too late'}"
-        case MovedOut():
+        case types.MovedOut():
             return f"moved tokens {event.start:,}-{event.end:,} to the host's memory ({event.bytes:,} bytes)"
-        case MovedIn():
+        case types.MovedIn():
             return f"moved tokens {event.start:,}-{event.end:,} back from the host's memory"
-        case Cleared():
+        case types.Cleared():
             return "flushed the whole cache"
-        case EventsLost():
+        case types.EventsLost():
             return f"{event.count:,} events were lost"
 
 
