@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -101,8 +102,6 @@ def warm(
     as_json: Json = False,
 ) -> None:
     """Prefill, score and compress a prefix before it is asked about."""
-    from dataclasses import asdict
-
     from sgl_kvevict import client
 
     if (text_file is None) == (messages_file is None):
@@ -184,7 +183,9 @@ def size(
     rows = sizing.fits(config, sizes, prefix_tokens, pool_slots, reserve_tokens, host_bytes)
     longest = sizing.longest_prompt(config, pool_slots - reserve_tokens)
     if as_json:
-        typer.echo(json.dumps(sizing.as_builtins(sizes, pool_slots, rows, longest)))
+        figures = {"model": asdict(sizes) | {"slot_bytes": sizes.slot_bytes}, "pool_slots": pool_slots}
+        figures |= {"longest_prompt": longest, "budgets": [asdict(row) for row in rows]}
+        typer.echo(json.dumps(figures))
         return
     from sgl_kvevict.cli.output import print_table
 

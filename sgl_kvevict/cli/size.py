@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
@@ -163,13 +163,6 @@ def longest_prompt(config: KVEvictConfig, pool_slots: int) -> int:
     """Return the tokens of the longest prompt that a pool serves, whatever ``--chunked-prefill-size`` is."""
     plan = LongPrompts.of(config, pool_slots, pool_slots)
     return max(pool_slots - 7, 0) if plan is None else plan.longest()  # 7: as SGLang counts
-
-
-def as_builtins(sizes: ModelSizes, pool_slots: int, rows: Sequence[Fit], longest: int) -> dict[str, object]:
-    """Return all figures as plain values, for JSON."""
-    model = asdict(sizes) | {"slot_bytes": sizes.slot_bytes}
-    budgets = [asdict(row) for row in rows]
-    return {"model": model, "pool_slots": pool_slots, "longest_prompt": longest, "budgets": budgets}
 
 
 def show_bytes(amount: float) -> str:

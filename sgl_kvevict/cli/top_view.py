@@ -23,12 +23,12 @@ SORT_KEYS = {"s": "slots", "t": "tokens", "r": "readers", "a": "age"}
 RATE_WINDOW_S = 10.0
 NUM_EVENTS = 8
 
-# Part of the pool, its glyph (readable without colours) and its colour.
+# Part of the pool, its label, its glyph (readable without colours) and its colour.
 _POOL_PARTS = (
-    ("compressed", "█", "green"),
-    ("full", "▓", "blue"),
-    ("private", "▒", "yellow"),
-    ("free", "░", "bright_black"),
+    ("compressed", "compressed", "█", "green"),
+    ("full", "uncompressed", "▓", "blue"),
+    ("private", "in requests", "▒", "yellow"),
+    ("free", "free", "░", "bright_black"),
 )
 _RATES = (
     ("compressions", "compressions"),
@@ -109,13 +109,12 @@ def _pool_bar(pool: Pool, width: int) -> Text:
     bar, legend = Text(), Text()
     used = 0
     counted = 0
-    for name, glyph, colour in _POOL_PARTS:
+    for name, label, glyph, colour in _POOL_PARTS:
         slots = getattr(pool, name)
         counted += slots
         cells = round(width * counted / max(pool.total, 1)) - used
         used += cells
         bar.append(glyph * cells, style=colour)
-        label = {"full": "uncompressed", "private": "in requests"}.get(name, name)
         legend.append(glyph, style=colour)
         legend.append(f" {label} {slots:,}   ")
     legend.append(f"of {pool.total:,} token slots")

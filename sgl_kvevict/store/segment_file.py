@@ -68,7 +68,7 @@ _ROW_DTYPES = {"torch.float32", "torch.float16", "torch.bfloat16", "torch.float8
 
 @dataclass(frozen=True, eq=False)
 class SegmentRecord:
-    """A segment as a store keeps it. All tensors are on the CPU.
+    """A segment as a store keeps it. All tensors are on the CPU; :data:`TENSORS` has their dtypes and shapes.
 
     Attributes:
         key: its name, see :meth:`sgl_kvevict.store.identity.Namespace.segment`.
@@ -76,22 +76,16 @@ class SegmentRecord:
         start: logical position of its first token; ``end``: after its last token.
         splittable: see :class:`sgl_kvevict.store.manifest.ManifestEntry`, also for ``is_read``.
         created: seconds since the epoch.
-        tokens: [end], int64, all tokens of its path.
-        keep_lens: [num_layers, num_kv_heads], int32, entries of each run.
-        positions: [num_entries], int32, run after run, logical positions, ascending within a run.
-        k: [num_entries, head_dim], in the dtype of the pool. ``v`` likewise, or without columns if values are a part of
-            the keys' rows.
-        worth: [num_entries], int16, or None.
-        policy_state: [num_layers, num_kv_heads], float32, the policy's state, or None.
-        biases: [num_entries], float32, added to the scores of its entries; None: it is not fitted.
-        tail_tokens: [num_tail], int64, uncompressed tokens that follow in the prompt; None: no tail.
-        tail_k: [num_layers, num_tail, num_kv_heads, head_dim], in the dtype of the pool, or None; like ``tail_v``.
-        draft_lens: [num_layers, num_kv_heads] of this server's draft model, int32, its rows of each run; None: none.
-        draft_positions: [num_rows], int32, run after run, ascending within a run.
-        draft_k: [num_rows, head_dim], in the dtype of the draft's pool; like ``draft_v``.
-        draft_paid: [num_rows], float32, the attention that each row was paid.
-        draft_tail_k: [num_layers, num_tail, num_kv_heads, head_dim] of the draft model, its rows of the tail; like
-            ``draft_tail_v``.
+        tokens: all tokens of its path.
+        keep_lens: entries of each run.
+        positions: run after run, like ``k``, ``v``, ``worth`` and ``biases``; logical, ascending within a run.
+        v: without columns if values are a part of the keys' rows; likewise ``tail_v``.
+        policy_state: the policy's state.
+        biases: added to the scores of its entries; None: it is not fitted.
+        tail_tokens: uncompressed tokens that follow in the prompt; None: no tail.
+        draft_lens: rows of this server's draft model, of each run; None: none.
+        draft_paid: the attention that each row was paid.
+        draft_tail_k: the draft model's rows of the tail; like ``draft_tail_v``.
     """
 
     key: str

@@ -47,16 +47,7 @@ class RobustAttentionScorer(Scorer):
     def score(self, view: LayerView) -> TokenScores:
         """Score one layer."""
         window = view.need_window().last(self.window_size)
-        peaks = accumulated_attention(
-            window.queries,
-            window.lse,
-            view.k_buffer,
-            view.token_slots,
-            sm_scale=view.stored_sm_scale,
-            key_start=view.start,
-            query_start=window.start,
-            reduction="max",
-        )
+        peaks = accumulated_attention(**view.attention_of(window), reduction="max")
         if self.use_floor:
             peaks = peaks.clamp(min=peaks.mean(-1, keepdim=True))
         if self.use_value_norm:
