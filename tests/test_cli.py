@@ -81,8 +81,9 @@ def test_serve_on_a_cpu(capsys: pytest.CaptureFixture[str], model_folder: str, m
         assert part in err
 
 
-def test_serve_on_a_gpu_leaves_device_and_pool_to_sglang(model_folder: str) -> None:
-    plan = plan_serve(model_folder, KVEvictConfig(), [], cuda_is_available=lambda: True)
+def test_serve_on_a_gpu_leaves_device_and_pool_to_sglang(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_plan, "_torch_has_cuda", lambda: True)
+    plan = plan_serve(model_folder, KVEvictConfig(), [])
     assert flag_value(plan.command, "--device") is None
     assert flag_value(plan.command, "--max-total-tokens") is None
     assert "SGLANG_PLATFORM" not in plan.environ
@@ -92,8 +93,9 @@ def test_serve_on_a_gpu_leaves_device_and_pool_to_sglang(model_folder: str) -> N
 
 def test_the_users_flags_win_over_the_defaults(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_PLATFORM", "another")
+    monkeypatch.setattr(server_plan, "_torch_has_cuda", lambda: True)
     flags = ["--device=cpu", "--max-total-tokens", "4000", "--attention-backend", "kvevict"]
-    plan = plan_serve(model_folder, KVEvictConfig(), flags, cuda_is_available=lambda: True)
+    plan = plan_serve(model_folder, KVEvictConfig(), flags)
     assert plan.command[-len(flags) :] == tuple(flags)
     assert plan.command.count("--max-total-tokens") == plan.command.count("--attention-backend") == 1
     assert "--device" not in plan.command
@@ -101,17 +103,19 @@ def test_the_users_flags_win_over_the_defaults(model_folder: str, monkeypatch: p
     assert "pool of 4000 tokens" in plan.summary
 
 
-def test_a_hub_name_may_be_looked_up(model_folder: str) -> None:
-    plan = plan_serve("organisation/model", KVEvictConfig(), [], cuda_is_available=lambda: False)
+def test_a_hub_name_may_be_looked_up(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_plan, "_torch_has_cuda", lambda: False)
+    plan = plan_serve("organisation/model", KVEvictConfig(), [])
     assert "HF_HUB_OFFLINE" not in plan.environ
     assert flag_value(plan.command, "--model-path") == "organisation/model"
 
 
 def test_the_demo_model_is_made_and_served(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_plan, "resolve_model", lambda model: {"demo": model_folder}[model])
+    monkeypatch.setattr(server_plan, "_torch_has_cuda", lambda: False)
     for is_fast, dtype in ((True, None), (False, "float32")):
         monkeypatch.setattr(server_plan, "has_fast_bfloat16", lambda is_fast=is_fast: is_fast)
-        plan = plan_serve("demo", KVEvictConfig(), [], cuda_is_available=lambda: False)
+        plan = plan_serve("demo", KVEvictConfig(), [])
         assert flag_value(plan.command, "--model-path") == model_folder
         assert flag_value(plan.command, "--dtype") == dtype
 

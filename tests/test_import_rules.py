@@ -40,12 +40,15 @@ MAY_IMPORT = {
 ONLY_IN = {
     "sglang": ("sgl_kvevict/sglang_adapter/",),
     "flashinfer": ("sgl_kvevict/attention/flashinfer/",),
-    "pydantic": ("sgl_kvevict/config.py", "sgl_kvevict/fields.py", "sgl_kvevict/request.py", "sgl_kvevict/policies/"),
+    "pydantic": (
+        *("sgl_kvevict/config.py", "sgl_kvevict/fields.py", "sgl_kvevict/request.py", "sgl_kvevict/policies/"),
+        "sgl_kvevict/cli/size.py",
+    ),
     "yaml": ("sgl_kvevict/config_file.py",),
     "transformers": ("sgl_kvevict/model.py", "sgl_kvevict/cli/inspect"),
     "safetensors": ("sgl_kvevict/distill/files.py", "sgl_kvevict/store/segment_file.py"),
     "fsspec": ("sgl_kvevict/store/remote.py",),
-    "filelock": ("sgl_kvevict/store/directory.py",),
+    "filelock": ("sgl_kvevict/store/directory.py", "sgl_kvevict/model.py"),
     "tokenizers": ("sgl_kvevict/model.py",),
     "typer": ("sgl_kvevict/cli/",),
     "rich": ("sgl_kvevict/cli/",),

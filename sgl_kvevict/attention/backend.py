@@ -6,6 +6,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -95,42 +96,32 @@ def build_attention(
     chosen = resolve_attention(name, k_arena.device.type, geometry.head_dim)
     if chosen == "torch" and name == "auto":
         logger.warning("attention is 'torch', which takes longer: %s", reason_not_to_run(geometry.head_dim))
-    arenas = geometry, k_arena, v_arena
     if chosen == "numba":
         from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
 
-        return NumbaAttention(*arenas, biases)
+        return NumbaAttention(geometry, k_arena, v_arena, biases)
     if chosen == "torch":
-        return TorchAttention(*arenas, biases)
+        return TorchAttention(geometry, k_arena, v_arena, biases)
+    triton = partial(_build_triton, geometry, k_arena, v_arena, q_dtype, biases, on_all_ranks, verifies)
     if chosen == "triton":
-        return _build_triton(*arenas, q_dtype, biases, on_all_ranks, verifies)
-    return _build_flashinfer(*arenas, q_dtype, biases, on_all_ranks, verifies)
+        return triton()
+    if biases is not None or geometry.is_latent:
+        raise UnsupportedSetupError([NO_LATENTS if biases is None else NO_BIASES])
+    return _build_flashinfer(geometry, k_arena, v_arena, triton, verifies=verifies)
 
 
 def _build_flashinfer(
-    geometry: KVGeometry,
-    k_arena: Tensor,
-    v_arena: Tensor,
-    q_dtype: torch.dtype | None,
-    biases: Tensor | None,
-    on_all_ranks: Callable[[bool], bool],
-    verifies: bool = False,
+    geometry: KVGeometry, k_arena: Tensor, v_arena: Tensor, triton: Callable[[], CapturableAttention], *, verifies: bool
 ) -> Attention:
-    """FlashInfer for layers without a window, our Triton kernels for the others and for trees."""
-    if biases is not None:
-        raise UnsupportedSetupError([NO_BIASES])
-    if geometry.is_latent:
-        raise UnsupportedSetupError([NO_LATENTS])
+    """FlashInfer for layers without a window; ``triton`` builds our own attention for the others and for trees."""
     from sgl_kvevict.attention.by_window import ByWindow
     from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
 
     if not geometry.full_layers:
-        return _build_triton(geometry, k_arena, v_arena, q_dtype, None, on_all_ranks, verifies)
+        return triton()
     plain = FlashInferAttention(replace(geometry, windows=()), k_arena, v_arena)
     plain.warm_up()
-    if not (geometry.has_windows or verifies):
-        return plain
-    return ByWindow(plain, _build_triton(geometry, k_arena, v_arena, q_dtype, None, on_all_ranks, verifies))
+    return ByWindow(plain, triton()) if geometry.has_windows or verifies else plain
 
 
 def _build_triton(
@@ -140,7 +131,7 @@ def _build_triton(
     q_dtype: torch.dtype | None,
     biases: Tensor | None,
     on_all_ranks: Callable[[bool], bool],
-    verifies: bool = False,
+    verifies: bool,
 ) -> CapturableAttention:
     from sgl_kvevict.attention.flashinfer.prefill import find_plain_prefill
     from sgl_kvevict.attention.triton.attention import TritonAttention

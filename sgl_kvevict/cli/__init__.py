@@ -16,6 +16,7 @@ import typer
 
 from sgl_kvevict.cli import operate
 from sgl_kvevict.cli.check import check
+from sgl_kvevict.cli.parameters import ModelName, SGLangFlags
 from sgl_kvevict.cli.store import store
 from sgl_kvevict.errors import ConfigError, KVEvictError
 
@@ -97,11 +98,8 @@ def common(
 
 @app.command()
 def serve(
-    model: Annotated[str, typer.Argument(help="Model folder, hub name, or a name of 'sgl-kvevict model --list'.")],
-    sglang_flags: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="-- SGLANG_FLAGS", help="SGLang's own flags, passed on unchanged."),
-    ] = None,
+    model: ModelName,
+    sglang_flags: SGLangFlags = None,
     policy: Annotated[str | None, typer.Option(help="Which entries to keep: 'sgl-kvevict policies'.")] = None,
     budget: Annotated[
         str | None, typer.Option(help="Share of entries to keep (0.2), or entries per KV head (256).")
@@ -148,36 +146,33 @@ def policies(
     name: Annotated[str | None, typer.Argument(help="Show the options of this policy.")] = None,
 ) -> None:
     """List the policies, or the options of one."""
-    from rich.table import Table
-
-    from sgl_kvevict.cli.output import print_shaped
+    from sgl_kvevict.cli.output import print_table
     from sgl_kvevict.policies.by_name import find_policy, list_policies, papers
     from sgl_kvevict.policies.options import BudgetOptions
 
     if name is None:
-        table = Table("policy", "keeps", "own options", box=None, pad_edge=False)
         common = tuple(BudgetOptions.model_fields)
+        rows = []
         for policy in list_policies():
             own = [f"{option.name}={option.default}" for option in policy.describe() if option.name not in common]
-            table.add_row(policy.name, policy.summary, " ".join(own))
-        table.caption = (
+            rows.append((policy.name, policy.summary, " ".join(own)))
+        caption = (
             f"All but none also take {', '.join(common)}.\n"
             f"NAME@paper sets options, tail and budget as the paper prints them: {', '.join(papers())}.\n"
             "'sgl-kvevict policies NAME' explains the options of one; 'package.module:factory' loads your own."
         )
-        table.caption_justify = "left"
+        print_table(("policy", "keeps", "own options"), rows, caption)
+        return
+    policy, as_printed = find_policy(name)
+    if as_printed:
+        printed = papers()[policy.name]
+        values = (*printed.options, *printed.fields(policy.paper_options({})))
+        rows = [(value.name, str(value.value), value.source) for value in values]
+        print_table(("field", "value", f"where: {printed.paper}"), rows)
     else:
-        policy, as_printed = find_policy(name)
-        if as_printed:
-            printed = papers()[policy.name]
-            table = Table("field", "value", f"where: {printed.paper}", box=None, pad_edge=False)
-            for value in (*printed.options, *printed.fields(policy.paper_options({}))):
-                table.add_row(value.name, str(value.value), value.source)
-        else:
-            table = Table("option", "default", "meaning", "allowed", box=None, pad_edge=False)
-            for option in policy.describe():
-                table.add_row(option.name, str(option.default), option.meaning, option.allowed)
-    print_shaped(table)
+        options = policy.describe()
+        described = [(option.name, str(option.default), option.meaning, option.allowed) for option in options]
+        print_table(("option", "default", "meaning", "allowed"), described)
 
 
 @app.command()
@@ -197,19 +192,17 @@ def model(
     if not is_list:
         typer.echo(ensure_model(name, directory, accept_terms=accept_terms))
         return
-    from rich.table import Table
+    from sgl_kvevict.cli.output import print_table
 
-    from sgl_kvevict.cli.output import print_shaped
-
-    table = Table("name", "model", "download", "what", "here", box=None, pad_edge=False)
-    for key, each in MODELS.items():
-        here = str(model_path(key, directory) or "no")
-        table.add_row(key, each.folder, f"{each.megabytes:,} MB", each.facts, here)
-    print_shaped(table)
+    rows = [
+        (key, each.folder, f"{each.megabytes:,} MB", each.facts, str(model_path(key, directory) or "no"))
+        for key, each in MODELS.items()
+    ]
+    print_table(("name", "model", "download", "what", "here"), rows)
 
 
-operate.register(app)
-app.command()(check)
+for command in (operate.top, operate.inspect, operate.warm, operate.learn, operate.size, check):
+    app.command()(command)
 app.add_typer(store)
 
 

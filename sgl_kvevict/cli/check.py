@@ -8,12 +8,14 @@ from typing import Annotated, Literal
 
 import typer
 
+from sgl_kvevict.cli.parameters import Json
+
 
 def check(
     device: Annotated[
         Literal["auto", "cuda", "cpu"], typer.Option(help="Of the server; auto: cuda where there is a driver.")
     ] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Say what this machine has and lacks; exit code 1: a server could not start."""
     from sgl_kvevict.machine import check_machine, check_packages, read_machine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,20 +15,9 @@ from rich.text import Text
 from rich.tree import Tree as TextTree
 
 from sgl_kvevict.cli.output import short_model, shorten
+from sgl_kvevict.events import questions
 from sgl_kvevict.events.client import InspectClient, check_endpoint
-from sgl_kvevict.events.questions import (
-    Describe,
-    Description,
-    Kept,
-    KeptReport,
-    Status,
-    StatusReport,
-    Tokens,
-    TokensReport,
-    Tree,
-    TreeNode,
-    TreeReport,
-)
+from sgl_kvevict.events.questions import Description, KeptReport, StatusReport, TreeNode, TreeReport
 
 Decode = Callable[[Sequence[int]], list[str]]
 T = TypeVar("T")
@@ -71,15 +59,15 @@ def take_snapshot(
     """
 
     async def ask_all(client: InspectClient) -> Snapshot:
-        about = await client.ask(Describe(), Description)
-        tree = await client.ask(Tree(limit), TreeReport)
-        status = await client.ask(Status(limit=0), StatusReport)
+        about = await client.ask(questions.Describe(), Description)
+        tree = await client.ask(questions.Tree(limit), TreeReport)
+        status = await client.ask(questions.Status(limit=0), StatusReport)
         compressed = sorted((node for node in tree.nodes if node.compressed), key=lambda node: -node.slots)
-        kept = await client.ask_each([Kept(node.id, bins) for node in compressed[:num_maps]], KeptReport)
+        kept = await client.ask_each([questions.Kept(node.id, bins) for node in compressed[:num_maps]], KeptReport)
         maps = {node.id: report for node, report in zip(compressed, kept, strict=False) if report}
         tokens: dict[int, Sequence[int]] = {}
         if with_tokens and about.expose_tokens:
-            texts = await client.ask_each([Tokens(node.id) for node in tree.nodes], TokensReport)
+            texts = await client.ask_each([questions.Tokens(node.id) for node in tree.nodes], questions.TokensReport)
             tokens = {node.id: report.token_ids for node, report in zip(tree.nodes, texts, strict=True) if report}
         return Snapshot(client.endpoint, about, tree, status, maps, tokens)
 
@@ -97,9 +85,11 @@ def look_at(
     """
 
     async def ask_all(client: InspectClient) -> tuple[Description, KeptReport | None, Sequence[int] | None]:
-        about = await client.ask(Describe(), Description)
-        (kept,) = await client.ask_each([Kept(node, bins)], KeptReport)
-        (text,) = await client.ask_each([Tokens(node)], TokensReport) if about.expose_tokens else (None,)
+        about = await client.ask(questions.Describe(), Description)
+        (kept,) = await client.ask_each([questions.Kept(node, bins)], KeptReport)
+        (text,) = (
+            await client.ask_each([questions.Tokens(node)], questions.TokensReport) if about.expose_tokens else (None,)
+        )
         return about, kept, None if text is None else text.token_ids
 
     return _with_client(endpoint, timeout_s, ask_all)
@@ -155,7 +145,7 @@ def as_json(snapshot: Snapshot) -> str:
 
 def as_page(snapshot: Snapshot, decode: Decode | None) -> str:
     """Return the snapshot as one self-contained HTML page; without ``decode``, tokens are shown as ids."""
-    maps = {str(node): as_map(report) for node, report in snapshot.maps.items()}
+    maps = {str(node): report for node, report in snapshot.maps.items()}
     tokens = {str(node): (decode or as_numbers)(ids) for node, ids in snapshot.tokens.items()}
     return page(tree_content(snapshot) | {"maps": maps, "tokens": tokens})
 
@@ -174,17 +164,6 @@ def page(content: Mapping[str, object]) -> str:
     data = msgspec.json.encode(content).decode().replace("<", "\\u003c")
     template = files("sgl_kvevict.cli").joinpath("inspect_page.html").read_text(encoding="utf-8")
     return template.replace("@DATA@", data)
-
-
-def as_map(report: KeptReport) -> dict[str, object]:
-    """Return what the page shows of a node's heads."""
-    return {
-        "start": report.start,
-        "end": report.end,
-        "num_bins": report.num_bins,
-        "num_rows": report.num_rows,
-        "share": base64.b64encode(report.share).decode(),
-    }
 
 
 def as_numbers(ids: Sequence[int]) -> list[str]:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from sgl_kvevict.cli.parameters import Json, Long, ModelName, SGLangFlags
 from sgl_kvevict.errors import ConfigError
 
 Endpoint = Annotated[
     str, typer.Argument(metavar="ENDPOINT", help="The server's inspection socket (events.inspect_endpoint), HOST:PORT.")
 ]
-
-Long = Annotated[bool, typer.Option("--long", help="Show long names and digests in full.")]
 
 
 def top(
@@ -37,7 +37,11 @@ def top(
     if web is not None:
         if as_json or count:
             raise ConfigError("--web: got --json or --count too; allowed: neither")
-        _serve_page(endpoint, web, interval, timeout)
+        from sgl_kvevict.cli.web import WebServer
+
+        with WebServer(endpoint, web, interval, timeout) as server, contextlib.suppress(KeyboardInterrupt):
+            typer.echo(f"http://127.0.0.1:{server.server_port} shows the cache of {server.endpoint}; Ctrl-C ends it")
+            server.serve_forever()
         return
     from sgl_kvevict.cli.top import TopOptions, run_top
 
@@ -45,17 +49,9 @@ def top(
     run_top(options, as_json=as_json)
 
 
-def _serve_page(endpoint: str, port: int, interval_s: float, timeout_s: float) -> None:
-    from sgl_kvevict.cli.web import WebServer
-
-    with WebServer(endpoint, port, interval_s, timeout_s) as server, contextlib.suppress(KeyboardInterrupt):
-        typer.echo(f"http://127.0.0.1:{server.server_port} shows the cache of {server.endpoint}; Ctrl-C ends it")
-        server.serve_forever()
-
-
 def inspect(
     endpoint: Endpoint = "127.0.0.1:5659",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the tree as JSON.")] = False,
+    as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="Write a self-contained page with pictures to this file.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=20_000, help="Nodes at most, root side first.")] = 5000,
     maps: Annotated[int, typer.Option(min=0, help="Page: nodes, largest first, whose kept tokens are shown.")] = 100,
@@ -103,11 +99,9 @@ def warm(
         Path | None, typer.Option(help="Questions that will follow, one a line: keep what they attend to.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait.")] = 600.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Prefill, score and compress a prefix before it is asked about."""
-    from dataclasses import asdict
-
     from sgl_kvevict import client
 
     if (text_file is None) == (messages_file is None):
@@ -126,12 +120,9 @@ def warm(
 
 
 def learn(
-    model: Annotated[str, typer.Argument(help="Model folder, hub name, or a name of 'sgl-kvevict model --list'.")],
+    model: ModelName,
     out: Annotated[Path, typer.Option(help="File to write (safetensors), for score_weights.")],
-    sglang_flags: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="-- SGLANG_FLAGS", help="SGLang's own flags, passed on unchanged."),
-    ] = None,
+    sglang_flags: SGLangFlags = None,
     texts: Annotated[
         Path | None, typer.Option(help="Folder of UTF-8 texts; default: texts that Python brings along.")
     ] = None,
@@ -174,7 +165,7 @@ def size(
     ] = None,
     tail_tokens: Annotated[int | None, typer.Option(min=1, help="As of 'serve'.")] = None,
     min_prefix_tokens: Annotated[int | None, typer.Option(min=1, help="As of 'serve'.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Work out how many prefixes fit into a KV pool."""
     from sgl_kvevict.cli import size as sizing
@@ -192,11 +183,11 @@ def size(
     rows = sizing.fits(config, sizes, prefix_tokens, pool_slots, reserve_tokens, host_bytes)
     longest = sizing.longest_prompt(config, pool_slots - reserve_tokens)
     if as_json:
-        typer.echo(json.dumps(sizing.as_builtins(sizes, pool_slots, rows, longest)))
+        figures = {"model": asdict(sizes) | {"slot_bytes": sizes.slot_bytes}, "pool_slots": pool_slots}
+        figures |= {"longest_prompt": longest, "budgets": [asdict(row) for row in rows]}
+        typer.echo(json.dumps(figures))
         return
-    from rich.table import Table
-
-    from sgl_kvevict.cli.output import print_shaped
+    from sgl_kvevict.cli.output import print_table
 
     heads = f"{sizes.num_layers} layers x {sizes.num_kv_heads} KV heads x {sizes.head_dim}"
     typer.echo(f"{model}: {heads}, {sizing.show_bytes(sizes.slot_bytes)} a token slot")
@@ -204,18 +195,15 @@ def size(
     typer.echo(f"pool: {pool_slots:,} token slots ({memory}), {reserve_tokens:,} of them left to running requests")
     typer.echo(f"host: {sizing.show_bytes(host_bytes)} for what the pool drops (host_bytes)")
     names = ("budget", "slots a prefix", "memory a prefix", "tokens a slot", "fit the pool", "fit the host", "a load")
-    table = Table(*names, box=None)
+    lines = []
     for row in rows:
-        memory = sizing.show_bytes(row.prefix_bytes)
-        per_slot, load = f"{row.tokens_per_slot:.2f}", sizing.show_bytes(row.load_bytes)
-        counts = f"{row.prefixes:,}", f"{row.host_prefixes:,}"
-        table.add_row(str(row.budget), f"{row.prefix_slots:,}", memory, per_slot, *counts, load)
-    print_shaped(table)
+        slots, memory, per_slot = (
+            f"{row.prefix_slots:,}",
+            sizing.show_bytes(row.prefix_bytes),
+            f"{row.tokens_per_slot:.2f}",
+        )
+        load = sizing.show_bytes(row.load_bytes)
+        lines.append((str(row.budget), slots, memory, per_slot, f"{row.prefixes:,}", f"{row.host_prefixes:,}", load))
+    print_table(names, lines)
     typer.echo(f"A prefix needs all its {prefix_tokens:,} slots while it is prefilled; that room is counted.")
     typer.echo(f"The longest prompt that is answered has {longest:,} tokens.")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    for command in (top, inspect, warm, size, learn):
-        app.command()(command)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from rich.console import Console, RenderableType
+from rich.table import Table
 
 PIPE_COLUMNS = 10_000
 
@@ -16,6 +19,14 @@ def print_shaped(renderable: RenderableType) -> None:
         console.print(renderable, highlight=False)
     lines = capture.get().splitlines()
     console.file.write("".join(f"{line.rstrip()}\n" for line in lines))
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> None:
+    """Print rows below the names of their columns, and a caption below them."""
+    table = Table(*columns, box=None, pad_edge=False, caption=caption or None, caption_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    print_shaped(table)
 
 
 def shorten(text: str, num_chars: int) -> str:

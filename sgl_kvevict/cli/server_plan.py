@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -123,21 +123,13 @@ def spelled_out(config: KVEvictConfig) -> KVEvictConfig:
     return configured_policy(config)[0]
 
 
-def plan_serve(
-    model: str,
-    config: KVEvictConfig,
-    sglang_flags: Sequence[str],
-    *,
-    cuda_is_available: Callable[[], bool] | None = None,
-    listens: bool = True,
-) -> ServePlan:
+def plan_serve(model: str, config: KVEvictConfig, sglang_flags: Sequence[str], *, listens: bool = True) -> ServePlan:
     """Determine the command that starts SGLang.
 
     Args:
         model: model folder, hub name, or a name of ``sgl_kvevict.model.MODELS``.
         config: with checked fields.
         sglang_flags: the user's own SGLang flags, passed on unchanged.
-        cuda_is_available: asked only if the flags name no device; default: torch's answer.
         listens: check that ``--port`` of the flags, or SGLang's default, is free; False: a port is chosen later.
 
     Raises:
@@ -152,7 +144,7 @@ def plan_serve(
     if problems:
         raise ConfigError("invalid arguments:\n" + "\n".join(f"  - {problem}" for problem in problems))
     device = flag_value(sglang_flags, "--device")
-    on_cpu = device == "cpu" if device else not (cuda_is_available or _torch_has_cuda)()
+    on_cpu = device == "cpu" if device else not _torch_has_cuda()
     path = resolve_model(model)
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", path]
     wanted = {"--radix-cache-backend": BACKEND_NAME, "--attention-backend": BACKEND_NAME}

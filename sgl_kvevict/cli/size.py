@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import ConfigError
@@ -107,12 +109,9 @@ def _downloaded(hub_name: str) -> Path:
 
 def parse_bytes(text: str) -> int:
     """Read an amount of memory, ``40GB``, ``512MiB`` or a plain number of bytes; anything else is a ``ConfigError``."""
-    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1, "": 1}
-    digits = text.strip().rstrip("BKMGIbkmgi ")
-    unit = text.strip()[len(digits) :].strip().upper()
     try:
-        amount = int(float(digits) * units[unit])
-    except (ValueError, KeyError, OverflowError):
+        amount = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
         amount = 0
     if amount <= 0:
         raise ConfigError(f"kv memory: got {text!r}; allowed: an amount like 40GB, 512MiB or a number of bytes")
@@ -166,16 +165,6 @@ def longest_prompt(config: KVEvictConfig, pool_slots: int) -> int:
     return max(pool_slots - 7, 0) if plan is None else plan.longest()  # 7: as SGLang counts
 
 
-def as_builtins(sizes: ModelSizes, pool_slots: int, rows: Sequence[Fit], longest: int) -> dict[str, object]:
-    """Return all figures as plain values, for JSON."""
-    model = asdict(sizes) | {"slot_bytes": sizes.slot_bytes}
-    budgets = [asdict(row) for row in rows]
-    return {"model": model, "pool_slots": pool_slots, "longest_prompt": longest, "budgets": budgets}
-
-
 def show_bytes(amount: float) -> str:
     """Format an amount of memory in a readable unit."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
-        if amount >= size:
-            return f"{amount / size:.1f} {unit}"
-    return f"{amount:.0f} B"
+    return ByteSize(amount).human_readable(decimal=True, separator=" ")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sgl_kvevict.cli.parameters import Json, Long
 from sgl_kvevict.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
@@ -23,21 +24,14 @@ SHOWN_NAME = 24
 
 Url = Annotated[str, typer.Argument(metavar="STORE", help="Folder or URL, as in the configuration's field store.")]
 Keys = Annotated[list[str], typer.Argument(metavar="KEY...", help="First digits of keys, at least 4.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 _warn = partial(typer.echo, err=True)
 
 
 @store.command("ls")
-def list_all(
-    url: Url,
-    as_json: Json = False,
-    is_long: Annotated[bool, typer.Option("--long", help="Show names and digests in full.")] = False,
-) -> None:
+def list_all(url: Url, as_json: Json = False, is_long: Long = False) -> None:
     """List the segments, most recently used first."""
-    from rich.table import Table
-
-    from sgl_kvevict.cli.output import print_shaped, shorten
+    from sgl_kvevict.cli.output import print_table, shorten
     from sgl_kvevict.store import describe_identity, list_segments
     from sgl_kvevict.store.maintenance import tokens_of_segments
 
@@ -45,17 +39,17 @@ def list_all(
     segments = sorted(list_segments(backend), key=lambda each: -each.item.used)
     tokens = tokens_of_segments(backend)
     if as_json:
-        rows = [
+        listed = [
             {
                 **{"key": each.key, "identity": each.identity, "bytes": each.item.size, "used": each.item.used},
                 "tokens": tokens.get(each.key),
             }
             for each in segments
         ]
-        typer.echo(json.dumps(rows))
+        typer.echo(json.dumps(listed))
         return
     made_by = {identity: describe_identity(backend, identity) or {} for identity in {e.identity for e in segments}}
-    table = Table("key", "tokens", "bytes", "used", "model", box=None, pad_edge=False)
+    rows = []
     now = time.time()
     for each in segments:
         age = f"{max(now - each.item.used, 0) / 3600:.1f} h ago"
@@ -64,9 +58,9 @@ def list_all(
         if not is_long:
             key, architecture, model = key[:SHOWN_DIGITS], shorten(architecture, SHOWN_NAME), model[:8]
         stands_for = f"{tokens[each.key]:,}" if each.key in tokens else "not listed"
-        table.add_row(key, stands_for, f"{each.item.size:,}", age, f"{architecture} {model}")
-    table.caption = f"{len(segments):,} segments, {sum(each.item.size for each in segments):,} bytes"
-    print_shaped(table)
+        rows.append((key, stands_for, f"{each.item.size:,}", age, f"{architecture} {model}"))
+    caption = f"{len(segments):,} segments, {sum(each.item.size for each in segments):,} bytes"
+    print_table(("key", "tokens", "bytes", "used", "model"), rows, caption)
 
 
 @store.command("show")

@@ -14,37 +14,21 @@ from rich.text import Text
 
 from sgl_kvevict.cli.output import short_model
 from sgl_kvevict.cli.size import show_bytes
+from sgl_kvevict.events import types
 from sgl_kvevict.events.questions import Description, StatusReport
 from sgl_kvevict.events.totals import Pool, Totals
-from sgl_kvevict.events.types import (
-    AnyEvent,
-    Cleared,
-    Compressed,
-    Dropped,
-    EventsLost,
-    Loaded,
-    LoadFailed,
-    MovedIn,
-    MovedOut,
-    PrefilledCompressed,
-    Refused,
-    Repacked,
-    ScoringPass,
-    Split,
-    Squeezed,
-    Stored,
-)
+from sgl_kvevict.events.types import AnyEvent, Dropped
 
 SORT_KEYS = {"s": "slots", "t": "tokens", "r": "readers", "a": "age"}
 RATE_WINDOW_S = 10.0
 NUM_EVENTS = 8
 
-# Part of the pool, its glyph (readable without colours) and its colour.
+# Part of the pool, its label, its glyph (readable without colours) and its colour.
 _POOL_PARTS = (
-    ("compressed", "█", "green"),
-    ("full", "▓", "blue"),
-    ("private", "▒", "yellow"),
-    ("free", "░", "bright_black"),
+    ("compressed", "compressed", "█", "green"),
+    ("full", "uncompressed", "▓", "blue"),
+    ("private", "in requests", "▒", "yellow"),
+    ("free", "free", "░", "bright_black"),
 )
 _RATES = (
     ("compressions", "compressions"),
@@ -125,13 +109,12 @@ def _pool_bar(pool: Pool, width: int) -> Text:
     bar, legend = Text(), Text()
     used = 0
     counted = 0
-    for name, glyph, colour in _POOL_PARTS:
+    for name, label, glyph, colour in _POOL_PARTS:
         slots = getattr(pool, name)
         counted += slots
         cells = round(width * counted / max(pool.total, 1)) - used
         used += cells
         bar.append(glyph * cells, style=colour)
-        label = {"full": "uncompressed", "private": "in requests"}.get(name, name)
         legend.append(glyph, style=colour)
         legend.append(f" {label} {slots:,}   ")
     legend.append(f"of {pool.total:,} token slots")
@@ -219,41 +202,41 @@ def _footer(state: TopState) -> Text:
 def describe(event: AnyEvent) -> str:
     """Describe an event in a few words."""
     match event:
-        case Compressed():
+        case types.Compressed():
             what = f"compressed tokens {event.start:,}-{event.end:,} into {event.slots:,} slots"
             merged = f", {event.merged_entries:,} entries merged" if event.merged_entries else ""
             where = f"{event.seconds * 1000:.1f} ms, node {event.nodes[-1]}"
             return f"{what}, {event.released_slots:,} released{merged} ({where})"
-        case Split():
+        case types.Split():
             return f"split node {event.lower} at {event.position:,}; the upper half is node {event.upper}"
-        case Dropped():
+        case types.Dropped():
             kind = "compressed" if event.compressed else "uncompressed"
             return f"dropped {kind} node {event.node}: {event.tokens:,} tokens, {event.slots:,} slots released"
-        case Repacked():
+        case types.Repacked():
             return f"repacked node {event.node} into {event.slots:,} slots, {event.released_slots:,} released"
-        case Squeezed():
+        case types.Squeezed():
             return f"squeezed node {event.node} into {event.slots:,} slots, {event.released_slots:,} released"
-        case PrefilledCompressed():
+        case types.PrefilledCompressed():
             return f"compressed {event.tokens:,} tokens of a prompt while it was prefilled"
-        case ScoringPass():
+        case types.ScoringPass():
             return f"scored tokens {event.start:,}-{event.end:,} ({event.seconds * 1000:.1f} ms)"
-        case Refused():
+        case types.Refused():
             why = {"in-use": "somebody reads them exactly", "not-cached": "not cached"}.get(event.reason, event.reason)
             return f"left {event.tokens:,} tokens as they are: {why}"
-        case Stored():
+        case types.Stored():
             what = event.error or (f"{event.bytes:,} bytes" if event.bytes else "was there")
             return f"stored {event.tokens:,} tokens: {what}"
-        case Loaded():
+        case types.Loaded():
             return f"loaded tokens {event.start:,}-{event.end:,} from the store"
-        case LoadFailed():
+        case types.LoadFailed():
             return f"went on without the store: {event.error or 'it came too late'}"
-        case MovedOut():
+        case types.MovedOut():
             return f"moved tokens {event.start:,}-{event.end:,} to the host's memory ({event.bytes:,} bytes)"
-        case MovedIn():
+        case types.MovedIn():
             return f"moved tokens {event.start:,}-{event.end:,} back from the host's memory"
-        case Cleared():
+        case types.Cleared():
             return "flushed the whole cache"
-        case EventsLost():
+        case types.EventsLost():
             return f"{event.count:,} events were lost"
 
 

@@ -58,7 +58,7 @@ class WebServer(ThreadingHTTPServer):
         """Return what heads kept of a node (None: everything, or it is gone), and its tokens if they are exposed."""
         about, kept, ids = inspection.look_at(self.endpoint, number, bins=_NUM_BINS, timeout_s=self.timeout_s)
         tokens = None if ids is None else (self._decoder(about.tokenizer) or inspection.as_numbers)(ids)
-        return {"map": None if kept is None else inspection.as_map(kept), "tokens": tokens}
+        return {"map": kept, "tokens": tokens}
 
 
 class _Handler(BaseHTTPRequestHandler):

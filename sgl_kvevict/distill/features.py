@@ -79,6 +79,10 @@ class CachedRange:
         """[num_tokens] or [axes, num_tokens], int64, of :meth:`Rotary.rows`."""
         return self.positions if self.slot_positions is None else self.slot_positions[:, self.token_slots].long()
 
+    def cut(self, part: slice) -> CachedRange:
+        """A part of the tokens; ``end`` stays that of the whole range."""
+        return replace(self, token_slots=self.token_slots[part], start=self.start + part.start * self.stride)
+
     def sample(self, first: int, most: int) -> CachedRange:
         """At most ``most`` evenly spaced tokens from the logical position ``first`` on."""
         skip = min(max(first - self.start, 0), self.token_slots.numel())
@@ -112,15 +116,5 @@ def window_features(view: LayerView) -> Tensor | None:
     window = view.find(Signal.WINDOW_QUERIES, QueryWindow)
     if window is None:
         return None
-    both = window_scores(
-        window.queries,
-        window.lse,
-        view.k_buffer,
-        view.token_slots,
-        sm_scale=view.stored_sm_scale,
-        key_start=view.start,
-        query_start=window.start,
-        kernel_size=KERNEL_SIZE,
-        order="mean-pool",
-    )
+    both = window_scores(**view.attention_of(window), kernel_size=KERNEL_SIZE, order="mean-pool")
     return torch.stack(both, dim=-1).add_(ATTENTION_FLOOR).log_()

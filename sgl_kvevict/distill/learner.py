@@ -130,8 +130,7 @@ class ScoreLearner:
             cache = num_cache_features(self.geometry.head_dim, self.geometry.is_latent)
             sizes = (self.geometry.num_layers, self.geometry.num_kv_heads, cache + NUM_WINDOW)
             self._statistics = RidgeStatistics(*sizes, constant=cache - 1, device=tokens.k_arena.device)
-        tries = self.num_learned >= self.num_prefixes
-        return Lesson(self, self._statistics, tokens, scores, show, tries)
+        return Lesson(self, self._statistics, tokens, scores, show)
 
     def end_lesson(self, weights: ScoreWeights | None, overlap: int | None) -> LessonResult:
         """Count a prefix, and use the tested weights if their recall (``overlap``, in thousandths) suffices."""
@@ -164,13 +163,7 @@ class Lesson:
     """Learns from one prefix, layer by layer; made by :meth:`ScoreLearner.lesson`."""
 
     def __init__(
-        self,
-        learner: ScoreLearner,
-        statistics: RidgeStatistics,
-        tokens: CachedRange,
-        scores: Tensor,
-        show: Show,
-        tries: bool,
+        self, learner: ScoreLearner, statistics: RidgeStatistics, tokens: CachedRange, scores: Tensor, show: Show
     ) -> None:
         self._learner = learner
         self._statistics = statistics
@@ -185,7 +178,7 @@ class Lesson:
         self._cache = scores.new_zeros(shape)
         self._window = scores.new_zeros(*shape[:-1], num_features + NUM_WINDOW)
         self._predicted: list[Tensor] = []
-        self._tries = tries
+        self._tries = learner.num_learned >= learner.num_prefixes
         self._num_done = 0
 
     def step(self) -> LessonResult | None:

@@ -93,42 +93,29 @@ def score_range(weights: Tensor, tokens: CachedRange, rotary: Rotary, window: Te
     if tuple(weights.shape) != (num_layers, num_heads, columns):
         raise ValueError(f"weights: expected {(num_layers, num_heads, columns)}, got {tuple(weights.shape)}")
     scores = torch.empty(num_layers, tokens.token_slots.numel(), num_heads, device=weights.device)
-    positions, turned_to = tokens.positions, tokens.rotary_positions
     for layers, part in _blocks(tokens):
-        _score_block(
-            scores[layers, part], weights[layers], tokens, layers, part, positions[part], turned_to[..., part], rotary
-        )
+        _score_block(scores[layers, part], weights[layers], tokens.cut(part), layers, rotary)
     scores = scores.transpose(1, 2).contiguous()
     if window is not None:
         scores += (window @ weights[..., -NUM_WINDOW:, None]).squeeze(-1)
     return scores
 
 
-def _score_block(
-    scores: Tensor,
-    weights: Tensor,
-    tokens: CachedRange,
-    layers: slice,
-    part: slice,
-    positions: Tensor,
-    turned_to: Tensor,
-    rotary: Rotary,
-) -> None:
-    """Write the ``scores``, [layers, tokens, num_kv_heads], of one block."""
-    head_dim = tokens.k_arena.shape[-1]
-    slots = tokens.token_slots[part]
+def _score_block(scores: Tensor, weights: Tensor, tokens: CachedRange, layers: slice, rotary: Rotary) -> None:
+    """Write the ``scores``, [layers, tokens, num_kv_heads], of one block of tokens in some layers."""
+    head_dim, slots = tokens.k_arena.shape[-1], tokens.token_slots
     per_token = weights[:, None]
     num_features = num_cache_features(head_dim, tokens.is_latent)
     w_keys, w_values = per_token[..., :head_dim], per_token[..., head_dim : num_features - NUM_SCALARS]
     scalars = per_token[..., num_features - NUM_SCALARS : num_features]
     w_key_norm, w_value_norm, w_place, constant = scalars.unbind(-1)
-    torch.addcmul(constant, w_place, (positions / tokens.end).float()[:, None], out=scores)
+    torch.addcmul(constant, w_place, (tokens.positions / tokens.end).float()[:, None], out=scores)
     k_scales, v_scales = (_per_layer(scales[layers], slots) for scales in (tokens.scales.k, tokens.scales.v))
     keys = gather_rows(tokens.k_arena[layers], slots, k_scales, dim=1).float()
     scores.addcmul_(log_norm(keys), w_key_norm)
     if tokens.is_latent:
         scores.addcmul_(log_norm(keys[..., : tokens.v_arena.shape[-1]]), w_value_norm)
-    scores += keys.mul_(rotary.turn(w_keys, turned_to)).sum(-1)
+    scores += keys.mul_(rotary.turn(w_keys, tokens.rotary_positions)).sum(-1)
     if tokens.is_latent:
         return
     values = keys.copy_(gather_rows(tokens.v_arena[layers], slots, v_scales, dim=1))

@@ -60,7 +60,7 @@ class HostTier(Part):
             span = self._spans.at(node)
             namespace = namespace_of(node.key, self.segments.identity)
             there = self.segments.covering(tokens_of(path), bounds[0], namespace)
-            if there is not None and (there.record.is_read or span is None or not span.segment.is_measured):
+            if there is not None and (there.is_read or span is None or not span.segment.is_measured):
                 self.segments.use(there.key)
                 return
             views = [self._compressed(node, *bounds)] if span is None else views_of(path, self._spans)

@@ -14,7 +14,6 @@ from torch import Tensor
 from sgl_kvevict.policies.parts import BudgetAllocator, RangeScores, Trait
 from sgl_kvevict.policies.ranking import fill_in_order, key_max, top_counts, top_mask
 from sgl_kvevict.policies.rounding import (
-    even_split,
     exact_fraction,
     largest_remainder,
     largest_remainder_float,
@@ -82,7 +81,8 @@ class UniformLayers(LayerRule):
 
     def totals(self, scores: RangeScores, total: int) -> LayerTotals:
         """Entries per layer; see :class:`LayerRule`."""
-        return tuple(even_split(total, scores.values.shape[0]))
+        num_layers = scores.values.shape[0]
+        return tuple(round_shares([Fraction(total, num_layers)] * num_layers, total))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -94,6 +94,14 @@ class LayerView:
     def need_window(self) -> QueryWindow:
         """The last queries of the prompt; ValueError if they were not collected."""
         return self.need(Signal.WINDOW_QUERIES, QueryWindow)
+
+    def attention_of(self, window: QueryWindow) -> dict[str, Any]:
+        """Arguments of :mod:`kvevict_kernels.key_scores` for the attention that a window's queries pay the range."""
+        return {
+            **{"queries": window.queries, "lse": window.lse, "query_start": window.start},
+            **{"k_buffer": self.k_buffer, "token_slots": self.token_slots, "key_start": self.start},
+            "sm_scale": self.stored_sm_scale,
+        }
 
     def need_prompt_length(self) -> int:
         """The logical length of the observed prompt; ValueError if unknown."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from sgl_kvevict.errors import ConfigError
+from sgl_kvevict.fields import allowed, extra_of
 from sgl_kvevict.policies.budgets import (
     AdaptiveHeads,
     AllLayersBudget,
@@ -25,8 +26,9 @@ from sgl_kvevict.policies.budgets import (
     UniformLayers,
     VarianceNorm,
 )
-from sgl_kvevict.policies.parts import BudgetAllocator
+from sgl_kvevict.policies.parts import BudgetAllocator, Merger, Scorer, Selector
 from sgl_kvevict.policies.policy import Policy
+from sgl_kvevict.policies.selectors import TopKSelector
 
 WHOLE_PROMPT = "the method decides over all tokens of the prompt"
 """Default of :attr:`PaperSettings.why_tail`, for papers without a window."""
@@ -41,9 +43,9 @@ def _is_odd(value: int) -> int:
 OddInt = Annotated[int, AfterValidator(_is_odd), Field(json_schema_extra={"odd": True})]
 
 
-def only_with(option: str, *values: str) -> dict[str, Any]:
-    """``json_schema_extra`` of an option that has an effect only if ``option`` has one of these values."""
-    return {"only_with": {option: list(values)}}
+def only_with(*rules: str) -> dict[str, Any]:
+    """``json_schema_extra`` of an option that has an effect only with one of these budget rules."""
+    return {"rules": list(rules)}
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,8 @@ class NamedPolicy(BaseModel):
     def describe(cls) -> tuple[Option, ...]:
         """All options, in order."""
         return tuple(
-            Option(name, spec["default"], spec["description"], _allowed(spec)) for name, spec in cls._specs().items()
+            Option(name, field.default, field.description or "", allowed(field))
+            for name, field in cls.model_fields.items()
         )
 
     @classmethod
@@ -136,60 +139,29 @@ class NamedPolicy(BaseModel):
         Paper options without effect beside the given ones are left out (``variance_norm`` with
         ``budget_rule="uniform"``).
         """
-        specs = cls._specs()
+        fields = cls.model_fields
         printed = {} if cls.paper is None else {one.name: one.value for one in cls.paper.options}
-        merged = {**{name: spec["default"] for name, spec in specs.items()}, **printed, **given}
-        return {name: value for name, value in printed.items() if _idle(specs[name], merged) is None} | dict(given)
-
-    @classmethod
-    @cache
-    def _specs(cls) -> dict[str, dict[str, Any]]:
-        return dict(cls.model_json_schema()["properties"])
+        rule = given.get("budget_rule", fields["budget_rule"].default if "budget_rule" in fields else None)
+        return {name: value for name, value in printed.items() if not _is_idle(fields[name], rule)} | dict(given)
 
     @classmethod
     def _problem(cls, error: Any) -> str:
         if not error["loc"]:  # from a validator of several options
             return str(error["ctx"]["error"])
-        name, value, specs = error["loc"][0], error["input"], cls._specs()
-        if not specs:
+        name, value, fields = error["loc"][0], error["input"], cls.model_fields
+        if not fields:
             return f"policy_options: policy {cls.name!r} has no options, got {name}"
-        if name not in specs:
+        if name not in fields:
             return (
                 f"policy_options.{name}: unknown option (value {value!r}) of policy {cls.name!r}; allowed: "
-                f"{', '.join(specs)}"
+                f"{', '.join(fields)}"
             )
-        return f"policy_options.{name}: got {value!r} for policy {cls.name!r}; allowed: {_allowed(specs[name])}"
-
-    @model_validator(mode="after")
-    def _check_effects(self) -> Self:
-        specs, values = self._specs(), self.model_dump()
-        for name in specs:
-            missing = _idle(specs[name], values) if name in self.model_fields_set else None
-            if missing is not None:
-                other, allowed = missing
-                raise ConfigError(
-                    f"policy_options.{name}: has no effect in policy {self.name!r} with {other}={values[other]!r}; "
-                    f"it needs {other} {' or '.join(map(repr, allowed))}"
-                )
-        return self
+        return f"policy_options.{name}: got {value!r} for policy {cls.name!r}; allowed: {allowed(fields[name])}"
 
 
-def _idle(spec: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[str, list[Any]] | None:
-    """The other option that leaves this one without effect, and the values it would need; None: it has an effect."""
-    needed: dict[str, list[Any]] = spec.get("only_with", {})
-    return next(((other, allowed) for other, allowed in needed.items() if values[other] not in allowed), None)
-
-
-def _allowed(spec: Mapping[str, Any]) -> str:
-    if "enum" in spec:
-        return " or ".join(repr(choice) for choice in spec["enum"])
-    if spec["type"] == "boolean":
-        return "true or false"
-    name = "a number" if spec["type"] == "number" else "an odd integer" if spec.get("odd") else "an integer"
-    low, high = spec.get("minimum"), spec.get("maximum")
-    if low is not None and high is not None:
-        return f"{name} from {low} to {high}"
-    return name if low is None else f"{name} >= {low}"
+def _is_idle(field: FieldInfo, budget_rule: str | None) -> bool:
+    """Whether an option has no effect with a budget rule."""
+    return budget_rule not in extra_of(field).get("rules", [budget_rule])
 
 
 BudgetRule = Annotated[
@@ -216,39 +188,56 @@ class BudgetOptions(NamedPolicy):
         "authors_code",
         description="adaptive heads: the uniform share weighs alpha (authors_code) or 1 - alpha (paper), or each "
         "head's best alpha share is kept first (kvpress)",
-        json_schema_extra=only_with("budget_rule", *_ADAPTIVE),
+        json_schema_extra=only_with(*_ADAPTIVE),
     )
     alpha: float = Field(
         0.2,
         ge=0,
         le=1,
         description="adaptive heads: strength of the safeguard",
-        json_schema_extra=only_with("budget_rule", *_ADAPTIVE),
+        json_schema_extra=only_with(*_ADAPTIVE),
     )
     pyramid_beta: int = Field(
         20,
         ge=1,
         description="pyramid: steepness; 1 is uniform",
-        json_schema_extra=only_with("budget_rule", *_PYRAMID),
+        json_schema_extra=only_with(*_PYRAMID),
     )
     variance_norm: VarianceNorm = Field(
         "minmax",
         description="density: scale the variances over the layers (minmax), not at all (the printed formula), or over "
         "each layer's heads (code)",
-        json_schema_extra=only_with("budget_rule", *_DENSITY),
+        json_schema_extra=only_with(*_DENSITY),
     )
     density_rule: DensityRule = Field(
         "softmax",
         description="density: shares from the softmax of the negative variance, or from its reciprocal",
-        json_schema_extra=only_with("budget_rule", *_DENSITY),
+        json_schema_extra=only_with(*_DENSITY),
     )
     floor_share: float = Field(
         0.1,
         ge=0,
         le=1,
         description="all-layers: share of its uniform budget that every head keeps of its own best tokens",
-        json_schema_extra=only_with("budget_rule", "all-layers"),
+        json_schema_extra=only_with("all-layers"),
     )
+
+    @model_validator(mode="after")
+    def _check_effects(self) -> Self:
+        for name, field in type(self).model_fields.items():
+            if name in self.model_fields_set and _is_idle(field, self.budget_rule):
+                raise ConfigError(
+                    f"policy_options.{name}: has no effect in policy {self.name!r} with "
+                    f"budget_rule={self.budget_rule!r}; it needs budget_rule "
+                    f"{' or '.join(map(repr, extra_of(field)['rules']))}"
+                )
+        return self
+
+    def policy(
+        self, scorer: Scorer, selector: Selector | None = None, merger: Merger | None = None, **more: Any
+    ) -> Policy:
+        """Combine parts; ``selector`` None: :class:`TopKSelector`, ``more``: further fields of :class:`Policy`."""
+        return Policy(self.name, scorer, self.allocator(), selector or TopKSelector(), merger, **more)
 
     def allocator(self) -> BudgetAllocator:
         """Make the allocator of ``budget_rule``."""

@@ -9,12 +9,6 @@ import torch
 from torch import Tensor
 
 
-def even_split(total: int, parts: int) -> list[int]:
-    """``total`` as ``parts`` integers that differ by at most 1, the larger ones first."""
-    share, extra = divmod(total, parts)
-    return [share + (part < extra) for part in range(parts)]
-
-
 def exact_fraction(value: float) -> Fraction:
     """The decimal that a user typed: 0.2 is 1/5, not the nearest double."""
     return Fraction(str(value)).limit_denominator(1_000_000)

@@ -102,13 +102,7 @@ class WindowAttentionScorer(Scorer):
         """Score one layer."""
         window = view.need_window().last(self.window_size)
         pooled, mean = window_scores(
-            window.queries,
-            window.lse,
-            view.k_buffer,
-            view.token_slots,
-            sm_scale=view.stored_sm_scale,
-            key_start=view.start,
-            query_start=window.start,
+            **view.attention_of(window),
             kernel_size=self.kernel_size,
             pooling=self.pooling,
             order=self.order,

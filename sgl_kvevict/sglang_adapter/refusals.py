@@ -16,7 +16,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cu
 from torch import nn
 
 from kvevict_kernels.device_limits import limits_of
-from kvevict_kernels.key_scores import Pooling, largest_kernel_size
+from kvevict_kernels.key_scores import largest_kernel_size, pools_rows
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.machine import BUILD_TOOLS, check_machine, read_machine
@@ -142,7 +142,7 @@ def policy_reasons(policy: Policy | None, head_dim: int, device: torch.device) -
     if device.type != "cuda" or not isinstance(scorer, WindowAttentionScorer):
         return []
     largest = largest_kernel_size(head_dim, limits_of(device))
-    if scorer.kernel_size <= largest or not Pooling(scorer.kernel_size, scorer.pooling, scorer.order).pools_rows:
+    if scorer.kernel_size <= largest or not pools_rows(scorer.kernel_size, scorer.pooling, scorer.order):
         return []
     return [
         f"kernel_size is {scorer.kernel_size}; with a head_dim of {head_dim} this GPU's shared memory allows at most "

@@ -13,13 +13,8 @@ from torch import Tensor
 
 from sgl_kvevict.store.identity import CHAIN_TOKENS, Namespace, StoreIdentity
 from sgl_kvevict.store.reader import common_length
-from sgl_kvevict.store.segment_file import SegmentRecord
+from sgl_kvevict.store.segment_file import TENSORS, SegmentRecord
 
-TENSORS = (
-    *("tail_tokens", "policy_state", "biases", "keep_lens", "positions", "k", "v", "tail_k", "tail_v", "worth"),
-    *("draft_lens", "draft_positions", "draft_k", "draft_v", "draft_paid", "draft_tail_k", "draft_tail_v"),
-)
-"""Tensors of a record that lie in blocks; its tokens are needed to find it."""
 MAX_NEAR = 64
 """Segments looked at that leave a prompt after the same block; the newest are."""
 
@@ -29,7 +24,7 @@ class HostSegment:
     """A segment in blocks of the arena.
 
     Attributes:
-        record: its tensors have no contents, but shapes and dtypes, except ``tokens``.
+        record: its tensors have no contents, but shapes and dtypes, except ``tokens``, by which it is found.
         names: hashes of the blocks of its path, by which it is found.
         blocks: numbers of the arena's blocks that hold it.
         credit: tokens that it saves per block, above the level at its last use; the smallest goes first.
@@ -41,26 +36,6 @@ class HostSegment:
     blocks: list[int]
     credit: float = 0.0
     in_pool: bool = False
-
-    @property
-    def key(self) -> str:
-        """See :class:`SegmentRecord`, also for the others."""
-        return self.record.key
-
-    @property
-    def start(self) -> int:
-        """Logical position of its first token."""
-        return self.record.start
-
-    @property
-    def end(self) -> int:
-        """Logical position after its last token."""
-        return self.record.end
-
-    @property
-    def splittable(self) -> bool:
-        """Whether its beginning can be used alone."""
-        return self.record.splittable
 
 
 class HostSegments:
@@ -144,9 +119,9 @@ class HostSegments:
         self.use(record.key)
         return num_blocks * self.block_bytes
 
-    def find(self, tokens: Sequence[int], namespace: Namespace) -> list[tuple[int, HostSegment]]:
-        """Segments whose paths begin like a prompt, each with the number of tokens that it shares."""
-        found: dict[str, tuple[int, HostSegment]] = {}
+    def find(self, tokens: Sequence[int], namespace: Namespace) -> list[tuple[int, SegmentRecord]]:
+        """Records of segments whose paths begin like a prompt, each with the number of tokens that it shares."""
+        found: dict[str, tuple[int, SegmentRecord]] = {}
         names = namespace.blocks(tokens, self._step)
         for depth in range(len(names), 0, -1):
             near = self._ending.get(names[depth - 1], {})
@@ -156,7 +131,7 @@ class HostSegments:
             begin, end = depth * self._step, (depth + 1) * self._step
             for key, segment in near.items():
                 same = begin + common_length(tokens[begin:end], segment.record.tokens[begin:end].tolist())
-                found.setdefault(key, (same, segment))
+                found.setdefault(key, (same, segment.record))
         return list(found.values())
 
     def get(self, key: str) -> SegmentRecord | None:
@@ -192,12 +167,12 @@ class HostSegments:
 
     # ---- what goes first --------------------------------------------------------------------------------------
 
-    def covering(self, tokens: Sequence[int], start: int, namespace: Namespace) -> HostSegment | None:
+    def covering(self, tokens: Sequence[int], start: int, namespace: Namespace) -> SegmentRecord | None:
         """The segment that stands for the tokens from ``start`` on of a path, or for more; None: there is none."""
-        for same, segment in self.find(tokens, namespace):
-            reaches = same == len(tokens) and segment.start <= start
-            if reaches and (segment.end == same or segment.splittable):
-                return segment
+        for same, record in self.find(tokens, namespace):
+            reaches = same == len(tokens) and record.start <= start
+            if reaches and (record.end == same or record.splittable):
+                return record
         return None
 
     def use(self, key: str, *, in_pool: bool = False) -> None:
@@ -207,7 +182,7 @@ class HostSegments:
             return
         self._num_spare += len(segment.blocks) * (in_pool - segment.in_pool)
         segment.in_pool = in_pool
-        saved = (segment.end - segment.start) / len(segment.blocks)
+        saved = (segment.record.end - segment.record.start) / len(segment.blocks)
         segment.credit = self._level + saved
 
     def _evict(self) -> None:
@@ -216,7 +191,7 @@ class HostSegments:
         if not segment.in_pool:
             self._level = max(self._level, segment.credit)
             self.num_evicted += 1
-        self.delete(segment.key)
+        self.delete(segment.record.key)
 
     # ---- the arena --------------------------------------------------------------------------------------------
 
@@ -255,5 +230,6 @@ class HostSegments:
 
 
 def _parts(record: SegmentRecord) -> list[tuple[str, Tensor]]:
-    """Tensors of a record that lie in blocks, by name."""
-    return [(name, part) for name in TENSORS if (part := getattr(record, name)) is not None]
+    """Tensors of a record that lie in blocks, by name: all but the tokens, which are needed to find it."""
+    parts = [(name, getattr(record, name)) for name in TENSORS if name != "tokens"]
+    return [(name, part) for name, part in parts if part is not None]

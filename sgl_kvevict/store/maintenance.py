@@ -50,12 +50,11 @@ def verify_store(backend: Backend, say: Callable[[str], None], *, delete: bool =
     """
     found: Counter[str] = Counter()
     for item in list(backend.list()):
-        kind, data = _kind(item.name), backend.get(item.name)
-        if data is None or kind == "other":
+        data = None if _kind(item.name) == "other" else backend.get(item.name)
+        if data is None:
             continue
         try:
-            _check(item.name, data)
-            found[kind] += 1
+            found[_check(item.name, data)] += 1
         except CorruptSegmentError as error:
             found["corrupt"] += 1
             say(f"{item.name}: {cut(str(error))}{' (removed)' if delete else ''}")
@@ -72,14 +71,12 @@ def copy_store(source: Backend, target: Backend, say: Callable[[str], None]) -> 
     """
     counts: Counter[str] = Counter()
     for item in sorted(source.list(), key=lambda item: _kind(item.name) != "segments"):
-        kind = _kind(item.name)
-        if kind != "manifests" and target.exists(item.name):
-            continue
-        data = source.get(item.name)
+        is_there = _kind(item.name) != "manifests" and target.exists(item.name)
+        data = None if is_there else source.get(item.name)
         if data is None:
             continue
         try:
-            _check(item.name, data)
+            kind = _check(item.name, data)
         except CorruptSegmentError as error:
             counts["corrupt"] += 1
             say(f"{item.name}: {cut(str(error))} (not copied)")
@@ -98,8 +95,8 @@ def _kind(name: str) -> str:
     return parts[2] if len(parts) == 5 and parts[2] in ("segments", "manifests") else "other"
 
 
-def _check(name: str, data: bytes) -> None:
-    """Raise ``CorruptSegmentError`` unless a file decodes, a segment with its own name and identity."""
+def _check(name: str, data: bytes) -> str:
+    """Kind of a file; ``CorruptSegmentError`` unless it decodes, a segment with its own name and identity."""
     kind, parts = _kind(name), name.split("/")
     if kind == "manifests":
         decode_manifest(data)
@@ -109,3 +106,4 @@ def _check(name: str, data: bytes) -> None:
             raise CorruptSegmentError(
                 f"identity: got {identity[:SHOWN_DIGITS]!r}; expected {parts[1][:SHOWN_DIGITS]!r}"
             )
+    return kind

@@ -9,15 +9,17 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from operator import eq
 from threading import Lock
-from typing import Protocol
 from weakref import WeakValueDictionary
 
 from sgl_kvevict.errors import CorruptSegmentError, StoreError, UnreadableItemError
 from sgl_kvevict.store.identity import Namespace
+from sgl_kvevict.store.manifest import ManifestEntry
 from sgl_kvevict.store.segment_file import SegmentRecord
 from sgl_kvevict.store.segments import SegmentStore
 from sgl_kvevict.store.workers import Workers
 
+_Listed = ManifestEntry | SegmentRecord
+"""A segment before its entries are read."""
 NUM_THREADS = 4
 MAX_WAITING = 64
 """Fetches that may wait for a thread; further requests go on without the store."""
@@ -159,29 +161,9 @@ class ReadAhead:
         self._paused_until = self._clock() + PAUSE_S
 
 
-class Listed(Protocol):
-    """A segment before it is read; see :class:`ManifestEntry`."""
-
-    @property
-    def key(self) -> str:
-        """Its name."""
-
-    @property
-    def start(self) -> int:
-        """Logical position of its first token."""
-
-    @property
-    def end(self) -> int:
-        """Logical position after its last token."""
-
-    @property
-    def splittable(self) -> bool:
-        """Whether a prompt that diverges inside can use its beginning."""
-
-
 def segments_of(
     wanted: Wanted,
-    found: Sequence[tuple[int, Listed]],
+    found: Sequence[tuple[int, _Listed]],
     get: Callable[[str], SegmentRecord | None],
     min_tokens: int,
 ) -> Iterator[SegmentRecord]:
@@ -210,7 +192,7 @@ def segments_of(
         compressed = cached = longest
 
 
-def _candidates(found: Sequence[tuple[int, Listed]], start: int) -> Iterator[tuple[int, Listed]]:
+def _candidates(found: Sequence[tuple[int, _Listed]], start: int) -> Iterator[tuple[int, _Listed]]:
     """Segments that continue at position ``start``, longest match first.
 
     A splittable segment may begin earlier: its entries before ``start`` are cut off.
@@ -221,7 +203,7 @@ def _candidates(found: Sequence[tuple[int, Listed]], start: int) -> Iterator[tup
             yield overlap, entry
 
 
-def _pays(entry: Listed, same: int, start: int) -> bool:
+def _pays(entry: _Listed, same: int, start: int) -> bool:
     """Whether a segment is worth reading for a prompt that matches it up to position ``same``."""
     return same == entry.end or (entry.splittable and same - start >= MIN_USED * (entry.end - entry.start))
 

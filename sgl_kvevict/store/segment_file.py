@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:  # torch is imported where tensors are made: `sgl-kvevict stor
 MAGIC = b"sgl-kvevict-seg\n"
 PREFIX_BYTES = 64
 MAX_HEADER_BYTES = 1 << 16
-"""Limit of the safetensors header, which names at most 19 tensors and eight fields."""
+"""Limit of the safetensors header, which names at most 18 tensors and eight fields."""
 MAX_TOKENS = 1 << 26
 _FIELDS: dict[str, type] = {
     **{"key": str, "identity": str, "start": int, "end": int},
@@ -37,22 +38,37 @@ _FIELDS: dict[str, type] = {
 }
 _OF_DRAFT = "draft"
 """Field of a file beside those of its record: the digest of the draft model whose rows it has, if it has any."""
+TENSORS = {
+    "tokens": ("int64", "end"),
+    "keep_lens": ("int32", "layers heads"),
+    "positions": ("int32", "entries"),
+    "k": ("rows", "entries width"),
+    "v": ("rows", "entries value"),
+    "worth": ("int16", "entries"),
+    "policy_state": ("float32", "layers heads"),
+    "biases": ("float32", "entries"),
+    "tail_tokens": ("int64", "tail"),
+    "tail_k": ("rows", "layers tail heads width"),
+    "tail_v": ("rows", "layers tail heads value"),
+    "draft_lens": ("int32", "draft_layers draft_heads"),
+    "draft_positions": ("int32", "draft_rows"),
+    "draft_k": ("rows", "draft_rows draft_width"),
+    "draft_v": ("rows", "draft_rows draft_width"),
+    "draft_paid": ("float32", "draft_rows"),
+    "draft_tail_k": ("rows", "draft_layers tail draft_heads draft_width"),
+    "draft_tail_v": ("rows", "draft_layers tail draft_heads draft_width"),
+}
+"""Tensors of a record: dtype and names of sizes, which are equal wherever they occur. "rows": dtype of the pool."""
 _REQUIRED = {"tokens", "keep_lens", "positions", "k", "v"}
 _TAIL = {"tail_tokens", "tail_k", "tail_v"}
-_SHADOW = {"draft_lens", "draft_positions", "draft_k", "draft_v", "draft_paid"}
 _SHADOW_TAIL = {"draft_tail_k", "draft_tail_v"}
-_OPTIONAL = {"worth", "policy_state", "biases"} | _TAIL | _SHADOW | _SHADOW_TAIL
-_DTYPES = {
-    **{"tokens": "torch.int64", "keep_lens": "torch.int32", "positions": "torch.int32", "worth": "torch.int16"},
-    **{"policy_state": "torch.float32", "biases": "torch.float32", "tail_tokens": "torch.int64"},
-    **{"draft_lens": "torch.int32", "draft_positions": "torch.int32", "draft_paid": "torch.float32"},
-}
+_SHADOW = {name for name in TENSORS if name.startswith("draft_")} - _SHADOW_TAIL
 _ROW_DTYPES = {"torch.float32", "torch.float16", "torch.bfloat16", "torch.float8_e4m3fn"}
 
 
 @dataclass(frozen=True, eq=False)
 class SegmentRecord:
-    """A segment as a store keeps it. All tensors are on the CPU.
+    """A segment as a store keeps it. All tensors are on the CPU; :data:`TENSORS` has their dtypes and shapes.
 
     Attributes:
         key: its name, see :meth:`sgl_kvevict.store.identity.Namespace.segment`.
@@ -60,22 +76,16 @@ class SegmentRecord:
         start: logical position of its first token; ``end``: after its last token.
         splittable: see :class:`sgl_kvevict.store.manifest.ManifestEntry`, also for ``is_read``.
         created: seconds since the epoch.
-        tokens: [end], int64, all tokens of its path.
-        keep_lens: [num_layers, num_kv_heads], int32, entries of each run.
-        positions: [num_entries], int32, run after run, logical positions, ascending within a run.
-        k: [num_entries, head_dim], in the dtype of the pool. ``v`` likewise, or without columns if values are a part of
-            the keys' rows.
-        worth: [num_entries], int16, or None.
-        policy_state: [num_layers, num_kv_heads], float32, the policy's state, or None.
-        biases: [num_entries], float32, added to the scores of its entries; None: it is not fitted.
-        tail_tokens: [num_tail], int64, uncompressed tokens that follow in the prompt; None: no tail.
-        tail_k: [num_layers, num_tail, num_kv_heads, head_dim], in the dtype of the pool, or None; like ``tail_v``.
-        draft_lens: [num_layers, num_kv_heads] of this server's draft model, int32, its rows of each run; None: none.
-        draft_positions: [num_rows], int32, run after run, ascending within a run.
-        draft_k: [num_rows, head_dim], in the dtype of the draft's pool; like ``draft_v``.
-        draft_paid: [num_rows], float32, the attention that each row was paid.
-        draft_tail_k: [num_layers, num_tail, num_kv_heads, head_dim] of the draft model, its rows of the tail; like
-            ``draft_tail_v``.
+        tokens: all tokens of its path.
+        keep_lens: entries of each run.
+        positions: run after run, like ``k``, ``v``, ``worth`` and ``biases``; logical, ascending within a run.
+        v: without columns if values are a part of the keys' rows; likewise ``tail_v``.
+        policy_state: the policy's state.
+        biases: added to the scores of its entries; None: it is not fitted.
+        tail_tokens: uncompressed tokens that follow in the prompt; None: no tail.
+        draft_lens: rows of this server's draft model, of each run; None: none.
+        draft_paid: the attention that each row was paid.
+        draft_tail_k: the draft model's rows of the tail; like ``draft_tail_v``.
     """
 
     key: str
@@ -112,32 +122,28 @@ class SegmentRecord:
     def after(self, position: int) -> SegmentRecord:
         """Return a record without the entries of tokens before a logical position; not to be stored."""
         kept, keep_lens = _within(position, self.end, self.positions, self.keep_lens)
-        return replace(
-            self,
-            start=position,
-            keep_lens=keep_lens,
-            positions=self.positions[kept],
-            k=_rows(self.k, kept),
-            v=_rows(self.v, kept),
-            worth=None if self.worth is None else self.worth[kept],
-            biases=None if self.biases is None else self.biases[kept],
-            **self.shadow_within(position),
-        )
+        entries = self._rows(("positions", "k", "v", "worth", "biases"), kept)
+        return replace(self, start=position, keep_lens=keep_lens, **entries, **self.shadow_within(position))
 
     def shadow_within(self, start: int) -> dict[str, Any]:
         """Fields of the shadow, without rows of tokens before ``start`` or behind the segment; {} without a shadow."""
         if self.draft_lens is None:
             return {}
-        assert self.draft_positions is not None and self.draft_paid is not None
-        assert self.draft_k is not None and self.draft_v is not None
+        assert self.draft_positions is not None
         kept, draft_lens = _within(start, self.end, self.draft_positions, self.draft_lens)
-        return {
-            "draft_lens": draft_lens,
-            "draft_positions": self.draft_positions[kept],
-            "draft_k": _rows(self.draft_k, kept),
-            "draft_v": _rows(self.draft_v, kept),
-            "draft_paid": self.draft_paid[kept],
-        }
+        return {"draft_lens": draft_lens, **self._rows(("draft_positions", "draft_k", "draft_v", "draft_paid"), kept)}
+
+    def _rows(self, names: Sequence[str], kept: Tensor) -> dict[str, Any]:
+        """Rows of fields, of any dtype, that a mask selects."""
+        import torch
+
+        found: dict[str, Any] = {}
+        for name in names:
+            rows = getattr(self, name)
+            if rows is not None:
+                numbers = torch.uint8 if rows.element_size() == 1 else rows.dtype  # torch selects no rows of float8
+                found[name] = rows.view(numbers)[kept].view(rows.dtype)
+        return found
 
 
 def _within(start: int, end: int, positions: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,14 +155,6 @@ def _within(start: int, end: int, positions: Tensor, lens: Tensor) -> tuple[Tens
     return kept, runs.bincount(minlength=lens.numel()).int().view(lens.shape)
 
 
-def _rows(rows: Tensor, kept: Tensor) -> Tensor:
-    """Rows of any dtype that a mask selects."""
-    import torch
-
-    numbers = torch.uint8 if rows.element_size() == 1 else rows.dtype  # torch selects no rows of float8
-    return rows.view(numbers)[kept].view(rows.dtype)
-
-
 def encode_segment(record: SegmentRecord, draft: str = "") -> bytes:
     """Return the bytes of a record.
 
@@ -165,8 +163,8 @@ def encode_segment(record: SegmentRecord, draft: str = "") -> bytes:
     from safetensors.torch import save
 
     draft = draft if record.draft_lens is not None else ""
-    names = sorted(_REQUIRED | _OPTIONAL - (set() if draft else _SHADOW | _SHADOW_TAIL))
-    parts: dict[str, Tensor | None] = {name: getattr(record, name) for name in names}
+    names = TENSORS.keys() - (set() if draft else _SHADOW | _SHADOW_TAIL)
+    parts: dict[str, Tensor | None] = {name: getattr(record, name) for name in sorted(names)}
     parts |= record.shadow_within(record.start) if draft else {}
     tensors = {name: part.contiguous() for name, part in parts.items() if part is not None}
     fields = {name: getattr(record, name) for name in _FIELDS} | ({_OF_DRAFT: draft} if draft else {})
@@ -193,7 +191,7 @@ def decode_segment(data: bytes, key: str, draft: str = "") -> SegmentRecord:
         raise CorruptSegmentError(f"the tensors cannot be read: {error}") from error
     _require(fields["key"] == key, f"key: got {shown(fields['key'])}; expected {key!r}")
     names = tensors.keys()
-    known = names >= _REQUIRED and not names - _REQUIRED - _OPTIONAL
+    known = _REQUIRED <= names <= TENSORS.keys()
     known = known and all(len(names & group) in (0, len(group)) for group in (_TAIL, _SHADOW, _SHADOW_TAIL))
     known = known and bool(names & _SHADOW_TAIL) == bool(names & _TAIL and names & _SHADOW)
     _require(known, f"tensors: got {shown(sorted(names))}; expected {sorted(_REQUIRED)}")
@@ -263,41 +261,29 @@ def _check_shapes(record: SegmentRecord) -> None:
     """Check dtypes and shapes before anything is computed with the tensors."""
     in_order = 0 <= record.start < record.end <= MAX_TOKENS
     _require(in_order, f"start and end: got {record.start} and {record.end}; expected 0 <= start < end")
-    for name, dtype in _DTYPES.items():
+    for name, (dtype, _) in TENSORS.items():
         tensor = getattr(record, name)
-        if tensor is not None:
-            _require(str(tensor.dtype) == dtype, f"{name}: got {tensor.dtype}; expected {dtype}")
+        if tensor is not None and dtype != "rows":
+            _require(str(tensor.dtype) == f"torch.{dtype}", f"{name}: got {tensor.dtype}; expected torch.{dtype}")
     ours = record.k, record.v, record.tail_k, record.tail_v
     of_draft = record.draft_k, record.draft_v, record.draft_tail_k, record.draft_tail_v
     for rows in (ours, of_draft if record.draft_k is not None else ours):
         dtypes = {str(each.dtype) for each in rows if each is not None}
         _require(len(dtypes) == 1 and dtypes <= _ROW_DTYPES, f"k and v: got {sorted(dtypes)}")
-    heads, k_shape = tuple(record.keep_lens.shape), tuple(record.k.shape)
-    _require(len(heads) == len(k_shape) == 2, f"keep_lens and k: got shapes {heads} and {k_shape}")
-    entries, width = (record.num_entries,), record.v.shape[-1] and k_shape[1]
-    expected: dict[str, tuple[int, ...]] = {
-        **{"tokens": (record.end,), "policy_state": heads, "k": (*entries, k_shape[1]), "v": (*entries, width)},
-        **{"positions": entries, "worth": entries, "biases": entries},
-    }
     if record.tail_tokens is not None:
         num_tail = record.tail_tokens.numel()
         _require(0 < num_tail <= MAX_TOKENS, f"tail_tokens: got {num_tail} tokens")
-        tail = (heads[0], num_tail, heads[1])
-        expected |= {"tail_tokens": (num_tail,), "tail_k": (*tail, k_shape[1]), "tail_v": (*tail, width)}
-    if record.draft_k is not None:
-        assert record.draft_lens is not None and record.draft_positions is not None
-        dims = record.draft_lens.ndim, record.draft_k.ndim
-        _require(dims == (2, 2), f"draft_lens and draft_k: got {dims[0]} and {dims[1]} dimensions; expected 2")
-        num_rows, width = record.draft_positions.numel(), record.draft_k.shape[1]
-        num_tail = 0 if record.tail_tokens is None else record.tail_tokens.numel()
-        expected |= {"draft_positions": (num_rows,), "draft_paid": (num_rows,)}
-        expected |= dict.fromkeys(("draft_k", "draft_v"), (num_rows, width))
-        of_tail = (record.draft_lens.shape[0], num_tail, record.draft_lens.shape[1], width)
-        expected |= dict.fromkeys(_SHADOW_TAIL, of_tail)
-    for name, shape in expected.items():
+    value = "none" if record.v.shape[-1:] == (0,) else "width"
+    sizes = {"end": record.end, "none": 0}
+    for name, (_, words) in TENSORS.items():
         tensor = getattr(record, name)
         if tensor is not None:
-            _require(tuple(tensor.shape) == shape, f"{name}: got shape {tuple(tensor.shape)}; expected {shape}")
+            shape, expected = tuple(tensor.shape), words.replace("value", value).split()
+            fits = len(shape) == len(expected)
+            fits = fits and all(
+                sizes.setdefault(word, size) == size for word, size in zip(expected, shape, strict=True)
+            )
+            _require(fits, f"{name}: got shape {shape}; expected {[sizes.get(word, word) for word in expected]}")
 
 
 def _check_values(record: SegmentRecord) -> None:

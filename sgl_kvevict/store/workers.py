@@ -26,14 +26,14 @@ class Workers:
         """Pieces of work that wait or are under way."""
         return len(self._sizes())
 
-    def has_room(self, num_bytes: int = 0) -> bool:
+    def takes(self, num_bytes: int = 0) -> bool:
         """Whether :meth:`submit` would take work now."""
         sizes = self._sizes()
         return len(sizes) < self._limit and (not any(sizes) or sum(sizes) + num_bytes <= self._max_bytes)
 
     def submit(self, work: Callable[[], None], num_bytes: int = 0) -> bool:
         """Hand over work that holds ``num_bytes``; False: the queue is full."""
-        if not self.has_room(num_bytes):
+        if not self.takes(num_bytes):
             return False
         future = self._pool.submit(work)
         self._unfinished[future] = num_bytes

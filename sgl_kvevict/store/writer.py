@@ -24,7 +24,7 @@ LOG_EVERY_S = 60.0
 """Failed writes of each kind are logged once in this time."""
 
 
-class WriteBehind:
+class WriteBehind(Workers):
     """Hands segments to one thread; a segment beyond ``max_bytes`` of keys and values waits alone.
 
     ``num_dropped``: segments not taken because too many waited. ``done``: results of the others, for the scheduler.
@@ -33,35 +33,22 @@ class WriteBehind:
     def __init__(
         self, store: SegmentStore, max_bytes: int = MAX_WAITING_BYTES, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        super().__init__("kvevict-store-write", 1, MAX_WAITING, max_bytes)
         self.num_dropped = 0
         self.done: deque[Stored] = deque(maxlen=10_000)
         self._store = store
         self._clock = clock
-        self._workers = Workers("kvevict-store-write", 1, MAX_WAITING, max_bytes)
         self._next_log: dict[str, float] = {}
-
-    @property
-    def num_waiting(self) -> int:
-        """Segments that wait or are being written."""
-        return self._workers.num_waiting
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether a segment of this size would be taken now; if not, it is counted as dropped."""
-        has_room = self._workers.has_room(num_bytes)
+        has_room = self.takes(num_bytes)
         self.num_dropped += not has_room
         return has_room
 
     def write(self, record: Callable[[], SegmentRecord], namespace: Namespace, num_bytes: int) -> bool:
         """Queue a segment of ``num_bytes`` of keys and values; the thread calls ``record`` for it. False: no room."""
-        return self._workers.submit(lambda: self._write(record(), namespace), num_bytes)
-
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until everything is written; False: it took longer than ``timeout_s`` seconds."""
-        return self._workers.drain(timeout_s)
-
-    def close(self, timeout_s: float) -> int:
-        """Wait like :meth:`drain`, then give up; return the number of segments not written."""
-        return self._workers.close(timeout_s)
+        return self.submit(lambda: self._write(record(), namespace), num_bytes)
 
     def _write(self, record: SegmentRecord, namespace: Namespace) -> None:
         key, num_tokens = short_key(record.key), record.end - record.start

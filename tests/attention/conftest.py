@@ -199,6 +199,12 @@ Build = Callable[[World], Attention]
 
 
 @pytest.fixture
+def flashinfer_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a CPU."""
+    monkeypatch.setattr("sgl_kvevict.attention.backend.resolve_attention", lambda *_: "flashinfer")
+
+
+@pytest.fixture
 def make_world() -> MakeWorld:
     """Factory: sizes as keywords, dtype."""
 

@@ -95,8 +95,8 @@ def test_latents_that_no_gpu_kernel_reads(
         assert kernel_reasons("auto", torch.device(device), torch.bfloat16, 576, is_latent=True) == []
 
 
-def test_flashinfer_is_not_built_for_latents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sgl_kvevict.attention.backend.resolve_attention", lambda *_: "flashinfer")
+@pytest.mark.usefixtures("flashinfer_is_chosen")
+def test_flashinfer_is_not_built_for_latents() -> None:
     geometry = KVGeometry(1, 4, 1, 64, 8, latent_dim=48)
     k = torch.zeros(geometry.arena_shape)
     with pytest.raises(UnsupportedSetupError, match="'triton' reads them"):

@@ -132,10 +132,10 @@ def test_a_captured_step_reads_biases(make_world: MakeWorld) -> None:
     assert_accurate("lse", lse, want_lse, want_lse, noise=NOISE)
 
 
-def test_what_cannot_read_biases_is_refused(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("flashinfer_is_chosen")
+def test_what_cannot_read_biases_is_refused(make_world: MakeWorld) -> None:
     """FlashInfer has no place for them: that is said by name, and nothing is built."""
     world = make_world(1, 1, 64, num_token_slots=10)
-    monkeypatch.setattr("sgl_kvevict.attention.backend.resolve_attention", lambda *args: "flashinfer")
     with pytest.raises(UnsupportedSetupError, match="'flashinfer', which cannot read the biases of fitted prefixes"):
         build_attention("flashinfer", world.geometry, world.k, world.v, biases=world.biases)
 

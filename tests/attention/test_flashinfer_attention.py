@@ -16,8 +16,7 @@ import torch
 from helpers.poison import poisoned_allocations
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate
 from helpers.torch_flashinfer import Plan
-from sgl_kvevict.attention import CapturableAttention
-from sgl_kvevict.attention.backend import _build_flashinfer
+from sgl_kvevict.attention import CapturableAttention, build_attention
 from sgl_kvevict.attention.flashinfer.attention import FlashInferAttention
 from sgl_kvevict.attention.flashinfer.lists import build_span_lists
 from sgl_kvevict.attention.flashinfer.wrapper import ROW_BOUNDS
@@ -27,7 +26,7 @@ from sgl_kvevict.errors import InvariantError, UnsupportedSetupError
 if TYPE_CHECKING:
     from conftest import MakeWorld, World
 
-pytestmark = pytest.mark.usefixtures("flashinfer_plans")
+pytestmark = pytest.mark.usefixtures("flashinfer_plans", "flashinfer_is_chosen")
 
 ROUNDINGS = 2.0**-8
 """Spans and suffix are rounded to bfloat16 before they are merged, half a unit in the last place each."""
@@ -147,7 +146,7 @@ def test_layers_with_windows_are_our_kernels(
     world.add((), 60)
     world.add((world.uneven_span(60),), 3)
     world.sink_logits = torch.randn(8) if has_sinks else None
-    attention = _build_flashinfer(world.geometry, world.k, world.v, None, None, bool)
+    attention = build_attention("flashinfer", world.geometry, world.k, world.v)
     assert not isinstance(attention, CapturableAttention)
     attention.plan(world.batch(extend_lens))
     for layer in range(4):
@@ -157,7 +156,7 @@ def test_layers_with_windows_are_our_kernels(
         assert_accurate(f"out of layer {layer}", out, want_out, baseline, noise=ROUNDINGS)
         assert_accurate(f"lse of layer {layer}", lse, want_lse, want_lse, noise=8 * FLOAT32_NOISE)
     windows_alone = replace(world.geometry, windows=(7,) * 4)
-    assert isinstance(_build_flashinfer(windows_alone, world.k, world.v, None, None, bool), TritonAttention)
+    assert isinstance(build_attention("flashinfer", windows_alone, world.k, world.v), TritonAttention)
     with pytest.raises(ValueError, match="windows: spans are read whole here"):
         make(world)
 
@@ -217,7 +216,7 @@ def test_a_flashinfer_that_cannot_compile_is_refused_with_the_mend(
 
     monkeypatch.setattr("flashinfer.prefill._gen_batch_prefill_primary_module", build)
     with pytest.raises(UnsupportedSetupError, match=f"{type(error).__name__}: .*sgl-kvevict check") as refused:
-        _build_flashinfer(world.geometry, world.k, world.v, None, None, bool)
+        build_attention("flashinfer", world.geometry, world.k, world.v)
     assert "nvcc" in str(refused.value) and "ninja" in str(refused.value)
 
 

@@ -13,8 +13,7 @@ from helpers.poison import poisoned_allocations
 from helpers.specialisations import recorded
 from helpers.tolerance import FLOAT32_NOISE, assert_accurate, assert_same_bits, rounding_noise
 from helpers.torch_flashinfer import Plan
-from sgl_kvevict.attention import Attention, AttentionBatch, TorchAttention
-from sgl_kvevict.attention.backend import _build_flashinfer
+from sgl_kvevict.attention import Attention, AttentionBatch, TorchAttention, build_attention
 from sgl_kvevict.attention.batch import MAX_TREE_TOKENS
 from sgl_kvevict.attention.cpu.numba_attention import NumbaAttention
 from sgl_kvevict.attention.triton.attention import TritonAttention
@@ -163,17 +162,17 @@ def test_a_batch_of_trees_and_a_batch_of_chains_alternate(build: Build, make_wor
         check(world, attention, [tree])
 
 
-@pytest.mark.usefixtures("interpreted", "small_chunks", "flashinfer_plans")
+@pytest.mark.usefixtures("interpreted", "small_chunks", "flashinfer_plans", "flashinfer_is_chosen")
 def test_with_flashinfer_trees_are_our_kernels(make_world: MakeWorld, flashinfer_plans: list[Plan]) -> None:
     world = make_world(1, 2, 64, num_layers=1, num_token_slots=500)
     trees = sharers(world)
-    attention = _build_flashinfer(world.geometry, world.k, world.v, None, None, bool, verifies=True)
+    attention = build_attention("flashinfer", world.geometry, world.k, world.v, verifies=True)
     world.biases[~world.biases.isnan()] = 0.0
     before = len(flashinfer_plans)
     check(world, attention, trees)
     assert len(flashinfer_plans) == before
     with pytest.raises(InvariantError, match="tree of new tokens"):
-        _build_flashinfer(world.geometry, world.k, world.v, None, None, bool).plan(batch_of(world, trees))
+        build_attention("flashinfer", world.geometry, world.k, world.v).plan(batch_of(world, trees))
 
 
 @pytest.mark.usefixtures("interpreted")

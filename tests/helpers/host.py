@@ -13,7 +13,7 @@ def check_host(host: HostSegments) -> None:
     assert host._arena.shape == (host.num_blocks, host.block_bytes)
     held = Counter(host._free)
     for key, segment in segments.items():
-        assert segment.key == key and segment.blocks
+        assert segment.record.key == key and segment.blocks
         held.update(segment.blocks)
     assert held == Counter(range(host.num_blocks))
     assert host.used_bytes == sum(len(each.blocks) for each in segments.values()) * host.block_bytes

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sgl_kvevict.errors import ConfigError
 from sgl_kvevict.policies import Policy, RangeScores, build_policy
-from sgl_kvevict.policies.methods.chunkkv import ChunkSelector
+from sgl_kvevict.policies.methods.chunkkv import ChunkKV, ChunkSelector
 
 Run = Callable[..., Any]
 TOKENS = [5, 0, 0, 0, 1, 1, 1, 1, 0, 0, 3, 0, 2, 2, 2, 0, 3, 3, 3, 3]
@@ -26,7 +26,9 @@ def choose(tokens: Any, window: int, chunk: int, budget: int, mode: str = "exact
     if budget >= values.shape[-1]:
         return list(range(values.shape[-1]))
     scores = RangeScores(values, None, None, 0, window)
-    kept = ChunkSelector(chunk, mode, **options).select(scores, torch.tensor([[budget - window]]))
+    kept = ChunkSelector(ChunkKV(chunk_length=chunk, mode=mode, **options)).select(
+        scores, torch.tensor([[budget - window]])
+    )
     return kept[0, 0].nonzero().flatten().tolist()
 
 
@@ -171,11 +173,13 @@ def test_invariances(random_prompt: Run, kept: Run) -> None:
     """T8: scale of a head's scores; order of heads; nothing but scores matters."""
     values = torch.rand(1, 3, 40, generator=torch.Generator().manual_seed(0))
     lens = torch.full((1, 3), 17)
-    chosen = ChunkSelector(4).select(RangeScores(values, None, None, 0, 0), lens)
+    chosen = ChunkSelector(ChunkKV(chunk_length=4)).select(RangeScores(values, None, None, 0, 0), lens)
     scaled = values * torch.tensor([4.0, 0.25, 1.0])[:, None]
-    assert torch.equal(ChunkSelector(4).select(RangeScores(scaled, None, None, 0, 0), lens), chosen)
+    assert torch.equal(
+        ChunkSelector(ChunkKV(chunk_length=4)).select(RangeScores(scaled, None, None, 0, 0), lens), chosen
+    )
     order = [2, 0, 1]
-    permuted = ChunkSelector(4).select(RangeScores(values[:, order], None, None, 0, 0), lens)
+    permuted = ChunkSelector(ChunkKV(chunk_length=4)).select(RangeScores(values[:, order], None, None, 0, 0), lens)
     assert torch.equal(permuted, chosen[:, order])
 
 

@@ -22,7 +22,7 @@ from sgl_kvevict.policies import (
     list_policies,
 )
 from sgl_kvevict.policies.by_name import papers
-from sgl_kvevict.policies.methods.chunkkv import ChunkSelector
+from sgl_kvevict.policies.methods.chunkkv import ChunkKV, ChunkSelector
 
 Run = Callable[..., Any]
 PAPER = papers()
@@ -152,7 +152,7 @@ def test_chunkkv_worked_selection(budget: int, expected: set[int]) -> None:
     tokens = [5, 0, 0, 0, 1, 1, 1, 1, 0, 0, 3, 0, 2, 2, 2, 0, 3, 3, 3, 3]
     assert printed_chunks([float(t) for t in tokens], 4, 4, budget) == expected
     scores = RangeScores(torch.tensor(tokens[:-1], dtype=torch.float32)[None, None], None, None, 0, 3, 1)
-    mask = ChunkSelector(4, "paper").select(scores, torch.tensor([[budget - 4]]))
+    mask = ChunkSelector(ChunkKV(chunk_length=4, mode="paper")).select(scores, torch.tensor([[budget - 4]]))
     ours = {*mask[0, 0].nonzero().flatten().tolist(), 19}
     assert expected <= ours and len(ours) == budget
 

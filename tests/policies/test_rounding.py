@@ -5,7 +5,7 @@ from fractions import Fraction
 import torch
 
 from sgl_kvevict.policies.budgets import mix_with_uniform
-from sgl_kvevict.policies.rounding import even_split, exact_fraction, largest_remainder_float, round_shares
+from sgl_kvevict.policies.rounding import exact_fraction, largest_remainder_float, round_shares
 
 
 def mix(hits: list[int], weight: float) -> list[int]:
@@ -36,7 +36,7 @@ def test_mix_of_an_indivisible_total_keeps_the_sum() -> None:
 
 def test_decimals_are_exact() -> None:
     assert exact_fraction(0.2) == Fraction(1, 5)
-    assert even_split(11, 3) == [4, 4, 3]
+    assert round_shares([Fraction(11, 3)] * 3, 11) == [4, 4, 3]
     assert round_shares([Fraction(5, 2), Fraction(5, 2), Fraction(1)], 6) == [3, 2, 1]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -15,7 +14,7 @@ from kvevict_kernels.device_limits import DeviceLimits, limits_of
 from kvevict_kernels.dispatch import implementation
 from kvevict_kernels.stored_rows import gather_rows
 
-__all__ = ["Pooling", "accumulated_attention", "largest_kernel_size", "window_scores"]
+__all__ = ["accumulated_attention", "largest_kernel_size", "pools_rows", "window_scores"]
 
 KEYS_PER_TILE = 128
 EARLIER_KEYS_PER_TILE = 1024
@@ -133,16 +132,20 @@ def window_scores(
     check_tensor("lse", lse, tuple(queries.shape[:2]), torch.float32, queries.device)
     if queries.shape[0] == 0:
         raise ValueError("queries: expected at least one query, got W = 0")
-    pool = Pooling(kernel_size, pooling, order)
+    check_int("kernel_size", kernel_size, 1, MAX_KERNEL_SIZE)
+    if kernel_size % 2 == 0:
+        raise ValueError(f"kernel_size: expected an odd number, got {kernel_size}")
+    check_choice("pooling", pooling, ("max", "avg"))
+    check_choice("order", order, ("pool-mean", "mean-pool"))
     if token_slots.numel() == 0:
         empty = queries.new_empty(k_buffer.shape[1], 0, dtype=torch.float32)
         return empty, empty.clone()
-    rows_kernel = kernel_size if pool.pools_rows else 1
+    rows_kernel = kernel_size if pools_rows(kernel_size, pooling, order) else 1
     if rows_kernel > 1 and queries.is_cuda:
         check_int("kernel_size", kernel_size, 1, largest_kernel_size(queries.shape[2], limits_of(queries.device)))
     run = implementation(queries.device, key_scores_cpu, "key_scores")
     mean, pooled = run(queries, lse, k_buffer, token_slots, sm_scale, key_start - query_start, "mean", rows_kernel)
-    return (pool.pool(mean) if pooled is None else pooled), mean
+    return (_pool(mean, kernel_size, pooling) if pooled is None else pooled), mean
 
 
 def largest_kernel_size(head_dim: int, limits: DeviceLimits) -> int:
@@ -154,42 +157,19 @@ def largest_kernel_size(head_dim: int, limits: DeviceLimits) -> int:
     return KEY_BLOCK - MIN_VALID_KEYS - 1
 
 
-@dataclass(frozen=True)
-class Pooling:
-    """The pooling arguments of :func:`window_scores`.
+def pools_rows(kernel_size: int, pooling: str, order: str) -> bool:
+    """Whether :func:`window_scores` must pool rows one by one; otherwise pooling their mean is the same."""
+    return kernel_size > 1 and pooling == "max" and order == "pool-mean"
 
-    Raises:
-        ValueError: names the argument as in :func:`window_scores`.
-    """
 
-    kernel_size: int  # odd, up to 127 (tokens); 1 does not pool
-    kind: Literal["max", "avg"]  # "max" pads -inf, "avg" pads zeros that count
-    order: Literal["pool-mean", "mean-pool"]
-
-    def __post_init__(self) -> None:
-        check_int("kernel_size", self.kernel_size, 1, MAX_KERNEL_SIZE)
-        if self.kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size: expected an odd number, got {self.kernel_size}")
-        check_choice("pooling", self.kind, ("max", "avg"))
-        check_choice("order", self.order, ("pool-mean", "mean-pool"))
-
-    @property
-    def pools_rows(self) -> bool:
-        """Whether rows must be pooled one by one; otherwise pooling the mean is the same."""
-        return self.kernel_size > 1 and self.kind == "max" and self.order == "pool-mean"
-
-    @property
-    def halo(self) -> int:
-        """Keys that a pooling window extends to each side of its centre."""
-        return self.kernel_size // 2
-
-    def pool(self, x: Tensor) -> Tensor:
-        """Pool the last dimension of [rows, keys]. Returns a new float32 tensor of the same shape."""
-        if self.kernel_size == 1:
-            return x.clone()
-        if self.kind == "max":
-            return max_pool1d(x[None], self.kernel_size, stride=1, padding=self.halo)[0]
-        return avg_pool1d(x[None], self.kernel_size, stride=1, padding=self.halo, count_include_pad=True)[0]
+def _pool(x: Tensor, kernel_size: int, pooling: str) -> Tensor:
+    """Pool the last dimension of [rows, keys]. Returns a new float32 tensor of the same shape."""
+    if kernel_size == 1:
+        return x.clone()
+    halo = kernel_size // 2
+    if pooling == "max":
+        return max_pool1d(x[None], kernel_size, stride=1, padding=halo)[0]
+    return avg_pool1d(x[None], kernel_size, stride=1, padding=halo, count_include_pad=True)[0]
 
 
 def key_scores_cpu(

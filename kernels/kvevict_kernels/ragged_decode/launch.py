@@ -11,13 +11,14 @@ from torch import Tensor
 from kvevict_kernels.checks import FP8, KV_DTYPES, check_int, check_positions, check_tensor
 from kvevict_kernels.device_limits import limits_of
 from kvevict_kernels.ragged_decode.addresses import TableAddresses
-from kvevict_kernels.ragged_decode.host_lists import Sizes
-from kvevict_kernels.ragged_decode.tables import LayerInputs, Step, Tables, build_step, build_tables
+from kvevict_kernels.ragged_decode.host_lists import NUM_CLASSES, HostLists, Sizes
+from kvevict_kernels.ragged_decode.tables import ITEM_WORDS, ClassTables, LayerInputs, Step, Tables
 from kvevict_kernels.ragged_decode.tile_table import tiles_for
 from kvevict_kernels.ragged_decode.triton_impl import advance, run_split
 from kvevict_kernels.ragged_decode.triton_layout import lay_out
 from kvevict_kernels.ragged_extend.triton_impl import run_extend
 from kvevict_kernels.span_runs import SpanRuns
+from kvevict_kernels.transfer import to_device
 
 
 def sizes_on(
@@ -82,9 +83,48 @@ def plan_batch(
         check_tensor("lens", span.lens, shape, torch.int32, device)
         if sizes.has_windows:
             check_positions(span.positions, span.head_slots)
-    tables = build_tables(paths, new_lens, suffix_bounds, sizes=sizes, device=device, elsewhere=elsewhere)
+    host = HostLists(paths, new_lens, suffix_bounds, sizes, elsewhere)
+    sent = _send(host.addresses(), host.lists(), device)
+    units = (*shape[:1], len(host.spans), *shape[1:])
+    tables = Tables(
+        paths=tuple(tuple(path) for path in paths),
+        new_lens=tuple(new_lens),
+        sizes=sizes,
+        run_address=torch.empty(units, dtype=torch.int64, device=device),
+        run_lens=torch.empty(units, dtype=torch.int32, device=device),
+        partial_start=torch.empty(units, dtype=torch.int64, device=device),
+        has_splits=any(splits > 1 for splits in host.num_splits),
+        classes=tuple(_class_tables(host, which, sent.pop(f"requests_{which}")) for which in range(NUM_CLASSES)),
+        num_partials=host.num_partials,
+        **sent,
+    )
     lay_out(tables)
     return tables
+
+
+def _class_tables(host: HostLists, which: int, requests: Tensor) -> ClassTables:
+    num_layers, device = host.sizes.num_layers, requests.device
+    max_items = host.max_items(which)
+    num_units = len(host.spans) * host.sizes.num_kv_heads
+    return ClassTables(
+        max_items=max_items,
+        items=torch.empty(num_layers, max_items, ITEM_WORDS, dtype=torch.int64, device=device),
+        item_start=torch.empty(num_layers, num_units, dtype=torch.int32, device=device),
+        item_count=torch.empty(num_layers, dtype=torch.int32, device=device),
+        requests=requests,
+        max_suffix_items=host.max_suffix_items(which),
+    )
+
+
+def _send(wide: dict[str, list[int]], narrow: dict[str, list[int]], device: torch.device) -> dict[str, Tensor]:
+    """Copy lists to the device in one piece: 64-bit ones, then 32-bit ones."""
+    words = torch.tensor([x for values in wide.values() for x in values], dtype=torch.int64)
+    halves = torch.tensor([x for values in narrow.values() for x in values], dtype=torch.int32)
+    flat = to_device(torch.cat([words.view(torch.int32), halves]), device)
+    first = 2 * words.numel()
+    pieces = torch.split(flat[:first].view(torch.int64), [len(values) for values in wide.values()])
+    small = torch.split(flat[first:], [len(values) for values in narrow.values()])
+    return dict(zip([*wide, *narrow], [*pieces, *small], strict=True))
 
 
 def start_step(
@@ -117,7 +157,17 @@ def start_step(
     check_tensor("seq_lens", seq_lens, (num_requests,), torch.int32, device)
     if visible is not None:
         check_tensor("visible", visible, (tables.num_new,), torch.int64, device)
-    step = build_step(tables, req_to_token, pool_rows, seq_lens, previous, visible)
+    if previous is not None:
+        items, item_start = previous.items, previous.item_start
+    else:
+        items = tuple(
+            torch.empty(max(1, work.max_suffix_items), ITEM_WORDS, dtype=torch.int64, device=device)
+            for work in tables.classes
+        )
+        item_start = tuple(
+            torch.empty(work.requests.numel() + 1, dtype=torch.int32, device=device) for work in tables.classes
+        )
+    step = Step(req_to_token, pool_rows, seq_lens, items, item_start, visible)
     advance(addresses, step)
     return step
 

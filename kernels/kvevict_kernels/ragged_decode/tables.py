@@ -7,15 +7,12 @@ needs are upper bounds computed on the host, so no length is read back from the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from kvevict_kernels.ragged_decode.host_lists import NUM_CLASSES, HostLists, Sizes
+from kvevict_kernels.ragged_decode.host_lists import Sizes
 from kvevict_kernels.span_runs import SpanRuns
-from kvevict_kernels.transfer import to_device
 
 ITEM_WORDS = 4
 """64-bit words of a work item of the split kernel."""
@@ -30,7 +27,6 @@ class ClassTables:
     item_start: Tensor  # [num_layers, num_units], int32, first work item of every unit in its layer
     item_count: Tensor  # [num_layers], int32, work items of spans
     requests: Tensor  # [num_requests], int32, requests whose suffixes are in this class
-    num_requests: int
     max_suffix_items: int  # work items of their suffixes, at most
 
 
@@ -130,87 +126,3 @@ class LayerInputs:
     def reads_more(self) -> bool:
         """Whether kernels read biases or positions in addition to K and V."""
         return self.biases is not None or self.window > 0
-
-
-def build_tables(
-    paths: Sequence[Sequence[SpanRuns]],
-    new_lens: Sequence[int],
-    suffix_bounds: Sequence[int],
-    *,
-    sizes: Sizes,
-    device: torch.device,
-    elsewhere: Collection[int],
-) -> Tables:
-    """Send the host's lists in one asynchronous copy; the tables that the device computes are allocated, not filled.
-
-    Arguments as for :func:`kvevict_kernels.ragged_decode.launch.plan_batch`.
-    """
-    host = HostLists(paths, new_lens, suffix_bounds, sizes, elsewhere)
-    sent = _send(host.addresses(), host.lists(), device)
-    shape = (sizes.num_layers, len(host.spans), sizes.num_kv_heads)
-    return Tables(
-        paths=tuple(tuple(path) for path in paths),
-        new_lens=tuple(new_lens),
-        sizes=sizes,
-        run_address=torch.empty(shape, dtype=torch.int64, device=device),
-        run_lens=torch.empty(shape, dtype=torch.int32, device=device),
-        partial_start=torch.empty(shape, dtype=torch.int64, device=device),
-        has_splits=any(splits > 1 for splits in host.num_splits),
-        classes=tuple(_class_tables(host, which, sent.pop(f"requests_{which}")) for which in range(NUM_CLASSES)),
-        num_partials=host.num_partials,
-        **sent,
-    )
-
-
-def build_step(
-    tables: Tables,
-    req_to_token: Tensor,
-    pool_rows: Tensor,
-    seq_lens: Tensor,
-    previous: Step | None = None,
-    visible: Tensor | None = None,
-) -> Step:
-    """Create a step; the split kernel's launcher fills in the work lists."""
-    if previous is not None:
-        return Step(req_to_token, pool_rows, seq_lens, previous.items, previous.item_start, visible)
-    device = seq_lens.device
-    return Step(
-        req_to_token=req_to_token,
-        pool_rows=pool_rows,
-        seq_lens=seq_lens,
-        items=tuple(
-            torch.empty(max(1, class_tables.max_suffix_items), ITEM_WORDS, dtype=torch.int64, device=device)
-            for class_tables in tables.classes
-        ),
-        item_start=tuple(
-            torch.empty(class_tables.num_requests + 1, dtype=torch.int32, device=device)
-            for class_tables in tables.classes
-        ),
-        visible=visible,
-    )
-
-
-def _class_tables(host: HostLists, which: int, requests: Tensor) -> ClassTables:
-    num_layers, device = host.sizes.num_layers, requests.device
-    max_items = host.max_items(which)
-    num_units = len(host.spans) * host.sizes.num_kv_heads
-    return ClassTables(
-        max_items=max_items,
-        items=torch.empty(num_layers, max_items, ITEM_WORDS, dtype=torch.int64, device=device),
-        item_start=torch.empty(num_layers, num_units, dtype=torch.int32, device=device),
-        item_count=torch.empty(num_layers, dtype=torch.int32, device=device),
-        requests=requests,
-        num_requests=len(host.requests_of(which)),
-        max_suffix_items=host.max_suffix_items(which),
-    )
-
-
-def _send(wide: dict[str, list[int]], narrow: dict[str, list[int]], device: torch.device) -> dict[str, Tensor]:
-    """Copy lists to the device in one piece: 64-bit ones, then 32-bit ones."""
-    words = torch.tensor([x for values in wide.values() for x in values], dtype=torch.int64)
-    halves = torch.tensor([x for values in narrow.values() for x in values], dtype=torch.int32)
-    flat = to_device(torch.cat([words.view(torch.int32), halves]), device)
-    first = 2 * words.numel()
-    pieces = torch.split(flat[:first].view(torch.int64), [len(values) for values in wide.values()])
-    small = torch.split(flat[first:], [len(values) for values in narrow.values()])
-    return dict(zip([*wide, *narrow], [*pieces, *small], strict=True))

@@ -165,12 +165,13 @@ def advance(addresses: TableAddresses, step: Step) -> None:
     """Number the work items of the suffixes for the lengths of this step: one small launch per class."""
     tables = addresses.tables
     for which, class_tables in enumerate(tables.classes):
-        if not class_tables.num_requests:
+        num_requests = class_tables.requests.numel()
+        if not num_requests:
             step.item_start[which].zero_()
             continue
-        suffix_work_kernel[(class_tables.num_requests,)](
+        suffix_work_kernel[(num_requests,)](
             *(addresses.on_device, step.seq_lens, step.pool_rows, step.items[which], step.item_start[which]),
-            *(class_tables.num_requests, step.req_to_token.data_ptr(), step.req_to_token.stride(0)),
+            *(num_requests, step.req_to_token.data_ptr(), step.req_to_token.stride(0)),
             CLASS=which,
             LEAST=chunks.MIN_CHUNKS[which],
             ROW_TILE=tables.sizes.decode_rows[which],
@@ -197,7 +198,7 @@ def _launch_split(addresses: TableAddresses, step: Step, which: int, inputs: Lay
     args = (
         *(addresses.on_device, q, inputs.k_arena, inputs.v_arena, inputs.biases),
         *(step.seq_lens, step.items[which], step.item_start[which], step.visible),
-        *(inputs.layer, class_tables.num_requests, inputs.k_arena.shape[1], q.stride(0)),
+        *(inputs.layer, class_tables.requests.numel(), inputs.k_arena.shape[1], q.stride(0)),
         *(inputs.sm_scale * LOG2_E, inputs.window),
     )
     options: dict[str, object] = {

@@ -135,7 +135,7 @@ def _work_kernel(
 
 
 def lay_out(tables: Tables) -> None:
-    """Fill in the tables that :func:`kvevict_kernels.ragged_decode.tables.build_tables` left empty."""
+    """Fill in the tables that :func:`kvevict_kernels.ragged_decode.launch.plan_batch` left empty."""
     sizes, classes = tables.sizes, tables.classes
     _runs_kernel[(sizes.num_layers,)](
         *(tables.span_address, tables.span_starts, tables.span_lens, tables.span_members, tables.span_class),

@@ -52,26 +52,21 @@ class WindowLogitsScorer(Scorer):
 class ChunkSelector(Selector):
     """Keeps the chunks with the highest summed scores, best first, until the budget is spent.
 
-    Attributes:
-        mode: "exact": chunks of the competing tokens, the last accepted one cut to the budget. "paper" (Algorithm 1):
-            chunks also of window tokens inside the range, as many whole ones as budget and window hold; then the
-            *latest* selected tokens make room for the window. With a tail that covers the window both agree.
-        chunk_score: "sum" of the chunk's scores, or their "mean", which does not penalise a short last chunk.
-        share_heads: one list of chunks for all heads of a layer, by scores summed over heads (kvpress).
+    With ``mode`` "exact", chunks are of the competing tokens, the last accepted one cut to the budget. "paper"
+    (Algorithm 1): chunks also of window tokens inside the range, as many whole ones as budget and window hold; then the
+    *latest* selected tokens make room for the window. With a tail that covers the window both agree. The "mean" as
+    ``chunk_score`` does not penalise a short last chunk.
 
     Source: ChunkKV (arXiv 2502.00299), Alg. 1.
     Differs: Algorithm 1 can store window tokens twice and leaves ``budget mod chunk_length`` entries empty; here every
         token is stored once, and "paper" fills the gaps with the next best chunks. The tail's scores are in no chunk.
     """
 
-    chunk_length: int = 10
-    mode: Literal["exact", "paper"] = "exact"
-    chunk_score: Literal["sum", "mean"] = "sum"
-    share_heads: bool = False
+    options: ChunkKV
 
     def select(self, scores: RangeScores, keep_lens: Tensor) -> Tensor:
         """Choose tokens; see :class:`Selector`."""
-        if self.mode == "exact":
+        if self.options.mode == "exact":
             values = scores.candidates(scores.values)
             free = torch.ones_like(values, dtype=torch.bool)
             return scores.with_pinned(self._take(free, self._ranking(values), keep_lens))
@@ -82,11 +77,11 @@ class ChunkSelector(Selector):
         values = scores.values[..., scores.num_first :]
         num_tokens, num_last = values.shape[-1], scores.num_last
         ranking = self._ranking(values)
-        whole = (budgets + scores.num_behind).div(self.chunk_length, rounding_mode="floor").unsqueeze(-1)
+        whole = (budgets + scores.num_behind).div(self.options.chunk_length, rounding_mode="floor").unsqueeze(-1)
         place = torch.empty_like(ranking).scatter_(
             -1, ranking, torch.arange(ranking.shape[-1], device=ranking.device).expand_as(ranking)
         )
-        selected = (place < whole).repeat_interleave(self.chunk_length, dim=-1)[..., :num_tokens]
+        selected = (place < whole).repeat_interleave(self.options.chunk_length, dim=-1)[..., :num_tokens]
         kept = selected & (selected.cumsum(-1) <= (budgets - num_last).unsqueeze(-1))
         kept[..., num_tokens - num_last :] = True
         kept |= self._take(~kept, ranking, budgets - kept.sum(-1))
@@ -95,24 +90,24 @@ class ChunkSelector(Selector):
     def _ranking(self, values: Tensor) -> Tensor:
         """Chunk indices, best first, ties to the lower one: [num_layers, num_kv_heads, num_chunks], int64."""
         chunks = self._per_chunk(values.double())
-        if self.chunk_score == "mean":
+        if self.options.chunk_score == "mean":
             chunks = chunks / self._per_chunk(torch.ones_like(values))
-        if self.share_heads:
+        if self.options.share_heads:
             chunks = chunks.sum(1, keepdim=True).expand_as(chunks)
         return chunks.sort(dim=-1, descending=True, stable=True).indices
 
     def _per_chunk(self, per_token: Tensor) -> Tensor:
         """Sum over each chunk: [num_layers, num_kv_heads, num_chunks]."""
-        missing = -per_token.shape[-1] % self.chunk_length
-        return pad(per_token, (0, missing)).view(*per_token.shape[:-1], -1, self.chunk_length).sum(-1)
+        missing = -per_token.shape[-1] % self.options.chunk_length
+        return pad(per_token, (0, missing)).view(*per_token.shape[:-1], -1, self.options.chunk_length).sum(-1)
 
     def _take(self, free: Tensor, ranking: Tensor, budgets: Tensor) -> Tensor:
         """Mark the first free tokens of the best chunks until each budget is spent."""
         sizes = self._per_chunk(free.long()).gather(-1, ranking)
         taken = fill_in_order(sizes, budgets.unsqueeze(-1))
         per_chunk = torch.empty_like(taken).scatter_(-1, ranking, taken)
-        missing = -free.shape[-1] % self.chunk_length
-        rank = pad(free, (0, missing)).view(*free.shape[:-1], -1, self.chunk_length).cumsum(-1)
+        missing = -free.shape[-1] % self.options.chunk_length
+        rank = pad(free, (0, missing)).view(*free.shape[:-1], -1, self.options.chunk_length).cumsum(-1)
         return free & (rank <= per_chunk.unsqueeze(-1)).flatten(-2)[..., : free.shape[-1]]
 
 
@@ -167,11 +162,9 @@ class ChunkKV(BudgetOptions):
         scorer: Scorer = WindowAttentionScorer(self.window_size, kernel_size=1, keep_window=self.keep_window)
         if self.score == "raw":
             scorer = WindowLogitsScorer(self.window_size, self.keep_window)
-        return Policy(
-            self.name,
+        return self.policy(
             scorer,
-            self.allocator(),
-            ChunkSelector(self.chunk_length, self.mode, self.chunk_score, self.share_heads),
+            ChunkSelector(self),
             reuse_layers=self.reuse_layers,
             max_tail_tokens=self.window_size - 1 if self.mode == "paper" else None,
             why_max_tail=f"mode='paper' lays chunks over the window's window_size={self.window_size} tokens too; a "

@@ -124,14 +124,9 @@ class D2O(BudgetOptions):
 
     def build(self) -> Policy:
         """Make the policy."""
-        return Policy(
-            self.name,
-            AccumulatedAttentionScorer(),
-            self.allocator(),
-            HeavyHitterSelector(self.recent_ratio),
-            NearestKeyMerger(self),
-            num_sink_tokens=self.num_sink_tokens,
-        )
+        selector = HeavyHitterSelector(self.recent_ratio)
+        sinks = self.num_sink_tokens
+        return self.policy(AccumulatedAttentionScorer(), selector, NearestKeyMerger(self), num_sink_tokens=sinks)
 
 
 def nearest_kept(rows: Tensor, kept: Tensor, width: int, *, causal: bool) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,6 @@ from sgl_kvevict.policies.methods.snapkv import WindowSize
 from sgl_kvevict.policies.options import OneBudgetOptions
 from sgl_kvevict.policies.parts import Scorer, TokenScores, Trait
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.selectors import TopKSelector
 from sgl_kvevict.policies.signals import Signal
 
 
@@ -48,16 +47,7 @@ class RobustAttentionScorer(Scorer):
     def score(self, view: LayerView) -> TokenScores:
         """Score one layer."""
         window = view.need_window().last(self.window_size)
-        peaks = accumulated_attention(
-            window.queries,
-            window.lse,
-            view.k_buffer,
-            view.token_slots,
-            sm_scale=view.stored_sm_scale,
-            key_start=view.start,
-            query_start=window.start,
-            reduction="max",
-        )
+        peaks = accumulated_attention(**view.attention_of(window), reduction="max")
         if self.use_floor:
             peaks = peaks.clamp(min=peaks.mean(-1, keepdim=True))
         if self.use_value_norm:
@@ -86,5 +76,4 @@ class Defensive(OneBudgetOptions):
 
     def build(self) -> Policy:
         """Make the policy."""
-        scorer = RobustAttentionScorer(self.window_size, self.use_floor, self.use_value_norm)
-        return Policy(self.name, scorer, self.allocator(), TopKSelector())
+        return self.policy(RobustAttentionScorer(self.window_size, self.use_floor, self.use_value_norm))

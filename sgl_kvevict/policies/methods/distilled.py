@@ -10,7 +10,6 @@ from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.options import OneBudgetOptions
 from sgl_kvevict.policies.parts import Scorer, TokenScores, Trait
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.selectors import TopKSelector
 from sgl_kvevict.policies.signals import Readers, Signal
 
 WINDOW_SIZE = 8
@@ -61,5 +60,4 @@ class Distilled(OneBudgetOptions):
 
     def build(self) -> Policy:
         """Make the policy."""
-        scorer = DistilledScorer(self.use_window)
-        return Policy(self.name, scorer, self.allocator(), TopKSelector(), readers=Readers.REPETITION)
+        return self.policy(DistilledScorer(self.use_window), readers=Readers.REPETITION)

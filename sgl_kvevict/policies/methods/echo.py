@@ -10,7 +10,6 @@ from __future__ import annotations
 from sgl_kvevict.policies.options import OneBudgetOptions
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.scorers import SignalScorer
-from sgl_kvevict.policies.selectors import TopKSelector
 from sgl_kvevict.policies.signals import Signal
 
 
@@ -24,4 +23,4 @@ class Echo(OneBudgetOptions):
 
     def build(self) -> Policy:
         """Make the policy."""
-        return Policy(self.name, SignalScorer(Signal.ECHO_ATTENTION), self.allocator(), TopKSelector())
+        return self.policy(SignalScorer(Signal.ECHO_ATTENTION))

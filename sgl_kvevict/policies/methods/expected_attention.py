@@ -12,7 +12,6 @@ from sgl_kvevict.policies.methods.streaming_llm import NumSinkTokens
 from sgl_kvevict.policies.options import BudgetOptions
 from sgl_kvevict.policies.parts import Scorer, TokenScores, Trait
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.selectors import TopKSelector
 from sgl_kvevict.policies.signals import QueryMoments, Signal
 
 
@@ -79,5 +78,4 @@ class ExpectedAttention(BudgetOptions):
 
     def build(self) -> Policy:
         """Make the policy."""
-        sinks = self.num_sink_tokens
-        return Policy(self.name, ExpectedAttentionScorer(self), self.allocator(), TopKSelector(), num_sink_tokens=sinks)
+        return self.policy(ExpectedAttentionScorer(self), num_sink_tokens=self.num_sink_tokens)

@@ -34,5 +34,4 @@ class H2O(BudgetOptions):
 
     def build(self) -> Policy:
         """Make the policy."""
-        scorer = AccumulatedAttentionScorer(self.normalize)
-        return Policy(self.name, scorer, self.allocator(), HeavyHitterSelector(self.recent_ratio))
+        return self.policy(AccumulatedAttentionScorer(self.normalize), HeavyHitterSelector(self.recent_ratio))

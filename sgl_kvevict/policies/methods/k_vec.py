@@ -114,17 +114,16 @@ def attention_rows(token_keys: Tensor, key_start: int, window: QueryWindow, sm_s
 
 @dataclass(frozen=True)
 class CoverageSelector(Selector):
-    """Layer by layer, ranks tokens by score + ``bonus`` (lambda) * importance * (1 - coverage).
+    """Layer by layer, ranks tokens by score + ``bonus`` * importance * (1 - coverage).
 
-    Coverage is the share of the layers so far in which any head kept the token. ``protected_share`` (beta) of a head's
-    budget is reserved for its own highest scores.
+    Coverage is the share of the layers so far in which any head kept the token. ``protected_share`` of a head's budget
+    is reserved for its own highest scores.
 
     Source: K-VEC (arXiv 2606.29563), Eq. 12, 14-16; Alg. 1, lines 9-15.
     Differs: protected tokens always come first (a bonus can exceed the printed override of 1.0).
     """
 
-    bonus: float = 1.0
-    protected_share: float = 0.25
+    options: KVec
     requires = frozenset({Trait.IMPORTANCE})
 
     def select(self, scores: RangeScores, keep_lens: Tensor) -> Tensor:
@@ -132,7 +131,7 @@ class CoverageSelector(Selector):
         if scores.importance is None:
             raise InvariantError("the scorer promised an importance per token and gave none")
         values, importance = scores.candidates(scores.values), scores.candidates(scores.importance)
-        share = exact_fraction(self.protected_share)
+        share = exact_fraction(self.options.protected_share)
         budgets = keep_lens + scores.num_pinned + scores.num_behind
         num_safe = (budgets * share.numerator).div(share.denominator, rounding_mode="floor")
         safe = top_mask(scores.keys, torch.minimum(num_safe, keep_lens))
@@ -140,7 +139,7 @@ class CoverageSelector(Selector):
         kept = []
         for layer in range(values.shape[0]):
             focus = importance[layer] * (1 - times_kept / (layer + 1))
-            keys = order_keys(values[layer] + self.bonus * focus)
+            keys = order_keys(values[layer] + self.options.bonus * focus)
             kept.append(top_mask(keys.masked_fill(safe[layer], key_max(keys)), keep_lens[layer]))
             times_kept = times_kept + kept[-1].any(0)
         return scores.with_pinned(torch.stack(kept))
@@ -187,5 +186,4 @@ class KVec(BudgetOptions):
                 f"policy_options.extended_window: got {self.extended_window} for policy 'k-vec'; allowed: an "
                 f"integer >= base_window = {self.base_window}"
             )
-        selector = CoverageSelector(self.bonus, self.protected_share)
-        return Policy(self.name, CrossHeadScorer(self), self.allocator(), selector)
+        return self.policy(CrossHeadScorer(self), CoverageSelector(self))

@@ -11,7 +11,6 @@ from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.options import BudgetOptions
 from sgl_kvevict.policies.parts import Scorer, TokenScores, Trait
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.selectors import TopKSelector
 from sgl_kvevict.policies.signals import Signal
 
 
@@ -43,4 +42,4 @@ class KeyDiff(BudgetOptions):
 
     def build(self) -> Policy:
         """Make the policy."""
-        return Policy(self.name, KeyDifferenceScorer(), self.allocator(), TopKSelector())
+        return self.policy(KeyDifferenceScorer())

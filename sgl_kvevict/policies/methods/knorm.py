@@ -8,7 +8,6 @@ from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.options import BudgetOptions
 from sgl_kvevict.policies.parts import Scorer, TokenScores
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.selectors import TopKSelector
 from sgl_kvevict.policies.signals import Signal
 
 
@@ -37,4 +36,4 @@ class KNorm(BudgetOptions):
 
     def build(self) -> Policy:
         """Make the policy."""
-        return Policy(self.name, KeyNormScorer(), self.allocator(), TopKSelector())
+        return self.policy(KeyNormScorer())

@@ -11,7 +11,6 @@ from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.options import BudgetOptions
 from sgl_kvevict.policies.parts import Scorer, TokenScores, Trait
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.selectors import TopKSelector
 
 
 @dataclass(frozen=True)
@@ -40,4 +39,4 @@ class Random(BudgetOptions):
 
     def build(self) -> Policy:
         """Make the policy."""
-        return Policy(self.name, RandomScorer(self.seed), self.allocator(), TopKSelector())
+        return self.policy(RandomScorer(self.seed))

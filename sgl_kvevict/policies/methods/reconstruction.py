@@ -5,7 +5,6 @@ from __future__ import annotations
 from sgl_kvevict.policies.options import OneBudgetOptions
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.scorers import SignalScorer
-from sgl_kvevict.policies.selectors import TopKSelector
 from sgl_kvevict.policies.signals import Readers, Signal
 
 
@@ -19,5 +18,4 @@ class Reconstruction(OneBudgetOptions):
 
     def build(self) -> Policy:
         """Make the policy."""
-        scorer = SignalScorer(Signal.READER_ATTENTION)
-        return Policy(self.name, scorer, self.allocator(), TopKSelector(), readers=Readers.REPETITION)
+        return self.policy(SignalScorer(Signal.READER_ATTENTION), readers=Readers.REPETITION)

@@ -13,7 +13,6 @@ from pydantic import Field
 from sgl_kvevict.policies.options import BudgetOptions, OddInt, PaperSettings, PaperValue
 from sgl_kvevict.policies.policy import Policy
 from sgl_kvevict.policies.scorers import WindowAttentionScorer
-from sgl_kvevict.policies.selectors import TopKSelector
 
 ADA_KV = "Ada-KV (arXiv 2407.11550)"
 WindowSize = Annotated[int, Field(ge=1, description="queries at the end of the prompt whose attention scores tokens")]
@@ -52,5 +51,6 @@ class SnapKV(BudgetOptions):
 
     def build(self) -> Policy:
         """Make the policy."""
-        scorer = WindowAttentionScorer(self.window_size, self.kernel_size, self.pooling, self.order, self.keep_window)
-        return Policy(self.name, scorer, self.allocator(), TopKSelector())
+        return self.policy(
+            WindowAttentionScorer(self.window_size, self.kernel_size, self.pooling, self.order, self.keep_window)
+        )

@@ -12,7 +12,6 @@ from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.options import BudgetOptions, PaperSettings, PaperValue
 from sgl_kvevict.policies.parts import Scorer, TokenScores
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.selectors import TopKSelector
 
 NumSinkTokens = Annotated[int, Field(ge=0, description="first tokens of a path that every head keeps")]
 
@@ -44,5 +43,4 @@ class StreamingLLM(BudgetOptions):
 
     def build(self) -> Policy:
         """Make the policy."""
-        sinks = self.num_sink_tokens
-        return Policy(self.name, PositionScorer(), self.allocator(), TopKSelector(), num_sink_tokens=sinks)
+        return self.policy(PositionScorer(), num_sink_tokens=self.num_sink_tokens)
