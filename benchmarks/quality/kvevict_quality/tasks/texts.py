@@ -138,7 +138,12 @@ def perlfaq(rng: random.Random, num_tokens: int, count: CountTokens) -> Sample:
             num_tokens -= length
             chosen.append((heading, body))
     questions = (
-        ShortAnswer(f"What does the text answer first? {heading}", 'The text answers: "', (_first_sentence(body),), 64)
+        ShortAnswer(
+            f'Quote the sentence that follows the heading "{heading}"',
+            f"{heading}\n",
+            (_first_sentence(body),),
+            64,
+        )
         for heading, body in rng.sample(chosen, min(_ASKED, len(chosen)))
     )
     return Sample("\n\n".join(f"{heading}\n{body}" for heading, body in chosen), tuple(questions))
