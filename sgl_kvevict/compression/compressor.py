@@ -14,7 +14,7 @@ from sgl_kvevict.compression.fits import AttentionProducts, PendingFit
 from sgl_kvevict.compression.prompt_observation import CacheObservation, ObservationSpec, PromptObservation
 from sgl_kvevict.compression.reader_observation import ReaderObservation
 from sgl_kvevict.compression.sliding_windows import select_beside_windows
-from sgl_kvevict.compression.streams import ChoiceStream, SchedulerStream
+from sgl_kvevict.compression.streams import ChoiceStream
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import CachedRange, Lesson, ScoreLearner, with_learned_scores
 from sgl_kvevict.policies.layer_view import Show
@@ -93,8 +93,8 @@ class Compressor:
     """Applies one policy and one budget to ranges of the arena.
 
     ``rotary`` and ``output_grams`` are as in :class:`ObservationSpec`; ``learner`` is for ``distilled``;
-    ``slot_positions`` as in :class:`CachedRange`; entries are chosen on ``stream``. ``is_short``: slots have been
-    short, so echo attention is collected until scores are learned.
+    ``slot_positions`` as in :class:`CachedRange`; entries are chosen on ``stream`` (None: at once, on the
+    scheduler's). ``is_short``: slots have been short, so echo attention is collected until scores are learned.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Compressor:
         self.observes = ObservationSpec(packer.geometry, policy.needs, policy.window_size, rotary, output_grams)
         self.learner = learner
         self.slot_positions = slot_positions
-        self.stream = SchedulerStream() if stream is None else stream
+        self.stream = stream
         self.is_short = False
         self.stats = FitStats()
 
@@ -214,13 +214,20 @@ class Compressor:
         state: Callable[[], object],
         share: float | None = None,
     ) -> Callable[[], Chosen]:
-        """Launch scoring and selection of one range on :attr:`stream`, without a host sync; nothing is moved.
+        """Launch scoring and selection of one range, without a host sync; nothing is moved.
 
         The caller owns ``token_slots``, [num_tokens], int64, in token order, until the result was called or is of no
         use. With learned scores, ``observation`` may lack other score signals. ``state`` gives the policy state of the
         range right before it on its path; ``share`` of the range replaces the budget.
         """
-        return self.stream.launch(lambda: self._choose(token_slots, start, observation, state(), share))
+
+        def work() -> Chosen:
+            return self._choose(token_slots, start, observation, state(), share)
+
+        if self.stream is not None:
+            return self.stream.launch(work)
+        chosen = work()
+        return lambda: chosen
 
     def write(self, chosen: Chosen, token_slots: Tensor) -> Compression:
         """Write the segment of the chosen entries into the first of its range's slots, without a host sync.

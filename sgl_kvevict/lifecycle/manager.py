@@ -79,7 +79,8 @@ class PrefixManager:
         self.guard = guard
         self.table = PrefixTable(packer, None if compressor is None else compressor.config, CacheListener(guard))
         self.spans = self.table.spans
-        self.readers = ReaderTable(tree)
+        all_shrink = compressor is not None and compressor.config.prefill_budget is not None
+        self.readers = ReaderTable(tree, all_shrink=all_shrink)
         self.order = CostAwareRecency(self.spans, clock)
         if state_slots is not None:
             self.order = StatefulRecency(self.spans, clock, state_slots)
@@ -142,8 +143,7 @@ class PrefixManager:
         record = self.readers[reader]
         record.is_live = True
         if self.compressor is not None:
-            with self.guard.at(Place.PROMPT):
-                record.observation = self.compressor.new_observation()
+            record.observation = self.compressor.new_observation()
 
     def chunk_observed(
         self, reader: Reader, node: Node, start: int, end: int, prompt_len: int
@@ -195,11 +195,11 @@ class PrefixManager:
 
         Before scores are learned, a prompt longer than the pool has to: only tokens whose queries are seen can shrink.
         """
-        return self.compressor is not None and self.readers.is_long(reader) and not self.compressor.has_learned
+        return self.compressor is not None and self.readers[reader].is_long and not self.compressor.has_learned
 
     def prefilled_compressed(self, reader: Reader, node: Node) -> int:
         """Tokens of a prompt that were computed, and compressed before its last chunk was computed."""
-        observation = None if self.pressure is None else self.pressure.shrinking_prompt(reader)
+        observation = self.readers.shrinking_prompt(reader)
         if observation is None:
             return 0
         return max(self.spans.waterline(path_to(node)) - observation.first_query, 0)
@@ -218,7 +218,7 @@ class PrefixManager:
         end = min(observation.end, length_of(path))
         asks = wish is not None and bool(wish.questions)
         if self.compressor.compresses_at_once and not asks:
-            done = self.ranges.compress(node, end - self.compressor.config.tail_tokens, observation)
+            done = self.ranges.compress(path, end - self.compressor.config.tail_tokens, observation)
             if self.scoring is not None and wish is not None and wish.warm:
                 self.scoring.granted(wish, done)
             return

@@ -109,13 +109,14 @@ class NodeSet(set[Node]):
 
     def discard(self, node: object) -> None:
         """Remove a node, and every reference to it."""
-        super().discard(node)
-        self._new.pop(node, None)
+        if node in self:
+            super().discard(node)
+            self._new.pop(node, None)
 
-    def remove(self, node: Node) -> None:
-        """As :meth:`discard`; the node must be there."""
-        super().remove(node)
-        self._new.pop(node, None)
+    def clear(self) -> None:
+        """Remove all nodes."""
+        super().clear()
+        self._new = {}
 
     def take_new(self) -> list[Node]:
         """Nodes added since the last call, in order; some may have been removed again."""

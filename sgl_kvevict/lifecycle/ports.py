@@ -28,7 +28,7 @@ class TreePort(Protocol):
         """Last node of the path that a reader locks; None if there is none."""
 
     def cut(self, path: Sequence[Node], end: int) -> Node:
-        """Split the node of a path in which the logical position ``end`` lies, and return the upper part."""
+        """Split the last node of a path, inside which the logical position ``end`` lies, and return the upper part."""
 
     def token_slots(self, nodes: Sequence[Node]) -> Tensor:
         """[num_tokens], int64, ordinary slots of consecutive uncompressed nodes, in token order."""

@@ -54,7 +54,9 @@ class ArenaRows:
     def head_slots(self, layer: int, token_slots: Tensor) -> Tensor:
         """[num_kv_heads, num_tokens], int32: head slots of uncompressed tokens in one layer."""
         heads = torch.arange(self.geometry.num_kv_heads, dtype=torch.int32, device=token_slots.device)
-        return self._numbered(layer, token_slots.int(), heads[:, None])
+        sizes = self.geometry.num_token_slots, self.geometry.num_kv_heads
+        head_slots: Tensor = head_slot_of(layer, token_slots.int(), heads[:, None], *sizes)
+        return head_slots
 
     def keys(self, head_slots: Tensor) -> Tensor:
         """[*head_slots.shape, head_dim]: copies of keys, in the arena's dtype."""
@@ -67,16 +69,6 @@ class ArenaRows:
     def _gather(self, arena: Tensor, head_slots: Tensor) -> Tensor:
         rows = torch.index_select(as_words(arena.flatten(0, 2)), 0, head_slots.flatten())
         return rows.view(arena.dtype).view(*head_slots.shape, arena.shape[-1])
-
-    def _head_slots(self, layers: Tensor, slots: Tensor, heads: Tensor) -> Tensor:
-        """[M], int32: head slots of uncompressed entries, from layer, token slot (int32) and KV head of each."""
-        return self._numbered(layers.int(), slots, heads.int())
-
-    def _numbered(self, layers: Tensor | int, slots: Tensor, heads: Tensor) -> Tensor:
-        """Head slots, and all intermediate results, fit 32 bits."""
-        sizes = self.geometry.num_token_slots, self.geometry.num_kv_heads
-        head_slots: Tensor = head_slot_of(layers, slots, heads, *sizes)
-        return head_slots
 
 
 def rows_by_head_slot(arena: Tensor) -> Tensor:

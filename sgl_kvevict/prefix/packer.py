@@ -11,6 +11,7 @@ from torch import Tensor
 from kvevict_kernels import radix_select
 from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from kvevict_kernels.compact_kv import compact_kv
+from kvevict_kernels.head_slots import head_slot_of
 from kvevict_kernels.stored_rows import as_moved, as_words
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.errors import InvariantError
@@ -77,16 +78,18 @@ class SegmentPacker(ArenaRows):
         ``token_slots`` are [num_tokens], int64, in token order; with ``merge``, weighted sums are stored. Returns the
         segment, and the freed slots, [num_tokens - num_slots], int64.
         """
+        geometry = self.geometry
         if merge is None:
             runs = torch.repeat_interleave(
-                torch.arange(self.geometry.num_runs, dtype=torch.int32, device=token_slots.device),
+                torch.arange(geometry.num_runs, dtype=torch.int32, device=token_slots.device),
                 selection.keep_lens.flatten().long(),
                 output_size=selection.num_entries,
             )
-            layers, heads = runs // self.geometry.num_kv_heads, runs % self.geometry.num_kv_heads
-            sources = self._head_slots(layers, token_slots.int()[selection.indices], heads)
+            layers, heads, indices = runs // geometry.num_kv_heads, runs % geometry.num_kv_heads, selection.indices
         else:
-            sources = self._head_slots(merge.layers, token_slots.int()[merge.indices], merge.heads)
+            layers, heads, indices = merge.layers.int(), merge.heads.int(), merge.indices
+        slots = token_slots.int()[indices]  # all numbers fit int32
+        sources = head_slot_of(layers, slots, heads, geometry.num_token_slots, geometry.num_kv_heads)
         segment, freed = self.write(
             token_slots,
             sources,

@@ -130,7 +130,7 @@ def after_queueing(
     """Hook after a request was queued: fetch what the store has of its prompt meanwhile."""
     tree = scheduler.tree_cache
     loading = tree.manager.loading if isinstance(tree, KVEvictTree) else None
-    if loading is None or is_retracted or req.to_finish is not None or tree.manager.readers.is_exact(req):
+    if loading is None or is_retracted or req.to_finish is not None or tree.manager.readers[req].is_exact:
         return
     loading.queued(req, tree.prompt_of(req, req.origin_input_ids))
 

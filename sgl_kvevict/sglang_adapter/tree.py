@@ -25,7 +25,6 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.compression import Compressor, PromptObservation, ReaderChunk
-from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.events.types import PrefilledCompressed, Refused
 from sgl_kvevict.guard import Guard, Place, accounting
 from sgl_kvevict.lifecycle import PrefixManager
@@ -80,15 +79,8 @@ class UnifiedTreePort:
         return None if reader.lock is None else self._cache.tree_core.node_by_id(reader.lock.node)
 
     def cut(self, path: Sequence[UnifiedTreeNode], end: int) -> UnifiedTreeNode:
-        """Split a node at ``end`` and return the upper half; SGLang splits where a look-up ends."""
-        position = 0
-        for node in path:
-            position += len(node.key)
-            if position > end:
-                break
-        else:
-            raise InvariantError(f"the path has {position} tokens, expected more than {end}")
-        tokens = tokens_of(path)[: end + self.lookahead]
+        """Split the last node at ``end`` and return the upper half; SGLang splits where a look-up ends."""
+        node, tokens = path[-1], tokens_of(path)[: end + self.lookahead]
         self._cache.touch_prefix(self._key(tokens, node.key.extra_key, node.key.cache_salt))
         return node.parent
 
@@ -318,7 +310,7 @@ class KVEvictTree(UnifiedRadixCache):
         req, key = params.req, self._pairs(params.key)
         if req is not None:
             self.manager.matched(req)
-            if self.manager.readers.is_exact(req) and self._blocking.begins_compressed(key):
+            if self.manager.readers[req].is_exact and self._blocking.begins_compressed(key):
                 key = key[:0]
             elif self.manager.recomputes_uncompressed(req):
                 key = key[: self._blocking.num_compressed(key)]
@@ -364,7 +356,7 @@ class KVEvictTree(UnifiedRadixCache):
             super().checkpoint(req, up_to=up_to, **kwargs)
             return
         key = self._key_of(req, up_to)
-        is_private = self.manager.readers.is_exact(req) and self._blocking.begins_compressed(key)
+        is_private = self.manager.readers[req].is_exact and self._blocking.begins_compressed(key)
         if is_private or _keeps_own_chunks(req, up_to):
             self._keep_out(req)
             return

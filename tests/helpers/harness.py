@@ -363,7 +363,7 @@ class Harness:
 
     def _forward(self, req: Req, seq_len: int) -> None:
         """Read everything a forward of this request would read, and check every entry."""
-        if self.tree.manager.readers.is_exact(req):
+        if self.tree.manager.readers[req].is_exact:
             assert self.tree.read_paths([req]) == ((),)
         codes, waterline = self._codes(req, seq_len), 0
         assert len(codes) == seq_len

@@ -221,7 +221,7 @@ def test_a_range_that_waits_for_an_exact_reader_is_only_selected():
     harness.finish(harness.run(DOCUMENT))
     harness.finish(harness.run([*DOCUMENT, 1, 2, 3]))
     exact = harness.request([*DOCUMENT, 4])
-    harness.tree.manager.readers.make_exact(exact)
+    harness.tree.manager.readers[exact].is_exact = True
     assert harness.admit(exact) and harness.prefill(exact)
     assert scheduler.run_all() > 0
     assert state(harness)["pending_ranges"] == 1 and state(harness)["fits_given_up"] == 1

@@ -189,7 +189,7 @@ def test_what_reads_exactly_is_not_compressed():
     harness = make()
     req = harness.request(PROMPT)
     req.sampling_params.max_new_tokens = 10_000
-    harness.tree.manager.readers.make_exact(req)
+    harness.tree.manager.readers[req].is_exact = True
     assert harness.admit(req)
     harness.prefill(req)
     generate(harness, req, 60)
