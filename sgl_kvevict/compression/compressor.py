@@ -259,7 +259,8 @@ class Compressor:
         num_slots = config.num_slots(num_tokens, start) if share is None else config.slots_at(share, num_tokens, start)
         geometry = self.packer.geometry
         show = self._show(observation, start, token_slots)
-        learner = self.learner if num_slots < num_tokens and not isinstance(observation, ReaderObservation) else None
+        is_measured = isinstance(observation, ReaderObservation)
+        learner = self.learner if num_slots < num_tokens and not is_measured else None
         if learner is not None and learner.weights is not None:
             show = with_learned_scores(show, learner.weights, self._cached(token_slots, start), learner.rotary)
         fit = self._fit(token_slots, start, observation) if num_slots < num_tokens else None
@@ -281,15 +282,17 @@ class Compressor:
         else:
             decision = self.policy.select(show, geometry, total, protected, state, with_worth=with_worth)
         splittable = self.policy.splittable and not is_cut
-        is_measured = isinstance(observation, ReaderObservation)
         return Chosen(start, decision, splittable, is_measured, time.perf_counter() - begin, fit)
 
     def _fit(self, token_slots: Tensor, start: int, observation: Observation) -> PendingFit | None:
         """The fit of a range, made before it is compressed; None without a fitter or passes."""
-        products = observation.products if isinstance(observation, ReaderObservation) else None
-        if self.policy.fitter is None or products is None or products.start != start:
+        fitter = self.policy.fitter
+        if fitter is None or not isinstance(observation, ReaderObservation):
             return None
-        return PendingFit(self.policy.fitter, products, self.packer.token_values(token_slots), start)
+        products = observation.products
+        if products is None or products.start != start:
+            return None
+        return PendingFit(fitter, products, self.packer.token_values(token_slots), start)
 
     def state(self) -> dict[str, Any]:
         """Policy, budget, and counters of fits and of learning, as plain values."""

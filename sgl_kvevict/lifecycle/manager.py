@@ -27,7 +27,7 @@ from sgl_kvevict.lifecycle.part import Shared
 from sgl_kvevict.lifecycle.ports import PassPort, TreePort
 from sgl_kvevict.lifecycle.pressure import Pressure
 from sgl_kvevict.lifecycle.ranges import Ranges
-from sgl_kvevict.lifecycle.readers import ReaderTable
+from sgl_kvevict.lifecycle.readers import ReaderRecord, ReaderTable
 from sgl_kvevict.lifecycle.saving import Saving, StoreAccess
 from sgl_kvevict.lifecycle.scoring import PrefixScoring
 from sgl_kvevict.lifecycle.table import PrefixTable
@@ -138,12 +138,13 @@ class PrefixManager:
 
     # ---- events of requests -----------------------------------------------------------------------------------
 
-    def matched(self, reader: Reader) -> None:
-        """A request matched its prompt, possibly not for the first time, and is about to be prefilled."""
+    def matched(self, reader: Reader) -> ReaderRecord:
+        """A request matches its prompt, possibly not for the first time, and is about to be prefilled."""
         record = self.readers[reader]
         record.is_live = True
         if self.compressor is not None:
             record.observation = self.compressor.new_observation()
+        return record
 
     def chunk_observed(
         self, reader: Reader, node: Node, start: int, end: int, prompt_len: int
@@ -180,22 +181,10 @@ class PrefixManager:
         """Discard the observation of a request after an error."""
         self.readers[reader].observation = None
 
-    def is_complete(self, reader: Reader) -> bool:
-        """Whether the whole prompt of a request was prefilled, and :meth:`prompt_complete` is due."""
-        observation = self.readers[reader].observation
-        return observation is not None and observation.is_complete
-
     def chunk_complete(self, reader: Reader, node: Node) -> None:
         """A chunk of a prompt that goes on is in the tree; it may shrink."""
         if self.pressure is not None:
             self.pressure.chunk_complete(reader, path_to(node))
-
-    def recomputes_uncompressed(self, reader: Reader) -> bool:
-        """Whether a prompt computes again what is cached uncompressed.
-
-        Before scores are learned, a prompt longer than the pool has to: only tokens whose queries are seen can shrink.
-        """
-        return self.compressor is not None and self.readers[reader].is_long and not self.compressor.has_learned
 
     def prefilled_compressed(self, reader: Reader, node: Node) -> int:
         """Tokens of a prompt that were computed, and compressed before its last chunk was computed."""

@@ -33,6 +33,11 @@ class ReaderRecord:
     observation: PromptObservation | None = None
     suffix: Generated | None = None
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the whole prompt was prefilled, and :meth:`PrefixManager.prompt_complete` is due."""
+        return self.observation is not None and self.observation.is_complete
+
 
 class ReaderTable:
     """Records of readers, which end with their request objects, and the nodes that readers lock.

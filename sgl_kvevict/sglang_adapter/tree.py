@@ -305,16 +305,18 @@ class KVEvictTree(UnifiedRadixCache):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """Match as stock up to the first blocking node, and record the request as a reader.
 
-        A compressed path is compressed from its first token, so an exact request matches none of it.
+        A compressed path is compressed from its first token, so an exact request matches none of it. Before scores are
+        learned only tokens whose queries are seen can shrink, so a prompt longer than the pool computes others again.
         """
         req, key = params.req, self._pairs(params.key)
         if req is not None:
-            self.manager.matched(req)
-            if self.manager.readers[req].is_exact and self._blocking.begins_compressed(key):
+            record = self.manager.matched(req)
+            if record.is_exact and self._blocking.begins_compressed(key):
                 key = key[:0]
-            elif self.manager.recomputes_uncompressed(req):
+            elif record.is_long and self.compressor is not None and not self.compressor.has_learned:
                 key = key[: self._blocking.num_compressed(key)]
-        return super().match_prefix(replace(params, key=self._allowed(key)))
+        key = self._allowed(key)
+        return super().match_prefix(params if key is params.key else replace(params, key=key))
 
     def touch_prefix(self, key: RadixKey) -> None:
         """Touch as stock, up to the first blocking node: SGLang splits a node where the key ends."""
@@ -338,7 +340,8 @@ class KVEvictTree(UnifiedRadixCache):
         return key.maybe_to_bigram_view(self.tree_core.is_eagle)[0]
 
     def _key_of(self, req: Req, end: int | None = None) -> RadixKey:
-        return self._pairs(RadixKey(req.full_untruncated_fill_ids[:end], req.extra_key, cache_salt=req.cache_salt))
+        is_eagle = self.tree_core.is_eagle
+        return RadixKey(req.full_untruncated_fill_ids[:end], req.extra_key, is_eagle, cache_salt=req.cache_salt)
 
     def _allowed(self, key: RadixKey) -> RadixKey:
         blocking = self._blocking.find(key)
@@ -355,8 +358,8 @@ class KVEvictTree(UnifiedRadixCache):
         if self.disable:
             super().checkpoint(req, up_to=up_to, **kwargs)
             return
-        key = self._key_of(req, up_to)
-        is_private = self.manager.readers[req].is_exact and self._blocking.begins_compressed(key)
+        record, key = self.manager.readers[req], self._key_of(req, up_to)
+        is_private = record.is_exact and self._blocking.begins_compressed(key)
         if is_private or _keeps_own_chunks(req, up_to):
             self._keep_out(req)
             return
@@ -366,7 +369,7 @@ class KVEvictTree(UnifiedRadixCache):
             return
         super().checkpoint(req, up_to=up_to, **kwargs)
         node = self.tree_core.node_by_id(req.last_node)
-        if self.manager.is_complete(req):
+        if record.is_complete:
             self._say_if_compressed(req, node)
             with self.guard.at(Place.PROMPT) as attempt:
                 self.manager.prompt_complete(req, node, self._wish_of(req))
@@ -406,13 +409,14 @@ class KVEvictTree(UnifiedRadixCache):
 
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
         """Release a request's path as stock, then notify the manager."""
-        if req.finished() and req.spec_verify_ct:  # before its path, which may be stale, can be dropped
+        is_finished = req.finished()
+        if is_finished and req.spec_verify_ct:  # before its path, which may be stale, can be dropped
             path = path_to(self.tree_core.node_by_id(req.last_node))
             self.acceptance.count(req, reads_spans=bool(path) and path[0] in self.spans)
         super().on_release(req, checkpointed=checkpointed)
         self._blocking.drop_unread()
         why = Released.RETRACTED
-        if req.finished():
+        if is_finished:
             why = Released.ABORTED if isinstance(req.finished_reason, FINISH_ABORT) else Released.FINISHED
         self.manager.released(req, why)
 

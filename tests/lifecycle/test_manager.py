@@ -268,7 +268,7 @@ def test_new_weights_leave_nothing_to_do():
     tree.release(tree.prompt(node, warm=True, ticket=TICKET))
     tree.manager.forget_seen()
     assert not passes.run() and list(tree.manager.scoring.jobs.outcomes.values()) == ["dropped"]
-    assert not tree.manager.is_complete(half_way)
+    assert not tree.manager.readers[half_way].is_complete
 
 
 def test_a_flush_forgets_everything():
