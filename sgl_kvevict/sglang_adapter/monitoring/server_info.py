@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 NUM_KEPT_BINS = 200
 
 
-def add_state(_result: None, controller: SchedulerInternalStateController, state: dict[str, Any]) -> None:
+def after_env_vars(_result: None, controller: SchedulerInternalStateController, state: dict[str, Any]) -> None:
     """Hook after SGLang filled a scheduler's state: add the key ``kvevict`` (plain values) if our tree is in use."""
     from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
