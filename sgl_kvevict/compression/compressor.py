@@ -50,8 +50,6 @@ class Compression:
 
     segment: Segment
     freed: Tensor
-    start: int
-    num_tokens: int
     merged_entries: int
     seconds: float
     fit: PendingFit | None = None
@@ -60,7 +58,7 @@ class Compression:
     @property
     def new_tokens(self) -> int:
         """Tokens compressed for the first time."""
-        return self.num_tokens - (0 if self.replaced is None else self.replaced.end - self.replaced.start)
+        return self.segment.num_tokens - (0 if self.replaced is None else self.replaced.num_tokens)
 
     @property
     def new_entries(self) -> int:
@@ -248,7 +246,7 @@ class Compressor:
         segment.is_measured = chosen.is_measured
         merged = 0 if decision.merge is None else decision.merge.indices.numel() - segment.num_entries
         seconds = chosen.seconds + time.perf_counter() - begin
-        return Compression(segment, freed, chosen.start, token_slots.numel(), merged, seconds, chosen.fit)
+        return Compression(segment, freed, merged, seconds, chosen.fit)
 
     def _choose(
         self, token_slots: Tensor, start: int, observation: Observation, state: object, share: float | None

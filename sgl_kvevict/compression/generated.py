@@ -225,8 +225,7 @@ class GeneratedCompressor:
             segment.policy_state, segment.is_generated = state, True
             self._carry_on(generated, choice, segment)
         merged = sources.numel() - segment.num_entries
-        num_tokens, seconds = segment.end - segment.start, time.perf_counter() - begin
-        return Compression(segment, freed, segment.start, num_tokens, merged, seconds, replaced=old)
+        return Compression(segment, freed, merged, time.perf_counter() - begin, replaced=old)
 
     def _entries(
         self,

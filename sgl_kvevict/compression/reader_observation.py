@@ -87,7 +87,7 @@ class ReaderObservation:
         """
         if self.reach or segment.start != self.start or segment.end > self.end or segment.worth is None:
             return
-        num_tokens = segment.end - segment.start
+        num_tokens = segment.num_tokens
         if self._squares is None:
             squares = segment.positions.new_zeros(segment.num_entries, dtype=torch.float32)
         else:
@@ -236,7 +236,7 @@ def _add_entry_attention(
     first_run = layer * geometry.num_kv_heads
     bounds = segment.indptr[first_run : first_run + geometry.num_kv_heads + 1].long()
     lens = bounds.diff()[:, None]
-    width = int(lens.max()) if lens.device.type == "cpu" else segment.end - segment.start
+    width = int(lens.max()) if lens.device.type == "cpu" else segment.num_tokens
     places = torch.arange(width, device=lens.device)
     is_entry = places < lens  # [num_kv_heads, width]
     entries = torch.where(is_entry, bounds[:-1, None] + places, 0)

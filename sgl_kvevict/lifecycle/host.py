@@ -40,7 +40,7 @@ class HostTier(Part):
 
     def takes(self, segment: Segment) -> bool:
         """Whether a segment, once dropped, is here and pushed out nothing but copies of what the pool has."""
-        is_found = segment.end - segment.start >= self._min_tokens and not segment.is_generated
+        is_found = segment.num_tokens >= self._min_tokens and not segment.is_generated
         num_slots = segment.num_slots + 1  # the last one for the lengths of its runs, and the policy's state
         return is_found and self.segments.has_room(num_slots * self._slot_bytes)
 

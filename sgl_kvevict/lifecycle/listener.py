@@ -51,8 +51,8 @@ class CacheListener:
         self.tell(
             Compressed(
                 nodes=[node.id for node in nodes],
-                start=compression.start,
-                end=compression.start + compression.num_tokens,
+                start=segment.start,
+                end=segment.end,
                 new_tokens=new_tokens,
                 slots=segment.num_slots,
                 released_slots=compression.freed.numel(),

@@ -278,7 +278,7 @@ class Pressure(Part):
         return step.is_below_budget, *self.order.priority(node, loss)
 
     def _slots_at(self, segment: Segment, share: float) -> int:
-        return self._config.slots_at(share, segment.end - segment.start, segment.start)
+        return self._config.slots_at(share, segment.num_tokens, segment.start)
 
     def _squeeze(self, owner: Node, wanted: int) -> int:
         """Squeeze a segment to its next share. 0: not now, or never again if the node left ``shrinking``."""

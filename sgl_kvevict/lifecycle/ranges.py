@@ -128,8 +128,7 @@ class Ranges(Part):
             begin = time.perf_counter()
             joined, freed = self._packer.join(segments)
             self.install(nodes, joined, freed, readers)
-            num_tokens, seconds = joined.end - joined.start, time.perf_counter() - begin
-            done = Compression(joined, freed, joined.start, num_tokens, 0, seconds, replaced=joined)
+            done = Compression(joined, freed, 0, time.perf_counter() - begin, replaced=joined)
             self._table.listener.compressed(nodes, done)
 
     def try_pending(self) -> None:

@@ -179,7 +179,7 @@ class Saving(Part):
             segment = spans[last].segment
             num_bytes = packer.slot_bytes * segment.num_slots
             if not writer.has_room(num_bytes):
-                self._table.listener.tell(Stored("", segment.end - segment.start, 0, "too many segments wait"))
+                self._table.listener.tell(Stored("", segment.num_tokens, 0, "too many segments wait"))
                 return
             leaving = export_segment(
                 last, self._tree, spans, packer, self._access.identity, self._compressor.stored_tail

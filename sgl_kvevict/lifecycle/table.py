@@ -75,7 +75,7 @@ def state_of(span: Span | None, config: KVEvictConfig | None) -> State:
     if config is None or not config.shares:
         return State.COMPRESSED
     segment = span.segment
-    excess = segment.num_slots - config.slots_at(float(config.budget), segment.end - segment.start, segment.start)
+    excess = segment.num_slots - config.slots_at(float(config.budget), segment.num_tokens, segment.start)
     if excess == 0:
         return State.COMPRESSED
     return State.LIGHT if excess > 0 else State.SQUEEZED

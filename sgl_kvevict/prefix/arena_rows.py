@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvevict_kernels import radix_select
 from kvevict_kernels.head_slots import head_slot_of
 from kvevict_kernels.stored_rows import as_moved, as_words
 from sgl_kvevict.geometry import KVGeometry
@@ -65,6 +66,18 @@ class ArenaRows:
     def values(self, head_slots: Tensor) -> Tensor:
         """[*head_slots.shape, v_head_dim]: copies of values, in the arena's dtype."""
         return self._gather(self.v_arena, head_slots)
+
+    def _largest(self, keys: Tensor, indptr: Tensor, num_entries: int) -> tuple[Tensor, Tensor]:
+        """Numbers of the entries of largest key ([n], int32), and entries per run; no host sync.
+
+        ``indptr``, [num_runs + 1], are the runs' starts. Returns [num_entries], int64, ascending, and [num_layers,
+        num_kv_heads], int32.
+        """
+        mask = radix_select.top_mask(keys[None], num_entries)[0]
+        kept = torch.nonzero_static(mask, size=num_entries).squeeze(-1)
+        before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
+        lens = before[indptr.long()].diff().int()
+        return kept, lens.view(self.geometry.num_layers, self.geometry.num_kv_heads)
 
     def _gather(self, arena: Tensor, head_slots: Tensor) -> Tensor:
         rows = torch.index_select(as_words(arena.flatten(0, 2)), 0, head_slots.flatten())

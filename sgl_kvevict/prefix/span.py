@@ -36,6 +36,7 @@ class Segment:
     Attributes:
         token_slots: [num_slots], int64, token slots held exclusively.
         num_slots: how many these are (physical length).
+        num_tokens: its logical length.
         head_slots: [num_entries], int32, storage of each entry, run after run in (layer, head) order.
         positions: [num_entries], int32, logical position of each entry's token, ascending within a run.
         indptr: [num_layers * num_kv_heads + 1], int32, start of each run.
@@ -72,13 +73,14 @@ class Segment:
         self.end = end
         self.token_slots = token_slots
         self.num_slots = token_slots.numel()
+        self.num_tokens = end - start
         self.head_slots = head_slots
         self.positions = positions
         self.indptr = indptr
         self.splittable = splittable
         self.worth = worth
         self.shadow = shadow
-        self.tokens_per_slot = (end - start) / max(self.num_slots, 1)
+        self.tokens_per_slot = self.num_tokens / max(self.num_slots, 1)
         self.is_measured = False
         self.is_fitted = False
         self.entry_attention: EntryAttention | None = None
@@ -103,8 +105,7 @@ class Segment:
         """All entries; the same object until a fit changes values and biases."""
         if self._runs is None or self._runs.is_fitted is not self.is_fitted:
             starts, lens = self.cut(self.start, self.end)
-            num_tokens = self.end - self.start
-            self._runs = SpanRuns(self.head_slots, starts, lens, num_tokens, self.is_fitted, self.positions)
+            self._runs = SpanRuns(self.head_slots, starts, lens, self.num_tokens, self.is_fitted, self.positions)
         return self._runs
 
     def cut(self, start: int, end: int) -> tuple[Tensor, Tensor]:
