@@ -21,30 +21,25 @@ from sgl_kvevict.prefix import SegmentPacker, View
 from sgl_kvevict.store import Namespace, ReadAhead, SegmentRecord, StoreIdentity, WriteBehind
 
 
-def all_namespaces(extra_key: str | None) -> bool:
-    """Accept every namespace; the default of :attr:`StoreAccess.keeps`."""
-    return True
-
-
 @dataclasses.dataclass
 class StoreAccess:
     """The store as one server uses it.
 
     Attributes:
         reader: None: nothing is loaded.
-        keeps: whether a namespace, by its ``extra_key``, means the same to every server at any time.
+        keeps: whether a namespace, by its ``extra_key``, means the same to every server at any time; None: all do.
         is_on: False once the weights have changed: the identity is that of the files.
     """
 
     identity: StoreIdentity
     writer: WriteBehind
     reader: ReadAhead | None = None
-    keeps: Callable[[str | None], bool] = all_namespaces
+    keeps: Callable[[str | None], bool] | None = None
     is_on: bool = True
 
     def uses(self, extra_key: str | None) -> bool:
         """Whether prefixes of a namespace are saved and loaded now."""
-        return self.is_on and self.keeps(extra_key)
+        return self.is_on and (self.keeps is None or self.keeps(extra_key))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,18 +108,9 @@ def export_views(
         is_read=segment.is_measured,
         created=time.time(),
         tokens=torch.tensor(tokens, dtype=torch.int64),
-        keep_lens=copied.keep_lens,
-        positions=copied.positions,
-        k=copied.k,
-        v=copied.v,
-        worth=copied.worth,
         policy_state=None if state is None else state.threshold,
-        biases=copied.biases,
-        draft_lens=None if shadow is None else shadow.keep_lens,
-        draft_positions=None if shadow is None else shadow.positions,
-        draft_k=None if shadow is None else shadow.k,
-        draft_v=None if shadow is None else shadow.v,
-        draft_paid=None if shadow is None else shadow.paid,
+        **vars(copied),
+        **({} if shadow is None else {f"draft_{name}": part for name, part in vars(shadow).items()}),
         **tail,
     )
     if not copied.k.is_cuda:

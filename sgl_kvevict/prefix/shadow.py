@@ -49,11 +49,11 @@ class Shadow:
 class CopiedShadow:
     """Copies of a shadow's rows, outside the pool.
 
-    ``keep_lens``, [num_layers, num_kv_heads], int32, are rows per run; ``positions`` and ``paid`` as in
+    ``lens``, [num_layers, num_kv_heads], int32, are rows per run; ``positions`` and ``paid`` as in
     :class:`Shadow`; ``k`` and ``v`` [num_entries, head_dim], in the dtype of the draft's arena.
     """
 
-    keep_lens: Tensor
+    lens: Tensor
     positions: Tensor
     k: Tensor
     v: Tensor
@@ -174,7 +174,7 @@ class DraftRows(ArenaRows):
     def place(self, copied: CopiedShadow, slots: Tensor) -> Shadow:
         """Write the copies that were paid most into ``slots``, [num_slots], int64."""
         paid, positions = copied.paid.to(slots.device), copied.positions.to(slots.device)
-        indptr = torch.nn.functional.pad(copied.keep_lens.to(slots.device).flatten().cumsum(0), (1, 0))
+        indptr = torch.nn.functional.pad(copied.lens.to(slots.device).flatten().cumsum(0), (1, 0))
         kept, placed = self._lay_out(paid, indptr, positions, paid, slots)
         into = placed.head_slots.long()
         for arena, rows in zip(self._moved, (copied.k, copied.v), strict=True):

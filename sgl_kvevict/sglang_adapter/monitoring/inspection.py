@@ -5,8 +5,9 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from copy import copy
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,13 +39,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
     from sgl_kvevict.sglang_adapter.tree import KVEvictTree
-
-_SORT_KEYS: dict[str, Callable[[Prefix], float]] = {
-    "slots": lambda prefix: prefix.slots,
-    "tokens": lambda prefix: prefix.tokens,
-    "readers": lambda prefix: prefix.readers,
-    "age": lambda prefix: prefix.age_s,
-}
 
 
 class Inspection:
@@ -79,12 +73,13 @@ class Inspection:
         return Failure(f"cannot answer {type(request).__name__}")
 
     def _status(self, tree: KVEvictTree, request: Status) -> StatusReport:
+        sort = attrgetter("age_s" if request.sort == "age" else request.sort)
         return StatusReport(
             ts=time.time(),
             started=self._started,
             gauges=read_gauges(tree),
             totals=copy(tree.manager.listener.totals),
-            prefixes=heapq.nlargest(request.limit, prefixes(tree), key=_SORT_KEYS[request.sort]),
+            prefixes=heapq.nlargest(request.limit, prefixes(tree), key=sort),
         )
 
 
