@@ -14,6 +14,10 @@ Reader: TypeAlias = Any
 """A request or scoring pass that attends to a prefix: the object itself, because clients choose request ids."""
 
 
+NamespaceKey: TypeAlias = tuple[str | None, str | None]
+"""(extra_key, cache_salt): prompts of different namespaces share nothing."""
+
+
 class Key(Protocol):
     """Tokens of a node, and their namespace.
 
@@ -61,6 +65,11 @@ class Node(Protocol):
     @property
     def last_access_time(self) -> float:
         """Number of its last access."""
+
+
+def namespace_of(node: Node) -> NamespaceKey:
+    """Namespace of a node's tokens."""
+    return node.key.extra_key, node.key.cache_salt
 
 
 def path_to(node: Node) -> list[Node]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sgl_kvevict.events.types import Stored
 from sgl_kvevict.guard import Place
-from sgl_kvevict.lifecycle.nodes import Key, Node, path_to, tokens_of
+from sgl_kvevict.lifecycle.nodes import NamespaceKey, Node, namespace_of, path_to, tokens_of
 from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.ports import TreePort
 from sgl_kvevict.lifecycle.table import Spans
@@ -37,9 +37,9 @@ class StoreAccess:
     keeps: Callable[[str | None], bool] | None = None
     is_on: bool = True
 
-    def uses(self, extra_key: str | None) -> bool:
+    def uses(self, namespace: NamespaceKey) -> bool:
         """Whether prefixes of a namespace are saved and loaded now."""
-        return self.is_on and (self.keeps is None or self.keeps(extra_key))
+        return self.is_on and (self.keeps is None or self.keeps(namespace[0]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ def export_views(
 
     ``tail``: fields of the record that describe its tail.
     """
-    tokens, namespace = tokens_of(path), namespace_of(path[-1].key, identity)
+    tokens, namespace = tokens_of(path), identity.namespace(*namespace_of(path[-1]))
     segment, start = views[-1].segment, views[0].start
     copied, shadow = packer.copy(views), packer.copy_shadow(views)
     state = segment.policy_state
@@ -141,11 +141,6 @@ def _tail_of(node: Node, spans: Spans, num_tail: int) -> Node | None:
     return children[0] if num_tail and len(children) == 1 and children[0] not in spans else None
 
 
-def namespace_of(key: Key, identity: StoreIdentity) -> Namespace:
-    """The store's namespace of a node's tokens."""
-    return identity.namespace(key.extra_key, key.cache_salt)
-
-
 class Saving(Part):
     """Hands segments that have reached the budget to the store."""
 
@@ -158,7 +153,7 @@ class Saving(Part):
 
         Waits only for small reads from the device, and only if a part of an earlier segment is copied with it.
         """
-        if not self._access.uses(last.key.extra_key):
+        if not self._access.uses(namespace_of(last)):
             return
         with self._guard.at(Place.STORE):
             writer, packer, spans = self._access.writer, self._packer, self._spans

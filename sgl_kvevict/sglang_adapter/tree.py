@@ -30,7 +30,7 @@ from sgl_kvevict.guard import Guard, Place, accounting
 from sgl_kvevict.lifecycle import PrefixManager
 from sgl_kvevict.lifecycle.adoption import Prompt
 from sgl_kvevict.lifecycle.manager import Released
-from sgl_kvevict.lifecycle.nodes import path_to, tokens_of
+from sgl_kvevict.lifecycle.nodes import NamespaceKey, namespace_of, path_to, tokens_of
 from sgl_kvevict.lifecycle.saving import StoreAccess
 from sgl_kvevict.prefix import SegmentPacker
 from sgl_kvevict.request import RequestOptions, parse_request_options
@@ -67,7 +67,8 @@ class UnifiedTreePort:
         """1 if SGLang's keys are pairs of tokens, else 0."""
         return int(self._cache.tree_core.is_eagle)
 
-    def _key(self, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None) -> RadixKey:
+    def _key(self, tokens: Sequence[int], namespace: NamespaceKey) -> RadixKey:
+        extra_key, cache_salt = namespace
         return RadixKey(array("q", tokens), extra_key, bool(self.lookahead), cache_salt=cache_salt)
 
     def num_locks(self, node: UnifiedTreeNode) -> int:
@@ -81,7 +82,7 @@ class UnifiedTreePort:
     def cut(self, path: Sequence[UnifiedTreeNode], end: int) -> UnifiedTreeNode:
         """Split the last node at ``end`` and return the upper half; SGLang splits where a look-up ends."""
         node, tokens = path[-1], tokens_of(path)[: end + self.lookahead]
-        self._cache.touch_prefix(self._key(tokens, node.key.extra_key, node.key.cache_salt))
+        self._cache.touch_prefix(self._key(tokens, namespace_of(node)))
         return node.parent
 
     def token_slots(self, nodes: Sequence[UnifiedTreeNode]) -> torch.Tensor:
@@ -112,17 +113,17 @@ class UnifiedTreePort:
         slots: torch.Tensor | None = allocator.alloc(num_slots)
         return None if slots is None else slots.long()
 
-    def find(self, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None) -> list[UnifiedTreeNode]:
+    def find(self, tokens: Sequence[int], namespace: NamespaceKey) -> list[UnifiedTreeNode]:
         """Nodes of the longest matching path; SGLang splits a node where the match ends."""
-        key = self._key(tokens, extra_key, cache_salt)
+        key = self._key(tokens, namespace)
         match = self._cache.match_prefix(MatchPrefixParams(key=key))
         return path_to(self._cache.tree_core.node_by_id(match.last_device_node))
 
     def add(
-        self, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None, slots: torch.Tensor | None = None
+        self, tokens: Sequence[int], namespace: NamespaceKey, slots: torch.Tensor | None = None
     ) -> UnifiedTreeNode | None:
         """Insert a path, with padding slots before the last ``slots``; ``prev_prefix_len``: SGLang frees none."""
-        key = self._key(tokens, extra_key, cache_salt)
+        key = self._key(tokens, namespace)
         fillers = torch.zeros(len(key), dtype=torch.int64, device=self._cache.device)
         if slots is not None:
             fillers[len(key) - slots.numel() :] = slots
@@ -333,7 +334,7 @@ class KVEvictTree(UnifiedRadixCache):
 
     def prompt_of(self, req: Req, tokens: Sequence[int]) -> Prompt:
         """What the cache may have of a request's tokens; the last one is always computed."""
-        return Prompt(tokens, len(tokens) - 1 - self.port.lookahead, req.extra_key, req.cache_salt or None)
+        return Prompt(tokens, len(tokens) - 1 - self.port.lookahead, (req.extra_key, req.cache_salt or None))
 
     def _pairs(self, key: RadixKey) -> RadixKey:
         """A key as the tree's are: its tokens, or pairs of them."""

@@ -238,12 +238,12 @@ def test_a_fitted_segment_leaves_for_a_store_and_comes_back():
     other, _ = cache()
     other.flush()
     other.finish(other.run([9, 9, 9]))  # so that slots are others
-    assert adoption(other).adopt(record, None, None)
+    assert adoption(other).adopt(record, (None, None))
     assert_fitted(other)
     reader = other.run([*DOCUMENT, 5, 6])
     assert other.num_biases_read >= segment_of(other).num_entries
     other.finish(reader)
     plain = Harness(num_slots=400, config=KVEvictConfig(**VALUES))
     with pytest.raises(StoreError, match="nothing is fitted here"):
-        adoption(plain).adopt(record, None, None)
+        adoption(plain).adopt(record, (None, None))
     plain.check()
