@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -87,6 +87,7 @@ def state_of(parent: Segment | None) -> Callable[[], object]:
     return lambda: state
 
 
+@dataclass(eq=False)
 class Compressor:
     """Applies one policy and one budget to ranges of the arena.
 
@@ -95,26 +96,20 @@ class Compressor:
     scheduler's). ``is_short``: slots have been short, so echo attention is collected until scores are learned.
     """
 
-    def __init__(
-        self,
-        config: KVEvictConfig,
-        policy: Policy,
-        packer: SegmentPacker,
-        rotary: Rotary | None = None,
-        output_grams: Tensor | None = None,
-        learner: ScoreLearner | None = None,
-        slot_positions: Tensor | None = None,
-        stream: ChoiceStream | None = None,
-    ) -> None:
-        self.config = config
-        self.policy = policy
-        self.packer = packer
-        self.observes = ObservationSpec(packer.geometry, policy.needs, policy.window_size, rotary, output_grams)
-        self.learner = learner
-        self.slot_positions = slot_positions
-        self.stream = stream
-        self.is_short = False
-        self.stats = FitStats()
+    config: KVEvictConfig
+    policy: Policy
+    packer: SegmentPacker
+    rotary: Rotary | None = None
+    output_grams: Tensor | None = None
+    learner: ScoreLearner | None = None
+    slot_positions: Tensor | None = None
+    stream: ChoiceStream | None = None
+    is_short: bool = False
+    stats: FitStats = field(default_factory=FitStats)
+
+    def __post_init__(self) -> None:
+        policy, geometry = self.policy, self.packer.geometry
+        self.observes = ObservationSpec(geometry, policy.needs, policy.window_size, self.rotary, self.output_grams)
 
     @property
     def has_learned(self) -> bool:

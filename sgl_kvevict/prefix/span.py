@@ -19,17 +19,18 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.prefix.shadow import Shadow
 
 
+@dataclass(eq=False)
 class EntryAttention:
     """Squared attention of readers to each entry of a segment: ``squares``, [num_entries], float32, summed.
 
     A squeeze or repack updates it. ``is_open``: more passes will come; once closed, the sums are unused.
     """
 
-    def __init__(self, squares: Tensor) -> None:
-        self.squares = squares
-        self.is_open = True
+    squares: Tensor
+    is_open: bool = True
 
 
+@dataclass(eq=False)
 class Segment:
     """The storage of one compressed range, the tokens ``[start, end)`` of a path (logical positions).
 
@@ -54,42 +55,30 @@ class Segment:
         num_live_entries: entries in live spans (``num_spans``).
     """
 
-    def __init__(
-        self,
-        geometry: KVGeometry,
-        *,
-        token_slots: Tensor,
-        head_slots: Tensor,
-        positions: Tensor,
-        indptr: Tensor,
-        start: int,
-        end: int,
-        splittable: bool = True,
-        worth: Tensor | None = None,
-        shadow: Shadow | None = None,
-    ) -> None:
-        self.geometry = geometry
-        self.start = start
-        self.end = end
-        self.token_slots = token_slots
-        self.num_slots = token_slots.numel()
-        self.num_tokens = end - start
-        self.head_slots = head_slots
-        self.positions = positions
-        self.indptr = indptr
-        self.splittable = splittable
-        self.worth = worth
-        self.shadow = shadow
+    geometry: KVGeometry
+    token_slots: Tensor
+    head_slots: Tensor
+    positions: Tensor
+    indptr: Tensor
+    start: int
+    end: int
+    splittable: bool = True
+    worth: Tensor | None = None
+    shadow: Shadow | None = None
+    is_measured: bool = False
+    is_fitted: bool = False
+    entry_attention: EntryAttention | None = None
+    policy_state: object | None = None
+    is_generated: bool = False
+    is_joined: bool = False
+    num_spans: int = 0
+    _runs: SpanRuns | None = None
+
+    def __post_init__(self) -> None:
+        self.num_slots = self.token_slots.numel()
+        self.num_tokens = self.end - self.start
         self.tokens_per_slot = self.num_tokens / max(self.num_slots, 1)
-        self.is_measured = False
-        self.is_fitted = False
-        self.entry_attention: EntryAttention | None = None
-        self.policy_state: object | None = None
-        self.is_generated = False
-        self.is_joined = False
-        self._runs: SpanRuns | None = None
-        self.num_spans = 0
-        self.num_live_entries = head_slots.numel()
+        self.num_live_entries = self.head_slots.numel()
 
     @property
     def num_entries(self) -> int:

@@ -51,8 +51,6 @@ class Inspection:
 
     def each_turn(self) -> None:
         """Answer all waiting questions; each is bounded by its own limit."""
-        if not self._service.has_questions:
-            return
         for question in self._service.take_questions():
             reply: AnyReply = Failure("internal error; the server's log has it")
             with self._tree.guard.at(Place.LISTENER):
