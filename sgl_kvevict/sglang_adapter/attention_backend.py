@@ -311,15 +311,15 @@ class KVEvictAttentionBackend(AttentionBackend):
             _require_no_extras(kwargs)
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         new_kv = (k, v) if save_kv_cache and k is not None and v is not None else None
-        new_slots = forward_batch.out_cache_loc[: len(q)]
         place = self.places.get(layer.layer_id)
         if place is None:
             assert self._window_layers is not None
-            out = self._window_layers.attend(layer, queries, new_kv, new_slots, sinks)
+            out = self._window_layers.attend(layer, queries, new_kv, forward_batch.out_cache_loc[: len(q)], sinks)
         else:
             if new_kv is not None:
                 scales = self.geometry.scales.of(place) if self.geometry.scales.k else ()
-                self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(new_slots, None), *new_kv, *scales)
+                location = KVWriteLoc(forward_batch.out_cache_loc[: len(q)], None)
+                self.token_to_kv_pool.set_kv_buffer(layer, location, *new_kv, *scales)
             out, lse = self.attention.run(place, queries, layer.scaling, sinks)
             if self._step is not None:
                 self._record_step(self._step, place, queries, lse, layer.scaling)
