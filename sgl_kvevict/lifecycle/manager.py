@@ -161,7 +161,7 @@ class PrefixManager:
         with self.guard.at(Place.OBSERVATION) as attempt:
             observed = self._observe(reader, node, start, end, prompt_len)
         if attempt.failed:
-            self.forget_observed(reader)
+            self.readers[reader].observation = None
         return observed
 
     def step_observed(
@@ -176,10 +176,6 @@ class PrefixManager:
         if attempt.failed:
             self.generations.clear()
         return step
-
-    def forget_observed(self, reader: Reader) -> None:
-        """Discard the observation of a request after an error."""
-        self.readers[reader].observation = None
 
     def chunk_complete(self, reader: Reader, node: Node) -> None:
         """A chunk of a prompt that goes on is in the tree; it may shrink."""
@@ -355,7 +351,7 @@ class PrefixManager:
         slots = self._tree.row(reader, waterline, end) if observation.needs_slots else None
         observation.begin_chunk(start, end, is_last=end >= prompt_len, key_start=waterline, token_slots=slots)
         seen = None
-        if self.scoring is not None and self.scoring.is_pass(reader):
+        if self.scoring is not None and self.readers[reader].is_pass:
             seen = self.scoring.observation_of(reader)
         elif self.votes is not None:
             seen = self.votes.observation(path, start)

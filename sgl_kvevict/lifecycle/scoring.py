@@ -140,10 +140,6 @@ class PrefixScoring(Part):
         """The pass that waits or runs."""
         return self._pass
 
-    def is_pass(self, reader: Reader) -> bool:
-        """Whether a reader is a scoring pass."""
-        return self._readers[reader].is_pass
-
     def observation_of(self, reader: Reader) -> ReaderObservation | None:
         """The observation that the running pass adds to; None if its prefix is gone."""
         return self._job.observation if reader is self._pass and self._job is not None else None

@@ -253,10 +253,6 @@ class KVEvictTree(UnifiedRadixCache):
             stack.extend(node.children.values())
             yield node
 
-    def num_readers(self, node: UnifiedTreeNode) -> int:
-        """Number of requests that lock a node."""
-        return self.port.num_locks(node)
-
     def node_slots(self, node: UnifiedTreeNode) -> int:
         """Token slots that a node has in the accounting."""
         return int(self.components[FULL].reclaimable_value_len(node))
@@ -375,7 +371,7 @@ class KVEvictTree(UnifiedRadixCache):
             with self.guard.at(Place.PROMPT) as attempt:
                 self.manager.prompt_complete(req, node, self._wish_of(req))
             if attempt.failed:
-                self.manager.forget_observed(req)
+                record.observation = None
         elif not req.finished():
             with self.guard.at(Place.PROMPT):
                 self.manager.chunk_complete(req, node)

@@ -408,7 +408,7 @@ class Harness:
         sizes = {True: 0, False: 0}
         segments: dict[Segment, list[Span]] = {}
         for node in self.tree.nodes():
-            sizes[self.tree.num_readers(node) > 0] += self.tree.node_slots(node)
+            sizes[self.tree.port.num_locks(node) > 0] += self.tree.node_slots(node)
             span = self.tree.spans.get(node)
             if span is None:
                 held.update(node.component_data[FULL].value.tolist())

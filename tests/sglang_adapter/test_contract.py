@@ -237,7 +237,10 @@ WRITTEN = {
     "dp_attention": {"memcpy_func"},
 }
 """Attributes of SGLang's objects that we write."""
-OURS = {*Totals.__struct_fields__, "is_exact", "is_long", "is_parked", "is_short", "listener", "prefilling"}
+OURS = {
+    *Totals.__struct_fields__,
+    *("is_exact", "is_long", "is_parked", "is_short", "listener", "observation", "prefilling"),
+}
 """Attributes of our own objects that somebody else than the object writes."""
 
 

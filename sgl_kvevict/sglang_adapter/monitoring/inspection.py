@@ -96,7 +96,7 @@ def prefixes(tree: KVEvictTree) -> Iterable[Prefix]:
             tokens=tokens[segment],
             slots=segment.num_slots,
             spans=segment.num_spans,
-            readers=tree.num_readers(node),
+            readers=tree.port.num_locks(node),
             age_s=tree.clock.age(node.last_access_time),
         )
 
@@ -124,7 +124,7 @@ def tree_report(tree: KVEvictTree, limit: int, *, expose_tokens: bool) -> TreeRe
                 slots=slots,
                 kept=kept,
                 compressed=span is not None,
-                readers=tree.num_readers(node),
+                readers=tree.port.num_locks(node),
                 hits=node.hit_count,
                 age_s=tree.clock.age(node.last_access_time),
                 namespace=node.key.extra_key if expose_tokens else None,
