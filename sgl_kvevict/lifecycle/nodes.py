@@ -122,6 +122,11 @@ class NodeSet(set[Node]):
             super().discard(node)
             self._new.pop(node, None)
 
+    def remove(self, node: Node) -> None:
+        """As :meth:`discard`; the node must be there."""
+        super().remove(node)
+        self._new.pop(node, None)
+
     def clear(self) -> None:
         """Remove all nodes."""
         super().clear()
