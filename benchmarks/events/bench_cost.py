@@ -96,7 +96,7 @@ def watched_compression(harness: Harness) -> Compression:
     """A compression as the tree reports it."""
     harness.finish(harness.run([i % 11 for i in range(60)]))
     segment = next(iter(harness.tree.spans.values())).segment
-    return Compression(segment, segment.token_slots, 0, 56, 0, 0.001)
+    return Compression(segment, segment.token_slots, 0, 0.001)
 
 
 def follow(config: object, stop: threading.Event) -> threading.Thread:

@@ -28,7 +28,10 @@ def check_tensor(
     if not isinstance(x, torch.Tensor):
         got = type(x).__name__
         raise ValueError(f"{name}: expected a tensor {_show_shape(shape)}, got {got}")
-    if x.dim() != len(shape) or any(want not in (None, got) for want, got in zip(shape, x.shape, strict=True)):
+    fits = x.dim() == len(shape)
+    for wanted_size, size in zip(shape, x.shape, strict=False):
+        fits = fits and wanted_size in (None, size)
+    if not fits:
         raise ValueError(f"{name}: expected shape {_show_shape(shape)}, got {_show_shape(x.shape)}")
     if x.dtype not in allowed:
         wanted = " or ".join(str(d).removeprefix("torch.") for d in allowed)
@@ -125,7 +128,7 @@ def check_index_range(name: str, x: torch.Tensor, size: int) -> None:
     """
     if x.device.type != "cpu" or x.numel() == 0:
         return
-    low, high = (int(bound) for bound in torch.aminmax(x))
+    low, high = map(int, torch.aminmax(x))
     if low < 0 or high >= size:
         raise ValueError(f"{name}: expected indices in [0, {size}), got {low} to {high}")
 

@@ -77,9 +77,9 @@ class Collector(ABC):
     """Whether :attr:`Chunk.rotary` is required."""
 
     @property
-    @abstractmethod
     def num_bytes(self) -> int:
-        """Memory that counts towards ``observation_bytes``."""
+        """Memory that counts towards ``observation_bytes``: that of tensors among the attributes."""
+        return sum(part.nbytes for part in vars(self).values() if isinstance(part, Tensor))
 
     @abstractmethod
     def add(self, chunk: Chunk) -> None:
@@ -105,11 +105,6 @@ class WindowQueries(Collector):
         self._lse: Tensor | None = None
         self._end = 0
 
-    @property
-    def num_bytes(self) -> int:
-        """Queries and their log-sum-exp."""
-        return sum(rows.nbytes for rows in (self._queries, self._lse) if rows is not None)
-
     def add(self, chunk: Chunk) -> None:
         """Keep the last rows."""
         self._queries = chunk.last(self._queries, chunk.queries)
@@ -131,11 +126,6 @@ class WindowKeys(Collector):
     def __init__(self) -> None:
         self._keys: Tensor | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the rows."""
-        return 0 if self._keys is None else self._keys.nbytes
-
     def add(self, chunk: Chunk) -> None:
         """Keep the last rows."""
         slots = chunk.key_slots[-chunk.queries.shape[0] :][-chunk.window_size :]
@@ -153,11 +143,6 @@ class PerToken(Collector):
 
     def __init__(self) -> None:
         self._numbers: Tensor | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the numbers."""
-        return 0 if self._numbers is None else self._numbers.nbytes
 
     def add(self, chunk: Chunk) -> None:
         """Combine the chunk's numbers with those of earlier chunks."""
@@ -227,7 +212,6 @@ class Moments(Collector):
     """Mean and covariance of all queries; their size is constant and not counted."""
 
     needs_rotary = True
-    num_bytes = 0
 
     def __init__(self) -> None:
         self._moments: QueryMoments | None = None

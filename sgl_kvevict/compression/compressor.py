@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from sgl_kvevict.compression.fits import AttentionProducts, PendingFit
 from sgl_kvevict.compression.prompt_observation import CacheObservation, ObservationSpec, PromptObservation
 from sgl_kvevict.compression.reader_observation import ReaderObservation
 from sgl_kvevict.compression.sliding_windows import select_beside_windows
-from sgl_kvevict.compression.streams import ChoiceStream, SchedulerStream
+from sgl_kvevict.compression.streams import ChoiceStream
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import CachedRange, Lesson, ScoreLearner, with_learned_scores
 from sgl_kvevict.policies.layer_view import Show
@@ -50,8 +50,6 @@ class Compression:
 
     segment: Segment
     freed: Tensor
-    start: int
-    num_tokens: int
     merged_entries: int
     seconds: float
     fit: PendingFit | None = None
@@ -60,7 +58,7 @@ class Compression:
     @property
     def new_tokens(self) -> int:
         """Tokens compressed for the first time."""
-        return self.num_tokens - (0 if self.replaced is None else self.replaced.end - self.replaced.start)
+        return self.segment.num_tokens - (0 if self.replaced is None else self.replaced.num_tokens)
 
     @property
     def new_entries(self) -> int:
@@ -89,34 +87,29 @@ def state_of(parent: Segment | None) -> Callable[[], object]:
     return lambda: state
 
 
+@dataclass(eq=False)
 class Compressor:
     """Applies one policy and one budget to ranges of the arena.
 
     ``rotary`` and ``output_grams`` are as in :class:`ObservationSpec`; ``learner`` is for ``distilled``;
-    ``slot_positions`` as in :class:`CachedRange`; entries are chosen on ``stream``. ``is_short``: slots have been
-    short, so echo attention is collected until scores are learned.
+    ``slot_positions`` as in :class:`CachedRange`; entries are chosen on ``stream`` (None: at once, on the
+    scheduler's). ``is_short``: slots have been short, so echo attention is collected until scores are learned.
     """
 
-    def __init__(
-        self,
-        config: KVEvictConfig,
-        policy: Policy,
-        packer: SegmentPacker,
-        rotary: Rotary | None = None,
-        output_grams: Tensor | None = None,
-        learner: ScoreLearner | None = None,
-        slot_positions: Tensor | None = None,
-        stream: ChoiceStream | None = None,
-    ) -> None:
-        self.config = config
-        self.policy = policy
-        self.packer = packer
-        self.observes = ObservationSpec(packer.geometry, policy.needs, policy.window_size, rotary, output_grams)
-        self.learner = learner
-        self.slot_positions = slot_positions
-        self.stream = SchedulerStream() if stream is None else stream
-        self.is_short = False
-        self.stats = FitStats()
+    config: KVEvictConfig
+    policy: Policy
+    packer: SegmentPacker
+    rotary: Rotary | None = None
+    output_grams: Tensor | None = None
+    learner: ScoreLearner | None = None
+    slot_positions: Tensor | None = None
+    stream: ChoiceStream | None = None
+    is_short: bool = False
+    stats: FitStats = field(default_factory=FitStats)
+
+    def __post_init__(self) -> None:
+        policy, geometry = self.policy, self.packer.geometry
+        self.observes = ObservationSpec(geometry, policy.needs, policy.window_size, self.rotary, self.output_grams)
 
     @property
     def has_learned(self) -> bool:
@@ -214,13 +207,20 @@ class Compressor:
         state: Callable[[], object],
         share: float | None = None,
     ) -> Callable[[], Chosen]:
-        """Launch scoring and selection of one range on :attr:`stream`, without a host sync; nothing is moved.
+        """Launch scoring and selection of one range, without a host sync; nothing is moved.
 
         The caller owns ``token_slots``, [num_tokens], int64, in token order, until the result was called or is of no
         use. With learned scores, ``observation`` may lack other score signals. ``state`` gives the policy state of the
         range right before it on its path; ``share`` of the range replaces the budget.
         """
-        return self.stream.launch(lambda: self._choose(token_slots, start, observation, state(), share))
+
+        def work() -> Chosen:
+            return self._choose(token_slots, start, observation, state(), share)
+
+        if self.stream is not None:
+            return self.stream.launch(work)
+        chosen = work()
+        return lambda: chosen
 
     def write(self, chosen: Chosen, token_slots: Tensor) -> Compression:
         """Write the segment of the chosen entries into the first of its range's slots, without a host sync.
@@ -241,7 +241,7 @@ class Compressor:
         segment.is_measured = chosen.is_measured
         merged = 0 if decision.merge is None else decision.merge.indices.numel() - segment.num_entries
         seconds = chosen.seconds + time.perf_counter() - begin
-        return Compression(segment, freed, chosen.start, token_slots.numel(), merged, seconds, chosen.fit)
+        return Compression(segment, freed, merged, seconds, chosen.fit)
 
     def _choose(
         self, token_slots: Tensor, start: int, observation: Observation, state: object, share: float | None
@@ -252,7 +252,8 @@ class Compressor:
         num_slots = config.num_slots(num_tokens, start) if share is None else config.slots_at(share, num_tokens, start)
         geometry = self.packer.geometry
         show = self._show(observation, start, token_slots)
-        learner = self.learner if num_slots < num_tokens and not isinstance(observation, ReaderObservation) else None
+        is_measured = isinstance(observation, ReaderObservation)
+        learner = self.learner if num_slots < num_tokens and not is_measured else None
         if learner is not None and learner.weights is not None:
             show = with_learned_scores(show, learner.weights, self._cached(token_slots, start), learner.rotary)
         fit = self._fit(token_slots, start, observation) if num_slots < num_tokens else None
@@ -274,15 +275,17 @@ class Compressor:
         else:
             decision = self.policy.select(show, geometry, total, protected, state, with_worth=with_worth)
         splittable = self.policy.splittable and not is_cut
-        is_measured = isinstance(observation, ReaderObservation)
         return Chosen(start, decision, splittable, is_measured, time.perf_counter() - begin, fit)
 
     def _fit(self, token_slots: Tensor, start: int, observation: Observation) -> PendingFit | None:
         """The fit of a range, made before it is compressed; None without a fitter or passes."""
-        products = observation.products if isinstance(observation, ReaderObservation) else None
-        if self.policy.fitter is None or products is None or products.start != start:
+        fitter = self.policy.fitter
+        if fitter is None or not isinstance(observation, ReaderObservation):
             return None
-        return PendingFit(self.policy.fitter, products, self.packer.token_values(token_slots), start)
+        products = observation.products
+        if products is None or products.start != start:
+            return None
+        return PendingFit(fitter, products, self.packer.token_values(token_slots), start)
 
     def state(self) -> dict[str, Any]:
         """Policy, budget, and counters of fits and of learning, as plain values."""

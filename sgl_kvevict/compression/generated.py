@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -72,6 +73,7 @@ class Generated:
         return sum(kept.nbytes for kept in self.sums)
 
 
+@dataclass(frozen=True)
 class GeneratedStep:
     """Recording of one decode step.
 
@@ -79,16 +81,15 @@ class GeneratedStep:
     for all in order.
     """
 
-    def __init__(self, lanes: QueryLanes, places: Tensor, rows: Tensor | None) -> None:
-        self._lanes = lanes
-        self._places = places
-        self._rows = rows
+    lanes: QueryLanes
+    places: Tensor
+    rows: Tensor | None
 
     def record(self, layer: int, queries: Tensor, lse: Tensor, sm_scale: float) -> None:
         """Store the queries of one layer; see :meth:`QueryLanes.record`."""
-        if self._rows is not None:
-            queries, lse = queries.index_select(0, self._rows), lse.index_select(0, self._rows)
-        self._lanes.record(layer, self._places, queries, lse, sm_scale)
+        if self.rows is not None:
+            queries, lse = queries.index_select(0, self.rows), lse.index_select(0, self.rows)
+        self.lanes.record(layer, self.places, queries, lse, sm_scale)
 
 
 class GeneratedCompressor:
@@ -225,8 +226,7 @@ class GeneratedCompressor:
             segment.policy_state, segment.is_generated = state, True
             self._carry_on(generated, choice, segment)
         merged = sources.numel() - segment.num_entries
-        num_tokens, seconds = segment.end - segment.start, time.perf_counter() - begin
-        return Compression(segment, freed, segment.start, num_tokens, merged, seconds, replaced=old)
+        return Compression(segment, freed, merged, time.perf_counter() - begin, replaced=old)
 
     def _entries(
         self,

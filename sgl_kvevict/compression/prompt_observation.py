@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import Tensor
 
@@ -27,6 +28,16 @@ class ObservationSpec:
     window_size: int = 0
     rotary: Rotary | None = None
     output_grams: Tensor | None = None
+
+    @cached_property
+    def collectors(self) -> dict[Signal, type[Collector]]:
+        """The signals' collectors."""
+        return collected(self.signals)
+
+    @cached_property
+    def needs_slots(self) -> bool:
+        """Whether a collector needs the token slots of the keys."""
+        return any(kind.needs_slots for kind in self.collectors.values())
 
 
 class PromptObservation:
@@ -57,12 +68,12 @@ class PromptObservation:
     @property
     def needs_slots(self) -> bool:
         """Whether :meth:`begin_chunk` needs the token slots of the keys."""
-        return any(kind.needs_slots for kind in collected(self.spec.signals).values())
+        return self.spec.needs_slots
 
     @property
     def records(self) -> bool:
         """Whether :meth:`record` collects anything."""
-        return bool(collected(self.spec.signals))
+        return bool(self.spec.collectors)
 
     @property
     def num_bytes(self) -> int:
@@ -93,7 +104,7 @@ class PromptObservation:
         here. ``token_slots``, [end - key_start], int64, are required if :attr:`needs_slots`.
         """
         if start != self.end or key_start < self._key_start or not self._layers:
-            kinds, geometry = collected(self.spec.signals), self.spec.geometry
+            kinds, geometry = self.spec.collectors, self.spec.geometry
             self._layers = [
                 {} if geometry.window(layer) else {signal: kind() for signal, kind in kinds.items()}
                 for layer in range(geometry.num_layers)
@@ -135,8 +146,8 @@ class PromptObservation:
     def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerView:
         """The :class:`LayerView` of a range in one layer."""
         first, num_tokens = start - self._key_start, token_slots.numel()
-        values = {signal: one.value(first, num_tokens) for signal, one in self._layers[layer].items()}
-        signals = {signal: value for signal, value in values.items() if value is not None}
+        collectors = self._layers[layer].items()
+        signals = {signal: value for signal, one in collectors if (value := one.value(first, num_tokens)) is not None}
         if self.spec.output_grams is not None:
             signals[Signal.OUTPUT_GRAM] = self.spec.output_grams[layer]
         k_scale, v_scale = self.spec.geometry.scales.of(layer)

@@ -52,7 +52,7 @@ class ReaderObservation:
         self.k_arena = k_arena
         self.products = products
         self.entry_attention: list[EntryAttention] = []
-        self._geometry = geometry
+        self.geometry = geometry
         self._num_slots = 0  # of observed segments; slots, because numbers of entries differ between ranks
         for segment in segments:
             self._observe_entries(segment, segment.positions.new_zeros(segment.num_entries, dtype=torch.float32))
@@ -69,15 +69,7 @@ class ReaderObservation:
     def num_bytes(self) -> int:
         """Memory once a chunk is recorded; equal on all tensor-parallel ranks."""
         products = 0 if self.products is None else self.products.num_bytes
-        return 4 * self._geometry.num_runs * (self.end - self.start + self._num_slots) + products
-
-    def k_scale(self, layer: int) -> float:
-        """FP8 scale of a layer's keys; 1.0 for other dtypes."""
-        return self._geometry.scales.of(layer)[0]
-
-    def has_window(self, layer: int) -> bool:
-        """Whether a layer has a sliding window; it keeps entries by position."""
-        return self._geometry.window(layer) > 0
+        return 4 * self.geometry.num_runs * (self.end - self.start + self._num_slots) + products
 
     def hand_over(self, segment: Segment) -> None:
         """Move the sums of the range's first tokens to the entries of the segment that now stores them.
@@ -87,7 +79,7 @@ class ReaderObservation:
         """
         if self.reach or segment.start != self.start or segment.end > self.end or segment.worth is None:
             return
-        num_tokens = segment.end - segment.start
+        num_tokens = segment.num_tokens
         if self._squares is None:
             squares = segment.positions.new_zeros(segment.num_entries, dtype=torch.float32)
         else:
@@ -135,14 +127,14 @@ class ReaderObservation:
     def add(self, layer: int, squares: Tensor, sm_scale: float) -> None:
         """Add squared attention, [num_kv_heads, end - start], float32, to one layer."""
         if self._squares is None:
-            self._squares = squares.new_zeros(self._geometry.num_layers, *squares.shape)
+            self._squares = squares.new_zeros(self.geometry.num_layers, *squares.shape)
         self._squares[layer] += squares
         self._sm_scales[layer] = sm_scale
 
     def show(self, layer: int, start: int, k_buffer: Tensor, v_buffer: Tensor, token_slots: Tensor) -> LayerView:
         """The view of a part of the range in one layer; see :meth:`PromptObservation.show`."""
         first = start - self.start
-        k_scale, v_scale = self._geometry.scales.of(layer)
+        k_scale, v_scale = self.geometry.scales.of(layer)
         part = slice(first, first + token_slots.numel())
         paid = None if self._squares is None else self._spread(self._squares[layer], part).sqrt()
         return LayerView(
@@ -198,7 +190,8 @@ class ReaderChunk:
 
     def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float) -> None:
         """See :meth:`PromptObservation.record`; layers with a sliding window are skipped."""
-        if self.observation.has_window(layer):
+        geometry = self.observation.geometry
+        if geometry.window(layer):
             return
         queries, lse = queries[self.num_counted :].contiguous(), lse[self.num_counted :].contiguous()
         for segment in self.segments:
@@ -211,7 +204,7 @@ class ReaderChunk:
             lse,
             k_buffer,
             self.token_slots,
-            sm_scale=sm_scale * self.observation.k_scale(layer),
+            sm_scale=sm_scale * geometry.scales.of(layer)[0],
             key_start=self.observation.start,
             query_start=self.query_start,
             reduction="squares",
@@ -236,7 +229,7 @@ def _add_entry_attention(
     first_run = layer * geometry.num_kv_heads
     bounds = segment.indptr[first_run : first_run + geometry.num_kv_heads + 1].long()
     lens = bounds.diff()[:, None]
-    width = int(lens.max()) if lens.device.type == "cpu" else segment.end - segment.start
+    width = int(lens.max()) if lens.device.type == "cpu" else segment.num_tokens
     places = torch.arange(width, device=lens.device)
     is_entry = places < lens  # [num_kv_heads, width]
     entries = torch.where(is_entry, bounds[:-1, None] + places, 0)

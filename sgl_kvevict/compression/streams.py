@@ -1,4 +1,4 @@
-"""The stream on which entries are chosen: beside the scheduler's on a GPU, so that forwards need not wait for it."""
+"""The stream beside the scheduler's on which entries are chosen on a GPU, so that forwards need not wait for it."""
 
 from __future__ import annotations
 
@@ -11,25 +11,10 @@ T = TypeVar("T")
 
 
 class ChoiceStream(Protocol):
-    """Where work is launched that reads the arena and writes nothing that exists."""
-
-    @property
-    def is_beside(self) -> bool:
-        """Whether the scheduler's stream goes on meanwhile, so that results had better be asked for later."""
+    """Where work is launched that reads the arena and writes nothing that exists; the scheduler's stream goes on."""
 
     def launch(self, work: Callable[[], T]) -> Callable[[], T]:
         """Launch work behind everything that the scheduler's stream has; the result, once called, is used there."""
-
-
-class SchedulerStream:
-    """The scheduler's own stream, and the CPU: work is done, or launched in order, at once."""
-
-    is_beside = False
-
-    def launch(self, work: Callable[[], T]) -> Callable[[], T]:
-        """See :class:`ChoiceStream`."""
-        value = work()
-        return lambda: value
 
 
 class SideStream:
@@ -39,8 +24,6 @@ class SideStream:
     to this stream's pool, and is given out again to later work only, which waits for the scheduler's stream, and so for
     the last use.
     """
-
-    is_beside = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sgl_kvevict.compression.compressor import Compressor
+from sgl_kvevict.compression.compressor import Compressor, FitStats
 from sgl_kvevict.compression.generated import GeneratedCompressor
 from sgl_kvevict.compression.prompt_observation import PromptObservation
 from sgl_kvevict.compression.reader_observation import ReaderObservation
@@ -30,8 +30,7 @@ def warm_up(compressor: Compressor, q_dtype: torch.dtype) -> None:
     random = torch.Generator(device=device).manual_seed(0)
     k, v = (torch.randn(shape, generator=random, device=device).to(real.k_arena.dtype) for _ in range(2))
     packer = SegmentPacker(geometry, k, v, torch.zeros(shape[:3], device=device) if real.has_biases else None)
-    spec = compressor.observes
-    twin = Compressor(compressor.config, compressor.policy, packer, spec.rotary, spec.output_grams, compressor.learner)
+    twin = replace(compressor, packer=packer, slot_positions=None, stream=None, is_short=False, stats=FitStats())
     queries = torch.randn(num_tokens, geometry.num_qo_heads, geometry.head_dim, generator=random, device=device)
     slots = torch.arange(1, num_tokens + 1, device=device)
     observation = _observe(twin, queries.to(q_dtype), slots)

@@ -86,11 +86,6 @@ class EventService:
         else:
             self.totals.lost_events += 1
 
-    @property
-    def has_questions(self) -> bool:
-        """Whether questions are waiting."""
-        return bool(self._questions)
-
     def take_questions(self) -> Iterator[Question]:
         """Iterate over the questions asked since the last call."""
         while self._questions:

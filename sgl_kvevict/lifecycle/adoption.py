@@ -10,12 +10,12 @@ from torch import Tensor
 
 from sgl_kvevict.errors import StoreError
 from sgl_kvevict.guard import accounting
-from sgl_kvevict.lifecycle.nodes import Node, length_of, path_to
+from sgl_kvevict.lifecycle.nodes import NamespaceKey, Node, length_of, path_to
 from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.ranges import Ranges
 from sgl_kvevict.policies.parts import PolicyState
 from sgl_kvevict.prefix import CopiedShadow, Segment
-from sgl_kvevict.store import SegmentRecord
+from sgl_kvevict.store import SegmentRecord, StoreIdentity, Wanted
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,7 @@ class Prompt:
 
     tokens: Sequence[int]
     num_tokens: int
-    extra_key: str | None
-    cache_salt: str | None
+    namespace: NamespaceKey
 
 
 class Adoption(Part):
@@ -38,14 +37,18 @@ class Adoption(Part):
     def place(self, record: SegmentRecord, prompt: Prompt) -> int:
         """Put a segment, and its tail if the prompt goes on like that, into the tree; return as :meth:`adopt`."""
         rest = prompt.tokens[record.end :]
-        num_tokens = self.adopt(record, prompt.extra_key, prompt.cache_salt, rest)
+        num_tokens = self.adopt(record, prompt.namespace, rest)
         if num_tokens and record.tail_tokens is not None and _goes_on(prompt, record):
-            self.adopt_tail(record, prompt.extra_key, prompt.cache_salt, rest)
+            self.adopt_tail(record, prompt.namespace, rest)
         return num_tokens
 
-    def adopt(
-        self, record: SegmentRecord, extra_key: str | None, cache_salt: str | None, rest: Sequence[int] = ()
-    ) -> int:
+    def wanted(self, prompt: Prompt, identity: StoreIdentity) -> Wanted:
+        """What the tree lacks of a prompt; a node is cut where the prompt leaves the tree."""
+        path = self._tree.find(prompt.tokens[: prompt.num_tokens + self._tree.lookahead], prompt.namespace)
+        tokens = list(prompt.tokens[: prompt.num_tokens])
+        return Wanted(tokens, identity.namespace(*prompt.namespace), self._spans.waterline(path), length_of(path))
+
+    def adopt(self, record: SegmentRecord, namespace: NamespaceKey, rest: Sequence[int] = ()) -> int:
         """Give a stored segment of this server's identity slots and nodes, in the namespace in which it was found.
 
         ``rest`` is what follows in the prompt that looked for it.
@@ -65,7 +68,7 @@ class Adoption(Part):
         if geometry.slots_for(record.num_entries) > record.end - record.start:
             raise StoreError(f"a segment of {record.num_entries} entries for {record.end - record.start} tokens")
         tokens = self._key(record.tokens.tolist(), rest)
-        there = self._tree.find(tokens, extra_key, cache_salt)
+        there = self._tree.find(tokens, namespace)
         waterline = self._spans.waterline(there)
         if record.splittable and record.start < waterline < record.end:
             record = record.after(waterline)
@@ -75,14 +78,12 @@ class Adoption(Part):
         slots = self._tree.alloc(self._tree.largest(geometry.slots_for(record.num_entries), record.start, record.end))
         if slots is None:
             return 0
-        if self._install(record, tokens, slots, extra_key, cache_salt):
+        if self._install(record, tokens, slots, namespace):
             return record.end - record.start
         self._tree.free(slots)
         return 0
 
-    def adopt_tail(
-        self, record: SegmentRecord, extra_key: str | None, cache_salt: str | None, rest: Sequence[int] = ()
-    ) -> bool:
+    def adopt_tail(self, record: SegmentRecord, namespace: NamespaceKey, rest: Sequence[int] = ()) -> bool:
         """Give a loaded segment's tail slots and a node.
 
         False: it has no tail, there is no place, or a draft model has to compute its rows of the tail.
@@ -97,9 +98,9 @@ class Adoption(Part):
         path: list[int] = record.tokens.tolist()
         tokens = self._key(path + record.tail_tokens.tolist(), rest[slots.numel() :])
         with accounting():
-            there = self._tree.find(tokens, extra_key, cache_salt)
+            there = self._tree.find(tokens, namespace)
             is_free = length_of(there) == len(path) == self._spans.waterline(there)
-            if not is_free or self._tree.add(tokens, extra_key, cache_salt, slots) is None:
+            if not is_free or self._tree.add(tokens, namespace, slots) is None:
                 self._tree.free(slots)
                 return False
             self._packer.place_tokens(slots, record.tail_k, record.tail_v)
@@ -109,15 +110,8 @@ class Adoption(Part):
         return True
 
     @accounting()
-    def _install(
-        self,
-        record: SegmentRecord,
-        tokens: Sequence[int],
-        slots: Tensor,
-        extra_key: str | None,
-        cache_salt: str | None,
-    ) -> bool:
-        there = self._tree.find(tokens, extra_key, cache_salt)
+    def _install(self, record: SegmentRecord, tokens: Sequence[int], slots: Tensor, namespace: NamespaceKey) -> bool:
+        there = self._tree.find(tokens, namespace)
         if not self._fits(record, there):
             return False
         ordinary = self._spans.uncompressed(there)
@@ -126,7 +120,7 @@ class Adoption(Part):
         readers = self._readers.movable(ordinary[0]) if ordinary else []
         if readers is None:
             return False
-        last = self._tree.add(tokens, extra_key, cache_salt)
+        last = self._tree.add(tokens, namespace)
         if last is None:
             return False
         freed = self._tree.token_slots(ordinary) if ordinary else slots[:0]

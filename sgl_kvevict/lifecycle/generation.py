@@ -31,9 +31,6 @@ class Generations(Part):
         self._block = decode_block
         self._tail = self._config.tail_tokens
 
-    def __len__(self) -> int:
-        return len(self._suffixes())
-
     @property
     def num_bytes(self) -> int:
         """Memory of recorded queries and attention sums."""

@@ -9,11 +9,11 @@ from sgl_kvevict.compression import CacheObservation
 from sgl_kvevict.events.types import MovedIn, MovedOut, short_key
 from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.adoption import Adoption, Prompt
-from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to, tokens_of
+from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, namespace_of, path_to, tokens_of
 from sgl_kvevict.lifecycle.part import Part, Shared
-from sgl_kvevict.lifecycle.saving import export_views, namespace_of, views_of
+from sgl_kvevict.lifecycle.saving import export_views, views_of
 from sgl_kvevict.prefix import Segment, View
-from sgl_kvevict.store import Wanted, segments_of
+from sgl_kvevict.store import segments_of
 from sgl_kvevict.store.host import HostSegments
 
 MIN_TOKENS = 64
@@ -40,7 +40,7 @@ class HostTier(Part):
 
     def takes(self, segment: Segment) -> bool:
         """Whether a segment, once dropped, is here and pushed out nothing but copies of what the pool has."""
-        is_found = segment.end - segment.start >= self._min_tokens and not segment.is_generated
+        is_found = segment.num_tokens >= self._min_tokens and not segment.is_generated
         num_slots = segment.num_slots + 1  # the last one for the lengths of its runs, and the policy's state
         return is_found and self.segments.has_room(num_slots * self._slot_bytes)
 
@@ -58,7 +58,7 @@ class HostTier(Part):
             if bounds is None or bounds[1] - bounds[0] < self._min_tokens or path[0] in self._table.stale:
                 return
             span = self._spans.at(node)
-            namespace = namespace_of(node.key, self.segments.identity)
+            namespace = self.segments.identity.namespace(*namespace_of(node))
             there = self.segments.covering(tokens_of(path), bounds[0], namespace)
             if there is not None and (there.is_read or span is None or not span.segment.is_measured):
                 self.segments.use(there.key)
@@ -106,14 +106,12 @@ class HostTier(Part):
             return
         with self._guard.at(Place.HOST):
             begin = time.perf_counter()
+            identity = self.segments.identity
             tokens = list(prompt.tokens[: prompt.num_tokens])
-            namespace = self.segments.identity.namespace(prompt.extra_key, prompt.cache_salt)
-            found = self.segments.find(tokens, namespace)
+            found = self.segments.find(tokens, identity.namespace(*prompt.namespace))
             if not found:
                 return
-            key = prompt.tokens[: prompt.num_tokens + self._tree.lookahead]
-            path = self._tree.find(key, prompt.extra_key, prompt.cache_salt)
-            wanted = Wanted(tokens, namespace, self._spans.waterline(path), length_of(path))
+            wanted = self._adoption.wanted(prompt, identity)
             for record in segments_of(wanted, found, self.segments.get, self._min_tokens):
                 num_tokens = self._adoption.place(record, prompt)
                 if not num_tokens:

@@ -12,9 +12,6 @@ from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.lifecycle.nodes import Node
 from sgl_kvevict.lifecycle.probes import Probes
 
-NamespaceKey = tuple[str | None, str | None]
-"""(extra_key, cache_salt): prompts of different namespaces share nothing."""
-
 
 class Outcome(Enum):
     """The result of a job, reported under the tickets of the requests that asked for it."""
@@ -170,8 +167,3 @@ class ScoringJob:
         if self.lesson is not None:
             return Stage.LEARNING
         return Stage.DUE if self.observation is None else Stage.SCORING
-
-    @property
-    def namespace(self) -> NamespaceKey:
-        """Namespace of its prefix."""
-        return self.node.key.extra_key, self.node.key.cache_salt

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 
-from sgl_kvevict.lifecycle.job import NamespaceKey, Outcome, ScoringJob
+from sgl_kvevict.lifecycle.job import Outcome, ScoringJob
+from sgl_kvevict.lifecycle.nodes import NamespaceKey, namespace_of
 from sgl_kvevict.lifecycle.table import PrefixTable
 
 MAX_REMEMBERED = 256
@@ -37,7 +38,8 @@ class ScoringJobs:
         """The oldest job of the namespace with the least recent turn; jobs that ``prefers`` accepts come first."""
         begun = self._table.begun_jobs
         candidates = begun if len(begun) >= MAX_BEGUN_JOBS else self._queue.values()
-        return min(candidates, key=lambda job: (not prefers(job), self._turns.get(job.namespace, 0)), default=None)
+        turn_of = self._turns.get
+        return min(candidates, key=lambda job: (not prefers(job), turn_of(namespace_of(job.node), 0)), default=None)
 
     @property
     def num_bytes(self) -> int:
@@ -48,7 +50,7 @@ class ScoringJobs:
     def take_turn(self, job: ScoringJob) -> None:
         """Note that a job has its namespace's turn."""
         self._num_turns += 1
-        self._turns[job.namespace] = self._num_turns
+        self._turns[namespace_of(job.node)] = self._num_turns
 
     def add(self, job: ScoringJob) -> None:
         """Queue a job, or merge it into the queued job of the same prefix; the newest request's questions count."""
@@ -72,7 +74,7 @@ class ScoringJobs:
         self._queue.take(job.node)
         if job.observation is not None:
             job.observation.close()
-        waiting = {other.namespace for other in self._queue.values()}
+        waiting = {namespace_of(node) for node, _ in self._queue}
         self._turns = {name: turn for name, turn in self._turns.items() if name in waiting}
 
     def tell(self, tickets: Collection[str], outcome: Outcome) -> None:

@@ -46,19 +46,19 @@ class CacheListener:
 
     def compressed(self, nodes: Sequence[Node], compression: Compression) -> None:
         """Tell that consecutive nodes, root side first, now hold spans of one new segment."""
-        segment = compression.segment
-        entries = compression.new_tokens * segment.geometry.num_runs
+        segment, new_tokens, kept = compression.segment, compression.new_tokens, compression.new_entries
+        merged = compression.merged_entries
         self.tell(
             Compressed(
                 nodes=[node.id for node in nodes],
-                start=compression.start,
-                end=compression.start + compression.num_tokens,
-                new_tokens=compression.new_tokens,
+                start=segment.start,
+                end=segment.end,
+                new_tokens=new_tokens,
                 slots=segment.num_slots,
                 released_slots=compression.freed.numel(),
-                kept_entries=compression.new_entries,
-                evicted_entries=entries - compression.new_entries - compression.merged_entries,
-                merged_entries=compression.merged_entries,
+                kept_entries=kept,
+                evicted_entries=new_tokens * segment.geometry.num_runs - kept - merged,
+                merged_entries=merged,
                 seconds=compression.seconds,
                 policy=self._policy,
                 token_ids=tokens_of(nodes) if self._exposes_tokens else None,

@@ -15,10 +15,9 @@ from sgl_kvevict.events.types import Loaded, LoadFailed, short_key
 from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.adoption import Adoption, Prompt
 from sgl_kvevict.lifecycle.host import HostTier
-from sgl_kvevict.lifecycle.nodes import length_of
 from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.saving import StoreAccess
-from sgl_kvevict.store import Fetch, ReadAhead, SegmentRecord, Wanted
+from sgl_kvevict.store import Fetch, ReadAhead, SegmentRecord
 
 READ_AHEAD = 16
 """Requests at the head of the queue whose prefixes are fetched: a prefix loaded much too early would be evicted."""
@@ -84,7 +83,7 @@ class Loading(Part):
     def queued(self, request: Any, prompt: Prompt) -> None:
         """Register a queued request, if the store may have its prefix."""
         identity = self._access.identity
-        if self._access.uses(prompt.extra_key) and prompt.num_tokens >= identity.min_prefix_tokens:
+        if self._access.uses(prompt.namespace) and prompt.num_tokens >= identity.min_prefix_tokens:
             self._waiting[request] = Waiting(prompt, self._reader.deadline())
 
     def settle(self, queue: Sequence[Any]) -> set[Any]:
@@ -118,11 +117,7 @@ class Loading(Part):
         if self._host is not None:
             self._host.load(prompt)
         with self._guard.at(Place.STORE):
-            tokens = list(prompt.tokens[: prompt.num_tokens])
-            key = prompt.tokens[: prompt.num_tokens + self._tree.lookahead]
-            path = self._tree.find(key, prompt.extra_key, prompt.cache_salt)
-            namespace = self._access.identity.namespace(prompt.extra_key, prompt.cache_salt)
-            waiting.fetch = self._reader.start(Wanted(tokens, namespace, self._spans.waterline(path), length_of(path)))
+            waiting.fetch = self._reader.start(self._adoption.wanted(prompt, self._access.identity))
 
     def _agree(self, waiting: Sequence[Waiting]) -> list[Answer]:
         """Combine all ranks' answers, with the same result on each."""

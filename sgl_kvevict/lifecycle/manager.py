@@ -27,7 +27,7 @@ from sgl_kvevict.lifecycle.part import Shared
 from sgl_kvevict.lifecycle.ports import PassPort, TreePort
 from sgl_kvevict.lifecycle.pressure import Pressure
 from sgl_kvevict.lifecycle.ranges import Ranges
-from sgl_kvevict.lifecycle.readers import ReaderTable
+from sgl_kvevict.lifecycle.readers import ReaderRecord, ReaderTable
 from sgl_kvevict.lifecycle.saving import Saving, StoreAccess
 from sgl_kvevict.lifecycle.scoring import PrefixScoring
 from sgl_kvevict.lifecycle.table import PrefixTable
@@ -79,7 +79,8 @@ class PrefixManager:
         self.guard = guard
         self.table = PrefixTable(packer, None if compressor is None else compressor.config, CacheListener(guard))
         self.spans = self.table.spans
-        self.readers = ReaderTable(tree)
+        all_shrink = compressor is not None and compressor.config.prefill_budget is not None
+        self.readers = ReaderTable(tree, all_shrink=all_shrink)
         self.order = CostAwareRecency(self.spans, clock)
         if state_slots is not None:
             self.order = StatefulRecency(self.spans, clock, state_slots)
@@ -137,13 +138,13 @@ class PrefixManager:
 
     # ---- events of requests -----------------------------------------------------------------------------------
 
-    def matched(self, reader: Reader) -> None:
-        """A request matched its prompt, possibly not for the first time, and is about to be prefilled."""
+    def matched(self, reader: Reader) -> ReaderRecord:
+        """A request matches its prompt, possibly not for the first time, and is about to be prefilled."""
         record = self.readers[reader]
         record.is_live = True
         if self.compressor is not None:
-            with self.guard.at(Place.PROMPT):
-                record.observation = self.compressor.new_observation()
+            record.observation = self.compressor.new_observation()
+        return record
 
     def chunk_observed(
         self, reader: Reader, node: Node, start: int, end: int, prompt_len: int
@@ -160,7 +161,7 @@ class PrefixManager:
         with self.guard.at(Place.OBSERVATION) as attempt:
             observed = self._observe(reader, node, start, end, prompt_len)
         if attempt.failed:
-            self.forget_observed(reader)
+            self.readers[reader].observation = None
         return observed
 
     def step_observed(
@@ -176,30 +177,14 @@ class PrefixManager:
             self.generations.clear()
         return step
 
-    def forget_observed(self, reader: Reader) -> None:
-        """Discard the observation of a request after an error."""
-        self.readers[reader].observation = None
-
-    def is_complete(self, reader: Reader) -> bool:
-        """Whether the whole prompt of a request was prefilled, and :meth:`prompt_complete` is due."""
-        observation = self.readers[reader].observation
-        return observation is not None and observation.is_complete
-
     def chunk_complete(self, reader: Reader, node: Node) -> None:
         """A chunk of a prompt that goes on is in the tree; it may shrink."""
         if self.pressure is not None:
             self.pressure.chunk_complete(reader, path_to(node))
 
-    def recomputes_uncompressed(self, reader: Reader) -> bool:
-        """Whether a prompt computes again what is cached uncompressed.
-
-        Before scores are learned, a prompt longer than the pool has to: only tokens whose queries are seen can shrink.
-        """
-        return self.compressor is not None and self.readers.is_long(reader) and not self.compressor.has_learned
-
     def prefilled_compressed(self, reader: Reader, node: Node) -> int:
         """Tokens of a prompt that were computed, and compressed before its last chunk was computed."""
-        observation = None if self.pressure is None else self.pressure.shrinking_prompt(reader)
+        observation = self.readers.shrinking_prompt(reader)
         if observation is None:
             return 0
         return max(self.spans.waterline(path_to(node)) - observation.first_query, 0)
@@ -218,7 +203,7 @@ class PrefixManager:
         end = min(observation.end, length_of(path))
         asks = wish is not None and bool(wish.questions)
         if self.compressor.compresses_at_once and not asks:
-            done = self.ranges.compress(node, end - self.compressor.config.tail_tokens, observation)
+            done = self.ranges.compress(path, end - self.compressor.config.tail_tokens, observation)
             if self.scoring is not None and wish is not None and wish.warm:
                 self.scoring.granted(wish, done)
             return
@@ -366,7 +351,7 @@ class PrefixManager:
         slots = self._tree.row(reader, waterline, end) if observation.needs_slots else None
         observation.begin_chunk(start, end, is_last=end >= prompt_len, key_start=waterline, token_slots=slots)
         seen = None
-        if self.scoring is not None and self.scoring.is_pass(reader):
+        if self.scoring is not None and self.readers[reader].is_pass:
             seen = self.scoring.observation_of(reader)
         elif self.votes is not None:
             seen = self.votes.observation(path, start)

@@ -14,6 +14,10 @@ Reader: TypeAlias = Any
 """A request or scoring pass that attends to a prefix: the object itself, because clients choose request ids."""
 
 
+NamespaceKey: TypeAlias = tuple[str | None, str | None]
+"""(extra_key, cache_salt): prompts of different namespaces share nothing."""
+
+
 class Key(Protocol):
     """Tokens of a node, and their namespace.
 
@@ -63,6 +67,11 @@ class Node(Protocol):
         """Number of its last access."""
 
 
+def namespace_of(node: Node) -> NamespaceKey:
+    """Namespace of a node's tokens."""
+    return node.key.extra_key, node.key.cache_salt
+
+
 def path_to(node: Node) -> list[Node]:
     """Nodes from below the root to ``node``."""
     path = []
@@ -109,13 +118,19 @@ class NodeSet(set[Node]):
 
     def discard(self, node: object) -> None:
         """Remove a node, and every reference to it."""
-        super().discard(node)
-        self._new.pop(node, None)
+        if node in self:
+            super().discard(node)
+            self._new.pop(node, None)
 
     def remove(self, node: Node) -> None:
         """As :meth:`discard`; the node must be there."""
         super().remove(node)
         self._new.pop(node, None)
+
+    def clear(self) -> None:
+        """Remove all nodes."""
+        super().clear()
+        self._new = {}
 
     def take_new(self) -> list[Node]:
         """Nodes added since the last call, in order; some may have been removed again."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from sgl_kvevict.lifecycle.nodes import Node, Reader
+from sgl_kvevict.lifecycle.nodes import NamespaceKey, Node, Reader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,7 +28,7 @@ class TreePort(Protocol):
         """Last node of the path that a reader locks; None if there is none."""
 
     def cut(self, path: Sequence[Node], end: int) -> Node:
-        """Split the node of a path in which the logical position ``end`` lies, and return the upper part."""
+        """Split the last node of a path, inside which the logical position ``end`` lies, and return the upper part."""
 
     def token_slots(self, nodes: Sequence[Node]) -> Tensor:
         """[num_tokens], int64, ordinary slots of consecutive uncompressed nodes, in token order."""
@@ -45,15 +45,13 @@ class TreePort(Protocol):
     def alloc(self, num_slots: int) -> Tensor | None:
         """[num_slots], int64, token slots of the pool, for which prefixes shrink or are dropped; None: too few."""
 
-    def find(self, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None) -> list[Node]:
+    def find(self, tokens: Sequence[int], namespace: NamespaceKey) -> list[Node]:
         """Nodes of the longest path that matches ``tokens``; a node that diverges inside is cut there.
 
         The last ``lookahead`` tokens are only looked up.
         """
 
-    def add(
-        self, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None, slots: Tensor | None = None
-    ) -> Node | None:
+    def add(self, tokens: Sequence[int], namespace: NamespaceKey, slots: Tensor | None = None) -> Node | None:
         """Add the missing nodes of the path of ``tokens``, which end as in :meth:`find`.
 
         Returns its last node, or None if it may not be cached. ``slots`` ([num_new], int64) are the new tokens'

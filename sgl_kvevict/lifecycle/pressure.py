@@ -86,7 +86,7 @@ class Pressure(Part):
 
         The prompt's observation goes on with the rest, and counts towards ``observation_bytes`` once it is complete.
         """
-        prompt = self.shrinking_prompt(reader)
+        prompt = self._readers.shrinking_prompt(reader)
         if prompt is None:
             return
         self._note_ends(path, length_of(path), prompt, 0)
@@ -94,15 +94,6 @@ class Pressure(Part):
         if share is not None and self._compressor.has_learned:
             for node in [node for node in self._spans.uncompressed(path) if node in self._shrinking]:
                 self._compress(node, share)
-
-    def shrinking_prompt(self, reader: Reader) -> PromptObservation | None:
-        """The observation of a prompt under way whose chunks shrink; None for others.
-
-        They are longer than the pool, or ``prefill_budget`` is set.
-        """
-        record = self._readers[reader]
-        shrinks = record.is_long or (self._config.prefill_budget is not None and not record.is_pass)
-        return record.observation if shrinks else None
 
     def _note_ends(self, path: Sequence[Node], end: int, prompt: PromptObservation, num_bytes: int) -> None:
         if not (self._compressor.has_learned or prompt.has_echo) or prompt.has_failed:
@@ -127,7 +118,7 @@ class Pressure(Part):
             assert oldest is not None
             prompts.take(oldest[0])
             if not self._compressor.has_learned:
-                self._table.keep_size(oldest[0])
+                self._shrinking.discard(oldest[0])
 
     def _saw(self, prompt: PromptObservation, start: int) -> bool:
         """Whether a prompt's observation scores the tokens from ``start`` on: echo needs their own queries."""
@@ -144,14 +135,14 @@ class Pressure(Part):
         return prompt is not None and prompt.has_echo and not self._table.is_being_scored(node)
 
     def _add_end(self, node: Node, prompt: PromptObservation, num_bytes: int) -> None:
-        self._table.let_shrink(node)
+        self._shrinking.add(node)
         if prompt.num_bytes:
             self._table.prompts.put(node, prompt, num_bytes)
             self.trim_prompts()
 
     def _discard(self, node: Node) -> None:
         """Make a node no longer an end."""
-        self._table.keep_size(node)
+        self._shrinking.discard(node)
         self._table.prompts.take(node)
 
     # ---- segments that passes read ------------------------------------------------------------------------------
@@ -287,7 +278,7 @@ class Pressure(Part):
         return step.is_below_budget, *self.order.priority(node, loss)
 
     def _slots_at(self, segment: Segment, share: float) -> int:
-        return self._config.slots_at(share, segment.end - segment.start, segment.start)
+        return self._config.slots_at(share, segment.num_tokens, segment.start)
 
     def _squeeze(self, owner: Node, wanted: int) -> int:
         """Squeeze a segment to its next share. 0: not now, or never again if the node left ``shrinking``."""
@@ -296,7 +287,7 @@ class Pressure(Part):
         steps = (self._slots_at(segment, share) for share in shares)
         slots = next((slots for slots in steps if slots < segment.num_slots), None)
         if slots is None:
-            self._table.keep_size(owner)
+            self._shrinking.discard(owner)
             return 0
         if segment.is_joined:
             slots = max(slots, segment.num_slots - max(wanted, self._round))
@@ -313,7 +304,7 @@ class Pressure(Part):
         segment = self._spans[owner].segment
         self._table.listener.tell(Squeezed(owner.id, segment.num_slots, freed.numel()))
         is_at_budget = slots == self._slots_at(segment, float(self._config.budget))
-        if is_at_budget and not any(map(self.shrinking_prompt, readers)):
+        if is_at_budget and not any(map(self._readers.shrinking_prompt, readers)):
             self._ranges.at_budget(self._spans.last_of(owner))
         return freed.numel()
 
@@ -334,9 +325,9 @@ class Pressure(Part):
         if share is None and self._config.shares:
             share = self._config.shares[0]
         observation = self._table.prompts.get(node) or CacheObservation()
-        done = self._ranges.compress_now(node, Pending(end, observation, share))
+        done = self._ranges.compress_now(path, Pending(end, observation, share))
         if done.verdict is Verdict.FAILED and done.num_slots == 0:
             self._discard(node)  # admission must not count on it
-        elif any(map(self.shrinking_prompt, self._readers.movable(node) or ())):
+        elif any(map(self._readers.shrinking_prompt, self._readers.movable(node) or ())):
             self._ranges.join(path)
         return done.num_slots

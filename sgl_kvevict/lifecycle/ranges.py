@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise, zip_longest
 from torch import Tensor
 
 from sgl_kvevict.compression import CacheObservation, Chosen, Compression, Observation, ReaderObservation, state_of
+from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.events.types import Refused
 from sgl_kvevict.guard import Place, accounting
 from sgl_kvevict.lifecycle.nodes import Node, Reader, length_of, path_to
@@ -79,30 +80,21 @@ class Ranges(Part):
         """[num_tokens], int64, ordinary slots of the first uncompressed tokens of a path."""
         return self._tree.token_slots(self._spans.uncompressed(path))[:num_tokens]
 
-    def compress(self, node: Node, end: int, observation: Observation) -> Attempted:
-        """Compress the uncompressed tokens of the path to ``node`` up to ``end``; a range in use becomes pending."""
-        path = path_to(node)
-        num_tokens = end - self._spans.waterline(path)
-        if not self.is_long_enough(num_tokens):
+    def compress(self, path: Sequence[Node], end: int, observation: Observation) -> Attempted:
+        """Compress the uncompressed tokens of a path up to ``end``; a range in use becomes pending."""
+        if not self.is_long_enough(end - self._spans.waterline(path)):
             return Attempted(Verdict.TOO_SHORT)
         last, pending = self.node_ending_at(path, end), Pending(end, observation)
-        if self.is_choosing(path_to(last)):
+        path = path_to(last)
+        if self.is_choosing(path):
             known = self._table.pending.get(last)
             if known is None or known.choice is None:
                 self._table.pending.put(last, pending, observation.num_bytes)
             return Attempted(Verdict.CHOOSING)
-        done = self._begin(last, pending)
+        done = self._begin(path, pending)
         if done.verdict is Verdict.IN_USE:
             self._wait(last, pending)
         return done
-
-    def compress_now(self, node: Node, pending: Pending) -> Attempted:
-        """Compress the uncompressed tokens of the path to ``node``, which ends at ``pending.end``, if not in use."""
-        path = path_to(node)
-        if not self.is_long_enough(pending.end - self._spans.waterline(path)):
-            self._table.pending.take(node)
-            return Attempted(Verdict.TOO_SHORT)
-        return self._write_all(path, pending)
 
     def keep_whole(self, path: Sequence[Node], end: int) -> None:
         """Put the uncompressed tokens of a path up to ``end`` into a span that keeps all entries, if possible.
@@ -110,7 +102,7 @@ class Ranges(Part):
         Tokens after them can then be compressed: spans come first on every path.
         """
         last = self.node_ending_at(path, end)
-        self._write_all(path_to(last), Pending(end, CacheObservation(), share=1.0))
+        self.compress_now(path_to(last), Pending(end, CacheObservation(), share=1.0))
 
     def join(self, path: Sequence[Node]) -> None:
         """Write the last segments of a path as one, so that their entries compete for its slots.
@@ -136,8 +128,7 @@ class Ranges(Part):
             begin = time.perf_counter()
             joined, freed = self._packer.join(segments)
             self.install(nodes, joined, freed, readers)
-            num_tokens, seconds = joined.end - joined.start, time.perf_counter() - begin
-            done = Compression(joined, freed, joined.start, num_tokens, 0, seconds, replaced=joined)
+            done = Compression(joined, freed, 0, time.perf_counter() - begin, replaced=joined)
             self._table.listener.compressed(nodes, done)
 
     def try_pending(self) -> None:
@@ -159,6 +150,8 @@ class Ranges(Part):
 
     def is_choosing(self, path: Sequence[Node]) -> bool:
         """Whether entries of a path's uncompressed tokens are being chosen."""
+        if self._compressor.stream is None:
+            return False
         first = next((node for node in path if node not in self._spans), None)
         choosing = [node for node, pending in self._table.pending if pending.choice is not None]
         return any(first in path_to(node) for node in choosing)
@@ -166,13 +159,13 @@ class Ranges(Part):
     def node_ending_at(self, path: Sequence[Node], end: int) -> Node:
         """Node of a path that ends at position ``end``; a node that contains ``end`` is split."""
         position = 0
-        for node in path:
+        for i, node in enumerate(path):
             position += len(node.key)
             if position == end:
                 return node
             if position > end:
-                break
-        return self._tree.cut(path, end)
+                return self._tree.cut(path[: i + 1], end)
+        raise InvariantError(f"the path has {position} tokens, expected at least {end}")
 
     def begins_segment(self, above: Node, node: Node) -> bool:
         """Whether two nodes of a range become different segments.
@@ -244,9 +237,9 @@ class Ranges(Part):
         if step in (RangeStep.FORGET, RangeStep.CHOOSE):
             self._table.pending.take(node)
         if step is RangeStep.CHOOSE:
-            return self._begin(node, replace(pending, choice=None))
+            return self._begin(path_to(node), replace(pending, choice=None))
         if step is RangeStep.EXCHANGE:
-            return self.compress_now(node, pending)
+            return self.compress_now(path_to(node), pending)
         if step is RangeStep.WAIT:
             self._wait(node, replace(pending, choice=None))
         return Attempted(Verdict.TOO_SHORT if step is RangeStep.FORGET else Verdict.IN_USE)
@@ -266,13 +259,11 @@ class Ranges(Part):
             holds[RangeFact.CHANGED] = start != choice.start or not ends <= set(choice.ends)
         return {fact for fact, is_true in holds.items() if is_true}
 
-    def _begin(self, node: Node, pending: Pending) -> Attempted:
+    def _begin(self, path: Sequence[Node], pending: Pending) -> Attempted:
         """Launch the choice of a range's entries; where nothing would run beside, compress it."""
-        path = path_to(node)
-        start = self._spans.waterline(path)
-        if not self._compressor.stream.is_beside or not self.is_long_enough(pending.end - start):
-            return self.compress_now(node, pending)
-        nodes = self._spans.uncompressed(path)
+        if self._compressor.stream is None:
+            return self.compress_now(path, pending)
+        nodes, start = self._spans.uncompressed(path), self._spans.waterline(path)
         if self._readers.movable(nodes[0]) is None:
             return Attempted(Verdict.IN_USE)
         groups = self._groups(nodes)
@@ -281,11 +272,11 @@ class Ranges(Part):
             return Attempted(Verdict.FAILED)
         ends = _ends(groups, start)[: len(results)]
         choice = Choice(start, tuple(ends), tuple(results), self._turn)
-        self._table.pending.put(node, replace(pending, choice=choice), pending.observation.num_bytes)
+        self._table.pending.put(path[-1], replace(pending, choice=choice), pending.observation.num_bytes)
         return Attempted(Verdict.CHOOSING)
 
-    def _write_all(self, path: Sequence[Node], pending: Pending) -> Attempted:
-        """Compress the uncompressed tokens of a path, however few."""
+    def compress_now(self, path: Sequence[Node], pending: Pending) -> Attempted:
+        """Compress the uncompressed tokens of a path, however few, up to its end (``pending.end``), if not in use."""
         nodes = self._spans.uncompressed(path)
         readers = self._readers.movable(nodes[0])
         if readers is None:

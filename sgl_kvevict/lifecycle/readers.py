@@ -33,16 +33,23 @@ class ReaderRecord:
     observation: PromptObservation | None = None
     suffix: Generated | None = None
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the whole prompt was prefilled, and :meth:`PrefixManager.prompt_complete` is due."""
+        return self.observation is not None and self.observation.is_complete
+
 
 class ReaderTable:
     """Records of readers, which end with their request objects, and the nodes that readers lock.
 
     A reader's slots may be replaced between two of its steps, because its next forward plans from the tree.
-    Exceptions: a lock of unknown origin, or a request with ``exact``.
+    Exceptions: a lock of unknown origin, or a request with ``exact``. ``all_shrink``: chunks of every prompt shrink
+    while it is prefilled (``prefill_budget``), not of long ones only.
     """
 
-    def __init__(self, tree: TreePort) -> None:
+    def __init__(self, tree: TreePort, *, all_shrink: bool) -> None:
         self._tree = tree
+        self._all_shrink = all_shrink
         self._records: WeakKeyDictionary[Reader, ReaderRecord] = WeakKeyDictionary()
 
     def __iter__(self) -> Iterator[Reader]:
@@ -51,42 +58,30 @@ class ReaderTable:
 
     def __getitem__(self, reader: Reader) -> ReaderRecord:
         """The record of a reader, created if missing."""
-        record = self._records.get(reader)
-        if record is None:
+        try:
+            return self._records[reader]
+        except KeyError:
             record = self._records[reader] = ReaderRecord()
-        return record
+            return record
 
     def items(self) -> list[tuple[Reader, ReaderRecord]]:
         """All readers and their records, in order of arrival."""
         return list(self._records.items())
 
-    def make_exact(self, reader: Reader) -> None:
-        """Set ``is_exact`` of a request."""
-        self[reader].is_exact = True
-
-    def make_long(self, reader: Reader) -> None:
-        """Set ``is_long`` of a request."""
-        self[reader].is_long = True
-
-    def is_long(self, reader: Reader) -> bool:
-        """Whether the chunks of a prompt shrink while it is prefilled."""
-        record = self._records.get(reader)
-        return record is not None and record.is_long
-
-    def is_exact(self, reader: Reader) -> bool:
-        """Whether a request must read no compressed entry."""
-        record = self._records.get(reader)
-        return record is not None and record.is_exact
+    def shrinking_prompt(self, reader: Reader) -> PromptObservation | None:
+        """The observation of a prompt under way whose chunks shrink; None for others."""
+        record = self[reader]
+        return record.observation if record.is_long or (self._all_shrink and not record.is_pass) else None
 
     def has_exact(self, path: Sequence[Node]) -> bool:
         """Whether an exact request reads a part of a path."""
-        lasts = (self._tree.locked_by(reader) for reader in self if self.is_exact(reader))
+        lasts = (self._tree.locked_by(reader) for reader in self if self[reader].is_exact)
         return any(node in path_to(last) for last in lasts if last is not None for node in path[:1])
 
     def movable(self, node: Node) -> list[Reader] | None:
         """Return the readers of a node; None if the slots of one of them must stay (see the class)."""
         readers = [reader for reader in self if (last := self._tree.locked_by(reader)) and node in path_to(last)]
-        if len(readers) != self._tree.num_locks(node) or any(map(self.is_exact, readers)):
+        if len(readers) != self._tree.num_locks(node) or any(self[reader].is_exact for reader in readers):
             return None
         return readers
 
@@ -94,7 +89,7 @@ class ReaderTable:
         """Locked nodes whose readers, and those of all nodes above, are movable; root side first."""
         paths = [(reader, path_to(last)) for reader in self if (last := self._tree.locked_by(reader)) is not None]
         counts = Counter(node for _, path in paths for node in path)
-        fixed = {node for reader, path in paths if self.is_exact(reader) for node in path}
+        fixed = {node for reader, path in paths if self[reader].is_exact for node in path}
         movable: dict[Node, None] = {}
         for _, path in paths:
             for node in path:

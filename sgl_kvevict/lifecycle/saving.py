@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sgl_kvevict.events.types import Stored
 from sgl_kvevict.guard import Place
-from sgl_kvevict.lifecycle.nodes import Key, Node, path_to, tokens_of
+from sgl_kvevict.lifecycle.nodes import NamespaceKey, Node, namespace_of, path_to, tokens_of
 from sgl_kvevict.lifecycle.part import Part, Shared
 from sgl_kvevict.lifecycle.ports import TreePort
 from sgl_kvevict.lifecycle.table import Spans
@@ -21,30 +21,25 @@ from sgl_kvevict.prefix import SegmentPacker, View
 from sgl_kvevict.store import Namespace, ReadAhead, SegmentRecord, StoreIdentity, WriteBehind
 
 
-def all_namespaces(extra_key: str | None) -> bool:
-    """Accept every namespace; the default of :attr:`StoreAccess.keeps`."""
-    return True
-
-
 @dataclasses.dataclass
 class StoreAccess:
     """The store as one server uses it.
 
     Attributes:
         reader: None: nothing is loaded.
-        keeps: whether a namespace, by its ``extra_key``, means the same to every server at any time.
+        keeps: whether a namespace, by its ``extra_key``, means the same to every server at any time; None: all do.
         is_on: False once the weights have changed: the identity is that of the files.
     """
 
     identity: StoreIdentity
     writer: WriteBehind
     reader: ReadAhead | None = None
-    keeps: Callable[[str | None], bool] = all_namespaces
+    keeps: Callable[[str | None], bool] | None = None
     is_on: bool = True
 
-    def uses(self, extra_key: str | None) -> bool:
+    def uses(self, namespace: NamespaceKey) -> bool:
         """Whether prefixes of a namespace are saved and loaded now."""
-        return self.is_on and self.keeps(extra_key)
+        return self.is_on and (self.keeps is None or self.keeps(namespace[0]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +94,7 @@ def export_views(
 
     ``tail``: fields of the record that describe its tail.
     """
-    tokens, namespace = tokens_of(path), namespace_of(path[-1].key, identity)
+    tokens, namespace = tokens_of(path), identity.namespace(*namespace_of(path[-1]))
     segment, start = views[-1].segment, views[0].start
     copied, shadow = packer.copy(views), packer.copy_shadow(views)
     state = segment.policy_state
@@ -113,18 +108,9 @@ def export_views(
         is_read=segment.is_measured,
         created=time.time(),
         tokens=torch.tensor(tokens, dtype=torch.int64),
-        keep_lens=copied.keep_lens,
-        positions=copied.positions,
-        k=copied.k,
-        v=copied.v,
-        worth=copied.worth,
         policy_state=None if state is None else state.threshold,
-        biases=copied.biases,
-        draft_lens=None if shadow is None else shadow.keep_lens,
-        draft_positions=None if shadow is None else shadow.positions,
-        draft_k=None if shadow is None else shadow.k,
-        draft_v=None if shadow is None else shadow.v,
-        draft_paid=None if shadow is None else shadow.paid,
+        **vars(copied),
+        **({} if shadow is None else {f"draft_{name}": part for name, part in vars(shadow).items()}),
         **tail,
     )
     if not copied.k.is_cuda:
@@ -155,11 +141,6 @@ def _tail_of(node: Node, spans: Spans, num_tail: int) -> Node | None:
     return children[0] if num_tail and len(children) == 1 and children[0] not in spans else None
 
 
-def namespace_of(key: Key, identity: StoreIdentity) -> Namespace:
-    """The store's namespace of a node's tokens."""
-    return identity.namespace(key.extra_key, key.cache_salt)
-
-
 class Saving(Part):
     """Hands segments that have reached the budget to the store."""
 
@@ -172,14 +153,14 @@ class Saving(Part):
 
         Waits only for small reads from the device, and only if a part of an earlier segment is copied with it.
         """
-        if not self._access.uses(last.key.extra_key):
+        if not self._access.uses(namespace_of(last)):
             return
         with self._guard.at(Place.STORE):
             writer, packer, spans = self._access.writer, self._packer, self._spans
             segment = spans[last].segment
             num_bytes = packer.slot_bytes * segment.num_slots
             if not writer.has_room(num_bytes):
-                self._table.listener.tell(Stored("", segment.end - segment.start, 0, "too many segments wait"))
+                self._table.listener.tell(Stored("", segment.num_tokens, 0, "too many segments wait"))
                 return
             leaving = export_segment(
                 last, self._tree, spans, packer, self._access.identity, self._compressor.stored_tail

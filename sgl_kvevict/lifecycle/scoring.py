@@ -121,7 +121,7 @@ class PrefixScoring(Part):
         if any(map(has_images, path)):
             outcome = Outcome.HAS_IMAGES
             if self._compressor.has_learned:
-                outcome = _outcome_of(self._ranges.compress(job.node, self._ranges.end_of(path), prompt))
+                outcome = _outcome_of(self._ranges.compress(path, self._ranges.end_of(path), prompt))
             self.jobs.tell(job.tickets, outcome)
         elif self._ranges.bounds(path) is None and not self._unmeasured(job, path):
             self.jobs.tell(job.tickets, Outcome.TOO_SHORT)
@@ -139,10 +139,6 @@ class PrefixScoring(Part):
     def running(self) -> Reader | None:
         """The pass that waits or runs."""
         return self._pass
-
-    def is_pass(self, reader: Reader) -> bool:
-        """Whether a reader is a scoring pass."""
-        return self._readers[reader].is_pass
 
     def observation_of(self, reader: Reader) -> ReaderObservation | None:
         """The observation that the running pass adds to; None if its prefix is gone."""
@@ -330,7 +326,8 @@ class PrefixScoring(Part):
 
     def _compress(self, job: ScoringJob, observation: PromptObservation | ReaderObservation | None) -> None:
         assert observation is not None
-        done = self._ranges.compress(job.node, self._ranges.end_of(path_to(job.node)), observation)
+        path = path_to(job.node)
+        done = self._ranges.compress(path, self._ranges.end_of(path), observation)
         self._end_as(job, _outcome_of(done))
 
     def _unmeasured(self, job: ScoringJob, path: Sequence[Node]) -> list[Segment]:

@@ -84,7 +84,7 @@ class Votes(Part):
         The prefix is the part of ``path``, the request's prompt, before ``first_query``.
         """
         end = 0
-        for node in path:
+        for i, node in enumerate(path):
             end += len(node.key)
             vote = self._votes.get(node) if end == first_query else None
             if vote is not None:
@@ -92,5 +92,5 @@ class Votes(Part):
                 needed = self._config.score_after_matches
                 if needed is not None and vote.num_readers >= needed and not vote.has_failed:
                     self._votes.take(node)
-                    self._ranges.compress(node, vote.end, vote)
+                    self._ranges.compress(path[: i + 1], vote.end, vote)
                 return

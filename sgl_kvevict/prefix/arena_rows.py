@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvevict_kernels import radix_select
 from kvevict_kernels.head_slots import head_slot_of
 from kvevict_kernels.stored_rows import as_moved, as_words
 from sgl_kvevict.geometry import KVGeometry
@@ -54,7 +55,9 @@ class ArenaRows:
     def head_slots(self, layer: int, token_slots: Tensor) -> Tensor:
         """[num_kv_heads, num_tokens], int32: head slots of uncompressed tokens in one layer."""
         heads = torch.arange(self.geometry.num_kv_heads, dtype=torch.int32, device=token_slots.device)
-        return self._numbered(layer, token_slots.int(), heads[:, None])
+        sizes = self.geometry.num_token_slots, self.geometry.num_kv_heads
+        head_slots: Tensor = head_slot_of(layer, token_slots.int(), heads[:, None], *sizes)
+        return head_slots
 
     def keys(self, head_slots: Tensor) -> Tensor:
         """[*head_slots.shape, head_dim]: copies of keys, in the arena's dtype."""
@@ -64,19 +67,21 @@ class ArenaRows:
         """[*head_slots.shape, v_head_dim]: copies of values, in the arena's dtype."""
         return self._gather(self.v_arena, head_slots)
 
+    def _largest(self, keys: Tensor, indptr: Tensor, num_entries: int) -> tuple[Tensor, Tensor]:
+        """Numbers of the entries of largest key ([n], int32), and entries per run; no host sync.
+
+        ``indptr``, [num_runs + 1], are the runs' starts. Returns [num_entries], int64, ascending, and [num_layers,
+        num_kv_heads], int32.
+        """
+        mask = radix_select.top_mask(keys[None], num_entries)[0]
+        kept = torch.nonzero_static(mask, size=num_entries).squeeze(-1)
+        before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
+        lens = before[indptr.long()].diff().int()
+        return kept, lens.view(self.geometry.num_layers, self.geometry.num_kv_heads)
+
     def _gather(self, arena: Tensor, head_slots: Tensor) -> Tensor:
         rows = torch.index_select(as_words(arena.flatten(0, 2)), 0, head_slots.flatten())
         return rows.view(arena.dtype).view(*head_slots.shape, arena.shape[-1])
-
-    def _head_slots(self, layers: Tensor, slots: Tensor, heads: Tensor) -> Tensor:
-        """[M], int32: head slots of uncompressed entries, from layer, token slot (int32) and KV head of each."""
-        return self._numbered(layers.int(), slots, heads.int())
-
-    def _numbered(self, layers: Tensor | int, slots: Tensor, heads: Tensor) -> Tensor:
-        """Head slots, and all intermediate results, fit 32 bits."""
-        sizes = self.geometry.num_token_slots, self.geometry.num_kv_heads
-        head_slots: Tensor = head_slot_of(layers, slots, heads, *sizes)
-        return head_slots
 
 
 def rows_by_head_slot(arena: Tensor) -> Tensor:

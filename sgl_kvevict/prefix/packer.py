@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvevict_kernels import radix_select
 from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from kvevict_kernels.compact_kv import compact_kv
+from kvevict_kernels.head_slots import head_slot_of
 from kvevict_kernels.stored_rows import as_moved, as_words
 from kvevict_kernels.transfer import to_device
 from sgl_kvevict.errors import InvariantError
@@ -77,16 +77,18 @@ class SegmentPacker(ArenaRows):
         ``token_slots`` are [num_tokens], int64, in token order; with ``merge``, weighted sums are stored. Returns the
         segment, and the freed slots, [num_tokens - num_slots], int64.
         """
+        geometry = self.geometry
         if merge is None:
             runs = torch.repeat_interleave(
-                torch.arange(self.geometry.num_runs, dtype=torch.int32, device=token_slots.device),
+                torch.arange(geometry.num_runs, dtype=torch.int32, device=token_slots.device),
                 selection.keep_lens.flatten().long(),
                 output_size=selection.num_entries,
             )
-            layers, heads = runs // self.geometry.num_kv_heads, runs % self.geometry.num_kv_heads
-            sources = self._head_slots(layers, token_slots.int()[selection.indices], heads)
+            layers, heads, indices = runs // geometry.num_kv_heads, runs % geometry.num_kv_heads, selection.indices
         else:
-            sources = self._head_slots(merge.layers, token_slots.int()[merge.indices], merge.heads)
+            layers, heads, indices = merge.layers.int(), merge.heads.int(), merge.indices
+        slots = token_slots.int()[indices]  # all numbers fit int32
+        sources = head_slot_of(layers, slots, heads, geometry.num_token_slots, geometry.num_kv_heads)
         segment, freed = self.write(
             token_slots,
             sources,
@@ -121,20 +123,33 @@ class SegmentPacker(ArenaRows):
         [num_layers, num_kv_heads], int32, are entries per run; ``bounds`` start and end of the segment.
         ``num_slots`` None: as few as hold the entries.
         """
-        num_entries = positions.numel()
-        num_slots = self.geometry.slots_for(num_entries) if num_slots is None else num_slots
+        num_slots = self.geometry.slots_for(positions.numel()) if num_slots is None else num_slots
         held, freed = token_slots[:num_slots], token_slots[num_slots:]
-        indptr, head_slots = alloc_head_slots(keep_lens, held, self.geometry.num_token_slots, num_entries)
+        segment = self._laid_out(held, keep_lens, positions, bounds, splittable, worth)
         with accounting():
             if merge is None:
-                compact_kv(*self._moved, sources, head_slots)
+                compact_kv(*self._moved, sources, segment.head_slots)
             else:
-                compact_kv(*self._moved, sources, head_slots, indptr=merge[0], weights=merge[1])
+                compact_kv(*self._moved, sources, segment.head_slots, indptr=merge[0], weights=merge[1])
             if self._biases is not None:  # left by fitted entries that were in these head slots before
-                self._biases.index_fill_(0, head_slots.long(), 0.0)
-        segment = Segment(
+                self._biases.index_fill_(0, segment.head_slots.long(), 0.0)
+        return segment, freed
+
+    def _laid_out(
+        self,
+        token_slots: Tensor,
+        keep_lens: Tensor,
+        positions: Tensor,
+        bounds: tuple[int, int],
+        splittable: bool,
+        worth: Tensor | None,
+    ) -> Segment:
+        """A segment whose rows are not written; arguments as for :meth:`write`, all slots are held."""
+        num_token_slots = self.geometry.num_token_slots
+        indptr, head_slots = alloc_head_slots(keep_lens, token_slots, num_token_slots, positions.numel())
+        return Segment(
             self.geometry,
-            token_slots=held.clone(),
+            token_slots=token_slots.clone(),
             head_slots=head_slots,
             positions=positions,
             indptr=indptr,
@@ -144,7 +159,6 @@ class SegmentPacker(ArenaRows):
             worth=worth,
             shadow=self._no_shadow,
         )
-        return segment, freed
 
     def copy(self, views: Sequence[View]) -> CopiedEntries:
         """Copy the entries of consecutive views of one path, as if one segment held them.
@@ -258,21 +272,8 @@ class SegmentPacker(ArenaRows):
         num_entries, device = positions.numel(), token_slots.device
         if token_slots.numel() < self.geometry.slots_for(num_entries):
             raise InvariantError(f"{num_entries} entries in {token_slots.numel()} token slots")
-        indptr, head_slots = alloc_head_slots(
-            keep_lens.to(device), token_slots, self.geometry.num_token_slots, num_entries
-        )
-        return Segment(
-            self.geometry,
-            token_slots=token_slots.clone(),
-            head_slots=head_slots,
-            positions=positions.to(device),
-            indptr=indptr,
-            start=start,
-            end=end,
-            splittable=splittable,
-            worth=None if worth is None else worth.to(device),
-            shadow=self._no_shadow,
-        )
+        worth = None if worth is None else worth.to(device)
+        return self._laid_out(token_slots, keep_lens.to(device), positions.to(device), (start, end), splittable, worth)
 
     @accounting()
     def repack(self, spans: Sequence[Span], largest: LargestOfRanks = only_rank) -> Tensor:
@@ -308,34 +309,27 @@ class SegmentPacker(ArenaRows):
         if old.num_live_entries < old.num_entries:  # a lower view was dropped without a repack
             keys = torch.where(old.positions < spans[-1].end, keys, torch.iinfo(keys.dtype).min)
         num_entries = min(num_slots * self.geometry.num_runs, old.num_live_entries)
-        mask = radix_select.top_mask(keys[None], num_entries)[0]
-        kept = torch.nonzero_static(mask, size=num_entries).squeeze(-1)
-        before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
-        keep_lens = before[old.indptr.long()].diff().int()
-        shape = (self.geometry.num_layers, self.geometry.num_kv_heads)
-        return self._move(spans, kept, keep_lens.view(shape), num_slots)
+        return self._move(spans, *self._largest(keys, old.indptr, num_entries), num_slots)
 
     def _move(self, spans: Sequence[Span], kept: Tensor, keep_lens: Tensor, num_slots: int) -> Tensor:
         """Move the entries ``kept`` ([n], int64, ascending) into the first slots as a new segment; return the rest."""
         old = spans[0].segment
-        held, freed = old.token_slots[:num_slots].clone(), old.token_slots[num_slots:]
-        indptr, head_slots = alloc_head_slots(keep_lens, held, self.geometry.num_token_slots, kept.numel())
-        compact_kv(*self._moved, old.head_slots[kept], head_slots)
-        if self._biases is not None:
-            self._biases[head_slots.long()] = self._biases[old.head_slots[kept].long()]
-        new = Segment(
-            self.geometry,
-            token_slots=held,
-            head_slots=head_slots,
-            positions=old.positions[kept],
-            indptr=indptr,
-            start=spans[0].start,
-            end=spans[-1].end,
+        sources, bounds = old.head_slots[kept], (spans[0].start, spans[-1].end)
+        biases = None if self._biases is None else self._biases[sources.long()]
+        new, freed = self.write(
+            old.token_slots,
+            sources,
+            keep_lens,
+            old.positions[kept],
+            bounds,
+            num_slots=num_slots,
             splittable=old.splittable,
             worth=None if old.worth is None else old.worth[kept],
         )
+        if self._biases is not None and biases is not None:
+            self._biases[new.head_slots.long()] = biases
         if self.drafts is not None and old.shadow is not None:
-            new.shadow = self.drafts.move(old.shadow, new.end, held)
+            new.shadow = self.drafts.move(old.shadow, new.end, new.token_slots)
         new.policy_state, new.is_generated, new.is_joined = old.policy_state, old.is_generated, old.is_joined
         new.is_measured, new.is_fitted, new.entry_attention = old.is_measured, old.is_fitted, old.entry_attention
         if new.entry_attention is not None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvevict_kernels import radix_select
 from kvevict_kernels.alloc_head_slots import alloc_head_slots
 from kvevict_kernels.compact_kv import compact_kv
 from kvevict_kernels.cut_runs import cut_runs
@@ -50,11 +49,11 @@ class Shadow:
 class CopiedShadow:
     """Copies of a shadow's rows, outside the pool.
 
-    ``keep_lens``, [num_layers, num_kv_heads], int32, are rows per run; ``positions`` and ``paid`` as in
+    ``lens``, [num_layers, num_kv_heads], int32, are rows per run; ``positions`` and ``paid`` as in
     :class:`Shadow`; ``k`` and ``v`` [num_entries, head_dim], in the dtype of the draft's arena.
     """
 
-    keep_lens: Tensor
+    lens: Tensor
     positions: Tensor
     k: Tensor
     v: Tensor
@@ -175,7 +174,7 @@ class DraftRows(ArenaRows):
     def place(self, copied: CopiedShadow, slots: Tensor) -> Shadow:
         """Write the copies that were paid most into ``slots``, [num_slots], int64."""
         paid, positions = copied.paid.to(slots.device), copied.positions.to(slots.device)
-        indptr = torch.nn.functional.pad(copied.keep_lens.to(slots.device).flatten().cumsum(0), (1, 0))
+        indptr = torch.nn.functional.pad(copied.lens.to(slots.device).flatten().cumsum(0), (1, 0))
         kept, placed = self._lay_out(paid, indptr, positions, paid, slots)
         into = placed.head_slots.long()
         for arena, rows in zip(self._moved, (copied.k, copied.v), strict=True):
@@ -192,10 +191,6 @@ class DraftRows(ArenaRows):
         num_entries = min(slots.numel() * self.geometry.num_runs, keys.numel())
         if not num_entries:
             return positions[:0].long(), self.absent()
-        mask = radix_select.top_mask(keys.view(torch.int32)[None], num_entries)[0]  # ordered as the numbers are
-        kept = torch.nonzero_static(mask, size=num_entries).squeeze(-1)
-        before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
-        keep_lens = before[indptr.long()].diff().int()
-        shape = self.geometry.num_layers, self.geometry.num_kv_heads
-        indptr, head_slots = alloc_head_slots(keep_lens.view(shape), slots, self.geometry.num_token_slots, num_entries)
+        kept, keep_lens = self._largest(keys.view(torch.int32), indptr, num_entries)  # ordered as the numbers are
+        indptr, head_slots = alloc_head_slots(keep_lens, slots, self.geometry.num_token_slots, num_entries)
         return kept, Shadow(self.geometry, head_slots, positions[kept], indptr, paid[kept])

@@ -19,23 +19,25 @@ from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.prefix.shadow import Shadow
 
 
+@dataclass(eq=False)
 class EntryAttention:
     """Squared attention of readers to each entry of a segment: ``squares``, [num_entries], float32, summed.
 
     A squeeze or repack updates it. ``is_open``: more passes will come; once closed, the sums are unused.
     """
 
-    def __init__(self, squares: Tensor) -> None:
-        self.squares = squares
-        self.is_open = True
+    squares: Tensor
+    is_open: bool = True
 
 
+@dataclass(eq=False)
 class Segment:
     """The storage of one compressed range, the tokens ``[start, end)`` of a path (logical positions).
 
     Attributes:
         token_slots: [num_slots], int64, token slots held exclusively.
         num_slots: how many these are (physical length).
+        num_tokens: its logical length.
         head_slots: [num_entries], int32, storage of each entry, run after run in (layer, head) order.
         positions: [num_entries], int32, logical position of each entry's token, ascending within a run.
         indptr: [num_layers * num_kv_heads + 1], int32, start of each run.
@@ -53,41 +55,30 @@ class Segment:
         num_live_entries: entries in live spans (``num_spans``).
     """
 
-    def __init__(
-        self,
-        geometry: KVGeometry,
-        *,
-        token_slots: Tensor,
-        head_slots: Tensor,
-        positions: Tensor,
-        indptr: Tensor,
-        start: int,
-        end: int,
-        splittable: bool = True,
-        worth: Tensor | None = None,
-        shadow: Shadow | None = None,
-    ) -> None:
-        self.geometry = geometry
-        self.start = start
-        self.end = end
-        self.token_slots = token_slots
-        self.num_slots = token_slots.numel()
-        self.head_slots = head_slots
-        self.positions = positions
-        self.indptr = indptr
-        self.splittable = splittable
-        self.worth = worth
-        self.shadow = shadow
-        self.tokens_per_slot = (end - start) / max(self.num_slots, 1)
-        self.is_measured = False
-        self.is_fitted = False
-        self.entry_attention: EntryAttention | None = None
-        self.policy_state: object | None = None
-        self.is_generated = False
-        self.is_joined = False
-        self._runs: SpanRuns | None = None
-        self.num_spans = 0
-        self.num_live_entries = head_slots.numel()
+    geometry: KVGeometry
+    token_slots: Tensor
+    head_slots: Tensor
+    positions: Tensor
+    indptr: Tensor
+    start: int
+    end: int
+    splittable: bool = True
+    worth: Tensor | None = None
+    shadow: Shadow | None = None
+    is_measured: bool = False
+    is_fitted: bool = False
+    entry_attention: EntryAttention | None = None
+    policy_state: object | None = None
+    is_generated: bool = False
+    is_joined: bool = False
+    num_spans: int = 0
+    _runs: SpanRuns | None = None
+
+    def __post_init__(self) -> None:
+        self.num_slots = self.token_slots.numel()
+        self.num_tokens = self.end - self.start
+        self.tokens_per_slot = self.num_tokens / max(self.num_slots, 1)
+        self.num_live_entries = self.head_slots.numel()
 
     @property
     def num_entries(self) -> int:
@@ -103,8 +94,7 @@ class Segment:
         """All entries; the same object until a fit changes values and biases."""
         if self._runs is None or self._runs.is_fitted is not self.is_fitted:
             starts, lens = self.cut(self.start, self.end)
-            num_tokens = self.end - self.start
-            self._runs = SpanRuns(self.head_slots, starts, lens, num_tokens, self.is_fitted, self.positions)
+            self._runs = SpanRuns(self.head_slots, starts, lens, self.num_tokens, self.is_fitted, self.positions)
         return self._runs
 
     def cut(self, start: int, end: int) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from sglang.srt.configs.model_config import AttentionArch
@@ -21,7 +21,7 @@ from sgl_kvevict.attention import Attention, AttentionBatch, CapturableAttention
 from sgl_kvevict.attention.backend import kernel_reasons
 from sgl_kvevict.attention.interface import CompiledAttention
 from sgl_kvevict.attention.refusals import bias_reasons
-from sgl_kvevict.compression import GeneratedStep, PromptObservation, ReaderChunk
+from sgl_kvevict.compression import GeneratedStep
 from sgl_kvevict.config import load_config
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import UNSCALED, KVGeometry
@@ -45,6 +45,16 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class Observing(Protocol):
+    """Records the queries of a prefill: an observation of a prompt, a vote or pass, or of a draft's queries."""
+
+    def record(self, layer: int, queries: Tensor, lse: Tensor, k_buffer: Tensor, sm_scale: float, /) -> None:
+        """See :meth:`PromptObservation.record`."""
+
+    def fail(self) -> None:
+        """An error ended the recording."""
 
 
 class KVEvictAttentionBackend(AttentionBackend):
@@ -114,7 +124,7 @@ class KVEvictAttentionBackend(AttentionBackend):
             self.slot_positions = torch.zeros(3, arena.k.shape[1], dtype=torch.int32, device=arena.k.device)
         self.tree: KVEvictTree | None = None
         self._num_new: int | None = None
-        self._observed: list[tuple[slice, PromptObservation | ReaderChunk]] = []
+        self._observed: list[tuple[slice, Observing]] = []
         self._step: GeneratedStep | None = None
 
     def attach(self, tree: KVEvictTree) -> None:
@@ -248,16 +258,21 @@ class KVEvictAttentionBackend(AttentionBackend):
 
     def _observed_rows(
         self, readers: Sequence[Req] | None, seq_lens: list[int], extend_lens: list[int]
-    ) -> list[tuple[slice, PromptObservation | ReaderChunk]]:
+    ) -> list[tuple[slice, Observing]]:
+        """Rows of each request in the batch's queries, and what records them."""
         if self.tree is None or readers is None:
             return []
-        observed: list[tuple[slice, PromptObservation | ReaderChunk]] = []
+        observed: list[tuple[slice, Observing]] = []
         first_row = 0
         for req, seq_len, extend_len in zip(readers, seq_lens, extend_lens, strict=True):
             rows = slice(first_row, first_row + extend_len)
-            observed.extend((rows, seen) for seen in self.tree.observe(req, seq_len - extend_len, seq_len))
+            observed.extend((rows, seen) for seen in self._observe(self.tree, req, seq_len - extend_len, seq_len))
             first_row += extend_len
         return observed
+
+    def _observe(self, tree: KVEvictTree, req: Req, start: int, end: int) -> Sequence[Observing]:
+        """What records the queries ``[start, end)`` of a request's prefill."""
+        return tree.observe(req, start, end)
 
     def forward(
         self,
@@ -294,13 +309,23 @@ class KVEvictAttentionBackend(AttentionBackend):
         """Attend with the new tokens of each request; returns [num_tokens, num_qo_heads * head_dim]."""
         if kwargs:
             _require_no_extras(kwargs)
+        queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        new_kv = (k, v) if save_kv_cache and k is not None and v is not None else None
         place = self.places.get(layer.layer_id)
         if place is None:
-            return self._attend_in_window(q, k, v, layer, forward_batch, save_kv_cache, sinks)
-        out, queries, lse = self._attend(place, q, k, v, layer, forward_batch, save_kv_cache, sinks)
-        for observed in tuple(self._observed):
-            self._record(observed, place, queries, lse, layer.scaling)
-        return out
+            assert self._window_layers is not None
+            out = self._window_layers.attend(layer, queries, new_kv, forward_batch.out_cache_loc[: len(q)], sinks)
+        else:
+            if new_kv is not None:
+                scales = self.geometry.scales.of(place) if self.geometry.scales.k else ()
+                location = KVWriteLoc(forward_batch.out_cache_loc[: len(q)], None)
+                self.token_to_kv_pool.set_kv_buffer(layer, location, *new_kv, *scales)
+            out, lse = self.attention.run(place, queries, layer.scaling, sinks)
+            if self._step is not None:
+                self._record_step(self._step, place, queries, lse, layer.scaling)
+            for observed in tuple(self._observed):
+                self._record(observed, place, queries, lse, layer.scaling)
+        return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     def forward_decode(self, *args: Any, **kwargs: Any) -> Tensor:
         """Attend with one new token per request: as :meth:`forward_extend`, but no prompt is observed."""
@@ -308,7 +333,7 @@ class KVEvictAttentionBackend(AttentionBackend):
 
     def _record(
         self,
-        observed: tuple[slice, PromptObservation | ReaderChunk],
+        observed: tuple[slice, Observing],
         index: int,
         queries: Tensor,
         lse: Tensor,
@@ -323,52 +348,14 @@ class KVEvictAttentionBackend(AttentionBackend):
             observation.fail()
             self._observed.remove(observed)
 
-    def _record_step(self, index: int, queries: Tensor, lse: Tensor, scale: float) -> None:
+    def _record_step(self, step: GeneratedStep, index: int, queries: Tensor, lse: Tensor, scale: float) -> None:
         """Record one layer's queries of generating requests; a failure ends all of these observations."""
-        assert self.tree is not None and self.tree.manager.generations is not None and self._step is not None
+        assert self.tree is not None and self.tree.manager.generations is not None
         with self.tree.guard.at(Place.OBSERVATION) as attempt:
-            self._step.record(index, queries, lse, scale)
+            step.record(index, queries, lse, scale)
         if attempt.failed:
             self._step = None
             self.tree.manager.generations.clear()
-
-    def _attend_in_window(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool,
-        sink_logits: Tensor | None,
-    ) -> Tensor:
-        assert self._window_layers is not None
-        new_kv = (k, v) if save_kv_cache and k is not None and v is not None else None
-        queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        new_slots = forward_batch.out_cache_loc[: len(q)]
-        out = self._window_layers.attend(layer, queries, new_kv, new_slots, sink_logits)
-        return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
-
-    def _attend(
-        self,
-        index: int,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool,
-        sink_logits: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if save_kv_cache and k is not None and v is not None:
-            location = KVWriteLoc(forward_batch.out_cache_loc[: len(q)], None)
-            scales = self.geometry.scales.of(index) if self.geometry.scales.k else ()
-            self.token_to_kv_pool.set_kv_buffer(layer, location, k, v, *scales)
-        queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out, lse = self.attention.run(index, queries, layer.scaling, sink_logits)
-        if self._step is not None:
-            self._record_step(index, queries, lse, layer.scaling)
-        return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim), queries, lse
 
     @property
     def verify_mask(self) -> VerifyMask:

@@ -120,20 +120,11 @@ def build_tree(
 
     A draft may be as likely as the one that it follows, and be selected without it. It is then reached by no link.
 
-    Args:
-        parent_list: [batch_size, 1 + topk * (depth - 1)]: per group of ``topk`` drafts, the index of the draft that
-            they follow; of the first group, whose drafts follow the root, nothing is read.
-        selected_index: [batch_size, n - 1], ascending, the selected drafts: group * ``topk`` + place.
-        seq_lens: [batch_size], tokens before the trees.
-        tree_mask: [batch_size * n * n], bool, written: whether node j is i or an ancestor of i.
-        positions: as in :func:`reconstruct_tree`, like the arguments up to ``retrieve_next_sibling``.
-        retrieve_index: see there.
-        retrieve_next_token: see there.
-        retrieve_next_sibling: see there.
-        topk: drafts of a group.
-        depth: unused.
-        draft_token_num: n, nodes of each tree, the root first.
-        tree_mask_mode: unused: our attention asks for masks of the new tokens only (``TreeMaskMode.QLEN_ONLY``).
+    ``parent_list``, [batch_size, 1 + topk * (depth - 1)], has for each group of ``topk`` drafts the index of the draft
+    that they follow; of the first group, whose drafts follow the root, nothing is read. ``selected_index``,
+    [batch_size, n - 1], ascending, are the selected drafts: group * ``topk`` + place; n is ``draft_token_num``. The
+    other tensors are as in :func:`reconstruct_tree`; ``tree_mask`` is written, with the new tokens only, as our
+    attention asks for (``TreeMaskMode.QLEN_ONLY``).
 
     Source: SGLang's ``build_tree_efficient`` (``sgl-kernel/csrc/speculative/eagle_utils.cu``).
     """
@@ -163,15 +154,13 @@ def reconstruct_tree(
 ) -> None:
     """Positions and links of trees from their masks.
 
-    Args:
-        tree_mask: [batch_size * n * n], bool: whether node j is i or an ancestor of i; n is ``draft_token_num``.
-        verified_seq_len: [batch_size], tokens before the tree.
-        positions: [batch_size * n], written: ``verified_seq_len`` and the node's depth.
-        retrieve_index: [batch_size, n], written: the node's place in the batch.
-        retrieve_next_token: [batch_size, n], written: the first child, or -1.
-        retrieve_next_sibling: [batch_size, n], written: the next child of the same parent, or -1.
-        batch_size: number of trees.
-        draft_token_num: nodes of each.
+    ``tree_mask``, [batch_size * n * n], bool, says whether node j is i or an ancestor of i; n is ``draft_token_num``,
+    the root comes first. ``verified_seq_len``, [batch_size], are the tokens before each tree. Written are:
+
+    * ``positions``, [batch_size * n]: ``verified_seq_len`` and the node's depth;
+    * ``retrieve_index``, [batch_size, n]: the node's place in the batch;
+    * ``retrieve_next_token``, [batch_size, n]: the first child, or -1;
+    * ``retrieve_next_sibling``, [batch_size, n]: the next child of the same parent, or -1.
 
     Source: SGLang's ``kernels/ops/speculative/reconstruct_tree.py``.
     """
@@ -199,19 +188,12 @@ def verify_tree_greedy(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Accept from the root on the child that is the token that the target predicts after its parent.
 
-    Args:
-        predicts: [batch_size * n], written: the target's token behind every accepted node.
-        accept_index: [batch_size, max_depth], written: places of the accepted nodes, root first; the rest stays.
-        accept_token_num: [batch_size], written: accepted draft tokens, without the root.
-        candidates: [batch_size, n], token of every node.
-        retrieve_index: [batch_size, n], as :func:`reconstruct_tree` writes it; so are the links.
-        retrieve_next_token: first children.
-        retrieve_next_sibling: next siblings.
-        target_predict: [batch_size, n], the target's token after every node.
-        topk: unused.
+    ``candidates`` and ``target_predict``, [batch_size, n], are the token of every node, and the target's token after
+    it; trees are as :func:`reconstruct_tree` writes them. Written and returned are:
 
-    Returns:
-        ``predicts``, ``accept_index``, ``accept_token_num``.
+    * ``predicts``, [batch_size * n]: the target's token behind every accepted node;
+    * ``accept_index``, [batch_size, max_depth]: places of the accepted nodes, root first; the rest stays;
+    * ``accept_token_num``, [batch_size]: accepted draft tokens, without the root.
 
     Source: SGLang's ``verify_tree_greedy`` (``sgl-kernel/csrc/speculative/eagle_utils.cu``).
     """
@@ -254,21 +236,11 @@ def sample_tree(
     One draw per accepted node is held against the sum of its children's probabilities so far. So the tokens have the
     target's distribution, whatever the draft was (with both thresholds at 1).
 
-    Args:
-        predicts: as in :func:`verify_tree_greedy`, like all arguments up to ``retrive_next_sibling``.
-        accept_index: see there.
-        accept_token_num: see there.
-        candidates: see there.
-        retrive_index: see there.
-        retrive_next_token: see there.
-        retrive_next_sibling: see there.
-        uniform_samples: [batch_size, n], in [0, 1).
-        uniform_samples_for_final_sampling: [batch_size], likewise.
-        target_probs: [batch_size, n, vocab_size], distribution of the token after every node.
-        draft_probs: unused: a refused child's probability is taken off here.
-        threshold_single: a child of at least this probability is accepted.
-        threshold_acc: divides the sum that a draw is held against.
-        deterministic: unused.
+    Arguments up to ``retrive_next_sibling`` are as in :func:`verify_tree_greedy`. ``uniform_samples``, [batch_size, n],
+    and ``uniform_samples_for_final_sampling``, [batch_size], are in [0, 1); ``target_probs``, [batch_size, n,
+    vocab_size], is the distribution of the token after every node. A child of at least ``threshold_single`` is
+    accepted; ``threshold_acc`` divides the sum that a draw is held against. ``draft_probs`` are unused: a refused
+    child's probability is taken off here.
 
     Source: SGLang's ``tree_speculative_sampling_target_only`` (``sgl-kernel/csrc/speculative``).
     """

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvevict_kernels.span_runs import SpanRuns, waterline_of
 from sgl_kvevict.prefix import DraftRows
-from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend
+from sgl_kvevict.sglang_adapter.attention_backend import KVEvictAttentionBackend, Observing
 from sgl_kvevict.sglang_adapter.compat import BACKEND_NAME
 from sgl_kvevict.sglang_adapter.forward_readers import readers_of
 from sgl_kvevict.sglang_adapter.kv_pools import full_pool_of
@@ -83,19 +83,10 @@ class DraftAttentionBackend(KVEvictAttentionBackend):
     def _observed_step(self, *_args: Any) -> None:
         return None
 
-    def _observed_rows(
-        self, readers: Sequence[Req] | None, seq_lens: list[int], extend_lens: list[int]
-    ) -> list[tuple[slice, Any]]:
-        if self.tree is None or readers is None:
-            return []
-        observed: list[tuple[slice, Any]] = []
-        first = 0
-        for req, path, end, new in zip(readers, self.tree.draft_paths(readers), seq_lens, extend_lens, strict=True):
-            waterline = waterline_of(path)
-            slots = self.tree.port.row(req, waterline, end)
-            observed.append((slice(first, first + new), SeenQueries(self.rows, slots, waterline, min(new, NUM_SEEN))))
-            first += new
-        return observed
+    def _observe(self, tree: KVEvictTree, req: Req, start: int, end: int) -> Sequence[Observing]:
+        waterline = waterline_of(*tree.draft_paths([req]))
+        slots = tree.port.row(req, waterline, end)
+        return [SeenQueries(self.rows, slots, waterline, min(end - start, NUM_SEEN))]
 
     def plan_step(
         self, readers: Sequence[Req] | None, seq_lens: list[int], rows: Tensor, table: Tensor, device_seq_lens: Tensor

@@ -104,7 +104,7 @@ def length_error(admission: LongPromptAdmission | None, tree: KVEvictTree, req: 
     assert tree.compressor is not None
     plan, most = admission.plan, admission.limit - 1
     got = f"input_ids: got {num_tokens} tokens, more than the pool's {plan.num_slots} token slots"
-    if tree.manager.readers.is_exact(req):
+    if tree.manager.readers[req].is_exact:
         return f"{got}, with exact; allowed: at most {most}, because an exact request reads nothing compressed"
     if num_tokens > plan.longest():
         share = plan.affordable_share(num_tokens, 1)
@@ -120,7 +120,7 @@ def length_error(admission: LongPromptAdmission | None, tree: KVEvictTree, req: 
             f"{got}, with logprob_start_len {req.logprob_start_len}; allowed: at least {num_tokens - room}, "
             "because tokens with log-probabilities are not compressed while the prompt is prefilled"
         )
-    tree.manager.readers.make_long(req)
+    tree.manager.readers[req].is_long = True
     tree.compressor.is_short = True
     return None
 
@@ -217,4 +217,4 @@ def _num_with_logprobs(req: Req) -> int:
 
 def is_long(tree: Any, req: Req | None) -> bool:
     """Whether the chunks of a request's prompt shrink while it is prefilled."""
-    return req is not None and isinstance(tree, KVEvictTree) and tree.manager.readers.is_long(req)
+    return req is not None and isinstance(tree, KVEvictTree) and tree.manager.readers[req].is_long

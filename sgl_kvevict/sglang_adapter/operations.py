@@ -96,13 +96,13 @@ def around_change(
 
 def end_passes(scheduler: Scheduler, tree: KVEvictTree) -> None:
     """End the waiting pass, and the running one if no other request runs."""
-    scoring = tree.manager.scoring
+    scoring, readers = tree.manager.scoring, tree.manager.readers
     assert scoring is not None
     scoring.withdraw(SchedulerPasses(scheduler))
     running = admitted(scheduler)
-    if not any(scoring.is_pass(req) for req in running):
+    if not any(readers[req].is_pass for req in running):
         return
-    if not all(scoring.is_pass(req) or req.finished() for req in running):
+    if not all(readers[req].is_pass or req.finished() for req in running):
         return
     if scheduler.enable_overlap:
         while scheduler.result_queue:

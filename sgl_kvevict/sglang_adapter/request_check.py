@@ -62,7 +62,7 @@ def refusal(scheduler: Scheduler, tree: KVEvictTree, req: Req) -> str | None:
         if options is not None:
             _check_questions(options, req, scheduler, tree, config)
             if options.exact:
-                tree.manager.readers.make_exact(req)
+                tree.manager.readers[req].is_exact = True
     except ConfigError as error:
         return str(error)
     return length_error(admission_of(tree.token_to_kv_pool_allocator), tree, req)

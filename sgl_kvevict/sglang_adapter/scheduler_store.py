@@ -15,7 +15,7 @@ import torch
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.errors import UnsupportedSetupError
 from sgl_kvevict.geometry import KVGeometry
-from sgl_kvevict.lifecycle.saving import StoreAccess, all_namespaces
+from sgl_kvevict.lifecycle.saving import StoreAccess
 from sgl_kvevict.sglang_adapter.distilling import model_fingerprint, rotary_of
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
 from sgl_kvevict.sglang_adapter.tree import KVEvictTree
@@ -67,7 +67,7 @@ def open_access(
     segments = SegmentStore(open_backend(config.store, config.store_bytes), identity, draft=draft)
     segments.backend.create()
     reader = ReadAhead(segments, config.store_wait_ms / 1000) if config.store_wait_ms else None
-    keeps = without_adapter if ctx.server_args.enable_lora else all_namespaces
+    keeps = without_adapter if ctx.server_args.enable_lora else None
     logger.info("kvevict: prefixes are kept in %s as those of %s", segments.backend.url, identity.digest[:16])
     return StoreAccess(identity, WriteBehind(segments), reader, keeps)
 
@@ -130,7 +130,7 @@ def after_queueing(
     """Hook after a request was queued: fetch what the store has of its prompt meanwhile."""
     tree = scheduler.tree_cache
     loading = tree.manager.loading if isinstance(tree, KVEvictTree) else None
-    if loading is None or is_retracted or req.to_finish is not None or tree.manager.readers.is_exact(req):
+    if loading is None or is_retracted or req.to_finish is not None or tree.manager.readers[req].is_exact:
         return
     loading.queued(req, tree.prompt_of(req, req.origin_input_ids))
 

@@ -43,7 +43,7 @@ class SpanComponent(FullComponent):
         if span is not None:
             return span.charged_slots
         value: torch.Tensor | None = node.component_data[FULL].value
-        return 0 if value is None else len(value)
+        return 0 if value is None else value.numel()
 
     def redistribute_on_node_split(self, new_parent: UnifiedTreeNode, child: UnifiedTreeNode) -> None:
         """Divide a node's value, and its span, between both halves."""

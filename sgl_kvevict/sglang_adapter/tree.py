@@ -25,13 +25,12 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.compression import Compressor, PromptObservation, ReaderChunk
-from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.events.types import PrefilledCompressed, Refused
 from sgl_kvevict.guard import Guard, Place, accounting
 from sgl_kvevict.lifecycle import PrefixManager
 from sgl_kvevict.lifecycle.adoption import Prompt
 from sgl_kvevict.lifecycle.manager import Released
-from sgl_kvevict.lifecycle.nodes import path_to, tokens_of
+from sgl_kvevict.lifecycle.nodes import NamespaceKey, namespace_of, path_to, tokens_of
 from sgl_kvevict.lifecycle.saving import StoreAccess
 from sgl_kvevict.prefix import SegmentPacker
 from sgl_kvevict.request import RequestOptions, parse_request_options
@@ -68,7 +67,8 @@ class UnifiedTreePort:
         """1 if SGLang's keys are pairs of tokens, else 0."""
         return int(self._cache.tree_core.is_eagle)
 
-    def _key(self, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None) -> RadixKey:
+    def _key(self, tokens: Sequence[int], namespace: NamespaceKey) -> RadixKey:
+        extra_key, cache_salt = namespace
         return RadixKey(array("q", tokens), extra_key, bool(self.lookahead), cache_salt=cache_salt)
 
     def num_locks(self, node: UnifiedTreeNode) -> int:
@@ -80,16 +80,9 @@ class UnifiedTreePort:
         return None if reader.lock is None else self._cache.tree_core.node_by_id(reader.lock.node)
 
     def cut(self, path: Sequence[UnifiedTreeNode], end: int) -> UnifiedTreeNode:
-        """Split a node at ``end`` and return the upper half; SGLang splits where a look-up ends."""
-        position = 0
-        for node in path:
-            position += len(node.key)
-            if position > end:
-                break
-        else:
-            raise InvariantError(f"the path has {position} tokens, expected more than {end}")
-        tokens = tokens_of(path)[: end + self.lookahead]
-        self._cache.touch_prefix(self._key(tokens, node.key.extra_key, node.key.cache_salt))
+        """Split the last node at ``end`` and return the upper half; SGLang splits where a look-up ends."""
+        node, tokens = path[-1], tokens_of(path)[: end + self.lookahead]
+        self._cache.touch_prefix(self._key(tokens, namespace_of(node)))
         return node.parent
 
     def token_slots(self, nodes: Sequence[UnifiedTreeNode]) -> torch.Tensor:
@@ -120,17 +113,17 @@ class UnifiedTreePort:
         slots: torch.Tensor | None = allocator.alloc(num_slots)
         return None if slots is None else slots.long()
 
-    def find(self, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None) -> list[UnifiedTreeNode]:
+    def find(self, tokens: Sequence[int], namespace: NamespaceKey) -> list[UnifiedTreeNode]:
         """Nodes of the longest matching path; SGLang splits a node where the match ends."""
-        key = self._key(tokens, extra_key, cache_salt)
+        key = self._key(tokens, namespace)
         match = self._cache.match_prefix(MatchPrefixParams(key=key))
         return path_to(self._cache.tree_core.node_by_id(match.last_device_node))
 
     def add(
-        self, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None, slots: torch.Tensor | None = None
+        self, tokens: Sequence[int], namespace: NamespaceKey, slots: torch.Tensor | None = None
     ) -> UnifiedTreeNode | None:
         """Insert a path, with padding slots before the last ``slots``; ``prev_prefix_len``: SGLang frees none."""
-        key = self._key(tokens, extra_key, cache_salt)
+        key = self._key(tokens, namespace)
         fillers = torch.zeros(len(key), dtype=torch.int64, device=self._cache.device)
         if slots is not None:
             fillers[len(key) - slots.numel() :] = slots
@@ -260,10 +253,6 @@ class KVEvictTree(UnifiedRadixCache):
             stack.extend(node.children.values())
             yield node
 
-    def num_readers(self, node: UnifiedTreeNode) -> int:
-        """Number of requests that lock a node."""
-        return self.port.num_locks(node)
-
     def node_slots(self, node: UnifiedTreeNode) -> int:
         """Token slots that a node has in the accounting."""
         return int(self.components[FULL].reclaimable_value_len(node))
@@ -313,16 +302,18 @@ class KVEvictTree(UnifiedRadixCache):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """Match as stock up to the first blocking node, and record the request as a reader.
 
-        A compressed path is compressed from its first token, so an exact request matches none of it.
+        A compressed path is compressed from its first token, so an exact request matches none of it. Before scores are
+        learned only tokens whose queries are seen can shrink, so a prompt longer than the pool computes others again.
         """
         req, key = params.req, self._pairs(params.key)
         if req is not None:
-            self.manager.matched(req)
-            if self.manager.readers.is_exact(req) and self._blocking.begins_compressed(key):
+            record = self.manager.matched(req)
+            if record.is_exact and self._blocking.begins_compressed(key):
                 key = key[:0]
-            elif self.manager.recomputes_uncompressed(req):
+            elif record.is_long and self.compressor is not None and not self.compressor.has_learned:
                 key = key[: self._blocking.num_compressed(key)]
-        return super().match_prefix(replace(params, key=self._allowed(key)))
+        key = self._allowed(key)
+        return super().match_prefix(params if key is params.key else replace(params, key=key))
 
     def touch_prefix(self, key: RadixKey) -> None:
         """Touch as stock, up to the first blocking node: SGLang splits a node where the key ends."""
@@ -339,14 +330,15 @@ class KVEvictTree(UnifiedRadixCache):
 
     def prompt_of(self, req: Req, tokens: Sequence[int]) -> Prompt:
         """What the cache may have of a request's tokens; the last one is always computed."""
-        return Prompt(tokens, len(tokens) - 1 - self.port.lookahead, req.extra_key, req.cache_salt or None)
+        return Prompt(tokens, len(tokens) - 1 - self.port.lookahead, (req.extra_key, req.cache_salt or None))
 
     def _pairs(self, key: RadixKey) -> RadixKey:
         """A key as the tree's are: its tokens, or pairs of them."""
         return key.maybe_to_bigram_view(self.tree_core.is_eagle)[0]
 
     def _key_of(self, req: Req, end: int | None = None) -> RadixKey:
-        return self._pairs(RadixKey(req.full_untruncated_fill_ids[:end], req.extra_key, cache_salt=req.cache_salt))
+        is_eagle = self.tree_core.is_eagle
+        return RadixKey(req.full_untruncated_fill_ids[:end], req.extra_key, is_eagle, cache_salt=req.cache_salt)
 
     def _allowed(self, key: RadixKey) -> RadixKey:
         blocking = self._blocking.find(key)
@@ -363,8 +355,8 @@ class KVEvictTree(UnifiedRadixCache):
         if self.disable:
             super().checkpoint(req, up_to=up_to, **kwargs)
             return
-        key = self._key_of(req, up_to)
-        is_private = self.manager.readers.is_exact(req) and self._blocking.begins_compressed(key)
+        record, key = self.manager.readers[req], self._key_of(req, up_to)
+        is_private = record.is_exact and self._blocking.begins_compressed(key)
         if is_private or _keeps_own_chunks(req, up_to):
             self._keep_out(req)
             return
@@ -374,12 +366,12 @@ class KVEvictTree(UnifiedRadixCache):
             return
         super().checkpoint(req, up_to=up_to, **kwargs)
         node = self.tree_core.node_by_id(req.last_node)
-        if self.manager.is_complete(req):
+        if record.is_complete:
             self._say_if_compressed(req, node)
             with self.guard.at(Place.PROMPT) as attempt:
                 self.manager.prompt_complete(req, node, self._wish_of(req))
             if attempt.failed:
-                self.manager.forget_observed(req)
+                record.observation = None
         elif not req.finished():
             with self.guard.at(Place.PROMPT):
                 self.manager.chunk_complete(req, node)
@@ -414,13 +406,14 @@ class KVEvictTree(UnifiedRadixCache):
 
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
         """Release a request's path as stock, then notify the manager."""
-        if req.finished() and req.spec_verify_ct:  # before its path, which may be stale, can be dropped
+        is_finished = req.finished()
+        if is_finished and req.spec_verify_ct:  # before its path, which may be stale, can be dropped
             path = path_to(self.tree_core.node_by_id(req.last_node))
             self.acceptance.count(req, reads_spans=bool(path) and path[0] in self.spans)
         super().on_release(req, checkpointed=checkpointed)
         self._blocking.drop_unread()
         why = Released.RETRACTED
-        if req.finished():
+        if is_finished:
             why = Released.ABORTED if isinstance(req.finished_reason, FINISH_ABORT) else Released.FINISHED
         self.manager.released(req, why)
 

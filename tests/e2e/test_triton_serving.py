@@ -36,7 +36,7 @@ for target, hook in (
     ("model_runner_components.cuda_graph_setup.capture_decode_graph", "around_capture_decode_graph"),
     ("runner.decode_cuda_graph_runner.resolve_decode_backend", "around_resolve_decode_backend"),
 ):
-    compat.HOOKS += (compat.Hook(model_executor + target, "AROUND", "helpers.tape_runner." + hook, why=""),)
+    compat.HOOKS += (compat.Hook(model_executor + target, "helpers.tape_runner." + hook, why=""),)
 
 import helpers.quick_interpreter
 import torch

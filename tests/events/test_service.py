@@ -304,7 +304,7 @@ def test_a_silent_scheduler_is_an_error_and_its_late_answer_is_not_mistaken(conf
             late = list(service.take_questions())
             client.timeout_s = 300
             task = asyncio.ensure_future(client.ask(Tokens(2), TokensReport))
-            while not service.has_questions:
+            while not service._questions:
                 await asyncio.sleep(0.001)
             for question in (*late, *service.take_questions()):
                 service.answer(question, TokensReport(question.request.node, []))
@@ -317,7 +317,7 @@ def test_a_failure_and_a_foreign_answer_are_errors(config, service):
     async def ask(reply) -> None:
         async with InspectClient(config.inspect_endpoint, timeout_s=300) as client:
             task = asyncio.ensure_future(client.ask(Status(), TokensReport))
-            while not service.has_questions:
+            while not service._questions:
                 await asyncio.sleep(0.001)
             for question in service.take_questions():
                 service.answer(question, reply)

@@ -363,7 +363,7 @@ class Harness:
 
     def _forward(self, req: Req, seq_len: int) -> None:
         """Read everything a forward of this request would read, and check every entry."""
-        if self.tree.manager.readers.is_exact(req):
+        if self.tree.manager.readers[req].is_exact:
             assert self.tree.read_paths([req]) == ((),)
         codes, waterline = self._codes(req, seq_len), 0
         assert len(codes) == seq_len
@@ -408,7 +408,7 @@ class Harness:
         sizes = {True: 0, False: 0}
         segments: dict[Segment, list[Span]] = {}
         for node in self.tree.nodes():
-            sizes[self.tree.num_readers(node) > 0] += self.tree.node_slots(node)
+            sizes[self.tree.port.num_locks(node) > 0] += self.tree.node_slots(node)
             span = self.tree.spans.get(node)
             if span is None:
                 held.update(node.component_data[FULL].value.tolist())

@@ -90,7 +90,7 @@ class Server:
     def queue(self, prompt, extra_key=None):
         """A request that is queued, of which ``prompt`` can be found."""
         req = self.harness.request([*prompt, 9], extra_key)
-        self.loading.queued(req, Prompt(req.origin_input_ids, len(prompt), extra_key, None))
+        self.loading.queued(req, Prompt(req.origin_input_ids, len(prompt), (extra_key, None)))
         return req
 
     def begin(self, *queue):
@@ -115,7 +115,7 @@ class Server:
     def serve(self, prompt, *, extra_key=None):
         """Queue a request, wait for the store, and run it; return how much it found."""
         req = self.harness.request(prompt, extra_key)
-        self.loading.queued(req, Prompt(prompt, len(prompt) - 1, extra_key, None))
+        self.loading.queued(req, Prompt(prompt, len(prompt) - 1, (extra_key, None)))
         assert self.settle(req) == set()
         self.harness.check()
         assert self.harness.admit(req)

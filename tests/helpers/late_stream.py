@@ -20,8 +20,6 @@ class LateStream:
         num_launched: work launched so far.
     """
 
-    is_beside = True
-
     def __init__(self) -> None:
         self.waiting: dict[int, Callable[[], None]] = {}
         self.num_launched = 0

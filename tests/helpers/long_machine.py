@@ -46,7 +46,7 @@ class LongMachine(PressureMachine):
     def prefill_long(self, rounds):
         for _ in range(rounds):
             readers = self.harness.tree.manager.readers
-            must_run = not self.harness.live and any(map(readers.is_long, self.admission.queue[:1]))
+            must_run = not self.harness.live and any(readers[req].is_long for req in self.admission.queue[:1])
             done = self.admission.round()
             assert done or not must_run, "a prompt longer than the pool is admitted by an idle pool"
             assert not self.admission.aborted, "alone, what is admitted has room for its next chunk"

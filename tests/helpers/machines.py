@@ -241,7 +241,7 @@ class ExactMachine(PressureMachine):
 
     def _admit(self, req, first_chunk):
         if sum(req.origin_input_ids) % 3 == 0:
-            self.harness.tree.manager.readers.make_exact(req)
+            self.harness.tree.manager.readers[req].is_exact = True
         super()._admit(req, first_chunk)
 
 
@@ -365,7 +365,7 @@ class GenerationMachine(CacheMachine):
 
     def _admit(self, req, first_chunk):
         if sum(req.origin_input_ids) % 7 == 0:
-            self.harness.tree.manager.readers.make_exact(req)
+            self.harness.tree.manager.readers[req].is_exact = True
         super()._admit(req, first_chunk)
 
     @rule()
@@ -397,7 +397,7 @@ class BesideMachine(CacheMachine):
 
     def _admit(self, req, first_chunk):
         if sum(req.origin_input_ids) % 7 == 0:
-            self.harness.tree.manager.readers.make_exact(req)
+            self.harness.tree.manager.readers[req].is_exact = True
         super()._admit(req, first_chunk)
 
     @rule(count=st.integers(1, 3))

@@ -206,7 +206,7 @@ class PairsStoreMachine(PairsPressureMachine):
         records, into = exported(self.harness, draft=draft), adoption(self.harness)
         self.harness.evict(count)
         for record in records:
-            into.place(record, Prompt([*base, 9], len(base), None, None))
+            into.place(record, Prompt([*base, 9], len(base), (None, None)))
             self.harness.check()
         self._admit(self.harness.request(base[:shared] + suffix), 200)
         self._settle()

@@ -128,7 +128,7 @@ def test_an_exact_reader_that_comes_meanwhile_is_waited_for():
     node = cache.tree.add(20)
     cache.prompt(node)
     exact = cache.tree.reader(node)
-    cache.tree.manager.readers.make_exact(exact)
+    cache.tree.manager.readers[exact].is_exact = True
     cache.turns()
     assert not cache.spans and cache.stages == [RangeStage.WAITING] and exact.row[:20].ne(0).all()
     cache.turns(3)

@@ -15,6 +15,7 @@ from sgl_kvevict.events.types import Cleared, Compressed, Dropped, Refused, Repa
 from sgl_kvevict.guard import Place
 from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.manager import Released
+from sgl_kvevict.lifecycle.nodes import path_to
 from sgl_kvevict.lifecycle.ranges import Verdict
 from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.request import ticket_digest
@@ -137,7 +138,7 @@ def test_what_somebody_reads_exactly_waits_until_that_one_lets_go():
     tree, recorder = cache()
     node = tree.add(20)
     exact, other = tree.reader(node), tree.reader(node)
-    tree.manager.readers.make_exact(exact)
+    tree.manager.readers[exact].is_exact = True
     reader = tree.prompt(node)
     assert spans(tree) == [] and recorder.told == [("refused", "in-use", 18)] and len(tree.manager.table.pending) == 1
     tree.release(reader)
@@ -153,8 +154,8 @@ def test_a_range_given_up_for_want_of_memory_is_told_with_its_own_tokens():
     tree.release(tree.prompt(node))
     last = tree.add(10, node)
     exact = tree.reader(last)
-    tree.manager.readers.make_exact(exact)
-    done = tree.manager.ranges.compress(last, 28, SimpleNamespace(num_bytes=1))
+    tree.manager.readers[exact].is_exact = True
+    done = tree.manager.ranges.compress(path_to(last), 28, SimpleNamespace(num_bytes=1))
     assert done.verdict is Verdict.IN_USE
     assert recorder.told[1:] == [("refused", "no-memory", 10), ("refused", "in-use", 10)]
     assert len(tree.manager.table.pending) == 0
@@ -176,7 +177,7 @@ def test_a_range_goes_with_its_node():
     tree, _ = cache()
     node = tree.add(20)
     exact = tree.reader(node)
-    tree.manager.readers.make_exact(exact)
+    tree.manager.readers[exact].is_exact = True
     tree.release(tree.prompt(node))
     ((pending, _),) = tree.manager.table.pending
     tree.unlock(exact)
@@ -267,7 +268,7 @@ def test_new_weights_leave_nothing_to_do():
     tree.release(tree.prompt(node, warm=True, ticket=TICKET))
     tree.manager.forget_seen()
     assert not passes.run() and list(tree.manager.scoring.jobs.outcomes.values()) == ["dropped"]
-    assert not tree.manager.is_complete(half_way)
+    assert not tree.manager.readers[half_way].is_complete
 
 
 def test_a_flush_forgets_everything():

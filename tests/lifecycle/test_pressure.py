@@ -153,7 +153,7 @@ def test_what_somebody_reads_exactly_does_not_shrink_nor_count():
     node = tree.add(22)
     tree.release(tree.prompt(node))
     exact = tree.reader(node)
-    tree.manager.readers.make_exact(exact)
+    tree.manager.readers[exact].is_exact = True
     other = tree.reader(node)
     assert tree.manager.pressure.reserve() == 0 and relieve(tree) == 0
     tree.release(exact)
@@ -165,7 +165,7 @@ def test_below_what_does_not_shrink_nothing_does():
     upper = tree.add(22)
     tree.release(tree.prompt(upper))
     exact = tree.reader(upper)
-    tree.manager.readers.make_exact(exact)
+    tree.manager.readers[exact].is_exact = True
     lower = tree.add(22, upper)
     tree.release(tree.prompt(lower, upper))
     tree.reader(lower)

@@ -67,7 +67,7 @@ def test_ranges_that_wait_for_readers_have_a_limit():
     for i in range(4):
         half_way = harness.request([i, *DOCUMENT, 1])
         assert harness.admit(half_way) and harness.prefill(half_way, 30)
-        harness.tree.manager.readers.make_exact(half_way)
+        harness.tree.manager.readers[half_way].is_exact = True
         readers += [half_way, harness.run([i, *DOCUMENT, 2])]
         assert read_gauges(harness.tree).observation_bytes == size * min(i + 1, 2)
     assert lost(harness) == 2

@@ -237,7 +237,10 @@ WRITTEN = {
     "dp_attention": {"memcpy_func"},
 }
 """Attributes of SGLang's objects that we write."""
-OURS = {*Totals.__struct_fields__, "listener", "is_parked", "is_short", "prefilling"}
+OURS = {
+    *Totals.__struct_fields__,
+    *("is_exact", "is_long", "is_parked", "is_short", "listener", "observation", "prefilling"),
+}
 """Attributes of our own objects that somebody else than the object writes."""
 
 
@@ -339,7 +342,7 @@ def test_arguments_that_the_start_is_checked_by_exist(name, default_args):
 
 @pytest.mark.parametrize("hook", (*compat.HOOKS, compat.LAUNCHER_HOOK), ids=lambda hook: hook.target.rsplit(".", 1)[-1])
 def test_hook_targets_resolve(hook):
-    if hook.kind == compat.RESOLUTION:
+    if hook.is_step:
         assert hook.target in resolution_hooks._OVERRIDABLE_HOOKS
     else:
         assert callable(pkgutil.resolve_name(hook.target)) and hook.kind in HookType.__members__

@@ -221,7 +221,7 @@ def test_a_range_that_waits_for_an_exact_reader_is_only_selected():
     harness.finish(harness.run(DOCUMENT))
     harness.finish(harness.run([*DOCUMENT, 1, 2, 3]))
     exact = harness.request([*DOCUMENT, 4])
-    harness.tree.manager.readers.make_exact(exact)
+    harness.tree.manager.readers[exact].is_exact = True
     assert harness.admit(exact) and harness.prefill(exact)
     assert scheduler.run_all() > 0
     assert state(harness)["pending_ranges"] == 1 and state(harness)["fits_given_up"] == 1
@@ -238,12 +238,12 @@ def test_a_fitted_segment_leaves_for_a_store_and_comes_back():
     other, _ = cache()
     other.flush()
     other.finish(other.run([9, 9, 9]))  # so that slots are others
-    assert adoption(other).adopt(record, None, None)
+    assert adoption(other).adopt(record, (None, None))
     assert_fitted(other)
     reader = other.run([*DOCUMENT, 5, 6])
     assert other.num_biases_read >= segment_of(other).num_entries
     other.finish(reader)
     plain = Harness(num_slots=400, config=KVEvictConfig(**VALUES))
     with pytest.raises(StoreError, match="nothing is fitted here"):
-        adoption(plain).adopt(record, None, None)
+        adoption(plain).adopt(record, (None, None))
     plain.check()

@@ -126,7 +126,7 @@ def test_a_request_may_end_at_any_time(steps, end):
     req = start(harness)
     generate(harness, req, steps)
     getattr(harness, end)(req)
-    assert len(harness.tree.manager.generations) == 0
+    assert not harness.tree.manager.generations._suffixes()
     assert harness.tree.protected_size() == 0
     harness.evict(harness.num_slots)
     assert harness.allocator.available_size() == harness.num_slots
@@ -189,7 +189,7 @@ def test_what_reads_exactly_is_not_compressed():
     harness = make()
     req = harness.request(PROMPT)
     req.sampling_params.max_new_tokens = 10_000
-    harness.tree.manager.readers.make_exact(req)
+    harness.tree.manager.readers[req].is_exact = True
     assert harness.admit(req)
     harness.prefill(req)
     generate(harness, req, 60)

@@ -124,7 +124,7 @@ def test_an_exact_request_finds_nothing_there():
     serve(harness, DOCUMENTS[0])
     drop_all(harness)
     req = harness.request(DOCUMENTS[0])
-    harness.tree.manager.readers.make_exact(req)
+    harness.tree.manager.readers[req].is_exact = True
     assert harness.admit(req) and req.prefix_len == 0
     harness.abort(req)
     assert totals(harness).moved_in_segments == 0
@@ -157,7 +157,7 @@ def test_uncompressed_tokens_are_compressed_on_their_way():
     serve(harness, DOCUMENTS[0])
     table = harness.tree.manager.table
     for node in list(table.shrinking):
-        table.keep_size(node)
+        table.shrinking.discard(node)
     drop_all(harness)
     assert totals(harness).compressions == 0 and totals(harness).dropped_spans == 0
     assert serve(harness, [*DOCUMENTS[0], 1]) == 56

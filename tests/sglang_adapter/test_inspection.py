@@ -104,7 +104,7 @@ def test_split_drop_repack_and_flush_are_published(silent):
 def test_what_could_not_be_done_is_published_with_its_reason(silent, tmp_path):
     harness = silent.harness
     first = harness.request(DOCUMENT)
-    harness.tree.manager.readers.make_exact(first)
+    harness.tree.manager.readers[first].is_exact = True
     harness.admit(first)
     harness.prefill(first, 30)
     harness.run([*DOCUMENT[:30], 8, 8])

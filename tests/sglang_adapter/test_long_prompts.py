@@ -141,7 +141,7 @@ def test_with_prefill_budget_chunks_shrink_where_slots_are_ample(has_learned):
 def test_with_prefill_budget_neither_exact_requests_nor_what_they_read_shrink():
     scheduler = serve(pool=1000, prefill_budget=0.5)
     exact = scheduler.harness.request(text(200))
-    scheduler.tree_cache.manager.readers.make_exact(exact)
+    scheduler.tree_cache.manager.readers[exact].is_exact = True
     scheduler.submit(exact)
     prefill(scheduler, exact)
     assert len(scheduler.tree_cache.spans) == 0
@@ -278,7 +278,7 @@ def test_what_cannot_be_served_is_refused_with_the_numbers():
     assert f"min_budget {share} would do" in too_long and 0 < share < 0.1
     assert "no min_budget would do" in scheduler.submit(harness.request(text(3 * longest)))
     exact = harness.request(text(2 * POOL))
-    scheduler.tree_cache.manager.readers.make_exact(exact)
+    scheduler.tree_cache.manager.readers[exact].is_exact = True
     assert f"with exact; allowed: at most {POOL - 7}" in scheduler.submit(exact)
     with_logprobs = harness.request(text(2 * POOL))
     with_logprobs.return_logprob, with_logprobs.logprob_start_len = True, 0

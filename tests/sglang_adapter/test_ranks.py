@@ -76,7 +76,7 @@ def traffic(harness: Harness, scheduler: MiniScheduler | None, seed: int, steps:
         if scheduler is not None:
             scheduler.run_pass()
         tree = harness.tree
-        shape = [(len(node.key), tree.node_slots(node), tree.num_readers(node)) for node in tree.nodes()]
+        shape = [(len(node.key), tree.node_slots(node), tree.port.num_locks(node)) for node in tree.nodes()]
         looks.append((action, shape, harness.allocator.free_pages.tolist()))
     return looks
 

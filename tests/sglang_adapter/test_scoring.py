@@ -115,7 +115,7 @@ def test_what_is_still_read_is_compressed_under_its_readers():
 def test_what_is_read_exactly_is_compressed_when_that_reader_leaves():
     harness, scheduler = cache()
     reader = harness.run([*DOCUMENT, 1, 2, 3], options=WARM)
-    harness.tree.manager.readers.make_exact(reader)
+    harness.tree.manager.readers[reader].is_exact = True
     assert scheduler.run_all() == 4
     assert spans(harness) == [] and outcome(harness) == "in-use"
     harness.decode(reader)

@@ -93,7 +93,7 @@ def test_a_finished_request_that_is_not_cached_gives_its_state_back():
     harness = StatesHarness()
     req = harness.request([*DOCUMENT, 1], options={"exact": True})
     harness.finish(harness.run(DOCUMENT))
-    harness.tree.manager.readers.make_exact(req)
+    harness.tree.manager.readers[req].is_exact = True
     harness.admit(req)
     harness.prefill(req)
     harness.finish(req)  # checks that no state is lost

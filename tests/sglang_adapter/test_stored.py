@@ -48,7 +48,7 @@ def test_a_segment_comes_back_into_another_pool(splittable):
     (record,) = stored([DOCUMENT], policy=PseudoRandomPolicy(splittable=splittable))
     harness = Harness(num_slots=90, policy=PseudoRandomPolicy(splittable=splittable))
     harness.finish(harness.run([9, 9, 9]))  # so that slots are others
-    assert adoption(harness).adopt(record, None, None)
+    assert adoption(harness).adopt(record, (None, None))
     harness.check()
     assert spans(harness) == [(0, 56)]
     assert cache_state(harness.tree)["span_slots"] == 17 and harness.tree.protected_size() == 0
@@ -61,7 +61,7 @@ def test_a_segment_comes_back_into_another_pool(splittable):
 def test_a_prompt_that_leaves_the_segment_in_the_middle_uses_its_beginning():
     (record,) = stored([DOCUMENT])
     harness = Harness()
-    adoption(harness).adopt(record, None, None)
+    adoption(harness).adopt(record, (None, None))
     assert_found(harness, [*DOCUMENT[:30], *[9] * 20], 30)
     assert spans(harness)[:2] == [(0, 30), (30, 46)]
 
@@ -70,11 +70,11 @@ def test_turns_come_back_one_after_the_other():
     records = stored([DOCUMENT, TURN], num_slots=240)
     assert [(record.start, record.end) for record in records] == [(0, 56), (56, 96)]
     harness = Harness(num_slots=240)
-    assert not adoption(harness).adopt(records[1], None, None)  # what comes before it is not there
+    assert not adoption(harness).adopt(records[1], (None, None))  # what comes before it is not there
     harness.check()
     assert cache_state(harness.tree)["free_slots"] == 240
     for record in records:
-        assert adoption(harness).adopt(record, None, None)
+        assert adoption(harness).adopt(record, (None, None))
         harness.check()
     assert_found(harness, [*TURN[:96], 10, 10], 96)
 
@@ -84,7 +84,7 @@ def test_uncompressed_nodes_give_way_under_their_readers():
     harness = Harness(num_slots=240, config=KVEvictConfig(budget=0.3, tail_tokens=4, min_prefix_tokens=50))
     reader = harness.run(DOCUMENT[:20])
     assert spans(harness) == []
-    assert adoption(harness).adopt(record, None, None)
+    assert adoption(harness).adopt(record, (None, None))
     harness.check()
     assert spans(harness) == [(0, 20), (20, 56)]
     harness.decode(reader)
@@ -105,7 +105,7 @@ def test_what_cannot_be_cut_takes_no_place_where_others_would_read_its_beginning
     if who != "a reader":
         harness.finish(reader)
     free = harness.allocator.available_size()
-    assert adoption(harness).adopt(record, None, None) == (56 if who == "nobody" else 0)
+    assert adoption(harness).adopt(record, (None, None)) == (56 if who == "nobody" else 0)
     harness.check()
     if who == "nobody":
         assert_found(harness, [*DOCUMENT[:56], 10], 56)
@@ -122,11 +122,11 @@ def test_who_reads_exactly_is_left_alone():
     (record,) = stored([DOCUMENT])
     harness = Harness(num_slots=240, config=KVEvictConfig(budget=0.3, tail_tokens=4, min_prefix_tokens=50))
     reader = harness.request(DOCUMENT[:20])
-    harness.tree.manager.readers.make_exact(reader)
+    harness.tree.manager.readers[reader].is_exact = True
     harness.admit(reader)
     harness.prefill(reader)
     free = harness.allocator.available_size()
-    assert not adoption(harness).adopt(record, None, None)
+    assert not adoption(harness).adopt(record, (None, None))
     harness.check()
     assert harness.allocator.available_size() == free and spans(harness) == []
     harness.decode(reader)
@@ -138,7 +138,7 @@ def test_nothing_changes_where_the_tree_has_all_of_it():
     harness = Harness()
     harness.finish(harness.run(DOCUMENT))
     free = harness.allocator.available_size()
-    assert not adoption(harness).adopt(record, None, None)
+    assert not adoption(harness).adopt(record, (None, None))
     harness.check()
     assert harness.allocator.available_size() == free
 
@@ -147,12 +147,12 @@ def test_others_give_way_as_for_any_insertion():
     (record,) = stored([DOCUMENT])
     harness = Harness(num_slots=30)
     harness.finish(harness.run([9] * 5 + [8] * 20))
-    assert adoption(harness).adopt(record, None, None)
+    assert adoption(harness).adopt(record, (None, None))
     harness.check()
     assert (0, 56) in spans(harness)
     full = Harness(num_slots=24, config=KVEvictConfig(budget=0.3, tail_tokens=4, min_prefix_tokens=50))
     reader = full.run([9] * 5 + [8] * 5)
-    assert not adoption(full).adopt(record, None, None)
+    assert not adoption(full).adopt(record, (None, None))
     full.check()
     full.finish(reader)
 
@@ -160,7 +160,7 @@ def test_others_give_way_as_for_any_insertion():
 def test_namespaces_stay_apart():
     (record,) = stored([DOCUMENT], "tenant")
     harness = Harness()
-    assert adoption(harness).adopt(record, "tenant", None)
+    assert adoption(harness).adopt(record, ("tenant", None))
     assert_found(harness, [*DOCUMENT[:56], 10], 56, "tenant")
     assert_found(harness, [*DOCUMENT[:56], 10], 0)
 
@@ -169,9 +169,9 @@ def test_what_does_not_fit_the_pool_is_refused():
     (record,) = stored([DOCUMENT])
     harness = Harness()
     with pytest.raises(StoreError, match="runs"):
-        adoption(harness).adopt(dataclasses.replace(record, keep_lens=record.keep_lens[:1]), None, None)
+        adoption(harness).adopt(dataclasses.replace(record, keep_lens=record.keep_lens[:1]), (None, None))
     with pytest.raises(StoreError, match="entries for 2 tokens"):
-        adoption(harness).adopt(dataclasses.replace(record, start=54), None, None)
+        adoption(harness).adopt(dataclasses.replace(record, start=54), (None, None))
     harness.check()
     assert cache_state(harness.tree)["free_slots"] == harness.num_slots
 
@@ -181,12 +181,12 @@ def test_a_tail_follows_its_segment():
     assert record.tail_tokens.tolist() == DOCUMENT[56:]
     harness = Harness()
     into = adoption(harness)
-    assert not into.adopt_tail(record, None, None)  # before its segment
+    assert not into.adopt_tail(record, (None, None))  # before its segment
     harness.check()
-    into.adopt(record, None, None)
-    assert into.adopt_tail(record, None, None)
+    into.adopt(record, (None, None))
+    assert into.adopt_tail(record, (None, None))
     harness.check()
-    assert not into.adopt_tail(record, None, None)
+    assert not into.adopt_tail(record, (None, None))
     harness.check()
     assert cache_state(harness.tree)["full_tokens"] == 4
     assert_found(harness, [*DOCUMENT, 10, 10], 60)
@@ -200,20 +200,20 @@ def test_a_segment_finds_its_place_among_keys_of_pairs():
     assert (record.end, record.tokens.tolist(), record.tail_tokens.tolist()) == (55, DOCUMENT[:55], DOCUMENT[55:59])
     for rest, prefix_len in ((DOCUMENT[55:], 58), ([], 54)):  # 58: with all of its tail but the last token
         harness = Harness(keys_are_pairs=True)
-        assert adoption(harness).adopt(record, None, None, rest) == 55
-        assert adoption(harness).adopt(record, None, None, rest) == 0
-        assert adoption(harness).adopt_tail(record, None, None, rest) == bool(rest)
+        assert adoption(harness).adopt(record, (None, None), rest) == 55
+        assert adoption(harness).adopt(record, (None, None), rest) == 0
+        assert adoption(harness).adopt_tail(record, (None, None), rest) == bool(rest)
         harness.check()
         assert_found(harness, [*DOCUMENT[:59], 10, 10], prefix_len)
     plain = Harness()
-    assert adoption(plain).adopt(record, None, None) == 55  # of a server whose keys are tokens
+    assert adoption(plain).adopt(record, (None, None)) == 55  # of a server whose keys are tokens
     assert_found(plain, [*DOCUMENT[:55], 10], 55)
 
 
 def test_an_adopted_segment_is_squeezed_and_dropped_like_any_other():
     (record,) = stored([DOCUMENT])
     harness = Harness()
-    adoption(harness).adopt(record, None, None)
+    adoption(harness).adopt(record, (None, None))
     while harness.evict(1):
         pass
     assert spans(harness) == [] and harness.allocator.available_size() == harness.num_slots

@@ -21,6 +21,7 @@ from sgl_kvevict.events.types import Loaded, LoadFailed, Stored
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.lifecycle.listener import CacheListener
 from sgl_kvevict.lifecycle.loading import READ_AHEAD
+from sgl_kvevict.lifecycle.nodes import path_to
 from sgl_kvevict.lifecycle.pending import Pending
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 from sgl_kvevict.sglang_adapter.ranks import TensorRanks
@@ -138,7 +139,7 @@ def test_what_shrinks_by_steps_is_stored_at_the_budget_only(tmp_path):
     done = {}
     for share in (0.6, 0.3, 0.1):
         if share == 0.6:
-            assert manager.ranges.compress_now(last, Pending(50, observation, share)).num_slots == 20
+            assert manager.ranges.compress_now(path_to(last), Pending(50, observation, share)).num_slots == 20
         else:
             manager.pressure._squeeze_to(last, config.slots_at(share, 50, 0))
         server.harness.check()

@@ -120,7 +120,7 @@ def test_a_request_that_was_admitted_but_not_begun_moves_along():
     harness.finish(harness.run([*DOCUMENT, 1, 2]))
     harness.tree.forget_compressed()
     exact = harness.request(DOCUMENT)
-    harness.tree.manager.readers.make_exact(exact)
+    harness.tree.manager.readers[exact].is_exact = True
     harness.admit(exact)
     harness.prefill(exact)
     waiting = harness.request([*DOCUMENT, 3])
@@ -137,7 +137,7 @@ def test_a_request_that_reads_exactly_finds_and_leaves_nothing_compressed():
     harness.finish(harness.run(DOCUMENT))
     nodes = len(list(harness.tree.nodes()))
     exact = harness.request([*DOCUMENT, 1, 2, 3])
-    harness.tree.manager.readers.make_exact(exact)
+    harness.tree.manager.readers[exact].is_exact = True
     assert harness.admit(exact) and exact.prefix_len == 0
     harness.prefill(exact, 20)
     harness.prefill(exact)
@@ -150,11 +150,11 @@ def test_a_request_that_reads_exactly_finds_and_leaves_nothing_compressed():
 def test_a_request_that_reads_exactly_shares_what_is_uncompressed():
     harness = Harness(num_slots=400)
     exact = harness.request(DOCUMENT)
-    harness.tree.manager.readers.make_exact(exact)
+    harness.tree.manager.readers[exact].is_exact = True
     harness.admit(exact)
     harness.prefill(exact)
     other = harness.request([*DOCUMENT, 1])
-    harness.tree.manager.readers.make_exact(other)
+    harness.tree.manager.readers[other].is_exact = True
     assert harness.admit(other) and other.prefix_len == 60
     harness.prefill(other)
     harness.finish(exact)

@@ -19,7 +19,7 @@ def read_gauges(tree: KVEvictTree) -> Gauges:
     long = None if admission is None else admission.prefilling
     free, held = allocator.available_size(), tree.held_slots()
     owned = [span.segment for span in tree.spans.values() if span.is_owner]
-    readers = [tree.num_readers(node) for node in tree.spans]
+    readers = [tree.port.num_locks(node) for node in tree.spans]
     span_slots = sum(segment.num_slots for segment in owned)
     span_tokens = sum(span.num_tokens for span in tree.spans.values())
     logical_tokens = held - span_slots + span_tokens

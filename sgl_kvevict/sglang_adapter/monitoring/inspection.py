@@ -5,8 +5,9 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from copy import copy
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,13 +40,6 @@ if TYPE_CHECKING:
 
     from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
-_SORT_KEYS: dict[str, Callable[[Prefix], float]] = {
-    "slots": lambda prefix: prefix.slots,
-    "tokens": lambda prefix: prefix.tokens,
-    "readers": lambda prefix: prefix.readers,
-    "age": lambda prefix: prefix.age_s,
-}
-
 
 class Inspection:
     """Answers the questions that arrived since the last step."""
@@ -57,8 +51,6 @@ class Inspection:
 
     def each_turn(self) -> None:
         """Answer all waiting questions; each is bounded by its own limit."""
-        if not self._service.has_questions:
-            return
         for question in self._service.take_questions():
             reply: AnyReply = Failure("internal error; the server's log has it")
             with self._tree.guard.at(Place.LISTENER):
@@ -79,12 +71,13 @@ class Inspection:
         return Failure(f"cannot answer {type(request).__name__}")
 
     def _status(self, tree: KVEvictTree, request: Status) -> StatusReport:
+        sort = attrgetter("age_s" if request.sort == "age" else request.sort)
         return StatusReport(
             ts=time.time(),
             started=self._started,
             gauges=read_gauges(tree),
             totals=copy(tree.manager.listener.totals),
-            prefixes=heapq.nlargest(request.limit, prefixes(tree), key=_SORT_KEYS[request.sort]),
+            prefixes=heapq.nlargest(request.limit, prefixes(tree), key=sort),
         )
 
 
@@ -103,7 +96,7 @@ def prefixes(tree: KVEvictTree) -> Iterable[Prefix]:
             tokens=tokens[segment],
             slots=segment.num_slots,
             spans=segment.num_spans,
-            readers=tree.num_readers(node),
+            readers=tree.port.num_locks(node),
             age_s=tree.clock.age(node.last_access_time),
         )
 
@@ -131,7 +124,7 @@ def tree_report(tree: KVEvictTree, limit: int, *, expose_tokens: bool) -> TreeRe
                 slots=slots,
                 kept=kept,
                 compressed=span is not None,
-                readers=tree.num_readers(node),
+                readers=tree.port.num_locks(node),
                 hits=node.hit_count,
                 age_s=tree.clock.age(node.last_access_time),
                 namespace=node.key.extra_key if expose_tokens else None,

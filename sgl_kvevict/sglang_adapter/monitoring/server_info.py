@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 NUM_KEPT_BINS = 200
 
 
-def add_state(_result: None, controller: SchedulerInternalStateController, state: dict[str, Any]) -> None:
+def after_env_vars(_result: None, controller: SchedulerInternalStateController, state: dict[str, Any]) -> None:
     """Hook after SGLang filled a scheduler's state: add the key ``kvevict`` (plain values) if our tree is in use."""
     from sgl_kvevict.sglang_adapter.tree import KVEvictTree
 
@@ -73,7 +73,7 @@ def rank_states(tree: KVEvictTree) -> list[dict[str, int]]:
     SGLang calls all ranks at the same point. The checksum covers each node's tokens, slots and locks.
     """
     allocator = tree.slot_allocator
-    shape = [(len(node.key), tree.node_slots(node), tree.num_readers(node)) for node in tree.nodes()]
+    shape = [(len(node.key), tree.node_slots(node), tree.port.num_locks(node)) for node in tree.nodes()]
     numbers = {
         "free_slots": allocator.available_size(),
         "evictable_slots": tree.evictable_size(),
