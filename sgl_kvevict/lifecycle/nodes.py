@@ -127,11 +127,6 @@ class NodeSet(set[Node]):
         super().remove(node)
         self._new.pop(node, None)
 
-    def clear(self) -> None:
-        """Remove all nodes."""
-        super().clear()
-        self._new = {}
-
     def take_new(self) -> list[Node]:
         """Nodes added since the last call, in order; some may have been removed again."""
         new, self._new = list(self._new), {}

@@ -118,7 +118,7 @@ class Pressure(Part):
             assert oldest is not None
             prompts.take(oldest[0])
             if not self._compressor.has_learned:
-                self._shrinking.discard(oldest[0])
+                self._table.keep_size(oldest[0])
 
     def _saw(self, prompt: PromptObservation, start: int) -> bool:
         """Whether a prompt's observation scores the tokens from ``start`` on: echo needs their own queries."""
@@ -135,14 +135,14 @@ class Pressure(Part):
         return prompt is not None and prompt.has_echo and not self._table.is_being_scored(node)
 
     def _add_end(self, node: Node, prompt: PromptObservation, num_bytes: int) -> None:
-        self._shrinking.add(node)
+        self._table.let_shrink(node)
         if prompt.num_bytes:
             self._table.prompts.put(node, prompt, num_bytes)
             self.trim_prompts()
 
     def _discard(self, node: Node) -> None:
         """Make a node no longer an end."""
-        self._shrinking.discard(node)
+        self._table.keep_size(node)
         self._table.prompts.take(node)
 
     # ---- segments that passes read ------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ class Pressure(Part):
         steps = (self._slots_at(segment, share) for share in shares)
         slots = next((slots for slots in steps if slots < segment.num_slots), None)
         if slots is None:
-            self._shrinking.discard(owner)
+            self._table.keep_size(owner)
             return 0
         if segment.is_joined:
             slots = max(slots, segment.num_slots - max(wanted, self._round))

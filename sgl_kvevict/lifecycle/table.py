@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, auto
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from kvevict_kernels.span_runs import SpanRuns
 from sgl_kvevict.compression import PendingFit, PromptObservation, ReaderObservation
 from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.errors import InvariantError
 from sgl_kvevict.guard import accounting
 from sgl_kvevict.lifecycle.job import ScoringJob
 from sgl_kvevict.lifecycle.listener import CacheListener
@@ -37,6 +38,45 @@ class State(Enum):
     """A span of a segment below the budget."""
 
 
+class Change(Enum):
+    """A change of a node's tokens."""
+
+    INSTALL = auto()
+    """Its slots are replaced by a span of a new segment."""
+    GROW = auto()
+    """Its segment is replaced by one that also holds newly generated tokens, or the segments beside it."""
+    SQUEEZE = auto()
+    """Its segment gives up entries, without any forward."""
+    SPLIT = auto()
+    """It is cut; both halves keep the state."""
+    DROP = auto()
+    """It leaves the tree."""
+
+
+_SPANS = frozenset({State.LIGHT, State.COMPRESSED, State.SQUEEZED})
+CHANGES: Mapping[tuple[State, Change], frozenset[State]] = {
+    (State.FULL, Change.INSTALL): _SPANS,
+    **{(state, Change.GROW): _SPANS for state in _SPANS},
+    # A segment whose lower views were dropped stands for fewer tokens after a squeeze, so for a larger share.
+    **{(state, Change.SQUEEZE): _SPANS for state in _SPANS},
+    **{(state, Change.SPLIT): frozenset({state}) for state in State},
+    **{(state, Change.DROP): frozenset() for state in State},
+}
+"""States that a change may lead to; none leads back to FULL. Missing pairs are refused."""
+
+
+def next_states(state: State, change: Change) -> frozenset[State]:
+    """Return the states that a change may lead to (none: its record is removed).
+
+    Raises:
+        InvariantError: the state refuses the change; going on would leak slots or leave stale KV.
+    """
+    try:
+        return CHANGES[state, change]
+    except KeyError:
+        raise InvariantError(f"the change {change.name} of a node whose state is {state.value!r}") from None
+
+
 @dataclass(frozen=True)
 class SegmentFit:
     """The fit of a segment, in the record of its last node; ``num_slots``: slots of the segment when published."""
@@ -52,6 +92,8 @@ class PrefixRecord:
     Attributes:
         span: the node's compressed tokens; None: they are uncompressed.
         matches: how many prompts have found the prefix.
+        may_shrink: it shrinks when slots are short: an *end* of an uncompressed range, or the owner of a segment.
+        is_stale: it was compressed with other weights, and must not be matched.
         prompt: observation of a prompt's prefill, for the uncompressed range that ends here.
         pending: a range that ends here, and waits for exact readers or for the choice of its entries.
         vote: attention of requests that extend the prefix.
@@ -61,6 +103,8 @@ class PrefixRecord:
 
     span: Span | None = None
     matches: int = 0
+    may_shrink: bool = False
+    is_stale: bool = False
     prompt: PromptObservation | None = None
     pending: Pending | None = None
     vote: ReaderObservation | None = None
@@ -253,12 +297,10 @@ class Spans(Mapping[Node, Span]):
 class PrefixTable:
     """All that is known of prefixes: the only table keyed by nodes.
 
-    Each change of the tree (split, drop, flush) is one function, which handles the whole record. With ``config`` None
-    nothing is ever compressed. The queues are explained in :class:`PrefixRecord`.
+    Each change of the tree (split, drop, flush) is one function, which handles the whole record; :data:`CHANGES` says
+    which states allow a change. With ``config`` None nothing is ever compressed.
 
-    Attributes:
-        shrinking: nodes that may shrink when slots are short: *ends* of uncompressed ranges, and owners of segments.
-        stale: nodes that were compressed with other weights, and must not be matched, oldest first.
+    ``shrinking`` holds nodes that may shrink when slots are short; the queues are explained in :class:`PrefixRecord`.
     """
 
     def __init__(self, packer: SegmentPacker, config: KVEvictConfig | None, listener: CacheListener) -> None:
@@ -273,17 +315,28 @@ class PrefixTable:
         self.votes: Queue[ReaderObservation] = Queue(self._records, "vote")
         self.jobs: Queue[ScoringJob] = Queue(self._records, "job")
         self.fits: Queue[SegmentFit] = Queue(self._records, "fit")
-        self.stale: dict[Node, None] = {}
+        self.stale: Queue[bool] = Queue(self._records, "is_stale")
 
     @property
     def _queues(self) -> tuple[Queue[Any], ...]:
-        return self.prompts, self.pending, self.votes, self.jobs, self.fits
+        return self.prompts, self.pending, self.votes, self.jobs, self.fits, self.stale
 
     def count_match(self, node: Node) -> int:
         """Count one more prompt that found the prefix; return the new count."""
         record = self._records.setdefault(node, PrefixRecord())
         record.matches += 1
         return record.matches
+
+    def let_shrink(self, node: Node) -> None:
+        """Let a node, an end or the owner of a segment, shrink when slots are short."""
+        self._records.setdefault(node, PrefixRecord()).may_shrink = True
+        self.shrinking.add(node)
+
+    def keep_size(self, node: Node) -> None:
+        """Exclude a node from shrinking."""
+        if node in self.shrinking:
+            self._records[node].may_shrink = False
+            self.shrinking.discard(node)
 
     def state(self, node: Node) -> State:
         """State of a node."""
@@ -300,6 +353,7 @@ class PrefixTable:
 
     # ---- changes of spans -------------------------------------------------------------------------------------
 
+    @accounting()
     def install(self, nodes: Sequence[Node], segment: Segment) -> None:
         """Give consecutive nodes their spans of a new segment, and remove their pending ranges and prompts.
 
@@ -308,29 +362,38 @@ class PrefixTable:
         start = segment.start
         for i, node in enumerate(nodes):
             record = self._records.setdefault(node, PrefixRecord())
+            allowed = next_states(self.state(node), Change.INSTALL if record.span is None else Change.GROW)
             end = start + len(node.key)
             if record.span is None:
                 record.span = Span(segment, start, end, is_owner=i == 0)
             else:
                 record.span.move_to(segment)
                 record.span.is_owner = i == 0
+            self._require(node, allowed)
             self.pending.take(node)
             self.prompts.take(node)
-            self.shrinking.discard(node)
+            self.keep_size(node)
             start = end
         if segment.is_generated:
             return
         if self._config is not None and len(self._config.shares) > 1:
-            self.shrinking.add(nodes[0])
+            self.let_shrink(nodes[0])
         if not segment.is_measured:
-            for _, job in self.jobs:
+            for job in self.begun_jobs:
                 if job.observation is not None and nodes[-1] in path_to(job.node):
                     job.observation.hand_over(segment)  # further passes add to the segment's entries
 
     @accounting()
     def squeeze(self, owner: Node, num_slots: int) -> Tensor:
         """Shrink a segment to ``num_slots`` token slots; return those to release ([num_freed], int64)."""
-        return self._packer.squeeze([self.spans[each] for each in self.spans.views_of(owner)], num_slots)
+        allowed = next_states(self.state(owner), Change.SQUEEZE)
+        freed = self._packer.squeeze([self.spans[each] for each in self.spans.views_of(owner)], num_slots)
+        self._require(owner, allowed)
+        return freed
+
+    def _require(self, node: Node, allowed: frozenset[State]) -> None:
+        if self.state(node) not in allowed:
+            raise InvariantError(f"a change led to the state {self.state(node).value!r}")
 
     # ---- changes of the tree ----------------------------------------------------------------------------------
 
@@ -341,20 +404,21 @@ class PrefixTable:
         Prompts that matched the node also matched its upper half. Jobs, votes, pending ranges and fits belong to the
         lower half, which ends where the node ended.
         """
-        may_shrink = lower in self.shrinking
-        if may_shrink:
-            self.shrinking.add(upper)
         below = self._records.get(lower)
         if below is None:
             return None
+        next_states(self.state(lower), Change.SPLIT)
         above = self._records[upper] = PrefixRecord(matches=below.matches)
         if below.span is not None:
             above.span, below.span = below.span.split(below.span.start + len(upper.key))
-            self.shrinking.discard(lower)  # the owner shrinks
-        elif may_shrink and below.prompt is not None:
-            self.prompts.put(upper, below.prompt, below.prompt.num_bytes)
         if lower in self.stale:
-            self.stale[upper] = None
+            self.stale.put(upper, value=True)
+        if below.may_shrink:
+            self.let_shrink(upper)
+            if below.span is not None:
+                self.keep_size(lower)  # the owner shrinks
+            elif below.prompt is not None:
+                self.prompts.put(upper, below.prompt, below.prompt.num_bytes)
         return below.span
 
     @accounting()
@@ -365,14 +429,14 @@ class PrefixTable:
         repacked into fewer slots at once. The rest of an unsplittable segment saves nothing any more, so it is dropped
         next.
         """
-        self.shrinking.discard(node)
-        self.stale.pop(node, None)
         record = self._records.get(node)
         if record is None:
             return DropResult()
+        next_states(self.state(node), Change.DROP)
         fit, span = record.fit, record.span
         for queue in self._queues:
             queue.take(node)
+        self.keep_size(node)
         del self._records[node]
         if span is None:
             return DropResult()
@@ -394,15 +458,18 @@ class PrefixTable:
 
     def clear(self) -> None:
         """Remove all records: the tree was flushed."""
-        self.forget()
-        self.stale.clear()
+        self._empty(*self._queues)
         self._records.clear()
 
     def forget(self) -> None:
         """Remove everything but spans and stale marks: the weights have changed."""
-        for queue in self._queues:
-            for node, _ in queue:
-                queue.take(node)
+        self._empty(*(queue for queue in self._queues if queue is not self.stale))
         for record in self._records.values():
             record.matches = 0
-        self.shrinking.clear()
+
+    def _empty(self, *queues: Queue[Any]) -> None:
+        for queue in queues:
+            for node, _ in queue:
+                queue.take(node)
+        for node in list(self.shrinking):
+            self.keep_size(node)

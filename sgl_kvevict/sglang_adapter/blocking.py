@@ -32,12 +32,12 @@ class BlockingNodes:
         """Mark all compressed nodes as stale, because the weights changed; drop those without readers."""
         root = self._cache.root_node
         for node in [node for node in self._spans if node.parent is root and node not in self._stale]:
-            self._stale[node] = None
+            self._stale.put(node, value=True)
         self.drop_unread()
 
     def drop_unread(self) -> None:
         """Drop stale subtrees without readers."""
-        for node in list(self._stale):
+        for node, _ in self._stale:
             if node in self._stale:
                 self.drop_subtree(node)
 
