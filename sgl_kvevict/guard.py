@@ -2,7 +2,7 @@
 
 SGLang does not catch exceptions of our hooks on its scheduler's thread. :class:`Guard` limits one to a request, job or
 listener. Where slots, spans and rows change hands, going on could give one user's keys to another:
-:func:`accounting` makes every exception an :class:`InvariantError`, which no guard holds.
+:class:`accounting` makes every exception an :class:`InvariantError`, which no guard holds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager
 from enum import Enum
 from types import TracebackType
 
@@ -126,12 +126,14 @@ class Attempt:
         return True
 
 
-@contextmanager
-def accounting() -> Iterator[None]:
+class accounting(ContextDecorator):
     """A block or function in which slots, spans or rows change hands; exceptions become :class:`InvariantError`."""
-    try:
-        yield
-    except InvariantError:
-        raise
-    except Exception as error:
-        raise InvariantError(f"accounting was interrupted by {type(error).__name__}: {cut(str(error))}") from error
+
+    def __enter__(self) -> accounting:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, InvariantError):
+            raise InvariantError(f"accounting was interrupted by {type(error).__name__}: {cut(str(error))}") from error
