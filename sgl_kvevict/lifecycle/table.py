@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import StrEnum, auto
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -25,7 +25,7 @@ from sgl_kvevict.prefix.packer import LargestOfRanks
 T = TypeVar("T")
 
 
-class State(Enum):
+class State(StrEnum):
     """State of a node's tokens, from most to fewest entries."""
 
     FULL = "full"
@@ -38,7 +38,7 @@ class State(Enum):
     """A span of a segment below the budget."""
 
 
-class Change(Enum):
+class Change(StrEnum):
     """A change of a node's tokens."""
 
     INSTALL = auto()
@@ -54,27 +54,24 @@ class Change(Enum):
 
 
 _SPANS = frozenset({State.LIGHT, State.COMPRESSED, State.SQUEEZED})
-CHANGES: Mapping[tuple[State, Change], frozenset[State]] = {
-    (State.FULL, Change.INSTALL): _SPANS,
-    **{(state, Change.GROW): _SPANS for state in _SPANS},
-    # A segment whose lower views were dropped stands for fewer tokens after a squeeze, so for a larger share.
-    **{(state, Change.SQUEEZE): _SPANS for state in _SPANS},
-    **{(state, Change.SPLIT): frozenset({state}) for state in State},
-    **{(state, Change.DROP): frozenset() for state in State},
+CHANGES: Mapping[Change, frozenset[State]] = {
+    Change.INSTALL: frozenset({State.FULL}),
+    Change.GROW: _SPANS,
+    Change.SQUEEZE: _SPANS,
+    Change.SPLIT: frozenset(State),
+    Change.DROP: frozenset(State),
 }
-"""States that a change may lead to; none leads back to FULL. Missing pairs are refused."""
+"""States that allow a change; others refuse it. None leads back to FULL."""
 
 
-def next_states(state: State, change: Change) -> frozenset[State]:
-    """Return the states that a change may lead to (none: its record is removed).
+def require(state: State, change: Change) -> None:
+    """Check that a state allows a change.
 
     Raises:
-        InvariantError: the state refuses the change; going on would leak slots or leave stale KV.
+        InvariantError: it refuses the change; going on would leak slots or leave stale KV.
     """
-    try:
-        return CHANGES[state, change]
-    except KeyError:
-        raise InvariantError(f"the change {change.name} of a node whose state is {state.value!r}") from None
+    if state not in CHANGES[change]:
+        raise InvariantError(f"the change {change.name} of a node whose state is {state.value!r}")
 
 
 @dataclass(frozen=True)
@@ -353,7 +350,6 @@ class PrefixTable:
 
     # ---- changes of spans -------------------------------------------------------------------------------------
 
-    @accounting()
     def install(self, nodes: Sequence[Node], segment: Segment) -> None:
         """Give consecutive nodes their spans of a new segment, and remove their pending ranges and prompts.
 
@@ -362,14 +358,13 @@ class PrefixTable:
         start = segment.start
         for i, node in enumerate(nodes):
             record = self._records.setdefault(node, PrefixRecord())
-            allowed = next_states(self.state(node), Change.INSTALL if record.span is None else Change.GROW)
+            require(self.state(node), Change.INSTALL if record.span is None else Change.GROW)
             end = start + len(node.key)
             if record.span is None:
                 record.span = Span(segment, start, end, is_owner=i == 0)
             else:
                 record.span.move_to(segment)
                 record.span.is_owner = i == 0
-            self._require(node, allowed)
             self.pending.take(node)
             self.prompts.take(node)
             self.keep_size(node)
@@ -379,21 +374,15 @@ class PrefixTable:
         if self._config is not None and len(self._config.shares) > 1:
             self.let_shrink(nodes[0])
         if not segment.is_measured:
-            for job in self.begun_jobs:
+            for _, job in self.jobs:
                 if job.observation is not None and nodes[-1] in path_to(job.node):
                     job.observation.hand_over(segment)  # further passes add to the segment's entries
 
     @accounting()
     def squeeze(self, owner: Node, num_slots: int) -> Tensor:
         """Shrink a segment to ``num_slots`` token slots; return those to release ([num_freed], int64)."""
-        allowed = next_states(self.state(owner), Change.SQUEEZE)
-        freed = self._packer.squeeze([self.spans[each] for each in self.spans.views_of(owner)], num_slots)
-        self._require(owner, allowed)
-        return freed
-
-    def _require(self, node: Node, allowed: frozenset[State]) -> None:
-        if self.state(node) not in allowed:
-            raise InvariantError(f"a change led to the state {self.state(node).value!r}")
+        require(self.state(owner), Change.SQUEEZE)
+        return self._packer.squeeze([self.spans[each] for each in self.spans.views_of(owner)], num_slots)
 
     # ---- changes of the tree ----------------------------------------------------------------------------------
 
@@ -407,7 +396,7 @@ class PrefixTable:
         below = self._records.get(lower)
         if below is None:
             return None
-        next_states(self.state(lower), Change.SPLIT)
+        require(self.state(lower), Change.SPLIT)
         above = self._records[upper] = PrefixRecord(matches=below.matches)
         if below.span is not None:
             above.span, below.span = below.span.split(below.span.start + len(upper.key))
@@ -432,7 +421,7 @@ class PrefixTable:
         record = self._records.get(node)
         if record is None:
             return DropResult()
-        next_states(self.state(node), Change.DROP)
+        require(self.state(node), Change.DROP)
         fit, span = record.fit, record.span
         for queue in self._queues:
             queue.take(node)
