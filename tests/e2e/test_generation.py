@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -36,16 +35,10 @@ def prompt_of(seed, length=40):
     return [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
 
 
-def most_slots_held(server, running):
-    """Most slots that are neither free nor given up for the asking while a request runs."""
-    most, looks = 0, 0
-    while not running.done():
-        state = server.get_json("/server_info")["internal_states"][0]["kvevict"]
-        most = max(most, state["total_slots"] - state["free_slots"])
-        looks += 1
-        time.sleep(0.02)
-    assert looks > 10
-    return most
+def slots_held(server):
+    """Slots that are neither free nor given up for the asking."""
+    state = server.get_json("/server_info")["internal_states"][0]["kvevict"]
+    return state["total_slots"] - state["free_slots"]
 
 
 @pytest.fixture(scope="module")
@@ -54,15 +47,17 @@ def server(start, tiny_llama):
 
 
 def test_a_long_answer_holds_its_budget_and_a_block(server):
-    prompt = prompt_of(1)
+    looks, prompt = [], prompt_of(1)
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(generate, server, prompt, LONG)
-        most = most_slots_held(server, running)
-        answer = running.result()
-    assert len(answer["output_ids"]) == LONG
+        while len(looks) <= 10:  # a busy machine may need more than one answer
+            running = pool.submit(generate, server, prompt, LONG)
+            while not running.done():
+                looks.append(slots_held(server))
+            assert len(running.result()["output_ids"]) == LONG
+            state = assert_all_slots_are_back(server)
+            server.post("/flush_cache?timeout=60")
     # Two steps are under way, and what is due is compressed between them.
-    assert most <= len(prompt) + math.ceil(0.25 * LONG) + BLOCK + TAIL + 2
-    state = assert_all_slots_are_back(server)
+    assert max(looks) <= len(prompt) + math.ceil(0.25 * LONG) + BLOCK + TAIL + 2
     assert state["compressions"] >= LONG // BLOCK - 2
 
 
