@@ -238,7 +238,7 @@ def compress(server: RunningServer, text: list[int]) -> None:
     """Forget everything, also earlier answers; cache the document and wait until it is compressed."""
     flush(server)
     generate(server, text, 0)
-    wait_until_scored(server)
+    wait_until_scored(server, 1800)  # a pass over a large model takes minutes on a CPU
 
 
 @dataclass(frozen=True)

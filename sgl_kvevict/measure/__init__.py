@@ -98,7 +98,7 @@ def parse_gauges(text: str) -> PoolGauges:
 def wait_until_scored(server: RunningServer, timeout_s: float = 300.0) -> float:
     """Wait until no prefix waits for scoring passes; return the seconds waited, about 0 on stock SGLang."""
     begin = time.monotonic()
-    while any(state.get("scoring_jobs", 0) for state in plugin_states(server)):
+    while any(state.get("scoring_jobs", 0) for state in plugin_states(server, timeout_s)):
         if time.monotonic() - begin > timeout_s:
             raise TimeoutError(f"prefixes still wait to be scored after {timeout_s:.0f} s")
         time.sleep(0.1)
@@ -164,6 +164,7 @@ def plugin_state(server: RunningServer) -> dict[str, Any] | None:
     return next(iter(plugin_states(server)), None)
 
 
-def plugin_states(server: RunningServer) -> list[dict[str, Any]]:
+def plugin_states(server: RunningServer, timeout_s: float = 30.0) -> list[dict[str, Any]]:
     """The plugin's state of each data-parallel scheduler, in no order; [] on stock SGLang."""
-    return [state["kvevict"] for state in server.get_json("/server_info")["internal_states"] if "kvevict" in state]
+    states = server.get_json("/server_info", timeout_s)["internal_states"]
+    return [state["kvevict"] for state in states if "kvevict" in state]
