@@ -8,6 +8,12 @@ import os
 import pytest
 import torch
 
+if num_workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+    # Workers share the cores, and so do the servers they start: more threads than cores only wait for each other.
+    num_threads = max(1, torch.get_num_threads() // num_workers)
+    torch.set_num_threads(num_threads)
+    os.environ["OMP_NUM_THREADS"] = str(num_threads)
+
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     # Triton decides when it is imported whether its kernels run in the interpreter.

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -28,6 +29,17 @@ SIZES = [(3, 3, 64), (1, 1, 16), (2, 5, 80), (5, 7, 32), (4, 1, 128)]
 MakeNumbaWorld = Callable[..., "World"]
 
 
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """So many threads for what is planned meanwhile; by default a worker of the test run has its share of the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.fixture
 def make_numba_world(make_world: MakeWorld) -> MakeNumbaWorld:
     """A world whose attention is compiled."""
@@ -41,8 +53,9 @@ def make_numba_world(make_world: MakeWorld) -> MakeNumbaWorld:
 
 
 def check(world: World, extend_lens: list[int] | None = None, noise: float = NOISE, lse_noise: float = NOISE) -> None:
-    """Plan, and compare every layer with the plain implementation; fresh allocations are NaN."""
-    world.attention.plan(world.batch(extend_lens))
+    """Plan on two threads, and compare every layer with the plain implementation; fresh allocations are NaN."""
+    with threads(2):
+        world.attention.plan(world.batch(extend_lens))
     for layer in range(world.geometry.num_layers):
         q = world.queries(extend_lens)
         with poisoned_allocations():
@@ -191,13 +204,9 @@ def test_what_a_request_gets_depends_neither_on_others_nor_on_threads(make_numba
         part = {
             name: getattr(batch, name)[first:last] for name in ("paths", "seq_lens", "extend_lens", "req_pool_indices")
         }
-        threads_before = torch.get_num_threads()
-        torch.set_num_threads(num_threads)
-        try:
+        with threads(num_threads):
             world.attention.plan(type(batch)(**part, req_to_token=batch.req_to_token))
             return world.attention.run(1, q[tokens], world.sm_scale)
-        finally:
-            torch.set_num_threads(threads_before)
 
     together = results(0, 3, 2)
     for num_threads in (1, 3):

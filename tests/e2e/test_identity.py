@@ -18,10 +18,10 @@ from helpers.traffic import generate, idle_state
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 HANDBOOK = Path(__file__).parents[2] / "examples" / "data" / "station_handbook.txt"
-FLAGS = ("--dtype", "float32", "--max-total-tokens", "9000", "--chunked-prefill-size", "500")
-CONFIG = {"policy": "ada-snapkv", "budget": 1.0}
+FLAGS = ("--dtype", "float32", "--max-total-tokens", "4500", "--chunked-prefill-size", "250")
+CONFIG = {"policy": "ada-snapkv", "budget": 1.0, "min_prefix_tokens": 128}
 FEW = slice(3, 14)
-"""Prompts of up to 600 tokens, some of which share a beginning."""
+"""Prompts of up to 300 tokens, some of which share a beginning."""
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8")
 STANDALONE = ("--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1")
 SPECULATION = {  # trees and chains
@@ -33,7 +33,7 @@ QUESTIONS = ("How far away is the nearest town?", "Where does the boat land?", "
 
 @pytest.fixture(scope="module")
 def prompts(demo_model):
-    """20 prompts of 8 to 2,200 tokens, up to five chunks; many share a prefix, some only the first tokens."""
+    """20 prompts of 8 to 1,100 tokens, up to five chunks; many share a prefix, some only the first tokens."""
     tokenizer = AutoTokenizer.from_pretrained(demo_model)
     text = HANDBOOK.read_text(encoding="utf-8")
     words = text.split()
@@ -45,13 +45,13 @@ def prompts(demo_model):
     def plain(content, limit):
         return list(tokenizer(content).input_ids[:limit])
 
-    chats = [chat(" ".join(words[:800]) + "\n\n" + question) for question in QUESTIONS]  # about 1,000 shared tokens
-    chats += [chat(" ".join(words[:300]) + "\n\n" + question) for question in QUESTIONS]
+    chats = [chat(" ".join(words[:400]) + "\n\n" + question) for question in QUESTIONS]  # about 500 shared tokens
+    chats += [chat(" ".join(words[:150]) + "\n\n" + question) for question in QUESTIONS]
     chats += [chat(question) for question in QUESTIONS]
-    texts = [plain(text, limit) for limit in (8, 100, 333, 334, 600, 900)]
-    texts += [plain(" ".join(words[start:]) + text, limit) for start, limit in ((200, 500), (500, 700), (900, 2200))]
+    texts = [plain(text, limit) for limit in (8, 50, 166, 167, 300, 450)]
+    texts += [plain(" ".join(words[start:]) + text, limit) for start, limit in ((200, 250), (500, 350), (900, 1100))]
     texts += [[*texts[3], *plain(question, 12)] for question in QUESTIONS[:2]]
-    assert len(chats + texts) == 20 and max(map(len, texts)) == 2200
+    assert len(chats + texts) == 20 and max(map(len, texts)) == 1100
     return chats + texts
 
 
@@ -112,18 +112,18 @@ def compressing(start, demo_model):
 def test_one_compressed_copy_serves_eight_requests(compressing, prompts):
     """At budget 0.2: the slots of a prefix are exactly ceil(0.2 * range), however many requests read it."""
     server = compressing
-    document = prompts[0][:900]
+    document = prompts[0][:450]
     generate(server, document, 0)  # how the frontend language caches a shared prefix
     state = idle_state(server)
-    assert state["span_tokens"] == 900 - 32
-    assert state["span_slots"] == 174  # ceil(0.2 * 868)
+    assert state["span_tokens"] == 450 - 32
+    assert state["span_slots"] == 84  # ceil(0.2 * 418)
     suffixes = [prompts[6][-20 - i :] for i in range(8)]
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(lambda suffix: generate(server, document + suffix, 24), suffixes))
-    assert [result["meta_info"]["cached_tokens"] for result in results] == [900] * 8
+    assert [result["meta_info"]["cached_tokens"] for result in results] == [450] * 8
     state = idle_state(server)
     assert state["max_sharers"] == 8
-    assert (state["span_slots"], state["segments"]) == (174, 1)
+    assert (state["span_slots"], state["segments"]) == (84, 1)
     assert state["leaked_slots"] == 0 and server.leak_messages() == []
     server.post("/flush_cache?timeout=60")
 

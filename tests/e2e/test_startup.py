@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -78,14 +76,17 @@ def test_the_reasons_of_a_scheduler_are_the_last_lines(tiny_llama, preloaded, tm
     ]
 
 
-def test_engine(tiny_llama, tmp_path):
-    script = tmp_path / "engine.py"
-    script.write_text(ENGINE)
-    env = {**os.environ, **ENV, **config_env({"policy": "snapkv", "budget": 0.5})}
-    run = subprocess.run(
-        [sys.executable, str(script), str(tiny_llama)], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert "CACHED 600 4" in run.stdout
-    resolved = next(line for line in run.stderr.splitlines() if "kvevict: " in line and "policy=" in line)
+def test_engine(tiny_llama, preloaded, tmp_path):
+    """Started anew, as users do, in ``test_examples.py``."""
+    (tmp_path / "embedding.py").write_text(ENGINE)
+    env = config_env({"policy": "snapkv", "budget": 0.5}) | {"PYTHONPATH": str(tmp_path)}
+    with (tmp_path / "log").open("wb") as file:
+        engine = preloaded.start([sys.executable, "-m", "embedding", str(tiny_llama)], env, file)
+    try:
+        assert engine.wait(300) == 0, (tmp_path / "log").read_text()[-3000:]
+    finally:
+        end_group(engine.pid, 0, engine.poll)
+    log = (tmp_path / "log").read_text()
+    assert "CACHED 600 4" in log
+    resolved = next(line for line in log.splitlines() if "kvevict: " in line and "policy=" in line)
     assert "policy='snapkv', budget=0.5" in resolved and json.dumps(2001 - 1) in resolved

@@ -141,6 +141,8 @@ def serve(command: Sequence[str], env: Mapping[str, str], log: str) -> None:
     os.dup2(1, 2)
     os.environ.update(env)
     sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
+    if num_threads := env.get("OMP_NUM_THREADS"):  # OpenMP has read it before the fork
+        importlib.import_module("torch").set_num_threads(int(num_threads))
     for name in READ_AT_IMPORT.keys() & env.keys():
         module_name, constant = READ_AT_IMPORT[name]
         module = importlib.import_module(module_name)

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from helpers.compiled import compile_all, copies_in_flight
+from helpers.compiled import Spec, compile_all, copies_in_flight
 from helpers.gpu_kernels import DEVICES, attention_kernels, head_dim_kernels, label, small_kernels
 
 H100 = DEVICES[90]
+Compiled = dict[str, dict[str, Any]]
+
+
+def compiled(specs: list[Spec], folder: Path) -> Compiled:
+    """What the compiler makes of each kernel, by its label."""
+    return {label(spec): result for spec, result in zip(specs, compile_all(specs, str(folder)), strict=True)}
+
+
+@pytest.fixture(scope="module")
+def attention_of_h100(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    return compiled(list(attention_kernels(90, 128)), tmp_path_factory.mktemp("triton"))
 
 
 @pytest.mark.slow
-def test_attention_kernels_compile_for_an_h100(tmp_path: Path) -> None:
+def test_attention_kernels_compile_for_an_h100(attention_of_h100: Compiled) -> None:
     """Tensor cores, 16-byte loads, copies that run beside the products; the interpreter says nothing about these."""
-    specs = list(attention_kernels(90, 128))
-    found = {label(spec): result for spec, result in zip(specs, compile_all(specs, str(tmp_path)), strict=True)}
+    found = attention_of_h100
     loops = [found[name] for name in ("split, 16 q rows", "split, 64 q rows", "extend, 128 q rows")]
     for result in loops:
         assert result["in_flight"] >= 3, "the next K, V and indices are on their way while products run"
@@ -35,12 +46,12 @@ def test_attention_kernels_compile_for_an_h100(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_merge_starts_beside_the_split_kernel_from_sm_90_on(tmp_path: Path) -> None:
+def test_the_merge_starts_beside_the_split_kernel_from_sm_90_on(tmp_path: Path, attention_of_h100: Compiled) -> None:
     """Others do not know the instructions."""
-    for arch, can in ((80, False), (90, True)):
-        names = ("split, 16 q rows", "merge")
-        specs = [spec for spec in attention_kernels(arch, 64) if label(spec) in names]
-        split, merge = (result["ptx"] for result in compile_all(specs, str(tmp_path)))
+    names = ("split, 16 q rows", "merge")
+    specs = [spec for spec in attention_kernels(80, 64) if label(spec) in names]
+    for found, can in ((compiled(specs, tmp_path), False), (attention_of_h100, True)):
+        split, merge = (found[name]["ptx"] for name in names)
         assert ("griddepcontrol.launch_dependents" in split) == can
         assert ("griddepcontrol.wait" in merge) == can
         if can:
