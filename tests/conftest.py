@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ if num_workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     torch.set_num_threads(num_threads)
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
 
+TESTS = Path(__file__).parent
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     # Triton decides when it is imported whether its kernels run in the interpreter.
@@ -21,10 +23,19 @@ if not HAS_CUDA:
     importlib.import_module("helpers.quick_interpreter")
 
 
+LONGEST = (
+    "e2e/test_examples.py",
+    "sglang_adapter/test_tree_model.py",
+    "e2e/test_identity.py",
+)
+"""Files that take more than a minute of CPU time, the longest first."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first: workers that take files in this order end at about the same time."""
+    """The longest files come first, then others with slow tests: workers that take files in this order end together."""
+    longest = {TESTS / name: place for place, name in enumerate(LONGEST)}
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    items.sort(key=lambda item: (longest.get(item.path, len(longest)), item.path not in slow))
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_CUDA:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

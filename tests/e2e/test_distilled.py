@@ -90,7 +90,7 @@ def test_a_cold_server_learns_from_its_users(start, demo_model):
     with start(demo_model, "--max-total-tokens", "6000", config=config) as server:
         assert not plugin_state(server)["learned_scores"]["in_use"]
         learned = right = right_in_full = 0
-        for text in training_texts([2000] * 16):
+        for text in training_texts([1200] * 16):
             document = document_of(text)
             ask(server, document + QUESTION)
             answer = ask(server, document + QUESTION)
@@ -99,7 +99,7 @@ def test_a_cold_server_learns_from_its_users(start, demo_model):
             wait_until_scored(server)
             learned += 1
             answer = ask(server, document + QUESTION)
-            assert answer["meta_info"]["cached_tokens"] > 300
+            assert answer["meta_info"]["cached_tokens"] > 256
             right += "marigold" in answer["text"]
             if plugin_state(server)["learned_scores"]["in_use"]:
                 break

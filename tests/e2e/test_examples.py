@@ -18,7 +18,8 @@ from helpers.traffic import assert_all_slots_are_back
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-FLAGS = ("--max-total-tokens", "6000", "--enable-cache-report", "--enable-metrics")
+POOL = 4000
+FLAGS = ("--max-total-tokens", str(POOL), "--enable-cache-report", "--enable-metrics")
 HANDBOOK_TOKENS = 2800
 
 
@@ -66,11 +67,11 @@ def test_demo(server, monkeypatch):
     demo = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(demo)
     shown = io.StringIO()
-    figures = demo.run(server, Console(file=shown, width=120), 0.2, 6000)
+    figures = demo.run(server, Console(file=shown, width=120), 0.2, POOL)
     assert figures["right_answers"] == figures["answers"] == figures["sharers"] == 8
     assert figures["prefix_slots"] <= 0.22 * figures["prefix_tokens"] and figures["pool_leaks"] == 0
     assert figures["cached_tokens"] >= 8 * HANDBOOK_TOKENS
-    assert figures["long_prompt_tokens"] > figures["pool_slots"] == 6000 and figures["long_prompt_compressed"] > 1000
+    assert figures["long_prompt_tokens"] > figures["pool_slots"] == POOL and figures["long_prompt_compressed"] > 1000
     assert "station_handbook.txt" in shown.getvalue() and "Tomas Brandt" in shown.getvalue()
     server.post("/flush_cache?timeout=60")  # the others count what they compress themselves
 

@@ -19,9 +19,9 @@ from sgl_kvevict.measure import plugin_state, wait_until_scored
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 FLAGS = ("--skip-tokenizer-init", "--max-total-tokens", "6000", "--context-length", "2048")
-CONFIG = {"policy": "reconstruction", "min_prefix_tokens": 48, "tail_tokens": 16}
+CONFIG = {"policy": "reconstruction", "min_prefix_tokens": 48, "tail_tokens": 16, "pass_share": 0.02}
 NUM_CLIENTS = 4
-LONG_ANSWER = 1500
+LONG_ANSWER = 600
 
 
 def happens_before_the_answer(server, reader: Future, has_happened: Callable[[dict], bool]) -> bool:
