@@ -54,7 +54,7 @@ lint: setup ## ruff (rules and format) and mypy
 	@$(BIN)/mypy
 
 # Two processes, a file at a time: most tests keep one core busy, and so does a server that starts. Files are taken in
-# order, those with slow tests first (tests/conftest.py).
+# order, the longest first (tests/conftest.py).
 test: model ## run the test suite (ARGS="tests/kernels -k compact"; ARGS="-m 'not slow'")
 	@$(BIN)/python -m pytest --durations=25 $(if $(ARGS),$(ARGS),-n 2 --dist loadfile --no-loadscope-reorder)
 
