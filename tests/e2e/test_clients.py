@@ -77,8 +77,8 @@ def flush(server) -> None:
 
 def many_jobs(server) -> list[str]:
     """More passes than a test takes: whatever it does next, it does while passes run."""
-    with ThreadPoolExecutor(8) as pool:  # all at once: no pass has begun when the last one comes
-        names = list(pool.map(lambda seed: warm(server, seed), range(100, 108)))
+    with ThreadPoolExecutor(12) as pool:  # all at once: few passes have begun when the last one comes
+        names = list(pool.map(lambda seed: warm(server, seed), range(100, 112)))
     assert plugin_state(server)["scoring_jobs"] > 4
     return names
 

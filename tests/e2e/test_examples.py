@@ -18,7 +18,7 @@ from helpers.traffic import assert_all_slots_are_back
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-POOL = 4000
+POOL = 6000
 FLAGS = ("--max-total-tokens", str(POOL), "--enable-cache-report", "--enable-metrics")
 HANDBOOK_TOKENS = 2800
 

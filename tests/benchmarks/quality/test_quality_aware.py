@@ -28,7 +28,7 @@ class FakeServer:
         assert body["sampling_params"]["temperature"] == 0
         return json.dumps({"output_ids": [last, last], "meta_info": {"finish_reason": {"type": "length"}}})
 
-    def get_json(self, path: str) -> object:
+    def get_json(self, path: str, timeout_s: float) -> object:
         ranges = [len(ids) - self.tail_tokens for ids in self.prompts.values()]
         state = {
             "span_tokens": sum(ranges) - self.uncompressed,

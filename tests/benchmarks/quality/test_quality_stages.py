@@ -27,7 +27,7 @@ class FakeServer:
         self.prompts.append(body["input_ids"])
         return json.dumps({"output_ids": [5], "meta_info": {"finish_reason": {"type": "length"}}})
 
-    def get_json(self, path: str) -> object:
+    def get_json(self, path: str, timeout_s: float) -> object:
         spans = ((80, self.sizes[0]), (80 + 200, self.sizes[1] + 100))[self.looks]
         self.looks += 1
         return {"internal_states": [{"kvevict": dict(zip(("span_tokens", "span_slots"), spans, strict=True))}]}
