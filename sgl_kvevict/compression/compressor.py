@@ -253,7 +253,8 @@ class Compressor:
         geometry = self.packer.geometry
         show = self._show(observation, start, token_slots)
         is_measured = isinstance(observation, ReaderObservation)
-        learner = self.learner if num_slots < num_tokens and not is_measured else None
+        asks = isinstance(observation, ReaderObservation) and observation.reach > 0  # the questions are known
+        learner = self.learner if num_slots < num_tokens and not asks else None
         if learner is not None and learner.weights is not None:
             show = with_learned_scores(show, learner.weights, self._cached(token_slots, start), learner.rotary)
         fit = self._fit(token_slots, start, observation) if num_slots < num_tokens else None

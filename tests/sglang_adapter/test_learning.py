@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import LessonResult, ScoreLearner, learner
 from sgl_kvevict.lifecycle.nodes import path_to
 from sgl_kvevict.policies import Rotary, build_policy
+from sgl_kvevict.policies.methods.distilled import DistilledScorer
 from sgl_kvevict.request import ticket_digest
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
 
@@ -30,11 +31,12 @@ def server_args(tmp_path_factory):
 class Pupil:
     """A cache that learns; what its passes see is the same everywhere, so what it learns is worth nothing."""
 
-    def __init__(self, monkeypatch, num_prefixes=1, num_slots=600, min_recall=0.0, fitter=None, **fields):
+    def __init__(self, monkeypatch, num_prefixes=1, num_slots=600, min_recall=0.0, fitter=None, scorer=None, **fields):
         monkeypatch.setattr(learner, "MIN_RECALL", min_recall)
         values = {"budget": 0.3, "tail_tokens": 4, "sink_tokens": 2, "min_prefix_tokens": 6, "scoring_pass_tokens": 20}
         config = KVEvictConfig(**values, **fields)
         policy = replace(build_policy("distilled", {}), fitter=fitter)
+        policy = policy if scorer is None else replace(policy, scorer=scorer)
         self.harness = Harness(num_slots=num_slots, config=config, policy=policy)
         self.manager = self.harness.tree.manager
         rotary = Rotary(torch.empty(600, 0), is_neox=True)
@@ -92,6 +94,37 @@ def test_once_it_has_learned_prompts_wait_for_passes_or_for_a_lack_of_slots(monk
     assert pupil.teach(document(2)) == 3 and pupil.spans == [(0, 56)] and len(pupil.results) == 2
     pupil.ask(document(3), 7, 8, 9)
     assert pupil.harness.evict(1) and pupil.spans == [(0, 56), (0, 59)] and pupil.work() == 0
+
+
+@dataclass(frozen=True)
+class Recorded(DistilledScorer):
+    """The scorer of the default policy; keeps which signals it was given."""
+
+    seen: list[set[str]] = field(default_factory=list)
+
+    def score(self, view):
+        self.seen.append({signal.value for signal in view.signals} & {"learned_scores", "reader_attention"})
+        return super().score(view)
+
+
+def test_passes_and_what_was_learned_choose_together_unless_questions_were_read(monkeypatch):
+    scorer = Recorded(use_window=True)
+    pupil = Pupil(monkeypatch, scorer=scorer)
+
+    def given():
+        seen = scorer.seen[:]
+        scorer.seen.clear()
+        assert len(seen) == NUM_LAYERS
+        return seen[0]
+
+    pupil.teach(document(0))
+    assert given() == {"reader_attention"}  # nothing is learned yet
+    pupil.teach(document(1))
+    assert pupil.results[-1].is_accepted and given() == {"reader_attention", "learned_scores"}
+    pupil.ask(document(2), 1, 2, 3)
+    assert pupil.harness.evict(1) and given() == {"learned_scores"}
+    pupil.ask(document(3), warm=True, questions=["Who?"])
+    assert pupil.work() == 1 and given() == {"reader_attention"}
 
 
 def test_what_passes_have_read_is_fitted_and_what_only_shrank_is_not(monkeypatch):

@@ -15,6 +15,8 @@ FULL = "full"
 KNOWN_QUESTIONS = "known-questions"
 """The policy ``questions``, given the very questions that will be asked: not to be had where a prefix is shared, but
 what a budget could hold."""
+AWAITED = "awaited"
+"""The policy ``distilled`` as it is served where slots are ample: a context is compressed after its passes."""
 TWO_STAGES = "two-stages"
 """The policy ``distilled`` as it is served where slots are short: a context first shrinks to the light share by learned
 scores, then to the budget by passes over what is left."""
@@ -35,7 +37,7 @@ class Setup:
     """One server to start: the full cache, or a policy with a budget.
 
     Attributes:
-        policy: a policy's name, ``FULL``, ``KNOWN_QUESTIONS``, ``TWO_STAGES`` or ``WHILE_PREFILLED``.
+        policy: a policy's name, ``FULL``, ``KNOWN_QUESTIONS``, ``AWAITED``, ``TWO_STAGES`` or ``WHILE_PREFILLED``.
         budget: share of the entries; 1.0 for ``FULL``.
         options: of the policy; those of ``FIT_FIELDS`` go into the configuration, ``pool`` is of ``WHILE_PREFILLED``.
         aware: context and question come in one prompt, compressed before the answer.
@@ -103,7 +105,7 @@ class Setup:
     def _config(self) -> dict[str, Any]:
         if self.policy == FULL:
             return {"policy": "none"}
-        served = {KNOWN_QUESTIONS: "questions", TWO_STAGES: "distilled", WHILE_PREFILLED: "distilled"}
+        served = {KNOWN_QUESTIONS: "questions", **dict.fromkeys((AWAITED, TWO_STAGES, WHILE_PREFILLED), "distilled")}
         policy = served.get(self.policy, self.policy)
         fit = {name: value for name, value in self.options.items() if name in FIT_FIELDS}
         ours = (*FIT_FIELDS, "pool") if self.policy == WHILE_PREFILLED else FIT_FIELDS
@@ -112,11 +114,11 @@ class Setup:
         if fit.get("fit"):
             values["observation_bytes"] = FIT_BYTES
         # False: what learned scores alone keep; other policies do not look at it
-        return values | {"wait_for_passes": self.policy == TWO_STAGES}
+        return values | {"wait_for_passes": self.policy in (AWAITED, TWO_STAGES)}
 
     def _waits_for_readers(self) -> bool:
         policy = self._policy()
-        is_learned = Signal.LEARNED_SCORES in policy.needs and self.policy != TWO_STAGES
+        is_learned = Signal.LEARNED_SCORES in policy.needs and self.policy not in (AWAITED, TWO_STAGES)
         return policy.readers is not None and not is_learned
 
     def _policy(self) -> Policy:
