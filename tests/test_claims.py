@@ -11,7 +11,6 @@ import pytest
 from sgl_kvevict.config import KVEvictConfig
 from sgl_kvevict.distill import learner
 from sgl_kvevict.lifecycle import eviction, pressure
-from sgl_kvevict.policies import signals
 from sgl_kvevict.policies.budgets import AllLayersBudget
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,7 +99,7 @@ def test_constants_in_the_table_of_choices_are_those_of_the_code() -> None:
     config = KVEvictConfig()
     current = {
         "RIDGE": learner.RIDGE,
-        "SCORE_FLOOR": signals.SCORE_FLOOR,
+        "SCORE_FLOOR": learner.SCORE_FLOOR,
         "SAMPLED_TOKENS": learner.SAMPLED_TOKENS,
         "MIN_RECALL": learner.MIN_RECALL,
         "ANSWERS": pressure.ANSWERS,

@@ -16,7 +16,7 @@ from sgl_kvevict.compression.reader_observation import ReaderObservation
 from sgl_kvevict.compression.sliding_windows import select_beside_windows
 from sgl_kvevict.compression.streams import ChoiceStream
 from sgl_kvevict.config import KVEvictConfig
-from sgl_kvevict.distill import CachedRange, Lesson, ScoreLearner, with_learned_scores
+from sgl_kvevict.distill import CachedRange, Lesson, ScoreLearner, joint_scores, with_learned_scores
 from sgl_kvevict.policies.layer_view import Show
 from sgl_kvevict.policies.parts import Decision, PolicyState
 from sgl_kvevict.policies.policy import Policy
@@ -151,9 +151,12 @@ class Compressor:
         return ReaderObservation(packer.geometry, start, end, reach, segments, packer.k_arena, products)
 
     def rank_by_attention(self, segment: Segment) -> None:
-        """Set the worth of a segment's entries to their measured reader attention."""
+        """Set the worth of a segment's entries by measured reader attention; by joint scores once scores are learned."""
         assert segment.worth is not None and segment.entry_attention is not None
-        segment.worth = measured_worth(segment.worth, segment.entry_attention.squares.sqrt())
+        scores = segment.entry_attention.squares.sqrt()
+        if self.has_learned:
+            scores = joint_scores(scores, segment.worth.float())
+        segment.worth = measured_worth(segment.worth, scores)
         segment.is_measured, segment.entry_attention = True, None
 
     def lesson(self, token_slots: Tensor, readers: ReaderObservation, prompt: PromptObservation) -> Lesson | None:

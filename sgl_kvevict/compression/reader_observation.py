@@ -13,9 +13,10 @@ from torch.nn.functional import avg_pool1d
 from kvevict_kernels.key_scores import accumulated_attention
 from kvevict_kernels.stored_rows import gather_rows
 from sgl_kvevict.compression.fits import AttentionProducts
+from sgl_kvevict.compression.prompt_observation import PromptObservation
 from sgl_kvevict.geometry import KVGeometry
 from sgl_kvevict.policies.layer_view import LayerView
-from sgl_kvevict.policies.signals import Signal
+from sgl_kvevict.policies.signals import QueryWindow, Signal
 from sgl_kvevict.prefix import EntryAttention, Segment
 
 
@@ -35,6 +36,7 @@ class ReaderObservation:
 
     Attributes:
         entry_attention: sums of the observed segments' entries.
+        prompt: observation of a prompt that continues the range, whose last queries learned scores look at.
         num_readers: readers observed to their end.
         has_failed: an error made the observation unusable.
     """
@@ -52,6 +54,7 @@ class ReaderObservation:
         self.k_arena = k_arena
         self.products = products
         self.entry_attention: list[EntryAttention] = []
+        self.prompt: PromptObservation | None = None
         self.geometry = geometry
         self._num_slots = 0  # of observed segments; slots, because numbers of entries differ between ranks
         for segment in segments:
@@ -136,7 +139,15 @@ class ReaderObservation:
         first = start - self.start
         k_scale, v_scale = self.geometry.scales.of(layer)
         part = slice(first, first + token_slots.numel())
-        paid = None if self._squares is None else self._spread(self._squares[layer], part).sqrt()
+        signals: dict[Signal, object] = {}
+        if self._squares is not None and not self.geometry.window(layer):
+            signals[Signal.READER_ATTENTION] = self._spread(self._squares[layer], part).sqrt()
+        if self.prompt is not None:
+            window = self.prompt.show(layer, start, k_buffer, v_buffer, token_slots).find(
+                Signal.WINDOW_QUERIES, QueryWindow
+            )
+            if window is not None:
+                signals[Signal.WINDOW_QUERIES] = window
         return LayerView(
             layer=layer,
             start=start,
@@ -144,7 +155,7 @@ class ReaderObservation:
             v_buffer=v_buffer,
             token_slots=token_slots,
             sm_scale=self._sm_scales[layer],
-            signals={} if paid is None else {Signal.READER_ATTENTION: paid},
+            signals=signals,
             k_scale=k_scale,
             v_scale=v_scale,
         )

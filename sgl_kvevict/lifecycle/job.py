@@ -146,7 +146,7 @@ class ScoringJob:
         questions: texts to append in its passes; (): the policy's own probes.
         tickets: hashes of the tickets under which its outcome is reported.
         is_wanted: a request asked for it.
-        prompt: observation of the prefill of a prompt that found the prefix or asked for it; kept for a lesson.
+        prompt: observation of a prompt that found the prefix or asked for it; lessons and learned scores look at it.
         observation: attention of its passes; None before the first, like ``probes``.
         lesson: fits learned scores to the passes' attention; None before the last pass.
     """

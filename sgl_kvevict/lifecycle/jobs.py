@@ -43,7 +43,7 @@ class ScoringJobs:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of passes' observations, and of prompts kept for lessons."""
+        """Memory of passes' observations, and of prompts kept with them."""
         kept = (part for job in self._queue.values() for part in (job.observation, job.prompt) if part is not None)
         return sum(part.num_bytes for part in kept)
 

@@ -24,8 +24,9 @@ from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.prefix import Segment
 from sgl_kvevict.request import RequestOptions, ticket_digest
 
-MAX_WAITING_LESSONS = 16
-"""Prefixes that may wait for a lesson with the last queries of a prompt; further ones are only scored."""
+MAX_KEPT_PROMPTS = 16
+"""Prefixes that may wait for passes with the last queries of a prompt; of further ones nothing is learned, and their
+learned scores do without."""
 
 
 class PrefixScoring(Part):
@@ -84,7 +85,7 @@ class PrefixScoring(Part):
         if self.readers is not Readers.REPETITION:
             return
         if False in due:
-            self._queue(ScoringJob(due[False], prompt=self._kept_for_lesson(prompt)), prompt)
+            self._queue(ScoringJob(due[False], prompt=self._kept(prompt)), prompt)
         if True in due and (False not in due or self._table.jobs.get(due[False]) is None):
             self._queue(ScoringJob(due[True]), prompt)
 
@@ -96,18 +97,17 @@ class PrefixScoring(Part):
             self.jobs.tell(_tickets(wish), Outcome.TOO_SHORT)
             return
         node = self._ranges.node_ending_at(path, num_tokens)
-        job = ScoringJob(node, tuple(wish.questions), _tickets(wish), True, self._kept_for_lesson(prompt))
+        job = ScoringJob(node, tuple(wish.questions), _tickets(wish), True, self._kept(prompt))
         self._queue(job, prompt)
 
     def granted(self, wish: RequestOptions, done: Attempted) -> None:
         """Report the outcome of a prefix that needed no passes."""
         self.jobs.tell(_tickets(wish), _outcome_of(done))
 
-    def _kept_for_lesson(self, prompt: PromptObservation) -> PromptObservation | None:
-        """The part of a prompt's observation that a lesson needs; None if there will be none."""
-        learner = self._compressor.learner
-        learns = learner is not None and learner.weights is None and len(self.jobs) < MAX_WAITING_LESSONS
-        return prompt.without_echo() if learns else None
+    def _kept(self, prompt: PromptObservation) -> PromptObservation | None:
+        """The part of a prompt's observation that lessons and learned scores need; None if it is not kept."""
+        is_needed = self._compressor.learner is not None and len(self.jobs) < MAX_KEPT_PROMPTS
+        return prompt.without_echo() if is_needed else None
 
     def _teaches(self, job: ScoringJob) -> bool:
         """Whether a job's prefix can be learned from; True for all when nothing is to be learned."""
@@ -276,6 +276,8 @@ class PrefixScoring(Part):
         bounds = self._spans.waterline(path), length_of(path)
         with self._guard.on_one_rank():
             job.observation = self._votes.new_observation(bounds, ANSWER_REACH if job.questions else 0, unmeasured)
+            if job.observation is not None:
+                job.observation.prompt = job.prompt
         if job.observation is None:
             self._end_as(job, Outcome.NO_MEMORY)
             return False

@@ -15,8 +15,6 @@ from kvevict_kernels.rotary import Rotary
 
 QUERIES_PER_BLOCK = 512
 """Bounds the memory of float32 copies in :meth:`QueryMoments.add`."""
-SCORE_FLOOR = 0.005
-"""Added to reader attention before its logarithm, so that tokens with almost none get the same score."""
 
 
 class Signal(Enum):
@@ -35,18 +33,13 @@ class Signal(Enum):
     ECHO_ATTENTION = "echo_attention"
     """Per token: largest attention that the prompt's own queries would pay it if they stood after the prompt."""
     LEARNED_SCORES = "learned_scores"
-    """Per token: predicted :func:`log_attention` of readers; absent until weights are learned."""
+    """Per token: predicted log of reader attention, or joint scores; absent until weights are learned."""
     OUTPUT_GRAM = "output_gram"
     """Tensor [num_kv_heads, head_dim, head_dim], float32: :func:`output_gram` of the layer."""
     KEYS = "keys"
     """The keys of the range, read from the pool."""
     VALUES = "values"
     """The values of the range, read from the pool."""
-
-
-def log_attention(attention: Tensor) -> Tensor:
-    """:attr:`Signal.READER_ATTENTION` on the scale of learned scores, which predict it."""
-    return (attention + SCORE_FLOOR).log()
 
 
 class Readers(Enum):

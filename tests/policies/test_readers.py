@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from sgl_kvevict.errors import ConfigError
-from sgl_kvevict.policies import LayerView, Policy, Readers, Signal, build_policy
+from sgl_kvevict.policies import Policy, Readers, Signal, build_policy
 from sgl_kvevict.policies.budgets import AllLayersBudget
 from sgl_kvevict.policies.methods.random import RandomScorer
 from sgl_kvevict.policies.scorers import SignalScorer
@@ -59,31 +58,3 @@ def test_all_layers_compete_by_default(from_weights: Callable[..., Any], kept: C
 def test_readers_and_reader_attention_go_together(scorer: Any, readers: Readers | None) -> None:
     with pytest.raises(ConfigError, match="reader attention and readers go together"):
         Policy("own", scorer, AllLayersBudget(), TopKSelector(), readers=readers)
-
-
-READ = [[0.0, 0.2, 0.8]]
-LEARNED = [[-5.0, -0.2, -1.0]]
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"echo_attention": READ}, READ),
-        ({"echo_attention": LEARNED, "reader_attention": READ}, READ),
-        ({"echo_attention": READ, "learned_scores": LEARNED}, LEARNED),
-        (
-            {"reader_attention": READ, "learned_scores": LEARNED},
-            [[(-5 + math.log(0.005)) / 2, (-0.2 + math.log(0.205)) / 2, (-1 + math.log(0.805)) / 2]],
-        ),
-    ],
-    ids=["echo", "passes", "learned", "both"],
-)
-def test_the_default_takes_the_mean_of_what_is_measured_and_what_is_predicted(
-    given: dict[str, list[list[float]]], expected: list[list[float]]
-) -> None:
-    policy = build_policy("distilled", {})
-    assert policy is not None
-    rows = torch.empty(3, 1, 2)
-    signals = {Signal(name): torch.tensor(values) for name, values in given.items()}
-    scores = policy.scorer.score(LayerView(0, 0, rows, rows, torch.arange(3), 1.0, signals))
-    torch.testing.assert_close(scores.values, torch.tensor(expected))

@@ -10,7 +10,7 @@ from sgl_kvevict.policies.layer_view import LayerView
 from sgl_kvevict.policies.options import OneBudgetOptions
 from sgl_kvevict.policies.parts import Scorer, TokenScores, Trait
 from sgl_kvevict.policies.policy import Policy
-from sgl_kvevict.policies.signals import Readers, Signal, log_attention
+from sgl_kvevict.policies.signals import Readers, Signal
 
 WINDOW_SIZE = 8
 """Queries. 32 predict no better, and cost as much as all other features together."""
@@ -18,12 +18,10 @@ WINDOW_SIZE = 8
 
 @dataclass(frozen=True)
 class DistilledScorer(Scorer):
-    """The mean of what passes have measured and what learned scores predict, or the one of the two that there is.
+    """Learned scores; else reader attention; else echo attention (slots are short and nothing is learned yet).
 
-    The logarithms are averaged. A pass measures what this prefix's own sentences need; a prediction has seen many
-    prefixes, and answers lose less with both than with either (docs/quality.md). Without either, echo attention: slots
-    are short and nothing is learned yet.
-
+    Where passes have read the range, learned scores are joined with what they measured
+    (:func:`sgl_kvevict.distill.joint_scores`).
     With ``use_window`` the attention of the prompt's last ``WINDOW_SIZE`` queries is a feature of learned scores
     (:class:`sgl_kvevict.distill.ScoreWeights`).
     """
@@ -44,15 +42,10 @@ class DistilledScorer(Scorer):
         return frozenset({*scores, Signal.KEYS, Signal.VALUES, *window})
 
     def score(self, view: LayerView) -> TokenScores:
-        """Score one layer; ValueError if no signal is present."""
-        found = view.signals
-        if Signal.LEARNED_SCORES not in found:
-            is_echo = Signal.ECHO_ATTENTION in found and Signal.READER_ATTENTION not in found
-            return TokenScores(view.need_per_token(Signal.ECHO_ATTENTION if is_echo else Signal.READER_ATTENTION))
-        learned = view.need_per_token(Signal.LEARNED_SCORES)
-        if Signal.READER_ATTENTION not in found:
-            return TokenScores(learned)
-        return TokenScores((learned + log_attention(view.need_per_token(Signal.READER_ATTENTION))) / 2)
+        """Score one layer by the first of the three signals that is present; ValueError if none is."""
+        order = (Signal.LEARNED_SCORES, Signal.READER_ATTENTION, Signal.ECHO_ATTENTION)
+        present = next((signal for signal in order if signal in view.signals), Signal.READER_ATTENTION)
+        return TokenScores(view.need_per_token(present))
 
 
 class Distilled(OneBudgetOptions):
