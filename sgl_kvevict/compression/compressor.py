@@ -151,7 +151,7 @@ class Compressor:
         return ReaderObservation(packer.geometry, start, end, reach, segments, packer.k_arena, products)
 
     def rank_by_attention(self, segment: Segment) -> None:
-        """Set the worth of a segment's entries by measured reader attention; by joint scores once scores are learned."""
+        """Set the worth of a segment's entries by measured reader attention, or joint scores if scores are learned."""
         assert segment.worth is not None and segment.entry_attention is not None
         scores = segment.entry_attention.squares.sqrt()
         if self.has_learned:

@@ -25,6 +25,8 @@ from sgl_kvevict.policies.signals import Signal
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Elements of keys (or values) per block: fits a core's caches; occupies a GPU."""
+PREDICTED_WEIGHT = 2.0
+"""Measured entries kept for each predicted one (:func:`joint_scores`)."""
 
 
 @dataclass(frozen=True)
@@ -87,18 +89,18 @@ def with_learned_scores(show: Show, weights: ScoreWeights, tokens: CachedRange, 
     return lambda layer: shown[layer].with_signals({Signal.LEARNED_SCORES: learned[layer]})
 
 
-def joint_scores(measured: Tensor, predicted: Tensor) -> Tensor:
-    """Scores whose highest elements are, two to one, the highest measured and the highest predicted ones.
+def joint_scores(measured: Tensor, predicted: Tensor, weight: float = PREDICTED_WEIGHT) -> Tensor:
+    """Scores whose highest elements are, ``weight`` to one, the highest measured and the highest predicted ones.
 
-    An element counts by its better rank, as minus the share of elements that rank no lower; the share of a predicted
-    rank is doubled. Arguments and result are float32, of one shape; of equal elements the first one ranks higher.
-    Thirds were chosen on SmolLM2: halves lose more sentences of prose (docs/quality.md).
+    An element counts by its better rank, as minus the share of elements that rank no lower; that of a predicted rank is
+    taken ``weight`` times. ``measured``, ``predicted`` and the result are float32, of one shape; of equal elements the
+    first one ranks higher.
     """
     shares = torch.arange(1, measured.numel() + 1, device=measured.device) / measured.numel()
     ranked = []
-    for scores, weight in ((measured, 1), (predicted, 2)):
+    for scores, factor in ((measured, 1.0), (predicted, weight)):
         order = scores.flatten().argsort(descending=True, stable=True)
-        ranked.append(torch.empty_like(shares).scatter_(0, order, -weight * shares))
+        ranked.append(torch.empty_like(shares).scatter_(0, order, -factor * shares))
     return torch.maximum(*ranked).view_as(measured)
 
 

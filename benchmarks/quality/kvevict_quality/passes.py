@@ -18,6 +18,7 @@ from sgl_kvevict.attention.cpu.long_prefill import LongPrefill, PrefillRequest
 from sgl_kvevict.lifecycle.probes import repetition_probes
 
 ATTENTION = "kvevict_passes"
+KEPT_ATTENTION = "kvevict_kept"
 CHUNK_TOKENS = 2048
 PASS_TOKENS = 512
 WINDOW = 32
@@ -54,6 +55,7 @@ class PassModel:
 
     def __init__(self, folder: Path, positions: int = 8192) -> None:
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION, self._attend)
+        ALL_ATTENTION_FUNCTIONS.register(KEPT_ATTENTION, self._attend_to_kept)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=ATTENTION)
         self.model = model.eval()
@@ -68,6 +70,7 @@ class PassModel:
     @torch.inference_mode()
     def score(self, ids: Sequence[int]) -> ScoredPrefix:
         """Prefill a prompt and have it repeated, as the server does."""
+        self.model.set_attn_implementation(ATTENTION)
         num_tokens = len(ids)
         end = num_tokens - TAIL
         slots = num_tokens + 2 * PASS_TOKENS
@@ -90,6 +93,37 @@ class PassModel:
         return ScoredPrefix(
             arena[0, :, :num_tokens].clone(), arena[1, :, :num_tokens].clone(), queries, lse, state["squares"].sqrt()
         )
+
+    @torch.inference_mode()
+    def predict(self, prefix: ScoredPrefix, kept: Tensor, ids: Sequence[int], num_last: int) -> Tensor:
+        """Log-probabilities [choices, num_last, words] after each of the last of the tokens that follow a prefix.
+
+        ``kept``, [choices, num_layers, num_kv_heads, num_tokens], bool: entries of the prefix that stay.
+        """
+        self.model.set_attn_implementation(KEPT_ATTENTION)
+        self._state = {"prefix": prefix, "kept": kept}
+        start = prefix.k.shape[1]
+        positions = torch.arange(start, start + len(ids))[None].expand(len(kept), -1)
+        hidden = self.model.model(
+            torch.tensor([list(ids)]).expand(len(kept), -1), position_ids=positions, use_cache=False
+        ).last_hidden_state[:, -num_last:]
+        logits: Tensor = self.model.lm_head(hidden).float()
+        return logits.log_softmax(-1)
+
+    def _attend_to_kept(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
+        """As :meth:`_attend`, in float32: [choices, num_heads, num_tokens, head_dim] each."""
+        prefix, kept = self._state["prefix"], self._state["kept"][:, module.layer_idx]
+        num_new, groups = query.shape[2], query.shape[1] // key.shape[1]
+        stored_k, stored_v = (x[module.layer_idx].float().transpose(0, 1) for x in (prefix.k, prefix.v))
+        rows = query.float().unflatten(1, (-1, groups)).flatten(2, 3)  # [choices, num_kv_heads, groups * num_new, dim]
+        to_prefix = (rows @ stored_k.mT * scaling).masked_fill_(~kept[:, :, None], float("-inf"))
+        is_later = torch.ones(num_new, num_new, dtype=torch.bool).triu(1).repeat(groups, 1)
+        to_new = (rows @ key.float().mT * scaling).masked_fill_(is_later, float("-inf"))
+        weights = torch.cat([to_prefix, to_new], dim=-1).softmax(-1)
+        out = weights[..., :-num_new] @ stored_v + weights[..., -num_new:] @ value.float()
+        return out.unflatten(2, (groups, num_new)).flatten(1, 2).transpose(1, 2).to(query.dtype), None
 
     def _forward(self, ids: Sequence[int], start: int) -> None:
         self._state["start"] = start
