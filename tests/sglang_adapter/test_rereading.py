@@ -7,6 +7,7 @@ import pytest
 from helpers.harness import Harness, PseudoRandomPolicy, publish_server_args
 from helpers.passes import MiniScheduler
 from sgl_kvevict.config import KVEvictConfig
+from sgl_kvevict.distill import joint_scores
 from sgl_kvevict.policies.signals import Readers
 from sgl_kvevict.request import ticket_digest
 from sgl_kvevict.sglang_adapter.monitoring.server_info import cache_state
@@ -64,7 +65,7 @@ def test_passes_read_what_was_compressed_before_they_came():
     assert scheduler.run_all() == 0
 
 
-def test_what_passes_paid_decides_what_a_light_prefix_keeps():
+def test_what_passes_paid_and_what_was_predicted_decide_what_a_light_prefix_keeps():
     harness, scheduler = cache(sink_tokens=0)
     ask(harness, 1, 2, 3)
     shrink(harness)
@@ -72,10 +73,13 @@ def test_what_passes_paid_decides_what_a_light_prefix_keeps():
     assert scheduler.run_pass()
     light = segment_of(harness)
     light.entry_attention.squares[:] = light.positions  # as if the last tokens were paid most
+    num_kept, predicted = 18 * harness.geometry.num_runs, light.worth.float()
+    scores = joint_scores(light.positions.float().sqrt(), predicted).half()
     scheduler.run_pass()
     scheduler.run_pass()
-    paid = light.positions.sort(descending=True).values[: 18 * harness.geometry.num_runs]
-    assert segment_of(harness).positions.sort(descending=True).values.equal(paid)
+    kept = segment_of(harness).positions.sort().values
+    assert kept.equal(light.positions[scores.topk(num_kept).indices].sort().values)
+    assert kept.float().mean() > light.positions.float().mean()
 
 
 def test_a_prefix_that_shrinks_between_two_passes_is_read_on():
