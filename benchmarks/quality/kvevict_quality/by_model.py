@@ -22,6 +22,8 @@ GOALS = {
 }
 """Least share of the full cache's score that the default policy should keep, by task and length."""
 GOAL_BUDGET = 0.2
+GOAL_POLICIES = {"learned scores": DEFAULT_POLICY, "passes": "reconstruction", "both": AWAITED}
+"""Policies by what chooses the entries: the default has one or the other, or both where passes had time."""
 
 PEERS = " (kvpress)"
 """Behind the names of kvpress' presses."""
@@ -106,11 +108,11 @@ def goal_table(rows: Sequence[Row]) -> str:
     """
     found = _by_task(rows)
     models = sorted({row.model for row in rows if row.task not in FIDELITY_TASKS})
-    lines = [["task", "model", "tokens", "goal", "learned scores", "passes awaited"]]
+    lines = [["task", "model", "tokens", "goal", *GOAL_POLICIES]]
     for (task, tokens), goal in GOALS.items():
         for model in models:
             by_system = found.get((model, tokens, task), {})
-            shares = [_share(by_system, (-GOAL_BUDGET, policy)) for policy in (DEFAULT_POLICY, AWAITED)]
+            shares = [_share(by_system, (-GOAL_BUDGET, policy)) for policy in GOAL_POLICIES.values()]
             if any(shares):
                 verdicts = [_verdict(share, goal) for share in shares]
                 lines.append([f"`{task}`", model, f"{tokens:,}", f"{100 * goal:.0f} %", *verdicts])

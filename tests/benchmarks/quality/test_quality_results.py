@@ -171,6 +171,15 @@ def test_known_questions_are_asked_of_the_policy_questions():
     assert '"policy": "questions"' in setup.system().env["KVEVICT_CONFIG"]
 
 
+def test_awaited_passes_are_those_of_the_policy_distilled():
+    from kvevict_quality.systems import AWAITED, Setup
+
+    setup = Setup(AWAITED, 0.2)
+    assert (setup.config.policy, setup.config.wait_for_passes) == ("distilled", True)
+    with pytest.raises(ValueError, match="only after it was read"):
+        Setup(AWAITED, 0.2, aware=True)
+
+
 def test_two_stages_are_the_policy_distilled_on_a_pool_that_is_too_small():
     from kvevict_quality.systems import TWO_STAGES, Setup
 
@@ -262,16 +271,17 @@ def test_goals_are_met_or_missed_by_the_default_policy_at_its_budget():
         stock(task="table", scores="1 1 1 1"),
         row(**ours, task="table", scores="0 0 0 0"),
         row(policy="reconstruction", task="table", scores="1 1 1 1"),
+        row(policy="awaited", task="table", scores="1 1 1 0"),
         stock(task="squad", tokens=4096, scores="1 1 1 1", model="q"),
         row(**ours, task="squad", tokens=4096, scores="1 1 1 0", model="q"),
         row(task="speeches", scores="0.9", kl=0.1, nll=2.0, model="r"),
     ]
     lines = goal_table(rows).splitlines()
-    assert lines[0] == "| task | model | tokens | goal | learned scores | passes |"
-    assert "| `needles` | m | 1,024 | 95 % | 100 ± 0 % |  |" in lines
-    assert "| `table` | m | 1,024 | 85 % | **0 ± 0 %** | 100 ± 0 % |" in lines
+    assert lines[0] == "| task | model | tokens | goal | learned scores | passes | both |"
+    assert "| `needles` | m | 1,024 | 95 % | 100 ± 0 % |  |  |" in lines
+    assert "| `table` | m | 1,024 | 85 % | **0 ± 0 %** | 100 ± 0 % | *75 ± 22 %* |" in lines
     assert not any(line.startswith("| `table` | q |") for line in lines)  # not measured
-    assert "| `squad` | q | 4,096 | 90 % | *75 ± 22 %* |  |" in lines
+    assert "| `squad` | q | 4,096 | 90 % | *75 ± 22 %* |  |  |" in lines
 
 
 def test_real_text_stands_in_a_table_of_its_own():
