@@ -3,8 +3,7 @@
 Run: python benchmarks/quality/joint.py --model qwen-0.5b --seed 9 --contexts 6; adds to docs/results/quality/joint.csv
 
 Outside the server. The full cache answers a question greedily; then the same tokens are predicted from what each choice
-keeps of the context. The divergence of these predictions shows small differences with a tenth of the questions that
-right and wrong answers need.
+keeps of the context. The divergence of these predictions shows smaller differences than right and wrong answers do.
 """
 
 from __future__ import annotations
