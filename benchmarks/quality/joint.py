@@ -1,6 +1,7 @@
 """Compare what passes, learned scores and both together keep, by the answers of the full cache.
 
-Run: python benchmarks/quality/joint.py --model qwen-0.5b --seed 9 --contexts 6; adds to docs/results/quality/joint.csv
+Run: python benchmarks/quality/joint.py; adds to docs/results/quality/joint.csv. Qwen's rows there:
+--model qwen-0.5b --seed 9 --contexts 4 --tasks table factbook reading squad
 
 Outside the server. The full cache answers a question greedily; then the same tokens are predicted from what each choice
 keeps of the context. The divergence of these predictions shows smaller differences than right and wrong answers do.
@@ -55,7 +56,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default=DEMO, help="a name of `sgl-kvevict model --list` with learned scores")
     parser.add_argument("--tasks", nargs="*", default=["table", "factbook", "reading", "squad", "needle-multi-key"])
     parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--contexts", type=int, default=8)
+    parser.add_argument("--contexts", type=int, default=6)
     parser.add_argument("--seed", type=int, default=8)
     parser.add_argument("--budget", type=float, default=0.2)
     return parser.parse_args()
@@ -110,7 +111,7 @@ class Comparison:
 
     def _full_answer(self, prefix: ScoredPrefix, asked: list[int], question: Question) -> tuple[list[int], Tensor]:
         """The greedy answer up to a line's end or a quotation mark, and its log-probabilities [tokens, words]."""
-        everything = torch.ones_like(self._kept(prefix.scores))[None]
+        everything = torch.ones(1, *prefix.scores.shape[:2], prefix.k.shape[1], dtype=torch.bool)
         answer: list[int] = []
         rows = []
         while len(answer) < min(question.max_new_tokens, ANSWER_TOKENS):
